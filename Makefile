@@ -1,0 +1,58 @@
+# Two commands: `make demo` trains a model on a hundred simulated devices, `make test` runs every check.
+
+PYTHON ?= python3
+VENV ?= .venv
+PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
+# A CPU build of torch; the default index would bring gigabytes of CUDA on amd64.
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+TORCH ?= $(shell $(PYTHON) -c "import platform; print('torch>=2.6,<2.11' if platform.machine() == 'aarch64' else 'torch>=2.6,<2.14')")
+
+.PHONY: demo test lint types install install-dev proto constraints clean
+
+demo: $(VENV)/.demo
+	$(VENV)/bin/headwater-simulate --task examples/digits.py:Digits --clients 100 --rounds 60 \
+		--optimizer adam --learning-rate 0.01 --micro-batch-size 4
+
+test: $(VENV)/.dev lint types
+	$(VENV)/bin/python -m pytest -n 2 --dist worksteal
+
+lint: $(VENV)/.dev
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/ruff check .
+
+types: $(VENV)/.dev
+	$(VENV)/bin/mypy
+
+install: $(VENV)/.demo
+install-dev: $(VENV)/.dev
+
+$(VENV)/.torch:
+	$(PYTHON) -m venv $(VENV)
+	@echo "torch: first from what lies on this machine, else about 200 MB from $(TORCH_INDEX)"
+	$(PIP) install --quiet --no-index --no-deps "$(TORCH)" 2>/dev/null \
+		|| $(PIP) install --no-deps --index-url $(TORCH_INDEX) "$(TORCH)" \
+		|| { echo "torch: from the default index; on amd64 it brings about 3 GB of CUDA"; \
+			$(PIP) install "$(TORCH)"; }
+	touch $@
+
+$(VENV)/.demo: $(VENV)/.torch pyproject.toml constraints.txt
+	$(PIP) install --quiet --constraint constraints.txt --editable ".[server,examples]"
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.torch pyproject.toml constraints.txt
+	$(PIP) install --quiet --constraint constraints.txt --editable ".[dev]"
+	touch $@ $(VENV)/.demo
+
+# The code that protobuf makes is kept in the repository; a newer generator would need protobuf 7.
+proto:
+	$(PIP) install --quiet "grpcio-tools<=1.81"
+	cd common && ../$(VENV)/bin/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. wire.proto
+
+# One file for all platforms; torch has its own rules above.
+constraints:
+	$(VENV)/bin/uv pip compile --quiet --universal --python-version 3.11 --all-extras --no-header \
+		--no-annotate --no-emit-package torch --no-emit-package headwater pyproject.toml \
+		| grep -v -E '^(nvidia|cuda|triton)' > constraints.txt
+
+clean:
+	rm -rf $(VENV) build *.egg-info .mypy_cache .pytest_cache .ruff_cache

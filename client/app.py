@@ -1,0 +1,121 @@
+"""The device as a Flower ClientApp: three messages in, three answers out.
+
+The same app runs in the simulator, behind our own gRPC stream, in Flower's Ray simulation and on
+SuperNodes. Flower's types stop here.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from flwr.app import Context, Message, RecordDict
+from flwr.clientapp import ClientApp
+
+from client.micro_batches import Place, Walk
+from client.resident import HardwareOf, Identity, Resident, host_name, resident_of, this_machine
+from common import records
+from common.errors import CorruptUpdate, HeadwaterError, SettingsError
+from common.settings import Settings, from_run_config
+from common.update import DescribeRequest, Plan
+
+log = logging.getLogger(__name__)
+
+WALK = "walk"
+
+
+def client_app(hardware_of: HardwareOf) -> ClientApp:
+    """Return a ClientApp whose devices run on the given hardware, real or simulated."""
+    app = ClientApp()
+
+    def answering(
+        answer: Callable[[Message, Context, Resident, Identity, Settings], RecordDict],
+    ) -> Callable[[Message, Context], Message]:
+        def reply(message: Message, context: Context) -> Message:
+            try:
+                settings = from_run_config(context.run_config)
+                content = answer(
+                    message, context, _resident(settings), _identity(context), settings
+                )
+            except Exception as error:
+                if not isinstance(error, HeadwaterError):
+                    log.exception("the task or the device failed")
+                return Message(records.refusal(error), reply_to=message)
+            return Message(content, reply_to=message)
+
+        return reply
+
+    def describe(
+        message: Message, _: Context, resident: Resident, identity: Identity, settings: Settings
+    ) -> RecordDict:
+        request = records.read(message.content, DescribeRequest)
+        hardware = hardware_of(identity, settings, resident.image.layout)
+        return records.content_of(resident.describe(identity, hardware, request))
+
+    def train(
+        message: Message,
+        context: Context,
+        resident: Resident,
+        identity: Identity,
+        settings: Settings,
+    ) -> RecordDict:
+        plan = _load(message, context, resident)
+        update, walk = resident.train(
+            identity, hardware_of(identity, settings, resident.image.layout), plan, _walk(context)
+        )
+        records.keep(context, WALK, walk)
+        return records.update_content(update, as_view=records.is_view(message.content))
+
+    def evaluate(
+        message: Message,
+        context: Context,
+        resident: Resident,
+        identity: Identity,
+        _: Settings,
+    ) -> RecordDict:
+        return records.content_of(resident.evaluate(identity, _load(message, context, resident)))
+
+    app.query("describe")(answering(describe))
+    app.train()(answering(train))
+    app.evaluate()(answering(evaluate))
+    return app
+
+
+def _resident(settings: Settings) -> Resident:
+    if settings.task is None:
+        raise SettingsError("no task is set", remedy="name it with --task FILE.py:Class")
+    return resident_of(
+        settings.task,
+        replace_batch_norm=settings.model.replace_batch_norm,
+        check_task=settings.check_task,
+    )
+
+
+def _identity(context: Context) -> Identity:
+    node = records.node_identity(context.node_config)
+    name = node["name"] or (str(node["part"]) if node["is_partition"] else host_name())
+    return Identity(name=name, data=node["data"], part=node["part"], num_parts=node["num_parts"])
+
+
+def _load(message: Message, context: Context, resident: Resident) -> Plan:
+    """Read the plan and take over the model that came with it."""
+    plan = records.read(message.content, Plan)
+    image = records.vector(message.content)
+    if image is None:
+        raise CorruptUpdate(f"round {plan.round}: a plan without a model")
+    resident.load_model(context.run_id, plan.model_version, image)
+    return plan
+
+
+def _walk(context: Context) -> Walk:
+    kept = records.kept(context, WALK)
+    if kept is None:
+        return Walk()
+    return Walk(
+        place=Place(**kept["place"]),
+        pending_round=kept["pending_round"],
+        pending_place=Place(**kept["pending_place"]),
+    )
+
+
+app = client_app(this_machine)

@@ -1,0 +1,179 @@
+"""What a device is: the cores and memory it may use, its clock, and how fast it trains.
+
+Absent limits are absent, never zero. A simulated device answers the same questions from a profile
+(``simulation.fleet``).
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import psutil
+import torch
+
+from client.local_training import Clock, Workplace
+from common.task import batch_of, loss_sum
+
+# Beside the activations kept for the backward pass, their gradients and temporaries live a while.
+WORKING_FACTOR = 2.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Speed:
+    """A micro-batch of size s takes a + b s seconds and base + slope s bytes at its peak."""
+
+    seconds_per_micro_batch: float
+    seconds_per_example: float
+    base_bytes: int
+    bytes_per_example: float
+    overhead_seconds: float = 0.0
+
+
+class Hardware(Protocol):
+    """The machine under a device, real or simulated."""
+
+    clock: Clock
+
+    def cores(self) -> float:
+        """Return the cores that may be used; a cgroup may grant a fraction of one."""
+        ...
+
+    def memory_limit_bytes(self) -> int | None:
+        """Return the bytes that the process may hold, or None if nothing limits it."""
+        ...
+
+    def speed(self, place: Workplace) -> Speed:
+        """Measure or look up how fast the device trains this task."""
+        ...
+
+
+class MonotonicClock:
+    """The machine's own clock."""
+
+    def seconds(self) -> float:
+        return time.monotonic()
+
+    def worked(self, num_examples: int) -> None:
+        """Time passes by itself."""
+
+
+class ThisMachine:
+    """The machine that the process runs on."""
+
+    def __init__(self, memory_limit_bytes: int | None = None) -> None:
+        self.clock: Clock = MonotonicClock()
+        self._limit_bytes = memory_limit_bytes
+
+    def cores(self) -> float:
+        usable = (
+            len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        )
+        return min([float(usable or 1), *_cgroup_cores()])
+
+    def memory_limit_bytes(self) -> int | None:
+        own = psutil.Process().memory_info().rss
+        limits = [psutil.virtual_memory().available + own, *_cgroup_memory_bytes()]
+        return min(limits if self._limit_bytes is None else [*limits, self._limit_bytes])
+
+    def speed(self, place: Workplace) -> Speed:
+        """Time micro-batches of 1 and of up to 8 examples, three times each, and fit a line."""
+        large = min(8, len(place.examples))
+        one, many = (_median_seconds(place, size) for size in (1, large))
+        per_example = max((many - one) / (large - 1), 0.0) if large > 1 else 0.0
+        return Speed(
+            seconds_per_micro_batch=max(one - per_example, 0.0),
+            seconds_per_example=max(per_example, 1e-9),
+            base_bytes=psutil.Process().memory_info().rss,
+            bytes_per_example=activation_bytes(place) * WORKING_FACTOR,
+        )
+
+
+def _median_seconds(place: Workplace, size: int) -> float:
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        loss, _, _ = loss_sum(
+            place.task, place.image.model, batch_of(place.task, place.examples, range(size))
+        )
+        loss.backward()  # type: ignore[no-untyped-call]
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds)
+
+
+def activation_bytes(place: Workplace) -> float:
+    """Return the bytes that autograd keeps for one example more, from micro-batches of 1 and 2.
+
+    Storages are counted once each, and the model's own parameters not at all.
+    """
+    own = place.image.bytes_U8.untyped_storage().data_ptr()
+    kept = [_saved_bytes(place, size, own) for size in (1, min(2, len(place.examples)))]
+    return float(max(kept[1] - kept[0], kept[0] / 2, 1))
+
+
+def _saved_bytes(place: Workplace, size: int, own: int) -> int:
+    storages: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() != own:
+            storages[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss_sum(place.task, place.image.model, batch_of(place.task, place.examples, range(size)))
+    return sum(storages.values())
+
+
+def _cgroup_cores() -> Iterator[float]:
+    """Yield the CPU quota of the process's cgroups, version 2 and version 1, where there is one."""
+    for folder in _cgroup_folders("cpu"):
+        v2 = _words(folder / "cpu.max")
+        if len(v2) == 2 and v2[0] != "max":
+            yield int(v2[0]) / int(v2[1])
+        quota, period = _words(folder / "cpu.cfs_quota_us"), _words(folder / "cpu.cfs_period_us")
+        if quota and period and int(quota[0]) > 0:
+            yield int(quota[0]) / int(period[0])
+
+
+def _cgroup_memory_bytes() -> Iterator[int]:
+    """Yield the memory limits of the process's cgroups, version 2 and version 1."""
+    for folder in _cgroup_folders("memory"):
+        for file in ("memory.max", "memory.limit_in_bytes"):
+            words = _words(folder / file)
+            if words and words[0].isdigit() and int(words[0]) < 2**60:
+                yield int(words[0])
+
+
+def _cgroup_folders(controller: str) -> Iterator[Path]:
+    """Yield the folders of the process's cgroup and of all above it, for one controller."""
+    root = Path("/sys/fs/cgroup")
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            base = root
+        elif controller in controllers.split(","):
+            base = root / controllers
+        else:
+            continue
+        folder = base / path.lstrip("/")
+        while folder != base and base in folder.parents:
+            yield folder
+            folder = folder.parent
+        yield base
+
+
+def _words(file: Path) -> list[str]:
+    try:
+        return file.read_text().split()
+    except OSError:
+        return []

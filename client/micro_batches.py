@@ -1,0 +1,107 @@
+"""Which examples a device trains on next, and how they are cut into micro-batches.
+
+A device walks its examples in the order permutation(run seed, epoch, name): none twice in a round,
+and none again before all have been seen; so the last round of an epoch may be short. The place in
+the walk is pending until the server says that the round was committed with this device's update in
+it. A round that was aborted or re-issued therefore gets the same examples.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """The next example is number ``offset`` in the order of ``epoch``."""
+
+    epoch: int = 0
+    offset: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Walk:
+    """The committed place, and the one to move to if the pending round counts."""
+
+    place: Place = Place()
+    pending_round: int | None = None
+    pending_place: Place = Place()
+
+    def settle(self, counted_round: int | None) -> Walk:
+        """Move to the pending place if its round was counted; forget it otherwise."""
+        counted = self.pending_round is not None and self.pending_round == counted_round
+        return Walk(place=self.pending_place if counted else self.place)
+
+    def pend(self, round_number: int, place: Place) -> Walk:
+        """Remember where the walk goes on if ``round_number`` counts."""
+        return Walk(place=self.place, pending_round=round_number, pending_place=place)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Window:
+    """The examples of one round: positions in the data set, in the order of the walk."""
+
+    positions: tuple[int, ...]
+    epoch: int
+    offset: int
+    ends_epoch: bool
+
+    def after(self, num_taken: int, num_examples: int) -> Place:
+        """Return the place behind the first ``num_taken`` examples of the window."""
+        offset = self.offset + num_taken
+        if offset >= num_examples:
+            return Place(epoch=self.epoch + 1)
+        return Place(epoch=self.epoch, offset=offset)
+
+
+def seed_of(*parts: object) -> int:
+    """Hash the parts to 63 bits: a seed that any side can derive again."""
+    text = "\x1f".join(str(part) for part in parts)
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
+
+
+@lru_cache(maxsize=16)
+def order(run_seed: int, epoch: int, name: str, num_examples: int) -> NDArray[np.int64]:
+    """Return the permutation of 0..num_examples-1 that the device ``name`` follows in ``epoch``."""
+    generator = np.random.default_rng(seed_of("order", run_seed, epoch, name))
+    return generator.permutation(num_examples)
+
+
+def window(place: Place, *, quota: int, run_seed: int, name: str, num_examples: int) -> Window:
+    """Take the next ``quota`` examples, or as many as the epoch still has."""
+    walk = order(run_seed, place.epoch, name, num_examples)
+    # A data set that shrank since the place was kept starts its next epoch.
+    if place.offset >= num_examples:
+        place = Place(epoch=place.epoch + 1)
+        walk = order(run_seed, place.epoch, name, num_examples)
+    positions = walk[place.offset : place.offset + quota].tolist()
+    return Window(
+        positions=tuple(positions),
+        epoch=place.epoch,
+        offset=place.offset,
+        ends_epoch=len(positions) < quota,
+    )
+
+
+def cut(positions: Sequence[int], micro_batch_size: int) -> list[tuple[int, ...]]:
+    """Cut positions into micro-batches; the last one may be shorter."""
+    return [
+        tuple(positions[start : start + micro_batch_size])
+        for start in range(0, len(positions), micro_batch_size)
+    ]
+
+
+def held_out(num_examples: int, *, fraction: float, run_seed: int, name: str) -> tuple[int, ...]:
+    """Return the positions that a device keeps out of training: floor(fraction x examples).
+
+    At least one example stays for training.
+    """
+    count = min(int(num_examples * fraction), num_examples - 1)
+    generator = np.random.default_rng(seed_of("held out", run_seed, name))
+    return tuple(sorted(generator.permutation(num_examples)[:count].tolist()))

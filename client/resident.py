@@ -1,0 +1,198 @@
+"""What stays in memory between rounds: the model, the vector, and each device's examples.
+
+One process holds one model and one vector, however many devices it plays: on a laptop one, in the
+simulator a thousand.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import socket
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch.utils.data import Subset
+
+from client.accumulator import Accumulator
+from client.device import Hardware, Speed, ThisMachine
+from client.local_training import PeakMemory, Workplace, check_works, train
+from client.micro_batches import Place, Walk, held_out, window
+from common.errors import ModelMismatch
+from common.parameters import ModelLayout, build_model
+from common.settings import Settings
+from common.task import Examples, check_additive, evaluate_sums, load_task, open_train_examples
+from common.update import DescribeRequest, DeviceReport, EvaluateReport, Plan, Update
+
+log = logging.getLogger(__name__)
+
+stop_asked = threading.Event()
+"""Set when the process is asked to stop: what was summed so far is sent."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Identity:
+    """Which device this is and where its data lies."""
+
+    name: str
+    data: Path | None
+    part: int
+    num_parts: int
+
+
+HardwareOf = Callable[[Identity, Settings, ModelLayout], Hardware]
+
+
+def this_machine(identity: Identity, settings: Settings, layout: ModelLayout) -> Hardware:
+    """Return the machine that the process runs on."""
+    return ThisMachine(settings.client.memory_limit_bytes)
+
+
+def host_name() -> str:
+    """Return the host's name, as far as a device's name may contain it."""
+    name = "".join(c if c.isalnum() or c in "._-" else "-" for c in socket.gethostname())
+    return name.lstrip("._-") or "device"
+
+
+class Resident:
+    """A task's model and vector in this process, and the devices that share them."""
+
+    def __init__(self, task_spec: str, *, replace_batch_norm: bool, check_task: bool) -> None:
+        self.task = load_task(task_spec)
+        self.image = build_model(self.task, seed=0, replace_batch_norm=replace_batch_norm)
+        self.accumulator = Accumulator(self.image)
+        self.memory = PeakMemory()
+        self._loaded: tuple[int, int] | None = None
+        self._must_check = check_task
+
+    @functools.cache  # noqa: B019 - a resident lives as long as its process
+    def examples(self, identity: Identity) -> Examples:
+        """Open a device's examples, once, and try the task on the first device's.
+
+        Raises:
+            EmptyDataset, MissingData, TaskNotAdditive, TaskFailed: see ``common.errors``.
+
+        """
+        examples = open_train_examples(
+            self.task, data=identity.data, part=identity.part, num_parts=identity.num_parts
+        )
+        if self._must_check:
+            self.check(examples, identity.name)
+            self._must_check = False
+        return examples
+
+    def check(self, examples: Examples, name: str) -> None:
+        """Try the task on real examples: it must run, and its loss must be a sum."""
+        place = self._workplace(examples, name, ThisMachine())
+        trial = Plan(round=0, run_seed=0, model_version=0, quota=1, micro_batch_size=1)
+        first = window(Place(), quota=1, run_seed=0, name=name, num_examples=len(examples))
+        check_works(trial, first, place)
+        check_additive(self.task, self.image.model, examples)
+        self.accumulator.zero()
+
+    def load_model(self, run_id: int, version: int, image: memoryview | bytes) -> None:
+        """Take over the server's model, unless this version of it is here already."""
+        if self._loaded != (run_id, version):
+            self._loaded = None
+            self.image.load(image)
+            self._loaded = (run_id, version)
+
+    def forget_model(self) -> None:
+        """Take note that local steps have changed the model."""
+        self._loaded = None
+
+    def split(
+        self, identity: Identity, *, run_seed: int, fraction: float
+    ) -> tuple[Examples, Examples]:
+        """Return the examples to train on and those held out."""
+        examples = self.examples(identity)
+        if fraction == 0:
+            return examples, Subset(examples, [])  # type: ignore[arg-type]
+        apart = held_out(len(examples), fraction=fraction, run_seed=run_seed, name=identity.name)
+        kept = sorted(set(range(len(examples))) - set(apart))
+        return Subset(examples, kept), Subset(examples, apart)  # type: ignore[arg-type]
+
+    def _workplace(self, examples: Examples, name: str, hardware: Hardware) -> Workplace:
+        return Workplace(
+            task=self.task,
+            image=self.image,
+            accumulator=self.accumulator,
+            examples=examples,
+            name=name,
+            clock=hardware.clock,
+            memory=self.memory,
+            stop=stop_asked.is_set,
+        )
+
+    def describe(
+        self, identity: Identity, hardware: Hardware, request: DescribeRequest
+    ) -> DeviceReport:
+        """Say what the device is and, if asked, how fast it trains.
+
+        Raises:
+            ModelMismatch: the server's model is laid out otherwise.
+
+        """
+        if request.layout_digest != self.image.layout.digest:
+            raise ModelMismatch(
+                f"{identity.name}: this device's model has {self.image.layout.num_parameters:,} "
+                f"parameters in layout {self.image.layout.digest[:12]}, the server's layout is "
+                f"{request.layout_digest[:12]}"
+            )
+        examples, _ = self.split(
+            identity, run_seed=request.run_seed, fraction=request.held_out_fraction
+        )
+        speed: Speed | None = None
+        if request.wants_speed:
+            speed = hardware.speed(self._workplace(examples, identity.name, hardware))
+            self.accumulator.zero()
+        return DeviceReport(
+            name=identity.name,
+            num_examples=len(examples),
+            layout_digest=self.image.layout.digest,
+            cores=hardware.cores(),
+            memory_limit_bytes=hardware.memory_limit_bytes(),
+            base_bytes=speed.base_bytes if speed else None,
+            bytes_per_example=speed.bytes_per_example if speed else None,
+            seconds_per_micro_batch=speed.seconds_per_micro_batch if speed else None,
+            seconds_per_example=speed.seconds_per_example if speed else None,
+            overhead_seconds=speed.overhead_seconds if speed else 0.0,
+        )
+
+    def train(
+        self, identity: Identity, hardware: Hardware, plan: Plan, walk: Walk
+    ) -> tuple[Update, Walk]:
+        """Work on a plan; return the update and the walk with the round pending."""
+        examples, _ = self.split(identity, run_seed=plan.run_seed, fraction=plan.held_out_fraction)
+        walk = walk.settle(plan.counted_round)
+        taken = window(
+            walk.place,
+            quota=plan.quota,
+            run_seed=plan.run_seed,
+            name=identity.name,
+            num_examples=len(examples),
+        )
+        if plan.local_steps > 1:
+            self.forget_model()
+        update = train(plan, taken, self._workplace(examples, identity.name, hardware))
+        report = update.report
+        num_taken = report.num_examples + report.num_refused
+        return update, walk.pend(plan.round, taken.after(num_taken, len(examples)))
+
+    def evaluate(self, identity: Identity, plan: Plan) -> EvaluateReport:
+        """Sum loss and metrics over the examples that the device holds out."""
+        _, apart = self.split(identity, run_seed=plan.run_seed, fraction=plan.held_out_fraction)
+        loss_total, weight, metrics = evaluate_sums(
+            self.task, self.image.model, apart, plan.micro_batch_size
+        )
+        return EvaluateReport(
+            name=identity.name, weight=weight, loss_sum=loss_total, metric_sums=metrics
+        )
+
+
+@functools.cache
+def resident_of(task_spec: str, *, replace_batch_norm: bool, check_task: bool) -> Resident:
+    """Return this process's resident for a task, made at the first call."""
+    return Resident(task_spec, replace_batch_norm=replace_batch_norm, check_task=check_task)

@@ -1,0 +1,56 @@
+"""What a person sees in the terminal: errors with their remedy, and the log."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import typer
+from rich.console import Console
+from rich.logging import RichHandler
+from rich.markup import escape
+
+from common.errors import HeadwaterError
+from common.settings import Settings
+
+console = Console(highlight=False)
+stderr = Console(stderr=True, highlight=False)
+
+
+@contextmanager
+def errors_shown() -> Iterator[None]:
+    """Show an error of ours with its remedy and exit with its status; Ctrl-C exits with 130."""
+    try:
+        yield
+    except HeadwaterError as error:
+        stderr.print(f"[bold red]{error.code}[/]: {escape(error.message)}", soft_wrap=True)
+        if error.remedy:
+            stderr.print(f"  [bold]remedy[/]: {escape(error.remedy)}", soft_wrap=True)
+        raise typer.Exit(error.exit_status) from error
+    except KeyboardInterrupt:
+        stderr.print("stopped; what was committed is kept, --resume goes on from there")
+        raise typer.Exit(130) from None
+
+
+def start_log(*, verbose: bool) -> None:
+    """Log warnings, or everything with ``verbose``, to the standard error stream."""
+    os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
+    os.environ.setdefault("FLWR_DISABLE_UPDATE_CHECK", "1")
+    handler: logging.Handler
+    if sys.stderr.isatty():
+        handler = RichHandler(console=stderr, show_path=False, markup=False)
+    else:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, handlers=[handler])
+
+
+def default_out(settings: Settings) -> Path:
+    """Return runs/TASK-TIME, a folder that no other run has."""
+    task = (settings.task or "run").rpartition(":")[2].lower()
+    return Path("runs") / f"{task}-{time.strftime('%Y%m%d-%H%M%S')}"

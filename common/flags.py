@@ -1,0 +1,278 @@
+"""The command-line flags that more than one command has, each defined once.
+
+A flag that is not given is ``None`` and leaves the settings file's value, or the default, in place.
+Nothing heavy is imported here: ``--help`` must come at once.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from common.errors import SettingsError
+
+TASK = "Task"
+TRAINING = "Training"
+PLAN = "What each client does"
+RUN = "The run"
+TLS = "TLS (all three files on both sides, or none on loopback)"
+
+Config = Annotated[
+    Path | None,
+    typer.Option("--config", help="TOML settings file; flags override it.", rich_help_panel=RUN),
+]
+TaskSpec = Annotated[
+    str | None,
+    typer.Option(
+        "--task",
+        metavar="FILE.py:Class",
+        help="The task: its model, its data and its loss. A file of yours.",
+        rich_help_panel=TASK,
+    ),
+]
+Check = Annotated[
+    bool | None,
+    typer.Option(
+        "--check/--no-check",
+        help="Try on real examples that the task's loss is a sum. [default: check]",
+        rich_help_panel=TASK,
+    ),
+]
+ReplaceBatchNorm = Annotated[
+    bool | None,
+    typer.Option(
+        "--replace-batch-norm/--keep-batch-norm",
+        help="Put GroupNorm in place of BatchNorm, which mixes examples. Same on both sides.",
+        rich_help_panel=TASK,
+    ),
+]
+InitialModel = Annotated[
+    Path | None,
+    typer.Option(
+        "--initial-model",
+        help="Start from this model.safetensors instead of the seed.",
+        rich_help_panel=TASK,
+    ),
+]
+Rounds = Annotated[
+    int | None,
+    typer.Option("--rounds", help="Server steps to take. [default: 30]", rich_help_panel=TRAINING),
+]
+Seed = Annotated[
+    int | None,
+    typer.Option(
+        "--seed",
+        help="Of the model's start, the order of examples, the cohorts. [default: 0]",
+        rich_help_panel=TRAINING,
+    ),
+]
+OptimizerName = Annotated[
+    str | None,
+    typer.Option(
+        "--optimizer",
+        help="Any optimizer of torch.optim: sgd, adam, adamw, ... [default: sgd]",
+        rich_help_panel=TRAINING,
+    ),
+]
+LearningRate = Annotated[
+    float | None,
+    typer.Option("--learning-rate", help="Of the server. [default: 0.1]", rich_help_panel=TRAINING),
+]
+OptimizerArgument = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--optimizer-argument",
+        metavar="KEY=VALUE",
+        help="Another argument of the optimizer, e.g. momentum=0.9. May be repeated.",
+        rich_help_panel=TRAINING,
+    ),
+]
+ScheduleName = Annotated[
+    str | None,
+    typer.Option(
+        "--schedule",
+        help="A scheduler of torch.optim.lr_scheduler, e.g. CosineAnnealingLR.",
+        rich_help_panel=TRAINING,
+    ),
+]
+ScheduleArgument = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--schedule-argument",
+        metavar="KEY=VALUE",
+        help="An argument of the scheduler, e.g. T_max=100. May be repeated.",
+        rich_help_panel=TRAINING,
+    ),
+]
+WarmupRounds = Annotated[
+    int | None,
+    typer.Option(
+        "--warmup-rounds", help="Rounds of linear warmup. [default: 0]", rich_help_panel=TRAINING
+    ),
+]
+AccumulationSteps = Annotated[
+    int | None,
+    typer.Option(
+        "--accumulation-steps",
+        help="K, micro-batches per update, the same for all. Not given: the planner decides by "
+        "each device's speed.",
+        rich_help_panel=PLAN,
+    ),
+]
+MicroBatchSize = Annotated[
+    int | None,
+    typer.Option(
+        "--micro-batch-size",
+        help="Examples per micro-batch. Not given: by each device's memory (16 with a set K).",
+        rich_help_panel=PLAN,
+    ),
+]
+EffectiveBatchSize = Annotated[
+    int | None,
+    typer.Option(
+        "--effective-batch-size",
+        help="Examples per round over the whole cohort, which the planner shares out. "
+        "[default: 512]",
+        rich_help_panel=PLAN,
+    ),
+]
+LocalSteps = Annotated[
+    int | None,
+    typer.Option(
+        "--local-steps",
+        help="H > 1: each client takes H steps of SGD of its own per round (use a server "
+        "learning rate of 1). [default: 1]",
+        rich_help_panel=PLAN,
+    ),
+]
+LocalLearningRate = Annotated[
+    float | None,
+    typer.Option(
+        "--local-learning-rate", help="Of those local steps. [default: 0.1]", rich_help_panel=PLAN
+    ),
+]
+Precision = Annotated[
+    str | None,
+    typer.Option(
+        "--precision",
+        help="Of the forward pass: float32 or bfloat16. Sums are float32. [default: float32]",
+        rich_help_panel=PLAN,
+    ),
+]
+CohortSize = Annotated[
+    int | None,
+    typer.Option(
+        "--cohort-size", help="Clients invited per round. Not given: all.", rich_help_panel=RUN
+    ),
+]
+MinClients = Annotated[
+    int | None,
+    typer.Option(
+        "--min-clients",
+        help="Clients without which no round starts or counts. [default: 1]",
+        rich_help_panel=RUN,
+    ),
+]
+Deadline = Annotated[
+    float | None,
+    typer.Option(
+        "--deadline",
+        metavar="SECONDS",
+        help="A round closes then with those who have answered. Not given: wait for all.",
+        rich_help_panel=RUN,
+    ),
+]
+HeldOut = Annotated[
+    bool | None,
+    typer.Option(
+        "--evaluate-on-devices/--no-evaluate-on-devices",
+        help="Devices hold out a tenth of their examples and test on it. [default: no]",
+        rich_help_panel=RUN,
+    ),
+]
+EvaluateEvery = Annotated[
+    int | None,
+    typer.Option(
+        "--evaluate-every", help="Rounds between tests. [default: 1]", rich_help_panel=RUN
+    ),
+]
+Threads = Annotated[
+    int | None,
+    typer.Option(
+        "--threads",
+        help="Of torch. The same number gives the same bits. Not given: 1 in the simulator, all "
+        "usable cores elsewhere.",
+        rich_help_panel=RUN,
+    ),
+]
+Out = Annotated[
+    Path | None,
+    typer.Option(
+        "--out",
+        metavar="DIR",
+        help="Folder for model, metrics, plot and checkpoint. [default: runs/TASK-TIME]",
+        rich_help_panel=RUN,
+    ),
+]
+Resume = Annotated[
+    bool,
+    typer.Option(
+        "--resume", help="Go on from the checkpoint in --out, exactly.", rich_help_panel=RUN
+    ),
+]
+Verbose = Annotated[
+    bool, typer.Option("--verbose", "-v", help="Log what is done.", rich_help_panel=RUN)
+]
+TlsCa = Annotated[
+    Path | None,
+    typer.Option("--tls-ca", help="The authority's certificate (PEM).", rich_help_panel=TLS),
+]
+TlsCertificate = Annotated[
+    Path | None,
+    typer.Option("--tls-certificate", help="This side's certificate (PEM).", rich_help_panel=TLS),
+]
+TlsKey = Annotated[
+    Path | None,
+    typer.Option("--tls-key", help="This side's private key (PEM).", rich_help_panel=TLS),
+]
+Insecure = Annotated[
+    bool | None,
+    typer.Option(
+        "--insecure",
+        help="Plain text beyond loopback: anyone on the way may read, change and join.",
+        rich_help_panel=TLS,
+    ),
+]
+
+
+def arguments(pairs: list[str] | None) -> dict[str, Any] | None:
+    """Read repeated KEY=VALUE flags; numbers, true and false are read as such.
+
+    Raises:
+        SettingsError: no ``=`` in it.
+
+    """
+    if not pairs:
+        return None
+    read: dict[str, Any] = {}
+    for pair in pairs:
+        key, separator, text = pair.partition("=")
+        if not separator or not key:
+            raise SettingsError(f"expected KEY=VALUE, found {pair!r}")
+        read[key] = _value(text)
+    return read
+
+
+def _value(text: str) -> Any:
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    if "," in text:
+        return [_value(part) for part in text.split(",")]
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text

@@ -1,0 +1,255 @@
+"""Every setting of the project, one frozen tree for server, client and simulator.
+
+One TOML file serves all three commands; a flag on the command line overrides the file. The tree
+also travels as Flower's flat ``run_config`` (dotted keys), so that the same apps find the same
+settings whichever engine runs them.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tomli_w
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from common.errors import SettingsError
+
+Scalar = bool | int | float | str
+Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
+Seconds = Annotated[float, Field(gt=0, le=30 * 86_400, allow_inf_nan=False)]
+
+
+class Branch(BaseModel):
+    """A branch of the tree: frozen, and unknown keys are an error rather than ignored."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Optimizer(Branch):
+    """The server optimizer: any class of ``torch.optim`` that needs no closure."""
+
+    name: str = Field("sgd", description="class in torch.optim, in any case: sgd, adam, adamw")
+    learning_rate: float = Field(0.1, gt=0, allow_inf_nan=False, description="its lr")
+    arguments: dict[str, Scalar | list[float]] = Field(
+        default_factory=dict, description="its other arguments, e.g. momentum = 0.9"
+    )
+
+
+class Schedule(Branch):
+    """How the learning rate changes from round to round."""
+
+    name: str | None = Field(None, description="class in torch.optim.lr_scheduler")
+    arguments: dict[str, Scalar | list[int]] = Field(default_factory=dict)
+    warmup_rounds: int = Field(
+        0, ge=0, description="rounds over which the rate grows linearly from 1/warmup to whole"
+    )
+
+
+class Plan(Branch):
+    """What a client is asked to do in a round."""
+
+    accumulation_steps: Count | None = Field(
+        None, description="K, the same for all; not set: the planner decides"
+    )
+    micro_batch_size: Count | None = Field(
+        None, description="examples per micro-batch; not set: the planner decides by memory"
+    )
+    set_micro_batch_size: Count = Field(
+        16, description="the micro-batch size where K is set and no size is"
+    )
+    effective_batch_size: Count = Field(
+        512, description="examples the planner gathers per round over the whole cohort"
+    )
+    max_micro_batch_size: Count = Field(
+        256, description="beyond this a CPU gains no speed from larger micro-batches"
+    )
+    memory_fraction: float = Field(
+        0.8, gt=0, le=1, description="share of a device's memory limit that the planner fills"
+    )
+    local_steps: Count = Field(
+        1, description="H > 1: fewer, longer rounds of H local SGD steps each"
+    )
+    local_learning_rate: float = Field(0.1, gt=0, allow_inf_nan=False)
+    precision: Literal["float32", "bfloat16"] = Field(
+        "float32", description="of the forward pass; sums are float32 always"
+    )
+
+
+class Cohort(Branch):
+    """Who is invited, and how long a round waits."""
+
+    min_clients: Count = Field(1, description="clients without which no round starts or counts")
+    size: Count | None = Field(None, description="clients invited per round; not set: all")
+    deadline_seconds: Seconds | None = Field(None, description="not set: wait for all")
+    max_aborted_rounds: Count = Field(
+        5, description="aborted rounds in a row after which the run gives up"
+    )
+    reconnect_seconds: Seconds = Field(
+        60.0, description="how long a client that vanished may take to come back in a round"
+    )
+
+
+class Model(Branch):
+    """The model that everybody starts from."""
+
+    initial: Path | None = Field(None, description="safetensors file with the state_dict's names")
+    replace_batch_norm: bool = Field(False, description="put GroupNorm in place of BatchNorm")
+
+
+class Evaluation(Branch):
+    """When and where the model is tested."""
+
+    every_rounds: Count = 1
+    on_devices: bool = Field(False, description="also on examples that the devices hold out")
+    held_out_fraction: float = Field(
+        0.1, gt=0, lt=1, description="of a device's own examples, if on_devices"
+    )
+
+
+class Tls(Branch):
+    """Three PEM files; all or none."""
+
+    ca: Path | None = None
+    certificate: Path | None = None
+    key: Path | None = None
+
+
+class Server(Branch):
+    """The aggregation server's own settings."""
+
+    listen: str = Field("127.0.0.1:8500", description="HOST:PORT")
+    staging_bytes: Count = Field(
+        64 * 2**20, description="uploads in flight held in RAM; beyond it they go to a spool file"
+    )
+
+
+class Client(Branch):
+    """A device's own settings."""
+
+    server: str = Field("127.0.0.1:8500", description="HOST:PORT")
+    name: str | None = Field(None, description="not set: the host's name")
+    data: Path | None = Field(None, description="this device's own file or folder")
+    part: int = Field(0, ge=0, description="of a task that splits bundled data: which part")
+    num_parts: Count = 1
+    state: Path | None = Field(None, description="folder for the device's place in its examples")
+    memory_limit_bytes: Count | None = Field(None, description="a limit below the machine's own")
+    stay: bool = Field(False, description="wait for the next run when one has ended")
+
+
+class Simulation(Branch):
+    """Many clients on one machine."""
+
+    clients: Count = 100
+    engine: Literal["in-process", "flower-ray"] = "in-process"
+
+
+class Settings(Branch):
+    """The whole tree."""
+
+    task: str | None = Field(None, description="FILE.py:Class")
+    seed: int = Field(0, ge=0, lt=2**63)
+    rounds: Count = 30
+    threads: Count | None = Field(
+        None, description="of torch; not set: 1 in the simulator, all usable cores elsewhere"
+    )
+    out: Path | None = Field(None, description="folder for model, metrics and checkpoints")
+    check_task: bool = True
+    insecure: bool = Field(False, description="allow plain text beyond loopback")
+    optimizer: Optimizer = Optimizer()
+    schedule: Schedule = Schedule()
+    plan: Plan = Plan()
+    cohort: Cohort = Cohort()
+    model: Model = Model()
+    evaluation: Evaluation = Evaluation()
+    tls: Tls = Tls()
+    server: Server = Server()
+    client: Client = Client()
+    simulation: Simulation = Simulation()
+
+    def to_toml(self) -> str:
+        """Write the tree as TOML; what is not set is left out, as TOML has no null."""
+        return tomli_w.dumps(_without_none(self.model_dump(mode="json")))
+
+    def to_run_config(self) -> dict[str, Scalar]:
+        """Flatten the tree to Flower's run_config: dotted keys, scalar values."""
+        return dict(_flatten(_without_none(self.model_dump(mode="json")), prefix=""))
+
+
+def load(config: Path | None, overrides: Mapping[str, Any]) -> Settings:
+    """Read the settings file, if any, and lay the given dotted overrides over it.
+
+    An override of ``None`` means that the flag was not given.
+
+    Raises:
+        SettingsError: the file is not there, is not TOML, or holds an unknown or impossible value.
+
+    """
+    tree: dict[str, Any] = {}
+    if config is not None:
+        try:
+            tree = tomllib.loads(config.read_text())
+        except OSError as error:
+            raise SettingsError(
+                f"cannot read the settings file {config}: {error.strerror}"
+            ) from error
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise SettingsError(f"{config} is not a TOML file: {error}") from error
+    for dotted, value in overrides.items():
+        if value is not None:
+            _put(tree, dotted, value)
+    return _validated(tree, source=str(config or "the command line"))
+
+
+def from_run_config(flat: Mapping[str, Any]) -> Settings:
+    """Rebuild the tree from Flower's flat run_config; the inverse of ``to_run_config``.
+
+    A string that is empty means "not set", as Flower's pyproject needs every key to exist.
+    """
+    tree: dict[str, Any] = {}
+    for dotted, value in flat.items():
+        if value != "":
+            _put(tree, dotted, value)
+    return _validated(tree, source="run_config")
+
+
+def _validated(tree: Mapping[str, Any], *, source: str) -> Settings:
+    try:
+        return Settings.model_validate(tree)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(step) for step in first["loc"])
+        given = "" if first["type"] == "missing" else f" (found {first['input']!r})"
+        raise SettingsError(f"{source}: {where}: {first['msg'].lower()}{given}") from error
+
+
+def _put(tree: dict[str, Any], dotted: str, value: Any) -> None:
+    *branches, leaf = dotted.split(".")
+    for branch in branches:
+        child = tree.setdefault(branch, {})
+        if not isinstance(child, dict):
+            raise SettingsError(f"{branch} is a value, but {dotted} is set below it")
+        tree = child
+    tree[leaf] = value
+
+
+def _without_none(tree: dict[str, Any]) -> dict[str, Any]:
+    pruned = {
+        key: _without_none(value) if isinstance(value, dict) else value
+        for key, value in tree.items()
+        if value is not None
+    }
+    return {key: value for key, value in pruned.items() if value != {}}
+
+
+def _flatten(tree: Mapping[str, Any], *, prefix: str) -> Iterator[tuple[str, Scalar]]:
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from _flatten(value, prefix=f"{prefix}{key}.")
+        elif isinstance(value, list):
+            for position, item in enumerate(value):
+                yield f"{prefix}{key}.{position}", item
+        else:
+            yield prefix + key, value

@@ -1,0 +1,283 @@
+"""What a user writes: a task, in a file that imports torch and nothing of ours.
+
+A task builds the model, opens a device's private examples and sums a loss. Everything else of the
+project rests on that sum being additive, so ``check_additive`` tries it on real examples before
+the first round and names the likely mistake.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import itertools
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, cast, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from common.errors import BuffersChanged, EmptyDataset, TaskError, TaskNotAdditive, UnknownTask
+
+# float32 rounding of a few examples is below 1e-5 relative; the mistakes that the check looks for
+# (a mean, batch statistics, counted padding) are off by a tenth and more.
+ADDITIVE_TOLERANCE = 2.0**-10
+
+Metrics = dict[str, float]
+LossSum = tuple[Tensor, int] | tuple[Tensor, int, Mapping[str, Any]]
+
+
+@runtime_checkable
+class Examples(Protocol):
+    """A map-style data set."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, position: int, /) -> Any: ...
+
+
+@runtime_checkable
+class Task(Protocol):
+    """The three methods that a task must have.
+
+    It may also have ``test_examples() -> Examples``, ``collate(examples) -> batch`` and
+    ``max_weight_per_example: int`` (1 where absent).
+    """
+
+    def new_model(self) -> nn.Module:
+        """Build the model, in float32. Called under the run's seed on the server."""
+        ...
+
+    def train_examples(self, *, data: Path | None, part: int, num_parts: int) -> Examples:
+        """Open this device's private examples: ``data`` is its own path, parts are for tests."""
+        ...
+
+    def loss_sum(self, model: nn.Module, batch: Any) -> LossSum:
+        """Return the summed loss, the weight it was summed over and, if wanted, metric sums."""
+        ...
+
+
+def load_task(spec: str) -> Task:
+    """Load ``FILE.py:Class`` and make one instance.
+
+    A relative FILE is looked up in the working folder, then beside the installed packages.
+
+    Raises:
+        UnknownTask: no such file, no such class, or the file fails to import.
+        TaskError: the class lacks one of the methods of ``Task``.
+
+    """
+    file_name, separator, class_name = spec.rpartition(":")
+    if not separator or not file_name or not class_name:
+        raise UnknownTask(f"expected FILE.py:Class, found {spec!r}")
+    path = Path(file_name)
+    if not path.is_absolute() and not path.exists():
+        path = Path(__file__).resolve().parent.parent / file_name
+    if not path.is_file():
+        raise UnknownTask(f"there is no task file {file_name}")
+    task_class = getattr(_import_file(path.resolve()), class_name, None)
+    if not isinstance(task_class, type):
+        raise UnknownTask(f"{file_name} has no class {class_name}")
+    task = task_class()
+    missing = [m for m in ("new_model", "train_examples", "loss_sum") if not hasattr(task, m)]
+    if missing:
+        raise TaskError(f"the task {spec} has no method {', '.join(missing)}")
+    return cast(Task, task)
+
+
+def _import_file(path: Path) -> Any:
+    name = f"headwater_task_{path.stem}"
+    loaded = sys.modules.get(name)
+    if loaded is not None and getattr(loaded, "__file__", None) == str(path):
+        return loaded
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise UnknownTask(f"{path} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    if str(path.parent) not in sys.path:
+        sys.path.append(
+            str(path.parent)
+        )  # behind everything else: a task may import its neighbours
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise UnknownTask(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
+    return module
+
+
+def open_train_examples(task: Task, *, data: Path | None, part: int, num_parts: int) -> Examples:
+    """Open a device's examples.
+
+    Raises:
+        EmptyDataset: there are none.
+
+    """
+    examples = task.train_examples(data=data, part=part, num_parts=num_parts)
+    if len(examples) == 0:
+        source = f"in {data}" if data is not None else f"as part {part} of {num_parts}"
+        raise EmptyDataset(f"the task {type(task).__name__} found no example {source}")
+    return examples
+
+
+def max_weight_per_example(task: Task) -> int:
+    """Return the largest weight that one example may have; 1 unless the task says otherwise."""
+    return int(getattr(task, "max_weight_per_example", 1))
+
+
+def batch_of(task: Task, examples: Examples, positions: Sequence[int]) -> Any:
+    """Fetch and collate the examples at ``positions``, in that order."""
+    collate = getattr(task, "collate", None)
+    if collate is None:
+        tensors = getattr(examples, "tensors", None)
+        if isinstance(examples, torch.utils.data.TensorDataset) and tensors is not None:
+            rows = torch.as_tensor(positions)
+            return [tensor[rows] for tensor in tensors]
+        collate = torch.utils.data.default_collate
+    fetch_all = getattr(examples, "__getitems__", None)
+    if fetch_all is not None:
+        return collate(fetch_all(list(positions)))
+    return collate([examples[position] for position in positions])
+
+
+def loss_sum(task: Task, model: nn.Module, batch: Any) -> tuple[Tensor, int, Metrics]:
+    """Call the task's ``loss_sum`` and give its answer one form.
+
+    Raises:
+        TaskError: it is not a scalar tensor and a positive whole weight.
+
+    """
+    answer = task.loss_sum(model, batch)
+    if not isinstance(answer, tuple) or len(answer) not in (2, 3):
+        raise TaskError(
+            "loss_sum must return (loss_sum, weight) or (loss_sum, weight, metric sums)"
+        )
+    loss, weight = answer[0], answer[1]
+    if not isinstance(loss, Tensor) or loss.ndim != 0:
+        raise TaskError(f"loss_sum must return a scalar tensor first, found {_kind(loss)}")
+    whole = int(weight)
+    if whole != weight or whole < 0:
+        raise TaskError(
+            f"the weight must be a whole number of examples or tokens, found {weight!r}"
+        )
+    sums = answer[2] if len(answer) == 3 else {}
+    return loss, whole, {name: float(value) for name, value in sums.items()}
+
+
+def _kind(found: object) -> str:
+    return f"shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+
+
+def evaluate_sums(
+    task: Task, model: nn.Module, examples: Examples, micro_batch_size: int
+) -> tuple[float, int, Metrics]:
+    """Return loss sum, weight and metric sums over all examples, in evaluation mode."""
+    model.eval()
+    loss_total, weight_total, totals = 0.0, 0, Metrics()
+    with torch.no_grad():
+        for start in range(0, len(examples), micro_batch_size):
+            positions = range(start, min(start + micro_batch_size, len(examples)))
+            loss, weight, metrics = loss_sum(task, model, batch_of(task, examples, positions))
+            loss_total += loss.item()
+            weight_total += weight
+            for name, value in metrics.items():
+                totals[name] = totals.get(name, 0.0) + value
+    return loss_total, weight_total, totals
+
+
+def check_additive(task: Task, model: nn.Module, examples: Examples) -> None:
+    """Check on up to four real examples that the loss, its weight and its gradient are sums.
+
+    Each example alone, each neighbouring pair, and all together are compared. A model that draws
+    random numbers in training (dropout) is compared in evaluation mode, as its draws differ from
+    call to call. The model itself is left as it was; one example alone can show nothing and passes.
+
+    Raises:
+        TaskNotAdditive: with the two numbers that should have been equal and the likely cause.
+        BuffersChanged: the forward pass in training mode changed a buffer.
+
+    """
+    model = copy.deepcopy(model)
+    positions = list(range(min(4, len(examples))))
+    model.train(not _is_random(task, model, batch_of(task, examples, positions)))
+    singles = [_measured(task, model, batch_of(task, examples, [p])) for p in positions]
+    groups = [list(pair) for pair in itertools.pairwise(positions)] + [positions]
+    bound = max_weight_per_example(task)
+    for position, single in enumerate(singles):
+        if single[1] > bound:
+            raise TaskNotAdditive(
+                f"example {position} weighs {single[1]}, more than the task's "
+                f"max_weight_per_example of {bound}",
+                remedy="set max_weight_per_example to the most tokens that one example can have",
+            )
+    for group in groups:
+        together = _measured(task, model, batch_of(task, examples, group))
+        _compare(together, [singles[position] for position in group], size=len(group))
+
+
+Measured = tuple[float, int, Tensor]
+
+
+def _measured(task: Task, model: nn.Module, batch: Any) -> Measured:
+    """Return the loss sum, the weight and the flat gradient [P] of a batch."""
+    model.zero_grad(set_to_none=True)
+    before = [(name, buffer, buffer._version) for name, buffer in model.named_buffers()]
+    loss, weight, _ = loss_sum(task, model, batch)
+    loss.backward()  # type: ignore[no-untyped-call]
+    for name, buffer, version in before:
+        if buffer._version != version:
+            raise BuffersChanged(f"a forward pass in training changed the buffer {name}")
+    gradients = [
+        torch.zeros(p.numel()) if p.grad is None else p.grad.detach().reshape(-1).clone()
+        for p in model.parameters()
+        if p.requires_grad
+    ]
+    return loss.item(), weight, torch.cat(gradients)
+
+
+def _is_random(task: Task, model: nn.Module, batch: Any) -> bool:
+    model.train()
+    state = torch.get_rng_state()
+    losses = set()
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            losses.add(loss_sum(task, model, batch)[0].item())
+    torch.set_rng_state(state)
+    return len(losses) > 1
+
+
+def _compare(together: Measured, alone: Sequence[Measured], *, size: int) -> None:
+    """Hold one batch of ``size`` examples against the sums of its examples taken alone."""
+    weight = sum(single[1] for single in alone)
+    if together[1] != weight:
+        raise TaskNotAdditive(
+            f"{size} examples together weigh {together[1]}, one by one {weight}: "
+            "probably padding is counted in the weight",
+            remedy="count only real tokens or examples in the weight",
+        )
+    loss = math.fsum(single[0] for single in alone)
+    scale = math.fsum(abs(single[0]) for single in alone) or 1.0
+    if not abs(together[0] - loss) <= ADDITIVE_TOLERANCE * scale:
+        raise TaskNotAdditive(
+            f"the loss of {size} examples together is {together[0]:.6g}, the sum one by one "
+            f"{loss:.6g}: {_likely_cause(together[0], loss, size)}"
+        )
+    gradient_P = torch.stack([single[2] for single in alone]).sum(0)
+    length = math.fsum(float(single[2].norm()) for single in alone)
+    gap = float((together[2] - gradient_P).norm())
+    if not gap <= ADDITIVE_TOLERANCE * (length or 1.0):
+        raise TaskNotAdditive(
+            f"the gradient of {size} examples together has length {float(together[2].norm()):.6g}, "
+            f"the sum one by one {float(gradient_P.norm()):.6g}, and they are {gap:.3g} apart: "
+            "probably a layer mixes the examples of a batch"
+        )
+
+
+def _likely_cause(together: float, alone: float, size: int) -> str:
+    if math.isclose(together * size, alone, rel_tol=0.01):
+        return "probably a mean is returned, not a sum"
+    return "probably padding enters the loss, or a layer mixes the examples of a batch"

@@ -1,0 +1,120 @@
+"""What the two sides say to each other in a round: plan, report of a device, and update.
+
+The plain data of both are pydantic models, frozen and bounded: they are checked once, where they
+arrive, and trusted after that. The vector itself is never part of them; it travels beside.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor
+
+from common.settings import Seconds
+
+Natural = Annotated[int, Field(ge=0, le=2**53)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Name = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+
+StopReason = Literal["quota", "epoch end", "deadline", "asked to stop"]
+
+
+class Told(BaseModel):
+    """Data that crosses from one side to the other."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Plan(Told):
+    """What one client is asked to do in one round."""
+
+    round: Natural
+    run_seed: Natural
+    model_version: Natural
+    quota: Annotated[int, Field(ge=1, le=2**40)]
+    micro_batch_size: Annotated[int, Field(ge=1, le=2**31)]
+    local_steps: Annotated[int, Field(ge=1, le=2**20)] = 1
+    local_learning_rate: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 0.1
+    precision: Literal["float32", "bfloat16"] = "float32"
+    deadline_seconds: Seconds | None = None
+    counted_round: Natural | None = Field(
+        None, description="the last round whose sum this client's update is part of"
+    )
+    held_out_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    reason: Annotated[str, Field(max_length=200)] = "as set"
+
+    @property
+    def accumulation_steps(self) -> int:
+        """K = ceil(quota / micro_batch_size)."""
+        return -(-self.quota // self.micro_batch_size)
+
+
+class DescribeRequest(Told):
+    """What the server asks a device when it first sees it."""
+
+    run_seed: Natural
+    wants_speed: bool
+    layout_digest: str
+    held_out_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
+
+
+class DeviceReport(Told):
+    """What a device says of itself."""
+
+    name: Name
+    num_examples: Annotated[int, Field(ge=1, le=2**40)]
+    layout_digest: str
+    cores: Annotated[float, Field(gt=0, le=4096)] = 1.0
+    memory_limit_bytes: Natural | None = None
+    base_bytes: Natural | None = Field(None, description="held before any micro-batch")
+    bytes_per_example: NotNegative | None = Field(None, description="peak bytes each example adds")
+    seconds_per_micro_batch: NotNegative | None = Field(None, description="a in a + b x size")
+    seconds_per_example: NotNegative | None = Field(None, description="b in a + b x size")
+    overhead_seconds: NotNegative = Field(0.0, description="download and upload, per round")
+
+
+class Step(Told):
+    """One accumulation step of an update, measured."""
+
+    num_examples: Natural
+    weight: Natural
+    loss: Finite
+    gradient_norm: NotNegative = Field(description="of the vector summed so far")
+    seconds: NotNegative
+    peak_bytes: Natural
+
+
+class UpdateReport(Told):
+    """What a client says of its update beside the vector."""
+
+    name: Name
+    round: Natural
+    num_examples: Natural
+    weight: Natural
+    loss_sum: Finite
+    metric_sums: dict[str, Finite] = Field(default_factory=dict)
+    micro_batch_size: Natural
+    num_refused: Natural = Field(0, description="examples left out for a NaN or an exception")
+    seconds: NotNegative
+    steps: tuple[Step, ...]
+    reason: StopReason
+
+
+class EvaluateReport(Told):
+    """Sums over the examples that a device holds out."""
+
+    name: Name
+    weight: Natural
+    loss_sum: Finite
+    metric_sums: dict[str, Finite] = Field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Update:
+    """One client's update: a float32 vector of sums and what is known of it."""
+
+    values_P: Tensor = field(repr=False)
+    report: UpdateReport

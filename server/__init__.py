@@ -1,0 +1,1 @@
+"""The aggregation server: it adds what the devices send, divides once and steps the model."""

@@ -1,0 +1,213 @@
+"""The server as a Flower ServerApp: a ``Fleet`` made of messages on a Grid.
+
+The same app runs on the simulator's grid, on our gRPC grid and on Flower's own. Flower's types stop
+here. On a grid of ours an update is folded straight from the memory in which it arrived; on
+Flower's own it is folded reply by reply.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeVar
+
+from flwr.app import Context, Message, RecordDict
+from flwr.serverapp import Grid, ServerApp
+
+from common import records
+from common.errors import ConnectionLost, HeadwaterError, IdentityRefused, LateUpdate
+from common.own_grid import OwnGrid
+from common.parameters import ModelImage
+from common.settings import from_run_config
+from common.update import DescribeRequest, DeviceReport, EvaluateReport, Plan, Update
+from server.metrics import RoundRow
+from server.rounds import Dropout, OnRound, Traffic, Training, run
+
+log = logging.getLogger(__name__)
+
+Answer = TypeVar("Answer")
+
+JOIN_POLL_SECONDS = 0.05
+REPLY_POLL_SECONDS = 0.2
+
+
+def server_app(*, on_round: OnRound, resume: bool = False) -> ServerApp:
+    """Return a ServerApp that reports each committed round to ``on_round``."""
+    app = ServerApp()
+
+    @app.main()
+    def main(grid: Grid, context: Context) -> None:
+        training = Training(from_run_config(context.run_config))
+        run(training, GridFleet(grid, context), on_round=on_round, resume=resume)
+
+    return app
+
+
+def log_round(row: RoundRow) -> None:
+    """Write a round's line to the log."""
+    log.info(
+        "round %d: loss %.4f, weight %d from %d clients, K %d to %d, %.2f s %s",
+        row.round,
+        row.loss,
+        row.weight,
+        row.num_clients,
+        *row.k_range,
+        row.seconds,
+        {name: round(value, 4) for name, value in row.metrics.items()},
+    )
+
+
+app = server_app(on_round=log_round)
+
+
+class GridFleet:
+    """The devices behind a Grid, by name."""
+
+    def __init__(self, grid: Grid, context: Context) -> None:
+        self._grid = grid
+        self._own = grid if isinstance(grid, OwnGrid) else None
+        self._context = context
+        self._reports: dict[int, DeviceReport] = {}
+        self._refused: dict[int, HeadwaterError] = {}
+        self._flower_bytes = [0, 0]  # up, down
+
+    def describe(self, request: DescribeRequest, *, min_clients: int) -> list[DeviceReport]:
+        if self._own is not None:
+            self._own.expect(request)
+        while True:
+            present = set(self._grid.get_node_ids())
+            self._reports = {n: r for n, r in self._reports.items() if n in present}
+            self._refused = {n: e for n, e in self._refused.items() if n in present}
+            new = sorted(present - self._reports.keys() - self._refused.keys())
+            if new:
+                self._ask_new(new, request)
+            if len(self._reports) >= min_clients:
+                return list(self._reports.values())
+            nobody_else = self._own is not None and not self._own.awaits_more
+            if self._refused and (nobody_else or (self._own is None and not self._reports)):
+                raise next(iter(self._refused.values()))
+            time.sleep(JOIN_POLL_SECONDS)
+
+    def _ask_new(self, nodes: list[int], request: DescribeRequest) -> None:
+        messages = [
+            Message(records.content_of(request), node, "query.describe", group_id="describe")
+            for node in nodes
+        ]
+        for reply in self._exchange(messages, None):
+            node = reply.metadata.src_node_id
+            try:
+                report = records.read(_content(reply), DeviceReport)
+                if any(report.name == known.name for known in self._reports.values()):
+                    raise IdentityRefused(f"there are two devices of the name {report.name}")
+                self._reports[node] = report
+                log.info("%s joined: %d examples", report.name, report.num_examples)
+            except HeadwaterError as error:
+                log.warning("a device was refused: %s: %s", error.code, error)
+                self._refused[node] = error
+                if self._own is not None:
+                    self._own.refuse(node, error)
+
+    def train(
+        self, plans: Mapping[str, Plan], image: ModelImage, *, timeout_seconds: float | None
+    ) -> Iterator[Update | Dropout]:
+        def read(content: RecordDict) -> Update:
+            update = records.read_update(content)
+            if timeout_seconds is not None and update.report.seconds > timeout_seconds:
+                raise LateUpdate(
+                    f"{update.report.name}: {update.report.seconds:.1f} s of {timeout_seconds:.1f}"
+                )
+            return update
+
+        return self._ask("train", plans, image, timeout_seconds, read)
+
+    def evaluate(
+        self, plans: Mapping[str, Plan], image: ModelImage, *, timeout_seconds: float | None
+    ) -> Iterator[EvaluateReport | Dropout]:
+        def read(content: RecordDict) -> EvaluateReport:
+            return records.read(content, EvaluateReport)
+
+        return self._ask("evaluate", plans, image, timeout_seconds, read)
+
+    def _ask(
+        self,
+        message_type: str,
+        plans: Mapping[str, Plan],
+        image: ModelImage,
+        timeout_seconds: float | None,
+        read: Callable[[RecordDict], Answer],
+    ) -> Iterator[Answer | Dropout]:
+        """Send each plan with the model; yield what came back, and a Dropout for who did not."""
+        nodes = {report.name: node for node, report in self._reports.items()}
+        awaited = {nodes[name]: name for name in plans}
+        memory = image.buffer().toreadonly()
+        array = records.flat_array(memory if self._own else bytes(memory), dtype="uint8")
+        messages = [
+            Message(
+                records.content_of(plan, array),
+                nodes[name],
+                message_type,
+                group_id=str(plan.round),
+                ttl=timeout_seconds,
+            )
+            for name, plan in plans.items()
+        ]
+        for reply in self._exchange(messages, timeout_seconds):
+            name = awaited.pop(reply.metadata.src_node_id, None)
+            if name is None:
+                continue
+            try:
+                yield read(_content(reply))
+            except HeadwaterError as error:
+                if isinstance(error, ConnectionLost):
+                    self._reports.pop(reply.metadata.src_node_id, None)
+                yield Dropout(name=name, error=error)
+        for name in awaited.values():
+            late = LateUpdate(f"{name} did not answer within {timeout_seconds} s")
+            yield Dropout(name=name, error=late)
+
+    def _exchange(self, messages: list[Message], timeout: float | None) -> Iterable[Message]:
+        if self._own is not None:
+            return self._own.send_and_receive(messages, timeout=timeout)
+        return self._exchange_by_polling(messages, timeout)
+
+    def _exchange_by_polling(
+        self, messages: list[Message], timeout: float | None
+    ) -> Iterator[Message]:
+        """Pull replies from Flower's own grid as they come, rather than all at once."""
+        self._flower_bytes[1] += sum(_num_bytes(message.content) for message in messages)
+        awaited = set(self._grid.push_messages(messages))
+        end = None if timeout is None else time.monotonic() + timeout
+        while awaited and (end is None or time.monotonic() < end):
+            replies = list(self._grid.pull_messages(awaited))
+            for reply in replies:
+                awaited.discard(reply.metadata.reply_to_message_id)
+                if reply.has_content():
+                    self._flower_bytes[0] += _num_bytes(reply.content)
+                yield reply
+            if not replies:
+                time.sleep(REPLY_POLL_SECONDS)
+
+    def traffic(self) -> Traffic:
+        if self._own is not None:
+            return Traffic(bytes_up=self._own.bytes_up, bytes_down=self._own.bytes_down)
+        return Traffic(bytes_up=self._flower_bytes[0], bytes_down=self._flower_bytes[1])
+
+    def simulated_state(self) -> dict[str, Any]:
+        state = getattr(self._grid, "simulated_state", None)
+        return state() if state is not None else {}
+
+    def restore_simulated(self, state: Mapping[str, Any]) -> None:
+        restore = getattr(self._grid, "restore_simulated", None)
+        if restore is not None:
+            restore(state)
+
+
+def _content(reply: Message) -> RecordDict:
+    if reply.has_error():
+        raise records.refused(reply)
+    return reply.content
+
+
+def _num_bytes(content: RecordDict) -> int:
+    return len(records.head_json(content)) + len(records.vector(content) or b"")

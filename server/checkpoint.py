@@ -1,0 +1,104 @@
+"""The checkpoint: one file, replaced whole after each committed round.
+
+It holds the image, the optimizer's state, the scales of the sum and what each device last had
+counted. It is written beside the old one, forced to disk and renamed over it, so that at every
+instant one whole checkpoint is there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from common.errors import CheckpointCorrupt, CheckpointFailed
+
+FILE = "checkpoint.safetensors"
+VERSION = 1
+IMAGE = "image"
+OPTIMIZER = "optimizer."
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Progress:
+    """Where a run stands, beside its tensors."""
+
+    run_id: int
+    round: int
+    layout_digest: str
+    optimizer: str
+    largest: list[float] | None
+    counted: dict[str, int]
+    seconds: float
+    simulated: dict[str, Any] = field(default_factory=dict)
+
+
+def save(
+    folder: Path, progress: Progress, *, image_U8: Tensor, optimizer: Mapping[str, Tensor]
+) -> None:
+    """Replace the checkpoint in ``folder``.
+
+    Raises:
+        CheckpointFailed: the disk is full or not writable; the old checkpoint is untouched.
+
+    """
+    tensors = {IMAGE: image_U8, **{OPTIMIZER + name: t for name, t in optimizer.items()}}
+    metadata = {"version": str(VERSION), "progress": json.dumps(asdict(progress))}
+    try:
+        write_whole(folder / FILE, lambda part: save_file(tensors, part, metadata))
+    except (OSError, SafetensorError) as error:
+        raise CheckpointFailed(
+            f"round {progress.round} could not be saved in {folder}: {error}"
+        ) from error
+
+
+def load(folder: Path) -> tuple[Progress, Tensor, dict[str, Tensor]] | None:
+    """Return progress, image and optimizer tensors, or None if there is no checkpoint.
+
+    Raises:
+        CheckpointCorrupt: there is one, but it cannot be read back whole.
+
+    """
+    path = folder / FILE
+    if not path.exists():
+        return None
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        if metadata.get("version") != str(VERSION):
+            raise CheckpointCorrupt(
+                f"{path} is of version {metadata.get('version')}, not {VERSION}"
+            )
+        progress = Progress(**json.loads(metadata["progress"]))
+        image_U8 = tensors.pop(IMAGE)
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointCorrupt(f"{path} cannot be read: {error}") from error
+    return progress, image_U8, {n.removeprefix(OPTIMIZER): t for n, t in tensors.items()}
+
+
+def write_whole(path: Path, write: Any) -> None:
+    """Call ``write`` for a file beside ``path``, force it to disk and rename it over."""
+    part = path.with_name(path.name + ".part")
+    try:
+        write(part)
+        with part.open("rb") as written:
+            os.fsync(written.fileno())
+        part.replace(path)
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
+        raise

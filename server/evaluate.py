@@ -1,0 +1,42 @@
+"""The model's quality: on the server's test examples and on what the devices hold out.
+
+Devices send sums, the server divides once, as everywhere.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from common.parameters import ModelImage
+from common.task import Task, evaluate_sums
+from common.update import EvaluateReport
+
+MICRO_BATCH_SIZE = 256
+
+
+def on_server(task: Task, image: ModelImage) -> dict[str, float]:
+    """Return test_loss and the task's metrics on its test examples; empty if it has none."""
+    test_examples = getattr(task, "test_examples", None)
+    examples = test_examples() if test_examples is not None else None
+    if examples is None or len(examples) == 0:
+        return {}
+    loss, weight, sums = evaluate_sums(task, image.model, examples, MICRO_BATCH_SIZE)
+    return means("test", loss, weight, sums)
+
+
+def on_devices(reports: Iterable[EvaluateReport]) -> dict[str, float]:
+    """Return held_out_loss and metrics over all devices that answered."""
+    answers = list(reports)
+    names = sorted({name for answer in answers for name in answer.metric_sums})
+    sums = {n: math.fsum(answer.metric_sums.get(n, 0.0) for answer in answers) for n in names}
+    loss = math.fsum(answer.loss_sum for answer in answers)
+    return means("held_out", loss, sum(answer.weight for answer in answers), sums)
+
+
+def means(prefix: str, loss: float, weight: int, sums: dict[str, float]) -> dict[str, float]:
+    """Divide sums by their weight; nothing at all if the weight is zero."""
+    if weight == 0:
+        return {}
+    rows = {f"{prefix}_loss": loss / weight}
+    return rows | {f"{prefix}_{name}": value / weight for name, value in sums.items()}

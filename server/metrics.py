@@ -1,0 +1,258 @@
+"""What a run leaves behind: one JSON object a round, TensorBoard events, a plot.
+
+Whatever is skipped, refused or shifted is counted here.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+import os
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from common.errors import StateError
+from common.update import UpdateReport
+
+log = logging.getLogger(__name__)
+
+ROUNDS = "rounds.jsonl"
+CURVES = "curves.png"
+EVENTS = "tensorboard"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClientRow:
+    """One client's part in a round."""
+
+    name: str
+    accumulation_steps: int
+    micro_batch_size: int
+    num_examples: int
+    num_refused: int
+    weight: int
+    seconds: float
+    loss: float
+    step_seconds: list[float]
+    step_loss: list[float]
+    step_gradient_norm: list[float]
+    gradient_variance: list[float | None]
+    peak_bytes: int
+    reason: str
+    plan: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RoundRow:
+    """One committed round, as it stands in rounds.jsonl."""
+
+    round: int
+    num_clients: int
+    num_invited: int
+    num_examples: int
+    weight: int
+    loss: float
+    metrics: dict[str, float]
+    learning_rate: float
+    seconds: float
+    seconds_split: dict[str, float]
+    slowest_client_seconds: float
+    updates_per_hour: float
+    bytes_up: int
+    bytes_down: int
+    num_scale_shifts: int
+    refused: dict[str, str] = field(default_factory=dict)
+    clients: list[ClientRow] = field(default_factory=list)
+
+    @property
+    def k_range(self) -> tuple[int, int]:
+        """The smallest and the largest K of the cohort."""
+        steps = [row.accumulation_steps for row in self.clients]
+        return min(steps), max(steps)
+
+
+def client_row(report: UpdateReport, *, plan_reason: str) -> ClientRow:
+    """Turn a client's report into its row."""
+    return ClientRow(
+        name=report.name,
+        accumulation_steps=len(report.steps),
+        micro_batch_size=report.micro_batch_size,
+        num_examples=report.num_examples,
+        num_refused=report.num_refused,
+        weight=report.weight,
+        seconds=report.seconds,
+        loss=report.loss_sum / report.weight,
+        step_seconds=[step.seconds for step in report.steps],
+        step_loss=[step.loss for step in report.steps],
+        step_gradient_norm=[step.gradient_norm for step in report.steps],
+        gradient_variance=gradient_variance(report),
+        peak_bytes=max((step.peak_bytes for step in report.steps), default=0),
+        reason=report.reason,
+        plan=plan_reason,
+    )
+
+
+def gradient_variance(report: UpdateReport) -> list[float | None]:
+    """Estimate, after each accumulation step, the variance of one example's gradient: tr(Sigma).
+
+    With A_k the vector after k steps and w_k its weight, E|A_k|^2 = w_k^2 |G|^2 + w_k tr(Sigma)
+    (McCandlish et al. 2018, appendix A.1). Steps 1 and k give two equations, and thus an unbiased
+    estimate, which may be negative. Step 1 alone gives none.
+    """
+    estimates: list[float | None] = []
+    weight = 0
+    first: tuple[int, float] | None = None
+    for step in report.steps:
+        weight += step.weight
+        if not weight:
+            estimates.append(None)
+            continue
+        mean_square = (step.gradient_norm / weight) ** 2
+        if first is None or weight == first[0]:
+            first = first or (weight, mean_square)
+            estimates.append(None)
+        else:
+            estimates.append((first[1] - mean_square) / (1 / first[0] - 1 / weight))
+    return estimates
+
+
+class Journal:
+    """Appends to rounds.jsonl and to the TensorBoard log."""
+
+    def __init__(self, folder: Path, *, resumed_round: int) -> None:
+        """Open the journal and drop the rows behind ``resumed_round``.
+
+        They belong to rounds whose checkpoint was never written.
+
+        Raises:
+            StateError: the folder cannot be written.
+
+        """
+        self._folder = folder
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            kept = [row for row in read_rows(folder) if row["round"] <= resumed_round]
+            self._file = (folder / ROUNDS).open("w")
+            self._file.writelines(json.dumps(row) + "\n" for row in kept)
+            self._file.flush()
+        except OSError as error:
+            raise StateError(
+                f"cannot write {folder / ROUNDS}: {error.strerror}", remedy="choose another --out"
+            ) from error
+        self._board = _Board.open(folder / EVENTS)
+
+    def append(self, row: RoundRow) -> None:
+        """Write one round.
+
+        Raises:
+            StateError: the disk is full.
+
+        """
+        try:
+            self._file.write(json.dumps(asdict(row)) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise StateError(
+                f"round {row.round} cannot be written to {self._folder / ROUNDS}: {error.strerror}",
+                remedy="free space and go on with --resume",
+            ) from error
+        if self._board is not None:
+            scalars = {"loss": row.loss, "learning_rate": row.learning_rate, **row.metrics}
+            scalars |= {"effective_batch_size": row.weight, "seconds": row.seconds}
+            self._board.add(row.round, scalars)
+
+    def close(self) -> None:
+        """Close the files and draw the curves."""
+        self._file.close()
+        if self._board is not None:
+            self._board.close()
+        draw_curves(self._folder)
+
+
+def read_rows(folder: Path) -> list[dict[str, Any]]:
+    """Read rounds.jsonl; a last line that was cut off is left out."""
+    path = folder / ROUNDS
+    if not path.exists():
+        return []
+    rows = []
+    for line in path.read_text().splitlines():
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            log.warning("%s: a line that was cut off is left out", path)
+    return rows
+
+
+class _Board:
+    """TensorBoard's event file, written without importing TensorFlow or torch's wrapper."""
+
+    def __init__(self, folder: Path) -> None:
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._writer = EventFileWriter(str(folder))
+
+    @staticmethod
+    def open(folder: Path) -> _Board | None:
+        if importlib.util.find_spec("tensorboard") is None:
+            log.warning("no TensorBoard log: pip install 'headwater[server]' writes one")
+            return None
+        return _Board(folder)
+
+    def add(self, step: int, scalars: dict[str, float]) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
+        event = Event(wall_time=time.time(), step=step, summary=Summary(value=values))
+        self._writer.add_event(event)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def draw_curves(folder: Path) -> Path | None:
+    """Draw loss, test metrics and K over the rounds into curves.png; None if it cannot be drawn."""
+    rows = read_rows(folder)
+    if not rows:
+        return None
+    if importlib.util.find_spec("matplotlib") is None:
+        log.warning("no curves.png: pip install 'headwater[server]' draws one")
+        return None
+    os.environ.setdefault("MPLBACKEND", "Agg")
+    from matplotlib.figure import Figure
+
+    rounds = [row["round"] for row in rows]
+    figure = Figure(figsize=(11, 3.4), layout="constrained")
+    loss, quality, work = figure.subplots(1, 3)
+    loss.plot(rounds, [row["loss"] for row in rows], label="training")
+    for name in ("test_loss", "held_out_loss"):
+        _plot_metric(loss, rows, name, name.removesuffix("_loss").replace("_", " "))
+    loss.set(title="loss per unit of weight", xlabel="round", yscale="log")
+    loss.legend(frameon=False)
+    names = sorted({name for row in rows for name in row["metrics"] if not name.endswith("_loss")})
+    for name in names:
+        _plot_metric(quality, rows, name, name.replace("_", " "))
+    quality.set(title="metrics", xlabel="round")
+    if names:
+        quality.legend(frameon=False)
+    steps = [[client["accumulation_steps"] for client in row["clients"]] for row in rows]
+    work.fill_between(
+        rounds, [min(s) for s in steps], [max(s) for s in steps], alpha=0.3, label="K, min to max"
+    )
+    work.plot(rounds, [sum(s) / len(s) for s in steps], label="K, mean")
+    work.set(title="accumulation steps per device", xlabel="round")
+    work.legend(frameon=False)
+    for axes in (loss, quality, work):
+        axes.spines[["top", "right"]].set_visible(False)
+    path = folder / CURVES
+    figure.savefig(path, dpi=120)
+    return path
+
+
+def _plot_metric(axes: Any, rows: list[dict[str, Any]], name: str, label: str) -> None:
+    points = [(row["round"], row["metrics"][name]) for row in rows if name in row["metrics"]]
+    if points:
+        axes.plot(*zip(*points, strict=True), label=label)

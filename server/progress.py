@@ -1,0 +1,93 @@
+"""A run as one watches it: a progress bar with the loss, then where everything lies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.filesize import decimal
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from common.console import console
+from common.settings import Settings
+from server.metrics import CURVES, EVENTS, ROUNDS, RoundRow, read_rows
+from server.rounds import MODEL, OnRound
+
+
+def announce(settings: Settings, *, where: str) -> None:
+    """Print once what was decided: the derived numbers, so that nobody has to work them out."""
+    plan, optimizer = settings.plan, settings.optimizer
+    if plan.accumulation_steps is not None:
+        size = plan.micro_batch_size or plan.set_micro_batch_size
+        work = (
+            f"K {plan.accumulation_steps} x micro-batch {size} = "
+            f"{plan.accumulation_steps * size} examples per client"
+        )
+    else:
+        work = f"the planner shares out {plan.effective_batch_size} examples per round"
+    console.print(f"[bold]{settings.task}[/] on {where}, seed {settings.seed}")
+    console.print(
+        f"{settings.rounds} rounds of {optimizer.name} at {optimizer.learning_rate:g}; {work}"
+    )
+
+
+@contextmanager
+def watched(settings: Settings) -> Iterator[OnRound]:
+    """Show a progress bar while the run goes on; on a pipe, print a line every tenth of the run."""
+    bar = Progress(
+        TextColumn("round"),
+        MofNCompleteColumn(),
+        BarColumn(bar_width=24),
+        TextColumn("{task.fields[line]}"),
+        TimeElapsedColumn(),
+        console=console,
+        disable=not console.is_terminal,
+    )
+    with bar:
+        shown = bar.add_task("rounds", total=settings.rounds, line="waiting for clients")
+
+        def on_round(row: RoundRow) -> None:
+            bar.update(shown, completed=row.round, line=line_of(row))
+            is_due = row.round % max(settings.rounds // 10, 1) == 0 or row.round == settings.rounds
+            if not console.is_terminal and is_due:
+                console.print(
+                    f"round {row.round:>4}/{settings.rounds}  {line_of(row)}", soft_wrap=True
+                )
+
+        yield on_round
+
+
+def line_of(row: RoundRow) -> str:
+    """Return what a round comes down to, in one line."""
+    low, high = row.k_range
+    accuracy = row.metrics.get("test_accuracy")
+    parts = [
+        f"loss {row.loss:.3f}",
+        *([] if accuracy is None else [f"test accuracy {accuracy:.1%}"]),
+        f"{row.num_clients}/{row.num_invited} clients",
+        f"batch {row.weight}",
+        f"K {low}" if low == high else f"K {low}-{high}",
+        f"up {decimal(row.bytes_up)} down {decimal(row.bytes_down)}",
+    ]
+    return "  ".join(parts)
+
+
+def conclude(settings: Settings) -> None:
+    """Print the result and where the files are."""
+    folder = settings.out
+    if folder is None:
+        return
+    for last in read_rows(folder)[-1:]:
+        shown = ", ".join(
+            f"{name.replace('_', ' ')} [bold]{value:.4f}[/]"
+            for name, value in last["metrics"].items()
+        )
+        console.print(f"after round {last['round']}: {shown}")
+    for title, name in (
+        ("model", MODEL),
+        ("metrics", ROUNDS),
+        ("plot", CURVES),
+        ("TensorBoard", EVENTS),
+    ):
+        if (folder / name).exists():
+            console.print(f"  {title:<12}{folder / name}", soft_wrap=True)

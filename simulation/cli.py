@@ -1,0 +1,138 @@
+"""``headwater-simulate``: the whole system on one machine, many clients, no sockets."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from common import flags
+
+app = typer.Typer(add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False)
+
+PANEL = "Simulation"
+
+
+@app.command()
+def simulate(
+    task: flags.TaskSpec = None,
+    clients: Annotated[
+        int | None,
+        typer.Option(
+            "--clients",
+            help="Simulated devices, named 0 to N-1. [default: 100]",
+            rich_help_panel=PANEL,
+        ),
+    ] = None,
+    engine: Annotated[
+        str | None,
+        typer.Option(
+            "--engine",
+            help="in-process, or flower-ray: the same apps on Flower's Ray engine. "
+            "[default: in-process]",
+            rich_help_panel=PANEL,
+        ),
+    ] = None,
+    rounds: flags.Rounds = None,
+    seed: flags.Seed = None,
+    optimizer: flags.OptimizerName = None,
+    learning_rate: flags.LearningRate = None,
+    optimizer_argument: flags.OptimizerArgument = None,
+    schedule: flags.ScheduleName = None,
+    schedule_argument: flags.ScheduleArgument = None,
+    warmup_rounds: flags.WarmupRounds = None,
+    accumulation_steps: flags.AccumulationSteps = None,
+    micro_batch_size: flags.MicroBatchSize = None,
+    effective_batch_size: flags.EffectiveBatchSize = None,
+    local_steps: flags.LocalSteps = None,
+    local_learning_rate: flags.LocalLearningRate = None,
+    precision: flags.Precision = None,
+    cohort_size: flags.CohortSize = None,
+    min_clients: flags.MinClients = None,
+    deadline: flags.Deadline = None,
+    evaluate_on_devices: flags.HeldOut = None,
+    evaluate_every: flags.EvaluateEvery = None,
+    initial_model: flags.InitialModel = None,
+    replace_batch_norm: flags.ReplaceBatchNorm = None,
+    check: flags.Check = None,
+    threads: flags.Threads = None,
+    out: flags.Out = None,
+    resume: flags.Resume = False,
+    config: flags.Config = None,
+    verbose: flags.Verbose = False,
+) -> None:
+    """Simulate many clients on this machine, under a virtual clock.
+
+    The devices have different speed, memory and links; the server and client code is the very code
+    that runs over the network, and the same settings give the same model there, bit for bit.
+
+    Try it: `headwater-simulate --task examples/digits.py:Digits --optimizer adam
+    --learning-rate 0.01`
+    """
+    from common.console import errors_shown, start_log
+
+    start_log(verbose=verbose)
+    with errors_shown():
+        _simulate(
+            resume,
+            config,
+            {
+                "task": task,
+                "simulation.clients": clients,
+                "simulation.engine": engine,
+                "rounds": rounds,
+                "seed": seed,
+                "optimizer.name": optimizer,
+                "optimizer.learning_rate": learning_rate,
+                "optimizer.arguments": flags.arguments(optimizer_argument),
+                "schedule.name": schedule,
+                "schedule.arguments": flags.arguments(schedule_argument),
+                "schedule.warmup_rounds": warmup_rounds,
+                "plan.accumulation_steps": accumulation_steps,
+                "plan.micro_batch_size": micro_batch_size,
+                "plan.effective_batch_size": effective_batch_size,
+                "plan.local_steps": local_steps,
+                "plan.local_learning_rate": local_learning_rate,
+                "plan.precision": precision,
+                "cohort.size": cohort_size,
+                "cohort.min_clients": min_clients,
+                "cohort.deadline_seconds": deadline,
+                "evaluation.on_devices": evaluate_on_devices,
+                "evaluation.every_rounds": evaluate_every,
+                "model.initial": initial_model,
+                "model.replace_batch_norm": replace_batch_norm,
+                "check_task": check,
+                "threads": threads,
+                "out": out,
+            },
+        )
+
+
+def _simulate(resume: bool, config: Any, overrides: dict[str, Any]) -> None:
+    from common.console import default_out
+    from common.settings import load
+
+    settings = load(config, overrides)
+    settings = settings.model_copy(
+        update={
+            "threads": settings.threads or 1,
+            "out": settings.out or default_out(settings),
+        }
+    )
+    from server.progress import announce, conclude, watched
+
+    announce(settings, where=f"{settings.simulation.clients} simulated devices")
+    from simulation.engines import run_engine
+
+    with watched(settings) as on_round:
+        run_engine(settings, on_round=on_round, resume=resume)
+    conclude(settings)
+
+
+def main() -> None:
+    """Run the command."""
+    app()
+
+
+if __name__ == "__main__":
+    main()
