@@ -19,7 +19,14 @@ from typing import Any, Protocol, cast, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from common.errors import BuffersChanged, EmptyDataset, TaskError, TaskNotAdditive, UnknownTask
+from common.errors import (
+    BuffersChanged,
+    EmptyDataset,
+    MissingData,
+    TaskError,
+    TaskNotAdditive,
+    UnknownTask,
+)
 
 # float32 rounding of a few examples is below 1e-5 relative; the mistakes that the check looks for
 # (a mean, batch statistics, counted padding) are off by a tenth and more.
@@ -113,10 +120,14 @@ def open_train_examples(task: Task, *, data: Path | None, part: int, num_parts: 
     """Open a device's examples.
 
     Raises:
+        MissingData: the task raised an OSError: the path is not there or cannot be read.
         EmptyDataset: there are none.
 
     """
-    examples = task.train_examples(data=data, part=part, num_parts=num_parts)
+    try:
+        examples = task.train_examples(data=data, part=part, num_parts=num_parts)
+    except OSError as error:
+        raise MissingData(f"the task {type(task).__name__} found no data: {error}") from error
     if len(examples) == 0:
         source = f"in {data}" if data is not None else f"as part {part} of {num_parts}"
         raise EmptyDataset(f"the task {type(task).__name__} found no example {source}")
