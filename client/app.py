@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
+import torch
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
@@ -34,6 +35,8 @@ def client_app(hardware_of: HardwareOf) -> ClientApp:
         def reply(message: Message, context: Context) -> Message:
             try:
                 settings = from_run_config(context.run_config)
+                if settings.threads is not None:
+                    torch.set_num_threads(settings.threads)
                 content = answer(
                     message, context, _resident(settings), _identity(context), settings
                 )

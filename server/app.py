@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
+import torch
 from flwr.app import Context, Message, RecordDict
 from flwr.serverapp import Grid, ServerApp
 
@@ -25,11 +26,16 @@ from server.metrics import RoundRow
 from server.rounds import Dropout, OnRound, Traffic, Training, run
 
 log = logging.getLogger(__name__)
+# Of all loggers, Flower's engines show their own alone, with what descends from it.
+flower_log = logging.getLogger("flwr.headwater")
 
 Answer = TypeVar("Answer")
 
 JOIN_POLL_SECONDS = 0.05
 REPLY_POLL_SECONDS = 0.2
+
+# Of Flower's error codes: the message or its reply outlived its time to live; the node has gone.
+EXPIRED, NODE_GONE = (3, 4), 5
 
 
 def server_app(*, on_round: OnRound, resume: bool = False) -> ServerApp:
@@ -38,7 +44,10 @@ def server_app(*, on_round: OnRound, resume: bool = False) -> ServerApp:
 
     @app.main()
     def main(grid: Grid, context: Context) -> None:
-        training = Training(from_run_config(context.run_config))
+        settings = from_run_config(context.run_config)
+        if settings.threads is not None:
+            torch.set_num_threads(settings.threads)
+        training = Training(settings)
         run(training, GridFleet(grid, context), on_round=on_round, resume=resume)
 
     return app
@@ -46,7 +55,7 @@ def server_app(*, on_round: OnRound, resume: bool = False) -> ServerApp:
 
 def log_round(row: RoundRow) -> None:
     """Write a round's line to the log."""
-    log.info(
+    flower_log.info(
         "round %d: loss %.4f, weight %d from %d clients, K %d to %d, %.2f s %s",
         row.round,
         row.loss,
@@ -77,6 +86,8 @@ class GridFleet:
             self._own.expect(request)
         while True:
             present = set(self._grid.get_node_ids())
+            if self._own is None and not self._reports.keys() <= present:
+                self._refused.clear()  # a restarted SuperNode is a new one: its name is free again
             self._reports = {n: r for n, r in self._reports.items() if n in present}
             self._refused = {n: e for n, e in self._refused.items() if n in present}
             new = sorted(present - self._reports.keys() - self._refused.keys())
@@ -84,7 +95,7 @@ class GridFleet:
                 self._ask_new(new, request)
             if len(self._reports) >= min_clients:
                 return list(self._reports.values())
-            nobody_else = self._own is not None and not self._own.awaits_more
+            nobody_else = not getattr(self._grid, "awaits_more", True)
             if self._refused and (nobody_else or (self._own is None and not self._reports)):
                 raise next(iter(self._refused.values()))
             time.sleep(JOIN_POLL_SECONDS)
@@ -94,8 +105,7 @@ class GridFleet:
             Message(records.content_of(request), node, "query.describe", group_id="describe")
             for node in nodes
         ]
-        for reply in self._exchange(messages, None):
-            node = reply.metadata.src_node_id
+        for node, reply in self._exchange(messages, None):
             try:
                 report = records.read(_content(reply), DeviceReport)
                 if any(report.name == known.name for known in self._reports.values()):
@@ -152,39 +162,51 @@ class GridFleet:
             )
             for name, plan in plans.items()
         ]
-        for reply in self._exchange(messages, timeout_seconds):
-            name = awaited.pop(reply.metadata.src_node_id, None)
+        for node, reply in self._exchange(messages, timeout_seconds):
+            name = awaited.pop(node, None)
             if name is None:
                 continue
             try:
                 yield read(_content(reply))
             except HeadwaterError as error:
                 if isinstance(error, ConnectionLost):
-                    self._reports.pop(reply.metadata.src_node_id, None)
+                    self._reports.pop(node, None)
                 yield Dropout(name=name, error=error)
         for name in awaited.values():
-            late = LateUpdate(f"{name} did not answer within {timeout_seconds} s")
-            yield Dropout(name=name, error=late)
+            within = "" if timeout_seconds is None else f" within {timeout_seconds} s"
+            yield Dropout(name=name, error=LateUpdate(f"{name} did not answer{within}"))
 
-    def _exchange(self, messages: list[Message], timeout: float | None) -> Iterable[Message]:
-        if self._own is not None:
-            return self._own.send_and_receive(messages, timeout=timeout)
-        return self._exchange_by_polling(messages, timeout)
+    def _exchange(
+        self, messages: list[Message], timeout: float | None
+    ) -> Iterable[tuple[int, Message]]:
+        """Send messages and yield each reply with the node that the message went to."""
+        if self._own is None:
+            return self._exchange_by_polling(messages, timeout)
+        replies = self._own.send_and_receive(messages, timeout=timeout)
+        return ((reply.metadata.src_node_id, reply) for reply in replies)
 
     def _exchange_by_polling(
         self, messages: list[Message], timeout: float | None
-    ) -> Iterator[Message]:
-        """Pull replies from Flower's own grid as they come, rather than all at once."""
+    ) -> Iterator[tuple[int, Message]]:
+        """Pull replies from Flower's own grid as they come, rather than all at once.
+
+        An error of the SuperLink comes from the SuperLink's node: only the id that a reply answers
+        tells whom it is about. What could not be pushed has no id, and is not waited for.
+        """
         self._flower_bytes[1] += sum(_num_bytes(message.content) for message in messages)
-        awaited = set(self._grid.push_messages(messages))
+        awaited = {message_id for message_id in self._grid.push_messages(messages) if message_id}
+        node_of = {
+            message.metadata.message_id: message.metadata.dst_node_id for message in messages
+        }
         end = None if timeout is None else time.monotonic() + timeout
         while awaited and (end is None or time.monotonic() < end):
             replies = list(self._grid.pull_messages(awaited))
             for reply in replies:
-                awaited.discard(reply.metadata.reply_to_message_id)
+                asked = reply.metadata.reply_to_message_id
+                awaited.discard(asked)
                 if reply.has_content():
                     self._flower_bytes[0] += _num_bytes(reply.content)
-                yield reply
+                yield node_of[asked], reply
             if not replies:
                 time.sleep(REPLY_POLL_SECONDS)
 
@@ -204,9 +226,13 @@ class GridFleet:
 
 
 def _content(reply: Message) -> RecordDict:
-    if reply.has_error():
-        raise records.refused(reply)
-    return reply.content
+    if not reply.has_error():
+        return reply.content
+    if reply.error.code in EXPIRED:
+        raise LateUpdate(f"the round's deadline passed: {reply.error.reason}")
+    if reply.error.code == NODE_GONE:
+        raise ConnectionLost(f"the node has gone: {reply.error.reason}")
+    raise records.refused(reply)
 
 
 def _num_bytes(content: RecordDict) -> int:
