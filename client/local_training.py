@@ -33,6 +33,7 @@ from common.errors import (
     EmptyUpdate,
     HeadwaterError,
     OutOfMemory,
+    TaskError,
     TaskFailed,
 )
 from common.parameters import ModelImage
@@ -138,8 +139,9 @@ def train(plan: Plan, window: Window, place: Workplace) -> Update:
         values_P, total = place.accumulator.values_P, sum_window(plan, window, place, start_seconds)
     else:
         values_P, total = take_local_steps(plan, window, place, start_seconds)
+    now = dict(place.image.model.named_buffers())
     for name, buffer, version in buffers:
-        if buffer._version != version:
+        if now.get(name) is not buffer or buffer._version != version:
             raise BuffersChanged(f"training changed the buffer {name}")
     if total.weight == 0:
         raise EmptyUpdate(
@@ -170,24 +172,13 @@ def sum_window(plan: Plan, window: Window, place: Workplace, start_seconds: floa
     while queue:
         if total.taken and (reason := _reason_to_stop(plan, total, place, start_seconds)):
             total.reason = reason
+            # One that was refused before the window began again may lie behind the stop.
+            reached = window.positions[: window.positions.index(queue[0][0])]
+            total.refused = [p for p in total.refused if p in reached]
             break
         positions = queue.popleft()
         try:
-            _add(plan, window, positions, total, place)
-        except _LossNotFinite:
-            bad = _culprits(positions, lambda some: _loss_is_finite(plan, window, some, place))
-            total.refused += bad
-            if good := tuple(p for p in positions if p not in bad):
-                queue.appendleft(good)
-        except _VectorSpoiled:
-            # Clean alone, spoiled in the sum: it overflowed, and this micro-batch is to blame.
-            bad = _culprits(
-                positions, lambda some: _backward_is_finite(plan, window, some, place)
-            ) or list(positions)
-            good = tuple(p for p in positions if p not in bad)
-            redo = [*total.taken, *([good] if good else []), *queue]
-            total = _begin_again(total, place, refused=bad)
-            queue = deque(redo)
+            bad, is_spoiled = _add_or_blame(plan, window, positions, total, place)
         except MemoryError:
             size = max(len(positions) // 2, 1)
             if len(positions) == 1:
@@ -198,6 +189,15 @@ def sum_window(plan: Plan, window: Window, place: Workplace, start_seconds: floa
             left = [p for group in (*total.taken, positions, *queue) for p in group]
             total = _begin_again(total, place, micro_batch_size=size)
             queue = deque(cut(left, size))
+            continue
+        good = tuple(p for p in positions if p not in bad)
+        if is_spoiled:
+            redo = [*total.taken, *([good] if good else []), *queue]
+            total = _begin_again(total, place, refused=bad)
+            queue = deque(redo)
+        elif bad:
+            total.refused += bad
+            queue.extendleft([good] if good else [])
     place.accumulator.check_views()
     if total.refused:
         log.warning(
@@ -215,27 +215,55 @@ def take_local_steps(
     optimizer = torch.optim.SGD(image.trainable(), lr=plan.local_learning_rate)
     size = math.ceil(plan.accumulation_steps / plan.local_steps) * plan.micro_batch_size
     total = WindowSum(micro_batch_size=plan.micro_batch_size)
-    for positions in cut(window.positions, size):
-        part = Window(
-            positions=positions,
-            epoch=window.epoch,
-            offset=window.offset + total.num_examples,
-            ends_epoch=False,
-        )
-        done = sum_window(plan, part, place, start_seconds)
-        if done.weight:
-            place.accumulator.values_P.div_(done.weight)
-            optimizer.step()
-        total = _joined(total, done)
-        if done.reason != "quota":
-            break
-    values_P = before_P.sub_(image.values_P).mul_(total.weight)
+    try:
+        for positions in cut(window.positions, size):
+            if total.taken and (reason := _reason_to_stop(plan, total, place, start_seconds)):
+                total.reason = reason
+                break
+            part = Window(
+                positions=positions,
+                epoch=window.epoch,
+                offset=window.offset + total.num_examples,
+                ends_epoch=False,
+            )
+            done = sum_window(plan, part, place, start_seconds)
+            if done.weight:
+                place.accumulator.values_P.div_(done.weight)
+                optimizer.step()
+            total = _joined(total, done)
+            if done.reason != "quota":
+                break
+        # The vector is free again: it takes the difference.
+        values_P = torch.sub(before_P, image.values_P, out=place.accumulator.values_P)
+        values_P.mul_(total.weight)
+    finally:
+        image.values_P.copy_(before_P)
     if not math.isfinite(float(values_P.abs().max())):
         raise EmptyUpdate(
             f"{place.name}, round {plan.round}: the local steps diverged",
             remedy="lower --local-learning-rate or --local-steps",
         )
     return values_P, total
+
+
+def _add_or_blame(
+    plan: Plan, window: Window, positions: Positions, total: WindowSum, place: Workplace
+) -> tuple[list[int], bool]:
+    """Add one micro-batch; if it cannot be, find whom to leave out and tell if the vector is spoiled.
+
+    Raises:
+        MemoryError: in the attempt, or in the search.
+
+    """
+    try:
+        _add(plan, window, positions, total, place)
+    except _LossNotFinite:
+        return _culprits(positions, lambda p: _loss_is_finite(plan, window, p, place)), False
+    except _VectorSpoiled:
+        # Clean alone, spoiled in the sum: it overflowed, and this micro-batch is to blame.
+        bad = _culprits(positions, lambda p: _backward_is_finite(plan, window, p, place))
+        return bad or list(positions), True
+    return [], False
 
 
 def _joined(first: WindowSum, second: WindowSum) -> WindowSum:
@@ -287,10 +315,22 @@ def _add(
     """Add one micro-batch to the accumulator and take note of it."""
     start_seconds = place.clock.seconds()
     place.memory.reset()
+    version = place.accumulator.values_P._version
     loss, weight, metrics = _forward(plan, window, positions, place)
+    if place.accumulator.values_P._version != version:
+        raise TaskError(
+            "loss_sum changed the gradients of the model, and the sum so far is lost",
+            remedy="leave zero_grad, backward and optimizers out of loss_sum",
+        )
     loss_value = loss.item()
     if not math.isfinite(loss_value):
         raise _LossNotFinite
+    for name, value in metrics.items():
+        if not math.isfinite(value):
+            raise TaskError(
+                f"loss_sum gave {value} as the sum of the metric {name}",
+                remedy="return sums of finite numbers as metrics",
+            )
     _backward(loss)
     norm = place.accumulator.gradient_norm()
     if not math.isfinite(norm):
@@ -372,8 +412,12 @@ def _culprits(positions: Positions, is_clean: Callable[[Positions], bool]) -> li
 
 
 def _loss_is_finite(plan: Plan, window: Window, positions: Positions, place: Workplace) -> bool:
-    with torch.no_grad():
-        return math.isfinite(_forward(plan, window, positions, place)[0].item())
+    try:
+        with torch.no_grad():
+            return math.isfinite(_forward(plan, window, positions, place)[0].item())
+    except _VectorSpoiled as error:
+        log.debug("%s: an example failed: %s", place.name, error)
+        return False
 
 
 def _backward_is_finite(plan: Plan, window: Window, positions: Positions, place: Workplace) -> bool:

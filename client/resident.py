@@ -99,10 +99,6 @@ class Resident:
             self.image.load(image)
             self._loaded = (run_id, version)
 
-    def forget_model(self) -> None:
-        """Take note that local steps have changed the model."""
-        self._loaded = None
-
     def split(
         self, identity: Identity, *, run_seed: int, fraction: float
     ) -> tuple[Examples, Examples]:
@@ -138,16 +134,13 @@ class Resident:
         if request.layout_digest != self.image.layout.digest:
             raise ModelMismatch(
                 f"{identity.name}: this device's model has {self.image.layout.num_parameters:,} "
-                f"parameters in layout {self.image.layout.digest[:12]}, the server's layout is "
-                f"{request.layout_digest[:12]}"
+                f"parameters in layout {self.image.layout.digest[:12]}, the server's has "
+                f"{request.num_parameters:,} in {request.layout_digest[:12]}"
             )
         examples, _ = self.split(
             identity, run_seed=request.run_seed, fraction=request.held_out_fraction
         )
-        speed: Speed | None = None
-        if request.wants_speed:
-            speed = hardware.speed(self._workplace(examples, identity.name, hardware))
-            self.accumulator.zero()
+        speed = self.measure(identity, hardware) if request.wants_speed else None
         return DeviceReport(
             name=identity.name,
             num_examples=len(examples),
@@ -160,6 +153,13 @@ class Resident:
             seconds_per_example=speed.seconds_per_example if speed else None,
             overhead_seconds=speed.overhead_seconds if speed else 0.0,
         )
+
+    def measure(self, identity: Identity, hardware: Hardware) -> Speed:
+        """Measure, or look up, how fast the device trains."""
+        self.accumulator.zero()
+        speed = hardware.speed(self._workplace(self.examples(identity), identity.name, hardware))
+        self.accumulator.zero()
+        return speed
 
     def train(
         self, identity: Identity, hardware: Hardware, plan: Plan, walk: Walk
@@ -174,8 +174,6 @@ class Resident:
             name=identity.name,
             num_examples=len(examples),
         )
-        if plan.local_steps > 1:
-            self.forget_model()
         update = train(plan, taken, self._workplace(examples, identity.name, hardware))
         report = update.report
         num_taken = report.num_examples + report.num_refused

@@ -35,15 +35,11 @@ class OwnGrid(Grid):
 
     def __init__(self) -> None:
         self._run: Run | None = None
-        self.bytes_up = 0
-        self.bytes_down = 0
 
     def set_run(self, run: Run) -> None:
         """Enter a run; messages can be built from here on."""
         self._run = run
-        TaskIdentity.task_id = 1
-        TaskIdentity.run_id = run.run_id
-        TaskIdentity.node_id = SERVER_NODE_ID
+        enter_run(run.run_id)
 
     def enter_run(self, run_id: int) -> None:
         """Enter the run of this id."""
@@ -67,6 +63,10 @@ class OwnGrid(Grid):
         """Create a message; Flower itself builds them directly by now."""
         return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
 
+    @abstractmethod
+    def num_bytes(self) -> tuple[int, int]:
+        """Return the bytes that went up and down so far."""
+
     def expect(self, request: DescribeRequest) -> None:
         """Learn what devices must agree on, before any is let in."""
 
@@ -81,6 +81,13 @@ class OwnGrid(Grid):
 
         The arrays of a reply are valid until the next reply is asked for.
         """
+
+
+def enter_run(run_id: int) -> None:
+    """Tell Flower which run this process is in; messages can be built from here on."""
+    TaskIdentity.task_id = 1
+    TaskIdentity.run_id = run_id
+    TaskIdentity.node_id = SERVER_NODE_ID
 
 
 def numbered(message: Message) -> str:

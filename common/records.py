@@ -37,7 +37,12 @@ def flat_array(data: memoryview | bytes, *, dtype: str) -> Array:
 
 def content_of(told: BaseModel, array: Array | None = None) -> RecordDict:
     """Put plain data, and a vector if there is one, into the content of a message."""
-    content = RecordDict({HEAD: ConfigRecord({"json": told.model_dump_json(exclude_none=True)})})
+    return content_with_head(told.model_dump_json(exclude_none=True), array)
+
+
+def content_with_head(head: str, array: Array | None) -> RecordDict:
+    """Put a head that is JSON already, and a vector if there is one, into a message's content."""
+    content = RecordDict({HEAD: ConfigRecord({"json": head})})
     if array is not None:
         record = ArrayRecord()
         record[VECTOR] = array  # the constructor would copy it through bytes

@@ -7,6 +7,7 @@ settings whichever engine runs them.
 
 from __future__ import annotations
 
+import os
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -137,6 +138,15 @@ class Client(Branch):
     state: Path | None = Field(None, description="folder for the device's place in its examples")
     memory_limit_bytes: Count | None = Field(None, description="a limit below the machine's own")
     stay: bool = Field(False, description="wait for the next run when one has ended")
+    patience_seconds: Seconds = Field(600.0, description="without contact, before giving up")
+
+    @property
+    def state_folder(self) -> Path:
+        """The folder for the device's place, by default where XDG wants state."""
+        if self.state is not None:
+            return self.state
+        base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+        return Path(base) / "headwater"
 
 
 class Simulation(Branch):

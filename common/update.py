@@ -58,6 +58,7 @@ class DescribeRequest(Told):
     run_seed: Natural
     wants_speed: bool
     layout_digest: str
+    num_parameters: Natural
     held_out_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
 
 

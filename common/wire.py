@@ -7,10 +7,26 @@ from __future__ import annotations
 
 PROTOCOL_VERSION = 1
 METHOD = "/headwater.Stream/Connect"
+NAME_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}"
+
 CHUNK_BYTES = 1 << 20
-MAX_FRAME_BYTES = CHUNK_BYTES + (1 << 16)
-MAX_HEAD_BYTES = 1 << 20
+RECEIPT_EVERY_BYTES = 8 << 20
 MAX_REPLY_HEAD_BYTES = 1 << 20
+# The longest frame is a chunk, or a reply's head.
+MAX_FRAME_BYTES = max(CHUNK_BYTES, MAX_REPLY_HEAD_BYTES) + (1 << 16)
+
+HELLO_SECONDS = 10.0
+
+# Both sides ask the other for a sign of life: a laptop that was shut is noticed in half a minute.
+KEEPALIVE = (
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+    ("grpc.max_receive_message_length", MAX_FRAME_BYTES),
+    ("grpc.max_send_message_length", MAX_FRAME_BYTES),
+)
 
 # protobuf's tags and lengths and gRPC's five bytes, for a chunk with its 36-character id.
 CHUNK_OVERHEAD_BYTES = 64

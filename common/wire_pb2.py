@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\nwire.proto\x12\theadwater\"W\n\x05Hello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x15\n\rlayout_digest\x18\x03 \x01(\t\x12\x0f\n\x07session\x18\x04 \x01(\x0c\"Q\n\x05Reply\x12\x12\n\nmessage_id\x18\x01 \x01(\t\x12\x11\n\thead_json\x18\x02 \x01(\t\x12\x11\n\tnum_bytes\x18\x03 \x01(\x04\x12\x0e\n\x06sha256\x18\x04 \x01(\x0c\":\n\x05\x43hunk\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\"7\n\x05\x46\x61ult\x12\x12\n\nmessage_id\x18\x01 \x01(\t\x12\x0c\n\x04\x63ode\x18\x02 \x01(\t\x12\x0c\n\x04text\x18\x03 \x01(\t\"\x07\n\x05Leave\"\xc4\x01\n\x0b\x43lientFrame\x12!\n\x05hello\x18\x01 \x01(\x0b\x32\x10.headwater.HelloH\x00\x12!\n\x05reply\x18\x02 \x01(\x0b\x32\x10.headwater.ReplyH\x00\x12!\n\x05\x63hunk\x18\x03 \x01(\x0b\x32\x10.headwater.ChunkH\x00\x12!\n\x05\x66\x61ult\x18\x04 \x01(\x0b\x32\x10.headwater.FaultH\x00\x12!\n\x05leave\x18\x05 \x01(\x0b\x32\x10.headwater.LeaveH\x00\x42\x06\n\x04kind\"D\n\x07Welcome\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x0f\n\x07session\x18\x02 \x01(\x0c\x12\x0e\n\x06run_id\x18\x03 \x01(\x04\"\\\n\x0bInstruction\x12\x12\n\nmessage_id\x18\x01 \x01(\t\x12\x14\n\x0cmessage_type\x18\x02 \x01(\t\x12\x11\n\thead_json\x18\x03 \x01(\t\x12\x10\n\x08image_id\x18\x04 \x01(\t\"<\n\x05Image\x12\x10\n\x08image_id\x18\x01 \x01(\t\x12\x11\n\tnum_bytes\x18\x02 \x01(\x04\x12\x0e\n\x06sha256\x18\x03 \x01(\x0c\"C\n\x07Receipt\x12\x12\n\nmessage_id\x18\x01 \x01(\t\x12\x13\n\x0bnext_offset\x18\x02 \x01(\x04\x12\x0f\n\x07is_done\x18\x03 \x01(\x08\"\t\n\x07Goodbye\"\xa2\x02\n\x0bServerFrame\x12%\n\x07welcome\x18\x01 \x01(\x0b\x32\x12.headwater.WelcomeH\x00\x12-\n\x0binstruction\x18\x02 \x01(\x0b\x32\x16.headwater.InstructionH\x00\x12!\n\x05image\x18\x03 \x01(\x0b\x32\x10.headwater.ImageH\x00\x12!\n\x05\x63hunk\x18\x04 \x01(\x0b\x32\x10.headwater.ChunkH\x00\x12%\n\x07receipt\x18\x05 \x01(\x0b\x32\x12.headwater.ReceiptH\x00\x12!\n\x05\x66\x61ult\x18\x06 \x01(\x0b\x32\x10.headwater.FaultH\x00\x12%\n\x07goodbye\x18\x07 \x01(\x0b\x32\x12.headwater.GoodbyeH\x00\x42\x06\n\x04kindb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\nwire.proto\x12\theadwater\"i\n\x05Hello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x15\n\rlayout_digest\x18\x03 \x01(\t\x12\x0f\n\x07session\x18\x04 \x01(\x0c\x12\x10\n\x08image_id\x18\x05 \x01(\t\"Q\n\x05Reply\x12\x12\n\nmessage_id\x18\x01 \x01(\t\x12\x11\n\thead_json\x18\x02 \x01(\t\x12\x11\n\tnum_bytes\x18\x03 \x01(\x04\x12\x0e\n\x06sha256\x18\x04 \x01(\x0c\":\n\x05\x43hunk\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\"7\n\x05\x46\x61ult\x12\x12\n\nmessage_id\x18\x01 \x01(\t\x12\x0c\n\x04\x63ode\x18\x02 \x01(\t\x12\x0c\n\x04text\x18\x03 \x01(\t\"\x07\n\x05Leave\"\xc4\x01\n\x0b\x43lientFrame\x12!\n\x05hello\x18\x01 \x01(\x0b\x32\x10.headwater.HelloH\x00\x12!\n\x05reply\x18\x02 \x01(\x0b\x32\x10.headwater.ReplyH\x00\x12!\n\x05\x63hunk\x18\x03 \x01(\x0b\x32\x10.headwater.ChunkH\x00\x12!\n\x05\x66\x61ult\x18\x04 \x01(\x0b\x32\x10.headwater.FaultH\x00\x12!\n\x05leave\x18\x05 \x01(\x0b\x32\x10.headwater.LeaveH\x00\x42\x06\n\x04kind\"D\n\x07Welcome\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x0f\n\x07session\x18\x02 \x01(\x0c\x12\x0e\n\x06run_id\x18\x03 \x01(\x04\"\\\n\x0bInstruction\x12\x12\n\nmessage_id\x18\x01 \x01(\t\x12\x14\n\x0cmessage_type\x18\x02 \x01(\t\x12\x11\n\thead_json\x18\x03 \x01(\t\x12\x10\n\x08image_id\x18\x04 \x01(\t\"<\n\x05Image\x12\x10\n\x08image_id\x18\x01 \x01(\t\x12\x11\n\tnum_bytes\x18\x02 \x01(\x04\x12\x0e\n\x06sha256\x18\x03 \x01(\x0c\"C\n\x07Receipt\x12\x12\n\nmessage_id\x18\x01 \x01(\t\x12\x13\n\x0bnext_offset\x18\x02 \x01(\x04\x12\x0f\n\x07is_done\x18\x03 \x01(\x08\"\t\n\x07Goodbye\"\xa2\x02\n\x0bServerFrame\x12%\n\x07welcome\x18\x01 \x01(\x0b\x32\x12.headwater.WelcomeH\x00\x12-\n\x0binstruction\x18\x02 \x01(\x0b\x32\x16.headwater.InstructionH\x00\x12!\n\x05image\x18\x03 \x01(\x0b\x32\x10.headwater.ImageH\x00\x12!\n\x05\x63hunk\x18\x04 \x01(\x0b\x32\x10.headwater.ChunkH\x00\x12%\n\x07receipt\x18\x05 \x01(\x0b\x32\x12.headwater.ReceiptH\x00\x12!\n\x05\x66\x61ult\x18\x06 \x01(\x0b\x32\x10.headwater.FaultH\x00\x12%\n\x07goodbye\x18\x07 \x01(\x0b\x32\x12.headwater.GoodbyeH\x00\x42\x06\n\x04kindb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,27 +32,27 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'wire_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_HELLO']._serialized_start=25
-  _globals['_HELLO']._serialized_end=112
-  _globals['_REPLY']._serialized_start=114
-  _globals['_REPLY']._serialized_end=195
-  _globals['_CHUNK']._serialized_start=197
-  _globals['_CHUNK']._serialized_end=255
-  _globals['_FAULT']._serialized_start=257
-  _globals['_FAULT']._serialized_end=312
-  _globals['_LEAVE']._serialized_start=314
-  _globals['_LEAVE']._serialized_end=321
-  _globals['_CLIENTFRAME']._serialized_start=324
-  _globals['_CLIENTFRAME']._serialized_end=520
-  _globals['_WELCOME']._serialized_start=522
-  _globals['_WELCOME']._serialized_end=590
-  _globals['_INSTRUCTION']._serialized_start=592
-  _globals['_INSTRUCTION']._serialized_end=684
-  _globals['_IMAGE']._serialized_start=686
-  _globals['_IMAGE']._serialized_end=746
-  _globals['_RECEIPT']._serialized_start=748
-  _globals['_RECEIPT']._serialized_end=815
-  _globals['_GOODBYE']._serialized_start=817
-  _globals['_GOODBYE']._serialized_end=826
-  _globals['_SERVERFRAME']._serialized_start=829
-  _globals['_SERVERFRAME']._serialized_end=1119
+  _globals['_HELLO']._serialized_end=130
+  _globals['_REPLY']._serialized_start=132
+  _globals['_REPLY']._serialized_end=213
+  _globals['_CHUNK']._serialized_start=215
+  _globals['_CHUNK']._serialized_end=273
+  _globals['_FAULT']._serialized_start=275
+  _globals['_FAULT']._serialized_end=330
+  _globals['_LEAVE']._serialized_start=332
+  _globals['_LEAVE']._serialized_end=339
+  _globals['_CLIENTFRAME']._serialized_start=342
+  _globals['_CLIENTFRAME']._serialized_end=538
+  _globals['_WELCOME']._serialized_start=540
+  _globals['_WELCOME']._serialized_end=608
+  _globals['_INSTRUCTION']._serialized_start=610
+  _globals['_INSTRUCTION']._serialized_end=702
+  _globals['_IMAGE']._serialized_start=704
+  _globals['_IMAGE']._serialized_end=764
+  _globals['_RECEIPT']._serialized_start=766
+  _globals['_RECEIPT']._serialized_end=833
+  _globals['_GOODBYE']._serialized_start=835
+  _globals['_GOODBYE']._serialized_end=844
+  _globals['_SERVERFRAME']._serialized_start=847
+  _globals['_SERVERFRAME']._serialized_end=1137
 # @@protoc_insertion_point(module_scope)

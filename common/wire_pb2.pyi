@@ -6,16 +6,18 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Hello(_message.Message):
-    __slots__ = ("protocol_version", "name", "layout_digest", "session")
+    __slots__ = ("protocol_version", "name", "layout_digest", "session", "image_id")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_DIGEST_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
+    IMAGE_ID_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     name: str
     layout_digest: str
     session: bytes
-    def __init__(self, protocol_version: _Optional[int] = ..., name: _Optional[str] = ..., layout_digest: _Optional[str] = ..., session: _Optional[bytes] = ...) -> None: ...
+    image_id: str
+    def __init__(self, protocol_version: _Optional[int] = ..., name: _Optional[str] = ..., layout_digest: _Optional[str] = ..., session: _Optional[bytes] = ..., image_id: _Optional[str] = ...) -> None: ...
 
 class Reply(_message.Message):
     __slots__ = ("message_id", "head_json", "num_bytes", "sha256")

@@ -47,7 +47,7 @@ def server_app(*, on_round: OnRound, resume: bool = False) -> ServerApp:
         settings = from_run_config(context.run_config)
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
-        training = Training(settings)
+        training = Training(settings, run_id=context.run_id)
         run(training, GridFleet(grid, context), on_round=on_round, resume=resume)
 
     return app
@@ -212,7 +212,8 @@ class GridFleet:
 
     def traffic(self) -> Traffic:
         if self._own is not None:
-            return Traffic(bytes_up=self._own.bytes_up, bytes_down=self._own.bytes_down)
+            up, down = self._own.num_bytes()
+            return Traffic(bytes_up=up, bytes_down=down)
         return Traffic(bytes_up=self._flower_bytes[0], bytes_down=self._flower_bytes[1])
 
     def simulated_state(self) -> dict[str, Any]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import math
-import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -30,7 +29,7 @@ from common.errors import (
 )
 from common.parameters import ModelImage, build_model, load_initial, state_dict
 from common.settings import Settings
-from common.task import Task, load_task, max_weight_per_example
+from common.task import load_task, max_weight_per_example
 from common.update import DescribeRequest, DeviceReport, EvaluateReport, Plan, Update, UpdateReport
 from server import checkpoint, evaluate
 from server.aggregate import CohortSum
@@ -102,28 +101,26 @@ OnRound = Callable[[RoundRow], None]
 class Training:
     """The state of one run, and its rounds."""
 
-    def __init__(self, settings: Settings, *, task: Task | None = None) -> None:
+    def __init__(self, settings: Settings, *, run_id: int) -> None:
         """Build the model at its start.
 
         Raises:
             SettingsError, TaskError, ModelMismatch: see ``common.errors``.
 
         """
-        if task is None:
-            if settings.task is None:
-                raise SettingsError("no task is set", remedy="name it with --task FILE.py:Class")
-            task = load_task(settings.task)
+        if settings.task is None:
+            raise SettingsError("no task is set", remedy="name it with --task FILE.py:Class")
         self.settings = settings
-        self.task = task
+        self.task = load_task(settings.task)
         self.image = build_model(
-            task, seed=settings.seed, replace_batch_norm=settings.model.replace_batch_norm
+            self.task, seed=settings.seed, replace_batch_norm=settings.model.replace_batch_norm
         )
         if settings.model.initial is not None:
             load_initial(self.image, settings.model.initial)
         self.optimizer = ServerOptimizer(self.image, settings.optimizer, settings.schedule)
         self.sum = CohortSum(self.image.layout)
         self.round = 0
-        self.run_id = secrets.randbits(62)
+        self.run_id = run_id
         self.counted: dict[str, int] = {}
         self.seconds = 0.0
 
@@ -157,6 +154,7 @@ class Training:
             run_seed=self.settings.seed,
             wants_speed=self.settings.plan.accumulation_steps is None,
             layout_digest=self.image.layout.digest,
+            num_parameters=self.image.layout.num_parameters,
             held_out_fraction=self._held_out_fraction,
         )
 

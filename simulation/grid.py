@@ -30,6 +30,12 @@ class InProcessGrid(OwnGrid):
         self._num_nodes = settings.simulation.clients
         self._contexts: dict[int, Context] = {}
         self._waiting: dict[str, Message] = {}
+        self._bytes_up = 0
+        self._bytes_down = 0
+
+    def num_bytes(self) -> tuple[int, int]:
+        """Return what would have gone over the wire."""
+        return self._bytes_up, self._bytes_down
 
     def get_node_ids(self) -> Iterable[int]:
         return range(FIRST_NODE_ID, FIRST_NODE_ID + self._num_nodes)
@@ -53,12 +59,12 @@ class InProcessGrid(OwnGrid):
 
     def _deliver(self, message: Message) -> Message:
         context = self._context(message.metadata.dst_node_id)
-        self.bytes_down += framed_bytes(
+        self._bytes_down += framed_bytes(
             len(records.head_json(message.content)), len(records.vector(message.content) or b"")
         )
         reply = self._app(message, context)
         if reply.has_content():
-            self.bytes_up += framed_bytes(
+            self._bytes_up += framed_bytes(
                 len(records.head_json(reply.content)), len(records.vector(reply.content) or b"")
             )
         return reply

@@ -1,0 +1,276 @@
+"""``headwater-client``: put this device to work, or try a task on its data alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from common import flags
+
+if TYPE_CHECKING:
+    from client.resident import Identity, Resident
+    from common.settings import Settings
+
+app = typer.Typer(add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False)
+
+PANEL = "This device"
+
+Data = Annotated[
+    Path | None,
+    typer.Option("--data", help="This device's own file or folder.", rich_help_panel=PANEL),
+]
+Name = Annotated[
+    str | None,
+    typer.Option(
+        "--name", help="The device's name, its own. [default: the host's]", rich_help_panel=PANEL
+    ),
+]
+Part = Annotated[
+    int | None,
+    typer.Option(
+        "--part",
+        help="Which part, of a task that splits bundled data. [default: 0]",
+        rich_help_panel=PANEL,
+    ),
+]
+NumParts = Annotated[
+    int | None,
+    typer.Option("--num-parts", help="Of how many parts. [default: 1]", rich_help_panel=PANEL),
+]
+
+
+@app.callback(invoke_without_command=True)
+def take_part(
+    context: typer.Context,
+    server: Annotated[
+        str | None,
+        typer.Option(
+            "--server",
+            metavar="HOST:PORT",
+            help="The aggregation server. [default: 127.0.0.1:8500]",
+            rich_help_panel=PANEL,
+        ),
+    ] = None,
+    task: flags.TaskSpec = None,
+    data: Data = None,
+    name: Name = None,
+    part: Part = None,
+    num_parts: NumParts = None,
+    memory_limit_bytes: Annotated[
+        int | None,
+        typer.Option(
+            "--memory-limit",
+            metavar="BYTES",
+            help="Use no more than this, below what machine and cgroup allow.",
+            rich_help_panel=PANEL,
+        ),
+    ] = None,
+    state: Annotated[
+        Path | None,
+        typer.Option(
+            "--state",
+            metavar="DIR",
+            help="Where the device keeps its place in its examples. "
+            "[default: ~/.local/state/headwater]",
+            rich_help_panel=PANEL,
+        ),
+    ] = None,
+    stay: Annotated[
+        bool | None,
+        typer.Option(
+            "--stay/--leave",
+            help="Wait for the next run when one has ended.",
+            rich_help_panel=PANEL,
+        ),
+    ] = None,
+    patience: Annotated[
+        float | None,
+        typer.Option(
+            "--patience",
+            metavar="SECONDS",
+            help="Give up when the server was not to be reached for so long. [default: 600]",
+            rich_help_panel=PANEL,
+        ),
+    ] = None,
+    replace_batch_norm: flags.ReplaceBatchNorm = None,
+    check: flags.Check = None,
+    threads: flags.Threads = None,
+    tls_ca: flags.TlsCa = None,
+    tls_certificate: flags.TlsCertificate = None,
+    tls_key: flags.TlsKey = None,
+    insecure: flags.Insecure = None,
+    config: flags.Config = None,
+    verbose: flags.Verbose = False,
+) -> None:
+    """Put this device to work: sum the gradients of its own examples, and send the sum.
+
+    The data stays here. The task is checked on it before the device connects. The connection is
+    outbound and is kept up; on SIGTERM or Ctrl-C the part that is done is still sent.
+
+    Try it: `headwater-client --server 127.0.0.1:8500 --task examples/digits.py:Digits --name 0
+    --part 0 --num-parts 2`
+    """
+    if context.invoked_subcommand is not None:
+        return
+    from common.console import errors_shown, start_log
+
+    start_log(verbose=verbose)
+    with errors_shown():
+        _take_part(
+            config,
+            {
+                "client.server": server,
+                "task": task,
+                "client.data": data,
+                "client.name": name,
+                "client.part": part,
+                "client.num_parts": num_parts,
+                "client.memory_limit_bytes": memory_limit_bytes,
+                "client.state": state,
+                "client.stay": stay,
+                "client.patience_seconds": patience,
+                "model.replace_batch_norm": replace_batch_norm,
+                "check_task": check,
+                "threads": threads,
+                "tls.ca": tls_ca,
+                "tls.certificate": tls_certificate,
+                "tls.key": tls_key,
+                "insecure": insecure,
+            },
+        )
+
+
+@app.command()
+def check(
+    task: flags.TaskSpec = None,
+    data: Data = None,
+    name: Name = None,
+    part: Part = None,
+    num_parts: NumParts = None,
+    replace_batch_norm: flags.ReplaceBatchNorm = None,
+    threads: flags.Threads = None,
+    config: flags.Config = None,
+) -> None:
+    """Try a task on this device's data alone: it must run, its loss must be a sum, it must fit."""
+    from common.console import errors_shown, start_log
+
+    start_log(verbose=False)
+    with errors_shown():
+        overrides = {
+            "task": task,
+            "client.data": data,
+            "client.name": name,
+            "client.part": part,
+            "client.num_parts": num_parts,
+            "model.replace_batch_norm": replace_batch_norm,
+            "threads": threads,
+            "check_task": False,
+        }
+        _check(config, overrides)
+
+
+def _check(config: Path | None, overrides: dict[str, Any]) -> None:
+    from rich.filesize import decimal
+
+    from client.device import ThisMachine
+    from common.console import console
+    from common.settings import load
+
+    settings = load(config, overrides)
+    resident, identity = _open(settings)
+    examples = resident.examples(identity)
+    console.print(f"task        {settings.task}")
+    console.print(f"examples    {len(examples)}")
+    console.print(
+        f"model       {resident.image.layout.num_parameters:,} parameters, "
+        f"{decimal(resident.image.layout.num_bytes)}"
+    )
+    resident.check(examples, identity.name)
+    console.print("loss        is a sum over examples")
+    hardware = ThisMachine(settings.client.memory_limit_bytes)
+    speed = resident.measure(identity, hardware)
+    each = speed.seconds_per_example * 1e3
+    console.print(
+        f"speed       {speed.seconds_per_micro_batch * 1e3:.2f} ms per micro-batch "
+        f"+ {each:.3f} ms per example, {hardware.cores():g} cores"
+    )
+    console.print(
+        f"memory      {decimal(speed.base_bytes)} + "
+        f"{decimal(int(speed.bytes_per_example))} per example of "
+        f"{decimal(hardware.memory_limit_bytes() or 0)}"
+    )
+
+
+def _open(settings: Settings) -> tuple[Resident, Identity]:
+    """Load the task and this device's data, before anything is connected."""
+    import torch
+
+    from client.device import ThisMachine
+    from client.resident import Identity, host_name, resident_of
+    from common.errors import MissingData, SettingsError
+
+    torch.set_num_threads(settings.threads or max(int(ThisMachine().cores()), 1))
+    if settings.task is None:
+        raise SettingsError("no task is set", remedy="name it with --task FILE.py:Class")
+    chosen = settings.client
+    if chosen.data is not None and not chosen.data.exists():
+        raise MissingData(f"there is no {chosen.data}")
+    if chosen.part >= chosen.num_parts:
+        raise SettingsError(f"part {chosen.part} of {chosen.num_parts}: parts count from 0")
+    identity = Identity(
+        name=chosen.name or host_name(),
+        data=chosen.data,
+        part=chosen.part,
+        num_parts=chosen.num_parts,
+    )
+    resident = resident_of(
+        settings.task,
+        replace_batch_norm=settings.model.replace_batch_norm,
+        check_task=settings.check_task,
+    )
+    return resident, identity
+
+
+def _take_part(config: Path | None, overrides: dict[str, Any]) -> None:
+    import asyncio
+
+    from common.settings import load
+    from common.tls import check_address, read_credentials
+
+    settings = load(config, overrides)
+    credentials = read_credentials(settings.tls)
+    check_address(
+        settings.client.server, has_tls=credentials is not None, is_insecure=settings.insecure
+    )
+    resident, identity = _open(settings)
+    resident.examples(identity)
+    from client.app import app as own_app
+    from client.node import Node
+    from client.uplink import Uplink, keep_up
+    from common.console import console
+
+    node = Node(own_app, resident, identity, settings, settings.client.state_folder)
+    uplink = Uplink(
+        node,
+        settings.client.server,
+        credentials=credentials,
+        patience_seconds=settings.client.patience_seconds,
+    )
+    console.print(
+        f"{identity.name}: {len(resident.examples(identity))} examples, "
+        f"server {settings.client.server}",
+        soft_wrap=True,
+    )
+    asyncio.run(keep_up(uplink, stay=settings.client.stay))
+    console.print(f"{identity.name}: done")
+
+
+def main() -> None:
+    """Run the command."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,164 @@
+"""``headwater-server``: start the aggregation server, or make its certificates."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from common import flags
+
+app = typer.Typer(add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False)
+
+PANEL = "The server"
+
+
+@app.callback(invoke_without_command=True)
+def serve(
+    context: typer.Context,
+    task: flags.TaskSpec = None,
+    listen: Annotated[
+        str | None,
+        typer.Option(
+            "--listen",
+            metavar="HOST:PORT",
+            help="Where devices connect; port 0 takes a free one. [default: 127.0.0.1:8500]",
+            rich_help_panel=PANEL,
+        ),
+    ] = None,
+    min_clients: flags.MinClients = None,
+    rounds: flags.Rounds = None,
+    seed: flags.Seed = None,
+    optimizer: flags.OptimizerName = None,
+    learning_rate: flags.LearningRate = None,
+    optimizer_argument: flags.OptimizerArgument = None,
+    schedule: flags.ScheduleName = None,
+    schedule_argument: flags.ScheduleArgument = None,
+    warmup_rounds: flags.WarmupRounds = None,
+    accumulation_steps: flags.AccumulationSteps = None,
+    micro_batch_size: flags.MicroBatchSize = None,
+    effective_batch_size: flags.EffectiveBatchSize = None,
+    local_steps: flags.LocalSteps = None,
+    local_learning_rate: flags.LocalLearningRate = None,
+    precision: flags.Precision = None,
+    cohort_size: flags.CohortSize = None,
+    deadline: flags.Deadline = None,
+    evaluate_on_devices: flags.HeldOut = None,
+    evaluate_every: flags.EvaluateEvery = None,
+    initial_model: flags.InitialModel = None,
+    replace_batch_norm: flags.ReplaceBatchNorm = None,
+    threads: flags.Threads = None,
+    tls_ca: flags.TlsCa = None,
+    tls_certificate: flags.TlsCertificate = None,
+    tls_key: flags.TlsKey = None,
+    insecure: flags.Insecure = None,
+    out: flags.Out = None,
+    resume: flags.Resume = False,
+    config: flags.Config = None,
+    verbose: flags.Verbose = False,
+) -> None:
+    """Start the aggregation server and train one model on the devices that connect.
+
+    The run starts when `--min-clients` are connected. Devices open the connection, so they may sit
+    behind any router. Beyond loopback both sides need certificates: `headwater-server init`.
+
+    Try it: `headwater-server --task examples/digits.py:Digits --min-clients 2 --rounds 20`
+    """
+    if context.invoked_subcommand is not None:
+        return
+    from common.console import errors_shown, start_log
+
+    start_log(verbose=verbose)
+    with errors_shown():
+        _serve(
+            resume,
+            config,
+            {
+                "task": task,
+                "server.listen": listen,
+                "cohort.min_clients": min_clients,
+                "rounds": rounds,
+                "seed": seed,
+                "optimizer.name": optimizer,
+                "optimizer.learning_rate": learning_rate,
+                "optimizer.arguments": flags.arguments(optimizer_argument),
+                "schedule.name": schedule,
+                "schedule.arguments": flags.arguments(schedule_argument),
+                "schedule.warmup_rounds": warmup_rounds,
+                "plan.accumulation_steps": accumulation_steps,
+                "plan.micro_batch_size": micro_batch_size,
+                "plan.effective_batch_size": effective_batch_size,
+                "plan.local_steps": local_steps,
+                "plan.local_learning_rate": local_learning_rate,
+                "plan.precision": precision,
+                "cohort.size": cohort_size,
+                "cohort.deadline_seconds": deadline,
+                "evaluation.on_devices": evaluate_on_devices,
+                "evaluation.every_rounds": evaluate_every,
+                "model.initial": initial_model,
+                "model.replace_batch_norm": replace_batch_norm,
+                "threads": threads,
+                "tls.ca": tls_ca,
+                "tls.certificate": tls_certificate,
+                "tls.key": tls_key,
+                "insecure": insecure,
+                "out": out,
+            },
+        )
+
+
+@app.command()
+def init(
+    folder: Annotated[Path, typer.Option("--folder", help="Where to write them.")] = Path("certs"),
+    host: Annotated[
+        list[str] | None,
+        typer.Option("--host", help="A name or address of the server. May be repeated."),
+    ] = None,
+    client: Annotated[
+        list[str] | None,
+        typer.Option("--client", help="A device's name. May be repeated, and called again later."),
+    ] = None,
+) -> None:
+    """Make an authority, the server's certificate and one for each client.
+
+    Each device needs `ca.pem`, `NAME.pem` and `NAME-key.pem`, and must be started with
+    `--name NAME`. Keep `ca-key.pem` to yourself: whoever has it can make devices.
+    """
+    from common.console import console, errors_shown
+
+    with errors_shown():
+        from common.tls import make_certificates
+
+        hosts = [*(host or []), "localhost", "127.0.0.1", "::1"]
+        for path in make_certificates(folder, hosts=hosts, clients=client or []):
+            console.print(str(path), soft_wrap=True)
+
+
+def _serve(resume: bool, config: Any, overrides: dict[str, Any]) -> None:
+    from common.console import default_out
+    from common.settings import load
+    from common.tls import check_address, read_credentials
+
+    settings = load(config, overrides)
+    settings = settings.model_copy(update={"out": settings.out or default_out(settings)})
+    credentials = read_credentials(settings.tls)
+    check_address(
+        settings.server.listen, has_tls=credentials is not None, is_insecure=settings.insecure
+    )
+    from server.progress import announce, conclude, watched
+    from server.serve import serve_run
+
+    announce(settings, where=settings.server.listen)
+    with watched(settings) as on_round:
+        serve_run(settings, credentials, on_round=on_round, resume=resume)
+    conclude(settings)
+
+
+def main() -> None:
+    """Run the command."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""The Flower Grid over our own stream: messages become instructions, uploads become replies."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Iterable, Iterator
+
+from flwr.app import Message
+
+from common import records
+from common.errors import HeadwaterError
+from common.own_grid import OwnGrid, numbered
+from common.update import DescribeRequest
+from server.intake import Arrival, Ask, Intake
+
+
+class GrpcGrid(OwnGrid):
+    """The devices that are connected to an intake."""
+
+    awaits_more = True
+
+    def __init__(self, intake: Intake) -> None:
+        super().__init__()
+        self._intake = intake
+        self._sent: dict[str, Message] = {}
+        self._update_bytes = 0
+
+    def num_bytes(self) -> tuple[int, int]:
+        return self._intake.bytes_up, self._intake.bytes_down
+
+    def get_node_ids(self) -> Iterable[int]:
+        return self._intake.connected()
+
+    def expect(self, request: DescribeRequest) -> None:
+        self._intake.expect_layout(request.layout_digest)
+        self._update_bytes = 4 * request.num_parameters
+
+    def refuse(self, node_id: int, error: HeadwaterError) -> None:
+        self._intake.refuse(node_id, error)
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        pushed = {numbered(message): message for message in messages}
+        self._sent |= pushed
+        self._intake.ask([self._ask(message_id, message) for message_id, message in pushed.items()])
+        return list(pushed)
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterator[Message]:
+        """Yield the replies that are here, without waiting."""
+        wanted = set(message_ids)
+        while wanted:
+            try:
+                arrival = self._intake.arrivals.get_nowait()
+            except queue.Empty:
+                return
+            wanted.discard(arrival.message_id)
+            yield from self._replies(arrival)
+
+    def send_and_receive(
+        self, messages: Iterable[Message], *, timeout: float | None = None
+    ) -> Iterator[Message]:
+        end = None if timeout is None else time.monotonic() + timeout
+        awaited = set(self.push_messages(messages))
+        try:
+            while awaited:
+                left = None if end is None else max(end - time.monotonic(), 0.0)
+                try:
+                    arrival = self._intake.arrivals.get(timeout=left)
+                except queue.Empty:
+                    return
+                awaited.discard(arrival.message_id)
+                yield from self._replies(arrival)
+        finally:
+            self._intake.withdraw(list(awaited))
+            for message_id in awaited:
+                self._sent.pop(message_id, None)
+
+    def _replies(self, arrival: Arrival) -> Iterator[Message]:
+        """Yield the reply that an arrival is; none if nobody waits for it any more."""
+        message = self._sent.pop(arrival.message_id, None)
+        try:
+            if message is not None:
+                yield _reply(message, arrival)
+        finally:
+            if arrival.staging is not None:
+                arrival.staging.release()
+
+    def _ask(self, message_id: str, message: Message) -> Ask:
+        """Turn a message into an instruction; only an update comes back with a vector."""
+        image = records.vector(message.content)
+        is_train = message.metadata.message_type == "train"
+        return Ask(
+            node_id=message.metadata.dst_node_id,
+            message_id=message_id,
+            message_type=message.metadata.message_type,
+            head_json=records.head_json(message.content),
+            image=memoryview(image) if image is not None else None,
+            reply_bytes=self._update_bytes if is_train else 0,
+        )
+
+
+def _reply(message: Message, arrival: Arrival) -> Message:
+    if arrival.error is not None:
+        return Message(records.refusal(arrival.error), reply_to=message)
+    array = None
+    if arrival.staging is not None and arrival.staging.num_bytes:
+        array = records.flat_array(arrival.staging.view(), dtype="float32")
+    return Message(records.content_with_head(arrival.head_json, array), reply_to=message)

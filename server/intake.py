@@ -1,0 +1,567 @@
+"""The server's end of the stream: devices connect, are pushed instructions, and upload in chunks.
+
+One event loop in a thread of its own serves every stream; the rounds talk to it through
+``ask``, ``withdraw`` and the queue ``arrivals``. What is wrong with a device or an upload is
+refused here by a named error, before anything of it reaches the sum: another version, another
+model, a name that is taken or not that of the certificate, a reply nobody asked for, an upload of
+another length, a chunk out of order, a digest that is not the announced one. A stream that says
+nothing is closed.
+
+A device that loses its connection may come back with its session's token within
+``reconnect_seconds``: its instruction still stands, and its upload goes on from the last byte that
+arrived.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import hmac
+import logging
+import queue
+import re
+import secrets
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from typing import Any
+
+import grpc
+import grpc.aio
+from google.protobuf.message import DecodeError
+
+from common.errors import (
+    ConnectionLost,
+    CorruptUpdate,
+    HeadwaterError,
+    IdentityRefused,
+    ModelMismatch,
+    OversizeUpdate,
+    PortInUse,
+    ProtocolMismatch,
+    UnexpectedUpdate,
+    error_of,
+    travelling,
+)
+from common.tls import Credentials
+from common.wire import (
+    CHUNK_BYTES,
+    HELLO_SECONDS,
+    KEEPALIVE,
+    MAX_REPLY_HEAD_BYTES,
+    METHOD,
+    NAME_PATTERN,
+    PROTOCOL_VERSION,
+    RECEIPT_EVERY_BYTES,
+)
+from common.wire_pb2 import (
+    Chunk,
+    ClientFrame,
+    Fault,
+    Goodbye,
+    Hello,
+    Image,
+    Instruction,
+    Receipt,
+    Reply,
+    ServerFrame,
+    Welcome,
+)
+from server.staging import Staging, StagingRoom
+
+log = logging.getLogger(__name__)
+
+GRPC_FRAME_BYTES = 5
+CACHED_FRAMES = 16
+POLL_SECONDS = 0.25
+BROKEN = (grpc.RpcError, grpc.aio.UsageError, asyncio.InvalidStateError)
+
+Work = Coroutine[Any, Any, None]
+Stream = Any  # grpc.aio.ServicerContext, which ships without types
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ask:
+    """An instruction to one device; ``image`` is the model that goes with it."""
+
+    node_id: int
+    message_id: str
+    message_type: str
+    head_json: str
+    image: memoryview | None
+    reply_bytes: int
+    """The length that the reply's vector must have."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Arrival:
+    """The answer to an ask: a verified reply, or the error that stands for it."""
+
+    message_id: str
+    node_id: int
+    head_json: str = ""
+    staging: Staging | None = None
+    error: HeadwaterError | None = None
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Session:
+    """One device, over as many streams as it takes."""
+
+    name: str
+    node_id: int
+    token: bytes
+    stream: Stream | None = None
+    lost_at: float = 0.0
+    task: asyncio.Task[Any] | None = None
+    outbox: asyncio.Queue[Callable[[], Work]] = field(default_factory=asyncio.Queue)
+    image_id: str = ""
+    ask: Ask | None = None
+    upload: Staging | None = None
+    reply: Reply | None = None
+
+
+def node_id_of(name: str) -> int:
+    """Return the node id of a device: 62 bits of its name's hash, so that it keeps it."""
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 2
+
+
+class Intake:
+    """Serves the devices' streams in a thread of its own."""
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        run_id: int,
+        credentials: Credentials | None,
+        staging_bytes: int,
+        reconnect_seconds: float,
+    ) -> None:
+        self.arrivals: queue.SimpleQueue[Arrival] = queue.SimpleQueue()
+        self.bytes_up = 0
+        self.bytes_down = 0
+        self.refusals: Counter[str] = Counter()
+        self.port = 0
+        self._address = address
+        self._run_id = run_id
+        self._credentials = credentials
+        self._room = StagingRoom(staging_bytes)
+        self._reconnect_seconds = reconnect_seconds
+        self._layout_digest: str | None = None
+        self._sessions: dict[int, Session] = {}
+        self._turned_away: dict[int, HeadwaterError] = {}
+        self._image: tuple[str, memoryview] | None = None
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="intake", daemon=True)
+        self._frame = lru_cache(maxsize=CACHED_FRAMES)(self._make_frame)
+
+    # What the rounds call, from their own thread.
+
+    def start(self) -> None:
+        """Open the port.
+
+        Raises:
+            PortInUse: it cannot be had.
+
+        """
+        self._thread.start()
+        self._call(self._open())
+
+    def stop(self, *, say_goodbye: bool) -> None:
+        """Close every stream; with a goodbye the devices know that the run has ended."""
+        self._call(self._close(say_goodbye=say_goodbye))
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def expect_layout(self, digest: str) -> None:
+        """Let only devices in whose model is laid out like this."""
+        self._layout_digest = digest
+
+    def connected(self) -> list[int]:
+        """Return the nodes that are connected now."""
+        return [s.node_id for s in list(self._sessions.values()) if s.stream is not None]
+
+    def ask(self, asks: Sequence[Ask]) -> None:
+        """Send instructions; their answers come to ``arrivals``."""
+        self._call(self._ask(asks))
+
+    def withdraw(self, message_ids: Sequence[str]) -> None:
+        """Forget asks whose answers nobody waits for any more, and stop sending their model."""
+        self._call(self._withdraw(set(message_ids)))
+
+    def refuse(self, node_id: int, error: HeadwaterError) -> None:
+        """Turn a device away, and whoever comes under its name until the server ends."""
+        self._call(self._refuse(node_id, error))
+
+    def _call(self, work: Work) -> None:
+        asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    # The event loop's side.
+
+    async def _open(self) -> None:
+        handler = grpc.stream_stream_rpc_method_handler(self._serve)
+        service, method = METHOD.lstrip("/").split("/")
+        self._server = grpc.aio.server(
+            # Without so_reuseport=0 a second server would silently share the port.
+            options=[*KEEPALIVE, ("grpc.so_reuseport", 0)]
+        )
+        self._server.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler(service, {method: handler}),)
+        )
+        try:
+            if self._credentials is None:
+                self.port = self._server.add_insecure_port(self._address)
+            else:
+                self.port = self._server.add_secure_port(
+                    self._address,
+                    grpc.ssl_server_credentials(
+                        [(self._credentials.key, self._credentials.certificate)],
+                        root_certificates=self._credentials.ca,
+                        require_client_auth=True,
+                    ),
+                )
+        except RuntimeError as error:
+            raise PortInUse(f"cannot listen on {self._address}") from error
+        await self._server.start()
+        self._warden = asyncio.create_task(self._watch_lost())
+
+    async def _close(self, *, say_goodbye: bool) -> None:
+        if not hasattr(self, "_warden"):
+            return
+        self._warden.cancel()
+        if say_goodbye:
+            for session in self._sessions.values():
+                self._send(session, ServerFrame(goodbye=Goodbye()))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(5):
+                    while self.connected():
+                        await asyncio.sleep(0.01)
+        await self._server.stop(grace=0.2)
+        for session in self._sessions.values():
+            self._drop_upload(session)
+
+    async def _serve(self, _: Any, stream: Stream) -> None:
+        """Serve one stream from its first frame to its last."""
+        session: Session | None = None
+        try:
+            session = await self._welcome(stream)
+            writer = asyncio.create_task(self._write_all(session, stream))
+            try:
+                await self._read_all(session, stream)
+            finally:
+                writer.cancel()
+        except HeadwaterError as error:
+            self.refusals[error.code] += 1
+            log.warning("%s refused: %s: %s", stream.peer(), error.code, error)
+            with contextlib.suppress(Exception):
+                await self._write(stream, _fault(error))
+        except BROKEN as error:
+            log.debug("stream lost: %s", error)
+        finally:
+            if session is not None and session.stream is stream:
+                session.stream, session.task, session.lost_at = None, None, time.monotonic()
+                log.info("%s disconnected", session.name)
+
+    async def _welcome(self, stream: Stream) -> Session:
+        """Read and check Hello, and find or make the session."""
+        try:
+            frame = await asyncio.wait_for(self._read(stream), HELLO_SECONDS)
+        except TimeoutError:
+            raise ProtocolMismatch(f"no hello within {HELLO_SECONDS} s") from None
+        if frame is None or frame.WhichOneof("kind") != "hello":
+            raise ProtocolMismatch("the first frame of a stream must be a hello")
+        hello = frame.hello
+        self._check_hello(hello, stream)
+        session = self._sessions.get(node_id_of(hello.name))
+        is_same = session is not None and hmac.compare_digest(session.token, hello.session)
+        if session is not None and session.stream is not None and not is_same:
+            if self._credentials is None:
+                raise IdentityRefused(f"a device of the name {hello.name} is connected already")
+            log.warning("%s: a new connection with its certificate displaces the old", hello.name)
+        if session is None:
+            session = Session(name=hello.name, node_id=node_id_of(hello.name), token=b"")
+            self._sessions[session.node_id] = session
+        if not is_same:
+            session.token = secrets.token_bytes(16)
+            self._drop_upload(session)
+        if session.task is not None:
+            session.task.cancel()  # the old stream of the same device
+        self._attach(session, stream, hello)
+        return session
+
+    def _attach(self, session: Session, stream: Stream, hello: Hello) -> None:
+        session.stream, session.task = stream, asyncio.current_task()
+        session.outbox, session.image_id = asyncio.Queue(), hello.image_id
+        welcome = Welcome(
+            protocol_version=PROTOCOL_VERSION, session=session.token, run_id=self._run_id
+        )
+        self._send(session, ServerFrame(welcome=welcome))
+        if session.ask is not None:
+            session.outbox.put_nowait(partial(self._send_ask, session, session.ask))
+        log.info("%s connected from %s", session.name, stream.peer())
+
+    def _check_hello(self, hello: Hello, stream: Stream) -> None:
+        if hello.protocol_version != PROTOCOL_VERSION:
+            raise ProtocolMismatch(
+                f"the device speaks version {hello.protocol_version} of the wire, the server "
+                f"{PROTOCOL_VERSION}"
+            )
+        if not re.fullmatch(NAME_PATTERN, hello.name):
+            raise IdentityRefused(
+                f"{hello.name[:80]!r} is no name for a device",
+                remedy="letters, digits, dot, dash and underscore, 128 at most",
+            )
+        if self._credentials is not None:
+            shown = stream.auth_context().get("x509_common_name", [b""])[0].decode(errors="replace")
+            if shown != hello.name:
+                raise IdentityRefused(f"the certificate is {shown!r}'s, the name is {hello.name!r}")
+        if (error := self._turned_away.get(node_id_of(hello.name))) is not None:
+            raise error
+        if self._layout_digest is not None and hello.layout_digest != self._layout_digest:
+            raise ModelMismatch(
+                f"{hello.name}: its model's layout is {hello.layout_digest[:12] or 'unknown'}, the "
+                f"server's {self._layout_digest[:12]}"
+            )
+
+    # Reading.
+
+    async def _read(self, stream: Stream) -> ClientFrame | None:
+        data = await stream.read()
+        if data is grpc.aio.EOF:
+            return None
+        self.bytes_up += len(data) + GRPC_FRAME_BYTES
+        try:
+            return ClientFrame.FromString(data)
+        except DecodeError:
+            raise ProtocolMismatch("a frame that is not of this protocol") from None
+
+    async def _read_all(self, session: Session, stream: Stream) -> None:
+        while (frame := await self._read(stream)) is not None:
+            match frame.WhichOneof("kind"):
+                case "reply":
+                    self._start_upload(session, frame.reply)
+                case "chunk":
+                    self._take_chunk(session, frame.chunk)
+                case "fault":
+                    self._take_fault(session, frame.fault)
+                case "leave":
+                    self._leave(session)
+                    return
+                case other:
+                    raise ProtocolMismatch(f"a frame of kind {other} in mid-stream")
+
+    def _start_upload(self, session: Session, reply: Reply) -> None:
+        """Take a reply's head; its vector goes on where it broke off, or begins."""
+        ask = session.ask
+        if ask is None or reply.message_id != ask.message_id:
+            late = UnexpectedUpdate(f"{session.name}: nobody waits for this reply any more")
+            self._refuse_reply(session, reply.message_id, late)
+            return
+        if len(reply.head_json) > MAX_REPLY_HEAD_BYTES or reply.num_bytes != ask.reply_bytes:
+            over = OversizeUpdate(
+                f"{session.name}: a reply of {reply.num_bytes:,} bytes with a head of "
+                f"{len(reply.head_json):,}, where {ask.reply_bytes:,} bytes were expected"
+            )
+            self._settle_with(session, over)
+            return
+        same = session.reply is not None and session.reply.sha256 == reply.sha256
+        if session.upload is None or not same:
+            self._drop_upload(session)
+            session.upload = Staging(self._room, num_bytes=reply.num_bytes, sha256=reply.sha256)
+        session.reply = reply
+        receipt = Receipt(message_id=reply.message_id, next_offset=session.upload.received)
+        self._send(session, ServerFrame(receipt=receipt))
+        self._finish_if_whole(session)
+
+    def _take_chunk(self, session: Session, chunk: Chunk) -> None:
+        upload = session.upload
+        if upload is None or session.reply is None or chunk.transfer_id != session.reply.message_id:
+            return  # behind a refusal, until the device hears of it
+        before = upload.received
+        try:
+            upload.add(chunk.offset, chunk.data)
+        except CorruptUpdate as error:
+            self._settle_with(session, CorruptUpdate(f"{session.name}: {error}"))
+            return
+        if upload.received // RECEIPT_EVERY_BYTES > before // RECEIPT_EVERY_BYTES:
+            receipt = Receipt(message_id=chunk.transfer_id, next_offset=upload.received)
+            self._send(session, ServerFrame(receipt=receipt))
+        self._finish_if_whole(session)
+
+    def _finish_if_whole(self, session: Session) -> None:
+        upload, reply, ask = session.upload, session.reply, session.ask
+        if upload is None or reply is None or ask is None or not upload.is_whole:
+            return
+        try:
+            upload.verify()
+        except CorruptUpdate as error:
+            self._settle_with(session, CorruptUpdate(f"{session.name}: {error}"))
+            return
+        session.upload, session.reply, session.ask = None, None, None
+        receipt = Receipt(message_id=reply.message_id, next_offset=upload.num_bytes, is_done=True)
+        self._send(session, ServerFrame(receipt=receipt))
+        self.arrivals.put(
+            Arrival(
+                message_id=ask.message_id,
+                node_id=session.node_id,
+                head_json=reply.head_json,
+                staging=upload,
+            )
+        )
+
+    def _take_fault(self, session: Session, fault: Fault) -> None:
+        ask = session.ask
+        if ask is not None and fault.message_id == ask.message_id:
+            self._answer(session, error_of(fault.code, fault.text[:1000]))
+
+    def _refuse_reply(self, session: Session, message_id: str, error: HeadwaterError) -> None:
+        self.refusals[error.code] += 1
+        self._send(session, _fault(error, message_id))
+
+    def _settle_with(self, session: Session, error: HeadwaterError) -> None:
+        """Refuse a reply for good: its device hears of it, and so does the round."""
+        if session.ask is not None:
+            self._refuse_reply(session, session.ask.message_id, error)
+            self._answer(session, error)
+
+    def _answer(self, session: Session, error: HeadwaterError) -> None:
+        ask = session.ask
+        self._drop_upload(session)
+        session.ask = None
+        if ask is not None:
+            self.arrivals.put(
+                Arrival(message_id=ask.message_id, node_id=session.node_id, error=error)
+            )
+
+    def _drop_upload(self, session: Session) -> None:
+        if session.upload is not None:
+            session.upload.release()
+        session.upload, session.reply = None, None
+
+    def _leave(self, session: Session) -> None:
+        log.info("%s left", session.name)
+        self._answer(session, ConnectionLost(f"{session.name} left"))
+        self._sessions.pop(session.node_id, None)
+
+    async def _watch_lost(self) -> None:
+        """Give up on devices that have been gone too long."""
+        while True:
+            await asyncio.sleep(POLL_SECONDS)
+            now = time.monotonic()
+            for session in list(self._sessions.values()):
+                gone_seconds = now - session.lost_at
+                if session.stream is None and gone_seconds > self._reconnect_seconds:
+                    self._answer(
+                        session,
+                        ConnectionLost(f"{session.name} has been gone for {gone_seconds:.0f} s"),
+                    )
+                    self._sessions.pop(session.node_id, None)
+
+    # Writing.
+
+    def _send(self, session: Session, frame: ServerFrame) -> None:
+        if session.stream is not None:
+            session.outbox.put_nowait(partial(self._write, session.stream, frame))
+
+    async def _write(self, stream: Stream, frame: ServerFrame) -> None:
+        await self._write_bytes(stream, frame.SerializeToString())
+
+    async def _write_bytes(self, stream: Stream, data: bytes) -> None:
+        self.bytes_down += len(data) + GRPC_FRAME_BYTES
+        await stream.write(data)
+
+    async def _write_all(self, session: Session, stream: Stream) -> None:
+        """Send what is in the outbox, in order; write() waits where the device reads slowly."""
+        outbox = session.outbox
+        try:
+            while True:
+                send = await outbox.get()
+                await send()
+        except BROKEN:
+            log.debug("%s: the stream broke while sending", session.name)
+
+    async def _ask(self, asks: Sequence[Ask]) -> None:
+        self._frame.cache_clear()
+        images = {id(ask.image.obj): ask.image for ask in asks if ask.image is not None}
+        for image in images.values():
+            digest = await asyncio.to_thread(lambda data: hashlib.sha256(data).hexdigest(), image)
+            self._image = (digest, image)
+        for ask in asks:
+            session = self._sessions.get(ask.node_id)
+            if session is None:
+                gone = ConnectionLost("the device is gone")
+                self.arrivals.put(
+                    Arrival(message_id=ask.message_id, node_id=ask.node_id, error=gone)
+                )
+                continue
+            self._drop_upload(session)
+            session.ask = ask
+            if session.stream is not None:
+                session.outbox.put_nowait(partial(self._send_ask, session, ask))
+
+    async def _send_ask(self, session: Session, ask: Ask) -> None:
+        """Send an instruction, behind its model if the device does not have it."""
+        stream, image_id = session.stream, ""
+        if stream is None:
+            return
+        if ask.image is not None and self._image is not None:
+            image_id = self._image[0]
+            if session.image_id != image_id and not await self._send_image(session, ask, stream):
+                return
+            session.image_id = image_id
+        if session.ask is ask:
+            instruction = Instruction(
+                message_id=ask.message_id,
+                message_type=ask.message_type,
+                head_json=ask.head_json,
+                image_id=image_id,
+            )
+            await self._write(stream, ServerFrame(instruction=instruction))
+
+    async def _send_image(self, session: Session, ask: Ask, stream: Stream) -> bool:
+        """Send the model; False if its round closed meanwhile, and the model may have changed."""
+        if self._image is None:
+            return False
+        image_id, memory = self._image
+        session.image_id = ""
+        head = Image(image_id=image_id, num_bytes=len(memory), sha256=bytes.fromhex(image_id))
+        await self._write(stream, ServerFrame(image=head))
+        for offset in range(0, len(memory), CHUNK_BYTES):
+            if session.ask is not ask:
+                return False
+            await self._write_bytes(stream, self._frame(image_id, offset))
+        return True
+
+    def _make_frame(self, image_id: str, offset: int) -> bytes:
+        """Serialise one chunk of the model, once for all devices that keep step."""
+        if self._image is None or self._image[0] != image_id:
+            raise RuntimeError("the model changed while it was being sent")
+        data = bytes(self._image[1][offset : offset + CHUNK_BYTES])
+        chunk = Chunk(transfer_id=image_id, offset=offset, data=data)
+        return ServerFrame(chunk=chunk).SerializeToString()
+
+    async def _withdraw(self, message_ids: set[str]) -> None:
+        for session in self._sessions.values():
+            if session.ask is not None and session.ask.message_id in message_ids:
+                self._drop_upload(session)
+                session.ask = None
+        self._frame.cache_clear()
+
+    async def _refuse(self, node_id: int, error: HeadwaterError) -> None:
+        self.refusals[error.code] += 1
+        session = self._sessions.pop(node_id, None)
+        self._turned_away[node_id] = error
+        if session is not None:
+            self._answer(session, error)
+            self._send(session, _fault(error))
+
+
+def _fault(error: HeadwaterError, message_id: str = "") -> ServerFrame:
+    code, text = travelling(error)
+    return ServerFrame(fault=Fault(message_id=message_id, code=code, text=text))

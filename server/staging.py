@@ -1,0 +1,85 @@
+"""Where an upload waits until it is whole: in RAM below a limit, in an unlinked file above.
+
+Nothing of an upload touches the sum before every byte of it is here and its SHA-256 is right.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import mmap
+import tempfile
+
+from common.errors import CorruptUpdate
+from common.wire import CHUNK_BYTES
+
+
+class StagingRoom:
+    """Counts the bytes that uploads hold in RAM, over all of them."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self.held_bytes = 0
+
+
+class Staging:
+    """One upload on its way in."""
+
+    def __init__(self, room: StagingRoom, *, num_bytes: int, sha256: bytes) -> None:
+        self.num_bytes = num_bytes
+        self.sha256 = sha256
+        self.received = 0
+        self._room = room
+        self._digest = hashlib.sha256()
+        self._memory: bytearray | mmap.mmap
+        self._in_ram = room.held_bytes + num_bytes <= room.limit_bytes
+        if self._in_ram:
+            room.held_bytes += num_bytes
+            self._memory = bytearray(num_bytes)
+        else:
+            with tempfile.TemporaryFile(prefix="headwater-") as file:
+                file.truncate(num_bytes)
+                self._memory = mmap.mmap(file.fileno(), num_bytes)
+
+    def add(self, offset: int, data: bytes) -> None:
+        """Take the next chunk.
+
+        Raises:
+            CorruptUpdate: it is not the next, too long, or empty.
+
+        """
+        end = self.received + len(data)
+        if offset != self.received or not data or len(data) > CHUNK_BYTES or end > self.num_bytes:
+            raise CorruptUpdate(
+                f"a chunk of {len(data):,} bytes at {offset:,}, where {self.received:,} of "
+                f"{self.num_bytes:,} bytes had come"
+            )
+        self._memory[self.received : end] = data
+        self._digest.update(data)
+        self.received = end
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every byte has come."""
+        return self.received == self.num_bytes
+
+    def verify(self) -> None:
+        """Check the whole upload.
+
+        Raises:
+            CorruptUpdate: its digest is not the announced one.
+
+        """
+        if not hmac.compare_digest(self._digest.digest(), self.sha256):
+            raise CorruptUpdate("the SHA-256 of the upload is not the one that was announced")
+
+    def view(self) -> memoryview:
+        """Return the upload's memory, valid until ``release``."""
+        return memoryview(self._memory)
+
+    def release(self) -> None:
+        """Give the memory back; calling it again does nothing."""
+        if self._in_ram:
+            self._room.held_bytes -= self.num_bytes
+            self._in_ram = False
+        self._memory = bytearray()
