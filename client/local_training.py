@@ -249,16 +249,17 @@ def take_local_steps(
 def _add_or_blame(
     plan: Plan, window: Window, positions: Positions, total: WindowSum, place: Workplace
 ) -> tuple[list[int], bool]:
-    """Add one micro-batch; if it cannot be, find whom to leave out and tell if the vector is spoiled.
+    """Add one micro-batch, or return whom to leave out and whether the vector is spoiled.
 
     Raises:
-        MemoryError: in the attempt, or in the search.
+        MemoryError: in the attempt, or in the search for the culprits.
 
     """
     try:
         _add(plan, window, positions, total, place)
     except _LossNotFinite:
-        return _culprits(positions, lambda p: _loss_is_finite(plan, window, p, place)), False
+        bad = _culprits(positions, lambda p: _loss_is_finite(plan, window, p, place))
+        return bad or list(positions), False
     except _VectorSpoiled:
         # Clean alone, spoiled in the sum: it overflowed, and this micro-batch is to blame.
         bad = _culprits(positions, lambda p: _backward_is_finite(plan, window, p, place))

@@ -1,0 +1,137 @@
+"""The walk: which examples a device sees in which round."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections import Counter
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from client.micro_batches import Place, Walk, Window, cut, held_out, order, window
+
+NUM_EXAMPLES = st.integers(1, 40)
+QUOTA = st.integers(1, 60)
+
+
+def take(place: Place, quota: int, num_examples: int, *, seed: int = 1) -> Window:
+    return window(place, quota=quota, run_seed=seed, name="pi", num_examples=num_examples)
+
+
+@given(NUM_EXAMPLES, QUOTA, st.integers(0, 3))
+def test_a_round_never_holds_an_example_twice(num_examples: int, quota: int, epoch: int) -> None:
+    taken = take(Place(epoch=epoch), quota, num_examples).positions
+    assert len(set(taken)) == len(taken) == min(quota, num_examples)
+
+
+@given(NUM_EXAMPLES, st.lists(QUOTA, min_size=1, max_size=40))
+def test_no_example_comes_again_before_all_were_seen(num_examples: int, quotas: list[int]) -> None:
+    place, seen = Place(), Counter[int]()
+    for quota in quotas:
+        taken = take(place, quota, num_examples)
+        seen.update(taken.positions)
+        place = taken.after(len(taken.positions), num_examples)
+        counts = [seen[p] for p in range(num_examples)]
+        assert max(counts) - min(counts) <= 1
+
+
+@given(NUM_EXAMPLES, QUOTA, st.data())
+def test_a_window_cut_short_goes_on_behind_what_was_taken(
+    num_examples: int, quota: int, data: st.DataObject
+) -> None:
+    first = take(Place(), quota, num_examples)
+    num_taken = data.draw(st.integers(1, len(first.positions)))
+    rest = take(first.after(num_taken, num_examples), num_examples, num_examples)
+    if rest.epoch == 0:
+        whole = tuple(order(1, 0, "pi", num_examples).tolist())
+        assert first.positions[:num_taken] + rest.positions == whole
+    else:
+        assert num_taken == num_examples
+
+
+@given(NUM_EXAMPLES, QUOTA)
+def test_a_window_ends_the_epoch_only_if_it_is_shorter_than_the_quota(
+    num_examples: int, quota: int
+) -> None:
+    taken = take(Place(), quota, num_examples)
+    assert taken.ends_epoch == (len(taken.positions) < quota)
+
+
+def test_the_order_changes_with_epoch_seed_and_name() -> None:
+    orders = {
+        tuple(order(seed, epoch, name, 20).tolist())
+        for seed in (0, 1)
+        for epoch in (0, 1)
+        for name in ("a", "b")
+    }
+    assert len(orders) == 8
+
+
+def test_an_aborted_round_gets_the_same_examples_again() -> None:
+    first = take(Place(), 4, 10)
+    walk = Walk().pend(1, first.after(4, 10))
+    again = take(walk.settle(None).place, 4, 10)
+    assert again == first
+
+
+def test_a_counted_round_moves_the_walk_on() -> None:
+    first = take(Place(), 4, 10)
+    walk = Walk().pend(7, first.after(4, 10)).settle(7)
+    assert walk == Walk(place=Place(epoch=0, offset=4))
+
+
+def test_a_round_counted_long_ago_does_not_move_a_later_pending_place() -> None:
+    walk = Walk(place=Place(offset=4)).pend(9, Place(offset=8))
+    assert walk.settle(7).place == Place(offset=4)
+
+
+def test_settling_twice_moves_the_walk_once() -> None:
+    walk = Walk().pend(3, Place(offset=5))
+    assert walk.settle(3).settle(3).place == Place(offset=5)
+
+
+@given(st.integers(0, 2**40), st.integers(0, 2**40), st.none() | st.integers(0, 2**53))
+def test_a_place_survives_json(epoch: int, offset: int, pending: int | None) -> None:
+    walk = Walk(
+        place=Place(epoch=epoch, offset=offset),
+        pending_round=pending,
+        pending_place=Place(epoch=epoch, offset=offset + 1),
+    )
+    told = json.loads(json.dumps(dataclasses.asdict(walk)))
+    back = Walk(
+        place=Place(**told["place"]),
+        pending_round=told["pending_round"],
+        pending_place=Place(**told["pending_place"]),
+    )
+    assert back == walk
+
+
+@given(st.integers(1, 40), st.integers(0, 60), QUOTA)
+def test_a_data_set_that_shrank_still_gives_examples_that_exist(
+    num_examples: int, offset: int, quota: int
+) -> None:
+    taken = take(Place(offset=offset), quota, num_examples)
+    assert taken.positions
+    assert set(taken.positions) <= set(range(num_examples))
+    assert taken.epoch == (1 if offset >= num_examples else 0)
+
+
+@given(st.lists(st.integers(), max_size=30), st.integers(1, 12))
+def test_cutting_keeps_every_position_and_only_the_last_micro_batch_is_short(
+    positions: list[int], size: int
+) -> None:
+    groups = cut(positions, size)
+    assert [p for group in groups for p in group] == positions
+    assert all(len(group) == size for group in groups[:-1])
+    assert all(0 < len(group) <= size for group in groups[-1:])
+    assert len(groups) == -(-len(positions) // size)
+
+
+@given(NUM_EXAMPLES, st.floats(0, 1, exclude_max=True))
+def test_held_out_examples_are_the_fraction_rounded_down_and_leave_one(
+    num_examples: int, fraction: float
+) -> None:
+    apart = held_out(num_examples, fraction=fraction, run_seed=0, name="pi")
+    assert len(set(apart)) == len(apart) == min(int(num_examples * fraction), num_examples - 1)
+    assert set(apart) <= set(range(num_examples))
