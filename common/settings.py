@@ -222,7 +222,7 @@ def from_run_config(flat: Mapping[str, Any]) -> Settings:
     for dotted, value in flat.items():
         if value != "":
             _put(tree, dotted, value)
-    return _validated(tree, source="run_config")
+    return _validated(_with_lists(tree), source="run_config")
 
 
 def _validated(tree: Mapping[str, Any], *, source: str) -> Settings:
@@ -243,6 +243,19 @@ def _put(tree: dict[str, Any], dotted: str, value: Any) -> None:
             raise SettingsError(f"{branch} is a value, but {dotted} is set below it")
         tree = child
     tree[leaf] = value
+
+
+def _with_lists(tree: dict[str, Any]) -> dict[str, Any]:
+    """Turn the keys 0, 1, ... that a list was flattened to back into the list."""
+    rebuilt: dict[str, Any] = {}
+    for key, value in tree.items():
+        rebuilt[key] = value
+        if isinstance(value, dict):
+            is_list = bool(value) and value.keys() == {str(at) for at in range(len(value))}
+            rebuilt[key] = (
+                [value[str(at)] for at in range(len(value))] if is_list else _with_lists(value)
+            )
+    return rebuilt
 
 
 def _without_none(tree: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,92 @@
+"""The laws of the structure: imports run one way, and foreign types stay where they belong."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("common", "client", "server", "simulation")
+MAY_IMPORT = {
+    "common": {"common"},
+    "client": {"common", "client"},
+    "server": {"common", "server"},
+    "simulation": {"common", "client", "server", "simulation"},
+}
+FLOWER_FILES = {
+    "client/app.py",
+    "client/node.py",
+    "common/own_grid.py",
+    "common/records.py",
+    "server/app.py",
+    "server/grid.py",
+    "server/serve.py",
+    "server/strategy.py",
+    "simulation/engines.py",
+    "simulation/flower_ray.py",
+    "simulation/grid.py",
+}
+GRPC_FILES = {"client/uplink.py", "server/intake.py"}
+PRIVATE_FLOWER_FILES = {"common/own_grid.py", "simulation/flower_ray.py"}
+
+
+def imports(path: Path) -> set[str]:
+    """Return the modules that a file imports, wherever in it."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            found.add(node.module)
+    return found
+
+
+def sources() -> list[Path]:
+    return [path for package in PACKAGES for path in sorted((ROOT / package).glob("*.py"))]
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+@pytest.mark.parametrize("path", sources(), ids=name_of)
+def test_imports_run_one_way(path: Path) -> None:
+    own = {name.split(".")[0] for name in imports(path)} & set(PACKAGES)
+    assert own <= MAY_IMPORT[path.parent.name]
+
+
+def test_flower_s_types_stay_in_the_apps_the_grids_and_the_bridge() -> None:
+    found = {
+        name_of(path)
+        for path in sources()
+        if any(name.split(".")[0] == "flwr" for name in imports(path))
+    }
+    assert found == FLOWER_FILES
+
+
+def test_private_parts_of_flower_are_imported_in_the_adapters_only() -> None:
+    public = {"flwr.app", "flwr.clientapp", "flwr.serverapp", "flwr.serverapp.strategy"}
+    found = {
+        name_of(path)
+        for path in sources()
+        if {name for name in imports(path) if name.split(".")[0] == "flwr"} - public
+    }
+    assert found == PRIVATE_FLOWER_FILES
+
+
+def test_grpc_stays_in_the_two_transport_files() -> None:
+    found = {
+        name_of(path)
+        for path in sources()
+        if any(name.split(".")[0] == "grpc" for name in imports(path))
+    }
+    assert found == GRPC_FILES
+
+
+def test_a_device_needs_nothing_heavy() -> None:
+    heavy = {"sklearn", "matplotlib", "tensorboard", "ray"}
+    for path in sources():
+        if path.parent.name in ("common", "client"):
+            assert not {name.split(".")[0] for name in imports(path)} & heavy, path
