@@ -194,13 +194,16 @@ def refuse_batch_dependent(model: nn.Module) -> None:
 def replace_batch_norm_by_group_norm(model: nn.Module) -> None:
     """Put GroupNorm in the place of every BatchNorm, with the same scale and shift.
 
-    The groups are the largest divisor of the channels up to 32 (Wu and He 2018, section 4).
+    The groups are the largest divisor of the channels up to 32 (Wu and He 2018, section 4). In the
+    place of BatchNorm1d there is one group: flat features have one value per channel, and a group of
+    one value is always zero.
     """
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if isinstance(child, nn.modules.batchnorm._BatchNorm):
                 channels = child.num_features
-                groups = max(g for g in range(1, min(32, channels) + 1) if channels % g == 0)
+                most = 1 if isinstance(child, nn.BatchNorm1d) else min(32, channels)
+                groups = max(g for g in range(1, most + 1) if channels % g == 0)
                 norm = nn.GroupNorm(groups, channels, eps=child.eps, affine=child.affine)
                 if child.affine:
                     norm.load_state_dict({"weight": child.weight, "bias": child.bias})

@@ -73,7 +73,7 @@ def load_task(spec: str) -> Task:
 
     Raises:
         UnknownTask: no such file, no such class, or the file fails to import.
-        TaskError: the class lacks one of the methods of ``Task``.
+        TaskError: the class cannot be made without arguments, or lacks a method of ``Task``.
 
     """
     file_name, separator, class_name = spec.rpartition(":")
@@ -87,7 +87,10 @@ def load_task(spec: str) -> Task:
     task_class = getattr(_import_file(path.resolve()), class_name, None)
     if not isinstance(task_class, type):
         raise UnknownTask(f"{file_name} has no class {class_name}")
-    task = task_class()
+    try:
+        task = task_class()
+    except Exception as error:
+        raise TaskError(f"{spec} cannot be made: {type(error).__name__}: {error}") from error
     missing = [m for m in ("new_model", "train_examples", "loss_sum") if not hasattr(task, m)]
     if missing:
         raise TaskError(f"the task {spec} has no method {', '.join(missing)}")
@@ -158,7 +161,7 @@ def loss_sum(task: Task, model: nn.Module, batch: Any) -> tuple[Tensor, int, Met
     """Call the task's ``loss_sum`` and give its answer one form.
 
     Raises:
-        TaskError: it is not a scalar tensor and a positive whole weight.
+        TaskError: it is not a scalar tensor, a whole weight of 0 or more and sums by name.
 
     """
     answer = task.loss_sum(model, batch)
@@ -169,13 +172,31 @@ def loss_sum(task: Task, model: nn.Module, batch: Any) -> tuple[Tensor, int, Met
     loss, weight = answer[0], answer[1]
     if not isinstance(loss, Tensor) or loss.ndim != 0:
         raise TaskError(f"loss_sum must return a scalar tensor first, found {_kind(loss)}")
-    whole = int(weight)
-    if whole != weight or whole < 0:
+    whole = _number(weight)
+    if whole is None or not whole.is_integer() or whole < 0:
         raise TaskError(
             f"the weight must be a whole number of examples or tokens, found {weight!r}"
         )
     sums = answer[2] if len(answer) == 3 else {}
-    return loss, whole, {name: float(value) for name, value in sums.items()}
+    if not isinstance(sums, Mapping):
+        raise TaskError(f"the metric sums must be a dict by name, found {_kind(sums)}")
+    metrics = Metrics()
+    for name, value in sums.items():
+        number = _number(value)
+        if number is None:
+            raise TaskError(f"the metric {name} must be a number, found {_kind(value)}")
+        metrics[str(name)] = number
+    return loss, int(whole), metrics
+
+
+def _number(found: Any) -> float | None:
+    """Return a number, or a tensor of one element, as a float; None for anything else."""
+    if isinstance(found, str):
+        return None
+    try:
+        return float(found)
+    except (TypeError, ValueError, RuntimeError):
+        return None
 
 
 def _kind(found: object) -> str:
@@ -238,8 +259,9 @@ def _measured(task: Task, model: nn.Module, batch: Any) -> Measured:
     before = [(name, buffer, buffer._version) for name, buffer in model.named_buffers()]
     loss, weight, _ = loss_sum(task, model, batch)
     loss.backward()  # type: ignore[no-untyped-call]
+    now = dict(model.named_buffers())
     for name, buffer, version in before:
-        if buffer._version != version:
+        if now.get(name) is not buffer or buffer._version != version:
             raise BuffersChanged(f"a forward pass in training changed the buffer {name}")
     gradients = [
         torch.zeros(p.numel()) if p.grad is None else p.grad.detach().reshape(-1).clone()
