@@ -7,7 +7,7 @@ PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 TORCH ?= $(shell $(PYTHON) -c "import platform; print('torch>=2.6,<2.11' if platform.machine() == 'aarch64' else 'torch>=2.6,<2.14')")
 
-.PHONY: demo test lint types install install-dev proto constraints clean
+.PHONY: demo test lint types install install-client install-dev docs proto constraints clean
 
 demo: $(VENV)/.demo
 	$(VENV)/bin/headwater-simulate --task examples/digits.py:Digits --clients 100 --rounds 60 \
@@ -24,6 +24,11 @@ types: $(VENV)/.dev
 	$(VENV)/bin/mypy
 
 install: $(VENV)/.demo
+
+# What a device needs, and no more: no scikit-learn, matplotlib, tensorboard or ray.
+install-client: $(VENV)/.torch
+	$(PIP) install --quiet --constraint constraints.txt --editable .
+
 install-dev: $(VENV)/.dev
 
 $(VENV)/.torch:
@@ -47,6 +52,9 @@ $(VENV)/.dev: $(VENV)/.torch pyproject.toml constraints.txt
 proto:
 	$(PIP) install --quiet "grpcio-tools<=1.81"
 	cd common && ../$(VENV)/bin/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. wire.proto
+
+docs:
+	$(VENV)/bin/python -m common.settings > docs/settings.md
 
 # One file for all platforms; torch has its own rules above.
 constraints:

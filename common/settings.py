@@ -7,6 +7,7 @@ settings whichever engine runs them.
 
 from __future__ import annotations
 
+import json
 import os
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -43,7 +44,9 @@ class Schedule(Branch):
     """How the learning rate changes from round to round."""
 
     name: str | None = Field(None, description="class in torch.optim.lr_scheduler")
-    arguments: dict[str, Scalar | list[int]] = Field(default_factory=dict)
+    arguments: dict[str, Scalar | list[int]] = Field(
+        default_factory=dict, description="its arguments, e.g. T_max = 100"
+    )
     warmup_rounds: int = Field(
         0, ge=0, description="rounds over which the rate grows linearly from 1/warmup to whole"
     )
@@ -73,7 +76,9 @@ class Plan(Branch):
     local_steps: Count = Field(
         1, description="H > 1: fewer, longer rounds of H local SGD steps each"
     )
-    local_learning_rate: float = Field(0.1, gt=0, allow_inf_nan=False)
+    local_learning_rate: float = Field(
+        0.1, gt=0, allow_inf_nan=False, description="of those local steps"
+    )
     precision: Literal["float32", "bfloat16"] = Field(
         "float32", description="of the forward pass; sums are float32 always"
     )
@@ -103,7 +108,7 @@ class Model(Branch):
 class Evaluation(Branch):
     """When and where the model is tested."""
 
-    every_rounds: Count = 1
+    every_rounds: Count = Field(1, description="rounds between tests; the last is always tested")
     on_devices: bool = Field(False, description="also on examples that the devices hold out")
     held_out_fraction: float = Field(
         0.1, gt=0, lt=1, description="of a device's own examples, if on_devices"
@@ -113,9 +118,9 @@ class Evaluation(Branch):
 class Tls(Branch):
     """Three PEM files; all or none."""
 
-    ca: Path | None = None
-    certificate: Path | None = None
-    key: Path | None = None
+    ca: Path | None = Field(None, description="the authority's certificate")
+    certificate: Path | None = Field(None, description="this side's")
+    key: Path | None = Field(None, description="this side's private key")
 
 
 class Server(Branch):
@@ -134,7 +139,7 @@ class Client(Branch):
     name: str | None = Field(None, description="not set: the host's name")
     data: Path | None = Field(None, description="this device's own file or folder")
     part: int = Field(0, ge=0, description="of a task that splits bundled data: which part")
-    num_parts: Count = 1
+    num_parts: Count = Field(1, description="of how many parts")
     state: Path | None = Field(None, description="folder for the device's place in its examples")
     memory_limit_bytes: Count | None = Field(None, description="a limit below the machine's own")
     stay: bool = Field(False, description="wait for the next run when one has ended")
@@ -152,21 +157,25 @@ class Client(Branch):
 class Simulation(Branch):
     """Many clients on one machine."""
 
-    clients: Count = 100
-    engine: Literal["in-process", "flower-ray"] = "in-process"
+    clients: Count = Field(100, description="devices, named 0 to N-1")
+    engine: Literal["in-process", "flower-ray"] = Field(
+        "in-process", description="in-process, or flower-ray: Flower's Ray workers"
+    )
 
 
 class Settings(Branch):
     """The whole tree."""
 
     task: str | None = Field(None, description="FILE.py:Class")
-    seed: int = Field(0, ge=0, lt=2**63)
-    rounds: Count = 30
+    seed: int = Field(
+        0, ge=0, lt=2**63, description="of the model, the examples' order, the cohorts"
+    )
+    rounds: Count = Field(30, description="server steps")
     threads: Count | None = Field(
         None, description="of torch; not set: 1 in the simulator, all usable cores elsewhere"
     )
     out: Path | None = Field(None, description="folder for model, metrics and checkpoints")
-    check_task: bool = True
+    check_task: bool = Field(True, description="try on real examples that the loss is a sum")
     insecure: bool = Field(False, description="allow plain text beyond loopback")
     optimizer: Optimizer = Optimizer()
     schedule: Schedule = Schedule()
@@ -276,3 +285,36 @@ def _flatten(tree: Mapping[str, Any], *, prefix: str) -> Iterator[tuple[str, Sca
                 yield f"{prefix}{key}.{position}", item
         else:
             yield prefix + key, value
+
+
+def to_markdown() -> str:
+    """Return docs/settings.md: every setting with its default and meaning."""
+    lines = [
+        "# Settings",
+        "",
+        "One TOML file serves all three commands (`--config FILE`); a flag overrides it. A run",
+        "leaves its own in `settings.toml`, to be repeated from. `make docs` writes this page.",
+    ]
+    pages: dict[str, type[Branch]] = {"": Settings, **_branches()}
+    for name, branch in pages.items():
+        lines += ["", f"## [{name}]" if name else "## Top level", ""]
+        lines += ["| key | default | meaning |", "| --- | --- | --- |"]
+        for key, field in branch.model_fields.items():
+            if key in _branches() and not name:
+                continue
+            default = field.get_default(call_default_factory=True)
+            shown = "not set" if default is None else f"`{json.dumps(default)}`"
+            lines.append(f"| `{key}` | {shown} | {field.description or ''} |")
+    return "\n".join(lines) + "\n"
+
+
+def _branches() -> dict[str, type[Branch]]:
+    return {
+        key: field.annotation
+        for key, field in Settings.model_fields.items()
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Branch)
+    }
+
+
+if __name__ == "__main__":
+    print(to_markdown(), end="")

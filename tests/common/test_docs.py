@@ -1,0 +1,11 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+from common.settings import to_markdown
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def test_settings_page_is_what_make_docs_writes() -> None:
+    assert (DOCS / "settings.md").read_text() == to_markdown()
