@@ -194,9 +194,9 @@ def refuse_batch_dependent(model: nn.Module) -> None:
 def replace_batch_norm_by_group_norm(model: nn.Module) -> None:
     """Put GroupNorm in the place of every BatchNorm, with the same scale and shift.
 
-    The groups are the largest divisor of the channels up to 32 (Wu and He 2018, section 4). In the
-    place of BatchNorm1d there is one group: flat features have one value per channel, and a group of
-    one value is always zero.
+    The groups are the largest divisor of the channels up to 32 (Wu and He 2018, section 4). In
+    place of BatchNorm1d there is one group: flat features have one value per channel, and a group
+    of one value is always zero.
     """
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
