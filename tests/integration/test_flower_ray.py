@@ -1,0 +1,162 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from uuid import uuid4
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PATIENCE_SECONDS = 180
+DIGITS = ["--task", "examples/digits.py:Digits"]
+FOUR_CLIENTS = ["--clients", "4", "--threads", "1"]
+K_2_OF_8 = ["--accumulation-steps", "2", "--micro-batch-size", "8"]
+
+MEAN_NOT_SUM = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+class Mean:
+    def new_model(self):
+        return nn.Linear(3, 1)
+
+    def train_examples(self, *, data, part, num_parts):
+        return TensorDataset(torch.randn(8, 3, generator=torch.Generator().manual_seed(part)))
+
+    def loss_sum(self, model, batch):
+        return model(batch[0]).square().mean(), len(batch[0])
+"""
+
+
+@dataclass
+class Started:
+    """Every process that descends from this test, however far it has gone: it bears a mark."""
+
+    mark: str = field(default_factory=lambda: uuid4().hex)
+    processes: list[subprocess.Popen[str]] = field(default_factory=list)
+
+    def simulate(self, *arguments: str | Path, out: Path) -> subprocess.Popen[str]:
+        return self.run("-m", "simulation", *arguments, "--out", out)
+
+    def run(self, *arguments: str | Path) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, *map(str, arguments)],
+            cwd=ROOT,
+            env={k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"} | {"MARK": self.mark},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        self.processes.append(process)
+        return process
+
+    def alive(self) -> list[psutil.Process]:
+        return [process for process in psutil.process_iter() if self._bears_mark(process)]
+
+    def _bears_mark(self, process: psutil.Process) -> bool:
+        try:
+            return (
+                process.environ().get("MARK") == self.mark
+                and process.status() != psutil.STATUS_ZOMBIE
+            )
+        except (psutil.NoSuchProcess, psutil.AccessDenied, OSError):
+            return False
+
+    def alive_after(self, seconds: float) -> list[str]:
+        end = time.monotonic() + seconds
+        while self.alive() and time.monotonic() < end:
+            time.sleep(0.2)
+        return [process.name() for process in self.alive()]
+
+
+@pytest.fixture
+def started() -> Iterator[Started]:
+    it = Started()
+    yield it
+    for process in it.alive():
+        process.kill()
+    for opened in it.processes:
+        opened.communicate()
+
+
+def finish(process: subprocess.Popen[str]) -> str:
+    said, _ = process.communicate(timeout=PATIENCE_SECONDS)
+    return said
+
+
+@pytest.mark.slow
+def test_flower_ray_gives_the_in_process_model_bit_for_bit_and_leaves_nothing_running(
+    tmp_path: Path, started: Started
+) -> None:
+    task = [*DIGITS, *FOUR_CLIENTS, *K_2_OF_8, "--rounds", "2"]
+    ray, alone = tmp_path / "ray", tmp_path / "in-process"
+    for engine, out in (("flower-ray", ray), ("in-process", alone)):
+        process = started.simulate(*task, "--engine", engine, out=out)
+        said = finish(process)
+        assert process.returncode == 0, said
+    assert (ray / "model.safetensors").read_bytes() == (alone / "model.safetensors").read_bytes()
+    assert names_by_round(ray) == names_by_round(alone) == [["0", "1", "2", "3"]] * 2
+    assert started.alive_after(10) == []
+
+
+def names_by_round(out: Path) -> list[list[str]]:
+    rounds = [json.loads(line) for line in (out / "rounds.jsonl").read_text().splitlines()]
+    return [[client["name"] for client in row["clients"]] for row in rounds]
+
+
+@pytest.mark.slow
+def test_an_error_of_the_server_app_comes_out_of_ray_as_itself(
+    tmp_path: Path, started: Started
+) -> None:
+    (tmp_path / "task.py").write_text(MEAN_NOT_SUM)
+    process = started.simulate(
+        "--task", tmp_path / "task.py:Mean", "--engine", "flower-ray", "--clients", "1",
+        out=tmp_path / "out",
+    )  # fmt: skip
+    said = finish(process)
+    assert process.returncode == 1
+    assert "TaskNotAdditive: the loss of 2 examples together" in said
+    assert "Traceback" not in said
+    assert started.alive_after(10) == []
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_ray_and_keeps_what_was_committed(tmp_path: Path, started: Started) -> None:
+    process = started.simulate(
+        *DIGITS, *K_2_OF_8, "--clients", "1", "--rounds", "100000", "--engine", "flower-ray",
+        out=tmp_path,
+    )  # fmt: skip
+    end = time.monotonic() + PATIENCE_SECONDS
+    while not (tmp_path / "checkpoint.safetensors").exists():
+        assert process.poll() is None, finish(process)
+        assert time.monotonic() < end, "no round was committed"
+        time.sleep(0.2)
+    os.killpg(process.pid, signal.SIGINT)
+    said = finish(process)
+    assert process.returncode == 130, said
+    assert "Traceback" not in said
+    assert (tmp_path / "model.safetensors").exists()
+    assert started.alive_after(10) == []
+
+
+@pytest.mark.slow
+def test_without_ray_the_remedy_is_named(tmp_path: Path, started: Started) -> None:
+    process = started.run(
+        "-c",
+        "import sys; sys.modules['ray'] = None; from simulation.cli import main; main()",
+        *DIGITS, "--engine", "flower-ray", "--out", tmp_path,
+    )  # fmt: skip
+    said = finish(process)
+    assert process.returncode == 2
+    assert "SettingsError" in said
+    assert "pip install 'headwater[ray]'" in said
