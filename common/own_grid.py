@@ -70,6 +70,10 @@ class OwnGrid(Grid):
     def expect(self, request: DescribeRequest) -> None:
         """Learn what devices must agree on, before any is let in."""
 
+    def name_of(self, node_id: int) -> str | None:
+        """Return the name that a node proved or claimed when it connected, if it did."""
+        return None
+
     def refuse(self, node_id: int, error: HeadwaterError) -> None:
         """Turn a node away for good."""
 

@@ -119,3 +119,8 @@ class Update:
 
     values_P: Tensor = field(repr=False)
     report: UpdateReport
+
+    @property
+    def name(self) -> str:
+        """The client's name."""
+        return self.report.name

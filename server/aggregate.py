@@ -4,7 +4,8 @@ Each tensor has a power-of-two scale 2^f. An update's coordinate x enters as the
 x 2^f, and integer addition is associative: whatever order the updates come in, and on whichever
 engine, the sum is the same. The scale leaves HEADROOM_BITS and log2(cohort) above the largest sum
 of the last round, so overflow is rare; when it comes, sum and scale are shifted down together and
-the shift is counted, never refused.
+the shift is counted, never refused. What had arrived before a shift is rounded once more, so only in
+a round with a shift may the order move the sum, by a step of the coarser scale for each shift.
 
 Error: n updates of a tensor whose largest sum last round was M < 2^e are summed with an absolute
 error of at most n 2^-(f+1), where f = 61 - 10 - ceil(log2 n) - e. For n = 100 and M = 1 (e = 1) it
@@ -45,6 +46,7 @@ class CohortSum:
         self._largest = [FIRST_LARGEST_MEAN] * len(layout.spans)
         self._is_first = True
         self._bounds: list[float] = []
+        self._peaks: list[float] = []
         self.num_shifts = 0
         self.weight = 0
 
@@ -67,6 +69,7 @@ class CohortSum:
         self.weight = 0
         self.num_shifts = 0
         self._bounds = [0.0] * len(self._largest)
+        self._peaks = [0.0] * len(self._largest)
         room = SUM_BITS - 1 - HEADROOM_BITS - math.ceil(math.log2(max(num_clients, 1)))
         for t, largest in enumerate(self._largest):
             expected = largest * planned_weight if self._is_first else largest
@@ -106,7 +109,9 @@ class CohortSum:
         """Shift a tensor's sum and scale down if this update could overflow it."""
         if start == end:
             return
-        self._bounds[t] += max(float(values.max()), -float(values.min()))
+        peak = max(float(values.max()), -float(values.min()))
+        self._peaks[t] = max(self._peaks[t], peak)
+        self._bounds[t] += peak
         if not self._bounds[t]:
             return
         excess = math.frexp(self._bounds[t])[1] + self._scale_bits[t] - SUM_BITS
@@ -132,8 +137,9 @@ class CohortSum:
                 largest = max(largest, float(np.abs(wide).max()))
                 # Coordinate i of the mean lies in bytes 4i..4i+3, behind every sum still unread.
                 mean_P[low:high] = wide / self.weight
-            if largest:
-                self._largest[t] = largest
+            # A sum that rounded to nothing, or cancelled, sets the scale by its largest update.
+            if largest or self._peaks[t]:
+                self._largest[t] = largest or self._peaks[t]
             elif self._is_first:
                 self._largest[t] = float(self.weight)
         self._is_first = False

@@ -29,9 +29,10 @@ log = logging.getLogger(__name__)
 # Of all loggers, Flower's engines show their own alone, with what descends from it.
 flower_log = logging.getLogger("flwr.headwater")
 
-Answer = TypeVar("Answer")
+Answer = TypeVar("Answer", Update, EvaluateReport)
 
 JOIN_POLL_SECONDS = 0.05
+FIRST_NOTICE_SECONDS, WAITING_NOTICE_SECONDS = 10.0, 60.0
 REPLY_POLL_SECONDS = 0.2
 
 # Of Flower's error codes: the message or its reply outlived its time to live; the node has gone.
@@ -48,7 +49,7 @@ def server_app(*, on_round: OnRound, resume: bool = False) -> ServerApp:
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
         training = Training(settings, run_id=context.run_id)
-        run(training, GridFleet(grid, context), on_round=on_round, resume=resume)
+        run(training, GridFleet(grid), on_round=on_round, resume=resume)
 
     return app
 
@@ -73,10 +74,9 @@ app = server_app(on_round=log_round)
 class GridFleet:
     """The devices behind a Grid, by name."""
 
-    def __init__(self, grid: Grid, context: Context) -> None:
+    def __init__(self, grid: Grid) -> None:
         self._grid = grid
         self._own = grid if isinstance(grid, OwnGrid) else None
-        self._context = context
         self._reports: dict[int, DeviceReport] = {}
         self._refused: dict[int, HeadwaterError] = {}
         self._flower_bytes = [0, 0]  # up, down
@@ -84,6 +84,7 @@ class GridFleet:
     def describe(self, request: DescribeRequest, *, min_clients: int) -> list[DeviceReport]:
         if self._own is not None:
             self._own.expect(request)
+        next_notice = time.monotonic() + FIRST_NOTICE_SECONDS
         while True:
             present = set(self._grid.get_node_ids())
             if self._own is None and not self._reports.keys() <= present:
@@ -98,6 +99,9 @@ class GridFleet:
             nobody_else = not getattr(self._grid, "awaits_more", True)
             if self._refused and (nobody_else or (self._own is None and not self._reports)):
                 raise next(iter(self._refused.values()))
+            if time.monotonic() >= next_notice:
+                log.warning("waiting: %d of %d clients are here", len(self._reports), min_clients)
+                next_notice = time.monotonic() + WAITING_NOTICE_SECONDS
             time.sleep(JOIN_POLL_SECONDS)
 
     def _ask_new(self, nodes: list[int], request: DescribeRequest) -> None:
@@ -108,10 +112,14 @@ class GridFleet:
         for node, reply in self._exchange(messages, None):
             try:
                 report = records.read(_content(reply), DeviceReport)
+                if self._own is not None:
+                    _check_name(report.name, self._own.name_of(node))
                 if any(report.name == known.name for known in self._reports.values()):
                     raise IdentityRefused(f"there are two devices of the name {report.name}")
                 self._reports[node] = report
                 log.info("%s joined: %d examples", report.name, report.num_examples)
+            except ConnectionLost as error:
+                log.warning("a device went before it was known: %s", error)
             except HeadwaterError as error:
                 log.warning("a device was refused: %s: %s", error.code, error)
                 self._refused[node] = error
@@ -167,7 +175,9 @@ class GridFleet:
             if name is None:
                 continue
             try:
-                yield read(_content(reply))
+                answer = read(_content(reply))
+                _check_name(answer.name, name)
+                yield answer
             except HeadwaterError as error:
                 if isinstance(error, ConnectionLost):
                     self._reports.pop(node, None)
@@ -224,6 +234,16 @@ class GridFleet:
         restore = getattr(self._grid, "restore_simulated", None)
         if restore is not None:
             restore(state)
+
+
+def _check_name(told: str, known: str | None) -> None:
+    """Hold the name that a device gives itself against the one it is known by.
+
+    Raises:
+        IdentityRefused: it speaks under another's name.
+    """
+    if known is not None and told != known:
+        raise IdentityRefused(f"{known} sent a message under the name of {told}")
 
 
 def _content(reply: Message) -> RecordDict:

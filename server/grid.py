@@ -36,6 +36,9 @@ class GrpcGrid(OwnGrid):
         self._intake.expect_layout(request.layout_digest)
         self._update_bytes = 4 * request.num_parameters
 
+    def name_of(self, node_id: int) -> str | None:
+        return self._intake.name_of(node_id)
+
     def refuse(self, node_id: int, error: HeadwaterError) -> None:
         self._intake.refuse(node_id, error)
 

@@ -187,6 +187,11 @@ class Intake:
         """Return the nodes that are connected now."""
         return [s.node_id for s in list(self._sessions.values()) if s.stream is not None]
 
+    def name_of(self, node_id: int) -> str | None:
+        """Return the name in a device's hello, which with TLS is that of its certificate."""
+        session = self._sessions.get(node_id)
+        return None if session is None else session.name
+
     def ask(self, asks: Sequence[Ask]) -> None:
         """Send instructions; their answers come to ``arrivals``."""
         self._call(self._ask(asks))
