@@ -48,13 +48,15 @@ class ImageFolder:
             nn.Linear(64, len(CLASSES)),
         )
 
-    def train_examples(self, *, data: Path | None, part: int, num_parts: int) -> Dataset[Example]:
+    def train_examples(
+        self, *, data: Path | None, part: int, num_parts: int
+    ) -> "PictureFiles | DigitPictures":
         if data is not None:
             return PictureFiles(data)
         shuffle, num_test = _shuffled_digits()
         return DigitPictures(shuffle[num_test + part :: num_parts])
 
-    def test_examples(self) -> Dataset[Example]:
+    def test_examples(self) -> "DigitPictures":
         shuffle, num_test = _shuffled_digits()
         return DigitPictures(shuffle[:num_test])
 

@@ -86,9 +86,9 @@ class TabularCsv:
 
 
 def _scaled(columns: Tensor) -> Tensor:
-    """Map each column's range to -1..1; a value beyond the range goes beyond it too."""
+    """Map each column's range to -1..1, from float64; a value beyond it goes beyond too."""
     low, high = torch.tensor(list(RANGES.values()), dtype=torch.float64).unbind(1)
-    return ((2 * columns.double() - low - high) / (high - low)).float()
+    return ((2 * columns - low - high) / (high - low)).float()
 
 
 def _sample() -> tuple[Tensor, Tensor, int]:
@@ -124,8 +124,9 @@ def _read(path: Path) -> tuple[Tensor, Tensor]:
             for row in reader
             if row
         ]
-    columns = torch.tensor([numbers for numbers, _ in rows]).reshape(-1, len(RANGES))
-    return _scaled(columns), torch.tensor([label for _, label in rows], dtype=torch.int64)
+    columns = torch.tensor([numbers for numbers, _ in rows], dtype=torch.float64)
+    labels = torch.tensor([label for _, label in rows], dtype=torch.int64)
+    return _scaled(columns.reshape(-1, len(RANGES))), labels
 
 
 def _numbers(

@@ -77,7 +77,7 @@ def new_grid(batch_size: int = 32) -> AppGrid:
     run_config: dict[str, float | int] = {
         "num-server-rounds": NUM_ROUNDS,
         "batch-size": batch_size,
-        "learning-rate": LEARNING_RATE,
+        "learning-rate": 0.02,
     }
     return AppGrid(client_app.app, run_config)
 

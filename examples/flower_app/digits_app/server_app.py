@@ -16,7 +16,10 @@ def main(grid: Grid, context: Context) -> None:
     model = Net()
     # Headwater: was strategy = FedAvg(fraction_evaluate=1.0)
     strategy = SumOfGradients(
-        model, learning_rate=float(context.run_config["learning-rate"]), fraction_evaluate=1.0
+        model,
+        optimizer="adam",
+        learning_rate=float(context.run_config["learning-rate"]),
+        fraction_evaluate=1.0,
     )
     result = strategy.start(
         grid=grid,
