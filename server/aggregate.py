@@ -4,8 +4,8 @@ Each tensor has a power-of-two scale 2^f. An update's coordinate x enters as the
 x 2^f, and integer addition is associative: whatever order the updates come in, and on whichever
 engine, the sum is the same. The scale leaves HEADROOM_BITS and log2(cohort) above the largest sum
 of the last round, so overflow is rare; when it comes, sum and scale are shifted down together and
-the shift is counted, never refused. What had arrived before a shift is rounded once more, so only in
-a round with a shift may the order move the sum, by a step of the coarser scale for each shift.
+the shift is counted, never refused. What had arrived before a shift is rounded once more: only in a
+round with a shift may the order move the sum, by a step of the coarser scale for each shift.
 
 Error: n updates of a tensor whose largest sum last round was M < 2^e are summed with an absolute
 error of at most n 2^-(f+1), where f = 61 - 10 - ceil(log2 n) - e. For n = 100 and M = 1 (e = 1) it
