@@ -1,0 +1,174 @@
+"""Resident memory of an idle device after some rounds, against the least that it could be.
+
+``client`` is ``headwater-client`` with a model of 9,610 parameters, idle between two rounds after
+several of them. ``least`` is a process that imports torch and ``flwr.clientapp`` and has run one
+backward pass of the same model on the same data. ``least_with_grpc`` imports ``grpc.aio`` besides.
+The three are measured at the same time, so pages that they share count by their share in PSS.
+
+``has_dynamo`` says whether ``torch._dynamo`` was imported in the device: the first optimizer of
+``torch.optim`` does so, and a device of ``local_steps = 1`` has none. ``by_import`` is what the
+device's process grows by with each of its imports, in the order in which they come, measured in a
+process of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+from benchmarks import serving
+from benchmarks.measure import ROOT, Figures, arguments, memory_of, proportional_bytes, report
+
+TASK = "benchmarks/tasks.py:Perceptron"
+ROUNDS = 20
+PAUSE_SECONDS = 6.0
+
+# headwater-client itself, which on SIGUSR1 writes the names of its modules to a file.
+CLIENT = """
+import signal, sys
+def tell(*_):
+    with open(sys.argv[1], "w") as file:
+        file.write("\\n".join(sys.modules))
+signal.signal(signal.SIGUSR1, tell)
+from client.cli import app
+app(args=sys.argv[2:])
+"""
+
+LEAST = """
+import importlib.util, sys, time
+import torch
+import flwr.clientapp
+if sys.argv[1] == "grpc":
+    import grpc.aio
+spec = importlib.util.spec_from_file_location("tasks", "benchmarks/tasks.py")
+tasks = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(tasks)
+torch.set_num_threads(1)
+task = tasks.Perceptron()
+model, examples = task.new_model(), task.train_examples(data=None, part=0, num_parts=1)
+task.loss_sum(model, examples[:16])[0].backward()
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+IMPORTS = (
+    "torch",
+    "flwr.clientapp",
+    "grpc.aio",
+    "typer",
+    "rich.console",
+    "pydantic",
+    "psutil",
+    "safetensors.torch",
+    "cryptography.x509",
+    "common.settings",
+    "client.app",
+    "client.uplink",
+    "client.cli",
+)
+
+BY_IMPORT = """
+import importlib, json, sys
+def resident():
+    for line in open("/proc/self/status"):
+        if line.startswith("VmRSS"):
+            return int(line.split()[1]) * 1024
+grown = {"python": resident()}
+for name in json.loads(sys.argv[1]):
+    before = resident()
+    importlib.import_module(name)
+    grown[name] = resident() - before
+print(json.dumps(grown))
+"""
+
+
+def once(rounds: int) -> Figures:
+    """Measure the three processes side by side."""
+    settings = {
+        "task": TASK,
+        "rounds": rounds + 1,
+        "threads": 1,
+        "plan.accumulation_steps": 4,
+        "plan.micro_batch_size": 16,
+    }
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="headwater-")))
+        least = [_started(stack, LEAST, kind) for kind in ("flower", "grpc")]
+        for process in least:
+            assert process.stdout is not None
+            process.stdout.readline()
+        running = stack.enter_context(serving.server(settings, pause=(rounds, PAUSE_SECONDS)))
+        told = folder / "modules"
+        flags = serving.client_flags(running.port, TASK, 0, folder)
+        client = _started(stack, CLIENT, str(told), *flags)
+        for row in running.rows():
+            if row["round"] == rounds:
+                break
+        time.sleep(1.0)
+        processes = {"client": client, "least": least[0], "least_with_grpc": least[1]}
+        figures: Figures = {}
+        for name, process in processes.items():
+            figures[f"{name}_rss_bytes"] = memory_of(process.pid)["VmRSS"]
+            figures[f"{name}_anonymous_bytes"] = memory_of(process.pid)["RssAnon"]
+            figures[f"{name}_pss_bytes"] = proportional_bytes(process.pid)
+        os.kill(client.pid, signal.SIGUSR1)
+        time.sleep(1.0)
+        figures["has_dynamo"] = "torch._dynamo" in told.read_text().splitlines()
+    return figures
+
+
+def _started(stack: ExitStack, code: str, *flags: str) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, *flags],
+        cwd=ROOT,
+        env=serving.environment(),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    stack.callback(serving.end, process)
+    return process
+
+
+def by_import() -> dict[str, int]:
+    """Return what each import adds to the resident memory of a process."""
+    done = subprocess.run(
+        [sys.executable, "-c", BY_IMPORT, json.dumps(IMPORTS)],
+        cwd=ROOT,
+        env=serving.environment(),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    grown: dict[str, int] = json.loads(done.stdout)
+    return grown
+
+
+def main() -> None:
+    flags = arguments(__doc__)
+    rounds, repeats = (2, 1) if flags.quick else (ROUNDS, 5)
+    found = [once(rounds) for _ in range(repeats)]
+    figures: Figures = {
+        name: statistics.median(f[name] for f in found) for name in found[0] if "bytes" in name
+    }
+    for kind in ("rss", "pss", "anonymous"):
+        for peer in ("least", "least_with_grpc"):
+            figures[f"{kind}_to_{peer}_ratio"] = statistics.median(
+                f[f"client_{kind}_bytes"] / f[f"{peer}_{kind}_bytes"] for f in found
+            )
+    figures["has_dynamo"] = any(f["has_dynamo"] for f in found)
+    figures["by_import_bytes"] = by_import()
+    figures["rounds"] = rounds
+    figures["target"] = "rss_to_least_ratio <= 1.1 and pss_to_least_ratio <= 1.1"
+    report(figures, as_json=flags.json, doc=__doc__)
+
+
+if __name__ == "__main__":
+    main()

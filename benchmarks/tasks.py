@@ -1,0 +1,138 @@
+"""The tasks that the benchmarks train: small, of random data, in need of nothing but torch."""
+
+import os
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import TensorDataset
+
+NUM_EXAMPLES = 512
+IMAGE_SIZE, NUM_CLASSES = 32, 10
+CONTEXT, NUM_TOKENS = 64, 256
+WIDTH, NUM_LAYERS, NUM_HEADS = 256, 6, 8
+
+
+class Classes:
+    """Cross entropy, summed."""
+
+    def loss_sum(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
+        inputs, labels = batch
+        loss = functional.cross_entropy(model(inputs), labels, reduction="sum")
+        return loss, len(labels)
+
+
+class Perceptron(Classes):
+    """The model of examples/digits.py (9,610 parameters), without scikit-learn behind it."""
+
+    def new_model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, NUM_CLASSES))
+
+    def train_examples(self, *, data: Path | None, part: int, num_parts: int) -> TensorDataset:
+        return _examples((64,))
+
+
+class Convolutions(Classes):
+    """Four convolutions on 32x32 pictures: 0.25 million parameters."""
+
+    def new_model(self) -> nn.Module:
+        return nn.Sequential(
+            nn.Conv2d(3, 32, 3, padding=1),
+            nn.ReLU(),
+            nn.Conv2d(32, 64, 3, padding=1),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Conv2d(64, 128, 3, padding=1),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Conv2d(128, 128, 3, padding=1),
+            nn.ReLU(),
+            nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(),
+            nn.Linear(128, NUM_CLASSES),
+        )
+
+    def train_examples(self, *, data: Path | None, part: int, num_parts: int) -> TensorDataset:
+        return _examples((3, IMAGE_SIZE, IMAGE_SIZE))
+
+
+class Tokens:
+    """A transformer of 4.9 million parameters that predicts the next of 64 tokens."""
+
+    max_weight_per_example = CONTEXT
+
+    def new_model(self) -> nn.Module:
+        return Transformer()
+
+    def train_examples(self, *, data: Path | None, part: int, num_parts: int) -> TensorDataset:
+        generator = torch.Generator().manual_seed(0)
+        shape = (NUM_EXAMPLES, CONTEXT + 1)
+        return TensorDataset(torch.randint(NUM_TOKENS, shape, generator=generator))
+
+    def loss_sum(self, model: nn.Module, batch: tuple[Tensor]) -> tuple[Tensor, int]:
+        (tokens_BT,) = batch
+        logits_BTV = model(tokens_BT[:, :-1])
+        targets = tokens_BT[:, 1:].flatten()
+        loss = functional.cross_entropy(logits_BTV.flatten(0, 1), targets, reduction="sum")
+        return loss, len(targets)
+
+
+class Transformer(nn.Module):
+    """Pre-norm encoder layers of torch under a causal mask, without dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(NUM_TOKENS, WIDTH)
+        self.places = nn.Embedding(CONTEXT, WIDTH)
+        layer = nn.TransformerEncoderLayer(
+            WIDTH, NUM_HEADS, 4 * WIDTH, dropout=0.0, batch_first=True, norm_first=True
+        )
+        self.layers = nn.TransformerEncoder(layer, NUM_LAYERS, enable_nested_tensor=False)
+        self.head = nn.Linear(WIDTH, NUM_TOKENS)
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        length = tokens_BT.shape[1]
+        hidden_BTD = self.tokens(tokens_BT) + self.places(torch.arange(length))
+        mask_TT = nn.Transformer.generate_square_subsequent_mask(length)
+        return cast(Tensor, self.head(self.layers(hidden_BTD, mask=mask_TT, is_causal=True)))
+
+
+class Vector:
+    """A linear model of as many parameters as the environment's HEADWATER_BENCHMARK_P says.
+
+    An example is one number, so training costs one pass over the vector and nothing else does.
+    """
+
+    def new_model(self) -> nn.Module:
+        return Scale(int(os.environ.get("HEADWATER_BENCHMARK_P", "1000000")))
+
+    def train_examples(self, *, data: Path | None, part: int, num_parts: int) -> TensorDataset:
+        return TensorDataset(torch.ones(NUM_EXAMPLES))
+
+    def loss_sum(self, model: nn.Module, batch: tuple[Tensor]) -> tuple[Tensor, int]:
+        (numbers_B,) = batch
+        return model(numbers_B).sum(), len(numbers_B)
+
+
+class Scale(nn.Module):
+    """The sum of all parameters times the input."""
+
+    def __init__(self, num_parameters: int) -> None:
+        super().__init__()
+        # In rows, as real models have: the optimizer then works on one row at a time.
+        rows = [num_parameters // 10] * 9
+        rows.append(num_parameters - sum(rows))
+        self.rows = nn.ParameterList(torch.full((n,), 1e-3) for n in rows)
+
+    def forward(self, numbers_B: Tensor) -> Tensor:
+        return torch.stack([row.sum() for row in self.rows]).sum() * numbers_B
+
+
+def _examples(shape: tuple[int, ...]) -> TensorDataset:
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(NUM_EXAMPLES, *shape, generator=generator)
+    return TensorDataset(
+        inputs, torch.randint(NUM_CLASSES, (NUM_EXAMPLES,), generator=generator)
+    )
