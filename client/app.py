@@ -43,6 +43,8 @@ def client_app(hardware_of: HardwareOf) -> ClientApp:
             except Exception as error:
                 if not isinstance(error, HeadwaterError):
                     log.exception("the task or the device failed")
+                elif error.is_private:
+                    log.warning("%s: %s", error.code, error)
                 return Message(records.refusal(error), reply_to=message)
             return Message(content, reply_to=message)
 

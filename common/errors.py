@@ -47,6 +47,8 @@ class HeadwaterError(Exception):
 
     remedy = ""
     exit_status = 1
+    is_private = False
+    """Whether the message may quote what must stay on the device: a path, a line of a file."""
 
     def __init__(self, message: str, *, remedy: str | None = None) -> None:
         super().__init__(message)
@@ -76,12 +78,14 @@ class UnknownTask(SettingsError):
 class MissingData(SettingsError):
     """The data path is not there or cannot be read."""
 
+    is_private = True
     remedy = "point --data at this device's own file or folder"
 
 
 class EmptyDataset(SettingsError):
     """The device has no example to train on."""
 
+    is_private = True
     remedy = "check --data: the task found no example there"
 
 
@@ -257,6 +261,6 @@ def travelling(error: BaseException) -> tuple[str, str]:
 
     The message of an exception that is not ours may quote private data; it stays here.
     """
-    if isinstance(error, HeadwaterError):
+    if isinstance(error, HeadwaterError) and not error.is_private:
         return error.code, error.message
     return type(error).__name__, "the device keeps the details in its own log"

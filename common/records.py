@@ -153,8 +153,9 @@ def refused(message: Message) -> HeadwaterError:
 
 
 def keep(context: Context, name: str, state: Any) -> None:
-    """Keep a frozen dataclass in the node's context, which lasts as long as the run."""
-    context.state[name] = ConfigRecord({"json": json.dumps(dataclasses.asdict(state))})
+    """Keep a frozen dataclass, or what ``kept`` gave of it, in the node's context for the run."""
+    plain = dataclasses.asdict(state) if dataclasses.is_dataclass(state) else state
+    context.state[name] = ConfigRecord({"json": json.dumps(plain)})
 
 
 def kept(context: Context, name: str) -> dict[str, Any] | None:

@@ -123,13 +123,14 @@ def open_train_examples(task: Task, *, data: Path | None, part: int, num_parts: 
     """Open a device's examples.
 
     Raises:
-        MissingData: the task raised an OSError: the path is not there or cannot be read.
+        MissingData: the task raised an OSError or a ValueError: the path is not there, cannot be
+            read, or does not hold what it should.
         EmptyDataset: there are none.
 
     """
     try:
         examples = task.train_examples(data=data, part=part, num_parts=num_parts)
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise MissingData(f"the task {type(task).__name__} found no data: {error}") from error
     if len(examples) == 0:
         source = f"in {data}" if data is not None else f"as part {part} of {num_parts}"
@@ -194,7 +195,7 @@ def _number(found: Any) -> float | None:
     if isinstance(found, str):
         return None
     try:
-        return float(found)
+        return float(found.detach() if isinstance(found, Tensor) else found)
     except (TypeError, ValueError, RuntimeError):
         return None
 
