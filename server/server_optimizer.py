@@ -27,6 +27,7 @@ class ServerOptimizer:
     def __init__(
         self, image: ModelImage, optimizer: settings.Optimizer, schedule: settings.Schedule
     ) -> None:
+        _try_out(optimizer, schedule)
         self._parameters = image.trainable()
         self._spans = image.layout.spans
         self._optimizer = _optimizer(self._parameters, optimizer)
@@ -38,13 +39,29 @@ class ServerOptimizer:
         return float(self._optimizer.param_groups[0]["lr"])
 
     def step(self, mean_P: Tensor) -> None:
-        """Take one step along a mean gradient [P], and move the schedule on."""
+        """Take one step along a mean gradient [P], and move the schedule on.
+
+        Raises:
+            SettingsError: the schedule is at its end (OneCycleLR has a total of steps).
+
+        """
         for parameter, (start, end) in zip(self._parameters, self._spans, strict=True):
             parameter.grad = mean_P[start:end].view(parameter.shape)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         if self._scheduler is not None:
-            self._scheduler.step()
+            try:
+                self._scheduler.step()
+            except ValueError as error:
+                raise SettingsError(
+                    f"{self._kinds[-1]}: {error}", remedy="let the schedule last for all --rounds"
+                ) from error
+
+    @property
+    def _kinds(self) -> list[str]:
+        """The classes whose state this is."""
+        parts = getattr(self._scheduler, "_schedulers", [self._scheduler])
+        return [type(part).__name__ for part in (self._optimizer, *parts) if part is not None]
 
     def state(self) -> tuple[dict[str, Tensor], str]:
         """Return the tensors of the state by name, and the rest as JSON."""
@@ -58,6 +75,7 @@ class ServerOptimizer:
                 elif value is not None:
                     plain[f"{index}.{key}"] = value
         rest = {
+            "kinds": self._kinds,
             "groups": whole["param_groups"],
             "plain": plain,
             "scheduler": self._scheduler.state_dict() if self._scheduler else None,
@@ -73,18 +91,56 @@ class ServerOptimizer:
         """
         try:
             told = json.loads(rest)
+            if told["kinds"] != self._kinds:
+                raise ValueError(f"it is that of {told['kinds']}, not of {self._kinds}")
             state: dict[int, dict[str, Any]] = {}
             for name, value in (*tensors.items(), *told["plain"].items()):
                 index, _, key = name.partition(".")
                 state.setdefault(int(index), {})[key] = value
             self._optimizer.load_state_dict({"state": state, "param_groups": told["groups"]})
             if self._scheduler is not None:
-                self._scheduler.load_state_dict(told["scheduler"])
+                own = self._scheduler.state_dict()
+                self._scheduler.load_state_dict(_in_form_of(own, told["scheduler"]))
         except (KeyError, ValueError, TypeError) as error:
             raise CheckpointCorrupt(
                 f"the optimizer's state does not fit: {error}",
                 remedy="resume with the optimizer and schedule that the run was started with",
             ) from error
+
+
+def _in_form_of(own: Any, told: Any) -> Any:
+    """Undo what JSON does to a scheduler's state: keys that are numbers come back as text."""
+    if isinstance(own, dict):
+        keys = {str(key): key for key in own}
+        return type(own)({keys.get(key, key): _in_form_of(own.get(key), told[key]) for key in told})
+    if isinstance(own, list) and len(own) == len(told):
+        return [_in_form_of(*pair) for pair in zip(own, told, strict=True)]
+    return told
+
+
+def _try_out(optimizer: settings.Optimizer, schedule: settings.Schedule) -> None:
+    """Take two steps on a parameter of its own.
+
+    Some classes of torch refuse their arguments only when they step; a run should not begin then.
+
+    Raises:
+        SettingsError: optimizer or schedule cannot be made, or cannot step.
+
+    """
+    parameter = torch.nn.Parameter(torch.zeros(2, 2))
+    made = _optimizer([parameter], optimizer)
+    scheduler = _scheduler(made, schedule)
+    try:
+        for _ in range(2):
+            parameter.grad = torch.zeros(2, 2)
+            made.step()
+            if scheduler is not None:
+                scheduler.step()
+    except Exception as error:
+        raise SettingsError(
+            f"{optimizer.name} with the schedule {schedule.name} cannot step: {error}",
+            remedy="see their pages in torch's docs",
+        ) from error
 
 
 def _named_class(module: Any, name: str, base: type) -> type[Any]:
@@ -111,9 +167,10 @@ def _made(kind: type[Any], first: Any, arguments: Mapping[str, Any]) -> Any:
         )
     try:
         return kind(first, **arguments)
-    except (TypeError, ValueError) as error:
+    except Exception as error:
         raise SettingsError(
-            f"{kind.__name__}: {error}", remedy="see its page in torch's docs"
+            f"{kind.__name__}: {str(error) or type(error).__name__}",
+            remedy="see its page in torch's docs",
         ) from error
 
 
@@ -124,6 +181,10 @@ def _optimizer(
     if kind in (torch.optim.LBFGS, torch.optim.SparseAdam):
         raise SettingsError(
             f"{kind.__name__} cannot step on a sum of gradients", remedy="choose sgd, adam or adamw"
+        )
+    if "lr" in chosen.arguments:
+        raise SettingsError(
+            "lr is among the optimizer's arguments", remedy="set it by --learning-rate"
         )
     arguments = {
         key: tuple(value) if isinstance(value, list) else value
