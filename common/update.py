@@ -17,6 +17,7 @@ from common.settings import Seconds
 Natural = Annotated[int, Field(ge=0, le=2**53)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Duration = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 Name = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 
 StopReason = Literal["quota", "epoch end", "deadline", "asked to stop"]
@@ -72,9 +73,9 @@ class DeviceReport(Told):
     memory_limit_bytes: Natural | None = None
     base_bytes: Natural | None = Field(None, description="held before any micro-batch")
     bytes_per_example: NotNegative | None = Field(None, description="peak bytes each example adds")
-    seconds_per_micro_batch: NotNegative | None = Field(None, description="a in a + b x size")
-    seconds_per_example: NotNegative | None = Field(None, description="b in a + b x size")
-    overhead_seconds: NotNegative = Field(0.0, description="download and upload, per round")
+    seconds_per_micro_batch: Duration | None = Field(None, description="a in a + b x size")
+    seconds_per_example: Duration | None = Field(None, description="b in a + b x size")
+    overhead_seconds: Duration = Field(0.0, description="download and upload, per round")
 
 
 class Step(Told):

@@ -8,6 +8,7 @@ instant one whole checkpoint is there.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 from collections.abc import Mapping
@@ -15,6 +16,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -51,7 +53,8 @@ def save(
 
     """
     tensors = {IMAGE: image_U8, **{OPTIMIZER + name: t for name, t in optimizer.items()}}
-    metadata = {"version": str(VERSION), "progress": json.dumps(asdict(progress))}
+    told = json.dumps(asdict(progress))
+    metadata = {"version": str(VERSION), "progress": told, "sha256": digest(told, tensors)}
     try:
         write_whole(folder / FILE, lambda part: save_file(tensors, part, metadata))
     except (OSError, SafetensorError) as error:
@@ -78,11 +81,25 @@ def load(folder: Path) -> tuple[Progress, Tensor, dict[str, Tensor]] | None:
             raise CheckpointCorrupt(
                 f"{path} is of version {metadata.get('version')}, not {VERSION}"
             )
+        if metadata["sha256"] != digest(metadata["progress"], tensors):
+            raise CheckpointCorrupt(f"{path}: the SHA-256 of its content is not the one it bears")
         progress = Progress(**json.loads(metadata["progress"]))
         image_U8 = tensors.pop(IMAGE)
     except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
         raise CheckpointCorrupt(f"{path} cannot be read: {error}") from error
     return progress, image_U8, {n.removeprefix(OPTIMIZER): t for n, t in tensors.items()}
+
+
+def digest(told: str, tensors: Mapping[str, Tensor]) -> str:
+    """Return the SHA-256 over the plain part and every tensor, read where it lies.
+
+    safetensors has no checksum of its own: without this a disk's flipped bit would train on.
+    """
+    sha = hashlib.sha256(told.encode())
+    for name, tensor in sorted(tensors.items()):
+        sha.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
+        sha.update(tensor.detach().reshape(-1).view(torch.uint8).numpy().data)
+    return sha.hexdigest()
 
 
 def write_whole(path: Path, write: Any) -> None:

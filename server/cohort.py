@@ -32,4 +32,4 @@ def _shuffled(names: Sequence[str], seed: int, lap: int) -> list[str]:
 
 def _in_order(names: Sequence[str]) -> list[str]:
     """Sort names so that 2 comes before 10."""
-    return sorted(names, key=lambda name: (0, int(name), "") if name.isdecimal() else (1, 0, name))
+    return sorted(names, key=lambda n: (0, int(n), n) if n.isdecimal() else (1, 0, n))

@@ -20,6 +20,7 @@ from common.update import DeviceReport
 # Share of the deadline that is planned; the rest is for what was not foreseen.
 DEADLINE_SHARE = 0.9
 UNMEASURED_SECONDS = 1e-3
+LEAST_SECONDS = 1e-9  # per example; what a device claims below it is rounding, or a lie
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,7 +84,7 @@ def micro_batch_size(report: DeviceReport, chosen: settings.Plan) -> tuple[int, 
     if limit is None or not slope:
         return largest, bound
     room = limit * chosen.memory_fraction - (report.base_bytes or 0)
-    fitting = max(int(room / slope), 1)
+    fitting = int(max(min(room / slope, largest), 1))
     if fitting < largest:
         plural = "" if fitting == 1 else "s"
         return fitting, f"memory-bound: {fitting} example{plural} in {limit / 2**20:.0f} MiB"
@@ -114,11 +115,17 @@ def equal_finish(
         quotas = fleet.quotas(finish_seconds)
         return dict(zip(fleet.names, quotas.tolist(), strict=True))
     target = min(target, int(fleet.num_examples.sum()))
-    low, high = 0.0, float(fleet.finish(fleet.num_examples).max())
+
+    def reaches(finish: float) -> bool:
+        return int(np.maximum(fleet.quotas(finish), 1).sum()) >= target
+
+    # From below: one device that says it needs a century must not coarsen the search for all.
+    low, high = 0.0, float(fleet.finish(np.ones_like(fleet.num_examples)).min())
+    while not reaches(high):
+        low, high = high, 2 * high
     for _ in range(60):
         middle = (low + high) / 2
-        reached = int(np.maximum(fleet.quotas(middle), 1).sum()) >= target
-        low, high = (low, middle) if reached else (middle, high)
+        low, high = (low, middle) if reaches(middle) else (middle, high)
     quotas = np.maximum(fleet.quotas(high), 1)
     return dict(zip(fleet.names, quotas.tolist(), strict=True))
 
@@ -141,7 +148,9 @@ class _Fleet:
             num_examples=np.array([r.num_examples for r in reports], dtype=np.int64),
             size=np.array([sizes[r.name] for r in reports], dtype=np.int64),
             dispatch=np.array([r.seconds_per_micro_batch or 0.0 for r in reports]),
-            each=np.array([r.seconds_per_example or UNMEASURED_SECONDS for r in reports]),
+            each=np.array(
+                [max(r.seconds_per_example or UNMEASURED_SECONDS, LEAST_SECONDS) for r in reports]
+            ),
             overhead=np.array([r.overhead_seconds for r in reports]),
         )
 
