@@ -154,7 +154,7 @@ def refused(message: Message) -> HeadwaterError:
 
 def keep(context: Context, name: str, state: Any) -> None:
     """Keep a frozen dataclass, or what ``kept`` gave of it, in the node's context for the run."""
-    plain = dataclasses.asdict(state) if dataclasses.is_dataclass(state) else state
+    plain = state if isinstance(state, dict) else dataclasses.asdict(state)
     context.state[name] = ConfigRecord({"json": json.dumps(plain)})
 
 
