@@ -157,7 +157,9 @@ class GridFleet:
     ) -> Iterator[Answer | Dropout]:
         """Send each plan with the model; yield what came back, and a Dropout for who did not."""
         nodes = {report.name: node for node, report in self._reports.items()}
-        awaited = {nodes[name]: name for name in plans}
+        for left in [name for name in plans if name not in nodes]:
+            yield Dropout(name=left, error=ConnectionLost(f"{left} left in mid-round"))
+        awaited = {nodes[name]: name for name in plans if name in nodes}
         memory = image.buffer().toreadonly()
         array = records.flat_array(memory if self._own else bytes(memory), dtype="uint8")
         messages = [
@@ -169,6 +171,7 @@ class GridFleet:
                 ttl=timeout_seconds,
             )
             for name, plan in plans.items()
+            if name in nodes
         ]
         for node, reply in self._exchange(messages, timeout_seconds):
             name = awaited.pop(node, None)
