@@ -17,9 +17,10 @@ from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
 from client.app import WALK
+from client.micro_batches import Place, Walk
 from client.resident import Identity, Resident, stop_asked
 from common import records
-from common.errors import HeadwaterError, StateError
+from common.errors import HeadwaterError, StateError, error_of, travelling
 from common.own_grid import enter_run, numbered
 from common.settings import Settings
 
@@ -80,24 +81,21 @@ class Node:
         )
         path = self._state_path(run_id)
         if path.exists():
-            try:
-                records.keep(self._context, WALK, json.loads(path.read_text()))
-            except (OSError, ValueError) as error:
-                raise StateError(
-                    f"the device's place in {path} cannot be read: {error}",
-                    remedy="delete the file: the device then starts at its first example",
-                ) from error
+            records.keep(self._context, WALK, _read_place(path))
 
     def answer(
         self, *, message_id: str, message_type: str, head_json: str, image: memoryview | None
     ) -> Answer:
         """Run the ClientApp on an instruction. It takes as long as training takes."""
         assert self._context is not None
-        array = None if image is None else records.flat_array(image, dtype="uint8")
-        content = records.content_with_head(head_json, array)
-        message = Message(content, 1, message_type)
-        numbered(message)
-        reply = self._app(message, self._context)
+        try:
+            array = None if image is None else records.flat_array(image, dtype="uint8")
+            message = Message(records.content_with_head(head_json, array), 1, message_type)
+            numbered(message)
+            reply = self._app(message, self._context)
+        except Exception as error:  # of Flower's: a type of message that it does not know
+            log.exception("the instruction could not be carried out")
+            return Answer(message_id=message_id, error=error_of(*travelling(error)))
         if reply.has_error():
             return Answer(message_id=message_id, error=records.refused(reply))
         if message_type == "train":
@@ -138,3 +136,18 @@ class Node:
             with contextlib.suppress(OSError):
                 part.unlink(missing_ok=True)
             raise
+
+
+def _read_place(path: Path) -> Walk:
+    try:
+        walk = json.loads(path.read_text())
+        return Walk(
+            place=Place(**walk["place"]),
+            pending_round=walk["pending_round"],
+            pending_place=Place(**walk["pending_place"]),
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise StateError(
+            f"the device's place in {path} cannot be read: {error}",
+            remedy="delete the file: the device then starts at its first example",
+        ) from error

@@ -2,8 +2,11 @@
 
 The device says hello, is pushed the model and its plans, and sends each update in chunks. The
 vector stays in the accumulator until the server has acknowledged all of it; after a broken
-connection the upload goes on from the last byte that arrived. A plan that supersedes another ends
-the work on it.
+connection the upload goes on from the last byte that arrived. A plan that supersedes another, or
+the news that its round is over, ends the work on it.
+
+Nothing here cancels a task that may be writing: grpc.aio would end the whole stream with it. An
+upload that is given up stops at its next chunk.
 """
 
 from __future__ import annotations
@@ -12,10 +15,14 @@ import asyncio
 import contextlib
 import hashlib
 import logging
+import os
 import random
 import signal
 import time
 from typing import Any
+
+# What goes wrong on a connection is told in our own words.
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 import grpc
 import grpc.aio
@@ -25,7 +32,6 @@ from client.node import Answer, Node
 from common.errors import (
     ConnectionLost,
     CorruptUpdate,
-    HeadwaterError,
     ModelMismatch,
     ProtocolMismatch,
     error_of,
@@ -50,6 +56,7 @@ log = logging.getLogger(__name__)
 
 FIRST_BACKOFF_SECONDS = 0.2
 LONGEST_BACKOFF_SECONDS = 30.0
+CONNECT_SECONDS = 20.0
 STOP_GRACE_SECONDS = 30.0
 RETRIED = (
     grpc.StatusCode.UNAVAILABLE,
@@ -83,9 +90,9 @@ class Uplink:
         self._incoming: _IncomingImage | None = None
         self._work: asyncio.Task[None] | None = None
         self._working_on = ""
+        self._asked_here = ""
         self._answer: Answer | None = None
-        self._receipts: asyncio.Queue[Receipt | HeadwaterError] = asyncio.Queue()
-        self._upload: asyncio.Task[None] | None = None
+        self._upload: _Upload | None = None
         self._call: Call | None = None
         self._writing = asyncio.Lock()
         self._stopping = asyncio.Event()
@@ -108,6 +115,12 @@ class Uplink:
             ConnectionLost: the server was not to be reached for ``patience_seconds``.
 
         """
+        try:
+            await self._keep_connected()
+        finally:
+            await self._end_work()
+
+    async def _keep_connected(self) -> None:
         backoff, last_contact = FIRST_BACKOFF_SECONDS, time.monotonic()
         while True:
             try:
@@ -118,25 +131,32 @@ class Uplink:
                     backoff, last_contact = FIRST_BACKOFF_SECONDS, time.monotonic()
                 if self._stopping.is_set():
                     return
-                if time.monotonic() - last_contact > self._patience_seconds:
-                    raise ConnectionLost(
-                        f"{self._address} was not to be reached for "
-                        f"{self._patience_seconds:.0f} s: {broken}"
-                    ) from None
+                left_seconds = last_contact + self._patience_seconds - time.monotonic()
+                if left_seconds <= 0:
+                    raise self._lost(broken) from None
                 log.warning("%s: %s; trying again", self._address, broken)
             wait = asyncio.create_task(self._stopping.wait())
-            await asyncio.wait([wait], timeout=backoff * random.uniform(0.5, 1.0))
+            wait_seconds = min(backoff * random.uniform(0.5, 1.0), left_seconds)
+            await asyncio.wait([wait], timeout=wait_seconds)
             wait.cancel()
             backoff = min(backoff * 2, LONGEST_BACKOFF_SECONDS)
+
+    def _lost(self, broken: _Broken) -> ConnectionLost:
+        protection = "without TLS" if self._credentials is None else "with TLS"
+        return ConnectionLost(
+            f"{self._address} was not to be reached for {self._patience_seconds:g} s: {broken}",
+            remedy=f"check the address and that the server runs, {protection} as this device",
+        )
 
     async def _connect(self) -> None:
         """Serve one connection to its end; returns when the run has ended or we have left."""
         had_contact = False
         async with self._channel() as channel:
-            self._call = channel.stream_stream(METHOD)()
+            self._call, self._asked_here = channel.stream_stream(METHOD)(), ""
             leaver: asyncio.Task[None] | None = None
             try:
-                await self._hello()
+                async with asyncio.timeout(CONNECT_SECONDS):
+                    await self._hello()
                 had_contact = True
                 leaver = asyncio.create_task(self._leave_when_asked())
                 await self._read_all()
@@ -150,7 +170,7 @@ class Uplink:
                 if leaver is not None:
                     leaver.cancel()
                 if self._upload is not None:
-                    self._upload.cancel()
+                    self._upload.give_up()
                 self._call.cancel()
                 self._call = None
 
@@ -221,7 +241,7 @@ class Uplink:
                 case "instruction":
                     await self._take_instruction(frame.instruction)
                 case "receipt":
-                    self._receipts.put_nowait(frame.receipt)
+                    self._take_receipt(frame.receipt)
                 case "fault":
                     self._take_fault(frame.fault)
                 case "goodbye":
@@ -249,10 +269,10 @@ class Uplink:
 
     async def _take_instruction(self, instruction: Instruction) -> None:
         """Begin the work, unless it is begun already; then send what is there of it."""
-        message_id = instruction.message_id
-        if message_id == self._working_on:
+        self._asked_here = instruction.message_id
+        if instruction.message_id == self._working_on:
             if self._answer is not None:
-                self._begin_upload(self._answer, is_resumed=True)
+                self._begin_upload(self._answer)
             return
         await self._end_work()
         if instruction.image_id and instruction.image_id != self._image_id:
@@ -261,7 +281,7 @@ class Uplink:
                 raise ProtocolMismatch("the server sent a plan without its model")
             incoming.verify()
             self._image_id, self._incoming = incoming.image_id, None
-        self._working_on = message_id
+        self._working_on = instruction.message_id
         if not self._stopping.is_set():
             self._node.resume()
         self._work = asyncio.create_task(self._do(instruction))
@@ -275,22 +295,29 @@ class Uplink:
             head_json=instruction.head_json,
             image=image,
         )
+        if self._working_on != instruction.message_id:
+            return  # given up meanwhile
         self._answer = answer
-        if self._call is not None:
-            self._begin_upload(answer, is_resumed=False)
+        if self._asked_here == instruction.message_id:
+            self._begin_upload(answer)
 
-    async def _end_work(self) -> None:
-        """Give up the work and the upload in progress: something newer has come."""
-        self._working_on = ""
-        self._answer = None
+    def _give_up_work(self) -> None:
+        """Give up the work and the upload in progress: nobody waits for them any more."""
+        self._working_on, self._answer = "", None
         if self._upload is not None:
-            self._upload.cancel()
+            self._upload.give_up()
         if self._work is not None and not self._work.done():
             self._node.interrupt()
+
+    async def _end_work(self) -> None:
+        """Give up the work and wait for its end: the vector and the model are free again."""
+        self._give_up_work()
+        if self._work is not None:
             await self._work
-            self._answer = None
-            if self._upload is not None:
-                self._upload.cancel()
+
+    def _take_receipt(self, receipt: Receipt) -> None:
+        if self._upload is not None and receipt.message_id == self._upload.answer.message_id:
+            self._upload.receipts.put_nowait(receipt)
 
     def _take_fault(self, fault: Fault) -> None:
         error = error_of(fault.code, fault.text)
@@ -298,7 +325,7 @@ class Uplink:
             raise error
         log.warning("the server refused the update: %s: %s", error.code, error)
         if fault.message_id == self._working_on:
-            self._receipts.put_nowait(error)
+            self._give_up_work()
 
     # Writing.
 
@@ -307,57 +334,59 @@ class Uplink:
             async with self._writing:
                 await self._call.write(frame.SerializeToString())
 
-    def _begin_upload(self, answer: Answer, *, is_resumed: bool) -> None:
-        if self._upload is not None:
-            self._upload.cancel()
-        self._receipts = asyncio.Queue()
-        self._upload = asyncio.create_task(self._send_answer(answer, is_resumed=is_resumed))
+    def _begin_upload(self, answer: Answer) -> None:
+        self._upload = upload = _Upload(answer)
+        upload.task = asyncio.create_task(self._send_answer(upload))
 
-    async def _send_answer(self, answer: Answer, *, is_resumed: bool) -> None:
-        """Send a reply; on a new stream, from where the server has it."""
+    async def _send_answer(self, upload: _Upload) -> None:
+        """Send a reply from where the server has it, or the error that stands for it."""
+        answer = upload.answer
         try:
-            if answer.error is not None:
+            if answer.error is None:
+                await self._send_reply(upload)
+            else:
                 code, text = travelling(answer.error)
+                log.warning("%s: %s", code, answer.error)
                 fault = Fault(message_id=answer.message_id, code=code, text=text)
                 await self._write(ClientFrame(fault=fault))
-                log.warning("%s: %s", code, answer.error)
-                self._working_on = ""
-                return
-            vector = memoryview(answer.vector)
-            reply = Reply(
-                message_id=answer.message_id,
-                head_json=answer.head_json,
-                num_bytes=len(vector),
-                sha256=hashlib.sha256(vector).digest(),
-            )
-            await self._write(ClientFrame(reply=reply))
-            start = 0
-            if is_resumed:
-                receipt = await self._receipts.get()
-                if isinstance(receipt, HeadwaterError):
-                    return
-                start = receipt.next_offset
-            for offset in range(start, len(vector), CHUNK_BYTES):
-                data = bytes(vector[offset : offset + CHUNK_BYTES])
-                chunk = Chunk(transfer_id=answer.message_id, offset=offset, data=data)
-                await self._write(ClientFrame(chunk=chunk))
-            while True:
-                receipt = await self._receipts.get()
-                if isinstance(receipt, HeadwaterError) or receipt.is_done:
-                    break
-            self._working_on, self._answer = "", None
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
             log.debug("the stream broke in mid-upload: %s", error)
+            return
+        if not upload.is_given_up and self._working_on == answer.message_id:
+            self._working_on, self._answer = "", None
+
+    async def _send_reply(self, upload: _Upload) -> None:
+        """Send a reply's head and, from the offset that the server then names, its vector."""
+        answer, vector = upload.answer, memoryview(upload.answer.vector)
+        digest = await asyncio.to_thread(hashlib.sha256, vector)
+        reply = Reply(
+            message_id=answer.message_id,
+            head_json=answer.head_json,
+            num_bytes=len(vector),
+            sha256=digest.digest(),
+        )
+        if upload.is_given_up:
+            return
+        await self._write(ClientFrame(reply=reply))
+        receipt = await upload.receipts.get()
+        if receipt is None:
+            return
+        for offset in range(receipt.next_offset, len(vector), CHUNK_BYTES):
+            if upload.is_given_up:
+                return
+            data = bytes(vector[offset : offset + CHUNK_BYTES])
+            chunk = Chunk(transfer_id=answer.message_id, offset=offset, data=data)
+            await self._write(ClientFrame(chunk=chunk))
+        while receipt is not None and not receipt.is_done:
+            receipt = await upload.receipts.get()
 
     async def _leave_when_asked(self) -> None:
         """After ``stop``: wait for the work to end and its update to arrive, then leave."""
         await self._stopping.wait()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(STOP_GRACE_SECONDS):
-                if self._work is not None:
-                    await self._work
-                if self._upload is not None:
-                    await asyncio.wait([self._upload])
+        if self._work is not None:
+            await asyncio.wait([self._work], timeout=STOP_GRACE_SECONDS)
+        if self._upload is not None and self._upload.task is not None:
+            await asyncio.wait([self._upload.task], timeout=STOP_GRACE_SECONDS)
         with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
             await self._write(ClientFrame(leave=Leave()))
             if self._call is not None:
@@ -386,6 +415,21 @@ class _Broken(Exception):
     def __init__(self, text: str, *, had_contact: bool) -> None:
         super().__init__(text)
         self.had_contact = had_contact
+
+
+class _Upload:
+    """An answer on its way out, over one stream."""
+
+    def __init__(self, answer: Answer) -> None:
+        self.answer = answer
+        self.task: asyncio.Task[None] | None = None
+        self.receipts: asyncio.Queue[Receipt | None] = asyncio.Queue()
+        self.is_given_up = False
+
+    def give_up(self) -> None:
+        """Stop at the next chunk."""
+        self.is_given_up = True
+        self.receipts.put_nowait(None)
 
 
 class _IncomingImage:

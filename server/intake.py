@@ -5,7 +5,7 @@ One event loop in a thread of its own serves every stream; the rounds talk to it
 refused here by a named error, before anything of it reaches the sum: another version, another
 model, a name that is taken or not that of the certificate, a reply nobody asked for, an upload of
 another length, a chunk out of order, a digest that is not the announced one. A stream that says
-nothing is closed.
+nothing, or does not read what it is sent, is closed; an upload that stands still is given up.
 
 A device that loses its connection may come back with its session's token within
 ``reconnect_seconds``: its instruction still stands, and its upload goes on from the last byte that
@@ -19,6 +19,7 @@ import contextlib
 import hashlib
 import hmac
 import logging
+import os
 import queue
 import re
 import secrets
@@ -30,6 +31,9 @@ from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any
 
+# A handshake that failed is nothing to write on the server's terminal.
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+
 import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
@@ -39,10 +43,12 @@ from common.errors import (
     CorruptUpdate,
     HeadwaterError,
     IdentityRefused,
+    LateUpdate,
     ModelMismatch,
     OversizeUpdate,
     PortInUse,
     ProtocolMismatch,
+    StateError,
     UnexpectedUpdate,
     error_of,
     travelling,
@@ -78,6 +84,10 @@ log = logging.getLogger(__name__)
 GRPC_FRAME_BYTES = 5
 CACHED_FRAMES = 16
 POLL_SECONDS = 0.25
+CLOSE_SECONDS = 5.0
+# Frames that wait for one device; an honest one has a handful.
+MAX_OUTBOX_FRAMES = 1000
+MAX_FAULT_CODE, MAX_FAULT_TEXT = 100, 1000
 BROKEN = (grpc.RpcError, grpc.aio.UsageError, asyncio.InvalidStateError)
 
 Work = Coroutine[Any, Any, None]
@@ -117,6 +127,7 @@ class Session:
     token: bytes
     stream: Stream | None = None
     lost_at: float = 0.0
+    heard_at: float = 0.0
     task: asyncio.Task[Any] | None = None
     outbox: asyncio.Queue[Callable[[], Work]] = field(default_factory=asyncio.Queue)
     image_id: str = ""
@@ -156,6 +167,7 @@ class Intake:
         self._sessions: dict[int, Session] = {}
         self._turned_away: dict[int, HeadwaterError] = {}
         self._image: tuple[str, memoryview] | None = None
+        self._is_closing = False
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="intake", daemon=True)
         self._frame = lru_cache(maxsize=CACHED_FRAMES)(self._make_frame)
@@ -175,6 +187,7 @@ class Intake:
     def stop(self, *, say_goodbye: bool) -> None:
         """Close every stream; with a goodbye the devices know that the run has ended."""
         self._call(self._close(say_goodbye=say_goodbye))
+        self._is_closing = True
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -198,7 +211,8 @@ class Intake:
 
     def withdraw(self, message_ids: Sequence[str]) -> None:
         """Forget asks whose answers nobody waits for any more, and stop sending their model."""
-        self._call(self._withdraw(set(message_ids)))
+        if not self._is_closing:
+            self._call(self._withdraw(set(message_ids)))
 
     def refuse(self, node_id: int, error: HeadwaterError) -> None:
         """Turn a device away, and whoever comes under its name until the server ends."""
@@ -237,6 +251,7 @@ class Intake:
         self._warden = asyncio.create_task(self._watch_lost())
 
     async def _close(self, *, say_goodbye: bool) -> None:
+        self._is_closing = True
         if not hasattr(self, "_warden"):
             return
         self._warden.cancel()
@@ -244,7 +259,7 @@ class Intake:
             for session in self._sessions.values():
                 self._send(session, ServerFrame(goodbye=Goodbye()))
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(5):
+                async with asyncio.timeout(CLOSE_SECONDS):
                     while self.connected():
                         await asyncio.sleep(0.01)
         await self._server.stop(grace=0.2)
@@ -254,6 +269,8 @@ class Intake:
     async def _serve(self, _: Any, stream: Stream) -> None:
         """Serve one stream from its first frame to its last."""
         session: Session | None = None
+        if self._is_closing:
+            return  # a device that stays, and is back already: it tries again
         try:
             session = await self._welcome(stream)
             writer = asyncio.create_task(self._write_all(session, stream))
@@ -261,11 +278,13 @@ class Intake:
                 await self._read_all(session, stream)
             finally:
                 writer.cancel()
+                await asyncio.wait([writer])
         except HeadwaterError as error:
             self.refusals[error.code] += 1
             log.warning("%s refused: %s: %s", stream.peer(), error.code, error)
-            with contextlib.suppress(Exception):
-                await self._write(stream, _fault(error))
+            with contextlib.suppress(TimeoutError, *BROKEN):
+                async with asyncio.timeout(CLOSE_SECONDS):
+                    await self._write(stream, _fault(error))
         except BROKEN as error:
             log.debug("stream lost: %s", error)
         finally:
@@ -308,7 +327,7 @@ class Intake:
         )
         self._send(session, ServerFrame(welcome=welcome))
         if session.ask is not None:
-            session.outbox.put_nowait(partial(self._send_ask, session, session.ask))
+            session.outbox.put_nowait(partial(self._send_ask, session, session.ask, stream))
         log.info("%s connected from %s", session.name, stream.peer())
 
     def _check_hello(self, hello: Hello, stream: Stream) -> None:
@@ -348,6 +367,9 @@ class Intake:
 
     async def _read_all(self, session: Session, stream: Stream) -> None:
         while (frame := await self._read(stream)) is not None:
+            session.heard_at = time.monotonic()
+            if session.outbox.qsize() > MAX_OUTBOX_FRAMES:
+                raise ProtocolMismatch(f"{session.name} does not read what it is sent")
             match frame.WhichOneof("kind"):
                 case "reply":
                     self._start_upload(session, frame.reply)
@@ -378,7 +400,11 @@ class Intake:
         same = session.reply is not None and session.reply.sha256 == reply.sha256
         if session.upload is None or not same:
             self._drop_upload(session)
-            session.upload = Staging(self._room, num_bytes=reply.num_bytes, sha256=reply.sha256)
+            try:
+                session.upload = Staging(self._room, num_bytes=reply.num_bytes, sha256=reply.sha256)
+            except StateError as error:
+                self._settle_with(session, error)
+                return
         session.reply = reply
         receipt = Receipt(message_id=reply.message_id, next_offset=session.upload.received)
         self._send(session, ServerFrame(receipt=receipt))
@@ -423,7 +449,8 @@ class Intake:
     def _take_fault(self, session: Session, fault: Fault) -> None:
         ask = session.ask
         if ask is not None and fault.message_id == ask.message_id:
-            self._answer(session, error_of(fault.code, fault.text[:1000]))
+            code, text = fault.code[:MAX_FAULT_CODE], fault.text[:MAX_FAULT_TEXT]
+            self._answer(session, error_of(code, text))
 
     def _refuse_reply(self, session: Session, message_id: str, error: HeadwaterError) -> None:
         self.refusals[error.code] += 1
@@ -455,18 +482,21 @@ class Intake:
         self._sessions.pop(session.node_id, None)
 
     async def _watch_lost(self) -> None:
-        """Give up on devices that have been gone too long."""
+        """Give up on devices that have been gone too long, and on uploads that stand still."""
         while True:
             await asyncio.sleep(POLL_SECONDS)
-            now = time.monotonic()
             for session in list(self._sessions.values()):
-                gone_seconds = now - session.lost_at
-                if session.stream is None and gone_seconds > self._reconnect_seconds:
-                    self._answer(
-                        session,
-                        ConnectionLost(f"{session.name} has been gone for {gone_seconds:.0f} s"),
-                    )
+                since = session.lost_at if session.stream is None else session.heard_at
+                seconds = time.monotonic() - since
+                if seconds <= self._reconnect_seconds:
+                    continue
+                if session.stream is None:
+                    gone = ConnectionLost(f"{session.name} has been gone for {seconds:.0f} s")
+                    self._answer(session, gone)
                     self._sessions.pop(session.node_id, None)
+                elif session.upload is not None:
+                    still = f"{session.name}: its upload stood still for {seconds:.0f} s"
+                    self._settle_with(session, LateUpdate(still))
 
     # Writing.
 
@@ -479,7 +509,7 @@ class Intake:
 
     async def _write_bytes(self, stream: Stream, data: bytes) -> None:
         self.bytes_down += len(data) + GRPC_FRAME_BYTES
-        await stream.write(data)
+        await asyncio.wait_for(stream.write(data), self._reconnect_seconds)
 
     async def _write_all(self, session: Session, stream: Stream) -> None:
         """Send what is in the outbox, in order; write() waits where the device reads slowly."""
@@ -490,6 +520,11 @@ class Intake:
                 await send()
         except BROKEN:
             log.debug("%s: the stream broke while sending", session.name)
+        except TimeoutError:
+            self.refusals[LateUpdate.__name__] += 1
+            log.warning("%s takes nothing that it is sent: disconnected", session.name)
+            if session.stream is stream and session.task is not None:
+                session.task.cancel()
 
     async def _ask(self, asks: Sequence[Ask]) -> None:
         self._frame.cache_clear()
@@ -508,12 +543,13 @@ class Intake:
             self._drop_upload(session)
             session.ask = ask
             if session.stream is not None:
-                session.outbox.put_nowait(partial(self._send_ask, session, ask))
+                send = partial(self._send_ask, session, ask, session.stream)
+                session.outbox.put_nowait(send)
 
-    async def _send_ask(self, session: Session, ask: Ask) -> None:
+    async def _send_ask(self, session: Session, ask: Ask, stream: Stream) -> None:
         """Send an instruction, behind its model if the device does not have it."""
-        stream, image_id = session.stream, ""
-        if stream is None:
+        image_id = ""
+        if session.stream is not stream:
             return
         if ask.image is not None and self._image is not None:
             image_id = self._image[0]
@@ -538,7 +574,7 @@ class Intake:
         head = Image(image_id=image_id, num_bytes=len(memory), sha256=bytes.fromhex(image_id))
         await self._write(stream, ServerFrame(image=head))
         for offset in range(0, len(memory), CHUNK_BYTES):
-            if session.ask is not ask:
+            if session.ask is not ask or session.stream is not stream:
                 return False
             await self._write_bytes(stream, self._frame(image_id, offset))
         return True
@@ -554,6 +590,8 @@ class Intake:
     async def _withdraw(self, message_ids: set[str]) -> None:
         for session in self._sessions.values():
             if session.ask is not None and session.ask.message_id in message_ids:
+                late = LateUpdate(f"{session.name}: the round closed before its update came")
+                self._send(session, _fault(late, session.ask.message_id))
                 self._drop_upload(session)
                 session.ask = None
         self._frame.cache_clear()

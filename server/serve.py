@@ -10,7 +10,7 @@ import torch
 from flwr.app import Context, RecordDict
 
 from common.console import console
-from common.errors import HeadwaterError
+from common.errors import HeadwaterError, SettingsError, StateError
 from common.settings import Settings
 from common.tls import Credentials, split_address
 from server import checkpoint
@@ -25,8 +25,8 @@ def serve_run(
 ) -> None:
     """Listen, run all rounds with the devices that connect, and tell them when it is over.
 
-    After SIGTERM or Ctrl-C the streams are closed without a goodbye: the devices keep trying, and
-    go on when the server is back with ``--resume``.
+    After SIGTERM or Ctrl-C, or an error of settings or disk, the streams are closed without a
+    goodbye: the devices keep trying, and go on when the server is back.
 
     Raises:
         HeadwaterError: see ``common.errors``.
@@ -60,8 +60,8 @@ def serve_run(
         )
         server_app(on_round=on_round, resume=resume)(grid, context)
         is_over = True
-    except HeadwaterError:
-        is_over = True
+    except HeadwaterError as error:
+        is_over = not isinstance(error, SettingsError | StateError)
         raise
     finally:
         intake.stop(say_goodbye=is_over)

@@ -8,38 +8,53 @@ from __future__ import annotations
 import hashlib
 import hmac
 import mmap
+import os
 import tempfile
+import threading
 
-from common.errors import CorruptUpdate
+from common.errors import CorruptUpdate, StateError
 from common.wire import CHUNK_BYTES
 
 
 class StagingRoom:
-    """Counts the bytes that uploads hold in RAM, over all of them."""
+    """Counts the bytes that uploads hold in RAM, over all of them and over threads."""
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
         self.held_bytes = 0
+        self._lock = threading.Lock()
+
+    def take(self, num_bytes: int) -> bool:
+        """Take room; False if there is not so much."""
+        with self._lock:
+            has_room = self.held_bytes + num_bytes <= self.limit_bytes
+            self.held_bytes += num_bytes if has_room else 0
+            return has_room
+
+    def give_back(self, num_bytes: int) -> None:
+        """Give back what ``take`` took."""
+        with self._lock:
+            self.held_bytes -= num_bytes
 
 
 class Staging:
     """One upload on its way in."""
 
     def __init__(self, room: StagingRoom, *, num_bytes: int, sha256: bytes) -> None:
+        """Make room.
+
+        Raises:
+            StateError: the disk has no room for the spool file.
+
+        """
         self.num_bytes = num_bytes
         self.sha256 = sha256
         self.received = 0
         self._room = room
         self._digest = hashlib.sha256()
         self._memory: bytearray | mmap.mmap
-        self._in_ram = room.held_bytes + num_bytes <= room.limit_bytes
-        if self._in_ram:
-            room.held_bytes += num_bytes
-            self._memory = bytearray(num_bytes)
-        else:
-            with tempfile.TemporaryFile(prefix="headwater-") as file:
-                file.truncate(num_bytes)
-                self._memory = mmap.mmap(file.fileno(), num_bytes)
+        self.is_in_ram = room.take(num_bytes)
+        self._memory = bytearray(num_bytes) if self.is_in_ram else _spool(num_bytes)
 
     def add(self, offset: int, data: bytes) -> None:
         """Take the next chunk.
@@ -79,7 +94,27 @@ class Staging:
 
     def release(self) -> None:
         """Give the memory back; calling it again does nothing."""
-        if self._in_ram:
-            self._room.held_bytes -= self.num_bytes
-            self._in_ram = False
+        if self.is_in_ram:
+            self._room.give_back(self.num_bytes)
+            self.is_in_ram = False
         self._memory = bytearray()
+
+
+def _spool(num_bytes: int) -> mmap.mmap:
+    """Map a file that has no name any more; its blocks are taken now.
+
+    A disk that fills up under a sparse file would kill the process at its next write.
+    """
+    try:
+        with tempfile.TemporaryFile(prefix="headwater-") as file:
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(file.fileno(), 0, num_bytes)
+            else:
+                file.truncate(num_bytes)
+            return mmap.mmap(file.fileno(), num_bytes)
+    except OSError as error:
+        raise StateError(
+            f"no room for an upload of {num_bytes:,} bytes in {tempfile.gettempdir()}: "
+            f"{error.strerror}",
+            remedy="free space there, or raise server.staging_bytes",
+        ) from error
