@@ -16,6 +16,7 @@ from typing import Any
 
 from common.errors import StateError
 from common.update import UpdateReport
+from server.checkpoint import write_whole
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +75,7 @@ class RoundRow:
         return min(steps), max(steps)
 
 
-def client_row(report: UpdateReport, *, plan_reason: str) -> ClientRow:
+def client_row(report: UpdateReport, *, plan_reason: str, local_steps: int) -> ClientRow:
     """Turn a client's report into its row."""
     return ClientRow(
         name=report.name,
@@ -88,7 +89,10 @@ def client_row(report: UpdateReport, *, plan_reason: str) -> ClientRow:
         step_seconds=[step.seconds for step in report.steps],
         step_loss=[step.loss for step in report.steps],
         step_gradient_norm=[step.gradient_norm for step in report.steps],
-        gradient_variance=gradient_variance(report),
+        # Between local steps the model moves and the sum begins anew: no two batch sizes of one.
+        gradient_variance=(
+            gradient_variance(report) if local_steps == 1 else [None] * len(report.steps)
+        ),
         peak_bytes=max((step.peak_bytes for step in report.steps), default=0),
         reason=report.reason,
         plan=plan_reason,
@@ -135,9 +139,9 @@ class Journal:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             kept = [row for row in read_rows(folder) if row["round"] <= resumed_round]
-            self._file = (folder / ROUNDS).open("w")
-            self._file.writelines(json.dumps(row) + "\n" for row in kept)
-            self._file.flush()
+            text = "".join(json.dumps(row) + "\n" for row in kept)
+            write_whole(folder / ROUNDS, lambda part: part.write_text(text))
+            self._file = (folder / ROUNDS).open("a")
         except OSError as error:
             raise StateError(
                 f"cannot write {folder / ROUNDS}: {error.strerror}", remedy="choose another --out"
@@ -165,11 +169,14 @@ class Journal:
             self._board.add(row.round, scalars)
 
     def close(self) -> None:
-        """Close the files and draw the curves."""
-        self._file.close()
-        if self._board is not None:
-            self._board.close()
-        draw_curves(self._folder)
+        """Close the files and draw the curves; a full disk costs the curves and no more."""
+        try:
+            self._file.close()
+            if self._board is not None:
+                self._board.close()
+            draw_curves(self._folder)
+        except OSError as error:
+            log.warning("no %s in %s: %s", CURVES, self._folder, error.strerror)
 
 
 def read_rows(folder: Path) -> list[dict[str, Any]]:
@@ -230,7 +237,9 @@ def draw_curves(folder: Path) -> Path | None:
     loss.plot(rounds, [row["loss"] for row in rows], label="training")
     for name in ("test_loss", "held_out_loss"):
         _plot_metric(loss, rows, name, name.removesuffix("_loss").replace("_", " "))
-    loss.set(title="loss per unit of weight", xlabel="round", yscale="log")
+    shown = [value for line in loss.get_lines() for value in line.get_ydata()]
+    scale = "linear" if any(value <= 0 for value in shown) else "log"
+    loss.set(title="loss per unit of weight", xlabel="round", yscale=scale)
     loss.legend(frameon=False)
     names = sorted({name for row in rows for name in row["metrics"] if not name.endswith("_loss")})
     for name in names:
