@@ -11,8 +11,8 @@ and metrics, as a loop that reports anything must.
 
 ``accelerate`` (``accelerator.accumulate`` and ``accelerator.backward``) and ``fabric`` (Lightning's
 ``no_backward_sync`` and ``fabric.backward``) run the bare loop in their own way. They are left out
-if they are not installed. Nobody steps an optimizer. torch has one thread. A time ratio is one of CPU
-seconds, as nobody waits for anything here; ``wall_ratio`` is the same by the wall's clock.
+if they are not installed. Nobody steps an optimizer. torch has one thread. A ``time_ratio`` is one
+of CPU seconds, as nobody waits for anything here; ``wall_ratio`` is the same by the wall's clock.
 
 Memory is measured in a process for each loop and model: the peak since just before the model was
 built (``VmHWM`` minus ``VmRSS``), so it holds model, gradients and activations, but no imports.
@@ -210,9 +210,7 @@ def times(case: Case, *, turns: int, seconds_each: float) -> Figures:
     loops = {name: MAKERS[name](bench_of(case)) for name in available()}
     wall, cpu = take_turns(loops, turns=turns, seconds_each=seconds_each)
     num_steps = case.accumulation_steps
-    figures: Figures = {
-        "bare_seconds_per_micro_batch": statistics.median(cpu["bare"]) / num_steps
-    }
+    figures: Figures = {"bare_seconds_per_micro_batch": statistics.median(cpu["bare"]) / num_steps}
     for name in loops:
         if name != "bare":
             figures[f"{name}_time_ratio"] = ratio(cpu[name], cpu["bare"])

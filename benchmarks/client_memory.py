@@ -2,8 +2,8 @@
 
 ``client`` is ``headwater-client`` with a model of 9,610 parameters, idle between two rounds after
 several of them. ``least`` is a process that imports torch and ``flwr.clientapp`` and has run one
-backward pass of the same model on the same data. ``least_with_grpc`` imports ``grpc.aio`` besides.
-The three are measured at the same time, so pages that they share count by their share in PSS.
+backward pass of the same model on the same data (``flwr.clientapp`` imports gRPC already). Both are
+measured at the same time, so pages that they share count by their share in PSS.
 
 ``has_dynamo`` says whether ``torch._dynamo`` was imported in the device: the first optimizer of
 ``torch.optim`` does so, and a device of ``local_steps = 1`` has none. ``by_import`` is what the
@@ -46,8 +46,6 @@ LEAST = """
 import importlib.util, sys, time
 import torch
 import flwr.clientapp
-if sys.argv[1] == "grpc":
-    import grpc.aio
 spec = importlib.util.spec_from_file_location("tasks", "benchmarks/tasks.py")
 tasks = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(tasks)
@@ -91,7 +89,7 @@ print(json.dumps(grown))
 
 
 def once(rounds: int) -> Figures:
-    """Measure the three processes side by side."""
+    """Measure the two processes side by side."""
     settings = {
         "task": TASK,
         "rounds": rounds + 1,
@@ -101,10 +99,9 @@ def once(rounds: int) -> Figures:
     }
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="headwater-")))
-        least = [_started(stack, LEAST, kind) for kind in ("flower", "grpc")]
-        for process in least:
-            assert process.stdout is not None
-            process.stdout.readline()
+        least = _started(stack, LEAST)
+        assert least.stdout is not None
+        least.stdout.readline()
         running = stack.enter_context(serving.server(settings, pause=(rounds, PAUSE_SECONDS)))
         told = folder / "modules"
         flags = serving.client_flags(running.port, TASK, 0, folder)
@@ -113,9 +110,8 @@ def once(rounds: int) -> Figures:
             if row["round"] == rounds:
                 break
         time.sleep(1.0)
-        processes = {"client": client, "least": least[0], "least_with_grpc": least[1]}
         figures: Figures = {}
-        for name, process in processes.items():
+        for name, process in {"client": client, "least": least}.items():
             figures[f"{name}_rss_bytes"] = memory_of(process.pid)["VmRSS"]
             figures[f"{name}_anonymous_bytes"] = memory_of(process.pid)["RssAnon"]
             figures[f"{name}_pss_bytes"] = proportional_bytes(process.pid)
@@ -159,14 +155,13 @@ def main() -> None:
         name: statistics.median(f[name] for f in found) for name in found[0] if "bytes" in name
     }
     for kind in ("rss", "pss", "anonymous"):
-        for peer in ("least", "least_with_grpc"):
-            figures[f"{kind}_to_{peer}_ratio"] = statistics.median(
-                f[f"client_{kind}_bytes"] / f[f"{peer}_{kind}_bytes"] for f in found
-            )
+        figures[f"{kind}_ratio"] = statistics.median(
+            f[f"client_{kind}_bytes"] / f[f"least_{kind}_bytes"] for f in found
+        )
     figures["has_dynamo"] = any(f["has_dynamo"] for f in found)
     figures["by_import_bytes"] = by_import()
     figures["rounds"] = rounds
-    figures["target"] = "rss_to_least_ratio <= 1.1 and pss_to_least_ratio <= 1.1"
+    figures["target"] = "rss_ratio <= 1.1 and pss_ratio <= 1.1"
     report(figures, as_json=flags.json, doc=__doc__)
 
 

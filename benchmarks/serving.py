@@ -18,11 +18,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks.measure import ROOT, Figures, memory_of
 
-START_SECONDS = 120.0
 POLL_SECONDS = 0.005
 
 
@@ -88,7 +88,7 @@ def clients(
 ) -> Iterator[list[subprocess.Popen[bytes]]]:
     """Start real devices, one process each; they are ended at the end."""
     with contextlib.ExitStack() as stack:
-        folder = stack.enter_context(_scratch())
+        folder = Path(stack.enter_context(TemporaryDirectory(prefix="headwater-benchmark-")))
         started = []
         for part in range(number):
             command = [sys.executable, "-m", "client", *client_flags(port, task, part, folder)]
@@ -107,14 +107,6 @@ def client_flags(port: int, task: str, part: int, state: Path) -> list[str]:
     return [*flags, "--part", str(part), "--state", str(state), "--threads", "1", "--no-check"]
 
 
-@contextmanager
-def _scratch() -> Iterator[Path]:
-    import tempfile
-
-    with tempfile.TemporaryDirectory(prefix="headwater-benchmark-") as folder:
-        yield Path(folder)
-
-
 def end(process: subprocess.Popen[Any]) -> None:
     """End a process that was started here, if it has not ended."""
     if process.poll() is None:
@@ -130,11 +122,11 @@ class _Watch:
     """Samples this process's memory in a thread: the peak of each kind since ``restart``."""
 
     def __init__(self) -> None:
-        self.peaks: dict[str, int] = {}
+        self.peaks = memory_of()
         threading.Thread(target=self._run, daemon=True).start()
 
     def restart(self) -> None:
-        self.peaks = {}
+        self.peaks = memory_of()
 
     def _run(self) -> None:
         while True:
@@ -174,7 +166,8 @@ def _serve(told: Mapping[str, Any]) -> None:
             time.sleep(pause[1])
         last = time.perf_counter()
 
-    serve_run(load(None, told["settings"]), None, on_round=on_round, resume=False)
+    with contextlib.suppress(KeyboardInterrupt):  # SIGTERM, when the parent has seen enough
+        serve_run(load(None, told["settings"]), None, on_round=on_round, resume=False)
 
 
 if __name__ == "__main__":

@@ -133,6 +133,4 @@ class Scale(nn.Module):
 def _examples(shape: tuple[int, ...]) -> TensorDataset:
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(NUM_EXAMPLES, *shape, generator=generator)
-    return TensorDataset(
-        inputs, torch.randint(NUM_CLASSES, (NUM_EXAMPLES,), generator=generator)
-    )
+    return TensorDataset(inputs, torch.randint(NUM_CLASSES, (NUM_EXAMPLES,), generator=generator))

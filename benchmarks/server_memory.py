@@ -1,0 +1,219 @@
+"""Peak memory of the server, in models, with 10, 100 and 1,000 clients in a round.
+
+The server is the real one (Intake, GrpcGrid, Training and its rounds). The devices are light
+fakes in one process, which speak the real wire over loopback, each on a TCP connection of its own;
+all upload at once, which is the worst case. A model is 4P bytes.
+
+``beyond_idle_models`` is the peak of the server's resident memory (VmHWM) less that of a server
+with one client and a model of 1,000 parameters, over 4P. ``beyond_connections_models`` subtracts
+a server with as many clients and that small model instead: what is left is what the model costs.
+``anonymous`` is the same for RssAnon, which the kernel cannot reclaim: uploads beyond
+``staging_bytes`` lie in mapped files, which VmHWM counts and RssAnon does not. It is sampled every
+5 ms. The target is three models, plus the optimizer's state (Adam: two models), plus
+``staging_bytes``, plus two chunks of 1 MiB in flight for each client.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import statistics
+import subprocess
+import sys
+from typing import Any
+
+from benchmarks import serving
+from benchmarks.measure import ROOT, Figures, arguments, report
+from common.parameters import build_model
+from common.task import load_task
+from common.update import DeviceReport, Plan, Step, UpdateReport
+from common.wire import CHUNK_BYTES, KEEPALIVE, METHOD, PROTOCOL_VERSION
+from common.wire_pb2 import Chunk, ClientFrame, Hello, Instruction, Reply, ServerFrame
+
+TASK = "benchmarks/tasks.py:Vector"
+SMALL = 1_000
+ROUNDS = 2
+STAGING_BYTES = 64 * 2**20  # the setting's default
+CASES = (
+    # P, clients, optimizer
+    (1_000_000, 10, "sgd"),
+    (1_000_000, 100, "sgd"),
+    (1_000_000, 1000, "sgd"),
+    (1_000_000, 10, "adam"),
+    (10_000_000, 1, "sgd"),
+    (10_000_000, 1, "adam"),
+    (10_000_000, 10, "sgd"),
+    (10_000_000, 100, "sgd"),
+)
+QUICK_CASES = ((100_000, 3, "sgd"),)
+
+
+class FakeDevice:
+    """Answers every plan at once with the same update."""
+
+    def __init__(self, name: str, layout_digest: str, update: bytes) -> None:
+        self.name = name
+        self.layout_digest = layout_digest
+        self.update = update
+        self.sha256 = hashlib.sha256(update).digest()
+
+    async def run(self, port: int) -> None:
+        import grpc.aio
+
+        options = [*KEEPALIVE, ("grpc.use_local_subchannel_pool", 1)]
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options) as channel:
+            call = channel.stream_stream(METHOD)()
+            hello = Hello(
+                protocol_version=PROTOCOL_VERSION, name=self.name, layout_digest=self.layout_digest
+            )
+            await self._write(call, ClientFrame(hello=hello))
+            uploads = set()
+            while (data := await call.read()) is not grpc.aio.EOF:
+                frame = ServerFrame.FromString(data)
+                kind = frame.WhichOneof("kind")
+                if kind == "instruction":
+                    upload = asyncio.create_task(self._answer(call, frame.instruction))
+                    uploads.add(upload)
+                    upload.add_done_callback(uploads.discard)
+                elif kind == "fault":
+                    raise RuntimeError(f"{self.name}: {frame.fault.code}: {frame.fault.text}")
+                elif kind == "goodbye":
+                    return
+
+    async def _answer(self, call: Any, instruction: Instruction) -> None:
+        if instruction.message_type == "train":
+            plan = Plan.model_validate_json(instruction.head_json)
+            head, vector, digest = self._report(plan), self.update, self.sha256
+        else:
+            head = DeviceReport(
+                name=self.name, num_examples=512, layout_digest=self.layout_digest
+            ).model_dump_json(exclude_none=True)
+            vector, digest = b"", hashlib.sha256().digest()
+        reply = Reply(
+            message_id=instruction.message_id,
+            head_json=head,
+            num_bytes=len(vector),
+            sha256=digest,
+        )
+        await self._write(call, ClientFrame(reply=reply))
+        for offset in range(0, len(vector), CHUNK_BYTES):
+            chunk = Chunk(
+                transfer_id=instruction.message_id,
+                offset=offset,
+                data=vector[offset : offset + CHUNK_BYTES],
+            )
+            await self._write(call, ClientFrame(chunk=chunk))
+
+    def _report(self, plan: Plan) -> str:
+        step = Step(
+            num_examples=1, weight=1, loss=1.0, gradient_norm=1.0, seconds=0.001, peak_bytes=1
+        )
+        return UpdateReport(
+            name=self.name,
+            round=plan.round,
+            num_examples=1,
+            weight=1,
+            loss_sum=1.0,
+            micro_batch_size=1,
+            seconds=0.001,
+            steps=(step,),
+            reason="quota",
+        ).model_dump_json(exclude_none=True)
+
+    @staticmethod
+    async def _write(call: Any, frame: ClientFrame) -> None:
+        await call.write(frame.SerializeToString())
+
+
+async def run_devices(port: int, number: int) -> None:
+    """Play ``number`` devices until the server says goodbye."""
+    layout = build_model(load_task(TASK), seed=0).layout
+    update = bytes(4 * layout.num_parameters)
+    names = [f"fake-{i}" for i in range(number)]
+    devices = [FakeDevice(name, layout.digest, update) for name in names]
+    await asyncio.gather(*(device.run(port) for device in devices))
+
+
+def peaks(num_parameters: int, number: int, optimizer: str) -> Figures:
+    """Run a server with that many fakes, and return its peaks."""
+    settings = {
+        "task": TASK,
+        "rounds": ROUNDS,
+        "threads": 1,
+        "optimizer.name": optimizer,
+        "plan.accumulation_steps": 1,
+        "plan.micro_batch_size": 1,
+        "cohort.min_clients": number,
+        "server.staging_bytes": STAGING_BYTES,
+    }
+    with serving.server(settings, num_parameters=num_parameters) as running:
+        command = [sys.executable, "-m", "benchmarks.server_memory", "--part"]
+        devices = subprocess.Popen(
+            [*command, f"{running.port}/{number}"],
+            cwd=ROOT,
+            env=serving.environment(num_parameters),
+        )
+        try:
+            rows = list(running.rows())
+        finally:
+            serving.end(devices)
+    if len(rows) != ROUNDS or any(row["num_clients"] != number for row in rows):
+        raise RuntimeError(f"{len(rows)} rounds: {[row['num_clients'] for row in rows]} clients")
+    return {
+        "peak": max(row["memory"]["VmHWM"] for row in rows),
+        "anonymous": max(row["peaks"]["RssAnon"] for row in rows),
+        "file": max(row["peaks"]["RssFile"] + row["peaks"]["RssShmem"] for row in rows),
+        "round_seconds": statistics.median(row["seconds"] for row in rows),
+    }
+
+
+def measure(cases: Any) -> Figures:
+    """Measure every case beside the small models that it is held against."""
+    small = {number: peaks(SMALL, number, "sgd") for number in sorted({1, *(c[1] for c in cases)})}
+    adam = peaks(SMALL, 1, "adam") if any(case[2] == "adam" for case in cases) else small[1]
+    idle = {"sgd": small[1], "adam": adam}
+    figures: Figures = {
+        "idle_peak_bytes": small[1]["peak"],
+        "idle_anonymous_bytes": small[1]["anonymous"],
+    }
+    for number, found in small.items():
+        if number > 1:
+            per = (found["anonymous"] - small[1]["anonymous"]) / (number - 1)
+            figures[f"bytes_per_connection_of_{number}"] = per
+    for num_parameters, number, optimizer in cases:
+        found, model = peaks(num_parameters, number, optimizer), 4 * num_parameters
+        staged = min(STAGING_BYTES, number * model)
+        in_flight = 2 * min(CHUNK_BYTES, model) * number
+        state = 2 * model if optimizer == "adam" else 0
+        figures[f"P_{num_parameters}.clients_{number}.{optimizer}"] = {
+            "beyond_idle_models": (found["peak"] - idle[optimizer]["peak"]) / model,
+            "beyond_connections_models": (found["peak"] - small[number]["peak"]) / model,
+            "anonymous_beyond_idle_models": (
+                (found["anonymous"] - idle[optimizer]["anonymous"]) / model
+            ),
+            "anonymous_beyond_connections_models": (
+                (found["anonymous"] - small[number]["anonymous"]) / model
+            ),
+            "peak_file_bytes": found["file"],
+            "target_models": (3 * model + state + staged + in_flight) / model,
+            "round_seconds": found["round_seconds"],
+        }
+    return figures
+
+
+def main() -> None:
+    flags = arguments(__doc__, part=())
+    if flags.part:
+        port, number = map(int, flags.part.split("/"))
+        asyncio.run(run_devices(port, number))
+        return
+    os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
+    figures = measure(QUICK_CASES if flags.quick else CASES)
+    figures["staging_bytes"] = STAGING_BYTES
+    figures["target"] = "anonymous_beyond_connections_models <= target_models"
+    report(figures, as_json=flags.json, doc=__doc__)
+
+
+if __name__ == "__main__":
+    main()

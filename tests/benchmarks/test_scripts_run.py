@@ -1,0 +1,57 @@
+"""Each benchmark runs in a small form and ends with a line of JSON."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# A figure that each script must have, whatever peers are installed.
+KEYS = {
+    "accumulation": "mlp",
+    "client_memory": "rss_ratio",
+    "exactness": "at_start",
+    "round_trip": "clients_1",
+    "server_memory": "P_100000.clients_3.sgd",
+    "wire_bytes": "P_10k",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(KEYS))
+def test_script_ends_with_one_line_of_json(name: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", f"benchmarks.{name}", "--quick", "--json"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    figures: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    assert KEYS[name] in figures
+    assert "machine" in figures
+
+
+def test_help_says_what_is_measured() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.wire_bytes", "--help"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert "Bytes on the wire per update" in done.stdout
+    assert "--json" in done.stdout
+
+
+def test_peers_that_are_not_installed_are_named() -> None:
+    from benchmarks.accumulation import LOOPS, available
+    from benchmarks.measure import MODULES, has_peer
+
+    left_out = [name for name in MODULES if not has_peer(name)]
+    assert sorted([*available(), *left_out]) == sorted(LOOPS)
