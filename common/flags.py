@@ -219,7 +219,9 @@ Out = Annotated[
 Resume = Annotated[
     bool,
     typer.Option(
-        "--resume", help="Go on from the checkpoint in --out, exactly.", rich_help_panel=RUN
+        "--resume",
+        help="Go on from the checkpoint in --out, exactly, with the settings that are there.",
+        rich_help_panel=RUN,
     ),
 ]
 Verbose = Annotated[

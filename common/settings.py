@@ -19,6 +19,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from common.errors import SettingsError
 
+SETTINGS_FILE = "settings.toml"
+
 Scalar = bool | int | float | str
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Seconds = Annotated[float, Field(gt=0, le=30 * 86_400, allow_inf_nan=False)]
@@ -220,6 +222,23 @@ def load(config: Path | None, overrides: Mapping[str, Any]) -> Settings:
         if value is not None:
             _put(tree, dotted, value)
     return _validated(tree, source=str(config or "the command line"))
+
+
+def load_run(config: Path | None, overrides: Mapping[str, Any], *, resume: bool) -> Settings:
+    """Read the settings of a run; a resumed run takes up those that it left in its folder.
+
+    Raises:
+        SettingsError: as ``load``, or a resumed run without a folder to resume from.
+    """
+    if resume and config is None:
+        out = overrides.get("out")
+        if out is None:
+            raise SettingsError(
+                "--resume needs --out", remedy="name the folder of the run: --out DIR"
+            )
+        left = Path(out) / SETTINGS_FILE
+        config = left if left.exists() else None
+    return load(config, overrides)
 
 
 def from_run_config(flat: Mapping[str, Any]) -> Settings:

@@ -137,10 +137,10 @@ def init(
 
 def _serve(resume: bool, config: Any, overrides: dict[str, Any]) -> None:
     from common.console import default_out
-    from common.settings import load
+    from common.settings import load_run
     from common.tls import check_address, read_credentials
 
-    settings = load(config, overrides)
+    settings = load_run(config, overrides, resume=resume)
     settings = settings.model_copy(update={"out": settings.out or default_out(settings)})
     credentials = read_credentials(settings.tls)
     check_address(

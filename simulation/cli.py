@@ -110,9 +110,9 @@ def simulate(
 
 def _simulate(resume: bool, config: Any, overrides: dict[str, Any]) -> None:
     from common.console import default_out
-    from common.settings import load
+    from common.settings import load_run
 
-    settings = load(config, overrides)
+    settings = load_run(config, overrides, resume=resume)
     settings = settings.model_copy(
         update={
             "threads": settings.threads or 1,
