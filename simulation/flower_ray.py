@@ -71,7 +71,11 @@ def run_on_ray(settings: Settings, *, on_round: OnRound) -> None:
     ) as folder:
         _write_project(Path(folder), settings)
         with _warnings_only("flwr"):
-            _simulate(watched, settings, Path(folder))
+            try:
+                _simulate(watched, settings, Path(folder))
+            except Exception:
+                if watched.error is None:
+                    raise
     if watched.error is not None:
         raise watched.error
 

@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from uuid import uuid4
 
 import psutil
 import pytest
@@ -39,9 +38,11 @@ class Mean:
 
 @dataclass
 class Started:
-    """Every process that descends from this test, however far it has gone: it bears a mark."""
+    """The simulators that a test has started, each with its descendants in a session of its own.
 
-    mark: str = field(default_factory=lambda: uuid4().hex)
+    Ray's agents overwrite their own environment and leave their parent: the session still tells.
+    """
+
     processes: list[subprocess.Popen[str]] = field(default_factory=list)
 
     def simulate(self, *arguments: str | Path, out: Path) -> subprocess.Popen[str]:
@@ -51,7 +52,7 @@ class Started:
         process = subprocess.Popen(
             [sys.executable, *map(str, arguments)],
             cwd=ROOT,
-            env={k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"} | {"MARK": self.mark},
+            env={key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -61,22 +62,23 @@ class Started:
         return process
 
     def alive(self) -> list[psutil.Process]:
-        return [process for process in psutil.process_iter() if self._bears_mark(process)]
-
-    def _bears_mark(self, process: psutil.Process) -> bool:
-        try:
-            return (
-                process.environ().get("MARK") == self.mark
-                and process.status() != psutil.STATUS_ZOMBIE
-            )
-        except (psutil.NoSuchProcess, psutil.AccessDenied, OSError):
-            return False
+        sessions = {process.pid for process in self.processes}
+        return [process for process in psutil.process_iter() if session_of(process) in sessions]
 
     def alive_after(self, seconds: float) -> list[str]:
         end = time.monotonic() + seconds
         while self.alive() and time.monotonic() < end:
             time.sleep(0.2)
         return [process.name() for process in self.alive()]
+
+
+def session_of(process: psutil.Process) -> int | None:
+    """Return the session of a process that still runs, else None."""
+    try:
+        is_done = process.status() == psutil.STATUS_ZOMBIE
+        return None if is_done else os.getsid(process.pid)
+    except (psutil.NoSuchProcess, OSError):
+        return None
 
 
 @pytest.fixture
