@@ -411,9 +411,7 @@ def _run_round(training: Training, fleet: Fleet) -> RoundRow:
 
 def _rows(opened: OpenRound) -> list[ClientRow]:
     return [
-        client_row(
-            opened.accepted[name], plan_reason=plan.reason, local_steps=plan.local_steps
-        )
+        client_row(opened.accepted[name], plan_reason=plan.reason, local_steps=plan.local_steps)
         for name, plan in opened.plans.items()
         if name in opened.accepted
     ]

@@ -13,6 +13,7 @@ from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
 from common import records
+from common.errors import SettingsError
 from common.own_grid import OwnGrid, numbered
 from common.settings import Settings
 from common.wire import framed_bytes
@@ -24,7 +25,19 @@ class InProcessGrid(OwnGrid):
     """N nodes that run one ClientApp in this process."""
 
     def __init__(self, app: ClientApp, settings: Settings) -> None:
+        """Make the nodes of a run.
+
+        Raises:
+            SettingsError: a round would wait for more clients than there are.
+
+        """
         super().__init__()
+        needed, clients = settings.cohort.min_clients, settings.simulation.clients
+        if needed > clients:
+            raise SettingsError(
+                f"a round needs {needed} clients and the simulator has {clients}",
+                remedy="lower --min-clients, or raise --clients",
+            )
         self._app = app
         self._run_config = settings.to_run_config()
         self._num_nodes = settings.simulation.clients

@@ -1,0 +1,166 @@
+"""A run taken up again is the run that never stopped, byte for byte."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.errors import CheckpointCorrupt, SettingsError
+from common.settings import Settings
+from server.checkpoint import FILE
+from server.metrics import ROUNDS, read_rows
+from server.rounds import MODEL
+from simulation.engines import run_engine
+
+ROUNDS_IN_ALL = 5
+# What the machine was measured at: the only things that may differ.
+MEASURED = {"seconds", "seconds_split", "updates_per_hour", "bytes_up"}
+
+RUNS: dict[str, dict[str, Any]] = {
+    "sgd": {},
+    "adam": {"optimizer": {"name": "adam", "learning_rate": 0.01}},
+    "momentum with warmup and schedule": {
+        "optimizer": {"learning_rate": 0.01, "arguments": {"momentum": 0.9}},
+        "schedule": {
+            "name": "MultiStepLR",
+            "arguments": {"milestones": [1, 2], "gamma": 0.5},
+            "warmup_rounds": 2,
+        },
+    },
+    "sampled cohort": {
+        "cohort": {"size": 2},
+        "optimizer": {"name": "AdamW", "arguments": {"betas": [0.8, 0.9], "amsgrad": True}},
+    },
+    "planned": {"plan": {"effective_batch_size": 30}},
+    "local steps": {
+        "plan": {
+            "accumulation_steps": 4,
+            "micro_batch_size": 2,
+            "local_steps": 2,
+            "local_learning_rate": 0.01,
+        },
+    },
+    "tested on devices": {"evaluation": {"on_devices": True}},
+}
+
+
+def chosen(out: Path, rounds: int, run: str) -> Settings:
+    return Settings.model_validate(
+        {
+            "task": "tests/tasks.py:TwoLayers",
+            "rounds": rounds,
+            "threads": 1,
+            "out": out,
+            "simulation": {"clients": 3},
+            "plan": {"accumulation_steps": 2, "micro_batch_size": 4},
+            "optimizer": {"learning_rate": 0.01},
+            **RUNS[run],
+        }
+    )
+
+
+def simulate(settings: Settings, *, resume: bool = False) -> None:
+    run_engine(settings, on_round=lambda _: None, resume=resume)
+
+
+def told(out: Path) -> list[dict[str, Any]]:
+    """Return the rows without what the machine was measured at."""
+    return [
+        {
+            **{name: value for name, value in row.items() if name not in MEASURED},
+            "clients": [
+                {name: value for name, value in client.items() if name != "peak_bytes"}
+                for client in row["clients"]
+            ],
+        }
+        for row in read_rows(out)
+    ]
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_a_run_stopped_after_every_round_equals_the_unbroken_one(tmp_path: Path, run: str) -> None:
+    unbroken, broken = tmp_path / "unbroken", tmp_path / "broken"
+    simulate(chosen(unbroken, ROUNDS_IN_ALL, run))
+    for rounds in range(1, ROUNDS_IN_ALL + 1):
+        simulate(chosen(broken, rounds, run), resume=rounds > 1)
+    assert (broken / MODEL).read_bytes() == (unbroken / MODEL).read_bytes()
+    assert told(broken) == told(unbroken)
+    assert len(told(broken)) == ROUNDS_IN_ALL
+
+
+def test_rows_written_behind_the_last_checkpoint_are_done_again(tmp_path: Path) -> None:
+    unbroken, broken = tmp_path / "unbroken", tmp_path / "broken"
+    simulate(chosen(unbroken, 3, "adam"))
+    simulate(chosen(broken, 2, "adam"))
+    with (broken / ROUNDS).open("a") as file:
+        file.write(json.dumps({"round": 3, "clients": []}) + '\n{"round": 4, "cli')
+    simulate(chosen(broken, 3, "adam"), resume=True)
+    assert told(broken) == told(unbroken)
+
+
+def test_resuming_without_a_checkpoint_begins_a_run(tmp_path: Path) -> None:
+    simulate(chosen(tmp_path, 1, "sgd"), resume=True)
+    assert len(told(tmp_path)) == 1
+
+
+def test_a_folder_of_another_run_is_refused_and_left_as_it_was(tmp_path: Path) -> None:
+    simulate(chosen(tmp_path, 1, "sgd"))
+    before = {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
+    with pytest.raises(SettingsError, match="holds the checkpoint of another run"):
+        simulate(chosen(tmp_path, 2, "sgd"))
+    assert {p: p.read_bytes() for p in tmp_path.iterdir() if p.is_file()} == before
+
+
+def test_a_corrupt_checkpoint_is_refused_and_nothing_is_overwritten(tmp_path: Path) -> None:
+    simulate(chosen(tmp_path, 1, "sgd"))
+    content = bytearray((tmp_path / FILE).read_bytes())
+    content[-1] ^= 1
+    (tmp_path / FILE).write_bytes(content)
+    before = {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
+    with pytest.raises(CheckpointCorrupt):
+        simulate(chosen(tmp_path, 2, "sgd"), resume=True)
+    assert {p: p.read_bytes() for p in tmp_path.iterdir() if p.is_file()} == before
+
+
+SLOW_TASK = """
+import os, time
+from tests.tasks import TwoLayers
+
+class Slow(TwoLayers):
+    def loss_sum(self, model, batch):
+        time.sleep(float(os.environ.get("SLOW_SECONDS", "0")))
+        return super().loss_sum(model, batch)
+"""
+
+
+@pytest.mark.slow
+def test_a_run_killed_in_the_middle_of_a_round_equals_the_unbroken_one(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text(SLOW_TASK)
+    killed, unbroken = tmp_path / "killed", tmp_path / "unbroken"
+
+    def settings(out: Path) -> Settings:
+        return chosen(out, 9, "adam").model_copy(update={"task": f"{tmp_path}/slow.py:Slow"})
+
+    config = tmp_path / "settings.toml"
+    config.write_text(settings(killed).to_toml())
+    command = [sys.executable, "-m", "simulation", "--config", str(config)]
+    slow = {**os.environ, "SLOW_SECONDS": "0.05"}
+    process = subprocess.Popen(command, env=slow, stdout=subprocess.DEVNULL)
+    while len(read_rows(killed)) < 3:
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    assert 3 <= len(read_rows(killed)) < 9
+    simulate(settings(killed), resume=True)
+    simulate(settings(unbroken))
+    assert (killed / MODEL).read_bytes() == (unbroken / MODEL).read_bytes()
+    assert told(killed) == told(unbroken)
