@@ -155,7 +155,9 @@ def take_steps(bench: Bench) -> None:
 def main() -> None:
     flags = arguments(__doc__)
     torch.set_num_threads(1)
-    case = Case(task="examples/digits.py:Digits", micro_batch_size=SIZE, accumulation_steps=4)
+    case = Case(
+        task="examples/digits.py:Digits", micro_batch_size=SIZE, accumulation_steps=4, turns=1
+    )
     bench = bench_of(case)
     offsets = range(0, len(bench.examples) - RAGGED - EVEN, 400 if flags.quick else 10)
     figures: Figures = {"num_windows": len(offsets), "at_start": errors(bench, offsets)}
