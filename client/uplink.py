@@ -15,14 +15,10 @@ import asyncio
 import contextlib
 import hashlib
 import logging
-import os
 import random
 import signal
 import time
 from typing import Any
-
-# What goes wrong on a connection is told in our own words.
-os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 import grpc
 import grpc.aio
@@ -104,6 +100,7 @@ class Uplink:
 
     def stop(self) -> None:
         """Ask for a graceful end: what was summed so far is sent, then the stream is closed."""
+        log.warning("asked to stop: what is summed so far is sent")
         self._stopping.set()
         self._node.interrupt()
 

@@ -41,6 +41,8 @@ def start_log(*, verbose: bool) -> None:
     """Log warnings, or everything with ``verbose``, to the standard error stream."""
     os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
     os.environ.setdefault("FLWR_DISABLE_UPDATE_CHECK", "1")
+    # grpc writes each failed handshake to stderr; what matters of it is told in our own words.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     handler: logging.Handler
     if sys.stderr.isatty():
         handler = RichHandler(console=stderr, show_path=False, markup=False)

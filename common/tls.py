@@ -10,6 +10,7 @@ from __future__ import annotations
 import datetime as dt
 import ipaddress
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,9 +22,14 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from common.errors import CertificateProblem, InsecureAddress, SettingsError
 from common.settings import Tls
+from common.wire import NAME_PATTERN
 
 AUTHORITY_DAYS = 10 * 365
 LEAF_DAYS = 2 * 365
+# RFC 5280, appendix A.1: ub-common-name.
+MAX_COMMON_NAME = 64
+# Files of these names belong to the authority and the server.
+RESERVED_NAMES = ("ca", "ca-key", "server", "server-key")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,11 +69,20 @@ def read_credentials(tls: Tls) -> Credentials | None:
         raise CertificateProblem(f"a TLS file is not the PEM it should be: {error}") from error
     if _spki(leaf.public_key()) != _spki(private.public_key()):
         raise CertificateProblem(f"{tls.key} is not the key of {tls.certificate}")
-    if leaf.not_valid_after_utc < dt.datetime.now(dt.UTC):
-        raise CertificateProblem(
-            f"{tls.certificate} expired on {leaf.not_valid_after_utc:%Y-%m-%d}"
-        )
+    _check_dates(leaf, tls.certificate)
     return Credentials(ca=ca, certificate=certificate, key=key)
+
+
+def _check_dates(leaf: x509.Certificate, path: Path | None) -> None:
+    now = dt.datetime.now(dt.UTC)
+    if leaf.not_valid_after_utc < now:
+        raise CertificateProblem(f"{path} expired on {leaf.not_valid_after_utc:%Y-%m-%d}")
+    if now < leaf.not_valid_before_utc:
+        raise CertificateProblem(
+            f"{path} is valid from {leaf.not_valid_before_utc:%Y-%m-%d}, and this machine's clock "
+            f"says {now:%Y-%m-%d}",
+            remedy="set the clock",
+        )
 
 
 def _read(flag: str, path: Path) -> bytes:
@@ -125,26 +140,31 @@ def check_address(address: str, *, has_tls: bool, is_insecure: bool) -> None:
 def make_certificates(folder: Path, *, hosts: Sequence[str], clients: Sequence[str]) -> list[Path]:
     """Make an authority, the server's certificate for ``hosts`` and one for each client.
 
-    An authority that is there already is used again, so that clients can be added later. Private
-    keys are readable by their owner only. Returns the paths that were written.
+    What is there already is kept, so that clients can be added later; only the server's certificate
+    is made anew if it lacks one of ``hosts``. Private keys are readable by their owner only.
+    Returns the paths that were written.
 
     Raises:
+        SettingsError: a client's name cannot be one.
         CertificateProblem: the folder cannot be written, or holds a broken authority.
 
     """
+    for name in clients:
+        _check_name(name)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         ca_path, ca_key_path = folder / "ca.pem", folder / "ca-key.pem"
         written: list[Path] = []
-        if ca_key_path.exists():
+        if ca_key_path.exists() or ca_path.exists():
             ca, ca_key = _load_authority(ca_path, ca_key_path)
         else:
             ca, ca_key = _authority()
             written += _write(folder, "ca", ca, ca_key)
-        if not (folder / "server.pem").exists():
+        if not _covers(folder / "server.pem", hosts):
             written += _write(folder, "server", *_leaf("server", ca, ca_key, hosts=hosts))
         for name in clients:
-            written += _write(folder, name, *_leaf(name, ca, ca_key, hosts=()))
+            if not (folder / f"{name}-key.pem").exists() or not (folder / f"{name}.pem").exists():
+                written += _write(folder, name, *_leaf(name, ca, ca_key, hosts=()))
     except OSError as error:
         raise CertificateProblem(
             f"cannot write to {folder}: {error.strerror}", remedy="choose another --folder"
@@ -156,14 +176,40 @@ Key = ec.EllipticCurvePrivateKey
 
 
 def _load_authority(path: Path, key_path: Path) -> tuple[x509.Certificate, Key]:
+    for needed in (path, key_path):
+        if not needed.exists():
+            raise CertificateProblem(
+                f"the authority's {needed.name} is not in {path.parent}, its other file is",
+                remedy="put it back to make further certificates, or choose another --folder",
+            )
     try:
         key = serialization.load_pem_private_key(key_path.read_bytes(), password=None)
         certificate = x509.load_pem_x509_certificate(path.read_bytes())
-    except ValueError as error:
+    except (ValueError, TypeError) as error:
         raise CertificateProblem(f"{path} or {key_path} is not a PEM file: {error}") from error
     if not isinstance(key, ec.EllipticCurvePrivateKey):
         raise CertificateProblem(f"{key_path} is not a key that `headwater-server init` made")
     return certificate, key
+
+
+def _check_name(name: str) -> None:
+    if not re.fullmatch(NAME_PATTERN, name) or len(name) > MAX_COMMON_NAME:
+        raise SettingsError(
+            f"{name[:80]!r} cannot be a client's name",
+            remedy=f"letters, digits, dot, dash and underscore, {MAX_COMMON_NAME} at most",
+        )
+    if name in RESERVED_NAMES:
+        raise SettingsError(f"{name} cannot be a client's name: the files are somebody else's")
+
+
+def _covers(path: Path, hosts: Sequence[str]) -> bool:
+    """Tell whether the server's certificate is there and good for all these hosts."""
+    try:
+        certificate = x509.load_pem_x509_certificate(path.read_bytes())
+        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName)
+    except (FileNotFoundError, ValueError, x509.ExtensionNotFound):
+        return False
+    return all(_host(host) in names.value for host in hosts)
 
 
 def _builder(subject: x509.Name, issuer: x509.Name, key: Key, days: int) -> x509.CertificateBuilder:
@@ -245,5 +291,6 @@ def _write(folder: Path, name: str, certificate: x509.Certificate, key: Key) -> 
     )
     descriptor = os.open(key_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "wb") as file:
+        os.fchmod(descriptor, 0o600)  # it may have been there with another mode
         file.write(secret)
     return [path, key_path]

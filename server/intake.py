@@ -19,7 +19,6 @@ import contextlib
 import hashlib
 import hmac
 import logging
-import os
 import queue
 import re
 import secrets
@@ -30,9 +29,6 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any
-
-# A handshake that failed is nothing to write on the server's terminal.
-os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 import grpc
 import grpc.aio
@@ -88,7 +84,12 @@ CLOSE_SECONDS = 5.0
 # Frames that wait for one device; an honest one has a handful.
 MAX_OUTBOX_FRAMES = 1000
 MAX_FAULT_CODE, MAX_FAULT_TEXT = 100, 1000
-BROKEN = (grpc.RpcError, grpc.aio.UsageError, asyncio.InvalidStateError)
+BROKEN = (
+    grpc.RpcError,
+    grpc.aio.UsageError,
+    grpc.aio.InternalError,
+    asyncio.InvalidStateError,
+)
 
 Work = Coroutine[Any, Any, None]
 Stream = Any  # grpc.aio.ServicerContext, which ships without types
@@ -128,6 +129,7 @@ class Session:
     stream: Stream | None = None
     lost_at: float = 0.0
     heard_at: float = 0.0
+    sending_since: float | None = None
     task: asyncio.Task[Any] | None = None
     outbox: asyncio.Queue[Callable[[], Work]] = field(default_factory=asyncio.Queue)
     image_id: str = ""
@@ -167,6 +169,7 @@ class Intake:
         self._sessions: dict[int, Session] = {}
         self._turned_away: dict[int, HeadwaterError] = {}
         self._image: tuple[str, memoryview] | None = None
+        self._writers: set[asyncio.Task[None]] = set()
         self._is_closing = False
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="intake", daemon=True)
@@ -274,11 +277,13 @@ class Intake:
         try:
             session = await self._welcome(stream)
             writer = asyncio.create_task(self._write_all(session, stream))
+            self._writers.add(writer)  # asyncio itself holds tasks weakly
+            writer.add_done_callback(self._writers.discard)
             try:
                 await self._read_all(session, stream)
             finally:
                 writer.cancel()
-                await asyncio.wait([writer])
+                await asyncio.wait([writer], timeout=POLL_SECONDS)
         except HeadwaterError as error:
             self.refusals[error.code] += 1
             log.warning("%s refused: %s: %s", stream.peer(), error.code, error)
@@ -322,6 +327,7 @@ class Intake:
     def _attach(self, session: Session, stream: Stream, hello: Hello) -> None:
         session.stream, session.task = stream, asyncio.current_task()
         session.outbox, session.image_id = asyncio.Queue(), hello.image_id
+        session.sending_since = None
         welcome = Welcome(
             protocol_version=PROTOCOL_VERSION, session=session.token, run_id=self._run_id
         )
@@ -344,7 +350,9 @@ class Intake:
         if self._credentials is not None:
             shown = stream.auth_context().get("x509_common_name", [b""])[0].decode(errors="replace")
             if shown != hello.name:
-                raise IdentityRefused(f"the certificate is {shown!r}'s, the name is {hello.name!r}")
+                raise IdentityRefused(
+                    f"the certificate is that of {shown!r}, not of {hello.name!r}"
+                )
         if (error := self._turned_away.get(node_id_of(hello.name))) is not None:
             raise error
         if self._layout_digest is not None and hello.layout_digest != self._layout_digest:
@@ -482,21 +490,26 @@ class Intake:
         self._sessions.pop(session.node_id, None)
 
     async def _watch_lost(self) -> None:
-        """Give up on devices that have been gone too long, and on uploads that stand still."""
+        """Give up on devices that are gone, take nothing, or stand still for too long."""
         while True:
             await asyncio.sleep(POLL_SECONDS)
             for session in list(self._sessions.values()):
-                since = session.lost_at if session.stream is None else session.heard_at
-                seconds = time.monotonic() - since
-                if seconds <= self._reconnect_seconds:
-                    continue
-                if session.stream is None:
-                    gone = ConnectionLost(f"{session.name} has been gone for {seconds:.0f} s")
-                    self._answer(session, gone)
-                    self._sessions.pop(session.node_id, None)
-                elif session.upload is not None:
-                    still = f"{session.name}: its upload stood still for {seconds:.0f} s"
-                    self._settle_with(session, LateUpdate(still))
+                self._watch(session, before=time.monotonic() - self._reconnect_seconds)
+
+    def _watch(self, session: Session, *, before: float) -> None:
+        within = f"for {self._reconnect_seconds:g} s"
+        if session.stream is None:
+            if session.lost_at < before:
+                self._answer(session, ConnectionLost(f"{session.name} has been gone {within}"))
+                self._sessions.pop(session.node_id, None)
+        elif session.sending_since is not None and session.sending_since < before:
+            self.refusals[ConnectionLost.__name__] += 1
+            log.warning("%s took nothing that it was sent %s: disconnected", session.name, within)
+            if session.task is not None:
+                session.task.cancel()
+        elif session.upload is not None and session.heard_at < before:
+            still = LateUpdate(f"{session.name}: its upload stood still {within}")
+            self._settle_with(session, still)
 
     # Writing.
 
@@ -509,7 +522,7 @@ class Intake:
 
     async def _write_bytes(self, stream: Stream, data: bytes) -> None:
         self.bytes_down += len(data) + GRPC_FRAME_BYTES
-        await asyncio.wait_for(stream.write(data), self._reconnect_seconds)
+        await stream.write(data)
 
     async def _write_all(self, session: Session, stream: Stream) -> None:
         """Send what is in the outbox, in order; write() waits where the device reads slowly."""
@@ -517,14 +530,11 @@ class Intake:
         try:
             while True:
                 send = await outbox.get()
+                session.sending_since = time.monotonic()
                 await send()
+                session.sending_since = None
         except BROKEN:
             log.debug("%s: the stream broke while sending", session.name)
-        except TimeoutError:
-            self.refusals[LateUpdate.__name__] += 1
-            log.warning("%s takes nothing that it is sent: disconnected", session.name)
-            if session.stream is stream and session.task is not None:
-                session.task.cancel()
 
     async def _ask(self, asks: Sequence[Ask]) -> None:
         self._frame.cache_clear()
@@ -576,6 +586,7 @@ class Intake:
         for offset in range(0, len(memory), CHUNK_BYTES):
             if session.ask is not ask or session.stream is not stream:
                 return False
+            session.sending_since = time.monotonic()
             await self._write_bytes(stream, self._frame(image_id, offset))
         return True
 
