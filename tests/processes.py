@@ -1,0 +1,314 @@
+"""Servers and devices in processes of their own, over real sockets.
+
+Each process leads a process group, writes to a log of its own, and is killed when its ``Processes``
+is left. To spare two cores, most of them are forked from a process that has imported torch already,
+and go on like the command itself; ``as_command`` starts the command.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import multiprocessing
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+ROOT = Path(__file__).resolve().parent.parent
+WAIT_SECONDS = 90.0
+POLL_SECONDS = 0.02
+PRELOADED = [
+    "server.serve",
+    "server.progress",
+    "client.uplink",
+    "client.app",
+    "client.node",
+    "simulation.engines",
+    "tensorboard.summary.writer.event_file_writer",
+    "tensorboard.compat.proto.event_pb2",
+    "matplotlib.figure",
+    "common.console",
+    "common.tls",
+]
+
+TASK = """
+import os, time
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+
+class Task:
+    def new_model(self):
+        return nn.Sequential(nn.Linear(4, {hidden}), nn.ReLU(), nn.Linear({hidden}, 2))
+
+    def train_examples(self, *, data, part, num_parts):
+        self.part = part
+        random = torch.Generator().manual_seed(part)
+        inputs = torch.randint(-3, 4, (50 + 7 * part, 4), generator=random).float()
+        return TensorDataset(inputs, (inputs.sum(1) > 0).long())
+
+    def loss_sum(self, model, batch):
+        inputs, labels = batch
+        if torch.is_grad_enabled() and len(labels) == 8 and self.part == 0:
+            self.pass_gate()
+        loss = nn.functional.cross_entropy(model(inputs), labels, reduction="sum")
+        return loss, len(labels), {{"correct": (model(inputs).argmax(1) == labels).sum()}}
+
+    def pass_gate(self):
+        with open({gate!r} + ".begun", "a") as file:
+            file.write("x")
+            num_begun = file.tell()
+        while num_begun > {open_for} and not os.path.exists({gate!r}):
+            time.sleep(0.01)
+"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GatedTask:
+    """A task file whose device 0 stops in mid-round until the gate is opened."""
+
+    spec: str
+    gate: Path
+    open_for: int
+
+    def wait_until_reached(self) -> None:
+        """Wait until device 0 has begun the micro-batch at which it stops."""
+        begun = self.gate.with_name(self.gate.name + ".begun")
+        until(
+            lambda: begun.exists() and begun.stat().st_size > self.open_for,
+            what=lambda: "device 0 at the gate",
+        )
+
+    def open(self) -> None:
+        """Let it go on."""
+        self.gate.touch()
+
+
+def write_task(folder: Path, *, hidden: int = 16, open_for: int = 1 << 30) -> GatedTask:
+    """Write a task of 7 x hidden + 2 parameters.
+
+    Device 0 has 50 examples, device 1 has 57. Of its micro-batches of 8, device 0 does ``open_for``
+    before it stops.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    path, gate = folder / "task.py", folder / "gate"
+    path.write_text(TASK.format(hidden=hidden, gate=str(gate), open_for=open_for))
+    return GatedTask(spec=f"{path}:Task", gate=gate, open_for=open_for)
+
+
+@dataclass(kw_only=True)
+class Process:
+    """A command of ours that runs."""
+
+    log: Path
+    pid: int
+    poll: Callable[[], int | None] = field(repr=False)
+
+    def text(self) -> str:
+        """Return all it has printed."""
+        return self.log.read_text()
+
+    def wait_for(self, pattern: str, *, seconds: float = WAIT_SECONDS) -> re.Match[str]:
+        """Wait until it has printed this."""
+        found: list[re.Match[str]] = []
+
+        def is_printed() -> bool:
+            ended = self.poll()
+            found.extend(re.finditer(pattern, self.text()))
+            assert found or ended is None, f"ended with {ended} before {pattern!r}:\n{self.text()}"
+            return bool(found)
+
+        until(is_printed, seconds=seconds, what=lambda: f"{pattern!r} in:\n{self.text()}")
+        return found[0]
+
+    def wait(self, *, seconds: float = WAIT_SECONDS) -> int:
+        """Wait for its end and return its exit status."""
+        until(lambda: self.poll() is not None, seconds=seconds, what=lambda: f"end:\n{self.text()}")
+        status = self.poll()
+        assert status is not None
+        return status
+
+    def succeed(self) -> None:
+        """Wait for its end, which must be one without a word of complaint."""
+        assert self.wait() == 0, self.text()
+        assert_tidy(self)
+
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        """Send a signal to it alone."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, number)
+
+
+def assert_tidy(process: Process) -> None:
+    """Hold that nothing went wrong in silence: no traceback, no noise of the libraries."""
+    for noise in (
+        "Traceback",
+        "never awaited",
+        "never retrieved",
+        "Exception ignored",
+        "was destroyed",
+        ".cc:",
+    ):
+        assert noise not in process.text(), process.text()
+
+
+def until(
+    is_so: Callable[[], bool], *, seconds: float = WAIT_SECONDS, what: Callable[[], str]
+) -> None:
+    """Wait until something is so."""
+    end = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < end, f"waited {seconds} s for {what()}"
+        time.sleep(POLL_SECONDS)
+
+
+class Processes:
+    """The processes of one test, with their logs and state in one folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        self._started: list[Process] = []
+        self._joins: list[Callable[[], object]] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for process in self._started:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.kill()
+        for join in self._joins:
+            join()
+
+    def server(self, *arguments: object, task: str, **how: Any) -> Process:
+        """Start a server; by default on a free port, with one thread, into ``folder / out``."""
+        given = [str(argument) for argument in arguments]
+        defaults = {"--listen": "127.0.0.1:0", "--out": self.folder / "out", "--threads": 1}
+        return self._start("server", [*_with(defaults, given), "--task", task], **how)
+
+    def client(self, port: int, part: int, *arguments: object, task: str, **how: Any) -> Process:
+        """Start device number ``part``, which bears it as its name."""
+        given = [str(argument) for argument in arguments]
+        defaults = {
+            "--server": f"127.0.0.1:{port}",
+            "--name": part,
+            "--part": part,
+            "--num-parts": 2,
+            "--threads": 1,
+            "--state": self.folder / "state",
+            "--patience": 60,
+        }
+        return self._start("client", [*_with(defaults, given), "--task", task], **how)
+
+    def run(self, module: str, *arguments: object, **how: Any) -> Process:
+        """Run a command to its end."""
+        process = self._start(module, [str(argument) for argument in arguments], **how)
+        process.wait()
+        return process
+
+    def _start(self, module: str, arguments: list[str], *, as_command: bool = False) -> Process:
+        log = self.folder / f"{len(self._started)}-{module}.log"
+        log.touch()
+        start = self._start_command if as_command else self._fork
+        process = start(module, arguments, log)
+        self._started.append(process)
+        return process
+
+    def _environment(self) -> dict[str, str]:
+        return {"XDG_STATE_HOME": str(self.folder / "xdg"), "OMP_NUM_THREADS": "1"}
+
+    def _start_command(self, module: str, arguments: list[str], log: Path) -> Process:
+        with log.open("w") as file:
+            command = subprocess.Popen(
+                [sys.executable, "-m", module, *arguments],
+                cwd=ROOT,
+                env={**os.environ, **self._environment()},
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self._joins.append(command.wait)
+        return Process(log=log, pid=command.pid, poll=command.poll)
+
+    def _fork(self, module: str, arguments: list[str], log: Path) -> Process:
+        child = _nursery().Process(
+            target=_become, args=(module, arguments, str(log), self._environment())
+        )
+        child.start()
+        assert child.pid is not None
+        self._joins.append(child.join)
+        return Process(log=log, pid=child.pid, poll=lambda: child.exitcode)
+
+
+def _with(defaults: dict[str, object], given: Sequence[str]) -> list[str]:
+    kept = [text for flag, value in defaults.items() if flag not in given for text in (flag, value)]
+    return [*map(str, kept), *given]
+
+
+@lru_cache
+def _nursery() -> Any:
+    # As the commands do before they import grpc; the preloading process must have it too.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    return context
+
+
+def _become(module: str, arguments: list[str], log: str, environment: dict[str, str]) -> None:
+    """Turn this forked process into a command."""
+    os.setsid()
+    os.chdir(ROOT)
+    os.environ.update(environment)
+    descriptor = os.open(log, os.O_WRONLY | os.O_APPEND)
+    for stream in (sys.stdout.fileno(), sys.stderr.fileno()):
+        os.dup2(descriptor, stream)
+    sys.argv = [f"headwater-{module}", *arguments]
+    if module == "server":
+        from server.cli import main
+    elif module == "client":
+        from client.cli import main
+    else:
+        from simulation.cli import main
+    main()
+
+
+def port_of(server: Process) -> int:
+    """Return the port that a server says it listens on."""
+    return int(server.wait_for(r"listening on \S+:(\d+)").group(1))
+
+
+def free_port() -> int:
+    """Return a port that nobody holds."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    """Return what a run noted of its rounds."""
+    return [json.loads(line) for line in (folder / "rounds.jsonl").read_text().splitlines()]
+
+
+def model_digest(folder: Path) -> str:
+    """Return the SHA-256 of the saved model."""
+    return hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
