@@ -434,17 +434,26 @@ def _backward_is_finite(plan: Plan, window: Window, positions: Positions, place:
 
 
 def check_works(plan: Plan, window: Window, place: Workplace) -> None:
-    """Run one example forward and backward, and show its exception rather than leave it out.
+    """Run examples of the window forward and backward, one by one, until one works.
 
     Raises:
-        TaskFailed: it raised; the exception is its cause.
+        TaskFailed: every one raised; the exception of the last is its cause.
+        OutOfMemory: one example alone does not fit.
 
     """
-    place.accumulator.zero()
+    failure: _VectorSpoiled | None = None
     try:
-        loss, _, _ = _forward(plan, window, window.positions[:1], place)
-        _backward(loss)
-    except _VectorSpoiled as error:
-        raise TaskFailed(f"the first example failed: {error}") from error
+        for position in window.positions:
+            place.accumulator.zero()
+            try:
+                loss, _, _ = _forward(plan, window, (position,), place)
+                _backward(loss)
+                return
+            except _VectorSpoiled as error:
+                failure = error
+    except MemoryError:
+        raise OutOfMemory(f"{place.name}: one example alone does not fit in memory") from None
     finally:
         place.accumulator.zero()
+    tried = len(window.positions)
+    raise TaskFailed(f"all of {tried} examples failed: {failure}") from failure

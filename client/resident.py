@@ -20,13 +20,15 @@ from client.accumulator import Accumulator
 from client.device import Hardware, Speed, ThisMachine
 from client.local_training import PeakMemory, Workplace, check_works, train
 from client.micro_batches import Place, Walk, held_out, window
-from common.errors import ModelMismatch
+from common.errors import BuffersChanged, ModelMismatch
 from common.parameters import ModelLayout, build_model
 from common.settings import Settings
 from common.task import Examples, check_additive, evaluate_sums, load_task, open_train_examples
 from common.update import DescribeRequest, DeviceReport, EvaluateReport, Plan, Update
 
 log = logging.getLogger(__name__)
+
+TRIED = 8  # examples that must all raise before the task is to blame and not the example
 
 stop_asked = threading.Event()
 """Set when the process is asked to stop: what was summed so far is sent."""
@@ -87,7 +89,7 @@ class Resident:
         """Try the task on real examples: it must run, and its loss must be a sum."""
         place = self._workplace(examples, name, ThisMachine())
         trial = Plan(round=0, run_seed=0, model_version=0, quota=1, micro_batch_size=1)
-        first = window(Place(), quota=1, run_seed=0, name=name, num_examples=len(examples))
+        first = window(Place(), quota=TRIED, run_seed=0, name=name, num_examples=len(examples))
         check_works(trial, first, place)
         check_additive(self.task, self.image.model, examples)
         self.accumulator.zero()
@@ -174,7 +176,11 @@ class Resident:
             name=identity.name,
             num_examples=len(examples),
         )
-        update = train(plan, taken, self._workplace(examples, identity.name, hardware))
+        try:
+            update = train(plan, taken, self._workplace(examples, identity.name, hardware))
+        except BuffersChanged:
+            self._loaded = None  # the next plan brings the server's buffers back
+            raise
         report = update.report
         num_taken = report.num_examples + report.num_refused
         return update, walk.pend(plan.round, taken.after(num_taken, len(examples)))

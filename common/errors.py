@@ -143,6 +143,7 @@ class UnsupportedModel(TaskError):
 class TaskFailed(TaskError):
     """The task raised an exception on every example it was given."""
 
+    is_private = True
     remedy = "try the task on its data alone with `headwater-client check`"
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import itertools
+import logging
 import math
 import sys
 from collections.abc import Mapping, Sequence
@@ -22,11 +23,14 @@ from torch import Tensor, nn
 from common.errors import (
     BuffersChanged,
     EmptyDataset,
+    HeadwaterError,
     MissingData,
     TaskError,
     TaskNotAdditive,
     UnknownTask,
 )
+
+log = logging.getLogger(__name__)
 
 # float32 rounding of a few examples is below 1e-5 relative; the mistakes that the check looks for
 # (a mean, batch statistics, counted padding) are off by a tenth and more.
@@ -227,6 +231,7 @@ def check_additive(task: Task, model: nn.Module, examples: Examples) -> None:
     Each example alone, each neighbouring pair, and all together are compared. A model that draws
     random numbers in training (dropout) is compared in evaluation mode, as its draws differ from
     call to call. The model itself is left as it was; one example alone can show nothing and passes.
+    Examples that raise, or give a NaN, are passed over: training leaves them out as well.
 
     Raises:
         TaskNotAdditive: with the two numbers that should have been equal and the likely cause.
@@ -234,12 +239,15 @@ def check_additive(task: Task, model: nn.Module, examples: Examples) -> None:
 
     """
     model = copy.deepcopy(model)
-    positions = list(range(min(4, len(examples))))
+    model.train()
+    positions = _usable(task, model, examples)
+    if not positions:
+        return
     model.train(not _is_random(task, model, batch_of(task, examples, positions)))
-    singles = [_measured(task, model, batch_of(task, examples, [p])) for p in positions]
+    singles = {p: _measured(task, model, batch_of(task, examples, [p])) for p in positions}
     groups = [list(pair) for pair in itertools.pairwise(positions)] + [positions]
     bound = max_weight_per_example(task)
-    for position, single in enumerate(singles):
+    for position, single in singles.items():
         if single[1] > bound:
             raise TaskNotAdditive(
                 f"example {position} weighs {single[1]}, more than the task's "
@@ -252,6 +260,24 @@ def check_additive(task: Task, model: nn.Module, examples: Examples) -> None:
 
 
 Measured = tuple[float, int, Tensor]
+
+
+def _usable(task: Task, model: nn.Module, examples: Examples) -> list[int]:
+    """Return up to four of the first sixteen positions that give a finite loss and gradient."""
+    found: list[int] = []
+    for position in range(min(16, len(examples))):
+        try:
+            loss, _, gradient_P = _measured(task, model, batch_of(task, examples, [position]))
+        except HeadwaterError:
+            raise
+        except Exception as error:
+            log.debug("example %d is passed over: %s: %s", position, type(error).__name__, error)
+            continue
+        if math.isfinite(loss) and bool(torch.isfinite(gradient_P).all()):
+            found.append(position)
+        if len(found) == 4:
+            break
+    return found
 
 
 def _measured(task: Task, model: nn.Module, batch: Any) -> Measured:

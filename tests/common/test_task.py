@@ -29,7 +29,14 @@ from common.task import (
     loss_sum,
     open_train_examples,
 )
-from tests.tasks import TwoLayers, examples
+from tests.tasks import (
+    NAN_GRADIENT,
+    NAN_LOSS,
+    RAISES_BACKWARD,
+    RAISES_FORWARD,
+    TwoLayers,
+    examples,
+)
 
 
 def check(task: Task, data: TensorDataset | None = None) -> None:
@@ -359,3 +366,18 @@ def test_data_that_cannot_be_read_is_missing_data() -> None:
 
     with pytest.raises(MissingData):
         open_train_examples(Absent(), data=Path("nowhere"), part=0, num_parts=1)
+
+
+@pytest.mark.parametrize("kind", [NAN_LOSS, NAN_GRADIENT, RAISES_BACKWARD, RAISES_FORWARD])
+def test_an_example_that_training_would_leave_out_is_passed_over(kind: int) -> None:
+    check(TwoLayers(), examples(6, kinds=[kind, 0, kind]))
+
+
+def test_a_mean_is_found_behind_examples_that_fail() -> None:
+    class Mean(TwoLayers):
+        def loss_sum(self, model: nn.Module, batch: Sequence[Tensor]) -> tuple[Tensor, int]:
+            loss, weight = super().loss_sum(model, batch)
+            return loss / weight, weight
+
+    with pytest.raises(TaskNotAdditive, match="mean"):
+        check(Mean(), examples(12, kinds=[NAN_LOSS, RAISES_FORWARD] * 3))
