@@ -6,10 +6,11 @@ Absent limits are absent, never zero. A simulated device answers the same questi
 
 from __future__ import annotations
 
+import logging
 import os
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -18,7 +19,10 @@ import psutil
 import torch
 
 from client.local_training import Clock, Workplace
-from common.task import batch_of, loss_sum
+from common.errors import HeadwaterError, TaskFailed
+from common.task import batch_of, loss_sum, usable
+
+log = logging.getLogger(__name__)
 
 # Beside the activations kept for the backward pass, their gradients and temporaries live a while.
 WORKING_FACTOR = 2.0
@@ -82,9 +86,15 @@ class ThisMachine:
         return min(limits if self._limit_bytes is None else [*limits, self._limit_bytes])
 
     def speed(self, place: Workplace) -> Speed:
-        """Time micro-batches of 1 and of up to 8 examples, three times each, and fit a line."""
-        large = min(8, len(place.examples))
-        one, many = (_median_seconds(place, size) for size in (1, large))
+        """Time micro-batches of 1 and of up to 8 examples, three times each, and fit a line.
+
+        Raises:
+            TaskFailed: none of the first examples can be trained on.
+
+        """
+        positions = _sample(place, 8)
+        large = len(positions)
+        one, many = (_median_seconds(place, positions[:size]) for size in (1, large))
         per_example = max((many - one) / (large - 1), 0.0) if large > 1 else 0.0
         return Speed(
             seconds_per_micro_batch=max(one - per_example, 0.0),
@@ -94,14 +104,33 @@ class ThisMachine:
         )
 
 
-def _median_seconds(place: Workplace, size: int) -> float:
+def _sample(place: Workplace, most: int) -> list[int]:
+    """Return the first positions, or some of the first that work if they do not work together."""
+    first = list(range(min(most, len(place.examples))))
+    try:
+        _run(place, first)
+    except HeadwaterError:
+        raise
+    except Exception as error:
+        log.debug("the first %d examples failed: %s", len(first), error)
+        working = usable(place.task, place.image.model, place.examples)[:most]
+        if not working:
+            raise TaskFailed(f"none of the first examples can be trained on: {error}") from error
+        return working
+    return first
+
+
+def _run(place: Workplace, positions: Sequence[int]) -> None:
+    batch = batch_of(place.task, place.examples, positions)
+    loss, _, _ = loss_sum(place.task, place.image.model, batch)
+    loss.backward()  # type: ignore[no-untyped-call]
+
+
+def _median_seconds(place: Workplace, positions: Sequence[int]) -> float:
     seconds = []
     for _ in range(3):
         start = time.perf_counter()
-        loss, _, _ = loss_sum(
-            place.task, place.image.model, batch_of(place.task, place.examples, range(size))
-        )
-        loss.backward()  # type: ignore[no-untyped-call]
+        _run(place, positions)
         seconds.append(time.perf_counter() - start)
     return statistics.median(seconds)
 
@@ -112,11 +141,12 @@ def activation_bytes(place: Workplace) -> float:
     Storages are counted once each, and the model's own parameters not at all.
     """
     own = place.image.bytes_U8.untyped_storage().data_ptr()
-    kept = [_saved_bytes(place, size, own) for size in (1, min(2, len(place.examples)))]
+    positions = _sample(place, 2)
+    kept = [_saved_bytes(place, some, own) for some in (positions[:1], positions)]
     return float(max(kept[1] - kept[0], kept[0] / 2, 1))
 
 
-def _saved_bytes(place: Workplace, size: int, own: int) -> int:
+def _saved_bytes(place: Workplace, positions: Sequence[int], own: int) -> int:
     storages: dict[int, int] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -126,7 +156,7 @@ def _saved_bytes(place: Workplace, size: int, own: int) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        loss_sum(place.task, place.image.model, batch_of(place.task, place.examples, range(size)))
+        loss_sum(place.task, place.image.model, batch_of(place.task, place.examples, positions))
     return sum(storages.values())
 
 

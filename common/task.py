@@ -240,7 +240,7 @@ def check_additive(task: Task, model: nn.Module, examples: Examples) -> None:
     """
     model = copy.deepcopy(model)
     model.train()
-    positions = _usable(task, model, examples)
+    positions = usable(task, model, examples)
     if not positions:
         return
     model.train(not _is_random(task, model, batch_of(task, examples, positions)))
@@ -262,7 +262,7 @@ def check_additive(task: Task, model: nn.Module, examples: Examples) -> None:
 Measured = tuple[float, int, Tensor]
 
 
-def _usable(task: Task, model: nn.Module, examples: Examples) -> list[int]:
+def usable(task: Task, model: nn.Module, examples: Examples) -> list[int]:
     """Return up to four of the first sixteen positions that give a finite loss and gradient."""
     found: list[int] = []
     for position in range(min(16, len(examples))):
