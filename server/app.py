@@ -22,8 +22,10 @@ from common.own_grid import OwnGrid
 from common.parameters import ModelImage
 from common.settings import from_run_config
 from common.update import DescribeRequest, DeviceReport, EvaluateReport, Plan, Update
+from server.fleet import Dropout, Traffic
 from server.metrics import RoundRow
-from server.rounds import Dropout, OnRound, Traffic, Training, run
+from server.rounds import OnRound, run
+from server.training import Training
 
 log = logging.getLogger(__name__)
 # Of all loggers, Flower's engines show their own alone, with what descends from it.

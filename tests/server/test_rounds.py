@@ -29,8 +29,10 @@ from common.parameters import ModelImage
 from common.settings import Settings
 from common.update import DescribeRequest, DeviceReport, EvaluateReport, Plan, Update, UpdateReport
 from server.app import GridFleet
+from server.fleet import Dropout, Traffic
 from server.metrics import RoundRow
-from server.rounds import Dropout, Traffic, Training, run
+from server.rounds import run
+from server.training import Training
 from simulation.fleet import simulated_machine
 from simulation.grid import InProcessGrid
 

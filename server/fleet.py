@@ -1,0 +1,62 @@
+"""The devices as the rounds see them: who is there, what they answer. No Flower, no sockets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from common.errors import HeadwaterError
+from common.parameters import ModelImage
+from common.update import DescribeRequest, DeviceReport, EvaluateReport, Plan, Update
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Dropout:
+    """A client that was asked and did not finish, and why."""
+
+    name: str
+    error: HeadwaterError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Traffic:
+    """Bytes that went over the wire so far."""
+
+    bytes_up: int = 0
+    bytes_down: int = 0
+
+
+class Fleet(Protocol):
+    """The devices, as the rounds see them."""
+
+    def describe(self, request: DescribeRequest, *, min_clients: int) -> list[DeviceReport]:
+        """Wait until ``min_clients`` are there, and return the report of every device that is."""
+        ...
+
+    def train(
+        self, plans: Mapping[str, Plan], image: ModelImage, *, timeout_seconds: float | None
+    ) -> Iterator[Update | Dropout]:
+        """Send plans and model, and yield each answer as it comes.
+
+        An update's vector is valid until the next one is asked for.
+        """
+        ...
+
+    def evaluate(
+        self, plans: Mapping[str, Plan], image: ModelImage, *, timeout_seconds: float | None
+    ) -> Iterator[EvaluateReport | Dropout]:
+        """Send the model for evaluation, and yield each answer as it comes."""
+        ...
+
+    def traffic(self) -> Traffic:
+        """Return the bytes sent and received so far."""
+        ...
+
+    def simulated_state(self) -> dict[str, Any]:
+        """Return the devices' own state, if they live and die with this process; else nothing."""
+        ...
+
+    def restore_simulated(self, state: Mapping[str, Any]) -> None:
+        """Take up what ``simulated_state`` gave."""
+        ...

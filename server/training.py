@@ -1,0 +1,240 @@
+"""The state of a run and the round in progress: plan, check each update, fold it, commit.
+
+A round counts whole or not at all: until ``commit`` nothing of the state has changed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from common.errors import (
+    CheckpointCorrupt,
+    CountOutOfRange,
+    HeadwaterError,
+    SettingsError,
+    TooFewClients,
+    UnexpectedUpdate,
+    UpdateRefused,
+)
+from common.parameters import build_model, load_initial
+from common.settings import Settings
+from common.task import load_task, max_weight_per_example
+from common.update import DescribeRequest, DeviceReport, Plan, Update, UpdateReport
+from server import checkpoint
+from server.aggregate import CohortSum
+from server.cohort import select
+from server.fleet import Dropout, Fleet
+from server.planner import Assignment, assign
+from server.server_optimizer import ServerOptimizer
+
+log = logging.getLogger(__name__)
+
+
+class Training:
+    """The state of one run: model, optimizer, sum, and what each device had counted."""
+
+    def __init__(self, settings: Settings, *, run_id: int) -> None:
+        """Build the model at its start.
+
+        Raises:
+            SettingsError, TaskError, ModelMismatch: see ``common.errors``.
+
+        """
+        if settings.task is None:
+            raise SettingsError("no task is set", remedy="name it with --task FILE.py:Class")
+        self.settings = settings
+        self.task = load_task(settings.task)
+        self.image = build_model(
+            self.task, seed=settings.seed, replace_batch_norm=settings.model.replace_batch_norm
+        )
+        if settings.model.initial is not None:
+            load_initial(self.image, settings.model.initial)
+        self.optimizer = ServerOptimizer(self.image, settings.optimizer, settings.schedule)
+        self.sum = CohortSum(self.image.layout)
+        self.round = 0
+        self.run_id = run_id
+        self.counted: dict[str, int] = {}
+        self.seconds = 0.0
+
+    def resume(self, folder: Path, fleet: Fleet) -> bool:
+        """Take up the checkpoint in ``folder``; False if there is none.
+
+        Raises:
+            CheckpointCorrupt: it cannot be read, or is that of another model.
+
+        """
+        found = checkpoint.load(folder)
+        if found is None:
+            return False
+        progress, image_U8, optimizer = found
+        if progress.layout_digest != self.image.layout.digest:
+            raise CheckpointCorrupt(
+                f"the checkpoint in {folder} is that of another model",
+                remedy="resume with the task that the run was started with",
+            )
+        self.image.bytes_U8.copy_(image_U8)
+        self.optimizer.restore(optimizer, progress.optimizer)
+        self.sum.restore(progress.largest)
+        self.round, self.run_id = progress.round, progress.run_id
+        self.counted, self.seconds = dict(progress.counted), progress.seconds
+        fleet.restore_simulated(progress.simulated)
+        return True
+
+    def describe_request(self) -> DescribeRequest:
+        """Return what every device is asked when it is first seen."""
+        return DescribeRequest(
+            run_seed=self.settings.seed,
+            wants_speed=self.settings.plan.accumulation_steps is None,
+            layout_digest=self.image.layout.digest,
+            num_parameters=self.image.layout.num_parameters,
+            held_out_fraction=self._held_out_fraction,
+        )
+
+    @property
+    def _held_out_fraction(self) -> float:
+        chosen = self.settings.evaluation
+        return chosen.held_out_fraction if chosen.on_devices else 0.0
+
+    def plan_round(self, reports: Iterable[DeviceReport]) -> dict[str, Plan]:
+        """Choose the next round's cohort and what each member is asked to do.
+
+        Raises:
+            TooFewClients: the planner left out so many that the round cannot count.
+
+        """
+        cohort, round_number = self.settings.cohort, self.round + 1
+        by_name = {report.name: report for report in reports}
+        invited = select(
+            list(by_name), size=cohort.size, seed=self.settings.seed, round_number=round_number
+        )
+        assignments = assign(
+            [by_name[name] for name in invited],
+            self.settings.plan,
+            deadline_seconds=cohort.deadline_seconds,
+        )
+        if len(assignments) < cohort.min_clients:
+            raise TooFewClients(
+                f"round {round_number}: {len(assignments)} of {len(invited)} invited clients can "
+                f"finish one example in time, at least {cohort.min_clients} are needed"
+            )
+        return {
+            name: self._plan(name, assignments[name]) for name in invited if name in assignments
+        }
+
+    def _plan(self, name: str, assignment: Assignment) -> Plan:
+        chosen = self.settings.plan
+        return Plan(
+            round=self.round + 1,
+            run_seed=self.settings.seed,
+            model_version=self.round,
+            quota=assignment.quota,
+            micro_batch_size=assignment.micro_batch_size,
+            local_steps=chosen.local_steps,
+            local_learning_rate=chosen.local_learning_rate,
+            precision=chosen.precision,
+            deadline_seconds=self.settings.cohort.deadline_seconds,
+            counted_round=self.counted.get(name),
+            held_out_fraction=self._held_out_fraction,
+            reason=assignment.reason,
+        )
+
+    def open_round(self, plans: Mapping[str, Plan]) -> OpenRound:
+        """Empty the sum for a round of these plans."""
+        bound = max_weight_per_example(self.task)
+        self.sum.open(
+            num_clients=len(plans),
+            planned_weight=bound * sum(plan.quota for plan in plans.values()),
+        )
+        return OpenRound(plans=plans, total=self.sum, max_weight_per_example=bound)
+
+    def commit(self, opened: OpenRound) -> None:
+        """Divide once and take the step; the round counts from here on.
+
+        Raises:
+            TooFewClients: fewer updates than --min-clients; nothing has changed.
+
+        """
+        needed = self.settings.cohort.min_clients
+        if len(opened.accepted) < max(needed, 1):
+            why = "; ".join(f"{name}: {error}" for name, error in list(opened.refused.items())[:3])
+            raise TooFewClients(
+                f"round {self.round + 1}: {len(opened.accepted)} of {len(opened.plans)} clients "
+                f"answered in time, at least {needed} are needed" + (f" ({why})" if why else "")
+            )
+        self.optimizer.step(self.sum.close())
+        self.round += 1
+        self.counted |= dict.fromkeys(opened.accepted, self.round)
+
+    def progress(self, fleet: Fleet, optimizer: str) -> checkpoint.Progress:
+        """Gather what a checkpoint holds beside its tensors."""
+        return checkpoint.Progress(
+            run_id=self.run_id,
+            round=self.round,
+            layout_digest=self.image.layout.digest,
+            optimizer=optimizer,
+            largest=self.sum.largest,
+            counted=self.counted,
+            seconds=self.seconds,
+            simulated=fleet.simulated_state(),
+        )
+
+
+class OpenRound:
+    """A round in progress: which updates were accepted, which refused."""
+
+    def __init__(
+        self, *, plans: Mapping[str, Plan], total: CohortSum, max_weight_per_example: int
+    ) -> None:
+        self.plans = plans
+        self.accepted: dict[str, UpdateReport] = {}
+        self.refused: dict[str, HeadwaterError] = {}
+        self._total = total
+        self._max_weight = max_weight_per_example
+
+    def take(self, answer: Update | Dropout) -> None:
+        """Check an answer and fold it, or count why not."""
+        if isinstance(answer, Dropout):
+            self.refused[answer.name] = answer.error
+            return
+        report = answer.report
+        try:
+            self._check(report)
+            self._total.check(answer.values_P, name=report.name)
+        except UpdateRefused as error:
+            log.warning("%s: %s", error.code, error)
+            if report.name not in self.accepted:
+                self.refused[report.name] = error
+            return
+        self._total.fold(answer.values_P, report.weight)
+        self.accepted[report.name] = report
+
+    def _check(self, report: UpdateReport) -> None:
+        """Hold a report against its plan.
+
+        Raises:
+            UnexpectedUpdate: nobody asked for it, or it is here already.
+            CountOutOfRange: more examples or weight than the plan can lead to, or none.
+
+        """
+        plan = self.plans.get(report.name)
+        if plan is None or report.name in self.accepted:
+            raise UnexpectedUpdate(f"{report.name}: no update of it is awaited")
+        if report.round != plan.round:
+            raise UnexpectedUpdate(
+                f"{report.name}: an update for round {report.round} in round {plan.round}"
+            )
+        if not 0 < report.num_examples <= plan.quota:
+            raise CountOutOfRange(
+                f"{report.name}: {report.num_examples} examples, its quota was {plan.quota}"
+            )
+        if not 0 < report.weight <= report.num_examples * self._max_weight:
+            raise CountOutOfRange(
+                f"{report.name}: weight {report.weight} for {report.num_examples} examples of at "
+                f"most {self._max_weight} each"
+            )
+        if len(report.steps) > plan.quota + 1:
+            raise CountOutOfRange(
+                f"{report.name}: {len(report.steps)} steps for {plan.quota} examples"
+            )
