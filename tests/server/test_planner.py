@@ -202,7 +202,7 @@ EXTREMES: list[dict[str, Any]] = [
     {"num_examples": 2**40, "seconds_per_example": 1e9},
     {"memory_limit_bytes": 1, "bytes_per_example": 5e-324},
     {"memory_limit_bytes": 0, "base_bytes": 2**53, "bytes_per_example": 5e-324},
-    {"bytes_per_example": 1e308},
+    {"bytes_per_example": 1e99},
 ]
 
 
