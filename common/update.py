@@ -15,8 +15,11 @@ from torch import Tensor
 from common.settings import Seconds
 
 Natural = Annotated[int, Field(ge=0, le=2**53)]
-Finite = Annotated[float, Field(allow_inf_nan=False)]
-NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+# Far beyond what float32 can lead to (2^53 losses of 2^128 are below 10^55), and small enough for
+# the server to square, and to sum over any cohort, without an overflow.
+LARGEST = 1e100
+Finite = Annotated[float, Field(ge=-LARGEST, le=LARGEST, allow_inf_nan=False)]
+NotNegative = Annotated[float, Field(ge=0, le=LARGEST, allow_inf_nan=False)]
 Duration = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 Name = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 
