@@ -287,6 +287,9 @@ class Intake:
         except HeadwaterError as error:
             self.refusals[error.code] += 1
             log.warning("%s refused: %s: %s", stream.peer(), error.code, error)
+            if session is not None and session.sending_since is not None:
+                # A frame is stuck on its way out: behind it no fault and no status can be sent.
+                raise asyncio.CancelledError from error
             with contextlib.suppress(TimeoutError, *BROKEN):
                 async with asyncio.timeout(CLOSE_SECONDS):
                     await self._write(stream, _fault(error))
@@ -295,6 +298,7 @@ class Intake:
         finally:
             if session is not None and session.stream is stream:
                 session.stream, session.task, session.lost_at = None, None, time.monotonic()
+                session.outbox, session.sending_since = asyncio.Queue(), None
                 log.info("%s disconnected", session.name)
 
     async def _welcome(self, stream: Stream) -> Session:
