@@ -1,0 +1,296 @@
+"""A server in this process and devices that speak its frames by hand, over real sockets.
+
+A raw device does what it is told and nothing by itself, so a test can break any rule of the wire.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import threading
+from collections import Counter
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+import grpc.aio
+import torch
+
+from common.parameters import build_model
+from common.settings import load
+from common.task import load_task
+from common.wire import CHUNK_BYTES, METHOD, PROTOCOL_VERSION
+from common.wire_pb2 import (
+    Chunk,
+    ClientFrame,
+    Fault,
+    Hello,
+    Instruction,
+    Reply,
+    ServerFrame,
+)
+from server.app import GridFleet
+from server.grid import GrpcGrid
+from server.intake import Intake
+from server.metrics import RoundRow
+from server.rounds import run as run_rounds
+from server.training import Training
+
+TASK = "tests/tasks.py:TwoLayers"
+NUM_EXAMPLES = 24
+RUN_ID = 7
+WAIT_SECONDS = 20.0
+LIMITLESS = (("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1))
+
+
+def layout_digest() -> str:
+    """Return the digest of the task's model."""
+    return build_model(load_task(TASK), seed=0).layout.digest
+
+
+@dataclass(kw_only=True)
+class Run:
+    """A server's run in a thread of its own."""
+
+    intake: Intake
+    training: Training
+    thread: threading.Thread
+    rows: list[RoundRow] = field(default_factory=list)
+    error: list[BaseException] = field(default_factory=list)
+
+    @property
+    def port(self) -> int:
+        return self.intake.port
+
+    @property
+    def refusals(self) -> Counter[str]:
+        return self.intake.refusals
+
+    def model(self) -> bytes:
+        """Return the model as it is now."""
+        return bytes(self.training.image.buffer())
+
+    def begin(self) -> None:
+        """Begin with the devices that are connected."""
+        self.thread.start()
+
+    async def end(self) -> None:
+        """Wait for the run's end, which must be one of its own accord."""
+        await asyncio.wait_for(asyncio.to_thread(self.thread.join), WAIT_SECONDS)
+        if self.error:
+            raise self.error[0]
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    *,
+    rounds: int = 1,
+    min_clients: int = 1,
+    reconnect_seconds: float = 30.0,
+    describe_seconds: float = 30.0,
+    deadline: float | None = None,
+    on_devices: bool = False,
+) -> AsyncIterator[Run]:
+    """Listen; ``begin`` serves ``rounds`` rounds of K = 1, micro-batch 8."""
+    settings = load(
+        None,
+        {
+            "task": TASK,
+            "rounds": rounds,
+            "threads": 1,
+            "plan.accumulation_steps": 1,
+            "plan.micro_batch_size": 8,
+            "cohort.min_clients": min_clients,
+            "cohort.deadline_seconds": deadline,
+            "evaluation.on_devices": on_devices,
+        },
+    )
+    intake = Intake(
+        "127.0.0.1:0",
+        run_id=RUN_ID,
+        credentials=None,
+        staging_bytes=1 << 20,
+        reconnect_seconds=reconnect_seconds,
+    )
+    intake.start()
+    run = Run(intake=intake, training=Training(settings, run_id=RUN_ID), thread=threading.Thread())
+    run.thread = threading.Thread(target=_serve, args=(run, describe_seconds), daemon=True)
+    try:
+        yield run
+    finally:
+        await asyncio.to_thread(intake.stop, say_goodbye=False)
+
+
+def _serve(run: Run, describe_seconds: float) -> None:
+    try:
+        grid = GrpcGrid(run.intake, describe_seconds=describe_seconds)
+        grid.enter_run(RUN_ID)
+        run_rounds(run.training, GridFleet(grid), on_round=run.rows.append)
+    except BaseException as error:
+        run.error.append(error)
+
+
+class RawDevice:
+    """One stream, spoken by hand."""
+
+    def __init__(self, port: int, name: str = "attacker") -> None:
+        self.name = name
+        self.image = b""
+        self._channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=LIMITLESS)
+        self._call = self._channel.stream_stream(METHOD)()
+
+    async def __aenter__(self) -> RawDevice:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._call.cancel()
+        await self._channel.close()
+
+    async def send_bytes(self, data: bytes) -> None:
+        await self._call.write(data)
+
+    async def send(self, **frame: Any) -> None:
+        await self.send_bytes(ClientFrame(**frame).SerializeToString())
+
+    async def next(self) -> ServerFrame:
+        """Return the next frame; EOFError if the server ended the stream."""
+        try:
+            data = await asyncio.wait_for(self._call.read(), WAIT_SECONDS)
+        except grpc.aio.AioRpcError as error:
+            raise EOFError(str(error.code())) from error
+        if data is grpc.aio.EOF:
+            raise EOFError
+        return ServerFrame.FromString(data)
+
+    async def next_of(self, *kinds: str) -> ServerFrame:
+        """Skip frames until one of these kinds comes; models are kept in ``image``."""
+        while True:
+            frame = await self.next()
+            if frame.WhichOneof("kind") == "image":
+                self.image = b""
+            if frame.WhichOneof("kind") == "chunk":
+                self.image += frame.chunk.data
+            if frame.WhichOneof("kind") in kinds:
+                return frame
+
+    async def fault(self) -> Fault:
+        """Return the next fault."""
+        return (await self.next_of("fault")).fault
+
+    async def hello(self, **changes: Any) -> None:
+        """Say hello, as an honest device would but for ``changes``."""
+        honest: dict[str, Any] = {
+            "protocol_version": PROTOCOL_VERSION,
+            "name": self.name,
+            "layout_digest": layout_digest(),
+        }
+        await self.send(hello=Hello(**(honest | changes)))
+
+    async def enter(self) -> None:
+        """Say hello and be welcomed."""
+        await self.hello()
+        await self.next_of("welcome")
+
+    async def describe(self, **changes: Any) -> None:
+        """Say what the device is, but for ``changes``."""
+        asked = (await self.next_of("instruction")).instruction
+        report = {
+            "name": self.name,
+            "num_examples": NUM_EXAMPLES,
+            "layout_digest": layout_digest(),
+        }
+        await self.reply(asked, json.dumps(report | changes))
+
+    async def plan(self) -> Instruction:
+        """Wait for the next plan."""
+        return (await self.next_of("instruction")).instruction
+
+    async def reply(
+        self, asked: Instruction, head: str, vector: bytes = b"", **changes: Any
+    ) -> None:
+        """Send a reply's head and its vector, the head but for ``changes``."""
+        honest: dict[str, Any] = {
+            "message_id": asked.message_id,
+            "head_json": head,
+            "num_bytes": len(vector),
+            "sha256": hashlib.sha256(vector).digest(),
+        }
+        await self.send(reply=Reply(**(honest | changes)))
+        for offset in range(0, len(vector), CHUNK_BYTES):
+            await self.chunk(asked, offset, vector[offset : offset + CHUNK_BYTES])
+
+    async def chunk(self, asked: Instruction, offset: int, data: bytes) -> None:
+        await self.send(chunk=Chunk(transfer_id=asked.message_id, offset=offset, data=data))
+
+    async def update(self, asked: Instruction, **changes: Any) -> None:
+        """Send an honest update but for ``changes`` in its head."""
+        await self.reply(asked, head_of(asked, self.name, **changes), VECTOR)
+
+    async def refused(self) -> str:
+        """Return the code of the fault by which the server ends the stream."""
+        fault = await self.fault()
+        await self.end()
+        return fault.code
+
+    async def end(self) -> None:
+        """Wait until the server has ended the stream."""
+        with contextlib.suppress(EOFError):
+            while True:
+                await self.next()
+
+
+VECTOR = torch.arange(11, dtype=torch.float32).numpy().tobytes()
+
+
+def head_of(asked: Instruction, name: str, /, **changes: Any) -> str:
+    """Return the head of an honest update but for ``changes``."""
+    plan = json.loads(asked.head_json)
+    step = {
+        "num_examples": 8,
+        "weight": 8,
+        "loss": 0.5,
+        "gradient_norm": 1.0,
+        "seconds": 0.1,
+        "peak_bytes": 1,
+    }
+    honest = {
+        "name": name,
+        "round": plan["round"],
+        "num_examples": 8,
+        "weight": 8,
+        "loss_sum": 4.0,
+        "micro_batch_size": 8,
+        "seconds": 0.1,
+        "steps": [step],
+        "reason": "quota",
+    }
+    return json.dumps(honest | changes)
+
+
+@contextlib.asynccontextmanager
+async def cohort(*names: str, **how: Any) -> AsyncIterator[tuple[Any, ...]]:
+    """Serve a run that begins with devices of these names; yields the run and the devices."""
+    async with contextlib.AsyncExitStack() as stack:
+        run = await stack.enter_async_context(serving(**how))
+        devices = [await stack.enter_async_context(RawDevice(run.port, name)) for name in names]
+        for device in devices:
+            await device.enter()
+        run.begin()
+        yield run, *devices
+
+
+def honest_model() -> bytes:
+    """Return the model of a run in which the honest device alone takes part."""
+
+    async def train() -> bytes:
+        async with cohort("honest") as (run, device):
+            await device.describe()
+            await device.update(await device.plan())
+            await run.end()
+            model: bytes = run.model()
+            return model
+
+    return asyncio.run(train())
