@@ -170,6 +170,7 @@ class Intake:
         self._turned_away: dict[int, HeadwaterError] = {}
         self._image: tuple[str, memoryview] | None = None
         self._writers: set[asyncio.Task[None]] = set()
+        self._displaced: dict[Stream, HeadwaterError] = {}
         self._is_closing = False
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="intake", daemon=True)
@@ -198,6 +199,11 @@ class Intake:
     def expect_layout(self, digest: str) -> None:
         """Let only devices in whose model is laid out like this."""
         self._layout_digest = digest
+
+    @property
+    def staged_bytes(self) -> int:
+        """The bytes of uploads that are held in RAM now."""
+        return self._room.held_bytes
 
     def connected(self) -> list[int]:
         """Return the nodes that are connected now."""
@@ -285,21 +291,35 @@ class Intake:
                 writer.cancel()
                 await asyncio.wait([writer], timeout=POLL_SECONDS)
         except HeadwaterError as error:
-            self.refusals[error.code] += 1
-            log.warning("%s refused: %s: %s", stream.peer(), error.code, error)
             if session is not None and session.sending_since is not None:
                 # A frame is stuck on its way out: behind it no fault and no status can be sent.
+                self._count(stream, error)
                 raise asyncio.CancelledError from error
-            with contextlib.suppress(TimeoutError, *BROKEN):
-                async with asyncio.timeout(CLOSE_SECONDS):
-                    await self._write(stream, _fault(error))
+            await self._turn_away(stream, error)
+        except asyncio.CancelledError:
+            displaced = self._displaced.pop(stream, None)
+            if displaced is None:
+                raise
+            await self._turn_away(stream, displaced)
         except BROKEN as error:
             log.debug("stream lost: %s", error)
         finally:
+            self._displaced.pop(stream, None)
             if session is not None and session.stream is stream:
                 session.stream, session.task, session.lost_at = None, None, time.monotonic()
                 session.outbox, session.sending_since = asyncio.Queue(), None
                 log.info("%s disconnected", session.name)
+
+    def _count(self, stream: Stream, error: HeadwaterError) -> None:
+        self.refusals[error.code] += 1
+        log.warning("%s refused: %s: %s", stream.peer(), error.code, error)
+
+    async def _turn_away(self, stream: Stream, error: HeadwaterError) -> None:
+        """Tell a device why its stream ends."""
+        self._count(stream, error)
+        with contextlib.suppress(TimeoutError, *BROKEN):
+            async with asyncio.timeout(CLOSE_SECONDS):
+                await self._write(stream, _fault(error))
 
     async def _welcome(self, stream: Stream) -> Session:
         """Read and check Hello, and find or make the session."""
@@ -316,7 +336,9 @@ class Intake:
         if session is not None and session.stream is not None and not is_same:
             if self._credentials is None:
                 raise IdentityRefused(f"a device of the name {hello.name} is connected already")
-            log.warning("%s: a new connection with its certificate displaces the old", hello.name)
+            self._displaced[session.stream] = IdentityRefused(
+                f"another device has come with the certificate of {hello.name}"
+            )
         if session is None:
             session = Session(name=hello.name, node_id=node_id_of(hello.name), token=b"")
             self._sessions[session.node_id] = session
@@ -324,7 +346,7 @@ class Intake:
             session.token = secrets.token_bytes(16)
             self._drop_upload(session)
         if session.task is not None:
-            session.task.cancel()  # the old stream of the same device
+            session.task.cancel()  # the old stream
         self._attach(session, stream, hello)
         return session
 
