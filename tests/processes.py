@@ -268,7 +268,7 @@ def _with(defaults: dict[str, object], given: Sequence[str]) -> list[str]:
 @lru_cache
 def _nursery() -> Any:
     # As the commands do before they import grpc; the preloading process must have it too.
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    os.environ["GRPC_VERBOSITY"] = "NONE"
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     return context

@@ -22,6 +22,7 @@ import torch
 from common.parameters import build_model
 from common.settings import load
 from common.task import load_task
+from common.tls import Credentials
 from common.wire import CHUNK_BYTES, METHOD, PROTOCOL_VERSION
 from common.wire_pb2 import (
     Chunk,
@@ -93,6 +94,7 @@ async def serving(
     describe_seconds: float = 30.0,
     deadline: float | None = None,
     on_devices: bool = False,
+    credentials: Credentials | None = None,
 ) -> AsyncIterator[Run]:
     """Listen; ``begin`` serves ``rounds`` rounds of K = 1, micro-batch 8."""
     settings = load(
@@ -111,7 +113,7 @@ async def serving(
     intake = Intake(
         "127.0.0.1:0",
         run_id=RUN_ID,
-        credentials=None,
+        credentials=credentials,
         staging_bytes=1 << 20,
         reconnect_seconds=reconnect_seconds,
     )
@@ -136,10 +138,19 @@ def _serve(run: Run, describe_seconds: float) -> None:
 class RawDevice:
     """One stream, spoken by hand."""
 
-    def __init__(self, port: int, name: str = "attacker") -> None:
+    def __init__(
+        self, port: int, name: str = "attacker", *, credentials: Credentials | None = None
+    ) -> None:
         self.name = name
         self.image = b""
-        self._channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=LIMITLESS)
+        address = f"127.0.0.1:{port}"
+        if credentials is None:
+            self._channel = grpc.aio.insecure_channel(address, options=LIMITLESS)
+        else:
+            keys = grpc.ssl_channel_credentials(
+                credentials.ca, credentials.key, credentials.certificate
+            )
+            self._channel = grpc.aio.secure_channel(address, keys, options=LIMITLESS)
         self._call = self._channel.stream_stream(METHOD)()
 
     async def __aenter__(self) -> RawDevice:

@@ -36,7 +36,7 @@ def simulated(processes: Processes, *settings: object, task: str, clients: int =
 
 def test_the_commands_make_the_simulators_model_byte_for_byte(tmp_path: Path) -> None:
     settings = (*ROUNDS, *PLAN, *ADAM)
-    task = "examples/digits.py:Digits"
+    task = write_task(tmp_path).spec
     with Processes(tmp_path) as processes:
         run(processes, *settings, task=task, as_command=True)
         assert model_digest(tmp_path / "out") == simulated(processes, *settings, task=task)

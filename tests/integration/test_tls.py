@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import datetime as dt
 import stat
 from pathlib import Path
 
+import grpc
+import grpc.aio
 import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
@@ -15,7 +18,8 @@ from cryptography.x509.oid import NameOID
 from common import tls
 from common.errors import CertificateProblem, SettingsError
 from common.settings import Tls
-from common.tls import make_certificates, read_credentials
+from common.tls import Credentials, make_certificates, read_credentials
+from tests.attacks.raw import RawDevice, serving
 from tests.processes import Process, Processes, assert_tidy, port_of, write_task
 
 HOSTS = ("localhost", "127.0.0.1")
@@ -115,6 +119,51 @@ def test_a_server_of_another_authority_is_not_trusted(tmp_path: Path) -> None:
         wrong = processes.client(port_of(named), 0, *SHORT, *files(elsewhere, "0"), task=task)
         assert_refused(misled, "ConnectionLost")
         assert_refused(wrong, "ConnectionLost")
+
+
+def credentials_of(folder: Path, name: str) -> Credentials:
+    """Read a side's three files without a look at their dates."""
+    ca, certificate, key = (folder / f for f in ("ca.pem", f"{name}.pem", f"{name}-key.pem"))
+    return Credentials(
+        ca=ca.read_bytes(), certificate=certificate.read_bytes(), key=key.read_bytes()
+    )
+
+
+def test_a_second_connection_with_the_same_certificate_displaces_the_first(tmp_path: Path) -> None:
+    make_certificates(tmp_path, hosts=HOSTS, clients=["0"])
+    own = credentials_of(tmp_path, "0")
+
+    async def play() -> None:
+        async with (
+            serving(credentials=credentials_of(tmp_path, "server")) as run,
+            RawDevice(run.port, "0", credentials=own) as first,
+            RawDevice(run.port, "0", credentials=own) as second,
+        ):
+            await first.enter()
+            await second.enter()
+            assert await first.refused() == "IdentityRefused"
+            run.begin()
+            await second.describe()
+            await second.update(await second.plan())
+            await run.end()
+
+    asyncio.run(play())
+
+
+def test_the_server_lets_no_expired_certificate_in(tmp_path: Path) -> None:
+    make_certificates(tmp_path, hosts=HOSTS, clients=["0"])
+    expire(tmp_path, "0")
+
+    async def play() -> None:
+        async with serving(credentials=credentials_of(tmp_path, "server")) as run:
+            expired = credentials_of(tmp_path, "0")
+            async with RawDevice(run.port, "0", credentials=expired) as device:
+                with pytest.raises(grpc.aio.AioRpcError) as refusal:
+                    await device.enter()
+            assert refusal.value.code() == grpc.StatusCode.UNAVAILABLE
+            assert run.intake.connected() == []
+
+    asyncio.run(play())
 
 
 def tls_of(folder: Path, name: str) -> Tls:
