@@ -16,13 +16,16 @@ from flwr.clientapp import ClientApp
 from client.micro_batches import Place, Walk
 from client.resident import HardwareOf, Identity, Resident, host_name, resident_of, this_machine
 from common import records
-from common.errors import CorruptUpdate, HeadwaterError, SettingsError
+from common.errors import CorruptUpdate, EmptyUpdate, HeadwaterError, SettingsError
 from common.settings import Settings, from_run_config
 from common.update import DescribeRequest, Plan
 
 log = logging.getLogger(__name__)
 
 WALK = "walk"
+
+# The mark in a node's configuration that its messages never leave this process.
+IN_PROCESS = "in-process"
 
 
 def client_app(hardware_of: HardwareOf) -> ClientApp:
@@ -45,7 +48,8 @@ def client_app(hardware_of: HardwareOf) -> ClientApp:
                     log.exception("the task or the device failed")
                 elif error.is_private:
                     log.warning("%s: %s", error.code, error)
-                return Message(records.refusal(error), reply_to=message)
+                stays_here = IN_PROCESS in context.node_config
+                return Message(records.refusal(error, stays_here=stays_here), reply_to=message)
             return Message(content, reply_to=message)
 
         return reply
@@ -65,9 +69,12 @@ def client_app(hardware_of: HardwareOf) -> ClientApp:
         settings: Settings,
     ) -> RecordDict:
         plan = _load(message, context, resident)
-        update, walk = resident.train(
-            identity, hardware_of(identity, settings, resident.image.layout), plan, _walk(context)
-        )
+        hardware = hardware_of(identity, settings, resident.image.layout)
+        try:
+            update, walk = resident.train(identity, hardware, plan, _walk(context))
+        except EmptyUpdate:
+            records.keep(context, WALK, resident.skip(identity, plan, _walk(context)))
+            raise
         records.keep(context, WALK, walk)
         return records.update_content(update, as_view=records.is_view(message.content))
 

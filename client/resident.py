@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import socket
 import threading
 from collections.abc import Callable
@@ -19,8 +20,8 @@ from torch.utils.data import Subset
 from client.accumulator import Accumulator
 from client.device import Hardware, Speed, ThisMachine
 from client.local_training import PeakMemory, Workplace, check_works, train
-from client.micro_batches import Place, Walk, held_out, window
-from common.errors import BuffersChanged, ModelMismatch
+from client.micro_batches import Place, Walk, Window, held_out, window
+from common.errors import BuffersChanged, ModelMismatch, NonFiniteUpdate
 from common.parameters import ModelLayout, build_model
 from common.settings import Settings
 from common.task import Examples, check_additive, evaluate_sums, load_task, open_train_examples
@@ -169,13 +170,7 @@ class Resident:
         """Work on a plan; return the update and the walk with the round pending."""
         examples, _ = self.split(identity, run_seed=plan.run_seed, fraction=plan.held_out_fraction)
         walk = walk.settle(plan.counted_round)
-        taken = window(
-            walk.place,
-            quota=plan.quota,
-            run_seed=plan.run_seed,
-            name=identity.name,
-            num_examples=len(examples),
-        )
+        taken = _window_of(plan, walk, identity, examples)
         try:
             update = train(plan, taken, self._workplace(examples, identity.name, hardware))
         except BuffersChanged:
@@ -185,15 +180,38 @@ class Resident:
         num_taken = report.num_examples + report.num_refused
         return update, walk.pend(plan.round, taken.after(num_taken, len(examples)))
 
+    def skip(self, identity: Identity, plan: Plan, walk: Walk) -> Walk:
+        """Return the walk behind a plan's window: nothing in it could be summed, nor ever will."""
+        examples, _ = self.split(identity, run_seed=plan.run_seed, fraction=plan.held_out_fraction)
+        walk = walk.settle(plan.counted_round)
+        bad = _window_of(plan, walk, identity, examples)
+        return Walk(place=bad.after(len(bad.positions), len(examples)))
+
     def evaluate(self, identity: Identity, plan: Plan) -> EvaluateReport:
-        """Sum loss and metrics over the examples that the device holds out."""
+        """Sum loss and metrics over the examples that the device holds out.
+
+        Raises:
+            NonFiniteUpdate: one of the sums is not finite.
+        """
         _, apart = self.split(identity, run_seed=plan.run_seed, fraction=plan.held_out_fraction)
         loss_total, weight, metrics = evaluate_sums(
             self.task, self.image.model, apart, plan.micro_batch_size
         )
+        if not all(math.isfinite(value) for value in (loss_total, *metrics.values())):
+            raise NonFiniteUpdate(f"{identity.name}: the held-out loss or a metric is not finite")
         return EvaluateReport(
             name=identity.name, weight=weight, loss_sum=loss_total, metric_sums=metrics
         )
+
+
+def _window_of(plan: Plan, walk: Walk, identity: Identity, examples: Examples) -> Window:
+    return window(
+        walk.place,
+        quota=plan.quota,
+        run_seed=plan.run_seed,
+        name=identity.name,
+        num_examples=len(examples),
+    )
 
 
 @functools.cache

@@ -72,6 +72,7 @@ class SettingsError(HeadwaterError):
 class UnknownTask(SettingsError):
     """The task file or the class in it is not there."""
 
+    is_private = True
     remedy = "name it as --task path/to/my_task.py:MyTask"
 
 
@@ -113,6 +114,7 @@ class CertificateProblem(SettingsError):
 class TaskError(HeadwaterError):
     """The task file breaks one of the rules of ``common.task.Task``."""
 
+    is_private = True  # it quotes losses and weights of single examples
     remedy = "see docs/task.md for what a task must keep to"
 
 
@@ -143,7 +145,6 @@ class UnsupportedModel(TaskError):
 class TaskFailed(TaskError):
     """The task raised an exception on every example it was given."""
 
-    is_private = True
     remedy = "try the task on its data alone with `headwater-client check`"
 
 

@@ -134,9 +134,14 @@ def as_tensor(memory: memoryview | bytes) -> Tensor:
     return torch.frombuffer(memory, dtype=torch.float32) if len(memory) else torch.zeros(0)
 
 
-def refusal(error: BaseException) -> Error:
-    """Turn an exception into Flower's error; only what may be shown to the other side goes in."""
+def refusal(error: BaseException, *, stays_here: bool = False) -> Error:
+    """Turn an exception into Flower's error; only what may be shown to the other side goes in.
+
+    Where both sides are one process there is no other side, and the whole message goes in.
+    """
     code, message = travelling(error)
+    if stays_here and isinstance(error, HeadwaterError):
+        message = error.message
     return Error(code=REFUSED, reason=json.dumps([code, message]))
 
 

@@ -181,7 +181,9 @@ def _evaluate(training: Training, fleet: Fleet, opened: OpenRound) -> dict[str, 
         answers = fleet.evaluate(
             plans, training.image, timeout_seconds=training.settings.cohort.deadline_seconds
         )
-        metrics |= evaluate.on_devices(a for a in answers if isinstance(a, EvaluateReport))
+        reports_in = [answer for answer in answers if isinstance(answer, EvaluateReport)]
+        metrics |= evaluate.on_devices(reports_in)
+        metrics["held_out_clients"] = len(reports_in)
     return metrics
 
 

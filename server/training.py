@@ -204,8 +204,8 @@ class OpenRound:
             self._total.check(answer.values_P, name=report.name)
         except UpdateRefused as error:
             log.warning("%s: %s", error.code, error)
-            if report.name not in self.accepted:
-                self.refused[report.name] = error
+            again = " (again)" if report.name in self.accepted else ""
+            self.refused[report.name + again] = error
             return
         self._total.fold(answer.values_P, report.weight)
         self.accepted[report.name] = report

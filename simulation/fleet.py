@@ -86,10 +86,18 @@ class VirtualClock:
 
     def __init__(self, speed: Speed) -> None:
         self._speed = speed
-        self._seconds = speed.overhead_seconds
+        self._seconds = 0.0
+        self._transfer_seconds = speed.overhead_seconds
 
     def seconds(self) -> float:
-        return self._seconds
+        """Return the time; the model and the update travel behind the first look at the clock.
+
+        So a round's seconds hold the transfer, as they do for the server, and a step's do not.
+        """
+        now = self._seconds
+        self._seconds += self._transfer_seconds
+        self._transfer_seconds = 0.0
+        return now
 
     def worked(self, num_examples: int) -> None:
         self._seconds += (

@@ -12,6 +12,7 @@ from typing import Any
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
+from client.app import IN_PROCESS
 from common import records
 from common.errors import SettingsError
 from common.own_grid import OwnGrid, numbered
@@ -88,7 +89,11 @@ class InProcessGrid(OwnGrid):
             self._contexts[node_id] = Context(
                 run_id=self.run.run_id,
                 node_id=node_id,
-                node_config={"partition-id": part, "num-partitions": self._num_nodes},
+                node_config={
+                    "partition-id": part,
+                    "num-partitions": self._num_nodes,
+                    IN_PROCESS: True,
+                },
                 state=RecordDict(),
                 run_config=self._run_config,
             )

@@ -52,7 +52,23 @@ def test_virtual_time_is_a_line_in_the_micro_batches_and_examples(sizes: list[in
     start = clock.seconds()
     for size in sizes:
         clock.worked(size)
-    assert clock.seconds() - start == 0.5 * len(sizes) + 0.25 * sum(sizes)
+    transfer = 8.0
+    assert clock.seconds() - start == transfer + 0.5 * len(sizes) + 0.25 * sum(sizes)
+
+
+def test_the_transfer_is_in_the_round_s_seconds_and_not_in_the_first_step_s() -> None:
+    speed = Speed(
+        seconds_per_micro_batch=0.5,
+        seconds_per_example=0.25,
+        base_bytes=0,
+        bytes_per_example=1.0,
+        overhead_seconds=8.0,
+    )
+    clock = VirtualClock(speed)
+    round_start, step_start = clock.seconds(), clock.seconds()
+    clock.worked(2)
+    assert clock.seconds() - step_start == 0.5 + 2 * 0.25
+    assert clock.seconds() - round_start == 8.0 + 0.5 + 2 * 0.25
 
 
 def test_a_machine_reports_what_was_drawn() -> None:

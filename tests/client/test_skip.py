@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from client.device import ThisMachine
+from client.micro_batches import Place, Walk, order
+from client.resident import Identity, Resident
+from common.errors import EmptyUpdate
+from common.update import Plan
+
+# The first examples of the device's own order are all NaN, the rest are good.
+TASK = """
+import torch
+from torch import nn
+from client.micro_batches import order
+
+class HalfBad:
+    def new_model(self):
+        return nn.Linear(1, 1)
+
+    def train_examples(self, *, data, part, num_parts):
+        inputs = torch.ones(8, 1)
+        inputs[torch.from_numpy(order(0, 0, "device", 8)[:4].copy())] = torch.nan
+        return torch.utils.data.TensorDataset(inputs)
+
+    def loss_sum(self, model, batch):
+        return model(batch[0]).sum(), len(batch[0])
+"""
+
+
+def test_a_window_in_which_nothing_can_be_summed_is_walked_past(tmp_path: Path) -> None:
+    file = tmp_path / "half_bad.py"
+    file.write_text(TASK)
+    resident = Resident(f"{file}:HalfBad", replace_batch_norm=False, check_task=False)
+    identity = Identity(name="device", data=None, part=0, num_parts=1)
+    plan = Plan(round=1, run_seed=0, model_version=0, quota=4, micro_batch_size=2)
+    walk = Walk()
+    with pytest.raises(EmptyUpdate):
+        resident.train(identity, ThisMachine(), plan, walk)
+    walk = resident.skip(identity, plan, walk)
+    assert walk == Walk(place=Place(epoch=0, offset=4))
+    update, _ = resident.train(identity, ThisMachine(), plan, walk)
+    assert update.report.num_examples == len(order(0, 0, "device", 8)[4:])
