@@ -19,8 +19,9 @@ import psutil
 import torch
 
 from client.local_training import Clock, Workplace
+from common.additive import usable
 from common.errors import HeadwaterError, TaskFailed
-from common.task import batch_of, loss_sum, usable
+from common.task import batch_of, loss_sum
 
 log = logging.getLogger(__name__)
 

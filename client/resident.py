@@ -21,10 +21,11 @@ from client.accumulator import Accumulator
 from client.device import Hardware, Speed, ThisMachine
 from client.local_training import PeakMemory, Workplace, check_works, train
 from client.micro_batches import Place, Walk, Window, held_out, window
+from common.additive import check_additive
 from common.errors import BuffersChanged, ModelMismatch, NonFiniteUpdate
 from common.parameters import ModelLayout, build_model
 from common.settings import Settings
-from common.task import Examples, check_additive, evaluate_sums, load_task, open_train_examples
+from common.task import Examples, evaluate_sums, load_task, open_train_examples
 from common.update import DescribeRequest, DeviceReport, EvaluateReport, Plan, Update
 
 log = logging.getLogger(__name__)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
+from common.additive import check_additive
 from common.errors import (
     BuffersChanged,
     EmptyDataset,
@@ -23,7 +24,6 @@ from common.errors import (
 from common.task import (
     Task,
     batch_of,
-    check_additive,
     evaluate_sums,
     load_task,
     loss_sum,

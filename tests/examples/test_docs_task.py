@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from common.additive import check_additive
 from common.errors import BatchDependentLayer, BuffersChanged, MissingData, TaskNotAdditive
 from common.parameters import ModelImage
 from common.settings import load
-from common.task import Task, check_additive, load_task, open_train_examples
+from common.task import Task, load_task, open_train_examples
 from server.metrics import RoundRow
 from simulation.engines import run_engine
 

@@ -11,9 +11,10 @@ import torch
 from PIL import Image
 from sklearn.datasets import load_breast_cancer
 
+from common.additive import check_additive
 from common.errors import EmptyDataset, MissingData
 from common.settings import Settings, load
-from common.task import Task, batch_of, check_additive, load_task, loss_sum, open_train_examples
+from common.task import Task, batch_of, load_task, loss_sum, open_train_examples
 from examples.image_folder import CLASSES, SIDE, ImageFolder
 from examples.tabular_csv import RANGES, TabularCsv
 from examples.text_transformer import CONTEXT, PADDING, TextTransformer, stretches
