@@ -48,6 +48,8 @@ def rounds(number: int, *, num_rounds: int) -> Figures:
             serving.clients(running.port, TASK, number=number),
         ):
             rows = list(running.rows())[WARMUP_ROUNDS:]
+    if len(rows) != num_rounds:
+        raise RuntimeError(f"{len(rows)} of {num_rounds} rounds: see the server's errors")
     slowest = [row["slowest_client_seconds"] for row in rows]
     beyond = [row["seconds"] - own for row, own in zip(rows, slowest, strict=True)]
     whole = [row["wall_seconds"] - own for row, own in zip(rows, slowest, strict=True)]

@@ -24,6 +24,7 @@ from typing import Any
 from benchmarks.measure import ROOT, Figures, memory_of
 
 POLL_SECONDS = 0.005
+LIMIT_SECONDS = 300.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +57,7 @@ def server(
     num_parameters: int | None = None,
     pause: tuple[int, float] | None = None,
 ) -> Iterator[Serving]:
-    """Start a server on a free port of loopback; it is ended at the end.
+    """Start a server on a free port of loopback; it is ended at the end, or after five minutes.
 
     Raises:
         RuntimeError: it did not come up.
@@ -70,6 +71,8 @@ def server(
         stdout=subprocess.PIPE,
         text=True,
     )
+    guard = threading.Timer(LIMIT_SECONDS, process.terminate)
+    guard.start()
     try:
         assert process.stdout is not None
         for line in process.stdout:
@@ -79,6 +82,7 @@ def server(
         else:
             raise RuntimeError(f"the server ended with status {process.wait()}")
     finally:
+        guard.cancel()
         end(process)
 
 
