@@ -30,12 +30,14 @@ BOTH = ("--min-clients", 2)
 IN_ROUND_TWO = 4
 
 
-def unbroken(processes: Processes, task: GatedTask, *, clients: int) -> str:
+def unbroken(
+    processes: Processes, task: GatedTask, *, clients: int, settings: tuple[object, ...] = SETTINGS
+) -> str:
     """Return the digest of the model of a run in which nothing goes wrong."""
     task.open()
     out = processes.folder / "unbroken"
     more = ("--clients", clients, "--threads", 1, "--out", out, "--task", task.spec)
-    processes.run("simulation", *SETTINGS, *more).succeed()
+    processes.run("simulation", *settings, *more).succeed()
     return model_digest(out)
 
 
@@ -134,8 +136,9 @@ def test_a_connection_that_is_cut_changes_no_bit_of_the_model(
     plan: FaultPlan, tmp_path: Path
 ) -> None:
     task = write_task(tmp_path, hidden=HIDDEN)
+    settings = (*SETTINGS, "--rounds", 2)
     with Processes(tmp_path) as processes:
-        server = processes.server(*SETTINGS, task=task.spec)
+        server = processes.server(*settings, task=task.spec)
         with Proxy(port_of(server), plan) as proxy:
             client = processes.client(proxy.port, 0, task=task.spec)
             for process in (server, client):
@@ -143,7 +146,8 @@ def test_a_connection_that_is_cut_changes_no_bit_of_the_model(
         assert proxy.num_cuts == len(plan.cuts)
         assert proxy.num_connections == len(plan.cuts) + 1
         found = rows(tmp_path / "out")
-        assert model_digest(tmp_path / "out") == unbroken(processes, task, clients=1)
+        expected = unbroken(processes, task, clients=1, settings=settings)
+        assert model_digest(tmp_path / "out") == expected
     # An upload goes on where it broke: nothing that had come is sent twice.
     for row in found:
         assert VECTOR_BYTES < row["bytes_up"] < VECTOR_BYTES + 100_000
