@@ -17,10 +17,10 @@ MAX_FRAME_BYTES = max(CHUNK_BYTES, MAX_REPLY_HEAD_BYTES) + (1 << 16)
 
 HELLO_SECONDS = 10.0
 
-# Both sides ask the other for a sign of life: a laptop that was shut is noticed in half a minute.
+# Both sides ask the other for a sign of life: a laptop that was shut is noticed in a minute.
 KEEPALIVE = (
-    ("grpc.keepalive_time_ms", 20_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 30_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),

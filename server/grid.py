@@ -12,7 +12,8 @@ from common import records
 from common.errors import HeadwaterError, LateUpdate
 from common.own_grid import OwnGrid, numbered
 from common.update import DescribeRequest
-from server.intake import Arrival, Ask, Intake
+from server.intake import Intake
+from server.sessions import Arrival, Ask
 
 # A device that was asked to describe itself and is silent must not hold up the others for good.
 DESCRIBE_SECONDS = 300.0

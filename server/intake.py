@@ -3,9 +3,9 @@
 One event loop in a thread of its own serves every stream; the rounds talk to it through
 ``ask``, ``withdraw`` and the queue ``arrivals``. What is wrong with a device or an upload is
 refused here by a named error, before anything of it reaches the sum: another version, another
-model, a name that is taken or not that of the certificate, a reply nobody asked for, an upload of
-another length, a chunk out of order, a digest that is not the announced one. A stream that says
-nothing, or does not read what it is sent, is closed; an upload that stands still is given up.
+model, a name that is taken or not that of the certificate; ``server.uploads`` does so for replies.
+A stream that says nothing, or does not read what it is sent, is closed; an upload that stands still
+is given up.
 
 A device that loses its connection may come back with its session's token within
 ``reconnect_seconds``: its instruction still stands, and its upload goes on from the last byte that
@@ -19,14 +19,11 @@ import contextlib
 import hashlib
 import hmac
 import logging
-import queue
 import re
 import secrets
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from functools import lru_cache, partial
 from typing import Any
 
@@ -36,29 +33,22 @@ from google.protobuf.message import DecodeError
 
 from common.errors import (
     ConnectionLost,
-    CorruptUpdate,
     HeadwaterError,
     IdentityRefused,
     LateUpdate,
     ModelMismatch,
-    OversizeUpdate,
     PortInUse,
     ProtocolMismatch,
-    StateError,
-    UnexpectedUpdate,
     error_of,
-    travelling,
 )
 from common.tls import Credentials
 from common.wire import (
     CHUNK_BYTES,
     HELLO_SECONDS,
     KEEPALIVE,
-    MAX_REPLY_HEAD_BYTES,
     METHOD,
     NAME_PATTERN,
     PROTOCOL_VERSION,
-    RECEIPT_EVERY_BYTES,
 )
 from common.wire_pb2 import (
     Chunk,
@@ -68,17 +58,19 @@ from common.wire_pb2 import (
     Hello,
     Image,
     Instruction,
-    Receipt,
-    Reply,
     ServerFrame,
     Welcome,
 )
-from server.staging import Staging, StagingRoom
+from server.sessions import Arrival, Ask, Session, Stream, Work, node_id_of
+from server.staging import StagingRoom
+from server.uploads import Uploads, fault_frame
 
 log = logging.getLogger(__name__)
 
 GRPC_FRAME_BYTES = 5
 CACHED_FRAMES = 16
+# Chunks of models that wait in gRPC for their devices to read them, over all devices.
+FRAMES_AT_ONCE = 32
 POLL_SECONDS = 0.25
 CLOSE_SECONDS = 5.0
 # Frames that wait for one device; an honest one has a handful.
@@ -90,57 +82,6 @@ BROKEN = (
     grpc.aio.InternalError,
     asyncio.InvalidStateError,
 )
-
-Work = Coroutine[Any, Any, None]
-Stream = Any  # grpc.aio.ServicerContext, which ships without types
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Ask:
-    """An instruction to one device; ``image`` is the model that goes with it."""
-
-    node_id: int
-    message_id: str
-    message_type: str
-    head_json: str
-    image: memoryview | None
-    reply_bytes: int
-    """The length that the reply's vector must have."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Arrival:
-    """The answer to an ask: a verified reply, or the error that stands for it."""
-
-    message_id: str
-    node_id: int
-    head_json: str = ""
-    staging: Staging | None = None
-    error: HeadwaterError | None = None
-
-
-@dataclass(kw_only=True, slots=True, eq=False)
-class Session:
-    """One device, over as many streams as it takes."""
-
-    name: str
-    node_id: int
-    token: bytes
-    stream: Stream | None = None
-    lost_at: float = 0.0
-    heard_at: float = 0.0
-    sending_since: float | None = None
-    task: asyncio.Task[Any] | None = None
-    outbox: asyncio.Queue[Callable[[], Work]] = field(default_factory=asyncio.Queue)
-    image_id: str = ""
-    ask: Ask | None = None
-    upload: Staging | None = None
-    reply: Reply | None = None
-
-
-def node_id_of(name: str) -> int:
-    """Return the node id of a device: 62 bits of its name's hash, so that it keeps it."""
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 2
 
 
 class Intake:
@@ -155,20 +96,22 @@ class Intake:
         staging_bytes: int,
         reconnect_seconds: float,
     ) -> None:
-        self.arrivals: queue.SimpleQueue[Arrival] = queue.SimpleQueue()
         self.bytes_up = 0
         self.bytes_down = 0
-        self.refusals: Counter[str] = Counter()
         self.port = 0
         self._address = address
         self._run_id = run_id
         self._credentials = credentials
         self._room = StagingRoom(staging_bytes)
+        self._uploads = Uploads(self._room, send=self._send)
+        self.arrivals = self._uploads.arrivals
+        self.refusals = self._uploads.refusals
         self._reconnect_seconds = reconnect_seconds
         self._layout_digest: str | None = None
         self._sessions: dict[int, Session] = {}
         self._turned_away: dict[int, HeadwaterError] = {}
         self._image: tuple[str, memoryview] | None = None
+        self._sending = asyncio.Semaphore(FRAMES_AT_ONCE)
         self._writers: set[asyncio.Task[None]] = set()
         self._displaced: dict[Stream, HeadwaterError] = {}
         self._is_closing = False
@@ -273,7 +216,7 @@ class Intake:
                         await asyncio.sleep(0.01)
         await self._server.stop(grace=0.2)
         for session in self._sessions.values():
-            self._drop_upload(session)
+            self._uploads.drop(session)
 
     async def _serve(self, _: Any, stream: Stream) -> None:
         """Serve one stream from its first frame to its last."""
@@ -308,6 +251,7 @@ class Intake:
             if session is not None and session.stream is stream:
                 session.stream, session.task, session.lost_at = None, None, time.monotonic()
                 session.outbox, session.sending_since = asyncio.Queue(), None
+                self._uploads.pause(session)
                 log.info("%s disconnected", session.name)
 
     def _count(self, stream: Stream, error: HeadwaterError) -> None:
@@ -319,7 +263,7 @@ class Intake:
         self._count(stream, error)
         with contextlib.suppress(TimeoutError, *BROKEN):
             async with asyncio.timeout(CLOSE_SECONDS):
-                await self._write(stream, _fault(error))
+                await self._write(stream, fault_frame(error))
 
     async def _welcome(self, stream: Stream) -> Session:
         """Read and check Hello, and find or make the session."""
@@ -344,7 +288,7 @@ class Intake:
             self._sessions[session.node_id] = session
         if not is_same:
             session.token = secrets.token_bytes(16)
-            self._drop_upload(session)
+            self._uploads.drop(session)
         if session.task is not None:
             session.task.cancel()  # the old stream
         self._attach(session, stream, hello)
@@ -406,9 +350,9 @@ class Intake:
                 raise ProtocolMismatch(f"{session.name} does not read what it is sent")
             match frame.WhichOneof("kind"):
                 case "reply":
-                    self._start_upload(session, frame.reply)
+                    self._uploads.announce(session, frame.reply)
                 case "chunk":
-                    self._take_chunk(session, frame.chunk)
+                    self._uploads.take_chunk(session, frame.chunk)
                 case "fault":
                     self._take_fault(session, frame.fault)
                 case "leave":
@@ -417,102 +361,15 @@ class Intake:
                 case other:
                     raise ProtocolMismatch(f"a frame of kind {other} in mid-stream")
 
-    def _start_upload(self, session: Session, reply: Reply) -> None:
-        """Take a reply's head; its vector goes on where it broke off, or begins."""
-        ask = session.ask
-        if ask is None or reply.message_id != ask.message_id:
-            late = UnexpectedUpdate(f"{session.name}: nobody waits for this reply any more")
-            self._refuse_reply(session, reply.message_id, late)
-            return
-        if len(reply.head_json) > MAX_REPLY_HEAD_BYTES or reply.num_bytes != ask.reply_bytes:
-            over = OversizeUpdate(
-                f"{session.name}: a reply of {reply.num_bytes:,} bytes with a head of "
-                f"{len(reply.head_json):,}, where {ask.reply_bytes:,} bytes were expected"
-            )
-            self._settle_with(session, over)
-            return
-        same = session.reply is not None and session.reply.sha256 == reply.sha256
-        if session.upload is None or not same:
-            self._drop_upload(session)
-            try:
-                session.upload = Staging(self._room, num_bytes=reply.num_bytes, sha256=reply.sha256)
-            except StateError as error:
-                self._settle_with(session, error)
-                return
-        session.reply = reply
-        receipt = Receipt(message_id=reply.message_id, next_offset=session.upload.received)
-        self._send(session, ServerFrame(receipt=receipt))
-        self._finish_if_whole(session)
-
-    def _take_chunk(self, session: Session, chunk: Chunk) -> None:
-        upload = session.upload
-        if upload is None or session.reply is None or chunk.transfer_id != session.reply.message_id:
-            return  # behind a refusal, until the device hears of it
-        before = upload.received
-        try:
-            upload.add(chunk.offset, chunk.data)
-        except CorruptUpdate as error:
-            self._settle_with(session, CorruptUpdate(f"{session.name}: {error}"))
-            return
-        if upload.received // RECEIPT_EVERY_BYTES > before // RECEIPT_EVERY_BYTES:
-            receipt = Receipt(message_id=chunk.transfer_id, next_offset=upload.received)
-            self._send(session, ServerFrame(receipt=receipt))
-        self._finish_if_whole(session)
-
-    def _finish_if_whole(self, session: Session) -> None:
-        upload, reply, ask = session.upload, session.reply, session.ask
-        if upload is None or reply is None or ask is None or not upload.is_whole:
-            return
-        try:
-            upload.verify()
-        except CorruptUpdate as error:
-            self._settle_with(session, CorruptUpdate(f"{session.name}: {error}"))
-            return
-        session.upload, session.reply, session.ask = None, None, None
-        receipt = Receipt(message_id=reply.message_id, next_offset=upload.num_bytes, is_done=True)
-        self._send(session, ServerFrame(receipt=receipt))
-        self.arrivals.put(
-            Arrival(
-                message_id=ask.message_id,
-                node_id=session.node_id,
-                head_json=reply.head_json,
-                staging=upload,
-            )
-        )
-
     def _take_fault(self, session: Session, fault: Fault) -> None:
         ask = session.ask
         if ask is not None and fault.message_id == ask.message_id:
             code, text = fault.code[:MAX_FAULT_CODE], fault.text[:MAX_FAULT_TEXT]
-            self._answer(session, error_of(code, text))
-
-    def _refuse_reply(self, session: Session, message_id: str, error: HeadwaterError) -> None:
-        self.refusals[error.code] += 1
-        self._send(session, _fault(error, message_id))
-
-    def _settle_with(self, session: Session, error: HeadwaterError) -> None:
-        """Refuse a reply for good: its device hears of it, and so does the round."""
-        if session.ask is not None:
-            self._refuse_reply(session, session.ask.message_id, error)
-            self._answer(session, error)
-
-    def _answer(self, session: Session, error: HeadwaterError) -> None:
-        ask = session.ask
-        self._drop_upload(session)
-        session.ask = None
-        if ask is not None:
-            self.arrivals.put(
-                Arrival(message_id=ask.message_id, node_id=session.node_id, error=error)
-            )
-
-    def _drop_upload(self, session: Session) -> None:
-        if session.upload is not None:
-            session.upload.release()
-        session.upload, session.reply = None, None
+            self._uploads.answer(session, error_of(code, text))
 
     def _leave(self, session: Session) -> None:
         log.info("%s left", session.name)
-        self._answer(session, ConnectionLost(f"{session.name} left"))
+        self._uploads.answer(session, ConnectionLost(f"{session.name} left"))
         self._sessions.pop(session.node_id, None)
 
     async def _watch_lost(self) -> None:
@@ -521,21 +378,23 @@ class Intake:
             await asyncio.sleep(POLL_SECONDS)
             for session in list(self._sessions.values()):
                 self._watch(session, before=time.monotonic() - self._reconnect_seconds)
+            self._uploads.give_turns()
 
     def _watch(self, session: Session, *, before: float) -> None:
         within = f"for {self._reconnect_seconds:g} s"
         if session.stream is None:
             if session.lost_at < before:
-                self._answer(session, ConnectionLost(f"{session.name} has been gone {within}"))
+                gone = ConnectionLost(f"{session.name} has been gone {within}")
+                self._uploads.answer(session, gone)
                 self._sessions.pop(session.node_id, None)
         elif session.sending_since is not None and session.sending_since < before:
             self.refusals[ConnectionLost.__name__] += 1
             log.warning("%s took nothing that it was sent %s: disconnected", session.name, within)
             if session.task is not None:
                 session.task.cancel()
-        elif session.upload is not None and session.heard_at < before:
+        elif self._uploads.is_sending(session) and session.heard_at < before:
             still = LateUpdate(f"{session.name}: its upload stood still {within}")
-            self._settle_with(session, still)
+            self._uploads.settle_with(session, still)
 
     # Writing.
 
@@ -576,7 +435,7 @@ class Intake:
                     Arrival(message_id=ask.message_id, node_id=ask.node_id, error=gone)
                 )
                 continue
-            self._drop_upload(session)
+            self._uploads.drop(session)
             session.ask = ask
             if session.stream is not None:
                 send = partial(self._send_ask, session, ask, session.stream)
@@ -612,8 +471,10 @@ class Intake:
         for offset in range(0, len(memory), CHUNK_BYTES):
             if session.ask is not ask or session.stream is not stream:
                 return False
-            session.sending_since = time.monotonic()
-            await self._write_bytes(stream, self._frame(image_id, offset))
+            session.sending_since = None  # waiting for others is no fault of this device
+            async with self._sending:
+                session.sending_since = time.monotonic()
+                await self._write_bytes(stream, self._frame(image_id, offset))
         return True
 
     def _make_frame(self, image_id: str, offset: int) -> bytes:
@@ -627,10 +488,7 @@ class Intake:
     async def _withdraw(self, message_ids: set[str]) -> None:
         for session in self._sessions.values():
             if session.ask is not None and session.ask.message_id in message_ids:
-                late = LateUpdate(f"{session.name}: the round closed before its update came")
-                self._send(session, _fault(late, session.ask.message_id))
-                self._drop_upload(session)
-                session.ask = None
+                self._uploads.withdraw(session)
         self._frame.cache_clear()
 
     async def _refuse(self, node_id: int, error: HeadwaterError) -> None:
@@ -638,10 +496,5 @@ class Intake:
         session = self._sessions.pop(node_id, None)
         self._turned_away[node_id] = error
         if session is not None:
-            self._answer(session, error)
-            self._send(session, _fault(error))
-
-
-def _fault(error: HeadwaterError, message_id: str = "") -> ServerFrame:
-    code, text = travelling(error)
-    return ServerFrame(fault=Fault(message_id=message_id, code=code, text=text))
+            self._uploads.answer(session, error)
+            self._send(session, fault_frame(error))

@@ -11,6 +11,7 @@ import mmap
 import os
 import tempfile
 import threading
+from typing import IO
 
 from common.errors import CorruptUpdate, StateError
 from common.wire import CHUNK_BYTES
@@ -52,9 +53,13 @@ class Staging:
         self.received = 0
         self._room = room
         self._digest = hashlib.sha256()
-        self._memory: bytearray | mmap.mmap
+        self._memory = bytearray()
+        self._spool: IO[bytes] | None = None
         self.is_in_ram = room.take(num_bytes)
-        self._memory = bytearray(num_bytes) if self.is_in_ram else _spool(num_bytes)
+        if self.is_in_ram:
+            self._memory = bytearray(num_bytes)
+        else:
+            self._spool = _spool(num_bytes)
 
     def add(self, offset: int, data: bytes) -> None:
         """Take the next chunk.
@@ -69,7 +74,10 @@ class Staging:
                 f"a chunk of {len(data):,} bytes at {offset:,}, where {self.received:,} of "
                 f"{self.num_bytes:,} bytes had come"
             )
-        self._memory[self.received : end] = data
+        if self._spool is None:
+            self._memory[self.received : end] = data
+        else:
+            os.pwrite(self._spool.fileno(), data, offset)
         self._digest.update(data)
         self.received = end
 
@@ -89,7 +97,9 @@ class Staging:
             raise CorruptUpdate("the SHA-256 of the upload is not the one that was announced")
 
     def view(self) -> memoryview:
-        """Return the upload's memory, valid until ``release``."""
+        """Return the upload's memory, valid until ``release``; a spool file is mapped only here."""
+        if self._spool is not None:
+            return memoryview(mmap.mmap(self._spool.fileno(), self.num_bytes))
         return memoryview(self._memory)
 
     def release(self) -> None:
@@ -97,24 +107,27 @@ class Staging:
         if self.is_in_ram:
             self._room.give_back(self.num_bytes)
             self.is_in_ram = False
+        if self._spool is not None:
+            self._spool.close()
         self._memory = bytearray()
 
+    def __del__(self) -> None:
+        self.release()
 
-def _spool(num_bytes: int) -> mmap.mmap:
-    """Map a file that has no name any more; its blocks are taken now.
 
-    A disk that fills up under a sparse file would kill the process at its next write.
-    """
+def _spool(num_bytes: int) -> IO[bytes]:
+    """Open a file that has no name; its blocks are taken now, so that no later write can fail."""
+    file = tempfile.TemporaryFile(prefix="headwater-")  # noqa: SIM115 - open until release
     try:
-        with tempfile.TemporaryFile(prefix="headwater-") as file:
-            if hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(file.fileno(), 0, num_bytes)
-            else:
-                file.truncate(num_bytes)
-            return mmap.mmap(file.fileno(), num_bytes)
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(file.fileno(), 0, num_bytes)
+        else:
+            file.truncate(num_bytes)
     except OSError as error:
+        file.close()
         raise StateError(
             f"no room for an upload of {num_bytes:,} bytes in {tempfile.gettempdir()}: "
             f"{error.strerror}",
             remedy="free space there, or raise server.staging_bytes",
         ) from error
+    return file

@@ -1,0 +1,64 @@
+"""What the intake knows of one device, and what passes between the intake and the rounds."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any
+
+from common.errors import HeadwaterError
+from common.wire_pb2 import Reply
+from server.staging import Staging
+
+Work = Coroutine[Any, Any, None]
+Stream = Any  # grpc.aio.ServicerContext, which ships without types
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ask:
+    """An instruction to one device; ``image`` is the model that goes with it."""
+
+    node_id: int
+    message_id: str
+    message_type: str
+    head_json: str
+    image: memoryview | None
+    reply_bytes: int
+    """The length that the reply's vector must have."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Arrival:
+    """The answer to an ask: a verified reply, or the error that stands for it."""
+
+    message_id: str
+    node_id: int
+    head_json: str = ""
+    staging: Staging | None = None
+    error: HeadwaterError | None = None
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Session:
+    """One device, over as many streams as it takes."""
+
+    name: str
+    node_id: int
+    token: bytes
+    stream: Stream | None = None
+    lost_at: float = 0.0
+    heard_at: float = 0.0
+    sending_since: float | None = None
+    task: asyncio.Task[Any] | None = None
+    outbox: asyncio.Queue[Callable[[], Work]] = field(default_factory=asyncio.Queue)
+    image_id: str = ""
+    ask: Ask | None = None
+    reply: Reply | None = None
+    upload: Staging | None = None
+
+
+def node_id_of(name: str) -> int:
+    """Return the node id of a device: 62 bits of its name's hash, so that it keeps it."""
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 2

@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+
+from common.wire_pb2 import Chunk, Reply, ServerFrame
+from server import uploads
+from server.sessions import Ask, Session
+from server.staging import StagingRoom
+from server.uploads import Uploads
+
+VECTOR = bytes(range(200))
+
+
+class Heard:
+    """What each session was sent, in order."""
+
+    def __init__(self) -> None:
+        self.frames: list[tuple[str, ServerFrame]] = []
+
+    def send(self, session: Session, frame: ServerFrame) -> None:
+        self.frames.append((session.name, frame))
+
+    def turns(self) -> list[str]:
+        """Return who was told to begin, in order."""
+        return [name for name, f in self.frames if f.HasField("receipt") and not f.receipt.is_done]
+
+
+def session(number: int) -> Session:
+    ask = Ask(
+        node_id=number,
+        message_id=f"message {number}",
+        message_type="train",
+        head_json="{}",
+        image=None,
+        reply_bytes=len(VECTOR),
+    )
+    return Session(name=str(number), node_id=number, token=b"", ask=ask)
+
+
+def announce(room: Uploads, one: Session) -> None:
+    assert one.ask is not None
+    digest = hashlib.sha256(VECTOR).digest()
+    room.announce(one, Reply(message_id=one.ask.message_id, num_bytes=len(VECTOR), sha256=digest))
+
+
+def send(room: Uploads, one: Session, start: int, end: int) -> None:
+    chunk = Chunk(transfer_id=f"message {one.node_id}", offset=start, data=VECTOR[start:end])
+    room.take_chunk(one, chunk)
+
+
+def test_only_as_many_send_at_once_as_there_are_turns_and_the_next_follows_in_order() -> None:
+    heard = Heard()
+    room = Uploads(StagingRoom(10_000), send=heard.send, turns=2)
+    sessions = [session(number) for number in range(4)]
+    for one in sessions:
+        announce(room, one)
+    assert heard.turns() == ["0", "1"]
+    send(room, sessions[1], 0, len(VECTOR))
+    assert heard.turns() == ["0", "1", "2"]
+    room.drop(sessions[0])
+    assert heard.turns() == ["0", "1", "2", "3"]
+    assert room.arrivals.get_nowait().node_id == 1
+
+
+def test_an_upload_that_waits_for_its_turn_holds_no_memory() -> None:
+    staging = StagingRoom(10_000)
+    room = Uploads(staging, send=Heard().send, turns=1)
+    for number in range(5):
+        announce(room, session(number))
+    assert staging.held_bytes == len(VECTOR)
+
+
+def test_a_chunk_before_its_turn_is_refused() -> None:
+    heard = Heard()
+    room = Uploads(StagingRoom(10_000), send=heard.send, turns=1)
+    first, second = session(0), session(1)
+    announce(room, first)
+    send(room, first, 0, 100)
+    room.pause(first)  # its stream broke: half of it is here
+    announce(room, second)
+    announce(room, first)
+    send(room, first, 100, 200)
+    assert room.refusals == {"CorruptUpdate": 1}
+
+
+def test_an_upload_goes_on_where_it_broke_off_in_its_next_turn() -> None:
+    heard = Heard()
+    room = Uploads(StagingRoom(10_000), send=heard.send, turns=1)
+    one = session(0)
+    announce(room, one)
+    send(room, one, 0, 120)
+    room.pause(one)
+    announce(room, one)
+    assert heard.frames[-1][1].receipt.next_offset == 120
+    send(room, one, 120, 200)
+    arrival = room.arrivals.get_nowait()
+    assert arrival.staging is not None
+    assert bytes(arrival.staging.view()) == VECTOR
+
+
+def test_a_slow_link_does_not_keep_the_others_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard = Heard()
+    room = Uploads(StagingRoom(10_000), send=heard.send, turns=1)
+    slow, quick = session(0), session(1)
+    announce(room, slow)
+    announce(room, quick)
+    room.give_turns()
+    assert heard.turns() == ["0"]
+    monkeypatch.setattr(uploads, "SLOW_AFTER_SECONDS", -1.0)
+    room.give_turns()
+    assert heard.turns() == ["0", "1"]
+    send(room, slow, 0, len(VECTOR))
+    assert room.arrivals.get_nowait().node_id == 0
