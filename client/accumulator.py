@@ -50,7 +50,6 @@ class Accumulator:
 
         Raises:
             TaskError: the task replaced a ``grad``, so its sum would be lost.
-
         """
         for parameter, view in zip(self._parameters, self._views, strict=True):
             grad: Tensor | None = parameter.grad

@@ -91,7 +91,6 @@ class ThisMachine:
 
         Raises:
             TaskFailed: none of the first examples can be trained on.
-
         """
         positions = _sample(place, 8)
         large = len(positions)

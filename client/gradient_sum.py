@@ -22,7 +22,6 @@ class GradientSum:
 
         Raises:
             BatchDependentLayer, UnsupportedModel: see ``ModelImage``.
-
         """
         self._image = ModelImage(model)
         self._accumulator = Accumulator(self._image)
@@ -35,7 +34,6 @@ class GradientSum:
 
         Raises:
             TaskError: the loop still steps an optimizer, or zeroes the gradients.
-
         """
         if self._parameter_versions() != self._versions:
             raise TaskError(

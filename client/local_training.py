@@ -130,7 +130,6 @@ def train(plan: Plan, window: Window, place: Workplace) -> Update:
         EmptyUpdate: no example gave a finite loss and gradient.
         OutOfMemory: one example alone does not fit.
         BuffersChanged, TaskFailed, TaskError: see ``common.errors``.
-
     """
     start_seconds = place.clock.seconds()
     place.image.model.train()
@@ -253,7 +252,6 @@ def _add_or_blame(
 
     Raises:
         MemoryError: in the attempt, or in the search for the culprits.
-
     """
     try:
         _add(plan, window, positions, total, place)
@@ -362,7 +360,6 @@ def _forward(
     Raises:
         MemoryError: an allocation failed.
         _VectorSpoiled: the task raised an exception; the culprits are to be found.
-
     """
     seed = seed_of("layers", plan.run_seed, window.epoch, place.name, positions[0])
     torch.default_generator.manual_seed(seed)
@@ -439,7 +436,6 @@ def check_works(plan: Plan, window: Window, place: Workplace) -> None:
     Raises:
         TaskFailed: every one raised; the exception of the last is its cause.
         OutOfMemory: one example alone does not fit.
-
     """
     failure: _VectorSpoiled | None = None
     try:

@@ -67,7 +67,6 @@ class Node:
 
         Raises:
             StateError: the place that was kept cannot be read.
-
         """
         if self._context is not None and self._context.run_id == run_id:
             return

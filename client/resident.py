@@ -77,7 +77,6 @@ class Resident:
 
         Raises:
             EmptyDataset, MissingData, TaskNotAdditive, TaskFailed: see ``common.errors``.
-
         """
         examples = open_train_examples(
             self.task, data=identity.data, part=identity.part, num_parts=identity.num_parts
@@ -133,7 +132,6 @@ class Resident:
 
         Raises:
             ModelMismatch: the server's model is laid out otherwise.
-
         """
         if request.layout_digest != self.image.layout.digest:
             raise ModelMismatch(

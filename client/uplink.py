@@ -110,7 +110,6 @@ class Uplink:
         Raises:
             DeviceRefused: the server turned this device away.
             ConnectionLost: the server was not to be reached for ``patience_seconds``.
-
         """
         try:
             await self._keep_connected()
@@ -395,7 +394,6 @@ async def keep_up(uplink: Uplink, *, stay: bool) -> None:
 
     Raises:
         HeadwaterError: see ``Uplink.run``.
-
     """
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -452,7 +450,6 @@ class _IncomingImage:
 
         Raises:
             CorruptUpdate: its digest is not the announced one.
-
         """
         if self._received != len(self._memory) or self._digest.digest() != self._sha256:
             raise CorruptUpdate("the model that arrived is not the one that was announced")

@@ -37,7 +37,6 @@ def check_additive(task: Task, model: nn.Module, examples: Examples) -> None:
     Raises:
         TaskNotAdditive: with the two numbers that should have been equal and the likely cause.
         BuffersChanged: the forward pass in training mode changed a buffer.
-
     """
     model = copy.deepcopy(model)
     model.train()

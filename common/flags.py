@@ -254,7 +254,6 @@ def arguments(pairs: list[str] | None) -> dict[str, Any] | None:
 
     Raises:
         SettingsError: no ``=`` in it.
-
     """
     if not pairs:
         return None

@@ -78,7 +78,6 @@ class ModelImage:
         Raises:
             BatchDependentLayer: the model has BatchNorm or one of its kin.
             UnsupportedModel: no trainable parameter, or one that is not float32.
-
         """
         refuse_batch_dependent(model)
         self.model = model
@@ -107,7 +106,6 @@ class ModelImage:
 
         Raises:
             ModelMismatch: the length differs.
-
         """
         if len(image) != self.layout.num_bytes:
             raise ModelMismatch(
@@ -126,7 +124,6 @@ def build_model(task: Task, *, seed: int, replace_batch_norm: bool = False) -> M
 
     Raises:
         BatchDependentLayer, UnsupportedModel: see ``ModelImage``.
-
     """
     torch.manual_seed(seed)
     model = task.new_model()
@@ -141,7 +138,6 @@ def load_initial(image: ModelImage, path: Path) -> None:
     Raises:
         SettingsError: the file cannot be read.
         ModelMismatch: names or shapes differ.
-
     """
     try:
         state = load_file(path)
@@ -179,7 +175,6 @@ def refuse_batch_dependent(model: nn.Module) -> None:
 
     Raises:
         BatchDependentLayer: naming the layers.
-
     """
     found = [
         f"{name} ({type(m).__name__})" for name, m in model.named_modules() if _batch_dependent(m)

@@ -55,7 +55,6 @@ def head_json(content: RecordDict) -> str:
 
     Raises:
         CorruptUpdate: the message has none.
-
     """
     record = content.get(HEAD)
     text = record.get("json") if isinstance(record, ConfigRecord) else None
@@ -69,7 +68,6 @@ def read(content: RecordDict, kind: type[Told]) -> Told:
 
     Raises:
         CorruptUpdate: it is not what it should be.
-
     """
     return parse(head_json(content), kind)
 
@@ -79,7 +77,6 @@ def parse(text: str | bytes, kind: type[Told]) -> Told:
 
     Raises:
         CorruptUpdate: naming the first field that is wrong, and what was found there.
-
     """
     try:
         return kind.model_validate_json(text)
@@ -118,7 +115,6 @@ def read_update(content: RecordDict) -> Update:
 
     Raises:
         CorruptUpdate: no vector, or not a whole number of float32.
-
     """
     report = read(content, UpdateReport)
     memory = vector(content)

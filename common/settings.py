@@ -206,7 +206,6 @@ def load(config: Path | None, overrides: Mapping[str, Any]) -> Settings:
 
     Raises:
         SettingsError: the file is not there, is not TOML, or holds an unknown or impossible value.
-
     """
     tree: dict[str, Any] = {}
     if config is not None:

@@ -68,7 +68,6 @@ def load_task(spec: str) -> Task:
     Raises:
         UnknownTask: no such file, no such class, or the file fails to import.
         TaskError: the class cannot be made without arguments, or lacks a method of ``Task``.
-
     """
     file_name, separator, class_name = spec.rpartition(":")
     if not separator or not file_name or not class_name:
@@ -120,7 +119,6 @@ def open_train_examples(task: Task, *, data: Path | None, part: int, num_parts: 
         MissingData: the task raised an OSError or a ValueError: the path is not there, cannot be
             read, or does not hold what it should.
         EmptyDataset: there are none.
-
     """
     try:
         examples = task.train_examples(data=data, part=part, num_parts=num_parts)
@@ -157,7 +155,6 @@ def loss_sum(task: Task, model: nn.Module, batch: Any) -> tuple[Tensor, int, Met
 
     Raises:
         TaskError: it is not a scalar tensor, a whole weight of 0 or more and sums by name.
-
     """
     answer = task.loss_sum(model, batch)
     if not isinstance(answer, tuple) or len(answer) not in (2, 3):

@@ -50,7 +50,6 @@ def read_credentials(tls: Tls) -> Credentials | None:
     Raises:
         SettingsError: only some of the three are named.
         CertificateProblem: one cannot be read, or is not what it should be.
-
     """
     named = {"--tls-ca": tls.ca, "--tls-certificate": tls.certificate, "--tls-key": tls.key}
     missing = [flag for flag, path in named.items() if path is None]
@@ -106,7 +105,6 @@ def split_address(address: str) -> tuple[str, int]:
 
     Raises:
         SettingsError: it is neither.
-
     """
     host, separator, port = address.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
@@ -130,7 +128,6 @@ def check_address(address: str, *, has_tls: bool, is_insecure: bool) -> None:
 
     Raises:
         InsecureAddress: no TLS, not loopback, and no --insecure.
-
     """
     host, _ = split_address(address)
     if not (has_tls or is_insecure or is_loopback(host)):
@@ -147,7 +144,6 @@ def make_certificates(folder: Path, *, hosts: Sequence[str], clients: Sequence[s
     Raises:
         SettingsError: a client's name cannot be one.
         CertificateProblem: the folder cannot be written, or holds a broken authority.
-
     """
     for name in clients:
         _check_name(name)

@@ -81,7 +81,6 @@ class PictureFiles(Dataset[Example]):
         Raises:
             FileNotFoundError: the folder is not there.
             ValueError: it has a subfolder that is not in ``CLASSES``.
-
         """
         if not folder.is_dir():
             raise FileNotFoundError(

@@ -108,7 +108,6 @@ def _read(path: Path) -> tuple[Tensor, Tensor]:
     Raises:
         FileNotFoundError: the path is not a file.
         ValueError: a column is missing, or a cell is not a finite number or not a class.
-
     """
     if not path.is_file():
         raise FileNotFoundError(f"expected a CSV file with a header row, there is none at {path}")

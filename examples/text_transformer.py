@@ -133,7 +133,6 @@ def _texts_in(path: Path) -> list[bytes]:
 
     Raises:
         FileNotFoundError: nothing is there.
-
     """
     if not path.exists():
         raise FileNotFoundError(f"expected a folder of texts, there is nothing at {path}")

@@ -82,7 +82,6 @@ class CohortSum:
         Raises:
             CorruptUpdate: it has another length than the model.
             NonFiniteUpdate: it has a NaN or an infinity.
-
         """
         if values_P.numel() != self._layout.num_parameters:
             raise CorruptUpdate(

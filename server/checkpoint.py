@@ -50,7 +50,6 @@ def save(
 
     Raises:
         CheckpointFailed: the disk is full or not writable; the old checkpoint is untouched.
-
     """
     tensors = {IMAGE: image_U8, **{OPTIMIZER + name: t for name, t in optimizer.items()}}
     told = json.dumps(asdict(progress))
@@ -68,7 +67,6 @@ def load(folder: Path) -> tuple[Progress, Tensor, dict[str, Tensor]] | None:
 
     Raises:
         CheckpointCorrupt: there is one, but it cannot be read back whole.
-
     """
     path = folder / FILE
     if not path.exists():

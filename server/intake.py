@@ -126,7 +126,6 @@ class Intake:
 
         Raises:
             PortInUse: it cannot be had.
-
         """
         self._thread.start()
         self._call(self._open())

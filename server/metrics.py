@@ -133,7 +133,6 @@ class Journal:
 
         Raises:
             StateError: the folder cannot be written.
-
         """
         self._folder = folder
         try:
@@ -153,7 +152,6 @@ class Journal:
 
         Raises:
             StateError: the disk is full.
-
         """
         try:
             self._file.write(json.dumps(asdict(row)) + "\n")

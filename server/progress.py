@@ -77,7 +77,7 @@ def conclude(settings: Settings) -> None:
     folder = settings.out
     if folder is None:
         return
-    for last in read_rows(folder)[-1:]:
+    for last in (row for row in read_rows(folder)[-1:] if row["metrics"]):
         shown = ", ".join(
             f"{name.replace('_', ' ')} [bold]{value:.4f}[/]"
             for name, value in last["metrics"].items()

@@ -34,7 +34,6 @@ def run(training: Training, fleet: Fleet, *, on_round: OnRound, resume: bool = F
 
     Raises:
         HeadwaterError: see ``common.errors``. What was committed stays in the checkpoint.
-
     """
     settings = training.settings
     folder = settings.out

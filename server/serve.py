@@ -30,7 +30,6 @@ def serve_run(
 
     Raises:
         HeadwaterError: see ``common.errors``.
-
     """
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)

@@ -43,7 +43,6 @@ class ServerOptimizer:
 
         Raises:
             SettingsError: the schedule is at its end (OneCycleLR has a total of steps).
-
         """
         for parameter, (start, end) in zip(self._parameters, self._spans, strict=True):
             parameter.grad = mean_P[start:end].view(parameter.shape)
@@ -87,7 +86,6 @@ class ServerOptimizer:
 
         Raises:
             CheckpointCorrupt: it is not that of this optimizer.
-
         """
         try:
             told = json.loads(rest)
@@ -125,7 +123,6 @@ def _try_out(optimizer: settings.Optimizer, schedule: settings.Schedule) -> None
 
     Raises:
         SettingsError: optimizer or schedule cannot be made, or cannot step.
-
     """
     parameter = torch.nn.Parameter(torch.zeros(2, 2))
     made = _optimizer([parameter], optimizer)

@@ -46,7 +46,6 @@ class Staging:
 
         Raises:
             StateError: the disk has no room for the spool file.
-
         """
         self.num_bytes = num_bytes
         self.sha256 = sha256
@@ -66,7 +65,6 @@ class Staging:
 
         Raises:
             CorruptUpdate: it is not the next, too long, or empty.
-
         """
         end = self.received + len(data)
         if offset != self.received or not data or len(data) > CHUNK_BYTES or end > self.num_bytes:
@@ -91,7 +89,6 @@ class Staging:
 
         Raises:
             CorruptUpdate: its digest is not the announced one.
-
         """
         if not hmac.compare_digest(self._digest.digest(), self.sha256):
             raise CorruptUpdate("the SHA-256 of the upload is not the one that was announced")

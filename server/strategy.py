@@ -70,7 +70,6 @@ class SumOfGradients(FedAvg):
         Raises:
             BatchDependentLayer, UnsupportedModel: see ``ModelImage``.
             SettingsError: torch has no such optimizer, or it has no such argument.
-
         """
         super().__init__(
             fraction_train=fraction_train,
@@ -106,7 +105,6 @@ class SumOfGradients(FedAvg):
 
         Raises:
             ModelMismatch: they are not those of the model.
-
         """
         if arrays is not self._sent:
             try:
@@ -154,7 +152,6 @@ class SumOfGradients(FedAvg):
 
         Raises:
             UpdateRefused: nothing of it was added.
-
         """
         if reply.has_error():
             raise UpdateRefused(f"{name}: the client failed: {(reply.error.reason or '')[:500]}")
@@ -202,7 +199,6 @@ def _weight(metrics: MetricRecord, key: str, name: str) -> int:
     Raises:
         CorruptUpdate: a metric is a list, NaN or infinite.
         CountOutOfRange: the weight is missing or no whole number of 1 to 2^53.
-
     """
     for metric, value in metrics.items():
         if isinstance(value, list) or not math.isfinite(value):
@@ -223,7 +219,6 @@ def _float32_of(array: Array, slot: Slot, name: str) -> NDArray[np.float32]:
 
     Raises:
         CorruptUpdate: it is not float32, of the parameter's shape, in C order.
-
     """
     start = 10 + int.from_bytes(array.data[8:10], "little")
     header = f"{{'descr': '<f4', 'fortran_order': False, 'shape': {slot.shape!r}, }}"

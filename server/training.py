@@ -40,7 +40,6 @@ class Training:
 
         Raises:
             SettingsError, TaskError, ModelMismatch: see ``common.errors``.
-
         """
         if settings.task is None:
             raise SettingsError("no task is set", remedy="name it with --task FILE.py:Class")
@@ -63,7 +62,6 @@ class Training:
 
         Raises:
             CheckpointCorrupt: it cannot be read, or is that of another model.
-
         """
         found = checkpoint.load(folder)
         if found is None:
@@ -102,7 +100,6 @@ class Training:
 
         Raises:
             TooFewClients: the planner left out so many that the round cannot count.
-
         """
         cohort, round_number = self.settings.cohort, self.round + 1
         by_name = {report.name: report for report in reports}
@@ -154,7 +151,6 @@ class Training:
 
         Raises:
             TooFewClients: fewer updates than --min-clients; nothing has changed.
-
         """
         needed = self.settings.cohort.min_clients
         if len(opened.accepted) < max(needed, 1):
@@ -216,7 +212,6 @@ class OpenRound:
         Raises:
             UnexpectedUpdate: nobody asked for it, or it is here already.
             CountOutOfRange: more examples or weight than the plan can lead to, or none.
-
         """
         plan = self.plans.get(report.name)
         if plan is None or report.name in self.accepted:

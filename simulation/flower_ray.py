@@ -55,7 +55,6 @@ def run_on_ray(settings: Settings, *, on_round: OnRound) -> None:
     Raises:
         SettingsError: ray is not installed.
         HeadwaterError: whatever ended the ServerApp, as it was raised there.
-
     """
     if importlib.util.find_spec("ray") is None:
         raise SettingsError(

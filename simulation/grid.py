@@ -30,7 +30,6 @@ class InProcessGrid(OwnGrid):
 
         Raises:
             SettingsError: a round would wait for more clients than there are.
-
         """
         super().__init__()
         needed, clients = settings.cohort.min_clients, settings.simulation.clients
