@@ -118,32 +118,12 @@ def take_part(
 
     start_log(verbose=verbose)
     with errors_shown():
-        _take_part(
-            config,
-            {
-                "client.server": server,
-                "task": task,
-                "client.data": data,
-                "client.name": name,
-                "client.part": part,
-                "client.num_parts": num_parts,
-                "client.memory_limit_bytes": memory_limit_bytes,
-                "client.state": state,
-                "client.stay": stay,
-                "client.patience_seconds": patience,
-                "model.replace_batch_norm": replace_batch_norm,
-                "check_task": check,
-                "threads": threads,
-                "tls.ca": tls_ca,
-                "tls.certificate": tls_certificate,
-                "tls.key": tls_key,
-                "insecure": insecure,
-            },
-        )
+        _take_part(config, flags.overrides(context.params))
 
 
 @app.command()
 def check(
+    context: typer.Context,
     task: flags.TaskSpec = None,
     data: Data = None,
     name: Name = None,
@@ -158,17 +138,7 @@ def check(
 
     start_log(verbose=False)
     with errors_shown():
-        overrides = {
-            "task": task,
-            "client.data": data,
-            "client.name": name,
-            "client.part": part,
-            "client.num_parts": num_parts,
-            "model.replace_batch_norm": replace_batch_norm,
-            "threads": threads,
-            "check_task": False,
-        }
-        _check(config, overrides)
+        _check(config, {**flags.overrides(context.params), "check_task": False})
 
 
 def _check(config: Path | None, overrides: dict[str, Any]) -> None:

@@ -6,6 +6,7 @@ Nothing heavy is imported here: ``--help`` must come at once.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -247,6 +248,67 @@ Insecure = Annotated[
         rich_help_panel=TLS,
     ),
 ]
+
+
+SETTING_OF = {
+    "task": "task",
+    "check": "check_task",
+    "replace_batch_norm": "model.replace_batch_norm",
+    "initial_model": "model.initial",
+    "rounds": "rounds",
+    "seed": "seed",
+    "optimizer": "optimizer.name",
+    "learning_rate": "optimizer.learning_rate",
+    "optimizer_argument": "optimizer.arguments",
+    "schedule": "schedule.name",
+    "schedule_argument": "schedule.arguments",
+    "warmup_rounds": "schedule.warmup_rounds",
+    "accumulation_steps": "plan.accumulation_steps",
+    "micro_batch_size": "plan.micro_batch_size",
+    "effective_batch_size": "plan.effective_batch_size",
+    "local_steps": "plan.local_steps",
+    "local_learning_rate": "plan.local_learning_rate",
+    "precision": "plan.precision",
+    "cohort_size": "cohort.size",
+    "min_clients": "cohort.min_clients",
+    "deadline": "cohort.deadline_seconds",
+    "evaluate_on_devices": "evaluation.on_devices",
+    "evaluate_every": "evaluation.every_rounds",
+    "threads": "threads",
+    "out": "out",
+    "tls_ca": "tls.ca",
+    "tls_certificate": "tls.certificate",
+    "tls_key": "tls.key",
+    "insecure": "insecure",
+    "listen": "server.listen",
+    "clients": "simulation.clients",
+    "engine": "simulation.engine",
+    "server": "client.server",
+    "data": "client.data",
+    "name": "client.name",
+    "part": "client.part",
+    "num_parts": "client.num_parts",
+    "memory_limit_bytes": "client.memory_limit_bytes",
+    "state": "client.state",
+    "stay": "client.stay",
+    "patience": "client.patience_seconds",
+}
+"""Where each flag lies in the settings."""
+
+REPEATED = ("optimizer_argument", "schedule_argument")
+
+
+def overrides(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Turn a command's parameters into dotted settings; those that are no settings are left out.
+
+    Raises:
+        SettingsError: a KEY=VALUE without its ``=``.
+    """
+    return {
+        SETTING_OF[name]: arguments(value) if name in REPEATED else value
+        for name, value in given.items()
+        if name in SETTING_OF
+    }
 
 
 def arguments(pairs: list[str] | None) -> dict[str, Any] | None:

@@ -71,41 +71,7 @@ def serve(
 
     start_log(verbose=verbose)
     with errors_shown():
-        _serve(
-            resume,
-            config,
-            {
-                "task": task,
-                "server.listen": listen,
-                "cohort.min_clients": min_clients,
-                "rounds": rounds,
-                "seed": seed,
-                "optimizer.name": optimizer,
-                "optimizer.learning_rate": learning_rate,
-                "optimizer.arguments": flags.arguments(optimizer_argument),
-                "schedule.name": schedule,
-                "schedule.arguments": flags.arguments(schedule_argument),
-                "schedule.warmup_rounds": warmup_rounds,
-                "plan.accumulation_steps": accumulation_steps,
-                "plan.micro_batch_size": micro_batch_size,
-                "plan.effective_batch_size": effective_batch_size,
-                "plan.local_steps": local_steps,
-                "plan.local_learning_rate": local_learning_rate,
-                "plan.precision": precision,
-                "cohort.size": cohort_size,
-                "cohort.deadline_seconds": deadline,
-                "evaluation.on_devices": evaluate_on_devices,
-                "evaluation.every_rounds": evaluate_every,
-                "model.initial": initial_model,
-                "model.replace_batch_norm": replace_batch_norm,
-                "threads": threads,
-                "tls.ca": tls_ca,
-                "tls.certificate": tls_certificate,
-                "tls.key": tls_key,
-                "insecure": insecure,
-                "out": out,
-            },
-        )
+        _serve(resume, config, flags.overrides(context.params))
 
 
 @app.command()

@@ -15,6 +15,7 @@ PANEL = "Simulation"
 
 @app.command()
 def simulate(
+    context: typer.Context,
     task: flags.TaskSpec = None,
     clients: Annotated[
         int | None,
@@ -73,39 +74,7 @@ def simulate(
 
     start_log(verbose=verbose)
     with errors_shown():
-        _simulate(
-            resume,
-            config,
-            {
-                "task": task,
-                "simulation.clients": clients,
-                "simulation.engine": engine,
-                "rounds": rounds,
-                "seed": seed,
-                "optimizer.name": optimizer,
-                "optimizer.learning_rate": learning_rate,
-                "optimizer.arguments": flags.arguments(optimizer_argument),
-                "schedule.name": schedule,
-                "schedule.arguments": flags.arguments(schedule_argument),
-                "schedule.warmup_rounds": warmup_rounds,
-                "plan.accumulation_steps": accumulation_steps,
-                "plan.micro_batch_size": micro_batch_size,
-                "plan.effective_batch_size": effective_batch_size,
-                "plan.local_steps": local_steps,
-                "plan.local_learning_rate": local_learning_rate,
-                "plan.precision": precision,
-                "cohort.size": cohort_size,
-                "cohort.min_clients": min_clients,
-                "cohort.deadline_seconds": deadline,
-                "evaluation.on_devices": evaluate_on_devices,
-                "evaluation.every_rounds": evaluate_every,
-                "model.initial": initial_model,
-                "model.replace_batch_norm": replace_batch_norm,
-                "check_task": check,
-                "threads": threads,
-                "out": out,
-            },
-        )
+        _simulate(resume, config, flags.overrides(context.params))
 
 
 def _simulate(resume: bool, config: Any, overrides: dict[str, Any]) -> None:
