@@ -28,6 +28,9 @@ log = logging.getLogger(__name__)
 # Beside the activations kept for the backward pass, their gradients and temporaries live a while.
 WORKING_FACTOR = 2.0
 
+PROBED_EXAMPLES = 8
+PROBES, FEWEST_PROBES, PROBE_SECONDS = 15, 3, 0.5
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Speed:
@@ -87,15 +90,17 @@ class ThisMachine:
         return min(limits if self._limit_bytes is None else [*limits, self._limit_bytes])
 
     def speed(self, place: Workplace) -> Speed:
-        """Time micro-batches of 1 and of up to 8 examples, three times each, and fit a line.
+        """Time micro-batches of 1 and of up to 8 examples in turn, and lay a line through them.
 
         Raises:
             TaskFailed: none of the first examples can be trained on.
         """
-        positions = _sample(place, 8)
+        positions = _sample(place, PROBED_EXAMPLES)
         large = len(positions)
-        one, many = (_median_seconds(place, positions[:size]) for size in (1, large))
-        per_example = max((many - one) / (large - 1), 0.0) if large > 1 else 0.0
+        one, many = _median_seconds(place, positions)
+        # Through both points, or through the origin where the noise would have it fall.
+        per_example = (many - one) / (large - 1) if large > 1 else one
+        per_example = min(max(per_example, 0.0), many / large)
         return Speed(
             seconds_per_micro_batch=max(one - per_example, 0.0),
             seconds_per_example=max(per_example, 1e-9),
@@ -126,13 +131,18 @@ def _run(place: Workplace, positions: Sequence[int]) -> None:
     loss.backward()  # type: ignore[no-untyped-call]
 
 
-def _median_seconds(place: Workplace, positions: Sequence[int]) -> float:
-    seconds = []
-    for _ in range(3):
-        start = time.perf_counter()
-        _run(place, positions)
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds)
+def _median_seconds(place: Workplace, positions: Sequence[int]) -> tuple[float, float]:
+    """Return the seconds of a micro-batch of one example and of one of all, in turn."""
+    seconds: tuple[list[float], list[float]] = ([], [])
+    begun = time.perf_counter()
+    while len(seconds[1]) < PROBES and (
+        len(seconds[1]) < FEWEST_PROBES or time.perf_counter() - begun < PROBE_SECONDS
+    ):
+        for part, measured in zip((positions[:1], positions), seconds, strict=True):
+            start = time.perf_counter()
+            _run(place, part)
+            measured.append(time.perf_counter() - start)
+    return statistics.median(seconds[0]), statistics.median(seconds[1])
 
 
 def activation_bytes(place: Workplace) -> float:
