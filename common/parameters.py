@@ -16,8 +16,6 @@ from functools import cached_property
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from common.errors import BatchDependentLayer, ModelMismatch, SettingsError, UnsupportedModel
@@ -139,6 +137,10 @@ def load_initial(image: ModelImage, path: Path) -> None:
         SettingsError: the file cannot be read.
         ModelMismatch: names or shapes differ.
     """
+    # Here rather than at the top: a device that is sent its model never needs them.
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
     try:
         state = load_file(path)
     except (OSError, SafetensorError) as error:

@@ -68,7 +68,7 @@ from server.uploads import Uploads, fault_frame
 log = logging.getLogger(__name__)
 
 GRPC_FRAME_BYTES = 5
-CACHED_FRAMES = 16
+CACHED_FRAMES = 4
 # Chunks of models that wait in gRPC for their devices to read them, over all devices.
 FRAMES_AT_ONCE = 32
 POLL_SECONDS = 0.25
