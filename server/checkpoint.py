@@ -40,6 +40,7 @@ class Progress:
     largest: list[float] | None
     counted: dict[str, int]
     seconds: float
+    paces: dict[str, tuple[float, float]] = field(default_factory=dict)
     simulated: dict[str, Any] = field(default_factory=dict)
 
 

@@ -26,6 +26,7 @@ from server import checkpoint
 from server.aggregate import CohortSum
 from server.cohort import select
 from server.fleet import Dropout, Fleet
+from server.pace import Pace, at_pace, followed, told
 from server.planner import Assignment, assign
 from server.server_optimizer import ServerOptimizer
 
@@ -55,6 +56,7 @@ class Training:
         self.round = 0
         self.run_id = run_id
         self.counted: dict[str, int] = {}
+        self.paces: dict[str, Pace] = {}
         self.seconds = 0.0
 
     def resume(self, folder: Path, fleet: Fleet) -> bool:
@@ -77,6 +79,9 @@ class Training:
         self.sum.restore(progress.largest)
         self.round, self.run_id = progress.round, progress.run_id
         self.counted, self.seconds = dict(progress.counted), progress.seconds
+        self.paces = {
+            name: Pace(per_micro_batch=a, per_example=b) for name, (a, b) in progress.paces.items()
+        }
         fleet.restore_simulated(progress.simulated)
         return True
 
@@ -102,7 +107,7 @@ class Training:
             TooFewClients: the planner left out so many that the round cannot count.
         """
         cohort, round_number = self.settings.cohort, self.round + 1
-        by_name = {report.name: report for report in reports}
+        by_name = {report.name: self._at_pace(report) for report in reports}
         invited = select(
             list(by_name), size=cohort.size, seed=self.settings.seed, round_number=round_number
         )
@@ -119,6 +124,14 @@ class Training:
         return {
             name: self._plan(name, assignments[name]) for name in invited if name in assignments
         }
+
+    def _at_pace(self, report: DeviceReport) -> DeviceReport:
+        """Return a report with the pace that was followed so far, or told if this is the first."""
+        pace = self.paces.get(report.name) or told(report)
+        if pace is None:
+            return report
+        self.paces[report.name] = pace
+        return at_pace(report, pace)
 
     def _plan(self, name: str, assignment: Assignment) -> Plan:
         chosen = self.settings.plan
@@ -162,6 +175,8 @@ class Training:
         self.optimizer.step(self.sum.close())
         self.round += 1
         self.counted |= dict.fromkeys(opened.accepted, self.round)
+        for name in self.paces.keys() & opened.accepted.keys():
+            self.paces[name] = followed(self.paces[name], opened.accepted[name].steps)
 
     def progress(self, fleet: Fleet, optimizer: str) -> checkpoint.Progress:
         """Gather what a checkpoint holds beside its tensors."""
@@ -172,6 +187,7 @@ class Training:
             optimizer=optimizer,
             largest=self.sum.largest,
             counted=self.counted,
+            paces={name: (p.per_micro_batch, p.per_example) for name, p in self.paces.items()},
             seconds=self.seconds,
             simulated=fleet.simulated_state(),
         )
