@@ -101,6 +101,27 @@ def init(
             console.print(str(path), soft_wrap=True)
 
 
+@app.command()
+def plan(
+    out: Annotated[
+        Path, typer.Option("--out", metavar="DIR", help="The folder of a run, ended or going on.")
+    ],
+    round_number: Annotated[
+        int | None, typer.Option("--round", help="Which round. [default: the last]")
+    ] = None,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Say for each device why it was asked for so much.")
+    ] = False,
+) -> None:
+    """Show what each device was asked for in a round, and how long it took."""
+    from common.console import errors_shown
+
+    with errors_shown():
+        from server.plan_table import show_plan
+
+        show_plan(out, round_number=round_number, explain=explain)
+
+
 def _serve(resume: bool, config: Any, overrides: dict[str, Any]) -> None:
     from common.console import default_out
     from common.settings import load_run

@@ -94,7 +94,7 @@ def micro_batch_size(report: DeviceReport, chosen: settings.Plan) -> tuple[int, 
 def _reason(report: DeviceReport, quota: int, size: tuple[int, str]) -> str:
     if quota == report.num_examples:
         return f"all its {quota} examples; {size[1]}"
-    return f"speed-bound: {quota} examples; {size[1]}"
+    return f"speed-bound: {quota} example{'' if quota == 1 else 's'}; {size[1]}"
 
 
 def equal_finish(

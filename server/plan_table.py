@@ -1,0 +1,63 @@
+"""``headwater-server plan``: a round's plans as a table, from rounds.jsonl."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from common.console import console
+from common.errors import SettingsError
+from server.metrics import ROUNDS, read_rows
+
+
+def show_plan(folder: Path, *, round_number: int | None, explain: bool) -> None:
+    """Print one round's clients: what each was asked for, why, and how long it took.
+
+    Raises:
+        SettingsError: there is no such run, or no such round in it.
+    """
+    rows = read_rows(folder)
+    if not rows:
+        raise SettingsError(
+            f"{folder / ROUNDS} holds no round", remedy="name a run's folder: --out"
+        )
+    by_number = {row["round"]: row for row in rows}
+    row = rows[-1] if round_number is None else by_number.get(round_number)
+    if row is None:
+        raise SettingsError(
+            f"{folder} has no round {round_number}",
+            remedy=f"rounds {rows[0]['round']} to {rows[-1]['round']} are there",
+        )
+    console.print(plan_table(row, explain=explain))
+    for name, error in row["refused"].items():
+        console.print(f"{name} did not finish: {error}", soft_wrap=True)
+
+
+def plan_table(row: dict[str, Any], *, explain: bool) -> Table:
+    """Return the table of one row of rounds.jsonl."""
+    slowest = row["slowest_client_seconds"]
+    table = Table(
+        title=f"round {row['round']}: {row['num_clients']} of {row['num_invited']} clients, "
+        f"{row['num_examples']} examples, slowest {slowest:.3g} s"
+    )
+    table.add_column("device")
+    for column in ("examples", "micro-batch", "K", "seconds", "of slowest"):
+        table.add_column(column, justify="right")
+    table.add_column("ended by")
+    if explain:
+        table.add_column("why this much")
+    for client in row["clients"]:
+        share = client["seconds"] / slowest if slowest else 1.0
+        cells = [
+            client["name"],
+            str(client["num_examples"]),
+            str(client["micro_batch_size"]),
+            str(client["accumulation_steps"]),
+            f"{client['seconds']:.3g}",
+            f"{share:.0%}",
+            client["reason"],
+        ]
+        table.add_row(*cells, *([client["plan"]] if explain else []))
+    return table
