@@ -27,8 +27,9 @@ from benchmarks.accumulation import Bench, Case, bench_of
 from benchmarks.measure import Figures, arguments, has_peer, report
 from client.accumulator import Accumulator
 from client.device import MonotonicClock
-from client.local_training import PeakMemory, Workplace, train
+from client.local_training import train
 from client.micro_batches import Place, Window, cut, window
+from client.workplace import PeakMemory, Workplace
 from common.task import batch_of
 from common.update import Plan
 

@@ -18,7 +18,7 @@ from typing import Protocol
 import psutil
 import torch
 
-from client.local_training import Clock, Workplace
+from client.workplace import Clock, Workplace
 from common.additive import usable
 from common.errors import HeadwaterError, TaskFailed
 from common.task import batch_of, loss_sum

@@ -19,8 +19,10 @@ from torch.utils.data import Subset
 
 from client.accumulator import Accumulator
 from client.device import Hardware, Speed, ThisMachine
-from client.local_training import PeakMemory, Workplace, check_works, train
+from client.local_training import train
 from client.micro_batches import Place, Walk, Window, held_out, window
+from client.window_sum import check_works
+from client.workplace import PeakMemory, Workplace
 from common.additive import check_additive
 from common.errors import BuffersChanged, ModelMismatch, NonFiniteUpdate
 from common.parameters import ModelLayout, build_model

@@ -12,9 +12,9 @@ from functools import lru_cache
 import numpy as np
 
 from client.device import WORKING_FACTOR, Hardware, Speed, activation_bytes
-from client.local_training import Clock, Workplace
 from client.micro_batches import seed_of
 from client.resident import Identity
+from client.workplace import Clock, Workplace
 from common.parameters import ModelLayout
 from common.settings import Settings
 

@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 
 from client.accumulator import Accumulator
 from client.device import MonotonicClock, ThisMachine, activation_bytes
-from client.local_training import PeakMemory, Workplace
+from client.workplace import PeakMemory, Workplace
 from common.errors import TaskFailed
 from common.parameters import build_model
 from common.task import Task

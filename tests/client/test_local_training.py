@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from client.accumulator import Accumulator
-from client.local_training import PeakMemory, Workplace, check_works, train
+from client.local_training import train
 from client.micro_batches import Place, Window, cut, window
+from client.window_sum import check_works
+from client.workplace import PeakMemory, Workplace
 from common.errors import (
     BuffersChanged,
     EmptyUpdate,

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from client.accumulator import Accumulator
 from client.device import MonotonicClock
-from client.local_training import PeakMemory, Workplace, train
+from client.local_training import train
 from client.micro_batches import Place, Window, window
+from client.workplace import PeakMemory, Workplace
 from common import settings as chosen
 from common.parameters import ModelImage, build_model
 from common.task import Examples, Task, max_weight_per_example
