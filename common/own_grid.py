@@ -25,6 +25,8 @@ from common.errors import HeadwaterError
 from common.update import DescribeRequest
 
 SERVER_NODE_ID = 1
+# A device that was asked to describe itself and is silent so long is refused.
+SILENT_SECONDS = 300.0
 
 
 class OwnGrid(Grid):
@@ -32,6 +34,7 @@ class OwnGrid(Grid):
 
     awaits_more = False
     """Whether further nodes may come by themselves."""
+    silent_seconds = SILENT_SECONDS
 
     def __init__(self) -> None:
         self._run: Run | None = None

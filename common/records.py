@@ -18,11 +18,20 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, 
 from pydantic import BaseModel, ValidationError
 from torch import Tensor
 
-from common.errors import CorruptUpdate, HeadwaterError, error_of, travelling
+from common.errors import (
+    ConnectionLost,
+    CorruptUpdate,
+    HeadwaterError,
+    LateUpdate,
+    error_of,
+    travelling,
+)
 from common.update import Update, UpdateReport
 
 FLAT = "headwater.flat"
 HEAD, VECTOR = "head", "vector"
+# Of Flower's error codes: the message or its reply outlived its time to live; the node has gone.
+EXPIRED, NODE_GONE = (3, 4), 5
 REFUSED = 1000  # Error.code of an error of ours; Flower's own codes are below 100
 
 Told = TypeVar("Told", bound=BaseModel)
@@ -151,6 +160,22 @@ def refused(message: Message) -> HeadwaterError:
             return HeadwaterError(reason[:500])
         return error_of(str(code), str(text))
     return HeadwaterError(f"Flower's error {message.error.code}: {reason[:500]}")
+
+
+def answered(reply: Message) -> RecordDict:
+    """Return a reply's content.
+
+    Raises:
+        LateUpdate, ConnectionLost: Flower says so.
+        HeadwaterError: the error that the other side sent instead.
+    """
+    if not reply.has_error():
+        return reply.content
+    if reply.error.code in EXPIRED:
+        raise LateUpdate(f"the round's deadline passed: {reply.error.reason}")
+    if reply.error.code == NODE_GONE:
+        raise ConnectionLost(f"the node has gone: {reply.error.reason}")
+    raise refused(reply)
 
 
 def keep(context: Context, name: str, state: Any) -> None:

@@ -17,13 +17,14 @@ from flwr.app import Context, Message, RecordDict
 from flwr.serverapp import Grid, ServerApp
 
 from common import records
-from common.errors import ConnectionLost, HeadwaterError, IdentityRefused, LateUpdate
+from common.errors import ConnectionLost, HeadwaterError, LateUpdate
 from common.own_grid import OwnGrid
 from common.parameters import ModelImage
 from common.settings import from_run_config
 from common.update import DescribeRequest, DeviceReport, EvaluateReport, Plan, Update
 from server.fleet import Dropout, Traffic
 from server.metrics import RoundRow
+from server.roll import Roll, check_name
 from server.rounds import OnRound, run
 from server.training import Training
 
@@ -36,9 +37,6 @@ Answer = TypeVar("Answer", Update, EvaluateReport)
 JOIN_POLL_SECONDS = 0.05
 FIRST_NOTICE_SECONDS, WAITING_NOTICE_SECONDS = 10.0, 60.0
 REPLY_POLL_SECONDS = 0.2
-
-# Of Flower's error codes: the message or its reply outlived its time to live; the node has gone.
-EXPIRED, NODE_GONE = (3, 4), 5
 
 
 def server_app(*, on_round: OnRound, resume: bool = False) -> ServerApp:
@@ -79,8 +77,7 @@ class GridFleet:
     def __init__(self, grid: Grid) -> None:
         self._grid = grid
         self._own = grid if isinstance(grid, OwnGrid) else None
-        self._reports: dict[int, DeviceReport] = {}
-        self._refused: dict[int, HeadwaterError] = {}
+        self._roll = Roll(grid)
         self._flower_bytes = [0, 0]  # up, down
 
     def describe(self, request: DescribeRequest, *, min_clients: int) -> list[DeviceReport]:
@@ -88,45 +85,17 @@ class GridFleet:
             self._own.expect(request)
         next_notice = time.monotonic() + FIRST_NOTICE_SECONDS
         while True:
-            present = set(self._grid.get_node_ids())
-            if self._own is None and not self._reports.keys() <= present:
-                self._refused.clear()  # a restarted SuperNode is a new one: its name is free again
-            self._reports = {n: r for n, r in self._reports.items() if n in present}
-            self._refused = {n: e for n, e in self._refused.items() if n in present}
-            new = sorted(present - self._reports.keys() - self._refused.keys())
-            if new:
-                self._ask_new(new, request)
-            if len(self._reports) >= min_clients:
-                return list(self._reports.values())
+            self._roll.call(request)
+            reports, refused = self._roll.reports, self._roll.refused
+            if len(reports) >= min_clients and self._roll.is_settled:
+                return list(reports.values())
             nobody_else = not getattr(self._grid, "awaits_more", True)
-            if self._refused and (nobody_else or (self._own is None and not self._reports)):
-                raise next(iter(self._refused.values()))
+            if refused and (nobody_else or (self._own is None and not reports)):
+                raise next(iter(refused.values()))
             if time.monotonic() >= next_notice:
-                log.warning("waiting: %d of %d clients are here", len(self._reports), min_clients)
+                log.warning("waiting: %d of %d clients are here", len(reports), min_clients)
                 next_notice = time.monotonic() + WAITING_NOTICE_SECONDS
             time.sleep(JOIN_POLL_SECONDS)
-
-    def _ask_new(self, nodes: list[int], request: DescribeRequest) -> None:
-        messages = [
-            Message(records.content_of(request), node, "query.describe", group_id="describe")
-            for node in nodes
-        ]
-        for node, reply in self._exchange(messages, None):
-            try:
-                report = records.read(_content(reply), DeviceReport)
-                if self._own is not None:
-                    _check_name(report.name, self._own.name_of(node))
-                if any(report.name == known.name for known in self._reports.values()):
-                    raise IdentityRefused(f"there are two devices of the name {report.name}")
-                self._reports[node] = report
-                log.info("%s joined: %d examples", report.name, report.num_examples)
-            except ConnectionLost as error:
-                log.warning("a device went before it was known: %s", error)
-            except HeadwaterError as error:
-                log.warning("a device was refused: %s: %s", error.code, error)
-                self._refused[node] = error
-                if self._own is not None:
-                    self._own.refuse(node, error)
 
     def train(
         self, plans: Mapping[str, Plan], image: ModelImage, *, timeout_seconds: float | None
@@ -158,7 +127,7 @@ class GridFleet:
         read: Callable[[RecordDict], Answer],
     ) -> Iterator[Answer | Dropout]:
         """Send each plan with the model; yield what came back, and a Dropout for who did not."""
-        nodes = {report.name: node for node, report in self._reports.items()}
+        nodes = {report.name: node for node, report in self._roll.reports.items()}
         for left in [name for name in plans if name not in nodes]:
             yield Dropout(name=left, error=ConnectionLost(f"{left} left in mid-round"))
         awaited = {nodes[name]: name for name in plans if name in nodes}
@@ -176,16 +145,18 @@ class GridFleet:
             if name in nodes
         ]
         for node, reply in self._exchange(messages, timeout_seconds):
+            if self._roll.take(reply):
+                continue  # a newcomer that was slow to describe itself: it joins the next round
             name = awaited.pop(node, None)
             if name is None:
                 continue
             try:
-                answer = read(_content(reply))
-                _check_name(answer.name, name)
+                answer = read(records.answered(reply))
+                check_name(answer.name, name)
                 yield answer
             except HeadwaterError as error:
                 if isinstance(error, ConnectionLost):
-                    self._reports.pop(node, None)
+                    self._roll.reports.pop(node, None)
                 yield Dropout(name=name, error=error)
         for name in awaited.values():
             within = "" if timeout_seconds is None else f" within {timeout_seconds} s"
@@ -239,26 +210,6 @@ class GridFleet:
         restore = getattr(self._grid, "restore_simulated", None)
         if restore is not None:
             restore(state)
-
-
-def _check_name(told: str, known: str | None) -> None:
-    """Hold the name that a device gives itself against the one it is known by.
-
-    Raises:
-        IdentityRefused: it speaks under another's name.
-    """
-    if known is not None and told != known:
-        raise IdentityRefused(f"{known} sent a message under the name of {told}")
-
-
-def _content(reply: Message) -> RecordDict:
-    if not reply.has_error():
-        return reply.content
-    if reply.error.code in EXPIRED:
-        raise LateUpdate(f"the round's deadline passed: {reply.error.reason}")
-    if reply.error.code == NODE_GONE:
-        raise ConnectionLost(f"the node has gone: {reply.error.reason}")
-    raise records.refused(reply)
 
 
 def _num_bytes(content: RecordDict) -> int:

@@ -9,15 +9,11 @@ from collections.abc import Iterable, Iterator
 from flwr.app import Message
 
 from common import records
-from common.errors import HeadwaterError, LateUpdate
-from common.own_grid import OwnGrid, numbered
+from common.errors import HeadwaterError
+from common.own_grid import SILENT_SECONDS, OwnGrid, numbered
 from common.update import DescribeRequest
 from server.intake import Intake
 from server.sessions import Arrival, Ask
-
-# A device that was asked to describe itself and is silent must not hold up the others for good.
-DESCRIBE_SECONDS = 300.0
-DESCRIBE = "query.describe"
 
 
 class GrpcGrid(OwnGrid):
@@ -25,9 +21,9 @@ class GrpcGrid(OwnGrid):
 
     awaits_more = True
 
-    def __init__(self, intake: Intake, *, describe_seconds: float = DESCRIBE_SECONDS) -> None:
+    def __init__(self, intake: Intake, *, silent_seconds: float = SILENT_SECONDS) -> None:
         super().__init__()
-        self._describe_seconds = describe_seconds
+        self.silent_seconds = silent_seconds
         self._intake = intake
         self._sent: dict[str, Message] = {}
         self._update_bytes = 0
@@ -68,11 +64,8 @@ class GrpcGrid(OwnGrid):
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> Iterator[Message]:
-        asked = list(messages)
-        is_query = any(message.metadata.message_type == DESCRIBE for message in asked)
-        limit = self._describe_seconds if timeout is None and is_query else timeout
-        end = None if limit is None else time.monotonic() + limit
-        awaited = set(self.push_messages(asked))
+        end = None if timeout is None else time.monotonic() + timeout
+        awaited = set(self.push_messages(messages))
         try:
             while awaited:
                 left = None if end is None else max(end - time.monotonic(), 0.0)
@@ -82,19 +75,10 @@ class GrpcGrid(OwnGrid):
                     break
                 awaited.discard(arrival.message_id)
                 yield from self._replies(arrival)
-            if is_query:
-                yield from self._silent(awaited)
         finally:
             self._intake.withdraw(list(awaited))
             for message_id in awaited:
                 self._sent.pop(message_id, None)
-
-    def _silent(self, message_ids: set[str]) -> Iterator[Message]:
-        """Yield an error for each device that did not say what it is."""
-        for message_id in message_ids:
-            message = self._sent[message_id]
-            late = LateUpdate(f"nothing heard of the device for {self._describe_seconds:g} s")
-            yield Message(records.refusal(late), reply_to=message)
 
     def _replies(self, arrival: Arrival) -> Iterator[Message]:
         """Yield the reply that an arrival is; none if nobody waits for it any more."""

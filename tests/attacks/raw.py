@@ -91,7 +91,7 @@ async def serving(
     rounds: int = 1,
     min_clients: int = 1,
     reconnect_seconds: float = 30.0,
-    describe_seconds: float = 30.0,
+    silent_seconds: float = 30.0,
     deadline: float | None = None,
     on_devices: bool = False,
     credentials: Credentials | None = None,
@@ -119,16 +119,16 @@ async def serving(
     )
     intake.start()
     run = Run(intake=intake, training=Training(settings, run_id=RUN_ID), thread=threading.Thread())
-    run.thread = threading.Thread(target=_serve, args=(run, describe_seconds), daemon=True)
+    run.thread = threading.Thread(target=_serve, args=(run, silent_seconds), daemon=True)
     try:
         yield run
     finally:
         await asyncio.to_thread(intake.stop, say_goodbye=False)
 
 
-def _serve(run: Run, describe_seconds: float) -> None:
+def _serve(run: Run, silent_seconds: float) -> None:
     try:
-        grid = GrpcGrid(run.intake, describe_seconds=describe_seconds)
+        grid = GrpcGrid(run.intake, silent_seconds=silent_seconds)
         grid.enter_run(RUN_ID)
         run_rounds(run.training, GridFleet(grid), on_round=run.rows.append)
     except BaseException as error:

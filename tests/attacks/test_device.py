@@ -195,7 +195,7 @@ def test_a_device_that_lies_about_itself_is_turned_away(lie: dict[str, Any], mod
 
 def test_a_device_that_never_says_what_it_is_does_not_hold_up_the_others(model: bytes) -> None:
     async def play() -> None:
-        async with cohort("silent", "honest", describe_seconds=0.5) as (
+        async with cohort("silent", "honest", silent_seconds=0.5) as (
             run,
             silent,
             honest,

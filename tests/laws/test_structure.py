@@ -22,6 +22,7 @@ FLOWER_FILES = {
     "common/records.py",
     "server/app.py",
     "server/grid.py",
+    "server/roll.py",
     "server/serve.py",
     "server/strategy.py",
     "simulation/engines.py",
