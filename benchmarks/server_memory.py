@@ -95,6 +95,7 @@ class FakeDevice:
                         self._session = frame.welcome.session
                     case "instruction":
                         self._image_id = frame.instruction.image_id
+                        self._receipts = asyncio.Queue()
                         upload = asyncio.create_task(self._answer(call, frame.instruction))
                     case "receipt":
                         self._receipts.put_nowait(frame.receipt)
@@ -123,10 +124,8 @@ class FakeDevice:
             sha256=digest,
         )
         await self._write(call, ClientFrame(reply=reply))
-        start = 0
-        if self.num_reconnects:  # go on from where the server has it
-            receipt = await self._receipts.get()
-            start = len(vector) if receipt.is_done else receipt.next_offset
+        receipt = await self._receipts.get()  # the server's word that it is this device's turn
+        start = len(vector) if receipt.is_done else receipt.next_offset
         for offset in range(start, len(vector), CHUNK_BYTES):
             chunk = Chunk(
                 transfer_id=instruction.message_id,

@@ -109,12 +109,12 @@ class Uploads:
     def take_chunk(self, session: Session, chunk: Chunk) -> None:
         """Stage the next chunk, and the whole upload if it was the last."""
         upload = session.upload
-        if upload is None or session.reply is None or chunk.transfer_id != session.reply.message_id:
+        if session.reply is None or chunk.transfer_id != session.reply.message_id:
             return  # behind a refusal, until the device hears of it
-        before = upload.received
         try:
-            if session not in self._turns:
-                raise CorruptUpdate("a chunk before its turn")
+            if upload is None or session not in self._turns:
+                raise CorruptUpdate("a chunk before its turn, which the first receipt gives")
+            before = upload.received
             upload.add(chunk.offset, chunk.data)
         except CorruptUpdate as error:
             self.settle_with(session, CorruptUpdate(f"{session.name}: {error}"))
