@@ -282,6 +282,7 @@ SETTING_OF = {
     "insecure": "insecure",
     "listen": "server.listen",
     "clients": "simulation.clients",
+    "fleet": "simulation.fleet",
     "engine": "simulation.engine",
     "server": "client.server",
     "data": "client.data",

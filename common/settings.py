@@ -159,7 +159,12 @@ class Client(Branch):
 class Simulation(Branch):
     """Many clients on one machine."""
 
-    clients: Count = Field(100, description="devices, named 0 to N-1")
+    clients: Count = Field(
+        100, description="devices, named 0 to N-1; with a fleet, as many as its file says"
+    )
+    fleet: Path | None = Field(
+        None, description="TOML file of the devices (docs/fleet.md); not set: drawn by the seed"
+    )
     engine: Literal["in-process", "flower-ray"] = Field(
         "in-process", description="in-process, or flower-ray: Flower's Ray workers"
     )

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from common import flags
+
+if TYPE_CHECKING:
+    from common.settings import Settings
 
 app = typer.Typer(add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False)
 
@@ -22,6 +26,16 @@ def simulate(
         typer.Option(
             "--clients",
             help="Simulated devices, named 0 to N-1. [default: 100]",
+            rich_help_panel=PANEL,
+        ),
+    ] = None,
+    fleet: Annotated[
+        Path | None,
+        typer.Option(
+            "--fleet",
+            metavar="FLEET.toml",
+            help="The devices one by one: speed, memory, link, availability (docs/fleet.md). "
+            "Not given: drawn from five profiles by the seed.",
             rich_help_panel=PANEL,
         ),
     ] = None,
@@ -82,6 +96,9 @@ def _simulate(resume: bool, config: Any, overrides: dict[str, Any]) -> None:
     from common.settings import load_run
 
     settings = load_run(config, overrides, resume=resume)
+    from simulation.profiles import with_fleet
+
+    settings = with_fleet(settings)
     settings = settings.model_copy(
         update={
             "threads": settings.threads or 1,
@@ -90,12 +107,26 @@ def _simulate(resume: bool, config: Any, overrides: dict[str, Any]) -> None:
     )
     from server.progress import announce, conclude, watched
 
-    announce(settings, where=f"{settings.simulation.clients} simulated devices")
+    fleet = settings.simulation.fleet
+    where = f"{settings.simulation.clients} simulated devices"
+    announce(settings, where=where if fleet is None else f"{where} of {fleet.name}")
     from simulation.engines import run_engine
 
     with watched(settings) as on_round:
         run_engine(settings, on_round=on_round, resume=resume)
     conclude(settings)
+    if fleet is not None:
+        _conclude_idle(settings)
+
+
+def _conclude_idle(settings: Settings) -> None:
+    """Print how long the devices waited for one another, as a mean over the later rounds."""
+    from common.console import console
+    from server.metrics import read_rows
+    from simulation.fleet import idle_line
+
+    if settings.out is not None:
+        console.print(f"  {'idle':<12}{idle_line(read_rows(settings.out))}", soft_wrap=True)
 
 
 def main() -> None:

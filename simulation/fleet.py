@@ -1,13 +1,17 @@
-"""The simulated fleet: which device has which speed, memory and link.
+"""A simulated device at work: its hardware under a virtual clock, and how long it stood idle.
 
-Devices are drawn from five profiles by the run's seed and the device's number, with a spread of a
-quarter around each figure, so that device 17 is the same machine on every engine.
+The clock and who is there are pure functions of the run's seed, the device's number, the round and
+the micro-batch; the machine that simulates has no part in them.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -17,36 +21,10 @@ from client.resident import Identity
 from client.workplace import Clock, Workplace
 from common.parameters import ModelLayout
 from common.settings import Settings
+from simulation.profiles import MIB, SimulatedDevice, device_of
 
-MIB = 2**20
 # What Python, torch and this client hold before any model: about 250 MB on amd64 and arm64.
 IDLE_BYTES = 250 * MIB
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Profile:
-    """One kind of device. Speeds are relative to a laptop's; memory is what the client may use."""
-
-    name: str
-    share: float
-    cores: float
-    relative_speed: float
-    memory_bytes: int
-    upload_bytes_per_second: float
-
-
-PROFILES = (
-    Profile(name="laptop", share=0.30, cores=8, relative_speed=1.0, memory_bytes=4096 * MIB,
-            upload_bytes_per_second=5e6),
-    Profile(name="pi5-8gb", share=0.20, cores=4, relative_speed=0.4, memory_bytes=2048 * MIB,
-            upload_bytes_per_second=2.5e6),
-    Profile(name="pi4-4gb", share=0.20, cores=4, relative_speed=0.16, memory_bytes=1024 * MIB,
-            upload_bytes_per_second=2.5e6),
-    Profile(name="pi4-2gb", share=0.20, cores=4, relative_speed=0.16, memory_bytes=512 * MIB,
-            upload_bytes_per_second=1.2e6),
-    Profile(name="pi-zero2-512mb", share=0.10, cores=4, relative_speed=0.06,
-            memory_bytes=300 * MIB, upload_bytes_per_second=0.6e6),
-)  # fmt: skip
 
 # A laptop's seconds per example on a model of P parameters: 6 P operations at 5e9 a second, and
 # the dispatch of some fifty operators per micro-batch.
@@ -55,37 +33,59 @@ OPERATIONS_PER_SECOND = 5e9
 DISPATCH_SECONDS = 4e-4
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SimulatedDevice:
-    """A profile with its own spread."""
+# Rounds in which quotas settle to what was measured; the idle time is that of the rounds behind.
+SETTLING_ROUNDS = 3
 
-    profile: str
-    cores: float
-    relative_speed: float
-    memory_bytes: int
-    upload_bytes_per_second: float
+# Flower's ClientApp makes a device's hardware without a word of the round; the grid knows it.
+_round: ContextVar[int] = ContextVar("round", default=0)
 
 
-@lru_cache(maxsize=100_000)
-def device(run_seed: int, part: int) -> SimulatedDevice:
-    """Draw the device of this number."""
-    generator = np.random.default_rng(seed_of("fleet", run_seed, part))
-    kind = PROFILES[generator.choice(len(PROFILES), p=[p.share for p in PROFILES])]
-    spread = generator.uniform(0.8, 1.25, size=3)
-    return SimulatedDevice(
-        profile=kind.name,
-        cores=kind.cores,
-        relative_speed=kind.relative_speed * spread[0],
-        memory_bytes=int(kind.memory_bytes * spread[1]),
-        upload_bytes_per_second=kind.upload_bytes_per_second * spread[2],
-    )
+@contextmanager
+def at_round(number: int) -> Iterator[None]:
+    """Let the hardware that is made here be that of this round."""
+    token = _round.set(number)
+    try:
+        yield
+    finally:
+        _round.reset(token)
+
+
+def is_there(settings: Settings, part: int, *, round_number: int, look: int) -> bool:
+    """Say whether a device is there when the round's cohort is chosen, at the n-th look from 0.
+
+    A server that finds too few looks again, and so does this draw.
+    """
+    share = device_of(settings, part).availability
+    if share == 1:
+        return True
+    seed = seed_of("availability", settings.seed, part, round_number, look)
+    return bool(np.random.default_rng(seed).random() < share)
+
+
+class Jitter:
+    """Factors by which micro-batches take longer or shorter: lognormal, of mean 1.
+
+    exp(s z - s^2 / 2) with z normal; the n-th factor depends on the seed and n alone.
+    """
+
+    def __init__(self, relative: float, seed: int) -> None:
+        self._relative = relative
+        self._generator = np.random.default_rng(seed) if relative else None
+
+    def next_factor(self) -> float:
+        """Return the factor of the next micro-batch; exactly 1 where there is no jitter."""
+        if self._generator is None:
+            return 1.0
+        normal = float(self._generator.standard_normal())
+        return math.exp(self._relative * normal - self._relative**2 / 2)
 
 
 class VirtualClock:
     """Seconds that pass only when a micro-batch is done."""
 
-    def __init__(self, speed: Speed) -> None:
+    def __init__(self, speed: Speed, jitter: Jitter | None = None) -> None:
         self._speed = speed
+        self._jitter = jitter or Jitter(0.0, 0)
         self._seconds = 0.0
         self._transfer_seconds = speed.overhead_seconds
 
@@ -100,18 +100,23 @@ class VirtualClock:
         return now
 
     def worked(self, num_examples: int) -> None:
-        self._seconds += (
+        seconds = (
             self._speed.seconds_per_micro_batch + num_examples * self._speed.seconds_per_example
         )
+        self._seconds += seconds * self._jitter.next_factor()
 
 
 class SimulatedMachine:
     """A device's hardware under a virtual clock."""
 
-    def __init__(self, device: SimulatedDevice, num_parameters: int) -> None:
+    def __init__(
+        self, device: SimulatedDevice, num_parameters: int, *, jitter_seed: int = 0
+    ) -> None:
         self._device = device
         self._num_parameters = num_parameters
-        self.clock: Clock = VirtualClock(self._timing(bytes_per_example=1.0))
+        self.clock: Clock = VirtualClock(
+            self._timing(bytes_per_example=1.0), Jitter(device.jitter, jitter_seed)
+        )
 
     def cores(self) -> float:
         return self._device.cores
@@ -124,16 +129,89 @@ class SimulatedMachine:
 
     def _timing(self, *, bytes_per_example: float) -> Speed:
         vector_bytes = 4 * self._num_parameters
-        each = OPERATIONS_PER_PARAMETER * self._num_parameters / OPERATIONS_PER_SECOND
+        device = self._device
+        dispatch, rate = device.micro_batch_seconds, device.examples_per_second
+        if dispatch is None:
+            dispatch = DISPATCH_SECONDS / device.relative_speed
+        operations = OPERATIONS_PER_PARAMETER * self._num_parameters
+        each = operations / OPERATIONS_PER_SECOND / device.relative_speed
         return Speed(
-            seconds_per_micro_batch=DISPATCH_SECONDS / self._device.relative_speed,
-            seconds_per_example=each / self._device.relative_speed,
+            seconds_per_micro_batch=dispatch,
+            seconds_per_example=each if rate is None else 1 / rate,
             base_bytes=IDLE_BYTES + 2 * vector_bytes,
             bytes_per_example=bytes_per_example,
-            overhead_seconds=2 * vector_bytes / self._device.upload_bytes_per_second,
+            overhead_seconds=2 * vector_bytes / device.upload_bytes_per_second,
         )
 
 
 def simulated_machine(identity: Identity, settings: Settings, layout: ModelLayout) -> Hardware:
-    """Return the hardware of a simulated device."""
-    return SimulatedMachine(device(settings.seed, identity.part), layout.num_parameters)
+    """Return the hardware of a simulated device, in the round that the grid is at."""
+    return SimulatedMachine(
+        device_of(settings, identity.part),
+        layout.num_parameters,
+        jitter_seed=seed_of("jitter", settings.seed, identity.part, _round.get()),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Idle:
+    """How long a round's devices waited for the last of them.
+
+    ``share`` is 1 - mean(finish) / T over the devices that the planner was free to give more or
+    less to, T or ``free_seconds`` the last finish among them; None where there was no such device.
+    The others are counted apart, with the last finish of those that were asked for one example,
+    the least there is: it may lie behind T.
+    """
+
+    share: float | None
+    free_seconds: float
+    num_free: int
+    num_bound_by_data: int
+    num_bound_by_one_example: int
+    one_example_seconds: float
+
+
+def idle_time(row: Mapping[str, Any]) -> Idle:
+    """Return the idle time of a row of rounds.jsonl.
+
+    Bound by its own data is a device that was asked for all its examples, or came to the end of
+    its epoch; a device that dropped out is not in the row's clients and does not count.
+    """
+    free, one, num_data = [], [], 0
+    for client in row["clients"]:
+        if client["plan"].startswith("all its ") or client["reason"] == "epoch end":
+            num_data += 1
+        elif client["num_examples"] == 1:
+            one.append(client["seconds"])
+        else:
+            free.append(client["seconds"])
+    last = max(free, default=0.0)
+    return Idle(
+        # The mean may round to above the largest.
+        share=max(1 - math.fsum(free) / len(free) / last, 0.0) if last else None,
+        free_seconds=last,
+        num_free=len(free),
+        num_bound_by_data=num_data,
+        num_bound_by_one_example=len(one),
+        one_example_seconds=max(one, default=0.0),
+    )
+
+
+def idle_line(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Say in a line what the rounds behind the third come to, or all if there are not so many."""
+    settled = [row for row in rows if row["round"] > SETTLING_ROUNDS] or list(rows)
+    idle = [idle_time(row) for row in settled]
+    shares = [one.share for one in idle if one.share is not None]
+    if not shares:
+        return "no device that was free to be given more or less"
+    rounds = f"rounds {settled[0]['round']} to {settled[-1]['round']}"
+    last = idle[-1]
+    line = f"{math.fsum(shares) / len(shares):.1%}, mean over {rounds}; in the last "
+    line += f"{last.num_free} devices were done by {last.free_seconds:.2f} s; apart: "
+    line += f"{last.num_bound_by_data} bound by their own data"
+    if last.num_bound_by_one_example:
+        line += (
+            f", {last.num_bound_by_one_example} by one example (the last of them after "
+            f"{last.one_example_seconds:.2f} s)"
+        )
+    return line

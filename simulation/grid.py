@@ -18,8 +18,11 @@ from common.errors import SettingsError
 from common.own_grid import OwnGrid, numbered
 from common.settings import Settings
 from common.wire import framed_bytes
+from simulation.fleet import at_round, is_there
+from simulation.profiles import with_fleet
 
 FIRST_NODE_ID = 1000
+GRID = "grid"  # the grid's own entry among the nodes' states
 
 
 class InProcessGrid(OwnGrid):
@@ -29,9 +32,11 @@ class InProcessGrid(OwnGrid):
         """Make the nodes of a run.
 
         Raises:
-            SettingsError: a round would wait for more clients than there are.
+            SettingsError: a round would wait for more clients than there are, or the fleet's file
+                is wrong.
         """
         super().__init__()
+        settings = with_fleet(settings)
         needed, clients = settings.cohort.min_clients, settings.simulation.clients
         if needed > clients:
             raise SettingsError(
@@ -39,19 +44,36 @@ class InProcessGrid(OwnGrid):
                 remedy="lower --min-clients, or raise --clients",
             )
         self._app = app
+        self._settings = settings
         self._run_config = settings.to_run_config()
         self._num_nodes = settings.simulation.clients
         self._contexts: dict[int, Context] = {}
         self._waiting: dict[str, Message] = {}
         self._bytes_up = 0
         self._bytes_down = 0
+        self._last_round = 0
+        self._num_looks = 0
 
     def num_bytes(self) -> tuple[int, int]:
         """Return what would have gone over the wire."""
         return self._bytes_up, self._bytes_down
 
     def get_node_ids(self) -> Iterable[int]:
-        return range(FIRST_NODE_ID, FIRST_NODE_ID + self._num_nodes)
+        """Return the nodes that are there for the round behind the last one."""
+        nodes = range(FIRST_NODE_ID, FIRST_NODE_ID + self._num_nodes)
+        if self._settings.simulation.fleet is None:
+            return nodes
+        look, self._num_looks = self._num_looks, self._num_looks + 1
+        return [
+            node
+            for node in nodes
+            if is_there(
+                self._settings,
+                node - FIRST_NODE_ID,
+                round_number=self._last_round + 1,
+                look=look,
+            )
+        ]
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         pushed = {numbered(message): message for message in messages}
@@ -72,10 +94,13 @@ class InProcessGrid(OwnGrid):
 
     def _deliver(self, message: Message) -> Message:
         context = self._context(message.metadata.dst_node_id)
+        if message.metadata.message_type == "train":
+            self._last_round, self._num_looks = int(message.metadata.group_id), 0
         self._bytes_down += framed_bytes(
             len(records.head_json(message.content)), len(records.vector(message.content) or b"")
         )
-        reply = self._app(message, context)
+        with at_round(self._last_round):
+            reply = self._app(message, context)
         if reply.has_content():
             self._bytes_up += framed_bytes(
                 len(records.head_json(reply.content)), len(records.vector(reply.content) or b"")
@@ -99,15 +124,19 @@ class InProcessGrid(OwnGrid):
         return self._contexts[node_id]
 
     def simulated_state(self) -> dict[str, Any]:
-        """Return what each node keeps in its context, for the checkpoint."""
-        return {
+        """Return what each node keeps in its context, for the checkpoint, and the last round."""
+        state: dict[str, Any] = {
             str(node_id): {name: records.kept(context, name) for name in context.state}
             for node_id, context in self._contexts.items()
         }
+        return state | {GRID: {"last_round": self._last_round}}
 
     def restore_simulated(self, state: Mapping[str, Any]) -> None:
         """Take up what ``simulated_state`` gave."""
-        for node_id, states in state.items():
-            context = self._context(int(node_id))
-            for name, kept in states.items():
+        for key, kept_there in state.items():
+            if key == GRID:
+                self._last_round = kept_there["last_round"]
+                continue
+            context = self._context(int(key))
+            for name, kept in kept_there.items():
                 records.keep(context, name, kept)

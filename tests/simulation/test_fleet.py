@@ -8,7 +8,8 @@ from collections import Counter
 import pytest
 
 from client.device import Speed
-from simulation.fleet import PROFILES, SimulatedMachine, VirtualClock, device
+from simulation.fleet import SimulatedMachine, VirtualClock
+from simulation.profiles import PROFILES, device
 
 
 def test_a_device_is_the_same_machine_whenever_it_is_drawn() -> None:

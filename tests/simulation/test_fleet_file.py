@@ -1,0 +1,181 @@
+"""A fleet's file: what it says is what is simulated, and what is wrong with it is named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.errors import SettingsError
+from common.settings import Settings, from_run_config, load
+from simulation.fleet import Jitter, SimulatedMachine, is_there
+from simulation.profiles import (
+    LARGEST_FLEET,
+    PROFILES,
+    DeviceTable,
+    device,
+    device_of,
+    read_fleet,
+    with_fleet,
+)
+
+ROOT = Path(__file__).parents[2]
+OWN = "examples_per_second = 10\nmemory_bytes = 1000\nupload_bytes_per_second = 500\n"
+SEED = 3
+
+
+def fleet(folder: Path, text: str, **overrides: Any) -> Settings:
+    path = folder / "fleet.toml"
+    path.write_text(text)
+    return load(None, {"seed": SEED, "simulation.fleet": path, **overrides})
+
+
+def test_there_are_as_many_clients_as_the_counts_sum_to_in_the_file_s_order(
+    tmp_path: Path,
+) -> None:
+    text = f'[[device]]\nprofile = "laptop"\ncount = 2\n[[device]]\n{OWN}'
+    settings = with_fleet(fleet(tmp_path, text))
+    assert settings.simulation.clients == 3
+    kinds = [device_of(settings, part).profile for part in range(3)]
+    assert kinds == ["laptop", "laptop", "own figures"]
+
+
+@pytest.mark.parametrize("profile", PROFILES, ids=lambda profile: profile.name)
+def test_a_profile_brings_its_figures_without_spread(tmp_path: Path, profile: Any) -> None:
+    settings = fleet(tmp_path, f'[[device]]\nprofile = "{profile.name}"\n')
+    drawn = device_of(settings, 0)
+    assert (drawn.relative_speed, drawn.memory_bytes) == (
+        profile.relative_speed,
+        profile.memory_bytes,
+    )
+    assert drawn.upload_bytes_per_second == profile.upload_bytes_per_second
+
+
+def test_own_figures_override_the_profile_s(tmp_path: Path) -> None:
+    settings = fleet(tmp_path, f'[[device]]\nprofile = "laptop"\ncores = 2\n{OWN}')
+    drawn = device_of(settings, 0)
+    assert (drawn.memory_bytes, drawn.upload_bytes_per_second, drawn.cores) == (1000, 500.0, 2.0)
+    assert drawn.relative_speed == 1.0  # still decides the dispatch
+
+
+@pytest.mark.parametrize("num_parameters", [10, 10_000_000])
+def test_examples_per_second_hold_for_every_size_of_model(
+    tmp_path: Path, num_parameters: int
+) -> None:
+    settings = fleet(tmp_path, f"[[device]]\nmicro_batch_seconds = 0.25\n{OWN}")
+    clock = SimulatedMachine(device_of(settings, 0), num_parameters).clock
+    clock.seconds()  # the transfer is behind the first look
+    start = clock.seconds()
+    clock.worked(5)
+    assert clock.seconds() - start == pytest.approx(0.25 + 5 / 10, rel=1e-9)
+
+
+def test_without_a_file_the_fleet_is_drawn_by_the_seed() -> None:
+    settings = load(None, {"seed": SEED})
+    assert [device_of(settings, part) for part in range(9)] == [device(SEED, p) for p in range(9)]
+    assert with_fleet(settings) == settings
+    assert all(is_there(settings, part, round_number=1, look=0) for part in range(9))
+
+
+def test_settings_with_a_fleet_survive_toml_and_flower_s_run_config(tmp_path: Path) -> None:
+    settings = with_fleet(fleet(tmp_path, f"[[device]]\ncount = 4\n{OWN}"))
+    left = tmp_path / "settings.toml"
+    left.write_text(settings.to_toml())
+    assert with_fleet(load(left, {})) == settings == from_run_config(settings.to_run_config())
+
+
+def test_jitter_has_mean_one_and_the_spread_that_is_set() -> None:
+    jitter = Jitter(0.1, seed=1)
+    factors = [jitter.next_factor() for _ in range(10_000)]
+    mean = sum(factors) / len(factors)
+    deviation = (sum((f - mean) ** 2 for f in factors) / len(factors)) ** 0.5
+    # Four standard errors: of the mean 0.1 / 100, of the deviation 0.1 / sqrt(20,000).
+    assert abs(mean - 1) <= 4 * 0.1 / 100
+    assert abs(deviation - 0.1) <= 4 * 0.1 / 20_000**0.5 + 0.1**2 / 20
+
+
+def test_no_jitter_is_a_factor_of_exactly_one() -> None:
+    jitter = Jitter(0.0, seed=1)
+    assert [jitter.next_factor() for _ in range(3)] == [1.0, 1.0, 1.0]
+
+
+def test_a_device_is_there_in_the_fraction_of_rounds_that_is_set(tmp_path: Path) -> None:
+    settings = fleet(tmp_path, f"[[device]]\navailability = 0.3\n{OWN}")
+    there = sum(is_there(settings, 0, round_number=n, look=0) for n in range(4000))
+    # Four standard deviations of a binomial count.
+    assert abs(there - 1200) <= 4 * (4000 * 0.3 * 0.7) ** 0.5
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("", "device: field required"),
+        ("device = 3", "device: "),
+        ("device = []", "device: "),
+        ("[[devices]]", "device: field required"),
+        (f"speed = 2\n[[device]]\n{OWN}", "speed: extra inputs"),
+        ("[[device]]", "device number 1: expected a profile, or all of examples_per_second"),
+        ("[[device]]\nexamples_per_second = 3", "found no memory_bytes, upload_bytes_per_second"),
+        (
+            '[[device]]\nprofile = "laptop"\n[[device]]\nprofile = "cray"',
+            "number 2: profile: .*cray",
+        ),
+        (f"[[device]]\nbattery = true\n{OWN}", "device number 1: battery: extra inputs"),
+        (f"[[device]]\ncount = 0\n{OWN}", "device number 1: count: .*found 0"),
+        (f"[[device]]\njitter = 1.5\n{OWN}", "device number 1: jitter: .*found 1.5"),
+        (f"[[device]]\njitter = nan\n{OWN}", "device number 1: jitter: "),
+        (f"[[device]]\navailability = 0\n{OWN}", "device number 1: availability: "),
+        (f"[[device]]\ncores = -1\n{OWN}", "device number 1: cores: "),
+        (f"[[device]]\nmicro_batch_seconds = inf\n{OWN}", "number 1: micro_batch_seconds: "),
+        (f"[[device]]\ncount = {LARGEST_FLEET}\n{OWN}\n[[device]]\n{OWN}", "count: 100,001"),
+    ],
+)
+def test_what_is_wrong_with_a_file_is_named_with_its_table_and_key(
+    tmp_path: Path, text: str, named: str
+) -> None:
+    with pytest.raises(SettingsError, match=rf"fleet\.toml: .*{named}") as caught:
+        with_fleet(fleet(tmp_path, text))
+    assert "docs/fleet.md" in caught.value.remedy
+
+
+@pytest.mark.parametrize("content", [b"device = ", b"\xff\xfe"])
+def test_a_fleet_file_that_is_not_toml_is_a_settings_error(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "fleet.toml").write_bytes(content)
+    with pytest.raises(SettingsError, match=r"fleet\.toml is not a TOML file"):
+        read_fleet(tmp_path / "fleet.toml")
+
+
+def test_a_missing_fleet_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"nowhere\.toml: No such file"):
+        read_fleet(tmp_path / "nowhere.toml")
+
+
+def test_another_number_of_clients_than_the_file_has_is_refused(tmp_path: Path) -> None:
+    text = f"[[device]]\ncount = 4\n{OWN}"
+    assert with_fleet(fleet(tmp_path, text, **{"simulation.clients": 4})).simulation.clients == 4
+    with pytest.raises(SettingsError, match=r"has 4 devices, and .* is set to 100"):
+        with_fleet(fleet(tmp_path, text, **{"simulation.clients": 100}))
+
+
+@pytest.mark.parametrize("key", ["jitter = 0.1", "availability = 0.5"])
+def test_what_ray_cannot_simulate_is_refused_on_ray(tmp_path: Path, key: str) -> None:
+    settings = fleet(tmp_path, f"[[device]]\n{key}\n{OWN}", **{"simulation.engine": "flower-ray"})
+    with pytest.raises(SettingsError, match="simulates neither"):
+        with_fleet(settings)
+
+
+def test_the_docs_show_the_example_as_it_is() -> None:
+    example = ROOT / "examples" / "fleets" / "village.toml"
+    assert f"```toml\n{example.read_text()}```" in (ROOT / "docs" / "fleet.md").read_text()
+    assert len(read_fleet(example)) == 20
+
+
+def test_the_docs_table_has_every_key_of_the_file() -> None:
+    text = (ROOT / "docs" / "fleet.md").read_text()
+    assert [key for key in DeviceTable.model_fields if f"| `{key}` |" not in text] == []
+
+
+def test_a_table_may_name_every_profile_there_is() -> None:
+    for profile in PROFILES:
+        assert DeviceTable.model_validate({"profile": profile.name}).profile == profile.name
