@@ -52,11 +52,12 @@ class Staging:
         self.received = 0
         self._room = room
         self._digest = hashlib.sha256()
-        self._memory = bytearray()
+        self._memory: bytearray | mmap.mmap = bytearray()
         self._spool: IO[bytes] | None = None
         self.is_in_ram = room.take(num_bytes)
         if self.is_in_ram:
-            self._memory = bytearray(num_bytes)
+            # Pages of its own, which go back at once: freed blocks of the heap would stay with us.
+            self._memory = mmap.mmap(-1, num_bytes) if num_bytes else bytearray()
         else:
             self._spool = _spool(num_bytes)
 
