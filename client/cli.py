@@ -205,6 +205,7 @@ def _open(settings: Settings) -> tuple[Resident, Identity]:
 
 def _take_part(config: Path | None, overrides: dict[str, Any]) -> None:
     import asyncio
+    import math
 
     from common.settings import load
     from common.tls import check_address, read_credentials
@@ -226,7 +227,7 @@ def _take_part(config: Path | None, overrides: dict[str, Any]) -> None:
         node,
         settings.client.server,
         credentials=credentials,
-        patience_seconds=settings.client.patience_seconds,
+        patience_seconds=math.inf if settings.client.stay else settings.client.patience_seconds,
     )
     console.print(
         f"{identity.name}: {len(resident.examples(identity))} examples, "

@@ -15,7 +15,7 @@ from torch import Tensor
 from client.micro_batches import Window, cut
 from client.window_sum import WindowSum, reason_to_stop, sum_window
 from client.workplace import Workplace
-from common.errors import BuffersChanged, EmptyUpdate
+from common.errors import BuffersChanged, EmptyUpdate, NonFiniteUpdate
 from common.update import Plan, Update, UpdateReport
 
 
@@ -94,7 +94,7 @@ def take_local_steps(
     finally:
         image.values_P.copy_(before_P)
     if not math.isfinite(float(values_P.abs().max())):
-        raise EmptyUpdate(
+        raise NonFiniteUpdate(
             f"{place.name}, round {plan.round}: the local steps diverged",
             remedy="lower --local-learning-rate or --local-steps",
         )

@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import hashlib
 import logging
+import os
 import random
 import signal
 import time
@@ -100,7 +101,11 @@ class Uplink:
 
     def stop(self) -> None:
         """Ask for a graceful end: what was summed so far is sent, then the stream is closed."""
-        log.warning("asked to stop: what is summed so far is sent")
+        if self._stopping.is_set():
+            log.warning("asked again: stopped at once, nothing more is sent")
+            logging.shutdown()
+            os._exit(130)
+        log.warning("asked to stop: what is summed so far is sent; ask again to stop at once")
         self._stopping.set()
         self._node.interrupt()
 

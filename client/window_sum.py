@@ -30,6 +30,8 @@ log = logging.getLogger(__name__)
 
 Positions = tuple[int, ...]
 
+RECENT_STEPS = 8  # the slowest of these says how long the next may take
+
 
 @dataclass(kw_only=True, slots=True)
 class WindowSum:
@@ -140,7 +142,11 @@ def reason_to_stop(
     if place.stop():
         return "asked to stop"
     if plan.deadline_seconds is not None:
-        next_end = place.clock.seconds() - start_seconds + total.steps[-1].seconds
+        next_end = (
+            place.clock.seconds()
+            - start_seconds
+            + max(step.seconds for step in total.steps[-RECENT_STEPS:])
+        )
         if next_end > plan.deadline_seconds:
             return "deadline"
     return None

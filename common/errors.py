@@ -33,6 +33,7 @@
     ├── StateError              the disk
     │   ├── CheckpointCorrupt       it cannot be read back
     │   └── CheckpointFailed        it cannot be written (disk full, read-only)
+    ├── Diverged                the model is no longer finite
     ├── OutOfMemory             not even one example fits
     └── ConnectionLost          retry later
 
@@ -230,6 +231,12 @@ class CheckpointFailed(StateError):
     """The checkpoint could not be written; the one before it is untouched."""
 
     remedy = "free space under --out and go on with --resume: the last committed round is kept"
+
+
+class Diverged(HeadwaterError):
+    """A step led to parameters that are not finite; the checkpoint before it is kept."""
+
+    remedy = "lower --learning-rate, and go on from the checkpoint with --resume"
 
 
 class OutOfMemory(HeadwaterError):

@@ -50,15 +50,17 @@ class Schedule(Branch):
         default_factory=dict, description="its arguments, e.g. T_max = 100"
     )
     warmup_rounds: int = Field(
-        0, ge=0, description="rounds over which the rate grows linearly from 1/warmup to whole"
+        0,
+        ge=0,
+        description="rounds of linear growth of the rate, from 1/(warmup + 1) of it",
     )
 
 
 class Plan(Branch):
     """What a client is asked to do in a round."""
 
-    accumulation_steps: Count | None = Field(
-        None, description="K, the same for all; not set: the planner decides"
+    accumulation_steps: Annotated[int, Field(ge=1, le=4096)] | None = Field(
+        None, description="K, the same for all, 4096 at most; not set: the planner decides"
     )
     micro_batch_size: Count | None = Field(
         None, description="examples per micro-batch; not set: the planner decides by memory"
@@ -75,7 +77,7 @@ class Plan(Branch):
     memory_fraction: float = Field(
         0.8, gt=0, le=1, description="share of a device's memory limit that the planner fills"
     )
-    local_steps: Count = Field(
+    local_steps: Annotated[int, Field(ge=1, le=4096)] = Field(
         1, description="H > 1: fewer, longer rounds of H local SGD steps each"
     )
     local_learning_rate: float = Field(
@@ -175,7 +177,7 @@ class Settings(Branch):
 
     task: str | None = Field(None, description="FILE.py:Class")
     seed: int = Field(
-        0, ge=0, lt=2**63, description="of the model, the examples' order, the cohorts"
+        0, ge=0, le=2**53, description="of the model, the examples' order, the cohorts"
     )
     rounds: Count = Field(30, description="server steps")
     threads: Count | None = Field(

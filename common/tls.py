@@ -194,7 +194,7 @@ def _check_name(name: str) -> None:
             f"{name[:80]!r} cannot be a client's name",
             remedy=f"letters, digits, dot, dash and underscore, {MAX_COMMON_NAME} at most",
         )
-    if name in RESERVED_NAMES:
+    if name in RESERVED_NAMES or name.endswith("-key"):
         raise SettingsError(f"{name} cannot be a client's name: the files are somebody else's")
 
 

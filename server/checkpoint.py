@@ -39,7 +39,8 @@ class Progress:
     optimizer: str
     largest: list[float] | None
     counted: dict[str, int]
-    seconds: float
+    asked: dict[str, Any] = field(default_factory=dict)
+    shares: dict[str, float] = field(default_factory=dict)
     paces: dict[str, tuple[float, float]] = field(default_factory=dict)
     simulated: dict[str, Any] = field(default_factory=dict)
 

@@ -8,18 +8,44 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
+from torch.utils.data import Subset
+
+from common.errors import HeadwaterError, MissingData, TaskFailed
 from common.parameters import ModelImage
-from common.task import Task, evaluate_sums
+from common.task import Examples, Task, evaluate_sums
 from common.update import EvaluateReport
 
 MICRO_BATCH_SIZE = 256
 
 
-def on_server(task: Task, image: ModelImage) -> dict[str, float]:
-    """Return test_loss and the task's metrics on its test examples; empty if it has none."""
+def open_test_examples(task: Task, image: ModelImage) -> Examples | None:
+    """Open the task's test examples and try the first of them; None if it has none.
+
+    Raises:
+        MissingData: they cannot be read.
+        TaskFailed: the first cannot be evaluated.
+    """
     test_examples = getattr(task, "test_examples", None)
-    examples = test_examples() if test_examples is not None else None
+    try:
+        examples: Examples | None = test_examples() if test_examples is not None else None
+    except (OSError, ValueError) as error:
+        raise MissingData(f"the task's test_examples found no data: {error}") from error
     if examples is None or len(examples) == 0:
+        return None
+    try:
+        evaluate_sums(task, image.model, Subset(examples, [0]), 1)  # type: ignore[arg-type]
+    except HeadwaterError:
+        raise
+    except Exception as error:
+        raise TaskFailed(
+            f"the first test example failed: {type(error).__name__}: {error}"
+        ) from error
+    return examples
+
+
+def on_server(task: Task, image: ModelImage, examples: Examples | None) -> dict[str, float]:
+    """Return test_loss and the task's metrics on its test examples; empty if it has none."""
+    if examples is None:
         return {}
     loss, weight, sums = evaluate_sums(task, image.model, examples, MICRO_BATCH_SIZE)
     return means("test", loss, weight, sums)

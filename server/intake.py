@@ -109,7 +109,7 @@ class Intake:
         self._reconnect_seconds = reconnect_seconds
         self._layout_digest: str | None = None
         self._sessions: dict[int, Session] = {}
-        self._turned_away: dict[int, HeadwaterError] = {}
+        self._turned_away: dict[int, tuple[bytes, HeadwaterError]] = {}
         self._image: tuple[str, memoryview] | None = None
         self._sending = asyncio.Semaphore(FRAMES_AT_ONCE)
         self._writers: set[asyncio.Task[None]] = set()
@@ -322,8 +322,9 @@ class Intake:
                 raise IdentityRefused(
                     f"the certificate is that of {shown!r}, not of {hello.name!r}"
                 )
-        if (error := self._turned_away.get(node_id_of(hello.name))) is not None:
-            raise error
+        token, error = self._turned_away.get(node_id_of(hello.name), (b"", None))
+        if error is not None and hmac.compare_digest(token, hello.session):
+            raise error  # the same process again; one that was started anew gets a new chance
         if self._layout_digest is not None and hello.layout_digest != self._layout_digest:
             raise ModelMismatch(
                 f"{hello.name}: its model's layout is {hello.layout_digest[:12] or 'unknown'}, the "
@@ -375,9 +376,12 @@ class Intake:
         """Give up on devices that are gone, take nothing, or stand still for too long."""
         while True:
             await asyncio.sleep(POLL_SECONDS)
-            for session in list(self._sessions.values()):
-                self._watch(session, before=time.monotonic() - self._reconnect_seconds)
-            self._uploads.give_turns()
+            try:
+                for session in list(self._sessions.values()):
+                    self._watch(session, before=time.monotonic() - self._reconnect_seconds)
+                self._uploads.give_turns()
+            except Exception:
+                log.exception("the watch over the devices failed, and goes on")
 
     def _watch(self, session: Session, *, before: float) -> None:
         within = f"for {self._reconnect_seconds:g} s"
@@ -493,7 +497,7 @@ class Intake:
     async def _refuse(self, node_id: int, error: HeadwaterError) -> None:
         self.refusals[error.code] += 1
         session = self._sessions.pop(node_id, None)
-        self._turned_away[node_id] = error
         if session is not None:
+            self._turned_away[node_id] = (session.token, error)
             self._uploads.answer(session, error)
             self._send(session, fault_frame(error))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import logging
+import math
 import os
 import time
 from dataclasses import asdict, dataclass, field
@@ -154,7 +155,7 @@ class Journal:
             StateError: the disk is full.
         """
         try:
-            self._file.write(json.dumps(asdict(row)) + "\n")
+            self._file.write(json.dumps(_plain(asdict(row)), allow_nan=False) + "\n")
             self._file.flush()
         except OSError as error:
             raise StateError(
@@ -175,6 +176,15 @@ class Journal:
             draw_curves(self._folder)
         except OSError as error:
             log.warning("no %s in %s: %s", CURVES, self._folder, error.strerror)
+
+
+def _plain(value: Any) -> Any:
+    """Put null for what JSON has no number for: a test loss may be NaN or infinite."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def read_rows(folder: Path) -> list[dict[str, Any]]:
@@ -232,7 +242,8 @@ def draw_curves(folder: Path) -> Path | None:
     rounds = [row["round"] for row in rows]
     figure = Figure(figsize=(11, 3.4), layout="constrained")
     loss, quality, work = figure.subplots(1, 3)
-    loss.plot(rounds, [row["loss"] for row in rows], label="training")
+    losses = [math.nan if row["loss"] is None else row["loss"] for row in rows]
+    loss.plot(rounds, losses, label="training")
     for name in ("test_loss", "held_out_loss"):
         _plot_metric(loss, rows, name, name.removesuffix("_loss").replace("_", " "))
     shown = [value for line in loss.get_lines() for value in line.get_ydata()]
@@ -260,6 +271,8 @@ def draw_curves(folder: Path) -> Path | None:
 
 
 def _plot_metric(axes: Any, rows: list[dict[str, Any]], name: str, label: str) -> None:
-    points = [(row["round"], row["metrics"][name]) for row in rows if name in row["metrics"]]
+    points = [
+        (row["round"], row["metrics"][name]) for row in rows if row["metrics"].get(name) is not None
+    ]
     if points:
         axes.plot(*zip(*points, strict=True), label=label)

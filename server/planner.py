@@ -20,6 +20,8 @@ from common.update import DeviceReport
 # Share of the deadline that is planned; the rest is for what was not foreseen.
 DEADLINE_SHARE = 0.9
 UNMEASURED_SECONDS = 1e-3
+# A report names each accumulation step, and must fit in one frame of the wire.
+MOST_STEPS = 4096
 LEAST_SECONDS = 1e-9  # per example; what a device claims below it is rounding, or a lie
 
 
@@ -107,17 +109,22 @@ def equal_finish(
     """Return each device's quota: the same finish for all, at least ``target`` examples in all.
 
     Without a given finish every device gets at least one example, and the smallest finish that
-    reaches the target, or all examples there are, is found by bisection. With one, a device that
-    cannot finish a single example by then gets 0.
+    reaches the target, or all examples there are, is found by bisection. With one, no device is
+    asked for more than it finishes by then, and one that cannot finish a single example gets 0.
     """
     fleet = _Fleet.of(reports, sizes)
-    if finish_seconds is not None:
-        quotas = fleet.quotas(finish_seconds)
-        return dict(zip(fleet.names, quotas.tolist(), strict=True))
     target = min(target, int(fleet.num_examples.sum()))
+    # Who can finish one example in time takes part: no device's data is left out for speed.
+    least = np.ones_like(fleet.num_examples)
+    if finish_seconds is not None:
+        least = np.minimum(fleet.quotas(finish_seconds), least)
 
     def reaches(finish: float) -> bool:
-        return int(np.maximum(fleet.quotas(finish), 1).sum()) >= target
+        return int(np.maximum(fleet.quotas(finish), least).sum()) >= target
+
+    if finish_seconds is not None and not reaches(finish_seconds):
+        quotas = fleet.quotas(finish_seconds)
+        return dict(zip(fleet.names, quotas.tolist(), strict=True))
 
     # From below: one device that says it needs a century must not coarsen the search for all.
     low, high = 0.0, float(fleet.finish(np.ones_like(fleet.num_examples)).min())
@@ -126,7 +133,7 @@ def equal_finish(
     for _ in range(60):
         middle = (low + high) / 2
         low, high = (low, middle) if reaches(middle) else (middle, high)
-    quotas = np.maximum(fleet.quotas(high), 1)
+    quotas = np.maximum(fleet.quotas(high), least)
     return dict(zip(fleet.names, quotas.tolist(), strict=True))
 
 
@@ -145,7 +152,9 @@ class _Fleet:
     def of(reports: Sequence[DeviceReport], sizes: Mapping[str, int]) -> _Fleet:
         return _Fleet(
             names=[r.name for r in reports],
-            num_examples=np.array([r.num_examples for r in reports], dtype=np.int64),
+            num_examples=np.array(
+                [min(r.num_examples, MOST_STEPS * sizes[r.name]) for r in reports], dtype=np.int64
+            ),
             size=np.array([sizes[r.name] for r in reports], dtype=np.int64),
             dispatch=np.array([r.seconds_per_micro_batch or 0.0 for r in reports]),
             each=np.array(

@@ -81,6 +81,7 @@ def conclude(settings: Settings) -> None:
         shown = ", ".join(
             f"{name.replace('_', ' ')} [bold]{value:.4f}[/]"
             for name, value in last["metrics"].items()
+            if value is not None
         )
         console.print(f"after round {last['round']}: {shown}")
     for title, name in (

@@ -47,7 +47,9 @@ class Roll:
     @property
     def is_settled(self) -> bool:
         """Whether everybody has answered, or has been slow to."""
-        recently = time.monotonic() - PATIENCE_SECONDS
+        # Flower's own engines start a process for each device, all at once: they are waited for.
+        patience = SILENT_SECONDS if self._own is None else PATIENCE_SECONDS
+        recently = time.monotonic() - patience
         return all(asked.at < recently for asked in self._asked.values())
 
     def call(self, request: DescribeRequest) -> None:

@@ -55,6 +55,7 @@ def run(training: Training, fleet: Fleet, *, on_round: OnRound, resume: bool = F
         _run_rounds(training, fleet, journal, on_round)
     except BaseException:
         try:
+            _step_back(training, folder)
             _leave_files(training, journal, folder)
         except HeadwaterError as error:
             # The error that ended the run is the one to show; this one may be its echo.
@@ -63,10 +64,18 @@ def run(training: Training, fleet: Fleet, *, on_round: OnRound, resume: bool = F
     _leave_files(training, journal, folder)
 
 
+def _step_back(training: Training, folder: Path) -> None:
+    """Return to the model of the last checkpoint: a step may have been half taken, or not kept."""
+    found = checkpoint.load(folder)
+    training.round = 0 if found is None else found[0].round
+    if found is not None:
+        training.image.bytes_U8.copy_(found[1])
+
+
 def _leave_files(training: Training, journal: Journal, folder: Path) -> None:
-    journal.close()
     if training.round:
         _save_model(folder, training)
+    journal.close()
 
 
 def _run_rounds(
@@ -101,6 +110,7 @@ def _run_round(training: Training, fleet: Fleet) -> RoundRow:
     settings = training.settings
     watch = _Stopwatch()
     reports = fleet.describe(training.describe_request(), min_clients=settings.cohort.min_clients)
+    watch.lap("wait")
     plans = training.plan_round(reports)
     watch.lap("plan")
     before = fleet.traffic()
@@ -113,6 +123,7 @@ def _run_round(training: Training, fleet: Fleet) -> RoundRow:
         fold_seconds += time.perf_counter() - start
     watch.lap("train", less=fold_seconds)
     watch.split["fold"] = fold_seconds
+    training.learn_shares(opened)
     _raise_common_fault(opened)
     rate = training.optimizer.learning_rate
     training.commit(opened)
@@ -120,7 +131,6 @@ def _run_round(training: Training, fleet: Fleet) -> RoundRow:
     metrics = _evaluate(training, fleet, opened)
     watch.lap("evaluate")
     after = fleet.traffic()
-    training.seconds += watch.total
     reports_in = opened.accepted.values()
     weight = sum(report.weight for report in reports_in)
     return RoundRow(
@@ -135,7 +145,7 @@ def _run_round(training: Training, fleet: Fleet) -> RoundRow:
         seconds=watch.total,
         seconds_split=watch.split,
         slowest_client_seconds=max(report.seconds for report in reports_in),
-        updates_per_hour=3600 * len(opened.accepted) / watch.total,
+        updates_per_hour=3600 * len(opened.accepted) / (watch.total - watch.split["wait"]),
         bytes_up=after.bytes_up - before.bytes_up,
         bytes_down=after.bytes_down - before.bytes_down,
         num_scale_shifts=training.sum.num_shifts,
@@ -171,7 +181,7 @@ def _evaluate(training: Training, fleet: Fleet, opened: OpenRound) -> dict[str, 
     is_last = training.round == training.settings.rounds
     if training.round % chosen.every_rounds and not is_last:
         return metrics
-    metrics |= evaluate.on_server(training.task, training.image)
+    metrics |= evaluate.on_server(training.task, training.image, training.test_examples)
     if chosen.on_devices:
         plans = {
             name: plan.model_copy(update={"model_version": training.round})

@@ -115,14 +115,16 @@ class Staging:
 
 def _spool(num_bytes: int) -> IO[bytes]:
     """Open a file that has no name; its blocks are taken now, so that no later write can fail."""
-    file = tempfile.TemporaryFile(prefix="headwater-")  # noqa: SIM115 - open until release
+    file: IO[bytes] | None = None
     try:
+        file = tempfile.TemporaryFile(prefix="headwater-")  # noqa: SIM115 - open until release
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(file.fileno(), 0, num_bytes)
         else:
             file.truncate(num_bytes)
     except OSError as error:
-        file.close()
+        if file is not None:
+            file.close()
         raise StateError(
             f"no room for an upload of {num_bytes:,} bytes in {tempfile.gettempdir()}: "
             f"{error.strerror}",

@@ -8,11 +8,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from common.errors import (
     CheckpointCorrupt,
     CountOutOfRange,
+    Diverged,
     HeadwaterError,
+    LateUpdate,
     SettingsError,
     TooFewClients,
     UnexpectedUpdate,
@@ -22,15 +27,19 @@ from common.parameters import build_model, load_initial
 from common.settings import Settings
 from common.task import load_task, max_weight_per_example
 from common.update import DescribeRequest, DeviceReport, Plan, Update, UpdateReport
-from server import checkpoint
+from server import checkpoint, evaluate
 from server.aggregate import CohortSum
 from server.cohort import select
 from server.fleet import Dropout, Fleet
 from server.pace import Pace, at_pace, followed, told
-from server.planner import Assignment, assign
+from server.planner import DEADLINE_SHARE, Assignment, assign
 from server.server_optimizer import ServerOptimizer
 
 log = logging.getLogger(__name__)
+
+# The share of the deadline in which a device trains: less each time that it comes too late, so that
+# model and update have time to travel, and a little more again each time that it does not.
+LATE_FACTOR, IN_TIME_FACTOR, LEAST_SHARE = 0.6, 1.02, 0.05
 
 
 class Training:
@@ -51,13 +60,14 @@ class Training:
         )
         if settings.model.initial is not None:
             load_initial(self.image, settings.model.initial)
+        self.test_examples = evaluate.open_test_examples(self.task, self.image)
         self.optimizer = ServerOptimizer(self.image, settings.optimizer, settings.schedule)
         self.sum = CohortSum(self.image.layout)
         self.round = 0
         self.run_id = run_id
         self.counted: dict[str, int] = {}
         self.paces: dict[str, Pace] = {}
-        self.seconds = 0.0
+        self.shares: dict[str, float] = {}
 
     def resume(self, folder: Path, fleet: Fleet) -> bool:
         """Take up the checkpoint in ``folder``; False if there is none.
@@ -74,11 +84,18 @@ class Training:
                 f"the checkpoint in {folder} is that of another model",
                 remedy="resume with the task that the run was started with",
             )
+        for key, was in progress.asked.items():
+            if self._asked()[key] != was:
+                raise SettingsError(
+                    f"the run in {folder} was started with {key} = {was!r}, not "
+                    f"{self._asked()[key]!r}: the devices' places would mean other examples",
+                    remedy="resume with the settings that it left: --resume --out DIR alone",
+                )
         self.image.bytes_U8.copy_(image_U8)
         self.optimizer.restore(optimizer, progress.optimizer)
         self.sum.restore(progress.largest)
         self.round, self.run_id = progress.round, progress.run_id
-        self.counted, self.seconds = dict(progress.counted), progress.seconds
+        self.counted, self.shares = dict(progress.counted), dict(progress.shares)
         self.paces = {
             name: Pace(per_micro_batch=a, per_example=b) for name, (a, b) in progress.paces.items()
         }
@@ -144,11 +161,35 @@ class Training:
             local_steps=chosen.local_steps,
             local_learning_rate=chosen.local_learning_rate,
             precision=chosen.precision,
-            deadline_seconds=self.settings.cohort.deadline_seconds,
+            deadline_seconds=self._seconds_to_train(name),
             counted_round=self.counted.get(name),
             held_out_fraction=self._held_out_fraction,
             reason=assignment.reason,
         )
+
+    def _seconds_to_train(self, name: str) -> float | None:
+        """Return how much of the deadline a device may train; the rest is for its transfers."""
+        deadline = self.settings.cohort.deadline_seconds
+        return None if deadline is None else deadline * self.shares.get(name, DEADLINE_SHARE)
+
+    def learn_shares(self, opened: OpenRound) -> None:
+        """Let those who came too late begin to send earlier, and give the others time back."""
+        for name in opened.plans:
+            share = self.shares.get(name, DEADLINE_SHARE)
+            if isinstance(opened.refused.get(name), LateUpdate):
+                self.shares[name] = max(share * LATE_FACTOR, LEAST_SHARE)
+            elif name in self.shares:
+                self.shares[name] = min(share * IN_TIME_FACTOR, DEADLINE_SHARE)
+
+    def _asked(self) -> dict[str, Any]:
+        """Return the settings on which the devices' places depend."""
+        chosen = self.settings
+        return {
+            "seed": chosen.seed,
+            "task": chosen.task,
+            "simulation.clients": chosen.simulation.clients,
+            "held_out_fraction": self._held_out_fraction,
+        }
 
     def open_round(self, plans: Mapping[str, Plan]) -> OpenRound:
         """Empty the sum for a round of these plans."""
@@ -173,6 +214,10 @@ class Training:
                 f"answered in time, at least {needed} are needed" + (f" ({why})" if why else "")
             )
         self.optimizer.step(self.sum.close())
+        if not bool(torch.isfinite(self.image.values_P).all()):
+            raise Diverged(
+                f"round {self.round + 1}: the step led to parameters that are not finite"
+            )
         self.round += 1
         self.counted |= dict.fromkeys(opened.accepted, self.round)
         for name in self.paces.keys() & opened.accepted.keys():
@@ -188,7 +233,8 @@ class Training:
             largest=self.sum.largest,
             counted=self.counted,
             paces={name: (p.per_micro_batch, p.per_example) for name, p in self.paces.items()},
-            seconds=self.seconds,
+            asked=self._asked(),
+            shares=self.shares,
             simulated=fleet.simulated_state(),
         )
 

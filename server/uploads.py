@@ -55,6 +55,7 @@ class Uploads:
         self._num_turns = turns
         self._turns: dict[Session, Turn] = {}
         self._waiting: deque[Session] = deque()
+        self._is_giving = False
 
     def announce(self, session: Session, reply: Reply) -> None:
         """Take a reply's head; its vector goes on where it broke off, or begins, in its turn."""
@@ -79,13 +80,20 @@ class Uploads:
 
     def give_turns(self) -> None:
         """Let the next in the queue send, as far as there are turns."""
-        now = time.monotonic()
-        busy = sum(not self._is_slow(session, now) for session in self._turns)
-        while self._waiting and busy < self._num_turns:
-            session = self._waiting.popleft()
-            if session.reply is not None:
-                self._begin(session, session.reply, now)
-                busy += session in self._turns
+        if self._is_giving:
+            return  # a turn that ended at once: the loop below goes on by itself
+        self._is_giving = True
+        try:
+            now = time.monotonic()
+            while self._waiting and self._num_busy(now) < self._num_turns:
+                session = self._waiting.popleft()
+                if session.reply is not None:
+                    self._begin(session, session.reply, now)
+        finally:
+            self._is_giving = False
+
+    def _num_busy(self, now: float) -> int:
+        return sum(not self._is_slow(session, now) for session in self._turns)
 
     def _is_slow(self, session: Session, now: float) -> bool:
         turn, upload = self._turns[session], session.upload
@@ -154,11 +162,11 @@ class Uploads:
         """Let an error stand for the session's reply, if one is awaited."""
         ask = session.ask
         session.ask = None
-        self.drop(session)
         if ask is not None:
             self.arrivals.put(
                 Arrival(message_id=ask.message_id, node_id=session.node_id, error=error)
             )
+        self.drop(session)
 
     def withdraw(self, session: Session) -> None:
         """Tell a device that nobody waits for its reply any more."""

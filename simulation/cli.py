@@ -79,7 +79,8 @@ def simulate(
     """Simulate many clients on this machine, under a virtual clock.
 
     The devices have different speed, memory and links; the server and client code is the very code
-    that runs over the network, and the same settings give the same model there, bit for bit.
+    that runs over the network. With K set and one thread they give the same model there, bit for
+    bit.
 
     Try it: `headwater-simulate --task examples/digits.py:Digits --optimizer adam
     --learning-rate 0.01`

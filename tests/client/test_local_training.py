@@ -22,6 +22,7 @@ from client.workplace import PeakMemory, Workplace
 from common.errors import (
     BuffersChanged,
     EmptyUpdate,
+    NonFiniteUpdate,
     OutOfMemory,
     TaskError,
     TaskFailed,
@@ -425,7 +426,7 @@ def test_local_steps_that_fail_half_way_leave_the_model_as_it_was() -> None:
 
 def test_local_steps_that_diverge_are_refused_with_a_remedy() -> None:
     place = workplace(TwoLayers(), examples(12))
-    with pytest.raises(EmptyUpdate) as caught:
+    with pytest.raises(NonFiniteUpdate) as caught:
         trained(place, plan(12, 1, local_steps=12, local_learning_rate=3e38))
     assert "--local-learning-rate" in caught.value.remedy
 

@@ -27,7 +27,6 @@ PROGRESS = Progress(
     optimizer='{"groups": []}',
     largest=[0.1, 2.0**-100],
     counted={"pi": 7, "laptop": 5},
-    seconds=12.25,
     simulated={"1000": {"walk": {"epoch": 1}}},
 )
 

@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 
 from common import settings
 from common.update import DeviceReport
-from server.planner import DEADLINE_SHARE, Assignment, assign, equal_finish, micro_batch_size
+from server.planner import (
+    DEADLINE_SHARE,
+    MOST_STEPS,
+    Assignment,
+    assign,
+    equal_finish,
+    micro_batch_size,
+)
 
 MIB = 2**20
 
@@ -78,9 +85,12 @@ def test_the_quotas_reach_the_target_or_take_all_there_is(
     rows: list[dict[str, Any]], target: int
 ) -> None:
     devices = reports_of(rows)
-    assigned = assign(devices, plan(effective_batch_size=target), deadline_seconds=None)
+    chosen = plan(effective_batch_size=target)
+    assigned = assign(devices, chosen, deadline_seconds=None)
     total = sum(told.quota for told in assigned.values())
-    assert total >= min(target, sum(device.num_examples for device in devices))
+    most = [MOST_STEPS * micro_batch_size(device, chosen)[0] for device in devices]
+    there_is = sum(min(d.num_examples, m) for d, m in zip(devices, most, strict=True))
+    assert total >= min(target, there_is)
 
 
 @given(DEVICES, st.integers(1, 40_000))
@@ -97,7 +107,7 @@ def test_no_device_finishes_after_one_that_could_have_taken_another_example(
     ends = {n: finish(by_name[n], q, sizes[n]) for n, q in quotas.items()}
     last = max((end for n, end in ends.items() if quotas[n] > 1), default=0.0)
     for name, device in by_name.items():
-        if quotas[name] < device.num_examples:
+        if quotas[name] < min(device.num_examples, MOST_STEPS * sizes[name]):
             assert finish(device, quotas[name] + 1, sizes[name]) >= last * (1 - 1e-9)
 
 
@@ -116,6 +126,12 @@ def test_with_a_deadline_every_device_finishes_in_its_share_of_it(
             assert end <= deadline * DEADLINE_SHARE * (1 + 1e-9)
         else:
             assert finish(device, 1, size) >= deadline * DEADLINE_SHARE * (1 - 1e-9)
+
+
+def test_with_a_deadline_no_more_than_the_target_is_gathered() -> None:
+    devices = [report(name, 10_000, seconds_per_example=0.001) for name in ("a", "b")]
+    assigned = assign(devices, plan(effective_batch_size=900), deadline_seconds=100.0)
+    assert [told.quota for told in assigned.values()] == [450, 450]
 
 
 def test_a_device_twice_as_fast_gets_twice_the_quota() -> None:
