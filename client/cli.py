@@ -113,6 +113,7 @@ def take_part(
     --part 0 --num-parts 2`
     """
     if context.invoked_subcommand is not None:
+        flags.refuse_before_command(context)
         return
     from common.console import errors_shown, start_log
 

@@ -312,6 +312,15 @@ def overrides(given: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def refuse_before_command(context: typer.Context) -> None:
+    """Refuse flags that stand before a subcommand, where they would be lost in silence."""
+    given = sorted(name for name, value in context.params.items() if value)
+    if given:
+        flag = "--" + given[0].replace("_", "-")
+        command = context.invoked_subcommand
+        raise typer.BadParameter(f"{flag} stands before {command}: put flags behind the command")
+
+
 def arguments(pairs: list[str] | None) -> dict[str, Any] | None:
     """Read repeated KEY=VALUE flags; numbers, true and false are read as such.
 

@@ -66,6 +66,7 @@ def serve(
     Try it: `headwater-server --task examples/digits.py:Digits --min-clients 2 --rounds 20`
     """
     if context.invoked_subcommand is not None:
+        flags.refuse_before_command(context)
         return
     from common.console import errors_shown, start_log
 

@@ -25,6 +25,7 @@ import threading
 import time
 from collections.abc import Sequence
 from functools import lru_cache, partial
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -95,6 +96,7 @@ class Intake:
         credentials: Credentials | None,
         staging_bytes: int,
         reconnect_seconds: float,
+        spool_folder: Path | None = None,
     ) -> None:
         self.bytes_up = 0
         self.bytes_down = 0
@@ -102,7 +104,7 @@ class Intake:
         self._address = address
         self._run_id = run_id
         self._credentials = credentials
-        self._room = StagingRoom(staging_bytes)
+        self._room = StagingRoom(staging_bytes, spool_folder=spool_folder)
         self._uploads = Uploads(self._room, send=self._send)
         self.arrivals = self._uploads.arrivals
         self.refusals = self._uploads.refusals

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import signal
 from types import FrameType
@@ -31,8 +32,11 @@ def serve_run(
     Raises:
         HeadwaterError: see ``common.errors``.
     """
-    if settings.threads is not None:
-        torch.set_num_threads(settings.threads)
+    torch.set_num_threads(settings.threads or torch.get_num_threads())
+    settings = settings.model_copy(update={"threads": torch.get_num_threads()})  # to be recorded
+    if settings.out is not None:
+        with contextlib.suppress(OSError):  # the journal says what is wrong with the folder
+            settings.out.mkdir(parents=True, exist_ok=True)
     run_id = _run_id(settings, resume=resume)
     intake = Intake(
         settings.server.listen,
@@ -40,6 +44,7 @@ def serve_run(
         credentials=credentials,
         staging_bytes=settings.server.staging_bytes,
         reconnect_seconds=settings.cohort.reconnect_seconds,
+        spool_folder=settings.out if settings.out and settings.out.is_dir() else None,
     )
     is_over = False
     signal.signal(signal.SIGTERM, _interrupt)

@@ -11,6 +11,7 @@ import mmap
 import os
 import tempfile
 import threading
+from pathlib import Path
 from typing import IO
 
 from common.errors import CorruptUpdate, StateError
@@ -20,8 +21,13 @@ from common.wire import CHUNK_BYTES
 class StagingRoom:
     """Counts the bytes that uploads hold in RAM, over all of them and over threads."""
 
-    def __init__(self, limit_bytes: int) -> None:
+    def __init__(self, limit_bytes: int, *, spool_folder: Path | None = None) -> None:
+        """Set the limit; beyond it uploads go to unlinked files in ``spool_folder``.
+
+        Where it is not given they go to the system's folder for temporary files, which may be RAM.
+        """
         self.limit_bytes = limit_bytes
+        self.spool_folder = spool_folder
         self.held_bytes = 0
         self._lock = threading.Lock()
 
@@ -59,7 +65,7 @@ class Staging:
             # Pages of its own, which go back at once: freed blocks of the heap would stay with us.
             self._memory = mmap.mmap(-1, num_bytes) if num_bytes else bytearray()
         else:
-            self._spool = _spool(num_bytes)
+            self._spool = _spool(num_bytes, room.spool_folder)
 
     def add(self, offset: int, data: bytes) -> None:
         """Take the next chunk.
@@ -113,11 +119,11 @@ class Staging:
         self.release()
 
 
-def _spool(num_bytes: int) -> IO[bytes]:
+def _spool(num_bytes: int, folder: Path | None) -> IO[bytes]:
     """Open a file that has no name; its blocks are taken now, so that no later write can fail."""
     file: IO[bytes] | None = None
     try:
-        file = tempfile.TemporaryFile(prefix="headwater-")  # noqa: SIM115 - open until release
+        file = tempfile.TemporaryFile(prefix="headwater-", dir=folder)  # noqa: SIM115 - open until release
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(file.fileno(), 0, num_bytes)
         else:
@@ -126,7 +132,7 @@ def _spool(num_bytes: int) -> IO[bytes]:
         if file is not None:
             file.close()
         raise StateError(
-            f"no room for an upload of {num_bytes:,} bytes in {tempfile.gettempdir()}: "
+            f"no room for an upload of {num_bytes:,} bytes in {folder or tempfile.gettempdir()}: "
             f"{error.strerror}",
             remedy="free space there, or raise server.staging_bytes",
         ) from error

@@ -16,6 +16,7 @@ from common.errors import (
     CheckpointCorrupt,
     CountOutOfRange,
     Diverged,
+    EmptyUpdate,
     HeadwaterError,
     LateUpdate,
     SettingsError,
@@ -36,6 +37,8 @@ from server.planner import DEADLINE_SHARE, Assignment, assign
 from server.server_optimizer import ServerOptimizer
 
 log = logging.getLogger(__name__)
+
+NOTHING_FINITE = "lower --learning-rate if the model diverged, or look at the devices' data"
 
 # The share of the deadline in which a device trains: less each time that it comes too late, so that
 # model and update have time to travel, and a little more again each time that it does not.
@@ -208,10 +211,14 @@ class Training:
         """
         needed = self.settings.cohort.min_clients
         if len(opened.accepted) < max(needed, 1):
+            nothing_finite = opened.refused and all(
+                isinstance(error, EmptyUpdate) for error in opened.refused.values()
+            )
             why = "; ".join(f"{name}: {error}" for name, error in list(opened.refused.items())[:3])
             raise TooFewClients(
                 f"round {self.round + 1}: {len(opened.accepted)} of {len(opened.plans)} clients "
-                f"answered in time, at least {needed} are needed" + (f" ({why})" if why else "")
+                f"answered in time, at least {needed} are needed" + (f" ({why})" if why else ""),
+                remedy=NOTHING_FINITE if nothing_finite else None,
             )
         self.optimizer.step(self.sum.close())
         if not bool(torch.isfinite(self.image.values_P).all()):

@@ -1,0 +1,45 @@
+"""How a run ends that cannot go on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from common.errors import Diverged, SettingsError
+from common.settings import load
+from server.rounds import MODEL
+from simulation.engines import run_engine
+
+CHOSEN = {"task": "examples/digits.py:Digits", "simulation.clients": 3}
+
+
+def test_a_run_that_diverges_ends_by_name_and_keeps_the_last_whole_model(tmp_path: Path) -> None:
+    settings = load(None, CHOSEN | {"rounds": 9, "optimizer.learning_rate": 1e40, "out": tmp_path})
+    with pytest.raises(Diverged, match="not finite"):
+        run_engine(settings, on_round=lambda row: None, resume=False)
+    for model in tmp_path.glob(MODEL):
+        assert all(bool(tensor.isfinite().all()) for tensor in load_file(model).values())
+
+
+def test_a_resumed_run_with_another_seed_is_refused(tmp_path: Path) -> None:
+    first = load(None, CHOSEN | {"rounds": 1, "out": tmp_path})
+    run_engine(first, on_round=lambda row: None, resume=False)
+    other = load(None, CHOSEN | {"rounds": 2, "seed": 5, "out": tmp_path})
+    with pytest.raises(SettingsError, match="seed = 0, not 5"):
+        run_engine(other, on_round=lambda row: None, resume=True)
+
+
+def test_test_examples_that_cannot_be_read_are_named_before_the_first_round(tmp_path: Path) -> None:
+    file = tmp_path / "blind.py"
+    file.write_text(
+        "from examples.digits import Digits\n\n"
+        "class Blind(Digits):\n"
+        "    def test_examples(self):\n"
+        "        return open('/nowhere/test.csv')\n"
+    )
+    settings = load(None, {"task": f"{file}:Blind", "simulation.clients": 3, "out": tmp_path / "o"})
+    with pytest.raises(SettingsError, match="test_examples found no data"):
+        run_engine(settings, on_round=lambda row: None, resume=False)
+    assert not (tmp_path / "o" / MODEL).exists()
