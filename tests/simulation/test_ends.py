@@ -16,7 +16,8 @@ CHOSEN = {"task": "examples/digits.py:Digits", "simulation.clients": 3}
 
 
 def test_a_run_that_diverges_ends_by_name_and_keeps_the_last_whole_model(tmp_path: Path) -> None:
-    settings = load(None, CHOSEN | {"rounds": 9, "optimizer.learning_rate": 1e40, "out": tmp_path})
+    growing = {"optimizer.learning_rate": 1e10, "optimizer.arguments": {"weight_decay": 1e30}}
+    settings = load(None, CHOSEN | growing | {"rounds": 9, "out": tmp_path})
     with pytest.raises(Diverged, match="not finite"):
         run_engine(settings, on_round=lambda row: None, resume=False)
     for model in tmp_path.glob(MODEL):
