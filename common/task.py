@@ -52,7 +52,7 @@ class Task(Protocol):
         ...
 
     def train_examples(self, *, data: Path | None, part: int, num_parts: int) -> Examples:
-        """Open this device's private examples: ``data`` is its own path, parts are for simulations."""
+        """Open the private examples: ``data`` is the device's path, parts are for simulations."""
         ...
 
     def loss_sum(self, model: nn.Module, batch: Any) -> LossSum:

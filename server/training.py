@@ -1,7 +1,7 @@
 """The state of a run and the round in progress: plan, check each update, fold it, commit.
 
-A round counts whole or not at all: until ``commit`` neither model, optimizer nor the devices' places
-have changed. Only what was learned of the devices' speed and lateness outlives an aborted round.
+A round counts whole or not at all: until ``commit`` neither model, optimizer nor places have
+changed. Only what was learned of the devices' speed and lateness outlives an aborted round.
 """
 
 from __future__ import annotations
