@@ -43,7 +43,8 @@ from client.accumulator import Accumulator
 from client.device import MonotonicClock
 from client.local_training import train
 from client.micro_batches import Place, Window, cut, window
-from client.workplace import PeakMemory, Workplace
+from client.memory import ProcessMemory
+from client.workplace import Workplace
 from common.parameters import ModelImage, build_model
 from common.task import Examples, Task, batch_of, load_task, loss_sum
 from common.update import Plan
@@ -151,7 +152,7 @@ def headwater(bench: Bench) -> Callable[[], None]:
         examples=bench.examples,
         name="bench",
         clock=MonotonicClock(),
-        memory=PeakMemory(),
+        memory=ProcessMemory(),
         stop=lambda: False,
     )
 

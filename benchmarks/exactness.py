@@ -29,7 +29,8 @@ from client.accumulator import Accumulator
 from client.device import MonotonicClock
 from client.local_training import train
 from client.micro_batches import Place, Window, cut, window
-from client.workplace import PeakMemory, Workplace
+from client.memory import ProcessMemory
+from client.workplace import Workplace
 from common.task import batch_of
 from common.update import Plan
 
@@ -89,7 +90,7 @@ def ours(bench: Bench, positions: Sequence[int]) -> Tensor:
         examples=bench.examples,
         name="bench",
         clock=MonotonicClock(),
-        memory=PeakMemory(),
+        memory=ProcessMemory(),
         stop=lambda: False,
     )
     chosen = Window(positions=tuple(positions), epoch=0, offset=0, ends_epoch=False)

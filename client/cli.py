@@ -160,18 +160,19 @@ def _check(config: Path | None, overrides: dict[str, Any]) -> None:
     )
     resident.check(examples, identity.name)
     console.print("loss        is a sum over examples")
-    hardware = ThisMachine(settings.client.memory_limit_bytes)
+    hardware = ThisMachine(settings.client)
     speed = resident.measure(identity, hardware)
     each = speed.seconds_per_example * 1e3
     console.print(
         f"speed       {speed.seconds_per_micro_batch * 1e3:.2f} ms per micro-batch "
         f"+ {each:.3f} ms per example, {hardware.cores():g} cores"
     )
-    console.print(
-        f"memory      {decimal(speed.base_bytes)} + "
-        f"{decimal(int(speed.bytes_per_example))} per example of "
-        f"{decimal(hardware.memory_limit_bytes() or 0)}"
-    )
+    line = hardware.memory.line
+    if line is not None:
+        console.print(
+            f"memory      {decimal(int(line.base))} + {decimal(int(line.each))} per example of "
+            f"{decimal(hardware.memory_limit_bytes() or 0)}"
+        )
 
 
 def _open(settings: Settings) -> tuple[Resident, Identity]:

@@ -18,10 +18,14 @@ from typing import Protocol
 import psutil
 import torch
 
-from client.workplace import Clock, Workplace
+from client.memory import ProcessMemory
+from client.workplace import Clock, Memory, Restraint, Workplace
+from common import settings
 from common.additive import usable
 from common.errors import HeadwaterError, TaskFailed
+from common.line import Line
 from common.task import batch_of, loss_sum
+from common.update import Vitals
 
 log = logging.getLogger(__name__)
 
@@ -34,26 +38,29 @@ PROBES, FEWEST_PROBES, PROBE_SECONDS = 15, 3, 0.5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Speed:
-    """A micro-batch of size s takes a + b s seconds and base + slope s bytes at its peak."""
+    """A micro-batch of size s takes a + b s seconds; beyond the fastest size b falls no more."""
 
     seconds_per_micro_batch: float
     seconds_per_example: float
-    base_bytes: int
-    bytes_per_example: float
-    overhead_seconds: float = 0.0
+    fastest_micro_batch_size: int | None = None
 
 
 class Hardware(Protocol):
     """The machine under a device, real or simulated."""
 
     clock: Clock
+    memory: Memory
 
     def cores(self) -> float:
         """Return the cores that may be used; a cgroup may grant a fraction of one."""
         ...
 
-    def memory_limit_bytes(self) -> int | None:
-        """Return the bytes that the process may hold, or None if nothing limits it."""
+    def vitals(self) -> Vitals:
+        """Return what the device knows of itself at the moment."""
+        ...
+
+    def restraint(self) -> Restraint:
+        """Return how much of its time the device gives at the moment, by its settings."""
         ...
 
     def speed(self, place: Workplace) -> Speed:
@@ -74,9 +81,11 @@ class MonotonicClock:
 class ThisMachine:
     """The machine that the process runs on."""
 
-    def __init__(self, memory_limit_bytes: int | None = None) -> None:
+    def __init__(self, chosen: settings.Client | None = None) -> None:
+        chosen = chosen or settings.Client()
         self.clock: Clock = MonotonicClock()
-        self._limit_bytes = memory_limit_bytes
+        self.memory = ProcessMemory(self.memory_limit_bytes)
+        self._limit_bytes = chosen.memory_limit_bytes
 
     def cores(self) -> float:
         usable = (
@@ -88,6 +97,17 @@ class ThisMachine:
         own = psutil.Process().memory_info().rss
         limits = [psutil.virtual_memory().available + own, *_cgroup_memory_bytes()]
         return min(limits if self._limit_bytes is None else [*limits, self._limit_bytes])
+
+    def vitals(self) -> Vitals:
+        line = self.memory.line
+        return Vitals(
+            memory_limit_bytes=self.memory_limit_bytes(),
+            base_bytes=None if line is None else int(line.base),
+            bytes_per_example=None if line is None else line.each,
+        )
+
+    def restraint(self) -> Restraint:
+        return Restraint()
 
     def speed(self, place: Workplace) -> Speed:
         """Time micro-batches of 1 and of up to 8 examples in turn, and lay a line through them.
@@ -101,11 +121,13 @@ class ThisMachine:
         # Through both points, or through the origin where the noise would have it fall.
         per_example = (many - one) / (large - 1) if large > 1 else one
         per_example = min(max(per_example, 0.0), many / large)
+        self.memory.line = Line(
+            base=float(psutil.Process().memory_info().rss),
+            each=activation_bytes(place) * WORKING_FACTOR,
+        )
         return Speed(
             seconds_per_micro_batch=max(one - per_example, 0.0),
             seconds_per_example=max(per_example, 1e-9),
-            base_bytes=psutil.Process().memory_info().rss,
-            bytes_per_example=activation_bytes(place) * WORKING_FACTOR,
         )
 
 

@@ -57,6 +57,7 @@ def train(plan: Plan, window: Window, place: Workplace) -> Update:
         seconds=place.clock.seconds() - start_seconds,
         steps=tuple(total.steps),
         reason="epoch end" if total.reason == "quota" and window.ends_epoch else total.reason,
+        vitals=place.vitals(),
     )
     return Update(values_P=values_P, report=report)
 

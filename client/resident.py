@@ -22,11 +22,11 @@ from client.device import Hardware, Speed, ThisMachine
 from client.local_training import train
 from client.micro_batches import Place, Walk, Window, held_out, window
 from client.window_sum import check_works
-from client.workplace import PeakMemory, Workplace
+from client.workplace import Workplace
 from common.additive import check_additive
 from common.errors import BuffersChanged, ModelMismatch, NonFiniteUpdate
 from common.parameters import ModelLayout, build_model
-from common.settings import Settings
+from common.settings import Client, Settings
 from common.task import Examples, evaluate_sums, load_task, open_train_examples
 from common.update import DescribeRequest, DeviceReport, EvaluateReport, Plan, Update
 
@@ -53,7 +53,13 @@ HardwareOf = Callable[[Identity, Settings, ModelLayout], Hardware]
 
 def this_machine(identity: Identity, settings: Settings, layout: ModelLayout) -> Hardware:
     """Return the machine that the process runs on."""
-    return ThisMachine(settings.client.memory_limit_bytes)
+    return _this_machine(settings.client)
+
+
+@functools.cache
+def _this_machine(chosen: Client) -> ThisMachine:
+    """Make the machine once: what it learned of its memory stays with the process."""
+    return ThisMachine(chosen)
 
 
 def host_name() -> str:
@@ -69,7 +75,6 @@ class Resident:
         self.task = load_task(task_spec)
         self.image = build_model(self.task, seed=0, replace_batch_norm=replace_batch_norm)
         self.accumulator = Accumulator(self.image)
-        self.memory = PeakMemory()
         self._loaded: tuple[int, int] | None = None
         self._must_check = check_task
 
@@ -123,7 +128,9 @@ class Resident:
             examples=examples,
             name=name,
             clock=hardware.clock,
-            memory=self.memory,
+            memory=hardware.memory,
+            restraint=hardware.restraint,
+            vitals=hardware.vitals,
             stop=stop_asked.is_set,
         )
 
@@ -150,12 +157,10 @@ class Resident:
             num_examples=len(examples),
             layout_digest=self.image.layout.digest,
             cores=hardware.cores(),
-            memory_limit_bytes=hardware.memory_limit_bytes(),
-            base_bytes=speed.base_bytes if speed else None,
-            bytes_per_example=speed.bytes_per_example if speed else None,
+            vitals=hardware.vitals(),
             seconds_per_micro_batch=speed.seconds_per_micro_batch if speed else None,
             seconds_per_example=speed.seconds_per_example if speed else None,
-            overhead_seconds=speed.overhead_seconds if speed else 0.0,
+            fastest_micro_batch_size=speed.fastest_micro_batch_size if speed else None,
         )
 
     def measure(self, identity: Identity, hardware: Hardware) -> Speed:

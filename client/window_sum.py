@@ -157,7 +157,7 @@ def _add(
 ) -> None:
     """Add one micro-batch to the accumulator and take note of it."""
     start_seconds = place.clock.seconds()
-    place.memory.reset()
+    place.memory.begin(len(positions))
     version = place.accumulator.values_P._version
     loss, weight, metrics = _forward(plan, window, positions, place)
     if place.accumulator.values_P._version != version:
@@ -191,7 +191,7 @@ def _add(
             loss=loss_value / weight if weight else 0.0,
             gradient_norm=norm,
             seconds=place.clock.seconds() - start_seconds,
-            peak_bytes=place.memory.peak_bytes(),
+            peak_bytes=place.memory.end(len(positions)),
         )
     )
 

@@ -1,17 +1,20 @@
-"""All that a device needs to work on a plan: task, model, examples, clock, and an eye on memory."""
+"""All that a device needs to work on a plan: task, model, examples, clock, and an eye on itself.
+
+Clock, memory and restraint are the machine's (``client.device``) or a simulated device's
+(``simulation.fleet``).
+"""
 
 from __future__ import annotations
 
-import contextlib
-import os
-import resource
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 from client.accumulator import Accumulator
+from common.line import Line
 from common.parameters import ModelImage
 from common.task import Examples, Task
+from common.update import StopReason, Vitals
 
 
 class Clock(Protocol):
@@ -26,45 +29,40 @@ class Clock(Protocol):
         ...
 
 
-def _own_peak_bytes() -> int:
-    with open("/proc/self/status") as status:
-        rows = dict(line.split(":", 1) for line in status)
-    return int(rows["VmHWM"].split()[0]) * 1024
+class Memory(Protocol):
+    """What micro-batches take of the memory that there is."""
+
+    @property
+    def line(self) -> Line | None:
+        """Peak bytes of the process as a line in the micro-batch size; None before any is known."""
+        ...
+
+    def limit_bytes(self) -> int | None:
+        """Return the bytes that the process may hold now, or None if nothing limits it."""
+        ...
+
+    def fitting(self) -> int | None:
+        """Return the largest micro-batch that fits by prediction, with a margin; None if unknown.
+
+        0 where not even one example does.
+        """
+        ...
+
+    def begin(self, num_examples: int) -> None:
+        """Take note that a micro-batch of this size begins."""
+        ...
+
+    def end(self, num_examples: int) -> int:
+        """Learn from the micro-batch that just ended; return the peak bytes of the time."""
+        ...
 
 
-# The peak is the process's in both; to read it for the thread alone waits for no other thread.
-_RUSAGE = getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Restraint:
+    """How much of its time a device gives, and why not all of it."""
 
-
-class PeakMemory:
-    """The process's peak resident memory since ``reset``.
-
-    Linux resets its mark when 5 is written to /proc/self/clear_refs; elsewhere the mark is that of
-    the process's whole life. A process inherits the mark of the one that launched it as a floor
-    under what ``getrusage`` tells; where that floor is above its own, /proc is read instead, which
-    takes longer.
-    """
-
-    def __init__(self) -> None:
-        self._clear: int | None = None
-        self._is_floored = False
-        with contextlib.suppress(OSError):
-            self._clear = os.open("/proc/self/clear_refs", os.O_WRONLY | os.O_CLOEXEC)
-            self.reset()
-            self._is_floored = self.peak_bytes() > 1.1 * _own_peak_bytes()
-
-    def reset(self) -> None:
-        if self._clear is not None:
-            os.pwrite(self._clear, b"5", 0)
-
-    def peak_bytes(self) -> int:
-        if self._is_floored:
-            return _own_peak_bytes()
-        return resource.getrusage(_RUSAGE).ru_maxrss * 1024
-
-    def __del__(self) -> None:
-        if self._clear is not None:
-            os.close(self._clear)
+    share: float = 1.0
+    reason: StopReason = "quota"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,5 +75,7 @@ class Workplace:
     examples: Examples
     name: str
     clock: Clock
-    memory: PeakMemory
+    memory: Memory
     stop: Callable[[], bool]
+    restraint: Callable[[], Restraint] = Restraint
+    vitals: Callable[[], Vitals] = Vitals

@@ -23,6 +23,7 @@ SETTINGS_FILE = "settings.toml"
 
 Scalar = bool | int | float | str
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
+Part = Annotated[float, Field(gt=0, le=1)]
 Seconds = Annotated[float, Field(gt=0, le=30 * 86_400, allow_inf_nan=False)]
 
 
@@ -49,6 +50,11 @@ class Schedule(Branch):
     arguments: dict[str, Scalar | list[int]] = Field(
         default_factory=dict, description="its arguments, e.g. T_max = 100"
     )
+    batch_scaling: Literal["none", "linear", "sqrt"] = Field(
+        "none",
+        description="the rate grows with the effective batch over plan.effective_batch_size, "
+        "linearly or by its square root",
+    )
     warmup_rounds: int = Field(
         0,
         ge=0,
@@ -70,6 +76,15 @@ class Plan(Branch):
     )
     effective_batch_size: Count = Field(
         512, description="examples the planner gathers per round over the whole cohort"
+    )
+    tokens_per_update: Count | None = Field(
+        None, description="weight instead of examples: tokens that the planner gathers per round"
+    )
+    follow_noise_scale: bool = Field(
+        False, description="gather as many examples as the gradient noise scale says"
+    )
+    max_effective_batch_size: Count = Field(
+        65_536, description="the most examples that the noise scale may ask for"
     )
     max_micro_batch_size: Count = Field(
         256, description="beyond this a CPU gains no speed from larger micro-batches"
@@ -96,6 +111,13 @@ class Cohort(Branch):
     deadline_seconds: Seconds | None = Field(None, description="not set: wait for all")
     max_aborted_rounds: Count = Field(
         5, description="aborted rounds in a row after which the run gives up"
+    )
+    weighting: Literal["samples", "dataset"] = Field(
+        "samples",
+        description="what an update weighs: what it was summed over, or what its device owns",
+    )
+    invite_within_rounds: Count = Field(
+        10, description="a device that is too slow for the deadline is still asked once in so many"
     )
     reconnect_seconds: Seconds = Field(
         60.0, description="how long a client that vanished may take to come back in a round"
@@ -146,6 +168,20 @@ class Client(Branch):
     num_parts: Count = Field(1, description="of how many parts")
     state: Path | None = Field(None, description="folder for the device's place in its examples")
     memory_limit_bytes: Count | None = Field(None, description="a limit below the machine's own")
+    spool: Path | None = Field(
+        None, description="folder in which a half-summed update outlives a power cut"
+    )
+    battery_share: Part = Field(
+        0.5, description="of the time that the planner may count on, on battery"
+    )
+    hot_celsius: float = Field(80.0, ge=0, le=200, description="from this on the device is hot")
+    hot_share: Part = Field(0.5, description="of its time when hot, or throttled")
+    busy_above: float = Field(
+        0.75, ge=0, le=1, description="share of the cores taken by others that makes it busy"
+    )
+    busy_share: Part = Field(
+        1.0, description="of its time when busy; its pace, and so its quota, falls in any case"
+    )
     stay: bool = Field(False, description="wait for the next run when one has ended")
     patience_seconds: Seconds = Field(600.0, description="without contact, before giving up")
 

@@ -21,15 +21,46 @@ LARGEST = 1e100
 Finite = Annotated[float, Field(ge=-LARGEST, le=LARGEST, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, le=LARGEST, allow_inf_nan=False)]
 Duration = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Rate = Annotated[float, Field(gt=0, le=1e15)]
 Name = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 
-StopReason = Literal["quota", "epoch end", "deadline", "asked to stop"]
+StopReason = Literal[
+    "quota",
+    "epoch end",
+    "deadline",
+    "asked to stop",
+    "on battery",
+    "hot",
+    "throttled",
+    "busy",
+]
 
 
 class Told(BaseModel):
     """Data that crosses from one side to the other."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Vitals(Told):
+    """What a device knows of itself at the moment; what it has no sensor for is not set."""
+
+    memory_limit_bytes: Natural | None = Field(None, description="what the process may hold")
+    base_bytes: Natural | None = Field(None, description="peak of base + bytes per example x size")
+    bytes_per_example: NotNegative | None = None
+    memory_pressure: Share | None = Field(None, description="of time stalled, PSI some, 10 s")
+    cpu_pressure: Share | None = Field(None, description="of time stalled, PSI some, 10 s")
+    busy: Share | None = Field(None, description="of the machine's cores, taken by others")
+    temperature_celsius: Annotated[float, Field(ge=-100, le=1000)] | None = None
+    is_throttled: bool | None = None
+    battery: Share | None = Field(None, description="its charge")
+    is_on_battery: bool | None = None
+    upload_bytes_per_second: Rate | None = Field(None, description="as seen at the last upload")
+    download_bytes_per_second: Rate | None = None
+    share: Annotated[float, Field(gt=0, le=1)] = Field(
+        1.0, description="of its time that the device gives, by its own settings"
+    )
 
 
 class Plan(Told):
@@ -48,6 +79,14 @@ class Plan(Told):
         None, description="the last round whose sum this client's update is part of"
     )
     held_out_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    share: Annotated[float, Field(gt=0, le=1)] | None = Field(
+        None,
+        description="of the device's time that the quota counts on; not set: K is, and nothing "
+        "is taken off",
+    )
+    weigh_as: Annotated[int, Field(ge=1, le=2**40)] | None = Field(
+        None, description="scale the sum to this weight; not set: it weighs what it was summed over"
+    )
     reason: Annotated[str, Field(max_length=200)] = "as set"
 
     @property
@@ -64,6 +103,9 @@ class DescribeRequest(Told):
     layout_digest: str
     num_parameters: Natural
     held_out_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    left_out: Annotated[str, Field(max_length=200)] | None = Field(
+        None, description="why the device that is asked again has no part in the round"
+    )
 
 
 class DeviceReport(Told):
@@ -73,12 +115,12 @@ class DeviceReport(Told):
     num_examples: Annotated[int, Field(ge=1, le=2**40)]
     layout_digest: str
     cores: Annotated[float, Field(gt=0, le=4096)] = 1.0
-    memory_limit_bytes: Natural | None = None
-    base_bytes: Natural | None = Field(None, description="held before any micro-batch")
-    bytes_per_example: NotNegative | None = Field(None, description="peak bytes each example adds")
+    vitals: Vitals = Vitals()
     seconds_per_micro_batch: Duration | None = Field(None, description="a in a + b x size")
     seconds_per_example: Duration | None = Field(None, description="b in a + b x size")
-    overhead_seconds: Duration = Field(0.0, description="download and upload, per round")
+    fastest_micro_batch_size: Annotated[int, Field(ge=1, le=2**31)] | None = Field(
+        None, description="beyond it an example takes no less time"
+    )
 
 
 class Step(Told):
@@ -106,6 +148,13 @@ class UpdateReport(Told):
     seconds: NotNegative
     steps: tuple[Step, ...]
     reason: StopReason
+    vitals: Vitals = Vitals()
+    num_left: Natural | None = Field(
+        None, description="examples that its epoch has left behind this window"
+    )
+    is_checkpointed: bool = Field(
+        False, description="activations were computed twice, to save memory"
+    )
 
 
 class EvaluateReport(Told):

@@ -35,7 +35,12 @@ class Assignment:
 
 
 def assign(
-    reports: Sequence[DeviceReport], chosen: settings.Plan, *, deadline_seconds: float | None
+    reports: Sequence[DeviceReport],
+    chosen: settings.Plan,
+    *,
+    deadline_seconds: float | None,
+    image_bytes: int = 0,
+    update_bytes: int = 0,
 ) -> dict[str, Assignment]:
     """Assign quotas and micro-batches; a device that cannot finish in time is left out.
 
@@ -57,6 +62,7 @@ def assign(
         {name: size for name, (size, _) in sizes.items()},
         target=chosen.effective_batch_size,
         finish_seconds=None if deadline_seconds is None else deadline_seconds * DEADLINE_SHARE,
+        overheads={r.name: transfer_seconds(r, image_bytes, update_bytes) for r in reports},
     )
     return {
         r.name: Assignment(
@@ -82,15 +88,21 @@ def micro_batch_size(report: DeviceReport, chosen: settings.Plan) -> tuple[int, 
     bound = "micro-batch as set" if is_set else "micro-batch at its maximum"
     if report.num_examples < largest and not is_set:
         largest, bound = report.num_examples, "all its examples fit in one micro-batch"
-    limit, slope = report.memory_limit_bytes, report.bytes_per_example
+    limit, slope = report.vitals.memory_limit_bytes, report.vitals.bytes_per_example
     if limit is None or not slope:
         return largest, bound
-    room = limit * chosen.memory_fraction - (report.base_bytes or 0)
+    room = limit * chosen.memory_fraction - (report.vitals.base_bytes or 0)
     fitting = int(max(min(room / slope, largest), 1))
     if fitting < largest:
         plural = "" if fitting == 1 else "s"
         return fitting, f"memory-bound: {fitting} example{plural} in {limit / 2**20:.0f} MiB"
     return largest, bound
+
+
+def transfer_seconds(report: DeviceReport, image_bytes: int, update_bytes: int) -> float:
+    """Return the seconds of a device's download and upload, as far as its link is known."""
+    down, up = report.vitals.download_bytes_per_second, report.vitals.upload_bytes_per_second
+    return (image_bytes / down if down else 0.0) + (update_bytes / up if up else 0.0)
 
 
 def _reason(report: DeviceReport, quota: int, size: tuple[int, str]) -> str:
@@ -105,6 +117,7 @@ def equal_finish(
     *,
     target: int,
     finish_seconds: float | None,
+    overheads: Mapping[str, float] | None = None,
 ) -> dict[str, int]:
     """Return each device's quota: the same finish for all, at least ``target`` examples in all.
 
@@ -112,7 +125,7 @@ def equal_finish(
     reaches the target, or all examples there are, is found by bisection. With one, no device is
     asked for more than it finishes by then, and one that cannot finish a single example gets 0.
     """
-    fleet = _Fleet.of(reports, sizes)
+    fleet = _Fleet.of(reports, sizes, overheads or {})
     target = min(target, int(fleet.num_examples.sum()))
     # Who can finish one example in time takes part: no device's data is left out for speed.
     least = np.ones_like(fleet.num_examples)
@@ -149,7 +162,9 @@ class _Fleet:
     overhead: NDArray[np.float64]
 
     @staticmethod
-    def of(reports: Sequence[DeviceReport], sizes: Mapping[str, int]) -> _Fleet:
+    def of(
+        reports: Sequence[DeviceReport], sizes: Mapping[str, int], overheads: Mapping[str, float]
+    ) -> _Fleet:
         return _Fleet(
             names=[r.name for r in reports],
             num_examples=np.array(
@@ -160,7 +175,7 @@ class _Fleet:
             each=np.array(
                 [max(r.seconds_per_example or UNMEASURED_SECONDS, LEAST_SECONDS) for r in reports]
             ),
-            overhead=np.array([r.overhead_seconds for r in reports]),
+            overhead=np.array([overheads.get(r.name, 0.0) for r in reports]),
         )
 
     def finish(self, quotas: NDArray[np.int64]) -> NDArray[np.float64]:

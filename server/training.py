@@ -136,6 +136,8 @@ class Training:
             [by_name[name] for name in invited],
             self.settings.plan,
             deadline_seconds=cohort.deadline_seconds,
+            image_bytes=self.image.layout.num_bytes,
+            update_bytes=4 * self.image.layout.num_parameters,
         )
         if len(assignments) < cohort.min_clients:
             raise TooFewClients(

@@ -18,9 +18,11 @@ import numpy as np
 from client.device import WORKING_FACTOR, Hardware, Speed, activation_bytes
 from client.micro_batches import seed_of
 from client.resident import Identity
-from client.workplace import Clock, Workplace
+from client.workplace import Clock, Restraint, Workplace
+from common.line import Line
 from common.parameters import ModelLayout
 from common.settings import Settings
+from common.update import Vitals
 from simulation.profiles import MIB, SimulatedDevice, device_of
 
 # What Python, torch and this client hold before any model: about 250 MB on amd64 and arm64.
@@ -83,11 +85,13 @@ class Jitter:
 class VirtualClock:
     """Seconds that pass only when a micro-batch is done."""
 
-    def __init__(self, speed: Speed, jitter: Jitter | None = None) -> None:
+    def __init__(
+        self, speed: Speed, jitter: Jitter | None = None, *, transfer_seconds: float = 0.0
+    ) -> None:
         self._speed = speed
         self._jitter = jitter or Jitter(0.0, 0)
         self._seconds = 0.0
-        self._transfer_seconds = speed.overhead_seconds
+        self._transfer_seconds = transfer_seconds
 
     def seconds(self) -> float:
         """Return the time; the model and the update travel behind the first look at the clock.
@@ -106,6 +110,34 @@ class VirtualClock:
         self._seconds += seconds * self._jitter.next_factor()
 
 
+class VirtualMemory:
+    """The memory of a simulated device: a line in the micro-batch size, and a limit."""
+
+    def __init__(self, *, limit_bytes: int, base_bytes: int) -> None:
+        self.each_bytes: float | None = None
+        self._limit_bytes = limit_bytes
+        self._base_bytes = base_bytes
+
+    @property
+    def line(self) -> Line | None:
+        if self.each_bytes is None:
+            return None
+        return Line(base=float(self._base_bytes), each=self.each_bytes)
+
+    def limit_bytes(self) -> int | None:
+        return self._limit_bytes
+
+    def fitting(self) -> int | None:
+        return None
+
+    def begin(self, num_examples: int) -> None:
+        """Nothing is measured."""
+
+    def end(self, num_examples: int) -> int:
+        """Return the bytes of the line."""
+        return int(self._base_bytes + (self.each_bytes or 0.0) * num_examples)
+
+
 class SimulatedMachine:
     """A device's hardware under a virtual clock."""
 
@@ -115,20 +147,35 @@ class SimulatedMachine:
         self._device = device
         self._num_parameters = num_parameters
         self.clock: Clock = VirtualClock(
-            self._timing(bytes_per_example=1.0), Jitter(device.jitter, jitter_seed)
+            self._timing(),
+            Jitter(device.jitter, jitter_seed),
+            transfer_seconds=2 * 4 * num_parameters / device.upload_bytes_per_second,
+        )
+        self.memory = VirtualMemory(
+            limit_bytes=device.memory_bytes, base_bytes=IDLE_BYTES + 2 * 4 * num_parameters
         )
 
     def cores(self) -> float:
         return self._device.cores
 
-    def memory_limit_bytes(self) -> int | None:
-        return self._device.memory_bytes
+    def vitals(self) -> Vitals:
+        line = self.memory.line
+        return Vitals(
+            memory_limit_bytes=self._device.memory_bytes,
+            base_bytes=None if line is None else int(line.base),
+            bytes_per_example=None if line is None else line.each,
+            upload_bytes_per_second=self._device.upload_bytes_per_second,
+            download_bytes_per_second=self._device.upload_bytes_per_second,
+        )
+
+    def restraint(self) -> Restraint:
+        return Restraint()
 
     def speed(self, place: Workplace) -> Speed:
-        return self._timing(bytes_per_example=activation_bytes(place) * WORKING_FACTOR)
+        self.memory.each_bytes = activation_bytes(place) * WORKING_FACTOR
+        return self._timing()
 
-    def _timing(self, *, bytes_per_example: float) -> Speed:
-        vector_bytes = 4 * self._num_parameters
+    def _timing(self) -> Speed:
         device = self._device
         dispatch, rate = device.micro_batch_seconds, device.examples_per_second
         if dispatch is None:
@@ -138,9 +185,6 @@ class SimulatedMachine:
         return Speed(
             seconds_per_micro_batch=dispatch,
             seconds_per_example=each if rate is None else 1 / rate,
-            base_bytes=IDLE_BYTES + 2 * vector_bytes,
-            bytes_per_example=bytes_per_example,
-            overhead_seconds=2 * vector_bytes / device.upload_bytes_per_second,
         )
 
 

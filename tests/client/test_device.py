@@ -13,7 +13,8 @@ from torch.utils.data import TensorDataset
 
 from client.accumulator import Accumulator
 from client.device import MonotonicClock, ThisMachine, activation_bytes
-from client.workplace import PeakMemory, Workplace
+from client.memory import ProcessMemory
+from client.workplace import Workplace
 from common.errors import TaskFailed
 from common.parameters import build_model
 from common.task import Task
@@ -30,7 +31,7 @@ def workplace(data: TensorDataset, task: Task | None = None) -> Workplace:
         examples=data,
         name="pi",
         clock=MonotonicClock(),
-        memory=PeakMemory(),
+        memory=ProcessMemory(),
         stop=lambda: False,
     )
 

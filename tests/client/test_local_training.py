@@ -18,7 +18,8 @@ from client.accumulator import Accumulator
 from client.local_training import train
 from client.micro_batches import Place, Window, cut, window
 from client.window_sum import check_works
-from client.workplace import PeakMemory, Workplace
+from client.memory import ProcessMemory
+from client.workplace import Workplace
 from common.errors import (
     BuffersChanged,
     EmptyUpdate,
@@ -67,7 +68,7 @@ def workplace(
         examples=data,
         name="pi",
         clock=FakeClock(),
-        memory=PeakMemory(),
+        memory=ProcessMemory(),
         stop=stop,
     )
 

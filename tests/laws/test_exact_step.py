@@ -15,7 +15,8 @@ from client.accumulator import Accumulator
 from client.device import MonotonicClock
 from client.local_training import train
 from client.micro_batches import Place, Window, window
-from client.workplace import PeakMemory, Workplace
+from client.memory import ProcessMemory
+from client.workplace import Workplace
 from common import settings as chosen
 from common.parameters import ModelImage, build_model
 from common.task import Examples, Task, max_weight_per_example
@@ -58,7 +59,7 @@ class OneRoundAtATime:
         self.image: ModelImage = build_model(task, seed=seed)
         self._accumulator = Accumulator(self.image)
         self._sum = CohortSum(self.image.layout)
-        self._memory = PeakMemory()
+        self._memory = ProcessMemory()
 
     def examples(self, part: int) -> Examples:
         return self.task.train_examples(data=None, part=part, num_parts=5)

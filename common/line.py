@@ -1,0 +1,82 @@
+"""A straight line in the micro-batch size: s examples take ``base + each s`` seconds, or bytes.
+
+Seconds have a base because each micro-batch is dispatched anew, bytes because the model is there
+already; activations and operations grow with the examples. A line is first laid through a few
+measured sizes and then follows what each round showed. Least squares are relative (each point is
+weighed by 1 over the square of its value), so that a micro-batch of one example counts as much as
+one of a hundred.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+# What was believed weighs as much as what one round showed.
+BELIEVED = 0.5
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Line:
+    """``base + each x size``, neither below zero."""
+
+    base: float
+    each: float
+
+    def at(self, size: float) -> float:
+        """Return what a micro-batch of ``size`` examples takes."""
+        return self.base + self.each * size
+
+    def times(self, factor: float) -> Line:
+        """Return the line of what takes ``factor`` times as much."""
+        return Line(base=self.base * factor, each=self.each * factor)
+
+
+def medians(seen: Iterable[tuple[int, float]]) -> dict[int, float]:
+    """Return the median of the values seen at each size: one that is far off moves nothing."""
+    by_size: dict[int, list[float]] = {}
+    for size, value in seen:
+        by_size.setdefault(size, []).append(value)
+    return {size: statistics.median(values) for size, values in sorted(by_size.items())}
+
+
+def fitted(points: Sequence[tuple[float, float, float]]) -> Line:
+    """Lay a line through points (size, value, weight) by relative least squares.
+
+    A line that would fall below zero at size 0 goes through the origin, one that would sink as the
+    size grows is flat. Points of a single size say nothing of the base: the line goes through the
+    origin. Values at or below zero are left out; without points the line is zero.
+    """
+    kept = [(x, y, w / (y * y)) for x, y, w in points if y > 0 and w > 0]
+    if not kept:
+        return Line(base=0.0, each=0.0)
+    total = sum(w for _, _, w in kept)
+    mean_x = sum(w * x for x, _, w in kept) / total
+    mean_y = sum(w * y for _, y, w in kept) / total
+    spread = sum(w * (x - mean_x) ** 2 for x, _, w in kept)
+    if spread <= 1e-12 * total * mean_x**2:
+        return Line(base=0.0, each=mean_y / mean_x)
+    each = sum(w * (x - mean_x) * (y - mean_y) for x, y, w in kept) / spread
+    if each <= 0:
+        return Line(base=mean_y, each=0.0)
+    base = mean_y - each * mean_x
+    if base < 0:
+        through_origin = sum(w * x * y for x, y, w in kept) / sum(w * x * x for x, _, w in kept)
+        return Line(base=0.0, each=through_origin)
+    return Line(base=base, each=each)
+
+
+def refitted(line: Line, seen: Mapping[int, float]) -> Line:
+    """Lay the line anew through what was believed and the medians that a round showed.
+
+    What was believed stands for two points, at size 1 and at the largest of the sizes seen (2 at
+    the least). So a round with one size moves the line there and turns it about its other end, and
+    a round with several bends its slope.
+    """
+    if not seen:
+        return line
+    far = max(2, *seen)
+    believed = [(size, line.at(size), BELIEVED / 2) for size in (1, far)]
+    weight = (1 - BELIEVED) / len(seen)
+    return fitted([*believed, *((size, value, weight) for size, value in seen.items())])
