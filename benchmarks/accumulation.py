@@ -42,8 +42,8 @@ from benchmarks.measure import (
 from client.accumulator import Accumulator
 from client.device import MonotonicClock
 from client.local_training import train
-from client.micro_batches import Place, Window, cut, window
 from client.memory import ProcessMemory
+from client.micro_batches import Place, Window, cut, window
 from client.workplace import Workplace
 from common.parameters import ModelImage, build_model
 from common.task import Examples, Task, batch_of, load_task, loss_sum

@@ -28,8 +28,8 @@ from benchmarks.measure import Figures, arguments, has_peer, report
 from client.accumulator import Accumulator
 from client.device import MonotonicClock
 from client.local_training import train
-from client.micro_batches import Place, Window, cut, window
 from client.memory import ProcessMemory
+from client.micro_batches import Place, Window, cut, window
 from client.workplace import Workplace
 from common.task import batch_of
 from common.update import Plan

@@ -48,8 +48,15 @@ class Speed:
 class Hardware(Protocol):
     """The machine under a device, real or simulated."""
 
-    clock: Clock
-    memory: Memory
+    @property
+    def clock(self) -> Clock:
+        """The device's time."""
+        ...
+
+    @property
+    def memory(self) -> Memory:
+        """The device's memory."""
+        ...
 
     def cores(self) -> float:
         """Return the cores that may be used; a cgroup may grant a fraction of one."""

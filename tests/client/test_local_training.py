@@ -16,9 +16,9 @@ from torch.utils.data import TensorDataset
 
 from client.accumulator import Accumulator
 from client.local_training import train
+from client.memory import ProcessMemory
 from client.micro_batches import Place, Window, cut, window
 from client.window_sum import check_works
-from client.memory import ProcessMemory
 from client.workplace import Workplace
 from common.errors import (
     BuffersChanged,

@@ -14,8 +14,8 @@ from torch import Tensor
 from client.accumulator import Accumulator
 from client.device import MonotonicClock
 from client.local_training import train
-from client.micro_batches import Place, Window, window
 from client.memory import ProcessMemory
+from client.micro_batches import Place, Window, window
 from client.workplace import Workplace
 from common import settings as chosen
 from common.parameters import ModelImage, build_model
