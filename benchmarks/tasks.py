@@ -2,12 +2,12 @@
 
 import os
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
 NUM_EXAMPLES = 512
 IMAGE_SIZE, NUM_CLASSES = 32, 10
@@ -54,8 +54,28 @@ class Convolutions(Classes):
             nn.Linear(128, NUM_CLASSES),
         )
 
-    def train_examples(self, *, data: Path | None, part: int, num_parts: int) -> TensorDataset:
+    def train_examples(self, *, data: Path | None, part: int, num_parts: int) -> Dataset[Any]:
         return _examples((3, IMAGE_SIZE, IMAGE_SIZE))
+
+
+class Pictures(Convolutions):
+    """The same on as many random pictures as one likes: each is made when it is asked for."""
+
+    def train_examples(self, *, data: Path | None, part: int, num_parts: int) -> Dataset[Any]:
+        return _RandomPictures(100_000)
+
+
+class _RandomPictures(Dataset[Any]):
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def __len__(self) -> int:
+        return self._number
+
+    def __getitem__(self, position: int) -> tuple[Tensor, int]:
+        generator = torch.Generator().manual_seed(position)
+        picture = torch.randn(3, IMAGE_SIZE, IMAGE_SIZE, generator=generator)
+        return picture, position % NUM_CLASSES
 
 
 class Tokens:

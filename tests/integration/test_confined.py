@@ -1,0 +1,31 @@
+"""Real devices in little memory: the planner sees what each has, and nobody is killed."""
+
+import pytest
+
+from benchmarks.confine import Confinement, can_make_cgroups
+from benchmarks.confined import run
+
+MB = 1_000_000
+CAGES = pytest.mark.skipif(not can_make_cgroups(), reason="cgroups need root and controllers")
+PLAN = {"plan.effective_batch_size": 300}
+
+
+def kinds() -> list[object]:
+    return [pytest.param("rlimit"), pytest.param("cgroup", marks=CAGES)]
+
+
+@pytest.mark.parametrize("by", kinds())
+def test_a_device_in_little_memory_loses_nothing(by: str) -> None:
+    """``run`` itself raises if a device was killed, or ended with an error."""
+    fleet = [Confinement(memory_bytes=450 * MB, by=by), Confinement()]  # type: ignore[arg-type]
+    figures = run(fleet, num_rounds=3, plan=PLAN)
+    assert figures["dropouts"] == 0
+    assert figures["lost_micro_batches"] == 0
+
+
+@pytest.mark.parametrize("by", kinds())
+def test_a_device_whose_limit_is_lowered_while_it_works_recovers(by: str) -> None:
+    fleet = [Confinement(memory_bytes=900 * MB, by=by), Confinement()]  # type: ignore[arg-type]
+    figures = run(fleet, num_rounds=6, plan=PLAN, lower=(0, 500 * MB))
+    assert figures["dropouts"] == 0
+    assert figures["lost_micro_batches"] == 0
