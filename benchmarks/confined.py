@@ -21,6 +21,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +40,14 @@ FLEET = (
 SETTLED_ROUND = 3
 
 
-def run(*, num_rounds: int, plan: dict[str, Any], lower: tuple[int, int] | None = None) -> Figures:
-    """Run the fleet; ``lower`` = (device, bytes) lowers that device's limit in the middle.
+def run(
+    fleet: Sequence[Confinement],
+    *,
+    num_rounds: int,
+    plan: Mapping[str, Any],
+    lower: tuple[int, int] | None = None,
+) -> Figures:
+    """Run a fleet; ``lower`` = (device, bytes) lowers that device's limit in the middle.
 
     Raises:
         RuntimeError: the run ended early, or a device was killed.
@@ -52,14 +59,15 @@ def run(*, num_rounds: int, plan: dict[str, Any], lower: tuple[int, int] | None 
             "rounds": num_rounds,
             "threads": 1,
             "out": str(folder / "out"),
-            "cohort.min_clients": len(FLEET),
+            "cohort.min_clients": len(fleet),
             "optimizer.learning_rate": 0.01,
             **plan,
         }
         running = stack.enter_context(serving.server(settings))
-        cages = [stack.enter_context(caged(chosen)) for chosen in FLEET]
+        cages = [stack.enter_context(caged(chosen)) for chosen in fleet]
         devices = [
-            _start(stack, cage, running.port, part, folder) for part, cage in enumerate(cages)
+            _start(stack, cage, running.port, part, folder, num_parts=len(fleet))
+            for part, cage in enumerate(cages)
         ]
         is_lowered = False
         for row in running.rows():
@@ -79,11 +87,11 @@ def run(*, num_rounds: int, plan: dict[str, Any], lower: tuple[int, int] | None 
 
 
 def _start(
-    stack: contextlib.ExitStack, cage: Cage, port: int, part: int, folder: Path
+    stack: contextlib.ExitStack, cage: Cage, port: int, part: int, folder: Path, *, num_parts: int
 ) -> subprocess.Popen[bytes]:
     flags = serving.client_flags(port, TASK, part, folder / "state")
     device = subprocess.Popen(
-        [sys.executable, "-m", "client", *flags, "--num-parts", str(len(FLEET))],
+        [sys.executable, "-m", "client", *flags, "--num-parts", str(num_parts)],
         cwd=ROOT,
         env=serving.environment() | {"OMP_NUM_THREADS": "1"},
         stdout=subprocess.DEVNULL,
@@ -139,9 +147,10 @@ def main() -> None:
     chosen = arguments(__doc__)
     num_rounds = 5 if chosen.quick else 10
     target = 400 if chosen.quick else 2000
-    planned = run(num_rounds=num_rounds, plan={"plan.effective_batch_size": target})
+    planned = run(FLEET, num_rounds=num_rounds, plan={"plan.effective_batch_size": target})
     size = 16
     fixed = run(
+        FLEET,
         num_rounds=num_rounds,
         plan={
             "plan.accumulation_steps": round(target / len(FLEET) / size),
@@ -149,6 +158,7 @@ def main() -> None:
         },
     )
     lowered = run(
+        FLEET,
         num_rounds=num_rounds,
         plan={"plan.effective_batch_size": target},
         lower=(2, 450 * MB),
