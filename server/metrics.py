@@ -18,12 +18,15 @@ from typing import Any
 from common.errors import StateError
 from common.update import UpdateReport
 from server.checkpoint import write_whole
+from server.noise_scale import after_each
+from server.target import TargetBy
 
 log = logging.getLogger(__name__)
 
 ROUNDS = "rounds.jsonl"
 CURVES = "curves.png"
 EVENTS = "tensorboard"
+NOISE = ("noise_scale", "gradient_variance", "squared_gradient", "heterogeneity")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,6 +69,15 @@ class RoundRow:
     bytes_up: int
     bytes_down: int
     num_scale_shifts: int
+    # What the round was to gather, in examples, and by which setting; not set where K is.
+    target: int | None = None
+    target_by: TargetBy | None = None
+    # S, |G|^2 and heterogeneity are this round's own, the noise scale S/|G|^2 that of the rounds so
+    # far, all per unit of weight (server/noise_scale.py); not set where nobody could measure.
+    noise_scale: float | None = None
+    gradient_variance: float | None = None
+    squared_gradient: float | None = None
+    heterogeneity: float | None = None
     refused: dict[str, str] = field(default_factory=dict)
     clients: list[ClientRow] = field(default_factory=list)
 
@@ -92,36 +104,14 @@ def client_row(report: UpdateReport, *, plan_reason: str, local_steps: int) -> C
         step_gradient_norm=[step.gradient_norm for step in report.steps],
         # Between local steps the model moves and the sum begins anew: no two batch sizes of one.
         gradient_variance=(
-            gradient_variance(report) if local_steps == 1 else [None] * len(report.steps)
+            [found.variance if found else None for found in after_each(report.steps)]
+            if local_steps == 1
+            else [None] * len(report.steps)
         ),
         peak_bytes=max((step.peak_bytes for step in report.steps), default=0),
         reason=report.reason,
         plan=plan_reason,
     )
-
-
-def gradient_variance(report: UpdateReport) -> list[float | None]:
-    """Estimate, after each accumulation step, the variance of one example's gradient: tr(Sigma).
-
-    With A_k the vector after k steps and w_k its weight, E|A_k|^2 = w_k^2 |G|^2 + w_k tr(Sigma)
-    (McCandlish et al. 2018, appendix A.1). Steps 1 and k give two equations, and thus an unbiased
-    estimate, which may be negative. Step 1 alone gives none.
-    """
-    estimates: list[float | None] = []
-    weight = 0
-    first: tuple[int, float] | None = None
-    for step in report.steps:
-        weight += step.weight
-        if not weight:
-            estimates.append(None)
-            continue
-        mean_square = (step.gradient_norm / weight) ** 2
-        if first is None or weight == first[0]:
-            first = first or (weight, mean_square)
-            estimates.append(None)
-        else:
-            estimates.append((first[1] - mean_square) / (1 / first[0] - 1 / weight))
-    return estimates
 
 
 class Journal:
@@ -165,6 +155,11 @@ class Journal:
         if self._board is not None:
             scalars = {"loss": row.loss, "learning_rate": row.learning_rate, **row.metrics}
             scalars |= {"effective_batch_size": row.weight, "seconds": row.seconds}
+            scalars |= {
+                name: value
+                for name in ("target", *NOISE)
+                if (value := getattr(row, name)) is not None
+            }
             self._board.add(row.round, scalars)
 
     def close(self) -> None:
@@ -229,7 +224,10 @@ class _Board:
 
 
 def draw_curves(folder: Path) -> Path | None:
-    """Draw loss, test metrics and K over the rounds into curves.png; None if it cannot be drawn."""
+    """Draw loss, test metrics and K over the rounds into curves.png; None if it cannot be drawn.
+
+    Where the noise scale was followed a fourth panel shows it, with the effective batch.
+    """
     rows = read_rows(folder)
     if not rows:
         return None
@@ -240,8 +238,9 @@ def draw_curves(folder: Path) -> Path | None:
     from matplotlib.figure import Figure
 
     rounds = [row["round"] for row in rows]
-    figure = Figure(figsize=(11, 3.4), layout="constrained")
-    loss, quality, work = figure.subplots(1, 3)
+    has_batch = any(row.get("target_by") == "noise scale" for row in rows)
+    figure = Figure(figsize=(14.5 if has_batch else 11, 3.4), layout="constrained")
+    loss, quality, work, *batch = figure.subplots(1, 4 if has_batch else 3)
     losses = [math.nan if row["loss"] is None else row["loss"] for row in rows]
     loss.plot(rounds, losses, label="training")
     for name in ("test_loss", "held_out_loss"):
@@ -263,11 +262,24 @@ def draw_curves(folder: Path) -> Path | None:
     work.plot(rounds, [sum(s) / len(s) for s in steps], label="K, mean")
     work.set(title="accumulation steps per device", xlabel="round")
     work.legend(frameon=False)
-    for axes in (loss, quality, work):
+    if has_batch:
+        _draw_batch(batch[0], rows)
+    for axes in (loss, quality, work, *batch):
         axes.spines[["top", "right"]].set_visible(False)
     path = folder / CURVES
     figure.savefig(path, dpi=120)
     return path
+
+
+def _draw_batch(axes: Any, rows: list[dict[str, Any]]) -> None:
+    """Draw the effective batch and the noise scale, in the same units: of weight."""
+    rounds = [row["round"] for row in rows]
+    axes.plot(rounds, [row["weight"] for row in rows], label="effective batch")
+    # A round without an estimate leaves a gap.
+    scale = [math.nan if row["noise_scale"] is None else row["noise_scale"] for row in rows]
+    axes.plot(rounds, scale, label="noise scale")
+    axes.set(title="weight per round", xlabel="round", yscale="log")
+    axes.legend(frameon=False)
 
 
 def _plot_metric(axes: Any, rows: list[dict[str, Any]], name: str, label: str) -> None:

@@ -10,8 +10,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from common.console import console
 from common.settings import Settings
+from common.task import load_task, max_weight_per_example
 from server.metrics import CURVES, EVENTS, ROUNDS, RoundRow, read_rows
 from server.rounds import MODEL, OnRound
+from server.target import described
 
 
 def announce(settings: Settings, *, where: str) -> None:
@@ -24,11 +26,26 @@ def announce(settings: Settings, *, where: str) -> None:
             f"{plan.accumulation_steps * size} examples per client"
         )
     else:
-        work = f"the planner shares out {plan.effective_batch_size} examples per round"
+        work = described(plan, max_weight_per_example=_max_weight(settings))
     console.print(f"[bold]{settings.task}[/] on {where}, seed {settings.seed}")
-    console.print(
-        f"{settings.rounds} rounds of {optimizer.name} at {optimizer.learning_rate:g}; {work}"
-    )
+    rate = f"{optimizer.learning_rate:g}{_scaling(settings)}"
+    console.print(f"{settings.rounds} rounds of {optimizer.name} at {rate}; {work}")
+
+
+def _max_weight(settings: Settings) -> int:
+    """Look the task up, if its weight matters here; a run without one ends by name later on."""
+    if settings.plan.tokens_per_update is None or settings.task is None:
+        return 1
+    return max_weight_per_example(load_task(settings.task))
+
+
+def _scaling(settings: Settings) -> str:
+    """Say how the rate follows the batch, if it does."""
+    tokens = settings.plan.tokens_per_update
+    unit = "tokens" if tokens is not None else "examples"
+    ratio = f"{unit} / {tokens or settings.plan.effective_batch_size:,}"
+    shown = {"none": "", "linear": f" x ({ratio})", "sqrt": f" x sqrt({ratio})"}
+    return shown[settings.schedule.batch_scaling]
 
 
 @contextmanager
@@ -61,11 +78,14 @@ def line_of(row: RoundRow) -> str:
     """Return what a round comes down to, in one line."""
     low, high = row.k_range
     accuracy = row.metrics.get("test_accuracy")
+    is_shown = row.target_by == "noise scale" and row.noise_scale is not None
+    noise = [f"noise scale {row.noise_scale:,.0f}"] if is_shown else []
     parts = [
         f"loss {row.loss:.3f}",
         *([] if accuracy is None else [f"test accuracy {accuracy:.1%}"]),
         f"{row.num_clients}/{row.num_invited} clients",
         f"batch {row.weight}",
+        *noise,
         f"K {low}" if low == high else f"K {low}-{high}",
         f"up {decimal(row.bytes_up)} down {decimal(row.bytes_down)}",
     ]

@@ -125,14 +125,14 @@ def _run_round(training: Training, fleet: Fleet) -> RoundRow:
     watch.split["fold"] = fold_seconds
     training.learn_shares(opened)
     _raise_common_fault(opened)
-    rate = training.optimizer.learning_rate
-    training.commit(opened)
+    committed = training.commit(opened)
     watch.lap("step")
     metrics = _evaluate(training, fleet, opened)
     watch.lap("evaluate")
     after = fleet.traffic()
     reports_in = opened.accepted.values()
     weight = sum(report.weight for report in reports_in)
+    noise = committed.noise
     return RoundRow(
         round=training.round,
         num_clients=len(opened.accepted),
@@ -141,7 +141,7 @@ def _run_round(training: Training, fleet: Fleet) -> RoundRow:
         weight=weight,
         loss=math.fsum(report.loss_sum for report in reports_in) / weight,
         metrics=metrics,
-        learning_rate=rate,
+        learning_rate=committed.learning_rate,
         seconds=watch.total,
         seconds_split=watch.split,
         slowest_client_seconds=max(report.seconds for report in reports_in),
@@ -149,6 +149,12 @@ def _run_round(training: Training, fleet: Fleet) -> RoundRow:
         bytes_up=after.bytes_up - before.bytes_up,
         bytes_down=after.bytes_down - before.bytes_down,
         num_scale_shifts=training.sum.num_shifts,
+        target=committed.target,
+        target_by=training.target.by,
+        noise_scale=committed.noise_scale,
+        gradient_variance=None if noise is None else noise.variance,
+        squared_gradient=None if noise is None else noise.squared_gradient,
+        heterogeneity=None if noise is None else noise.heterogeneity,
         refused={name: f"{error.code}: {error}" for name, error in opened.refused.items()},
         clients=_rows(opened),
     )

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Mapping
-from typing import Any
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -19,6 +21,21 @@ from common.errors import CheckpointCorrupt, SettingsError
 from common.parameters import ModelImage
 
 Scheduler = torch.optim.lr_scheduler.LRScheduler
+
+# Their rate is not a factor of the step that is taken with it: Rprop has it in the first step
+# alone, ASGD in the next one, and Adafactor as an upper bound.
+RATE_IS_NO_FACTOR = (torch.optim.Rprop, torch.optim.ASGD, torch.optim.Adafactor)
+
+
+def rate_factor(scaling: Literal["none", "linear", "sqrt"], batch_ratio: float) -> float:
+    """Return what the rate is multiplied by when the batch is ``batch_ratio`` times its reference.
+
+    Linear: Goyal et al. 2017, for SGD while the batch is below the noise scale. Square root:
+    Malladi et al. 2022, for Adam and its kin, whose steps do not grow with the gradient.
+    """
+    if scaling == "none":
+        return 1.0
+    return batch_ratio if scaling == "linear" else math.sqrt(batch_ratio)
 
 
 class ServerOptimizer:
@@ -32,21 +49,32 @@ class ServerOptimizer:
         self._spans = image.layout.spans
         self._optimizer = _optimizer(self._parameters, optimizer)
         self._scheduler = _scheduler(self._optimizer, schedule)
+        if schedule.batch_scaling != "none" and isinstance(self._optimizer, RATE_IS_NO_FACTOR):
+            raise SettingsError(
+                f"the steps of {type(self._optimizer).__name__} are not proportional to its rate, "
+                f"so that it cannot follow the batch",
+                remedy="leave out --batch-scaling, or choose sgd, adam or adamw",
+            )
 
     @property
     def learning_rate(self) -> float:
-        """The rate that the next step will use."""
+        """The schedule's rate for the next step."""
         return float(self._optimizer.param_groups[0]["lr"])
 
-    def step(self, mean_P: Tensor) -> None:
-        """Take one step along a mean gradient [P], and move the schedule on.
+    def step(self, mean_P: Tensor, factor: float = 1.0) -> float:
+        """Take one step along a mean gradient [P], move the schedule on and return the rate used.
+
+        That is the schedule's rate times ``factor``, for this step alone: schedules compute their
+        next rate from the last one, and must not see it.
 
         Raises:
             SettingsError: the schedule is at its end (OneCycleLR has a total of steps).
         """
         for parameter, (start, end) in zip(self._parameters, self._spans, strict=True):
             parameter.grad = mean_P[start:end].view(parameter.shape)
-        self._optimizer.step()
+        with self._rates_times(factor):
+            used = self.learning_rate
+            self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         if self._scheduler is not None:
             try:
@@ -55,6 +83,20 @@ class ServerOptimizer:
                 raise SettingsError(
                     f"{self._kinds[-1]}: {error}", remedy="let the schedule last for all --rounds"
                 ) from error
+        return used
+
+    @contextmanager
+    def _rates_times(self, factor: float) -> Iterator[None]:
+        """Multiply each group's rate by ``factor``, and put back the very numbers after that."""
+        groups = self._optimizer.param_groups
+        rates = [group["lr"] for group in groups]
+        for group in groups:
+            group["lr"] *= factor
+        try:
+            yield
+        finally:
+            for group, rate in zip(groups, rates, strict=True):
+                group["lr"] = rate
 
     @property
     def _kinds(self) -> list[str]:

@@ -25,7 +25,13 @@ from numpy.typing import NDArray
 from torch import nn
 
 from common import settings
-from common.errors import CorruptUpdate, CountOutOfRange, ModelMismatch, UpdateRefused
+from common.errors import (
+    CorruptUpdate,
+    CountOutOfRange,
+    ModelMismatch,
+    SettingsError,
+    UpdateRefused,
+)
 from common.parameters import ModelImage, Slot
 from server.aggregate import CohortSum
 from server.server_optimizer import ServerOptimizer
@@ -83,6 +89,12 @@ class SumOfGradients(FedAvg):
             train_metrics_aggr_fn=train_metrics_aggr_fn,
             evaluate_metrics_aggr_fn=evaluate_metrics_aggr_fn,
         )
+        if schedule is not None and schedule.batch_scaling != "none":
+            raise SettingsError(
+                f"batch_scaling = {schedule.batch_scaling!r} needs the effective batch that a plan "
+                f"aims at, and Flower's strategies plan none",
+                remedy="leave it out, or train with headwater-server",
+            )
         self._image = ModelImage(model)
         self._sum = CohortSum(self._image.layout)
         self._optimizer = ServerOptimizer(

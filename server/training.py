@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from common.errors import (
     CheckpointCorrupt,
@@ -33,9 +35,11 @@ from server import checkpoint, evaluate
 from server.aggregate import CohortSum
 from server.cohort import select
 from server.fleet import Dropout, Fleet
+from server.noise_scale import RoundNoise, round_noise, squared_norm, sums_of, total
 from server.pace import Pace, at_pace, followed, told
 from server.planner import DEADLINE_SHARE, Assignment, assign
-from server.server_optimizer import ServerOptimizer
+from server.server_optimizer import ServerOptimizer, rate_factor
+from server.target import Target, gathered
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +48,16 @@ NOTHING_FINITE = "lower --learning-rate if the model diverged, or look at the de
 # The share of the deadline in which a device trains: less each time that it comes too late, so that
 # model and update have time to travel, and a little more again each time that it does not.
 LATE_FACTOR, IN_TIME_FACTOR, LEAST_SHARE = 0.6, 1.02, 0.05
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Committed:
+    """What a round's step was taken with."""
+
+    learning_rate: float
+    target: int | None
+    noise: RoundNoise | None
+    noise_scale: float | None
 
 
 class Training:
@@ -66,12 +80,16 @@ class Training:
             load_initial(self.image, settings.model.initial)
         self.test_examples = evaluate.open_test_examples(self.task, self.image)
         self.optimizer = ServerOptimizer(self.image, settings.optimizer, settings.schedule)
+        self.target = Target(
+            settings.plan, max_weight_per_example=max_weight_per_example(self.task)
+        )
         self.sum = CohortSum(self.image.layout)
         self.round = 0
         self.run_id = run_id
         self.counted: dict[str, int] = {}
         self.paces: dict[str, Pace] = {}
         self.shares: dict[str, float] = {}
+        self.owned: dict[str, int] = {}
 
     def resume(self, folder: Path, fleet: Fleet) -> bool:
         """Take up the checkpoint in ``folder``; False if there is none.
@@ -103,6 +121,7 @@ class Training:
         self.paces = {
             name: Pace(per_micro_batch=a, per_example=b) for name, (a, b) in progress.paces.items()
         }
+        self.target.restore(progress.target)
         fleet.restore_simulated(progress.simulated)
         return True
 
@@ -132,9 +151,11 @@ class Training:
         invited = select(
             list(by_name), size=cohort.size, seed=self.settings.seed, round_number=round_number
         )
+        self.owned = {name: by_name[name].num_examples for name in invited}
+        target = self.target.open(num_invited=len(invited))
         assignments = assign(
             [by_name[name] for name in invited],
-            self.settings.plan,
+            self.settings.plan.model_copy(update={"effective_batch_size": target}),
             deadline_seconds=cohort.deadline_seconds,
             image_bytes=self.image.layout.num_bytes,
             update_bytes=4 * self.image.layout.num_parameters,
@@ -158,19 +179,21 @@ class Training:
 
     def _plan(self, name: str, assignment: Assignment) -> Plan:
         chosen = self.settings.plan
+        size = self.target.micro_batch_size(assignment.quota, assignment.micro_batch_size)
+        evened = "" if size == assignment.micro_batch_size else ", cut evenly to tell the noise"
         return Plan(
             round=self.round + 1,
             run_seed=self.settings.seed,
             model_version=self.round,
             quota=assignment.quota,
-            micro_batch_size=assignment.micro_batch_size,
+            micro_batch_size=size,
             local_steps=chosen.local_steps,
             local_learning_rate=chosen.local_learning_rate,
             precision=chosen.precision,
             deadline_seconds=self._seconds_to_train(name),
             counted_round=self.counted.get(name),
             held_out_fraction=self._held_out_fraction,
-            reason=assignment.reason,
+            reason=assignment.reason + evened,
         )
 
     def _seconds_to_train(self, name: str) -> float | None:
@@ -206,7 +229,7 @@ class Training:
         )
         return OpenRound(plans=plans, total=self.sum, max_weight_per_example=bound)
 
-    def commit(self, opened: OpenRound) -> None:
+    def commit(self, opened: OpenRound) -> Committed:
         """Divide once and take the step; the round counts from here on.
 
         Raises:
@@ -223,7 +246,15 @@ class Training:
                 f"answered in time, at least {needed} are needed" + (f" ({why})" if why else ""),
                 remedy=NOTHING_FINITE if nothing_finite else None,
             )
-        self.optimizer.step(self.sum.close())
+        mean_P = self.sum.close()
+        noise = self._noise(opened, mean_P)
+        summed = gathered(
+            opened.accepted.values(), max_weight_per_example=max_weight_per_example(self.task)
+        )
+        rate = self.optimizer.step(
+            mean_P,
+            rate_factor(self.settings.schedule.batch_scaling, self.target.ratio(summed)),
+        )
         if not bool(torch.isfinite(self.image.values_P).all()):
             raise Diverged(
                 f"round {self.round + 1}: the step led to parameters that are not finite"
@@ -232,6 +263,23 @@ class Training:
         self.counted |= dict.fromkeys(opened.accepted, self.round)
         for name in self.paces.keys() & opened.accepted.keys():
             self.paces[name] = followed(self.paces[name], opened.accepted[name].steps)
+        target = self.target.num_examples if self.target.by else None
+        self.target.commit(summed, noise)
+        return Committed(
+            learning_rate=rate,
+            target=target,
+            noise=noise,
+            noise_scale=self.target.noise_scale.ratio,
+        )
+
+    def _noise(self, opened: OpenRound, mean_P: Tensor) -> RoundNoise | None:
+        """Estimate the round's gradient noise; None where local steps moved the model meanwhile."""
+        if self.settings.plan.local_steps > 1:
+            return None
+        sums = total(
+            sums_of(report, num_owned=self.owned[name]) for name, report in opened.accepted.items()
+        )
+        return round_noise(sums, squared_mean=squared_norm(mean_P))
 
     def progress(self, fleet: Fleet, optimizer: str) -> checkpoint.Progress:
         """Gather what a checkpoint holds beside its tensors."""
@@ -245,6 +293,7 @@ class Training:
             paces={name: (p.per_micro_batch, p.per_example) for name, p in self.paces.items()},
             asked=self._asked(),
             shares=self.shares,
+            target=self.target.state(),
             simulated=fleet.simulated_state(),
         )
 

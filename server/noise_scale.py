@@ -1,0 +1,184 @@
+"""The gradient noise scale: the batch beyond which more examples hardly better a step.
+
+With S = tr(Sigma) the variance of one example's gradient, summed over the coordinates, and G the
+mean gradient, a mean over w examples has the expected squared norm |G|^2 + S/w, and the noise scale
+is S/|G|^2 (McCandlish et al. 2018, "An Empirical Model of Large-Batch Training", eq. 2.9 and
+appendix A.1). Two batch sizes tell S and |G|^2 apart. Each device has two of its own, drawn from
+its own data: its vector after the first accumulation step, and after the last. Two devices are
+never taken for two batch sizes: on data that differ from device to device that counts the
+difference as noise. S is pooled over the devices by the weight they send, |G|^2 is that of the
+fleet's mean gradient, and what is left of the devices' own |G_i|^2 is the heterogeneity:
+sum v_i |G_i - G|^2 / V.
+
+A device draws w of its n examples without replacement, so its mean varies by S (1/w - 1/n) about
+that of its data, with S of divisor n - 1. The two equations' difference is free of n, so S needs no
+correction; their |G|^2 would be too small by S/n, which is added. What is estimated is thus the
+gradient of the data that the fleet has, which its steps descend. Not corrected: later in an epoch
+the model has seen the examples before, and not these.
+
+A token's gradient is not independent of its neighbour's, an example's is: S is then the variance of
+an example's sum about its tokens' share, over the mean tokens of an example. Where examples weigh
+differently the equations hold up to a relative error of 1/(examples in the first step).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from common.update import Step, UpdateReport
+
+# Of a round's estimates in the running means: the last ten rounds make up two thirds. Estimates of
+# one round are far apart, and a model changes slowly.
+DECAY = 0.9
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TwoSizes:
+    """What the mean gradient at two batch sizes of one distribution says; either may be negative.
+
+    ``variance`` is S, of one unit of weight, and ``squared_gradient`` is |G|^2.
+    """
+
+    variance: float
+    squared_gradient: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NoiseSums:
+    """Sums over a round's devices, each by the weight v that it sends.
+
+    A device that measured nothing adds to ``weight`` alone. The others stand for it.
+    """
+
+    weight: float  # V = sum v
+    measured_weight: float = 0.0  # sum v of those that measured
+    variance: float = 0.0  # sum v S
+    sum_variance: float = 0.0  # sum of the variances of the vectors sent: v S (1 - w/n)
+    squared_gradient: float = 0.0  # sum v |G_i|^2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RoundNoise:
+    """A round's own estimates, per unit of weight; any of them may be negative."""
+
+    variance: float
+    squared_gradient: float
+    heterogeneity: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NoiseScale:
+    """S and |G|^2 over the rounds, as sums in which each round fades by DECAY."""
+
+    variance: float = 0.0
+    squared_gradient: float = 0.0
+
+    @property
+    def ratio(self) -> float | None:
+        """The noise scale in units of weight; None while not both sums are positive.
+
+        The ratio comes last: a mean of the rounds' ratios would be drawn to wherever |G|^2
+        happened to be close to zero.
+        """
+        if self.variance <= 0 or self.squared_gradient <= 0:
+            return None
+        ratio = self.variance / self.squared_gradient
+        return ratio if math.isfinite(ratio) else None
+
+    def after(self, noise: RoundNoise) -> NoiseScale:
+        """Return the sums behind one more round."""
+        return NoiseScale(
+            variance=DECAY * self.variance + noise.variance,
+            squared_gradient=DECAY * self.squared_gradient + noise.squared_gradient,
+        )
+
+
+def two_sizes(first: tuple[float, float], last: tuple[float, float]) -> TwoSizes | None:
+    """Solve the two equations for a (weight, norm of the sum) and a later one that contains it.
+
+    Both results are without bias. None if the weights are the same.
+    """
+    (small, small_norm), (large, large_norm) = first, last
+    if small == large:
+        return None
+    at_small, at_large = (small_norm / small) ** 2, (large_norm / large) ** 2
+    return TwoSizes(
+        variance=(at_small - at_large) / (1 / small - 1 / large),
+        squared_gradient=(large * at_large - small * at_small) / (large - small),
+    )
+
+
+def after_each(steps: Sequence[Step]) -> Iterator[TwoSizes | None]:
+    """Yield, after each accumulation step, what it and the first that had weight say together.
+
+    None after the first, and while no step has added weight to it.
+    """
+    weight, first = 0, None
+    for step in steps:
+        weight += step.weight
+        if weight and first is None:
+            first = (weight, step.gradient_norm)
+        yield two_sizes(first, (weight, step.gradient_norm)) if first is not None else None
+
+
+def sums_of(report: UpdateReport, *, num_owned: int) -> NoiseSums:
+    """Return one device's part in the round's sums.
+
+    Its steps tell norms and weights of the sum w as it was made. With ``weigh_as`` the vector was
+    scaled to another weight v after that; |A|/w is the same for both, and S per unit of v is that
+    per unit of w times v/w. ``num_owned`` is the number n of examples that the device draws from.
+
+    Edge cases: K = 1, or no weight in any step but one, measures nothing.
+    """
+    sent, summed = float(report.weight), float(sum(step.weight for step in report.steps))
+    found = list(after_each(report.steps))[-1] if report.steps else None
+    if found is None:
+        return NoiseSums(weight=sent)
+    share = min(report.num_examples / num_owned, 1.0)
+    variance = found.variance * (sent / summed)
+    squared_gradient = found.squared_gradient + found.variance * share / summed
+    return NoiseSums(
+        weight=sent,
+        measured_weight=sent,
+        variance=sent * variance,
+        sum_variance=sent * variance * (1 - share),
+        squared_gradient=sent * squared_gradient,
+    )
+
+
+def total(parts: Iterable[NoiseSums]) -> NoiseSums:
+    """Add the devices' parts, rounded once, so that their order cannot matter."""
+    rows = list(parts)
+    return NoiseSums(
+        weight=math.fsum(row.weight for row in rows),
+        measured_weight=math.fsum(row.measured_weight for row in rows),
+        variance=math.fsum(row.variance for row in rows),
+        sum_variance=math.fsum(row.sum_variance for row in rows),
+        squared_gradient=math.fsum(row.squared_gradient for row in rows),
+    )
+
+
+def round_noise(sums: NoiseSums, *, squared_mean: float) -> RoundNoise | None:
+    """Return the round's estimates; ``squared_mean`` is |mean_P|^2 of what the server divided.
+
+    The mean's own variance is that of all vectors over V^2. None if no device measured anything.
+    """
+    if not sums.measured_weight:
+        return None
+    mean_variance = sums.sum_variance / sums.measured_weight / sums.weight
+    squared_gradient = squared_mean - mean_variance
+    return RoundNoise(
+        variance=sums.variance / sums.measured_weight,
+        squared_gradient=squared_gradient,
+        heterogeneity=sums.squared_gradient / sums.measured_weight - squared_gradient,
+    )
+
+
+def squared_norm(values_P: Tensor) -> float:
+    """Return |values|^2, summed in float64."""
+    return float(torch.linalg.vector_norm(values_P, dtype=torch.float64)) ** 2
