@@ -113,6 +113,15 @@ WarmupRounds = Annotated[
         "--warmup-rounds", help="Rounds of linear warmup. [default: 0]", rich_help_panel=TRAINING
     ),
 ]
+BatchScaling = Annotated[
+    str | None,
+    typer.Option(
+        "--batch-scaling",
+        help="Let the rate grow with the batch that a round gathers, over --effective-batch-size "
+        "(or --tokens-per-update): none, linear or sqrt. [default: none]",
+        rich_help_panel=TRAINING,
+    ),
+]
 AccumulationSteps = Annotated[
     int | None,
     typer.Option(
@@ -136,6 +145,32 @@ EffectiveBatchSize = Annotated[
         "--effective-batch-size",
         help="Examples per round over the whole cohort, which the planner shares out. "
         "[default: 512]",
+        rich_help_panel=PLAN,
+    ),
+]
+TokensPerUpdate = Annotated[
+    int | None,
+    typer.Option(
+        "--tokens-per-update",
+        help="The same in tokens, or whatever the task's weight counts: examples follow from the "
+        "mean weight of an example.",
+        rich_help_panel=PLAN,
+    ),
+]
+FollowNoiseScale = Annotated[
+    bool | None,
+    typer.Option(
+        "--follow-noise-scale/--no-follow-noise-scale",
+        help="Start from --effective-batch-size and gather what the gradient noise scale says "
+        "(docs/batch.md). [default: no]",
+        rich_help_panel=PLAN,
+    ),
+]
+MaxEffectiveBatchSize = Annotated[
+    int | None,
+    typer.Option(
+        "--max-effective-batch-size",
+        help="The most examples per round that the noise scale may ask for. [default: 65536]",
         rich_help_panel=PLAN,
     ),
 ]
@@ -263,9 +298,13 @@ SETTING_OF = {
     "schedule": "schedule.name",
     "schedule_argument": "schedule.arguments",
     "warmup_rounds": "schedule.warmup_rounds",
+    "batch_scaling": "schedule.batch_scaling",
     "accumulation_steps": "plan.accumulation_steps",
     "micro_batch_size": "plan.micro_batch_size",
     "effective_batch_size": "plan.effective_batch_size",
+    "tokens_per_update": "plan.tokens_per_update",
+    "follow_noise_scale": "plan.follow_noise_scale",
+    "max_effective_batch_size": "plan.max_effective_batch_size",
     "local_steps": "plan.local_steps",
     "local_learning_rate": "plan.local_learning_rate",
     "precision": "plan.precision",
