@@ -9,7 +9,8 @@
     │   ├── EmptyDataset            the device has no example
     │   ├── PortInUse               --listen names a port that somebody else holds
     │   ├── InsecureAddress         no TLS beyond loopback
-    │   └── CertificateProblem      a TLS file is missing, unreadable or of the wrong kind
+    │   ├── CertificateProblem      a TLS file is missing, unreadable or of the wrong kind
+    │   └── IdentityProblem         an identity or an allow-list is not what it should be
     ├── TaskError               fix the task file
     │   ├── TaskNotAdditive         loss_sum([a, b]) is not loss_sum([a]) + loss_sum([b])
     │   ├── BatchDependentLayer     BatchNorm and its kin
@@ -27,9 +28,29 @@
     │   ├── CountOutOfRange         counts that the plan cannot have led to
     │   ├── EmptyUpdate             no finite example behind it
     │   ├── LateUpdate              the deadline passed before it came
-    │   └── UnexpectedUpdate        replayed, or never asked for
+    │   ├── UnexpectedUpdate        replayed, never asked for, or under another's name
+    │   └── WrongShare              a share that is not the one its dealer committed to
+    ├── SessionRefused          the device takes no further part in this secure session
+    │   ├── CohortTooSmall          fewer than three members, or than its own minimum
+    │   ├── RosterRefused           a name or a key twice, or its own entry changed
+    │   ├── IdentityUnknown         a member that is not on its allow-list
+    │   ├── SignatureRefused        not that member's signature over exactly this
+    │   ├── ThresholdTooLow         fewer shares would open a secret than the rule allows
+    │   ├── MaskingTooWeak          mode, ring or clip bound below its own floor
+    │   ├── RingCanWrap             the whole cohort's sum might not fit the ring
+    │   ├── SessionReplayed         not newer than every session it has seen
+    │   ├── SessionMismatch         others were shown another model, roster or parameters
+    │   ├── ComplaintIgnored        a dealer stays whose share was bad
+    │   ├── UpdateAlreadyMasked     this update went into a session before
+    │   ├── OutOfPhase              a message that it does not await now
+    │   ├── SurvivorsRefused        not a large enough part of those who shared
+    │   ├── BothSharesAsked         a client as survived and as dropped
+    │   ├── SurvivorsChanged        a second survivor set in one session
+    │   └── SurvivorsNotAgreed      too few signatures on the survivor set
     ├── RoundAborted            nothing was committed; the round may be tried again
-    │   └── TooFewClients           fewer answers than --min-clients
+    │   ├── TooFewClients           fewer answers than --min-clients
+    │   ├── TooFewSurvivors         too few are left to open the masked sum
+    │   └── DealerCheated           a device's shares do not open what it committed to
     ├── StateError              the disk
     │   ├── CheckpointCorrupt       it cannot be read back
     │   └── CheckpointFailed        it cannot be written (disk full, read-only)
@@ -110,6 +131,12 @@ class CertificateProblem(SettingsError):
     """A TLS file is missing, unreadable or of the wrong kind."""
 
     remedy = "make the certificates anew with `headwater-server init`"
+
+
+class IdentityProblem(SettingsError):
+    """An identity or an allow-list is not what it should be."""
+
+    remedy = "make one with `headwater-client identity`; a line of the allow-list is NAME BASE64"
 
 
 class TaskError(HeadwaterError):
@@ -204,7 +231,90 @@ class LateUpdate(UpdateRefused):
 
 
 class UnexpectedUpdate(UpdateRefused):
-    """An update that was replayed, or was never asked for."""
+    """An update that was replayed, was never asked for, or came under another's name."""
+
+
+class WrongShare(UpdateRefused):
+    """A share that is not the one its dealer committed to; its holder is at fault."""
+
+
+class SessionRefused(HeadwaterError):
+    """A device takes no further part in a secure session.
+
+    What it gave until then opens nothing of it; ``common.secagg`` lists the checks.
+    """
+
+
+class CohortTooSmall(SessionRefused):
+    """Fewer members than three, or than the device's own minimum."""
+
+    remedy = "wait for more devices: a sum of two tells each the other's update"
+
+
+class RosterRefused(SessionRefused):
+    """A name or a key stands twice in the roster, or the device's own entry was changed."""
+
+
+class IdentityUnknown(SessionRefused):
+    """A member of the session that is not on the device's allow-list."""
+
+    remedy = "add its line to the allow-list of every device, or keep it out of the run"
+
+
+class SignatureRefused(SessionRefused):
+    """A signature that is missing, or is not that member's over exactly this."""
+
+    remedy = "find out who changed the keys on their way: the member, or the server"
+
+
+class ThresholdTooLow(SessionRefused):
+    """Threshold and neighbours under which too few could open a secret."""
+
+
+class MaskingTooWeak(SessionRefused):
+    """Parameters of the server's choice that are below the device's own floor."""
+
+
+class RingCanWrap(SessionRefused):
+    """The sum of the whole cohort might not fit the ring."""
+
+
+class SessionReplayed(SessionRefused):
+    """A session that is not newer than every one that the device has seen."""
+
+
+class SessionMismatch(SessionRefused):
+    """Others were shown another model, another roster or other parameters."""
+
+
+class ComplaintIgnored(SessionRefused):
+    """A dealer stays in the session whose share the device found bad."""
+
+
+class UpdateAlreadyMasked(SessionRefused):
+    """The update went into a session before: it may never go into another."""
+
+    remedy = "train on new examples: two sums with one update in both differ by the dropouts"
+
+
+class OutOfPhase(SessionRefused):
+    """A message that the device does not await now."""
+
+
+class SurvivorsRefused(SessionRefused):
+    """Survivors who did not share, or too few of those who did."""
+
+
+class BothSharesAsked(SessionRefused):
+    """A client is named as survived and as dropped: both its shares would open its update."""
+
+
+class SurvivorsChanged(SessionRefused):
+    """A second survivor set in a session for which the device has answered one."""
+
+
+class SurvivorsNotAgreed(SessionRefused):
+    """Too few valid signatures on the survivor set."""
 
 
 class RoundAborted(HeadwaterError):
@@ -215,6 +325,20 @@ class TooFewClients(RoundAborted):
     """Fewer clients answered than --min-clients."""
 
     remedy = "lower --min-clients, lengthen --deadline, or look at why the clients were refused"
+
+
+class TooFewSurvivors(RoundAborted):
+    """Too few devices are left in the session to open the masked sum."""
+
+    remedy = (
+        "the next attempt takes new examples; lengthen the phases' deadline if it happens often"
+    )
+
+
+class DealerCheated(RoundAborted):
+    """Good shares of a device's secret that do not open what the device committed to."""
+
+    remedy = "the device is named in the message: keep it out of the run"
 
 
 class StateError(HeadwaterError):
