@@ -29,13 +29,16 @@
     │   ├── EmptyUpdate             no finite example behind it
     │   ├── LateUpdate              the deadline passed before it came
     │   ├── UnexpectedUpdate        replayed, never asked for, or under another's name
-    │   └── WrongShare              a share that is not the one its dealer committed to
+    │   ├── WrongShare              a share that is not the one its dealer committed to
+    │   └── SealBroken              a sealed share that its key does not open
     ├── SessionRefused          the device takes no further part in this secure session
     │   ├── CohortTooSmall          fewer than three members, or than its own minimum
     │   ├── RosterRefused           a name or a key twice, or its own entry changed
     │   ├── IdentityUnknown         a member that is not on its allow-list
     │   ├── SignatureRefused        not that member's signature over exactly this
+    │   ├── BadPublicKey            an agreement with it would be known to everybody
     │   ├── ThresholdTooLow         fewer shares would open a secret than the rule allows
+    │   ├── ThresholdTooHigh        the expected dropouts would leave too few to open the sum
     │   ├── MaskingTooWeak          mode, ring or clip bound below its own floor
     │   ├── RingCanWrap             the whole cohort's sum might not fit the ring
     │   ├── SessionReplayed         not newer than every session it has seen
@@ -43,6 +46,7 @@
     │   ├── ComplaintIgnored        a dealer stays whose share was bad
     │   ├── UpdateAlreadyMasked     this update went into a session before
     │   ├── OutOfPhase              a message that it does not await now
+    │   ├── SecretErased            the session's keys are gone
     │   ├── SurvivorsRefused        not a large enough part of those who shared
     │   ├── BothSharesAsked         a client as survived and as dropped
     │   ├── SurvivorsChanged        a second survivor set in one session
@@ -137,6 +141,12 @@ class IdentityProblem(SettingsError):
     """An identity or an allow-list is not what it should be."""
 
     remedy = "make one with `headwater-client identity`; a line of the allow-list is NAME BASE64"
+
+
+class NoSuchGraph(SettingsError):
+    """No sparse graph of masks bears the corruption and dropout that are assumed."""
+
+    remedy = "assume less, or let the cohort be split into groups of at most 64"
 
 
 class TaskError(HeadwaterError):
@@ -238,6 +248,10 @@ class WrongShare(UpdateRefused):
     """A share that is not the one its dealer committed to; its holder is at fault."""
 
 
+class SealBroken(UpdateRefused):
+    """A sealed share that the key of its dealer and holder does not open."""
+
+
 class SessionRefused(HeadwaterError):
     """A device takes no further part in a secure session.
 
@@ -267,8 +281,16 @@ class SignatureRefused(SessionRefused):
     remedy = "find out who changed the keys on their way: the member, or the server"
 
 
+class BadPublicKey(SessionRefused):
+    """A public key of the wrong length, or of low order: the agreement would be no secret."""
+
+
 class ThresholdTooLow(SessionRefused):
     """Threshold and neighbours under which too few could open a secret."""
+
+
+class ThresholdTooHigh(SessionRefused):
+    """Threshold and neighbours under which the expected dropouts would often close the sum."""
 
 
 class MaskingTooWeak(SessionRefused):
@@ -299,6 +321,10 @@ class UpdateAlreadyMasked(SessionRefused):
 
 class OutOfPhase(SessionRefused):
     """A message that the device does not await now."""
+
+
+class SecretErased(SessionRefused):
+    """The key was erased: its session has ended on this device."""
 
 
 class SurvivorsRefused(SessionRefused):
