@@ -98,7 +98,7 @@ class NoiseScale:
         )
 
 
-def two_sizes(first: tuple[float, float], last: tuple[float, float]) -> TwoSizes | None:
+def two_sizes(first: tuple[int, float], last: tuple[int, float]) -> TwoSizes | None:
     """Solve the two equations for a (weight, norm of the sum) and a later one that contains it.
 
     Both results are without bias. None if the weights are the same.
@@ -108,7 +108,8 @@ def two_sizes(first: tuple[float, float], last: tuple[float, float]) -> TwoSizes
         return None
     at_small, at_large = (small_norm / small) ** 2, (large_norm / large) ** 2
     return TwoSizes(
-        variance=(at_small - at_large) / (1 / small - 1 / large),
+        # Over 1/small - 1/large, which may round to zero for what a device claims.
+        variance=(at_small - at_large) * (small * large / (large - small)),
         squared_gradient=(large * at_large - small * at_small) / (large - small),
     )
 

@@ -136,9 +136,9 @@ def following(
 def evened(quota: int, micro_batch_size: int) -> int:
     """Return the micro-batch size that cuts a quota evenly, and in two at least.
 
-    The number of micro-batches stays, or becomes two. Their first and their sum are then batches of
-    sizes far enough apart: 16 and 17 examples would tell the noise with 17 times the variance of 8
-    and 16.
+    The number of micro-batches stays, or becomes two. The first and all of them are then batches of
+    sizes far enough apart: from 16 and 17 examples S would be known with 11 to 17 times the
+    variance that it has from 8 and 16.
     """
     num_micro_batches = max(math.ceil(quota / micro_batch_size), 2)
     return max(math.ceil(quota / num_micro_batches), 1)
