@@ -64,6 +64,9 @@ def gathered(reports: Iterable[UpdateReport], *, max_weight_per_example: int) ->
 def check(plan: settings.Plan) -> None:
     """Check that the settings choose one target.
 
+    Of the two batch sizes the examples count as set if they are not the default: a run's own
+    settings.toml names every setting.
+
     Raises:
         SettingsError: two are set, or one that this run cannot keep to.
     """
@@ -74,7 +77,7 @@ def check(plan: settings.Plan) -> None:
             other = "--follow-noise-scale" if plan.follow_noise_scale else "--effective-batch-size"
             raise SettingsError(
                 f"both --tokens-per-update and {other} say what a round gathers",
-                remedy="leave out one of the two",
+                remedy=f"leave out --tokens-per-update or {other}",
             )
         if is_k_set:
             raise SettingsError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 from common import settings
 from common.errors import CheckpointCorrupt, SettingsError
 from common.parameters import ModelImage, build_model
-from server.server_optimizer import ServerOptimizer
+from server.server_optimizer import ServerOptimizer, rate_factor
 from tests.tasks import TwoLayers
 
 SGD: dict[str, Any] = {"name": "sgd"}
@@ -225,3 +225,101 @@ def test_the_state_of_another_optimizer_or_schedule_is_refused(
 def test_a_state_that_is_not_one_is_refused(rest: str) -> None:
     with pytest.raises(CheckpointCorrupt):
         server(build_model(TwoLayers(), seed=0), SGD).restore({}, rest)
+
+
+def rates_with_factors(
+    chosen: dict[str, Any], schedule: dict[str, Any], factors: Sequence[float]
+) -> tuple[list[float], list[float]]:
+    """Return the schedule's rate before each step and the rate that the step used."""
+    image = build_model(TwoLayers(), seed=0)
+    optimizer = server(image, chosen, schedule)
+    told, used = [], []
+    for mean_P, factor in zip(gradients(image, len(factors)), factors, strict=True):
+        told.append(optimizer.learning_rate)
+        used.append(optimizer.step(mean_P, factor))
+    return told, used
+
+
+FACTORS = [1.0, 0.3, 7.0, 1 / 3, 1e3, 0.1, 2.0]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda s: s.get("name", "") + str(len(s)))
+@pytest.mark.parametrize("chosen", [MOMENTUM, ADAM], ids=["momentum", "adam"])
+def test_a_factor_is_for_one_step_and_the_schedule_never_sees_it(
+    chosen: dict[str, Any], schedule: dict[str, Any]
+) -> None:
+    plain, _ = rates_with_factors(chosen, schedule, [1.0] * len(FACTORS))
+    told, used = rates_with_factors(chosen, schedule, FACTORS)
+    assert told == plain
+    assert used == [rate * factor for rate, factor in zip(plain, FACTORS, strict=True)]
+
+
+@pytest.mark.parametrize("chosen", [SGD, MOMENTUM, ADAM, ADAMW])
+def test_a_step_with_a_factor_is_torch_s_at_that_rate_bit_for_bit(chosen: dict[str, Any]) -> None:
+    image = build_model(TwoLayers(), seed=0)
+    plain = copy.deepcopy(image.model)
+    means = gradients(image, len(FACTORS))
+    optimizer = server(image, chosen)
+    for mean_P, factor in zip(means, FACTORS, strict=True):
+        optimizer.step(mean_P.clone(), factor)
+    kind = {name.lower(): value for name, value in vars(torch.optim).items()}[
+        chosen["name"].lower()
+    ]
+    reference = kind(plain.parameters(), lr=0.05, **chosen.get("arguments", {}))
+    for mean_P, factor in zip(means, FACTORS, strict=True):
+        parts = torch.split(mean_P, [p.numel() for p in plain.parameters()])
+        for parameter, part in zip(plain.parameters(), parts, strict=True):
+            parameter.grad = part.view_as(parameter)
+        for group in reference.param_groups:
+            group["lr"] = 0.05 * factor
+        reference.step()
+    assert torch.equal(
+        image.values_P, torch.cat([p.detach().flatten() for p in plain.parameters()])
+    )
+
+
+def test_a_checkpoint_behind_a_scaled_step_holds_the_schedule_s_own_rate() -> None:
+    image = build_model(TwoLayers(), seed=0)
+    optimizer = server(image, MOMENTUM, COSINE)
+    optimizer.step(gradients(image, 1)[0], 5.0)
+    _, rest = optimizer.state()
+    assert json.loads(rest)["groups"][0]["lr"] == optimizer.learning_rate < 0.05
+
+
+@pytest.mark.parametrize(
+    ("scaling", "ratio", "expected"),
+    [
+        ("none", 4.0, 1.0),
+        ("linear", 4.0, 4.0),
+        ("sqrt", 4.0, 2.0),
+        ("linear", 0.25, 0.25),
+        ("sqrt", 0.25, 0.5),
+    ],
+)
+def test_the_factor_is_the_batch_s_ratio_or_its_square_root(
+    scaling: Literal["none", "linear", "sqrt"], ratio: float, expected: float
+) -> None:
+    assert rate_factor(scaling, ratio) == expected
+
+
+@pytest.mark.parametrize("name", ["rprop", "asgd", "adafactor"])
+@pytest.mark.parametrize("scaling", ["linear", "sqrt"])
+def test_an_optimizer_whose_step_is_not_proportional_to_its_rate_cannot_follow_the_batch(
+    name: str, scaling: str
+) -> None:
+    with pytest.raises(SettingsError, match="not proportional to its rate"):
+        server(build_model(TwoLayers(), seed=0), {"name": name}, {"batch_scaling": scaling})
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam", "adamw", "adamax", "nadam", "radam", "rmsprop"])
+def test_of_the_others_the_first_step_is_proportional_to_its_rate(name: str) -> None:
+    """From the same start the move is twice as long; whole numbers, so up to float32's rounding."""
+    moves = []
+    for factor in (1.0, 2.0):
+        image = build_model(TwoLayers(), seed=0)
+        before_P = image.values_P.double()
+        optimizer = server(image, {"name": name, "learning_rate": 2.0**-4})
+        optimizer.step(gradients(image, 1)[0], factor)
+        moves.append(image.values_P.double() - before_P)
+    # Parameters of up to 4 are rounded by 2^-22 at the most, twice.
+    assert torch.allclose(2 * moves[0], moves[1], rtol=0, atol=2 * 2.0**-22)
