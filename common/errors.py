@@ -10,7 +10,8 @@
     │   ├── PortInUse               --listen names a port that somebody else holds
     │   ├── InsecureAddress         no TLS beyond loopback
     │   ├── CertificateProblem      a TLS file is missing, unreadable or of the wrong kind
-    │   └── IdentityProblem         an identity or an allow-list is not what it should be
+    │   ├── IdentityProblem         an identity or an allow-list is not what it should be
+    │   └── NoSuchGraph             no sparse graph bears the assumed corruption and dropout
     ├── TaskError               fix the task file
     │   ├── TaskNotAdditive         loss_sum([a, b]) is not loss_sum([a]) + loss_sum([b])
     │   ├── BatchDependentLayer     BatchNorm and its kin
