@@ -1,0 +1,165 @@
+"""The target of a round in whole runs: followed, or in tokens, and the rate that goes with it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from common.settings import Settings
+from server.metrics import RoundRow, read_rows
+from server.rounds import MODEL
+from simulation.engines import run_engine
+
+PER_DEVICE, MOST_TOKENS = 60, 8
+
+
+class Ragged:
+    """Examples of 1 to 8 tokens, each a number to be met by one parameter."""
+
+    max_weight_per_example = MOST_TOKENS
+
+    def new_model(self) -> nn.Module:
+        return nn.Linear(1, 1, bias=False)
+
+    def train_examples(self, *, data: Path | None, part: int, num_parts: int) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(part)
+        lengths = torch.randint(1, MOST_TOKENS + 1, (PER_DEVICE,), generator=generator)
+        return [torch.randn(int(length), 1, generator=generator) for length in lengths]
+
+    def collate(self, examples: list[Tensor]) -> Tensor:
+        return torch.cat(examples)
+
+    def loss_sum(self, model: nn.Module, tokens_T1: Tensor) -> tuple[Tensor, int]:
+        return 0.5 * (model(tokens_T1) - 1).square().sum(), len(tokens_T1)
+
+
+def chosen(task: str, rounds: int, **changes: Any) -> Settings:
+    return Settings.model_validate(
+        {
+            "task": task,
+            "rounds": rounds,
+            "threads": 1,
+            "simulation": {"clients": 6},
+            "evaluation": {"every_rounds": 10_000},
+            **changes,
+        }
+    )
+
+
+def rows_of(settings: Settings, *, resume: bool = False) -> list[RoundRow]:
+    rows: list[RoundRow] = []
+    run_engine(settings, on_round=rows.append, resume=resume)
+    return rows
+
+
+DIGITS, RAGGED = "examples/digits.py:Digits", "tests/simulation/test_target.py:Ragged"
+RUNS: dict[str, tuple[str, dict[str, Any]]] = {
+    "followed": (
+        DIGITS,
+        {
+            "plan": {"follow_noise_scale": True, "effective_batch_size": 64},
+            "schedule": {"batch_scaling": "sqrt", "warmup_rounds": 3},
+            "optimizer": {"name": "adam", "learning_rate": 0.003},
+        },
+    ),
+    "tokens": (
+        RAGGED,
+        {
+            "plan": {"tokens_per_update": 200},
+            "schedule": {
+                "batch_scaling": "linear",
+                "name": "StepLR",
+                "arguments": {"step_size": 2},
+            },
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_a_run_resumed_after_every_round_has_the_unbroken_one_s_targets(
+    tmp_path: Path, run: str
+) -> None:
+    task, changes = RUNS[run]
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    rows_of(chosen(task, 6, out=whole, **changes))
+    for rounds in range(1, 7):
+        rows_of(chosen(task, rounds, out=broken, **changes), resume=rounds > 1)
+    assert (whole / MODEL).read_bytes() == (broken / MODEL).read_bytes()
+    told = [
+        [
+            [row[name] for name in ("target", "weight", "learning_rate", "noise_scale")]
+            for row in read_rows(folder)
+        ]
+        for folder in (whole, broken)
+    ]
+    assert told[0] == told[1]
+    assert len({row[0] for row in told[0]}) > 1
+
+
+def test_a_followed_target_moves_by_two_at_most_and_every_device_measures() -> None:
+    rows = rows_of(chosen(DIGITS, 12, plan={"follow_noise_scale": True}))
+    targets = [row.target for row in rows]
+    assert targets[0] == 512
+    for last, now in itertools.pairwise(targets):
+        assert last is not None
+        assert now is not None
+        assert last / 2 <= now <= 2 * last
+    assert all(row.target_by == "noise scale" for row in rows)
+    for row in rows:
+        measuring = [c for c in row.clients if c.num_examples >= 2 and c.reason != "epoch end"]
+        assert all(client.accumulation_steps >= 2 for client in measuring)
+        assert row.gradient_variance is not None
+
+
+def test_tokens_are_gathered_within_what_the_examples_differ_by() -> None:
+    rows = rows_of(chosen(RAGGED, 4, plan={"tokens_per_update": 200}))
+    assert rows[0].target == 200 // MOST_TOKENS
+    # From the second round on the mean is that of 25 examples or more. An example's tokens are 1 to
+    # 8, evenly: 2.3 about 4.5. So 45 examples hold 200 tokens to 4 sqrt(45 x (1 + 45/25)) x 2.3.
+    for row in rows[1:]:
+        assert row.target_by == "tokens"
+        assert abs(row.weight - 200) <= 4 * math.sqrt(45 * (1 + 45 / 25)) * 2.3
+
+
+@pytest.mark.parametrize(("scaling", "power"), [("none", 0.0), ("linear", 1.0), ("sqrt", 0.5)])
+def test_the_rate_goes_with_what_a_round_gathered_and_not_with_its_target(
+    scaling: str, power: float
+) -> None:
+    """42 of 60 examples a device in one round, and the 18 that its epoch has left in the next."""
+    rows = rows_of(
+        chosen(
+            RAGGED,
+            5,
+            plan={"accumulation_steps": 7, "micro_batch_size": 6, "effective_batch_size": 252},
+            schedule={
+                "batch_scaling": scaling,
+                "name": "ExponentialLR",
+                "arguments": {"gamma": 0.5},
+            },
+            optimizer={"learning_rate": 0.1},
+        )
+    )
+    assert [row.num_examples for row in rows] == [252, 108, 252, 108, 252]
+    for number, row in enumerate(rows):
+        expected = 0.1 * 0.5**number * (row.num_examples / 252) ** power
+        assert row.learning_rate == pytest.approx(expected, rel=8 * 2.0**-52)
+
+
+def test_where_k_is_set_the_noise_is_told_and_no_target() -> None:
+    (row,) = rows_of(chosen(DIGITS, 1, plan={"accumulation_steps": 2, "micro_batch_size": 4}))
+    assert row.target is None
+    assert row.target_by is None
+    assert row.gradient_variance is not None
+
+
+def test_local_steps_tell_no_noise() -> None:
+    plan = {"accumulation_steps": 4, "micro_batch_size": 4, "local_steps": 2}
+    (row,) = rows_of(chosen(DIGITS, 1, plan=plan))
+    assert (row.gradient_variance, row.squared_gradient, row.noise_scale) == (None, None, None)
