@@ -1,19 +1,25 @@
 """Bytes that must not be seen: they show nothing, are not copied by accident, and can be erased.
 
-What erasing means in CPython: the bytes lie in one ``bytearray`` that is overwritten with zeros.
-Copies that libraries made are out of reach: ``X25519PrivateKey.exchange`` returns ``bytes``, which
-are freed and not cleared; OpenSSL clears most of its own contexts when they are freed. Erasing
-therefore shortens the time that a secret can be found in memory, and makes sure that this program
-does not use it again; it does not promise that no copy is left, nor anything of swap.
+What erasing means in CPython: the bytes lie in one ``bytearray``, which is overwritten with zeros.
+Copies that libraries make are out of reach: ``X25519PrivateKey.exchange`` returns ``bytes``, which
+are freed and not cleared; OpenSSL clears its contexts when they are freed, and nobody clears the
+stack. So erasing shortens the time in which a secret can be found in memory, and keeps this program
+from using it again. It does not promise that no copy is left, nor does it speak of swap.
 """
 
 from __future__ import annotations
 
 from typing import NoReturn
 
+from common.errors import SecretErased
+
 
 class Secret:
-    """Secret bytes. Its repr, its pickle and its copies are refused or show nothing."""
+    """Secret bytes: repr, str and format show none of them; pickle and copy are refused.
+
+    Two secrets are equal only if they are the same object: a comparison that says where two byte
+    strings differ by the time it takes is not offered.
+    """
 
     __slots__ = ("_bytes", "_is_erased")
 
@@ -21,17 +27,27 @@ class Secret:
         self._bytes = bytearray(value)
         self._is_erased = False
 
+    @classmethod
+    def over(cls, buffer: bytearray) -> Secret:
+        """Take a buffer over rather than copy it; the caller keeps no other use of it."""
+        secret = cls(b"")
+        secret._bytes = buffer
+        return secret
+
     def reveal(self) -> memoryview:
         """Return a read-only view of the bytes; it reads zeros once they are erased.
 
         Raises:
             SecretErased: they are gone.
         """
-        raise NotImplementedError
+        if self._is_erased:
+            raise SecretErased("a key was asked for after its session had ended")
+        return memoryview(self._bytes).toreadonly()
 
     def erase(self) -> None:
         """Overwrite the bytes with zeros. Erasing twice changes nothing."""
-        raise NotImplementedError
+        self._is_erased = True
+        self._bytes[:] = bytes(len(self._bytes))
 
     @property
     def is_erased(self) -> bool:
