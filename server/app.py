@@ -97,6 +97,12 @@ class GridFleet:
                 next_notice = time.monotonic() + WAITING_NOTICE_SECONDS
             time.sleep(JOIN_POLL_SECONDS)
 
+    def ask_again(self, requests: Mapping[str, DescribeRequest]) -> None:
+        self._roll.ask_again(requests)
+
+    def turn_seconds(self) -> float:
+        return 0.0 if self._own is None else self._own.turn_seconds()
+
     def train(
         self, plans: Mapping[str, Plan], image: ModelImage, *, timeout_seconds: float | None
     ) -> Iterator[Update | Dropout]:
@@ -131,6 +137,7 @@ class GridFleet:
         for left in [name for name in plans if name not in nodes]:
             yield Dropout(name=left, error=ConnectionLost(f"{left} left in mid-round"))
         awaited = {nodes[name]: name for name in plans if name in nodes}
+        answered: set[int] = set()
         memory = image.buffer().toreadonly()
         array = records.flat_array(memory if self._own else bytes(memory), dtype="uint8")
         messages = [
@@ -150,6 +157,7 @@ class GridFleet:
             name = awaited.pop(node, None)
             if name is None:
                 continue
+            answered.add(node)
             try:
                 answer = read(records.answered(reply))
                 check_name(answer.name, name)
@@ -158,6 +166,7 @@ class GridFleet:
                 if isinstance(error, ConnectionLost):
                     self._roll.reports.pop(node, None)
                 yield Dropout(name=name, error=error)
+        self._roll.forget_questions(answered)
         for name in awaited.values():
             within = "" if timeout_seconds is None else f" within {timeout_seconds} s"
             yield Dropout(name=name, error=LateUpdate(f"{name} did not answer{within}"))

@@ -1,8 +1,8 @@
 """The checkpoint: one file, replaced whole after each committed round.
 
-It holds the image, the optimizer's state, the scales of the sum and what each device last had
-counted. It is written beside the old one, forced to disk and renamed over it, so that at every
-instant one whole checkpoint is there.
+It holds the image, the optimizer's state, the scales of the sum, what each device last had counted
+and what was learned of it. It is written beside the old one, forced to disk and renamed over it, so
+that at every instant one whole checkpoint is there.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor
 from common.errors import CheckpointCorrupt, CheckpointFailed
 
 FILE = "checkpoint.safetensors"
-VERSION = 1
+VERSION = 2
 IMAGE = "image"
 OPTIMIZER = "optimizer."
 
@@ -40,8 +40,7 @@ class Progress:
     largest: list[float] | None
     counted: dict[str, int]
     asked: dict[str, Any] = field(default_factory=dict)
-    shares: dict[str, float] = field(default_factory=dict)
-    paces: dict[str, tuple[float, float]] = field(default_factory=dict)
+    learned: dict[str, dict[str, Any]] = field(default_factory=dict)
     target: dict[str, float] = field(default_factory=dict)
     simulated: dict[str, Any] = field(default_factory=dict)
 

@@ -34,6 +34,17 @@ class Fleet(Protocol):
         """Wait until ``min_clients`` are there, and return the report of every device that is."""
         ...
 
+    def ask_again(self, requests: Mapping[str, DescribeRequest]) -> None:
+        """Ask devices anew what they are, and wait for none: a later ``describe`` has the answers.
+
+        A device that is still at its last answer is not asked.
+        """
+        ...
+
+    def turn_seconds(self) -> float:
+        """Return the server's seconds for one update, check and fold; 0 as long as unknown."""
+        ...
+
     def train(
         self, plans: Mapping[str, Plan], image: ModelImage, *, timeout_seconds: float | None
     ) -> Iterator[Update | Dropout]:

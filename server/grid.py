@@ -15,6 +15,9 @@ from common.update import DescribeRequest
 from server.intake import Intake
 from server.sessions import Arrival, Ask
 
+# Of the last turn in the running mean of them: a page fault or a busy moment soon fades.
+TURN_WEIGHT = 0.2
+
 
 class GrpcGrid(OwnGrid):
     """The devices that are connected to an intake."""
@@ -27,9 +30,13 @@ class GrpcGrid(OwnGrid):
         self._intake = intake
         self._sent: dict[str, Message] = {}
         self._update_bytes = 0
+        self._turn_seconds: float | None = None
 
     def num_bytes(self) -> tuple[int, int]:
         return self._intake.bytes_up, self._intake.bytes_down
+
+    def turn_seconds(self) -> float:
+        return self._turn_seconds or 0.0
 
     def get_node_ids(self) -> Iterable[int]:
         return self._intake.connected()
@@ -74,11 +81,20 @@ class GrpcGrid(OwnGrid):
                 except queue.Empty:
                     break
                 awaited.discard(arrival.message_id)
+                is_update = arrival.staging is not None and arrival.staging.num_bytes > 0
+                begun = time.monotonic()
                 yield from self._replies(arrival)
+                # The rounds have come back for the next: they are done with this one.
+                if is_update:
+                    self._learn_turn(time.monotonic() - begun)
         finally:
             self._intake.withdraw(list(awaited))
             for message_id in awaited:
                 self._sent.pop(message_id, None)
+
+    def _learn_turn(self, seconds: float) -> None:
+        before = seconds if self._turn_seconds is None else self._turn_seconds
+        self._turn_seconds = before + TURN_WEIGHT * (seconds - before)
 
     def _replies(self, arrival: Arrival) -> Iterator[Message]:
         """Yield the reply that an arrival is; none if nobody waits for it any more."""

@@ -78,6 +78,9 @@ class RoundRow:
     gradient_variance: float | None = None
     squared_gradient: float | None = None
     heterogeneity: float | None = None
+    # Devices that claimed more than was believed, and those that were too slow for the deadline.
+    num_bounded: int = 0
+    left_out: dict[str, str] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
     clients: list[ClientRow] = field(default_factory=list)
 

@@ -1,197 +1,279 @@
 """The planner: memory sets each device's micro-batch, compute its quota, and K follows.
 
-A device needs finish(q) = overhead + ceil(q / m) a + q b seconds for q examples in micro-batches of
-m. The planner looks for the smallest common finish T at which the quotas reach the target effective
-batch, so that nobody waits for the slow one; or takes T from the deadline. Pure functions of what
-the devices reported.
+The micro-batch is the largest that the device's memory holds with a margin, up to the size beyond
+which it measured no gain. Quotas are by equal finish (``server.equal_finish``): nobody waits for
+the slow one. Pure functions of what the devices told and the server learned; each plan says what
+bound it (``server.reasons``).
+
+What is told may be false. Speed is believed up to FARTHEST times the cohort's median; what is cut
+off is counted and said. So a lying device can still:
+
+* be asked for as much as FARTHEST median devices, and send nothing, or a false sum. The others'
+  quotas are smaller for it, and never zero.
+* be asked for a single example, by claiming a century for each, little memory or a slow link. That
+  costs the others nothing but its turn at the server.
+* keep a round without a deadline waiting, as any device can that does not answer.
+* move the median, if half of the cohort lies together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 
 import numpy as np
-from numpy.typing import NDArray
 
 from common import settings
-from common.update import DeviceReport
+from common.update import Vitals
+from server.equal_finish import Cohort, Floats, Ints, equal_finish
+from server.learned import DEADLINE_SHARE, NOTHING, Learned
 
-# Share of the deadline that is planned; the rest is for what was not foreseen.
-DEADLINE_SHARE = 0.9
+# A fleet of Pi Zeros and laptops is sixteen times apart; what is farther than this from the median
+# is more likely a clock that jumped, or a lie.
+FARTHEST = 32.0
 UNMEASURED_SECONDS = 1e-3
 # A report names each accumulation step, and must fit in one frame of the wire.
 MOST_STEPS = 4096
-LEAST_SECONDS = 1e-9  # per example; what a device claims below it is rounding, or a lie
+LEAST_BYTES = 1e-3  # per example
+LEAST_SHARE = 1e-6  # of its time that a device gives
+LONGEST_TRANSFER_SECONDS = 1e9
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Device:
+    """One device as the planner sees it."""
+
+    name: str
+    num_examples: int
+    learned: Learned = NOTHING
+    asked_anyway: str | None = None
+    """Why it is asked for one example though it is too slow; None if it is not."""
+
+    @property
+    def num_left(self) -> int:
+        """The examples that its epoch has left, all if that is not known: none twice in a round."""
+        left = self.learned.num_left
+        return self.num_examples if left is None else max(min(left, self.num_examples), 1)
+
+    @property
+    def share(self) -> float:
+        """The share of its time that it gives."""
+        return max(self.learned.vitals.share, LEAST_SHARE)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Link:
+    """What a round moves, and how the server takes it."""
+
+    image_bytes: int = 0
+    update_bytes: int = 0
+    turn_seconds: float = 0.0
+    """The server's seconds for one update, check and fold; updates are taken one by one."""
+
+    def transfer_seconds(self, vitals: Vitals) -> float:
+        """Return the seconds of a device's download and upload, as far as its link is known."""
+        down, up = vitals.download_bytes_per_second, vitals.upload_bytes_per_second
+        seconds = self.image_bytes / down if down else 0.0
+        seconds += self.update_bytes / up if up else 0.0
+        return min(seconds, LONGEST_TRANSFER_SECONDS)
+
+
+class SizeBound(Enum):
+    """What a micro-batch cannot be larger than."""
+
+    SET = "as set"
+    MAXIMUM = "at its maximum"
+    FASTEST = "fastest measured"
+    DATA = "what its epoch has left"
+    MEMORY = "what fits in memory"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Assignment:
-    """What the planner asks of one device, and why."""
+    """What the planner asks of one device, and what bound it."""
 
+    device: Device
     quota: int
-    micro_batch_size: int
-    reason: str
+    fitting: int
+    """The largest micro-batch that may be; the quota may be smaller."""
+    size_bound: SizeBound
+    accumulation_steps: int | None = None
+    """K, where the operator has set it."""
+    slowed: float = 1.0
+    """How many times as fast as is believed the device says it is, 1 at least."""
+    ahead: float = 0.0
+    """The part of the round by which its turn is before the end."""
 
+    @property
+    def micro_batch_size(self) -> int:
+        """K = 1 where the quota fits in one micro-batch."""
+        return min(self.fitting, self.quota)
 
-def assign(
-    reports: Sequence[DeviceReport],
-    chosen: settings.Plan,
-    *,
-    deadline_seconds: float | None,
-    image_bytes: int = 0,
-    update_bytes: int = 0,
-) -> dict[str, Assignment]:
-    """Assign quotas and micro-batches; a device that cannot finish in time is left out.
+    @property
+    def share(self) -> float | None:
+        """The share of the device's time that the quota counts on; None where K is set."""
+        return None if self.accumulation_steps is not None else self.device.share
 
-    With ``accumulation_steps`` set, every device gets K micro-batches of the same size, and no more
-    than it has examples. Otherwise quotas are by equal finish.
-    """
-    sizes = {r.name: micro_batch_size(r, chosen) for r in reports}
-    if chosen.accumulation_steps is not None:
-        return {
-            r.name: Assignment(
-                quota=min(chosen.accumulation_steps * sizes[r.name][0], r.num_examples),
-                micro_batch_size=sizes[r.name][0],
-                reason=f"K set to {chosen.accumulation_steps}; {sizes[r.name][1]}",
-            )
-            for r in reports
-        }
-    quotas = equal_finish(
-        reports,
-        {name: size for name, (size, _) in sizes.items()},
-        target=chosen.effective_batch_size,
-        finish_seconds=None if deadline_seconds is None else deadline_seconds * DEADLINE_SHARE,
-        overheads={r.name: transfer_seconds(r, image_bytes, update_bytes) for r in reports},
-    )
-    return {
-        r.name: Assignment(
-            quota=quotas[r.name],
-            micro_batch_size=min(sizes[r.name][0], quotas[r.name]),
-            reason=_reason(r, quotas[r.name], sizes[r.name]),
-        )
-        for r in reports
-        if quotas[r.name] > 0
-    }
-
-
-def micro_batch_size(report: DeviceReport, chosen: settings.Plan) -> tuple[int, str]:
-    """Return the largest micro-batch that the device's memory holds, and what bound it.
-
-    base + size x bytes per example must stay within ``memory_fraction`` of the limit; one example
-    is asked for in any case, as the device itself has the last word.
-    """
-    is_set = chosen.micro_batch_size is not None or chosen.accumulation_steps is not None
-    largest = chosen.micro_batch_size or (
-        chosen.set_micro_batch_size if is_set else chosen.max_micro_batch_size
-    )
-    bound = "micro-batch as set" if is_set else "micro-batch at its maximum"
-    if report.num_examples < largest and not is_set:
-        largest, bound = report.num_examples, "all its examples fit in one micro-batch"
-    limit, slope = report.vitals.memory_limit_bytes, report.vitals.bytes_per_example
-    if limit is None or not slope:
-        return largest, bound
-    room = limit * chosen.memory_fraction - (report.vitals.base_bytes or 0)
-    fitting = int(max(min(room / slope, largest), 1))
-    if fitting < largest:
-        plural = "" if fitting == 1 else "s"
-        return fitting, f"memory-bound: {fitting} example{plural} in {limit / 2**20:.0f} MiB"
-    return largest, bound
-
-
-def transfer_seconds(report: DeviceReport, image_bytes: int, update_bytes: int) -> float:
-    """Return the seconds of a device's download and upload, as far as its link is known."""
-    down, up = report.vitals.download_bytes_per_second, report.vitals.upload_bytes_per_second
-    return (image_bytes / down if down else 0.0) + (update_bytes / up if up else 0.0)
-
-
-def _reason(report: DeviceReport, quota: int, size: tuple[int, str]) -> str:
-    if quota == report.num_examples:
-        return f"all its {quota} examples; {size[1]}"
-    return f"speed-bound: {quota} example{'' if quota == 1 else 's'}; {size[1]}"
-
-
-def equal_finish(
-    reports: Sequence[DeviceReport],
-    sizes: Mapping[str, int],
-    *,
-    target: int,
-    finish_seconds: float | None,
-    overheads: Mapping[str, float] | None = None,
-) -> dict[str, int]:
-    """Return each device's quota: the same finish for all, at least ``target`` examples in all.
-
-    Without a given finish every device gets at least one example, and the smallest finish that
-    reaches the target, or all examples there are, is found by bisection. With one, no device is
-    asked for more than it finishes by then, and one that cannot finish a single example gets 0.
-    """
-    fleet = _Fleet.of(reports, sizes, overheads or {})
-    target = min(target, int(fleet.num_examples.sum()))
-    # Who can finish one example in time takes part: no device's data is left out for speed.
-    least = np.ones_like(fleet.num_examples)
-    if finish_seconds is not None:
-        least = np.minimum(fleet.quotas(finish_seconds), least)
-
-    def reaches(finish: float) -> bool:
-        return int(np.maximum(fleet.quotas(finish), least).sum()) >= target
-
-    if finish_seconds is not None and not reaches(finish_seconds):
-        quotas = fleet.quotas(finish_seconds)
-        return dict(zip(fleet.names, quotas.tolist(), strict=True))
-
-    # From below: one device that says it needs a century must not coarsen the search for all.
-    low, high = 0.0, float(fleet.finish(np.ones_like(fleet.num_examples)).min())
-    while not reaches(high):
-        low, high = high, 2 * high
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (low, middle) if reaches(middle) else (middle, high)
-    quotas = np.maximum(fleet.quotas(high), least)
-    return dict(zip(fleet.names, quotas.tolist(), strict=True))
+    @property
+    def is_bounded(self) -> bool:
+        """Whether the device claims more than is believed."""
+        return self.slowed > 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Fleet:
-    """The reports as columns."""
+class TooSlow:
+    """One example takes ``seconds``, and may take ``of_seconds``."""
 
-    names: list[str]
-    num_examples: NDArray[np.int64]
-    size: NDArray[np.int64]
-    dispatch: NDArray[np.float64]  # a, seconds per micro-batch
-    each: NDArray[np.float64]  # b, seconds per example
-    overhead: NDArray[np.float64]
+    seconds: float
+    of_seconds: float
 
-    @staticmethod
-    def of(
-        reports: Sequence[DeviceReport], sizes: Mapping[str, int], overheads: Mapping[str, float]
-    ) -> _Fleet:
-        return _Fleet(
-            names=[r.name for r in reports],
-            num_examples=np.array(
-                [min(r.num_examples, MOST_STEPS * sizes[r.name]) for r in reports], dtype=np.int64
-            ),
-            size=np.array([sizes[r.name] for r in reports], dtype=np.int64),
-            dispatch=np.array([r.seconds_per_micro_batch or 0.0 for r in reports]),
-            each=np.array(
-                [max(r.seconds_per_example or UNMEASURED_SECONDS, LEAST_SECONDS) for r in reports]
-            ),
-            overhead=np.array([overheads.get(r.name, 0.0) for r in reports]),
+
+NO_LINK = Link()
+
+
+def assign(
+    devices: Sequence[Device],
+    chosen: settings.Plan,
+    *,
+    target: int,
+    deadline_seconds: float | None = None,
+    link: Link = NO_LINK,
+) -> dict[str, Assignment]:
+    """Assign a quota, one example at least, and a micro-batch size to every device.
+
+    With ``accumulation_steps`` set, each gets K micro-batches of the same size, and no more than
+    its epoch has left. Otherwise quotas are by equal finish, and their sum is ``target`` examples
+    if the devices' bounds and the deadline allow it.
+    """
+    sizes, bounds = micro_batch_sizes(devices, chosen)
+    steps = chosen.accumulation_steps
+    if steps is not None:
+        return {
+            device.name: Assignment(
+                device=device,
+                quota=min(steps * size, device.num_left),
+                fitting=size,
+                size_bound=bound,
+                accumulation_steps=steps,
+            )
+            for device, size, bound in zip(devices, sizes.tolist(), bounds, strict=True)
+        }
+    if not devices:
+        return {}
+    cohort, slowed = _columns(devices, sizes, deadline_seconds, link)
+    quotas, finish_seconds = equal_finish(
+        cohort,
+        target=target,
+        finish_seconds=None if deadline_seconds is None else deadline_seconds * DEADLINE_SHARE,
+    )
+    ahead = cohort.ahead(cohort.turns(), finish_seconds) / finish_seconds
+    columns = (sizes.tolist(), bounds, quotas.tolist(), slowed.tolist(), ahead.tolist())
+    return {
+        device.name: Assignment(
+            device=device, quota=quota, fitting=size, size_bound=bound, slowed=slow, ahead=before
         )
+        for device, size, bound, quota, slow, before in zip(devices, *columns, strict=True)
+    }
 
-    def finish(self, quotas: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Return the seconds each device needs for its quota."""
-        num_micro_batches = -(-quotas // self.size)
-        seconds: NDArray[np.float64] = self.overhead + num_micro_batches * self.dispatch
-        return seconds + quotas * self.each
 
-    def quotas(self, finish_seconds: float) -> NDArray[np.int64]:
-        """Return the most examples that each device finishes in time; 0 if none."""
-        budget = np.maximum(finish_seconds - self.overhead, 0.0) * (1 + 1e-12)
-        whole = np.floor(budget / (self.dispatch + self.size * self.each))
-        whole = np.minimum(whole, self.num_examples // self.size)
-        left = budget - whole * (self.dispatch + self.size * self.each)
-        more = np.clip(np.floor((left - self.dispatch) / self.each), 0, self.size - 1)
-        quotas: NDArray[np.int64] = np.minimum(whole * self.size + more, self.num_examples).astype(
-            np.int64
+def micro_batch_sizes(
+    devices: Sequence[Device], chosen: settings.Plan
+) -> tuple[Ints, list[SizeBound]]:
+    """Return the largest micro-batches that the devices' memories hold, and what bound each.
+
+    base + size x bytes per example must stay within ``memory_fraction`` of the limit; one example
+    is asked for in any case, as the device itself has the last word. Where no size is set, it is
+    not above what the device measured to be the fastest, nor above what its epoch has left.
+    """
+    room, slope, fastest, left = _memory_columns(devices, chosen.memory_fraction)
+    fitting = np.maximum(np.floor(np.minimum(room / slope, 2.0**40)), 1.0)
+    if chosen.micro_batch_size is not None or chosen.accumulation_steps is not None:
+        largest = chosen.micro_batch_size or chosen.set_micro_batch_size
+        kinds = [SizeBound.SET, SizeBound.MEMORY]
+        limits = [np.full_like(fitting, largest), fitting]
+    else:
+        kinds = [SizeBound.MAXIMUM, SizeBound.FASTEST, SizeBound.DATA, SizeBound.MEMORY]
+        limits = [np.full_like(fitting, chosen.max_micro_batch_size), fastest, left, fitting]
+    rows = np.stack(limits)
+    first = rows.argmin(axis=0)  # of equals the first
+    return rows.min(axis=0).astype(np.int64), [kinds[at] for at in first.tolist()]
+
+
+def _memory_columns(
+    devices: Sequence[Device], fraction: float
+) -> tuple[Floats, Floats, Floats, Floats]:
+    """Return bytes for examples, bytes per example, the fastest size and the examples left."""
+    told = [
+        (
+            vitals.memory_limit_bytes if _has_memory_line(vitals) else math.inf,
+            vitals.base_bytes or 0,
+            vitals.bytes_per_example or 0,
+            device.learned.fastest_micro_batch_size or math.inf,
+            device.num_left,
         )
-        return quotas
+        for device in devices
+        for vitals in (device.learned.vitals,)
+    ]
+    limit, base, slope, fastest, left = np.array(told, dtype=np.float64).reshape(-1, 5).T
+    return np.maximum(limit * fraction - base, 0.0), np.maximum(slope, LEAST_BYTES), fastest, left
+
+
+def _has_memory_line(vitals: Vitals) -> bool:
+    return vitals.memory_limit_bytes is not None and bool(vitals.bytes_per_example)
+
+
+def too_slow(device: Device, *, deadline_seconds: float | None, link: Link) -> TooSlow | None:
+    """Say why a device cannot finish one example in time; None if it can, for all that is known.
+
+    It has DEADLINE_SHARE of the deadline for its transfers, its training and its turn; and for the
+    training alone as much as was learned to leave time for its transfers.
+    """
+    line, vitals = device.learned.line, device.learned.vitals
+    if deadline_seconds is None or line is None:
+        return None
+    seconds = line.at(1) / device.share
+    longest = deadline_seconds * device.learned.deadline_share
+    if seconds > longest:
+        return TooSlow(seconds=seconds, of_seconds=longest)
+    seconds += link.transfer_seconds(vitals) + link.turn_seconds
+    in_all = deadline_seconds * DEADLINE_SHARE
+    return TooSlow(seconds=seconds, of_seconds=in_all) if seconds > in_all else None
+
+
+def _columns(
+    devices: Sequence[Device], sizes: Ints, deadline_seconds: float | None, link: Link
+) -> tuple[Cohort, Floats]:
+    """Return the devices as columns, and how many times slower each is taken to be than it says."""
+    share = np.array([device.share for device in devices])
+    lines = [device.learned.line for device in devices]
+    base = np.array([math.nan if line is None else line.base for line in lines]) / share
+    each = np.array([math.nan if line is None else line.each for line in lines]) / share
+    slowed = np.ones_like(each)
+    is_known = np.isfinite(each)
+    median = UNMEASURED_SECONDS
+    # Those who are asked anyway said that they are too slow: their word is not asked for again.
+    is_known &= np.array([device.asked_anyway is None for device in devices])
+    if is_known.any():
+        per_example = (base / sizes + each)[is_known]
+        # Of logarithms: of two devices neither is far from the middle, unless they are far apart.
+        median = float(np.exp(np.median(np.log(per_example))))
+        slowed[is_known] = np.maximum(median / FARTHEST / per_example, 1.0)
+    is_unknown = np.isnan(each)
+    base[is_unknown], each[is_unknown] = 0.0, median
+    deadline = math.inf if deadline_seconds is None else deadline_seconds
+    most = [
+        1 if device.asked_anyway else min(device.num_left, MOST_STEPS * m)
+        for device, m in zip(devices, sizes.tolist(), strict=True)
+    ]
+    cohort = Cohort(
+        size=sizes,
+        base=base * slowed,
+        each=each * slowed,
+        fixed=np.array([link.transfer_seconds(device.learned.vitals) for device in devices]),
+        most=np.array(most, dtype=np.int64),
+        longest=deadline * np.array([device.learned.deadline_share for device in devices]),
+        turn_seconds=link.turn_seconds,
+    )
+    return cohort, slowed

@@ -1,21 +1,28 @@
 """The roll of a fleet: each newcomer is asked what it is, and nobody waits long for the answer.
 
 A device that is slow to describe itself, a Pi that imports torch and tries its task, joins a later
-round; one that stays silent is refused.
+round; one that stays silent is refused. A device that was left out of a round is told why and asked
+anew: its answer takes the place of the old one whenever it comes, and nobody waits for it.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from flwr.app import Message
 from flwr.serverapp import Grid
 
 from common import records
-from common.errors import ConnectionLost, HeadwaterError, IdentityRefused, LateUpdate
+from common.errors import (
+    ConnectionLost,
+    CorruptUpdate,
+    HeadwaterError,
+    IdentityRefused,
+    LateUpdate,
+)
 from common.own_grid import SILENT_SECONDS, OwnGrid
 from common.update import DescribeRequest, DeviceReport
 
@@ -28,10 +35,11 @@ PATIENCE_SECONDS = 10.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Asked:
-    """A newcomer that has not answered yet."""
+    """A device that has not answered yet; one that is known already is asked again."""
 
     node_id: int
     at: float
+    is_again: bool = False
 
 
 class Roll:
@@ -50,7 +58,7 @@ class Roll:
         # Flower's own engines start a process for each device, all at once: they are waited for.
         patience = SILENT_SECONDS if self._own is None else PATIENCE_SECONDS
         recently = time.monotonic() - patience
-        return all(asked.at < recently for asked in self._asked.values())
+        return all(asked.is_again or asked.at < recently for asked in self._asked.values())
 
     def call(self, request: DescribeRequest) -> None:
         """Ask newcomers, take the answers that are here, and forget who is gone."""
@@ -61,43 +69,76 @@ class Roll:
         self.refused = {n: e for n, e in self.refused.items() if n in present}
         asked = {newcomer.node_id for newcomer in self._asked.values()}
         new = sorted(present - self.reports.keys() - self.refused.keys() - asked)
-        if new:
-            self._ask(new, request)
+        self._ask(dict.fromkeys(new, request))
         if self._asked:
             for reply in self._grid.pull_messages(list(self._asked)):
                 self.take(reply)
         self._refuse_silent()
 
-    def _ask(self, nodes: Iterable[int], request: DescribeRequest) -> None:
+    def ask_again(self, requests: Mapping[str, DescribeRequest]) -> None:
+        """Ask devices that are known, by name; those that have not answered yet are not asked."""
+        asked = {one.node_id for one in self._asked.values()}
+        nodes = {report.name: node for node, report in self.reports.items() if node not in asked}
+        found = {nodes[name]: request for name, request in requests.items() if name in nodes}
+        self._ask(found, is_again=True)
+
+    def forget_questions(self, nodes: Collection[int]) -> None:
+        """Forget that known devices were asked again: they have answered what came behind it."""
+        self._asked = {
+            message_id: asked
+            for message_id, asked in self._asked.items()
+            if not (asked.is_again and asked.node_id in nodes)
+        }
+
+    def _ask(self, requests: Mapping[int, DescribeRequest], *, is_again: bool = False) -> None:
+        if not requests:
+            return
         messages = [
             Message(records.content_of(request), node, DESCRIBE, group_id="describe")
-            for node in nodes
+            for node, request in requests.items()
         ]
         now = time.monotonic()
         pushed = set(self._grid.push_messages(messages))
         for message in messages:  # what could not be pushed is asked again
             if message.metadata.message_id in pushed:
-                asked = Asked(node_id=message.metadata.dst_node_id, at=now)
+                asked = Asked(node_id=message.metadata.dst_node_id, at=now, is_again=is_again)
                 self._asked[message.metadata.message_id] = asked
 
     def take(self, reply: Message) -> bool:
-        """Take a reply if it is a newcomer's; False if it is not."""
+        """Take a reply if it is to a question of the roll; False if it is not."""
         asked = self._asked.pop(reply.metadata.reply_to_message_id, None)
         if asked is None:
             return False
         try:
             report = records.read(records.answered(reply), DeviceReport)
-            known = None if self._own is None else self._own.name_of(asked.node_id)
-            check_name(report.name, known)
-            if any(report.name == other.name for other in self.reports.values()):
-                raise IdentityRefused(f"there are two devices of the name {report.name}")
-            self.reports[asked.node_id] = report
-            log.info("%s joined: %d examples", report.name, report.num_examples)
+            self._check_name(asked.node_id, report.name)
         except ConnectionLost as error:
             log.warning("a device went before it was known: %s", error)
         except HeadwaterError as error:
-            self._refuse(asked.node_id, error)
+            if asked.is_again and not isinstance(error, CorruptUpdate | IdentityRefused):
+                log.warning("a device stays as it was: %s: %s", error.code, error)
+            else:
+                self._refuse(asked.node_id, error)
+        else:
+            is_new = asked.node_id not in self.reports
+            self.reports[asked.node_id] = report
+            if is_new:
+                log.info("%s joined: %d examples", report.name, report.num_examples)
+            else:
+                log.info("%s, which was left out, described itself anew", report.name)
         return True
+
+    def _check_name(self, node_id: int, name: str) -> None:
+        """Hold the name that a device gives itself against what is known.
+
+        Raises:
+            IdentityRefused: it speaks under another's name, or has changed its own.
+        """
+        check_name(name, None if self._own is None else self._own.name_of(node_id))
+        known = self.reports.get(node_id)
+        check_name(name, None if known is None else known.name)
+        if any(name == other.name for node, other in self.reports.items() if node != node_id):
+            raise IdentityRefused(f"there are two devices of the name {name}")
 
     def _refuse_silent(self) -> None:
         limit = SILENT_SECONDS if self._own is None else self._own.silent_seconds
@@ -105,10 +146,13 @@ class Roll:
         for message_id, asked in list(self._asked.items()):
             if asked.at < before:
                 del self._asked[message_id]
+                if asked.is_again:
+                    continue  # it may be asked once more
                 late = LateUpdate(f"nothing heard of the device for {limit:g} s")
                 self._refuse(asked.node_id, late)
 
     def _refuse(self, node_id: int, error: HeadwaterError) -> None:
+        self.reports.pop(node_id, None)
         log.warning("a device was refused: %s: %s", error.code, error)
         self.refused[node_id] = error
         if self._own is not None:

@@ -20,7 +20,8 @@ from common.update import EvaluateReport
 from server import checkpoint, evaluate
 from server.fleet import Fleet
 from server.metrics import ClientRow, Journal, RoundRow, client_row
-from server.training import OpenRound, Training
+from server.open_round import OpenRound
+from server.training import Training
 
 log = logging.getLogger(__name__)
 
@@ -109,9 +110,19 @@ def _run_round(training: Training, fleet: Fleet) -> RoundRow:
     """Run one round and commit it in memory."""
     settings = training.settings
     watch = _Stopwatch()
-    reports = fleet.describe(training.describe_request(), min_clients=settings.cohort.min_clients)
+    planning = training.planning
+    reports = fleet.describe(planning.describe_request(), min_clients=settings.cohort.min_clients)
     watch.lap("wait")
-    plans = training.plan_round(reports)
+    planned = planning.plan(
+        reports,
+        round_number=training.round + 1,
+        counted=training.counted,
+        turn_seconds=fleet.turn_seconds(),
+    )
+    plans = planned.plans
+    fleet.ask_again(
+        {name: planning.describe_request(left_out=why) for name, why in planned.left_out.items()}
+    )
     watch.lap("plan")
     before = fleet.traffic()
     opened = training.open_round(plans)
@@ -123,7 +134,7 @@ def _run_round(training: Training, fleet: Fleet) -> RoundRow:
         fold_seconds += time.perf_counter() - start
     watch.lap("train", less=fold_seconds)
     watch.split["fold"] = fold_seconds
-    training.learn_shares(opened)
+    planning.learn(opened)
     _raise_common_fault(opened)
     committed = training.commit(opened)
     watch.lap("step")
@@ -155,6 +166,8 @@ def _run_round(training: Training, fleet: Fleet) -> RoundRow:
         gradient_variance=None if noise is None else noise.variance,
         squared_gradient=None if noise is None else noise.squared_gradient,
         heterogeneity=None if noise is None else noise.heterogeneity,
+        num_bounded=planned.num_bounded,
+        left_out=planned.left_out,
         refused={name: f"{error.code}: {error}" for name, error in opened.refused.items()},
         clients=_rows(opened),
     )

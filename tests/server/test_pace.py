@@ -1,39 +1,47 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from common import settings
+from common.line import Line
 from common.update import DeviceReport, Step
-from server.pace import LARGEST_CHANGE, LONGEST_SECONDS, WEIGHT, Pace, at_pace, followed, told
-from server.planner import assign
+from server.learned import Learned
+from server.pace import (
+    LARGEST_BEND,
+    LARGEST_CHANGE,
+    LEAST_SECONDS,
+    LONGEST_SECONDS,
+    WEIGHT,
+    followed,
+    told,
+)
+from server.planner import Device, assign
 
-PACE = Pace(per_micro_batch=0.5, per_example=0.25)
+PACE = Line(base=0.5, each=0.25)
 
 
-def steps(pace: Pace, sizes: list[int], *, slower: float = 1.0) -> list[Step]:
+def steps(pace: Line, sizes: list[int], *, slower: float = 1.0) -> list[Step]:
     """Return the steps of a device that is ``slower`` times as slow as its pace says."""
-    return [
-        Step(
-            num_examples=size,
-            weight=size,
-            loss=0.0,
-            gradient_norm=0.0,
-            seconds=pace.seconds(size) * slower,
-            peak_bytes=0,
-        )
-        for size in sizes
-    ]
+    return [step(size, pace.at(size) * slower) for size in sizes]
+
+
+def step(size: int, seconds: float) -> Step:
+    return Step(
+        num_examples=size, weight=size, loss=0.0, gradient_norm=0.0, seconds=seconds, peak_bytes=0
+    )
 
 
 @given(sizes=st.lists(st.integers(1, 64), max_size=8))
 def test_a_device_that_keeps_its_pace_keeps_its_line(sizes: list[int]) -> None:
     found = followed(PACE, steps(PACE, sizes))
-    assert math.isclose(found.per_micro_batch, PACE.per_micro_batch)
-    assert math.isclose(found.per_example, PACE.per_example)
+    # A fit of three points and more in float64, of which the base is a small difference.
+    assert math.isclose(found.base, PACE.base, rel_tol=1e-9)
+    assert math.isclose(found.each, PACE.each, rel_tol=1e-9)
 
 
 @pytest.mark.parametrize("slower", [5.0, 0.2])
@@ -41,25 +49,62 @@ def test_a_change_is_followed_within_two_rounds(slower: float) -> None:
     pace = PACE
     for _ in range(2):
         pace = followed(pace, steps(PACE, [8, 8, 3], slower=slower))
-    left = abs(math.log(pace.per_example / PACE.per_example) - math.log(slower))
-    assert left <= (1 - WEIGHT) ** 2 * abs(math.log(slower)) * (1 + 1e-9)
+    for size in (1, 3, 8, 64):
+        left = abs(math.log(pace.at(size) / PACE.at(size)) - math.log(slower))
+        assert left <= (1 - WEIGHT) ** 2 * abs(math.log(slower)) * (1 + 1e-9)
+
+
+def test_sizes_that_say_another_slope_bend_the_line() -> None:
+    """What was told at joining came from small micro-batches; large ones take their own time."""
+    true, sizes = Line(base=0.1, each=0.3), [4, 4, 16, 16, 64]
+    pace, gaps = PACE, []
+    for _ in range(30):
+        pace = followed(pace, steps(true, sizes))
+        gaps.append(max(abs(math.log(pace.at(size) / true.at(size))) for size in sizes))
+    assert all(later < earlier for earlier, later in pairwise(gaps))
+    assert gaps[-1] < 0.05
+
+    def window(line: Line) -> float:
+        return sum(line.at(size) for size in sizes)
+
+    assert math.isclose(window(pace), window(true), rel_tol=0.05)
 
 
 def test_one_slow_micro_batch_moves_nothing() -> None:
     usual = steps(PACE, [4, 4, 4, 4])
     odd = steps(PACE, [4], slower=100.0)
-    assert math.isclose(followed(PACE, [*usual, *odd]).per_example, PACE.per_example)
+    assert math.isclose(followed(PACE, [*usual, *odd]).each, PACE.each)
 
 
-@pytest.mark.parametrize("seconds", [0.0, 1e100])
-def test_a_claim_beyond_reason_is_bounded(seconds: float) -> None:
-    step = steps(PACE, [4])[0].model_copy(update={"seconds": seconds})
+def test_one_slow_micro_batch_of_a_size_of_its_own_bends_no_farther_than_its_bound() -> None:
+    """The short last one of a window, in which something else happened."""
+    usual, odd = steps(PACE, [8] * 6), steps(PACE, [3], slower=100.0)
+    found = followed(PACE, [*usual, *odd])
+    assert PACE.at(8) <= found.at(8) <= LARGEST_BEND * PACE.at(8)
+    assert PACE.at(3) <= found.at(3) <= LARGEST_BEND * PACE.at(3)
+
+
+@pytest.mark.parametrize("seconds", [0.0, 5e-324, 1e100])
+@pytest.mark.parametrize("sizes", [[4], [4, 9]])
+def test_a_claim_beyond_reason_is_bounded(seconds: float, sizes: list[int]) -> None:
+    absurd = [step(size, seconds) for size in sizes]
+    once = followed(PACE, absurd).at(4) / PACE.at(4)
+    most = LARGEST_CHANGE**WEIGHT * LARGEST_BEND * 1.001
+    assert 1 / most <= once <= most
     pace = PACE
     for _ in range(1000):
-        pace = followed(pace, [step])
-        assert 0 <= pace.per_example <= LONGEST_SECONDS
-    once = followed(PACE, [step]).per_example / PACE.per_example
-    assert LARGEST_CHANGE**-WEIGHT * 0.999 <= once <= LARGEST_CHANGE**WEIGHT * 1.001
+        pace = followed(pace, absurd)
+        assert 0 <= pace.base <= LONGEST_SECONDS
+        assert LEAST_SECONDS <= pace.each <= LONGEST_SECONDS
+
+
+@given(st.lists(st.tuples(st.integers(0, 2**53), st.floats(0, 1e100)), max_size=6))
+def test_whatever_the_steps_claim_the_line_stays_one(claims: list[tuple[int, float]]) -> None:
+    pace = PACE
+    for _ in range(3):
+        pace = followed(pace, [step(size, seconds) for size, seconds in claims])
+    assert 0 <= pace.base <= LONGEST_SECONDS
+    assert LEAST_SECONDS <= pace.each <= LONGEST_SECONDS
 
 
 def test_a_device_that_was_not_asked_has_no_pace() -> None:
@@ -68,39 +113,22 @@ def test_a_device_that_was_not_asked_has_no_pace() -> None:
 
 def test_quotas_follow_a_device_that_slows_down_five_times_within_two_rounds() -> None:
     """All finish together again: the slow one within one micro-batch and 7 % of the others."""
-    names = [str(number) for number in range(6)]
-    reports = {
-        name: DeviceReport(
-            name=name,
-            num_examples=10_000,
-            layout_digest="",
-            seconds_per_micro_batch=0.01,
-            seconds_per_example=0.01,
-        )
-        for name in names
-    }
-    plan = settings.Plan(micro_batch_size=8, effective_batch_size=3000)
-    true = {name: told(report) for name, report in reports.items()}
-    paces = dict(true)
-    quick = paces["0"]
-    assert quick is not None
-    true["0"] = Pace(per_micro_batch=0.05, per_example=0.05)
+    plan = settings.Plan(micro_batch_size=8)
+    true = {str(number): Line(base=0.01, each=0.01) for number in range(6)}
+    believed = dict(true)
+    true["0"] = true["0"].times(5)
+    finish: dict[str, float] = {}
     for round_number in range(3):
-        known = [at_pace(reports[name], pace) for name, pace in paces.items() if pace is not None]
-        assignments = assign(known, plan, deadline_seconds=None)
-        finish = {}
-        for name, assigned in assignments.items():
-            pace = true[name]
-            assert pace is not None
+        devices = [
+            Device(name=name, num_examples=10_000, learned=Learned(line=line))
+            for name, line in believed.items()
+        ]
+        for name, assigned in assign(devices, plan, target=3000).items():
             whole, rest = divmod(assigned.quota, 8)
             sizes = [8] * whole + [rest] * (rest > 0)
-            finish[name] = sum(pace.seconds(size) for size in sizes)
-            before = paces[name]
-            assert before is not None
-            paces[name] = followed(before, steps(pace, sizes))
+            finish[name] = sum(true[name].at(size) for size in sizes)
+            believed[name] = followed(believed[name], steps(true[name], sizes))
         if round_number == 0:
             assert finish["0"] > 4 * finish["1"]
-    slow = true["0"]
-    assert slow is not None
     within = 5 ** ((1 - WEIGHT) ** 2) - 1
-    assert finish["0"] <= finish["1"] * (1 + within) + slow.seconds(8)
+    assert finish["0"] <= finish["1"] * (1 + within) + true["0"].at(8)

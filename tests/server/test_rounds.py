@@ -52,6 +52,12 @@ class Network:
     def describe(self, request: DescribeRequest, *, min_clients: int) -> list[DeviceReport]:
         return self._fleet.describe(request, min_clients=min_clients)
 
+    def ask_again(self, requests: Mapping[str, DescribeRequest]) -> None:
+        self._fleet.ask_again(requests)
+
+    def turn_seconds(self) -> float:
+        return self._fleet.turn_seconds()
+
     def train(
         self, plans: Mapping[str, Plan], image: ModelImage, *, timeout_seconds: float | None
     ) -> Iterator[Answer]:

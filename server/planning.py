@@ -1,0 +1,231 @@
+"""A round's plans, from what the devices tell: who is invited, who is left out, who does how much.
+
+The decisions are pure functions elsewhere (``server.cohort`` who, ``server.planner`` how much,
+``server.learned`` what is known of each); here they meet the state of a run.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from common.errors import EmptyUpdate, LateUpdate, TooFewClients
+from common.parameters import ModelLayout
+from common.settings import Evaluation, Settings
+from common.update import DescribeRequest, DeviceReport, Plan, UpdateReport
+from server import reasons
+from server.cohort import Invited, dataset_weights, invite
+from server.learned import NOTHING, Learned
+from server.open_round import OpenRound
+from server.planner import Assignment, Device, Link, TooSlow, assign, too_slow
+from server.target import Target
+
+log = logging.getLogger(__name__)
+
+SHOWN = 3  # devices that a line of the log names
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Planned:
+    """A round's plans, and who has none."""
+
+    plans: dict[str, Plan]
+    left_out: dict[str, str]
+    """Who is too slow for the deadline, and by how much."""
+    num_bounded: int
+    """Devices that claim more than is believed: of their speed, or of what they own."""
+
+
+class Planning:
+    """What a run knows of its devices, and the plans that follow from it."""
+
+    def __init__(self, settings: Settings, target: Target, layout: ModelLayout) -> None:
+        self.learned: dict[str, Learned] = {}
+        self.owned: dict[str, int] = {}
+        """The examples of each device in the round that was planned last."""
+        self._settings = settings
+        self._target = target
+        self._layout = layout
+        self._told: dict[str, DeviceReport] = {}
+        self._unbelieved: set[str] = set()
+
+    def describe_request(self, *, left_out: str | None = None) -> DescribeRequest:
+        """Return what every device is asked when it is first seen, and when it is left out."""
+        return DescribeRequest(
+            run_seed=self._settings.seed,
+            wants_speed=self._settings.plan.accumulation_steps is None,
+            layout_digest=self._layout.digest,
+            num_parameters=self._layout.num_parameters,
+            held_out_fraction=held_out_fraction(self._settings.evaluation),
+            left_out=left_out,
+        )
+
+    def plan(
+        self,
+        reports: Iterable[DeviceReport],
+        *,
+        round_number: int,
+        counted: Mapping[str, int],
+        turn_seconds: float,
+    ) -> Planned:
+        """Choose a round's cohort and what each member is asked to do.
+
+        ``counted`` is the last round that each device's update was part of.
+
+        Raises:
+            TooFewClients: --cohort-size is below --min-clients.
+        """
+        cohort = self._settings.cohort
+        link = Link(
+            image_bytes=self._layout.num_bytes,
+            update_bytes=4 * self._layout.num_parameters,
+            turn_seconds=turn_seconds,
+        )
+        devices = self._meet(reports)
+        invited = self._invite(devices, link, round_number)
+        if len(invited.names) < cohort.min_clients:
+            raise TooFewClients(
+                f"round {round_number}: {len(invited.names)} clients are invited, at least "
+                f"{cohort.min_clients} are needed",
+                remedy="raise --cohort-size, or lower --min-clients",
+            )
+        asked = [
+            replace(devices[name], asked_anyway=invited.asked_anyway.get(name))
+            for name in invited.names
+        ]
+        assignments = assign(
+            asked,
+            self._settings.plan,
+            target=self._target.open(num_invited=len(asked)),
+            deadline_seconds=cohort.deadline_seconds,
+            link=link,
+        )
+        self.owned = {device.name: device.num_examples for device in asked}
+        weights = dataset_weights(self.owned) if cohort.weighting == "dataset" else {}
+        unbelieved = {name for name, one in assignments.items() if one.is_bounded}
+        unbelieved |= {name for name, weight in weights.items() if weight < self.owned[name]}
+        self._log(round_number, invited, unbelieved)
+        for name in invited.names:
+            self.learned[name] = self.learned[name].asked()
+        for name in invited.left_out:
+            self.learned[name] = self.learned[name].left_out(round_number)
+        plans = {
+            name: self._plan(
+                assignment, round_number, weigh_as=weights.get(name), counted=counted.get(name)
+            )
+            for name, assignment in assignments.items()
+        }
+        return Planned(plans=plans, left_out=invited.left_out, num_bounded=len(unbelieved))
+
+    def _meet(self, reports: Iterable[DeviceReport]) -> dict[str, Device]:
+        """Take over what the devices that are here tell, as far as it is news."""
+        here = {report.name: report for report in reports}
+        for name in self.learned.keys() - here.keys():
+            self.learned[name] = self.learned[name].gone()
+        for name, report in here.items():
+            # A device that is asked again stands with its old report until the answer is here.
+            if self._told.get(name) is not report:
+                self.learned[name] = self.learned.get(name, NOTHING).told(report)
+        self._told = here
+        return {
+            name: Device(name=name, num_examples=told.num_examples, learned=self.learned[name])
+            for name, told in here.items()
+        }
+
+    def _invite(self, devices: Mapping[str, Device], link: Link, round_number: int) -> Invited:
+        """Choose the cohort; with K set no speed is asked for, and nobody is too slow."""
+        cohort = self._settings.cohort
+        is_k_set = self._settings.plan.accumulation_steps is not None
+        deadline = None if is_k_set else cohort.deadline_seconds
+        found: dict[str, TooSlow] = {}
+
+        def slowness(name: str) -> float:
+            why = too_slow(devices[name], deadline_seconds=deadline, link=link)
+            if why is None:
+                return 0.0
+            found[name] = why
+            return why.seconds / why.of_seconds
+
+        return invite(
+            list(devices),
+            size=cohort.size,
+            seed=self._settings.seed,
+            round_number=round_number,
+            slowness=slowness,
+            explain=lambda name: reasons.of_leaving_out(found[name]),
+            waiting_since={
+                name: device.learned.waiting_since
+                for name, device in devices.items()
+                if device.learned.waiting_since is not None
+            },
+            within_rounds=cohort.invite_within_rounds,
+            min_clients=cohort.min_clients,
+        )
+
+    def _log(self, round_number: int, invited: Invited, unbelieved: set[str]) -> None:
+        """Tell who is left out, or claims too much, from this round on; the journal tells all."""
+        slow = [
+            f"{name}: {why}"
+            for name, why in invited.left_out.items()
+            if self.learned[name].waiting_since is None
+        ]
+        claims = sorted(unbelieved - self._unbelieved)
+        self._unbelieved = unbelieved
+        for names, what in ((slow, "left out"), (claims, "not believed in what they claim")):
+            if names:
+                some = "; ".join(names[:SHOWN])
+                log.warning(
+                    "round %d: %d more devices are %s (%s)", round_number, len(names), what, some
+                )
+
+    def _plan(
+        self,
+        assignment: Assignment,
+        round_number: int,
+        *,
+        weigh_as: int | None,
+        counted: int | None,
+    ) -> Plan:
+        chosen, deadline = self._settings.plan, self._settings.cohort.deadline_seconds
+        share = assignment.device.learned.deadline_share
+        size = self._target.micro_batch_size(assignment.quota, assignment.micro_batch_size)
+        evened = "" if size == assignment.micro_batch_size else ", cut evenly to tell the noise"
+        return Plan(
+            round=round_number,
+            run_seed=self._settings.seed,
+            model_version=round_number - 1,
+            quota=assignment.quota,
+            micro_batch_size=size,
+            local_steps=chosen.local_steps,
+            local_learning_rate=chosen.local_learning_rate,
+            precision=chosen.precision,
+            # To train in; the rest is for the transfers.
+            deadline_seconds=None if deadline is None else deadline * share,
+            counted_round=counted,
+            held_out_fraction=held_out_fraction(self._settings.evaluation),
+            share=assignment.share,
+            weigh_as=weigh_as,
+            reason=reasons.of_plan(assignment) + evened,
+        )
+
+    def learn(self, opened: OpenRound) -> None:
+        """Follow the devices' pace, vitals and lateness, whether or not the round will count."""
+        for name in opened.plans:
+            learned, error = self.learned[name], opened.refused.get(name)
+            if name in opened.accepted:
+                learned = learned.trained(opened.accepted[name])
+            elif isinstance(error, EmptyUpdate):
+                learned = learned.skipped()
+            is_late = isinstance(error, LateUpdate)
+            self.learned[name] = learned.late() if is_late else learned.in_time()
+
+    def count(self, accepted: Mapping[str, UpdateReport]) -> None:
+        """Move on in the epochs of the devices whose updates were committed."""
+        for name, report in accepted.items():
+            self.learned[name] = self.learned[name].counted(report)
+
+
+def held_out_fraction(chosen: Evaluation) -> float:
+    """Return the fraction of its examples that each device holds out."""
+    return chosen.held_out_fraction if chosen.on_devices else 0.0
