@@ -365,7 +365,13 @@ class TooFewSurvivors(RoundAborted):
 class DealerCheated(RoundAborted):
     """Good shares of a device's secret that do not open what the device committed to."""
 
-    remedy = "the device is named in the message: keep it out of the run"
+    remedy = "keep the devices that the message names out of the run"
+
+    def __init__(
+        self, message: str, *, remedy: str | None = None, dealers: tuple[str, ...] = ()
+    ) -> None:
+        super().__init__(message, remedy=remedy)
+        self.dealers = dealers
 
 
 class StateError(HeadwaterError):

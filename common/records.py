@@ -92,6 +92,9 @@ def parse(text: str | bytes, kind: type[Told]) -> Told:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(step) for step in first["loc"]) or "json"
+        # What a secure session's messages hold is quoted nowhere, not even as the cause.
+        if kind.model_config.get("hide_input_in_errors"):
+            raise CorruptUpdate(f"{kind.__name__}.{where}: {first['msg'].lower()}") from None
         found = repr(first["input"])[:80]
         raise CorruptUpdate(
             f"{kind.__name__}.{where}: {first['msg'].lower()}, found {found}"

@@ -1,13 +1,16 @@
-"""Faults of the network, told as data: ``FaultPlan().cut(after_bytes=6_000_000)``."""
+"""Faults told as data: ``FaultPlan().cut(after_bytes=6_000_000)`` of the network,
+``FaultPlan().drop(client="d03", after="share_keys")`` of a secure session's devices and server.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import socket
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 Way = Literal["up", "down"]
 
@@ -24,15 +27,51 @@ class Cut:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Drop:
+    """A device answers a phase of a secure session and then no other; None: it never answers."""
+
+    client: str
+    after: str | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lie:
+    """A message of a secure session is changed on its way: the server's to a device, or back."""
+
+    action: str
+    client: str | None  # None: everybody's
+    by_server: bool
+    change: Callable[[Any], Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class FaultPlan:
     """What goes wrong, and when."""
 
     cuts: tuple[Cut, ...] = ()
+    drops: tuple[Drop, ...] = ()
+    lies: tuple[Lie, ...] = ()
 
     def cut(self, *, after_bytes: int, way: Way = "up", connection: int = 0) -> FaultPlan:
         """Also cut a connection."""
         cut = Cut(after_bytes=after_bytes, way=way, connection=connection)
         return replace(self, cuts=(*self.cuts, cut))
+
+    def drop(self, *, client: str, after: str | None) -> FaultPlan:
+        """Also let a device vanish behind a phase of a secure session."""
+        return replace(self, drops=(*self.drops, Drop(client=client, after=after)))
+
+    def tell(
+        self, action: str, change: Callable[[Any], Any], *, client: str | None = None
+    ) -> FaultPlan:
+        """Also change what the server tells a device, or all, in a phase."""
+        lie = Lie(action=action, client=client, by_server=True, change=change)
+        return replace(self, lies=(*self.lies, lie))
+
+    def answer(self, action: str, change: Callable[[Any], Any], *, client: str) -> FaultPlan:
+        """Also change what a device answers in a phase."""
+        lie = Lie(action=action, client=client, by_server=False, change=change)
+        return replace(self, lies=(*self.lies, lie))
 
     def limit(self, way: Way, connection: int) -> int | None:
         """Return after how many bytes this way of a connection ends; None: never."""

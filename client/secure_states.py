@@ -1,0 +1,113 @@
+"""The states of a device in a secure session, one for each phase, and which secrets each still has.
+
+Secrets are in memory only, behind reprs that show nothing, and a phase hands on none that no later
+phase needs; what erasing can mean in Python is said in ``common.secret``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from client.secure_device import Device, Record
+from common.roster import Session
+from common.secagg import KeysAdvertised, KeysWanted, SharesRevealed
+from common.secret import Secret
+from common.session_keys import KeyPair
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Advertised:
+    """Behind phase 0: two fresh key pairs."""
+
+    device: Device
+    record: Record
+    wanted: KeysWanted
+    keys: KeysAdvertised
+    mask_pair: KeyPair
+    sharing_pair: KeyPair
+
+    def secrets(self) -> Iterator[Secret]:
+        yield from (self.mask_pair.private, self.sharing_pair.private)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Dealt:
+    """Behind phase 1: the session is known, and the own secrets are shared out."""
+
+    device: Device
+    record: Record
+    session: Session
+    mask_pair: KeyPair
+    sharing_pair: KeyPair
+    self_seed: Secret
+
+    def secrets(self) -> Iterator[Secret]:
+        yield from (self.mask_pair.private, self.sharing_pair.private, self.self_seed)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeldShare:
+    """What a device holds of a dealer: a share of each of its two secrets."""
+
+    mask_key: Secret
+    self_seed: Secret
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Holding:
+    """Before phase 2: the others' shares are here, and good but for ``bad_dealers``."""
+
+    device: Device
+    record: Record
+    session: Session
+    mask_pair: KeyPair
+    self_seed: Secret
+    held: Mapping[str, HeldShare]
+    bad_dealers: frozenset[str]
+
+    def secrets(self) -> Iterator[Secret]:
+        yield from (self.mask_pair.private, self.self_seed)
+        yield from _both(self.held)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Masked:
+    """Behind phase 2: the update is masked; only the others' shares are still needed."""
+
+    device: Device
+    record: Record
+    session: Session
+    members: tuple[str, ...]
+    held: Mapping[str, HeldShare]
+
+    def secrets(self) -> Iterator[Secret]:
+        yield from _both(self.held)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Revealed:
+    """Behind phase 4: nothing is left to tell."""
+
+    device: Device
+    record: Record
+    session: Session
+    members: tuple[str, ...]
+    answer: SharesRevealed = field(repr=False)
+
+    def secrets(self) -> Iterator[Secret]:
+        yield from ()
+
+
+State = Advertised | Dealt | Holding | Masked | Revealed
+
+
+def _both(held: Mapping[str, HeldShare]) -> Iterator[Secret]:
+    for share in held.values():
+        yield from (share.mask_key, share.self_seed)
+
+
+def erase(state: State) -> None:
+    """Overwrite whatever secrets a state still has."""
+    for secret in state.secrets():
+        secret.erase()

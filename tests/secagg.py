@@ -1,0 +1,237 @@
+"""A secure session without a network: real devices, the real server, and faults told as data."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from client.secure_device import Device, Floor, Record, Trained
+from client.secure_session import SecureSession
+from common import records
+from common.errors import HeadwaterError
+from common.fixed_point import RingVector, encode_in_place
+from common.identity import AllowList, SigningIdentity
+from common.scalars import encode_scalars
+from common.secagg import NUM_CLIPPED, PHASES, WEIGHT, MaskedHead, SessionNumber
+from common.update import Told
+from server.secure_masks import MaskPhase, SignPhase
+from server.secure_opening import Opening
+from server.secure_phases import CheckPhase, DealPhase, KeysPhase, open_session
+from server.unmask import OpenedSum, UnmaskPhase
+from tests.faults import FaultPlan
+
+Phase = KeysPhase | DealPhase | CheckPhase | MaskPhase | SignPhase | UnmaskPhase
+
+MODEL = hashlib.sha256(b"the model that everybody has").digest()
+RUN = 4711
+ACTIONS = tuple(phase.action for phase in PHASES)
+PLANNED = 8
+
+
+def name_of(number: int) -> str:
+    return f"d{number:03d}"
+
+
+@dataclass(kw_only=True)
+class Party:
+    """A device, what it would send unmasked, and what it stored."""
+
+    device: Device
+    session: SecureSession
+    values_P: NDArray[np.float32]
+    numbers: Mapping[str, float | int]
+    stored: list[Record] = field(default_factory=list)
+
+
+@dataclass(kw_only=True)
+class Played:
+    """How a session went: what was opened, who refused or was refused, all that travelled."""
+
+    phase: Phase | None = None
+    opened: OpenedSum | None = None
+    refused: dict[str, HeadwaterError] = field(default_factory=dict)
+    heads: list[str] = field(default_factory=list)
+    vectors: dict[str, bytes] = field(default_factory=dict)
+    requests: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    @property
+    def sum(self) -> OpenedSum:
+        assert self.opened is not None, self.refused
+        return self.opened
+
+
+class Cast:
+    """The devices of a cohort and the server's choices, for one session after another."""
+
+    def __init__(
+        self,
+        num_devices: int,
+        *,
+        mode: str = "semi-honest",
+        num_values: int = 3,
+        seed: int = 0,
+        floor: Floor | None = None,
+        random: Callable[[str], Callable[[int], bytes]] | None = None,
+        device: Mapping[str, Mapping[str, Any]] | None = None,
+        **chosen: Any,
+    ) -> None:
+        """Make the devices; ``device`` overrides fields of single ones by name."""
+        self.names = [name_of(number) for number in range(num_devices)]
+        self.identities = {n: SigningIdentity.new(n) for n in self.names if mode == "active"}
+        allow_list = AllowList.parse("\n".join(i.line for i in self.identities.values()))
+        weights = np.random.default_rng(seed).integers(1, PLANNED + 1, num_devices)
+        self.opening = Opening(
+            **{
+                "run": RUN,
+                "number": SessionNumber(1, 1),
+                "mode": mode,
+                "model_digest": MODEL,
+                "num_values": num_values,
+                "planned_weights": dict.fromkeys(self.names, PLANNED),
+                "clip": 4.0,
+                "bounds": {"loss_sum": 100.0},
+                **chosen,
+            }
+        )
+        self.parties: dict[str, Party] = {}
+        for number, name in enumerate(self.names):
+            fields: dict[str, Any] = {
+                "name": name,
+                "run": RUN,
+                "round": self.opening.number.round,
+                "model_digest": MODEL,
+                "num_values": num_values,
+                "planned_weight": PLANNED,
+                "update_id": f"{name} 0",
+                "floor": floor or Floor(mode=self.opening.mode),
+                "identity": self.identities.get(name),
+                "allow_list": allow_list if self.identities else None,
+            }
+            if random is not None:
+                fields["random"] = random(name)
+            fields |= (device or {}).get(name, {})
+            self.join(Device(**fields), weight=int(weights[number]), seed=seed * 10_000 + number)
+
+    def join(
+        self, device: Device, *, weight: int, seed: int, record: Record | None = None
+    ) -> Party:
+        """Give a device an update of its own, beyond the clip bound in one coordinate of ten."""
+        random = np.random.default_rng(seed)
+        values = random.normal(0, 2.0 * weight, device.num_values).astype(np.float32)
+        numbers = {WEIGHT: weight, "loss_sum": float(random.normal(0, 30))}
+        stored: list[Record] = []
+        session = SecureSession(
+            device,
+            record or Record(),
+            remember=stored.append,
+            trained=Trained(values_P=torch.from_numpy(values.copy()), numbers=numbers),
+        )
+        party = Party(
+            device=device, session=session, values_P=values, numbers=numbers, stored=stored
+        )
+        self.parties[device.name] = party
+        return party
+
+    def play(self, plan: FaultPlan | None = None) -> Played:
+        """Run a session to its end.
+
+        Raises:
+            RoundAborted: it was aborted.
+        """
+        played = Played()
+        self.play_into(played, plan or FaultPlan())
+        return played
+
+    def play_into(self, played: Played, plan: FaultPlan) -> None:
+        """Run a session, and keep what happens for those who look at it after an abort."""
+        gone = {drop.client: drop.after for drop in plan.drops}
+        phase: Phase | OpenedSum = open_session(self.opening)
+        while not isinstance(phase, OpenedSum):
+            played.phase = phase
+            for name, request in phase.requests().items():
+                action = _action(request)
+                if name in gone and _is_after(action, gone[name]):
+                    continue
+                phase = self._exchange(phase, name, request, played, plan)
+            phase = phase.close()
+        played.opened = phase
+
+    def _exchange(
+        self, phase: Phase, name: str, request: Told, played: Played, plan: FaultPlan
+    ) -> Phase:
+        action, party = _action(request), self.parties[name]
+        try:
+            for told in _changed(request, plan, action=action, client=name, by_server=True):
+                played.requests.setdefault(action, {})[name] = told
+                reply: Any = party.session.answer(_wired(told, played))
+            vector = None
+            if isinstance(reply, MaskedHead):
+                assert party.session.vector is not None
+                vector = party.session.vector.tobytes()
+                played.vectors[name] = vector
+            for said in _changed(
+                (reply, vector), plan, action=action, client=name, by_server=False
+            ):
+                phase = _taken(phase, name, said, played)
+        except HeadwaterError as error:
+            played.refused[name] = error
+        return phase
+
+    def plain_sum(
+        self, names: Iterable[str], opened: OpenedSum
+    ) -> tuple[RingVector, NDArray[np.uint64]]:
+        """Return the sums of the encoded, unmasked updates and numbers of these devices."""
+        chosen = opened.session.parameters
+        total_P = np.zeros_like(opened.vector_P)
+        scalars = np.zeros(len(chosen.scalars), np.uint64)
+        for name in names:
+            party = self.parties[name]
+            encoded_P, num_clipped = encode_in_place(
+                torch.from_numpy(party.values_P.copy()),
+                weight=int(party.numbers[WEIGHT]),
+                encoding=chosen.encoding,
+            )
+            total_P += encoded_P
+            scalars += encode_scalars({**party.numbers, NUM_CLIPPED: num_clipped}, chosen.scalars)[
+                0
+            ]
+        return total_P, scalars
+
+
+def _action(request: Told) -> str:
+    return next(phase.action for phase in PHASES if phase.request is type(request))
+
+
+def _is_after(action: str, last: str | None) -> bool:
+    return last is None or ACTIONS.index(action) > ACTIONS.index(last)
+
+
+def _changed(
+    message: Any, plan: FaultPlan, *, action: str, client: str, by_server: bool
+) -> list[Any]:
+    """Return what really travels: a change may give one message, or a list of them."""
+    for lie in plan.lies:
+        if (lie.action, lie.by_server) == (action, by_server) and lie.client in (None, client):
+            message = lie.change(message)
+    return message if isinstance(message, list) else [message]
+
+
+def _wired(message: Any, played: Played) -> Any:
+    """Send a head through JSON, as the wire does."""
+    text = message.model_dump_json(exclude_none=True)
+    played.heads.append(text)
+    return records.parse(text, type(message))
+
+
+def _taken(phase: Phase, name: str, said: tuple[Any, bytes | None], played: Played) -> Phase:
+    reply, vector = said
+    reply = _wired(reply, played)
+    if isinstance(phase, MaskPhase):
+        return phase.take(name, reply, vector)
+    return phase.take(name, reply)
