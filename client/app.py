@@ -58,6 +58,8 @@ def client_app(hardware_of: HardwareOf) -> ClientApp:
         message: Message, _: Context, resident: Resident, identity: Identity, settings: Settings
     ) -> RecordDict:
         request = records.read(message.content, DescribeRequest)
+        if request.left_out is not None:
+            log.info("%s has no part in this round: %s", identity.name, request.left_out)
         hardware = hardware_of(identity, settings, resident.image.layout)
         return records.content_of(resident.describe(identity, hardware, request))
 
