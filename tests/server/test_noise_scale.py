@@ -328,20 +328,19 @@ def noise(variance: float, squared_gradient: float) -> RoundNoise:
 
 
 def test_the_ratio_is_taken_last() -> None:
-    """Two rounds of ratios 1 and 100: the sums give (0.9 x 1 + 100)/(0.9 x 1 + 1)."""
+    """Two rounds of ratios 1 and 100; |G|^2 is the same in both, and so the older one fades."""
     scale = NoiseScale().after(noise(1.0, 1.0)).after(noise(100.0, 1.0))
     assert scale.ratio == pytest.approx((DECAY + 100) / (DECAY + 1), rel=1e-15)
 
 
-def test_a_lasting_change_is_followed_within_a_few_dozen_rounds() -> None:
+def test_a_lasting_change_is_followed_as_the_old_rounds_fade() -> None:
     scale = NoiseScale()
     for _ in range(50):
         scale = scale.after(noise(10.0, 1.0))
     for _ in range(22):
         scale = scale.after(noise(1000.0, 1.0))
-    # What is left of the old is 0.9^22 of the whole.
-    left = DECAY**22
-    assert scale.ratio == pytest.approx(left * 10 + (1 - left) * 1000, rel=0.02)
+    old, new = DECAY**22 * (1 - DECAY**50), 1 - DECAY**22
+    assert scale.ratio == pytest.approx((old * 10 + new * 1000) / (old + new), rel=2.0**-40)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from common import settings
 from common.errors import CheckpointCorrupt, SettingsError
 from common.update import Step, UpdateReport
-from server.noise_scale import RoundNoise
+from server.noise_scale import DECAY, RoundNoise
 from server.target import (
     LARGEST_CHANGE,
     LEAST_PER_CLIENT,
@@ -129,7 +129,7 @@ def test_tokens_are_shared_out_by_the_most_an_example_may_hold_and_then_by_their
     tokens.commit(of(16, 400), None)  # 25 an example
     assert tokens.open(num_invited=3) == 40
     tokens.commit(of(40, 2000), None)  # 50 an example
-    mean = (0.9 * 400 + 2000) / (0.9 * 16 + 40)
+    mean = (DECAY * 400 + 2000) / (DECAY * 16 + 40)
     assert tokens.open(num_invited=3) == math.ceil(1000 / mean)
 
 

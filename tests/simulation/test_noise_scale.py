@@ -23,6 +23,7 @@ from common.parameters import build_model
 from common.settings import Settings
 from examples.digits import Digits
 from server.metrics import RoundRow
+from server.noise_scale import DECAY
 from simulation.engines import run_engine
 
 NUM_DEVICES, PER_DEVICE = 10, 128
@@ -124,8 +125,9 @@ def test_a_run_reports_the_noise_heterogeneity_and_gradient_of_its_data(task: Di
     assert (error[:2] < 0.1 * expected[:2]).all()
     scale = rows[-1].noise_scale
     assert scale is not None
-    # Of the last ten rounds or so: their own errors are larger than those of all.
-    spread = math.hypot(*(error[:2] / expected[:2])) * math.sqrt(len(rows) / 10)
+    # Fading by d is worth (1 + d)/(1 - d) rounds: their error is larger than that of all.
+    worth = (1 + DECAY) / (1 - DECAY)
+    spread = math.hypot(*(error[:2] / expected[:2])) * math.sqrt(len(rows) / worth)
     assert scale == pytest.approx(expected[0] / expected[1], rel=ERRORS * spread)
 
 
