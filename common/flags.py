@@ -211,6 +211,25 @@ MinClients = Annotated[
         rich_help_panel=RUN,
     ),
 ]
+InviteWithin = Annotated[
+    int | None,
+    typer.Option(
+        "--invite-within",
+        metavar="ROUNDS",
+        help="A client that is too slow for the deadline is still asked once in so many rounds. "
+        "[default: 10]",
+        rich_help_panel=RUN,
+    ),
+]
+Weighting = Annotated[
+    str | None,
+    typer.Option(
+        "--weighting",
+        help="What a client's update weighs: samples, what it was summed over, or dataset, the "
+        "examples that the client owns. [default: samples]",
+        rich_help_panel=RUN,
+    ),
+]
 Deadline = Annotated[
     float | None,
     typer.Option(
@@ -311,6 +330,8 @@ SETTING_OF = {
     "cohort_size": "cohort.size",
     "min_clients": "cohort.min_clients",
     "deadline": "cohort.deadline_seconds",
+    "invite_within": "cohort.invite_within_rounds",
+    "weighting": "cohort.weighting",
     "evaluate_on_devices": "evaluation.on_devices",
     "evaluate_every": "evaluation.every_rounds",
     "threads": "threads",
@@ -329,7 +350,9 @@ SETTING_OF = {
     "part": "client.part",
     "num_parts": "client.num_parts",
     "memory_limit_bytes": "client.memory_limit_bytes",
+    "battery_share": "client.battery_share",
     "state": "client.state",
+    "spool": "client.spool",
     "stay": "client.stay",
     "patience": "client.patience_seconds",
 }

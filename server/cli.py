@@ -48,6 +48,8 @@ def serve(
     precision: flags.Precision = None,
     cohort_size: flags.CohortSize = None,
     deadline: flags.Deadline = None,
+    invite_within: flags.InviteWithin = None,
+    weighting: flags.Weighting = None,
     evaluate_on_devices: flags.HeldOut = None,
     evaluate_every: flags.EvaluateEvery = None,
     initial_model: flags.InitialModel = None,

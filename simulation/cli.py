@@ -69,6 +69,8 @@ def simulate(
     cohort_size: flags.CohortSize = None,
     min_clients: flags.MinClients = None,
     deadline: flags.Deadline = None,
+    invite_within: flags.InviteWithin = None,
+    weighting: flags.Weighting = None,
     evaluate_on_devices: flags.HeldOut = None,
     evaluate_every: flags.EvaluateEvery = None,
     initial_model: flags.InitialModel = None,
