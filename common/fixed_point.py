@@ -135,11 +135,7 @@ def encode_in_place(
             f"an update of weight {weight:,} cannot be encoded: the plans allow "
             f"{encoding.max_weight:,} in all"
         )
-    for start in range(0, len(values), CHUNK):
-        if not np.isfinite(values[start : start + CHUNK]).all():
-            raise NonFiniteUpdate(
-                "the update holds a NaN or an infinity; nothing of it was encoded"
-            )
+    check_finite(values)
     is_stochastic = encoding.ring_bits == 16
     generator = random or np.random.default_rng() if is_stochastic else None
     signed = values.view(np.int16)[: len(values)] if is_stochastic else values.view(np.int32)
@@ -159,6 +155,17 @@ def encode_in_place(
         np.copyto(signed[start : start + CHUNK], steps, casting="unsafe")
     ring: RingVector = signed.view(np.uint16) if is_stochastic else signed.view(np.uint32)
     return ring, num_clipped
+
+
+def check_finite(values: NDArray[np.float32]) -> None:
+    """Refuse a vector that cannot be encoded, before anything of it is changed.
+
+    Raises:
+        NonFiniteUpdate: it has a NaN or an infinity.
+    """
+    for start in range(0, len(values), CHUNK):
+        if not np.isfinite(values[start : start + CHUNK]).all():
+            raise NonFiniteUpdate("the update holds a NaN or an infinity and cannot be encoded")
 
 
 def _round(
