@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,6 +11,7 @@ import typer
 from common import flags
 
 if TYPE_CHECKING:
+    from client.device import ThisMachine
     from client.resident import Identity, Resident
     from common.settings import Settings
 
@@ -39,6 +41,24 @@ NumParts = Annotated[
     int | None,
     typer.Option("--num-parts", help="Of how many parts. [default: 1]", rich_help_panel=PANEL),
 ]
+MemoryLimitBytes = Annotated[
+    int | None,
+    typer.Option(
+        "--memory-limit",
+        metavar="BYTES",
+        help="Use no more than this, below what machine and cgroup allow.",
+        rich_help_panel=PANEL,
+    ),
+]
+BatteryShare = Annotated[
+    float | None,
+    typer.Option(
+        "--battery-share",
+        metavar="0 TO 1",
+        help="On battery, do so much of what is asked; 1 takes no notice of it. [default: 0.5]",
+        rich_help_panel=PANEL,
+    ),
+]
 
 
 @app.callback(invoke_without_command=True)
@@ -58,15 +78,8 @@ def take_part(
     name: Name = None,
     part: Part = None,
     num_parts: NumParts = None,
-    memory_limit_bytes: Annotated[
-        int | None,
-        typer.Option(
-            "--memory-limit",
-            metavar="BYTES",
-            help="Use no more than this, below what machine and cgroup allow.",
-            rich_help_panel=PANEL,
-        ),
-    ] = None,
+    memory_limit_bytes: MemoryLimitBytes = None,
+    battery_share: BatteryShare = None,
     state: Annotated[
         Path | None,
         typer.Option(
@@ -74,6 +87,15 @@ def take_part(
             metavar="DIR",
             help="Where the device keeps its place in its examples. "
             "[default: ~/.local/state/headwater]",
+            rich_help_panel=PANEL,
+        ),
+    ] = None,
+    spool: Annotated[
+        Path | None,
+        typer.Option(
+            "--spool",
+            metavar="DIR",
+            help="Where a half-summed update outlives a power cut. Not given: it does not.",
             rich_help_panel=PANEL,
         ),
     ] = None,
@@ -130,11 +152,17 @@ def check(
     name: Name = None,
     part: Part = None,
     num_parts: NumParts = None,
+    memory_limit_bytes: MemoryLimitBytes = None,
+    battery_share: BatteryShare = None,
     replace_batch_norm: flags.ReplaceBatchNorm = None,
     threads: flags.Threads = None,
     config: flags.Config = None,
 ) -> None:
-    """Try a task on this device's data alone: it must run, its loss must be a sum, it must fit."""
+    """Try a task on this device's data alone: it must run, its loss must be a sum, it must fit.
+
+    Says what the device knows of itself: its memory and what limits it, its speed, its sensors, and
+    what it would hold back now.
+    """
     from common.console import errors_shown, start_log
 
     start_log(verbose=False)
@@ -160,19 +188,55 @@ def _check(config: Path | None, overrides: dict[str, Any]) -> None:
     )
     resident.check(examples, identity.name)
     console.print("loss        is a sum over examples")
-    hardware = ThisMachine(settings.client)
+    for topic, text in _told(resident, identity, ThisMachine(settings.client)):
+        console.print(f"{topic:<11} {text}", soft_wrap=True)
+
+
+def _told(
+    resident: Resident, identity: Identity, hardware: ThisMachine
+) -> Iterator[tuple[str, str]]:
+    """Yield what a device knows of itself and measures, by topic."""
+    from rich.filesize import decimal
+
+    from client.sensors import readings
+
+    least = hardware.limits.least()
+    yield "memory", f"up to {decimal(least.num_bytes)}, by {least.source}"
     speed = resident.measure(identity, hardware)
-    each = speed.seconds_per_example * 1e3
-    console.print(
-        f"speed       {speed.seconds_per_micro_batch * 1e3:.2f} ms per micro-batch "
-        f"+ {each:.3f} ms per example, {hardware.cores():g} cores"
-    )
     line = hardware.memory.line
     if line is not None:
-        console.print(
-            f"memory      {decimal(int(line.base))} + {decimal(int(line.each))} per example of "
-            f"{decimal(hardware.memory_limit_bytes() or 0)}"
+        yield (
+            "",
+            f"{decimal(int(line.base))} + {decimal(int(line.each))} per example of a "
+            + (f"micro-batch: {hardware.memory.fitting()} fit"),
         )
+    fastest = speed.fastest_micro_batch_size
+    yield (
+        "speed",
+        (
+            f"{speed.seconds_per_micro_batch * 1e3:.2f} ms per micro-batch + "
+            f"{speed.seconds_per_example * 1e3:.3f} ms per example, {hardware.cores():g} cores"
+        ),
+    )
+    yield (
+        "",
+        (
+            "fastest in the largest micro-batches that were tried"
+            if fastest is None
+            else f"fastest in micro-batches of {fastest}"
+        ),
+    )
+    sensed = hardware.vitals()
+    yield "sensors", ", ".join(readings(sensed)) or "none"
+    restraint = hardware.restraint()
+    yield (
+        "gives",
+        (
+            f"{restraint.share:.0%} of its time: {restraint.reason}"
+            if restraint.share < 1
+            else "all of its time"
+        ),
+    )
 
 
 def _open(settings: Settings) -> tuple[Resident, Identity]:

@@ -18,7 +18,8 @@ from pathlib import Path
 from torch.utils.data import Subset
 
 from client.accumulator import Accumulator
-from client.device import Hardware, Speed, ThisMachine
+from client.device import Hardware, ThisMachine
+from client.growth import Speed
 from client.local_training import train
 from client.micro_batches import Place, Walk, Window, held_out, window
 from client.window_sum import check_works

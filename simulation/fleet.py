@@ -15,8 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from client.device import WORKING_FACTOR, Hardware, Speed, activation_bytes
+from client.device import Hardware
+from client.growth import WORKING_FACTOR, Speed
 from client.micro_batches import seed_of
+from client.probe import activation_bytes
 from client.resident import Identity
 from client.workplace import Clock, Restraint, Workplace
 from common.line import Line
@@ -136,6 +138,10 @@ class VirtualMemory:
     def end(self, num_examples: int) -> int:
         """Return the bytes of the line."""
         return int(self._base_bytes + (self.each_bytes or 0.0) * num_examples)
+
+    def relieve(self, bytes_per_example: float | None) -> None:
+        if self.each_bytes is not None and bytes_per_example is not None:
+            self.each_bytes = min(self.each_bytes, bytes_per_example)
 
 
 class SimulatedMachine:

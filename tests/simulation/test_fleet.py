@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from client.device import Speed
+from client.growth import Speed
 from simulation.fleet import SimulatedMachine, VirtualClock
 from simulation.profiles import PROFILES, device
 

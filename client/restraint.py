@@ -1,0 +1,41 @@
+"""What a device holds back by its owner's settings: on battery, when hot or throttled, when busy.
+
+The share counts on the device's quota: a device that gives half of its time stops at half of what
+it was asked for, and the planner, which is told the share, asks for half as much the next time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from client.workplace import Restraint
+from common import settings
+from common.update import StopReason, Vitals
+
+
+def restraint(vitals: Vitals, chosen: settings.Client) -> Restraint:
+    """Return the least share that applies, and why; of equal ones the first in this order.
+
+    | the device is | when | it gives |
+    | --- | --- | --- |
+    | on battery | it has one and no mains | ``battery_share`` |
+    | hot | at ``hot_celsius`` or above | ``hot_share`` |
+    | throttled | its clock is held down against heat | ``hot_share`` |
+    | busy | others take ``busy_above`` of the cores, or more | ``busy_share`` |
+
+    What there is no sensor for restrains nothing; neither does a share of 1.
+    """
+    return min(_applying(vitals, chosen), key=lambda one: one.share, default=Restraint())
+
+
+def _applying(vitals: Vitals, chosen: settings.Client) -> Iterator[Restraint]:
+    hot, busy = vitals.temperature_celsius, vitals.busy
+    claims: tuple[tuple[bool, float, StopReason], ...] = (
+        (vitals.is_on_battery is True, chosen.battery_share, "on battery"),
+        (hot is not None and hot >= chosen.hot_celsius, chosen.hot_share, "hot"),
+        (vitals.is_throttled is True, chosen.hot_share, "throttled"),
+        (busy is not None and busy >= chosen.busy_above, chosen.busy_share, "busy"),
+    )
+    for applies, share, reason in claims:
+        if applies and share < 1:
+            yield Restraint(share=share, reason=reason)
