@@ -50,13 +50,14 @@ class Gathered:
 def gathered(reports: Iterable[UpdateReport], *, max_weight_per_example: int) -> Gathered:
     """Sum what a round's updates hold.
 
-    The steps tell what was summed; what they claim beyond the task's bound does not count.
+    The steps tell what was summed; what they claim beyond the task's bound does not count. Where
+    a report has none, what was sent stands for it.
     """
     num_examples = summed = sent = 0
     for report in reports:
         num_examples += report.num_examples
         sent += report.weight
-        told = sum(step.weight for step in report.steps)
+        told = sum(step.weight for step in report.steps) or report.weight
         summed += min(told, report.num_examples * max_weight_per_example)
     return Gathered(num_examples=num_examples, summed_weight=summed, sent_weight=sent)
 

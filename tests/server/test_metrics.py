@@ -11,8 +11,19 @@ import numpy as np
 import pytest
 
 from common.errors import StateError
+from common.settings import Settings
 from common.update import Step, UpdateReport
-from server.metrics import CURVES, EVENTS, ROUNDS, Journal, RoundRow, client_row, read_rows
+from server.metrics import (
+    CURVES,
+    EVENTS,
+    NOISE,
+    ROUNDS,
+    Journal,
+    RoundRow,
+    client_row,
+    read_rows,
+)
+from server.progress import announce, line_of
 
 
 def report(norms: list[float], weights: list[int]) -> UpdateReport:
@@ -167,6 +178,31 @@ def test_the_curves_are_drawn_whatever_the_loss(tmp_path: Path, loss: float) -> 
     drawn(tmp_path)
 
 
+def test_the_batch_has_a_panel_of_its_own_only_where_the_noise_scale_was_followed(
+    tmp_path: Path,
+) -> None:
+    sizes = []
+    for name, target_by in (("fixed", "examples"), ("followed", "noise scale")):
+        journal = Journal(tmp_path / name, resumed_round=0)
+        for number, scale in ((1, None), (2, 40.0), (3, 90.0)):
+            journal.append(row(number, target=5, target_by=target_by, noise_scale=scale))
+        journal.close()
+        sizes.append(drawn(tmp_path / name))
+    assert sizes[1][0] > sizes[0][0]
+
+
+def test_rows_of_before_there_was_a_target_are_drawn_all_the_same(tmp_path: Path) -> None:
+    written(tmp_path, 2)
+    lines = [json.loads(line) for line in (tmp_path / ROUNDS).read_text().splitlines()]
+    for line in lines:
+        for name in ("target", "target_by", *NOISE):
+            del line[name]
+    (tmp_path / ROUNDS).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / CURVES).unlink()
+    Journal(tmp_path, resumed_round=2).close()
+    drawn(tmp_path)
+
+
 def test_a_plot_that_cannot_be_written_does_not_hide_the_error_before_it(tmp_path: Path) -> None:
     journal = Journal(tmp_path, resumed_round=0)
     journal.append(row(1))
@@ -185,3 +221,61 @@ def test_tensorboard_events_are_written(tmp_path: Path) -> None:
     content = events.read_bytes()
     assert b"test_accuracy" in content
     assert b"effective_batch_size" in content
+    # Nobody could measure the noise: a zero in its place would be a claim.
+    assert not [name for name in NOISE if name.encode() in content]
+
+
+def test_target_and_noise_go_to_tensorboard_where_they_are_known(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, resumed_round=0)
+    journal.append(
+        row(
+            1,
+            target=5,
+            target_by="examples",
+            noise_scale=40.0,
+            gradient_variance=2.0,
+            squared_gradient=0.05,
+            heterogeneity=-0.1,
+        )
+    )
+    journal.close()
+    (events,) = (tmp_path / EVENTS).iterdir()
+    content = events.read_bytes()
+    assert [name for name in ("target", *NOISE) if name.encode() not in content] == []
+
+
+def test_the_progress_line_shows_the_noise_scale_where_it_is_followed() -> None:
+    known = {"noise_scale": 1234.5, "target": 600}
+    assert "noise scale 1,234" in line_of(row(1, target_by="noise scale", **known))
+    assert "noise" not in line_of(row(1, target_by="examples", **known))
+    assert "noise" not in line_of(row(1, target_by="noise scale", target=600))
+
+
+ANNOUNCED: dict[str, tuple[dict[str, Any], str]] = {
+    "K": (
+        {"plan": {"accumulation_steps": 3, "micro_batch_size": 4}},
+        "sgd at 0.1; K 3 x micro-batch 4 = 12 examples per client",
+    ),
+    "examples": ({}, "sgd at 0.1; the planner shares out 512 examples per round"),
+    "tokens": (
+        {"plan": {"tokens_per_update": 4096, "micro_batch_size": 4}},
+        "4,096 tokens / (4 x 64) = 16 micro-batches in round 1",
+    ),
+    "a rate that follows the batch": (
+        {"schedule": {"batch_scaling": "sqrt"}},
+        "sgd at 0.1 x sqrt(examples / 512);",
+    ),
+    "a rate that follows the tokens": (
+        {"plan": {"tokens_per_update": 4096}, "schedule": {"batch_scaling": "linear"}},
+        "sgd at 0.1 x (tokens / 4,096);",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ANNOUNCED)
+def test_the_derived_numbers_are_announced(case: str, capsys: pytest.CaptureFixture[str]) -> None:
+    changes, words = ANNOUNCED[case]
+    task = "examples/text_transformer.py:TextTransformer"
+    announce(Settings.model_validate({"task": task, **changes}), where="here")
+    shown = capsys.readouterr()
+    assert words in " ".join((shown.out + shown.err).split())

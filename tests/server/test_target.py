@@ -229,8 +229,9 @@ def test_the_ratio_that_scales_the_rate_is_in_the_unit_that_was_set() -> None:
 def test_what_was_gathered_is_told_by_the_steps_and_bounded_by_the_task() -> None:
     scaled = report(num_examples=3, weights=[10, 20], sent=500)
     lying = report(num_examples=2, weights=[2**53], sent=64)
-    assert gathered([scaled, lying], max_weight_per_example=32) == Gathered(
-        num_examples=5, summed_weight=30 + 64, sent_weight=564
+    silent = report(num_examples=1, weights=[], sent=7)
+    assert gathered([scaled, lying, silent], max_weight_per_example=32) == Gathered(
+        num_examples=6, summed_weight=30 + 64 + 7, sent_weight=500 + 64 + 7
     )
 
 
