@@ -34,6 +34,7 @@ from common.secagg import (
     Roster,
     complete_threshold,
     keys_message,
+    most_clipped,
 )
 
 
@@ -180,7 +181,8 @@ def _check_numbers(chosen: Parameters, num_members: int, device: Device) -> None
     by_name = {scalar.name: scalar for scalar in chosen.scalars}
     if len(by_name) != len(chosen.scalars):
         raise MaskingTooWeak(f"{device.name}: a masked number stands twice")
-    for name, largest in ((WEIGHT, device.planned_weight), (NUM_CLIPPED, device.num_values)):
+    num_clips = most_clipped(device.num_values, len(by_name))
+    for name, largest in ((WEIGHT, device.planned_weight), (NUM_CLIPPED, num_clips)):
         scalar = by_name.get(name)
         if scalar is None or not scalar.is_count or scalar.bound < largest:
             raise MaskingTooWeak(f"{device.name}: no masked count {name} of up to {largest:,}")

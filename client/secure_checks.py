@@ -31,7 +31,6 @@ from common.errors import (
     OutOfPhase,
     RingCanWrap,
     RosterRefused,
-    SecretErased,
     SessionMismatch,
     SessionReplayed,
     SignatureRefused,
@@ -45,6 +44,7 @@ from common.errors import (
 from common.roster import Session
 from common.secagg import (
     LEAST_MEMBERS,
+    NUM_CLIPPED,
     Parameters,
     SharesDelivered,
     SurvivorsTold,
@@ -58,58 +58,86 @@ from common.secagg import (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Check:
-    """In which phase, what must hold, and the error that says it does not."""
+    """What must hold in which phase, and the error that says it does not."""
 
+    name: str
     action: str
-    holds: str
     error: type[HeadwaterError]
+    holds: str
 
 
-def _check(action: str, error: type[HeadwaterError], holds: str) -> Check:
-    return Check(action=action, holds=holds, error=error)
+def _rows(*rows: tuple[str, str, type[HeadwaterError], str]) -> tuple[Check, ...]:
+    return tuple(Check(name=n, action=a, error=e, holds=h) for n, a, e, h in rows)
 
 
-CHECKS = (
-    _check("advertise_keys", SessionReplayed, "the session is newer than any it has seen"),
-    _check("advertise_keys", UpdateAlreadyMasked, "the update went into no session before"),
-    _check("advertise_keys", MaskingTooWeak, "the mode is the one it insists on"),
-    _check("share_keys", SessionReplayed, "run, round, attempt and mode are those of its keys"),
-    _check("share_keys", CohortTooSmall, "there are at least 3 members, and its own minimum"),
-    _check("share_keys", RosterRefused, "names and keys are unique"),
-    _check("share_keys", RosterRefused, "its own entry is exactly what it advertised"),
-    _check("share_keys", RosterRefused, "its planned weight is that of its plan"),
-    _check("share_keys", IdentityUnknown, "every member is on its allow-list (active)"),
-    _check("share_keys", SignatureRefused, "every member's keys are signed by it (active)"),
-    _check("share_keys", BadPublicKey, "no key leads to an agreement that all can compute"),
-    _check("share_keys", ThresholdTooLow, "t and k meet the rule for n"),
-    _check("share_keys", ThresholdTooHigh, "t can be reached after the expected dropouts"),
-    _check("share_keys", ModelMismatch, "the whole vector is masked: P is the model's"),
-    _check("share_keys", MaskingTooWeak, "ring, clip bound and cipher are within its floor"),
-    _check("share_keys", RingCanWrap, "the largest planned sum fits the ring"),
-    _check("check_shares", RosterRefused, "shares come from its own dealers, once each"),
-    _check(
-        "check_shares",
-        SessionMismatch,
-        "a share of another opens: the others are in the same session",
-    ),
-    _check("masked_update", ComplaintIgnored, "no dealer stays whose share was bad"),
-    _check("masked_update", RosterRefused, "U2 is part of those who dealt, and it is in U2"),
-    _check("masked_update", CohortTooSmall, "U2 has its minimum, and t holders for its secrets"),
-    _check("masked_update", UpdateAlreadyMasked, "the update went into no session before"),
-    _check("masked_update", CountOutOfRange, "its weight is within its plan"),
-    _check("masked_update", NonFiniteUpdate, "the vector and the numbers are finite"),
-    _check("masked_update", SessionMismatch, "the block bounds are those of the parameters"),
-    _check("consistency", BothSharesAsked, "nobody is survived and dropped"),
-    _check("consistency", SurvivorsRefused, "survived and dropped are U2, and it survived"),
-    _check("consistency", SurvivorsRefused, "its own share of U2 survived, and t holders for each"),
-    _check("consistency", SurvivorsChanged, "it is the only survivor set of the session"),
-    _check("unmask", BothSharesAsked, "nobody is survived and dropped"),
-    _check("unmask", SurvivorsRefused, "as in the consistency phase"),
-    _check("unmask", SurvivorsChanged, "it is the only survivor set of the session"),
-    _check("unmask", SurvivorsNotAgreed, "enough members signed exactly this set (active)"),
-    _check("any", OutOfPhase, "the message is the one that it awaits"),
-    _check("any", SecretErased, "the session has not ended"),
+# fmt: off
+CHECKS = _rows(
+    ("new session", "advertise_keys", SessionReplayed,
+     "the session is newer than any that it has seen, and of its update's round"),
+    ("fresh update", "advertise_keys", UpdateAlreadyMasked,
+     "the update went into no session before"),
+    ("own mode", "advertise_keys", MaskingTooWeak,
+     "the mode is no weaker than its own, and it has what active mode takes"),
+    ("same session", "share_keys", SessionReplayed,
+     "the roster is of the run, round, attempt and mode of its keys"),
+    ("enough members", "share_keys", CohortTooSmall,
+     "there are 3 members, and its own minimum"),
+    ("unique members", "share_keys", RosterRefused,
+     "no name and no key stands twice"),
+    ("own entry", "share_keys", RosterRefused,
+     "its entry is exactly what it advertised, with its own plan's weight"),
+    ("known members", "share_keys", IdentityUnknown,
+     "every member is on its allow-list (active)"),
+    ("signed keys", "share_keys", SignatureRefused,
+     "every member's identity signed its keys for this session (active)"),
+    ("sharing keys", "share_keys", BadPublicKey,
+     "no sharing key leads to an agreement that everybody can compute"),
+    ("threshold", "share_keys", ThresholdTooLow,
+     "t, and k of a sparse graph, meet the rule for n"),
+    ("reachable threshold", "share_keys", ThresholdTooHigh,
+     "t holders can be left after the dropouts that it assumes"),
+    ("whole vector", "share_keys", ModelMismatch,
+     "all its coordinates are masked"),
+    ("ring and clip", "share_keys", MaskingTooWeak,
+     "ring, clip bound, cipher, graph and masked counts are within its floor"),
+    ("no overflow", "share_keys", RingCanWrap,
+     "the sum of all planned weights fits the ring"),
+    ("own dealers", "check_shares", RosterRefused,
+     "shares are its own, from its dealers, once each"),
+    ("same model", "check_shares", SessionMismatch,
+     "a share of another opens: the others saw the same model and roster"),
+    ("complaints", "masked_update", ComplaintIgnored,
+     "no dealer stays whose share was bad"),
+    ("maskers", "masked_update", RosterRefused,
+     "U2 is of those who dealt, once each, and it is in U2"),
+    ("enough maskers", "masked_update", CohortTooSmall,
+     "U2 has 3 members, its own minimum, and t of its holders"),
+    ("mask keys", "masked_update", BadPublicKey,
+     "no mask key leads to an agreement that everybody can compute"),
+    ("own numbers", "masked_update", ModelMismatch,
+     "the masked numbers are those that its task gives"),
+    ("own weight", "masked_update", CountOutOfRange,
+     "its weight is within its plan"),
+    ("finite", "masked_update", NonFiniteUpdate,
+     "the vector and the numbers are finite"),
+    ("block bounds", "masked_update", SessionMismatch,
+     "a 16-bit ring's bounds are those that all agreed on"),
+    ("one share each", "consistency, unmask", BothSharesAsked,
+     "nobody both survived and dropped"),
+    ("survivors", "consistency, unmask", SurvivorsRefused,
+     "survived and dropped are U2, once each, and it survived"),
+    ("enough survivors", "consistency, unmask", SurvivorsRefused,
+     "3 survived, its own minimum, and its own share of U2"),
+    ("holders", "consistency, unmask", SurvivorsRefused,
+     "of each survivor t holders survived"),
+    ("one survivor set", "consistency, unmask", SurvivorsChanged,
+     "it is the only one of the session that it answers"),
+    ("signed survivors", "unmask", SurvivorsNotAgreed,
+     "enough members signed exactly this set (active)"),
+    ("order", "any", OutOfPhase,
+     "the message is the one that it awaits"),
 )
+# fmt: on
 
 
 def check_unmasked(device: Device, record: Record) -> None:
@@ -168,8 +196,14 @@ def check_members(
         )
 
 
-def check_update(trained: Trained, device: Device) -> None:
+def check_update(trained: Trained, chosen: Parameters, device: Device) -> None:
     """Check the update's own counts; the vector is checked before it is encoded."""
+    names = {scalar.name for scalar in chosen.scalars} - {NUM_CLIPPED}
+    if names != trained.numbers.keys():
+        raise ModelMismatch(
+            f"{device.name}: masked numbers {sorted(names)}, the update has "
+            f"{sorted(trained.numbers)}"
+        )
     if trained.values_P.numel() != device.num_values:
         raise ModelMismatch(
             f"{device.name}: {trained.values_P.numel():,} coordinates, expected "

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from client import secure_checks as checks
 from client.secure_device import Device, Trained
 from client.secure_states import Holding, Masked, Revealed
+from common.errors import OutOfPhase
 from common.fixed_point import RingVector, encode_in_place
 from common.masking import SCALARS, VECTOR, Stream, mask_in_place
 from common.roster import Session
@@ -66,7 +67,7 @@ def mask(
         device=device,
     )
     checks.check_unmasked(device, state.record)
-    checks.check_update(trained, device)
+    checks.check_update(trained, session.parameters, device)
     streams = _streams(state, frozenset(wanted.members))
     vector, scalars = _encoded(trained, session, bounds=bounds, device=device)
     cipher = session.parameters.cipher
@@ -132,8 +133,8 @@ def _encoded(
     vector, num_clipped = encode_in_place(
         trained.values_P, weight=trained.weight, encoding=chosen.encoding, random=random
     )
-    clipped = {NUM_CLIPPED: min(num_clipped + num_numbers, chosen.num_values)}
-    scalars, _ = encode_scalars(numbers | clipped, chosen.scalars)
+    numbers[NUM_CLIPPED] = num_clipped + num_numbers
+    scalars, _ = encode_scalars(numbers, chosen.scalars)
     return vector, scalars
 
 
@@ -145,10 +146,10 @@ def sign(
     Raises:
         SessionRefused: see ``client.secure_checks.CHECKS``.
     """
-    device = state.device
+    device, identity = state.device, state.device.identity
+    if state.session.parameters.mode != "active" or identity is None:
+        raise OutOfPhase(f"{device.name}: there is no consistency phase in semi-honest mode")
     digest = _agreed(state, told)
-    identity = device.identity
-    assert identity is not None  # advertise() refused active mode without one
     signature = identity.sign(survivors_message(digest))
     return _answering(state, digest), SurvivorsSigned(name=device.name, signature=signature)
 

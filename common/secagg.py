@@ -300,6 +300,11 @@ def share_of(fraction: float, count: int) -> int:
     return math.ceil(fraction * count - 1e-9)
 
 
+def most_clipped(num_values: int, num_scalars: int) -> int:
+    """Return how many clips one device can count: of every coordinate and every masked number."""
+    return num_values + num_scalars
+
+
 def framed(*fields: str | bytes | int) -> bytes:
     """Join fields, each behind its length, so that no two lists of fields read the same."""
     parts = [field if isinstance(field, bytes) else str(field).encode() for field in fields]

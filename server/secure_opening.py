@@ -22,6 +22,7 @@ from common.secagg import (
     Reply,
     SessionNumber,
     complete_threshold,
+    most_clipped,
     share_of,
 )
 
@@ -104,7 +105,8 @@ def _encoding(opening: Opening, planned_weight: int) -> Encoding:
 
 
 def _scalars(opening: Opening, num_devices: int, largest_weight: int) -> Iterable[Scalar]:
-    for name, most in ((WEIGHT, largest_weight), (NUM_CLIPPED, opening.num_values)):
+    num_clips = most_clipped(opening.num_values, len(opening.bounds) + 2)
+    for name, most in ((WEIGHT, largest_weight), (NUM_CLIPPED, num_clips)):
         yield plan_scalar(name, bound=float(most), num_devices=num_devices, is_count=True)
     for name, bound in sorted(opening.bounds.items()):
         yield plan_scalar(name, bound=bound, num_devices=num_devices)
