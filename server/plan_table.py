@@ -1,4 +1,4 @@
-"""``headwater-server plan``: a round's plans as a table, from rounds.jsonl."""
+"""``headwater-server plan``: a round's plans as a table, and who had none, from rounds.jsonl."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from server.metrics import ROUNDS, read_rows
 
 def show_plan(folder: Path, *, round_number: int | None, explain: bool) -> None:
     """Print one round's clients: what each was asked for, why, and how long it took.
+
+    With ``explain`` also who was left out, and why.
 
     Raises:
         SettingsError: there is no such run, or no such round in it.
@@ -31,6 +33,13 @@ def show_plan(folder: Path, *, round_number: int | None, explain: bool) -> None:
             remedy=f"rounds {rows[0]['round']} to {rows[-1]['round']} are there",
         )
     console.print(plan_table(row, explain=explain))
+    if row["num_bounded"]:
+        console.print(f"{_devices(row['num_bounded'])} claimed more than is believed")
+    if row["left_out"]:
+        hint = "" if explain else ": --explain says by how much"
+        console.print(f"{_devices(len(row['left_out']))} left out as too slow{hint}")
+    for name, why in row["left_out"].items() if explain else ():
+        console.print(f"{name} was left out: {why}", soft_wrap=True)
     for name, error in row["refused"].items():
         console.print(f"{name} did not finish: {error}", soft_wrap=True)
 
@@ -61,3 +70,7 @@ def plan_table(row: dict[str, Any], *, explain: bool) -> Table:
         ]
         table.add_row(*cells, *([client["plan"]] if explain else []))
     return table
+
+
+def _devices(number: int) -> str:
+    return f"{number} device{'' if number == 1 else 's'}"

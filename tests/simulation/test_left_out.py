@@ -1,0 +1,125 @@
+"""Devices that are too slow for the deadline: left out, told why, asked in their turn, and back."""
+
+from __future__ import annotations
+
+import logging
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.settings import Settings, load
+from server.metrics import RoundRow, read_rows
+from server.rounds import MODEL
+from simulation.engines import run_engine
+from simulation.profiles import read_fleet
+
+# Two devices that do a thousand examples a second, and two that need ten seconds for one.
+FLEET = """
+[[device]]
+count = 2
+examples_per_second = 1000
+micro_batch_seconds = 0.001
+memory_bytes = 1_000_000_000
+upload_bytes_per_second = 1_000_000_000
+
+[[device]]
+count = 2
+examples_per_second = 0.1
+micro_batch_seconds = 0
+memory_bytes = 1_000_000_000
+upload_bytes_per_second = 1_000_000_000
+"""
+
+
+def settings(folder: Path, name: str, rounds: int, **changes: Any) -> Settings:
+    (folder / "fleet.toml").write_text(FLEET)
+    return load(
+        None,
+        {
+            "task": "tests/tasks.py:TwoLayers",
+            "simulation.fleet": folder / "fleet.toml",
+            "rounds": rounds,
+            "threads": 1,
+            "plan.effective_batch_size": 20,
+            "cohort.deadline_seconds": 2.0,
+            "cohort.invite_within_rounds": 3,
+            "optimizer.learning_rate": 0.001,
+            "out": folder / name,
+            **changes,
+        },
+    )
+
+
+def simulate(chosen: Settings, *, resume: bool = False) -> list[RoundRow]:
+    rows: list[RoundRow] = []
+    run_engine(chosen, on_round=rows.append, resume=resume)
+    return rows
+
+
+WHY = "one example takes 10.0 s of its 1.8 s"
+
+
+def test_slow_devices_are_left_out_told_why_and_asked_once_in_so_many_rounds(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        rows = simulate(settings(tmp_path, "run", 9))
+    for name in ("2", "3"):
+        asked = [row.round for row in rows if name in row.refused]
+        assert len(asked) == 3
+        assert [later - earlier for earlier, later in pairwise(asked)] == [3, 3]
+        for row in rows:
+            # Asked, it comes ten seconds late, as was foreseen.
+            assert (name in row.left_out) == (name not in row.refused)
+            assert row.left_out.get(name, WHY) == WHY
+            assert row.refused.get(name, "LateUpdate").startswith("LateUpdate")
+    assert all({client.name for client in row.clients} == {"0", "1"} for row in rows)
+    assert f"2 has no part in this round: {WHY}" in caplog.messages
+    assert f"round 1: 2 more left out (2: {WHY}; 3: {WHY})" in caplog.messages
+
+
+def test_a_device_that_became_fast_comes_back_in_the_round_behind(tmp_path: Path) -> None:
+    """What it tells when it is left out counts for the next round."""
+    chosen = settings(tmp_path, "run", 2, **{"cohort.invite_within_rounds": 1000})
+    assert simulate(chosen)[1].left_out.keys() == {"2", "3"}
+    # The machine under device 2 and 3 is exchanged while the server is down: the run goes on.
+    rows: list[RoundRow] = []
+    (tmp_path / "fleet.toml").write_text(FLEET.replace("0.1\n", "500\n"))
+    read_fleet.cache_clear()
+    run_engine(chosen.model_copy(update={"rounds": 3}), on_round=rows.append, resume=True)
+    assert rows[0].left_out == {}
+    assert [client.name for client in rows[0].clients] == ["0", "1", "2", "3"]
+
+
+def test_too_few_fast_devices_bring_in_the_slow_ones_rather_than_abort_at_once(
+    tmp_path: Path,
+) -> None:
+    # Device 2 needs ten seconds for an example: with a deadline of 10.2 it comes, if it is asked.
+    changes = {
+        "cohort.min_clients": 3,
+        "cohort.deadline_seconds": 10.2,
+        "cohort.invite_within_rounds": 1000,
+    }
+    for row in simulate(settings(tmp_path, "run", 2, **changes)):
+        assert [client.name for client in row.clients] == ["0", "1", "2"]
+        assert row.left_out.keys() == {"3"}
+        said = "one example, as 3 devices are needed though one example takes 10.0 s of its 9.2 s"
+        assert row.clients[2].plan == f"{said}; in one micro-batch"
+
+
+def test_a_run_with_devices_left_out_resumes_with_the_same_plans(tmp_path: Path) -> None:
+    simulate(settings(tmp_path, "whole", 7))
+    for rounds in range(1, 8):
+        simulate(settings(tmp_path, "broken", rounds), resume=rounds > 1)
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    assert (whole / MODEL).read_bytes() == (broken / MODEL).read_bytes()
+    told = [
+        [
+            (row["left_out"], row["refused"], [(c["name"], c["plan"]) for c in row["clients"]])
+            for row in read_rows(folder)
+        ]
+        for folder in (whole, broken)
+    ]
+    assert told[0] == told[1]
