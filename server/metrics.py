@@ -26,7 +26,13 @@ log = logging.getLogger(__name__)
 ROUNDS = "rounds.jsonl"
 CURVES = "curves.png"
 EVENTS = "tensorboard"
-NOISE = ("noise_scale", "gradient_variance", "squared_gradient", "heterogeneity")
+NOISE = (
+    "noise_scale",
+    "gradient_variance",
+    "squared_gradient",
+    "heterogeneity",
+    "measured_share",
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,11 +79,13 @@ class RoundRow:
     target: int | None = None
     target_by: TargetBy | None = None
     # S, |G|^2 and heterogeneity are this round's own, the noise scale S/|G|^2 that of the rounds so
-    # far, all per unit of weight (server/noise_scale.py); not set where nobody could measure.
+    # far, all per unit of weight (server/noise_scale.py). The devices that measured sent this share
+    # of the round's weight. Not set where none did.
     noise_scale: float | None = None
     gradient_variance: float | None = None
     squared_gradient: float | None = None
     heterogeneity: float | None = None
+    measured_share: float | None = None
     # Devices that claimed more than was believed, and those that were too slow for the deadline.
     num_bounded: int = 0
     left_out: dict[str, str] = field(default_factory=dict)
@@ -281,7 +289,9 @@ def _draw_batch(axes: Any, rows: list[dict[str, Any]]) -> None:
     # A round without an estimate leaves a gap.
     scale = [math.nan if row["noise_scale"] is None else row["noise_scale"] for row in rows]
     axes.plot(rounds, scale, label="noise scale")
-    axes.set(title="weight per round", xlabel="round", yscale="log")
+    axes.set(title="weight per round", xlabel="round")
+    axes.set_yscale("log", base=2)
+    axes.yaxis.set_major_formatter("{x:,g}")
     axes.legend(frameon=False)
 
 

@@ -66,11 +66,15 @@ class NoiseSums:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RoundNoise:
-    """A round's own estimates, per unit of weight; any of them may be negative."""
+    """A round's own estimates, per unit of weight; any of the three may be negative.
+
+    They rest on devices that sent ``measured_share`` of the weight.
+    """
 
     variance: float
     squared_gradient: float
     heterogeneity: float
+    measured_share: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -179,6 +183,7 @@ def round_noise(sums: NoiseSums, *, squared_mean: float) -> RoundNoise | None:
         variance=sums.variance / sums.measured_weight,
         squared_gradient=squared_gradient,
         heterogeneity=sums.squared_gradient / sums.measured_weight - squared_gradient,
+        measured_share=sums.measured_weight / sums.weight,
     )
 
 

@@ -166,6 +166,7 @@ def _run_round(training: Training, fleet: Fleet) -> RoundRow:
         gradient_variance=None if noise is None else noise.variance,
         squared_gradient=None if noise is None else noise.squared_gradient,
         heterogeneity=None if noise is None else noise.heterogeneity,
+        measured_share=None if noise is None else noise.measured_share,
         num_bounded=planned.num_bounded,
         left_out=planned.left_out,
         refused={name: f"{error.code}: {error}" for name, error in opened.refused.items()},

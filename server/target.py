@@ -23,8 +23,8 @@ TargetBy = Literal["examples", "tokens", "noise scale"]
 # The target at most doubles or halves from one round to the next: the noise scale of the first
 # rounds is hardly known, and the learning rate may depend on it.
 LARGEST_CHANGE = 2.0
-# One example says nothing of the noise. With two a device is bound to measure it, so that a target
-# at its least can rise again.
+# One example says nothing of the noise. Of twice as many as there are clients somebody is asked for
+# two or more, however they are shared out, so that a target at its least can rise again.
 LEAST_PER_CLIENT = 2
 
 DEFAULT_EXAMPLES = settings.Plan().effective_batch_size

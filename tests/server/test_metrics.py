@@ -236,6 +236,7 @@ def test_target_and_noise_go_to_tensorboard_where_they_are_known(tmp_path: Path)
             gradient_variance=2.0,
             squared_gradient=0.05,
             heterogeneity=-0.1,
+            measured_share=0.5,
         )
     )
     journal.close()

@@ -123,7 +123,8 @@ def over_rounds(
 ) -> tuple[Array, Array]:
     """Return the mean of S, |G|^2 and heterogeneity over independent rounds, and its error."""
     random = np.random.default_rng(0)
-    found = np.array([dataclasses.astuple(estimate(fleet, random)) for _ in range(rounds)])
+    rows = [estimate(fleet, random) for _ in range(rounds)]
+    found = np.array([(r.variance, r.squared_gradient, r.heterogeneity) for r in rows])
     error: Array = found.std(axis=0, ddof=1) / math.sqrt(rounds)
     return found.mean(axis=0), error
 
@@ -221,6 +222,13 @@ def test_the_others_stand_for_a_device_with_one_micro_batch() -> None:
     assert (np.abs(found - truth(fleet)) <= ERRORS * error).all()
 
 
+def test_the_share_of_the_weight_that_measured_is_told() -> None:
+    parts = [sums_of(told([3.0, 5.0], [2, 4]), num_owned=9), sums_of(told([3.0], [2]), num_owned=9)]
+    found = round_noise(total(parts), squared_mean=1.0)
+    assert found is not None
+    assert found.measured_share == 0.75
+
+
 def across_devices(fleet: Sequence[Device], random: np.random.Generator) -> RoundNoise:
     """Take the devices' norms for a small batch and the fleet's for a large one: the wrong way."""
     parts = [trained(device, random)[0] for device in fleet]
@@ -231,7 +239,10 @@ def across_devices(fleet: Sequence[Device], random: np.random.Generator) -> Roun
     at_large = float(mean_P @ mean_P)
     variance = (at_small - at_large) / (1 / small - 1 / large)
     return RoundNoise(
-        variance=variance, squared_gradient=at_large - variance / large, heterogeneity=0.0
+        variance=variance,
+        squared_gradient=at_large - variance / large,
+        heterogeneity=0.0,
+        measured_share=1.0,
     )
 
 
@@ -324,7 +335,9 @@ def test_whatever_a_device_claims_the_estimates_are_finite(claims: list[tuple[fl
 
 
 def noise(variance: float, squared_gradient: float) -> RoundNoise:
-    return RoundNoise(variance=variance, squared_gradient=squared_gradient, heterogeneity=0.0)
+    return RoundNoise(
+        variance=variance, squared_gradient=squared_gradient, heterogeneity=0.0, measured_share=1.0
+    )
 
 
 def test_the_ratio_is_taken_last() -> None:

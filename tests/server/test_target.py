@@ -41,7 +41,7 @@ def of(num_examples: int, weight: float) -> Gathered:
 
 
 def noise(scale: float) -> RoundNoise:
-    return RoundNoise(variance=scale, squared_gradient=1.0, heterogeneity=0.0)
+    return RoundNoise(variance=scale, squared_gradient=1.0, heterogeneity=0.0, measured_share=1.0)
 
 
 def report(*, num_examples: int, weights: list[int], sent: int | None = None) -> UpdateReport:
@@ -180,7 +180,10 @@ def test_a_target_that_follows_leaves_each_client_enough_to_measure_the_noise_ag
 
 def test_a_target_stays_while_the_noise_scale_is_not_known() -> None:
     followed = target(follow_noise_scale=True, effective_batch_size=100)
-    for unknown in (None, RoundNoise(variance=5.0, squared_gradient=-1.0, heterogeneity=0.0)):
+    for unknown in (
+        None,
+        RoundNoise(variance=5.0, squared_gradient=-1.0, heterogeneity=0.0, measured_share=1.0),
+    ):
         followed.commit(of(100, 100), unknown)
         assert followed.open(num_invited=4) == 100
 
