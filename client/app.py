@@ -6,19 +6,24 @@ SuperNodes. Flower's types stop here.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
 
 import torch
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
+from client.link import link_in
 from client.micro_batches import Place, Walk
 from client.resident import HardwareOf, Identity, Resident, host_name, resident_of, this_machine
+from client.spool import Spool
 from common import records
 from common.errors import CorruptUpdate, EmptyUpdate, HeadwaterError, SettingsError
 from common.settings import Settings, from_run_config
-from common.update import DescribeRequest, Plan
+from common.update import DescribeRequest, DeviceReport, Plan, UpdateReport
 
 log = logging.getLogger(__name__)
 
@@ -26,6 +31,11 @@ WALK = "walk"
 
 # The mark in a node's configuration that its messages never leave this process.
 IN_PROCESS = "in-process"
+
+# In a node's configuration: the folder in which a half-summed update outlives a power cut.
+SPOOL = "spool"
+
+Report = TypeVar("Report", DeviceReport, UpdateReport)
 
 
 def client_app(hardware_of: HardwareOf) -> ClientApp:
@@ -55,13 +65,18 @@ def client_app(hardware_of: HardwareOf) -> ClientApp:
         return reply
 
     def describe(
-        message: Message, _: Context, resident: Resident, identity: Identity, settings: Settings
+        message: Message,
+        context: Context,
+        resident: Resident,
+        identity: Identity,
+        settings: Settings,
     ) -> RecordDict:
         request = records.read(message.content, DescribeRequest)
         if request.left_out is not None:
             log.info("%s has no part in this round: %s", identity.name, request.left_out)
         hardware = hardware_of(identity, settings, resident.image.layout)
-        return records.content_of(resident.describe(identity, hardware, request))
+        report = resident.describe(identity, hardware, request)
+        return records.content_of(_with_link(report, context))
 
     def train(
         message: Message,
@@ -73,11 +88,14 @@ def client_app(hardware_of: HardwareOf) -> ClientApp:
         plan = _load(message, context, resident)
         hardware = hardware_of(identity, settings, resident.image.layout)
         try:
-            update, walk = resident.train(identity, hardware, plan, _walk(context))
+            update, walk = resident.train(
+                identity, hardware, plan, _walk(context), spool=spool_of(context, identity.name)
+            )
         except EmptyUpdate:
             records.keep(context, WALK, resident.skip(identity, plan, _walk(context)))
             raise
         records.keep(context, WALK, walk)
+        update = dataclasses.replace(update, report=_with_link(update.report, context))
         return records.update_content(update, as_view=records.is_view(message.content))
 
     def evaluate(
@@ -109,6 +127,22 @@ def _identity(context: Context) -> Identity:
     node = records.node_identity(context.node_config)
     name = node["name"] or (str(node["part"]) if node["is_partition"] else host_name())
     return Identity(name=name, data=node["data"], part=node["part"], num_parts=node["num_parts"])
+
+
+def _with_link(report: Report, context: Context) -> Report:
+    """Add what the node saw of its link; Flower's own engines tell nothing of theirs."""
+    link = link_in(context.node_config)
+    seen = {name: rate for name, rate in dataclasses.asdict(link).items() if rate is not None}
+    return report.model_copy(update={"vitals": report.vitals.model_copy(update=seen)})
+
+
+def spool_of(context: Context, name: str) -> Spool | None:
+    """Return the device's spool, if its node is configured with a folder for one.
+
+    The folder is the machine's own and no setting of the run, so that no simulated device has it.
+    """
+    folder = context.node_config.get(SPOOL)
+    return None if folder is None else Spool(Path(str(folder)), name=name, run_id=context.run_id)
 
 
 def _load(message: Message, context: Context, resident: Resident) -> Plan:

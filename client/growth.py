@@ -17,7 +17,7 @@ from common.line import Line, fitted
 SAFE_SHARE = 0.8
 
 # In all, though sizes 1 and 2 are measured however slow the device is.
-PROBE_SECONDS = 3.0
+PROBE_SECONDS = 2.0
 
 # A size is faster if an example takes this share less; two doublings without that end the probe.
 GAIN = 0.03

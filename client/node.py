@@ -16,7 +16,8 @@ from pathlib import Path
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
-from client.app import WALK
+from client.app import SPOOL, WALK, spool_of
+from client.link import Link
 from client.micro_batches import Place, Walk
 from client.resident import Identity, Resident, stop_asked
 from common import records
@@ -50,6 +51,7 @@ class Node:
     ) -> None:
         self.resident = resident
         self.name = identity.name
+        self.link = Link()
         self._app = app
         self._run_config = settings.to_run_config()
         self._node_config: dict[str, str | int | float | bool] = {
@@ -59,6 +61,8 @@ class Node:
         }
         if identity.data is not None:
             self._node_config["data"] = str(identity.data)
+        if settings.client.spool is not None:
+            self._node_config[SPOOL] = str(settings.client.spool)
         self._state_folder = state_folder
         self._context: Context | None = None
 
@@ -87,6 +91,7 @@ class Node:
     ) -> Answer:
         """Run the ClientApp on an instruction. It takes as long as training takes."""
         assert self._context is not None
+        self._context.node_config.update(self.link.as_config())
         try:
             array = None if image is None else records.flat_array(image, dtype="uint8")
             message = Message(records.content_with_head(head_json, array), 1, message_type)
@@ -108,6 +113,13 @@ class Node:
             head_json=records.head_json(reply.content),
             vector=records.vector(reply.content) or b"",
         )
+
+    def handed_over(self) -> None:
+        """Remove the spool of an update that the server has, whole."""
+        assert self._context is not None
+        spool = spool_of(self._context, self.name)
+        if spool is not None:
+            spool.remove()
 
     def interrupt(self) -> None:
         """Let the work in progress end after the micro-batch that it is at."""

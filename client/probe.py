@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 MOST_EXAMPLES = 256  # plan.max_micro_batch_size: the planner asks for no more
 
 # At a stage the sizes are timed up to so many times, while that takes no longer than this.
-MOST_TURNS, TURNS_SECONDS = 15, 0.3
+MOST_TURNS, TURNS_SECONDS = 7, 0.1
 
 # A pass as short as this is run again at once: of the two, one may have been interrupted.
 SHORT_SECONDS = 0.03

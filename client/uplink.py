@@ -1,19 +1,14 @@
 """The device's end of the stream: one outbound connection, kept up whatever the network does.
 
-The device says hello, is pushed the model and its plans, and sends each update in chunks. The
-vector stays in the accumulator until the server has acknowledged all of it; after a broken
-connection the upload goes on from the last byte that arrived. A plan that supersedes another, or
-the news that its round is over, ends the work on it.
-
-Nothing here cancels a task that may be writing: grpc.aio would end the whole stream with it. An
-upload that is given up stops at its next chunk.
+The device says hello, is pushed the model and its plans, and sends each update in chunks. A broken
+connection is made anew until the server has not been reached for so long; what the device is at
+(``client.work``) goes on meanwhile.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import logging
 import os
 import random
@@ -25,29 +20,12 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
-from client.node import Answer, Node
-from common.errors import (
-    ConnectionLost,
-    CorruptUpdate,
-    ModelMismatch,
-    ProtocolMismatch,
-    error_of,
-    travelling,
-)
+from client.node import Node
+from client.work import StreamBroken, Work
+from common.errors import ConnectionLost, ProtocolMismatch, error_of
 from common.tls import Credentials
-from common.wire import CHUNK_BYTES, HELLO_SECONDS, KEEPALIVE, METHOD, PROTOCOL_VERSION
-from common.wire_pb2 import (
-    Chunk,
-    ClientFrame,
-    Fault,
-    Hello,
-    Image,
-    Instruction,
-    Leave,
-    Receipt,
-    Reply,
-    ServerFrame,
-)
+from common.wire import HELLO_SECONDS, KEEPALIVE, METHOD, PROTOCOL_VERSION
+from common.wire_pb2 import ClientFrame, Fault, Hello, Leave, ServerFrame
 
 log = logging.getLogger(__name__)
 
@@ -83,13 +61,7 @@ class Uplink:
         self._credentials = credentials
         self._patience_seconds = patience_seconds
         self._session = b""
-        self._image_id = ""
-        self._incoming: _IncomingImage | None = None
-        self._work: asyncio.Task[None] | None = None
-        self._working_on = ""
-        self._asked_here = ""
-        self._answer: Answer | None = None
-        self._upload: _Upload | None = None
+        self._work = Work(node, self._write_of_work)
         self._call: Call | None = None
         self._writing = asyncio.Lock()
         self._stopping = asyncio.Event()
@@ -119,7 +91,7 @@ class Uplink:
         try:
             await self._keep_connected()
         finally:
-            await self._end_work()
+            await self._work.end()
 
     async def _keep_connected(self) -> None:
         backoff, last_contact = FIRST_BACKOFF_SECONDS, time.monotonic()
@@ -153,7 +125,8 @@ class Uplink:
         """Serve one connection to its end; returns when the run has ended or we have left."""
         had_contact = False
         async with self._channel() as channel:
-            self._call, self._asked_here = channel.stream_stream(METHOD)(), ""
+            self._call = channel.stream_stream(METHOD)()
+            self._work.connected()
             leaver: asyncio.Task[None] | None = None
             try:
                 async with asyncio.timeout(CONNECT_SECONDS):
@@ -170,8 +143,7 @@ class Uplink:
             finally:
                 if leaver is not None:
                     leaver.cancel()
-                if self._upload is not None:
-                    self._upload.give_up()
+                self._work.disconnected()
                 self._call.cancel()
                 self._call = None
 
@@ -195,7 +167,7 @@ class Uplink:
             name=self._node.name,
             layout_digest=self._node.resident.image.layout.digest,
             session=self._session,
-            image_id=self._image_id,
+            image_id=self._work.image_id,
         )
         await self._write(ClientFrame(hello=hello))
         frame = await asyncio.wait_for(self._read(), HELLO_SECONDS)
@@ -236,13 +208,15 @@ class Uplink:
                 raise TimeoutError("the server closed the connection")
             match frame.WhichOneof("kind"):
                 case "image":
-                    await self._begin_image(frame.image)
+                    await self._work.begin_image(frame.image)
                 case "chunk":
-                    self._take_chunk(frame.chunk)
+                    self._work.take_chunk(frame.chunk)
                 case "instruction":
-                    await self._take_instruction(frame.instruction)
+                    await self._work.take_instruction(
+                        frame.instruction, is_stopping=self._stopping.is_set()
+                    )
                 case "receipt":
-                    self._take_receipt(frame.receipt)
+                    self._work.take_receipt(frame.receipt)
                 case "fault":
                     self._take_fault(frame.fault)
                 case "goodbye":
@@ -251,82 +225,11 @@ class Uplink:
                 case other:
                     raise ProtocolMismatch(f"the server sent a frame of kind {other} in mid-stream")
 
-    async def _begin_image(self, image: Image) -> None:
-        """Make ready to receive a model, straight into the resident model's memory."""
-        await self._end_work()
-        memory = self._node.resident.image.buffer()
-        if image.num_bytes != len(memory):
-            raise ModelMismatch(
-                f"the server's model has {image.num_bytes:,} bytes, this device's {len(memory):,}"
-            )
-        self._image_id = ""
-        self._incoming = _IncomingImage(image, memory)
-
-    def _take_chunk(self, chunk: Chunk) -> None:
-        incoming = self._incoming
-        if incoming is None or chunk.transfer_id != incoming.image_id:
-            raise ProtocolMismatch("the server sent a chunk that belongs to nothing")
-        incoming.add(chunk)
-
-    async def _take_instruction(self, instruction: Instruction) -> None:
-        """Begin the work, unless it is begun already; then send what is there of it."""
-        self._asked_here = instruction.message_id
-        if instruction.message_id == self._working_on:
-            if self._answer is not None:
-                self._begin_upload(self._answer)
-            return
-        await self._end_work()
-        if instruction.image_id and instruction.image_id != self._image_id:
-            incoming = self._incoming
-            if incoming is None or incoming.image_id != instruction.image_id:
-                raise ProtocolMismatch("the server sent a plan without its model")
-            incoming.verify()
-            self._image_id, self._incoming = incoming.image_id, None
-        self._working_on = instruction.message_id
-        if not self._stopping.is_set():
-            self._node.resume()
-        self._work = asyncio.create_task(self._do(instruction))
-
-    async def _do(self, instruction: Instruction) -> None:
-        image = self._node.resident.image.buffer() if instruction.image_id else None
-        answer = await asyncio.to_thread(
-            self._node.answer,
-            message_id=instruction.message_id,
-            message_type=instruction.message_type,
-            head_json=instruction.head_json,
-            image=image,
-        )
-        if self._working_on != instruction.message_id:
-            return  # given up meanwhile
-        self._answer = answer
-        if self._asked_here == instruction.message_id:
-            self._begin_upload(answer)
-
-    def _give_up_work(self) -> None:
-        """Give up the work and the upload in progress: nobody waits for them any more."""
-        self._working_on, self._answer = "", None
-        if self._upload is not None:
-            self._upload.give_up()
-        if self._work is not None and not self._work.done():
-            self._node.interrupt()
-
-    async def _end_work(self) -> None:
-        """Give up the work and wait for its end: the vector and the model are free again."""
-        self._give_up_work()
-        if self._work is not None:
-            await self._work
-
-    def _take_receipt(self, receipt: Receipt) -> None:
-        if self._upload is not None and receipt.message_id == self._upload.answer.message_id:
-            self._upload.receipts.put_nowait(receipt)
-
     def _take_fault(self, fault: Fault) -> None:
-        error = error_of(fault.code, fault.text)
+        """Tell the work that its update was refused; a fault of no message ends it all."""
         if not fault.message_id:
-            raise error
-        log.warning("the server refused the update: %s: %s", error.code, error)
-        if fault.message_id == self._working_on:
-            self._give_up_work()
+            raise error_of(fault.code, fault.text)
+        self._work.take_fault(fault)
 
     # Writing.
 
@@ -335,59 +238,16 @@ class Uplink:
             async with self._writing:
                 await self._call.write(frame.SerializeToString())
 
-    def _begin_upload(self, answer: Answer) -> None:
-        self._upload = upload = _Upload(answer)
-        upload.task = asyncio.create_task(self._send_answer(upload))
-
-    async def _send_answer(self, upload: _Upload) -> None:
-        """Send a reply from where the server has it, or the error that stands for it."""
-        answer = upload.answer
+    async def _write_of_work(self, frame: ClientFrame) -> None:
         try:
-            if answer.error is None:
-                await self._send_reply(upload)
-            else:
-                code, text = travelling(answer.error)
-                log.warning("%s: %s", code, answer.error)
-                fault = Fault(message_id=answer.message_id, code=code, text=text)
-                await self._write(ClientFrame(fault=fault))
+            await self._write(frame)
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
-            log.debug("the stream broke in mid-upload: %s", error)
-            return
-        if not upload.is_given_up and self._working_on == answer.message_id:
-            self._working_on, self._answer = "", None
-
-    async def _send_reply(self, upload: _Upload) -> None:
-        """Send a reply's head and, from the offset that the server then names, its vector."""
-        answer, vector = upload.answer, memoryview(upload.answer.vector)
-        digest = await asyncio.to_thread(hashlib.sha256, vector)
-        reply = Reply(
-            message_id=answer.message_id,
-            head_json=answer.head_json,
-            num_bytes=len(vector),
-            sha256=digest.digest(),
-        )
-        if upload.is_given_up:
-            return
-        await self._write(ClientFrame(reply=reply))
-        receipt = await upload.receipts.get()
-        if receipt is None:
-            return
-        for offset in range(receipt.next_offset, len(vector), CHUNK_BYTES):
-            if upload.is_given_up:
-                return
-            data = bytes(vector[offset : offset + CHUNK_BYTES])
-            chunk = Chunk(transfer_id=answer.message_id, offset=offset, data=data)
-            await self._write(ClientFrame(chunk=chunk))
-        while receipt is not None and not receipt.is_done:
-            receipt = await upload.receipts.get()
+            raise StreamBroken(str(error)) from error
 
     async def _leave_when_asked(self) -> None:
         """After ``stop``: wait for the work to end and its update to arrive, then leave."""
         await self._stopping.wait()
-        if self._work is not None:
-            await asyncio.wait([self._work], timeout=STOP_GRACE_SECONDS)
-        if self._upload is not None and self._upload.task is not None:
-            await asyncio.wait([self._upload.task], timeout=STOP_GRACE_SECONDS)
+        await self._work.finish(STOP_GRACE_SECONDS)
         with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
             await self._write(ClientFrame(leave=Leave()))
             if self._call is not None:
@@ -415,46 +275,3 @@ class _Broken(Exception):
     def __init__(self, text: str, *, had_contact: bool) -> None:
         super().__init__(text)
         self.had_contact = had_contact
-
-
-class _Upload:
-    """An answer on its way out, over one stream."""
-
-    def __init__(self, answer: Answer) -> None:
-        self.answer = answer
-        self.task: asyncio.Task[None] | None = None
-        self.receipts: asyncio.Queue[Receipt | None] = asyncio.Queue()
-        self.is_given_up = False
-
-    def give_up(self) -> None:
-        """Stop at the next chunk."""
-        self.is_given_up = True
-        self.receipts.put_nowait(None)
-
-
-class _IncomingImage:
-    """A model on its way in."""
-
-    def __init__(self, image: Image, memory: memoryview) -> None:
-        self.image_id = image.image_id
-        self._sha256 = image.sha256
-        self._memory = memory
-        self._received = 0
-        self._digest = hashlib.sha256()
-
-    def add(self, chunk: Chunk) -> None:
-        end = self._received + len(chunk.data)
-        if chunk.offset != self._received or end > len(self._memory):
-            raise ProtocolMismatch("the server sent a chunk of its model out of order")
-        self._memory[self._received : end] = chunk.data
-        self._digest.update(chunk.data)
-        self._received = end
-
-    def verify(self) -> None:
-        """Check the whole model.
-
-        Raises:
-            CorruptUpdate: its digest is not the announced one.
-        """
-        if self._received != len(self._memory) or self._digest.digest() != self._sha256:
-            raise CorruptUpdate("the model that arrived is not the one that was announced")
