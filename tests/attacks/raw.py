@@ -95,17 +95,24 @@ async def serving(
     deadline: float | None = None,
     on_devices: bool = False,
     credentials: Credentials | None = None,
+    effective_batch_size: int | None = None,
+    weighting: str = "samples",
 ) -> AsyncIterator[Run]:
-    """Listen; ``begin`` serves ``rounds`` rounds of K = 1, micro-batch 8."""
+    """Listen; ``begin`` serves ``rounds`` rounds of K = 1, micro-batch 8.
+
+    With an effective batch size the planner decides instead.
+    """
+    k_of_one = {"plan.accumulation_steps": 1, "plan.micro_batch_size": 8}
+    planned = {"plan.effective_batch_size": effective_batch_size}
     settings = load(
         None,
         {
             "task": TASK,
             "rounds": rounds,
             "threads": 1,
-            "plan.accumulation_steps": 1,
-            "plan.micro_batch_size": 8,
+            **(k_of_one if effective_batch_size is None else planned),
             "cohort.min_clients": min_clients,
+            "cohort.weighting": weighting,
             "cohort.deadline_seconds": deadline,
             "evaluation.on_devices": on_devices,
         },

@@ -1,0 +1,175 @@
+"""The law with the planner on: the same examples give the same step, whatever the plan was."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from client.accumulator import Accumulator
+from client.device import MonotonicClock
+from client.local_training import train
+from client.memory import ProcessMemory
+from client.micro_batches import Place, Window, window
+from client.workplace import Workplace
+from common import settings as chosen
+from common.line import Line
+from common.parameters import ModelImage, build_model
+from common.task import Examples, Task, max_weight_per_example
+from common.update import Plan, Vitals
+from server.aggregate import CohortSum
+from server.learned import Learned
+from server.planner import Assignment, Device, Link, assign, too_slow
+from tests import reference
+from tests.laws.architectures import ARCHITECTURES, NUM_EXAMPLES
+
+RELATIVE = 1e-6  # as for plans that nobody made (test_exact_step)
+MIB = 2**20
+
+SECONDS = st.floats(1e-6, 10.0)
+RATE = st.none() | st.floats(1e3, 1e8)
+LEARNED = st.builds(
+    Learned,
+    line=st.builds(Line, base=st.just(0.0) | SECONDS, each=SECONDS),
+    fastest_micro_batch_size=st.none() | st.integers(1, 64),
+    vitals=st.builds(
+        Vitals,
+        memory_limit_bytes=st.none() | st.integers(64 * MIB, 1024 * MIB),
+        base_bytes=st.integers(0, 128 * MIB),
+        bytes_per_example=st.floats(MIB, 64 * MIB),
+        upload_bytes_per_second=RATE,
+        download_bytes_per_second=RATE,
+        share=st.just(1.0) | st.floats(0.05, 1.0),
+    ),
+    num_left=st.none() | st.integers(1, NUM_EXAMPLES),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fleet:
+    """Devices as a server knows them, and what it wants of them."""
+
+    devices: list[Device]
+    target: int
+    deadline_seconds: float | None
+    link: Link
+
+    def plans(self) -> dict[str, Assignment]:
+        able = [
+            device
+            for device in self.devices
+            if not too_slow(device, deadline_seconds=self.deadline_seconds, link=self.link)
+        ]
+        return assign(
+            able,
+            chosen.Plan(),
+            target=self.target,
+            deadline_seconds=self.deadline_seconds,
+            link=self.link,
+        )
+
+
+@st.composite
+def fleets(draw: st.DrawFn) -> Fleet:
+    learned = draw(st.lists(LEARNED, min_size=1, max_size=5))
+    return Fleet(
+        devices=[
+            Device(name=str(part), num_examples=NUM_EXAMPLES, learned=one)
+            for part, one in enumerate(learned)
+        ],
+        target=draw(st.integers(1, 5 * NUM_EXAMPLES)),
+        deadline_seconds=draw(st.none() | st.floats(0.01, 100.0)),
+        link=Link(
+            image_bytes=10_000,
+            update_bytes=10_000,
+            turn_seconds=draw(st.just(0.0) | st.floats(1e-4, 1.0)),
+        ),
+    )
+
+
+class PlannedRound:
+    """Plans by the real planner, work by the real client, the real sum; no wire between them."""
+
+    def __init__(self, task: Task, seed: int) -> None:
+        self.task = task
+        self.image: ModelImage = build_model(task, seed=seed)
+        self._accumulator = Accumulator(self.image)
+        self._sum = CohortSum(self.image.layout)
+        self._memory = ProcessMemory()
+
+    def examples(self, part: int) -> Examples:
+        return self.task.train_examples(data=None, part=part, num_parts=5)
+
+    def window(self, told: Assignment) -> Window:
+        """Return the examples that a device takes which stands where the server believes it."""
+        return window(
+            Place(offset=NUM_EXAMPLES - told.device.num_left),
+            quota=told.quota,
+            run_seed=0,
+            name=told.device.name,
+            num_examples=NUM_EXAMPLES,
+        )
+
+    def mean_gradient(self, plans: dict[str, Assignment], *, in_one: bool = False) -> Tensor:
+        """Run the round; ``in_one`` gives each device memory for its examples in one go."""
+        bound = max_weight_per_example(self.task)
+        self._sum.open(
+            num_clients=len(plans), planned_weight=bound * sum(a.quota for a in plans.values())
+        )
+        for name, told in plans.items():
+            size = told.quota if in_one else told.micro_batch_size
+            plan = Plan(
+                round=1, run_seed=0, model_version=0, quota=told.quota, micro_batch_size=size
+            )
+            place = Workplace(
+                task=self.task,
+                image=self.image,
+                accumulator=self._accumulator,
+                examples=self.examples(int(name)),
+                name=name,
+                clock=MonotonicClock(),
+                memory=self._memory,
+                stop=lambda: False,
+            )
+            update = train(plan, self.window(told), place)
+            # No window is cut short: the planner knows what the epoch has left.
+            assert update.report.num_examples == told.quota
+            self._sum.check(update.values_P, name=name)
+            self._sum.fold(update.values_P, update.report.weight)
+        return self._sum.close()
+
+    def picked(self, plans: dict[str, Assignment]) -> reference.Picked:
+        return [
+            (self.examples(int(name)), self.window(told).positions) for name, told in plans.items()
+        ]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@given(fleet=fleets().filter(lambda fleet: bool(fleet.plans())), seed=st.integers(0, 1000))
+@settings(max_examples=25, deadline=None, derandomize=True)
+def test_a_planned_step_is_that_of_one_big_batch_of_the_same_examples(
+    architecture: str, fleet: Fleet, seed: int
+) -> None:
+    run = PlannedRound(ARCHITECTURES[architecture], seed)
+    plans = fleet.plans()
+    expected_P = reference.mean_gradient(run.task, run.image.model, run.picked(plans))
+    found_P = run.mean_gradient(plans).double()
+    assert float((found_P - expected_P).norm()) <= RELATIVE * float(expected_P.norm())
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@given(fleet=fleets().filter(lambda fleet: bool(fleet.plans())))
+@settings(max_examples=8, deadline=None, derandomize=True)
+def test_devices_of_any_memory_give_the_step_that_devices_of_all_memory_give(
+    architecture: str, fleet: Fleet
+) -> None:
+    run = PlannedRound(ARCHITECTURES[architecture], seed=1)
+    plans = fleet.plans()
+    planned_P = run.mean_gradient(plans).double().clone()
+    in_one_P = run.mean_gradient(plans, in_one=True).double()
+    # Each is within RELATIVE of the float64 step.
+    bound = 2 * RELATIVE * float(in_one_P.norm()) * (1 + RELATIVE)
+    assert float((planned_P - in_one_P).norm()) <= bound
