@@ -66,7 +66,7 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
 
 def machine() -> Figures:
     """Return the machine and the versions that the figures hold for."""
-    names = ("torch", "flwr", "grpcio", "numpy", "accelerate", "lightning")
+    names = ("torch", "flwr", "grpcio", "numpy", "cryptography", "accelerate", "lightning")
     versions = {}
     for name in names:
         try:

@@ -3,14 +3,15 @@
 A mask is the keystream of ChaCha20 (RFC 8439; or of AES-256-CTR), read as little-endian integers
 and added or subtracted modulo 2^16, 2^32 or 2^64, by the vector's dtype. All streams are open at
 once and the vector is walked in chunks that stay in the cache, so that whatever the number of masks
-the vector goes through memory once, and beyond it there are 256 KiB for each thread.
+the vector goes through memory once. Beyond it there are 128 KiB for each thread, as much again of
+zeros, and about 1 KiB for each stream.
 
 Each ``part`` of an upload has a nonce of its own: the same keys mask the vector and the scalars
 beside it with independent streams. A key must never mask two vectors under one part: the difference
 of the vectors would show. A session's keys are derived for it alone, and it masks one update.
 
 What the server learns from a masked vector: nothing, as long as the key of one stream in it is
-unknown to it and the cipher holds. A stream ends after 2^32 blocks (256 GiB, or 64 GiB of AES).
+unknown to it and the cipher holds. A stream of ChaCha20 ends, with an error, after 256 GiB.
 """
 
 from __future__ import annotations

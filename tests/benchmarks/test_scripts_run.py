@@ -15,6 +15,7 @@ KEYS = {
     "accumulation": "mlp",
     "client_memory": "rss_ratio",
     "exactness": "at_start",
+    "masking": "keystream",
     "round_trip": "clients_1",
     "server_memory": "P_100000.clients_1.sgd",
     "wire_bytes": "P_10k",
