@@ -7,35 +7,50 @@ gradient.
 
 from __future__ import annotations
 
+import functools
+import logging
 import math
 
 import torch
 from torch import Tensor
 
+from client.checkpointing import is_on
 from client.micro_batches import Window, cut
-from client.window_sum import WindowSum, reason_to_stop, sum_window
+from client.spool import Spool
+from client.stopping import Watch
+from client.window_sum import WindowSum, sum_window
 from client.workplace import Workplace
 from common.errors import BuffersChanged, EmptyUpdate, NonFiniteUpdate
 from common.update import Plan, Update, UpdateReport
 
+log = logging.getLogger(__name__)
 
-def train(plan: Plan, window: Window, place: Workplace) -> Update:
+SCALED_AT_ONCE = 1 << 17  # coordinates, 1 MiB in float64
+
+
+def train(plan: Plan, window: Window, place: Workplace, spool: Spool | None = None) -> Update:
     """Sum the window's gradients and return the update, a view of the accumulator's vector.
 
-    At the plan's deadline, or when asked to stop, it returns the k < K micro-batches that it has.
+    At the plan's deadline, when asked to stop, or where the device's owner wants it to do less, it
+    returns the k < K micro-batches that it has. What a spool holds of the same window is not summed
+    again; the seconds since then count.
 
     Raises:
         EmptyUpdate: no example gave a finite loss and gradient.
         OutOfMemory: one example alone does not fit.
-        BuffersChanged, TaskFailed, TaskError: see ``common.errors``.
+        BuffersChanged, TaskFailed, TaskError, NonFiniteUpdate: see ``common.errors``.
     """
     start_seconds = place.clock.seconds()
     place.image.model.train()
     buffers = [(name, b, b._version) for name, b in place.image.model.named_buffers()]
     if plan.local_steps == 1:
-        values_P, total = place.accumulator.values_P, sum_window(plan, window, place, start_seconds)
+        start_seconds, total = _sum_whole(plan, window, place, spool, start_seconds)
+        values_P = place.accumulator.values_P
     else:
-        values_P, total = take_local_steps(plan, window, place, start_seconds)
+        if spool is not None:
+            _say_that_it_is_not_spooled()
+        watch = Watch(plan, place, start_seconds)
+        values_P, total = take_local_steps(plan, window, place, watch)
     now = dict(place.image.model.named_buffers())
     for name, buffer, version in buffers:
         if now.get(name) is not buffer or buffer._version != version:
@@ -45,25 +60,68 @@ def train(plan: Plan, window: Window, place: Workplace) -> Update:
             f"{place.name}, round {plan.round}: none of {len(window.positions)} examples gave a "
             f"finite loss and gradient"
         )
+    weight = plan.weigh_as or total.weight
+    if not scale(values_P, by=weight, over=total.weight):
+        raise NonFiniteUpdate(
+            f"{place.name}, round {plan.round}: the sum over {total.weight} overflows float32 as "
+            f"one of weight {weight}"
+        )
+    ratio = weight / total.weight
+    num_seen = window.offset + total.num_examples + len(total.refused)
     report = UpdateReport(
         name=place.name,
         round=plan.round,
         num_examples=total.num_examples,
-        weight=total.weight,
-        loss_sum=total.loss_sum,
-        metric_sums=total.metric_sums,
+        weight=weight,
+        loss_sum=total.loss_sum * ratio,
+        metric_sums={name: value * ratio for name, value in total.metric_sums.items()},
         micro_batch_size=total.micro_batch_size,
         num_refused=len(total.refused),
         seconds=place.clock.seconds() - start_seconds,
         steps=tuple(total.steps),
         reason="epoch end" if total.reason == "quota" and window.ends_epoch else total.reason,
         vitals=place.vitals(),
+        num_left=max(len(place.examples) - num_seen, 0),
+        is_checkpointed=is_on(place.image.model),
     )
     return Update(values_P=values_P, report=report)
 
 
+def _sum_whole(
+    plan: Plan, window: Window, place: Workplace, spool: Spool | None, start_seconds: float
+) -> tuple[float, WindowSum]:
+    """Sum a window at once, on from where the spool has it; return when it began, and the total."""
+    if spool is None:
+        return start_seconds, sum_window(plan, window, place, Watch(plan, place, start_seconds))
+    kept = spool.opened(plan, window, place, start_seconds)
+    begun = kept.take_up()
+    watch = Watch(plan, place, kept.start_seconds)
+    total = sum_window(plan, window, place, watch, begun=begun, keep_safe=kept.keep)
+    return kept.start_seconds, total
+
+
+@functools.cache
+def _say_that_it_is_not_spooled() -> None:
+    log.warning("with local steps a window is not spooled: a power cut costs the round")
+
+
+def scale(values_P: Tensor, *, by: int, over: int) -> bool:
+    """Multiply a vector by the ratio of two weights, in place; False if it overflows.
+
+    Each coordinate is rounded once, from float64: the result is within 0.5 ulp of the exact one,
+    but for the rounding of float64 itself (a 2^28th of it). A ratio of 1 changes no bit.
+    """
+    if by == over:
+        return True
+    is_finite = True
+    for chunk in torch.split(values_P, SCALED_AT_ONCE):
+        chunk.copy_(chunk.double().mul_(by).div_(over))
+        is_finite &= bool(torch.isfinite(chunk).all())
+    return is_finite
+
+
 def take_local_steps(
-    plan: Plan, window: Window, place: Workplace, start_seconds: float
+    plan: Plan, window: Window, place: Workplace, watch: Watch
 ) -> tuple[Tensor, WindowSum]:
     """Take H local steps and return weight x (before - after) with the totals of all steps."""
     image = place.image
@@ -73,16 +131,13 @@ def take_local_steps(
     total = WindowSum(micro_batch_size=plan.micro_batch_size)
     try:
         for positions in cut(window.positions, size):
-            if total.taken and (reason := reason_to_stop(plan, total, place, start_seconds)):
-                total.reason = reason
-                break
             part = Window(
                 positions=positions,
                 epoch=window.epoch,
                 offset=window.offset + total.num_examples,
                 ends_epoch=False,
             )
-            done = sum_window(plan, part, place, start_seconds)
+            done = sum_window(plan, part, place, watch, before=total)
             if done.weight:
                 place.accumulator.values_P.div_(done.weight)
                 optimizer.step()
@@ -107,12 +162,14 @@ def _joined(first: WindowSum, second: WindowSum) -> WindowSum:
     return WindowSum(
         loss_sum=first.loss_sum + second.loss_sum,
         weight=first.weight + second.weight,
+        num_examples=first.num_examples + second.num_examples,
         metric_sums={
             n: first.metric_sums.get(n, 0.0) + second.metric_sums.get(n, 0.0) for n in sorted(names)
         },
         steps=first.steps + second.steps,
         taken=first.taken + second.taken,
         refused=first.refused + second.refused,
-        micro_batch_size=second.micro_batch_size,
+        num_cut_smaller=first.num_cut_smaller + second.num_cut_smaller,
+        micro_batch_size=min(first.micro_batch_size, second.micro_batch_size),
         reason=second.reason,
     )

@@ -17,15 +17,17 @@ from pathlib import Path
 
 from torch.utils.data import Subset
 
+from client import checkpointing
 from client.accumulator import Accumulator
 from client.device import Hardware, ThisMachine
 from client.growth import Speed
 from client.local_training import train
 from client.micro_batches import Place, Walk, Window, held_out, window
-from client.window_sum import check_works
+from client.passes import check_works, checkpointed_bytes
+from client.spool import Spool
 from client.workplace import Workplace
 from common.additive import check_additive
-from common.errors import BuffersChanged, ModelMismatch, NonFiniteUpdate
+from common.errors import BuffersChanged, ModelMismatch, NonFiniteUpdate, OutOfMemory
 from common.parameters import ModelLayout, build_model
 from common.settings import Client, Settings
 from common.task import Examples, evaluate_sums, load_task, open_train_examples
@@ -34,6 +36,7 @@ from common.update import DescribeRequest, DeviceReport, EvaluateReport, Plan, U
 log = logging.getLogger(__name__)
 
 TRIED = 8  # examples that must all raise before the task is to blame and not the example
+TRIAL = Plan(round=0, run_seed=0, model_version=0, quota=1, micro_batch_size=1)
 
 stop_asked = threading.Event()
 """Set when the process is asked to stop: what was summed so far is sent."""
@@ -78,6 +81,9 @@ class Resident:
         self.accumulator = Accumulator(self.image)
         self._loaded: tuple[int, int] | None = None
         self._must_check = check_task
+        self._checkpointed: set[str] = set()  # the devices with activation checkpointing on
+        self._checkpointed_bytes: float | None = None
+        self._is_foreseen = False
 
     @functools.cache  # noqa: B019 - a resident lives as long as its process
     def examples(self, identity: Identity) -> Examples:
@@ -97,11 +103,31 @@ class Resident:
     def check(self, examples: Examples, name: str) -> None:
         """Try the task on real examples: it must run, and its loss must be a sum."""
         place = self._workplace(examples, name, ThisMachine())
-        trial = Plan(round=0, run_seed=0, model_version=0, quota=1, micro_batch_size=1)
         first = window(Place(), quota=TRIED, run_seed=0, name=name, num_examples=len(examples))
-        check_works(trial, first, place)
+        try:
+            check_works(TRIAL, first, place)
+            self._foresee(first, place)
+        finally:
+            self._remember(name)
         check_additive(self.task, self.image.model, examples)
         self.accumulator.zero()
+
+    def _foresee(self, first: Window, place: Workplace) -> None:
+        """Learn, once, what an example takes with activation checkpointing.
+
+        Now, as it is not to be tried when memory is short.
+        """
+        if self._is_foreseen or place.memory.fitting() == 0:
+            return
+        self.image.model.train()
+        self._checkpointed_bytes = checkpointed_bytes(TRIAL, first, place)
+        self._is_foreseen = True
+        log.debug("with checkpointing an example takes %s bytes", self._checkpointed_bytes)
+
+    def _remember(self, name: str) -> None:
+        """Remember that a device has activation checkpointing on; it stays on."""
+        if checkpointing.is_on(self.image.model):
+            self._checkpointed.add(name)
 
     def load_model(self, run_id: int, version: int, image: memoryview | bytes) -> None:
         """Take over the server's model, unless this version of it is here already."""
@@ -122,6 +148,10 @@ class Resident:
         return Subset(examples, kept), Subset(examples, apart)  # type: ignore[arg-type]
 
     def _workplace(self, examples: Examples, name: str, hardware: Hardware) -> Workplace:
+        if name in self._checkpointed:
+            checkpointing.switch_on(self.image.model)
+        elif self._checkpointed:
+            checkpointing.switch_off(self.image.model)
         return Workplace(
             task=self.task,
             image=self.image,
@@ -130,6 +160,7 @@ class Resident:
             name=name,
             clock=hardware.clock,
             memory=hardware.memory,
+            checkpointed_bytes=self._checkpointed_bytes,
             restraint=hardware.restraint,
             vitals=hardware.vitals,
             stop=stop_asked.is_set,
@@ -165,24 +196,56 @@ class Resident:
         )
 
     def measure(self, identity: Identity, hardware: Hardware) -> Speed:
-        """Measure, or look up, how fast the device trains."""
+        """Measure, or look up, how fast the device trains.
+
+        Raises:
+            OutOfMemory: one example alone does not fit, not with activation checkpointing either.
+        """
+        place = self._workplace(self.examples(identity), identity.name, hardware)
         self.accumulator.zero()
-        speed = hardware.speed(self._workplace(self.examples(identity), identity.name, hardware))
-        self.accumulator.zero()
+        try:
+            speed = hardware.speed(place)
+        except OutOfMemory:
+            model = self.image.model
+            if checkpointing.is_on(model) or not checkpointing.switch_on(model):
+                raise
+            place.memory.relieve(self._checkpointed_bytes)
+            log.warning("%s: one example fits only with activation checkpointing", identity.name)
+            self.accumulator.zero()
+            speed = hardware.speed(place)
+        finally:
+            self._remember(identity.name)
+            self.accumulator.zero()
         return speed
 
     def train(
-        self, identity: Identity, hardware: Hardware, plan: Plan, walk: Walk
+        self,
+        identity: Identity,
+        hardware: Hardware,
+        plan: Plan,
+        walk: Walk,
+        *,
+        spool: Spool | None = None,
     ) -> tuple[Update, Walk]:
-        """Work on a plan; return the update and the walk with the round pending."""
+        """Work on a plan; return the update and the walk with the round pending.
+
+        A spool is left until the update was handed over, and removed if there is none.
+        """
         examples, _ = self.split(identity, run_seed=plan.run_seed, fraction=plan.held_out_fraction)
         walk = walk.settle(plan.counted_round)
         taken = _window_of(plan, walk, identity, examples)
+        self._foresee(taken, self._workplace(examples, identity.name, hardware))
         try:
-            update = train(plan, taken, self._workplace(examples, identity.name, hardware))
-        except BuffersChanged:
-            self._loaded = None  # the next plan brings the server's buffers back
+            place = self._workplace(examples, identity.name, hardware)
+            update = train(plan, taken, place, spool)
+        except Exception as error:
+            if isinstance(error, BuffersChanged):
+                self._loaded = None  # the next plan brings the server's buffers back
+            if spool is not None:
+                spool.remove()
             raise
+        finally:
+            self._remember(identity.name)
         report = update.report
         num_taken = report.num_examples + report.num_refused
         return update, walk.pend(plan.round, taken.after(num_taken, len(examples)))

@@ -1,36 +1,42 @@
 """The sum of one window: K micro-batches added into the vector, whatever goes wrong in between.
 
-Faults are settled by doing the window again, never by patching: a backward pass that fails half-way
-has added some layers and not others. A loss that is not finite is caught before its backward pass;
-a gradient that is not finite, or an exception, empties the vector, the culprits are found by
-bisection, and the window is summed again without them. After an allocation failure it is summed
-again in micro-batches of half the size. What was left out is counted.
+Faults are settled by doing the window again, never by patching. An example that spoils the vector
+is found, and the window is summed again without it; after an allocation failure it is summed again
+in micro-batches of half the size, and at one example with activation checkpointing. What was left
+out is counted.
+
+Before that comes the guard, as under a cgroup running out of memory is a kill and no exception. A
+micro-batch is begun only if it fits by prediction; else what is left goes on in smaller ones, from
+here, as nothing of it was added yet. Where not even one example fits, activation checkpointing is
+switched on; where one would not fit with it either, the window ends, and what was summed is sent,
+exactly weighted.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 
-import torch
-from torch import Tensor
-
-from client.micro_batches import Window, cut, seed_of
+from client.checkpointing import is_on, switch_on
+from client.micro_batches import Window, cut
+from client.passes import (
+    Added,
+    LossNotFinite,
+    Positions,
+    VectorSpoiled,
+    add,
+    culprits_of_the_gradient,
+    culprits_of_the_loss,
+)
+from client.stopping import Watch
 from client.workplace import Workplace
-from common.errors import HeadwaterError, OutOfMemory, TaskError, TaskFailed
-from common.task import Metrics, batch_of, loss_sum
-from common.update import Plan, Step, StopReason
+from common.errors import OutOfMemory
+from common.task import Metrics
+from common.update import MOST_STEPS, Plan, Step, StopReason
 
 log = logging.getLogger(__name__)
-
-Positions = tuple[int, ...]
-
-RECENT_STEPS = 8  # the slowest of these says how long the next may take
 
 
 @dataclass(kw_only=True, slots=True)
@@ -39,266 +45,235 @@ class WindowSum:
 
     loss_sum: float = 0.0
     weight: int = 0
+    num_examples: int = 0
     metric_sums: Metrics = field(default_factory=dict)
     steps: list[Step] = field(default_factory=list)
     taken: list[Positions] = field(default_factory=list)
+    left: deque[Positions] = field(default_factory=deque)
     refused: list[int] = field(default_factory=list)
+    num_cut_smaller: int = 0
     micro_batch_size: int = 1
     reason: StopReason = "quota"
 
-    @property
-    def num_examples(self) -> int:
-        return sum(len(positions) for positions in self.taken)
+    def add(self, positions: Positions, added: Added) -> None:
+        """Take note of a micro-batch that is in the vector."""
+        self.loss_sum += added.loss_sum
+        self.weight += added.step.weight
+        self.num_examples += len(positions)
+        for name, value in added.metric_sums.items():
+            self.metric_sums[name] = self.metric_sums.get(name, 0.0) + value
+        self.taken.append(positions)
+        self.steps.append(added.step)
+
+    def cut_smaller(self, micro_batch_size: int) -> None:
+        """Cut what is left into smaller micro-batches."""
+        self.left = deque(cut(_flat(self.left), micro_batch_size))
+        self.micro_batch_size = min(self.micro_batch_size, micro_batch_size)
+        self.num_cut_smaller += 1
 
 
-class _LossNotFinite(Exception):
-    """Nothing was added."""
+def sum_window(
+    plan: Plan,
+    window: Window,
+    place: Workplace,
+    watch: Watch,
+    *,
+    before: WindowSum | None = None,
+    begun: WindowSum | None = None,
+    keep_safe: Callable[[WindowSum], None] | None = None,
+) -> WindowSum:
+    """Sum one window into the vector; see the module's text for faults and memory.
 
+    ``before`` is what the plan's other windows came to: it counts towards the plan's limits. With
+    ``begun`` the sum goes on from there, and the vector holds its part already. ``keep_safe`` is
+    called behind each micro-batch.
 
-class _VectorSpoiled(Exception):
-    """The vector holds garbage and must be emptied."""
-
-
-def sum_window(plan: Plan, window: Window, place: Workplace, start_seconds: float) -> WindowSum:
-    """Sum one window into the emptied accumulator; see the module's text for faults."""
-    place.accumulator.zero()
-    total = WindowSum(micro_batch_size=plan.micro_batch_size)
-    queue = deque(cut(window.positions, plan.micro_batch_size))
-    while queue:
-        if total.taken and (reason := reason_to_stop(plan, total, place, start_seconds)):
+    Raises:
+        OutOfMemory: one example alone does not fit, and there is nothing to be sent.
+        TaskError: the task breaks a rule.
+    """
+    before, total = before or WindowSum(), begun
+    if total is None:
+        place.accumulator.zero()
+        size = plan.micro_batch_size
+        total = WindowSum(left=deque(cut(window.positions, size)), micro_batch_size=size)
+    while total.left:
+        reason = _reason_to_end(plan, total, before, place, watch)
+        if reason is not None:
             total.reason = reason
-            # One that was refused before the window began again may lie behind the stop.
-            reached = window.positions[: window.positions.index(queue[0][0])]
+            # One that was refused before the window began again may lie behind its end.
+            reached = set(window.positions[: window.positions.index(total.left[0][0])])
             total.refused = [p for p in total.refused if p in reached]
             break
-        positions = queue.popleft()
+        positions, has_failed = total.left.popleft(), False
         try:
-            bad, is_spoiled = _add_or_blame(plan, window, positions, total, place)
+            total = _add_or_blame(plan, window, positions, total, place)
         except MemoryError:
-            size = max(len(positions) // 2, 1)
-            if len(positions) == 1:
-                raise OutOfMemory(
-                    f"{place.name}, round {plan.round}: one example alone does not fit in memory"
-                ) from None
-            log.warning("memory ran out at micro-batches of %d: %d from here", len(positions), size)
-            left = [p for group in (*total.taken, positions, *queue) for p in group]
-            total = _begin_again(total, place, micro_batch_size=size)
-            queue = deque(cut(left, size))
-            continue
-        good = tuple(p for p in positions if p not in bad)
-        if is_spoiled:
-            redo = [*total.taken, *([good] if good else []), *queue]
-            total = _begin_again(total, place, refused=bad)
-            queue = deque(redo)
-        elif bad:
-            total.refused += bad
-            queue.extendleft([good] if good else [])
+            has_failed = True  # settled below, where the error holds no activations any more
+        if has_failed:
+            total = _after_failed_allocation(plan, positions, total, place)
+        if keep_safe is not None:
+            keep_safe(total)
     place.accumulator.check_views()
-    if total.refused:
-        log.warning(
-            "%s left out %d example(s) in round %d", place.name, len(total.refused), plan.round
-        )
+    _tell(plan, total, place)
     return total
+
+
+def _reason_to_end(
+    plan: Plan, total: WindowSum, before: WindowSum, place: Workplace, watch: Watch
+) -> StopReason | None:
+    """Return why the window ends here; None if the next micro-batch may begin, and fits.
+
+    A report holds ``MOST_STEPS`` micro-batches. No plan asks for more, but smaller ones may lead
+    there; what is left is then for the next round.
+
+    Raises:
+        OutOfMemory: not even one example fits, and there is nothing to be sent.
+    """
+    has_some = bool(total.taken or before.taken)
+    if has_some:
+        steps = total.steps or before.steps
+        num_done = total.num_examples + before.num_examples
+        reason = watch.reason_to_stop(steps, num_done=num_done, num_next=len(total.left[0]))
+        if reason is not None:
+            return reason
+        if len(total.steps) + len(before.steps) >= MOST_STEPS:
+            return "short of memory"
+    if _fits(plan, total, place):
+        return None
+    if not has_some:
+        raise OutOfMemory(f"{place.name}, round {plan.round}: {_prediction(place)}")
+    log.warning(
+        "%s, round %d: %s; what is summed is sent", place.name, plan.round, _prediction(place)
+    )
+    return "short of memory"
+
+
+def _fits(plan: Plan, total: WindowSum, place: Workplace) -> bool:
+    """Cut what is left smaller if need be; False if not even one example fits, by prediction."""
+    fitting = place.memory.fitting()
+    if fitting == 0:
+        fitting = _switch_on(plan, place)
+    if fitting is not None and fitting < len(total.left[0]):
+        if fitting == 0:
+            return False
+        total.cut_smaller(fitting)
+    return True
+
+
+def _switch_on(plan: Plan, place: Workplace) -> int | None:
+    """Switch activation checkpointing on, if that helps; return the examples that fit then.
+
+    What one example takes with it was measured before memory was short (``client.resident``).
+    """
+    line, foreseen = place.memory.line, place.checkpointed_bytes
+    if foreseen is None or line is None or foreseen >= line.each:
+        return 0
+    was_on = is_on(place.image.model)
+    switch_on(place.image.model)
+    place.memory.relieve(foreseen)
+    fitting = place.memory.fitting()
+    if not was_on:
+        log.warning(
+            "%s, round %d: not one example fits in memory: activation checkpointing is on, "
+            "%s fit with it",
+            place.name,
+            plan.round,
+            fitting,
+        )
+    return fitting
+
+
+def _prediction(place: Workplace) -> str:
+    """Say what one example would take, and of what."""
+    line, limit = place.memory.line, place.memory.limit_bytes()
+    needed = "more" if line is None else f"{line.at(1) / 2**20:,.0f} MiB"
+    given = "what there is" if limit is None else f"{limit / 2**20:,.0f} MiB"
+    also = " with activation checkpointing" if is_on(place.image.model) else ""
+    return f"one example alone does not fit: by prediction it takes {needed}{also} of {given}"
 
 
 def _add_or_blame(
     plan: Plan, window: Window, positions: Positions, total: WindowSum, place: Workplace
-) -> tuple[list[int], bool]:
-    """Add one micro-batch, or return whom to leave out and whether the vector is spoiled.
+) -> WindowSum:
+    """Add one micro-batch, or leave out who is to blame; return the total, or one begun again.
 
     Raises:
         MemoryError: in the attempt, or in the search for the culprits.
     """
     try:
-        _add(plan, window, positions, total, place)
-    except _LossNotFinite:
-        bad = _culprits(positions, lambda p: _loss_is_finite(plan, window, p, place))
-        return bad or list(positions), False
-    except _VectorSpoiled:
+        total.add(positions, add(plan, window, positions, place))
+        return total
+    except LossNotFinite:
+        bad = culprits_of_the_loss(plan, window, positions, place)
+        is_spoiled = False
+    except VectorSpoiled:
         # Clean alone, spoiled in the sum: it overflowed, and this micro-batch is to blame.
-        bad = _culprits(positions, lambda p: _backward_is_finite(plan, window, p, place))
-        return bad or list(positions), True
-    return [], False
+        bad = culprits_of_the_gradient(plan, window, positions, place)
+        is_spoiled = True
+    good = tuple(p for p in positions if p not in bad)
+    again = [good] if good else []
+    if is_spoiled:
+        left = [*total.taken, *again, *total.left]
+        return _begun_again(total, left, place, refused=[*total.refused, *bad])
+    total.refused += bad
+    total.left.extendleft(again)
+    return total
 
 
-def _begin_again(
-    total: WindowSum,
-    place: Workplace,
-    *,
-    refused: Sequence[int] = (),
-    micro_batch_size: int | None = None,
+def _after_failed_allocation(
+    plan: Plan, positions: Positions, total: WindowSum, place: Workplace
+) -> WindowSum:
+    """Begin the window again in micro-batches of half the size, or with checkpointing at size 1.
+
+    Raises:
+        OutOfMemory: neither is left.
+    """
+    size = max(len(positions) // 2, 1)
+    if len(positions) == 1:
+        model = place.image.model
+        text = f"{place.name}, round {plan.round}: one example alone does not fit in memory"
+        if is_on(model):
+            raise OutOfMemory(f"{text}, not with activation checkpointing either")
+        if not switch_on(model):
+            raise OutOfMemory(f"{text}, and the model has no blocks to checkpoint")
+        place.memory.relieve(place.checkpointed_bytes)
+        log.warning("%s: activation checkpointing is on, and the window begins again", text)
+    else:
+        log.warning("memory ran out at micro-batches of %d: %d from here", len(positions), size)
+    left = cut(_flat([*total.taken, positions, *total.left]), size)
+    again = _begun_again(total, left, place, refused=total.refused)
+    again.micro_batch_size = size
+    return again
+
+
+def _begun_again(
+    total: WindowSum, left: Iterable[Positions], place: Workplace, *, refused: list[int]
 ) -> WindowSum:
     place.accumulator.zero()
     return WindowSum(
-        refused=[*total.refused, *refused],
-        micro_batch_size=micro_batch_size or total.micro_batch_size,
+        left=deque(left),
+        refused=refused,
+        num_cut_smaller=total.num_cut_smaller,
+        micro_batch_size=total.micro_batch_size,
     )
 
 
-def reason_to_stop(
-    plan: Plan, total: WindowSum, place: Workplace, start_seconds: float
-) -> StopReason | None:
-    """Stop when asked to, or when the next micro-batch would end after the deadline."""
-    if place.stop():
-        return "asked to stop"
-    if plan.deadline_seconds is not None:
-        next_end = (
-            place.clock.seconds()
-            - start_seconds
-            + max(step.seconds for step in total.steps[-RECENT_STEPS:])
+def _flat(groups: Iterable[Positions]) -> Sequence[int]:
+    return [p for group in groups for p in group]
+
+
+def _tell(plan: Plan, total: WindowSum, place: Workplace) -> None:
+    if total.refused:
+        log.warning(
+            "%s left out %d example(s) in round %d", place.name, len(total.refused), plan.round
         )
-        if next_end > plan.deadline_seconds:
-            return "deadline"
-    return None
-
-
-def _add(
-    plan: Plan, window: Window, positions: Positions, total: WindowSum, place: Workplace
-) -> None:
-    """Add one micro-batch to the accumulator and take note of it."""
-    start_seconds = place.clock.seconds()
-    place.memory.begin(len(positions))
-    version = place.accumulator.values_P._version
-    loss, weight, metrics = _forward(plan, window, positions, place)
-    if place.accumulator.values_P._version != version:
-        raise TaskError(
-            "loss_sum changed the gradients of the model, and the sum so far is lost",
-            remedy="leave zero_grad, backward and optimizers out of loss_sum",
+    if total.num_cut_smaller:
+        log.warning(
+            "%s, round %d: micro-batches of %d instead of %d; memory made them smaller %d time(s)",
+            place.name,
+            plan.round,
+            total.micro_batch_size,
+            plan.micro_batch_size,
+            total.num_cut_smaller,
         )
-    loss_value = loss.item()
-    if not math.isfinite(loss_value):
-        raise _LossNotFinite
-    for name, value in metrics.items():
-        if not math.isfinite(value):
-            raise TaskError(
-                f"loss_sum gave {value} as the sum of the metric {name}",
-                remedy="return sums of finite numbers as metrics",
-            )
-    _backward(loss)
-    norm = place.accumulator.gradient_norm()
-    if not math.isfinite(norm):
-        raise _VectorSpoiled
-    place.clock.worked(len(positions))
-    total.loss_sum += loss_value
-    total.weight += weight
-    for name, value in metrics.items():
-        total.metric_sums[name] = total.metric_sums.get(name, 0.0) + value
-    total.taken.append(positions)
-    total.steps.append(
-        Step.model_construct(
-            num_examples=len(positions),
-            weight=weight,
-            loss=loss_value / weight if weight else 0.0,
-            gradient_norm=norm,
-            seconds=place.clock.seconds() - start_seconds,
-            peak_bytes=place.memory.end(len(positions)),
-        )
-    )
-
-
-def _forward(
-    plan: Plan, window: Window, positions: Positions, place: Workplace
-) -> tuple[Tensor, int, Metrics]:
-    """Sum the loss of a micro-batch, with random layers seeded by its first example.
-
-    Raises:
-        MemoryError: an allocation failed.
-        _VectorSpoiled: the task raised an exception; the culprits are to be found.
-    """
-    seed = _layers_seed(plan.run_seed, window.epoch, place.name) + positions[0]
-    torch.default_generator.manual_seed(seed)
-    autocast = (
-        torch.autocast("cpu", dtype=torch.bfloat16)
-        if plan.precision == "bfloat16"
-        else contextlib.nullcontext()
-    )
-    try:
-        with autocast:
-            return loss_sum(
-                place.task, place.image.model, batch_of(place.task, place.examples, positions)
-            )
-    except (HeadwaterError, MemoryError):
-        raise
-    except Exception as error:
-        raise _named(error) from error
-
-
-@lru_cache(maxsize=64)
-def _layers_seed(run_seed: int, epoch: int, name: str) -> int:
-    return seed_of("layers", run_seed, epoch, name)
-
-
-def _backward(loss: Tensor) -> None:
-    try:
-        loss.backward()  # type: ignore[no-untyped-call]
-    except MemoryError:
-        raise
-    except Exception as error:
-        raise _named(error) from error
-
-
-def _named(error: Exception) -> Exception:
-    """Tell an allocation failure, which torch raises as a RuntimeError, from any other."""
-    if isinstance(error, RuntimeError) and "can't allocate memory" in str(error):
-        return MemoryError(str(error))
-    return _VectorSpoiled(f"{type(error).__name__}: {error}")
-
-
-def _culprits(positions: Positions, is_clean: Callable[[Positions], bool]) -> list[int]:
-    """Find by bisection the examples without which the rest is clean.
-
-    If both halves are clean and the whole is not, the whole is to blame.
-    """
-    if is_clean(positions):
-        return []
-    if len(positions) == 1:
-        return list(positions)
-    middle = len(positions) // 2
-    bad = [*_culprits(positions[:middle], is_clean), *_culprits(positions[middle:], is_clean)]
-    return bad or list(positions)
-
-
-def _loss_is_finite(plan: Plan, window: Window, positions: Positions, place: Workplace) -> bool:
-    try:
-        with torch.no_grad():
-            return math.isfinite(_forward(plan, window, positions, place)[0].item())
-    except _VectorSpoiled as error:
-        log.debug("%s: an example failed: %s", place.name, error)
-        return False
-
-
-def _backward_is_finite(plan: Plan, window: Window, positions: Positions, place: Workplace) -> bool:
-    """Try a forward and backward pass in the emptied vector."""
-    place.accumulator.zero()
-    try:
-        loss, _, _ = _forward(plan, window, positions, place)
-        _backward(loss)
-    except _VectorSpoiled as error:
-        log.debug("%s: an example failed: %s", place.name, error)
-        return False
-    return math.isfinite(place.accumulator.gradient_norm())
-
-
-def check_works(plan: Plan, window: Window, place: Workplace) -> None:
-    """Run examples of the window forward and backward, one by one, until one works.
-
-    Raises:
-        TaskFailed: every one raised; the exception of the last is its cause.
-        OutOfMemory: one example alone does not fit.
-    """
-    failure: _VectorSpoiled | None = None
-    try:
-        for position in window.positions:
-            place.accumulator.zero()
-            try:
-                loss, _, _ = _forward(plan, window, (position,), place)
-                _backward(loss)
-                return
-            except _VectorSpoiled as error:
-                failure = error
-    except MemoryError:
-        raise OutOfMemory(f"{place.name}: one example alone does not fit in memory") from None
-    finally:
-        place.accumulator.zero()
-    tried = len(window.positions)
-    raise TaskFailed(f"all of {tried} examples failed: {failure}") from failure

@@ -56,6 +56,14 @@ class Memory(Protocol):
         """Learn from the micro-batch that just ended; return the peak bytes of the time."""
         ...
 
+    def relieve(self, bytes_per_example: float | None) -> None:
+        """Take note that activation checkpointing is on, and what an example takes with it.
+
+        By prediction, and not known if None. What was dropped is to be given back at once from now
+        on. Again with the same figure it changes nothing.
+        """
+        ...
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Restraint:
@@ -77,5 +85,8 @@ class Workplace:
     clock: Clock
     memory: Memory
     stop: Callable[[], bool]
+    checkpointed_bytes: float | None = None
+    """Of one example with activation checkpointing, by prediction; not set: not known, or there is
+    nothing to checkpoint."""
     restraint: Callable[[], Restraint] = Restraint
     vitals: Callable[[], Vitals] = Vitals

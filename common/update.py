@@ -34,7 +34,10 @@ StopReason = Literal[
     "hot",
     "throttled",
     "busy",
+    "short of memory",
 ]
+
+MOST_STEPS = 4096  # that a report names: it must fit in one frame of the wire
 
 
 class Told(BaseModel):
