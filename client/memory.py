@@ -92,9 +92,9 @@ class PeakLine:
         return replace(self, surplus_bytes=float(max(rest_bytes - self.rest_bytes, 0)))
 
     def relieved(self, each: float, rest_bytes: int) -> PeakLine:
-        """Return the line where an example takes ``each`` by prediction; no lower than it was.
+        """Return the line where an example takes ``each`` by prediction, if that is less.
 
-        Nothing of any size was measured with activation checkpointing yet.
+        Nothing of any size was measured so: the next peaks decide.
         """
         if each >= self.line.each:
             return self
@@ -125,6 +125,7 @@ class ProcessMemory:
         self._begun_bytes = 0
         self._largest_begun = 0  # since memory was given back
         self._give_back_at = 0.0
+        self._relieved_to: float | None = None
 
     @property
     def line(self) -> Line | None:
@@ -172,8 +173,11 @@ class ProcessMemory:
         keep_mmap_threshold()
         give_back()
         self._largest_begun = 0
-        if self.known is not None and bytes_per_example is not None:
+        if self.known is None or bytes_per_example is None:
+            return
+        if bytes_per_example != self._relieved_to:
             self.known = self.known.relieved(bytes_per_example, resident_bytes())
+            self._relieved_to = bytes_per_example
 
 
 # The peak is the process's in both; to read it for the thread alone waits for no other thread.
