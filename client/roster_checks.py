@@ -5,6 +5,7 @@ The list of all checks is ``client.secure_checks.CHECKS``.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
@@ -21,7 +22,7 @@ from common.errors import (
     ThresholdTooLow,
 )
 from common.fixed_point import plan_encoding
-from common.graph import GraphSize, check_graph_size
+from common.graph import GraphSize, Mode, check_graph_size
 from common.rotation import rotated_encoding
 from common.secagg import (
     LEAST_MEMBERS,
@@ -121,15 +122,10 @@ def check_thresholds(chosen: Parameters, num_members: int, device: Device) -> No
     """Check t, and k if the graph is sparse, against n."""
     t, k = chosen.threshold, chosen.num_neighbours
     if k is not None:
-        if k >= num_members:
-            raise MaskingTooWeak(f"{device.name}: {k} neighbours among {num_members} members")
-        check_graph_size(
-            GraphSize(num_neighbours=k, threshold=t),
-            num_devices=num_members,
-            corrupted=device.floor.corrupted,
-            dropout=device.floor.dropout,
-            mode=chosen.mode,
-        )
+        if k % 2:
+            raise MaskingTooWeak(f"{device.name}: no graph has {k} neighbours, an odd number")
+        floor = device.floor
+        _check_graph(k, t, num_members, floor.corrupted, floor.dropout, chosen.mode, floor.bits)
         return
     least = complete_threshold(num_members, chosen.mode)
     if t < least:
@@ -139,6 +135,21 @@ def check_thresholds(chosen: Parameters, num_members: int, device: Device) -> No
         )
     if t > num_members:
         raise ThresholdTooHigh(f"{device.name}: {t} shares are needed, of {num_members} members")
+
+
+@functools.lru_cache(maxsize=8)
+def _check_graph(
+    k: int, t: int, num_members: int, corrupted: float, dropout: float, mode: Mode, bits: int
+) -> None:
+    """Check a sparse graph's sizes; kept for the devices of a process that plays many."""
+    check_graph_size(
+        GraphSize(num_neighbours=k, threshold=t),
+        num_devices=num_members,
+        corrupted=corrupted,
+        dropout=dropout,
+        mode=mode,
+        security_bits=bits,
+    )
 
 
 def _check_ring(chosen: Parameters, members: Sequence[Member], device: Device) -> None:

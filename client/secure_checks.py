@@ -218,14 +218,15 @@ def check_update(trained: Trained, chosen: Parameters, device: Device) -> None:
 
 
 def check_bounds(
-    bounds: NDArray[np.float32] | None, chosen: Parameters, device: Device
+    bounds: NDArray[np.float32] | None, chosen: Parameters, device: Device, *, num_blocks: int
 ) -> NDArray[np.float32]:
     """Check the block bounds of a 16-bit ring against the digest that all members agreed on."""
     if bounds is None or hashlib.sha256(bounds.tobytes()).digest() != chosen.bounds_digest:
         raise SessionMismatch(f"{device.name}: the block bounds are not those of the parameters")
     floor = device.floor
-    if not bool(np.all((bounds >= floor.min_clip) & (bounds <= floor.max_clip))):
-        raise MaskingTooWeak(f"{device.name}: a block bound outside its floor")
+    is_within = (bounds >= floor.min_clip) & (bounds <= floor.max_clip)  # not so of a NaN
+    if bounds.shape != (num_blocks,) or not bool(is_within.all()):
+        raise MaskingTooWeak(f"{device.name}: block bounds outside its floor, or not one a block")
     return bounds
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from common.graph import Mode
+from common.graph import SECURITY_BITS, Mode
 from common.identity import AllowList, SigningIdentity
 from common.secagg import LEAST_MEMBERS, WEIGHT, SessionNumber
 
@@ -18,7 +18,8 @@ class Floor:
     """The device's own settings, below which no server's choice may go.
 
     ``corrupted`` and ``dropout`` are the shares of the members that the device assumes to collude
-    with the server and to vanish; they decide which sparse graphs are dense enough.
+    with the server and to vanish, ``bits`` is -log2 of the failure it bears: they decide which
+    sparse graphs are dense enough.
     ``min_survivors`` is the share of those who dealt shares that must be in the sum.
     """
 
@@ -27,6 +28,7 @@ class Floor:
     min_survivors: float = 0.7
     corrupted: float = 0.1
     dropout: float = 0.1
+    bits: int = SECURITY_BITS
     ring_bits: frozenset[int] = frozenset({16, 32})
     # Far beyond what a mean gradient's coordinate can be, and far below what float32 resolves.
     min_clip: float = 2.0**-100

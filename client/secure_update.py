@@ -118,8 +118,8 @@ def _encoded(
     chosen = session.parameters
     random = None
     if chosen.rotation_seed is not None:
-        bounds = checks.check_bounds(bounds, chosen, device)
         rotation = Rotation(seed=chosen.rotation_seed, num_coordinates=chosen.num_values)
+        bounds = checks.check_bounds(bounds, chosen, device, num_blocks=rotation.num_blocks)
         rotate_in_place(
             trained.values_P,
             rotation=rotation,

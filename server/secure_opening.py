@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from common.errors import LateUpdate, TooFewSurvivors, UnexpectedUpdate
 from common.fixed_point import Encoding, RingBits, plan_encoding
-from common.graph import Mode, graph_size
+from common.graph import SECURITY_BITS, Mode, graph_size
 from common.rotation import rotated_encoding
 from common.scalars import Scalar, plan_scalar
 from common.secagg import (
@@ -35,7 +35,8 @@ class Opening:
 
     ``planned_weights`` are of the devices that said they have an update, by name. ``bounds`` are
     the largest absolute values of the numbers that ride along beside weight and clipped count.
-    ``corrupted`` and ``dropout`` are the shares that a sparse graph must bear.
+    ``corrupted`` and ``dropout`` are the shares that a sparse graph must bear, but for a chance of
+    2^-``bits``.
     """
 
     run: int
@@ -53,6 +54,7 @@ class Opening:
     min_survivors: float = 0.7
     corrupted: float = 0.1
     dropout: float = 0.1
+    bits: int = SECURITY_BITS
     may_use_aes: bool = False
 
     @property
@@ -78,7 +80,11 @@ def parameters_of(opening: Opening, members: Iterable[Member]) -> Parameters:
         k, t = None, complete_threshold(num_members, opening.mode)
     else:
         size = graph_size(
-            num_members, corrupted=opening.corrupted, dropout=opening.dropout, mode=opening.mode
+            num_members,
+            corrupted=opening.corrupted,
+            dropout=opening.dropout,
+            mode=opening.mode,
+            security_bits=opening.bits,
         )
         k, t = size.num_neighbours, size.threshold
     has_aes = opening.may_use_aes and all(member.has_aes for member in rows)

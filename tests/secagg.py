@@ -79,9 +79,13 @@ class Cast:
         floor: Floor | None = None,
         random: Callable[[str], Callable[[int], bytes]] | None = None,
         device: Mapping[str, Mapping[str, Any]] | None = None,
+        rotation_bounds: NDArray[np.float32] | None = None,
         **chosen: Any,
     ) -> None:
         """Make the devices; ``device`` overrides fields of single ones by name."""
+        self.bounds = rotation_bounds
+        if rotation_bounds is not None:
+            chosen["bounds_digest"] = hashlib.sha256(rotation_bounds.tobytes()).digest()
         self.names = [name_of(number) for number in range(num_devices)]
         self.identities = {n: SigningIdentity.new(n) for n in self.names if mode == "active"}
         allow_list = AllowList.parse("\n".join(i.line for i in self.identities.values()))
@@ -121,16 +125,31 @@ class Cast:
     def join(
         self, device: Device, *, weight: int, seed: int, record: Record | None = None
     ) -> Party:
-        """Give a device an update of its own, beyond the clip bound in one coordinate of ten."""
+        """Give a device an update of its own, beyond the clip bound in one coordinate of twenty."""
         random = np.random.default_rng(seed)
         values = random.normal(0, 2.0 * weight, device.num_values).astype(np.float32)
         numbers = {WEIGHT: weight, "loss_sum": float(random.normal(0, 30))}
+        return self._join(device, values, numbers, record or Record())
+
+    def give(self, name: str, values_P: NDArray[np.float32]) -> Party:
+        """Give a device another vector before it takes part."""
+        party = self.parties[name]
+        return self._join(party.device, values_P, party.numbers, party.session.record)
+
+    def _join(
+        self,
+        device: Device,
+        values: NDArray[np.float32],
+        numbers: Mapping[str, float | int],
+        record: Record,
+    ) -> Party:
         stored: list[Record] = []
         session = SecureSession(
             device,
-            record or Record(),
+            record,
             remember=stored.append,
             trained=Trained(values_P=torch.from_numpy(values.copy()), numbers=numbers),
+            bounds=self.bounds,
         )
         party = Party(
             device=device, session=session, values_P=values, numbers=numbers, stored=stored
@@ -198,9 +217,10 @@ class Cast:
                 encoding=chosen.encoding,
             )
             total_P += encoded_P
-            scalars += encode_scalars({**party.numbers, NUM_CLIPPED: num_clipped}, chosen.scalars)[
-                0
-            ]
+            numbers = {**party.numbers, NUM_CLIPPED: num_clipped}
+            encoded, num_numbers = encode_scalars(numbers, chosen.scalars)
+            encoded[[s.name for s in chosen.scalars].index(NUM_CLIPPED)] += np.uint64(num_numbers)
+            scalars += encoded
         return total_P, scalars
 
 
