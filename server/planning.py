@@ -91,10 +91,11 @@ class Planning:
                 f"{cohort.min_clients} are needed",
                 remedy="raise --cohort-size, or lower --min-clients",
             )
-        asked = [
-            replace(devices[name], asked_anyway=invited.asked_anyway.get(name))
-            for name in invited.names
-        ]
+        devices |= {
+            name: replace(devices[name], asked_anyway=why)
+            for name, why in invited.asked_anyway.items()
+        }
+        asked = [devices[name] for name in invited.names]
         assignments = assign(
             asked,
             self._settings.plan,
