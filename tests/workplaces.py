@@ -1,0 +1,121 @@
+"""A device at work in a test: a clock and a memory of its own, and the exact sums beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import TensorDataset
+
+from client.accumulator import Accumulator
+from client.local_training import train
+from client.memory import ProcessMemory
+from client.micro_batches import Window
+from client.workplace import Memory, Workplace
+from common.line import Line
+from common.parameters import build_model
+from common.task import Task
+from common.update import Plan, Update
+from tests.tasks import gradient_sum
+
+
+class FakeClock:
+    """A micro-batch of n examples takes n seconds."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def seconds(self) -> float:
+        return self.now
+
+    def worked(self, num_examples: int) -> None:
+        self.now += num_examples
+
+
+class FakeMemory:
+    """A machine on which n examples take ``base + each x n`` bytes, and more than the limit a kill.
+
+    ``limits(n)`` is the limit when the micro-batch n, from 0, is to begin.
+    """
+
+    def __init__(
+        self, limits: Callable[[int], int | None], *, base: float = 1000.0, each: float = 10.0
+    ) -> None:
+        self.line: Line | None = Line(base=base, each=each)
+        self.begun: list[int] = []
+        self.relieved: list[float | None] = []
+        self._limits = limits
+
+    def limit_bytes(self) -> int | None:
+        return self._limits(len(self.begun))
+
+    def fitting(self) -> int | None:
+        limit = self.limit_bytes()
+        assert self.line is not None
+        return None if limit is None else max(int((limit - self.line.base) / self.line.each), 0)
+
+    def begin(self, num_examples: int) -> None:
+        limit = self.limit_bytes()
+        assert self.line is not None
+        assert limit is None or self.line.at(num_examples) <= limit, "killed"
+        self.begun.append(num_examples)
+
+    def end(self, num_examples: int) -> int:
+        assert self.line is not None
+        return int(self.line.at(num_examples))
+
+    def relieve(self, bytes_per_example: float | None) -> None:
+        self.relieved.append(bytes_per_example)
+        if self.line is not None and bytes_per_example is not None:
+            self.line = Line(base=self.line.base, each=bytes_per_example)
+
+
+def workplace(
+    task: Task,
+    data: TensorDataset,
+    *,
+    stop: Callable[[], bool] = lambda: False,
+    memory: Memory | None = None,
+    **more: Any,
+) -> Workplace:
+    image = build_model(task, seed=3)
+    return Workplace(
+        task=task,
+        image=image,
+        accumulator=Accumulator(image),
+        examples=data,
+        name="pi",
+        clock=FakeClock(),
+        memory=memory or ProcessMemory(),
+        stop=stop,
+        **more,
+    )
+
+
+def plan(quota: int, micro_batch_size: int, **changes: Any) -> Plan:
+    return Plan(
+        round=1,
+        run_seed=0,
+        model_version=0,
+        quota=quota,
+        micro_batch_size=micro_batch_size,
+        **changes,
+    )
+
+
+def whole(data: TensorDataset, quota: int) -> Window:
+    """Return a window in the order of the data set, so that a test knows who comes when."""
+    return Window(positions=tuple(range(len(data)))[:quota], epoch=0, offset=0, ends_epoch=False)
+
+
+def sums(place: Workplace, positions: Sequence[int]) -> Tensor:
+    assert isinstance(place.examples, TensorDataset)
+    expected = gradient_sum(place.image.values_P, place.examples, positions)
+    return torch.from_numpy(expected).float()
+
+
+def trained(place: Workplace, asked: Plan) -> Update:
+    assert isinstance(place.examples, TensorDataset)
+    return train(asked, whole(place.examples, asked.quota), place)
