@@ -191,7 +191,9 @@ class Planning:
         chosen, deadline = self._settings.plan, self._settings.cohort.deadline_seconds
         share = assignment.device.learned.deadline_share
         size = self._target.micro_batch_size(assignment.quota, assignment.micro_batch_size)
-        evened = "" if size == assignment.micro_batch_size else ", cut evenly to tell the noise"
+        evened = ""
+        if size != assignment.micro_batch_size:
+            evened = f", cut to {size} each to tell the noise"
         return Plan(
             round=round_number,
             run_seed=self._settings.seed,

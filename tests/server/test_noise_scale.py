@@ -263,6 +263,35 @@ def test_devices_that_differ_are_told_from_noise_and_norms_across_devices_are_no
     assert wrong[0] > 10 * expected[0]
 
 
+def test_examples_that_weigh_differently_are_units_of_weight_each() -> None:
+    """Of 1 to 8 tokens, with a part that an example has as a whole and one that each token has."""
+    num_parameters, examples, first = 6, 16, 8
+    common, own = 0.5, 1.0
+    mean_P = np.ones(num_parameters)
+
+    def drawn_anew(_: Sequence[Device], random: np.random.Generator) -> RoundNoise:
+        reports, total_P = [], np.zeros(num_parameters)
+        for _device in range(4):
+            tokens_N = random.integers(1, 9, examples)
+            shape = (examples, num_parameters)
+            sums_NP = tokens_N[:, None] * (mean_P + common * random.standard_normal(shape))
+            sums_NP += np.sqrt(tokens_N)[:, None] * own * random.standard_normal(shape)
+            norms = [float(np.linalg.norm(sums_NP[:n].sum(0))) for n in (first, examples)]
+            reports.append(told(norms, [int(tokens_N[:first].sum()), int(tokens_N[first:].sum())]))
+            total_P += sums_NP.sum(0)
+        sums = total(sums_of(report, num_owned=2**53) for report in reports)
+        found = round_noise(sums, squared_mean=float(total_P @ total_P) / sums.weight**2)
+        assert found is not None
+        return found
+
+    # E[(v c)^2 + v o^2] / E[v] of each coordinate, for v evenly from 1 to 8.
+    variance = num_parameters * (common**2 * 25.5 + own**2 * 4.5) / 4.5
+    expected = np.array([variance, num_parameters, 0.0])
+    found, error = over_rounds([], rounds=4000, estimate=drawn_anew)
+    assert (np.abs(found - expected) <= ERRORS * error + expected / first).all()
+    assert error[0] < expected[0] / first
+
+
 def test_examples_that_are_all_alike_have_no_variance() -> None:
     found = [part and part.variance for part in after_each(told([6.0, 12.0, 18.0], [2] * 3).steps)]
     assert found == [None, 0.0, 0.0]
