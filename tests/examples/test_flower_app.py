@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from client.gradient_sum import GradientSum
-from common.errors import BatchDependentLayer, ModelMismatch, TaskError
+from common import settings
+from common.errors import BatchDependentLayer, ModelMismatch, SettingsError, TaskError
 from common.own_grid import OwnGrid, numbered
 from examples.flower_app.digits_app import client_app, server_app, task
 from server.strategy import NUM_REFUSED, SumOfGradients
@@ -336,3 +337,8 @@ def test_gradient_sum_notices_gradients_that_were_zeroed() -> None:
     model(torch.ones(1, 4)).sum().backward()
     with pytest.raises(TaskError):
         sums.tensors()
+
+
+def test_a_rate_that_follows_a_batch_is_refused_where_no_batch_is_planned() -> None:
+    with pytest.raises(SettingsError, match="batch_scaling"):
+        SumOfGradients(new_model(), schedule=settings.Schedule(batch_scaling="sqrt"))
