@@ -103,24 +103,23 @@ class Resident:
     def check(self, examples: Examples, name: str) -> None:
         """Try the task on real examples: it must run, and its loss must be a sum."""
         place = self._workplace(examples, name, ThisMachine())
-        first = window(Place(), quota=TRIED, run_seed=0, name=name, num_examples=len(examples))
         try:
-            check_works(TRIAL, first, place)
-            self._foresee(first, place)
+            self._foresee(place)
+            check_works(TRIAL, _first_of(place), place)
         finally:
             self._remember(name)
         check_additive(self.task, self.image.model, examples)
         self.accumulator.zero()
 
-    def _foresee(self, first: Window, place: Workplace) -> None:
+    def _foresee(self, place: Workplace) -> None:
         """Learn, once, what an example takes with activation checkpointing.
 
-        Now, as it is not to be tried when memory is short.
+        Before anything is measured without it, as that takes more; and long before memory is short.
         """
-        if self._is_foreseen or place.memory.fitting() == 0:
+        if self._is_foreseen:
             return
         self.image.model.train()
-        self._checkpointed_bytes = checkpointed_bytes(TRIAL, first, place)
+        self._checkpointed_bytes = checkpointed_bytes(TRIAL, _first_of(place), place)
         self._is_foreseen = True
         log.debug("with checkpointing an example takes %s bytes", self._checkpointed_bytes)
 
@@ -202,6 +201,7 @@ class Resident:
             OutOfMemory: one example alone does not fit, not with activation checkpointing either.
         """
         place = self._workplace(self.examples(identity), identity.name, hardware)
+        self._foresee(place)
         self.accumulator.zero()
         try:
             speed = hardware.speed(place)
@@ -234,9 +234,8 @@ class Resident:
         examples, _ = self.split(identity, run_seed=plan.run_seed, fraction=plan.held_out_fraction)
         walk = walk.settle(plan.counted_round)
         taken = _window_of(plan, walk, identity, examples)
-        self._foresee(taken, self._workplace(examples, identity.name, hardware))
+        place = self._workplace(examples, identity.name, hardware)
         try:
-            place = self._workplace(examples, identity.name, hardware)
             update = train(plan, taken, place, spool)
         except Exception as error:
             if isinstance(error, BuffersChanged):
@@ -272,6 +271,11 @@ class Resident:
         return EvaluateReport(
             name=identity.name, weight=weight, loss_sum=loss_total, metric_sums=metrics
         )
+
+
+def _first_of(place: Workplace) -> Window:
+    num_examples = len(place.examples)
+    return window(Place(), quota=TRIED, run_seed=0, name=place.name, num_examples=num_examples)
 
 
 def _window_of(plan: Plan, walk: Walk, identity: Identity, examples: Examples) -> Window:
