@@ -45,7 +45,7 @@ def probe(place: Workplace, limit_bytes: Callable[[], int | None]) -> Probed:
     The gradients are left in the accumulator.
 
     Raises:
-        TaskFailed: none of the first examples can be trained on.
+        TaskFailed: none of the first examples can be trained on, or none of them twice.
         OutOfMemory: one example alone does not fit.
     """
     begun = time.perf_counter()
@@ -54,35 +54,42 @@ def probe(place: Workplace, limit_bytes: Callable[[], int | None]) -> Probed:
         positions = _working(place, together=1)
         rest_bytes = _rest_bytes()
         kept_bytes = float(_saved_bytes(place, positions[:1]))
-        points = _stage(place, positions, (), 1)
     except MemoryError:
-        raise OutOfMemory(f"{place.name}: one example alone does not fit in memory") from None
-    while True:
-        last = points[-1].size
-        stopped = reason_to_stop(
-            points,
-            num_examples=len(positions),
-            foreseen_bytes=foreseen_bytes(points, 2 * last, kept_bytes, rest_bytes),
-            limit_bytes=limit_bytes(),
-            seconds=time.perf_counter() - begun,
-        )
-        if stopped is not None:
-            break
+        raise _does_not_fit(place) from None
+    points: tuple[Point, ...] = ()
+    stopped = None
+    while stopped is None:
+        size = min(2 * points[-1].size, len(positions)) if points else 1
         try:
-            points = _stage(place, positions, points, min(2 * last, len(positions)))
-            if last == 1:
+            points = _stage(place, positions, points, size)
+            if size == 2:
                 kept_bytes = activation_bytes(place, positions)
         except MemoryError:
-            stopped = "memory ran out at the next"
-            break
+            if not points:
+                raise _does_not_fit(place) from None
+            stopped = f"memory ran out at {size} examples"
         except _ExamplesFailed as error:
-            if len(set(positions)) < len(positions):
+            if len(set(positions)) == len(positions):
+                # There is a bad one among them: go on with a few good ones, repeated.
+                positions = _repeated(_usable(place, error), len(positions))
+            elif points:
                 stopped = f"good examples failed together: {error}"
-                break
-            # There is a bad one among them: go on with a few good ones, repeated.
-            positions = _repeated(_usable(place, error), len(positions))
+            else:
+                raise TaskFailed(f"examples cannot be trained on twice: {error}") from error
+        else:
+            stopped = reason_to_stop(
+                points,
+                num_examples=len(positions),
+                foreseen_bytes=foreseen_bytes(points, 2 * size, kept_bytes, rest_bytes),
+                limit_bytes=limit_bytes(),
+                seconds=time.perf_counter() - begun,
+            )
     log.info("%s probed up to %d examples: %s", place.name, points[-1].size, stopped)
     return Probed(points=points, rest_bytes=rest_bytes, kept_bytes=kept_bytes, stopped=stopped)
+
+
+def _does_not_fit(place: Workplace) -> OutOfMemory:
+    return OutOfMemory(f"{place.name}: one example alone does not fit in memory")
 
 
 def activation_bytes(place: Workplace, positions: Sequence[int] | None = None) -> float:

@@ -48,23 +48,7 @@ def fitted(points: Sequence[tuple[float, float, float]]) -> Line:
     size grows is flat. Points of a single size say nothing of the base: the line goes through the
     origin. Values at or below zero are left out; without points the line is zero.
     """
-    kept = [(x, y, w / (y * y)) for x, y, w in points if y > 0 and w > 0]
-    if not kept:
-        return Line(base=0.0, each=0.0)
-    total = sum(w for _, _, w in kept)
-    mean_x = sum(w * x for x, _, w in kept) / total
-    mean_y = sum(w * y for _, y, w in kept) / total
-    spread = sum(w * (x - mean_x) ** 2 for x, _, w in kept)
-    if spread <= 1e-12 * total * mean_x**2:
-        return Line(base=0.0, each=mean_y / mean_x)
-    each = sum(w * (x - mean_x) * (y - mean_y) for x, y, w in kept) / spread
-    if each <= 0:
-        return Line(base=mean_y, each=0.0)
-    base = mean_y - each * mean_x
-    if base < 0:
-        through_origin = sum(w * x * y for x, y, w in kept) / sum(w * x * x for x, _, w in kept)
-        return Line(base=0.0, each=through_origin)
-    return Line(base=base, each=each)
+    return _laid([(x, y, w / (y * y)) for x, y, w in points if y > 0 and w > 0])
 
 
 def refitted(line: Line, seen: Mapping[int, float]) -> Line:
@@ -72,11 +56,36 @@ def refitted(line: Line, seen: Mapping[int, float]) -> Line:
 
     What was believed stands for two points, at size 1 and at the largest of the sizes seen (2 at
     the least). So a round with one size moves the line there and turns it about its other end, and
-    a round with several bends its slope.
+    a round with several bends its slope. Errors are relative to what was believed, so that the line
+    follows a value that rose as far as one that fell. A believed line of zero teaches nothing of
+    how to weigh: what was seen counts alone.
     """
     if not seen:
         return line
     far = max(2, *seen)
+    if line.at(far) <= 0:
+        return fitted([(size, value, 1.0) for size, value in seen.items()])
     believed = [(size, line.at(size), BELIEVED / 2) for size in (1, far)]
     weight = (1 - BELIEVED) / len(seen)
-    return fitted([*believed, *((size, value, weight) for size, value in seen.items())])
+    points = [*believed, *((size, value, weight) for size, value in seen.items())]
+    return _laid([(x, y, w / line.at(x) ** 2) for x, y, w in points])
+
+
+def _laid(points: Sequence[tuple[float, float, float]]) -> Line:
+    """Lay a line through points (size, value, weight) by least squares, see ``fitted``."""
+    if not points:
+        return Line(base=0.0, each=0.0)
+    total = sum(w for _, _, w in points)
+    mean_x = sum(w * x for x, _, w in points) / total
+    mean_y = sum(w * y for _, y, w in points) / total
+    spread = sum(w * (x - mean_x) ** 2 for x, _, w in points)
+    if spread <= 1e-12 * total * mean_x**2:
+        return Line(base=0.0, each=mean_y / mean_x)
+    each = sum(w * (x - mean_x) * (y - mean_y) for x, y, w in points) / spread
+    if each <= 0:
+        return Line(base=mean_y, each=0.0)
+    base = mean_y - each * mean_x
+    if base < 0:
+        each = sum(w * x * y for x, y, w in points) / sum(w * x * x for x, _, w in points)
+        return Line(base=0.0, each=each)
+    return Line(base=base, each=each)

@@ -167,7 +167,9 @@ class Client(Branch):
     part: int = Field(0, ge=0, description="of a task that splits bundled data: which part")
     num_parts: Count = Field(1, description="of how many parts")
     state: Path | None = Field(None, description="folder for the device's place in its examples")
-    memory_limit_bytes: Count | None = Field(None, description="a limit below the machine's own")
+    memory_limit_bytes: Annotated[int, Field(ge=1, le=2**53)] | None = Field(
+        None, description="a limit below the machine's own"
+    )
     spool: Path | None = Field(
         None, description="folder in which a half-summed update outlives a power cut"
     )

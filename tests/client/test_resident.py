@@ -130,8 +130,8 @@ def test_measuring_the_speed_leaves_no_gradient_behind() -> None:
         run_seed=0, wants_speed=True, layout_digest=home.image.layout.digest, num_parameters=11
     )
     report = home.describe(identity(0), ThisMachine(), request)
-    assert report.bytes_per_example is not None
-    assert report.bytes_per_example > 0
+    assert report.vitals.bytes_per_example is not None
+    assert report.vitals.bytes_per_example > 0
     assert not home.accumulator.values_P.any()
     assert all(p.grad is not None for p in home.image.trainable())
 
