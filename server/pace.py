@@ -1,22 +1,29 @@
 """How fast each device trains, followed from round to round.
 
 A device says at joining that a micro-batch of s examples takes a + b s seconds. Every update tells
-how long its micro-batches really took. The level comes first: the line is scaled by the median
-ratio of seen to believed, most of the way in one round, so that quotas follow within two rounds
-when something else is started on a laptop, and one slow micro-batch moves nothing. Then the slope:
-what the sizes of a round say against one another bends the line (``common.line.refitted``).
+how long its micro-batches really took. The level comes first: the line is scaled by the ratio of
+seen to believed, most of the way in one round, so that quotas follow within two rounds when
+something else is started on a laptop. The ratio is a median of means: the round's micro-batches are
+cut into a few stretches, so that one slow micro-batch moves nothing, and a device that is held to a
+share of its cores, and pauses for that now and then, counts with its pauses. Then the slope: what
+the sizes of a round say against one another bends the line (``common.line.refitted``).
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
+from itertools import groupby, pairwise
+from operator import itemgetter
 
-from common.line import Line, medians, refitted
+from common.line import Line, refitted
 from common.update import DeviceReport, Step
 
 # In logarithms: after a change by 5, two rounds come within 5^(0.2^2) - 1 = 7 % of it.
 WEIGHT = 0.8
+# Of a round; fewer micro-batches are a stretch each.
+NUM_STRETCHES = 8
 # What one round may claim at the most; a clock that jumped must not end a device's part in the run.
 LARGEST_CHANGE = 16.0
 # And how far one size may lie from the level of them all: it may have been seen only once.
@@ -41,17 +48,29 @@ def followed(line: Line, steps: Sequence[Step]) -> Line:
     seen = [(step.num_examples, step.seconds) for step in steps if step.num_examples]
     if not seen:
         return line
-    ratio = statistics.median(seconds / line.at(size) for size, seconds in seen)
+    ratio = _median_of_means(line, seen)
     factor = min(max(ratio, 1 / LARGEST_CHANGE), LARGEST_CHANGE) ** WEIGHT
     levelled = line.times(factor)
     if ratio <= 0:
         return bounded(levelled)
-    bends = {size: value / line.at(size) / ratio for size, value in medians(seen).items()}
+    by_size = groupby(sorted(seen, key=itemgetter(0)), key=itemgetter(0))
+    bends = {size: _median_of_means(line, list(group)) / ratio for size, group in by_size}
     shape = {
         size: levelled.at(size) * min(max(bend, 1 / LARGEST_BEND), LARGEST_BEND)
         for size, bend in bends.items()
     }
     return bounded(refitted(levelled, shape))
+
+
+def _median_of_means(line: Line, seen: Sequence[tuple[int, float]]) -> float:
+    """Return the median over stretches of the seconds seen in each over those believed."""
+    num_stretches = min(len(seen), NUM_STRETCHES)
+    ends = [len(seen) * at // num_stretches for at in range(num_stretches + 1)]
+    return statistics.median(
+        math.fsum(seconds for _, seconds in seen[start:end])
+        / math.fsum(line.at(size) for size, _ in seen[start:end])
+        for start, end in pairwise(ends)
+    )
 
 
 def bounded(line: Line) -> Line:

@@ -76,6 +76,16 @@ def test_one_slow_micro_batch_moves_nothing() -> None:
     assert math.isclose(followed(PACE, [*usual, *odd]).each, PACE.each)
 
 
+def test_a_device_that_pauses_now_and_then_counts_with_its_pauses() -> None:
+    """A cgroup with a fifth of a core runs at full speed until the share of a period is used up."""
+    pause = 4 * 10 * PACE.at(1)
+    seen = [step(1, PACE.at(1) + (pause if at % 10 == 9 else 0.0)) for at in range(160)]
+    found = followed(PACE, seen)
+    true = 160 * PACE.at(1) + 16 * pause
+    left = math.log(true / (160 * found.at(1)))
+    assert left <= (1 - WEIGHT) * math.log(5) * (1 + 1e-9)
+
+
 def test_one_slow_micro_batch_of_a_size_of_its_own_bends_no_farther_than_its_bound() -> None:
     """The short last one of a window, in which something else happened."""
     usual, odd = steps(PACE, [8] * 6), steps(PACE, [3], slower=100.0)
