@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from common.errors import HeadwaterError
 from common.fixed_point import RingVector, encode_in_place
 from common.identity import AllowList, SigningIdentity
 from common.scalars import encode_scalars
-from common.secagg import NUM_CLIPPED, PHASES, WEIGHT, MaskedHead, SessionNumber
+from common.secagg import NUM_CLIPPED, PHASES, WEIGHT, MaskedHead, Reply, Request, SessionNumber
 from common.update import Told
 from server.secure_masks import MaskPhase, SignPhase
 from server.secure_opening import Opening
@@ -38,27 +38,49 @@ def name_of(number: int) -> str:
     return f"d{number:03d}"
 
 
+class Answering(Protocol):
+    """A device's side of a session, honest (``SecureSession``) or not."""
+
+    vector: RingVector | None
+
+    def answer(self, request: Request) -> Reply: ...
+
+
 @dataclass(kw_only=True)
 class Party:
     """A device, what it would send unmasked, and what it stored."""
 
     device: Device
-    session: SecureSession
+    session: Answering
     values_P: NDArray[np.float32]
     numbers: Mapping[str, float | int]
     stored: list[Record] = field(default_factory=list)
 
+    @property
+    def record(self) -> Record:
+        """What the device stored last, the first being what it began with."""
+        return self.stored[-1]
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether its update was masked."""
+        return self.record.masked == self.device.update_id
+
 
 @dataclass(kw_only=True)
 class Played:
-    """How a session went: what was opened, who refused or was refused, all that travelled."""
+    """How a session went: what was opened, which devices refused the server's messages and
+    whose answers the server rejected, and all that travelled."""
 
     phase: Phase | None = None
     opened: OpenedSum | None = None
+    aborted: bool = False
     refused: dict[str, HeadwaterError] = field(default_factory=dict)
+    rejected: dict[str, HeadwaterError] = field(default_factory=dict)
     heads: list[str] = field(default_factory=list)
     vectors: dict[str, bytes] = field(default_factory=dict)
     requests: dict[str, dict[str, Any]] = field(default_factory=dict)
+    replies: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @property
     def sum(self) -> OpenedSum:
@@ -134,7 +156,7 @@ class Cast:
     def give(self, name: str, values_P: NDArray[np.float32]) -> Party:
         """Give a device another vector before it takes part."""
         party = self.parties[name]
-        return self._join(party.device, values_P, party.numbers, party.session.record)
+        return self._join(party.device, values_P, party.numbers, party.record)
 
     def _join(
         self,
@@ -143,7 +165,7 @@ class Cast:
         numbers: Mapping[str, float | int],
         record: Record,
     ) -> Party:
-        stored: list[Record] = []
+        stored = [record]
         session = SecureSession(
             device,
             record,
@@ -189,17 +211,24 @@ class Cast:
             for told in _changed(request, plan, action=action, client=name, by_server=True):
                 played.requests.setdefault(action, {})[name] = told
                 reply: Any = party.session.answer(_wired(told, played))
-            vector = None
-            if isinstance(reply, MaskedHead):
-                assert party.session.vector is not None
-                vector = party.session.vector.tobytes()
-                played.vectors[name] = vector
-            for said in _changed(
-                (reply, vector), plan, action=action, client=name, by_server=False
-            ):
-                phase = _taken(phase, name, said, played)
+                played.replies.setdefault(action, {})[name] = reply
         except HeadwaterError as error:
             played.refused[name] = error
+            return phase
+        vector = None
+        if isinstance(reply, MaskedHead):
+            assert party.session.vector is not None
+            vector = played.vectors[name] = party.session.vector.tobytes()
+        said = _changed((reply, vector), plan, action=action, client=name, by_server=False)
+        for reply, vector in said:
+            reply = _wired(reply, played)
+            try:
+                if isinstance(phase, MaskPhase):
+                    phase = phase.take(name, reply, vector)
+                else:
+                    phase = phase.take(name, reply)
+            except HeadwaterError as error:
+                played.rejected[name] = error
         return phase
 
     def plain_sum(
@@ -247,11 +276,3 @@ def _wired(message: Any, played: Played) -> Any:
     text = message.model_dump_json(exclude_none=True)
     played.heads.append(text)
     return records.parse(text, type(message))
-
-
-def _taken(phase: Phase, name: str, said: tuple[Any, bytes | None], played: Played) -> Phase:
-    reply, vector = said
-    reply = _wired(reply, played)
-    if isinstance(phase, MaskPhase):
-        return phase.take(name, reply, vector)
-    return phase.take(name, reply)

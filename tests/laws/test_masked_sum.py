@@ -187,7 +187,7 @@ def test_the_next_round_succeeds_after_one_that_too_many_left(mode: Mode) -> Non
     played = Played()
     with pytest.raises(TooFewSurvivors, match="round 1, attempt 1: 2 devices"):
         cast.play_into(played, leaving)
-    masked = [name for name in cast.names if cast.parties[name].session.is_spent]
+    masked = [name for name in cast.names if cast.parties[name].is_spent]
     assert masked == cast.names[3:]
 
     cast.opening = replace(cast.opening, number=SessionNumber(2, 1))
@@ -197,7 +197,7 @@ def test_the_next_round_succeeds_after_one_that_too_many_left(mode: Mode) -> Non
             replace(before.device, round=2, update_id=f"{name} 1"),
             weight=1 + number,
             seed=99 + number,
-            record=before.session.record,
+            record=before.record,
         )
     check(cast, {}, cast.names)
 
