@@ -52,11 +52,13 @@ class Spool:
         name: str,
         run_id: int,
         every_seconds: float = EVERY_SECONDS,
+        largest_share: float = LARGEST_SHARE,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self.path = folder / f"{name}-{run_id}.safetensors"
         self.run_id = run_id
         self.every_seconds = every_seconds
+        self.largest_share = largest_share
         self.wall_clock = wall_clock
 
     def opened(
@@ -105,7 +107,7 @@ class SpooledWindow:
         try:
             with path.open("rb") as file:
                 total = self._read(file)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
         except (_Unusable, OSError) as error:
             log.warning("%s is thrown away: %s", path, error)
@@ -178,7 +180,8 @@ class SpooledWindow:
                 error,
             )
         done = self._place.clock.seconds()
-        self._next_at = done + max(self._spool.every_seconds, (done - now) / LARGEST_SHARE)
+        rest = (done - now) / self._spool.largest_share
+        self._next_at = done + max(self._spool.every_seconds, rest)
 
     def _write(self, total: WindowSum, *, worked_seconds: float) -> None:
         path, vector = self._spool.path, self._vector()
