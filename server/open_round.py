@@ -17,9 +17,15 @@ class OpenRound:
     """A round in progress: which updates were accepted, which refused."""
 
     def __init__(
-        self, *, plans: Mapping[str, Plan], total: CohortSum, max_weight_per_example: int
+        self,
+        *,
+        plans: Mapping[str, Plan],
+        total: CohortSum,
+        max_weight_per_example: int,
+        num_left_out: int = 0,
     ) -> None:
         self.plans = plans
+        self.num_left_out = num_left_out
         self.accepted: dict[str, UpdateReport] = {}
         self.refused: dict[str, HeadwaterError] = {}
         self._total = total

@@ -5,11 +5,11 @@ which it measured no gain. Quotas are by equal finish (``server.equal_finish``):
 the slow one. Pure functions of what the devices told and the server learned; each plan says what
 bound it (``server.reasons``).
 
-What is told may be false. Speed is believed up to FARTHEST times the cohort's median; what is cut
-off is counted and said. So a lying device can still:
+What is told may be false. Speed is believed up to FARTHEST times that of the cohort's median device
+with the same micro-batch; what is cut off is counted and said. So a lying device can still:
 
-* be asked for as much as FARTHEST median devices, and send nothing, or a false sum. The others'
-  quotas are smaller for it, and never zero.
+* be asked for as much as FARTHEST median devices of the memory that it claims, and send nothing, or
+  a false sum. The others' quotas are smaller for it, and never zero.
 * be asked for a single example, by claiming a century for each, little memory or a slow link. That
   costs the others nothing but its turn at the server.
 * keep a round without a deadline waiting, as any device can that does not answer.
@@ -26,9 +26,11 @@ from enum import Enum
 import numpy as np
 
 from common import settings
+from common.line import Line
 from common.update import Vitals
 from server.equal_finish import Cohort, Floats, Ints, equal_finish
 from server.learned import DEADLINE_SHARE, NOTHING, Learned
+from server.pace import LEAST_SECONDS
 
 # A fleet of Pi Zeros and laptops is sixteen times apart; what is farther than this from the median
 # is more likely a clock that jumped, or a lie.
@@ -250,18 +252,13 @@ def _columns(
     lines = [device.learned.line for device in devices]
     base = np.array([math.nan if line is None else line.base for line in lines]) / share
     each = np.array([math.nan if line is None else line.each for line in lines]) / share
-    slowed = np.ones_like(each)
-    is_known = np.isfinite(each)
-    median = UNMEASURED_SECONDS
     # Those who are asked anyway said that they are too slow: their word is not asked for again.
-    is_known &= np.array([device.asked_anyway is None for device in devices])
-    if is_known.any():
-        per_example = (base / sizes + each)[is_known]
-        # Of logarithms: of two devices neither is far from the middle, unless they are far apart.
-        median = float(np.exp(np.median(np.log(per_example))))
-        slowed[is_known] = np.maximum(median / FARTHEST / per_example, 1.0)
-    is_unknown = np.isnan(each)
-    base[is_unknown], each[is_unknown] = 0.0, median
+    is_measured = np.array([line is not None for line in lines])
+    is_heard = is_measured & np.array([device.asked_anyway is None for device in devices])
+    median = _median_line(base[is_heard], each[is_heard], largest=int(sizes.max()))
+    base[~is_measured], each[~is_measured] = median.base, median.each
+    least = (median.base + sizes * median.each) / FARTHEST
+    slowed = np.where(is_heard, np.maximum(least / (base + sizes * each), 1.0), 1.0)
     deadline = math.inf if deadline_seconds is None else deadline_seconds
     most = [
         1 if device.asked_anyway else min(device.num_left, MOST_STEPS * m)
@@ -277,3 +274,19 @@ def _columns(
         turn_seconds=link.turn_seconds,
     )
     return cohort, slowed
+
+
+def _median_line(base: Floats, each: Floats, *, largest: int) -> Line:
+    """Return the line of a median device, through the medians at size 1 and at the largest.
+
+    So a device is compared with one of the same micro-batch size: more memory is no claim of speed.
+    The medians are of logarithms: of two devices neither is far from the middle, unless they are
+    far apart.
+    """
+    if not len(base):
+        return Line(base=0.0, each=UNMEASURED_SECONDS)
+    one, many = (
+        float(np.exp(np.median(np.log(base + size * each)))) for size in (1, max(largest, 2))
+    )
+    per_example = max((many - one) / (max(largest, 2) - 1), LEAST_SECONDS)
+    return Line(base=max(one - per_example, 0.0), each=per_example)

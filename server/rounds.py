@@ -125,7 +125,7 @@ def _run_round(training: Training, fleet: Fleet) -> RoundRow:
     )
     watch.lap("plan")
     before = fleet.traffic()
-    opened = training.open_round(plans)
+    opened = training.open_round(planned)
     fold_seconds = 0.0
     timeout = settings.cohort.deadline_seconds
     for answer in fleet.train(plans, training.image, timeout_seconds=timeout):

@@ -6,7 +6,6 @@ changed. Only what was learned of the devices' speed and lateness outlives an ab
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,13 +23,12 @@ from common.errors import (
 from common.parameters import build_model, load_initial
 from common.settings import Settings
 from common.task import load_task, max_weight_per_example
-from common.update import Plan
 from server import checkpoint, evaluate, learned
 from server.aggregate import CohortSum
 from server.fleet import Fleet
 from server.noise_scale import RoundNoise, round_noise, squared_norm, sums_of, total
 from server.open_round import OpenRound
-from server.planning import Planning, held_out_fraction
+from server.planning import Planned, Planning, held_out_fraction
 from server.server_optimizer import ServerOptimizer, rate_factor
 from server.target import Target, gathered
 
@@ -118,14 +116,20 @@ class Training:
             "held_out_fraction": held_out_fraction(self.settings.evaluation),
         }
 
-    def open_round(self, plans: Mapping[str, Plan]) -> OpenRound:
+    def open_round(self, planned: Planned) -> OpenRound:
         """Empty the sum for a round of these plans."""
+        plans = planned.plans
         bound = max_weight_per_example(self.task)
         self.sum.open(
             num_clients=len(plans),
             planned_weight=sum(plan.weigh_as or bound * plan.quota for plan in plans.values()),
         )
-        return OpenRound(plans=plans, total=self.sum, max_weight_per_example=bound)
+        return OpenRound(
+            plans=plans,
+            total=self.sum,
+            max_weight_per_example=bound,
+            num_left_out=len(planned.left_out),
+        )
 
     def commit(self, opened: OpenRound) -> Committed:
         """Divide once and take the step; the round counts from here on.
@@ -139,9 +143,11 @@ class Training:
                 isinstance(error, EmptyUpdate) for error in opened.refused.values()
             )
             why = "; ".join(f"{name}: {error}" for name, error in list(opened.refused.items())[:3])
+            left_out = f", {opened.num_left_out} left out as too slow"
             raise TooFewClients(
                 f"round {self.round + 1}: {len(opened.accepted)} of {len(opened.plans)} clients "
-                f"answered in time, at least {needed} are needed" + (f" ({why})" if why else ""),
+                f"answered in time{left_out if opened.num_left_out else ''}, at least {needed} are "
+                f"needed" + (f" ({why})" if why else ""),
                 remedy=NOTHING_FINITE if nothing_finite else None,
             )
         mean_P = self.sum.close()

@@ -426,6 +426,35 @@ def test_who_claims_to_be_instant_gets_at_most_farthest_times_the_median_s_quota
     assert "said to be 31,250 times as fast as is believed" in reasons.of_plan(assigned["liar"])
 
 
+def test_an_honest_fleet_sixteen_times_apart_in_speed_and_in_memory_is_believed() -> None:
+    """Small models are bound by dispatch: there a large micro-batch is worth as much as speed."""
+    small = {"memory_limit_bytes": MIB, "bytes_per_example": MIB}
+    devices = [device(f"s{n}", 1000, base=0.016, each=1e-5, **small) for n in range(9)]
+    devices += [device(f"l{n}", 1000, base=0.001, each=6e-7) for n in range(8)]
+    assigned = assign(devices, plan(), target=5000)
+    assert {told.fitting for told in assigned.values()} == {1, 256}
+    assert not any(told.is_bounded for told in assigned.values())
+
+
+@pytest.mark.parametrize(("base", "fastest"), [(0.0, None), (0.0, 1), (0.01, None), (0.001, 8)])
+def test_a_claim_is_held_against_a_median_device_with_the_same_micro_batch(
+    base: float, fastest: int | None
+) -> None:
+    honest = [device(f"d{n}", 10**6, base=0.01, each=1e-3) for n in range(5)]
+    liar = device("liar", 10**9, base=base, each=1e-9, fastest_micro_batch_size=fastest)
+    told = assign([*honest, liar], plan(), target=30_000)["liar"]
+    said, median = (Line(base=b, each=e).at(told.fitting) for b, e in ((base, 1e-9), (0.01, 1e-3)))
+    assert told.slowed * said == pytest.approx(max(said, median / FARTHEST))
+    assert told.is_bounded == (said < median / FARTHEST)
+
+
+def test_a_fleet_in_which_examples_take_no_time_is_planned_all_the_same() -> None:
+    devices = [device(f"d{n}", 1000, base=0.01, each=1e-9) for n in range(3)]
+    assigned = assign([*devices, device("unknown", 1000)], plan(), target=2000)
+    assert sum(told.quota for told in assigned.values()) == 2000
+    assert not any(told.is_bounded for told in assigned.values())
+
+
 def test_liars_below_half_of_the_cohort_cannot_move_what_is_believed_of_the_others() -> None:
     honest = [device(f"d{n}", 10**6, each=1e-3) for n in range(5)]
     liars = [device(f"l{n}", 10**6, each=1e9) for n in range(4)]
