@@ -41,6 +41,7 @@ from common.errors import (
     ThresholdTooLow,
     UpdateAlreadyMasked,
 )
+from common.fixed_point import check_finite
 from common.roster import Session
 from common.secagg import (
     LEAST_MEMBERS,
@@ -197,7 +198,7 @@ def check_members(
 
 
 def check_update(trained: Trained, chosen: Parameters, device: Device) -> None:
-    """Check the update's own counts; the vector is checked before it is encoded."""
+    """Check the update itself, before anything of it is changed."""
     names = {scalar.name for scalar in chosen.scalars} - {NUM_CLIPPED}
     if names != trained.numbers.keys():
         raise ModelMismatch(
@@ -215,6 +216,7 @@ def check_update(trained: Trained, chosen: Parameters, device: Device) -> None:
         )
     if not all(math.isfinite(value) for value in trained.numbers.values()):
         raise NonFiniteUpdate(f"{device.name}: a sum that would ride along is not finite")
+    check_finite(trained.values_P.numpy())
 
 
 def check_bounds(

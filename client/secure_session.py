@@ -81,16 +81,20 @@ class SecureSession:
             return told
         before = self._state
         state, reply = self._step(request)
-        if state.record != self._record:
-            self._remember(state.record)
-            self._record = state.record
+        self._store(state)
         if isinstance(request, KeysWanted):
             self._answered.clear()
             if before is not None:
                 erase(before)
-        self._state = state
         self._answered[type(request)] = (request, reply)
         return reply
+
+    def _store(self, state: State) -> None:
+        """Move on to a state, after its record was stored."""
+        if state.record != self._record:
+            self._remember(state.record)
+            self._record = state.record
+        self._state = state
 
     def _step(self, request: Request) -> tuple[State, Reply]:
         match request, self._state:
@@ -113,8 +117,10 @@ class SecureSession:
                 )
 
     def _mask(self, state: Holding, wanted: MaskWanted) -> tuple[State, Reply]:
+        ready = secure_update.commit(state, wanted, self._trained, bounds=self._bounds)
+        self._store(ready)  # if this fails nothing was masked, and the message may come again
         masked, head, self.vector = secure_update.mask(
-            state, wanted, self._trained, bounds=self._bounds, num_threads=self._num_threads
+            ready, self._trained, num_threads=self._num_threads
         )
         return masked, head
 

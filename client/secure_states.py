@@ -9,8 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
+
 from client.secure_device import Device, Record
+from common.masking import Stream
 from common.roster import Session
+from common.rotation import Rotation
 from common.secagg import KeysAdvertised, KeysWanted, SharesRevealed
 from common.secret import Secret
 from common.session_keys import KeyPair
@@ -72,6 +77,28 @@ class Holding:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Ready:
+    """In phase 2, when everything was checked and nothing is masked yet."""
+
+    device: Device
+    record: Record
+    holding: Holding
+    members: tuple[str, ...]
+    streams: tuple[Stream, ...]
+    rotation: Rotation | None
+    bounds: NDArray[np.float32] | None = field(repr=False)
+
+    def mask_secrets(self) -> Iterator[Secret]:
+        """Yield what the masks are made from: nobody needs it once the update is masked."""
+        yield from (stream.key for stream in self.streams)
+        yield from (self.holding.mask_pair.private, self.holding.self_seed)
+
+    def secrets(self) -> Iterator[Secret]:
+        yield from self.mask_secrets()
+        yield from _both(self.holding.held)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Masked:
     """Behind phase 2: the update is masked; only the others' shares are still needed."""
 
@@ -99,7 +126,7 @@ class Revealed:
         yield from ()
 
 
-State = Advertised | Dealt | Holding | Masked | Revealed
+State = Advertised | Dealt | Holding | Ready | Masked | Revealed
 
 
 def _both(held: Mapping[str, HeldShare]) -> Iterator[Secret]:

@@ -4,7 +4,7 @@ A state for each phase (``client.secure_states``), and a function between each t
 state and the server's message, checks it (``client.secure_checks``), and returns the next state and
 the answer; the vector alone is changed, where it lies. Network, clock and disk are the caller's,
 and so is the order in which things are made to last: ``state.record`` must be stored before the
-answer is sent (``client.secure_session`` does both).
+answer is sent, and that of ``commit`` before the vector is touched (``client.secure_session``).
 
 What the server learns from a device that ends here at any phase: public keys, ciphertexts,
 commitments, a vector that looks random, and of each other device a share of one of its two secrets.
@@ -19,12 +19,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from client import secure_checks as checks
-from client.secure_device import Device, Trained
-from client.secure_states import Holding, Masked, Revealed
+from client.secure_device import Trained
+from client.secure_states import Holding, Masked, Ready, Revealed
 from common.errors import OutOfPhase
 from common.fixed_point import RingVector, encode_in_place
 from common.masking import SCALARS, VECTOR, Stream, mask_in_place
-from common.roster import Session
 from common.rotation import Rotation, rotate_in_place
 from common.scalars import encode_scalars
 from common.secagg import (
@@ -42,55 +41,74 @@ from common.session_keys import agree, pairwise_sign, self_mask_key
 S = TypeVar("S", bound=Masked | Revealed)
 
 
-def mask(
+def commit(
     state: Holding,
     wanted: MaskWanted,
     trained: Trained,
     *,
     bounds: NDArray[np.float32] | None = None,
-    num_threads: int = 1,
-) -> tuple[Masked, MaskedHead, RingVector]:
-    """Phase 2: encode the update and mask it, in its own memory; return that memory as the ring's.
+) -> Ready:
+    """Phase 2, before anything is changed: the update belongs to this session from here on.
 
-    The float32 values are gone afterwards. ``bounds`` are the block bounds of a 16-bit ring.
+    ``bounds`` are the block bounds of a 16-bit ring.
 
     Raises:
-        SessionRefused, ModelMismatch: see ``client.secure_checks.CHECKS``.
-        CountOutOfRange, NonFiniteUpdate: of the update itself; it was not changed.
+        SessionRefused, ModelMismatch, CountOutOfRange, NonFiniteUpdate: see
+            ``client.secure_checks.CHECKS``.
     """
-    device, session = state.device, state.session
+    device, chosen = state.device, state.session.parameters
     checks.check_members(
         wanted.members,
-        session=session,
+        session=state.session,
         opened=state.held,
         bad_dealers=state.bad_dealers,
         device=device,
     )
     checks.check_unmasked(device, state.record)
-    checks.check_update(trained, session.parameters, device)
-    streams = _streams(state, frozenset(wanted.members))
-    vector, scalars = _encoded(trained, session, bounds=bounds, device=device)
-    cipher = session.parameters.cipher
-    mask_in_place(vector, streams, cipher=cipher, part=VECTOR, num_threads=num_threads)
-    mask_in_place(scalars, streams, cipher=cipher, part=SCALARS)
-    for stream in streams:
-        stream.key.erase()
-    state.mask_pair.private.erase()
-    state.self_seed.erase()
-    masked = Masked(
+    checks.check_update(trained, chosen, device)
+    rotation = None
+    if chosen.rotation_seed is not None:
+        rotation = Rotation(seed=chosen.rotation_seed, num_coordinates=chosen.num_values)
+        bounds = checks.check_bounds(bounds, chosen, device, num_blocks=rotation.num_blocks)
+    return Ready(
         device=device,
         record=replace(state.record, masked=device.update_id),
-        session=session,
+        holding=state,
         members=wanted.members,
-        held=state.held,
+        streams=_streams(state, frozenset(wanted.members)),
+        rotation=rotation,
+        bounds=bounds,
+    )
+
+
+def mask(
+    state: Ready, trained: Trained, *, num_threads: int = 1
+) -> tuple[Masked, MaskedHead, RingVector]:
+    """Phase 2: encode the update and mask it, in its own memory; return that memory as the ring's.
+
+    The float32 values are gone afterwards, and so are the secrets that made the masks.
+    """
+    session = state.holding.session
+    vector, scalars = _encoded(state, trained)
+    cipher = session.parameters.cipher
+    mask_in_place(vector, state.streams, cipher=cipher, part=VECTOR, num_threads=num_threads)
+    mask_in_place(scalars, state.streams, cipher=cipher, part=SCALARS)
+    for secret in state.mask_secrets():
+        secret.erase()
+    masked = Masked(
+        device=state.device,
+        record=state.record,
+        session=session,
+        members=state.members,
+        held=state.holding.held,
     )
     head = MaskedHead(
-        name=device.name, session=session.digest, scalars=scalars.astype("<u8").tobytes()
+        name=state.device.name, session=session.digest, scalars=scalars.astype("<u8").tobytes()
     )
     return masked, head, vector
 
 
-def _streams(state: Holding, members: frozenset[str]) -> list[Stream]:
+def _streams(state: Holding, members: frozenset[str]) -> tuple[Stream, ...]:
     """Return the self mask, and the pairwise masks with the neighbours in U2."""
     session, name = state.session, state.device.name
     own = Stream(key=self_mask_key(state.self_seed, session=session.digest, name=name), sign=1)
@@ -108,31 +126,25 @@ def _streams(state: Holding, members: frozenset[str]) -> list[Stream]:
         for peer in session.neighbours(name)
         if peer in members
     ]
-    return [own, *pairwise]
+    return (own, *pairwise)
 
 
-def _encoded(
-    trained: Trained, session: Session, *, bounds: NDArray[np.float32] | None, device: Device
-) -> tuple[RingVector, NDArray[np.uint64]]:
+def _encoded(state: Ready, trained: Trained) -> tuple[RingVector, NDArray[np.uint64]]:
     """Encode vector and numbers; what was clipped of either is counted among the numbers."""
-    chosen = session.parameters
-    random = None
-    if chosen.rotation_seed is not None:
-        rotation = Rotation(seed=chosen.rotation_seed, num_coordinates=chosen.num_values)
-        bounds = checks.check_bounds(bounds, chosen, device, num_blocks=rotation.num_blocks)
+    chosen, random = state.holding.session.parameters, None
+    if state.rotation is not None and state.bounds is not None:
         rotate_in_place(
             trained.values_P,
-            rotation=rotation,
-            bounds=bounds,
+            rotation=state.rotation,
+            bounds=state.bounds,
             max_weight=chosen.encoding.max_weight,
         )
-        random = np.random.default_rng(int.from_bytes(device.random(32), "little"))
-    # The numbers first: if one is refused, the vector is still what it was.
-    numbers = {**trained.numbers, NUM_CLIPPED: 0}
-    _, num_numbers = encode_scalars(numbers, chosen.scalars)
+        random = np.random.default_rng(int.from_bytes(state.device.random(32), "little"))
     vector, num_clipped = encode_in_place(
         trained.values_P, weight=trained.weight, encoding=chosen.encoding, random=random
     )
+    numbers = {**trained.numbers, NUM_CLIPPED: 0}
+    _, num_numbers = encode_scalars(numbers, chosen.scalars)
     numbers[NUM_CLIPPED] = num_clipped + num_numbers
     scalars, _ = encode_scalars(numbers, chosen.scalars)
     return vector, scalars
