@@ -124,6 +124,32 @@ class Cohort(Branch):
     )
 
 
+class Secure(Branch):
+    """Secure aggregation: the server sees the cohort's sum, and no device's (docs/security.md)."""
+
+    aggregation: Literal["off", "semi-honest", "active"] = Field(
+        "off", description="active: identities, signed keys and signed survivors besides"
+    )
+    ring_bits: Literal[16, 32] = Field(32, description="16 halves the traffic, and rounds coarser")
+    min_members: Annotated[int, Field(ge=3)] = Field(
+        3, description="of a session; a device refuses one with fewer than its own"
+    )
+    min_survivors: Annotated[float, Field(gt=0, le=1)] = Field(
+        0.7, description="share of a session's members without whom a device reveals nothing"
+    )
+    corrupted: Annotated[float, Field(ge=0, lt=1)] = Field(
+        0.1, description="share of devices assumed to collude, above 64 in a cohort"
+    )
+    dropout: Annotated[float, Field(ge=0, lt=1)] = Field(
+        0.1, description="share of devices assumed to vanish, above 64 in a cohort"
+    )
+    phase_seconds: Seconds = Field(20.0, description="how long the server waits in each phase")
+    identity: Path | None = Field(None, description="this device's signing identity (active)")
+    allow_list: Path | None = Field(
+        None, description="names and public keys that this device trusts (active)"
+    )
+
+
 class Model(Branch):
     """The model that everybody starts from."""
 
@@ -228,6 +254,7 @@ class Settings(Branch):
     schedule: Schedule = Schedule()
     plan: Plan = Plan()
     cohort: Cohort = Cohort()
+    secure: Secure = Secure()
     model: Model = Model()
     evaluation: Evaluation = Evaluation()
     tls: Tls = Tls()

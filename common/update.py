@@ -90,6 +90,9 @@ class Plan(Told):
     weigh_as: Annotated[int, Field(ge=1, le=2**40)] | None = Field(
         None, description="scale the sum to this weight; not set: it weighs what it was summed over"
     )
+    is_masked: bool = Field(
+        False, description="answer Ready, keep the update, and await a secure session"
+    )
     reason: Annotated[str, Field(max_length=200)] = "as set"
 
     @property
@@ -158,6 +161,22 @@ class UpdateReport(Told):
     is_checkpointed: bool = Field(
         False, description="activations were computed twice, to save memory"
     )
+
+
+class Ready(Told):
+    """What a client says when it has an update that is to be masked: nothing of what it summed.
+
+    How long its micro-batches take and what they take of its memory stay visible, as what a device
+    can do, and not how many there were.
+    """
+
+    name: Name
+    round: Natural
+    seconds: NotNegative
+    peak_bytes: Natural
+    vitals: Vitals = Vitals()
+    seconds_per_micro_batch: Duration | None = Field(None, description="a in a + b x size")
+    seconds_per_example: Duration | None = Field(None, description="b in a + b x size")
 
 
 class EvaluateReport(Told):
