@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -21,6 +23,7 @@ from common.parameters import ModelImage, build_model
 from common.task import Examples, Task, max_weight_per_example
 from common.update import Plan, Vitals
 from server.aggregate import CohortSum
+from server.cohort import dataset_weights
 from server.learned import Learned
 from server.planner import Assignment, Device, Link, assign, too_slow
 from tests import reference
@@ -113,16 +116,29 @@ class PlannedRound:
             num_examples=NUM_EXAMPLES,
         )
 
-    def mean_gradient(self, plans: dict[str, Assignment], *, in_one: bool = False) -> Tensor:
+    def mean_gradient(
+        self,
+        plans: dict[str, Assignment],
+        *,
+        in_one: bool = False,
+        weights: Mapping[str, int] | None = None,
+    ) -> Tensor:
         """Run the round; ``in_one`` gives each device memory for its examples in one go."""
         bound = max_weight_per_example(self.task)
+        weigh_as = weights or {}
         self._sum.open(
-            num_clients=len(plans), planned_weight=bound * sum(a.quota for a in plans.values())
+            num_clients=len(plans),
+            planned_weight=sum(weigh_as.get(n, bound * a.quota) for n, a in plans.items()),
         )
         for name, told in plans.items():
             size = told.quota if in_one else told.micro_batch_size
             plan = Plan(
-                round=1, run_seed=0, model_version=0, quota=told.quota, micro_batch_size=size
+                round=1,
+                run_seed=0,
+                model_version=0,
+                quota=told.quota,
+                micro_batch_size=size,
+                weigh_as=weigh_as.get(name),
             )
             place = Workplace(
                 task=self.task,
@@ -173,3 +189,27 @@ def test_devices_of_any_memory_give_the_step_that_devices_of_all_memory_give(
     # Each is within RELATIVE of the float64 step.
     bound = 2 * RELATIVE * float(in_one_P.norm()) * (1 + RELATIVE)
     assert float((planned_P - in_one_P).norm()) <= bound
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@given(
+    fleet=fleets().filter(lambda fleet: bool(fleet.plans())),
+    owned=st.lists(st.integers(1, 10**6), min_size=5, max_size=5),
+)
+@settings(max_examples=12, deadline=None, derandomize=True)
+def test_with_dataset_weighting_each_device_s_mean_counts_by_what_it_owns(
+    architecture: str, fleet: Fleet, owned: list[int]
+) -> None:
+    """However many examples the plan lets it sum: sum of n_i g_i over sum of n_i."""
+    run = PlannedRound(ARCHITECTURES[architecture], seed=2)
+    plans = fleet.plans()
+    weights = dataset_weights({name: owned[int(name)] for name in plans})
+    means = [reference.mean_gradient(run.task, run.image.model, [one]) for one in run.picked(plans)]
+    total = sum(weights.values())
+    expected_P = torch.stack(
+        [mean_P * weights[name] for name, mean_P in zip(plans, means, strict=True)]
+    ).sum(0)
+    found_P = run.mean_gradient(plans, weights=weights).double() * total
+    # Each device's own is within RELATIVE; what cancels in their sum does not shrink that.
+    length = sum(float(m.norm()) * weights[n] for n, m in zip(plans, means, strict=True))
+    assert float((found_P - expected_P).norm()) <= RELATIVE * length

@@ -162,6 +162,29 @@ def test_a_hostile_update_is_refused_by_name_and_the_round_is_that_of_the_others
         assert (row.weight, row.loss, row.num_clients) == (other.weight, other.loss, 2)
 
 
+def test_with_dataset_weighting_an_update_weighs_what_its_device_owns_and_nothing_else() -> None:
+    def of_samples(answer: Answer) -> Iterator[Answer]:
+        is_one = isinstance(answer, Update) and answer.report.name == "1"
+        yield replaced(weight=8)(answer) if is_one and isinstance(answer, Update) else answer
+
+    by_dataset = chosen(cohort={"weighting": "dataset"})
+    _, rows = trained(by_dataset, honest)
+    # Three devices of 24 examples each, of which a round sums 8.
+    assert [(row.weight, row.num_examples) for row in rows] == [(72, 24), (72, 24)]
+    _, rows = trained(by_dataset, of_samples)
+    assert [row.weight for row in rows] == [48, 48]
+    assert rows[0].refused["1"] == "CountOutOfRange: 1: weight 8, its plan says 24"
+
+
+def test_devices_that_own_the_same_step_alike_with_either_weighting() -> None:
+    """Whole numbers: a sum of 8 examples becomes one of 24 without a rounding, and so does a loss."""
+    one_round = {"rounds": 1, "optimizer": {"name": "sgd", "learning_rate": 0.01}}
+    samples, rows = trained(chosen(**one_round), honest)
+    dataset, weighed = trained(chosen(cohort={"weighting": "dataset"}, **one_round), honest)
+    assert torch.equal(samples.image.bytes_U8, dataset.image.bytes_U8)
+    assert rows[0].loss == weighed[0].loss
+
+
 def test_a_name_that_nobody_asked_is_refused_and_the_round_is_that_of_the_others() -> None:
     def stranger(answer: Answer) -> Iterator[Answer]:
         is_one = isinstance(answer, Update) and answer.report.name == "1"
