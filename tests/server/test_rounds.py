@@ -177,7 +177,7 @@ def test_with_dataset_weighting_an_update_weighs_what_its_device_owns_and_nothin
 
 
 def test_devices_that_own_the_same_step_alike_with_either_weighting() -> None:
-    """Whole numbers: a sum of 8 examples becomes one of 24 without a rounding, and so does a loss."""
+    """Whole numbers: a sum and a loss of 8 examples become those of 24 without a rounding."""
     one_round = {"rounds": 1, "optimizer": {"name": "sgd", "learning_rate": 0.01}}
     samples, rows = trained(chosen(**one_round), honest)
     dataset, weighed = trained(chosen(cohort={"weighting": "dataset"}, **one_round), honest)
