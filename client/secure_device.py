@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
@@ -68,6 +69,16 @@ class Record:
     highest: SessionNumber | None = None
     masked: str | None = None
     answered: tuple[str, str] | None = None
+
+    @classmethod
+    def of(cls, plain: Mapping[str, Any]) -> Record:
+        """Read back what ``dataclasses.asdict`` wrote, also when it went through JSON."""
+        highest, answered = plain["highest"], plain["answered"]
+        return cls(
+            highest=None if highest is None else SessionNumber(**highest),
+            masked=plain["masked"],
+            answered=None if answered is None else (answered[0], answered[1]),
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import tracemalloc
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -120,6 +121,13 @@ def test_what_was_answered_is_stored_before_it_is_answered() -> None:
     assert [record.highest for record in stored] == [None, *[SessionNumber(1, 1)] * 3]
     assert [record.masked for record in stored] == [None, None, f"{ME} 0", f"{ME} 0"]
     assert [record.answered is None for record in stored] == [True, True, True, False]
+
+
+def test_a_record_comes_back_from_json() -> None:
+    cast = Cast(3)
+    cast.play()
+    for record in cast.parties[ME].stored:
+        assert Record.of(json.loads(json.dumps(asdict(record)))) == record
 
 
 @pytest.mark.parametrize("action", ["advertise_keys", "masked_update", "unmask"])

@@ -1,0 +1,344 @@
+"""Lies of a hostile server, and those that it tells before anybody has masked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from client.secure_device import Floor, Record
+from common.fixed_point import plan_encoding
+from common.identity import SigningIdentity
+from common.roster import Session, session_of
+from common.rotation import rotated_encoding
+from common.secagg import (
+    WEIGHT,
+    KeysWanted,
+    Member,
+    Parameters,
+    Roster,
+    SessionNumber,
+    SharesDealt,
+    SharesDelivered,
+    keys_message,
+)
+from tests.faults import FaultPlan
+from tests.secagg import MODEL, PLANNED, Cast
+
+VICTIM, OTHER, THIRD = "d001", "d002", "d003"
+Change = Callable[[Any], Any]
+NOTHING = FaultPlan()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attack:
+    """What the server does to whom, in which phase, and the check that it meets."""
+
+    check: str
+    action: str
+    change: Change = lambda message: message
+    mode: str = "semi-honest"
+    num_devices: int = 5
+    cast: Mapping[str, Any] = field(default_factory=dict)
+    prepare: Callable[[Cast], object] = lambda cast: None
+    plan: FaultPlan = NOTHING
+
+
+class Seen:
+    """The session as the server sees it: what its later lies are made from."""
+
+    session: Session
+
+    @classmethod
+    def note(cls, roster: Roster) -> Roster:
+        cls.session = session_of(roster.parameters, roster.members, model_digest=MODEL)
+        return roster
+
+
+# -- phase 0
+
+
+def with_record(record: Record) -> Callable[[Cast], object]:
+    def prepare(cast: Cast) -> None:
+        device = cast.parties[VICTIM].device
+        cast.join(device, weight=1, seed=0, record=record)
+
+    return prepare
+
+
+def wanted(**changes: Any) -> Change:
+    return lambda message: message.model_copy(update=changes)
+
+
+OPENING = [
+    Attack(
+        check="new session",
+        action="advertise_keys",
+        prepare=with_record(Record(highest=SessionNumber(1, 1))),
+    ),
+    Attack(
+        check="new session",
+        action="advertise_keys",
+        prepare=with_record(Record(highest=SessionNumber(2, 1))),
+    ),
+    Attack(check="new session", action="advertise_keys", change=wanted(round=2)),
+    Attack(check="new session", action="advertise_keys", change=wanted(run=1)),
+    Attack(
+        check="new session",  # replayed within the session, after its keys were made
+        action="share_keys",
+        change=lambda roster: [
+            KeysWanted(run=4711, round=1, attempt=0, mode="semi-honest"),
+            roster,
+        ],
+    ),
+    Attack(
+        check="fresh update",
+        action="advertise_keys",
+        prepare=with_record(Record(masked=f"{VICTIM} 0", highest=SessionNumber(1, 0))),
+    ),
+    Attack(
+        check="own mode",
+        action="advertise_keys",
+        change=wanted(mode="semi-honest"),
+        mode="active",
+    ),
+    Attack(
+        check="own mode",
+        action="advertise_keys",
+        mode="active",
+        cast={"device": {VICTIM: {"allow_list": None}}},
+    ),
+]
+
+# -- phase 1
+
+
+def chosen(**changes: Any) -> Change:
+    """Change parameters; a function is given the parameters and returns the field's value."""
+
+    def change(roster: Roster) -> Roster:
+        found = roster.parameters
+        fields = {
+            name: value(found) if callable(value) else value for name, value in changes.items()
+        }
+        return roster.model_copy(update={"parameters": Parameters(**{**dict(found), **fields})})
+
+    return change
+
+
+def members(change: Callable[[list[Member]], list[Member]]) -> Change:
+    return lambda roster: roster.model_copy(update={"members": tuple(change(list(roster.members)))})
+
+
+def entry(whose: str, **changes: Any) -> Change:
+    return members(
+        lambda rows: [row.model_copy(update=changes) if row.name == whose else row for row in rows]
+    )
+
+
+def keeping(*names: str) -> Change:
+    return members(lambda rows: [row for row in rows if row.name in names])
+
+
+def stranger(**changes: Any) -> Member:
+    fields = {
+        "name": "sybil",
+        "mask_key": bytes([7] * 32),
+        "sharing_key": bytes([9] * 32),
+        "planned_weight": PLANNED,
+        "signature": bytes(64),
+        **changes,
+    }
+    return Member(**fields)
+
+
+def old_signature(roster: Roster) -> Any:
+    """Let the server bring keys that a member signed for another attempt."""
+    row = next(row for row in roster.members if row.name == OTHER)
+    old = KeysWanted(run=4711, round=1, attempt=9, mode="active")
+    return entry(OTHER, signature=SIGNER.sign(keys_message(old, row)))(roster)
+
+
+SIGNER = SigningIdentity.new(OTHER)
+LOW_ORDER = bytes(32)
+FINER = {
+    "encoding": lambda p: replace(p.encoding, scale_bits=p.encoding.scale_bits - 20),
+}
+
+ROSTER = [
+    *(
+        Attack(check="same session", action="share_keys", change=chosen(**{name: 2}))
+        for name in ("run", "round", "attempt")
+    ),
+    Attack(check="same session", action="share_keys", change=chosen(mode="active")),
+    Attack(check="enough members", action="share_keys", change=keeping(VICTIM)),
+    Attack(check="enough members", action="share_keys", change=keeping(VICTIM, OTHER)),
+    Attack(
+        check="enough members",
+        action="share_keys",
+        cast={"floor": Floor(min_members=6)},
+    ),
+    Attack(
+        check="unique members",
+        action="share_keys",
+        change=members(lambda rows: [*rows, rows[2].model_copy(update={"name": "sybil"})]),
+    ),
+    Attack(
+        check="unique members",
+        action="share_keys",
+        change=members(lambda rows: [*rows, stranger(name=OTHER)]),
+    ),
+    Attack(
+        check="unique members",
+        action="share_keys",
+        change=members(lambda rows: [*rows, stranger(sharing_key=bytes([7] * 32))]),
+    ),
+    *(
+        Attack(check="own entry", action="share_keys", change=entry(VICTIM, **changes))
+        for changes in (
+            {"mask_key": bytes([7] * 32)},
+            {"sharing_key": bytes([7] * 32)},
+            {"planned_weight": PLANNED + 1},
+            {"has_aes": True},
+            {"name": "d1"},
+        )
+    ),
+    Attack(
+        check="known members",
+        action="share_keys",
+        change=members(lambda rows: [*rows, stranger()]),
+        mode="active",
+    ),
+    *(
+        Attack(check="signed keys", action="share_keys", change=change, mode="active")
+        for change in (
+            entry(OTHER, mask_key=bytes([7] * 32)),  # self-made keys
+            entry(OTHER, sharing_key=bytes([7] * 32)),
+            entry(OTHER, signature=None),
+            entry(OTHER, has_aes=True),
+            old_signature,
+        )
+    ),
+    Attack(
+        check="signed keys",  # two honest members' keys swapped
+        action="share_keys",
+        change=members(
+            lambda rows: [
+                rows[3].model_copy(update={"name": rows[2].name}),
+                rows[2].model_copy(update={"name": rows[3].name}),
+                *(rows[i] for i in (0, 1, 4)),
+            ]
+        ),
+        mode="active",
+    ),
+    Attack(check="sharing keys", action="share_keys", change=entry(OTHER, sharing_key=LOW_ORDER)),
+    Attack(check="threshold", action="share_keys", change=chosen(threshold=1)),
+    Attack(check="threshold", action="share_keys", change=chosen(threshold=2)),
+    Attack(check="threshold", action="share_keys", change=chosen(threshold=3), mode="active"),
+    Attack(
+        check="threshold",  # a sparse graph of so few is too thin
+        action="share_keys",
+        change=chosen(num_neighbours=2, threshold=2),
+    ),
+    Attack(check="threshold", action="share_keys", change=chosen(num_neighbours=6)),
+    Attack(check="reachable threshold", action="share_keys", change=chosen(threshold=6)),
+    Attack(check="whole vector", action="share_keys", change=chosen(num_values=1)),
+    Attack(check="ring and clip", action="share_keys", change=chosen(num_neighbours=3)),
+    Attack(check="ring and clip", action="share_keys", change=chosen(cipher="aes256-ctr")),
+    Attack(check="ring and clip", action="share_keys", change=chosen(scalars=())),
+    Attack(
+        check="ring and clip",
+        action="share_keys",
+        change=chosen(scalars=lambda p: (*p.scalars, p.scalars[-1])),
+    ),
+    Attack(
+        check="ring and clip",  # the weight would be seen to be at most 1
+        action="share_keys",
+        change=chosen(
+            scalars=lambda p: tuple(
+                replace(s, bound=1.0) if s.name == WEIGHT else s for s in p.scalars
+            )
+        ),
+    ),
+    Attack(check="ring and clip", action="share_keys", change=chosen(**FINER)),
+    *(
+        Attack(
+            check="ring and clip",
+            action="share_keys",
+            change=chosen(
+                encoding=lambda p, clip=clip: plan_encoding(
+                    max_weight=p.encoding.max_weight, clip=clip
+                )
+            ),
+        )
+        for clip in (2.0**-101, 2.0**101)
+    ),
+    Attack(
+        check="ring and clip",  # 16 bits without a rotation
+        action="share_keys",
+        change=chosen(encoding=lambda p: rotated_encoding(max_weight=p.encoding.max_weight)),
+    ),
+    Attack(
+        check="ring and clip",  # 16 bits, to a device that wants 32
+        action="share_keys",
+        change=chosen(
+            encoding=lambda p: rotated_encoding(max_weight=p.encoding.max_weight),
+            rotation_seed=bytes(32),
+            bounds_digest=bytes(32),
+        ),
+        cast={"floor": Floor(ring_bits=frozenset({32}))},
+    ),
+    Attack(
+        check="no overflow",
+        action="share_keys",
+        change=chosen(encoding=plan_encoding(max_weight=5 * PLANNED - 1, clip=4.0)),
+    ),
+    Attack(
+        check="no overflow",
+        action="share_keys",
+        change=chosen(scalars=lambda p: tuple(replace(s, num_devices=4) for s in p.scalars)),
+    ),
+]
+
+# -- between the phases
+
+
+def _of_the_session(said: tuple[SharesDealt, None]) -> tuple[SharesDealt, None]:
+    """Let the server take what a device dealt in another session as if it were of this one."""
+    return said[0].model_copy(update={"session": Seen.session.digest}), None
+
+
+def as_if_of_the_session(plan: FaultPlan, names: Iterable[str]) -> FaultPlan:
+    """Let the server overlook that devices dealt in another session than its own."""
+    for name in names:
+        plan = plan.answer("share_keys", _of_the_session, client=name)
+    return plan
+
+
+def shares(change: Callable[[list[Any]], list[Any]]) -> Change:
+    return lambda told: SharesDelivered(shares=tuple(change(list(told.shares))))
+
+
+DELIVERY = [
+    Attack(
+        check="own dealers",
+        action="check_shares",
+        change=shares(lambda rows: [*rows, rows[0]]),
+    ),
+    Attack(
+        check="own dealers",
+        action="check_shares",
+        change=shares(lambda rows: [rows[0].model_copy(update={"dealer": "sybil"}), *rows[1:]]),
+    ),
+    Attack(
+        check="own dealers",
+        action="check_shares",
+        change=shares(lambda rows: [rows[0].model_copy(update={"holder": OTHER}), *rows[1:]]),
+    ),
+    Attack(
+        check="same model",  # all boxes were made under other parameters than the victim's
+        action="share_keys",
+        change=chosen(threshold=4),
+        plan=as_if_of_the_session(FaultPlan(), [VICTIM]),
+    ),
+]
