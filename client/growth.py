@@ -13,15 +13,25 @@ from dataclasses import dataclass
 from client.memory import NOISE_BYTES, PeakLine
 from common.line import Line, fitted
 
-# Of the memory limit, for what a doubling may take beyond what was foreseen.
+# Of the memory limit, for what a doubling may take beyond what was foreseen. With activations of
+# 4 MB and more the second pass peaks at four fifths of the highest of ten, by the heap's fragments.
 SAFE_SHARE = 0.8
 
 # In all, though sizes 1 and 2 are measured however slow the device is.
 PROBE_SECONDS = 2.0
 
-# A size is faster if an example takes this share less; two doublings without that end the probe.
+# A size is faster if an example takes this share less; three doublings without that end the probe.
+# Two would end it at 8 for a transformer and a CNN that take a quarter less time at 16.
 GAIN = 0.03
-STALLED_DOUBLINGS = 2
+STALLED_DOUBLINGS = 3
+
+# Passes that usually take so many times their least are disturbed by other work.
+DISTURBED = 1.5
+
+# As long as a micro-batch would take less than this at the pace of the best smaller one, dispatch
+# may rule it, whatever its own pace: on a busy machine one example of a small model takes 0.2 ms on
+# one core, and two take 30 ms when two cores wait for one another.
+DISPATCH_SECONDS = 0.02
 
 # Beside the activations kept for the backward pass, their gradients and temporaries live a while:
 # measured peaks grew by 1.3 (transformer of 2 blocks) to 2.2 (CNN) times what autograd keeps.
@@ -63,16 +73,20 @@ class Probed:
 
         Seconds without interruptions give the line its shape; by how much the usual ones lie above
         them in all, other work slows the device. The fastest size is not known where it is the last
-        that was measured.
+        that was measured, nor where other work disturbs the measurement: then larger ones are to be
+        taken, which lose less if it was another one.
         """
         shape = fitted([(p.size, p.seconds, 1.0) for p in self.points])
         usual = math.fsum(p.usual_seconds for p in self.points)
         line = shape.times(usual / math.fsum(p.seconds for p in self.points))
         fastest = _fastest(self.points).size
+        is_known = fastest < self.points[-1].size and usual < DISTURBED * math.fsum(
+            p.least_seconds for p in self.points
+        )
         return Speed(
             seconds_per_micro_batch=line.base,
             seconds_per_example=max(line.each, 1e-9),
-            fastest_micro_batch_size=None if fastest == self.points[-1].size else fastest,
+            fastest_micro_batch_size=fastest if is_known else None,
         )
 
     @property
@@ -108,7 +122,9 @@ def reason_to_stop(
             f"limit of {limit_bytes / 2**20:.0f} MiB"
         )
     fastest = _fastest(points)
-    if len(points) - 1 - points.index(fastest) >= STALLED_DOUBLINGS:
+    num_stalled = len(points) - 1 - points.index(fastest)
+    at_best = min(p.least_seconds / p.size for p in points) * last.size
+    if num_stalled >= STALLED_DOUBLINGS and at_best >= DISPATCH_SECONDS:
         return f"no faster than with {fastest.size}"
     if len(points) > 1 and seconds + 6 * last.seconds > PROBE_SECONDS:
         return f"it took {seconds:.1f} s"

@@ -18,10 +18,11 @@ import logging
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
-from client.growth import Point, Probed, foreseen_bytes, reason_to_stop
+from client.growth import PROBE_SECONDS, Point, Probed, foreseen_bytes, reason_to_stop
 from client.memory import PeakMemory, give_back, is_allocation_failure, resident_bytes
 from client.workplace import Workplace
 from common.additive import usable
@@ -35,8 +36,11 @@ MOST_EXAMPLES = 256  # plan.max_micro_batch_size: the planner asks for no more
 # At a stage the sizes are timed up to so many times, while that takes no longer than this.
 MOST_TURNS, TURNS_SECONDS = 7, 0.1
 
+# And at the end, while the probe has time left.
+SETTLING_TURNS = 15
+
 # A pass as short as this is run again at once: of the two, one may have been interrupted.
-SHORT_SECONDS = 0.03
+SHORT_SECONDS = 0.1
 
 
 def probe(place: Workplace, limit_bytes: Callable[[], int | None]) -> Probed:
@@ -84,6 +88,7 @@ def probe(place: Workplace, limit_bytes: Callable[[], int | None]) -> Probed:
                 limit_bytes=limit_bytes(),
                 seconds=time.perf_counter() - begun,
             )
+    points = _settled(place, positions, points, PROBE_SECONDS - (time.perf_counter() - begun))
     log.info("%s probed up to %d examples: %s", place.name, points[-1].size, stopped)
     return Probed(points=points, rest_bytes=rest_bytes, kept_bytes=kept_bytes, stopped=stopped)
 
@@ -118,33 +123,73 @@ def _stage(
     """
     give_back()
     peak = PeakMemory()
-    rounds = itertools.cycle(positions)
-    sizes = [*(p.size for p in before), size]
-    first: dict[int, list[float]] = {one: [] for one in sizes}
-    least: dict[int, list[float]] = {one: [] for one in sizes}
     if before:
-        _run(place, list(itertools.islice(rounds, size)))  # pages are taken, caches filled
-    begun = time.perf_counter()
-    for _ in range(MOST_TURNS):
-        for one in sizes:
-            some = list(itertools.islice(rounds, one))
-            seconds = _timed(place, some)
-            first[one].append(seconds)
-            again = _timed(place, some) if seconds < SHORT_SECONDS else seconds
-            least[one].append(min(seconds, again))
-        if time.perf_counter() - begun > TURNS_SECONDS:
-            break
+        _run(place, positions[:size])  # pages are taken, caches filled
+    taken = _take_turns(
+        place, positions, [*(p.size for p in before), size], MOST_TURNS, TURNS_SECONDS
+    )
     peaks = [*(p.peak_bytes for p in before), peak.peak_bytes()]
     return tuple(
-        Point(
-            size=one,
-            seconds=statistics.median(least[one]),
-            usual_seconds=statistics.median(first[one]),
-            least_seconds=min(least[one]),
-            peak_bytes=peak_bytes,
-        )
-        for one, peak_bytes in zip(sizes, peaks, strict=True)
+        _point(one, taken[one], peak_bytes) for one, peak_bytes in zip(taken, peaks, strict=True)
     )
+
+
+def _settled(
+    place: Workplace, positions: Sequence[int], points: tuple[Point, ...], seconds: float
+) -> tuple[Point, ...]:
+    """Time all sizes anew with what is left of the probe's time; on a busy machine it takes that.
+
+    If there is not enough of it, or the examples fail now, the points stay as they are.
+    """
+    if seconds < 2 * sum(p.usual_seconds for p in points):
+        return points
+    try:
+        taken = _take_turns(place, positions, [p.size for p in points], SETTLING_TURNS, seconds)
+    except (MemoryError, _ExamplesFailed) as error:
+        log.debug("%s: the sizes were not timed anew: %s", place.name, error)
+        return points
+    return tuple(_point(p.size, taken[p.size], p.peak_bytes) for p in points)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Seconds:
+    """Of one size's passes: the first of each turn, and the lesser where it was run again."""
+
+    first: list[float] = field(default_factory=list)
+    least: list[float] = field(default_factory=list)
+
+
+def _point(size: int, seconds: _Seconds, peak_bytes: int) -> Point:
+    return Point(
+        size=size,
+        seconds=statistics.median(seconds.least),
+        usual_seconds=statistics.median(seconds.first),
+        least_seconds=min(seconds.least),
+        peak_bytes=peak_bytes,
+    )
+
+
+def _take_turns(
+    place: Workplace, positions: Sequence[int], sizes: Sequence[int], most: int, seconds: float
+) -> dict[int, _Seconds]:
+    """Time the sizes in turn, on examples that are others each time; at least one turn.
+
+    Raises:
+        MemoryError, _ExamplesFailed: as ``_run``.
+    """
+    rounds = itertools.cycle(positions)
+    taken = {size: _Seconds() for size in sizes}
+    begun = time.perf_counter()
+    for _ in range(most):
+        for size, times in taken.items():
+            some = list(itertools.islice(rounds, size))
+            once = _timed(place, some)
+            again = _timed(place, some) if once < SHORT_SECONDS else once
+            times.first.append(once)
+            times.least.append(min(once, again))
+        if time.perf_counter() - begun > seconds:
+            break
+    return taken
 
 
 def _timed(place: Workplace, positions: Sequence[int]) -> float:

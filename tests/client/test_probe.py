@@ -18,6 +18,7 @@ from torch.utils.data import TensorDataset
 from client.accumulator import Accumulator
 from client.device import MonotonicClock
 from client.growth import (
+    DISPATCH_SECONDS,
     GAIN,
     PROBE_SECONDS,
     SAFE_SHARE,
@@ -120,10 +121,16 @@ def test_it_ends_before_a_size_that_would_come_near_the_limit() -> None:
     assert reason == "the next would take 800 MiB, above 80% of the limit of 1000 MiB"
 
 
-def test_one_doubling_without_a_gain_is_not_believed_and_two_are() -> None:
+def test_two_doublings_without_a_gain_are_not_believed_and_three_are() -> None:
     flat = Line(base=0, each=0.01)
-    assert stopped(points(flat, PEAKS, [1, 2])) is None
-    assert stopped(points(flat, PEAKS, [1, 2, 4])) == "no faster than with 1"
+    assert stopped(points(flat, PEAKS, [1, 2, 4])) is None
+    assert stopped(points(flat, PEAKS, [1, 2, 4, 8])) == "no faster than with 1"
+
+
+def test_a_micro_batch_that_is_soon_done_is_doubled_whatever_its_pace() -> None:
+    quick = Line(base=0, each=DISPATCH_SECONDS / 100)
+    assert stopped(points(quick, PEAKS, doubled(7))) is None
+    assert stopped(points(quick, PEAKS, doubled(8))) == "no faster than with 1"
 
 
 def test_it_ends_when_it_took_its_time_but_not_before_two_sizes() -> None:
@@ -223,6 +230,17 @@ def test_the_fastest_size_is_the_last_that_gained() -> None:
         for n, s in seconds.items()
     )
     assert probed(found).speed.fastest_micro_batch_size == 4
+
+
+@pytest.mark.parametrize(("usual", "fastest"), [(1.4, 4), (1.6, None)])
+def test_the_fastest_size_is_not_known_on_a_busy_machine(usual: float, fastest: int | None) -> None:
+    """Sizes above 4 take no less; the least seconds are those of a machine left alone."""
+    seconds = {1: 0.010, 2: 0.016, 4: 0.030, 8: 0.060, 16: 0.3}
+    found = tuple(
+        Point(size=n, seconds=s, usual_seconds=usual * s, least_seconds=s, peak_bytes=1)
+        for n, s in seconds.items()
+    )
+    assert probed(found).speed.fastest_micro_batch_size == fastest
 
 
 def test_interruptions_slow_the_line_and_leave_its_shape() -> None:
