@@ -34,9 +34,9 @@ from common.secagg import (
     Parameters,
     Roster,
     complete_threshold,
-    keys_message,
     most_clipped,
 )
+from common.session_digest import keys_message
 
 
 def check_opening(wanted: KeysWanted, device: Device, record: Record) -> None:

@@ -52,9 +52,8 @@ from common.secagg import (
     UnmaskWanted,
     share_of,
     signatures_needed,
-    survivors_digest,
-    survivors_message,
 )
+from common.session_digest import survivors_digest, survivors_message
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

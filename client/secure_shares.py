@@ -29,9 +29,9 @@ from common.secagg import (
     SharesChecked,
     SharesDealt,
     SharesDelivered,
-    keys_message,
 )
 from common.secret import Secret
+from common.session_digest import keys_message
 from common.session_keys import agree, commitment, new_key_pair, seal, unseal
 from common.shamir import split
 

@@ -34,8 +34,8 @@ from common.secagg import (
     SurvivorsSigned,
     SurvivorsTold,
     UnmaskWanted,
-    survivors_message,
 )
+from common.session_digest import survivors_message
 from common.session_keys import agree, pairwise_sign, self_mask_key
 
 S = TypeVar("S", bound=Masked | Revealed)

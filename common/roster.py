@@ -12,7 +12,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from common.graph import neighbours
-from common.secagg import Member, Parameters, session_digest
+from common.secagg import Member, Parameters
+from common.session_digest import session_digest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,11 +24,6 @@ class Session:
     members: Mapping[str, Member]
     digest: bytes
     graph: Mapping[str, tuple[str, ...]] | None = field(repr=False)
-
-    @property
-    def planned_weight(self) -> int:
-        """W: the largest weight that the plans allow in all."""
-        return sum(member.planned_weight for member in self.members.values())
 
     def neighbours(self, name: str) -> tuple[str, ...]:
         """Return with whom a member shares a pairwise mask."""

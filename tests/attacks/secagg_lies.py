@@ -20,8 +20,8 @@ from common.secagg import (
     SessionNumber,
     SharesDealt,
     SharesDelivered,
-    keys_message,
 )
+from common.session_digest import keys_message
 from tests.faults import FaultPlan
 from tests.secagg import MODEL, PLANNED, Cast
 

@@ -42,8 +42,8 @@ from common.secagg import (
     SharesDealt,
     SharesRevealed,
     SurvivorsSigned,
-    keys_message,
 )
+from common.session_digest import keys_message
 from common.session_keys import new_key_pair
 from server.secure_phases import blamed
 from server.unmask import UnmaskPhase

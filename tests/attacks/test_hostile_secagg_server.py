@@ -22,9 +22,8 @@ from common.errors import (
 )
 from common.secagg import (
     UnmaskWanted,
-    survivors_digest,
-    survivors_message,
 )
+from common.session_digest import survivors_digest, survivors_message
 from tests.attacks.secagg_late_lies import (
     MASKS,
     ORDER,
