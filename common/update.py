@@ -177,6 +177,9 @@ class Ready(Told):
     vitals: Vitals = Vitals()
     seconds_per_micro_batch: Duration | None = Field(None, description="a in a + b x size")
     seconds_per_example: Duration | None = Field(None, description="b in a + b x size")
+    metrics: Annotated[tuple[Annotated[str, Field(max_length=64)], ...], Field(max_length=48)] = (
+        Field((), description="the names of the metrics that it has sums of, sorted")
+    )
 
 
 class EvaluateReport(Told):

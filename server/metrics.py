@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import StateError
+from common.noise import after_each
 from common.update import UpdateReport
 from server.checkpoint import write_whole
-from server.noise_scale import after_each
 from server.target import TargetBy
 
 log = logging.getLogger(__name__)

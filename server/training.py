@@ -20,13 +20,14 @@ from common.errors import (
     SettingsError,
     TooFewClients,
 )
+from common.noise import sums_of
 from common.parameters import build_model, load_initial
 from common.settings import Settings
 from common.task import load_task, max_weight_per_example
 from server import checkpoint, evaluate, learned
 from server.aggregate import CohortSum
 from server.fleet import Fleet
-from server.noise_scale import RoundNoise, round_noise, squared_norm, sums_of, total
+from server.noise_scale import RoundNoise, round_noise, squared_norm, total
 from server.open_round import OpenRound
 from server.planning import Planned, Planning, held_out_fraction
 from server.server_optimizer import ServerOptimizer, rate_factor

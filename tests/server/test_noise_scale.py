@@ -14,18 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from common.noise import NoiseSums, after_each, sums_of
 from common.update import Step, UpdateReport
-from server.noise_scale import (
-    DECAY,
-    NoiseScale,
-    NoiseSums,
-    RoundNoise,
-    after_each,
-    round_noise,
-    squared_norm,
-    sums_of,
-    total,
-)
+from server.noise_scale import DECAY, NoiseScale, RoundNoise, round_noise, squared_norm, total
 
 Array = NDArray[np.float64]
 
