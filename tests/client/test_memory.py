@@ -184,6 +184,22 @@ def test_what_is_resident_behind_a_giving_back_replaces_the_surplus() -> None:
     assert known.rested(290 * MIB).surplus_bytes == 0
 
 
+def test_with_checkpointing_an_example_takes_what_was_predicted_until_a_peak_says_otherwise() -> (
+    None
+):
+    known = peaks(base=300 * MIB, each=4 * MIB, surplus=100 * MIB)
+    relieved = known.relieved(MIB, rest_bytes=310 * MIB)
+    assert relieved.now == Line(base=310 * MIB, each=MIB)
+    peak = int(relieved.now.at(8)) + 80 * MIB
+    learned = relieved.learned(size=8, held_size=8, begun_bytes=0, peak_bytes=peak)
+    assert learned.now == Line(base=310 * MIB, each=11 * MIB)
+
+
+def test_checkpointing_that_takes_no_less_relieves_nothing() -> None:
+    known = peaks(each=MIB)
+    assert known.relieved(MIB, rest_bytes=0) == known
+
+
 @dataclass
 class Allocator:
     """A process whose C library keeps all that was freed until it is told to give it back."""
