@@ -93,7 +93,7 @@ class Plan(Told):
     is_masked: bool = Field(
         False, description="answer Ready, keep the update, and await a secure session"
     )
-    reason: Annotated[str, Field(max_length=200)] = "as set"
+    reason: Annotated[str, Field(max_length=300)] = "as set"
 
     @property
     def accumulation_steps(self) -> int:

@@ -107,6 +107,8 @@ class Assignment:
     """How many times as fast as is believed the device says it is, 1 at least."""
     ahead: float = 0.0
     """The part of the round by which its turn is before the end."""
+    transfers: float = 0.0
+    """The part of the round that its download and upload take; 1 and above: all of it."""
 
     @property
     def micro_batch_size(self) -> int:
@@ -171,12 +173,21 @@ def assign(
         finish_seconds=None if deadline_seconds is None else deadline_seconds * DEADLINE_SHARE,
     )
     ahead = cohort.ahead(cohort.turns(), finish_seconds) / finish_seconds
-    columns = (sizes.tolist(), bounds, quotas.tolist(), slowed.tolist(), ahead.tolist())
+    numbers = (sizes, quotas, slowed, ahead, cohort.fixed / finish_seconds)
+    columns = [column.tolist() for column in numbers]
     return {
         device.name: Assignment(
-            device=device, quota=quota, fitting=size, size_bound=bound, slowed=slow, ahead=before
+            device=device,
+            quota=quota,
+            fitting=size,
+            size_bound=bound,
+            slowed=slow,
+            ahead=before,
+            transfers=moved,
         )
-        for device, size, bound, quota, slow, before in zip(devices, *columns, strict=True)
+        for device, bound, size, quota, slow, before, moved in zip(
+            devices, bounds, *columns, strict=True
+        )
     }
 
 

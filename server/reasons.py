@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from server.planner import MOST_STEPS, Assignment, SizeBound, TooSlow
 
-# A turn is told if the device must be done so much of the round before its end.
-NOTABLE_TURN = 0.05
+# A turn is told if the device must be done so much of the round before its end, and a link if its
+# transfers take so much of it.
+NOTABLE = 0.05
 
 
 def of_plan(assignment: Assignment) -> str:
@@ -33,6 +34,8 @@ def _of_quota(assignment: Assignment) -> str:
         text = f"all its epoch has left: {_examples(quota)}"
     elif quota == MOST_STEPS * assignment.fitting:
         text = f"{_examples(quota)}: {MOST_STEPS} micro-batches at the most"
+    elif assignment.transfers >= 1:
+        text = f"link-bound: {_examples(quota)}"
     else:
         text = f"speed-bound: {_examples(quota)}"
     return text if steps is None else f"K set to {steps}; {text}"
@@ -44,14 +47,13 @@ def _besides(assignment: Assignment) -> str:
     if assignment.accumulation_steps is not None:
         return text
     if assignment.is_bounded:
-        times = (
-            f"{assignment.slowed:,.0f}" if assignment.slowed >= 10 else f"{assignment.slowed:.2g}"
-        )
-        text += f", said to be {times} times as fast as is believed"
+        text += f", said to be {_times(assignment.slowed)} times as fast as is believed"
     if vitals.share < 1:
         cause = " on battery" if vitals.is_on_battery else ""
         text += f", giving {vitals.share:.0%} of its time{cause}"
-    if assignment.ahead >= NOTABLE_TURN:
+    if NOTABLE <= assignment.transfers < 1:
+        text += f", its transfers {assignment.transfers:.0%} of the round"
+    if assignment.ahead >= NOTABLE:
         text += f", its turn {assignment.ahead:.0%} before the end"
     return text
 
@@ -71,6 +73,12 @@ def _of_size(assignment: Assignment) -> str:
 
 def _examples(number: int) -> str:
     return f"{number} example{'' if number == 1 else 's'}"
+
+
+def _times(factor: float) -> str:
+    if factor > 1e6:
+        return "over a million"
+    return f"{factor:,.0f}" if factor >= 10 else f"{factor:.2g}"
 
 
 def _seconds(seconds: float) -> str:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from common import settings
 from common.line import Line
-from common.update import Vitals
+from common.update import Plan, Vitals
 from server import reasons
 from server.learned import DEADLINE_SHARE, Learned
 from server.planner import (
@@ -119,7 +119,6 @@ def test_every_quota_is_within_its_bounds(
         assert math.ceil(told.quota / told.micro_batch_size) <= MOST_STEPS
         fastest = one.learned.fastest_micro_batch_size
         assert size or fastest is None or told.micro_batch_size <= fastest
-        assert len(reasons.of_plan(told)) <= 200
         assert told.share == one.learned.vitals.share
 
 
@@ -212,8 +211,18 @@ def test_a_device_with_a_slow_link_gets_less_by_what_its_transfers_take() -> Non
                upload_bytes_per_second=5_000),
     ]  # fmt: skip
     assigned = assign(devices, plan(), target=1000, link=link)
-    # 0.1 s down and 0.1 s up are 200 examples.
+    # 0.1 s down and 0.1 s up are 200 examples, and a third of 0.6 s.
     assert [told.quota for told in assigned.values()] == [600, 400]
+    assert "400 examples, its transfers 33% of the round;" in reasons.of_plan(assigned["far"])
+    assert "transfers" not in reasons.of_plan(assigned["near"])
+
+
+def test_a_device_whose_transfers_alone_outlast_the_others_is_link_bound() -> None:
+    far = device("far", 1000, each=0.001, upload_bytes_per_second=1000)
+    assigned = assign([device("near", 1000, each=0.001), far], plan(), target=501,
+                      link=Link(update_bytes=2000))  # fmt: skip
+    assert [told.quota for told in assigned.values()] == [500, 1]
+    assert reasons.of_plan(assigned["far"]) == "link-bound: 1 example; in one micro-batch"
 
 
 def test_uploads_come_one_turn_after_another_the_slowest_last() -> None:
@@ -453,6 +462,26 @@ def test_a_fleet_in_which_examples_take_no_time_is_planned_all_the_same() -> Non
     assigned = assign([*devices, device("unknown", 1000)], plan(), target=2000)
     assert sum(told.quota for told in assigned.values()) == 2000
     assert not any(told.is_bounded for told in assigned.values())
+
+
+def test_the_longest_reason_fits_into_a_plan() -> None:
+    """All that can be said of one device at once, with the longest numbers."""
+    told = Assignment(
+        device=device(
+            num_examples=2**40, each=1.0, share=0.25, is_on_battery=True, memory_limit_bytes=2**53
+        ),
+        quota=2**40 - 1,
+        fitting=2**31,
+        size_bound=SizeBound.MEMORY,
+        slowed=1e30,
+        ahead=0.5,
+        transfers=0.99,
+    )
+    most = Plan.model_fields["reason"].metadata[0].max_length
+    assert len(reasons.of_plan(told)) + len(", cut evenly to tell the noise") <= most
+    shown = reasons.of_plan(told)
+    for part in ("over a million", "on battery", "transfers", "turn", "memory-bound"):
+        assert part in shown
 
 
 def test_liars_below_half_of_the_cohort_cannot_move_what_is_believed_of_the_others() -> None:
