@@ -12,7 +12,7 @@ Error of the sum, where nothing was clipped (every clip is counted):
 ring       rounding                           bound, for n devices
 =========  =================================  ==========================
 32 bits    to nearest, ties to even           n 2^-(f+1)
-16 bits    stochastic, of expectation x 2^f   n 2^-f (almost surely)
+16 bits    stochastic, of expectation x 2^f   n 2^-f
 =========  =================================  ==========================
 
 A worked number: 20 devices of 1,000 examples each, c = 1. W c = 20,000, so f = 16; the sum is off
@@ -23,8 +23,9 @@ n c 2^-31, whatever W is; of one that gave the share s of its planned weight, by
 With 16 bits c 2^f is about 2^15 / W: a device has w/W of 32,768 steps. That is enough only for
 coordinates of one size, which is why ``common/rotation.py`` goes before it.
 
-The scale and the clip bound are public. What a lying device masks instead of an update is seen by
-nobody: within its clip bound it can move the mean, as it can without masks.
+The scale and the clip bound are public. Nobody sees what a lying device masks instead of an update,
+not even whether it kept to its clip: it can move the sum to anywhere in the ring (out of scope, as
+all poisoning is).
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ CHUNK = 1 << 15  # coordinates at a time: 128 KiB of float32 that stay in cache
 
 FIRST_CLIP = 2.0**8
 """c before anything is known: a hundred times what mean gradients usually reach."""
+WIDEST_CLIP = 2.0**20
 CLIP_ROOM = 16
 CLIP_ROOM_MOST = 1 << 12
 
@@ -243,11 +245,12 @@ def follow_clip(state: ClipState, *, largest_mean: float, num_clipped: int) -> C
     often devices clipped. The bound falls by half a round, but never under 16 times the largest
     mean coordinate seen so far. If anything was clipped it doubles, up to 8,192 times that
     coordinate: devices that clip for ever, or say so, cost a cohort of n no more accuracy than
-    n 2^-18 of that coordinate. A sum of zeros tells nothing, and then only clips move the bound.
+    n 2^-18 of that coordinate. A sum of zeros tells nothing, and then only clips move the bound, up
+    to 2^20.
     """
     seen = max(state.largest_mean, largest_mean)
     if not seen:
-        return ClipState(clip=state.clip * (2 if num_clipped else 1))
+        return ClipState(clip=min(2 * state.clip, WIDEST_CLIP) if num_clipped else state.clip)
     least = math.ldexp(1, math.frexp(CLIP_ROOM * seen)[1])
     most = least * (CLIP_ROOM_MOST // CLIP_ROOM)
     moved = state.clip * (2 if num_clipped else 0.5)

@@ -330,3 +330,6 @@ def test_a_sum_of_zeros_moves_the_bound_only_if_something_was_clipped() -> None:
     still = follow_clip(ClipState(), largest_mean=0.0, num_clipped=0)
     assert still == ClipState()
     assert follow_clip(still, largest_mean=0.0, num_clipped=1).clip == 2 * FIRST_CLIP
+    for _ in range(20):
+        still = follow_clip(still, largest_mean=0.0, num_clipped=1)
+    assert still.clip == 2.0**20
