@@ -123,17 +123,23 @@ def _simulate(resume: bool, config: Any, overrides: dict[str, Any]) -> None:
         run_engine(settings, on_round=on_round, resume=resume)
     conclude(settings)
     if fleet is not None:
-        _conclude_idle(settings)
+        _conclude_fleet(settings)
 
 
-def _conclude_idle(settings: Settings) -> None:
-    """Print how long the devices waited for one another, as a mean over the later rounds."""
+def _conclude_fleet(settings: Settings) -> None:
+    """Print how long the devices waited for one another, and how full their memory was."""
     from common.console import console
     from server.metrics import read_rows
-    from simulation.fleet import idle_line
+    from simulation.profiles import device_of
+    from simulation.summary import fullest, idle_line, memory_line
 
-    if settings.out is not None:
-        console.print(f"  {'idle':<12}{idle_line(read_rows(settings.out))}", soft_wrap=True)
+    if settings.out is None:
+        return
+    rows = read_rows(settings.out)
+    found = fullest(rows, lambda name: device_of(settings, int(name)).memory_bytes)
+    console.print(f"  {'idle':<12}{idle_line(rows)}", soft_wrap=True)
+    if found is not None:
+        console.print(f"  {'memory':<12}{memory_line(found)}", soft_wrap=True)
 
 
 def main() -> None:

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import tomli_w
 from flwr.app import ConfigRecordValues, Context, Message, RecordDict
+from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 from flwr.supercore.run import Run
 
@@ -29,6 +30,7 @@ from common.errors import SettingsError
 from common.settings import Settings
 from server.app import server_app
 from server.rounds import OnRound
+from simulation.draws import at_round
 from simulation.fleet import simulated_machine
 
 # Read by Flower and Ray when they are imported or started: no look-up leaves the machine, and Ray
@@ -89,7 +91,7 @@ def _simulate(watched: _Watched, settings: Settings, folder: Path) -> None:
             num_supernodes=settings.simulation.clients,
             exit_event=EventType.PYTHON_API_RUN_SIMULATION_LEAVE,
             server_app=watched.app,
-            client_app=client_app(simulated_machine),
+            client_app=_at_its_round(client_app(simulated_machine)),
             app_dir=str(folder),
             is_app=True,  # the clients' run_config comes from the pyproject.toml in app_dir
             backend_config={
@@ -141,6 +143,23 @@ def _warnings_only(logger_name: str) -> Iterator[None]:
         yield
     finally:
         logger.setLevel(level)
+
+
+def _at_its_round(app: ClientApp) -> ClientApp:
+    """Return an app that runs the other in the round that its message is of."""
+    outer = ClientApp()
+
+    @outer.query("describe")
+    @outer.evaluate()
+    def as_it_is(message: Message, context: Context) -> Message:
+        return app(message, context)
+
+    @outer.train()
+    def in_round(message: Message, context: Context) -> Message:
+        with at_round(int(message.metadata.group_id)):
+            return app(message, context)
+
+    return outer
 
 
 class _Watched:

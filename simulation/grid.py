@@ -1,7 +1,8 @@
 """A Flower Grid without sockets: messages run one after another in this process.
 
 Replies are computed as they are asked for, so a thousand clients need the memory of one. Each node
-keeps a Context of its own, as under Flower.
+keeps a Context of its own, as under Flower. Any ClientApp may be on it and any strategy of Flower's
+before it.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ from common.errors import SettingsError
 from common.own_grid import OwnGrid, numbered
 from common.settings import Settings
 from common.wire import framed_bytes
-from simulation.fleet import at_round, is_there
+from simulation.draws import at_round, is_there
 from simulation.profiles import with_fleet
 
 FIRST_NODE_ID = 1000
+# After so many looks that found too few clients, there are rounds in which enough never meet.
+MOST_LOOKS = 1000
 GRID = "grid"  # the grid's own entry among the nodes' states
 
 
@@ -59,11 +62,21 @@ class InProcessGrid(OwnGrid):
         return self._bytes_up, self._bytes_down
 
     def get_node_ids(self) -> Iterable[int]:
-        """Return the nodes that are there for the round behind the last one."""
+        """Return the nodes that are there for the round behind the last one.
+
+        Raises:
+            SettingsError: it was asked MOST_LOOKS times for the same round.
+        """
         nodes = range(FIRST_NODE_ID, FIRST_NODE_ID + self._num_nodes)
         if self._settings.simulation.fleet is None:
             return nodes
         look, self._num_looks = self._num_looks, self._num_looks + 1
+        if look == MOST_LOOKS:
+            raise SettingsError(
+                f"round {self._last_round + 1}: {look:,} looks at the fleet found too few clients "
+                f"at once, at least {self._settings.cohort.min_clients} are needed",
+                remedy="lower --min-clients, or raise availability in the fleet's file",
+            )
         return [
             node
             for node in nodes
@@ -94,17 +107,14 @@ class InProcessGrid(OwnGrid):
 
     def _deliver(self, message: Message) -> Message:
         context = self._context(message.metadata.dst_node_id)
-        if message.metadata.message_type == "train":
-            self._last_round, self._num_looks = int(message.metadata.group_id), 0
-        self._bytes_down += framed_bytes(
-            len(records.head_json(message.content)), len(records.vector(message.content) or b"")
-        )
-        with at_round(self._last_round):
+        is_training = message.metadata.message_type.startswith("train")
+        if is_training:
+            self._last_round, self._num_looks = _round_of(message), 0
+        self._bytes_down += _num_bytes(message.content)
+        with at_round(self._last_round if is_training else self._last_round + 1):
             reply = self._app(message, context)
         if reply.has_content():
-            self._bytes_up += framed_bytes(
-                len(records.head_json(reply.content)), len(records.vector(reply.content) or b"")
-            )
+            self._bytes_up += _num_bytes(reply.content)
         return reply
 
     def _context(self, node_id: int) -> Context:
@@ -140,3 +150,20 @@ class InProcessGrid(OwnGrid):
             context = self._context(int(key))
             for name, kept in kept_there.items():
                 records.keep(context, name, kept)
+
+
+def _round_of(message: Message) -> int:
+    """Return the round of a plan: our server sends it as the group, Flower's strategies within."""
+    if message.metadata.group_id.isdecimal():
+        return int(message.metadata.group_id)
+    told = [record.get("server-round") for record in message.content.config_records.values()]
+    return next((number for number in told if isinstance(number, int)), 1)
+
+
+def _num_bytes(content: RecordDict) -> int:
+    """Return what a message would take on the wire; of another's app, what its arrays take."""
+    if records.HEAD in content:
+        return framed_bytes(len(records.head_json(content)), len(records.vector(content) or b""))
+    return sum(
+        len(array.data) for record in content.array_records.values() for array in record.values()
+    )

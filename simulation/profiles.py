@@ -12,22 +12,26 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from client.micro_batches import seed_of
 from common.errors import SettingsError
 from common.settings import Settings
 
 MIB = 2**20
-LARGEST_FLEET = 100_000
+LARGEST_FLEET, LONGEST_TRACE = 100_000, 10_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Profile:
-    """One kind of device. Speeds are relative to a laptop's; memory is what the client may use."""
+    """One kind of device.
+
+    Speeds are relative to a laptop's, memory is what the client may use, ``on_battery`` the share
+    of rounds in which a device that has a battery runs on it.
+    """
 
     name: str
     share: float
@@ -35,11 +39,12 @@ class Profile:
     relative_speed: float
     memory_bytes: int
     upload_bytes_per_second: float
+    on_battery: float = 0.0
 
 
 PROFILES = (
     Profile(name="laptop", share=0.30, cores=8, relative_speed=1.0, memory_bytes=4096 * MIB,
-            upload_bytes_per_second=5e6),
+            upload_bytes_per_second=5e6, on_battery=0.2),
     Profile(name="pi5-8gb", share=0.20, cores=4, relative_speed=0.4, memory_bytes=2048 * MIB,
             upload_bytes_per_second=2.5e6),
     Profile(name="pi4-4gb", share=0.20, cores=4, relative_speed=0.16, memory_bytes=1024 * MIB,
@@ -47,7 +52,7 @@ PROFILES = (
     Profile(name="pi4-2gb", share=0.20, cores=4, relative_speed=0.16, memory_bytes=512 * MIB,
             upload_bytes_per_second=1.2e6),
     Profile(name="pi-zero2-512mb", share=0.10, cores=4, relative_speed=0.06,
-            memory_bytes=300 * MIB, upload_bytes_per_second=0.6e6),
+            memory_bytes=360 * MIB, upload_bytes_per_second=0.6e6),
 )  # fmt: skip
 
 
@@ -67,7 +72,8 @@ class SimulatedDevice:
     examples_per_second: float | None = None
     micro_batch_seconds: float | None = None
     jitter: float = 0.0
-    availability: float = 1.0
+    availability: tuple[float, ...] = (1.0,)
+    on_battery: float = 0.0
 
 
 def device_of(settings: Settings, part: int) -> SimulatedDevice:
@@ -88,6 +94,7 @@ def device(run_seed: int, part: int) -> SimulatedDevice:
         relative_speed=kind.relative_speed * spread[0],
         memory_bytes=int(kind.memory_bytes * spread[1]),
         upload_bytes_per_second=kind.upload_bytes_per_second * spread[2],
+        on_battery=kind.on_battery,
     )
 
 
@@ -108,14 +115,31 @@ def with_fleet(settings: Settings) -> Settings:
             f"{chosen.clients}",
             remedy="leave --clients out, or change the counts in the file",
         )
-    is_unsteady = any(d.jitter or d.availability < 1 for d in devices)
-    if chosen.engine == "flower-ray" and is_unsteady:
+    if chosen.engine == "flower-ray" and any(min(d.availability) < 1 for d in devices):
         raise SettingsError(
-            f"{chosen.fleet} sets jitter or availability; the engine flower-ray simulates neither",
-            remedy="take --engine in-process, or a file without them",
+            f"{chosen.fleet} sets availability, which the engine flower-ray does not simulate",
+            remedy="take --engine in-process, or a file without it",
         )
     simulation = chosen.model_copy(update={"clients": len(devices)})
     return settings.model_copy(update={"simulation": simulation})
+
+
+def _trace(found: Any) -> tuple[float, ...]:
+    """Turn a share of rounds, or a list of them, into a list.
+
+    Raises:
+        ValueError: saying which entry is wrong.
+    """
+    entries = found if isinstance(found, list) else [found]
+    if not 0 < len(entries) <= LONGEST_TRACE:
+        raise ValueError(f"expected 1 to {LONGEST_TRACE:,} entries, found {len(entries):,}")
+    for number, entry in enumerate(entries, 1):
+        where = f"entry {number} " if isinstance(found, list) else ""
+        if type(entry) not in (int, float) or not 0 <= entry <= 1:
+            raise ValueError(f"{where}must be a number from 0 to 1")
+    if max(entries) == 0:
+        raise ValueError("the device is never there")
+    return tuple(map(float, entries))
 
 
 class DeviceTable(BaseModel):
@@ -131,7 +155,8 @@ class DeviceTable(BaseModel):
     micro_batch_seconds: Annotated[float, Field(ge=0, le=3600)] | None = None
     cores: Annotated[float, Field(gt=0, le=4096)] | None = None
     jitter: Annotated[float, Field(ge=0, le=1)] = 0.0
-    availability: Annotated[float, Field(gt=0, le=1)] = 1.0
+    availability: Annotated[tuple[float, ...], BeforeValidator(_trace)] = (1.0,)
+    on_battery: Annotated[float, Field(ge=0, le=1)] | None = None
 
 
 class _File(BaseModel):
@@ -183,6 +208,7 @@ def _devices(file: _File, path: Path) -> Iterator[SimulatedDevice]:
             relative_speed=1.0 if kind is None else kind.relative_speed,
             memory_bytes=0 if kind is None else kind.memory_bytes,
             upload_bytes_per_second=0.0 if kind is None else kind.upload_bytes_per_second,
+            on_battery=0.0 if kind is None else kind.on_battery,
         )
         one = replace(base, **told.model_dump(exclude_none=True, exclude={"profile", "count"}))
         yield from [one] * told.count

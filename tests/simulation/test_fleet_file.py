@@ -9,7 +9,8 @@ import pytest
 
 from common.errors import SettingsError
 from common.settings import Settings, from_run_config, load
-from simulation.fleet import Jitter, SimulatedMachine, is_there
+from simulation.draws import Jitter, is_on_battery, is_there
+from simulation.fleet import SimulatedMachine
 from simulation.profiles import (
     LARGEST_FLEET,
     PROFILES,
@@ -107,6 +108,44 @@ def test_a_device_is_there_in_the_fraction_of_rounds_that_is_set(tmp_path: Path)
     assert abs(there - 1200) <= 4 * (4000 * 0.3 * 0.7) ** 0.5
 
 
+def test_a_trace_of_availability_has_an_entry_a_round_and_is_repeated(tmp_path: Path) -> None:
+    settings = fleet(tmp_path, f"[[device]]\navailability = [1, 0, 0.5]\n{OWN}")
+    there = [is_there(settings, 0, round_number=n, look=0) for n in range(1, 1201)]
+    assert all(there[0::3])
+    assert not any(there[1::3])
+    # Four standard deviations of a binomial count.
+    assert abs(sum(there[2::3]) - 200) <= 4 * (400 * 0.25) ** 0.5
+
+
+def test_a_later_look_is_one_entry_further_in_the_trace(tmp_path: Path) -> None:
+    settings = fleet(tmp_path, f"[[device]]\navailability = [0, 0, 1]\n{OWN}")
+    looks = [is_there(settings, 0, round_number=1, look=look) for look in range(6)]
+    assert looks == [False, False, True, False, False, True]
+
+
+def test_a_device_is_on_battery_in_the_fraction_of_rounds_that_is_set(tmp_path: Path) -> None:
+    settings = fleet(tmp_path, f"[[device]]\non_battery = 0.3\ncount = 2\n{OWN}")
+    drawn = [[is_on_battery(settings, p, round_number=n) for n in range(4000)] for p in (0, 1)]
+    assert drawn[0] != drawn[1]
+    for one in drawn:
+        assert abs(sum(one) - 1200) <= 4 * (4000 * 0.3 * 0.7) ** 0.5
+
+
+@pytest.mark.parametrize(("share", "is_on"), [(0, False), (1, True)])
+def test_a_share_of_none_or_all_is_never_drawn_otherwise(
+    tmp_path: Path, share: int, is_on: bool
+) -> None:
+    settings = fleet(tmp_path, f"[[device]]\non_battery = {share}\n{OWN}")
+    assert all(is_on_battery(settings, 0, round_number=n) == is_on for n in range(100))
+
+
+def test_a_laptop_has_a_battery_unless_the_file_says_otherwise(tmp_path: Path) -> None:
+    text = '[[device]]\nprofile = "laptop"\n[[device]]\nprofile = "laptop"\non_battery = 0\n'
+    settings = fleet(tmp_path, text)
+    assert device_of(settings, 0).on_battery > 0
+    assert device_of(settings, 1).on_battery == 0
+
+
 @pytest.mark.parametrize(
     ("text", "named"),
     [
@@ -126,6 +165,14 @@ def test_a_device_is_there_in_the_fraction_of_rounds_that_is_set(tmp_path: Path)
         (f"[[device]]\njitter = 1.5\n{OWN}", "device number 1: jitter: .*found 1.5"),
         (f"[[device]]\njitter = nan\n{OWN}", "device number 1: jitter: "),
         (f"[[device]]\navailability = 0\n{OWN}", "device number 1: availability: "),
+        (f"[[device]]\navailability = true\n{OWN}", "number 1: availability: .*found True"),
+        (f"[[device]]\navailability = []\n{OWN}", "number 1: availability: .*expected 1 to 10,000"),
+        (f"[[device]]\navailability = [0, 0]\n{OWN}", "availability: .*never there"),
+        (f"[[device]]\navailability = [1, 2]\n{OWN}", "availability: .*entry 2 .*0 to 1"),
+        (f"[[device]]\navailability = ['x']\n{OWN}", "availability: .*entry 1 must be a number"),
+        (f"[[device]]\navailability = nan\n{OWN}", "number 1: availability: .*from 0 to 1"),
+        (f"[[device]]\non_battery = 1.1\n{OWN}", "number 1: on_battery: .*found 1.1"),
+        (f"[[device]]\non_battery = nan\n{OWN}", "number 1: on_battery: "),
         (f"[[device]]\ncores = -1\n{OWN}", "device number 1: cores: "),
         (f"[[device]]\nmicro_batch_seconds = inf\n{OWN}", "number 1: micro_batch_seconds: "),
         (f"[[device]]\ncount = {LARGEST_FLEET}\n{OWN}\n[[device]]\n{OWN}", "count: 100,001"),
@@ -158,11 +205,16 @@ def test_another_number_of_clients_than_the_file_has_is_refused(tmp_path: Path) 
         with_fleet(fleet(tmp_path, text, **{"simulation.clients": 100}))
 
 
-@pytest.mark.parametrize("key", ["jitter = 0.1", "availability = 0.5"])
-def test_what_ray_cannot_simulate_is_refused_on_ray(tmp_path: Path, key: str) -> None:
-    settings = fleet(tmp_path, f"[[device]]\n{key}\n{OWN}", **{"simulation.engine": "flower-ray"})
-    with pytest.raises(SettingsError, match="simulates neither"):
-        with_fleet(settings)
+@pytest.mark.parametrize("trace", ["0.5", "[1, 1, 0.9]"])
+def test_what_ray_cannot_simulate_is_refused_on_ray(tmp_path: Path, trace: str) -> None:
+    text = f"[[device]]\navailability = {trace}\n{OWN}"
+    with pytest.raises(SettingsError, match="availability, which the engine flower-ray does not"):
+        with_fleet(fleet(tmp_path, text, **{"simulation.engine": "flower-ray"}))
+
+
+def test_jitter_and_batteries_are_simulated_on_ray(tmp_path: Path) -> None:
+    text = f"[[device]]\njitter = 0.1\non_battery = 0.5\n{OWN}"
+    assert with_fleet(fleet(tmp_path, text, **{"simulation.engine": "flower-ray"}))
 
 
 def test_the_docs_show_the_example_as_it_is() -> None:

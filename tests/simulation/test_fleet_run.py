@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -10,29 +9,27 @@ from typing import Any
 
 import pytest
 
-from client.resident import Identity, Resident
 from common.settings import Settings, load
 from server.metrics import read_rows
 from server.rounds import MODEL
+from simulation.draws import is_on_battery
 from simulation.engines import run_engine
-from simulation.fleet import SimulatedMachine, idle_line, idle_time
-from simulation.profiles import device_of, with_fleet
-
-ROOT = Path(__file__).parents[2]
-SIXTEENFOLD = ROOT / "examples" / "fleets" / "sixteenfold.toml"
+from simulation.profiles import with_fleet
 
 UNSTEADY = """
 [[device]]
 profile = "laptop"
 count = 2
+examples_per_second = 400
 jitter = 0.2
+on_battery = 0.4
 
 [[device]]
 count = 4
 examples_per_second = 50
 memory_bytes = 400_000_000
 upload_bytes_per_second = 1_000_000
-availability = 0.5
+availability = [0.5, 0.7]
 """
 
 
@@ -61,7 +58,8 @@ def run(settings: Settings, *, resume: bool = False) -> list[dict[str, Any]]:
 
 def told(rows: list[dict[str, Any]]) -> list[Any]:
     """Return what the virtual devices did, round by round: who, how much, how long, and why."""
-    keys = ("name", "num_examples", "micro_batch_size", "seconds", "step_seconds", "plan", "reason")
+    keys = ["name", "num_examples", "micro_batch_size", "seconds", "step_seconds", "peak_bytes"]
+    keys += ["plan", "reason"]
     return [[{key: client[key] for key in keys} for client in row["clients"]] for row in rows]
 
 
@@ -108,98 +106,53 @@ def test_jitter_differs_by_micro_batch_by_round_and_by_device(tmp_path: Path) ->
     assert len(set(seconds)) == len(seconds) == 2 * 2 * 3
 
 
-def row_of(*clients: tuple[int, float, str, str]) -> dict[str, Any]:
-    keys = ("num_examples", "seconds", "plan", "reason")
-    return {"round": 1, "clients": [dict(zip(keys, one, strict=True)) for one in clients]}
-
-
-def test_idle_time_leaves_out_who_was_bound_and_counts_them_apart() -> None:
-    idle = idle_time(
-        row_of(
-            (40, 3.0, "speed-bound: 40 examples", "quota"),
-            (20, 4.0, "speed-bound: 20 examples", "quota"),
-            (9, 1.0, "all its 9 examples; micro-batch as set", "quota"),
-            (5, 1.0, "speed-bound: 40 examples", "epoch end"),
-            (1, 7.0, "speed-bound: 1 examples", "quota"),
-        )
+@pytest.mark.parametrize("share", [0.5, 1.0])
+def test_a_device_on_battery_stops_at_its_share_and_is_asked_for_less_the_next_time(
+    tmp_path: Path, share: float
+) -> None:
+    path = tmp_path / "one.toml"
+    path.write_text(
+        "[[device]]\nexamples_per_second = 50\nmemory_bytes = 400_000_000\n"
+        "upload_bytes_per_second = 1_000_000\non_battery = 0.5\ncount = 3\n"
     )
-    assert idle.share == 1 - 3.5 / 4
-    assert (idle.num_free, idle.num_bound_by_data, idle.num_bound_by_one_example) == (2, 2, 1)
-    assert idle.one_example_seconds == 7.0
+    chosen = {
+        "task": "tests/tasks.py:TwoLayers",
+        "rounds": 12,
+        "plan.effective_batch_size": 18,
+        "plan.micro_batch_size": 1,
+        "client.battery_share": share,
+        "optimizer.learning_rate": 0.001,
+    }
+    settings = on_fleet(path, tmp_path / "out", **chosen)
+    clients = [client for row in run(settings) for client in row["clients"]]
+    cut_short = [client for client in clients if client["reason"] == "on battery"]
+    told = [client for client in clients if "giving 50% of its time on battery" in client["plan"]]
+    assert bool(cut_short) == bool(told) == (share < 1)
+    for row in read_rows(tmp_path / "out"):
+        drawn = {p: is_on_battery(settings, p, round_number=row["round"]) for p in range(3)}
+        for client in row["clients"]:
+            if client["reason"] == "on battery":
+                assert drawn[int(client["name"])]
 
 
-def test_a_round_in_which_all_were_bound_has_no_idle_time() -> None:
-    row = row_of((9, 1.0, "all its 9 examples", "quota"))
-    assert idle_time(row).share is None
-    assert idle_line([row]) == "no device that was free to be given more or less"
-
-
-SYNTHETIC = {
-    "task": "examples/synthetic.py:Synthetic",
-    "rounds": 5,
-    "optimizer.learning_rate": 0.01,
-    "evaluation.every_rounds": 5,
-}
-NUM_DEVICES, SPREAD, FEWEST_EXAMPLES = 60, 16, 500
-
-
-@functools.cache
-def sixteenfold(folder: Path, kind: str) -> tuple[Settings, list[dict[str, Any]]]:
-    plans = {"planned": {"plan.effective_batch_size": 6000}, "K 6": {"plan.accumulation_steps": 6}}
-    settings = on_fleet(SIXTEENFOLD, folder / kind, **SYNTHETIC, **plans[kind])
-    return settings, run(settings)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("sixteenfold")
-
-
-def test_the_sixteenfold_fleet_is_sixteenfold_in_speed_and_in_memory() -> None:
-    settings = on_fleet(SIXTEENFOLD, Path("unused"))
-    devices = [device_of(settings, part) for part in range(settings.simulation.clients)]
-    speeds = [one.examples_per_second or 0.0 for one in devices]
-    memories = [one.memory_bytes for one in devices]
-    assert len(devices) == NUM_DEVICES
-    assert max(speeds) == SPREAD * min(speeds)
-    assert max(memories) == SPREAD * min(memories)
-
-
-def test_planned_devices_idle_five_percent_at_most_behind_the_third_round(folder: Path) -> None:
-    _, rows = sixteenfold(folder, "planned")
-    for row in rows[3:]:
-        idle = idle_time(row)
-        assert idle.share is not None
-        assert idle.share <= 0.05
-        assert idle.num_free == NUM_DEVICES
-
-
-def test_with_a_fixed_k_the_same_devices_idle_half_of_the_round(folder: Path) -> None:
-    _, rows = sixteenfold(folder, "K 6")
-    for row in rows[3:]:
-        assert (idle_time(row).share or 0.0) > 0.5
-
-
-@pytest.mark.parametrize("kind", ["planned", "K 6"])
-def test_no_device_is_planned_beyond_its_memory(folder: Path, kind: str) -> None:
-    settings, rows = sixteenfold(folder, kind)
-    task = str(settings.task)
-    resident = Resident(task, replace_batch_norm=False, check_task=False)
-    num_bound = 0
-    for part in range(0, NUM_DEVICES, 2):
-        identity = Identity(name=str(part), data=None, part=part, num_parts=NUM_DEVICES)
-        assert len(resident.examples(identity)) >= FEWEST_EXAMPLES
-        device = device_of(settings, part)
-        machine = SimulatedMachine(device, resident.image.layout.num_parameters)
-        speed = resident.measure(identity, machine)
-        for row in rows:
-            size = row["clients"][part]["micro_batch_size"]
-            assert row["clients"][part]["name"] == str(part)
-            assert size == 1 or speed.base_bytes + size * speed.bytes_per_example <= (
-                device.memory_bytes
-            )
-            num_bound += "memory-bound" in row["clients"][part]["plan"]
-    assert num_bound > 0 or kind != "planned"
+def test_a_round_of_ten_hours_is_simulated_and_told_in_virtual_seconds(tmp_path: Path) -> None:
+    path = tmp_path / "slow.toml"
+    path.write_text(
+        "[[device]]\nexamples_per_second = 0.0005\nmemory_bytes = 400_000_000\n"
+        "upload_bytes_per_second = 100_000\nmicro_batch_seconds = 60\ncount = 5\n"
+    )
+    chosen = {
+        "task": "tests/tasks.py:TwoLayers",
+        "rounds": 3,
+        "plan.accumulation_steps": 18,
+        "plan.micro_batch_size": 1,
+        "optimizer.learning_rate": 0.001,
+    }
+    rows = run(on_fleet(path, tmp_path / "out", **chosen))
+    # The first round: eighteen examples of 2,000 s and 60 s each, and the transfers.
+    assert rows[0]["slowest_client_seconds"] == pytest.approx(18 * 2060, abs=1)
+    assert rows[0]["slowest_client_seconds"] > 10 * 3600
+    assert rows[0]["num_examples"] == 5 * 18
 
 
 @pytest.mark.slow
@@ -216,4 +169,5 @@ def test_the_command_prints_the_idle_time_and_resumes_from_the_file_it_recorded(
         )
         assert (result.returncode, result.stderr) == (0, "")
         assert "  idle        " in result.stdout
+        assert "  memory      device " in result.stdout
     assert len(read_rows(tmp_path / "out")) == 3

@@ -74,13 +74,7 @@ def simulate(settings: Settings, *, resume: bool = False) -> None:
 def told(out: Path) -> list[dict[str, Any]]:
     """Return the rows without what the machine was measured at."""
     return [
-        {
-            **{name: value for name, value in row.items() if name not in MEASURED},
-            "clients": [
-                {name: value for name, value in client.items() if name != "peak_bytes"}
-                for client in row["clients"]
-            ],
-        }
+        {name: value for name, value in row.items() if name not in MEASURED}
         for row in read_rows(out)
     ]
 

@@ -1,0 +1,82 @@
+"""What chance decides of a simulated device: who is there, who is on battery, who is held up.
+
+Every draw is a pure function of the run's seed, the device's number, the round, and the look or the
+micro-batch within it; the machine that simulates has no part in any. So a run can be repeated, and
+one that is taken up again draws what the unbroken run would have drawn.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import numpy as np
+
+from client.micro_batches import seed_of
+from common.settings import Settings
+from simulation.profiles import device_of
+
+# Flower's ClientApp makes a device's hardware without a word of the round; the grid knows it.
+_round: ContextVar[int] = ContextVar("round", default=1)
+
+
+@contextmanager
+def at_round(number: int) -> Iterator[None]:
+    """Let the hardware that is made here be that of this round."""
+    token = _round.set(number)
+    try:
+        yield
+    finally:
+        _round.reset(token)
+
+
+def round_now() -> int:
+    """Return the round that is set by ``at_round``; 1 if none is."""
+    return _round.get()
+
+
+def is_there(settings: Settings, part: int, *, round_number: int, look: int) -> bool:
+    """Say whether a device is there when the round's cohort is chosen, at the n-th look from 0.
+
+    A server that finds too few looks again: the draw is made anew, one entry further in the trace.
+    """
+    trace = device_of(settings, part).availability
+    share = trace[(round_number - 1 + look) % len(trace)]
+    return _happens(share, "availability", settings.seed, part, round_number, look)
+
+
+def is_on_battery(settings: Settings, part: int, *, round_number: int) -> bool:
+    """Say whether a device has no mains in a round."""
+    share = device_of(settings, part).on_battery
+    return _happens(share, "battery", settings.seed, part, round_number)
+
+
+def jitter_seed(settings: Settings, part: int, *, round_number: int) -> int:
+    """Return the seed of a device's jitter in a round."""
+    return seed_of("jitter", settings.seed, part, round_number)
+
+
+def _happens(share: float, *parts: object) -> bool:
+    if share in (0, 1):
+        return share == 1
+    return bool(np.random.default_rng(seed_of(*parts)).random() < share)
+
+
+class Jitter:
+    """Factors by which micro-batches take longer or shorter: lognormal, of mean 1.
+
+    exp(s z - s^2 / 2) with z normal; the n-th factor depends on the seed and n alone.
+    """
+
+    def __init__(self, relative: float, seed: int) -> None:
+        self._relative = relative
+        self._generator = np.random.default_rng(seed) if relative else None
+
+    def next_factor(self) -> float:
+        """Return the factor of the next micro-batch; exactly 1 where there is no jitter."""
+        if self._generator is None:
+            return 1.0
+        normal = float(self._generator.standard_normal())
+        return math.exp(self._relative * normal - self._relative**2 / 2)

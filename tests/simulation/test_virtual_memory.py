@@ -1,0 +1,173 @@
+"""A simulated device's memory: a line that is known, a limit that holds, and a guard before it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from client.device import Hardware
+from client.memory import GUARD_SHARE
+from client.resident import Identity, resident_of
+from common.line import Line
+from common.parameters import ModelLayout
+from common.settings import Settings, load
+from server.metrics import read_rows
+from simulation.engines import run_engine
+from simulation.fleet import IDLE_BYTES, SimulatedMachine, VirtualMemory, simulated_machine
+from simulation.profiles import SimulatedDevice
+from simulation.summary import fullest, memory_line
+
+TASK = "examples/synthetic.py:Synthetic"
+KEPT_BYTES = 4 * (32 * 512 + 32 * 4 + 512)  # the hidden layer, the readings and the hidden mean
+
+
+def memory(
+    limit_bytes: int, *, base_bytes: int = 1000, each: float | None = 100.0
+) -> VirtualMemory:
+    made = VirtualMemory(limit_bytes=limit_bytes, base_bytes=base_bytes)
+    made.bytes_per_example = each
+    return made
+
+
+def test_a_peak_is_the_line_s_and_the_limit_is_the_device_s() -> None:
+    one = memory(2000)
+    assert one.line == Line(base=1000.0, each=100.0)
+    assert one.limit_bytes() == 2000
+    for size in (1, 7, 10):
+        one.begin(size)
+        assert one.end(size) == 1000 + 100 * size
+
+
+def test_a_micro_batch_beyond_the_limit_fails_as_it_begins_and_shows_in_the_next_peak() -> None:
+    one = memory(2000)
+    with pytest.raises(MemoryError, match="11 examples"):
+        one.begin(11)
+    one.begin(5)
+    assert one.end(5) == 2100
+    one.begin(5)
+    assert one.end(5) == 1500
+
+
+@pytest.mark.parametrize(
+    ("limit_bytes", "fitting"),
+    [(2000, int((2000 * GUARD_SHARE - 1000) / 100)), (1100, 0), (1000, 0), (10, 0)],
+)
+def test_what_fits_is_foreseen_with_the_margin_of_a_process(limit_bytes: int, fitting: int) -> None:
+    one = memory(limit_bytes)
+    assert one.fitting() == fitting
+    if fitting:
+        one.begin(fitting)
+
+
+def test_where_no_example_could_be_measured_nothing_is_foreseen_and_everything_fits() -> None:
+    one = memory(2000, each=None)
+    assert (one.line, one.fitting()) == (None, None)
+    one.begin(10**6)
+    assert one.end(10**6) == 1000
+
+
+def test_checkpointing_lowers_the_line_and_slows_the_clock_by_a_third() -> None:
+    device = SimulatedDevice(
+        profile="one",
+        cores=1,
+        relative_speed=1,
+        memory_bytes=IDLE_BYTES + 1000,
+        upload_bytes_per_second=1e6,
+        examples_per_second=1,
+        micro_batch_seconds=0,
+    )
+    machine = SimulatedMachine(device, 0)
+    machine.memory.bytes_per_example = 100.0
+    machine.clock.worked(3)
+    assert machine.clock.seconds() == 3
+    machine.memory.relieve(40.0)
+    assert machine.memory.line == Line(base=float(IDLE_BYTES), each=40.0)
+    machine.clock.worked(3)
+    assert machine.clock.seconds() == 3 + 3 * 4 / 3
+
+
+def machine_of(part: int, settings: Settings) -> tuple[Identity, Hardware]:
+    resident = resident_of(TASK, replace_batch_norm=False, check_task=True)
+    layout: ModelLayout = resident.image.layout
+    identity = Identity(name=str(part), data=None, part=part, num_parts=3)
+    return identity, simulated_machine(identity, settings, layout)
+
+
+def test_a_machine_made_for_a_plan_knows_its_memory_as_one_made_to_describe_itself() -> None:
+    settings = load(None, {"task": TASK, "simulation.clients": 3})
+    _, untold = machine_of(1, settings)
+    identity, told = machine_of(1, settings)
+    resident = resident_of(TASK, replace_batch_norm=False, check_task=True)
+    resident.measure(identity, told)
+    assert untold.vitals() == told.vitals()
+    line = untold.memory.line
+    assert line is not None
+    num_bytes = 2 * 4 * resident.image.layout.num_parameters
+    assert line.base == IDLE_BYTES + num_bytes
+    # Beside the three there are views, losses and labels of some bytes an example.
+    assert KEPT_BYTES <= line.each / 2 <= 1.02 * KEPT_BYTES
+
+
+def run(folder: Path, memory_mib: float, **overrides: Any) -> tuple[Settings, list[dict[str, Any]]]:
+    text = "[[device]]\nexamples_per_second = 100\nupload_bytes_per_second = 1e6\n"
+    (folder / "fleet.toml").write_text(f"{text}memory_bytes = {int(memory_mib * 2**20)}\n")
+    chosen = {
+        "task": TASK,
+        "rounds": 2,
+        "threads": 1,
+        "out": folder / "out",
+        "simulation.fleet": folder / "fleet.toml",
+        "simulation.clients": 1,
+        **overrides,
+    }
+    settings = load(None, chosen)
+    run_engine(settings, on_round=lambda _: None, resume=False)
+    return settings, read_rows(folder / "out")
+
+
+def test_rows_tell_virtual_peaks_and_the_planner_keeps_its_margin(tmp_path: Path) -> None:
+    settings, rows = run(tmp_path, 320, **{"plan.effective_batch_size": 100})
+    for row in rows:
+        (client,) = row["clients"]
+        assert "memory-bound" in client["plan"]
+        assert IDLE_BYTES < client["peak_bytes"] <= 320 * 2**20 * settings.plan.memory_fraction
+
+
+def test_a_size_that_is_set_too_large_is_cut_by_the_device_before_it_crosses_the_limit(
+    tmp_path: Path,
+) -> None:
+    chosen = {"plan.micro_batch_size": 400, "plan.effective_batch_size": 400}
+    _, rows = run(tmp_path, 282, **chosen, **{"plan.memory_fraction": 1.0})
+    found = fullest(rows, lambda name: 282 * 2**20)
+    assert found is not None
+    assert (found.name, found.over, found.too_small) == ("0", frozenset(), frozenset())
+    assert found.peak_bytes <= GUARD_SHARE * 282 * 2**20
+    assert all(row["clients"][0]["micro_batch_size"] < 100 for row in rows)
+    assert all(row["num_examples"] == 400 for row in rows)
+    assert (
+        memory_line(found) == "device 0 was the fullest, at 90% of 282 MiB; 0 ever over the limit"
+    )
+
+
+def test_a_device_whose_memory_holds_no_example_is_refused_by_name(tmp_path: Path) -> None:
+    text = "[[device]]\nexamples_per_second = 100\nupload_bytes_per_second = 1e6\n"
+    limits = [240 * 2**20, 400 * 2**20]
+    tables = [f"{text}memory_bytes = {limit}\n" for limit in limits]
+    (tmp_path / "fleet.toml").write_text("".join(tables))
+    chosen = {
+        "task": TASK,
+        "rounds": 2,
+        "threads": 1,
+        "out": tmp_path / "out",
+        "simulation.fleet": tmp_path / "fleet.toml",
+        "simulation.clients": 2,
+    }
+    run_engine(load(None, chosen), on_round=lambda _: None, resume=False)
+    rows = read_rows(tmp_path / "out")
+    assert all(row["refused"]["0"].startswith("OutOfMemory: ") for row in rows)
+    found = fullest(rows, lambda name: limits[int(name)])
+    assert found is not None
+    assert (found.name, found.over, found.too_small) == ("1", frozenset(), frozenset({"0"}))
+    assert "1 (0) too small for a single example" in memory_line(found)
