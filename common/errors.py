@@ -32,7 +32,7 @@
     │   ├── UnexpectedUpdate        replayed, never asked for, or under another's name
     │   ├── WrongShare              a share that is not the one its dealer committed to
     │   └── SealBroken              a sealed share that its key does not open
-    ├── SessionRefused          the device takes no further part in this secure session
+    ├── SessionRefused          a device does not answer a message of a secure session
     │   ├── CohortTooSmall          fewer than three members, or than its own minimum
     │   ├── RosterRefused           a name or a key twice, or its own entry changed
     │   ├── IdentityUnknown         a member that is not on its allow-list
@@ -254,9 +254,9 @@ class SealBroken(UpdateRefused):
 
 
 class SessionRefused(HeadwaterError):
-    """A device takes no further part in a secure session.
+    """A device does not answer a message of a secure session.
 
-    What it gave until then opens nothing of it; ``common.secagg`` lists the checks.
+    What it gave until then opens nothing of it; ``client.secure_checks`` lists the checks.
     """
 
 

@@ -175,6 +175,7 @@ def test_masked_sum_equals_plain_sum_in_large_cohorts(num_devices: int, mode: Mo
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_masked_sum_equals_plain_sum_among_a_thousand() -> None:
     cast = sparse(1000, "semi-honest", assumed=0.05)
     check_sparse(cast, random_drops(cast.names, "semi-honest", seed=7, share=0.04))
