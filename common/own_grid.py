@@ -77,6 +77,9 @@ class OwnGrid(Grid):
     def expect(self, request: DescribeRequest) -> None:
         """Learn what devices must agree on, before any is let in."""
 
+    def expect_beside(self, message_type: str, num_bytes: int) -> None:
+        """Learn how many bytes come beside each reply to messages of a type."""
+
     def name_of(self, node_id: int) -> str | None:
         """Return the name that a node proved or claimed when it connected, if it did."""
         return None

@@ -20,9 +20,18 @@ from common import records
 from common.errors import ConnectionLost, HeadwaterError, LateUpdate
 from common.own_grid import OwnGrid
 from common.parameters import ModelImage
+from common.secagg import Phase, Request
 from common.settings import from_run_config
-from common.update import DescribeRequest, DeviceReport, EvaluateReport, Plan, Update
-from server.fleet import Dropout, Traffic
+from common.update import (
+    DescribeRequest,
+    DeviceReport,
+    EvaluateReport,
+    Plan,
+    Ready,
+    Update,
+    UpdateReport,
+)
+from server.fleet import Dropout, Reply, Traffic
 from server.metrics import RoundRow
 from server.roll import Roll, check_name
 from server.rounds import OnRound, run
@@ -32,7 +41,7 @@ log = logging.getLogger(__name__)
 # Of all loggers, Flower's engines show their own alone, with what descends from it.
 flower_log = logging.getLogger("flwr.headwater")
 
-Answer = TypeVar("Answer", Update, EvaluateReport)
+Answer = TypeVar("Answer", bound=Update | Ready | EvaluateReport | Reply)
 
 JOIN_POLL_SECONDS = 0.05
 FIRST_NOTICE_SECONDS, WAITING_NOTICE_SECONDS = 10.0, 60.0
@@ -105,50 +114,77 @@ class GridFleet:
 
     def train(
         self, plans: Mapping[str, Plan], image: ModelImage, *, timeout_seconds: float | None
-    ) -> Iterator[Update | Dropout]:
-        def read(content: RecordDict) -> Update:
+    ) -> Iterator[Update | Ready | Dropout]:
+        def read(name: str, content: RecordDict) -> Update | Ready:
+            if plans[name].is_masked:
+                ready = records.read(content, Ready)
+                _check_in_time(ready, timeout_seconds)
+                return ready
             update = records.read_update(content)
-            if timeout_seconds is not None and update.report.seconds > timeout_seconds:
-                raise LateUpdate(
-                    f"{update.report.name}: {update.report.seconds:.1f} s of {timeout_seconds:.1f}"
-                )
+            _check_in_time(update.report, timeout_seconds)
             return update
 
-        return self._ask("train", plans, image, timeout_seconds, read)
+        return self._send_model("train", plans, image, timeout_seconds, read)
+
+    def converse(
+        self,
+        phase: Phase,
+        requests: Mapping[str, Request],
+        *,
+        beside: bytes | None = None,
+        reply_bytes: int = 0,
+        timeout_seconds: float | None,
+    ) -> Iterator[Reply | Dropout]:
+        def read(_: str, content: RecordDict) -> Reply:
+            said = records.read(content, phase.reply)
+            return Reply(name=said.name, said=said, beside=records.vector(content))
+
+        if self._own is not None:
+            self._own.expect_beside(f"query.{phase.action}", reply_bytes)
+        array = None if beside is None else records.flat_array(beside, dtype="float32")
+        contents = {name: records.content_of(request, array) for name, request in requests.items()}
+        return self._ask(f"query.{phase.action}", contents, phase.action, timeout_seconds, read)
 
     def evaluate(
         self, plans: Mapping[str, Plan], image: ModelImage, *, timeout_seconds: float | None
     ) -> Iterator[EvaluateReport | Dropout]:
-        def read(content: RecordDict) -> EvaluateReport:
+        def read(_: str, content: RecordDict) -> EvaluateReport:
             return records.read(content, EvaluateReport)
 
-        return self._ask("evaluate", plans, image, timeout_seconds, read)
+        return self._send_model("evaluate", plans, image, timeout_seconds, read)
 
-    def _ask(
+    def _send_model(
         self,
         message_type: str,
         plans: Mapping[str, Plan],
         image: ModelImage,
         timeout_seconds: float | None,
-        read: Callable[[RecordDict], Answer],
+        read: Callable[[str, RecordDict], Answer],
     ) -> Iterator[Answer | Dropout]:
-        """Send each plan with the model; yield what came back, and a Dropout for who did not."""
-        nodes = {report.name: node for node, report in self._roll.reports.items()}
-        for left in [name for name in plans if name not in nodes]:
-            yield Dropout(name=left, error=ConnectionLost(f"{left} left in mid-round"))
-        awaited = {nodes[name]: name for name in plans if name in nodes}
-        answered: set[int] = set()
+        """Send each plan with the model."""
         memory = image.buffer().toreadonly()
         array = records.flat_array(memory if self._own else bytes(memory), dtype="uint8")
+        contents = {name: records.content_of(plan, array) for name, plan in plans.items()}
+        round_number = next((plan.round for plan in plans.values()), 0)
+        return self._ask(message_type, contents, str(round_number), timeout_seconds, read)
+
+    def _ask(
+        self,
+        message_type: str,
+        contents: Mapping[str, RecordDict],
+        group_id: str,
+        timeout_seconds: float | None,
+        read: Callable[[str, RecordDict], Answer],
+    ) -> Iterator[Answer | Dropout]:
+        """Send each device its message; yield what came back, and a Dropout for who did not."""
+        nodes = {report.name: node for node, report in self._roll.reports.items()}
+        for left in [name for name in contents if name not in nodes]:
+            yield Dropout(name=left, error=ConnectionLost(f"{left} left in mid-round"))
+        awaited = {nodes[name]: name for name in contents if name in nodes}
+        answered: set[int] = set()
         messages = [
-            Message(
-                records.content_of(plan, array),
-                nodes[name],
-                message_type,
-                group_id=str(plan.round),
-                ttl=timeout_seconds,
-            )
-            for name, plan in plans.items()
+            Message(content, nodes[name], message_type, group_id=group_id, ttl=timeout_seconds)
+            for name, content in contents.items()
             if name in nodes
         ]
         for node, reply in self._exchange(messages, timeout_seconds):
@@ -159,7 +195,7 @@ class GridFleet:
                 continue
             answered.add(node)
             try:
-                answer = read(records.answered(reply))
+                answer = read(name, records.answered(reply))
                 check_name(answer.name, name)
                 yield answer
             except HeadwaterError as error:
@@ -219,6 +255,16 @@ class GridFleet:
         restore = getattr(self._grid, "restore_simulated", None)
         if restore is not None:
             restore(state)
+
+
+def _check_in_time(report: Ready | UpdateReport, timeout_seconds: float | None) -> None:
+    """Hold a virtual clock's seconds against the deadline, as the grid does the real ones.
+
+    Raises:
+        LateUpdate: they are more.
+    """
+    if timeout_seconds is not None and report.seconds > timeout_seconds:
+        raise LateUpdate(f"{report.name}: {report.seconds:.1f} s of {timeout_seconds:.1f}")
 
 
 def _num_bytes(content: RecordDict) -> int:

@@ -42,6 +42,7 @@ class Progress:
     asked: dict[str, Any] = field(default_factory=dict)
     learned: dict[str, dict[str, Any]] = field(default_factory=dict)
     target: dict[str, float] = field(default_factory=dict)
+    secure: dict[str, Any] = field(default_factory=dict)
     simulated: dict[str, Any] = field(default_factory=dict)
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from common import secagg
 from common.errors import HeadwaterError
 from common.parameters import ModelImage
-from common.update import DescribeRequest, DeviceReport, EvaluateReport, Plan, Update
+from common.secagg import Phase, Request
+from common.update import DescribeRequest, DeviceReport, EvaluateReport, Plan, Ready, Update
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -17,6 +19,15 @@ class Dropout:
 
     name: str
     error: HeadwaterError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reply:
+    """A device's reply in a secure session, with the bytes that came beside it."""
+
+    name: str
+    said: secagg.Reply
+    beside: memoryview | bytes | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,10 +58,26 @@ class Fleet(Protocol):
 
     def train(
         self, plans: Mapping[str, Plan], image: ModelImage, *, timeout_seconds: float | None
-    ) -> Iterator[Update | Dropout]:
-        """Send plans and model, and yield each answer as it comes.
+    ) -> Iterator[Update | Ready | Dropout]:
+        """Send plans and model, and yield each answer as it comes: Ready where a plan is masked.
 
         An update's vector is valid until the next one is asked for.
+        """
+        ...
+
+    def converse(
+        self,
+        phase: Phase,
+        requests: Mapping[str, Request],
+        *,
+        beside: bytes | None = None,
+        reply_bytes: int = 0,
+        timeout_seconds: float | None,
+    ) -> Iterator[Reply | Dropout]:
+        """Send one phase's requests of a secure session, and yield each reply as it comes.
+
+        ``beside`` goes with every request; ``reply_bytes`` come with every reply, valid until the
+        next one is asked for.
         """
         ...
 

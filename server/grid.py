@@ -11,7 +11,7 @@ from flwr.app import Message
 from common import records
 from common.errors import HeadwaterError
 from common.own_grid import SILENT_SECONDS, OwnGrid, numbered
-from common.update import DescribeRequest
+from common.update import DescribeRequest, Plan
 from server.intake import Intake
 from server.sessions import Arrival, Ask
 
@@ -30,6 +30,7 @@ class GrpcGrid(OwnGrid):
         self._intake = intake
         self._sent: dict[str, Message] = {}
         self._update_bytes = 0
+        self._beside_bytes: dict[str, int] = {}
         self._turn_seconds: float | None = None
 
     def num_bytes(self) -> tuple[int, int]:
@@ -44,6 +45,9 @@ class GrpcGrid(OwnGrid):
     def expect(self, request: DescribeRequest) -> None:
         self._intake.expect_layout(request.layout_digest)
         self._update_bytes = 4 * request.num_parameters
+
+    def expect_beside(self, message_type: str, num_bytes: int) -> None:
+        self._beside_bytes[message_type] = num_bytes
 
     def name_of(self, node_id: int) -> str | None:
         return self._intake.name_of(node_id)
@@ -106,17 +110,23 @@ class GrpcGrid(OwnGrid):
             if arrival.staging is not None:
                 arrival.staging.release()
 
+    def _reply_bytes(self, message: Message) -> int:
+        """Return how long the vector of a reply must be; that of a masked plan comes later."""
+        kind = message.metadata.message_type
+        if kind != "train":
+            return self._beside_bytes.get(kind, 0)
+        return 0 if records.read(message.content, Plan).is_masked else self._update_bytes
+
     def _ask(self, message_id: str, message: Message) -> Ask:
         """Turn a message into an instruction; only an update comes back with a vector."""
         image = records.vector(message.content)
-        is_train = message.metadata.message_type == "train"
         return Ask(
             node_id=message.metadata.dst_node_id,
             message_id=message_id,
             message_type=message.metadata.message_type,
             head_json=records.head_json(message.content),
             image=memoryview(image) if image is not None else None,
-            reply_bytes=self._update_bytes if is_train else 0,
+            reply_bytes=self._reply_bytes(message),
         )
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from common.line import Line
-from common.update import DeviceReport, UpdateReport, Vitals
+from common.update import DeviceReport, Ready, UpdateReport, Vitals
 from server import pace
 
 # Share of the deadline that is planned; the rest is for what was not foreseen.
@@ -69,6 +69,13 @@ class Learned:
         """Follow the pace that an update shows, and the vitals that it tells."""
         line = None if self.line is None else pace.followed(self.line, report.steps)
         return replace(self, line=line, vitals=_merged(self.vitals, report.vitals))
+
+    def shown(self, ready: Ready) -> Learned:
+        """Take over the pace and the vitals of a device that keeps its steps to itself."""
+        line, told = self.line, (ready.seconds_per_micro_batch, ready.seconds_per_example)
+        if line is not None and told[0] is not None and told[1] is not None:
+            line = pace.bounded(Line(base=told[0], each=told[1]))
+        return replace(self, line=line, vitals=_merged(self.vitals, ready.vitals))
 
     def late(self) -> Learned:
         """Let a device that came too late train for less of the deadline."""

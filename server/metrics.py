@@ -17,7 +17,7 @@ from typing import Any
 
 from common.errors import StateError
 from common.noise import after_each
-from common.update import UpdateReport
+from common.update import Plan, Ready, UpdateReport
 from server.checkpoint import write_whole
 from server.target import TargetBy
 
@@ -57,6 +57,22 @@ class ClientRow:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class MaskedClientRow:
+    """One client's part in a masked round: what it was asked for, and what it shows of itself.
+
+    How much of that it summed, and what came out, nobody knows but the client.
+    """
+
+    name: str
+    planned_steps: int
+    planned_micro_batch_size: int
+    planned_examples: int
+    seconds: float
+    peak_bytes: int
+    plan: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RoundRow:
     """One committed round, as it stands in rounds.jsonl."""
 
@@ -86,16 +102,20 @@ class RoundRow:
     squared_gradient: float | None = None
     heterogeneity: float | None = None
     measured_share: float | None = None
+    # Coordinates and numbers that a masked round's fixed-point ranges cut off; not set in others.
+    num_clipped: int | None = None
     # Devices that claimed more than was believed, and those that were too slow for the deadline.
     num_bounded: int = 0
     left_out: dict[str, str] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
     clients: list[ClientRow] = field(default_factory=list)
+    masked_clients: list[MaskedClientRow] = field(default_factory=list)
 
     @property
     def k_range(self) -> tuple[int, int]:
-        """The smallest and the largest K of the cohort."""
+        """The smallest and the largest K of the cohort; in a masked round, of its plans."""
         steps = [row.accumulation_steps for row in self.clients]
+        steps += [row.planned_steps for row in self.masked_clients]
         return min(steps), max(steps)
 
 
@@ -122,6 +142,19 @@ def client_row(report: UpdateReport, *, plan_reason: str, local_steps: int) -> C
         peak_bytes=max((step.peak_bytes for step in report.steps), default=0),
         reason=report.reason,
         plan=plan_reason,
+    )
+
+
+def masked_client_row(ready: Ready, plan: Plan) -> MaskedClientRow:
+    """Turn what a client tells of itself in a masked round into its row."""
+    return MaskedClientRow(
+        name=ready.name,
+        planned_steps=plan.accumulation_steps,
+        planned_micro_batch_size=plan.micro_batch_size,
+        planned_examples=plan.quota,
+        seconds=ready.seconds,
+        peak_bytes=ready.peak_bytes,
+        plan=plan.reason,
     )
 
 
@@ -266,7 +299,11 @@ def draw_curves(folder: Path) -> Path | None:
     quality.set(title="metrics", xlabel="round")
     if names:
         quality.legend(frameon=False)
-    steps = [[client["accumulation_steps"] for client in row["clients"]] for row in rows]
+    steps = [
+        [client["accumulation_steps"] for client in row["clients"]]
+        + [client["planned_steps"] for client in row.get("masked_clients", [])]
+        for row in rows
+    ]
     work.fill_between(
         rounds, [min(s) for s in steps], [max(s) for s in steps], alpha=0.3, label="K, min to max"
     )

@@ -1,4 +1,7 @@
-"""A round in progress: each answer is held against its plan, then folded, or counted as refused."""
+"""A round in progress: each answer is held against its plan, then folded, or counted as refused.
+
+An update that is to be masked is only said to be ready; the secure session adds it up.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import logging
 from collections.abc import Mapping
 
 from common.errors import CountOutOfRange, HeadwaterError, UnexpectedUpdate, UpdateRefused
-from common.update import Plan, Update, UpdateReport
+from common.update import Plan, Ready, Update, UpdateReport
 from server.aggregate import CohortSum
 from server.fleet import Dropout
 
@@ -27,14 +30,22 @@ class OpenRound:
         self.plans = plans
         self.num_left_out = num_left_out
         self.accepted: dict[str, UpdateReport] = {}
+        self.ready: dict[str, Ready] = {}
         self.refused: dict[str, HeadwaterError] = {}
         self._total = total
         self._max_weight = max_weight_per_example
 
-    def take(self, answer: Update | Dropout) -> None:
+    def refuse(self, name: str, error: HeadwaterError) -> None:
+        """Count why a device is not in the round."""
+        self.refused[name] = error
+
+    def take(self, answer: Update | Ready | Dropout) -> None:
         """Check an answer and fold it, or count why not."""
         if isinstance(answer, Dropout):
-            self.refused[answer.name] = answer.error
+            self.refuse(answer.name, answer.error)
+            return
+        if isinstance(answer, Ready):
+            self._take_ready(answer)
             return
         report = answer.report
         try:
@@ -48,21 +59,41 @@ class OpenRound:
         self._total.fold(answer.values_P, report.weight)
         self.accepted[report.name] = report
 
+    def _take_ready(self, ready: Ready) -> None:
+        try:
+            self._check_expected(ready, self.ready)
+        except UpdateRefused as error:
+            log.warning("%s: %s", error.code, error)
+            self.refuse(ready.name, error)
+            return
+        self.ready[ready.name] = ready
+
+    def _check_expected(
+        self, told: Ready | UpdateReport, there: Mapping[str, Ready | UpdateReport]
+    ) -> Plan:
+        """Return the plan that an answer belongs to.
+
+        Raises:
+            UnexpectedUpdate: nobody asked for it, or it is here already.
+        """
+        plan = self.plans.get(told.name)
+        if plan is None or told.name in there:
+            raise UnexpectedUpdate(f"{told.name}: no update of it is awaited")
+        if told.round != plan.round:
+            raise UnexpectedUpdate(
+                f"{told.name}: an update for round {told.round} in round {plan.round}"
+            )
+        return plan
+
     def _check(self, report: UpdateReport) -> None:
         """Hold a report against its plan.
 
         Raises:
-            UnexpectedUpdate: nobody asked for it, or it is here already.
+            UnexpectedUpdate: see ``_check_expected``.
             CountOutOfRange: more examples or weight than the plan can lead to, or none; with
                 dataset weighting any other weight than the plan's.
         """
-        plan = self.plans.get(report.name)
-        if plan is None or report.name in self.accepted:
-            raise UnexpectedUpdate(f"{report.name}: no update of it is awaited")
-        if report.round != plan.round:
-            raise UnexpectedUpdate(
-                f"{report.name}: an update for round {report.round} in round {plan.round}"
-            )
+        plan = self._check_expected(report, self.accepted)
         if not 0 < report.num_examples <= plan.quota:
             raise CountOutOfRange(
                 f"{report.name}: {report.num_examples} examples, its quota was {plan.quota}"

@@ -212,6 +212,7 @@ class Planning:
             held_out_fraction=held_out_fraction(self._settings.evaluation),
             share=assignment.share,
             weigh_as=weigh_as,
+            is_masked=self._settings.secure.aggregation != "off",
             reason=reasons.of_plan(assignment) + evened,
         )
 
@@ -221,6 +222,8 @@ class Planning:
             learned, error = self.learned[name], opened.refused.get(name)
             if name in opened.accepted:
                 learned = learned.trained(opened.accepted[name])
+            elif name in opened.ready:
+                learned = learned.shown(opened.ready[name])
             elif isinstance(error, EmptyUpdate):
                 learned = learned.skipped()
             # Who is too slow for one example was foreseen to be late: it says nothing of its link.

@@ -6,7 +6,6 @@ Nothing here knows of Flower or of sockets: a ``Fleet`` brings the devices' answ
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,8 +18,16 @@ from common.settings import SETTINGS_FILE, Settings
 from common.update import EvaluateReport
 from server import checkpoint, evaluate
 from server.fleet import Fleet
-from server.metrics import ClientRow, Journal, RoundRow, client_row
+from server.metrics import (
+    ClientRow,
+    Journal,
+    MaskedClientRow,
+    RoundRow,
+    client_row,
+    masked_client_row,
+)
 from server.open_round import OpenRound
+from server.summed import Summed
 from server.training import Training
 
 log = logging.getLogger(__name__)
@@ -136,27 +143,32 @@ def _run_round(training: Training, fleet: Fleet) -> RoundRow:
     watch.split["fold"] = fold_seconds
     planning.learn(opened)
     _raise_common_fault(opened)
-    committed = training.commit(opened)
+    done = training.close_round(opened, fleet)
+    watch.lap("unmask" if opened.ready else "divide")
+    committed = training.commit(done, opened)
     watch.lap("step")
-    metrics = _evaluate(training, fleet, opened)
+    metrics = _evaluate(training, fleet, opened, done)
     watch.lap("evaluate")
     after = fleet.traffic()
-    reports_in = opened.accepted.values()
-    weight = sum(report.weight for report in reports_in)
     noise = committed.noise
     return RoundRow(
         round=training.round,
-        num_clients=len(opened.accepted),
+        num_clients=len(done.names),
         num_invited=len(plans),
-        num_examples=sum(report.num_examples for report in reports_in),
-        weight=weight,
-        loss=math.fsum(report.loss_sum for report in reports_in) / weight,
+        num_examples=done.num_examples,
+        weight=done.weight,
+        loss=done.loss,
         metrics=metrics,
         learning_rate=committed.learning_rate,
         seconds=watch.total,
         seconds_split=watch.split,
-        slowest_client_seconds=max(report.seconds for report in reports_in),
-        updates_per_hour=3600 * len(opened.accepted) / (watch.total - watch.split["wait"]),
+        slowest_client_seconds=max(
+            [
+                *(report.seconds for report in opened.accepted.values()),
+                *(ready.seconds for ready in opened.ready.values()),
+            ]
+        ),
+        updates_per_hour=3600 * len(done.names) / (watch.total - watch.split["wait"]),
         bytes_up=after.bytes_up - before.bytes_up,
         bytes_down=after.bytes_down - before.bytes_down,
         num_scale_shifts=training.sum.num_shifts,
@@ -167,10 +179,12 @@ def _run_round(training: Training, fleet: Fleet) -> RoundRow:
         squared_gradient=None if noise is None else noise.squared_gradient,
         heterogeneity=None if noise is None else noise.heterogeneity,
         measured_share=None if noise is None else noise.measured_share,
+        num_clipped=done.num_clipped,
         num_bounded=planned.num_bounded,
         left_out=planned.left_out,
         refused={name: f"{error.code}: {error}" for name, error in opened.refused.items()},
         clients=_rows(opened),
+        masked_clients=_masked_rows(opened, done),
     )
 
 
@@ -182,21 +196,27 @@ def _rows(opened: OpenRound) -> list[ClientRow]:
     ]
 
 
+def _masked_rows(opened: OpenRound, done: Summed) -> list[MaskedClientRow]:
+    return [
+        masked_client_row(opened.ready[name], opened.plans[name])
+        for name in done.names
+        if name in opened.ready
+    ]
+
+
 def _raise_common_fault(opened: OpenRound) -> None:
     """If a fault of the task kept every client from answering, it is the run's fault."""
-    if not opened.accepted:
+    if not opened.accepted and not opened.ready:
         for error in opened.refused.values():
             if isinstance(error, TaskError):
                 raise error
 
 
-def _evaluate(training: Training, fleet: Fleet, opened: OpenRound) -> dict[str, float]:
+def _evaluate(
+    training: Training, fleet: Fleet, opened: OpenRound, done: Summed
+) -> dict[str, float]:
     """Return the round's metrics: training sums always, test and held-out when they are due."""
-    reports = opened.accepted.values()
-    names = sorted({name for report in reports for name in report.metric_sums})
-    sums = {n: math.fsum(report.metric_sums.get(n, 0.0) for report in reports) for n in names}
-    weight = sum(report.weight for report in reports)
-    metrics = {f"train_{name}": value / weight for name, value in sums.items()}
+    metrics = {f"train_{name}": value / done.weight for name, value in done.metric_sums.items()}
     chosen = training.settings.evaluation
     is_last = training.round == training.settings.rounds
     if training.round % chosen.every_rounds and not is_last:

@@ -6,12 +6,13 @@ changed. Only what was learned of the devices' speed and lateness outlives an ab
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sized
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from common.errors import (
     CheckpointCorrupt,
@@ -24,13 +25,14 @@ from common.noise import sums_of
 from common.parameters import build_model, load_initial
 from common.settings import Settings
 from common.task import load_task, max_weight_per_example
-from server import checkpoint, evaluate, learned
+from server import checkpoint, evaluate, learned, secure_round
 from server.aggregate import CohortSum
 from server.fleet import Fleet
 from server.noise_scale import RoundNoise, round_noise, squared_norm, total
 from server.open_round import OpenRound
 from server.planning import Planned, Planning, held_out_fraction
 from server.server_optimizer import ServerOptimizer, rate_factor
+from server.summed import Summed
 from server.target import Target, gathered
 
 NOTHING_FINITE = "lower --learning-rate if the model diverged, or look at the devices' data"
@@ -57,6 +59,7 @@ class Training:
         """
         if settings.task is None:
             raise SettingsError("no task is set", remedy="name it with --task FILE.py:Class")
+        _check_masked(settings)
         self.settings = settings
         self.task = load_task(settings.task)
         self.image = build_model(
@@ -74,6 +77,8 @@ class Training:
         self.round = 0
         self.run_id = run_id
         self.counted: dict[str, int] = {}
+        self.followed = secure_round.Followed()
+        self.sessions: secure_round.SessionNumbers | None = None
 
     def resume(self, folder: Path, fleet: Fleet) -> bool:
         """Take up the checkpoint in ``folder``; False if there is none.
@@ -104,6 +109,7 @@ class Training:
         self.counted = dict(progress.counted)
         self.planning.learned = learned.of_json(progress.learned)
         self.target.restore(progress.target)
+        self.followed = secure_round.Followed.of_json(progress.secure)
         fleet.restore_simulated(progress.simulated)
         return True
 
@@ -132,59 +138,117 @@ class Training:
             num_left_out=len(planned.left_out),
         )
 
-    def commit(self, opened: OpenRound) -> Committed:
-        """Divide once and take the step; the round counts from here on.
+    def close_round(self, opened: OpenRound, fleet: Fleet) -> Summed:
+        """Divide the cohort's sum once by its weight; a masked one is opened in a secure session.
 
         Raises:
-            TooFewClients: fewer updates than --min-clients; nothing has changed.
+            TooFewClients: fewer updates than --min-clients.
+            RoundAborted: the secure session was.
+        """
+        is_masked = self.settings.secure.aggregation != "off"
+        self._check_enough(opened, opened.ready if is_masked else opened.accepted)
+        if is_masked:
+            done = self._close_masked(opened, fleet)
+            self._check_enough(opened, done.names)
+            return done
+        reports = opened.accepted.values()
+        bound = max_weight_per_example(self.task)
+        names = sorted({name for report in reports for name in report.metric_sums})
+        return Summed(
+            names=tuple(opened.accepted),
+            mean_P=self.sum.close(),
+            weight=self.sum.weight,
+            loss_sum=math.fsum(report.loss_sum for report in reports),
+            metric_sums={
+                n: math.fsum(report.metric_sums.get(n, 0.0) for report in reports) for n in names
+            },
+            gathered=gathered(reports, max_weight_per_example=bound),
+            noise=total(
+                sums_of(report, num_owned=self.planning.owned[name])
+                for name, report in opened.accepted.items()
+            ),
+        )
+
+    def _close_masked(self, opened: OpenRound, fleet: Fleet) -> Summed:
+        chosen = self.settings.secure
+        cohort = secure_round.Cohort.of(
+            opened.ready,
+            opened.plans,
+            max_weight_per_example=max_weight_per_example(self.task),
+            refuse=opened.refuse,
+        )
+        if self.sessions is None:
+            self.sessions = secure_round.SessionNumbers(self.settings.out, run_id=self.run_id)
+        opening = secure_round.opening_of(
+            cohort,
+            chosen,
+            self.followed,
+            run_id=self.run_id,
+            number=self.sessions.next(self.round + 1),
+            image=self.image,
+        )
+        bounds = None
+        if chosen.ring_bits == 16:
+            bounds = secure_round.block_bounds(self.followed, opening.num_values)
+        unmasked = secure_round.play(
+            opening,
+            fleet,
+            bounds=bounds,
+            phase_seconds=chosen.phase_seconds,
+            refuse=opened.refuse,
+        )
+        done, self.followed = secure_round.summed(unmasked, self.followed)
+        return done
+
+    def _check_enough(self, opened: OpenRound, there: Sized) -> None:
+        """Abort if fewer devices are in the round than it needs.
+
+        Raises:
+            TooFewClients: saying who failed and why.
         """
         needed = self.settings.cohort.min_clients
-        if len(opened.accepted) < max(needed, 1):
+        if len(there) < max(needed, 1):
             nothing_finite = opened.refused and all(
                 isinstance(error, EmptyUpdate) for error in opened.refused.values()
             )
             why = "; ".join(f"{name}: {error}" for name, error in list(opened.refused.items())[:3])
             left_out = f", {opened.num_left_out} left out as too slow"
             raise TooFewClients(
-                f"round {self.round + 1}: {len(opened.accepted)} of {len(opened.plans)} clients "
+                f"round {self.round + 1}: {len(there)} of {len(opened.plans)} clients "
                 f"answered in time{left_out if opened.num_left_out else ''}, at least {needed} are "
                 f"needed" + (f" ({why})" if why else ""),
                 remedy=NOTHING_FINITE if nothing_finite else None,
             )
-        mean_P = self.sum.close()
-        noise = self._noise(opened, mean_P)
-        summed = gathered(
-            opened.accepted.values(), max_weight_per_example=max_weight_per_example(self.task)
-        )
+
+    def commit(self, done: Summed, opened: OpenRound) -> Committed:
+        """Take the step; the round counts from here on.
+
+        Raises:
+            Diverged: the step led to parameters that are not finite.
+        """
+        noise = None
+        if done.noise is not None and self.settings.plan.local_steps == 1:
+            # Local steps move the model between the two batch sizes.
+            noise = round_noise(done.noise, squared_mean=squared_norm(done.mean_P))
         rate = self.optimizer.step(
-            mean_P,
-            rate_factor(self.settings.schedule.batch_scaling, self.target.ratio(summed)),
+            done.mean_P,
+            rate_factor(self.settings.schedule.batch_scaling, self.target.ratio(done.gathered)),
         )
         if not bool(torch.isfinite(self.image.values_P).all()):
             raise Diverged(
                 f"round {self.round + 1}: the step led to parameters that are not finite"
             )
         self.round += 1
-        self.counted |= dict.fromkeys(opened.accepted, self.round)
+        self.counted |= dict.fromkeys(done.names, self.round)
         self.planning.count(opened.accepted)
         target = self.target.num_examples if self.target.by else None
-        self.target.commit(summed, noise)
+        self.target.commit(done.gathered, noise)
         return Committed(
             learning_rate=rate,
             target=target,
             noise=noise,
             noise_scale=self.target.noise_scale.ratio,
         )
-
-    def _noise(self, opened: OpenRound, mean_P: Tensor) -> RoundNoise | None:
-        """Estimate the round's gradient noise; None where local steps moved the model meanwhile."""
-        if self.settings.plan.local_steps > 1:
-            return None
-        sums = total(
-            sums_of(report, num_owned=self.planning.owned[name])
-            for name, report in opened.accepted.items()
-        )
-        return round_noise(sums, squared_mean=squared_norm(mean_P))
 
     def progress(self, fleet: Fleet, optimizer: str) -> checkpoint.Progress:
         """Gather what a checkpoint holds beside its tensors."""
@@ -198,5 +262,19 @@ class Training:
             learned=learned.to_json(self.planning.learned),
             asked=self._asked(),
             target=self.target.state(),
+            secure=self.followed.to_json(),
             simulated=fleet.simulated_state(),
+        )
+
+
+def _check_masked(settings: Settings) -> None:
+    """Check that nothing tells of single devices what masks are to hide.
+
+    Raises:
+        SettingsError: devices would tell the loss on what they hold out.
+    """
+    if settings.secure.aggregation != "off" and settings.evaluation.on_devices:
+        raise SettingsError(
+            "each device would tell its own held-out loss, which secure aggregation is to hide",
+            remedy="leave out --evaluate-on-devices: the server tests on examples of its own",
         )
