@@ -231,6 +231,9 @@ class Simulation(Branch):
     fleet: Path | None = Field(
         None, description="TOML file of the devices (docs/fleet.md); not set: drawn by the seed"
     )
+    dropout: Annotated[float, Field(ge=0, lt=1)] = Field(
+        0.0, description="chance that an invited device vanishes, in training or in a secure phase"
+    )
     engine: Literal["in-process", "flower-ray"] = Field(
         "in-process", description="in-process, or flower-ray: Flower's Ray workers"
     )

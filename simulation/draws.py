@@ -15,8 +15,11 @@ from contextvars import ContextVar
 import numpy as np
 
 from client.micro_batches import seed_of
+from common.secagg import PHASES
 from common.settings import Settings
 from simulation.profiles import device_of
+
+TRAIN = "train"
 
 # Flower's ClientApp makes a device's hardware without a word of the round; the grid knows it.
 _round: ContextVar[int] = ContextVar("round", default=1)
@@ -51,6 +54,22 @@ def is_on_battery(settings: Settings, part: int, *, round_number: int) -> bool:
     """Say whether a device has no mains in a round."""
     share = device_of(settings, part).on_battery
     return _happens(share, "battery", settings.seed, part, round_number)
+
+
+def vanishes_at(settings: Settings, part: int, *, round_number: int, attempt: int) -> str | None:
+    """Return the message that an invited device does not answer any more in a round, if any.
+
+    With ``simulation.dropout`` it vanishes, at a point drawn evenly from training and, if updates
+    are masked, the phases of the secure session. A round that is tried again is drawn anew.
+    """
+    share = settings.simulation.dropout
+    if not _happens(share, "dropout", settings.seed, part, round_number, attempt):
+        return None
+    stages = [TRAIN]
+    if settings.secure.aggregation != "off":
+        stages += [f"query.{phase.action}" for phase in PHASES]
+    seed = seed_of("vanishes", settings.seed, part, round_number, attempt)
+    return stages[np.random.default_rng(seed).integers(len(stages))]
 
 
 def jitter_seed(settings: Settings, part: int, *, round_number: int) -> int:

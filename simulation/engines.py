@@ -20,6 +20,7 @@ def run_engine(settings: Settings, *, on_round: OnRound, resume: bool) -> None:
     """Run the settings on the engine that they name."""
     torch.set_num_threads(settings.threads or 1)
     if settings.simulation.engine == "flower-ray":
+        _check_ray(settings)
         if resume:
             raise SettingsError(
                 "Flower's Ray engine keeps the devices' places in its own memory",
@@ -40,3 +41,20 @@ def run_engine(settings: Settings, *, on_round: OnRound, resume: bool) -> None:
         run_config=settings.to_run_config(),
     )
     server_app(on_round=on_round, resume=resume)(grid, context)
+
+
+def _check_ray(settings: Settings) -> None:
+    """Refuse what Ray's workers cannot keep: they share no memory from one message to the next.
+
+    Raises:
+        SettingsError: secure aggregation, whose secrets are kept in memory alone, or dropouts.
+    """
+    for name, is_set in (
+        ("secure aggregation", settings.secure.aggregation != "off"),
+        ("--dropout", settings.simulation.dropout > 0),
+    ):
+        if is_set:
+            raise SettingsError(
+                f"the engine flower-ray does not simulate {name}",
+                remedy="take --engine in-process",
+            )

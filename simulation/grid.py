@@ -7,7 +7,9 @@ before it.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from flwr.app import Context, Message, RecordDict
@@ -15,17 +17,33 @@ from flwr.clientapp import ClientApp
 
 from client.app import IN_PROCESS
 from common import records
-from common.errors import SettingsError
+from common.errors import ConnectionLost, SettingsError
 from common.own_grid import OwnGrid, numbered
+from common.secagg import PHASES
 from common.settings import Settings
 from common.wire import framed_bytes
-from simulation.draws import at_round, is_there
+from simulation.draws import TRAIN, at_round, is_there, vanishes_at
 from simulation.profiles import with_fleet
 
 FIRST_NODE_ID = 1000
 # After so many looks that found too few clients, there are rounds in which enough never meet.
 MOST_LOOKS = 1000
+# What an invited device is asked in a round, in this order.
+STAGES = (TRAIN, *(f"query.{phase.action}" for phase in PHASES))
+
 GRID = "grid"  # the grid's own entry among the nodes' states
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """The round in which a device was last asked to train, and how often before in it."""
+
+    round: int = 0
+    attempt: int = 0
+
+    def again(self, round_number: int) -> _Asked:
+        same = round_number == self.round
+        return _Asked(round_number, self.attempt + 1 if same else 0)
 
 
 class InProcessGrid(OwnGrid):
@@ -55,6 +73,7 @@ class InProcessGrid(OwnGrid):
         self._bytes_up = 0
         self._bytes_down = 0
         self._last_round = 0
+        self._asked: defaultdict[int, _Asked] = defaultdict(_Asked)
         self._num_looks = 0
 
     def num_bytes(self) -> tuple[int, int]:
@@ -106,16 +125,34 @@ class InProcessGrid(OwnGrid):
             yield self._deliver(message)
 
     def _deliver(self, message: Message) -> Message:
-        context = self._context(message.metadata.dst_node_id)
+        node_id = message.metadata.dst_node_id
+        context = self._context(node_id)
         is_training = message.metadata.message_type.startswith("train")
         if is_training:
             self._last_round, self._num_looks = _round_of(message), 0
+            self._asked[node_id] = self._asked[node_id].again(self._last_round)
         self._bytes_down += _num_bytes(message.content)
+        if self._has_vanished(node_id, message.metadata.message_type):
+            lost = ConnectionLost(f"device {node_id - FIRST_NODE_ID} has vanished")
+            return Message(records.refusal(lost, stays_here=True), reply_to=message)
         with at_round(self._last_round if is_training else self._last_round + 1):
             reply = self._app(message, context)
         if reply.has_content():
             self._bytes_up += _num_bytes(reply.content)
         return reply
+
+    def _has_vanished(self, node_id: int, message_type: str) -> bool:
+        """Tell whether a device answers no more in the round that it was asked to train in."""
+        if message_type not in STAGES:
+            return False
+        asked = self._asked[node_id]
+        last = vanishes_at(
+            self._settings,
+            node_id - FIRST_NODE_ID,
+            round_number=asked.round,
+            attempt=asked.attempt,
+        )
+        return last is not None and STAGES.index(message_type) >= STAGES.index(last)
 
     def _context(self, node_id: int) -> Context:
         if node_id not in self._contexts:
