@@ -110,6 +110,6 @@ class ThisMachine:
             TaskFailed: none of the first examples can be trained on.
             OutOfMemory: one example alone does not fit.
         """
-        probed = probe(place, self.limits.least_bytes)
+        probed = probe(place, self.limits.least_bytes, cores=self.cores())
         self.memory.known = probed.peaks
         return probed.speed

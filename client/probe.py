@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -43,10 +44,13 @@ SETTLING_TURNS = 15
 SHORT_SECONDS = 0.1
 
 
-def probe(place: Workplace, limit_bytes: Callable[[], int | None]) -> Probed:
+def probe(
+    place: Workplace, limit_bytes: Callable[[], int | None], *, cores: float = math.inf
+) -> Probed:
     """Measure sizes 1, 2, 4 and so on, until ``reason_to_stop`` gives one or memory runs out.
 
-    The gradients are left in the accumulator.
+    The gradients are left in the accumulator. ``cores`` is what the process may use in the long
+    run: a cgroup lets short passes run at full speed, and makes up for it by pauses later.
 
     Raises:
         TaskFailed: none of the first examples can be trained on, or none of them twice.
@@ -65,7 +69,7 @@ def probe(place: Workplace, limit_bytes: Callable[[], int | None]) -> Probed:
     while stopped is None:
         size = min(2 * points[-1].size, len(positions)) if points else 1
         try:
-            points = _stage(place, positions, points, size)
+            points = _stage(place, positions, points, size, cores)
             if size == 2:
                 kept_bytes = activation_bytes(place, positions)
         except MemoryError:
@@ -88,7 +92,8 @@ def probe(place: Workplace, limit_bytes: Callable[[], int | None]) -> Probed:
                 limit_bytes=limit_bytes(),
                 seconds=time.perf_counter() - begun,
             )
-    points = _settled(place, positions, points, PROBE_SECONDS - (time.perf_counter() - begun))
+    left = PROBE_SECONDS - (time.perf_counter() - begun)
+    points = _settled(place, positions, points, left, cores)
     log.info("%s probed up to %d examples: %s", place.name, points[-1].size, stopped)
     return Probed(points=points, rest_bytes=rest_bytes, kept_bytes=kept_bytes, stopped=stopped)
 
@@ -113,7 +118,7 @@ class _ExamplesFailed(Exception):
 
 
 def _stage(
-    place: Workplace, positions: Sequence[int], before: Sequence[Point], size: int
+    place: Workplace, positions: Sequence[int], before: Sequence[Point], size: int, cores: float
 ) -> tuple[Point, ...]:
     """Measure a size beside the smaller ones: its peak, and the seconds of all of them anew.
 
@@ -126,7 +131,7 @@ def _stage(
     if before:
         _run(place, positions[:size])  # pages are taken, caches filled
     taken = _take_turns(
-        place, positions, [*(p.size for p in before), size], MOST_TURNS, TURNS_SECONDS
+        place, positions, [*(p.size for p in before), size], MOST_TURNS, TURNS_SECONDS, cores
     )
     peaks = [*(p.peak_bytes for p in before), peak.peak_bytes()]
     return tuple(
@@ -135,7 +140,11 @@ def _stage(
 
 
 def _settled(
-    place: Workplace, positions: Sequence[int], points: tuple[Point, ...], seconds: float
+    place: Workplace,
+    positions: Sequence[int],
+    points: tuple[Point, ...],
+    seconds: float,
+    cores: float,
 ) -> tuple[Point, ...]:
     """Time all sizes anew with what is left of the probe's time; on a busy machine it takes that.
 
@@ -144,7 +153,8 @@ def _settled(
     if seconds < 2 * sum(p.usual_seconds for p in points):
         return points
     try:
-        taken = _take_turns(place, positions, [p.size for p in points], SETTLING_TURNS, seconds)
+        sizes = [p.size for p in points]
+        taken = _take_turns(place, positions, sizes, SETTLING_TURNS, seconds, cores)
     except (MemoryError, _ExamplesFailed) as error:
         log.debug("%s: the sizes were not timed anew: %s", place.name, error)
         return points
@@ -170,7 +180,12 @@ def _point(size: int, seconds: _Seconds, peak_bytes: int) -> Point:
 
 
 def _take_turns(
-    place: Workplace, positions: Sequence[int], sizes: Sequence[int], most: int, seconds: float
+    place: Workplace,
+    positions: Sequence[int],
+    sizes: Sequence[int],
+    most: int,
+    seconds: float,
+    cores: float,
 ) -> dict[int, _Seconds]:
     """Time the sizes in turn, on examples that are others each time; at least one turn.
 
@@ -183,8 +198,8 @@ def _take_turns(
     for _ in range(most):
         for size, times in taken.items():
             some = list(itertools.islice(rounds, size))
-            once = _timed(place, some)
-            again = _timed(place, some) if once < SHORT_SECONDS else once
+            once = _timed(place, some, cores)
+            again = _timed(place, some, cores) if once < SHORT_SECONDS else once
             times.first.append(once)
             times.least.append(min(once, again))
         if time.perf_counter() - begun > seconds:
@@ -192,10 +207,12 @@ def _take_turns(
     return taken
 
 
-def _timed(place: Workplace, positions: Sequence[int]) -> float:
-    start = time.perf_counter()
+def _timed(place: Workplace, positions: Sequence[int], cores: float) -> float:
+    """Return a pass's seconds: by the wall, or what its CPU time takes in the long run, if more."""
+    start, cpu_start = time.perf_counter(), time.process_time()
     _run(place, positions)
-    return time.perf_counter() - start
+    cpu_seconds = time.process_time() - cpu_start
+    return max(time.perf_counter() - start, cpu_seconds / cores)
 
 
 def _run(place: Workplace, positions: Sequence[int]) -> None:

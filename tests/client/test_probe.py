@@ -403,3 +403,13 @@ def test_a_confined_process_is_probed_within_its_limit(room_mib: int) -> None:
     assert 0 < said["fitting"] < 256
     base, each = said["line"]
     assert base + each * said["fitting"] <= said["limit"]
+
+
+def test_a_share_of_a_core_counts_though_short_passes_run_at_full_speed() -> None:
+    """A pass takes at least its CPU time over the cores: of a thousandth of one, a thousand times.
+
+    The walls of both probes differ by what else the machine does, and never by a hundred.
+    """
+    free = probe(workplace(examples(24)), unlimited, cores=1.0)
+    held = probe(workplace(examples(24)), unlimited, cores=1e-3)
+    assert held.points[0].seconds > 100 * free.points[0].seconds
