@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from common import pace
 from common.line import Line
 from common.update import DeviceReport, Ready, UpdateReport, Vitals
-from server import pace
 
 # Share of the deadline that is planned; the rest is for what was not foreseen.
 DEADLINE_SHARE = 0.9

@@ -27,10 +27,10 @@ import numpy as np
 
 from common import settings
 from common.line import Line
+from common.pace import LEAST_SECONDS
 from common.update import Vitals
 from server.equal_finish import Cohort, Floats, Ints, equal_finish
 from server.learned import DEADLINE_SHARE, NOTHING, Learned
-from server.pace import LEAST_SECONDS
 
 # A fleet of Pi Zeros and laptops is sixteen times apart; what is farther than this from the median
 # is more likely a clock that jumped, or a lie.

@@ -1,12 +1,14 @@
-"""How fast each device trains, followed from round to round.
+"""How fast a device trains, followed from round to round.
 
 A device says at joining that a micro-batch of s examples takes a + b s seconds. Every update tells
-how long its micro-batches really took. The level comes first: the line is scaled by the ratio of
-seen to believed, most of the way in one round, so that quotas follow within two rounds when
-something else is started on a laptop. The ratio is a median of means: the round's micro-batches are
-cut into a few stretches, so that one slow micro-batch moves nothing, and a device that is held to a
-share of its cores, and pauses for that now and then, counts with its pauses. Then the slope: what
-the sizes of a round say against one another bends the line (``common.line.refitted``).
+how long its micro-batches really took, and the server follows; in a masked round the device keeps
+its steps to itself, follows its own pace and tells the line. The level comes first: the line is
+scaled by the ratio of seen to believed, most of the way in one round, so that quotas follow within
+two rounds when something else is started on a laptop. The ratio is a median of means: the round's
+micro-batches are cut into a few stretches, so that one slow micro-batch moves nothing, and a device
+that is held to a share of its cores, and pauses for that now and then, counts with its pauses. Then
+the slope: what the sizes of a round say against one another bends the line
+(``common.line.refitted``).
 """
 
 from __future__ import annotations

@@ -9,9 +9,7 @@ from hypothesis import strategies as st
 
 from common import settings
 from common.line import Line
-from common.update import DeviceReport, Step
-from server.learned import Learned
-from server.pace import (
+from common.pace import (
     LARGEST_BEND,
     LARGEST_CHANGE,
     LEAST_SECONDS,
@@ -20,6 +18,8 @@ from server.pace import (
     followed,
     told,
 )
+from common.update import DeviceReport, Step
+from server.learned import Learned
 from server.planner import Device, assign
 
 PACE = Line(base=0.5, each=0.25)
