@@ -9,8 +9,7 @@ one of a hundred.
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 # What was believed weighs as much as what one round showed.
@@ -33,14 +32,6 @@ class Line:
         return Line(base=self.base * factor, each=self.each * factor)
 
 
-def medians(seen: Iterable[tuple[int, float]]) -> dict[int, float]:
-    """Return the median of the values seen at each size: one that is far off moves nothing."""
-    by_size: dict[int, list[float]] = {}
-    for size, value in seen:
-        by_size.setdefault(size, []).append(value)
-    return {size: statistics.median(values) for size, values in sorted(by_size.items())}
-
-
 def fitted(points: Sequence[tuple[float, float, float]]) -> Line:
     """Lay a line through points (size, value, weight) by relative least squares.
 
@@ -52,7 +43,7 @@ def fitted(points: Sequence[tuple[float, float, float]]) -> Line:
 
 
 def refitted(line: Line, seen: Mapping[int, float]) -> Line:
-    """Lay the line anew through what was believed and the medians that a round showed.
+    """Lay the line anew through what was believed and the values that a round showed.
 
     What was believed stands for two points, at size 1 and at the largest of the sizes seen (2 at
     the least). So a round with one size moves the line there and turns it about its other end, and

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.line import BELIEVED, Line, fitted, medians, refitted
+from common.line import BELIEVED, Line, fitted, refitted
 
 VALUES = st.floats(1e-6, 1e12)
 POINTS = st.lists(
@@ -81,10 +81,6 @@ def test_what_no_line_fits_is_bounded(points: list[tuple[float, float, float]], 
     """The last one: sum of x y / y^2 over sum of x^2 / y^2 is (1 + 2/4) / (1 + 4/16) = 1.2."""
     found = fitted(points)
     assert (found.base, found.each) == pytest.approx((line.base, line.each))
-
-
-def test_a_value_far_off_moves_no_median() -> None:
-    assert medians([(2, 1.0), (1, 5.0), (2, 900.0), (2, 1.2)]) == {1: 5.0, 2: 1.2}
 
 
 def test_a_round_without_work_leaves_the_line() -> None:
