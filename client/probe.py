@@ -274,7 +274,7 @@ def _saved_bytes(place: Workplace, positions: Sequence[int]) -> int:
         storage = tensor.untyped_storage()
         if storage.data_ptr() != own:
             storages[storage.data_ptr()] = storage.nbytes()
-        return tensor
+        return tensor.detach()  # a node that held its own output would never be freed
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         loss_sum(place.task, place.image.model, batch_of(place.task, place.examples, positions))
