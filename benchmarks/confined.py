@@ -32,10 +32,10 @@ from benchmarks.measure import ROOT, Figures, arguments, report
 TASK = "benchmarks/tasks.py:Pictures"
 MB = 1_000_000
 FLEET = (
-    Confinement(memory_bytes=400 * MB, by="cgroup", cores=0.2),
-    Confinement(memory_bytes=600 * MB, by="rlimit", cores=0.3),
-    Confinement(memory_bytes=1000 * MB, by="cgroup", cores=0.4),
-    Confinement(cores=0.5),
+    Confinement(memory_bytes=400 * MB, by="cgroup", cores=0.1),
+    Confinement(memory_bytes=600 * MB, by="rlimit", cores=0.2),
+    Confinement(memory_bytes=1000 * MB, by="cgroup", cores=0.3),
+    Confinement(cores=0.4),
 )
 SETTLED_ROUND = 3
 
