@@ -239,7 +239,7 @@ class ClipState:
 
 
 def follow_clip(state: ClipState, *, largest_mean: float, num_clipped: int) -> ClipState:
-    """Return the next round's clip bound, a power of two.
+    """Return the next round's clip bound, a power of two if the first was one.
 
     ``largest_mean`` is the largest absolute coordinate of the round's mean, ``num_clipped`` how
     often devices clipped. The bound falls by half a round, but never under 16 times the largest
