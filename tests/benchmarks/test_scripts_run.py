@@ -16,6 +16,7 @@ KEYS = {
     "client_memory": "rss_ratio",
     "exactness": "at_start",
     "masking": "keystream",
+    "noise_scale": "told_over_true",
     "planning": "assign",
     "round_trip": "clients_1",
     "server_memory": "P_100000.clients_1.sgd",
