@@ -84,6 +84,7 @@ def line_of(row: RoundRow) -> str:
         f"loss {row.loss:.3f}",
         *([] if accuracy is None else [f"test accuracy {accuracy:.1%}"]),
         f"{row.num_clients}/{row.num_invited} clients",
+        *([f"{len(row.left_out)} left out"] if row.left_out else []),
         f"batch {row.weight}",
         *noise,
         f"K {low}" if low == high else f"K {low}-{high}",
