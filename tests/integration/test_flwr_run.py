@@ -23,7 +23,15 @@ ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_SECONDS = 180
 NUM_NODES = 2
 # Each belongs to one machine, or to an engine that `flwr run` is not.
-NOT_OF_A_FLOWER_RUN = ("insecure", "tls.", "server.", "client.", "simulation.", "cohort.reconnect")
+NOT_OF_A_FLOWER_RUN = (
+    "insecure",
+    "tls.",
+    "server.",
+    "client.",
+    "simulation.",
+    "cohort.reconnect",
+    "secure.",
+)
 RUN_CONFIG = (
     "rounds=2 threads=1 cohort.min_clients=2 plan.accumulation_steps=2 plan.micro_batch_size=8 "
     "optimizer.learning_rate=0.1"
