@@ -94,12 +94,13 @@ class PeakLine:
     def relieved(self, each: float, rest_bytes: int) -> PeakLine:
         """Return the line where an example takes ``each`` by prediction, if that is less.
 
-        Nothing of any size was measured so: the next peaks decide.
+        The base is at least what is resident now. Nothing of any size was measured so: the next
+        peaks decide.
         """
         if each >= self.line.each:
             return self
-        line = replace(self.line, each=each)
-        return replace(self, line=line, least_each=0.0, largest_size=1).rested(rest_bytes)
+        line = Line(base=max(self.line.base, rest_bytes), each=each)
+        return PeakLine(line=line, least_each=0.0, largest_size=1, rest_bytes=rest_bytes)
 
     def fitting(self, limit_bytes: float) -> int:
         """Return the largest size whose peak stays within the bytes; 0 where not even one does."""
