@@ -113,7 +113,7 @@ def test_a_followed_target_moves_by_two_at_most_and_every_device_measures() -> N
         assert last / 2 <= now <= 2 * last
     assert all(row.target_by == "noise scale" for row in rows)
     for row in rows:
-        measuring = [c for c in row.clients if c.num_examples >= 2 and c.reason != "epoch end"]
+        measuring = [c for c in row.clients if c.num_examples >= 2 and c.reason == "quota"]
         assert all(client.accumulation_steps >= 2 for client in measuring)
         assert row.gradient_variance is not None
 
