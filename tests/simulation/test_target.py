@@ -103,7 +103,7 @@ def test_a_run_resumed_after_every_round_has_the_unbroken_one_s_targets(
     assert len({row[0] for row in told[0]}) > 1
 
 
-def test_a_followed_target_moves_by_two_at_most_and_every_device_measures() -> None:
+def test_a_followed_target_moves_by_two_at_most_and_devices_that_finish_measure() -> None:
     rows = rows_of(chosen(DIGITS, 12, plan={"follow_noise_scale": True}))
     targets = [row.target for row in rows]
     assert targets[0] == 512
@@ -115,7 +115,9 @@ def test_a_followed_target_moves_by_two_at_most_and_every_device_measures() -> N
     for row in rows:
         measuring = [c for c in row.clients if c.num_examples >= 2 and c.reason == "quota"]
         assert all(client.accumulation_steps >= 2 for client in measuring)
-        assert row.gradient_variance is not None
+        is_measured = any(client.accumulation_steps >= 2 for client in row.clients)
+        assert (row.gradient_variance is not None) == is_measured
+    assert sum(row.gradient_variance is not None for row in rows) > len(rows) / 2
 
 
 def test_tokens_are_gathered_within_what_the_examples_differ_by() -> None:
