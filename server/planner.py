@@ -28,7 +28,7 @@ import numpy as np
 from common import settings
 from common.line import Line
 from common.pace import LEAST_SECONDS
-from common.update import Vitals
+from common.update import MOST_STEPS, Vitals
 from server.equal_finish import Cohort, Floats, Ints, equal_finish
 from server.learned import DEADLINE_SHARE, NOTHING, Learned
 
@@ -36,8 +36,6 @@ from server.learned import DEADLINE_SHARE, NOTHING, Learned
 # is more likely a clock that jumped, or a lie.
 FARTHEST = 32.0
 UNMEASURED_SECONDS = 1e-3
-# A report names each accumulation step, and must fit in one frame of the wire.
-MOST_STEPS = 4096
 LEAST_BYTES = 1e-3  # per example
 LEAST_SHARE = 1e-6  # of its time that a device gives
 LONGEST_TRANSFER_SECONDS = 1e9

@@ -5,7 +5,8 @@ The words go into the device's plan, rounds.jsonl and ``headwater-server plan --
 
 from __future__ import annotations
 
-from server.planner import MOST_STEPS, Assignment, SizeBound, TooSlow
+from common.update import MOST_STEPS
+from server.planner import Assignment, SizeBound, TooSlow
 
 # A turn is told if the device must be done so much of the round before its end, and a link if its
 # transfers take so much of it.

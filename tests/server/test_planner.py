@@ -14,13 +14,12 @@ from hypothesis import strategies as st
 
 from common import settings
 from common.line import Line
-from common.update import Plan, Vitals
+from common.update import MOST_STEPS, Plan, Vitals
 from server import reasons
 from server.learned import DEADLINE_SHARE, Learned
 from server.planner import (
     FARTHEST,
     LEAST_SHARE,
-    MOST_STEPS,
     Assignment,
     Device,
     Link,
