@@ -42,6 +42,10 @@ class Walk:
         """Remember where the walk goes on if ``round_number`` counts."""
         return Walk(place=self.place, pending_round=round_number, pending_place=place)
 
+    def passed(self) -> Walk:
+        """Move to the pending place for good: its examples are spent in any case."""
+        return self if self.pending_round is None else Walk(place=self.pending_place)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Window:

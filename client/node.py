@@ -1,24 +1,21 @@
 """A device between its stream and its ClientApp: instructions in, replies out.
 
-It builds Flower's messages, keeps the node's context, and writes the device's place in its examples
-to disk before the update is sent, so that a restart goes on where the server's count says.
+It builds Flower's messages and keeps the node's context. What the device keeps for the run goes to
+disk before the answer that it belongs to is sent (``client.kept``).
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
 import logging
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
-from client.app import SPOOL, WALK, spool_of
+from client.app import ALLOW_LIST, IDENTITY, SPOOL, spool_of
+from client.kept import StateFile
 from client.link import Link
-from client.micro_batches import Place, Walk
 from client.resident import Identity, Resident, stop_asked
 from common import records
 from common.errors import HeadwaterError, StateError, error_of, travelling
@@ -61,19 +58,26 @@ class Node:
         }
         if identity.data is not None:
             self._node_config["data"] = str(identity.data)
-        if settings.client.spool is not None:
-            self._node_config[SPOOL] = str(settings.client.spool)
+        for key, path in (
+            (SPOOL, settings.client.spool),
+            (IDENTITY, settings.secure.identity),
+            (ALLOW_LIST, settings.secure.allow_list),
+        ):
+            if path is not None:
+                self._node_config[key] = str(path)
         self._state_folder = state_folder
         self._context: Context | None = None
+        self._file: StateFile | None = None
 
     def enter(self, run_id: int) -> None:
-        """Take part in a run; take up the place that was kept for it, if any.
+        """Take part in a run; take up what was kept for it, if anything was.
 
         Raises:
-            StateError: the place that was kept cannot be read.
+            StateError: it cannot be read.
         """
         if self._context is not None and self._context.run_id == run_id:
             return
+        self.leave()
         enter_run(run_id)
         self._context = Context(
             run_id=run_id,
@@ -82,37 +86,51 @@ class Node:
             state=RecordDict(),
             run_config=self._run_config,
         )
-        path = self._state_path(run_id)
-        if path.exists():
-            records.keep(self._context, WALK, _read_place(path))
+        self._file = StateFile(self._state_folder / f"{self.name}-{run_id}.json")
+        for name, kept in self._file.read().items():
+            records.keep(self._context, name, kept)
+
+    def leave(self) -> None:
+        """Leave the run: what its secure sessions left in memory is erased."""
+        self.resident.held.clear()
 
     def answer(
-        self, *, message_id: str, message_type: str, head_json: str, image: memoryview | None
+        self,
+        *,
+        message_id: str,
+        message_type: str,
+        head_json: str,
+        beside: memoryview | bytes | None,
     ) -> Answer:
-        """Run the ClientApp on an instruction. It takes as long as training takes."""
+        """Run the ClientApp on an instruction. It takes as long as training takes.
+
+        ``beside`` is the model, or whatever else came with it. What the device keeps is on disk
+        when this returns; if it cannot be, the answer is that error and nothing else.
+        """
         assert self._context is not None
         self._context.node_config.update(self.link.as_config())
         try:
-            array = None if image is None else records.flat_array(image, dtype="uint8")
+            array = None if beside is None else records.flat_array(beside, dtype="uint8")
             message = Message(records.content_with_head(head_json, array), 1, message_type)
             numbered(message)
             reply = self._app(message, self._context)
+            self._keep(self._context)
+        except StateError as error:
+            return Answer(message_id=message_id, error=error)
         except Exception as error:  # of Flower's: a type of message that it does not know
             log.exception("the instruction could not be carried out")
             return Answer(message_id=message_id, error=error_of(*travelling(error)))
         if reply.has_error():
             return Answer(message_id=message_id, error=records.refused(reply))
-        if message_type == "train":
-            try:
-                self._keep_place(self._context)
-            except OSError as error:
-                failed = StateError(f"{self.name} cannot keep its place: {error.strerror}")
-                return Answer(message_id=message_id, error=failed)
         return Answer(
             message_id=message_id,
             head_json=records.head_json(reply.content),
             vector=records.vector(reply.content) or b"",
         )
+
+    def _keep(self, context: Context) -> None:
+        assert self._file is not None
+        self._file.write({name: records.kept(context, name) for name in sorted(context.state)})
 
     def handed_over(self) -> None:
         """Remove the spool of an update that the server has, whole."""
@@ -128,37 +146,3 @@ class Node:
     def resume(self) -> None:
         """Let work begin again."""
         stop_asked.clear()
-
-    def _state_path(self, run_id: int) -> Path:
-        return self._state_folder / f"{self.name}-{run_id}.json"
-
-    def _keep_place(self, context: Context) -> None:
-        walk = records.kept(context, WALK)
-        path = self._state_path(context.run_id)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_suffix(".part")
-        try:
-            with part.open("w") as file:
-                json.dump(walk, file)
-                file.flush()
-                os.fsync(file.fileno())
-            part.replace(path)
-        except OSError:
-            with contextlib.suppress(OSError):
-                part.unlink(missing_ok=True)
-            raise
-
-
-def _read_place(path: Path) -> Walk:
-    try:
-        walk = json.loads(path.read_text())
-        return Walk(
-            place=Place(**walk["place"]),
-            pending_round=walk["pending_round"],
-            pending_place=Place(**walk["pending_place"]),
-        )
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise StateError(
-            f"the device's place in {path} cannot be read: {error}",
-            remedy="delete the file: the device then starts at its first example",
-        ) from error

@@ -21,6 +21,7 @@ from client import checkpointing
 from client.accumulator import Accumulator
 from client.device import Hardware, ThisMachine
 from client.growth import Speed
+from client.held_updates import HeldUpdates
 from client.local_training import train
 from client.micro_batches import Place, Walk, Window, held_out, window
 from client.passes import check_works, checkpointed_bytes
@@ -79,6 +80,7 @@ class Resident:
         self.task = load_task(task_spec)
         self.image = build_model(self.task, seed=0, replace_batch_norm=replace_batch_norm)
         self.accumulator = Accumulator(self.image)
+        self.held = HeldUpdates()
         self._loaded: tuple[int, int] | None = None
         self._must_check = check_task
         self._checkpointed: set[str] = set()  # the devices with activation checkpointing on
@@ -147,6 +149,7 @@ class Resident:
         return Subset(examples, kept), Subset(examples, apart)  # type: ignore[arg-type]
 
     def _workplace(self, examples: Examples, name: str, hardware: Hardware) -> Workplace:
+        self.held.make_room()
         if name in self._checkpointed:
             checkpointing.switch_on(self.image.model)
         elif self._checkpointed:

@@ -9,8 +9,10 @@ as long as that is not masked it may go through several sessions, of which each 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from client import secure_shares, secure_update
@@ -46,14 +48,14 @@ class SecureSession:
         """Begin with an update, and with the record of what the device answered in this run.
 
         ``remember`` stores a record for good before it returns. ``bounds`` are the block bounds of
-        a 16-bit ring.
+        a 16-bit ring; they come with ``MaskWanted`` and may be set until then.
         """
         self.vector: RingVector | None = None
+        self.bounds = bounds
         self._device = device
         self._record = record
         self._remember = remember
         self._trained = trained
-        self._bounds = bounds
         self._num_threads = num_threads
         self._state: State | None = None
         self._answered: dict[type[Request], tuple[Request, Reply]] = {}
@@ -117,12 +119,20 @@ class SecureSession:
                 )
 
     def _mask(self, state: Holding, wanted: MaskWanted) -> tuple[State, Reply]:
-        ready = secure_update.commit(state, wanted, self._trained, bounds=self._bounds)
+        ready = secure_update.commit(state, wanted, self._trained, bounds=self.bounds)
         self._store(ready)  # if this fails nothing was masked, and the message may come again
         masked, head, self.vector = secure_update.mask(
             ready, self._trained, num_threads=self._num_threads
         )
+        self._trained = replace(self._trained, values_P=torch.empty(0))  # the values are gone
         return masked, head
+
+    def move_out(self) -> None:
+        """Copy the update, masked or not, out of memory that somebody else is about to use."""
+        if self.vector is not None:
+            self.vector = self.vector.copy()
+        else:
+            self._trained = replace(self._trained, values_P=self._trained.values_P.clone())
 
     def close(self) -> None:
         """Erase what is left of the session; only ``record`` and ``vector`` remain."""

@@ -19,12 +19,14 @@ import io
 import json
 import logging
 import os
+import re
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from client.kept import sync_folder
 from client.micro_batches import Window
 from client.window_sum import WindowSum
 from client.workplace import Workplace
@@ -37,7 +39,9 @@ log = logging.getLogger(__name__)
 EVERY_SECONDS = 5.0
 LARGEST_SHARE = 1 / 20
 
-DIGITS = 64  # of a SHA-256 in hexadecimal
+# A file of a run that has not been written for so long is that of a run long ended.
+STALE_SECONDS = 7 * 86_400.0
+
 MOST_HEADER_BYTES = 100_000_000  # safetensors' own bound
 VECTOR = "values_P"
 
@@ -55,6 +59,7 @@ class Spool:
         largest_share: float = LARGEST_SHARE,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
+        self._name = name
         self.path = folder / f"{name}-{run_id}.safetensors"
         self.run_id = run_id
         self.every_seconds = every_seconds
@@ -66,6 +71,15 @@ class Spool:
     ) -> SpooledWindow:
         """Return the spool of one window, which began at ``start_seconds`` of the place's clock."""
         return SpooledWindow(self, plan, window, place, start_seconds)
+
+    def sweep(self) -> None:
+        """Remove what other runs of this device left long ago, each 4 bytes per parameter."""
+        is_left = re.compile(re.escape(self._name) + r"-\d+\.(safetensors|part)").fullmatch
+        for path in self.path.parent.iterdir():
+            age = self.wall_clock() - path.stat().st_mtime if is_left(path.name) else 0.0
+            if age > STALE_SECONDS:
+                path.unlink(missing_ok=True)
+                log.warning("%s is removed: it has not been written for a week", path)
 
     def remove(self) -> None:
         """Remove the file: its update was handed over, or will never be."""
@@ -198,6 +212,7 @@ class SpooledWindow:
         header = json.dumps({"__metadata__": metadata, VECTOR: shape}).encode()
         header += b" " * (-len(header) % 8)
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._spool.sweep()
         part = path.with_suffix(".part")
         try:
             descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -212,7 +227,7 @@ class SpooledWindow:
             with contextlib.suppress(OSError):
                 part.unlink(missing_ok=True)
             raise
-        _sync(path.parent)
+        sync_folder(path.parent)
 
     # What the file belongs to.
 
@@ -272,12 +287,3 @@ def _total(state: Mapping[str, Any]) -> WindowSum:
         num_cut_smaller=state["num_cut_smaller"],
         micro_batch_size=state["micro_batch_size"],
     )
-
-
-def _sync(folder: Path) -> None:
-    """Force a rename to disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -129,13 +129,15 @@ class Work:
             await asyncio.wait([self._upload.task], timeout=grace_seconds)
 
     async def _do(self, instruction: Instruction) -> None:
-        image = self._node.resident.image.buffer() if instruction.image_id else None
+        beside: memoryview | bytes | None = instruction.beside or None
+        if instruction.image_id:
+            beside = self._node.resident.image.buffer()
         answer = await asyncio.to_thread(
             self._node.answer,
             message_id=instruction.message_id,
             message_type=instruction.message_type,
             head_json=instruction.head_json,
-            image=image,
+            beside=beside,
         )
         if self._working_on != instruction.message_id:
             return  # given up meanwhile

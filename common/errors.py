@@ -45,6 +45,8 @@
     │   ├── SessionReplayed         not newer than every session it has seen
     │   ├── SessionMismatch         others were shown another model, roster or parameters
     │   ├── ComplaintIgnored        a dealer stays whose share was bad
+    │   ├── MaskingRequired         a plan without masks, which its own settings ask for
+    │   ├── UpdateNotHeld           its process has no update for the session
     │   ├── UpdateAlreadyMasked     this update went into a session before
     │   ├── OutOfPhase              a message that it does not await now
     │   ├── SecretErased            the session's keys are gone
@@ -141,6 +143,7 @@ class CertificateProblem(SettingsError):
 class IdentityProblem(SettingsError):
     """An identity or an allow-list is not what it should be."""
 
+    is_private = True
     remedy = "make one with `headwater-client identity`; a line of the allow-list is NAME BASE64"
 
 
@@ -312,6 +315,16 @@ class SessionMismatch(SessionRefused):
 
 class ComplaintIgnored(SessionRefused):
     """A dealer stays in the session whose share the device found bad."""
+
+
+class MaskingRequired(SessionRefused):
+    """The server would see the device's own sums, and the device's settings ask for masks."""
+
+    remedy = "start the server with --secure-aggregation, or this device without it"
+
+
+class UpdateNotHeld(SessionRefused):
+    """The device's process has no update of this round; it may have been started anew since."""
 
 
 class UpdateAlreadyMasked(SessionRefused):

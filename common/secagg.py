@@ -53,6 +53,7 @@ MASK_KEY_SHARE, SELF_SEED_SHARE, SELF_SEED = "mask key share", "self seed share"
 WEIGHT, NUM_CLIPPED = "weight", "num_clipped"
 """The masked numbers that every session has; others are the caller's."""
 
+RunId = Annotated[int, Field(ge=0, lt=2**64)]
 Key = Annotated[bytes, Field(min_length=KEY_BYTES, max_length=KEY_BYTES)]
 Digest = Annotated[bytes, Field(min_length=SESSION_BYTES, max_length=SESSION_BYTES)]
 Signature = Annotated[bytes, Field(min_length=64, max_length=64)]
@@ -98,7 +99,7 @@ def next_number(last: SessionNumber | None, *, round_number: int) -> SessionNumb
 class Parameters(Said):
     """What the server chose for a session; every device holds it against its own floor."""
 
-    run: Natural
+    run: RunId
     round: Natural
     attempt: Natural
     mode: Mode
@@ -131,7 +132,7 @@ class Member(Said):
 class KeysWanted(Said):
     """Phase 0, server: a session opens."""
 
-    run: Natural
+    run: RunId
     round: Natural
     attempt: Natural
     mode: Mode

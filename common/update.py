@@ -37,7 +37,9 @@ StopReason = Literal[
     "short of memory",
 ]
 
-MOST_STEPS = 4096  # that a report names: it must fit in one frame of the wire
+# A report names each accumulation step, and must fit in one frame of the wire.
+MOST_STEPS = 4096
+MOST_METRIC_CHARACTERS = 64  # of a name that a masked round tells of
 
 
 class Told(BaseModel):
@@ -177,9 +179,9 @@ class Ready(Told):
     vitals: Vitals = Vitals()
     seconds_per_micro_batch: Duration | None = Field(None, description="a in a + b x size")
     seconds_per_example: Duration | None = Field(None, description="b in a + b x size")
-    metrics: Annotated[tuple[Annotated[str, Field(max_length=64)], ...], Field(max_length=48)] = (
-        Field((), description="the names of the metrics that it has sums of, sorted")
-    )
+    metrics: Annotated[
+        tuple[Annotated[str, Field(max_length=MOST_METRIC_CHARACTERS)], ...], Field(max_length=48)
+    ] = Field((), description="the names of the metrics that it has sums of, sorted")
 
 
 class EvaluateReport(Told):

@@ -80,16 +80,18 @@ class Welcome(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., session: _Optional[bytes] = ..., run_id: _Optional[int] = ...) -> None: ...
 
 class Instruction(_message.Message):
-    __slots__ = ("message_id", "message_type", "head_json", "image_id")
+    __slots__ = ("message_id", "message_type", "head_json", "image_id", "beside")
     MESSAGE_ID_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_TYPE_FIELD_NUMBER: _ClassVar[int]
     HEAD_JSON_FIELD_NUMBER: _ClassVar[int]
     IMAGE_ID_FIELD_NUMBER: _ClassVar[int]
+    BESIDE_FIELD_NUMBER: _ClassVar[int]
     message_id: str
     message_type: str
     head_json: str
     image_id: str
-    def __init__(self, message_id: _Optional[str] = ..., message_type: _Optional[str] = ..., head_json: _Optional[str] = ..., image_id: _Optional[str] = ...) -> None: ...
+    beside: bytes
+    def __init__(self, message_id: _Optional[str] = ..., message_type: _Optional[str] = ..., head_json: _Optional[str] = ..., image_id: _Optional[str] = ..., beside: _Optional[bytes] = ...) -> None: ...
 
 class Image(_message.Message):
     __slots__ = ("image_id", "num_bytes", "sha256")

@@ -15,6 +15,8 @@ from common.update import DescribeRequest, Plan
 from server.intake import Intake
 from server.sessions import Arrival, Ask
 
+# What comes with a message of these types is the model, which is sent once for all of them.
+WITH_MODEL = ("train", "evaluate")
 # Of the last turn in the running mean of them: a page fault or a busy moment soon fades.
 TURN_WEIGHT = 0.2
 
@@ -119,14 +121,16 @@ class GrpcGrid(OwnGrid):
 
     def _ask(self, message_id: str, message: Message) -> Ask:
         """Turn a message into an instruction; only an update comes back with a vector."""
-        image = records.vector(message.content)
+        vector, kind = records.vector(message.content), message.metadata.message_type
+        is_model = vector is not None and kind in WITH_MODEL
         return Ask(
             node_id=message.metadata.dst_node_id,
             message_id=message_id,
-            message_type=message.metadata.message_type,
+            message_type=kind,
             head_json=records.head_json(message.content),
-            image=memoryview(image) if image is not None else None,
+            image=memoryview(vector or b"") if is_model else None,
             reply_bytes=self._reply_bytes(message),
+            beside=b"" if is_model else bytes(vector or b""),
         )
 
 

@@ -462,6 +462,7 @@ class Intake:
                 message_type=ask.message_type,
                 head_json=ask.head_json,
                 image_id=image_id,
+                beside=ask.beside,
             )
             await self._write(stream, ServerFrame(instruction=instruction))
 

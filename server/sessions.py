@@ -18,7 +18,10 @@ Stream = Any  # grpc.aio.ServicerContext, which ships without types
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ask:
-    """An instruction to one device; ``image`` is the model that goes with it."""
+    """An instruction to one device; ``image`` is the model that goes with it.
+
+    ``beside`` is a small vector in its stead, which fits into the instruction's own frame.
+    """
 
     node_id: int
     message_id: str
@@ -27,6 +30,7 @@ class Ask:
     image: memoryview | None
     reply_bytes: int
     """The length that the reply's vector must have."""
+    beside: bytes = b""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

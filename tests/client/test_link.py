@@ -69,7 +69,7 @@ def described(node: Node, resident: Resident) -> Vitals:
         message_id="1",
         message_type="query.describe",
         head_json=request.model_dump_json(),
-        image=None,
+        beside=None,
     )
     assert answer.error is None
     return DeviceReport.model_validate(json.loads(answer.head_json)).vitals

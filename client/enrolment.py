@@ -1,0 +1,135 @@
+"""Who a device is in active mode, and whom it trusts: its identity's file, and the allow-list.
+
+The identity's file holds a private key and nothing else, and only its owner may read it; the name
+is the device's. The allow-list is a file of names and public keys, brought to the device by other
+ways than through the server (``common.identity``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import stat
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from common.errors import IdentityProblem
+from common.identity import AllowList, SigningIdentity
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Enrolment:
+    """A device's identity and allow-list; without both it takes no part in active sessions."""
+
+    identity: SigningIdentity | None = None
+    allow_list: AllowList | None = None
+
+    def check(self, name: str) -> None:
+        """Check that the device can take part in active sessions.
+
+        Raises:
+            IdentityProblem: one of the two is missing, or they do not know each other.
+        """
+        if self.identity is None or self.allow_list is None:
+            missing = "--identity" if self.identity is None else "--allow-list"
+            raise IdentityProblem(f"{name}: active secure aggregation needs {missing} FILE")
+        if self.allow_list.keys.get(name) != self.identity.public_key:
+            raise IdentityProblem(
+                f"{name}: the allow-list does not have this device's own identity",
+                remedy="add the line that `headwater-client identity` shows, on every device",
+            )
+
+
+@functools.cache
+def read_enrolment(name: str, *, identity: Path | None, allow_list: Path | None) -> Enrolment:
+    """Read the files that are named, once: a changed allow-list counts from the next start.
+
+    Raises:
+        IdentityProblem: one cannot be read, or is not what it should be.
+    """
+    return Enrolment(
+        identity=None if identity is None else read_identity(identity, name),
+        allow_list=None if allow_list is None else AllowList.parse(_read_text(allow_list)),
+    )
+
+
+def make_identity(path: Path, name: str) -> tuple[SigningIdentity, bool]:
+    """Return the identity in a file, and whether it was made just now; none is overwritten.
+
+    Raises:
+        IdentityProblem: the file cannot be written, or holds something else.
+    """
+    identity = SigningIdentity.new(name)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        return read_identity(path, name), False
+    except OSError as error:
+        raise IdentityProblem(f"{path} cannot be written: {error.strerror}") from error
+    try:
+        with open(descriptor, "wb") as file:
+            file.write(identity.to_pem())
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            path.unlink()
+        raise IdentityProblem(f"{path} cannot be written: {error.strerror}") from error
+    return identity, True
+
+
+def read_identity(path: Path, name: str) -> SigningIdentity:
+    """Read an identity's file.
+
+    Raises:
+        IdentityProblem: it cannot be read, or is no Ed25519 key.
+    """
+    try:
+        pem = path.read_bytes()
+        mode = stat.S_IMODE(path.stat().st_mode)
+    except OSError as error:
+        raise IdentityProblem(f"{path} cannot be read: {error.strerror}") from error
+    if mode & 0o077:
+        log.warning("%s may be read by others than its owner (%03o): chmod 600", path, mode)
+    return SigningIdentity.from_pem(name, pem)
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError as error:
+        raise IdentityProblem(f"{path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise IdentityProblem(f"{path} is no allow-list: it is not text") from error
+
+
+# In the simulator, where one process plays all devices and nobody is protected.
+
+
+def simulated_enrolment(name: str) -> Enrolment:
+    """Return a simulated device's identity, new in each process, and a list of all of them."""
+    return Enrolment(identity=_simulated_identity(name), allow_list=AllowList(_SimulatedKeys()))
+
+
+@functools.cache
+def _simulated_identity(name: str) -> SigningIdentity:
+    return SigningIdentity.new(name)
+
+
+class _SimulatedKeys(Mapping[str, bytes]):
+    """The public key of every simulated device; a name that was not seen yet gets its identity."""
+
+    def __getitem__(self, name: str) -> bytes:
+        return _simulated_identity(name).public_key
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(())
+
+    def __len__(self) -> int:
+        return 0
