@@ -26,10 +26,19 @@ from common.errors import (
     UnexpectedUpdate,
 )
 from common.parameters import ModelImage
+from common.secagg import Phase, Request
 from common.settings import Settings
-from common.update import DescribeRequest, DeviceReport, EvaluateReport, Plan, Update, UpdateReport
+from common.update import (
+    DescribeRequest,
+    DeviceReport,
+    EvaluateReport,
+    Plan,
+    Ready,
+    Update,
+    UpdateReport,
+)
 from server.app import GridFleet
-from server.fleet import Dropout, Traffic
+from server.fleet import Dropout, Reply, Traffic
 from server.metrics import RoundRow
 from server.rounds import run
 from server.training import Training
@@ -62,7 +71,19 @@ class Network:
         self, plans: Mapping[str, Plan], image: ModelImage, *, timeout_seconds: float | None
     ) -> Iterator[Answer]:
         for answer in self._fleet.train(plans, image, timeout_seconds=timeout_seconds):
+            assert not isinstance(answer, Ready)
             yield from self._tamper(answer)
+
+    def converse(
+        self,
+        phase: Phase,
+        requests: Mapping[str, Request],
+        *,
+        beside: bytes | None = None,
+        reply_bytes: int = 0,
+        timeout_seconds: float | None,
+    ) -> Iterator[Reply | Dropout]:
+        raise AssertionError("no round of these tests is masked")
 
     def evaluate(
         self, plans: Mapping[str, Plan], image: ModelImage, *, timeout_seconds: float | None

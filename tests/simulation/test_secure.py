@@ -1,0 +1,138 @@
+"""Masked rounds in the simulator: the plain run's model but for fixed point, and dropouts borne."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from common.errors import SettingsError, TooFewSurvivors
+from common.settings import Settings
+from server.metrics import read_rows
+from server.rounds import MODEL
+from simulation.engines import run_engine
+
+DEVICES = 8
+
+
+def settings_of(out: Path, **changes: Any) -> Settings:
+    return Settings.model_validate(
+        {
+            "task": "examples/digits.py:Digits",
+            "rounds": 3,
+            "threads": 1,
+            "out": out,
+            "plan": {"accumulation_steps": 2, "micro_batch_size": 4},
+            "optimizer": {"learning_rate": 0.5},
+            "simulation": {"clients": DEVICES},
+            **changes,
+        }
+    )
+
+
+def run(out: Path, **changes: Any) -> list[dict[str, Any]]:
+    run_engine(settings_of(out, **changes), on_round=lambda row: None, resume=False)
+    return read_rows(out)
+
+
+def model_of(out: Path) -> torch.Tensor:
+    return torch.cat([t.flatten() for _, t in sorted(load_file(out / MODEL).items())])
+
+
+@pytest.mark.parametrize("mode", ["semi-honest", "active"])
+def test_a_masked_run_is_the_plain_run_but_for_fixed_point(mode: str, tmp_path: Path) -> None:
+    """A mean of n devices is off by at most n c 2^-31 a coordinate; a step moves by the rate of it.
+
+    c is the first clip bound, 2^8, at most: from then on it falls. Later steps see gradients of a
+    model that is off already, which a few rounds of a smooth loss do not magnify tenfold.
+    """
+    plain, masked = run(tmp_path / "plain"), run(tmp_path / mode, secure={"aggregation": mode})
+    error = DEVICES * 2.0**8 * 2.0**-31
+    rounding = 2.0**-23  # of float32, in a step of a parameter below 1
+    bound = 10 * len(plain) * 0.5 * (error + rounding)
+    gap = (model_of(tmp_path / "plain") - model_of(tmp_path / mode)).abs().max()
+    assert float(gap) <= bound
+    for before, after in zip(plain, masked, strict=True):
+        assert after["weight"] == before["weight"]
+        assert after["num_examples"] == before["num_examples"]
+        assert after["num_clipped"] == 0
+        assert after["loss"] == pytest.approx(before["loss"], rel=1e-5)
+        train = "train_accuracy"
+        assert after["metrics"].get(train) == pytest.approx(before["metrics"].get(train), abs=1e-6)
+
+
+def test_rows_of_a_masked_round_tell_nothing_that_a_device_summed(tmp_path: Path) -> None:
+    rows = run(tmp_path, secure={"aggregation": "semi-honest"})
+    for row in rows:
+        assert row["clients"] == []
+        assert {key for client in row["masked_clients"] for key in client} == {
+            "name",
+            "planned_steps",
+            "planned_micro_batch_size",
+            "planned_examples",
+            "seconds",
+            "peak_bytes",
+            "plan",
+        }
+
+
+def test_a_sixteen_bit_ring_trains_to_about_the_same_loss(tmp_path: Path) -> None:
+    rounds = {"rounds": 20}
+    plain = run(tmp_path / "plain", **rounds)
+    half = run(tmp_path / "half", secure={"aggregation": "semi-honest", "ring_bits": 16}, **rounds)
+    first, last = plain[0]["loss"], plain[-1]["loss"]
+    # Most of the way that the plain run went; in its last rounds rounding is part of the noise.
+    assert half[-1]["loss"] < last + 0.2 * (first - last)
+    assert half[-1]["bytes_up"] < 0.7 * plain[-1]["bytes_up"]
+
+
+@pytest.mark.parametrize(("mode", "dropout"), [("semi-honest", 0.3), ("active", 0.15)])
+def test_rounds_count_though_devices_vanish(mode: str, dropout: float, tmp_path: Path) -> None:
+    rows = run(
+        tmp_path,
+        rounds=6,
+        secure={"aggregation": mode, "min_survivors": 0.5},
+        cohort={"max_aborted_rounds": 50},
+        simulation={"clients": 16, "dropout": dropout},
+    )
+    assert [row["round"] for row in rows] == list(range(1, 7))
+    assert any(row["refused"] for row in rows)
+    assert all(row["num_clients"] + len(row["refused"]) >= 16 for row in rows)
+
+
+def test_too_many_dropouts_abort_by_name_and_the_run_gives_up_in_the_end(tmp_path: Path) -> None:
+    with pytest.raises(TooFewSurvivors):
+        run(
+            tmp_path,
+            secure={"aggregation": "semi-honest", "min_survivors": 1.0},
+            cohort={"max_aborted_rounds": 3},
+            simulation={"clients": 6, "dropout": 0.9},
+        )
+
+
+def test_an_aborted_session_is_followed_by_another_of_a_higher_number(tmp_path: Path) -> None:
+    with pytest.raises(TooFewSurvivors):
+        run(
+            tmp_path,
+            secure={"aggregation": "semi-honest", "min_survivors": 1.0},
+            cohort={"max_aborted_rounds": 3},
+            simulation={"clients": 6, "dropout": 0.9},
+        )
+    told = json.loads((tmp_path / "session.json").read_text())
+    assert (told["round"], told["attempt"]) == (1, 3)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"evaluation": {"on_devices": True}},
+        {"simulation": {"clients": 3, "engine": "flower-ray"}},
+    ],
+)
+def test_what_would_undo_the_masks_is_refused(changes: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(SettingsError):
+        run(tmp_path, secure={"aggregation": "semi-honest"}, **changes)
