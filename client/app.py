@@ -19,12 +19,12 @@ from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
 from client.device import Hardware
-from client.enrolment import Enrolment, read_enrolment, simulated_enrolment
+from client.enrolment import Enrolment, host_name, read_enrolment, simulated_enrolment
 from client.held_updates import HeldUpdate
 from client.kept import PACE, SECURE, WALK, pace_of, record_of, walk_of
 from client.link import link_in
 from client.micro_batches import Walk
-from client.resident import HardwareOf, Identity, Resident, host_name, resident_of, this_machine
+from client.resident import HardwareOf, Identity, Resident, resident_of, this_machine
 from client.secure_device import Record
 from client.secure_work import check_masked, device_of, discreet, ready_of, trained_of
 from client.spool import Spool

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,7 +10,6 @@ import typer
 from common import flags
 
 if TYPE_CHECKING:
-    from client.device import ThisMachine
     from client.resident import Identity, Resident
     from common.settings import Settings
 
@@ -119,6 +117,10 @@ def take_part(
     replace_batch_norm: flags.ReplaceBatchNorm = None,
     check: flags.Check = None,
     threads: flags.Threads = None,
+    secure_aggregation: flags.SecureAggregation = None,
+    identity: flags.IdentityFile = None,
+    allow_list: flags.AllowListFile = None,
+    min_members: flags.MinMembers = None,
     tls_ca: flags.TlsCa = None,
     tls_certificate: flags.TlsCertificate = None,
     tls_key: flags.TlsKey = None,
@@ -129,7 +131,8 @@ def take_part(
     """Put this device to work: sum the gradients of its own examples, and send the sum.
 
     The data stays here. The task is checked on it before the device connects. The connection is
-    outbound and is kept up; on SIGTERM or Ctrl-C the part that is done is still sent.
+    outbound and is kept up; on SIGTERM or Ctrl-C the part that is done is still sent. With
+    --secure-aggregation the device insists on masks: it sends no update that the server could read.
 
     Try it: `headwater-client --server 127.0.0.1:8500 --task examples/digits.py:Digits --name 0
     --part 0 --num-parts 2`
@@ -170,73 +173,49 @@ def check(
         _check(config, {**flags.overrides(context.params), "check_task": False})
 
 
-def _check(config: Path | None, overrides: dict[str, Any]) -> None:
-    from rich.filesize import decimal
+@app.command()
+def identity(
+    identity: flags.IdentityFile = None,
+    name: Name = None,
+    config: flags.Config = None,
+) -> None:
+    """Make this device's identity for active secure aggregation, if it has none, and show its line.
 
-    from client.device import ThisMachine
-    from common.console import console
+    The line is for the allow-list of every device. The private key stays in the file, which only
+    its owner may read; a file that is there is never overwritten.
+
+    Try it: `headwater-client identity --identity pi.key --name pi >> allow-list`
+    """
+    from common.console import errors_shown, start_log
+
+    start_log(verbose=False)
+    with errors_shown():
+        _show_identity(config, {"secure.identity": identity, "client.name": name})
+
+
+def _show_identity(config: Path | None, overrides: dict[str, Any]) -> None:
+    from client.enrolment import host_name, make_identity
+    from common.console import stderr
+    from common.errors import SettingsError
+    from common.settings import load
+
+    settings = load(config, overrides)
+    path = settings.secure.identity
+    if path is None:
+        raise SettingsError("no file is named", remedy="say where it lies: --identity FILE")
+    found, is_new = make_identity(path, settings.client.name or host_name())
+    if is_new:
+        stderr.print(f"made {path}: keep it on this device, and bring the line to all others")
+    typer.echo(found.line)
+
+
+def _check(config: Path | None, overrides: dict[str, Any]) -> None:
+    from client.self_check import show
     from common.settings import load
 
     settings = load(config, overrides)
     resident, identity = _open(settings)
-    examples = resident.examples(identity)
-    console.print(f"task        {settings.task}")
-    console.print(f"examples    {len(examples)}")
-    console.print(
-        f"model       {resident.image.layout.num_parameters:,} parameters, "
-        f"{decimal(resident.image.layout.num_bytes)}"
-    )
-    resident.check(examples, identity.name)
-    console.print("loss        is a sum over examples")
-    for topic, text in _told(resident, identity, ThisMachine(settings.client)):
-        console.print(f"{topic:<11} {text}", soft_wrap=True)
-
-
-def _told(
-    resident: Resident, identity: Identity, hardware: ThisMachine
-) -> Iterator[tuple[str, str]]:
-    """Yield what a device knows of itself and measures, by topic."""
-    from rich.filesize import decimal
-
-    from client.sensors import readings
-
-    least = hardware.limits.least()
-    yield "memory", f"up to {decimal(least.num_bytes)}, by {least.source}"
-    speed = resident.measure(identity, hardware)
-    line = hardware.memory.line
-    if line is not None:
-        yield (
-            "",
-            f"{decimal(int(line.base))} + {decimal(int(line.each))} per example of a "
-            + (f"micro-batch: {hardware.memory.fitting()} fit"),
-        )
-    fastest = speed.fastest_micro_batch_size
-    yield (
-        "speed",
-        (
-            f"{speed.seconds_per_micro_batch * 1e3:.2f} ms per micro-batch + "
-            f"{speed.seconds_per_example * 1e3:.3f} ms per example, {hardware.cores():g} cores"
-        ),
-    )
-    yield (
-        "",
-        (
-            "fastest in the largest micro-batches that were tried"
-            if fastest is None
-            else f"fastest in micro-batches of {fastest}"
-        ),
-    )
-    sensed = hardware.vitals()
-    yield "sensors", ", ".join(readings(sensed)) or "none"
-    restraint = hardware.restraint()
-    yield (
-        "gives",
-        (
-            f"{restraint.share:.0%} of its time: {restraint.reason}"
-            if restraint.share < 1
-            else "all of its time"
-        ),
-    )
+    show(settings, resident, identity)
 
 
 def _open(settings: Settings) -> tuple[Resident, Identity]:
@@ -244,7 +223,8 @@ def _open(settings: Settings) -> tuple[Resident, Identity]:
     import torch
 
     from client.device import ThisMachine
-    from client.resident import Identity, host_name, resident_of
+    from client.enrolment import host_name
+    from client.resident import Identity, resident_of
     from common.errors import MissingData, SettingsError
 
     torch.set_num_threads(settings.threads or max(int(ThisMachine().cores()), 1))
@@ -273,6 +253,7 @@ def _take_part(config: Path | None, overrides: dict[str, Any]) -> None:
     import asyncio
     import math
 
+    from client.enrolment import check_enrolment
     from common.settings import load
     from common.tls import check_address, read_credentials
 
@@ -282,6 +263,7 @@ def _take_part(config: Path | None, overrides: dict[str, Any]) -> None:
         settings.client.server, has_tls=credentials is not None, is_insecure=settings.insecure
     )
     resident, identity = _open(settings)
+    check_enrolment(settings.secure, identity.name)
     resident.examples(identity)
     from client.app import app as own_app
     from client.node import Node

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import logging
 import os
+import socket
 import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -18,8 +19,15 @@ from pathlib import Path
 
 from common.errors import IdentityProblem
 from common.identity import AllowList, SigningIdentity
+from common.settings import Secure
 
 log = logging.getLogger(__name__)
+
+
+def host_name() -> str:
+    """Return the host's name, as far as a device's name may contain it."""
+    name = "".join(c if c.isalnum() or c in "._-" else "-" for c in socket.gethostname())
+    return name.lstrip("._-") or "device"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,6 +64,17 @@ def read_enrolment(name: str, *, identity: Path | None, allow_list: Path | None)
         identity=None if identity is None else read_identity(identity, name),
         allow_list=None if allow_list is None else AllowList.parse(_read_text(allow_list)),
     )
+
+
+def check_enrolment(chosen: Secure, name: str) -> None:
+    """Read the files that the settings name; better now than in the first session.
+
+    Raises:
+        IdentityProblem: one is not what it should be, or active mode lacks one.
+    """
+    found = read_enrolment(name, identity=chosen.identity, allow_list=chosen.allow_list)
+    if chosen.aggregation == "active":
+        found.check(name)
 
 
 def make_identity(path: Path, name: str) -> tuple[SigningIdentity, bool]:

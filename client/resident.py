@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import logging
 import math
-import socket
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -65,12 +64,6 @@ def this_machine(identity: Identity, settings: Settings, layout: ModelLayout) ->
 def _this_machine(chosen: Client) -> ThisMachine:
     """Make the machine once: what it learned of its memory stays with the process."""
     return ThisMachine(chosen)
-
-
-def host_name() -> str:
-    """Return the host's name, as far as a device's name may contain it."""
-    name = "".join(c if c.isalnum() or c in "._-" else "-" for c in socket.gethostname())
-    return name.lstrip("._-") or "device"
 
 
 class Resident:

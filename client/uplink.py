@@ -92,6 +92,7 @@ class Uplink:
             await self._keep_connected()
         finally:
             await self._work.end()
+            self._node.leave()
 
     async def _keep_connected(self) -> None:
         backoff, last_contact = FIRST_BACKOFF_SECONDS, time.monotonic()

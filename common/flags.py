@@ -18,6 +18,7 @@ TASK = "Task"
 TRAINING = "Training"
 PLAN = "What each client does"
 RUN = "The run"
+SECURE = "Secure aggregation (docs/security.md)"
 TLS = "TLS (all three files on both sides, or none on loopback)"
 
 Config = Annotated[
@@ -282,6 +283,52 @@ Resume = Annotated[
 Verbose = Annotated[
     bool, typer.Option("--verbose", "-v", help="Log what is done.", rich_help_panel=RUN)
 ]
+SecureAggregation = Annotated[
+    str | None,
+    typer.Option(
+        "--secure-aggregation",
+        metavar="off|semi-honest|active",
+        help="Show the server the cohort's sum and no device's update; active: with identities, "
+        "against a server that cheats. [default: off]",
+        rich_help_panel=SECURE,
+    ),
+]
+RingBits = Annotated[
+    int | None,
+    typer.Option(
+        "--ring-bits",
+        metavar="16|32",
+        help="Of a masked coordinate; 16 halves the traffic and rounds coarser. [default: 32]",
+        rich_help_panel=SECURE,
+    ),
+]
+MinMembers = Annotated[
+    int | None,
+    typer.Option(
+        "--min-members",
+        help="Devices that a secure session has at least, 3 or more. [default: 3]",
+        rich_help_panel=SECURE,
+    ),
+]
+IdentityFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--identity",
+        metavar="FILE",
+        help="This device's signing identity, made by `headwater-client identity`.",
+        rich_help_panel=SECURE,
+    ),
+]
+AllowListFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--allow-list",
+        metavar="FILE",
+        help="Lines NAME KEY of the identities that this device trusts; bring it by other ways "
+        "than through the server.",
+        rich_help_panel=SECURE,
+    ),
+]
 TlsCa = Annotated[
     Path | None,
     typer.Option("--tls-ca", help="The authority's certificate (PEM).", rich_help_panel=TLS),
@@ -334,6 +381,11 @@ SETTING_OF = {
     "weighting": "cohort.weighting",
     "evaluate_on_devices": "evaluation.on_devices",
     "evaluate_every": "evaluation.every_rounds",
+    "secure_aggregation": "secure.aggregation",
+    "ring_bits": "secure.ring_bits",
+    "min_members": "secure.min_members",
+    "identity": "secure.identity",
+    "allow_list": "secure.allow_list",
     "threads": "threads",
     "out": "out",
     "tls_ca": "tls.ca",
@@ -342,6 +394,7 @@ SETTING_OF = {
     "insecure": "insecure",
     "listen": "server.listen",
     "clients": "simulation.clients",
+    "dropout": "simulation.dropout",
     "fleet": "simulation.fleet",
     "engine": "simulation.engine",
     "server": "client.server",
