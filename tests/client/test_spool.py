@@ -252,6 +252,20 @@ def test_a_disk_that_cannot_be_written_costs_the_spool_and_one_warning(
     assert warning.startswith("pi, round 1: the spool cannot be written, and a power cut would")
 
 
+def test_what_a_run_left_a_week_ago_is_removed_and_nothing_else(tmp_path: Path) -> None:
+    names = ["pi-6.safetensors", "pi-6.part", "pi-2-6.safetensors", "pi-6.safetensors.bak"]
+    for name in [*names, "pi-5.safetensors"]:
+        (tmp_path / name).write_bytes(b"")
+    days_ago = (tmp_path / "pi-5.safetensors").stat().st_mtime - 8 * 86_400
+    for name in names:
+        os.utime(tmp_path / name, (days_ago, days_ago))
+    cut_off(tmp_path, plan(22, 4), at=2)
+    assert {path.name for path in tmp_path.iterdir()} == {
+        *("pi-2-6.safetensors", "pi-6.safetensors.bak", "pi-5.safetensors"),
+        f"pi-{RUN}.safetensors",
+    }
+
+
 def test_it_is_written_at_most_every_few_seconds(tmp_path: Path) -> None:
     # A micro-batch takes a second: written behind the sixth, and behind the twelfth.
     asked = plan(22, 1)
