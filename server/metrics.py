@@ -102,6 +102,8 @@ class RoundRow:
     squared_gradient: float | None = None
     heterogeneity: float | None = None
     measured_share: float | None = None
+    # Times that the round was begun before, and aborted.
+    num_aborted: int = 0
     # Coordinates and numbers that a masked round's fixed-point ranges cut off; not set in others.
     num_clipped: int | None = None
     # Devices that claimed more than was believed, and those that were too slow for the deadline.

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from safetensors.torch import save_file
@@ -100,6 +101,7 @@ def _run_rounds(
             if num_aborted >= settings.cohort.max_aborted_rounds:
                 raise
             continue
+        row = replace(row, num_aborted=num_aborted)
         num_aborted = 0
         if journal is not None and settings.out is not None:
             journal.append(row)

@@ -48,6 +48,16 @@ def simulate(
             rich_help_panel=PANEL,
         ),
     ] = None,
+    dropout: Annotated[
+        float | None,
+        typer.Option(
+            "--dropout",
+            metavar="P",
+            help="The chance that an invited device vanishes, at a random point of its training or "
+            "of a secure session. [default: 0]",
+            rich_help_panel=PANEL,
+        ),
+    ] = None,
     rounds: flags.Rounds = None,
     seed: flags.Seed = None,
     optimizer: flags.OptimizerName = None,
@@ -71,6 +81,9 @@ def simulate(
     deadline: flags.Deadline = None,
     invite_within: flags.InviteWithin = None,
     weighting: flags.Weighting = None,
+    secure_aggregation: flags.SecureAggregation = None,
+    ring_bits: flags.RingBits = None,
+    min_members: flags.MinMembers = None,
     evaluate_on_devices: flags.HeldOut = None,
     evaluate_every: flags.EvaluateEvery = None,
     initial_model: flags.InitialModel = None,
@@ -122,8 +135,21 @@ def _simulate(resume: bool, config: Any, overrides: dict[str, Any]) -> None:
     with watched(settings) as on_round:
         run_engine(settings, on_round=on_round, resume=resume)
     conclude(settings)
+    if settings.simulation.dropout and settings.secure.aggregation != "off":
+        _conclude_sessions(settings)
     if fleet is not None:
         _conclude_fleet(settings)
+
+
+def _conclude_sessions(settings: Settings) -> None:
+    """Print how many secure sessions were aborted, beside how many were to be expected."""
+    from common.console import console
+    from server.metrics import read_rows
+    from simulation.dropouts import sessions_line
+
+    if settings.out is not None:
+        line = sessions_line(read_rows(settings.out), settings)
+        console.print(f"  {'sessions':<12}{line}", soft_wrap=True)
 
 
 def _conclude_fleet(settings: Settings) -> None:

@@ -44,7 +44,7 @@ def idle_time(row: Mapping[str, Any]) -> Idle:
     device that dropped out is not in the row's clients and does not count.
     """
     everybody, free, least, num_data = [], [], [], 0
-    for client in row["clients"]:
+    for client in _clients(row):
         seconds, plan = client["seconds"], client["plan"]
         everybody.append(seconds)
         if "all its " in plan or client["reason"] == "epoch end":
@@ -62,6 +62,15 @@ def idle_time(row: Mapping[str, Any]) -> Idle:
         num_bound_by_micro_batch=len(least),
         micro_batch_seconds=max(least, default=0.0),
     )
+
+
+def _clients(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the clients of a row; of those of a masked round, what was asked is what is known."""
+    masked = [
+        {**client, "num_examples": client["planned_examples"], "reason": "quota"}
+        for client in row.get("masked_clients", [])
+    ]
+    return [*row["clients"], *masked]
 
 
 def _idle(seconds: Sequence[float]) -> float:
@@ -118,7 +127,7 @@ def fullest(rows: Sequence[Mapping[str, Any]], limit_bytes: Callable[[str], int]
     peaks: dict[str, int] = {}
     too_small: set[str] = set()
     for row in rows:
-        for client in row["clients"]:
+        for client in _clients(row):
             peaks[client["name"]] = max(peaks.get(client["name"], 0), client["peak_bytes"])
         too_small |= {
             name for name, why in row["refused"].items() if why.startswith(OutOfMemory.__name__)
