@@ -57,7 +57,7 @@ def plan_table(row: dict[str, Any], *, explain: bool) -> Table:
     table.add_column("ended by")
     if explain:
         table.add_column("why this much")
-    for client in row["clients"]:
+    for client in [*row["clients"], *map(_planned, row.get("masked_clients", []))]:
         share = client["seconds"] / slowest if slowest else 1.0
         cells = [
             client["name"],
@@ -74,3 +74,14 @@ def plan_table(row: dict[str, Any], *, explain: bool) -> Table:
 
 def _devices(number: int) -> str:
     return f"{number} device{'' if number == 1 else 's'}"
+
+
+def _planned(client: dict[str, Any]) -> dict[str, Any]:
+    """Return what a masked round's client was asked for in the words of a plain round's."""
+    return {
+        **client,
+        "num_examples": client["planned_examples"],
+        "micro_batch_size": client["planned_micro_batch_size"],
+        "accumulation_steps": client["planned_steps"],
+        "reason": "masked, as planned",
+    }
