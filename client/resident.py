@@ -116,7 +116,11 @@ class Resident:
         self.image.model.train()
         self._checkpointed_bytes = checkpointed_bytes(TRIAL, _first_of(place), place)
         self._is_foreseen = True
-        log.debug("with checkpointing an example takes %s bytes", self._checkpointed_bytes)
+        foreseen = self._checkpointed_bytes
+        if foreseen is None:
+            log.info("there is nothing in the model that activation checkpointing could drop")
+        else:
+            log.info("with activation checkpointing an example takes %.1f MiB", foreseen / 2**20)
 
     def _remember(self, name: str) -> None:
         """Remember that a device has activation checkpointing on; it stays on."""

@@ -189,8 +189,11 @@ def _prediction(place: Workplace) -> str:
     line, limit = place.memory.line, place.memory.limit_bytes()
     needed = "more" if line is None else f"{line.at(1) / 2**20:,.0f} MiB"
     given = "what there is" if limit is None else f"{limit / 2**20:,.0f} MiB"
-    also = " with activation checkpointing" if is_on(place.image.model) else ""
-    return f"one example alone does not fit: by prediction it takes {needed}{also} of {given}"
+    text = f"one example alone does not fit: by prediction it takes {needed}"
+    if is_on(place.image.model):
+        return f"{text} with activation checkpointing of {given}"
+    helps = "would not help" if place.checkpointed_bytes else "has no blocks, or is not measured"
+    return f"{text} of {given}, and activation checkpointing {helps}"
 
 
 def _add_or_blame(
