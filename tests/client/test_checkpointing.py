@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from client import checkpointing
 from client.checkpointing import footprint_bytes, is_on, switch_off, switch_on
 from client.growth import WORKING_FACTOR
+from client.run_again import Pass
 from common.errors import TaskError
 from tests.processes import ROOT
 
@@ -318,7 +318,7 @@ def test_a_block_that_cannot_be_run_again_is_a_task_error_that_says_why(
 @pytest.mark.parametrize("name", MODELS)
 def test_the_passes_of_a_block_are_gone_with_the_backward_pass(name: str) -> None:
     def passes() -> int:
-        return sum(type(one) is checkpointing._Pass for one in gc.get_objects())
+        return sum(type(one) is Pass for one in gc.get_objects())
 
     model, inputs = made(name)
     switch_on(model)
