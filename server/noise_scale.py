@@ -15,7 +15,7 @@ that of its data, with S of divisor n - 1. The two equations' difference is free
 correction; their |G|^2 would be too small by S/n, which is added. What is estimated is thus the
 gradient of the data that the fleet has, which its steps descend. Not corrected: the examples that
 an epoch has left are those that the model was not trained on lately, and their gradient is larger
-than that of all (on the digits |G|^2 came out 1.3 to 1.7 times too large: docs/batch.md).
+than that of all (on the digits |G|^2 came out 1.3 to 1.8 times too large: docs/batch.md).
 
 A token's gradient is not independent of its neighbour's, an example's is: S is then the variance of
 an example's sum about its tokens' share, over the mean tokens of an example. Where examples weigh
