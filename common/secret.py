@@ -9,9 +9,12 @@ from using it again. It does not promise that no copy is left, nor does it speak
 
 from __future__ import annotations
 
-from typing import NoReturn
+from collections.abc import Callable
+from typing import NoReturn, TypeVar, cast
 
 from common.errors import SecretErased
+
+T = TypeVar("T")
 
 
 class Secret:
@@ -21,11 +24,12 @@ class Secret:
     strings differ by the time it takes is not offered.
     """
 
-    __slots__ = ("_bytes", "_is_erased")
+    __slots__ = ("_bytes", "_is_erased", "_made")
 
     def __init__(self, value: bytes | bytearray | memoryview) -> None:
         self._bytes = bytearray(value)
         self._is_erased = False
+        self._made: object = None
 
     @classmethod
     def over(cls, buffer: bytearray) -> Secret:
@@ -44,9 +48,22 @@ class Secret:
             raise SecretErased("a key was asked for after its session had ended")
         return memoryview(self._bytes).toreadonly()
 
+    def made_into(self, make: Callable[[memoryview], T]) -> T:
+        """Return what ``make`` makes of the bytes: the same object until they are erased.
+
+        A secret is made into one kind of thing only, such as a library's own form of a key.
+
+        Raises:
+            SecretErased: they are gone.
+        """
+        if self._is_erased or self._made is None:
+            self._made = make(self.reveal())
+        return cast(T, self._made)
+
     def erase(self) -> None:
         """Overwrite the bytes with zeros. Erasing twice changes nothing."""
         self._is_erased = True
+        self._made = None
         self._bytes[:] = bytes(len(self._bytes))
 
     @property

@@ -64,8 +64,7 @@ def public_key_of(private: Secret) -> bytes:
 
     The five bits of the seed that X25519 fixes do not tell in it, so 32 seeds have one public key.
     """
-    key = X25519PrivateKey.from_private_bytes(private.reveal())
-    return key.public_key().public_bytes_raw()
+    return private.made_into(X25519PrivateKey.from_private_bytes).public_key().public_bytes_raw()
 
 
 def agree(
@@ -81,7 +80,8 @@ def agree(
     """
     try:
         peer = X25519PublicKey.from_public_bytes(peer_public)
-        shared = X25519PrivateKey.from_private_bytes(private.reveal()).exchange(peer)
+        # Loading a key costs as much as an exchange: it is done once for all peers.
+        shared = private.made_into(X25519PrivateKey.from_private_bytes).exchange(peer)
     except ValueError as error:
         raise BadPublicKey(
             f"the public key between {ends[0]} and {ends[1]} is no point that a key pair has; "

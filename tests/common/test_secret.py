@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -63,3 +64,23 @@ def test_an_erased_secret_is_not_used_again() -> None:
     secret.erase()
     with pytest.raises(SecretErased):
         secret.reveal()
+
+
+def test_what_it_is_made_into_is_kept_until_it_is_erased() -> None:
+    secret = Secret(PLANTED)
+    assert secret.made_into(bytearray) is secret.made_into(bytearray)
+    assert secret.made_into(bytearray) == PLANTED
+    secret.erase()
+    with pytest.raises(SecretErased):
+        secret.made_into(bytearray)
+
+
+def test_erasing_lets_what_it_was_made_into_go() -> None:
+    class Key:
+        """Something that can be watched."""
+
+    secret = Secret(PLANTED)
+    watched = weakref.ref(secret.made_into(lambda _: Key()))
+    assert watched() is not None
+    secret.erase()
+    assert watched() is None
