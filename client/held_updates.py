@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from client.secure_device import Device, Record, Trained
 from client.secure_session import SecureSession
-from common.errors import CorruptUpdate, UpdateNotHeld
+from common.errors import CorruptUpdate, HeadwaterError, UpdateNotHeld
 from common.fixed_point import RingVector
 from common.secagg import MaskedHead, Reply, Request, SurvivorsTold, UnmaskWanted
 
@@ -33,6 +33,8 @@ class HeldUpdate:
         """
         self.device = device
         self.is_view = is_view
+        self.is_over = False
+        """Whether the device did all that its session asks of it, or has left it."""
         self._remember: Callable[[Record], None] | None = None
         self._session = SecureSession(
             device, record, remember=self._store, trained=trained, num_threads=num_threads
@@ -61,8 +63,12 @@ class HeldUpdate:
         self._remember = remember
         try:
             reply = session.answer(request)
+        except HeadwaterError:
+            self.is_over = True
+            raise
         finally:
             self._remember = None
+        self.is_over = isinstance(request, UnmaskWanted)
         if isinstance(request, SurvivorsTold | UnmaskWanted):
             session.vector = None  # this device is a survivor: the server has the vector
         if not isinstance(reply, MaskedHead):
@@ -124,15 +130,19 @@ class HeldUpdates:
             )
         return found
 
+    def is_awaiting(self, name: str) -> bool:
+        """Whether a device holds an update whose session is not over."""
+        return name in self._held and not self._held[name].is_over
+
     def make_room(self) -> None:
         """Copy out the update that lies in the accumulator's memory: that is about to be used."""
         if self._in_accumulator is not None:
             self._in_accumulator.move_out()
             self._in_accumulator = None
 
-    def clear(self) -> None:
-        """Erase what every session left, and let the updates go."""
-        self._drop(self._held.values())
+    def forget(self, name: str) -> None:
+        """Erase what a device's session left, and let its update go."""
+        self._drop(one for one in self._held.values() if one.device.name == name)
 
     def _drop(self, updates: Iterable[HeldUpdate]) -> None:
         for update in list(updates):

@@ -92,7 +92,7 @@ class Node:
 
     def leave(self) -> None:
         """Leave the run: what its secure sessions left in memory is erased."""
-        self.resident.held.clear()
+        self.resident.held.forget(self.name)
 
     def answer(
         self,
@@ -138,6 +138,11 @@ class Node:
         spool = spool_of(self._context, self.name)
         if spool is not None:
             spool.remove()
+
+    @property
+    def awaits_session(self) -> bool:
+        """Whether the device has an update whose secure session is not over."""
+        return self.resident.held.is_awaiting(self.name)
 
     def interrupt(self) -> None:
         """Let the work in progress end after the micro-batch that it is at."""

@@ -33,6 +33,7 @@ FIRST_BACKOFF_SECONDS = 0.2
 LONGEST_BACKOFF_SECONDS = 30.0
 CONNECT_SECONDS = 20.0
 STOP_GRACE_SECONDS = 30.0
+SESSION_POLL_SECONDS = 0.1
 RETRIED = (
     grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.CANCELLED,
@@ -246,8 +247,15 @@ class Uplink:
             raise StreamBroken(str(error)) from error
 
     async def _leave_when_asked(self) -> None:
-        """After ``stop``: wait for the work to end and its update to arrive, then leave."""
+        """After ``stop``: wait for the work to end and its update to arrive, then leave.
+
+        One that is to be masked arrives in a secure session, which is waited for as long.
+        """
         await self._stopping.wait()
+        await self._work.finish(STOP_GRACE_SECONDS)
+        end = time.monotonic() + STOP_GRACE_SECONDS
+        while self._node.awaits_session and time.monotonic() < end:
+            await asyncio.sleep(SESSION_POLL_SECONDS)
         await self._work.finish(STOP_GRACE_SECONDS)
         with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
             await self._write(ClientFrame(leave=Leave()))

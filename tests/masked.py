@@ -1,0 +1,296 @@
+"""Devices in secure rounds, message by message: real apps and nodes, the real server's phases."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from flwr.app import Context, Message, RecordDict
+from flwr.clientapp import ClientApp
+from numpy.typing import NDArray
+
+from client.app import IN_PROCESS, app
+from client.kept import WALK
+from client.micro_batches import Place, Walk
+from client.node import Answer, Node
+from client.resident import Identity, Resident, resident_of
+from common import records
+from common.errors import HeadwaterError
+from common.masked_numbers import bounds_of
+from common.own_grid import enter_run, numbered
+from common.parameters import ModelImage
+from common.secagg import PHASES, Request, SessionNumber
+from common.settings import Settings
+from common.update import Plan, Ready, UpdateReport
+from server.secure_masks import MaskPhase
+from server.secure_opening import Opening
+from server.secure_phases import open_session
+from server.unmask import OpenedSum
+from tests.faults import FaultPlan
+
+RUN = 2**61 + 3  # run ids have 62 bits
+TASK = "tests/tasks.py:TwoLayers"
+ACTIONS = tuple(phase.action for phase in PHASES)
+START = Place()
+CLIP = 2.0**10  # far beyond what the small task comes to
+
+
+def settings_of(**changes: Any) -> Settings:
+    return Settings.model_validate({"task": TASK, "check_task": False, "threads": 1, **changes})
+
+
+def resident(task: str = TASK) -> Resident:
+    """Return the process's resident of a task, which all its devices in the process share.
+
+    The same task by another path has a resident of its own, as it has in another process.
+    """
+    return resident_of(task, replace_batch_norm=False, check_task=False)
+
+
+def model() -> bytes:
+    return bytes(resident().image.buffer())
+
+
+def plan(round_number: int = 1, **changes: Any) -> Plan:
+    return Plan.model_validate(
+        {
+            "round": round_number,
+            "run_seed": 0,
+            "model_version": round_number - 1,
+            "quota": 8,
+            "micro_batch_size": 4,
+            "is_masked": True,
+            **changes,
+        }
+    )
+
+
+@dataclass(kw_only=True)
+class Told:
+    """What a device sent on a message."""
+
+    head: str
+    vector: memoryview | bytes | None = field(default=None, repr=False)
+
+
+class AppDevice:
+    """A device in this process, as a grid of ours would run it."""
+
+    def __init__(
+        self,
+        part: int,
+        *,
+        node_config: Mapping[str, Any] | None = None,
+        app: ClientApp = app,
+        **settings: Any,
+    ) -> None:
+        self.name = f"d{part}"
+        self.app = app
+        enter_run(RUN)
+        self.context = Context(
+            run_id=RUN,
+            node_id=part + 1,
+            node_config={
+                "name": self.name,
+                "partition-id": part,
+                "num-partitions": 8,
+                IN_PROCESS: True,
+                **(node_config or {}),
+            },
+            state=RecordDict(),
+            run_config=settings_of(**settings).to_run_config(),
+        )
+
+    def send(self, kind: str, head: str, vector: memoryview | bytes | None = None) -> Told:
+        """Send a message to the device.
+
+        Raises:
+            HeadwaterError: what the device answers in its stead.
+        """
+        array = None if vector is None else records.flat_array(vector, dtype="uint8")
+        message = Message(records.content_with_head(head, array), self.context.node_id, kind)
+        numbered(message)
+        reply = self.app(message, self.context)
+        if reply.has_error():
+            raise records.refused(reply)
+        return Told(head=records.head_json(reply.content), vector=records.vector(reply.content))
+
+    def kept(self) -> dict[str, Any]:
+        """Return what the device keeps in its context."""
+        return {name: records.kept(self.context, name) for name in sorted(self.context.state)}
+
+
+class NodeDevice:
+    """A device as its uplink would run it, in a process of its own: with a state file."""
+
+    def __init__(
+        self, part: int, folder: Path, *, task: str = f"./{TASK}", **settings: Any
+    ) -> None:
+        self.name = f"d{part}"
+        self.path = folder / f"{self.name}-{RUN}.json"
+        self.node = Node(
+            app,
+            resident(task),
+            Identity(name=self.name, data=None, part=part, num_parts=8),
+            settings_of(task=task, **settings),
+            folder,
+        )
+        self.node.enter(RUN)
+
+    def answer(self, kind: str, head: str, vector: memoryview | bytes | None = None) -> Answer:
+        return self.node.answer(message_id="m", message_type=kind, head_json=head, beside=vector)
+
+    def send(self, kind: str, head: str, vector: memoryview | bytes | None = None) -> Told:
+        """Send a message to the device.
+
+        Raises:
+            HeadwaterError: what the device answers in its stead.
+        """
+        answer = self.answer(kind, head, vector)
+        if answer.error is not None:
+            raise answer.error
+        return Told(head=answer.head_json, vector=answer.vector or None)
+
+    def kept(self) -> dict[str, Any]:
+        """Return what the device keeps on disk."""
+        return dict(json.loads(self.path.read_text())) if self.path.exists() else {}
+
+
+class Device(Protocol):
+    """Either."""
+
+    name: str
+
+    def send(self, kind: str, head: str, vector: memoryview | bytes | None = None) -> Told: ...
+
+    def kept(self) -> dict[str, Any]: ...
+
+
+def plain_sum(
+    part: int, asked: Plan, *, place: Place = START
+) -> tuple[NDArray[np.float64], UpdateReport]:
+    """Return what a device without masks would send: whole numbers, which no sum rounds.
+
+    It ends what the device of this part holds in this process.
+    """
+    device = AppDevice(part)
+    records.keep(device.context, WALK, Walk(place=place))
+    told = train(device, asked.model_copy(update={"is_masked": False}))
+    assert told.vector is not None
+    values = np.frombuffer(told.vector, np.float32).astype(np.float64)
+    return values, records.parse(told.head, UpdateReport)
+
+
+def train(device: Device, asked: Plan, image: bytes | None = None) -> Told:
+    """Send a plan with the model."""
+    return device.send("train", asked.model_dump_json(), memoryview(image or model()))
+
+
+def ready(device: Device, asked: Plan) -> Ready:
+    """Send a masked plan."""
+    told = train(device, asked)
+    assert told.vector is None
+    return records.parse(told.head, Ready)
+
+
+def ask(device: Device, request: Request, beside: bytes | None = None) -> Told:
+    """Send a phase's message."""
+    action = next(phase.action for phase in PHASES if phase.request is type(request))
+    return device.send(f"query.{action}", request.model_dump_json(exclude_none=True), beside)
+
+
+@dataclass(kw_only=True)
+class Played:
+    """How a session went: what was opened, who refused what, and which heads devices sent."""
+
+    opened: OpenedSum | None = None
+    refused: dict[str, HeadwaterError] = field(default_factory=dict)
+    heads: list[str] = field(default_factory=list)
+
+    @property
+    def sum(self) -> OpenedSum:
+        assert self.opened is not None, self.refused
+        return self.opened
+
+
+def play(
+    devices: Iterable[Device],
+    opening: Opening,
+    faults: FaultPlan | None = None,
+    *,
+    bounds: bytes | None = None,
+    until: str | None = None,
+) -> Played:
+    """Run a session to its end, or through the phase ``until``; devices vanish as the plan says.
+
+    Raises:
+        RoundAborted: it was aborted.
+    """
+    here = {device.name: device for device in devices}
+    gone = {drop.client: drop.after for drop in (faults or FaultPlan()).drops}
+    played, action = Played(), ""
+    state: Any = open_session(opening)
+    while not isinstance(state, OpenedSum):
+        for name, request in state.requests().items():
+            phase = next(phase for phase in PHASES if phase.request is type(request))
+            action = phase.action
+            if name in gone and is_behind(action, gone[name]):
+                continue
+            beside = bounds if action == "masked_update" else None
+            try:
+                told = ask(here[name], request, beside)
+            except HeadwaterError as error:
+                played.refused[name] = error
+                continue
+            played.heads.append(told.head)
+            reply: Any = records.parse(told.head, phase.reply)
+            if isinstance(state, MaskPhase):
+                state = state.take(name, reply, told.vector)
+            else:
+                state = state.take(name, reply)
+        if action == until:
+            return played
+        state = state.close()
+    played.opened = state
+    return played
+
+
+def is_behind(action: str, last: str | None) -> bool:
+    """Whether a phase comes after the last that a device answers; None: it answers none."""
+    return last is None or ACTIONS.index(action) > ACTIONS.index(last)
+
+
+def opening_of(
+    devices: Iterable[Device],
+    asked: Plan,
+    *,
+    mode: Any = "semi-honest",
+    attempt: int = 1,
+    **more: Any,
+) -> Opening:
+    """Return what the server chooses for a session of these devices."""
+    image: ModelImage = resident().image
+    return Opening(
+        **{
+            "run": RUN,
+            "number": SessionNumber(asked.round, attempt),
+            "mode": mode,
+            "model_digest": hashlib.sha256(model()).digest(),
+            "num_values": image.layout.num_parameters,
+            "planned_weights": {d.name: asked.weigh_as or asked.quota for d in devices},
+            "clip": CLIP,
+            "bounds": bounds_of((), largest_weight=asked.quota, most_examples=asked.quota),
+            **more,
+        }
+    )
+
+
+def sum_of(opened: OpenedSum) -> NDArray[np.float64]:
+    """Return the opened 32-bit sum as the ring has it, without an error of its own."""
+    chosen = opened.session.parameters.encoding
+    return opened.vector_P.view(np.int32).astype(np.float64) * 2.0**-chosen.scale_bits
