@@ -84,6 +84,8 @@ def server(
     finally:
         guard.cancel()
         end(process)
+        if process.stdout is not None:
+            process.stdout.close()
 
 
 @contextmanager
