@@ -17,7 +17,14 @@ import time
 from collections.abc import Awaitable, Callable
 
 from client.node import Answer, Node
-from common.errors import CorruptUpdate, ModelMismatch, ProtocolMismatch, error_of, travelling
+from common.errors import (
+    CorruptUpdate,
+    LateUpdate,
+    ModelMismatch,
+    ProtocolMismatch,
+    error_of,
+    travelling,
+)
 from common.wire import CHUNK_BYTES
 from common.wire_pb2 import Chunk, ClientFrame, Fault, Image, Instruction, Receipt, Reply
 
@@ -39,6 +46,7 @@ class Work:
         self._incoming: _IncomingImage | None = None
         self._doing: asyncio.Task[None] | None = None
         self._working_on = ""
+        self._is_asked_for_phase = False
         self._asked_here = ""
         self._answer: Answer | None = None
         self._upload: _Upload | None = None
@@ -99,6 +107,7 @@ class Work:
             self._node.link = self._node.link.received(incoming.num_bytes, incoming.seconds)
             self.image_id, self._incoming = incoming.image_id, None
         self._working_on = instruction.message_id
+        self._is_asked_for_phase = instruction.message_type.startswith("query.")
         if not is_stopping:
             self._node.resume()
         self._doing = asyncio.create_task(self._do(instruction))
@@ -111,7 +120,10 @@ class Work:
     def take_fault(self, fault: Fault) -> None:
         """Take note that the server refused an update."""
         error = error_of(fault.code, fault.text)
-        log.warning("the server refused the update: %s: %s", error.code, error)
+        # A secure session goes on as soon as enough have answered; the others' answers are late.
+        is_needless = self._is_asked_for_phase and isinstance(error, LateUpdate)
+        level = logging.DEBUG if is_needless else logging.WARNING
+        log.log(level, "the server refused the update: %s: %s", error.code, error)
         if fault.message_id == self._working_on:
             self._give_up()
 
