@@ -1,7 +1,7 @@
 """Secure aggregation's arithmetic: keystream, a client's masking, and the server's unmasking.
 
 ``keystream`` is what ``mask_in_place`` reaches with 20 streams of ChaCha20, as a share of the bare
-cipher that fills one buffer of 128 KiB again and again.
+cipher that fills one buffer of 256 KiB again and again.
 
 ``client`` is all that a client does between its trained vector and the bytes of its upload, for k
 neighbours: open their k sealed shares, agree on k keys, encode, and add k + 1 masks. Flower's side

@@ -3,7 +3,7 @@
 A mask is the keystream of ChaCha20 (RFC 8439; or of AES-256-CTR), read as little-endian integers
 and added or subtracted modulo 2^16, 2^32 or 2^64, by the vector's dtype. All streams are open at
 once and the vector is walked in chunks that stay in the cache, so that whatever the number of masks
-the vector goes through memory once. Beyond it there are 128 KiB for each thread, as much again of
+the vector goes through memory once. Beyond it there are 256 KiB for each thread, as much again of
 zeros, and about 1 KiB for each stream.
 
 Each ``part`` of an upload has a nonce of its own: the same keys mask the vector and the scalars
@@ -37,9 +37,10 @@ Cipher = Literal["chacha20", "aes256-ctr"]
 VECTOR, SCALARS = 0, 1
 """The parts of an upload."""
 
-# 128 KiB of vector, of keystream and of zeros stay in a cache of 512 KiB; a multiple of 64, the
-# block of ChaCha20. Stream by stream over the whole vector would read memory once for each mask.
-CHUNK_BYTES = 1 << 17
+# 256 KiB of vector, of keystream and of zeros stay in a second-level cache of 1 MiB; a multiple of
+# 64, the block of ChaCha20. With 128 KiB two threads meet at the interpreter's lock so often that a
+# tenth of the time goes. Stream by stream, memory would be read once for each mask.
+CHUNK_BYTES = 1 << 18
 _ZEROS = bytes(CHUNK_BYTES)
 
 
