@@ -58,6 +58,21 @@ class Convolutions(Classes):
         return _examples((3, IMAGE_SIZE, IMAGE_SIZE))
 
 
+class Million(Convolutions):
+    """The same convolutions before a wide layer: 1.0 million parameters."""
+
+    def new_model(self) -> nn.Module:
+        *convolutions, _, _, _ = super().new_model().children()
+        return nn.Sequential(
+            *convolutions,
+            nn.AdaptiveAvgPool2d(4),
+            nn.Flatten(),
+            nn.Linear(2048, 366),
+            nn.ReLU(),
+            nn.Linear(366, NUM_CLASSES),
+        )
+
+
 class Pictures(Convolutions):
     """The same on as many random pictures as one likes: each is made when it is asked for."""
 
