@@ -13,7 +13,7 @@ from typing import Protocol
 
 from client.growth import Speed
 from client.limits import ROOT, MemoryLimits, usable_cores
-from client.memory import ProcessMemory
+from client.memory import ProcessMemory, keep_mmap_threshold
 from client.probe import probe
 from client.restraint import restraint
 from client.sensors import Sensors
@@ -75,7 +75,19 @@ class ThisMachine:
         self._judged: tuple[Vitals | None, Restraint] = (None, Restraint())
         self.clock: Clock = MonotonicClock()
         self.limits = MemoryLimits(self._chosen.memory_limit_bytes, root=root)
-        self.memory = ProcessMemory(self.limits.least_bytes)
+        self.memory = ProcessMemory(self._limit_bytes)
+        self._limit_bytes()  # before anything large is allocated
+
+    def _limit_bytes(self) -> int:
+        """Return the least memory limit; under one of virtual memory, let freed memory go at once.
+
+        What glibc keeps in its heap counts as used there, also when its pages were given back:
+        after a few sizes of micro-batch not one example would fit any more.
+        """
+        least = self.limits.least()
+        if least.is_virtual:
+            keep_mmap_threshold()
+        return least.num_bytes
 
     def cores(self) -> float:
         return usable_cores(self._root)
@@ -110,6 +122,6 @@ class ThisMachine:
             TaskFailed: none of the first examples can be trained on.
             OutOfMemory: one example alone does not fit.
         """
-        probed = probe(place, self.limits.least_bytes, cores=self.cores())
+        probed = probe(place, self._limit_bytes, cores=self.cores())
         self.memory.known = probed.peaks
         return probed.speed

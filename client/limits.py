@@ -24,6 +24,8 @@ READ_EVERY_SECONDS, READING_SHARE = 0.05, 0.02
 
 UNLIMITED_BYTES = 2**60  # version 1 writes "no limit" as a number just below 2^63
 
+VIRTUAL = ("RLIMIT_DATA", "RLIMIT_AS")
+
 ROOT = Path("/")
 
 
@@ -33,6 +35,11 @@ class Limit:
 
     num_bytes: int
     source: str
+
+    @property
+    def is_virtual(self) -> bool:
+        """Whether it counts virtual memory, resident or not."""
+        return self.source in VIRTUAL
 
 
 class MemoryLimits:

@@ -227,6 +227,7 @@ def resident_bytes() -> int:
         return psutil.Process().memory_info().rss
 
 
+@functools.cache
 def keep_mmap_threshold() -> None:
     """Let glibc give large blocks back as soon as they are freed, where the C library is glibc.
 
@@ -249,9 +250,14 @@ def give_back() -> None:
 
 
 def is_allocation_failure(error: BaseException) -> bool:
-    """Tell an allocation failure, which torch raises as a RuntimeError, from any other error."""
+    """Tell an allocation failure, which torch raises as a RuntimeError, from any other error.
+
+    oneDNN, which computes convolutions, says no more than that it could not create something.
+    """
+    told = str(error)
     return isinstance(error, MemoryError) or (
-        isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+        isinstance(error, RuntimeError)
+        and ("can't allocate memory" in told or told.startswith("could not create a "))
     )
 
 

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from client.checkpointing import is_on, switch_on
+from client.memory import give_back
 from client.micro_batches import Window, cut
 from client.passes import (
     Added,
@@ -243,6 +244,7 @@ def _after_failed_allocation(
         place.memory.relieve(place.checkpointed_bytes)
         log.warning("%s: activation checkpointing is on, and the window begins again", text)
     else:
+        give_back()
         log.warning("memory ran out at micro-batches of %d: %d from here", len(positions), size)
     left = cut(_flat([*total.taken, positions, *total.left]), size)
     again = _begun_again(total, left, place, refused=total.refused)
