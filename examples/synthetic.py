@@ -2,9 +2,11 @@ r"""Made-up examples, as many on each device as a long round needs, for trying o
 
 An example is thirty-two readings of four sensors. A small random network, which nobody is told,
 decides the class from all of them; each device draws its own 2,000 examples by its number, around a
-place of its own. The model reads with wide shared weights: it has 7,690 parameters only, and keeps
-66 kB an example in memory while it works, so that small devices are bound by memory and not by
-their links. It takes some twenty rounds to 85 % of the test examples. Try it::
+place of its own. A fifth of their labels are drawn at random, so that a step is only as good as the
+number of examples behind it; those of the test are right. The model reads with wide shared weights:
+it has 7,690 parameters only, and keeps 66 kB an example in memory while it works, so that small
+devices are bound by memory and not by their links. In rounds of 2,000 examples it takes some thirty
+to 85 % of the test examples. Try it::
 
     headwater-simulate --task examples/synthetic.py:Synthetic \
         --fleet examples/fleets/sixteenfold.toml
@@ -46,17 +48,25 @@ class Readings(nn.Module):
 class Synthetic:
     """Thirty-two readings of four sensors in, one of ten classes out."""
 
+    random_labels = 0.2
+
     def new_model(self) -> nn.Module:
         return Readings()
 
     def train_examples(self, *, data: Path | None, part: int, num_parts: int) -> TensorDataset:
         random = np.random.default_rng([SEED, 1, part])
         place = DISTANCE * random.standard_normal(NUM_SENSORS)
-        return _examples(random, np.broadcast_to(place, (EXAMPLES_PER_DEVICE, NUM_SENSORS)))
+        readings, labels = _examples(
+            random, np.broadcast_to(place, (EXAMPLES_PER_DEVICE, NUM_SENSORS))
+        )
+        is_random = random.random(len(labels)) < self.random_labels
+        labels = np.where(is_random, random.integers(NUM_CLASSES, size=len(labels)), labels)
+        return _dataset(readings, labels)
 
     def test_examples(self) -> TensorDataset:
         random = np.random.default_rng([SEED, 2])
-        return _examples(random, DISTANCE * random.standard_normal((TEST_EXAMPLES, NUM_SENSORS)))
+        places = DISTANCE * random.standard_normal((TEST_EXAMPLES, NUM_SENSORS))
+        return _dataset(*_examples(random, places))
 
     def loss_sum(
         self, model: nn.Module, batch: tuple[Tensor, Tensor]
@@ -67,11 +77,20 @@ class Synthetic:
         return loss, len(labels), {"accuracy": (logits.argmax(1) == labels).sum()}
 
 
-def _examples(random: np.random.Generator, places: np.ndarray) -> TensorDataset:
-    """Draw an example around each place."""
-    readings = _readings(random, places)
-    labels = (_scores(readings) - _common_scores()).argmax(axis=1)
+class RightLabels(Synthetic):
+    """The same without random labels: a handful of examples makes a good step."""
+
+    random_labels = 0.0
+
+
+def _dataset(readings: np.ndarray, labels: np.ndarray) -> TensorDataset:
     return TensorDataset(torch.tensor(readings, dtype=torch.float32), torch.tensor(labels))
+
+
+def _examples(random: np.random.Generator, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Draw an example around each place; return readings and labels."""
+    readings = _readings(random, places)
+    return readings, (_scores(readings) - _common_scores()).argmax(axis=1)
 
 
 def _readings(random: np.random.Generator, places: np.ndarray) -> np.ndarray:

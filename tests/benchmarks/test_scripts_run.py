@@ -15,11 +15,14 @@ KEYS = {
     "accumulation": "mlp",
     "client_memory": "rss_ratio",
     "exactness": "at_start",
+    "fairness": "share_of_examples",
     "masking": "keystream",
     "noise_scale": "told_over_true",
     "planning": "assign",
     "round_trip": "clients_1",
+    "secure_round": "plain_round_seconds",
     "server_memory": "P_100000.clients_1.sgd",
+    "time_to_accuracy": "digits",
     "wire_bytes": "P_10k",
 }
 
