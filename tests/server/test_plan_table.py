@@ -1,13 +1,24 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+from common.console import console
 from common.settings import load
 from server.cli import app
 from simulation.engines import run_engine
+
+
+@pytest.fixture(autouse=True)
+def wide_console() -> Iterator[None]:
+    """The console took its width when it was imported, maybe by another test."""
+    before = console.width
+    console.width = 200
+    yield
+    console.width = before
 
 
 @pytest.fixture(scope="module")
