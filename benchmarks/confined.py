@@ -69,6 +69,7 @@ def run(
             _start(stack, cage, running.port, part, folder, num_parts=len(fleet))
             for part, cage in enumerate(cages)
         ]
+        _end_with(devices, running.process)
         is_lowered = False
         for row in running.rows():
             if lower is not None and not is_lowered and row["round"] >= SETTLED_ROUND:
@@ -99,6 +100,19 @@ def _start(
     )
     stack.callback(serving.end, device)
     return device
+
+
+def _end_with(devices: Sequence[subprocess.Popen[bytes]], server: subprocess.Popen[str]) -> None:
+    """End the server as soon as a device has failed: it would wait for it forever."""
+
+    def watch() -> None:
+        while server.poll() is None:
+            if any(device.poll() for device in devices):
+                server.terminate()
+                return
+            time.sleep(0.1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def _lower(cage: Cage, device: subprocess.Popen[bytes], num_bytes: int) -> threading.Thread:

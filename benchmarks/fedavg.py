@@ -104,8 +104,8 @@ class Federation:
     ) -> tuple[float, list[tuple[int, ...]]]:
         """Return how long a device takes for an epoch, and its micro-batches."""
         machine = simulated_machine(identity, self._settings, self.image.layout)
-        fitting = machine.memory.fitting()
         largest = self._settings.plan.set_micro_batch_size
+        fitting = machine.memory.fitting(largest)
         size = largest if fitting is None else max(min(largest, fitting), 1)
         walk = order(self._settings.seed, number, identity.name, num_examples)
         batches = cut(walk.tolist(), size)

@@ -44,7 +44,7 @@ def _told(
         yield (
             "",
             f"{decimal(int(line.base))} + {decimal(int(line.each))} per example of a "
-            + (f"micro-batch: {hardware.memory.fitting()} fit"),
+            + (f"micro-batch: {hardware.memory.fitting(1)} fit"),
         )
     fastest = speed.fastest_micro_batch_size
     yield (

@@ -152,9 +152,9 @@ def _reason_to_end(
 
 def _fits(plan: Plan, total: WindowSum, place: Workplace) -> bool:
     """Cut what is left smaller if need be; False if not even one example fits, by prediction."""
-    fitting = place.memory.fitting()
+    fitting = place.memory.fitting(len(total.left[0]))
     if fitting == 0:
-        fitting = _switch_on(plan, place)
+        fitting = _switch_on(plan, len(total.left[0]), place)
     if fitting is not None and fitting < len(total.left[0]):
         if fitting == 0:
             return False
@@ -162,7 +162,7 @@ def _fits(plan: Plan, total: WindowSum, place: Workplace) -> bool:
     return True
 
 
-def _switch_on(plan: Plan, place: Workplace) -> int | None:
+def _switch_on(plan: Plan, num_examples: int, place: Workplace) -> int | None:
     """Switch activation checkpointing on, if that helps; return the examples that fit then.
 
     What one example takes with it was measured before memory was short (``client.resident``).
@@ -173,7 +173,7 @@ def _switch_on(plan: Plan, place: Workplace) -> int | None:
     was_on = is_on(place.image.model)
     switch_on(place.image.model)
     place.memory.relieve(foreseen)
-    fitting = place.memory.fitting()
+    fitting = place.memory.fitting(num_examples)
     if not was_on:
         log.warning(
             "%s, round %d: not one example fits in memory: activation checkpointing is on, "

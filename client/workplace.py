@@ -41,10 +41,10 @@ class Memory(Protocol):
         """Return the bytes that the process may hold now, or None if nothing limits it."""
         ...
 
-    def fitting(self) -> int | None:
+    def fitting(self, num_examples: int) -> int | None:
         """Return the largest micro-batch that fits by prediction, with a margin; None if unknown.
 
-        0 where not even one example does.
+        0 where not even one example does. ``num_examples`` is what is to be taken if it fits.
         """
         ...
 

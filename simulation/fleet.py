@@ -94,7 +94,7 @@ class VirtualMemory:
     def limit_bytes(self) -> int | None:
         return self._limit_bytes
 
-    def fitting(self) -> int | None:
+    def fitting(self, num_examples: int) -> int | None:
         """See ``client.workplace.Memory``; by the rule of a process (``client.memory``)."""
         line = self.line
         if line is None:

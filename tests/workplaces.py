@@ -51,7 +51,7 @@ class FakeMemory:
     def limit_bytes(self) -> int | None:
         return self._limits(len(self.begun))
 
-    def fitting(self) -> int | None:
+    def fitting(self, num_examples: int) -> int | None:
         limit = self.limit_bytes()
         assert self.line is not None
         return None if limit is None else max(int((limit - self.line.base) / self.line.each), 0)

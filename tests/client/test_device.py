@@ -32,13 +32,13 @@ def test_a_device_tells_what_it_knows_and_leaves_out_what_it_does_not(tmp_path: 
 
 def test_a_device_that_was_measured_tells_its_line_and_foresees_by_it() -> None:
     device = ThisMachine(Client(memory_limit_bytes=2**40))
-    assert device.memory.fitting() is None
+    assert device.memory.fitting(1) is None
     speed = device.speed(workplace(examples(8)))
     assert speed.seconds_per_example > 0
     told, line = device.vitals(), device.memory.line
     assert line is not None
     assert (told.base_bytes, told.bytes_per_example) == (int(line.base), line.each)
-    assert device.memory.fitting() is not None
+    assert device.memory.fitting(1) is not None
 
 
 def test_the_least_limit_counts(tmp_path: Path) -> None:

@@ -75,31 +75,31 @@ def test_freed_memory_is_given_back_before_less_is_taken() -> None:
     del pieces
     memory.end(64)
     held = resident_bytes()
-    assert memory.fitting() is not None
+    assert memory.fitting(1) is not None
     assert resident_bytes() >= held - NOISE_BYTES, "nothing is given back while there is room"
     limit[0] = 0
-    assert memory.fitting() == 0
+    assert memory.fitting(1) == 0
     assert resident_bytes() <= held - 10_000 * 8192 + 2 * NOISE_BYTES
     assert pin.numel()
 
 
 def test_nothing_is_foreseen_without_a_line_or_without_a_limit() -> None:
     memory = ProcessMemory(lambda: MIB)
-    assert (memory.line, memory.fitting()) == (None, None)
+    assert (memory.line, memory.fitting(1)) == (None, None)
     unbounded = ProcessMemory()
     unbounded.known = peaks()
-    assert unbounded.fitting() is None
+    assert unbounded.fitting(1) is None
 
 
 def test_a_lowered_limit_lowers_what_fits() -> None:
     limit = [1000 * MIB]
     memory = ProcessMemory(lambda: limit[0])
     memory.known = peaks(base=300 * MIB, each=MIB)
-    assert memory.fitting() == int(1000 * GUARD_SHARE - 300)
+    assert memory.fitting(1) == int(1000 * GUARD_SHARE - 300)
     limit[0] = 400 * MIB
-    assert memory.fitting() == int(400 * GUARD_SHARE - 300)
+    assert memory.fitting(1) == int(400 * GUARD_SHARE - 300)
     limit[0] = 300 * MIB
-    assert memory.fitting() == 0
+    assert memory.fitting(1) == 0
 
 
 def test_memory_is_given_back_no_oftener_than_once_a_second() -> None:
@@ -110,9 +110,32 @@ def test_memory_is_given_back_no_oftener_than_once_a_second() -> None:
     for now[0] in (100.0, 100.5, 100.0 + GIVE_BACK_EVERY_SECONDS):
         memory.known = replace(memory.known, surplus_bytes=-1.0)
         memory.begin(8)
-        memory.fitting()
+        memory.fitting(1)
         rests.append(memory.known.surplus_bytes != -1.0)
     assert rests == [True, False, True]
+
+
+def gave_back(memory: ProcessMemory, num_examples: int) -> bool:
+    assert memory.known is not None
+    memory.known = replace(memory.known, surplus_bytes=-1.0)
+    memory.fitting(num_examples)
+    return memory.known.surplus_bytes != -1.0
+
+
+def test_close_to_the_limit_memory_is_given_back_before_the_size_changes() -> None:
+    held = resident_bytes()
+    limit = [int((held + 64 * MIB) / GUARD_SHARE)]
+    memory = ProcessMemory(lambda: limit[0])
+    memory.known = peaks(base=held, each=MIB)
+    assert not gave_back(memory, 48), "nothing was freed yet"
+    memory.begin(48)
+    memory.end(48)
+    assert not gave_back(memory, 48), "the same size uses the same memory"
+    assert not gave_back(memory, 32), "this much more is within the limit"
+    limit[0] = int((held + 60 * MIB) / GUARD_SHARE)
+    memory._last_peak_bytes = held + 48 * MIB
+    assert gave_back(memory, 32)
+    assert not gave_back(memory, 32), "there is nothing left to give back"
 
 
 # Learned, as pure functions.

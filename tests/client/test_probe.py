@@ -377,7 +377,7 @@ print(json.dumps({
     "limit": least.num_bytes,
     "peak": peak.peak_bytes(),
     "stopped": found.stopped,
-    "fitting": machine.memory.fitting(),
+    "fitting": machine.memory.fitting(1),
     "line": [machine.memory.line.base, machine.memory.line.each],
 }))
 """

@@ -56,14 +56,14 @@ def test_a_micro_batch_beyond_the_limit_fails_as_it_begins_and_shows_in_the_next
 )
 def test_what_fits_is_foreseen_with_the_margin_of_a_process(limit_bytes: int, fitting: int) -> None:
     one = memory(limit_bytes)
-    assert one.fitting() == fitting
+    assert one.fitting(1) == fitting
     if fitting:
         one.begin(fitting)
 
 
 def test_where_no_example_could_be_measured_nothing_is_foreseen_and_everything_fits() -> None:
     one = memory(2000, each=None)
-    assert (one.line, one.fitting()) == (None, None)
+    assert (one.line, one.fitting(1)) == (None, None)
     one.begin(10**6)
     assert one.end(10**6) == 1000
 
