@@ -47,6 +47,7 @@ LARGEST_SIZE = 2**31  # of a plan's micro-batch
 
 # Of mallopt(3); the bytes are those that glibc starts with.
 M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES = -3, 128 * 1024
+M_ARENA_MAX = -8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -236,6 +237,19 @@ def resident_bytes() -> int:
         return _status_bytes("VmRSS")
     except OSError:
         return psutil.Process().memory_info().rss
+
+
+@functools.cache
+def use_one_heap() -> None:
+    """Let all threads that start from now on share one heap, where the C library is glibc.
+
+    It gives each thread an arena of its own, made of pieces of 64 MiB, in which activations of ever
+    other sizes leave gaps: a CNN in micro-batches of up to 70 examples held 474 MB there and 315
+    after all that was free was given back, where the first thread's heap held 343 and 281.
+    """
+    mallopt = _malloc("mallopt")
+    if mallopt is not None:
+        mallopt(M_ARENA_MAX, 1)
 
 
 @functools.cache

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from client.enrolment import Enrolment
 from client.micro_batches import Walk
 from client.secure_device import Device, Floor, Trained
+from client.sensors import has_aes
 from common import settings
 from common.errors import (
     CountOutOfRange,
@@ -160,6 +161,7 @@ def device_of(
         floor=floor_of(chosen),
         identity=enrolment.identity,
         allow_list=enrolment.allow_list,
+        has_aes=has_aes(),
     )
 
 

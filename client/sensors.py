@@ -10,8 +10,10 @@ is what a file says that cannot be. Sources, in the kernel's documentation:
 | temperature | /sys/class/hwmon, /sys/class/thermal (ABI/testing/sysfs-class-thermal) |
 | throttling | a Raspberry Pi's firmware; counters of x86; cooling devices of the CPU |
 | battery, mains | /sys/class/power_supply (ABI/testing/sysfs-class-power) |
+| instructions for AES | /proc/cpuinfo |
 
-On other systems than Linux the battery comes from psutil, and nothing else does.
+On other systems than Linux the battery comes from psutil, and nothing else does. (All Macs that
+torch runs on have instructions for AES.)
 """
 
 from __future__ import annotations
@@ -173,6 +175,15 @@ def _some_avg10(file: Path, files: _Files) -> float | None:
             percent = files.checked(file, fields[0].removeprefix("avg10="), 0, 100)
             return None if percent is None else percent / 100
     return None
+
+
+def has_aes(root: Path = ROOT) -> bool:
+    """Whether each core has instructions for AES; a Raspberry Pi 4 has none."""
+    if sys.platform == "darwin":
+        return True
+    text = _Files().text(root / "proc/cpuinfo") or ""
+    rows = [row.split() for row in text.splitlines() if row.startswith(("flags", "Features"))]
+    return bool(rows) and all("aes" in row for row in rows)
 
 
 def _load(root: Path, files: _Files) -> tuple[int, int, int] | None:

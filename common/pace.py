@@ -4,9 +4,11 @@ A device says at joining that a micro-batch of s examples takes a + b s seconds.
 how long its micro-batches really took, and the server follows; in a masked round the device keeps
 its steps to itself, follows its own pace and tells the line. The level comes first: the line is
 scaled by the ratio of seen to believed, most of the way in one round, so that quotas follow within
-two rounds when something else is started on a laptop. The ratio is a median of means: the round's
-micro-batches are cut into a few stretches, so that one slow micro-batch moves nothing, and a device
-that is held to a share of its cores, and pauses for that now and then, counts with its pauses. Then
+two rounds when something else is started on a laptop. The ratio is that of the round's sums, so
+that a device that is held to a share of its cores, and pauses for that now and then, counts with
+its pauses; but the round is cut into a few stretches, and of one that lies far from their median
+only so much counts: a single slow micro-batch moves little. (The median alone is nearly three times
+as far off from round to round.) Then
 the slope: what the sizes of a round say against one another bends the line
 (``common.line.refitted``).
 """
@@ -14,10 +16,10 @@ the slope: what the sizes of a round say against one another bends the line
 from __future__ import annotations
 
 import math
+import operator
 import statistics
 from collections.abc import Sequence
 from itertools import groupby, pairwise
-from operator import itemgetter
 
 from common.line import Line, refitted
 from common.update import DeviceReport, Step
@@ -26,6 +28,8 @@ from common.update import DeviceReport, Step
 WEIGHT = 0.8
 # Of a round; fewer micro-batches are a stretch each.
 NUM_STRETCHES = 8
+# How far a stretch counts from their median.
+OUTLYING = 1.25
 # What one round may claim at the most; a clock that jumped must not end a device's part in the run.
 LARGEST_CHANGE = 16.0
 # And how far one size may lie from the level of them all: it may have been seen only once.
@@ -50,13 +54,13 @@ def followed(line: Line, steps: Sequence[Step]) -> Line:
     seen = [(step.num_examples, step.seconds) for step in steps if step.num_examples]
     if not seen:
         return line
-    ratio = _median_of_means(line, seen)
+    ratio = _robust_ratio(line, seen)
     factor = min(max(ratio, 1 / LARGEST_CHANGE), LARGEST_CHANGE) ** WEIGHT
     levelled = line.times(factor)
     if ratio <= 0:
         return bounded(levelled)
-    by_size = groupby(sorted(seen, key=itemgetter(0)), key=itemgetter(0))
-    bends = {size: _median_of_means(line, list(group)) / ratio for size, group in by_size}
+    by_size = groupby(sorted(seen, key=operator.itemgetter(0)), key=operator.itemgetter(0))
+    bends = {size: _robust_ratio(line, list(group)) / ratio for size, group in by_size}
     shape = {
         size: levelled.at(size) * min(max(bend, 1 / LARGEST_BEND), LARGEST_BEND)
         for size, bend in bends.items()
@@ -64,15 +68,19 @@ def followed(line: Line, steps: Sequence[Step]) -> Line:
     return bounded(refitted(levelled, shape))
 
 
-def _median_of_means(line: Line, seen: Sequence[tuple[int, float]]) -> float:
-    """Return the median over stretches of the seconds seen in each over those believed."""
+def _robust_ratio(line: Line, seen: Sequence[tuple[int, float]]) -> float:
+    """Return the seconds seen over those believed, without what lies far out."""
     num_stretches = min(len(seen), NUM_STRETCHES)
     ends = [len(seen) * at // num_stretches for at in range(num_stretches + 1)]
-    return statistics.median(
-        math.fsum(seconds for _, seconds in seen[start:end])
-        / math.fsum(line.at(size) for size, _ in seen[start:end])
-        for start, end in pairwise(ends)
-    )
+    stretches = [seen[start:end] for start, end in pairwise(ends)]
+    believed = [math.fsum(line.at(size) for size, _ in stretch) for stretch in stretches]
+    ratios = [
+        math.fsum(seconds for _, seconds in stretch) / told
+        for stretch, told in zip(stretches, believed, strict=True)
+    ]
+    middle = statistics.median(ratios)
+    within = [min(max(ratio, middle / OUTLYING), middle * OUTLYING) for ratio in ratios]
+    return math.fsum(map(operator.mul, within, believed)) / math.fsum(believed)
 
 
 def bounded(line: Line) -> Line:

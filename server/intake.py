@@ -2,8 +2,8 @@
 
 One event loop in a thread of its own serves every stream; the rounds talk to it through
 ``ask``, ``withdraw`` and the queue ``arrivals``. What is wrong with a device or an upload is
-refused here by a named error, before anything of it reaches the sum: another version, another
-model, a name that is taken or not that of the certificate; ``server.uploads`` does so for replies.
+refused by a named error, before anything of it reaches the sum: ``server.admission`` does so for a
+hello, ``server.uploads`` for replies. What is sent is in ``server.downloads``.
 A stream that says nothing, or does not read what it is sent, is closed; an upload that stands still
 is given up.
 
@@ -16,15 +16,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import hmac
 import logging
-import re
 import secrets
 import threading
 import time
 from collections.abc import Sequence
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,41 +35,33 @@ from common.errors import (
     HeadwaterError,
     IdentityRefused,
     LateUpdate,
-    ModelMismatch,
     PortInUse,
     ProtocolMismatch,
     error_of,
 )
 from common.tls import Credentials
 from common.wire import (
-    CHUNK_BYTES,
     HELLO_SECONDS,
     KEEPALIVE,
     METHOD,
-    NAME_PATTERN,
     PROTOCOL_VERSION,
 )
 from common.wire_pb2 import (
-    Chunk,
     ClientFrame,
     Fault,
     Goodbye,
     Hello,
-    Image,
-    Instruction,
     ServerFrame,
     Welcome,
 )
+from server.admission import Admission
+from server.downloads import GRPC_FRAME_BYTES, Downloads
 from server.sessions import Arrival, Ask, Session, Stream, Work, node_id_of
 from server.staging import StagingRoom
 from server.uploads import Uploads, fault_frame
 
 log = logging.getLogger(__name__)
 
-GRPC_FRAME_BYTES = 5
-CACHED_FRAMES = 4
-# Chunks of models that wait in gRPC for their devices to read them, over all devices.
-FRAMES_AT_ONCE = 32
 POLL_SECONDS = 0.25
 CLOSE_SECONDS = 5.0
 # Frames that wait for one device; an honest one has a handful.
@@ -99,7 +89,6 @@ class Intake:
         spool_folder: Path | None = None,
     ) -> None:
         self.bytes_up = 0
-        self.bytes_down = 0
         self.port = 0
         self._address = address
         self._run_id = run_id
@@ -109,17 +98,14 @@ class Intake:
         self.arrivals = self._uploads.arrivals
         self.refusals = self._uploads.refusals
         self._reconnect_seconds = reconnect_seconds
-        self._layout_digest: str | None = None
+        self._admission = Admission()
+        self._downloads = Downloads()
         self._sessions: dict[int, Session] = {}
-        self._turned_away: dict[int, tuple[bytes, HeadwaterError]] = {}
-        self._image: tuple[str, memoryview] | None = None
-        self._sending = asyncio.Semaphore(FRAMES_AT_ONCE)
         self._writers: set[asyncio.Task[None]] = set()
         self._displaced: dict[Stream, HeadwaterError] = {}
         self._is_closing = False
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="intake", daemon=True)
-        self._frame = lru_cache(maxsize=CACHED_FRAMES)(self._make_frame)
 
     # What the rounds call, from their own thread.
 
@@ -142,7 +128,12 @@ class Intake:
 
     def expect_layout(self, digest: str) -> None:
         """Let only devices in whose model is laid out like this."""
-        self._layout_digest = digest
+        self._admission.layout_digest = digest
+
+    @property
+    def bytes_down(self) -> int:
+        """The bytes that were sent to devices."""
+        return self._downloads.num_bytes
 
     @property
     def staged_bytes(self) -> int:
@@ -264,7 +255,7 @@ class Intake:
         self._count(stream, error)
         with contextlib.suppress(TimeoutError, *BROKEN):
             async with asyncio.timeout(CLOSE_SECONDS):
-                await self._write(stream, fault_frame(error))
+                await self._downloads.write(stream, fault_frame(error))
 
     async def _welcome(self, stream: Stream) -> Session:
         """Read and check Hello, and find or make the session."""
@@ -275,7 +266,7 @@ class Intake:
         if frame is None or frame.WhichOneof("kind") != "hello":
             raise ProtocolMismatch("the first frame of a stream must be a hello")
         hello = frame.hello
-        self._check_hello(hello, stream)
+        self._admission.check(hello, self._shown_name(stream))
         session = self._sessions.get(node_id_of(hello.name))
         is_same = session is not None and hmac.compare_digest(session.token, hello.session)
         if session is not None and session.stream is not None and not is_same:
@@ -295,6 +286,12 @@ class Intake:
         self._attach(session, stream, hello)
         return session
 
+    def _shown_name(self, stream: Stream) -> str | None:
+        if self._credentials is None:
+            return None
+        shown: bytes = stream.auth_context().get("x509_common_name", [b""])[0]
+        return shown.decode(errors="replace")
+
     def _attach(self, session: Session, stream: Stream, hello: Hello) -> None:
         session.stream, session.task = stream, asyncio.current_task()
         session.outbox, session.image_id = asyncio.Queue(), hello.image_id
@@ -304,34 +301,10 @@ class Intake:
         )
         self._send(session, ServerFrame(welcome=welcome))
         if session.ask is not None:
-            session.outbox.put_nowait(partial(self._send_ask, session, session.ask, stream))
+            session.outbox.put_nowait(
+                partial(self._downloads.send_ask, session, session.ask, stream)
+            )
         log.info("%s connected from %s", session.name, stream.peer())
-
-    def _check_hello(self, hello: Hello, stream: Stream) -> None:
-        if hello.protocol_version != PROTOCOL_VERSION:
-            raise ProtocolMismatch(
-                f"the device speaks version {hello.protocol_version} of the wire, the server "
-                f"{PROTOCOL_VERSION}"
-            )
-        if not re.fullmatch(NAME_PATTERN, hello.name):
-            raise IdentityRefused(
-                f"{hello.name[:80]!r} is no name for a device",
-                remedy="letters, digits, dot, dash and underscore, 128 at most",
-            )
-        if self._credentials is not None:
-            shown = stream.auth_context().get("x509_common_name", [b""])[0].decode(errors="replace")
-            if shown != hello.name:
-                raise IdentityRefused(
-                    f"the certificate is that of {shown!r}, not of {hello.name!r}"
-                )
-        token, error = self._turned_away.get(node_id_of(hello.name), (b"", None))
-        if error is not None and hmac.compare_digest(token, hello.session):
-            raise error  # the same process again; one that was started anew gets a new chance
-        if self._layout_digest is not None and hello.layout_digest != self._layout_digest:
-            raise ModelMismatch(
-                f"{hello.name}: its model's layout is {hello.layout_digest[:12] or 'unknown'}, the "
-                f"server's {self._layout_digest[:12]}"
-            )
 
     # Reading.
 
@@ -405,14 +378,7 @@ class Intake:
 
     def _send(self, session: Session, frame: ServerFrame) -> None:
         if session.stream is not None:
-            session.outbox.put_nowait(partial(self._write, session.stream, frame))
-
-    async def _write(self, stream: Stream, frame: ServerFrame) -> None:
-        await self._write_bytes(stream, frame.SerializeToString())
-
-    async def _write_bytes(self, stream: Stream, data: bytes) -> None:
-        self.bytes_down += len(data) + GRPC_FRAME_BYTES
-        await stream.write(data)
+            session.outbox.put_nowait(partial(self._downloads.write, session.stream, frame))
 
     async def _write_all(self, session: Session, stream: Stream) -> None:
         """Send what is in the outbox, in order; write() waits where the device reads slowly."""
@@ -427,11 +393,7 @@ class Intake:
             log.debug("%s: the stream broke while sending", session.name)
 
     async def _ask(self, asks: Sequence[Ask]) -> None:
-        self._frame.cache_clear()
-        images = {id(ask.image.obj): ask.image for ask in asks if ask.image is not None}
-        for image in images.values():
-            digest = await asyncio.to_thread(lambda data: hashlib.sha256(data).hexdigest(), image)
-            self._image = (digest, image)
+        await self._downloads.offer(asks)
         for ask in asks:
             session = self._sessions.get(ask.node_id)
             if session is None:
@@ -443,64 +405,19 @@ class Intake:
             self._uploads.drop(session)
             session.ask = ask
             if session.stream is not None:
-                send = partial(self._send_ask, session, ask, session.stream)
+                send = partial(self._downloads.send_ask, session, ask, session.stream)
                 session.outbox.put_nowait(send)
-
-    async def _send_ask(self, session: Session, ask: Ask, stream: Stream) -> None:
-        """Send an instruction, behind its model if the device does not have it."""
-        image_id = ""
-        if session.stream is not stream:
-            return
-        if ask.image is not None and self._image is not None:
-            image_id = self._image[0]
-            if session.image_id != image_id and not await self._send_image(session, ask, stream):
-                return
-            session.image_id = image_id
-        if session.ask is ask:
-            instruction = Instruction(
-                message_id=ask.message_id,
-                message_type=ask.message_type,
-                head_json=ask.head_json,
-                image_id=image_id,
-                beside=ask.beside,
-            )
-            await self._write(stream, ServerFrame(instruction=instruction))
-
-    async def _send_image(self, session: Session, ask: Ask, stream: Stream) -> bool:
-        """Send the model; False if its round closed meanwhile, and the model may have changed."""
-        if self._image is None:
-            return False
-        image_id, memory = self._image
-        session.image_id = ""
-        head = Image(image_id=image_id, num_bytes=len(memory), sha256=bytes.fromhex(image_id))
-        await self._write(stream, ServerFrame(image=head))
-        for offset in range(0, len(memory), CHUNK_BYTES):
-            if session.ask is not ask or session.stream is not stream:
-                return False
-            session.sending_since = None  # waiting for others is no fault of this device
-            async with self._sending:
-                session.sending_since = time.monotonic()
-                await self._write_bytes(stream, self._frame(image_id, offset))
-        return True
-
-    def _make_frame(self, image_id: str, offset: int) -> bytes:
-        """Serialise one chunk of the model, once for all devices that keep step."""
-        if self._image is None or self._image[0] != image_id:
-            raise RuntimeError("the model changed while it was being sent")
-        data = bytes(self._image[1][offset : offset + CHUNK_BYTES])
-        chunk = Chunk(transfer_id=image_id, offset=offset, data=data)
-        return ServerFrame(chunk=chunk).SerializeToString()
 
     async def _withdraw(self, message_ids: set[str]) -> None:
         for session in self._sessions.values():
             if session.ask is not None and session.ask.message_id in message_ids:
                 self._uploads.withdraw(session)
-        self._frame.cache_clear()
+        self._downloads.forget_frames()
 
     async def _refuse(self, node_id: int, error: HeadwaterError) -> None:
         self.refusals[error.code] += 1
         session = self._sessions.pop(node_id, None)
         if session is not None:
-            self._turned_away[node_id] = (session.token, error)
+            self._admission.turn_away(node_id, session.token, error)
             self._uploads.answer(session, error)
             self._send(session, fault_frame(error))

@@ -55,7 +55,6 @@ class Opening:
     corrupted: float = 0.1
     dropout: float = 0.1
     bits: int = SECURITY_BITS
-    may_use_aes: bool = False
 
     @property
     def least_members(self) -> int:
@@ -87,7 +86,7 @@ def parameters_of(opening: Opening, members: Iterable[Member]) -> Parameters:
             security_bits=opening.bits,
         )
         k, t = size.num_neighbours, size.threshold
-    has_aes = opening.may_use_aes and all(member.has_aes for member in rows)
+    has_aes = all(member.has_aes for member in rows)
     return Parameters(
         run=opening.run,
         round=opening.number.round,

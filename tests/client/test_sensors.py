@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from client.sensors import LOOK_EVERY_SECONDS, RECENT_SECONDS, Sensors, readings
+from client.sensors import LOOK_EVERY_SECONDS, RECENT_SECONDS, Sensors, has_aes, readings
 from common.update import Vitals
 from tests.machines import write
 
@@ -243,6 +243,19 @@ def test_a_device_is_on_battery_if_it_has_one_of_its_own_and_no_mains(
         expected[0] if expected[0] is None else pytest.approx(expected[0]),
         expected[1],
     )
+
+
+def test_aes_is_there_if_every_core_says_so(tmp_path: Path) -> None:
+    x86, arm = "processor : 0\nflags\t\t: fpu aes avx\n", "Features\t: fp asimd {}crc32\n"
+    for text, expected in (
+        (x86, True),
+        (x86.replace(" aes", " paes"), False),
+        (arm.format("aes "), True),
+        (arm.format("") + arm.format("aes "), False),
+        ("", False),
+    ):
+        assert has_aes(write(tmp_path, {"proc/cpuinfo": text})) == expected
+    assert not has_aes(tmp_path / "none")
 
 
 def test_the_sensors_are_looked_at_once_a_second(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from common.pace import (
     LARGEST_CHANGE,
     LEAST_SECONDS,
     LONGEST_SECONDS,
+    OUTLYING,
     WEIGHT,
     followed,
     told,
@@ -58,7 +59,7 @@ def test_sizes_that_say_another_slope_bend_the_line() -> None:
     """What was told at joining came from small micro-batches; large ones take their own time."""
     true, sizes = Line(base=0.1, each=0.3), [4, 4, 16, 16, 64]
     pace, gaps = PACE, []
-    for _ in range(30):
+    for _ in range(60):
         pace = followed(pace, steps(true, sizes))
         gaps.append(max(abs(math.log(pace.at(size) / true.at(size))) for size in sizes))
     assert all(later < earlier for earlier, later in pairwise(gaps))
@@ -70,10 +71,16 @@ def test_sizes_that_say_another_slope_bend_the_line() -> None:
     assert math.isclose(window(pace), window(true), rel_tol=0.05)
 
 
-def test_one_slow_micro_batch_moves_nothing() -> None:
+def test_one_slow_micro_batch_moves_little() -> None:
     usual = steps(PACE, [4, 4, 4, 4])
     odd = steps(PACE, [4], slower=100.0)
-    assert math.isclose(followed(PACE, [*usual, *odd]).each, PACE.each)
+    most = (1 + (OUTLYING - 1) / 5) ** WEIGHT
+    assert math.isclose(followed(PACE, [*usual, *odd]).at(4), most * PACE.at(4))
+
+
+def test_what_is_seen_as_a_whole_counts_however_it_is_spread_over_the_round() -> None:
+    seen = [step(4, PACE.at(4) * (1.05 if at < 4 else 0.95)) for at in range(16)]
+    assert math.isclose(followed(PACE, seen).at(4), 0.975**WEIGHT * PACE.at(4))
 
 
 def test_a_device_that_pauses_now_and_then_counts_with_its_pauses() -> None:

@@ -73,17 +73,16 @@ def test_a_cohort_for_which_no_graph_is_dense_enough_is_refused_by_name() -> Non
         parameters_of(chosen, members(1000))
 
 
-def test_aes_is_chosen_only_if_all_members_have_it_and_the_server_may() -> None:
+def test_aes_is_chosen_only_if_all_members_have_instructions_for_it() -> None:
     rows = members(5, has_aes=True)
-    assert parameters_of(opening(), rows).cipher == "chacha20"
-    assert parameters_of(opening(may_use_aes=True), rows).cipher == "aes256-ctr"
+    assert parameters_of(opening(), rows).cipher == "aes256-ctr"
     rows[3] = rows[3].model_copy(update={"has_aes": False})
-    assert parameters_of(opening(may_use_aes=True), rows).cipher == "chacha20"
+    assert parameters_of(opening(), rows).cipher == "chacha20"
 
 
 def test_the_sum_is_the_same_with_aes() -> None:
     fields = {name: {"has_aes": True} for name in Cast(4).names}
-    cast = Cast(4, device=fields, may_use_aes=True)
+    cast = Cast(4, device=fields)
     played = cast.play(FaultPlan().drop(client="d002", after="check_shares"))
     assert played.sum.session.parameters.cipher == "aes256-ctr"
     plain_P, _ = cast.plain_sum(played.sum.survived, played.sum)

@@ -1,0 +1,92 @@
+"""Frames on their way out: the model in chunks, each serialised once for all that keep step."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections.abc import Iterable
+from functools import lru_cache
+
+from common.wire import CHUNK_BYTES
+from common.wire_pb2 import Chunk, Image, Instruction, ServerFrame
+from server.sessions import Ask, Session, Stream
+
+GRPC_FRAME_BYTES = 5
+CACHED_FRAMES = 4
+# Chunks of models that wait in gRPC for their devices to read them, over all devices.
+FRAMES_AT_ONCE = 32
+
+
+class Downloads:
+    """What is sent to the devices; everything here runs in the intake's event loop."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self._image: tuple[str, memoryview] | None = None
+        self._sending = asyncio.Semaphore(FRAMES_AT_ONCE)
+        self._frame = lru_cache(maxsize=CACHED_FRAMES)(self._make_frame)
+
+    async def write(self, stream: Stream, frame: ServerFrame) -> None:
+        """Write a frame; waits where the device reads slowly."""
+        await self._write_bytes(stream, frame.SerializeToString())
+
+    async def _write_bytes(self, stream: Stream, data: bytes) -> None:
+        self.num_bytes += len(data) + GRPC_FRAME_BYTES
+        await stream.write(data)
+
+    async def offer(self, asks: Iterable[Ask]) -> None:
+        """Take note of the model that goes with the asks, if any does."""
+        self.forget_frames()
+        images = {id(ask.image.obj): ask.image for ask in asks if ask.image is not None}
+        for image in images.values():
+            digest = await asyncio.to_thread(lambda data: hashlib.sha256(data).hexdigest(), image)
+            self._image = (digest, image)
+
+    def forget_frames(self) -> None:
+        """Let go of the chunks that were serialised: the model may change."""
+        self._frame.cache_clear()
+
+    async def send_ask(self, session: Session, ask: Ask, stream: Stream) -> None:
+        """Send an instruction, behind its model if the device does not have it."""
+        image_id = ""
+        if session.stream is not stream:
+            return
+        if ask.image is not None and self._image is not None:
+            image_id = self._image[0]
+            if session.image_id != image_id and not await self._send_image(session, ask, stream):
+                return
+            session.image_id = image_id
+        if session.ask is ask:
+            instruction = Instruction(
+                message_id=ask.message_id,
+                message_type=ask.message_type,
+                head_json=ask.head_json,
+                image_id=image_id,
+                beside=ask.beside,
+            )
+            await self.write(stream, ServerFrame(instruction=instruction))
+
+    async def _send_image(self, session: Session, ask: Ask, stream: Stream) -> bool:
+        """Send the model; False if its round closed meanwhile, and the model may have changed."""
+        if self._image is None:
+            return False
+        image_id, memory = self._image
+        session.image_id = ""
+        head = Image(image_id=image_id, num_bytes=len(memory), sha256=bytes.fromhex(image_id))
+        await self.write(stream, ServerFrame(image=head))
+        for offset in range(0, len(memory), CHUNK_BYTES):
+            if session.ask is not ask or session.stream is not stream:
+                return False
+            session.sending_since = None  # waiting for others is no fault of this device
+            async with self._sending:
+                session.sending_since = time.monotonic()
+                await self._write_bytes(stream, self._frame(image_id, offset))
+        return True
+
+    def _make_frame(self, image_id: str, offset: int) -> bytes:
+        if self._image is None or self._image[0] != image_id:
+            raise RuntimeError("the model changed while it was being sent")
+        data = bytes(self._image[1][offset : offset + CHUNK_BYTES])
+        chunk = Chunk(transfer_id=image_id, offset=offset, data=data)
+        return ServerFrame(chunk=chunk).SerializeToString()
