@@ -224,9 +224,9 @@ def _open(settings: Settings) -> tuple[Resident, Identity]:
 
     from client.device import ThisMachine
     from client.enrolment import host_name
-    from client.memory import use_one_heap
     from client.resident import Identity, resident_of
     from common.errors import MissingData, SettingsError
+    from common.heap import use_one_heap
 
     use_one_heap()  # before the thread that trains begins
     torch.set_num_threads(settings.threads or max(int(ThisMachine().cores()), 1))

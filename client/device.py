@@ -13,12 +13,13 @@ from typing import Protocol
 
 from client.growth import Speed
 from client.limits import ROOT, MemoryLimits, usable_cores
-from client.memory import ProcessMemory, keep_mmap_threshold
+from client.memory import ProcessMemory
 from client.probe import probe
 from client.restraint import restraint
 from client.sensors import Sensors
 from client.workplace import Clock, Memory, Restraint, Workplace
 from common import settings
+from common.heap import keep_mmap_threshold
 from common.update import Vitals
 
 log = logging.getLogger(__name__)

@@ -15,8 +15,6 @@ given back before the size changes, which takes a tenth of the time of a micro-b
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import functools
 import os
 import resource
 import sys
@@ -26,6 +24,7 @@ from dataclasses import dataclass, replace
 
 import psutil
 
+from common.heap import give_back, keep_mmap_threshold
 from common.line import Line
 
 # Of the limit; the planner fills 0.8 of it (plan.memory_fraction), and what was foreseen may be off
@@ -44,10 +43,6 @@ NOISE_BYTES = 4 << 20
 GIVE_BACK_EVERY_SECONDS = 1.0
 
 LARGEST_SIZE = 2**31  # of a plan's micro-batch
-
-# Of mallopt(3); the bytes are those that glibc starts with.
-M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES = -3, 128 * 1024
-M_ARENA_MAX = -8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -239,41 +234,6 @@ def resident_bytes() -> int:
         return psutil.Process().memory_info().rss
 
 
-@functools.cache
-def use_one_heap() -> None:
-    """Let all threads that start from now on share one heap, where the C library is glibc.
-
-    It gives each thread an arena of its own, made of pieces of 64 MiB, in which activations of ever
-    other sizes leave gaps: a CNN in micro-batches of up to 70 examples held 474 MB there and 315
-    after all that was free was given back, where the first thread's heap held 343 and 281.
-    """
-    mallopt = _malloc("mallopt")
-    if mallopt is not None:
-        mallopt(M_ARENA_MAX, 1)
-
-
-@functools.cache
-def keep_mmap_threshold() -> None:
-    """Let glibc give large blocks back as soon as they are freed, where the C library is glibc.
-
-    It serves blocks above a threshold by mmap, and raises the threshold to the largest that was
-    freed, up to 32 MiB. From then on activations come from its heap, where those that are held keep
-    apart those that were dropped: activation checkpointing then took a transformer's 1,054 MB down
-    to 697, and to 414 with the threshold kept where it starts. The kernel clears each block anew,
-    which takes 1.4 to 2.4 times the time: right only where memory is what is lacking.
-    """
-    mallopt = _malloc("mallopt")
-    if mallopt is not None:
-        mallopt(M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES)
-
-
-def give_back() -> None:
-    """Give memory that was freed back to the machine, where the C library can (glibc)."""
-    trim = _malloc("malloc_trim")
-    if trim is not None:
-        trim(0)
-
-
 def is_allocation_failure(error: BaseException) -> bool:
     """Tell an allocation failure, which torch raises as a RuntimeError, from any other error.
 
@@ -284,15 +244,6 @@ def is_allocation_failure(error: BaseException) -> bool:
         isinstance(error, RuntimeError)
         and ("can't allocate memory" in told or told.startswith("could not create a "))
     )
-
-
-@functools.cache
-def _malloc(name: str) -> Callable[..., int] | None:
-    try:
-        function: Callable[..., int] = getattr(ctypes.CDLL(None), name)
-        return function
-    except (AttributeError, OSError, TypeError):
-        return None
 
 
 def _status_bytes(name: str) -> int:

@@ -24,10 +24,11 @@ from dataclasses import dataclass, field
 import torch
 
 from client.growth import PROBE_SECONDS, Point, Probed, foreseen_bytes, reason_to_stop
-from client.memory import PeakMemory, give_back, is_allocation_failure, resident_bytes
+from client.memory import PeakMemory, is_allocation_failure, resident_bytes
 from client.workplace import Workplace
 from common.additive import usable
 from common.errors import HeadwaterError, OutOfMemory, TaskFailed
+from common.heap import give_back
 from common.task import batch_of, loss_sum
 
 log = logging.getLogger(__name__)

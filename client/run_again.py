@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from client.memory import give_back
 from common.errors import TaskError
+from common.heap import give_back
 
 # Behind a block that dropped so much, freed memory is given back. glibc's heap, grown before
 # checkpointing was switched on, would else scatter the next blocks over what the last ones left:

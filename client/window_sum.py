@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from client.checkpointing import is_on, switch_on
-from client.memory import give_back
 from client.micro_batches import Window, cut
 from client.passes import (
     Added,
@@ -34,6 +33,7 @@ from client.passes import (
 from client.stopping import Watch
 from client.workplace import Workplace
 from common.errors import OutOfMemory
+from common.heap import give_back
 from common.task import Metrics
 from common.update import MOST_STEPS, Plan, Step, StopReason
 

@@ -361,7 +361,8 @@ import json, sys
 import torch
 from torch import nn
 from client.checkpointing import switch_on
-from client.memory import PeakMemory, keep_mmap_threshold
+from client.memory import PeakMemory
+from common.heap import keep_mmap_threshold
 
 torch.set_num_threads(1)
 torch.manual_seed(0)
