@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from common.console import console
@@ -49,27 +50,30 @@ def plan_table(row: dict[str, Any], *, explain: bool) -> Table:
     slowest = row["slowest_client_seconds"]
     table = Table(
         title=f"round {row['round']}: {row['num_clients']} of {row['num_invited']} clients, "
-        f"{row['num_examples']} examples, slowest {slowest:.3g} s"
+        f"{row['num_examples']} examples, slowest {slowest:.3g} s",
+        box=SIMPLE_HEAD,
     )
     table.add_column("device")
-    for column in ("examples", "micro-batch", "K", "seconds", "of slowest"):
-        table.add_column(column, justify="right")
-    table.add_column("ended by")
-    if explain:
-        table.add_column("why this much")
+    for column in ("examples", "K x size", "seconds", "of slowest"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("why this much" if explain else "ended by")
     for client in [*row["clients"], *map(_planned, row.get("masked_clients", []))]:
         share = client["seconds"] / slowest if slowest else 1.0
-        cells = [
+        table.add_row(
             client["name"],
             str(client["num_examples"]),
-            str(client["micro_batch_size"]),
-            str(client["accumulation_steps"]),
+            f"{client['accumulation_steps']} x {client['micro_batch_size']}",
             f"{client['seconds']:.3g}",
             f"{share:.0%}",
-            client["reason"],
-        ]
-        table.add_row(*cells, *([client["plan"]] if explain else []))
+            _why(client) if explain else client["reason"],
+        )
     return table
+
+
+def _why(client: dict[str, Any]) -> str:
+    """Say what bound a device, and what ended its work if that was not the end of its quota."""
+    ended = "" if client["reason"] == "quota" else f"; ended by: {client['reason']}"
+    return f"{client['plan']}{ended}"
 
 
 def _devices(number: int) -> str:
