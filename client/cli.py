@@ -126,6 +126,8 @@ def take_part(
     tls_key: flags.TlsKey = None,
     insecure: flags.Insecure = None,
     config: flags.Config = None,
+    client_metrics: flags.ClientMetrics = None,
+    log_format: flags.LogFormat = None,
     verbose: flags.Verbose = False,
 ) -> None:
     """Put this device to work: sum the gradients of its own examples, and send the sum.
@@ -142,7 +144,7 @@ def take_part(
         return
     from common.console import errors_shown, start_log
 
-    start_log(verbose=verbose)
+    start_log(verbose=verbose, log_format=log_format)
     with errors_shown():
         _take_part(config, flags.overrides(context.params))
 

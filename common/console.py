@@ -16,10 +16,13 @@ from rich.logging import RichHandler
 from rich.markup import escape
 
 from common.errors import HeadwaterError
+from common.logs import Format, JsonFormatter, LineSink
 from common.settings import Settings
 
 console = Console(highlight=False)
 stderr = Console(stderr=True, highlight=False)
+# What a command says to its user; in JSON it goes the way of the log.
+said = logging.getLogger("headwater")
 
 
 @contextmanager
@@ -28,6 +31,10 @@ def errors_shown() -> Iterator[None]:
     try:
         yield
     except HeadwaterError as error:
+        if _is_json():
+            fields = {"code": error.code, "remedy": error.remedy}
+            said.error(error.message, extra={"fields": fields})
+            raise typer.Exit(error.exit_status) from error
         stderr.print(f"[bold red]{error.code}[/]: {escape(error.message)}", soft_wrap=True)
         if error.remedy:
             stderr.print(f"  [bold]remedy[/]: {escape(error.remedy)}", soft_wrap=True)
@@ -37,19 +44,34 @@ def errors_shown() -> Iterator[None]:
         raise typer.Exit(130) from None
 
 
-def start_log(*, verbose: bool) -> None:
-    """Log warnings, or everything with ``verbose``, to the standard error stream."""
+def start_log(*, verbose: bool, log_format: Format | None = None) -> None:
+    """Log warnings, or everything with ``verbose``, to the standard error stream.
+
+    With ``json`` each line there is one object, what the command says to its user included, and
+    nothing goes to the standard output.
+    """
     os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
     os.environ.setdefault("FLWR_DISABLE_UPDATE_CHECK", "1")
     # grpc writes each failed handshake to stderr; what matters of it is told in our own words.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     handler: logging.Handler
-    if sys.stderr.isatty():
+    if log_format == "json":
+        handler = logging.StreamHandler()
+        handler.setFormatter(JsonFormatter())
+        said.setLevel(logging.INFO)
+        console.file = LineSink(said.info)
+        stderr.file = LineSink(said.warning)
+    elif sys.stderr.isatty():
         handler = RichHandler(console=stderr, show_path=False, markup=False)
     else:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, handlers=[handler])
+
+
+def _is_json() -> bool:
+    handlers = logging.getLogger().handlers
+    return any(isinstance(handler.formatter, JsonFormatter) for handler in handlers)
 
 
 def default_out(settings: Settings) -> Path:

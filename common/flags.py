@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -19,6 +19,10 @@ TRAINING = "Training"
 PLAN = "What each client does"
 RUN = "The run"
 SECURE = "Secure aggregation (docs/security.md)"
+METRICS_HELP = (
+    "Show Prometheus metrics at http://HOST:PORT/metrics, in plain text: beyond loopback it needs "
+    "--insecure. Not given: there are none."
+)
 TLS = "TLS (all three files on both sides, or none on loopback)"
 
 Config = Annotated[
@@ -283,6 +287,16 @@ Resume = Annotated[
 Verbose = Annotated[
     bool, typer.Option("--verbose", "-v", help="Log what is done.", rich_help_panel=RUN)
 ]
+LogFormat = Annotated[
+    Literal["text", "json"] | None,
+    typer.Option(
+        "--log-format",
+        metavar="text|json",
+        help="json: all that is logged or printed is one JSON object a line, on the standard "
+        "error stream. [default: text]",
+        rich_help_panel=RUN,
+    ),
+]
 SecureAggregation = Annotated[
     str | None,
     typer.Option(
@@ -349,6 +363,14 @@ Insecure = Annotated[
         rich_help_panel=TLS,
     ),
 ]
+ServerMetrics = Annotated[
+    str | None,
+    typer.Option("--metrics", metavar="HOST:PORT", help=METRICS_HELP, rich_help_panel=RUN),
+]
+ClientMetrics = Annotated[
+    str | None,
+    typer.Option("--metrics", metavar="HOST:PORT", help=METRICS_HELP, rich_help_panel=RUN),
+]
 
 
 SETTING_OF = {
@@ -393,6 +415,8 @@ SETTING_OF = {
     "tls_key": "tls.key",
     "insecure": "insecure",
     "listen": "server.listen",
+    "server_metrics": "server.metrics",
+    "client_metrics": "client.metrics",
     "clients": "simulation.clients",
     "dropout": "simulation.dropout",
     "fleet": "simulation.fleet",

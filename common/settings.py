@@ -179,6 +179,9 @@ class Server(Branch):
     """The aggregation server's own settings."""
 
     listen: str = Field("127.0.0.1:8500", description="HOST:PORT")
+    metrics: str | None = Field(
+        None, description="HOST:PORT of the Prometheus metrics, plain text; not set: none"
+    )
     staging_bytes: Count = Field(
         64 * 2**20, description="uploads in flight held in RAM; beyond it they go to a spool file"
     )
@@ -209,6 +212,9 @@ class Client(Branch):
     )
     busy_share: Part = Field(
         1.0, description="of its time when busy; its pace, and so its quota, falls in any case"
+    )
+    metrics: str | None = Field(
+        None, description="HOST:PORT of the Prometheus metrics, plain text; not set: none"
     )
     stay: bool = Field(False, description="wait for the next run when one has ended")
     patience_seconds: Seconds = Field(600.0, description="without contact, before giving up")

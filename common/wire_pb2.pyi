@@ -117,8 +117,14 @@ class Goodbye(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class Notice(_message.Message):
+    __slots__ = ("is_paused",)
+    IS_PAUSED_FIELD_NUMBER: _ClassVar[int]
+    is_paused: bool
+    def __init__(self, is_paused: _Optional[bool] = ...) -> None: ...
+
 class ServerFrame(_message.Message):
-    __slots__ = ("welcome", "instruction", "image", "chunk", "receipt", "fault", "goodbye")
+    __slots__ = ("welcome", "instruction", "image", "chunk", "receipt", "fault", "goodbye", "notice")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     INSTRUCTION_FIELD_NUMBER: _ClassVar[int]
     IMAGE_FIELD_NUMBER: _ClassVar[int]
@@ -126,6 +132,7 @@ class ServerFrame(_message.Message):
     RECEIPT_FIELD_NUMBER: _ClassVar[int]
     FAULT_FIELD_NUMBER: _ClassVar[int]
     GOODBYE_FIELD_NUMBER: _ClassVar[int]
+    NOTICE_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     instruction: Instruction
     image: Image
@@ -133,4 +140,5 @@ class ServerFrame(_message.Message):
     receipt: Receipt
     fault: Fault
     goodbye: Goodbye
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., instruction: _Optional[_Union[Instruction, _Mapping]] = ..., image: _Optional[_Union[Image, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., receipt: _Optional[_Union[Receipt, _Mapping]] = ..., fault: _Optional[_Union[Fault, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ...) -> None: ...
+    notice: Notice
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., instruction: _Optional[_Union[Instruction, _Mapping]] = ..., image: _Optional[_Union[Image, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., receipt: _Optional[_Union[Receipt, _Mapping]] = ..., fault: _Optional[_Union[Fault, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ..., notice: _Optional[_Union[Notice, _Mapping]] = ...) -> None: ...

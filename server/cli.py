@@ -65,6 +65,8 @@ def serve(
     out: flags.Out = None,
     resume: flags.Resume = False,
     config: flags.Config = None,
+    server_metrics: flags.ServerMetrics = None,
+    log_format: flags.LogFormat = None,
     verbose: flags.Verbose = False,
 ) -> None:
     """Start the aggregation server and train one model on the devices that connect.
@@ -79,7 +81,7 @@ def serve(
         return
     from common.console import errors_shown, start_log
 
-    start_log(verbose=verbose)
+    start_log(verbose=verbose, log_format=log_format)
     with errors_shown():
         _serve(resume, config, flags.overrides(context.params))
 
