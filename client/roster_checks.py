@@ -198,6 +198,9 @@ def _check_numbers(chosen: Parameters, num_members: int, device: Device) -> None
         if scalar is None or not scalar.is_count or scalar.bound < largest:
             raise MaskingTooWeak(f"{device.name}: no masked count {name} of up to {largest:,}")
     for scalar in chosen.scalars:
+        if scalar.is_count and scalar.name not in (WEIGHT, NUM_CLIPPED):
+            # A count out of its range is refused, which would tell the loss bit by bit.
+            raise MaskingTooWeak(f"{device.name}: {scalar.name} is no count, and asked for as one")
         if scalar.num_devices < num_members:
             raise RingCanWrap(
                 f"{device.name}: {scalar.name} is made for {scalar.num_devices} devices, the "

@@ -134,8 +134,7 @@ def encode_in_place(
     assert values.dtype == np.float32
     if not 1 <= weight <= encoding.max_weight:
         raise CountOutOfRange(
-            f"an update of weight {weight:,} cannot be encoded: the plans allow "
-            f"{encoding.max_weight:,} in all"
+            f"an update's weight cannot be encoded: the plans allow {encoding.max_weight:,} in all"
         )
     check_finite(values)
     is_stochastic = encoding.ring_bits == 16

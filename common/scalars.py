@@ -14,7 +14,8 @@ are below 2^60.
 
 A number outside its range would say something of its device if the range were widened for it, so it
 is clipped, and the clips are counted, themselves under a mask. A count is never clipped: it is what
-the sum is divided by.
+the sum is divided by. It is refused instead, and a refusal is seen: whoever lets another choose the
+bounds must take none as a count whose range it does not know. No error here quotes a number.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ from common.fixed_point import exponent_above
 RING_BITS = 64
 # Beyond it a double of size 1 has no further bits; the result is scaled by a float in range.
 LARGEST_SCALE_BITS = 52
+# Coarse enough for the largest float there is; 2 to a power without a bound could fill the memory.
+LEAST_SCALE_BITS = -1100
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,7 +46,8 @@ class Scalar:
 
     Raises:
         RingCanWrap: num_devices x bound x 2^scale_bits >= 2^63.
-        ValueError: a bound that is not finite and positive, or a count with another scale than 0.
+        ValueError: a bound that is not finite and positive, a scale that is not in -1,100..52, or a
+            count with another scale than 0.
     """
 
     name: str
@@ -55,6 +59,8 @@ class Scalar:
     def __post_init__(self) -> None:
         if not 0 < self.bound < math.inf or self.num_devices < 1:
             raise ValueError(f"{self.name}: {self.bound} of {self.num_devices} devices is no bound")
+        if not LEAST_SCALE_BITS <= self.scale_bits <= LARGEST_SCALE_BITS:
+            raise ValueError(f"{self.name}: no number is told in steps of 2^{-self.scale_bits}")
         if self.is_count and self.scale_bits:
             raise ValueError(f"{self.name}: counts are encoded as they are, not by a scale")
         total = Fraction(self.bound) * self.num_devices * Fraction(2) ** self.scale_bits
@@ -104,9 +110,9 @@ def encode_scalars(
 def _encoded(value: float | int, scalar: Scalar) -> tuple[int, bool]:
     """Return one number in steps, and whether it was clipped."""
     if not math.isfinite(value):
-        raise NonFiniteUpdate(f"{scalar.name} is {value}")
+        raise NonFiniteUpdate(f"{scalar.name} is not finite")
     if scalar.is_count and not (0 <= value <= scalar.bound and value == int(value)):
-        raise CountOutOfRange(f"{scalar.name} is {value:,}, not a count up to {scalar.bound:,.0f}")
+        raise CountOutOfRange(f"{scalar.name} is not a count up to {scalar.bound:,.0f}")
     scale = Fraction(2) ** scalar.scale_bits
     most = math.floor(Fraction(scalar.bound) * scale)
     steps = round(Fraction(value) * scale)

@@ -260,6 +260,16 @@ ROSTER = [
             )
         ),
     ),
+    Attack(
+        check="ring and clip",  # a loss beyond its range is clipped, a count would be refused
+        action="share_keys",
+        change=chosen(
+            scalars=lambda p: tuple(
+                s if s.is_count else replace(s, scale_bits=0, bound=1.0, is_count=True)
+                for s in p.scalars
+            )
+        ),
+    ),
     Attack(check="ring and clip", action="share_keys", change=chosen(**FINER)),
     *(
         Attack(

@@ -138,3 +138,18 @@ def test_a_bound_without_meaning_is_refused(bound: float, is_count: bool) -> Non
 def test_a_count_has_no_scale() -> None:
     with pytest.raises(ValueError, match="as they are"):
         Scalar(name="weight", bound=10, scale_bits=1, num_devices=1, is_count=True)
+
+
+@pytest.mark.parametrize("value", [1234567.25, 1234567, math.inf, math.nan])
+def test_no_refusal_of_a_number_quotes_it(value: float) -> None:
+    """A device's refusal travels to the server, which may have chosen the bound."""
+    count = Scalar(name="n", bound=1.0, scale_bits=0, num_devices=3, is_count=True)
+    with pytest.raises((CountOutOfRange, NonFiniteUpdate)) as caught:
+        encode_scalars({"n": value}, [count])
+    assert "1234567" not in str(caught.value).replace(",", "")
+
+
+@pytest.mark.parametrize("scale_bits", [53, -1101, -(10**9), 10**9])
+def test_a_scale_beyond_every_float_is_refused_before_it_is_computed(scale_bits: int) -> None:
+    with pytest.raises(ValueError, match="steps"):
+        Scalar(name="n", bound=1.0, scale_bits=scale_bits, num_devices=3)
