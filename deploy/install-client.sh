@@ -1,0 +1,368 @@
+#!/bin/sh
+# Put the Headwater client on a device: Raspberry Pi OS, Debian 12 or Ubuntu 24.04 and newer, on
+# arm64 or amd64.
+#
+#   sudo sh deploy/install-client.sh [--join TOKEN] [--data DIR] [--no-start]
+#   sudo sh deploy/install-client.sh --upgrade
+#   sudo sh deploy/install-client.sh --uninstall [--purge]
+#
+# Each release is a folder of its own below /opt/headwater/releases, made ready beside the one that
+# runs; a link, `current`, is changed as the last thing. So an upgrade that fails leaves what was
+# there, and an installation that fails leaves nothing but Debian's packages. docs/install.md says
+# what lies where.
+set -eu
+
+PREFIX=/opt/headwater
+SETTINGS=/etc/headwater
+STATE=/var/lib/headwater
+UNITS=/etc/systemd/system
+UNIT=headwater-client.service
+DEVICE_USER=headwater
+
+# Of a device behind a metered link. PyTorch for arm64 is a third of it; CUDA would be ten times it.
+MAX_DOWNLOAD_MB=300
+# The wheels, and what they unpack to.
+NEEDED_MB=1800
+TORCH_INDEX=${TORCH_INDEX:-https://download.pytorch.org/whl/cpu}
+
+USAGE="usage: install-client.sh [--join TOKEN] [--data DIR] [--upgrade] [--no-start] [--source DIR]
+       install-client.sh --uninstall [--purge]
+
+  --join TOKEN   enrol the device with the token that \`headwater-server enroll NAME\` printed
+  --data DIR     let the service read this folder; homes are hidden from it otherwise
+  --upgrade      put this checkout's version in the place of the one that is installed
+  --no-start     install the unit and do not start it
+  --source DIR   the checkout to install. [default: the one that this script lies in]
+  --uninstall    stop and remove the client; settings, certificates and its place in the data stay
+  --purge        with --uninstall: remove those too, and the user"
+
+say() { printf 'install-client: %s\n' "$*"; }
+
+# fail NAME WHAT REMEDY: the name is for scripts, the rest for people.
+fail() {
+    printf 'install-client: %s: %s\n  remedy: %s\n' "$1" "$2" "$3" >&2
+    exit 1
+}
+
+main() {
+    read_arguments "$@"
+    [ "$(id -u)" -eq 0 ] || fail NotRoot "this needs root" "put sudo before the command"
+    exec 9>/run/headwater-install.lock
+    flock -n 9 || fail AlreadyRunning "another install-client.sh is at work" "wait for it"
+    if [ "$wants_removal" = yes ]; then
+        uninstall
+    else
+        install_client
+    fi
+}
+
+read_arguments() {
+    token='' data='' wants_upgrade=no wants_start=yes wants_removal=no wants_purge=no
+    source=$(cd "$(dirname "$0")/.." && pwd)
+    while [ $# -gt 0 ]; do
+        case $1 in
+            --join | --data | --source)
+                [ $# -ge 2 ] || fail Usage "$1 needs a value" "see --help"
+                case $1 in
+                    --join) token=$2 ;;
+                    --data) data=$2 ;;
+                    --source) source=$2 ;;
+                esac
+                shift
+                ;;
+            --upgrade) wants_upgrade=yes ;;
+            --no-start) wants_start=no ;;
+            --uninstall) wants_removal=yes ;;
+            --purge) wants_purge=yes ;;
+            -h | --help)
+                printf '%s\n' "$USAGE"
+                exit 0
+                ;;
+            *) fail Usage "$1 is no option of this script" "see --help" ;;
+        esac
+        shift
+    done
+    [ "$wants_purge" = no ] || [ "$wants_removal" = yes ] ||
+        fail Usage "--purge goes with --uninstall" "see --help"
+    [ -z "$data" ] || [ -d "$data" ] || fail NoData "there is no folder $data" "make it first"
+    case $data in
+        '' | /*) ;;
+        *) data=$(cd "$data" && pwd) ;;
+    esac
+    case $data in
+        *[[:space:]:%\"\\]*)
+            fail Usage "$data: a unit cannot name a folder with such a character" "rename it"
+            ;;
+    esac
+}
+
+# Installing and upgrading.
+
+install_client() {
+    check_machine
+    fingerprint=$(fingerprint_of "$source")
+    installed=$(cat "$PREFIX/current/fingerprint" 2>/dev/null || true)
+    if [ "$installed" = "$fingerprint" ]; then
+        say "this version is installed already"
+    elif [ -n "$installed" ] && [ "$wants_upgrade" = no ]; then
+        fail OtherVersion "another version is installed" "add --upgrade to put this one in its place"
+    else
+        [ -n "$installed" ] || [ "$wants_upgrade" = no ] ||
+            fail NotInstalled "there is no version to upgrade" "leave --upgrade out"
+        trap undo EXIT
+        trap 'exit 1' HUP INT TERM
+        bring_packages
+        make_user
+        make_release
+        use_release
+        trap - EXIT HUP INT TERM
+    fi
+    make_settings
+    install_unit
+    [ -z "$token" ] || join
+    start
+}
+
+check_machine() {
+    machine=$(uname -m)
+    case $machine in
+        aarch64) torch='torch>=2.6,<2.11' ;;
+        x86_64) torch='torch>=2.6,<2.14' ;;
+        *) fail NoSuchMachine "PyTorch has no build for $machine" "use a 64-bit system" ;;
+    esac
+    # A 64-bit kernel may run a 32-bit system, as on older Raspberry Pi OS.
+    case $(dpkg --print-architecture 2>/dev/null || true) in
+        arm64 | amd64) ;;
+        '') fail NoSuchSystem "this is no Debian, Ubuntu or Raspberry Pi OS" "see docs/install.md" ;;
+        *) fail NoSuchMachine "the system is not a 64-bit one" "install its 64-bit edition" ;;
+    esac
+    for file in pyproject.toml constraints.txt client/cli.py deploy/systemd/$UNIT; do
+        [ -f "$source/$file" ] ||
+            fail NoSource "$source has no $file" "run this script from a whole checkout"
+    done
+}
+
+# The same for the same files, whatever their dates.
+fingerprint_of() {
+    (
+        cd "$1"
+        # shellcheck disable=SC2046 # the names are our own, without spaces
+        sha256sum $(find common client server examples -name '*.py' | LC_ALL=C sort) \
+            pyproject.toml constraints.txt | sha256sum | cut -d ' ' -f 1
+    )
+}
+
+bring_packages() {
+    missing=''
+    for package in python3 python3-venv ca-certificates; do
+        dpkg-query -W -f '${Status}' "$package" 2>/dev/null | grep -q 'ok installed' ||
+            missing="$missing $package"
+    done
+    if [ -n "$missing" ]; then
+        say "Debian's packages:$missing"
+        # shellcheck disable=SC2086 # a list
+        { apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y \
+            --no-install-recommends $missing >/dev/null; } ||
+            fail NoPackages "apt-get could not install$missing" "run apt-get update, and look there"
+    fi
+    python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
+        fail OldPython "Python 3.11 is needed, this is $(python3 -V)" \
+            "upgrade the system: Debian 12, Ubuntu 24.04 or newer"
+}
+
+make_user() {
+    getent passwd "$DEVICE_USER" >/dev/null && return
+    useradd --system --home-dir "$STATE" --no-create-home --shell /usr/sbin/nologin "$DEVICE_USER" ||
+        fail NoUser "the user $DEVICE_USER could not be made" "see useradd's message above"
+    made_user=yes
+}
+
+# Everything is downloaded and weighed before anything is unpacked.
+make_release() {
+    [ -d "$PREFIX" ] || made_prefix=yes
+    mkdir -p "$PREFIX/releases"
+    free=$(df -Pm "$PREFIX" | awk 'NR == 2 { print $4 }')
+    [ "$free" -ge "$NEEDED_MB" ] ||
+        fail NoSpace "$PREFIX has $free MB free, $NEEDED_MB are needed" "free some space"
+    release=$(mktemp -d "$PREFIX/releases/$(date -u +%Y%m%d-%H%M%S)-XXXX")
+    chmod 755 "$release"
+    mkdir "$release/wheels" "$release/tmp" "$release/app"
+    # /tmp may be memory, and small.
+    TMPDIR=$release/tmp PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+    export TMPDIR PIP_NO_CACHE_DIR PIP_DISABLE_PIP_VERSION_CHECK
+    for part in common client server examples pyproject.toml constraints.txt README.md LICENSE; do
+        cp -R "$source/$part" "$release/app/"
+    done
+    find "$release/app" -name __pycache__ -prune -exec rm -rf {} +
+    python3 -m venv "$release/venv" ||
+        fail NoVenv "python3 -m venv failed" "see its message above"
+    pip="$release/venv/bin/python -m pip --quiet --no-input"
+    download
+    say "unpacking"
+    $pip install --no-index --find-links "$release/wheels" headwater ||
+        fail NoRoom "the wheels could not be unpacked" "see pip's message above"
+    check_release
+    rm -rf "$release/wheels" "$release/tmp"
+    unset TMPDIR
+    printf '%s\n' "$fingerprint" >"$release/fingerprint"
+}
+
+download() {
+    wheels=$release/wheels
+    download_torch
+    printf 'torch==%s\n' "$(torch_version)" >"$release/tmp/torch.txt"
+    # The project itself is built apart: what it is built with does not stay.
+    $pip wheel --no-deps --wheel-dir "$wheels" "$release/app" ||
+        fail NoDownload "the project could not be built" "see pip's message above"
+    rm -rf "$release/app/build" "$release/app/headwater.egg-info"
+    $pip download --dest "$wheels" --find-links "$wheels" --only-binary :all: \
+        --constraint "$release/app/constraints.txt" --constraint "$release/tmp/torch.txt" \
+        headwater ||
+        fail NoDownload "a package could not be had" "see pip's message above, and the network"
+    megabytes=$(du -sm "$wheels" | cut -f 1)
+    say "downloaded $megabytes MB"
+    [ "$machine" != aarch64 ] || [ "$megabytes" -le "$MAX_DOWNLOAD_MB" ] ||
+        fail TooLarge "$megabytes MB are more than the $MAX_DOWNLOAD_MB of a device" \
+            "report it: a package has grown"
+}
+
+# First what pip has at hand on this machine (PIP_FIND_LINKS, pip.conf). Then, on arm64, the
+# registry, where such a torch is for CPUs; on amd64 PyTorch's own index, as the registry's has CUDA.
+download_torch() {
+    say "torch"
+    # shellcheck disable=SC2086 # a command and its options
+    $pip download --no-index --no-deps --dest "$wheels" "$torch" 2>/dev/null ||
+        if [ "$machine" = aarch64 ]; then
+            $pip download --no-deps --only-binary :all: --dest "$wheels" "$torch"
+        else
+            $pip download --no-deps --index-url "$TORCH_INDEX" --dest "$wheels" "$torch"
+        fi ||
+        fail NoTorch "$torch could not be had" \
+            "see pip's message above; TORCH_INDEX=URL names another index of CPU builds"
+    "$release/venv/bin/python" - "$wheels" <<'PYTHON' ||
+import pathlib, sys, zipfile
+from email.parser import Parser
+from pip._vendor.packaging.requirements import Requirement
+
+(wheel,) = pathlib.Path(sys.argv[1]).glob("torch-*.whl")
+with zipfile.ZipFile(wheel) as file:
+    name = next(name for name in file.namelist() if name.endswith(".dist-info/METADATA"))
+    told = Parser().parsestr(file.read(name).decode())
+needed = [Requirement(line) for line in told.get_all("Requires-Dist", [])]
+found = {one.name for one in needed if one.marker is None or one.marker.evaluate({"extra": ""})}
+sys.exit(any(name.startswith(("nvidia", "cuda", "triton")) for name in found))
+PYTHON
+        fail CudaBuild "the torch that was found brings CUDA, gigabytes of it" \
+            "name an index of CPU builds: TORCH_INDEX=URL"
+}
+
+torch_version() {
+    for wheel in "$wheels"/torch-*.whl; do
+        basename "$wheel" | cut -d - -f 2 | sed 's/%2B/+/'
+    done
+}
+
+check_release() {
+    "$release/venv/bin/python" -m pip check >/dev/null ||
+        fail BadRelease "the packages do not fit together" "report it, with pip's message above"
+    (cd / && "$release/venv/bin/python" -c \
+        'import cryptography, flwr.clientapp, grpc, torch; torch.ones(2, requires_grad=True).sum().backward()') ||
+        fail BadRelease "the packages do not run on this machine" "report it, with the message above"
+    (cd / && "$release/venv/bin/headwater-client" --help >/dev/null) ||
+        fail BadRelease "headwater-client does not start" "report it, with the message above"
+}
+
+use_release() {
+    before=$(readlink "$PREFIX/current" || true)
+    ln -sfn "releases/$(basename "$release")" "$PREFIX/current.new"
+    mv -T "$PREFIX/current.new" "$PREFIX/current"
+    ln -sfn current/venv "$PREFIX/venv"
+    ln -sfn current/app "$PREFIX/app"
+    say "installed in $PREFIX: $(du -sm "$release" | cut -f 1) MB"
+    # What runs keeps its open files; it is restarted at the end.
+    [ -z "$before" ] || old_release=$PREFIX/$before
+    for other in "$PREFIX"/releases/*; do
+        [ "$other" = "$release" ] || [ "$other" = "${old_release:-}" ] || rm -rf "$other"
+    done
+}
+
+undo() {
+    status=$?
+    trap - EXIT HUP INT TERM
+    [ -z "${release:-}" ] || rm -rf "$release"
+    rm -f "$PREFIX/current.new"
+    [ "${made_prefix:-no}" = no ] || rm -rf "$PREFIX"
+    [ "${made_user:-no}" = no ] || userdel "$DEVICE_USER"
+    say "nothing was changed, but for Debian's packages" >&2
+    exit "$status"
+}
+
+make_settings() {
+    install -d -o root -g "$DEVICE_USER" -m 750 "$SETTINGS"
+    install -d -o "$DEVICE_USER" -g "$DEVICE_USER" -m 700 "$STATE"
+    [ -e "$SETTINGS/client.toml" ] || install -o root -g "$DEVICE_USER" -m 640 \
+        "$source/deploy/client.toml" "$SETTINGS/client.toml"
+}
+
+install_unit() {
+    install -m 644 "$source/deploy/systemd/$UNIT" "$UNITS/$UNIT"
+    if [ -n "$data" ]; then
+        mkdir -p "$UNITS/$UNIT.d"
+        printf '[Service]\nBindReadOnlyPaths=%s\n' "$data" >"$UNITS/$UNIT.d/data.conf"
+    fi
+}
+
+join() {
+    # As the user of the service: the key is made where it stays, and readable by nobody else.
+    runuser -u "$DEVICE_USER" -- env HOME="$STATE" \
+        "$PREFIX/venv/bin/headwater-client" join "$token" --folder "$STATE/enrolment" ||
+        fail NotEnrolled "the client is installed, and not enrolled" \
+            "ask for a new token, and call this again with --join TOKEN"
+}
+
+start() {
+    if [ ! -d /run/systemd/system ]; then
+        say "systemd does not run here: the unit is installed, and not started"
+    elif [ "$wants_start" = no ]; then
+        systemctl daemon-reload
+        say "installed; start it with: systemctl enable --now $UNIT"
+        return # what runs may still need the release before
+    else
+        systemctl daemon-reload
+        systemctl enable --quiet "$UNIT"
+        systemctl restart "$UNIT" || go_back
+        say "started; follow it with: journalctl -fu $UNIT"
+    fi
+    [ -z "${old_release:-}" ] || rm -rf "$old_release"
+}
+
+go_back() {
+    if [ -n "${old_release:-}" ]; then
+        ln -sfn "releases/$(basename "$old_release")" "$PREFIX/current"
+        rm -rf "$release"
+        systemctl restart "$UNIT" || true
+        say "the version before is back" >&2
+    fi
+    fail NotStarted "the service does not start" \
+        "see: journalctl -u $UNIT; and run: $PREFIX/venv/bin/headwater-client doctor"
+}
+
+# Removing.
+
+uninstall() {
+    if [ -d /run/systemd/system ] && [ -e "$UNITS/$UNIT" ]; then
+        systemctl disable --now --quiet "$UNIT" ||
+            fail NotStopped "the service does not stop" "see: systemctl status $UNIT"
+    fi
+    rm -rf "${UNITS:?}/$UNIT" "${UNITS:?}/$UNIT.d" "$PREFIX"
+    [ ! -d /run/systemd/system ] || systemctl daemon-reload
+    if [ "$wants_purge" = yes ]; then
+        rm -rf "$SETTINGS" "$STATE"
+        ! getent passwd "$DEVICE_USER" >/dev/null || userdel "$DEVICE_USER"
+        say "removed, with settings, certificates and state; Debian's packages stay"
+    else
+        say "removed; $SETTINGS and $STATE stay: --uninstall --purge removes them"
+    fi
+}
+
+main "$@"
