@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from common.fixed_point import LARGEST_CLIP, LEAST_CLIP
 from common.graph import SECURITY_BITS, Mode
 from common.identity import AllowList, SigningIdentity
 from common.secagg import LEAST_MEMBERS, WEIGHT, SessionNumber
@@ -31,9 +32,8 @@ class Floor:
     dropout: float = 0.1
     bits: int = SECURITY_BITS
     ring_bits: frozenset[int] = frozenset({16, 32})
-    # Far beyond what a mean gradient's coordinate can be, and far below what float32 resolves.
-    min_clip: float = 2.0**-100
-    max_clip: float = 2.0**100
+    min_clip: float = LEAST_CLIP
+    max_clip: float = LARGEST_CLIP
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

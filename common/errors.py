@@ -10,6 +10,9 @@
     │   ├── PortInUse               --listen names a port that somebody else holds
     │   ├── InsecureAddress         no TLS beyond loopback
     │   ├── CertificateProblem      a TLS file is missing, unreadable or of the wrong kind
+    │   ├── JoinTokenBroken         not a join token, or not whole
+    │   ├── NameTaken               a device of this name is enrolled
+    │   ├── ClockWrong              the clock is outside of what a certificate is valid for
     │   ├── IdentityProblem         an identity or an allow-list is not what it should be
     │   └── NoSuchGraph             no sparse graph bears the assumed corruption and dropout
     ├── TaskError               fix the task file
@@ -21,7 +24,12 @@
     ├── DeviceRefused           this client cannot take part as it is
     │   ├── ModelMismatch           its model is laid out otherwise than the server's
     │   ├── ProtocolMismatch        it speaks another version of the wire
-    │   └── IdentityRefused         its name is invalid, taken, or not that of its certificate
+    │   ├── IdentityRefused         its name is invalid, taken, or not that of its certificate
+    │   ├── CertificateRevoked      the operator has ended its certificate
+    │   ├── AuthorityMismatch       another authority than its join token names
+    │   ├── JoinTokenUnknown        never made, void, or for another name
+    │   ├── JoinTokenExpired        it came too late
+    │   └── JoinTokenUsed           it lets in one device, and has done so
     ├── UpdateRefused           drop this update, the round goes on
     │   ├── CorruptUpdate           digest, order of chunks or framing is wrong
     │   ├── OversizeUpdate          longer than the model's own layout allows
@@ -57,13 +65,16 @@
     ├── RoundAborted            nothing was committed; the round may be tried again
     │   ├── TooFewClients           fewer answers than --min-clients
     │   ├── TooFewSurvivors         too few are left to open the masked sum
-    │   └── DealerCheated           a device's shares do not open what it committed to
+    │   ├── DealerCheated           a device's shares do not open what it committed to
+    │   └── SumOutOfRange           the sum is more than the plans allow: a device lied
     ├── StateError              the disk
     │   ├── CheckpointCorrupt       it cannot be read back
     │   └── CheckpointFailed        it cannot be written (disk full, read-only)
     ├── Diverged                the model is no longer finite
     ├── OutOfMemory             not even one example fits
     └── ConnectionLost          retry later
+        ├── EnrolmentClosed         the enrolment port is not open
+        └── TooManyAttempts         the enrolment port has had enough of this address
 
 A message says what was expected, what was found and where; ``remedy`` says what to do about it.
 Only the class name and message of these errors may travel to the other side; of any other
@@ -129,15 +140,36 @@ class InsecureAddress(SettingsError):
     """An address beyond loopback without TLS."""
 
     remedy = (
-        "make certificates with `headwater-server init` and pass --tls-ca, --tls-certificate and "
-        "--tls-key on both sides; or say --insecure if you accept that anyone may read and join"
+        "make certificates with `headwater-server init`, enrol each device with a token of "
+        "`headwater-server enroll NAME`, and start both sides as these say; or say --insecure if you accept that anyone may read and join"
     )
 
 
 class CertificateProblem(SettingsError):
     """A TLS file is missing, unreadable or of the wrong kind."""
 
-    remedy = "make the certificates anew with `headwater-server init`"
+    remedy = (
+        "make the server's certificate anew with `headwater-server init`, a device's with a join "
+        "token of `headwater-server enroll NAME`"
+    )
+
+
+class JoinTokenBroken(SettingsError):
+    """A text that is not a join token, or not all of one."""
+
+    remedy = "copy the whole line that `headwater-server enroll NAME` printed"
+
+
+class NameTaken(SettingsError):
+    """A device of this name is enrolled, and its certificate counts."""
+
+    remedy = "choose another name, or end that one's certificate: `headwater-server revoke NAME`"
+
+
+class ClockWrong(SettingsError):
+    """This machine's clock is outside of the time for which a certificate is valid."""
+
+    remedy = "set this machine's clock, and the server's if it is the one that is off"
 
 
 class IdentityProblem(SettingsError):
@@ -210,6 +242,45 @@ class IdentityRefused(DeviceRefused):
     """The client's name is invalid, taken, or not the one in its certificate."""
 
     remedy = "give each device a --name of its own, the one its certificate was made for"
+
+
+class CertificateRevoked(DeviceRefused):
+    """The device's certificate counts no more."""
+
+    remedy = (
+        "ask the operator for a new join token: `headwater-server enroll NAME`, then "
+        "`headwater-client join`"
+    )
+
+
+class AuthorityMismatch(DeviceRefused):
+    """The authority that was shown is not the one that the join token names."""
+
+    remedy = (
+        "somebody may be in between, or the server has another authority now: ask the operator, "
+        "by other ways than this network, for a new token"
+    )
+
+
+class JoinTokenUnknown(DeviceRefused):
+    """A token that was never made here, was replaced or revoked, or is for another name."""
+
+    remedy = "ask the operator for a new one: `headwater-server enroll NAME`"
+
+
+class JoinTokenExpired(DeviceRefused):
+    """The token's time has passed."""
+
+    remedy = "ask the operator for a new one: `headwater-server enroll NAME`, with a longer --valid"
+
+
+class JoinTokenUsed(DeviceRefused):
+    """The token has let a device in; it is good for one."""
+
+    remedy = (
+        "if that was not you, somebody else had the token: the operator should revoke the name. "
+        "Ask for a new one: `headwater-server enroll NAME`"
+    )
 
 
 class UpdateRefused(HeadwaterError):
@@ -387,6 +458,15 @@ class DealerCheated(RoundAborted):
         self.dealers = dealers
 
 
+class SumOutOfRange(RoundAborted):
+    """A masked sum beyond what the plans allow; the masks hide whose lie it is."""
+
+    remedy = (
+        "a device does not keep to the protocol; invite other cohorts, and see with which of them "
+        "it happens"
+    )
+
+
 class StateError(HeadwaterError):
     """State on disk could not be read or written."""
 
@@ -419,6 +499,21 @@ class ConnectionLost(HeadwaterError):
     """The other side is not to be reached."""
 
     remedy = "check the address and that the server runs"
+
+
+class EnrolmentClosed(ConnectionLost):
+    """Nobody listens at the enrolment port."""
+
+    remedy = (
+        "the port is open while a join token is out and headwater-server runs: check both, and the "
+        "address in the token (`headwater-server enroll NAME --address HOST:PORT`)"
+    )
+
+
+class TooManyAttempts(ConnectionLost):
+    """The enrolment port turned this address away for a while."""
+
+    remedy = "wait a minute and try again"
 
 
 def _subclasses(root: type[HeadwaterError]) -> list[type[HeadwaterError]]:

@@ -51,6 +51,12 @@ CHUNK = 1 << 15  # coordinates at a time: 128 KiB of float32 that stay in cache
 FIRST_CLIP = 2.0**8
 """c before anything is known: a hundred times what mean gradients usually reach."""
 WIDEST_CLIP = 2.0**20
+LEAST_CLIP, LARGEST_CLIP = 2.0**-100, 2.0**100
+"""Far beyond what a mean gradient's coordinate can be, and far below what float32 resolves.
+
+Outside of them a device takes part in no session. Nothing that is followed leaves them, whatever a
+lying device makes of a sum.
+"""
 CLIP_ROOM = 16
 CLIP_ROOM_MOST = 1 << 12
 
@@ -245,7 +251,7 @@ def follow_clip(state: ClipState, *, largest_mean: float, num_clipped: int) -> C
     mean coordinate seen so far. If anything was clipped it doubles, up to 8,192 times that
     coordinate: devices that clip for ever, or say so, cost a cohort of n no more accuracy than
     n 2^-18 of that coordinate. A sum of zeros tells nothing, and then only clips move the bound, up
-    to 2^20.
+    to 2^20. Whatever is told, it does not go beyond ``LARGEST_CLIP``.
     """
     seen = max(state.largest_mean, largest_mean)
     if not seen:
@@ -253,4 +259,4 @@ def follow_clip(state: ClipState, *, largest_mean: float, num_clipped: int) -> C
     least = math.ldexp(1, math.frexp(CLIP_ROOM * seen)[1])
     most = least * (CLIP_ROOM_MOST // CLIP_ROOM)
     moved = state.clip * (2 if num_clipped else 0.5)
-    return ClipState(clip=min(max(moved, least), most), largest_mean=seen)
+    return ClipState(clip=min(max(moved, least), most, LARGEST_CLIP), largest_mean=seen)

@@ -9,14 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from common.errors import SumOutOfRange
 from common.noise import NoiseSums
-from common.secagg import MAX_SCALARS, WEIGHT
+from common.scalars import Scalar
+from common.secagg import MAX_SCALARS, NUM_CLIPPED, WEIGHT
 from common.update import UpdateReport
 
 LOSS, NUM_EXAMPLES, NUM_REFUSED = "loss_sum", "num_examples", "num_refused"
 SUMMED_WEIGHT, SQUARED_NORM = "summed_weight", "squared_norm"
 METRIC, NOISE = "metric.", "noise."
 NOISE_PARTS = ("measured_weight", "variance", "sum_variance", "squared_gradient")
+
+ABOVE_ZERO = {WEIGHT, NUM_EXAMPLES, SUMMED_WEIGHT}
+NOT_BELOW_ZERO = {NUM_CLIPPED, NUM_REFUSED, SQUARED_NORM, NOISE + "measured_weight"}
+"""Sums that are divided by, or whose root is taken."""
 
 # Beside those that every session has, with room for weight and the number of clips.
 MOST_METRICS = MAX_SCALARS - 16
@@ -57,6 +63,33 @@ def numbers_of(
         **{NOISE + part: getattr(noise, part) for part in NOISE_PARTS},
         **{METRIC + name: report.metric_sums.get(name, 0.0) for name in metrics},
     }
+
+
+def check_sums(
+    sums: Mapping[str, float], scalars: Iterable[Scalar], *, num_devices: int, planned_weight: int
+) -> None:
+    """Check that sums of ``num_devices`` devices are within what each of them may tell.
+
+    A device that masks any number it likes is not seen doing so; but a sum that is out of range
+    would end in a division by zero, or a root of less, and must cost no more than its round.
+
+    Raises:
+        SumOutOfRange: naming the numbers.
+    """
+    wrong = []
+    for scalar in scalars:
+        found = sums[scalar.name]
+        most = planned_weight if scalar.name == WEIGHT else num_devices * scalar.bound
+        is_within = abs(found) <= most * (1 + 1e-9)  # decoding rounds to float64
+        is_within &= found > 0 or scalar.name not in ABOVE_ZERO
+        is_within &= found >= 0 or scalar.name not in NOT_BELOW_ZERO
+        if not is_within:
+            wrong.append(scalar.name)
+    if wrong:
+        raise SumOutOfRange(
+            f"{', '.join(wrong)}: sums of {num_devices} devices that no plan allows; one of them "
+            "lied, and the masks hide which"
+        )
 
 
 def metrics_in(numbers: Mapping[str, float]) -> dict[str, float]:

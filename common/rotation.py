@@ -38,7 +38,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from common.fixed_point import Encoding, check_finite
+from common.fixed_point import LARGEST_CLIP, LEAST_CLIP, Encoding, check_finite
 from common.masking import Stream, mask_in_place
 from common.secret import Secret
 
@@ -173,7 +173,7 @@ def follow_bounds(
     wanted = ROOM * spread * np.maximum(block_rms, LEAST_SHARE * whole)
     if clipped > CLIPPED_SHARE:
         wanted = np.clip(2.0 * bounds, wanted, WIDEST * wanted)
-    return wanted.astype(np.float32)
+    return np.clip(wanted, LEAST_CLIP, LARGEST_CLIP).astype(np.float32)
 
 
 def _checked(

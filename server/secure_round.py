@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from common import masked_numbers
 from common.errors import CheckpointCorrupt, HeadwaterError, StateError, UnexpectedUpdate
 from common.fixed_point import ClipState, decode_mean, follow_clip
-from common.masked_numbers import bounds_of, metrics_in, noise_in
+from common.masked_numbers import bounds_of, check_sums, metrics_in, noise_in
 from common.parameters import ModelImage
 from common.rotation import (
     Rotation,
@@ -259,9 +259,15 @@ def summed(opened: OpenedSum, followed: Followed) -> tuple[Summed, Followed]:
     """Divide the opened sum by its weight; return it, and what the next round follows from.
 
     Raises:
-        TooFewSurvivors: nothing at all was summed.
+        SumOutOfRange: the numbers cannot be those of devices that kept to their plans.
     """
     numbers, chosen = opened.numbers, opened.session.parameters
+    check_sums(
+        numbers,
+        chosen.scalars,
+        num_devices=len(opened.survived),
+        planned_weight=sum(opened.session.members[name].planned_weight for name in opened.survived),
+    )
     weight, num_clipped = round(numbers[WEIGHT]), round(numbers[NUM_CLIPPED])
     mean_P = decode_mean(opened.vector_P, encoding=chosen.encoding, weight=weight)
     if chosen.rotation_seed is None:

@@ -28,12 +28,14 @@ from common.errors import (
     RoundAborted,
     SessionMismatch,
     SignatureRefused,
+    SumOutOfRange,
     TooFewSurvivors,
     UnexpectedUpdate,
     WrongShare,
 )
 from common.identity import SigningIdentity
 from common.secagg import (
+    WEIGHT,
     KeysAdvertised,
     MaskedHead,
     Reply,
@@ -46,6 +48,7 @@ from common.secagg import (
 from common.session_digest import keys_message
 from common.session_keys import new_key_pair
 from server.secure_phases import blamed
+from server.secure_round import Followed, summed
 from server.unmask import UnmaskPhase
 from tests.faults import FaultPlan
 from tests.secagg import Cast, Played
@@ -500,3 +503,23 @@ def test_what_was_rejected_left_no_trace_in_the_phase() -> None:
     assert isinstance(played.rejected[LIAR], UnexpectedUpdate)
     assert isinstance(played.phase, UnmaskPhase)
     sum_without(cast, played)
+
+
+# -- numbers
+
+
+@pytest.mark.parametrize("added", [-(10**6), 10**6])
+def test_a_masked_weight_that_makes_the_sum_s_impossible_ends_the_round_and_no_more(
+    added: int,
+) -> None:
+    cast = Cast(5)
+
+    def shifted(head: MaskedHead) -> bytes:
+        elements = np.frombuffer(head.scalars, "<u8").copy()
+        elements[:1] += np.uint64(added % 2**64)  # modulo 2^64, as the ring is
+        return elements.tobytes()
+
+    played = cast.play(FaultPlan().answer("masked_update", changed(scalars=shifted), client=LIAR))
+    assert played.sum.session.parameters.scalars[0].name == WEIGHT
+    with pytest.raises(SumOutOfRange, match=WEIGHT):
+        summed(played.sum, Followed())

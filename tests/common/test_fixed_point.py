@@ -20,6 +20,7 @@ from common.fixed_point import (
     CHUNK,
     CLIP_ROOM,
     FIRST_CLIP,
+    LARGEST_CLIP,
     ClipState,
     Encoding,
     RingBits,
@@ -333,3 +334,10 @@ def test_a_sum_of_zeros_moves_the_bound_only_if_something_was_clipped() -> None:
     for _ in range(20):
         still = follow_clip(still, largest_mean=0.0, num_clipped=1)
     assert still.clip == 2.0**20
+
+
+def test_a_clip_bound_stays_what_devices_accept_though_each_sum_is_as_large_as_it_can_be() -> None:
+    state = ClipState()
+    for _ in range(100):
+        state = follow_clip(state, largest_mean=state.clip, num_clipped=1)
+    assert state.clip == LARGEST_CLIP

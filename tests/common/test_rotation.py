@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from client.secure_device import Floor
 from common.errors import NonFiniteUpdate
 from common.fixed_point import decode_mean, encode_in_place, plan_encoding
 from common.rotation import (
@@ -300,3 +301,13 @@ def test_bounds_double_while_too_much_is_clipped_up_to_their_end() -> None:
     assert seen == [2, 4, WIDEST, WIDEST, WIDEST]
     at_rest = follow_bounds(bounds, block_rms=np.ones(2), spread=1.0, clipped=CLIPPED_SHARE)
     assert at_rest.tolist() == [ROOM, ROOM]
+
+
+@pytest.mark.parametrize("spread", [1.0, 1e30, 1e60])
+def test_bounds_stay_what_devices_accept_whatever_a_lie_makes_of_the_sum(spread: float) -> None:
+    block_rms = np.array([1e20, 1e-300])
+    found = follow_bounds(
+        np.ones(2, dtype=np.float32), block_rms=block_rms, spread=spread, clipped=1
+    )
+    floor = Floor()
+    assert ((found >= floor.min_clip) & (found <= floor.max_clip)).all()
