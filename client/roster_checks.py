@@ -11,13 +11,16 @@ from collections.abc import Iterable, Sequence
 
 from client.secure_checks import check_unmasked
 from client.secure_device import Device, Record
+from common.accusations import accusation
 from common.errors import (
     CohortTooSmall,
+    IdentityUnknown,
     MaskingTooWeak,
     ModelMismatch,
     RingCanWrap,
     RosterRefused,
     SessionReplayed,
+    SignatureRefused,
     ThresholdTooHigh,
     ThresholdTooLow,
 )
@@ -114,8 +117,20 @@ def _check_members(members: Sequence[Member], *, keys: KeysAdvertised, device: D
 def _check_identities(members: Iterable[Member], wanted: KeysWanted, device: Device) -> None:
     if device.allow_list is None:
         raise MaskingTooWeak(f"{device.name}: active mode without an allow-list")
+    unknown, unsigned = [], []
     for member in members:
-        device.allow_list.verify(member.name, keys_message(wanted, member), member.signature)
+        try:
+            device.allow_list.verify(member.name, keys_message(wanted, member), member.signature)
+        except IdentityUnknown:
+            unknown.append(member.name)
+        except SignatureRefused:
+            unsigned.append(member.name)
+    if unknown:
+        raise IdentityUnknown(accusation(unknown, f"not on the allow-list of {device.name}"))
+    if unsigned:
+        raise SignatureRefused(
+            accusation(unsigned, f"not signed by whom the allow-list of {device.name} has there")
+        )
 
 
 def check_thresholds(chosen: Parameters, num_members: int, device: Device) -> None:

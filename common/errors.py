@@ -141,7 +141,8 @@ class InsecureAddress(SettingsError):
 
     remedy = (
         "make certificates with `headwater-server init`, enrol each device with a token of "
-        "`headwater-server enroll NAME`, and start both sides as these say; or say --insecure if you accept that anyone may read and join"
+        "`headwater-server enroll NAME`, and start both sides as these say; or say --insecure if "
+        "you accept that anyone may read and join"
     )
 
 
@@ -449,7 +450,7 @@ class TooFewSurvivors(RoundAborted):
 class DealerCheated(RoundAborted):
     """Good shares of a device's secret that do not open what the device committed to."""
 
-    remedy = "keep the devices that the message names out of the run"
+    remedy = "the next rounds go on without the devices that are named: look what runs on them"
 
     def __init__(
         self, message: str, *, remedy: str | None = None, dealers: tuple[str, ...] = ()

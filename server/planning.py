@@ -16,6 +16,7 @@ from common.settings import Evaluation, Settings
 from common.update import DescribeRequest, DeviceReport, Plan, UpdateReport
 from server import reasons
 from server.cohort import Invited, dataset_weights, invite
+from server.culprits import LeftOut, convicted, left_out
 from server.learned import NOTHING, Learned
 from server.open_round import OpenRound
 from server.planner import Assignment, Device, Link, TooSlow, assign, too_slow
@@ -32,7 +33,8 @@ class Planned:
 
     plans: dict[str, Plan]
     left_out: dict[str, str]
-    """Who is too slow for the deadline, and by how much."""
+    """Who is too slow for the deadline, or made a secure session fail, and why."""
+    num_too_slow: int
     num_bounded: int
     """Devices that claim more than is believed: of their speed, or of what they own."""
 
@@ -50,6 +52,14 @@ class Planning:
         self._told: dict[str, DeviceReport] = {}
         self._unbelieved: set[str] = set()
         self._asked_anyway: set[str] = set()
+        self.culprits: dict[str, LeftOut] = {}
+
+    def leave_out(self, found: Mapping[str, str], *, round_number: int) -> None:
+        """Leave who made a secure session fail out of what follows (``server.culprits``)."""
+        self.culprits = convicted(self.culprits, found, round_number=round_number)
+        for name, why in found.items():
+            through = self.culprits[name].through_round
+            log.warning("%s is left out through round %d: %s", name, through, why)
 
     def describe_request(self, *, left_out: str | None = None) -> DescribeRequest:
         """Return what every device is asked when it is first seen, and when it is left out."""
@@ -84,11 +94,15 @@ class Planning:
             turn_seconds=turn_seconds,
         )
         devices = self._meet(reports)
+        culprits = left_out(self.culprits, devices, round_number=round_number)
+        for name in culprits:
+            del devices[name]
         invited = self._invite(devices, link, round_number)
         if len(invited.names) < cohort.min_clients:
+            why = "".join(f"; {name} is left out {said}" for name, said in culprits.items())
             raise TooFewClients(
                 f"round {round_number}: {len(invited.names)} clients are invited, at least "
-                f"{cohort.min_clients} are needed",
+                f"{cohort.min_clients} are needed{why}",
                 remedy="raise --cohort-size, or lower --min-clients",
             )
         devices |= {
@@ -119,7 +133,12 @@ class Planning:
             )
             for name, assignment in assignments.items()
         }
-        return Planned(plans=plans, left_out=invited.left_out, num_bounded=len(unbelieved))
+        return Planned(
+            plans=plans,
+            left_out=invited.left_out | culprits,
+            num_too_slow=len(invited.left_out),
+            num_bounded=len(unbelieved),
+        )
 
     def _meet(self, reports: Iterable[DeviceReport]) -> dict[str, Device]:
         """Take over what the devices that are here tell, as far as it is news."""

@@ -198,22 +198,35 @@ class CheckPhase:
             raise CorruptUpdate(f"{sender}: it complains of a device that dealt it nothing")
         return replace(self, checked={**self.checked, sender: frozenset(checked.bad_dealers)})
 
-    def close(self) -> MaskPhase:
-        """Fix U2: those who answered, and are not to blame for bad shares.
+    @property
+    def complaints(self) -> dict[str, frozenset[str]]:
+        """Who found whose shares bad."""
+        return {name: bad for name, bad in self.checked.items() if bad}
+
+    @property
+    def left(self) -> dict[str, HeadwaterError]:
+        """Who answered and is not in U2 even so, and why: it is to blame for bad shares.
 
         Whoever is left with fewer than t holders leaves too, until nobody is: in a sparse graph a
         neighbourhood may thin out although the cohort is large enough.
-
-        Raises:
-            TooFewSurvivors: too few are left.
         """
-        left = blamed({name: bad for name, bad in self.checked.items() if bad})
+        left = blamed(self.complaints)
         members = sorted(self.checked.keys() - left.keys())
         while short := self.session.short_of_holders(members, present=members):
             threshold = self.session.parameters.threshold
             why = f"fewer than {threshold} of its holders are left"
             left |= {name: TooFewSurvivors(f"{name}: {why}") for name in short}
             members = sorted(set(members) - set(short))
+        return left
+
+    def close(self) -> MaskPhase:
+        """Fix U2: those who answered, but for those who ``left``.
+
+        Raises:
+            TooFewSurvivors: too few are left.
+        """
+        left = self.left
+        members = sorted(self.checked.keys() - left.keys())
         check_enough(members, self.opening, what="can mask an update")
         return MaskPhase.of(
             opening=self.opening, session=self.session, dealt=self.dealt, members=members, left=left

@@ -12,8 +12,8 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +37,11 @@ from common.secagg import NUM_CLIPPED, PHASES, WEIGHT, Phase, Request, SessionNu
 from common.settings import Secure
 from common.update import Plan, Ready
 from server.checkpoint import write_whole
+from server.culprits import Evidence
 from server.fleet import Dropout, Fleet
 from server.secure_masks import MaskPhase
 from server.secure_opening import Opening
-from server.secure_phases import open_session
+from server.secure_phases import CheckPhase, DealPhase, open_session
 from server.summed import Summed
 from server.target import Gathered
 from server.unmask import OpenedSum, UnmaskPhase
@@ -156,6 +157,15 @@ class Cohort:
             most_examples=max((plans[name].quota for name in alike), default=1),
         )
 
+    def without(self, names: Iterable[str]) -> Cohort:
+        """Return the cohort without some of its devices."""
+        gone = set(names)
+        return replace(
+            self,
+            ready={name: one for name, one in self.ready.items() if name not in gone},
+            planned_weights={n: w for n, w in self.planned_weights.items() if n not in gone},
+        )
+
 
 def opening_of(
     cohort: Cohort,
@@ -209,8 +219,11 @@ def play(
     bounds: NDArray[np.float32] | None,
     phase_seconds: float,
     refuse: Refuse,
+    evidence: Evidence,
 ) -> OpenedSum:
     """Walk through a session's phases; who fails in one of them is told to ``refuse``.
+
+    ``evidence`` is what shows, if the session is aborted, who is at fault.
 
     Raises:
         TooFewSurvivors, DealerCheated, NoSuchGraph: the session is aborted.
@@ -223,6 +236,9 @@ def play(
             continue
         phase = PHASE_OF[type(next(iter(requests.values())))]
         is_masking = isinstance(state, MaskPhase)
+        evidence.has_masked |= is_masking
+        if isinstance(state, DealPhase):
+            evidence.members = frozenset(requests)
         replies = fleet.converse(
             phase,
             requests,
@@ -233,6 +249,7 @@ def play(
         for reply in replies:
             if isinstance(reply, Dropout):
                 refuse(reply.name, reply.error)
+                evidence.refused(reply.name, reply.error)
                 continue
             try:
                 state = (
@@ -241,12 +258,19 @@ def play(
                     else state.take(reply.name, reply.said)
                 )
             except HeadwaterError as error:
+                log.warning("%s: %s", error.code, error)
                 refuse(reply.name, error)
+                evidence.rejected(reply.name, error)
             if isinstance(state, UnmaskPhase) and state.can_open:
                 break
         closer = getattr(replies, "close", None)
         if closer is not None:
             closer()  # whoever is still at it is not waited for
+        if isinstance(state, CheckPhase):
+            evidence.complained(state.complaints)
+            for name, why in state.left.items():
+                log.warning("%s: %s", why.code, why)
+                refuse(name, why)
         state = (
             state.close(num_threads=torch.get_num_threads())
             if isinstance(state, UnmaskPhase)

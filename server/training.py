@@ -25,12 +25,14 @@ from common.noise import sums_of
 from common.parameters import build_model, load_initial
 from common.settings import Settings
 from common.task import load_task, max_weight_per_example
-from server import checkpoint, evaluate, learned, secure_round
+from server import checkpoint, culprits, evaluate, learned, secure_round
 from server.aggregate import CohortSum
+from server.attempts import sum_masked
 from server.fleet import Fleet
 from server.noise_scale import RoundNoise, round_noise, squared_norm, total
 from server.open_round import OpenRound
 from server.planning import Planned, Planning, held_out_fraction
+from server.secure_opening import Opening
 from server.server_optimizer import ServerOptimizer, rate_factor
 from server.summed import Summed
 from server.target import Target, gathered
@@ -110,6 +112,7 @@ class Training:
         self.planning.learned = learned.of_json(progress.learned)
         self.target.restore(progress.target)
         self.followed = secure_round.Followed.of_json(progress.secure)
+        self.planning.culprits = culprits.of_json(progress.secure.get("culprits", {}))
         fleet.restore_simulated(progress.simulated)
         return True
 
@@ -135,7 +138,7 @@ class Training:
             plans=plans,
             total=self.sum,
             max_weight_per_example=bound,
-            num_left_out=len(planned.left_out),
+            num_left_out=planned.num_too_slow,
         )
 
     def close_round(self, opened: OpenRound, fleet: Fleet) -> Summed:
@@ -179,23 +182,29 @@ class Training:
         )
         if self.sessions is None:
             self.sessions = secure_round.SessionNumbers(self.settings.out, run_id=self.run_id)
-        opening = secure_round.opening_of(
-            cohort,
-            chosen,
-            self.followed,
-            run_id=self.run_id,
-            number=self.sessions.next(self.round + 1),
-            image=self.image,
-        )
+        sessions, number = self.sessions, self.round + 1
+
+        def open_session(cohort: secure_round.Cohort) -> Opening:
+            return secure_round.opening_of(
+                cohort,
+                chosen,
+                self.followed,
+                run_id=self.run_id,
+                number=sessions.next(number),
+                image=self.image,
+            )
+
         bounds = None
         if chosen.ring_bits == 16:
-            bounds = secure_round.block_bounds(self.followed, opening.num_values)
-        unmasked = secure_round.play(
-            opening,
+            bounds = secure_round.block_bounds(self.followed, self.image.layout.num_parameters)
+        unmasked = sum_masked(
+            cohort,
             fleet,
+            open_session=open_session,
             bounds=bounds,
             phase_seconds=chosen.phase_seconds,
             refuse=opened.refuse,
+            leave_out=lambda found: self.planning.leave_out(found, round_number=number),
         )
         done, self.followed = secure_round.summed(unmasked, self.followed)
         return done
@@ -262,7 +271,10 @@ class Training:
             learned=learned.to_json(self.planning.learned),
             asked=self._asked(),
             target=self.target.state(),
-            secure=self.followed.to_json(),
+            secure={
+                **self.followed.to_json(),
+                "culprits": culprits.to_json(self.planning.culprits),
+            },
             simulated=fleet.simulated_state(),
         )
 
