@@ -11,6 +11,7 @@ from common import flags
 
 if TYPE_CHECKING:
     from client.resident import Identity, Resident
+    from client.tally import Tally
     from common.settings import Settings
 
 app = typer.Typer(add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False)
@@ -266,6 +267,10 @@ def _take_part(config: Path | None, overrides: dict[str, Any]) -> None:
     check_address(
         settings.client.server, has_tls=credentials is not None, is_insecure=settings.insecure
     )
+    if settings.client.metrics is not None:
+        from common.metrics_port import check_metrics_address
+
+        check_metrics_address(settings.client.metrics, is_insecure=settings.insecure)
     resident, identity = _open(settings)
     check_enrolment(settings.secure, identity.name)
     resident.examples(identity)
@@ -286,8 +291,26 @@ def _take_part(config: Path | None, overrides: dict[str, Any]) -> None:
         f"server {settings.client.server}",
         soft_wrap=True,
     )
+    _show_metrics(settings, node.tally)
     asyncio.run(keep_up(uplink, stay=settings.client.stay))
     console.print(f"{identity.name}: done")
+
+
+def _show_metrics(settings: Settings, tally: Tally) -> None:
+    """Open the port of the metrics, if it was asked for; it ends with the process."""
+    if settings.client.metrics is None:
+        return
+    from client.exporter import ClientMetrics
+    from client.limits import MemoryLimits
+    from client.sensors import Sensors
+    from common.console import console
+    from common.metrics_port import MetricsPort
+
+    limits = MemoryLimits(settings.client.memory_limit_bytes)
+    # Sensors of its own: those of the device are looked at from the thread that trains.
+    metrics = ClientMetrics(tally, Sensors().vitals, limits.least_bytes)
+    port = MetricsPort(settings.client.metrics, metrics.registry)
+    console.print(f"metrics at {port.url}", soft_wrap=True)
 
 
 def main() -> None:

@@ -6,6 +6,8 @@ disk before the answer that it belongs to is sent (``client.kept``).
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,10 +19,12 @@ from client.app import ALLOW_LIST, IDENTITY, SPOOL, spool_of
 from client.kept import StateFile
 from client.link import Link
 from client.resident import Identity, Resident, stop_asked
+from client.tally import Tally
 from common import records
-from common.errors import HeadwaterError, StateError, error_of, travelling
+from common.errors import CorruptUpdate, HeadwaterError, StateError, error_of, travelling
 from common.own_grid import enter_run, numbered
 from common.settings import Settings
+from common.update import Ready, UpdateReport
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +53,7 @@ class Node:
         self.resident = resident
         self.name = identity.name
         self.link = Link()
+        self.tally = Tally()
         self._app = app
         self._run_config = settings.to_run_config()
         self._node_config: dict[str, str | int | float | bool] = {
@@ -122,11 +127,22 @@ class Node:
             return Answer(message_id=message_id, error=error_of(*travelling(error)))
         if reply.has_error():
             return Answer(message_id=message_id, error=records.refused(reply))
+        if message_type == "train":
+            self._count(reply.content)
         return Answer(
             message_id=message_id,
             head_json=records.head_json(reply.content),
             vector=records.vector(reply.content) or b"",
         )
+
+    def _count(self, content: RecordDict) -> None:
+        """Count an update; one that the server will not be able to read either is not counted."""
+        is_masked = "steps" not in json.loads(records.head_json(content))
+        with contextlib.suppress(CorruptUpdate):
+            if is_masked:
+                self.tally.trained(records.read(content, Ready))
+            else:
+                self.tally.trained(records.read(content, UpdateReport))
 
     def _keep(self, context: Context) -> None:
         assert self._file is not None

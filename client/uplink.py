@@ -24,8 +24,8 @@ from client.node import Node
 from client.work import StreamBroken, Work
 from common.errors import ConnectionLost, ProtocolMismatch, error_of
 from common.tls import Credentials
-from common.wire import HELLO_SECONDS, KEEPALIVE, METHOD, PROTOCOL_VERSION
-from common.wire_pb2 import ClientFrame, Fault, Hello, Leave, ServerFrame
+from common.wire import FRAME_BYTES, HELLO_SECONDS, KEEPALIVE, METHOD, PROTOCOL_VERSION
+from common.wire_pb2 import ClientFrame, Fault, Hello, Leave, Notice, ServerFrame
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +57,7 @@ class Uplink:
         credentials: Credentials | None,
         patience_seconds: float,
     ) -> None:
+        self.tally = node.tally
         self._node = node
         self._address = address
         self._credentials = credentials
@@ -145,6 +146,7 @@ class Uplink:
             finally:
                 if leaver is not None:
                     leaver.cancel()
+                self.tally.disconnected()
                 self._work.disconnected()
                 self._call.cancel()
                 self._call = None
@@ -187,6 +189,7 @@ class Uplink:
             )
         self._session = welcome.session
         self._node.enter(welcome.run_id)
+        self.tally.connected()
         log.info("connected to %s", self._address)
 
     # Reading.
@@ -196,6 +199,7 @@ class Uplink:
         data = await self._call.read()
         if data is grpc.aio.EOF:
             return None
+        self.tally.received_bytes += len(data) + FRAME_BYTES
         try:
             return ServerFrame.FromString(data)
         except DecodeError:
@@ -221,6 +225,8 @@ class Uplink:
                     self._work.take_receipt(frame.receipt)
                 case "fault":
                     self._take_fault(frame.fault)
+                case "notice":
+                    _tell(frame.notice)
                 case "goodbye":
                     log.info("the run has ended")
                     return
@@ -238,7 +244,9 @@ class Uplink:
     async def _write(self, frame: ClientFrame) -> None:
         if self._call is not None:
             async with self._writing:
-                await self._call.write(frame.SerializeToString())
+                data = frame.SerializeToString()
+                await self._call.write(data)
+                self.tally.sent_bytes += len(data) + FRAME_BYTES
 
     async def _write_of_work(self, frame: ClientFrame) -> None:
         try:
@@ -276,6 +284,14 @@ async def keep_up(uplink: Uplink, *, stay: bool) -> None:
     while stay and not uplink.is_stopping:
         await asyncio.sleep(FIRST_BACKOFF_SECONDS)
         await uplink.run()
+
+
+def _tell(notice: Notice) -> None:
+    """Say to the device's owner why it has nothing to do, or has again."""
+    if notice.is_paused:
+        log.warning("the server's operator has paused the run; this device stays connected")
+    else:
+        log.warning("the run goes on")
 
 
 class _Broken(Exception):

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO, cast
 
 import typer
 from rich.console import Console
@@ -59,8 +60,8 @@ def start_log(*, verbose: bool, log_format: Format | None = None) -> None:
         handler = logging.StreamHandler()
         handler.setFormatter(JsonFormatter())
         said.setLevel(logging.INFO)
-        console.file = LineSink(said.info)
-        stderr.file = LineSink(said.warning)
+        console.file = cast(IO[str], LineSink(said.info))
+        stderr.file = cast(IO[str], LineSink(said.warning))
     elif sys.stderr.isatty():
         handler = RichHandler(console=stderr, show_path=False, markup=False)
     else:

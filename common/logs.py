@@ -22,7 +22,7 @@ OWN = ("time", "level", "logger", "message")
 
 
 class JsonFormatter(logging.Formatter):
-    """Turns a record into one line of JSON; a line break in a message becomes \\n."""
+    """Turns a record into one line of JSON; a line break in it is escaped."""
 
     def format(self, record: logging.LogRecord) -> str:
         told: dict[str, Any] = {

@@ -15,6 +15,9 @@ MAX_REPLY_HEAD_BYTES = 1 << 20
 # The longest frame is a chunk, or a reply's head.
 MAX_FRAME_BYTES = max(CHUNK_BYTES, MAX_REPLY_HEAD_BYTES) + (1 << 16)
 
+# gRPC's own, before each frame.
+FRAME_BYTES = 5
+
 HELLO_SECONDS = 10.0
 
 # Both sides ask the other for a sign of life: a laptop that was shut is noticed in a minute.

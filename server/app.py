@@ -33,8 +33,9 @@ from common.update import (
 )
 from server.fleet import Dropout, Reply, Traffic
 from server.metrics import RoundRow
+from server.observer import Observer
 from server.roll import Roll, check_name
-from server.rounds import OnRound, run
+from server.rounds import UNOBSERVED, OnRound, run
 from server.training import Training
 
 log = logging.getLogger(__name__)
@@ -48,8 +49,10 @@ FIRST_NOTICE_SECONDS, WAITING_NOTICE_SECONDS = 10.0, 60.0
 REPLY_POLL_SECONDS = 0.2
 
 
-def server_app(*, on_round: OnRound, resume: bool = False) -> ServerApp:
-    """Return a ServerApp that reports each committed round to ``on_round``."""
+def server_app(
+    *, on_round: OnRound, resume: bool = False, observer: Observer | None = None
+) -> ServerApp:
+    """Return a ServerApp that reports each committed round to ``on_round``, and all to another."""
     app = ServerApp()
 
     @app.main()
@@ -58,7 +61,8 @@ def server_app(*, on_round: OnRound, resume: bool = False) -> ServerApp:
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
         training = Training(settings, run_id=context.run_id)
-        run(training, GridFleet(grid), on_round=on_round, resume=resume)
+        fleet = GridFleet(grid)
+        run(training, fleet, on_round=on_round, resume=resume, observer=observer or UNOBSERVED)
 
     return app
 
@@ -96,12 +100,13 @@ class GridFleet:
         while True:
             self._roll.call(request)
             reports, refused = self._roll.reports, self._roll.refused
-            if len(reports) >= min_clients and self._roll.is_settled:
+            may_begin = self._own is None or self._own.may_begin()
+            if may_begin and len(reports) >= min_clients and self._roll.is_settled:
                 return list(reports.values())
             nobody_else = not getattr(self._grid, "awaits_more", True)
             if refused and (nobody_else or (self._own is None and not reports)):
                 raise next(iter(refused.values()))
-            if time.monotonic() >= next_notice:
+            if may_begin and time.monotonic() >= next_notice:
                 log.warning("waiting: %d of %d clients are here", len(reports), min_clients)
                 next_notice = time.monotonic() + WAITING_NOTICE_SECONDS
             time.sleep(JOIN_POLL_SECONDS)

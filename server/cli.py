@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -12,6 +12,10 @@ from common import flags
 app = typer.Typer(add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False)
 
 PANEL = "The server"
+
+RunFolder = Annotated[
+    Path, typer.Option("--out", metavar="DIR", help="The folder of the run, the server's --out.")
+]
 
 
 @app.callback(invoke_without_command=True)
@@ -134,6 +138,66 @@ def plan(
         show_plan(out, round_number=round_number, explain=explain)
 
 
+@app.command()
+def status(
+    out: RunFolder,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, for machines.")] = False,
+) -> None:
+    """Show how a run stands, and each device: seen when, K, memory, heat, battery, bytes, refusal.
+
+    Exit status 0: the server is up and its heartbeat is fresh. 1: it is down, or does not answer.
+    """
+    from common.console import console, errors_shown
+
+    with errors_shown():
+        from server import status_table
+
+        found = status_table.read_status(out)
+        if as_json:
+            typer.echo(status_table.as_json(found))
+        else:
+            console.print(status_table.as_table(found, out), soft_wrap=False)
+    raise typer.Exit(0 if found["is_well"] else 1)
+
+
+@app.command()
+def pause(out: RunFolder) -> None:
+    """Hold the rounds back: the one in progress ends, none begins, the devices stay connected.
+
+    `headwater-server resume` undoes it. A restarted server stays paused.
+    """
+    _order(out, "pause")
+
+
+@app.command()
+def resume(out: RunFolder) -> None:
+    """Undo `pause`: the running server begins rounds again.
+
+    This is an order to a server that runs. To start a server that has ended, where it left off, use
+    the flag: `headwater-server --resume --out DIR`.
+    """
+    _order(out, "resume")
+
+
+@app.command()
+def drain(out: RunFolder) -> None:
+    """End the server without losing work: its round ends, it says goodbye, and exits with 0.
+
+    `headwater-server --resume --out DIR` goes on with the run later. Devices that were started with
+    `--stay` wait for it; the others end.
+    """
+    _order(out, "drain")
+
+
+def _order(out: Path, verb: Literal["pause", "resume", "drain"]) -> None:
+    from common.console import errors_shown
+
+    with errors_shown():
+        from server.order_commands import give_order
+
+        give_order(out, verb)
+
+
 def _serve(resume: bool, config: Any, overrides: dict[str, Any]) -> None:
     from common.console import default_out
     from common.settings import load_run
@@ -142,6 +206,10 @@ def _serve(resume: bool, config: Any, overrides: dict[str, Any]) -> None:
     settings = load_run(config, overrides, resume=resume)
     settings = settings.model_copy(update={"out": settings.out or default_out(settings)})
     credentials = read_credentials(settings.tls)
+    if settings.server.metrics is not None:
+        from common.metrics_port import check_metrics_address
+
+        check_metrics_address(settings.server.metrics, is_insecure=settings.insecure)
     check_address(
         settings.server.listen, has_tls=credentials is not None, is_insecure=settings.insecure
     )

@@ -27,12 +27,17 @@ class Downloads:
         self._sending = asyncio.Semaphore(FRAMES_AT_ONCE)
         self._frame = lru_cache(maxsize=CACHED_FRAMES)(self._make_frame)
 
-    async def write(self, stream: Stream, frame: ServerFrame) -> None:
-        """Write a frame; waits where the device reads slowly."""
-        await self._write_bytes(stream, frame.SerializeToString())
+    async def write(
+        self, stream: Stream, frame: ServerFrame, session: Session | None = None
+    ) -> None:
+        """Write a frame, and count it for its device; waits where that reads slowly."""
+        await self._write_bytes(stream, frame.SerializeToString(), session)
 
-    async def _write_bytes(self, stream: Stream, data: bytes) -> None:
-        self.num_bytes += len(data) + GRPC_FRAME_BYTES
+    async def _write_bytes(self, stream: Stream, data: bytes, session: Session | None) -> None:
+        num_bytes = len(data) + GRPC_FRAME_BYTES
+        self.num_bytes += num_bytes
+        if session is not None and session.known is not None:
+            session.known.bytes_down += num_bytes
         await stream.write(data)
 
     async def offer(self, asks: Iterable[Ask]) -> None:
@@ -65,7 +70,7 @@ class Downloads:
                 image_id=image_id,
                 beside=ask.beside,
             )
-            await self.write(stream, ServerFrame(instruction=instruction))
+            await self.write(stream, ServerFrame(instruction=instruction), session)
 
     async def _send_image(self, session: Session, ask: Ask, stream: Stream) -> bool:
         """Send the model; False if its round closed meanwhile, and the model may have changed."""
@@ -74,14 +79,14 @@ class Downloads:
         image_id, memory = self._image
         session.image_id = ""
         head = Image(image_id=image_id, num_bytes=len(memory), sha256=bytes.fromhex(image_id))
-        await self.write(stream, ServerFrame(image=head))
+        await self.write(stream, ServerFrame(image=head), session)
         for offset in range(0, len(memory), CHUNK_BYTES):
             if session.ask is not ask or session.stream is not stream:
                 return False
             session.sending_since = None  # waiting for others is no fault of this device
             async with self._sending:
                 session.sending_since = time.monotonic()
-                await self._write_bytes(stream, self._frame(image_id, offset))
+                await self._write_bytes(stream, self._frame(image_id, offset), session)
         return True
 
     def _make_frame(self, image_id: str, offset: int) -> bytes:

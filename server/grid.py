@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from flwr.app import Message
 
@@ -26,8 +26,16 @@ class GrpcGrid(OwnGrid):
 
     awaits_more = True
 
-    def __init__(self, intake: Intake, *, silent_seconds: float = SILENT_SECONDS) -> None:
+    def __init__(
+        self,
+        intake: Intake,
+        *,
+        silent_seconds: float = SILENT_SECONDS,
+        may_begin: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """Take what serves the devices; ``may_begin`` is asked before each round."""
         super().__init__()
+        self._may_begin = may_begin
         self.silent_seconds = silent_seconds
         self._intake = intake
         self._sent: dict[str, Message] = {}
@@ -37,6 +45,9 @@ class GrpcGrid(OwnGrid):
 
     def num_bytes(self) -> tuple[int, int]:
         return self._intake.bytes_up, self._intake.bytes_down
+
+    def may_begin(self) -> bool:
+        return self._may_begin()
 
     def turn_seconds(self) -> float:
         return self._turn_seconds or 0.0

@@ -51,11 +51,14 @@ from common.wire_pb2 import (
     Fault,
     Goodbye,
     Hello,
+    Notice,
     ServerFrame,
     Welcome,
 )
 from server.admission import Admission
+from server.attendance import Attendance
 from server.downloads import GRPC_FRAME_BYTES, Downloads
+from server.health import Health
 from server.sessions import Arrival, Ask, Session, Stream, Work, node_id_of
 from server.staging import StagingRoom
 from server.uploads import Uploads, fault_frame
@@ -64,6 +67,7 @@ log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.25
 CLOSE_SECONDS = 5.0
+ALIVE_SECONDS = 1.0
 # Frames that wait for one device; an honest one has a handful.
 MAX_OUTBOX_FRAMES = 1000
 MAX_FAULT_CODE, MAX_FAULT_TEXT = 100, 1000
@@ -87,8 +91,10 @@ class Intake:
         staging_bytes: int,
         reconnect_seconds: float,
         spool_folder: Path | None = None,
+        attendance: Attendance | None = None,
     ) -> None:
         self.bytes_up = 0
+        self.attendance = attendance or Attendance()
         self.port = 0
         self._address = address
         self._run_id = run_id
@@ -104,6 +110,8 @@ class Intake:
         self._writers: set[asyncio.Task[None]] = set()
         self._displaced: dict[Stream, HeadwaterError] = {}
         self._is_closing = False
+        self._is_paused = False
+        self._health = Health()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="intake", daemon=True)
 
@@ -149,6 +157,24 @@ class Intake:
         session = self._sessions.get(node_id)
         return None if session is None else session.name
 
+    def pause(self, is_paused: bool) -> None:
+        """Tell the devices, and those that come, that rounds are held back, or go on."""
+        with contextlib.suppress(RuntimeError):  # closed: there is nobody to tell
+            self._loop.call_soon_threadsafe(self._pause, is_paused)
+
+    def drain(self) -> None:
+        """Tell those who ask for this server's health that it takes no more work."""
+        self._health.is_serving = False
+
+    def is_alive(self, *, within_seconds: float = ALIVE_SECONDS) -> bool:
+        """Whether the event loop answers."""
+        answered = threading.Event()
+        try:
+            self._loop.call_soon_threadsafe(answered.set)
+        except RuntimeError:  # closed
+            return False
+        return answered.wait(within_seconds)
+
     def ask(self, asks: Sequence[Ask]) -> None:
         """Send instructions; their answers come to ``arrivals``."""
         self._call(self._ask(asks))
@@ -175,7 +201,10 @@ class Intake:
             options=[*KEEPALIVE, ("grpc.so_reuseport", 0)]
         )
         self._server.add_generic_rpc_handlers(
-            (grpc.method_handlers_generic_handler(service, {method: handler}),)
+            (
+                grpc.method_handlers_generic_handler(service, {method: handler}),
+                self._health.rpc_handler(),
+            )
         )
         try:
             if self._credentials is None:
@@ -196,6 +225,7 @@ class Intake:
 
     async def _close(self, *, say_goodbye: bool) -> None:
         self._is_closing = True
+        self._health.is_serving = False
         if not hasattr(self, "_warden"):
             return
         self._warden.cancel()
@@ -244,6 +274,8 @@ class Intake:
                 session.stream, session.task, session.lost_at = None, None, time.monotonic()
                 session.outbox, session.sending_since = asyncio.Queue(), None
                 self._uploads.pause(session)
+                if session.known is not None:
+                    self.attendance.disconnected(session.known)
                 log.info("%s disconnected", session.name)
 
     def _count(self, stream: Stream, error: HeadwaterError) -> None:
@@ -266,11 +298,17 @@ class Intake:
         if frame is None or frame.WhichOneof("kind") != "hello":
             raise ProtocolMismatch("the first frame of a stream must be a hello")
         hello = frame.hello
-        self._admission.check(hello, self._shown_name(stream))
+        shown_name = self._shown_name(stream)
+        try:
+            self._admission.check(hello, shown_name)
+        except HeadwaterError as error:
+            self.attendance.refuse(shown_name or hello.name, error)
+            raise
         session = self._sessions.get(node_id_of(hello.name))
         is_same = session is not None and hmac.compare_digest(session.token, hello.session)
         if session is not None and session.stream is not None and not is_same:
             if self._credentials is None:
+                # Not noted as the device's refusal: it is another that came under its name.
                 raise IdentityRefused(f"a device of the name {hello.name} is connected already")
             self._displaced[session.stream] = IdentityRefused(
                 f"another device has come with the certificate of {hello.name}"
@@ -300,6 +338,9 @@ class Intake:
             protocol_version=PROTOCOL_VERSION, session=session.token, run_id=self._run_id
         )
         self._send(session, ServerFrame(welcome=welcome))
+        session.known = self.attendance.connected(session.name)
+        if self._is_paused:
+            self._send(session, ServerFrame(notice=Notice(is_paused=True)))
         if session.ask is not None:
             session.outbox.put_nowait(
                 partial(self._downloads.send_ask, session, session.ask, stream)
@@ -321,6 +362,8 @@ class Intake:
     async def _read_all(self, session: Session, stream: Stream) -> None:
         while (frame := await self._read(stream)) is not None:
             session.heard_at = time.monotonic()
+            if session.known is not None:
+                session.known.bytes_up += frame.ByteSize() + GRPC_FRAME_BYTES
             if session.outbox.qsize() > MAX_OUTBOX_FRAMES:
                 raise ProtocolMismatch(f"{session.name} does not read what it is sent")
             match frame.WhichOneof("kind"):
@@ -378,7 +421,9 @@ class Intake:
 
     def _send(self, session: Session, frame: ServerFrame) -> None:
         if session.stream is not None:
-            session.outbox.put_nowait(partial(self._downloads.write, session.stream, frame))
+            session.outbox.put_nowait(
+                partial(self._downloads.write, session.stream, frame, session)
+            )
 
     async def _write_all(self, session: Session, stream: Stream) -> None:
         """Send what is in the outbox, in order; write() waits where the device reads slowly."""
@@ -414,10 +459,18 @@ class Intake:
                 self._uploads.withdraw(session)
         self._downloads.forget_frames()
 
+    def _pause(self, is_paused: bool) -> None:
+        if is_paused == self._is_paused:
+            return
+        self._is_paused = is_paused
+        for session in self._sessions.values():
+            self._send(session, ServerFrame(notice=Notice(is_paused=is_paused)))
+
     async def _refuse(self, node_id: int, error: HeadwaterError) -> None:
         self.refusals[error.code] += 1
         session = self._sessions.pop(node_id, None)
         if session is not None:
             self._admission.turn_away(node_id, session.token, error)
+            self.attendance.refuse(session.name, error)
             self._uploads.answer(session, error)
             self._send(session, fault_frame(error))

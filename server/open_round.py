@@ -6,6 +6,7 @@ An update that is to be masked is only said to be ready; the secure session adds
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Mapping
 
 from common.errors import CountOutOfRange, HeadwaterError, UnexpectedUpdate, UpdateRefused
@@ -32,6 +33,7 @@ class OpenRound:
         self.accepted: dict[str, UpdateReport] = {}
         self.ready: dict[str, Ready] = {}
         self.refused: dict[str, HeadwaterError] = {}
+        self.refusals: Counter[str] = Counter()  # what the round itself refused
         self._total = total
         self._max_weight = max_weight_per_example
 
@@ -53,6 +55,7 @@ class OpenRound:
             self._total.check(answer.values_P, name=report.name)
         except UpdateRefused as error:
             log.warning("%s: %s", error.code, error)
+            self.refusals[error.code] += 1
             again = " (again)" if report.name in self.accepted else ""
             self.refused[report.name + again] = error
             return
@@ -64,6 +67,7 @@ class OpenRound:
             self._check_expected(ready, self.ready)
         except UpdateRefused as error:
             log.warning("%s: %s", error.code, error)
+            self.refusals[error.code] += 1
             self.refuse(ready.name, error)
             return
         self.ready[ready.name] = ready

@@ -27,7 +27,9 @@ from server.metrics import (
     client_row,
     masked_client_row,
 )
+from server.observer import Observer, Unobserved
 from server.open_round import OpenRound
+from server.orders import Drained
 from server.summed import Summed
 from server.training import Training
 
@@ -36,10 +38,20 @@ log = logging.getLogger(__name__)
 MODEL = "model.safetensors"
 
 OnRound = Callable[[RoundRow], None]
+UNOBSERVED = Unobserved()
 
 
-def run(training: Training, fleet: Fleet, *, on_round: OnRound, resume: bool = False) -> None:
+def run(
+    training: Training,
+    fleet: Fleet,
+    *,
+    on_round: OnRound,
+    resume: bool = False,
+    observer: Observer = UNOBSERVED,
+) -> None:
     """Run all rounds of ``training.settings`` and leave the model and its metrics in ``out``.
+
+    A drained run ends behind its last committed round, and leaves the same.
 
     Raises:
         HeadwaterError: see ``common.errors``. What was committed stays in the checkpoint.
@@ -47,7 +59,7 @@ def run(training: Training, fleet: Fleet, *, on_round: OnRound, resume: bool = F
     settings = training.settings
     folder = settings.out
     if folder is None:
-        _run_rounds(training, fleet, None, on_round)
+        _run_rounds(training, fleet, None, on_round, observer)
         return
     if resume and training.resume(folder, fleet):
         log.info("resumed behind round %d", training.round)
@@ -61,7 +73,7 @@ def run(training: Training, fleet: Fleet, *, on_round: OnRound, resume: bool = F
     journal = Journal(folder, resumed_round=training.round)
     _write_settings(folder, settings)
     try:
-        _run_rounds(training, fleet, journal, on_round)
+        _run_rounds(training, fleet, journal, on_round, observer)
     except BaseException:
         try:
             _step_back(training, folder)
@@ -88,15 +100,22 @@ def _leave_files(training: Training, journal: Journal, folder: Path) -> None:
 
 
 def _run_rounds(
-    training: Training, fleet: Fleet, journal: Journal | None, on_round: OnRound
+    training: Training,
+    fleet: Fleet,
+    journal: Journal | None,
+    on_round: OnRound,
+    observer: Observer,
 ) -> None:
     settings = training.settings
     num_aborted = 0
     while training.round < settings.rounds:
         try:
-            row = _run_round(training, fleet)
+            row = _run_round(training, fleet, observer)
+        except Drained:
+            return
         except RoundAborted as error:
             num_aborted += 1
+            observer.aborted(error)
             log.warning("%s: %s", error.code, error)
             if num_aborted >= settings.cohort.max_aborted_rounds:
                 raise
@@ -112,16 +131,18 @@ def _run_rounds(
                 image_U8=training.image.bytes_U8,
                 optimizer=tensors,
             )
+        observer.committed(row)
         on_round(row)
 
 
-def _run_round(training: Training, fleet: Fleet) -> RoundRow:
+def _run_round(training: Training, fleet: Fleet, observer: Observer) -> RoundRow:
     """Run one round and commit it in memory."""
     settings = training.settings
     watch = _Stopwatch()
     planning = training.planning
     reports = fleet.describe(planning.describe_request(), min_clients=settings.cohort.min_clients)
     watch.lap("wait")
+    observer.begun(training.round + 1, reports)
     planned = planning.plan(
         reports,
         round_number=training.round + 1,
@@ -144,8 +165,11 @@ def _run_round(training: Training, fleet: Fleet) -> RoundRow:
     watch.lap("train", less=fold_seconds)
     watch.split["fold"] = fold_seconds
     planning.learn(opened)
-    _raise_common_fault(opened)
-    done = training.close_round(opened, fleet)
+    try:
+        _raise_common_fault(opened)
+        done = training.close_round(opened, fleet)
+    finally:
+        observer.closed(opened)
     watch.lap("unmask" if opened.ready else "divide")
     committed = training.commit(done, opened)
     watch.lap("step")

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 import signal
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from types import FrameType
 
 import torch
@@ -12,13 +16,16 @@ from flwr.app import Context, RecordDict
 
 from common.console import console
 from common.errors import HeadwaterError, SettingsError, StateError
-from common.heap import use_one_heap
 from common.settings import Settings
 from common.tls import Credentials, split_address
 from server import checkpoint
 from server.app import server_app
+from server.attendance import Attendance
 from server.grid import GrpcGrid
 from server.intake import Intake
+from server.observer import Observer, Observers, Unobserved
+from server.operation import Operation
+from server.orders import Order
 from server.rounds import OnRound
 
 
@@ -28,18 +35,19 @@ def serve_run(
     """Listen, run all rounds with the devices that connect, and tell them when it is over.
 
     After SIGTERM or Ctrl-C, or an error of settings or disk, the streams are closed without a
-    goodbye: the devices keep trying, and go on when the server is back.
+    goodbye: the devices keep trying, and go on when the server is back. A drained run ends with
+    one.
 
     Raises:
         HeadwaterError: see ``common.errors``.
     """
-    use_one_heap()  # before gRPC's threads begin
     torch.set_num_threads(settings.threads or torch.get_num_threads())
     settings = settings.model_copy(update={"threads": torch.get_num_threads()})  # to be recorded
     if settings.out is not None:
         with contextlib.suppress(OSError):  # the journal says what is wrong with the folder
             settings.out.mkdir(parents=True, exist_ok=True)
-    run_id = _run_id(settings, resume=resume)
+    run_id, round_number = _place(settings, resume=resume)
+    attendance = Attendance()
     intake = Intake(
         settings.server.listen,
         run_id=run_id,
@@ -47,15 +55,25 @@ def serve_run(
         staging_bytes=settings.server.staging_bytes,
         reconnect_seconds=settings.cohort.reconnect_seconds,
         spool_folder=settings.out if settings.out and settings.out.is_dir() else None,
+        attendance=attendance,
     )
-    is_over = False
     signal.signal(signal.SIGTERM, _interrupt)
-    try:
-        intake.start()
+    with ExitStack() as stack:
+        operation = None
+        if settings.out is not None and settings.out.is_dir():
+            operation = stack.enter_context(
+                _operated(settings, settings.out, intake, attendance, round_number)
+            )
+        stack.enter_context(_open(intake))
         host, _ = split_address(settings.server.listen)
         protection = "mutual TLS" if credentials else "plain text"
         console.print(f"listening on {host}:{intake.port} ({protection})", soft_wrap=True)
-        grid = GrpcGrid(intake)
+        observer = stack.enter_context(_measured(settings, intake, operation))
+        if operation is not None:
+            operation.start(
+                {"pid": os.getpid(), "address": f"{host}:{intake.port}", "run_id": run_id}
+            )
+        grid = GrpcGrid(intake, may_begin=_always if operation is None else operation.may_begin)
         grid.enter_run(run_id)
         context = Context(
             run_id=run_id,
@@ -64,7 +82,22 @@ def serve_run(
             state=RecordDict(),
             run_config=settings.to_run_config(),
         )
-        server_app(on_round=on_round, resume=resume)(grid, context)
+        server_app(on_round=on_round, resume=resume, observer=observer)(grid, context)
+        if operation is not None and operation.is_draining and operation.round < settings.rounds:
+            console.print(
+                f"drained behind round {operation.round} of {settings.rounds}; go on with: "
+                f"headwater-server --resume --out {settings.out}",
+                soft_wrap=True,
+            )
+
+
+@contextmanager
+def _open(intake: Intake) -> Iterator[None]:
+    """Serve the devices; say goodbye to them if the run is over."""
+    is_over = False
+    try:
+        intake.start()
+        yield
         is_over = True
     except HeadwaterError as error:
         is_over = not isinstance(error, SettingsError | StateError)
@@ -73,13 +106,83 @@ def serve_run(
         intake.stop(say_goodbye=is_over)
 
 
-def _run_id(settings: Settings, *, resume: bool) -> int:
-    """Return the resumed run's id, by which the devices know their place, or a new one."""
+@contextmanager
+def _operated(
+    settings: Settings, folder: Path, intake: Intake, attendance: Attendance, round_number: int
+) -> Iterator[Operation]:
+    """Look for orders and write the history, until the devices are gone."""
+
+    def on_order(order: Order | None) -> None:
+        intake.pause(order is not None and order.verb == "pause")
+        if order is not None and order.verb == "drain":
+            intake.drain()
+
+    operation = Operation(
+        folder,
+        round_number=round_number,
+        rounds=settings.rounds,
+        attendance=attendance,
+        on_order=on_order,
+        is_alive=intake.is_alive,
+    )
+    how = "stopped"
+    try:
+        yield operation
+        how = "drained" if operation.is_draining else "done"
+    except HeadwaterError as error:
+        how = f"{error.code}: {error}"
+        raise
+    finally:
+        operation.stop(how)
+
+
+@contextmanager
+def _measured(
+    settings: Settings, intake: Intake, operation: Operation | None
+) -> Iterator[Observer]:
+    """Show metrics where they were asked for."""
+    looking: Observer = Unobserved() if operation is None else operation
+    if settings.server.metrics is None:
+        yield looking
+        return
+    from common.metrics_port import MetricsPort
+    from server.exporter import Now, ServerMetrics
+
+    def now() -> Now:
+        return Now(
+            num_connected=len(intake.connected()),
+            bytes_up=intake.bytes_up,
+            bytes_down=intake.bytes_down,
+            staged_bytes=intake.staged_bytes,
+            is_paused=operation is not None and operation.is_paused,
+            refusals=intake.refusals.copy(),
+            num_history_failures=0 if operation is None else operation.num_failures,
+            num_devices_not_noted=intake.attendance.num_not_noted,
+        )
+
+    metrics = ServerMetrics(now)
+    port = MetricsPort(settings.server.metrics, metrics.registry)
+    try:
+        console.print(f"metrics at {port.url}", soft_wrap=True)
+        yield Observers(looking, metrics)
+    finally:
+        port.close()
+
+
+def _place(settings: Settings, *, resume: bool) -> tuple[int, int]:
+    """Return the resumed run's id, by which the devices know their place, and its round.
+
+    Of a new run a new id, and 0.
+    """
     if resume and settings.out is not None:
         found = checkpoint.load(settings.out)
         if found is not None:
-            return found[0].run_id
-    return secrets.randbits(62)
+            return found[0].run_id, found[0].round
+    return secrets.randbits(62), 0
+
+
+def _always() -> bool:
+    return True
 
 
 def _interrupt(_: int, __: FrameType | None) -> None:

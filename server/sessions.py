@@ -10,6 +10,7 @@ from typing import Any
 
 from common.errors import HeadwaterError
 from common.wire_pb2 import Reply
+from server.attendance import Device
 from server.staging import Staging
 
 Work = Coroutine[Any, Any, None]
@@ -61,6 +62,8 @@ class Session:
     ask: Ask | None = None
     reply: Reply | None = None
     upload: Staging | None = None
+    known: Device | None = None
+    """What is noted of the device."""
 
 
 def node_id_of(name: str) -> int:

@@ -199,6 +199,8 @@ class Uploads:
 
     def _refuse(self, session: Session, message_id: str, error: HeadwaterError) -> None:
         self.refusals[error.code] += 1
+        if session.known is not None:
+            session.known.refuse(error)
         self._send(session, fault_frame(error, message_id))
 
 

@@ -29,7 +29,9 @@ FLOWER_FILES = {
     "simulation/flower_ray.py",
     "simulation/grid.py",
 }
-GRPC_FILES = {"client/uplink.py", "server/intake.py"}
+GRPC_FILES = {"client/uplink.py", "server/health.py", "server/intake.py"}
+# Loaded only where metrics were asked for.
+METRICS_FILES = {"client/exporter.py", "common/metrics_port.py", "server/exporter.py"}
 PRIVATE_FLOWER_FILES = {"common/own_grid.py", "simulation/flower_ray.py"}
 
 
@@ -77,13 +79,22 @@ def test_private_parts_of_flower_are_imported_in_the_adapters_only() -> None:
     assert found == PRIVATE_FLOWER_FILES
 
 
-def test_grpc_stays_in_the_two_transport_files() -> None:
+def test_grpc_stays_in_the_transport_files() -> None:
     found = {
         name_of(path)
         for path in sources()
         if any(name.split(".")[0] == "grpc" for name in imports(path))
     }
     assert found == GRPC_FILES
+
+
+def test_prometheus_stays_in_the_exporters() -> None:
+    found = {
+        name_of(path)
+        for path in sources()
+        if any(name.split(".")[0] == "prometheus_client" for name in imports(path))
+    }
+    assert found == METRICS_FILES
 
 
 def test_a_device_needs_nothing_heavy() -> None:
