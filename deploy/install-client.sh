@@ -28,7 +28,8 @@ TORCH_INDEX=${TORCH_INDEX:-https://download.pytorch.org/whl/cpu}
 USAGE="usage: install-client.sh [--join TOKEN] [--data DIR] [--upgrade] [--no-start] [--source DIR]
        install-client.sh --uninstall [--purge]
 
-  --join TOKEN   enrol the device with the token that \`headwater-server enroll NAME\` printed
+  --join TOKEN   enrol the device with the token that \`headwater-server enroll NAME\` printed;
+                 - reads it from the standard input
   --data DIR     let the service read this folder; homes are hidden from it otherwise
   --upgrade      put this checkout's version in the place of the one that is installed
   --no-start     install the unit and do not start it
@@ -147,7 +148,7 @@ fingerprint_of() {
     (
         cd "$1"
         # shellcheck disable=SC2046 # the names are our own, without spaces
-        sha256sum $(find common client server examples -name '*.py' | LC_ALL=C sort) \
+        sha256sum $(find common client server simulation examples -name '*.py' | LC_ALL=C sort) \
             pyproject.toml constraints.txt | sha256sum | cut -d ' ' -f 1
     )
 }
@@ -190,7 +191,7 @@ make_release() {
     # /tmp may be memory, and small.
     TMPDIR=$release/tmp PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
     export TMPDIR PIP_NO_CACHE_DIR PIP_DISABLE_PIP_VERSION_CHECK
-    for part in common client server examples pyproject.toml constraints.txt README.md LICENSE; do
+    for part in common client server simulation examples pyproject.toml constraints.txt README.md LICENSE; do
         cp -R "$source/$part" "$release/app/"
     done
     find "$release/app" -name __pycache__ -prune -exec rm -rf {} +
@@ -313,11 +314,29 @@ install_unit() {
 }
 
 join() {
-    # As the user of the service: the key is made where it stays, and readable by nobody else.
-    runuser -u "$DEVICE_USER" -- env HOME="$STATE" \
-        "$PREFIX/venv/bin/headwater-client" join "$token" --folder "$STATE/enrolment" ||
+    # As the user of the service: the key is made where it stays, and readable by nobody else. A
+    # token among the arguments would be seen by whoever may list this machine's processes.
+    if [ "$token" = - ]; then cat; else printf '%s\n' "$token"; fi |
+        runuser -u "$DEVICE_USER" -- env HOME="$STATE" \
+            "$PREFIX/venv/bin/headwater-client" join - --folder "$STATE/enrolment" ||
         fail NotEnrolled "the client is installed, and not enrolled" \
             "ask for a new token, and call this again with --join TOKEN"
+    # Address, name and the files' places, over what stands in the settings.
+    "$PREFIX/venv/bin/python" - "$STATE/enrolment/client.toml" "$SETTINGS/client.toml" <<'PYTHON' ||
+import pathlib, sys, tomllib
+import tomli_w
+
+told, path = (pathlib.Path(name) for name in sys.argv[1:])
+settings = tomllib.loads(path.read_text())
+for branch, values in tomllib.loads(told.read_text()).items():
+    settings[branch] = {**settings.get(branch, {}), **values}
+fresh = path.with_suffix(".new")
+fresh.write_text("# docs/settings.md lists all settings.\n" + tomli_w.dumps(settings))
+fresh.chmod(0o640)
+fresh.replace(path)
+PYTHON
+        fail BadSettings "$SETTINGS/client.toml could not be changed" "see the message above"
+    chgrp "$DEVICE_USER" "$SETTINGS/client.toml"
 }
 
 start() {

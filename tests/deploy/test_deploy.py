@@ -1,0 +1,189 @@
+"""What lies in deploy/ is whole: it loads, names what is there, and passes its tools' own checks.
+
+shellcheck and systemd-analyze look at the script and the units where they are installed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from common.settings import load
+
+ROOT = Path(__file__).parents[2]
+DEPLOY = ROOT / "deploy"
+SCRIPT = DEPLOY / "install-client.sh"
+UNITS = sorted((DEPLOY / "systemd").glob("*.service"))
+COMPOSE = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
+BOARD = json.loads((DEPLOY / "grafana" / "headwater.json").read_text())
+
+
+def refused(*arguments: str) -> str:
+    """Run the installer, which must refuse; return the reason's name."""
+    found = subprocess.run(
+        ["sh", SCRIPT, *arguments], capture_output=True, text=True, timeout=20, check=False
+    )
+    assert found.returncode == 1, found.stdout + found.stderr
+    assert "remedy: " in found.stderr
+    name = re.match(r"install-client: (\w+): ", found.stderr)
+    assert name is not None, found.stderr
+    return name[1]
+
+
+@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="no shellcheck")
+def test_shellcheck_finds_nothing_in_the_installer() -> None:
+    found = subprocess.run(["shellcheck", SCRIPT], capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stdout
+
+
+def test_the_installer_names_the_reason_of_a_refusal() -> None:
+    assert refused("--nonsense") == "Usage"
+    assert refused("--join") == "Usage"
+    assert refused("--purge") == "Usage"
+    assert refused("--data", "/nowhere") == "NoData"
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="this is root")
+def test_the_installer_needs_root() -> None:
+    assert refused() == "NotRoot"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="the installer needs root")
+def test_the_installer_refuses_half_a_checkout(tmp_path: Path) -> None:
+    reason = refused("--source", str(tmp_path))
+    assert reason in {"NoSource", "NoSuchSystem", "NoSuchMachine"}
+
+
+def test_the_installer_asks_for_the_torch_that_the_project_asks_for() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = [line.split(";")[0] for line in project["dependencies"] if line.startswith("torch>")]
+    assert len(wanted) == 2
+    for file in (SCRIPT, DEPLOY / "Dockerfile"):
+        assert set(re.findall(r"torch='([^']*)'", file.read_text())) == set(wanted)
+
+
+def test_the_installer_copies_what_the_units_and_the_package_need() -> None:
+    packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    script, dockerfile = SCRIPT.read_text(), (DEPLOY / "Dockerfile").read_text()
+    for package in packages["packages"]:
+        assert f" {package} " in script
+        assert f"COPY {package} " in dockerfile
+
+
+def test_the_settings_that_the_installer_lays_down_load() -> None:
+    assert load(DEPLOY / "client.toml", {}).client.stay
+
+
+def test_the_settings_that_the_installer_comments_out_are_settings(tmp_path: Path) -> None:
+    text = re.sub(r"^# (\w+ = )", r"\1", (DEPLOY / "client.toml").read_text(), flags=re.M)
+    (tmp_path / "all.toml").write_text(text)
+    assert load(tmp_path / "all.toml", {}).client.name == "laptop"
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd-analyze")
+@pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.stem)
+def test_systemd_finds_no_fault_in_a_unit(unit: Path, tmp_path: Path) -> None:
+    text = re.sub(r"^ExecStart=\S+", "ExecStart=/bin/true", unit.read_text(), flags=re.M)
+    (tmp_path / unit.name).write_text(text)  # nothing is installed here
+    found = subprocess.run(
+        ["systemd-analyze", "verify", tmp_path / unit.name],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (found.returncode, found.stderr) == (0, "")
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd-analyze")
+@pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.stem)
+def test_systemd_rates_a_unit_s_exposure_at_two_or_better(unit: Path) -> None:
+    found = subprocess.run(
+        ["systemd-analyze", "security", "--offline=yes", "--threshold=20", unit],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert found.returncode == 0, found.stdout[-200:]
+
+
+@pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.stem)
+def test_a_unit_leaves_sensors_readable_and_kernels_of_torch_writable(unit: Path) -> None:
+    text = unit.read_text()
+    assert not re.search(r"^ProcSubset=pid|^InaccessiblePaths=", text, flags=re.M)
+    assert "\nMemoryDenyWriteExecute=no\n" in text
+
+
+def flags_of(service: dict[str, Any]) -> dict[str, str]:
+    pairs = (word.removeprefix("--").partition("=") for word in service["command"])
+    return {name: value for name, _, value in pairs}
+
+
+def test_compose_starts_a_server_and_three_devices_with_parts_of_their_own() -> None:
+    services = COMPOSE["services"]
+    devices = {name: one for name, one in services.items() if "NAME" in one.get("environment", {})}
+    assert all(device["environment"]["NAME"] == name for name, device in devices.items())
+    assert {flags_of(device)["part"] for device in devices.values()} == {"0", "1", "2"}
+    assert {flags_of(device)["num-parts"] for device in devices.values()} == {str(len(devices))}
+    assert flags_of(services["server"])["min-clients"] == str(len(devices)) == "3"
+    assert set(services["tokens"]["command"]) == set(devices)
+
+
+def test_compose_runs_our_images_read_only_without_capabilities_from_targets_that_exist() -> None:
+    targets = set(re.findall(r"^FROM \S+ AS (\w+)", (DEPLOY / "Dockerfile").read_text(), re.M))
+    for name, service in COMPOSE["services"].items():
+        if "build" in service:
+            assert service["read_only"], name
+            assert service["cap_drop"] == ["ALL"], name
+            assert service["build"]["target"] in targets
+            context = (DEPLOY / service["build"]["context"]).resolve()
+            assert (context / service["build"]["dockerfile"]).is_file()
+
+
+def test_compose_names_volumes_networks_and_files_that_are_there() -> None:
+    for name, service in COMPOSE["services"].items():
+        for volume in service.get("volumes", []):
+            source = volume.split(":")[0]
+            known = (DEPLOY / source).exists() if source[0] == "." else source in COMPOSE["volumes"]
+            assert known, f"{name}: {volume}"
+        assert set(service.get("networks", [])) <= set(COMPOSE["networks"])
+
+
+def test_compose_publishes_on_loopback_alone() -> None:
+    for service in COMPOSE["services"].values():
+        assert all(port.startswith("127.0.0.1:") for port in service.get("ports", []))
+
+
+def test_prometheus_asks_every_service_that_shows_metrics() -> None:
+    asked = yaml.safe_load((DEPLOY / "prometheus.yml").read_text())["scrape_configs"]
+    targets = {to for job in asked for one in job["static_configs"] for to in one["targets"]}
+    shown = {
+        f"{name}:{flags_of(service)['metrics'].rpartition(':')[2]}"
+        for name, service in COMPOSE["services"].items()
+        if "metrics" in flags_of({"command": service.get("command", [])})
+    }
+    assert targets == shown
+
+
+def test_grafana_s_board_asks_the_source_that_is_provisioned() -> None:
+    folder = DEPLOY / "grafana" / "provisioning"
+    (source,) = yaml.safe_load((folder / "datasources/prometheus.yaml").read_text())["datasources"]
+    (provider,) = yaml.safe_load((folder / "dashboards/headwater.yaml").read_text())["providers"]
+    panels = [panel for panel in BOARD["panels"] if panel["type"] != "row"]
+    assert {panel["datasource"]["uid"] for panel in panels} == {source["uid"]}
+    assert any(
+        volume.split(":")[1].startswith(provider["options"]["path"])
+        for volume in COMPOSE["services"]["grafana"]["volumes"]
+    )
+    assert len({panel["id"] for panel in BOARD["panels"]}) == len(BOARD["panels"])
+    for panel in panels:
+        for target in panel["targets"]:
+            assert re.search(r"\bheadwater_(server|client)_[a-z_]+", target["expr"]), panel["title"]
