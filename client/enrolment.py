@@ -45,11 +45,24 @@ class Enrolment:
         """
         if self.identity is None or self.allow_list is None:
             missing = "--identity" if self.identity is None else "--allow-list"
-            raise IdentityProblem(f"{name}: active secure aggregation needs {missing} FILE")
-        if self.allow_list.keys.get(name) != self.identity.public_key:
             raise IdentityProblem(
-                f"{name}: the allow-list does not have this device's own identity",
-                remedy="add the line that `headwater-client identity` shows, on every device",
+                f"{name}: active secure aggregation needs {missing} FILE",
+                remedy="make the identity with `headwater-client identity`; the allow-list is a "
+                "file of the lines that it shows on each device",
+            )
+        listed = self.allow_list.keys
+        if listed.get(name) != self.identity.public_key:
+            others = [other for other, key in listed.items() if key == self.identity.public_key]
+            raise IdentityProblem(
+                f"{name}: the allow-list has this identity under the name {others[0]}"
+                if others
+                else f"{name}: the allow-list has another key under this name"
+                if name in listed
+                else f"{name}: the allow-list does not have this device",
+                remedy=f"start the device with --name {others[0]}"
+                if others
+                else "put the line that `headwater-client identity` shows into the allow-list of "
+                "every device",
             )
 
 
@@ -62,7 +75,7 @@ def read_enrolment(name: str, *, identity: Path | None, allow_list: Path | None)
     """
     return Enrolment(
         identity=None if identity is None else read_identity(identity, name),
-        allow_list=None if allow_list is None else AllowList.parse(_read_text(allow_list)),
+        allow_list=None if allow_list is None else _read_allow_list(allow_list),
     )
 
 
@@ -116,16 +129,21 @@ def read_identity(path: Path, name: str) -> SigningIdentity:
         raise IdentityProblem(f"{path} cannot be read: {error.strerror}") from error
     if mode & 0o077:
         log.warning("%s may be read by others than its owner (%03o): chmod 600", path, mode)
-    return SigningIdentity.from_pem(name, pem)
-
-
-def _read_text(path: Path) -> str:
     try:
-        return path.read_text()
+        return SigningIdentity.from_pem(name, pem)
+    except IdentityProblem as error:
+        raise IdentityProblem(f"{path}: {error}", remedy=error.remedy) from error
+
+
+def _read_allow_list(path: Path) -> AllowList:
+    try:
+        return AllowList.parse(path.read_text())
     except OSError as error:
         raise IdentityProblem(f"{path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise IdentityProblem(f"{path} is no allow-list: it is not text") from error
+    except IdentityProblem as error:
+        raise IdentityProblem(f"{path}: {error}", remedy=error.remedy) from error
 
 
 # In the simulator, where one process plays all devices and nobody is protected.

@@ -58,7 +58,8 @@ def check_opening(wanted: KeysWanted, device: Device, record: Record) -> None:
         raise MaskingTooWeak(f"{device.name}: a {wanted.mode} session, it insists on active mode")
     if wanted.mode == "active" and (device.identity is None or device.allow_list is None):
         raise MaskingTooWeak(
-            f"{device.name}: active mode without an identity and an allow-list",
+            f"{device.name}: active mode without an identity and an allow-list: start this device "
+            "with --identity and --allow-list",
             remedy="make the identity with `headwater-client identity`; the client needs both",
         )
 

@@ -22,6 +22,7 @@ from common.errors import (
     LateUpdate,
     ModelMismatch,
     ProtocolMismatch,
+    UnexpectedUpdate,
     error_of,
     travelling,
 )
@@ -121,7 +122,7 @@ class Work:
         """Take note that the server refused an update."""
         error = error_of(fault.code, fault.text)
         # A secure session goes on as soon as enough have answered; the others' answers are late.
-        is_needless = self._is_asked_for_phase and isinstance(error, LateUpdate)
+        is_needless = self._is_asked_for_phase and isinstance(error, LateUpdate | UnexpectedUpdate)
         level = logging.DEBUG if is_needless else logging.WARNING
         log.log(level, "the server refused the update: %s: %s", error.code, error)
         if fault.message_id == self._working_on:

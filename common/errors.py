@@ -443,7 +443,8 @@ class TooFewSurvivors(RoundAborted):
     """Too few devices are left in the session to open the masked sum."""
 
     remedy = (
-        "the next attempt takes new examples; lengthen the phases' deadline if it happens often"
+        "the log says why devices left; the next attempt takes new examples. If they are slow, "
+        "lengthen the phases' deadline"
     )
 
 
@@ -506,8 +507,9 @@ class EnrolmentClosed(ConnectionLost):
     """Nobody listens at the enrolment port."""
 
     remedy = (
-        "the port is open while a join token is out and headwater-server runs: check both, and the "
-        "address in the token (`headwater-server enroll NAME --address HOST:PORT`)"
+        "the port is open while headwater-server runs and a join token is out that is neither used "
+        "nor expired: check these, and the address in the token (`headwater-server enroll NAME "
+        "--address HOST:PORT`)"
     )
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from common.errors import HeadwaterError, RoundAborted
+from common.errors import HeadwaterError, RoundAborted, SessionRefused
 from server.culprits import Evidence
 from server.fleet import Fleet
 from server.secure_opening import Opening
@@ -21,6 +21,8 @@ from server.secure_round import Cohort, Refuse, play
 from server.unmask import OpenedSum
 
 log = logging.getLogger(__name__)
+
+SHOWN = 3  # devices that a line of the log explains
 
 
 def sum_masked(
@@ -58,7 +60,9 @@ def sum_masked(
             leave_out(found)
             rest = cohort.without(found)
             is_over = not found or evidence.has_masked or len(rest.ready) < opening.least_members
-            _tell(refused if is_over else {n: refused.get(n, aborted) for n in found}, refuse)
+            whose = {name: SessionRefused(f"{name}: {why}") for name, why in found.items()}
+            _tell({**whose, **refused} if is_over else whose, refuse)
+            _log_reasons(opening, refused)
             if is_over:
                 raise
             log.warning("%s: %s; trying again without %s", aborted.code, aborted, ", ".join(found))
@@ -66,6 +70,14 @@ def sum_masked(
         else:
             _tell(refused, refuse)
             return opened
+
+
+def _log_reasons(opening: Opening, refused: Mapping[str, HeadwaterError]) -> None:
+    """Say why devices left: the error that ends an attempt only says that they were too few."""
+    some = "; ".join(f"{error.code}: {error}" for error in list(refused.values())[:SHOWN])
+    if refused:
+        more = f"; and {len(refused) - SHOWN} more" if len(refused) > SHOWN else ""
+        log.warning("%s: %d devices left (%s%s)", opening.number, len(refused), some, more)
 
 
 def _tell(refused: Mapping[str, HeadwaterError], refuse: Refuse) -> None:

@@ -29,7 +29,9 @@ def announce(settings: Settings, *, where: str) -> None:
         work = described(plan, max_weight_per_example=_max_weight(settings))
     console.print(f"[bold]{settings.task}[/] on {where}, seed {settings.seed}")
     rate = f"{optimizer.learning_rate:g}{_scaling(settings)}"
-    console.print(f"{settings.rounds} rounds of {optimizer.name} at {rate}; {work}")
+    mode = settings.secure.aggregation
+    masked = "" if mode == "off" else f"; updates are masked ({mode})"
+    console.print(f"{settings.rounds} rounds of {optimizer.name} at {rate}; {work}{masked}")
 
 
 def _max_weight(settings: Settings) -> int:
