@@ -277,6 +277,7 @@ use_release() {
     before=$(readlink "$PREFIX/current" || true)
     ln -sfn "releases/$(basename "$release")" "$PREFIX/current.new"
     mv -T "$PREFIX/current.new" "$PREFIX/current"
+    in_use=yes
     ln -sfn current/venv "$PREFIX/venv"
     ln -sfn current/app "$PREFIX/app"
     say "installed in $PREFIX: $(du -sm "$release" | cut -f 1) MB"
@@ -290,6 +291,7 @@ use_release() {
 undo() {
     status=$?
     trap - EXIT HUP INT TERM
+    [ "${in_use:-no}" = no ] || exit "$status" # too late: call it again
     [ -z "${release:-}" ] || rm -rf "$release"
     rm -f "$PREFIX/current.new"
     [ "${made_prefix:-no}" = no ] || rm -rf "$PREFIX"
@@ -346,6 +348,10 @@ start() {
         systemctl daemon-reload
         say "installed; start it with: systemctl enable --now $UNIT"
         return # what runs may still need the release before
+    elif ! grep -q '^task *=' "$SETTINGS/client.toml"; then
+        systemctl daemon-reload
+        systemctl enable --quiet "$UNIT"
+        say "name the task in $SETTINGS/client.toml, then: systemctl start $UNIT"
     else
         systemctl daemon-reload
         systemctl enable --quiet "$UNIT"

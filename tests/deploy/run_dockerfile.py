@@ -181,11 +181,13 @@ class Engine:
         if is_read_only:
             setup += [f"mount -o remount,bind,ro {root}"]
         inside = f"cd {shlex.quote(stage.workdir)} && exec {shlex.join(command)}"
-        setup += [f"exec chroot --userspec={user} {root} /bin/sh -c {shlex.quote(inside)}"]
         known = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"}
+        environment = {**known, **self._environment, **stage.environment}
+        given = shlex.join(f"{name}={value}" for name, value in environment.items())
+        outer = f"exec chroot --userspec={user} {root} /usr/bin/env -i {given}"
+        setup += [f"{outer} /bin/sh -c {shlex.quote(inside)}"]
         subprocess.run(
             ["unshare", "--mount", "--pid", "--fork", "--", "sh", "-ec", "\n".join(setup)],
-            env={**known, **self._environment, **stage.environment},
             check=True,
         )
 

@@ -187,3 +187,17 @@ def test_grafana_s_board_asks_the_source_that_is_provisioned() -> None:
     for panel in panels:
         for target in panel["targets"]:
             assert re.search(r"\bheadwater_(server|client)_[a-z_]+", target["expr"]), panel["title"]
+
+
+def test_grafana_s_board_asks_for_metrics_that_are_shown() -> None:
+    shown = {side: (ROOT / side / "exporter.py").read_text() for side in ("server", "client")}
+    asked = {
+        (side, re.sub("_(total|bucket|sum|count)$", "", name))
+        for panel in BOARD["panels"]
+        for target in panel.get("targets", [])
+        for side, name in re.findall(r"headwater_(server|client)_([a-z_]+)", target["expr"])
+    }
+    assert len(asked) > 25
+    for side, name in asked:
+        ends = (name, name.removeprefix("device_"))
+        assert any(f'"{end}"' in shown[side] or f'}}{end}"' in shown[side] for end in ends), name
