@@ -259,7 +259,8 @@ def read(folder: Path) -> Reading | None:
     try:
         with _reading(path) as database:
             database.execute("BEGIN")  # one moment for all tables
-            return Reading(database)
+            (version,) = database.execute("PRAGMA user_version").fetchone()
+            return Reading(database) if version else None  # 0: it is being made
     except (sqlite3.Error, ValueError, TypeError) as error:
         raise StateError(
             f"{path} cannot be read: {error}",

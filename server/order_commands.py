@@ -12,7 +12,7 @@ from server.orders import Verb
 from server.status_table import check_run
 
 # The server looks four times a second, and writes how it stands once.
-ANSWER_SECONDS = 5.0
+ANSWER_SECONDS = 10.0
 POLL_SECONDS = 0.1
 
 HEARD = {

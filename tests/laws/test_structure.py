@@ -97,6 +97,18 @@ def test_prometheus_stays_in_the_exporters() -> None:
     assert found == METRICS_FILES
 
 
+def test_the_exporters_are_loaded_only_where_metrics_were_asked_for() -> None:
+    modules = {name.removesuffix(".py").replace("/", ".") for name in METRICS_FILES}
+    for path in sources():
+        if name_of(path) not in METRICS_FILES:
+            loaded = {
+                node.module
+                for node in ast.parse(path.read_text()).body
+                if isinstance(node, ast.ImportFrom)
+            }
+            assert not loaded & modules, path
+
+
 def test_a_device_needs_nothing_heavy() -> None:
     heavy = {"sklearn", "matplotlib", "tensorboard", "ray"}
     for path in sources():

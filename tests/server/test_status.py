@@ -1,0 +1,156 @@
+"""What ``headwater-server status`` and the orders say, with and without a server."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from server import orders, presence
+from server.attendance import Device
+from server.cli import app
+from server.history import History, figures_of
+from server.presence import Presence
+from tests.round_rows import row
+
+
+@pytest.fixture(autouse=True)
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+
+
+def run(*arguments: object) -> tuple[int, str]:
+    ended = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    return ended.exit_code, " ".join(ended.output.split())
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    history = History(tmp_path)
+    history.round(figures_of(asdict(row(3, "pi", "nas")), ended_at=60.0))
+    history.write_devices(
+        [
+            Device(
+                name="pi",
+                last_seen=50.0,
+                is_connected=True,
+                accumulation_steps=2,
+                micro_batch_size=8,
+                peak_bytes=25_000_000,
+                memory_limit_bytes=100_000_000,
+                temperature_celsius=61.4,
+                battery=0.83,
+                is_on_battery=True,
+                bytes_up=2_000_000,
+            ),
+            Device(
+                name="nas",
+                last_seen=0.0,
+                refused_at=0.0,
+                refusal_code="LateUpdate",
+                refusal_text="nas did not answer within [5] s",
+            ),
+        ]
+    )
+    history.tell({"stands": "in a round", "round": 3, "rounds": 9, "num_failures": 0})
+    history.close()
+    return tmp_path
+
+
+@pytest.fixture
+def server(folder: Path) -> Iterator[Presence]:
+    held = Presence(folder)
+    held.tell({"pid": 7, "address": "127.0.0.1:8500"})
+    yield held
+    held.release()
+
+
+@pytest.mark.usefixtures("server")
+def test_of_a_server_that_runs_status_shows_the_run_and_its_fleet(folder: Path) -> None:
+    code, text = run("status", "--out", folder)
+    assert code == 0
+    for part in (
+        "up: in a round, 3 of 9 rounds done, 1 devices connected to 127.0.0.1:8500 (process 7)",
+        "last round 3: loss 0.5000, 2 of 2 clients, 12 examples, 3 s",
+        "pi connected 2 x 8 25.0 MB, 25% 61 °C 83% in use 2.0 MB 0 bytes",
+        "nas refused at 1970-01-01T00:00:00.000Z: LateUpdate: nas did not answer within [5] s",
+    ):
+        assert part in text
+
+
+def test_of_a_server_that_is_gone_status_shows_when_and_fails(folder: Path) -> None:
+    Presence(folder).release()
+    os.utime(folder / presence.FILE, (100.0, 100.0))
+    code, text = run("status", "--out", folder)
+    assert code == 1
+    assert "down: no server runs" in text
+    assert "go on with headwater-server --resume --out" in text
+    # It was killed, and could not say that the device went.
+    assert "connected" not in text.replace("devices connected", "")
+
+
+@pytest.mark.usefixtures("server")
+def test_a_server_whose_heart_has_stopped_is_not_healthy(folder: Path) -> None:
+    os.utime(folder / presence.FILE, (100.0, 100.0))
+    code, text = run("status", "--out", folder)
+    assert code == 1
+    assert "up, but does not answer" in text
+
+
+@pytest.mark.parametrize(("is_up", "code"), [(True, 0), (False, 1)])
+def test_for_machines_status_is_one_object_and_the_exit_status(
+    is_up: bool, code: int, folder: Path
+) -> None:
+    held = Presence(folder) if is_up else None
+    ended = CliRunner().invoke(app, ["status", "--json", "--out", str(folder)])
+    if held is not None:
+        held.release()
+    assert ended.exit_code == code
+    told: dict[str, Any] = json.loads(ended.output)
+    assert told["is_up"] is is_up
+    assert told["num_connected"] == int(is_up)
+    assert [device["name"] for device in told["devices"]] == ["nas", "pi"]
+    assert told["last_round"]["ended_at"] == "1970-01-01T00:01:00.000Z"
+
+
+@pytest.mark.parametrize("command", ["status", "pause", "resume", "drain"])
+def test_where_no_run_is_each_command_says_so(command: str, tmp_path: Path) -> None:
+    for folder, what in ((tmp_path, "holds no run"), (tmp_path / "nowhere", "is no folder")):
+        code, text = run(command, "--out", folder)
+        assert code == 2
+        assert what in text
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("command", ["pause", "resume", "drain"])
+def test_an_order_to_a_server_that_does_not_run_teaches_how_to_go_on(
+    command: str, folder: Path
+) -> None:
+    code, text = run(command, "--out", folder)
+    assert code == 2
+    assert f"nothing to {command}" in text
+    assert "headwater-server --resume --out" in text
+    assert orders.standing(folder) is None
+
+
+def test_a_pause_that_outlasted_its_server_can_be_undone(folder: Path) -> None:
+    orders.give(folder, "pause")
+    assert "It is paused" in run("status", "--out", folder)[1]
+    code, text = run("resume", "--out", folder)
+    assert code == 0
+    assert "no longer paused" in text
+    order = orders.standing(folder)
+    assert order is not None
+    assert order.verb == "resume"
+
+
+def test_the_two_words_resume_are_told_apart_in_the_help() -> None:
+    text = run("resume", "--help")[1]
+    assert "an order to a server that runs" in text
+    assert "headwater-server --resume --out DIR" in text
