@@ -1,0 +1,53 @@
+"""What a device says whose identity and allow-list do not go together, and what it never says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from client.enrolment import check_enrolment, make_identity, read_identity
+from common.errors import IdentityProblem
+from common.settings import Secure
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> dict[str, Path]:
+    paths = {name: tmp_path / name for name in ("a", "b", "stranger")}
+    lines = [make_identity(path, name)[0].line for name, path in paths.items()]
+    (tmp_path / "list").write_text("\n".join(lines[:2]))
+    return {**paths, "list": tmp_path / "list"}
+
+
+def enrol(name: str, identity: Path, allow_list: Path) -> None:
+    check_enrolment(Secure(aggregation="active", identity=identity, allow_list=allow_list), name)
+
+
+def test_a_device_on_its_own_allow_list_is_enrolled(files: dict[str, Path]) -> None:
+    enrol("a", files["a"], files["list"])
+
+
+@pytest.mark.parametrize(
+    ("name", "identity", "says", "remedy"),
+    [
+        ("b", "a", "under the name a", "--name a"),
+        ("a", "stranger", "another key under this name", "allow-list of every device"),
+        ("stranger", "stranger", "does not have this device", "allow-list of every device"),
+    ],
+)
+def test_what_does_not_go_together_is_told_with_what_to_do(
+    name: str, identity: str, says: str, remedy: str, files: dict[str, Path]
+) -> None:
+    with pytest.raises(IdentityProblem, match=says) as caught:
+        enrol(name, files[identity], files["list"])
+    assert remedy in caught.value.remedy
+
+
+def test_a_file_that_is_something_else_is_named_and_not_quoted(files: dict[str, Path]) -> None:
+    with pytest.raises(IdentityProblem, match=str(files["list"])) as no_key:
+        read_identity(files["list"], "a")
+    with pytest.raises(IdentityProblem, match=str(files["a"])) as no_list:
+        enrol("a", files["a"], files["a"])  # the private key, where the public ones should be
+    for line in files["a"].read_text().splitlines() + files["list"].read_text().splitlines():
+        assert line not in str(no_key.value)
+        assert line not in str(no_list.value)
