@@ -196,6 +196,56 @@ def identity(
         _show_identity(config, {"secure.identity": identity, "client.name": name})
 
 
+@app.command()
+def join(
+    token: Annotated[
+        str, typer.Argument(help="What `headwater-server enroll NAME` printed; - reads it.")
+    ],
+    folder: Annotated[
+        Path, typer.Option("--folder", help="Where this device's key and certificate are kept.")
+    ] = Path("headwater"),
+) -> None:
+    """Make this device's key, and get its certificate for a one-time join token.
+
+    The key never leaves the device. What is trusted is the authority that the token names, and
+    nothing that answers on the way to it. A token on the command line is seen by whoever may list
+    this machine's processes: `-` reads it from the standard input.
+    """
+    from common.console import errors_shown, start_log
+
+    start_log(verbose=False)
+    with errors_shown():
+        _join(token, folder)
+
+
+def _join(text: str, folder: Path) -> None:
+    import sys
+
+    from client.join import CLOCK_SECONDS, SETTINGS_FILE
+    from client.join import join as join_by
+    from common.console import console, stderr
+    from common.join_token import JoinToken
+
+    token = JoinToken.parse(sys.stdin.read(4096) if text == "-" else text)
+    joined = join_by(token, folder)
+    console.print(
+        f"{joined.name} has joined: its certificate ends on {joined.expires_at:%Y-%m-%d}, and is "
+        "renewed before then while the device takes part",
+        soft_wrap=True,
+    )
+    for path in joined.files:
+        console.print(f"  {path}", soft_wrap=True)
+    off = joined.clock_off_seconds
+    if abs(off) > CLOCK_SECONDS:
+        where = "ahead of" if off > 0 else "behind"
+        stderr.print(f"this machine's clock is {abs(off):.0f} s {where} the server's: set it")
+    console.print("Start it with:")
+    config = folder / SETTINGS_FILE
+    console.print(
+        f"  headwater-client --config {config} --task my_task.py:MyTask --data ...", soft_wrap=True
+    )
+
+
 def _show_identity(config: Path | None, overrides: dict[str, Any]) -> None:
     from client.enrolment import host_name, make_identity
     from common.console import stderr
@@ -276,6 +326,7 @@ def _take_part(config: Path | None, overrides: dict[str, Any]) -> None:
     resident.examples(identity)
     from client.app import app as own_app
     from client.node import Node
+    from client.renewal import Renewal
     from client.uplink import Uplink, keep_up
     from common.console import console
 
@@ -283,7 +334,7 @@ def _take_part(config: Path | None, overrides: dict[str, Any]) -> None:
     uplink = Uplink(
         node,
         settings.client.server,
-        credentials=credentials,
+        renewal=None if credentials is None else Renewal(settings.tls, credentials),
         patience_seconds=math.inf if settings.client.stay else settings.client.patience_seconds,
     )
     console.print(

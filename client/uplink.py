@@ -21,11 +21,12 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 
 from client.node import Node
+from client.renewal import LOOK_SECONDS, RETRY_SECONDS, Renewal
 from client.work import StreamBroken, Work
 from common.errors import ConnectionLost, ProtocolMismatch, error_of
-from common.tls import Credentials
 from common.wire import FRAME_BYTES, HELLO_SECONDS, KEEPALIVE, METHOD, PROTOCOL_VERSION
 from common.wire_pb2 import ClientFrame, Fault, Hello, Leave, Notice, ServerFrame
+from common.wire_pb2 import Renewal as RenewalFrame
 
 log = logging.getLogger(__name__)
 
@@ -54,13 +55,13 @@ class Uplink:
         node: Node,
         address: str,
         *,
-        credentials: Credentials | None,
+        renewal: Renewal | None,
         patience_seconds: float,
     ) -> None:
         self.tally = node.tally
         self._node = node
         self._address = address
-        self._credentials = credentials
+        self._renewal = renewal
         self._patience_seconds = patience_seconds
         self._session = b""
         self._work = Work(node, self._write_of_work)
@@ -118,7 +119,7 @@ class Uplink:
             backoff = min(backoff * 2, LONGEST_BACKOFF_SECONDS)
 
     def _lost(self, broken: _Broken) -> ConnectionLost:
-        protection = "without TLS" if self._credentials is None else "with TLS"
+        protection = "without TLS" if self._renewal is None else "with TLS"
         return ConnectionLost(
             f"{self._address} was not to be reached for {self._patience_seconds:g} s: {broken}",
             remedy=f"check the address and that the server runs, {protection} as this device",
@@ -130,12 +131,14 @@ class Uplink:
         async with self._channel() as channel:
             self._call = channel.stream_stream(METHOD)()
             self._work.connected()
-            leaver: asyncio.Task[None] | None = None
+            beside: list[asyncio.Task[None]] = []
             try:
                 async with asyncio.timeout(CONNECT_SECONDS):
                     await self._hello()
                 had_contact = True
-                leaver = asyncio.create_task(self._leave_when_asked())
+                beside.append(asyncio.create_task(self._leave_when_asked()))
+                if self._renewal is not None:
+                    beside.append(asyncio.create_task(self._renew_when_due(self._renewal)))
                 await self._read_all()
             except grpc.aio.AioRpcError as error:
                 if error.code() not in RETRIED:
@@ -144,8 +147,8 @@ class Uplink:
             except (asyncio.InvalidStateError, TimeoutError) as error:
                 raise _Broken(str(error) or "no answer", had_contact=had_contact) from None
             finally:
-                if leaver is not None:
-                    leaver.cancel()
+                for task in beside:
+                    task.cancel()
                 self.tally.disconnected()
                 self._work.disconnected()
                 self._call.cancel()
@@ -153,14 +156,16 @@ class Uplink:
 
     def _channel(self) -> Any:
         options = list(KEEPALIVE)
-        if self._credentials is None:
+        if self._renewal is None:
             return grpc.aio.insecure_channel(self._address, options=options)
+        self._renewal.check()
+        credentials = self._renewal.credentials
         return grpc.aio.secure_channel(
             self._address,
             grpc.ssl_channel_credentials(
-                root_certificates=self._credentials.ca,
-                private_key=self._credentials.key,
-                certificate_chain=self._credentials.certificate,
+                root_certificates=credentials.ca,
+                private_key=credentials.key,
+                certificate_chain=credentials.certificate,
             ),
             options=options,
         )
@@ -186,6 +191,12 @@ class Uplink:
             raise ProtocolMismatch(
                 f"the server speaks version {welcome.protocol_version} of the wire, this device "
                 f"{PROTOCOL_VERSION}"
+            )
+        if welcome.has_displaced:
+            log.warning(
+                "another stream of %s was open, with this device's key, and has been ended for "
+                "this one: run one process with a certificate",
+                self._node.name,
             )
         self._session = welcome.session
         self._node.enter(welcome.run_id)
@@ -225,6 +236,8 @@ class Uplink:
                     self._work.take_receipt(frame.receipt)
                 case "fault":
                     self._take_fault(frame.fault)
+                case "certificate" if self._renewal is not None:
+                    self._renewal.take(frame.certificate)
                 case "notice":
                     _tell(frame.notice)
                 case "goodbye":
@@ -253,6 +266,17 @@ class Uplink:
             await self._write(frame)
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
             raise StreamBroken(str(error)) from error
+
+    async def _renew_when_due(self, renewal: Renewal) -> None:
+        """Ask for the next certificate in time, and again if the server would not."""
+        while True:
+            while (due := renewal.due_seconds()) > 0:
+                await asyncio.sleep(min(due, LOOK_SECONDS))
+            request = renewal.request()
+            if request is not None:
+                with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                    await self._write(ClientFrame(renewal=RenewalFrame(signing_request=request)))
+            await asyncio.sleep(RETRY_SECONDS)
 
     async def _leave_when_asked(self) -> None:
         """After ``stop``: wait for the work to end and its update to arrive, then leave.

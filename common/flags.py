@@ -415,6 +415,7 @@ SETTING_OF = {
     "tls_key": "tls.key",
     "insecure": "insecure",
     "listen": "server.listen",
+    "enrolment_listen": "server.enrolment_listen",
     "server_metrics": "server.metrics",
     "client_metrics": "client.metrics",
     "clients": "simulation.clients",

@@ -179,6 +179,9 @@ class Server(Branch):
     """The aggregation server's own settings."""
 
     listen: str = Field("127.0.0.1:8500", description="HOST:PORT")
+    enrolment_listen: str | None = Field(
+        None, description="HOST:PORT for devices that join; not set: the next port after `listen`"
+    )
     metrics: str | None = Field(
         None, description="HOST:PORT of the Prometheus metrics, plain text; not set: none"
     )

@@ -55,29 +55,39 @@ class Leave(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class Renewal(_message.Message):
+    __slots__ = ("signing_request",)
+    SIGNING_REQUEST_FIELD_NUMBER: _ClassVar[int]
+    signing_request: bytes
+    def __init__(self, signing_request: _Optional[bytes] = ...) -> None: ...
+
 class ClientFrame(_message.Message):
-    __slots__ = ("hello", "reply", "chunk", "fault", "leave")
+    __slots__ = ("hello", "reply", "chunk", "fault", "leave", "renewal")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     REPLY_FIELD_NUMBER: _ClassVar[int]
     CHUNK_FIELD_NUMBER: _ClassVar[int]
     FAULT_FIELD_NUMBER: _ClassVar[int]
     LEAVE_FIELD_NUMBER: _ClassVar[int]
+    RENEWAL_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     reply: Reply
     chunk: Chunk
     fault: Fault
     leave: Leave
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., reply: _Optional[_Union[Reply, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., fault: _Optional[_Union[Fault, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ...) -> None: ...
+    renewal: Renewal
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., reply: _Optional[_Union[Reply, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., fault: _Optional[_Union[Fault, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., renewal: _Optional[_Union[Renewal, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("protocol_version", "session", "run_id")
+    __slots__ = ("protocol_version", "session", "run_id", "has_displaced")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    HAS_DISPLACED_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     session: bytes
     run_id: int
-    def __init__(self, protocol_version: _Optional[int] = ..., session: _Optional[bytes] = ..., run_id: _Optional[int] = ...) -> None: ...
+    has_displaced: bool
+    def __init__(self, protocol_version: _Optional[int] = ..., session: _Optional[bytes] = ..., run_id: _Optional[int] = ..., has_displaced: _Optional[bool] = ...) -> None: ...
 
 class Instruction(_message.Message):
     __slots__ = ("message_id", "message_type", "head_json", "image_id", "beside")
@@ -113,6 +123,14 @@ class Receipt(_message.Message):
     is_done: bool
     def __init__(self, message_id: _Optional[str] = ..., next_offset: _Optional[int] = ..., is_done: _Optional[bool] = ...) -> None: ...
 
+class Certificate(_message.Message):
+    __slots__ = ("pem", "refusal")
+    PEM_FIELD_NUMBER: _ClassVar[int]
+    REFUSAL_FIELD_NUMBER: _ClassVar[int]
+    pem: bytes
+    refusal: str
+    def __init__(self, pem: _Optional[bytes] = ..., refusal: _Optional[str] = ...) -> None: ...
+
 class Goodbye(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
@@ -124,7 +142,7 @@ class Notice(_message.Message):
     def __init__(self, is_paused: _Optional[bool] = ...) -> None: ...
 
 class ServerFrame(_message.Message):
-    __slots__ = ("welcome", "instruction", "image", "chunk", "receipt", "fault", "goodbye", "notice")
+    __slots__ = ("welcome", "instruction", "image", "chunk", "receipt", "fault", "goodbye", "certificate", "notice")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     INSTRUCTION_FIELD_NUMBER: _ClassVar[int]
     IMAGE_FIELD_NUMBER: _ClassVar[int]
@@ -132,6 +150,7 @@ class ServerFrame(_message.Message):
     RECEIPT_FIELD_NUMBER: _ClassVar[int]
     FAULT_FIELD_NUMBER: _ClassVar[int]
     GOODBYE_FIELD_NUMBER: _ClassVar[int]
+    CERTIFICATE_FIELD_NUMBER: _ClassVar[int]
     NOTICE_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     instruction: Instruction
@@ -140,5 +159,6 @@ class ServerFrame(_message.Message):
     receipt: Receipt
     fault: Fault
     goodbye: Goodbye
+    certificate: Certificate
     notice: Notice
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., instruction: _Optional[_Union[Instruction, _Mapping]] = ..., image: _Optional[_Union[Image, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., receipt: _Optional[_Union[Receipt, _Mapping]] = ..., fault: _Optional[_Union[Fault, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ..., notice: _Optional[_Union[Notice, _Mapping]] = ...) -> None: ...
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., instruction: _Optional[_Union[Instruction, _Mapping]] = ..., image: _Optional[_Union[Image, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., receipt: _Optional[_Union[Receipt, _Mapping]] = ..., fault: _Optional[_Union[Fault, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ..., certificate: _Optional[_Union[Certificate, _Mapping]] = ..., notice: _Optional[_Union[Notice, _Mapping]] = ...) -> None: ...

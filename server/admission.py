@@ -8,13 +8,15 @@ import re
 from common.errors import HeadwaterError, IdentityRefused, ModelMismatch, ProtocolMismatch
 from common.wire import NAME_PATTERN, PROTOCOL_VERSION
 from common.wire_pb2 import Hello
+from server.identities import Identities, Shown
 from server.sessions import node_id_of
 
 
 class Admission:
     """The rules by which a stream is served or refused, and who was turned away for good."""
 
-    def __init__(self) -> None:
+    def __init__(self, identities: Identities) -> None:
+        self._identities = identities
         self.layout_digest: str | None = None
         """Of the model; devices with another are refused."""
         self._turned_away: dict[int, tuple[bytes, HeadwaterError]] = {}
@@ -23,12 +25,14 @@ class Admission:
         """Refuse whoever comes back with this session; who is started anew gets a new chance."""
         self._turned_away[node_id] = (token, error)
 
-    def check(self, hello: Hello, shown_name: str | None) -> None:
-        """Check a hello; ``shown_name`` is the certificate's, None where there is no TLS.
+    def check(self, hello: Hello, shown: Shown | None) -> None:
+        """Check a hello; ``shown`` is the stream's certificate, None where there is no TLS.
 
         Raises:
             ProtocolMismatch: it speaks another version.
-            IdentityRefused: the name is none, or not that of the certificate.
+            IdentityRefused: the name is none, or not that of the certificate; or the registry does
+                not know the certificate.
+            CertificateRevoked: it counts no more.
             ModelMismatch: its model is laid out otherwise.
             HeadwaterError: what this session was turned away for.
         """
@@ -42,10 +46,12 @@ class Admission:
                 f"{hello.name[:80]!r} is no name for a device",
                 remedy="letters, digits, dot, dash and underscore, 128 at most",
             )
-        if shown_name is not None and shown_name != hello.name:
-            raise IdentityRefused(
-                f"the certificate is that of {shown_name!r}, not of {hello.name!r}"
-            )
+        if shown is not None:
+            if shown.name != hello.name:
+                raise IdentityRefused(
+                    f"the certificate is that of {shown.name!r}, not of {hello.name!r}"
+                )
+            self._identities.check(shown)
         token, error = self._turned_away.get(node_id_of(hello.name), (b"", None))
         if error is not None and hmac.compare_digest(token, hello.session):
             raise error

@@ -31,6 +31,15 @@ def serve(
             rich_help_panel=PANEL,
         ),
     ] = None,
+    enrolment_listen: Annotated[
+        str | None,
+        typer.Option(
+            "--enrolment-listen",
+            metavar="HOST:PORT",
+            help="Where devices join, while a join token is out. [default: the port after that]",
+            rich_help_panel=PANEL,
+        ),
+    ] = None,
     min_clients: flags.MinClients = None,
     rounds: flags.Rounds = None,
     seed: flags.Seed = None,
@@ -97,24 +106,81 @@ def init(
         list[str] | None,
         typer.Option("--host", help="A name or address of the server. May be repeated."),
     ] = None,
-    client: Annotated[
-        list[str] | None,
-        typer.Option("--client", help="A device's name. May be repeated, and called again later."),
+    certificates_last: Annotated[
+        str | None,
+        typer.Option(
+            "--certificates-last",
+            metavar="TIME",
+            help="How long a device's certificate lasts: 90d, 12h, ... [default: 365d]",
+        ),
     ] = None,
 ) -> None:
-    """Make an authority, the server's certificate and one for each client.
+    """Make an authority, the server's certificate, the registry of devices, and settings.
 
-    Each device needs `ca.pem`, `NAME.pem` and `NAME-key.pem`, and must be started with
-    `--name NAME`. Keep `ca-key.pem` to yourself: whoever has it can make devices.
+    What is there is kept; a server's certificate that lacks a host, or is in the last third of its
+    life, is made anew. Keep `ca-key.pem` to yourself: whoever has it can make devices. Then start
+    the server with `--config FOLDER/server.toml`, and let each device in with `headwater-server
+    enroll NAME`.
     """
-    from common.console import console, errors_shown
+    from common.console import errors_shown
 
     with errors_shown():
-        from common.tls import make_certificates
+        from server.certify import make_folder
 
-        hosts = [*(host or []), "localhost", "127.0.0.1", "::1"]
-        for path in make_certificates(folder, hosts=hosts, clients=client or []):
-            console.print(str(path), soft_wrap=True)
+        make_folder(folder, hosts=host or [], certificates_last=certificates_last)
+
+
+@app.command()
+def enroll(
+    name: Annotated[str, typer.Argument(help="The device's name.")],
+    folder: Annotated[Path, typer.Option("--folder", help="The folder that `init` made.")] = Path(
+        "certs"
+    ),
+    address: Annotated[
+        str | None,
+        typer.Option(
+            "--address",
+            metavar="HOST:PORT",
+            help="Where devices reach the enrolment port. [default: the first --host of `init` "
+            "and the port that the server had last, or 8501]",
+        ),
+    ] = None,
+    valid: Annotated[
+        str, typer.Option("--valid", metavar="TIME", help="For how long the token is good.")
+    ] = "1h",
+) -> None:
+    """Print a one-time join token, by which one device of this name gets its certificate.
+
+    The running server opens its enrolment port while a token is out. Pass the token on as you would
+    a password: who has it first becomes the device.
+
+    Try it: `headwater-server enroll kitchen-pi`, and there `headwater-client join TOKEN`
+    """
+    from common.console import errors_shown
+
+    with errors_shown():
+        from server.certify import make_token
+
+        typer.echo(make_token(folder, name, address=address, valid=valid))
+
+
+@app.command()
+def revoke(
+    name: Annotated[str, typer.Argument(help="The device's name.")],
+    folder: Annotated[Path, typer.Option("--folder", help="The folder that `init` made.")] = Path(
+        "certs"
+    ),
+) -> None:
+    """End a device's certificate; a running server ends its stream within a second.
+
+    The name can be enrolled anew, with another key. The old certificate stays refused.
+    """
+    from common.console import errors_shown
+
+    with errors_shown():
+        from server.certify import revoke_device
+
+        revoke_device(folder, name)
 
 
 @app.command()

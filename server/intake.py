@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import datetime as dt
 import hmac
 import logging
 import secrets
@@ -59,6 +60,7 @@ from server.admission import Admission
 from server.attendance import Attendance
 from server.downloads import GRPC_FRAME_BYTES, Downloads
 from server.health import Health
+from server.identities import Identities, Shown
 from server.sessions import Arrival, Ask, Session, Stream, Work, node_id_of
 from server.staging import StagingRoom
 from server.uploads import Uploads, fault_frame
@@ -91,6 +93,7 @@ class Intake:
         staging_bytes: int,
         reconnect_seconds: float,
         spool_folder: Path | None = None,
+        identities: Identities | None = None,
         attendance: Attendance | None = None,
     ) -> None:
         self.bytes_up = 0
@@ -104,11 +107,13 @@ class Intake:
         self.arrivals = self._uploads.arrivals
         self.refusals = self._uploads.refusals
         self._reconnect_seconds = reconnect_seconds
-        self._admission = Admission()
+        self._identities = identities or Identities()
+        self._admission = Admission(self._identities)
         self._downloads = Downloads()
         self._sessions: dict[int, Session] = {}
         self._writers: set[asyncio.Task[None]] = set()
-        self._displaced: dict[Stream, HeadwaterError] = {}
+        # Streams that are ended, and what their devices are told; None: to come back.
+        self._displaced: dict[Stream, HeadwaterError | None] = {}
         self._is_closing = False
         self._is_paused = False
         self._health = Health()
@@ -262,10 +267,11 @@ class Intake:
                 raise asyncio.CancelledError from error
             await self._turn_away(stream, error)
         except asyncio.CancelledError:
-            displaced = self._displaced.pop(stream, None)
-            if displaced is None:
+            if stream not in self._displaced:
                 raise
-            await self._turn_away(stream, displaced)
+            displaced = self._displaced.pop(stream)
+            if displaced is not None:
+                await self._turn_away(stream, displaced)
         except BROKEN as error:
             log.debug("stream lost: %s", error)
         finally:
@@ -298,21 +304,20 @@ class Intake:
         if frame is None or frame.WhichOneof("kind") != "hello":
             raise ProtocolMismatch("the first frame of a stream must be a hello")
         hello = frame.hello
-        shown_name = self._shown_name(stream)
+        shown = self._shown(stream)
         try:
-            self._admission.check(hello, shown_name)
+            self._admission.check(hello, shown)
         except HeadwaterError as error:
-            self.attendance.refuse(shown_name or hello.name, error)
+            self.attendance.refuse(hello.name if shown is None else shown.name, error)
             raise
         session = self._sessions.get(node_id_of(hello.name))
-        is_same = session is not None and hmac.compare_digest(session.token, hello.session)
-        if session is not None and session.stream is not None and not is_same:
-            if self._credentials is None:
-                # Not noted as the device's refusal: it is another that came under its name.
-                raise IdentityRefused(f"a device of the name {hello.name} is connected already")
-            self._displaced[session.stream] = IdentityRefused(
-                f"another device has come with the certificate of {hello.name}"
-            )
+        is_kin = session is not None and self._identities.is_same_device(session.shown, shown)
+        is_same = (
+            session is not None and is_kin and hmac.compare_digest(session.token, hello.session)
+        )
+        has_displaced = session is not None and session.stream is not None and not is_same
+        if has_displaced and session is not None:
+            self._displace(session, stream, is_kin=is_kin)
         if session is None:
             session = Session(name=hello.name, node_id=node_id_of(hello.name), token=b"")
             self._sessions[session.node_id] = session
@@ -321,21 +326,45 @@ class Intake:
             self._uploads.drop(session)
         if session.task is not None:
             session.task.cancel()  # the old stream
-        self._attach(session, stream, hello)
+        session.shown = shown
+        if shown is not None:
+            self._identities.settle(shown)
+        self._attach(session, stream, hello, has_displaced=has_displaced)
         return session
 
-    def _shown_name(self, stream: Stream) -> str | None:
+    def _displace(self, session: Session, stream: Stream, *, is_kin: bool) -> None:
+        """Let a stream take the place of the device's other one, if it has proved to be its."""
+        if self._credentials is None or not is_kin:
+            # Not noted as the device's refusal: it is another that came under its name.
+            key = "" if self._credentials is None else ", with another key"
+            raise IdentityRefused(f"a device of the name {session.name} is connected already{key}")
+        first: Stream = session.stream
+        log.warning(
+            "%s: a stream from %s has proved the same key, and displaces the one from %s",
+            session.name,
+            stream.peer(),
+            first.peer(),
+        )
+        self._displaced[first] = IdentityRefused(
+            f"another stream has come with the key of {session.name}"
+        )
+
+    def _shown(self, stream: Stream) -> Shown | None:
         if self._credentials is None:
             return None
-        shown: bytes = stream.auth_context().get("x509_common_name", [b""])[0]
-        return shown.decode(errors="replace")
+        return Shown.of_pem(stream.auth_context().get("x509_pem_cert", [b""])[0])
 
-    def _attach(self, session: Session, stream: Stream, hello: Hello) -> None:
+    def _attach(
+        self, session: Session, stream: Stream, hello: Hello, *, has_displaced: bool
+    ) -> None:
         session.stream, session.task = stream, asyncio.current_task()
         session.outbox, session.image_id = asyncio.Queue(), hello.image_id
         session.sending_since = None
         welcome = Welcome(
-            protocol_version=PROTOCOL_VERSION, session=session.token, run_id=self._run_id
+            protocol_version=PROTOCOL_VERSION,
+            session=session.token,
+            run_id=self._run_id,
+            has_displaced=has_displaced,
         )
         self._send(session, ServerFrame(welcome=welcome))
         session.known = self.attendance.connected(session.name)
@@ -373,6 +402,9 @@ class Intake:
                     self._uploads.take_chunk(session, frame.chunk)
                 case "fault":
                     self._take_fault(session, frame.fault)
+                case "renewal" if session.shown is not None:
+                    answer = self._identities.renew(session.shown, frame.renewal.signing_request)
+                    self._send(session, ServerFrame(certificate=answer))
                 case "leave":
                     self._leave(session)
                     return
@@ -397,9 +429,23 @@ class Intake:
             try:
                 for session in list(self._sessions.values()):
                     self._watch(session, before=time.monotonic() - self._reconnect_seconds)
+                self._end_revoked()
                 self._uploads.give_turns()
             except Exception:
                 log.exception("the watch over the devices failed, and goes on")
+
+    def _end_revoked(self) -> None:
+        """End the streams whose certificates were revoked, and what is awaited from them."""
+        known = {s.shown.serial: s for s in self._sessions.values() if s.shown is not None}
+        shown = [s.shown for s in known.values() if s.shown is not None]
+        for serial, error in self._identities.ended(shown).items():
+            session = known[serial]
+            log.warning("%s: %s", session.name, error)
+            self._sessions.pop(session.node_id, None)
+            self._uploads.answer(session, error)
+            if session.stream is not None and session.task is not None:
+                self._displaced[session.stream] = error
+                session.task.cancel()
 
     def _watch(self, session: Session, *, before: float) -> None:
         within = f"for {self._reconnect_seconds:g} s"
@@ -408,6 +454,11 @@ class Intake:
                 gone = ConnectionLost(f"{session.name} has been gone {within}")
                 self._uploads.answer(session, gone)
                 self._sessions.pop(session.node_id, None)
+        elif session.shown is not None and session.shown.expires_at < dt.datetime.now(dt.UTC):
+            if session.task is not None and session.stream not in self._displaced:
+                log.warning("%s: its certificate has ended, and so does its stream", session.name)
+                self._displaced[session.stream] = None  # with a renewed one it comes back
+                session.task.cancel()
         elif session.sending_since is not None and session.sending_since < before:
             self.refusals[ConnectionLost.__name__] += 1
             log.warning("%s took nothing that it was sent %s: disconnected", session.name, within)

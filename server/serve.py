@@ -21,7 +21,9 @@ from common.tls import Credentials, split_address
 from server import checkpoint
 from server.app import server_app
 from server.attendance import Attendance
+from server.enrolment import enrolling
 from server.grid import GrpcGrid
+from server.identities import Identities
 from server.intake import Intake
 from server.observer import Observer, Observers, Unobserved
 from server.operation import Operation
@@ -56,6 +58,7 @@ def serve_run(
         reconnect_seconds=settings.cohort.reconnect_seconds,
         spool_folder=settings.out if settings.out and settings.out.is_dir() else None,
         attendance=attendance,
+        identities=Identities.of(settings.tls, credentials),
     )
     signal.signal(signal.SIGTERM, _interrupt)
     with ExitStack() as stack:
@@ -68,6 +71,7 @@ def serve_run(
         host, _ = split_address(settings.server.listen)
         protection = "mutual TLS" if credentials else "plain text"
         console.print(f"listening on {host}:{intake.port} ({protection})", soft_wrap=True)
+        stack.enter_context(enrolling(settings, stream_port=intake.port))
         observer = stack.enter_context(_measured(settings, intake, operation))
         if operation is not None:
             operation.start(

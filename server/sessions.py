@@ -11,6 +11,7 @@ from typing import Any
 from common.errors import HeadwaterError
 from common.wire_pb2 import Reply
 from server.attendance import Device
+from server.identities import Shown
 from server.staging import Staging
 
 Work = Coroutine[Any, Any, None]
@@ -52,6 +53,8 @@ class Session:
     name: str
     node_id: int
     token: bytes
+    shown: Shown | None = None
+    """The certificate of its stream; None where there is no TLS."""
     stream: Stream | None = None
     lost_at: float = 0.0
     heard_at: float = 0.0

@@ -35,6 +35,7 @@ from common.wire_pb2 import (
 )
 from server.app import GridFleet
 from server.grid import GrpcGrid
+from server.identities import Identities
 from server.intake import Intake
 from server.metrics import RoundRow
 from server.rounds import run as run_rounds
@@ -95,6 +96,7 @@ async def serving(
     deadline: float | None = None,
     on_devices: bool = False,
     credentials: Credentials | None = None,
+    identities: Identities | None = None,
     effective_batch_size: int | None = None,
     weighting: str = "samples",
 ) -> AsyncIterator[Run]:
@@ -121,6 +123,7 @@ async def serving(
         "127.0.0.1:0",
         run_id=RUN_ID,
         credentials=credentials,
+        identities=identities,
         staging_bytes=1 << 20,
         reconnect_seconds=reconnect_seconds,
     )
