@@ -1,7 +1,6 @@
 """The device's Prometheus metrics: its tally, and what its sensors say at a scrape.
 
-Imported only where metrics were asked for: prometheus_client and Python's HTTP server take about
-10 MB that an idle device would rather not spend. What there is no sensor for has no metric.
+Imported only where metrics were asked for; what there is no sensor for has no metric.
 """
 
 from __future__ import annotations

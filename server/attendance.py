@@ -104,13 +104,13 @@ class Attendance:
             device = self._strangers.pop(name, None) or Device(name=name)
             if len(self._devices) < MOST_DEVICES:
                 self._devices[name] = device
-            else:
-                self.num_not_noted += 1
         return device
 
     def connected(self, name: str) -> Device:
         """Note that a device is here."""
-        device = self.of(name)
+        with self._lock:
+            device = self._served(name)
+            self.num_not_noted += name not in self._devices
         device.last_seen = time.time()
         device.first_seen = device.first_seen or device.last_seen
         device.is_connected = True

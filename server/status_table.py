@@ -124,8 +124,11 @@ def _headline(status: dict[str, Any], folder: Path) -> str:
         line = (
             f"[bold red]down[/]: no server runs in {escape(str(folder))}, the last was here {ago}"
         )
-        held = ". It is paused: headwater-server resume" if status["order"] == "pause" else ""
-        return f"{line}; go on with headwater-server --resume --out {escape(str(folder))}{held}"
+        where = escape(str(folder))
+        goes_on = f"{line}; go on with: headwater-server --resume --out {where}"
+        if status["order"] == "pause":
+            goes_on += f"\nstill paused; undo it with: headwater-server resume --out {where}"
+        return goes_on
     word = "[bold green]up[/]" if status["is_well"] else "[bold red]up, but does not answer[/]"
     rounds = f"{status['round'] or 0} of {status['rounds'] or '?'} rounds done"
     beat = "" if status["is_well"] else f", last heartbeat {_ago(status['heartbeat_seconds'])}"

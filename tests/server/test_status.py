@@ -90,7 +90,7 @@ def test_of_a_server_that_is_gone_status_shows_when_and_fails(folder: Path) -> N
     code, text = run("status", "--out", folder)
     assert code == 1
     assert "down: no server runs" in text
-    assert "go on with headwater-server --resume --out" in text
+    assert "go on with: headwater-server --resume --out" in text
     # It was killed, and could not say that the device went.
     assert "connected" not in text.replace("devices connected", "")
 
@@ -141,7 +141,7 @@ def test_an_order_to_a_server_that_does_not_run_teaches_how_to_go_on(
 
 def test_a_pause_that_outlasted_its_server_can_be_undone(folder: Path) -> None:
     orders.give(folder, "pause")
-    assert "It is paused" in run("status", "--out", folder)[1]
+    assert "still paused; undo it with: headwater-server resume" in run("status", "--out", folder)[1]
     code, text = run("resume", "--out", folder)
     assert code == 0
     assert "no longer paused" in text
