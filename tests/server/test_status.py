@@ -141,7 +141,8 @@ def test_an_order_to_a_server_that_does_not_run_teaches_how_to_go_on(
 
 def test_a_pause_that_outlasted_its_server_can_be_undone(folder: Path) -> None:
     orders.give(folder, "pause")
-    assert "still paused; undo it with: headwater-server resume" in run("status", "--out", folder)[1]
+    _, text = run("status", "--out", folder)
+    assert "still paused; undo it with: headwater-server resume" in text
     code, text = run("resume", "--out", folder)
     assert code == 0
     assert "no longer paused" in text
