@@ -59,19 +59,31 @@ BatteryShare = Annotated[
     ),
 ]
 
+Server = Annotated[
+    str | None,
+    typer.Option(
+        "--server",
+        metavar="HOST:PORT",
+        help="The aggregation server. [default: 127.0.0.1:8500]",
+        rich_help_panel=PANEL,
+    ),
+]
+State = Annotated[
+    Path | None,
+    typer.Option(
+        "--state",
+        metavar="DIR",
+        help="Where the device keeps its place in its examples. "
+        "[default: ~/.local/state/headwater]",
+        rich_help_panel=PANEL,
+    ),
+]
+
 
 @app.callback(invoke_without_command=True)
 def take_part(
     context: typer.Context,
-    server: Annotated[
-        str | None,
-        typer.Option(
-            "--server",
-            metavar="HOST:PORT",
-            help="The aggregation server. [default: 127.0.0.1:8500]",
-            rich_help_panel=PANEL,
-        ),
-    ] = None,
+    server: Server = None,
     task: flags.TaskSpec = None,
     data: Data = None,
     name: Name = None,
@@ -79,16 +91,7 @@ def take_part(
     num_parts: NumParts = None,
     memory_limit_bytes: MemoryLimitBytes = None,
     battery_share: BatteryShare = None,
-    state: Annotated[
-        Path | None,
-        typer.Option(
-            "--state",
-            metavar="DIR",
-            help="Where the device keeps its place in its examples. "
-            "[default: ~/.local/state/headwater]",
-            rich_help_panel=PANEL,
-        ),
-    ] = None,
+    state: State = None,
     spool: Annotated[
         Path | None,
         typer.Option(
@@ -174,6 +177,40 @@ def check(
     start_log(verbose=False)
     with errors_shown():
         _check(config, {**flags.overrides(context.params), "check_task": False})
+
+
+@app.command()
+def doctor(
+    context: typer.Context,
+    server: Server = None,
+    task: flags.TaskSpec = None,
+    data: Data = None,
+    name: Name = None,
+    part: Part = None,
+    num_parts: NumParts = None,
+    memory_limit_bytes: MemoryLimitBytes = None,
+    state: State = None,
+    replace_batch_norm: flags.ReplaceBatchNorm = None,
+    threads: flags.Threads = None,
+    secure_aggregation: flags.SecureAggregation = None,
+    identity: flags.IdentityFile = None,
+    allow_list: flags.AllowListFile = None,
+    tls_ca: flags.TlsCa = None,
+    tls_certificate: flags.TlsCertificate = None,
+    tls_key: flags.TlsKey = None,
+    insecure: flags.Insecure = None,
+    config: flags.Config = None,
+) -> None:
+    """Look for all that could keep this device from taking part, and say what to do about it.
+
+    Its versions, clock, memory limit, state folder, certificates, link to the server, task, data,
+    speed and sensors. Exits with 1 if there is a fault. The server is connected to, and not told.
+    """
+    from common.console import errors_shown, start_log
+
+    start_log(verbose=False)
+    with errors_shown():
+        _doctor(config, {**flags.overrides(context.params), "check_task": False})
 
 
 @app.command()
@@ -269,6 +306,14 @@ def _check(config: Path | None, overrides: dict[str, Any]) -> None:
     settings = load(config, overrides)
     resident, identity = _open(settings)
     show(settings, resident, identity)
+
+
+def _doctor(config: Path | None, overrides: dict[str, Any]) -> None:
+    from client.doctor import examine, show
+    from common.settings import load
+
+    if not show(examine(load(config, overrides), _open)):
+        raise typer.Exit(1)
 
 
 def _open(settings: Settings) -> tuple[Resident, Identity]:

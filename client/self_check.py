@@ -28,11 +28,11 @@ def show(settings: Settings, resident: Resident, identity: Identity) -> None:
     )
     resident.check(examples, identity.name)
     console.print("loss        is a sum over examples")
-    for topic, text in _told(resident, identity, ThisMachine(settings.client)):
+    for topic, text in told(resident, identity, ThisMachine(settings.client)):
         console.print(f"{topic:<11} {text}", soft_wrap=True)
 
 
-def _told(
+def told(
     resident: Resident, identity: Identity, hardware: ThisMachine
 ) -> Iterator[tuple[str, str]]:
     """Yield what a device knows of itself and measures, by topic."""

@@ -1,0 +1,148 @@
+"""What would keep a device from taking part is found before it connects, with what to do."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime as dt
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import Result
+from typer.testing import CliRunner
+
+from client.cli import app
+from client.doctor import FIRST_DAY, Finding, clock, connection, has_memory_controller, memory
+from client.limits import Limit
+from common.settings import Client, Settings
+from tests.attacks.raw import serving
+from tests.certificates import credentials_of, make_folder, tls_of
+
+TASK = "tests/tasks.py:TwoLayers"
+GIB = 2**30
+TODAY = dt.datetime(2026, 11, 21, 12, tzinfo=dt.UTC)
+
+
+def doctor(tmp_path: Path, *flags: str) -> Result:
+    """Run the command for a device of its own state folder."""
+    threads = torch.get_num_threads()
+    command = ["doctor", "--task", TASK, "--threads", "1", "--state", str(tmp_path / "state")]
+    try:
+        return CliRunner().invoke(app, [*command, *flags])
+    finally:
+        torch.set_num_threads(threads)
+
+
+def faults(found: Result) -> set[str]:
+    return {line.split()[1] for line in found.output.splitlines() if line.startswith("FAULT")}
+
+
+@pytest.fixture
+def listening() -> Iterator[str]:
+    """Return an address at which somebody listens, who says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+
+
+def test_a_sound_device_can_take_part(tmp_path: Path, listening: str) -> None:
+    found = doctor(tmp_path, "--server", listening)
+    assert found.exit_code == 0, found.output
+    assert faults(found) == set()
+    assert "this device can take part" in found.output
+    topics = {line[6:].split()[0] for line in found.output.splitlines() if line.startswith("ok")}
+    assert topics >= {"versions", "state", "link", "task", "speed", "sensors", "gives"}
+
+
+def test_a_server_that_is_not_there_is_a_fault(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    found = doctor(tmp_path, "--server", f"127.0.0.1:{port}")
+    assert found.exit_code == 1
+    assert faults(found) == {"link"}
+    assert "firewalls" in found.output
+
+
+def test_all_faults_are_told_at_once(tmp_path: Path) -> None:
+    (tmp_path / "state").write_text("a file where the folder should be")
+    found = doctor(tmp_path, "--server", "river.example.org:8500", "--data", "/nowhere")
+    assert found.exit_code == 1
+    assert faults(found) == {"state", "TLS", "data"}  # no TLS beyond loopback: not connected to
+    assert "InsecureAddress" in found.output
+
+
+def test_a_device_without_a_task_cannot_take_part(tmp_path: Path, listening: str) -> None:
+    found = CliRunner().invoke(
+        app, ["doctor", "--server", listening, "--state", str(tmp_path / "state")]
+    )
+    assert found.exit_code == 1
+    assert faults(found) == {"task"}
+
+
+def test_a_clock_that_was_never_set_is_a_fault_and_one_that_is_not_kept_a_note() -> None:
+    epoch = dt.datetime.fromtimestamp(0, dt.UTC)
+    assert clock(epoch, is_kept=None).grade == "fault"
+    assert clock(FIRST_DAY, is_kept=None).grade == "good"
+    assert clock(TODAY, is_kept=False).grade == "note"
+    assert clock(TODAY, is_kept=True).grade == "good"
+
+
+def test_memory_without_a_limit_is_a_note_and_a_limit_that_is_reached_a_fault() -> None:
+    machine = Limit(num_bytes=8 * GIB, source="machine")
+    cgroup = Limit(num_bytes=GIB, source="cgroup's memory.max")
+    assert memory([machine], GIB // 2, has_controller=True).grade == "note"
+    assert memory([machine, cgroup], GIB // 2, has_controller=True).grade == "good"
+    assert memory([machine, cgroup], GIB, has_controller=True).grade == "fault"
+    unlimited = memory([machine], GIB // 2, has_controller=False)
+    assert "cgroup_enable=memory" in unlimited.remedy
+
+
+@pytest.mark.parametrize(("enabled", "counts"), [("1", True), ("0", False)])
+def test_a_kernel_that_does_not_count_memory_is_found(
+    tmp_path: Path, enabled: str, counts: bool
+) -> None:
+    assert has_memory_controller(tmp_path)  # it does not say
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/cgroups").write_text(
+        f"#subsys_name\thierarchy\tnum_cgroups\tenabled\ncpu\t0\t70\t1\nmemory\t0\t70\t{enabled}\n"
+    )
+    assert has_memory_controller(tmp_path) is counts
+
+
+def looked_at(certs: Path, name: str, *, authority: Path | None = None) -> list[Finding]:
+    """Return what a device with a certificate finds of a server that has those of ``authority``."""
+
+    async def play() -> list[Finding]:
+        credentials = credentials_of(authority or certs, "server")
+        async with serving(credentials=credentials) as run:
+            settings = Settings(
+                client=Client(server=f"localhost:{run.port}", name="pi"), tls=tls_of(certs, name)
+            )
+            return await asyncio.to_thread(lambda: list(connection(settings)))
+
+    return asyncio.run(play())
+
+
+def test_a_device_that_the_server_would_take_shakes_hands_with_it(tmp_path: Path) -> None:
+    make_folder(tmp_path, "pi")
+    found = looked_at(tmp_path, "pi")
+    assert [finding.grade for finding in found] == ["good"] * 3, found
+    assert "TLSv1.3; the server took us" in found[-1].text
+
+
+def test_another_authority_is_a_fault_whichever_side_it_is_of(tmp_path: Path) -> None:
+    certs, others = tmp_path / "certs", tmp_path / "others"
+    make_folder(certs, "pi")
+    make_folder(others, "pi")
+    assert "not good for localhost" in looked_at(certs, "pi", authority=others)[-1].text
+    (others / "ca.pem").write_bytes((certs / "ca.pem").read_bytes())
+    refused = looked_at(others, "pi", authority=certs)[-1]
+    assert (refused.topic, refused.grade) == ("TLS", "fault")
+
+
+def test_a_certificate_of_another_name_is_a_fault(tmp_path: Path) -> None:
+    make_folder(tmp_path, "laptop")
+    found = looked_at(tmp_path, "laptop")
+    assert "the certificate is that of laptop, and this device is called pi" in found[0].text
+    assert found[0].grade == "fault"
