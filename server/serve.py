@@ -16,6 +16,7 @@ from flwr.app import Context, RecordDict
 
 from common.console import console
 from common.errors import HeadwaterError, SettingsError, StateError
+from common.heap import use_one_heap
 from common.settings import Settings
 from common.tls import Credentials, split_address
 from server import checkpoint
@@ -43,6 +44,7 @@ def serve_run(
     Raises:
         HeadwaterError: see ``common.errors``.
     """
+    use_one_heap()  # before gRPC's threads begin
     torch.set_num_threads(settings.threads or torch.get_num_threads())
     settings = settings.model_copy(update={"threads": torch.get_num_threads()})  # to be recorded
     if settings.out is not None:
