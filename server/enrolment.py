@@ -14,14 +14,13 @@ from __future__ import annotations
 import asyncio
 import binascii
 import contextlib
-import ipaddress
 import json
 import logging
 import socket
 import ssl
 import threading
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +40,7 @@ from common.join_token import SECRET_BYTES, digest_of
 from common.settings import Settings
 from common.tls import split_address
 from server.authority import CA_KEY_FILE, SERVER_FILE, SERVER_KEY_FILE, Authority
+from server.ration import Ration, subscriber
 from server.registry import Registry
 
 log = logging.getLogger(__name__)
@@ -50,25 +50,6 @@ MAX_LINE_BYTES = 8192
 TALK_SECONDS = 10.0
 POLL_SECONDS = 0.25
 MAX_AT_ONCE = 16
-# Of one address (of IPv6 its /64): a join makes two connections.
-BURST, PER_SECOND, MAX_ADDRESSES = 20.0, 0.5, 4096
-
-
-class Ration:
-    """How many connections each address may still make (a token bucket each)."""
-
-    def __init__(self) -> None:
-        self._left: OrderedDict[str, tuple[float, float]] = OrderedDict()
-
-    def take(self, address: str, now: float) -> bool:
-        """Take one if there is one; addresses that were quiet for longest are forgotten first."""
-        left, before = self._left.pop(address, (BURST, now))
-        left = min(left + (now - before) * PER_SECOND, BURST)
-        may = left >= 1
-        self._left[address] = (left - 1 if may else left, now)
-        if len(self._left) > MAX_ADDRESSES:
-            self._left.popitem(last=False)
-        return may
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -244,6 +225,8 @@ class EnrolmentPort:
                 talk = self._loop.create_task(self._serve_one(connection, peer))
                 self._talks.add(talk)
                 talk.add_done_callback(self._talks.discard)
+                # Here, as a task that is cancelled before its first step runs none of its own.
+                talk.add_done_callback(lambda _, done=connection: done.close())  # type: ignore[misc]
 
     async def _serve_one(self, connection: socket.socket, peer: str) -> None:
         """Talk to one device, for a short time."""
@@ -261,8 +244,6 @@ class EnrolmentPort:
                     transport.abort()
         except (OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError) as error:
             self._count(peer, ProtocolMismatch(f"no request came ({type(error).__name__})"))
-        finally:
-            connection.close()
 
     async def _talk(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer: str
@@ -329,14 +310,3 @@ def _listen(settings: Settings) -> str:
         return settings.server.enrolment_listen
     host, port = split_address(settings.server.listen)
     return f"[{host}]:{port + 1 if port else 0}"
-
-
-def subscriber(address: str) -> str:
-    """Return what one subscriber has: an IPv4 address, or the first 64 bits of an IPv6 one."""
-    try:
-        found = ipaddress.ip_address(address.partition("%")[0])
-    except ValueError:
-        return address
-    if isinstance(found, ipaddress.IPv6Address):
-        return str(ipaddress.ip_network((found, 64), strict=False))
-    return address

@@ -36,8 +36,9 @@ from common.tls import Credentials, read_credentials
 from common.wire_pb2 import Certificate
 from common.wire_pb2 import Renewal as RenewalFrame
 from server.authority import Authority
-from server.enrolment import BURST, MAX_ADDRESSES, PER_SECOND, EnrolmentPort, Ration, subscriber
+from server.enrolment import EnrolmentPort
 from server.identities import Identities
+from server.ration import BURST, MAX_ADDRESSES, PER_SECOND, Ration, subscriber
 from tests.attacks.raw import RawDevice, serving
 from tests.certificates import (
     HOSTS,
