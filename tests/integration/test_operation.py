@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from server.presence import FILE
+from server.status_table import read_status
 from tests.processes import (
     Process,
     Processes,
@@ -60,7 +62,11 @@ class Operator:
         return told
 
     def wait_for(self, stands: str) -> dict[str, Any]:
-        until(lambda: self.status()["stands"] == stands, what=lambda: str(self.status()))
+        def seen() -> dict[str, Any]:
+            is_there = (self._out / FILE).exists()
+            return read_status(self._out) if is_there else {}
+
+        until(lambda: seen().get("stands") == stands, what=lambda: str(seen()))
         return self.status()
 
 
@@ -137,7 +143,7 @@ def test_a_paused_server_begins_no_round_however_many_devices_come(tmp_path: Pat
         operator = Operator(processes)
         server = processes.server("--rounds", 2, *PLAN, task=task)
         port = port_of(server)
-        until(lambda: operator.status()["stands"] == "waiting", what=lambda: str(operator.status()))
+        operator.wait_for("waiting")
         operator.say("pause")
         clients = [processes.client(port, i, task=task) for i in range(2)]
         for client in clients:
@@ -146,6 +152,18 @@ def test_a_paused_server_begins_no_round_however_many_devices_come(tmp_path: Pat
         operator.say("resume")
         for process in (server, *clients):
             process.succeed()
+
+
+def test_a_server_that_waits_for_devices_is_drained_at_once(tmp_path: Path) -> None:
+    task = write_task(tmp_path).spec
+    with Processes(tmp_path) as processes:
+        operator = Operator(processes)
+        server = processes.server("--rounds", 2, task=task)
+        port_of(server)
+        operator.wait_for("waiting")
+        operator.say("drain")
+        server.succeed()
+        assert "drained behind round 0 of 2" in server.text()
 
 
 @pytest.mark.parametrize("side", ["server", "client"])
