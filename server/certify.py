@@ -64,8 +64,11 @@ def make_folder(folder: Path, *, hosts: list[str], certificates_last: str | None
         registry.state("certificate_seconds", repr(lasts))
     registry.close()
     settings = folder / SETTINGS_FILE
-    if not settings.exists():
-        is_remote = any(not is_loopback(host) for host in hosts)
+    is_remote = any(not is_loopback(host) for host in hosts)
+    if settings.exists():
+        if is_remote and '"127.0.0.1:' in settings.read_text():
+            stderr.print(f"{settings} is kept as it is, and listens on 127.0.0.1: change it there")
+    else:
         listen = f"{'0.0.0.0' if is_remote else '127.0.0.1'}:{STREAM_PORT}"
         files = {"ca": CA_FILE, "certificate": SERVER_FILE, "key": SERVER_KEY_FILE}
         tls = {name: str((folder / file).resolve()) for name, file in files.items()}
@@ -76,6 +79,11 @@ def make_folder(folder: Path, *, hosts: list[str], certificates_last: str | None
         console.print(str(path), soft_wrap=True)
     if not written:
         console.print(f"{folder} is whole: nothing was made")
+    console.print("Start the server, and let devices in, with:")
+    console.print(
+        f"  headwater-server --config {settings} --task my_task.py:MyTask", soft_wrap=True
+    )
+    console.print(f"  headwater-server enroll NAME --folder {folder}", soft_wrap=True)
 
 
 def make_token(folder: Path, name: str, *, address: str | None, valid: str) -> str:

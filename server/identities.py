@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import datetime as dt
 import logging
+import math
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -24,6 +26,8 @@ from server.authority import CA_KEY_FILE, Authority
 from server.registry import REGISTRY_FILE, Registry, serial_of
 
 log = logging.getLogger(__name__)
+
+RENEWAL_SECONDS = 60.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,6 +75,7 @@ class Identities:
     ) -> None:
         self._registry = registry
         self._authority = authority
+        self._asked_at: dict[str, float] = {}
 
     @classmethod
     def of(cls, tls: Tls, credentials: Credentials | None) -> Identities:
@@ -168,7 +173,14 @@ class Identities:
         return found
 
     def renew(self, shown: Shown, signing_request: bytes) -> Certificate:
-        """Sign a device's next certificate, or say why not."""
+        """Sign a device's next certificate, or say why not.
+
+        A device that asks again within a minute is put off without a word in the log.
+        """
+        now = time.monotonic()
+        if now - self._asked_at.get(shown.serial, -math.inf) < RENEWAL_SECONDS:
+            return Certificate(refusal=f"it was asked for within {RENEWAL_SECONDS:g} s before")
+        self._asked_at[shown.serial] = now
         try:
             pem = self._renewed(shown, signing_request)
         except HeadwaterError as error:

@@ -585,6 +585,25 @@ def test_a_renewal_that_is_not_due_or_for_another_is_refused_and_the_stream_goes
     asyncio.run(play())
 
 
+def test_a_device_that_asks_again_and_again_is_put_off_without_a_word_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    certs = make_folder(tmp_path)
+    enrol(certs, "0", days=OLD)
+
+    async def play() -> None:
+        async with (
+            stream_server(certs) as run,
+            RawDevice(run.port, "0", credentials=credentials_of(certs, "0")) as device,
+        ):
+            await device.enter()
+            answers = [await renewed(device, signing_request("0", new_key())) for _ in range(5)]
+            assert [bool(answer.pem) for answer in answers] == [True] + [False] * 4
+
+    asyncio.run(play())
+    assert caplog.text.count("its certificate is") == 1
+
+
 def test_without_the_authoritys_key_both_sides_are_warned(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

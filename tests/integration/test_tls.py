@@ -158,6 +158,12 @@ def test_init_makes_an_old_server_certificate_anew(
     assert read_credentials(tls_of(tmp_path, "server")) is not None
 
 
+def test_a_young_server_certificate_is_kept(tmp_path: Path) -> None:
+    make_authority(tmp_path, hosts=HOSTS)
+    put_server_certificate(tmp_path, days=(-1, 500))
+    assert make_authority(tmp_path, hosts=["127.0.0.1"]) == []
+
+
 def test_a_server_certificate_of_another_authority_is_made_anew(tmp_path: Path) -> None:
     make_authority(tmp_path / "a", hosts=HOSTS)
     make_authority(tmp_path / "b", hosts=HOSTS)
