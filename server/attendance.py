@@ -12,10 +12,13 @@ import threading
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
 
 from common.errors import HeadwaterError
-from common.update import Plan, Vitals
 from common.wire import NAME_PATTERN
+
+if TYPE_CHECKING:  # torch comes with it, which status need not wait for
+    from common.update import Plan, Vitals
 
 MOST_DEVICES = 10_000
 MOST_STRANGERS = 100

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from common.errors import StateError
-from server.checkpoint import write_whole
 
 FILE = "order.json"
 
@@ -47,6 +46,8 @@ def give(folder: Path, verb: Verb, *, now: float | None = None) -> Order:
     Raises:
         StateError: the folder cannot be written.
     """
+    from server.checkpoint import write_whole  # with torch, which status need not wait for
+
     order = Order(verb=verb, at=time.time() if now is None else now)
     try:
         write_whole(folder / FILE, lambda part: part.write_text(json.dumps(asdict(order))))

@@ -1,6 +1,7 @@
 """``headwater-server status``: whether a server runs, how its run stands, and its fleet as a table.
 
-Read from the run's folder, so it works with the server up or down. The exit status is that of a
+Read from the run's folder, so it works with the server up or down, and without torch, as a
+container asks twice a minute. The exit status is that of a
 health check: 0 if the server is up and its heartbeat fresh, 1 otherwise.
 """
 
@@ -20,9 +21,8 @@ from rich.table import Table
 
 from common.errors import SettingsError
 from common.logs import plain, rfc3339
-from server import checkpoint, history, orders, presence
+from server import history, orders, presence
 from server.attendance import Device
-from server.metrics import ROUNDS
 
 MOST_SHOWN = 100
 ABSENT = "-"
@@ -66,8 +66,7 @@ def check_run(folder: Path) -> None:
     Raises:
         SettingsError: there is no trace of one.
     """
-    traces = (presence.FILE, history.FILE, checkpoint.FILE, ROUNDS)
-    if not any((folder / name).exists() for name in traces):
+    if not any((folder / name).exists() for name in (presence.FILE, history.FILE)):
         what = "holds no run of a server" if folder.is_dir() else "is no folder"
         raise SettingsError(f"{folder} {what}", remedy="name the server's own folder: --out DIR")
 

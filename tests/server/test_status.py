@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -17,6 +19,7 @@ from server.attendance import Device
 from server.cli import app
 from server.history import History, figures_of
 from server.presence import Presence
+from tests.processes import ROOT
 from tests.round_rows import row
 
 
@@ -155,3 +158,13 @@ def test_the_two_words_resume_are_told_apart_in_the_help() -> None:
     text = run("resume", "--help")[1]
     assert "an order to a server that runs" in text
     assert "headwater-server --resume --out DIR" in text
+
+
+@pytest.mark.slow
+def test_a_health_check_does_not_load_torch(folder: Path) -> None:
+    program = (
+        "import sys; from server.cli import app; "
+        f"app(['status', '--json', '--out', {str(folder)!r}], standalone_mode=False); "
+        "sys.exit('torch' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, capture_output=True)
