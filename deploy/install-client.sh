@@ -281,11 +281,8 @@ use_release() {
     ln -sfn current/venv "$PREFIX/venv"
     ln -sfn current/app "$PREFIX/app"
     say "installed in $PREFIX: $(du -sm "$release" | cut -f 1) MB"
-    # What runs keeps its open files; it is restarted at the end.
+    # What runs still needs the release before; it goes when the service was restarted.
     [ -z "$before" ] || old_release=$PREFIX/$before
-    for other in "$PREFIX"/releases/*; do
-        [ "$other" = "$release" ] || [ "$other" = "${old_release:-}" ] || rm -rf "$other"
-    done
 }
 
 undo() {
@@ -358,7 +355,14 @@ start() {
         systemctl restart "$UNIT" || go_back
         say "started; follow it with: journalctl -fu $UNIT"
     fi
-    [ -z "${old_release:-}" ] || rm -rf "$old_release"
+    sweep
+}
+
+# Nothing runs from the other releases any more.
+sweep() {
+    for other in "$PREFIX"/releases/*; do
+        [ "$other" = "$PREFIX/$(readlink "$PREFIX/current")" ] || rm -rf "$other"
+    done
 }
 
 go_back() {
