@@ -13,8 +13,10 @@ gradients are real. All start from the same model and are tested on the server a
   rate and, on digits, the local micro-batch.
 
 Planner and fixed K share server optimizer and learning rates. The sweep is made with the first
-seed, and a setting ends when it takes longer than the best before it (null in ``sweep_seconds``).
-What is the best there is run with each seed: ``seconds`` is the median over the seeds. ``idle`` is
+three seeds, as a single one picks the luckiest setting (one took 9 s with it and 20 in the median),
+and a setting is given up when two of its runs take longer than the best median before it (null in
+``sweep_seconds``). What is the best there is run with each seed: ``seconds`` is the median over
+all of them. ``idle`` is
 1 - mean(finish) / T over all devices of a round, the mean over rounds; ``lost`` the share of
 updates that came too late.
 
@@ -46,6 +48,7 @@ from simulation.summary import idle_time
 log = logging.getLogger(__name__)
 
 FLEET = ROOT / "examples" / "fleets" / "sixteenfold.toml"
+NUM_SWEEP_SEEDS = 3
 # Of the devices, which keep the deadline.
 IN_TIME = (0.25, 0.125, 0.5, 0.75, 1.0)
 
@@ -227,19 +230,28 @@ def outcome(entry: Entry, seed: int, *, accuracy: float, limit_seconds: float) -
     return race.outcome()
 
 
+def swept(case: Case, entry: Entry, *, limit_seconds: float) -> float:
+    """Return the median seconds over the sweep's seeds; infinite if it is above the limit."""
+    taken: list[float] = []
+    for seed in case.seeds[:NUM_SWEEP_SEEDS]:
+        if sum(map(math.isinf, taken)) > NUM_SWEEP_SEEDS // 2:
+            return math.inf
+        run = outcome(entry, seed, accuracy=case.accuracy, limit_seconds=limit_seconds)
+        taken.append(run.seconds)
+    return statistics.median(taken)
+
+
 def best_of(case: Case, entries: dict[str, Entry]) -> Figures:
-    """Sweep the settings with the first seed, and run the best with all of them."""
-    found: dict[str, Outcome] = {}
+    """Sweep the settings with the first seeds, and run the best with all of them."""
+    found: dict[str, float] = {}
     for name, entry in entries.items():
-        limit = min((one.seconds for one in found.values()), default=math.inf)
-        found[name] = outcome(entry, case.seeds[0], accuracy=case.accuracy, limit_seconds=limit)
-        log.info("%s, %s: %s", case.task, name, found[name])
-    best = min(found, key=lambda name: found[name].seconds)
-    again = [
+        found[name] = swept(case, entry, limit_seconds=min(found.values(), default=math.inf))
+        log.info("%s, %s: %s s", case.task, name, found[name])
+    best = min(found, key=lambda name: found[name])
+    outcomes = [
         outcome(entries[best], seed, accuracy=case.accuracy, limit_seconds=math.inf)
-        for seed in case.seeds[1:]
+        for seed in case.seeds
     ]
-    outcomes = [found[best], *again]
     return {
         "best": best,
         "seconds": statistics.median(one.seconds for one in outcomes),
@@ -248,8 +260,8 @@ def best_of(case: Case, entries: dict[str, Entry]) -> Figures:
         "idle": statistics.fmean(one.idle for one in outcomes),
         "lost": statistics.fmean(one.lost for one in outcomes),
         "sweep_seconds": {
-            name: round(one.seconds, 2) if math.isfinite(one.seconds) else None
-            for name, one in found.items()
+            name: round(seconds, 2) if math.isfinite(seconds) else None
+            for name, seconds in found.items()
         },
     }
 
