@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from common.console import console
 from server import orders, presence
 from server.attendance import Device
 from server.cli import app
@@ -25,7 +26,8 @@ from tests.round_rows import row
 
 @pytest.fixture(autouse=True)
 def wide(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "100")
+    """The console took its width when it was imported, maybe by another test."""
+    monkeypatch.setattr(console, "width", 100)
 
 
 def run(*arguments: object) -> tuple[int, str]:
