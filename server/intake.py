@@ -498,7 +498,7 @@ class Intake:
                     Arrival(message_id=ask.message_id, node_id=ask.node_id, error=gone)
                 )
                 continue
-            self._uploads.drop(session)
+            self._uploads.let_go(session)
             session.ask = ask
             if session.stream is not None:
                 send = partial(self._downloads.send_ask, session, ask, session.stream)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+from collections import deque
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +17,9 @@ from server.staging import Staging
 
 Work = Coroutine[Any, Any, None]
 Stream = Any  # grpc.aio.ServicerContext, which ships without types
+
+# Asks that were let go and whose replies may still be on their way: a device is at one at a time.
+MOST_LET_GO = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,6 +67,8 @@ class Session:
     outbox: asyncio.Queue[Callable[[], Work]] = field(default_factory=asyncio.Queue)
     image_id: str = ""
     ask: Ask | None = None
+    let_go: deque[str] = field(default_factory=lambda: deque(maxlen=MOST_LET_GO))
+    """The messages that the server itself waits for no more: replies to them cross that news."""
     reply: Reply | None = None
     upload: Staging | None = None
     known: Device | None = None

@@ -8,6 +8,7 @@ not hold up the others.
 
 from __future__ import annotations
 
+import logging
 import queue
 import time
 from collections import Counter, deque
@@ -27,6 +28,8 @@ from common.wire import CHUNK_BYTES, MAX_REPLY_HEAD_BYTES, RECEIPT_EVERY_BYTES
 from common.wire_pb2 import Chunk, Fault, Receipt, Reply, ServerFrame
 from server.sessions import Arrival, Session
 from server.staging import Staging, StagingRoom
+
+log = logging.getLogger(__name__)
 
 TURNS = 16
 # Below this a device is slower than gRPC's smallest window, and what it has in flight is small.
@@ -58,8 +61,14 @@ class Uploads:
         self._is_giving = False
 
     def announce(self, session: Session, reply: Reply) -> None:
-        """Take a reply's head; its vector goes on where it broke off, or begins, in its turn."""
+        """Take a reply's head; its vector goes on where it broke off, or begins, in its turn.
+
+        One that has crossed the news that nobody waits for it is dropped: its device knows by then.
+        """
         ask = session.ask
+        if reply.message_id in session.let_go:
+            log.debug("%s: a reply has crossed the news that it is late", session.name)
+            return
         if ask is None or reply.message_id != ask.message_id:
             late = UnexpectedUpdate(f"{session.name}: nobody waits for this reply any more")
             self._refuse(session, reply.message_id, late)
@@ -173,8 +182,14 @@ class Uploads:
         if session.ask is not None:
             late = LateUpdate(f"{session.name}: the round closed before its update came")
             self._send(session, fault_frame(late, session.ask.message_id))
-            session.ask = None
-            self.drop(session)
+            self.let_go(session)
+
+    def let_go(self, session: Session) -> None:
+        """Wait no more for a session's reply: another ask is on its way, or the device is told."""
+        if session.ask is not None:
+            session.let_go.append(session.ask.message_id)
+        session.ask = None
+        self.drop(session)
 
     def drop(self, session: Session) -> None:
         """Forget what has come of a session's upload."""

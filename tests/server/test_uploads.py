@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 
 import pytest
 
@@ -113,3 +114,30 @@ def test_a_slow_link_does_not_keep_the_others_waiting(monkeypatch: pytest.Monkey
     assert heard.turns() == ["0", "1"]
     send(room, slow, 0, len(VECTOR))
     assert room.arrivals.get_nowait().node_id == 0
+
+
+@pytest.mark.parametrize("how", ["its round closed", "another ask took its place"])
+def test_a_reply_that_crosses_the_news_that_it_is_late_is_no_fault_of_its_device(how: str) -> None:
+    heard = Heard()
+    room = Uploads(StagingRoom(10_000), send=heard.send)
+    slow, ask = session(0), session(0).ask
+    assert ask is not None
+    if how == "its round closed":
+        room.withdraw(slow)
+        assert [frame.fault.code for _, frame in heard.frames] == ["LateUpdate"]
+    else:
+        room.let_go(slow)
+    slow.ask, told = replace(ask, message_id="the next"), len(heard.frames)
+    late = Reply(message_id=ask.message_id, num_bytes=len(VECTOR), sha256=bytes(32))
+    room.announce(slow, late)
+    send(room, slow, 0, len(VECTOR))
+    assert (len(heard.frames), room.refusals, room.arrivals.empty()) == (told, {}, True)
+    assert slow.ask.message_id == "the next"
+
+
+def test_a_reply_to_nothing_that_was_asked_is_refused() -> None:
+    heard = Heard()
+    room = Uploads(StagingRoom(10_000), send=heard.send)
+    one = session(0)
+    room.announce(one, Reply(message_id="never asked"))
+    assert room.refusals == {"UnexpectedUpdate": 1}
