@@ -32,7 +32,6 @@ from common.certificates import (
     new_key,
     signing_request,
     spki,
-    write_whole,
 )
 from common.errors import (
     AuthorityMismatch,
@@ -42,10 +41,10 @@ from common.errors import (
 )
 from common.join_token import JoinToken
 from common.tls import split_address
+from common.whole_file import OWNER_ONLY, READABLE, write_whole
 
 CLOCK_SECONDS = 300.0
 CA_FILE, OWN_FILE, SETTINGS_FILE = "ca.pem", "device.pem", "client.toml"
-READABLE = 0o644
 KEY_FILE = ".device-key.pem"
 """The key while no certificate has come for it: a join that broke goes on with the same."""
 
@@ -144,7 +143,7 @@ def _own_key(folder: Path) -> Key:
             if isinstance(found, ec.EllipticCurvePrivateKey):
                 return found
         key = new_key()
-        write_whole(path, key_pem(key))
+        write_whole(path, key_pem(key), mode=OWNER_ONLY)
     except (OSError, ValueError) as error:
         raise CertificateProblem(
             f"{path}: {error}", remedy="remove the file, or choose another --folder"
@@ -198,7 +197,7 @@ def _keep(
         for branch, values in told.items():
             tree[branch] = {**tree.get(branch, {}), **values}
         write_whole(ca_path, certificate_pem(ca), mode=READABLE)
-        write_whole(own, certificate_pem(certificate) + key_pem(key))
+        write_whole(own, certificate_pem(certificate) + key_pem(key), mode=OWNER_ONLY)
         write_whole(settings, tomli_w.dumps(tree).encode(), mode=READABLE)
         (folder / KEY_FILE).unlink()
     except (OSError, ValueError, TypeError) as error:

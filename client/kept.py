@@ -7,10 +7,8 @@ update that was masked is never masked again. There is no secret in it.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ from client.micro_batches import Place, Walk
 from client.secure_device import Record
 from common.errors import StateError
 from common.line import Line
+from common.whole_file import write_whole
 
 log = logging.getLogger(__name__)
 
@@ -92,27 +91,10 @@ class StateFile:
         """
         if kept == self._written:
             return
-        part = self.path.with_suffix(".part")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with part.open("w") as file:
-                json.dump(kept, file)
-                file.flush()
-                os.fsync(file.fileno())
-            part.replace(self.path)
-            sync_folder(self.path.parent)
+            write_whole(self.path, json.dumps(kept).encode())
         except OSError as error:
-            with contextlib.suppress(OSError):
-                part.unlink(missing_ok=True)
             log.warning("%s cannot be written: %s", self.path, error.strerror)
             raise StateError(f"the device cannot keep its place: {error.strerror}") from error
         self._written = dict(kept)
-
-
-def sync_folder(folder: Path) -> None:
-    """Force a rename to disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

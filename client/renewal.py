@@ -25,10 +25,10 @@ from common.certificates import (
     new_key,
     signing_request,
     spki,
-    write_whole,
 )
 from common.settings import Tls
 from common.tls import Credentials
+from common.whole_file import OWNER_ONLY, write_whole
 from common.wire_pb2 import Certificate
 
 log = logging.getLogger(__name__)
@@ -94,7 +94,7 @@ class Renewal:
             ca=self.credentials.ca, certificate=certificate_pem(certificate), key=key_pem(key)
         )
         try:
-            write_whole(self._file, fresh.certificate + fresh.key)
+            write_whole(self._file, fresh.certificate + fresh.key, mode=OWNER_ONLY)
         except OSError as error:
             log.warning(
                 "%s cannot be written, the certificate is not renewed: %s", self._file, error

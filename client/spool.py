@@ -18,7 +18,6 @@ import hashlib
 import io
 import json
 import logging
-import os
 import re
 import time
 from collections import deque
@@ -26,11 +25,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from client.kept import sync_folder
 from client.micro_batches import Window
 from client.window_sum import WindowSum
 from client.workplace import Workplace
 from common.update import Plan, Step
+from common.whole_file import OWNER_ONLY, whole_file
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +73,7 @@ class Spool:
 
     def sweep(self) -> None:
         """Remove what other runs of this device left long ago, each 4 bytes per parameter."""
-        is_left = re.compile(re.escape(self._name) + r"-\d+\.(safetensors|part)").fullmatch
+        is_left = re.compile(re.escape(self._name) + r"-\d+\.safetensors(\.part)?").fullmatch
         for path in self.path.parent.iterdir():
             age = self.wall_clock() - path.stat().st_mtime if is_left(path.name) else 0.0
             if age > STALE_SECONDS:
@@ -213,21 +212,10 @@ class SpooledWindow:
         header += b" " * (-len(header) % 8)
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._spool.sweep()
-        part = path.with_suffix(".part")
-        try:
-            descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-            # By hand, and not by safetensors, which would copy the vector.
-            with open(descriptor, "wb") as file:
-                file.write(len(header).to_bytes(8, "little") + header)
-                file.write(vector)
-                file.flush()
-                os.fsync(file.fileno())
-            part.replace(path)
-        except OSError:
-            with contextlib.suppress(OSError):
-                part.unlink(missing_ok=True)
-            raise
-        sync_folder(path.parent)
+        # By hand, and not by safetensors, which would copy the vector.
+        with whole_file(path, mode=OWNER_ONLY) as part, part.open("wb") as file:
+            file.write(len(header).to_bytes(8, "little") + header)
+            file.write(vector)
 
     # What the file belongs to.
 

@@ -7,13 +7,9 @@ in one file, so that a renewal replaces both by one rename.
 
 from __future__ import annotations
 
-import contextlib
 import datetime as dt
 import hashlib
-import os
 import re
-import secrets
-from pathlib import Path
 
 from cryptography import x509
 from cryptography.exceptions import UnsupportedAlgorithm
@@ -41,7 +37,6 @@ MAX_REQUEST_BYTES = 4096
 """Of a signing request in PEM; one of ours has about 450."""
 # A Pi without a battery clock may be behind: certificates are valid from the day before.
 BACKDATED = dt.timedelta(days=1)
-OWNER_ONLY = 0o600
 
 
 def new_key() -> Key:
@@ -164,32 +159,3 @@ def certificate_pem(certificate: x509.Certificate) -> bytes:
 def key_pem(key: Key) -> bytes:
     """Return a private key in PEM; it belongs into a file that its owner alone can read."""
     return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
-
-
-def write_whole(path: Path, content: bytes, *, mode: int = OWNER_ONLY) -> None:
-    """Put a file in place at once: forced to disk under another name, then renamed.
-
-    The file has its mode from the first byte on. At any moment, whatever fails, the path holds all
-    of the old content or all of the new.
-
-    Raises:
-        OSError: the folder cannot be written.
-    """
-    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)
-    try:
-        with open(descriptor, "wb") as file:
-            os.fchmod(descriptor, mode)
-            file.write(content)
-            file.flush()
-            os.fsync(descriptor)
-        beside.replace(path)
-        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
-    except OSError:
-        with contextlib.suppress(OSError):
-            beside.unlink()
-        raise

@@ -22,7 +22,6 @@ from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from common.certificates import (
     BACKDATED,
-    OWNER_ONLY,
     Key,
     PublicKey,
     certificate_pem,
@@ -32,15 +31,14 @@ from common.certificates import (
     key_pem,
     new_key,
     spki,
-    write_whole,
 )
 from common.errors import CertificateProblem
+from common.whole_file import OWNER_ONLY, READABLE, write_whole
 
 CA_FILE, CA_KEY_FILE = "ca.pem", "ca-key.pem"
 SERVER_FILE, SERVER_KEY_FILE = "server.pem", "server-key.pem"
 AUTHORITY_LASTS = dt.timedelta(days=10 * 365)
 SERVER_LASTS = dt.timedelta(days=2 * 365)
-READABLE = 0o644
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,15 +10,15 @@ from pathlib import Path
 import tomli_w
 from cryptography import x509
 
-from common.certificates import check_name, fingerprint, write_whole
+from common.certificates import check_name, fingerprint
 from common.console import console, stderr
 from common.errors import CertificateProblem, SettingsError
 from common.join_token import JoinToken
 from common.tls import is_loopback, split_address
+from common.whole_file import READABLE, write_whole
 from server.authority import (
     CA_FILE,
     CA_KEY_FILE,
-    READABLE,
     SERVER_FILE,
     SERVER_KEY_FILE,
     hosts_of,

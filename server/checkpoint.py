@@ -7,10 +7,8 @@ that at every instant one whole checkpoint is there.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -22,6 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from common.errors import CheckpointCorrupt, CheckpointFailed
+from common.whole_file import whole_file
 
 FILE = "checkpoint.safetensors"
 VERSION = 2
@@ -58,7 +57,8 @@ def save(
     told = json.dumps(asdict(progress))
     metadata = {"version": str(VERSION), "progress": told, "sha256": digest(told, tensors)}
     try:
-        write_whole(folder / FILE, lambda part: save_file(tensors, part, metadata))
+        with whole_file(folder / FILE) as part:
+            save_file(tensors, part, metadata)
     except (OSError, SafetensorError) as error:
         raise CheckpointFailed(
             f"round {progress.round} could not be saved in {folder}: {error}"
@@ -101,22 +101,3 @@ def digest(told: str, tensors: Mapping[str, Tensor]) -> str:
         sha.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
         sha.update(tensor.detach().reshape(-1).view(torch.uint8).numpy().data)
     return sha.hexdigest()
-
-
-def write_whole(path: Path, write: Any) -> None:
-    """Call ``write`` for a file beside ``path``, force it to disk and rename it over."""
-    part = path.with_name(path.name + ".part")
-    try:
-        write(part)
-        with part.open("rb") as written:
-            os.fsync(written.fileno())
-        part.replace(path)
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            part.unlink(missing_ok=True)
-        raise

@@ -18,7 +18,7 @@ from typing import Any
 from common.errors import StateError
 from common.noise import after_each
 from common.update import Plan, Ready, UpdateReport
-from server.checkpoint import write_whole
+from common.whole_file import write_whole
 from server.target import TargetBy
 
 log = logging.getLogger(__name__)
@@ -176,7 +176,7 @@ class Journal:
             folder.mkdir(parents=True, exist_ok=True)
             kept = [row for row in read_rows(folder) if row["round"] <= resumed_round]
             text = "".join(json.dumps(row) + "\n" for row in kept)
-            write_whole(folder / ROUNDS, lambda part: part.write_text(text))
+            write_whole(folder / ROUNDS, text.encode())
             self._file = (folder / ROUNDS).open("a")
         except OSError as error:
             raise StateError(

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from common.errors import StateError
+from common.whole_file import write_whole
 
 FILE = "order.json"
 
@@ -46,11 +47,9 @@ def give(folder: Path, verb: Verb, *, now: float | None = None) -> Order:
     Raises:
         StateError: the folder cannot be written.
     """
-    from server.checkpoint import write_whole  # with torch, which status need not wait for
-
     order = Order(verb=verb, at=time.time() if now is None else now)
     try:
-        write_whole(folder / FILE, lambda part: part.write_text(json.dumps(asdict(order))))
+        write_whole(folder / FILE, json.dumps(asdict(order)).encode())
     except OSError as error:
         raise StateError(
             f"the order cannot be left in {folder}: {error.strerror}",

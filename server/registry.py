@@ -20,7 +20,7 @@ from typing import Any
 
 from cryptography import x509
 
-from common.certificates import OWNER_ONLY, certificate_pem, key_digest
+from common.certificates import certificate_pem, key_digest
 from common.errors import (
     IdentityRefused,
     JoinTokenExpired,
@@ -29,6 +29,7 @@ from common.errors import (
     NameTaken,
     StateError,
 )
+from common.whole_file import OWNER_ONLY
 
 REGISTRY_FILE = "registry.sqlite"
 BUSY_SECONDS = 2.0

@@ -17,6 +17,7 @@ from common.errors import HeadwaterError, RoundAborted, SettingsError, StateErro
 from common.parameters import state_dict
 from common.settings import SETTINGS_FILE, Settings
 from common.update import EvaluateReport
+from common.whole_file import whole_file
 from server import checkpoint, evaluate
 from server.fleet import Fleet
 from server.metrics import (
@@ -287,11 +288,9 @@ def _write_settings(folder: Path, settings: Settings) -> None:
 
 
 def _save_model(folder: Path, training: Training) -> None:
-    def write(part: Path) -> None:
-        save_file(state_dict(training.image), part)
-
     try:
-        checkpoint.write_whole(folder / MODEL, write)
+        with whole_file(folder / MODEL) as part:
+            save_file(state_dict(training.image), part)
     except Exception as error:
         raise StateError(
             f"the model could not be saved in {folder}: {error}",

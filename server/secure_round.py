@@ -36,7 +36,7 @@ from common.rotation import (
 from common.secagg import NUM_CLIPPED, PHASES, WEIGHT, Phase, Request, SessionNumber, next_number
 from common.settings import Secure
 from common.update import Plan, Ready
-from server.checkpoint import write_whole
+from common.whole_file import write_whole
 from server.culprits import Evidence
 from server.fleet import Dropout, Fleet
 from server.secure_masks import MaskPhase
@@ -114,7 +114,7 @@ class SessionNumbers:
         if self._path is not None:
             row = {"run_id": self._run_id, "round": number.round, "attempt": number.attempt}
             try:
-                write_whole(self._path, lambda part: part.write_text(json.dumps(row)))
+                write_whole(self._path, json.dumps(row).encode())
             except OSError as error:
                 raise StateError(f"cannot write {self._path}: {error.strerror}") from error
         self._last = number

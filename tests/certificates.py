@@ -20,11 +20,11 @@ from common.certificates import (
     key_pem,
     new_key,
     signing_request,
-    write_whole,
 )
 from common.join_token import JoinToken
 from common.settings import Tls
 from common.tls import Credentials
+from common.whole_file import OWNER_ONLY, write_whole
 from server.authority import Authority, make_authority
 from server.enrolment import Request, issue
 from server.registry import Registry
@@ -74,13 +74,13 @@ def enrol(folder: Path, name: str, *, days: tuple[float, float] | None = None) -
             sign=lambda: signed(folder, name, key, begins=begins, ends=ends),
         )
         registry.close()
-        write_whole(folder / f"{name}.pem", pem + key_pem(key))
+        write_whole(folder / f"{name}.pem", pem + key_pem(key), mode=OWNER_ONLY)
         return key
     request = Request(name=name, secret=token.secret, signing_request=signing_request(name, key))
     registry = Registry(folder)
     pem = issue(request, Authority.load(folder), registry, now=time.time())
     registry.close()
-    write_whole(folder / f"{name}.pem", pem + key_pem(key))
+    write_whole(folder / f"{name}.pem", pem + key_pem(key), mode=OWNER_ONLY)
     return key
 
 
@@ -118,7 +118,9 @@ def put_signed(folder: Path, name: str, *, days: Iterable[float]) -> None:
     key, now = new_key(), dt.datetime.now(dt.UTC)
     begins, ends = (now + dt.timedelta(days=d) for d in days)
     certificate = signed(folder, name, key, begins=begins, ends=ends)
-    write_whole(folder / f"{name}.pem", certificate_pem(certificate) + key_pem(key))
+    write_whole(
+        folder / f"{name}.pem", certificate_pem(certificate) + key_pem(key), mode=OWNER_ONLY
+    )
 
 
 def tls_of(folder: Path, name: str) -> Tls:

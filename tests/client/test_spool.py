@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from client.app import IN_PROCESS, SPOOL, spool_of
+from client.asked import SIMULATED, SPOOL, spool_of
 from client.device import ThisMachine
 from client.local_training import train
 from client.micro_batches import Walk, Window
@@ -253,7 +253,12 @@ def test_a_disk_that_cannot_be_written_costs_the_spool_and_one_warning(
 
 
 def test_what_a_run_left_a_week_ago_is_removed_and_nothing_else(tmp_path: Path) -> None:
-    names = ["pi-6.safetensors", "pi-6.part", "pi-2-6.safetensors", "pi-6.safetensors.bak"]
+    names = [
+        "pi-6.safetensors",
+        "pi-6.safetensors.part",
+        "pi-2-6.safetensors",
+        "pi-6.safetensors.bak",
+    ]
     for name in [*names, "pi-5.safetensors"]:
         (tmp_path / name).write_bytes(b"")
     days_ago = (tmp_path / "pi-5.safetensors").stat().st_mtime - 8 * 86_400
@@ -369,7 +374,7 @@ def test_only_a_node_that_is_configured_with_a_folder_has_a_spool(tmp_path: Path
             run_config=run_config,
         )
 
-    assert spool_of(context(**{IN_PROCESS: True}), "pi") is None
+    assert spool_of(context(**{SIMULATED: True}), "pi") is None
     found = spool_of(context(**{SPOOL: str(tmp_path)}), "pi")
     assert found is not None
     assert found.path == tmp_path / f"pi-{RUN}.safetensors"
