@@ -59,6 +59,36 @@ BatteryShare = Annotated[
     ),
 ]
 
+UploadWindow = Annotated[
+    str | None,
+    typer.Option(
+        "--upload-window",
+        metavar="HH:MM-HH:MM",
+        help="Use the link then only, by this machine's clock; also Mon-Fri 18:00-08:00, Sat-Sun "
+        "00:00-24:00. Not given: always.",
+        rich_help_panel=PANEL,
+    ),
+]
+BytesPerDay = Annotated[
+    int | None,
+    typer.Option(
+        "--bytes-per-day",
+        metavar="BYTES",
+        help="Send and receive no more from midnight to midnight, and stay away for the rest of "
+        "the day.",
+        rich_help_panel=PANEL,
+    ),
+]
+WorkingHours = Annotated[
+    str | None,
+    typer.Option(
+        "--working-hours",
+        metavar="HH:MM-HH:MM",
+        help="Stay away then (docs/install.md), written as the upload window is.",
+        rich_help_panel=PANEL,
+    ),
+]
+
 Server = Annotated[
     str | None,
     typer.Option(
@@ -91,6 +121,9 @@ def take_part(
     num_parts: NumParts = None,
     memory_limit_bytes: MemoryLimitBytes = None,
     battery_share: BatteryShare = None,
+    upload_window: UploadWindow = None,
+    bytes_per_day: BytesPerDay = None,
+    working_hours: WorkingHours = None,
     state: State = None,
     spool: Annotated[
         Path | None,
@@ -189,6 +222,9 @@ def doctor(
     part: Part = None,
     num_parts: NumParts = None,
     memory_limit_bytes: MemoryLimitBytes = None,
+    upload_window: UploadWindow = None,
+    bytes_per_day: BytesPerDay = None,
+    working_hours: WorkingHours = None,
     state: State = None,
     replace_batch_norm: flags.ReplaceBatchNorm = None,
     threads: flags.Threads = None,
@@ -369,6 +405,7 @@ def _take_part(config: Path | None, overrides: dict[str, Any]) -> None:
     resident, identity = _open(settings)
     check_enrolment(settings.secure, identity.name)
     resident.examples(identity)
+    from client.absence import absence_of
     from client.app import app as own_app
     from client.node import Node
     from client.renewal import Renewal
@@ -380,6 +417,7 @@ def _take_part(config: Path | None, overrides: dict[str, Any]) -> None:
         node,
         settings.client.server,
         renewal=None if credentials is None else Renewal(settings.tls, credentials),
+        absence=absence_of(settings.client, identity.name, resident.image.layout),
         patience_seconds=math.inf if settings.client.stay else settings.client.patience_seconds,
     )
     console.print(

@@ -6,6 +6,7 @@ a profile (``simulation.fleet``).
 
 from __future__ import annotations
 
+import datetime as dt
 import logging
 import time
 from pathlib import Path
@@ -109,7 +110,7 @@ class ThisMachine:
         told = self._sensors.vitals()
         judged, before = self._judged
         if told is not judged:
-            now = restraint(told, self._chosen)
+            now = restraint(told, self._chosen, wall=dt.datetime.now())
             if now != before:
                 why = f", {now.reason}" if now.share < 1 else " again"
                 log.info("this device gives %.0f %% of its time%s", 100 * now.share, why)

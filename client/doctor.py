@@ -27,6 +27,15 @@ import torch
 from cryptography import x509
 from rich.filesize import decimal
 
+from client.absence import (
+    Absence,
+    absence_of,
+    clock_text,
+    has_hours,
+    hours_change,
+    is_working_hours,
+    utc_now,
+)
 from client.device import ThisMachine
 from client.enrolment import check_enrolment, host_name
 from client.limits import ROOT, Limit
@@ -39,6 +48,7 @@ from common.console import console
 from common.errors import HeadwaterError, MissingData
 from common.settings import Client, Settings
 from common.tls import check_address, read_credentials, split_address
+from common.weekly import wall_of
 from common.wire import PROTOCOL_VERSION
 
 Grade = Literal["good", "note", "fault"]
@@ -76,6 +86,7 @@ def examine(settings: Settings, open_task: OpenTask) -> Iterator[Finding]:
     yield clock(dt.datetime.now(dt.UTC), is_kept=clock_is_kept())
     yield memory(machine.limits.all(), resident_bytes(), has_controller=has_memory_controller(ROOT))
     yield from folders(settings.client)
+    yield from hours(settings.client, utc_now())
     yield from connection(settings)
     yield from training(settings, open_task, machine)
 
@@ -208,6 +219,53 @@ def folders(chosen: Client) -> Iterator[Finding]:
             yield Finding(topic="state", text=f"{folder}, {decimal(free)} free")
 
 
+def hours(chosen: Client, now: dt.datetime, *, zone: dt.tzinfo | None = None) -> Iterator[Finding]:
+    """Yield what the hours that the owner has set mean now, by the clock on the wall."""
+    if chosen.working_hours is not None and chosen.working_share > 0:
+        share = f"{chosen.working_share:.0%} of its time"
+        what = "now" if is_working_hours(chosen, wall_of(now, zone)) else "not now"
+        yield Finding(topic="hours", text=f"in working hours it gives {share}: {what}")
+    if not has_hours(chosen):
+        return
+    try:
+        away, change = hours_change(chosen, now, zone=zone)
+    except HeadwaterError as error:
+        yield _fault("hours", error)
+        return
+    clock_now = clock_text(now, zone)
+    if away is not None:
+        yield Finding(
+            topic="hours",
+            grade="note",
+            text=f"{away.error}; it is {clock_now}",
+            remedy="wait, or change client.upload_window and client.working_hours",
+        )
+    else:
+        until = "always" if change is None else f"until {clock_text(change, zone)}"
+        yield Finding(topic="hours", text=f"takes part {until}; it is {clock_now}")
+
+
+def allowance(absence: Absence, chosen: Client) -> Iterator[Finding]:
+    """Yield what is left of the bytes of the day."""
+    if chosen.bytes_per_day is None:
+        return
+    round_bytes = decimal(absence.round_bytes)
+    away = absence.by_bytes(absence.round_bytes)
+    if away is not None:
+        yield Finding(
+            topic="bytes",
+            grade="note",
+            text=str(away.error),
+            remedy="wait, or raise client.bytes_per_day",
+        )
+    else:
+        yield Finding(
+            topic="bytes",
+            text=f"{decimal(absence.used_today())} of today's {decimal(chosen.bytes_per_day)} are "
+            f"used, and a round takes up to {round_bytes}",
+        )
+
+
 def connection(settings: Settings) -> Iterator[Finding]:
     """Yield what the link and the certificates are good for, as far as a handshake shows."""
     chosen = settings.client
@@ -296,6 +354,8 @@ def training(settings: Settings, open_task: OpenTask, machine: ThisMachine) -> I
     """Yield whether the task runs on this device's data, and how fast."""
     try:
         resident, identity = open_task(settings)
+        absence = absence_of(settings.client, identity.name, resident.image.layout)
+        yield from allowance(absence, settings.client)
         examples = resident.examples(identity)
         resident.check(examples, identity.name)
         yield Finding(

@@ -20,6 +20,8 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
+from client.absence import Absence, Away
+from client.departure import Departure, leave_for
 from client.node import Node
 from client.renewal import LOOK_SECONDS, RETRY_SECONDS, Renewal
 from client.work import StreamBroken, Work
@@ -33,8 +35,6 @@ log = logging.getLogger(__name__)
 FIRST_BACKOFF_SECONDS = 0.2
 LONGEST_BACKOFF_SECONDS = 30.0
 CONNECT_SECONDS = 20.0
-STOP_GRACE_SECONDS = 30.0
-SESSION_POLL_SECONDS = 0.1
 RETRIED = (
     grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.CANCELLED,
@@ -56,15 +56,20 @@ class Uplink:
         address: str,
         *,
         renewal: Renewal | None,
+        absence: Absence,
         patience_seconds: float,
     ) -> None:
         self.tally = node.tally
         self._node = node
         self._address = address
         self._renewal = renewal
+        self._absence = absence
         self._patience_seconds = patience_seconds
         self._session = b""
         self._work = Work(node, self._write_of_work)
+        self._departure = Departure(node, self._work, absence)
+        self._away: Away | None = None
+        self._has_left = False
         self._call: Call | None = None
         self._writing = asyncio.Lock()
         self._stopping = asyncio.Event()
@@ -100,9 +105,15 @@ class Uplink:
     async def _keep_connected(self) -> None:
         backoff, last_contact = FIRST_BACKOFF_SECONDS, time.monotonic()
         while True:
-            try:
-                await self._connect()
+            if await self._stay_away():
+                backoff, last_contact = FIRST_BACKOFF_SECONDS, time.monotonic()
+            if self._stopping.is_set():
                 return
+            try:
+                if await self._connect():
+                    return
+                await self._work.end()
+                self._node.leave()  # of a session that it cannot answer any more
             except _Broken as broken:
                 if broken.had_contact:
                     backoff, last_contact = FIRST_BACKOFF_SECONDS, time.monotonic()
@@ -112,11 +123,24 @@ class Uplink:
                 if left_seconds <= 0:
                     raise self._lost(broken) from None
                 log.warning("%s: %s; trying again", self._address, broken)
-            wait = asyncio.create_task(self._stopping.wait())
-            wait_seconds = min(backoff * random.uniform(0.5, 1.0), left_seconds)
-            await asyncio.wait([wait], timeout=wait_seconds)
-            wait.cancel()
-            backoff = min(backoff * 2, LONGEST_BACKOFF_SECONDS)
+                await self._pause(min(backoff * random.uniform(0.5, 1.0), left_seconds))
+                backoff = min(backoff * 2, LONGEST_BACKOFF_SECONDS)
+
+    async def _stay_away(self) -> bool:
+        """Wait, without a connection, until the settings allow one; True if they did not."""
+        reason = ""
+        while not self._stopping.is_set() and (away := self._departure.keeps_away()) is not None:
+            if str(away.error) != reason:
+                reason = str(away.error)
+                log.warning("%s: %s", away.error.code, reason)
+            await self._pause(self._departure.wait_seconds(away))
+        return bool(reason)
+
+    async def _pause(self, seconds: float) -> None:
+        """Wait, unless asked to stop."""
+        wait = asyncio.create_task(self._stopping.wait())
+        await asyncio.wait([wait], timeout=seconds)
+        wait.cancel()
 
     def _lost(self, broken: _Broken) -> ConnectionLost:
         protection = "without TLS" if self._renewal is None else "with TLS"
@@ -125,9 +149,12 @@ class Uplink:
             remedy=f"check the address and that the server runs, {protection} as this device",
         )
 
-    async def _connect(self) -> None:
-        """Serve one connection to its end; returns when the run has ended or we have left."""
-        had_contact = False
+    async def _connect(self) -> bool:
+        """Serve one connection; returns when the run has ended or we have left.
+
+        False if we have left for a while.
+        """
+        had_contact, self._away, self._has_left = False, None, False
         async with self._channel() as channel:
             self._call = channel.stream_stream(METHOD)()
             self._work.connected()
@@ -137,9 +164,11 @@ class Uplink:
                     await self._hello()
                 had_contact = True
                 beside.append(asyncio.create_task(self._leave_when_asked()))
+                if self._absence.is_set:
+                    beside.append(asyncio.create_task(self._leave_when_due()))
                 if self._renewal is not None:
                     beside.append(asyncio.create_task(self._renew_when_due(self._renewal)))
-                await self._read_all()
+                return await self._read_all()
             except grpc.aio.AioRpcError as error:
                 if error.code() not in RETRIED:
                     raise ProtocolMismatch(f"{self._address}: {error.details()}") from error
@@ -151,6 +180,7 @@ class Uplink:
                     task.cancel()
                 self.tally.disconnected()
                 self._work.disconnected()
+                self._absence.write()
                 self._call.cancel()
                 self._call = None
 
@@ -211,27 +241,33 @@ class Uplink:
         if data is grpc.aio.EOF:
             return None
         self.tally.received_bytes += len(data) + FRAME_BYTES
+        self._absence.count(len(data) + FRAME_BYTES)
         try:
             return ServerFrame.FromString(data)
         except DecodeError:
             raise ProtocolMismatch("the server sent a frame that is not of this protocol") from None
 
-    async def _read_all(self) -> None:
+    async def _read_all(self) -> bool:
+        """Take frames until the run has ended; False if we have left for a while."""
         while True:
             frame = await self._read()
             if frame is None:
-                if self._stopping.is_set():
-                    return
+                if self._stopping.is_set() or self._has_left:
+                    return self._stopping.is_set()
                 raise TimeoutError("the server closed the connection")
+            if self._has_left:
+                continue
+            if (away := self._departure.declines(frame)) is not None:
+                await self._leave(leave_for(away))
+                continue
             match frame.WhichOneof("kind"):
                 case "image":
                     await self._work.begin_image(frame.image)
                 case "chunk":
                     self._work.take_chunk(frame.chunk)
                 case "instruction":
-                    await self._work.take_instruction(
-                        frame.instruction, is_stopping=self._stopping.is_set()
-                    )
+                    is_stopping = self._stopping.is_set() or self._away is not None
+                    await self._work.take_instruction(frame.instruction, is_stopping=is_stopping)
                 case "receipt":
                     self._work.take_receipt(frame.receipt)
                 case "fault":
@@ -242,7 +278,7 @@ class Uplink:
                     _tell(frame.notice)
                 case "goodbye":
                     log.info("the run has ended")
-                    return
+                    return True
                 case other:
                     raise ProtocolMismatch(f"the server sent a frame of kind {other} in mid-stream")
 
@@ -260,6 +296,7 @@ class Uplink:
                 data = frame.SerializeToString()
                 await self._call.write(data)
                 self.tally.sent_bytes += len(data) + FRAME_BYTES
+                self._absence.count(len(data) + FRAME_BYTES)
 
     async def _write_of_work(self, frame: ClientFrame) -> None:
         try:
@@ -279,18 +316,21 @@ class Uplink:
             await asyncio.sleep(RETRY_SECONDS)
 
     async def _leave_when_asked(self) -> None:
-        """After ``stop``: wait for the work to end and its update to arrive, then leave.
-
-        One that is to be masked arrives in a secure session, which is waited for as long.
-        """
+        """After ``stop``: wait for the work to end and its update to arrive, then leave."""
         await self._stopping.wait()
-        await self._work.finish(STOP_GRACE_SECONDS)
-        end = time.monotonic() + STOP_GRACE_SECONDS
-        while self._node.awaits_session and time.monotonic() < end:
-            await asyncio.sleep(SESSION_POLL_SECONDS)
-        await self._work.finish(STOP_GRACE_SECONDS)
+        await self._departure.finish_for_good()
+        await self._leave(Leave())
+
+    async def _leave_when_due(self) -> None:
+        """Leave for a while when the owner's settings say so, with what was summed sent before."""
+        self._away = await self._departure.due()
+        log.warning("%s: %s", self._away.error.code, self._away.error)
+        await self._leave(await self._departure.finish_until(self._away))
+
+    async def _leave(self, leave: Leave) -> None:
         with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            await self._write(ClientFrame(leave=Leave()))
+            await self._write(ClientFrame(leave=leave))
+            self._has_left = True
             if self._call is not None:
                 await self._call.done_writing()
 

@@ -42,6 +42,8 @@ class Work:
     def __init__(self, node: Node, write: Callable[[ClientFrame], Awaitable[None]]) -> None:
         """Take the node, and how to write to its stream, which may raise ``StreamBroken``."""
         self.image_id = ""
+        self.went_idle = asyncio.Event()
+        """Set when an answer is with the server; who waits for it clears it."""
         self._node = node
         self._write = write
         self._incoming: _IncomingImage | None = None
@@ -51,6 +53,11 @@ class Work:
         self._asked_here = ""
         self._answer: Answer | None = None
         self._upload: _Upload | None = None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the last instruction is done, and its answer with the server."""
+        return not self._working_on
 
     def connected(self) -> None:
         """Take note of a new connection: nothing was asked for on it so far."""
@@ -188,6 +195,7 @@ class Work:
             self._working_on, self._answer = "", None
             if len(answer.vector):
                 self._node.handed_over()
+            self.went_idle.set()
 
     async def _send_reply(self, upload: _Upload) -> None:
         """Send a reply's head and, from the offset that the server then names, its vector."""

@@ -30,6 +30,10 @@
     │   ├── JoinTokenUnknown        never made, void, or for another name
     │   ├── JoinTokenExpired        it came too late
     │   └── JoinTokenUsed           it lets in one device, and has done so
+    ├── DeviceAway              its owner's settings keep it away; it comes back by itself
+    │   ├── OutsideUploadWindow     its link is not to be used now
+    │   ├── WorkingHours            its owner needs it
+    │   └── BytesUsedUp             its link's bytes of today do not suffice for a round
     ├── UpdateRefused           drop this update, the round goes on
     │   ├── CorruptUpdate           digest, order of chunks or framing is wrong
     │   ├── OversizeUpdate          longer than the model's own layout allows
@@ -282,6 +286,24 @@ class JoinTokenUsed(DeviceRefused):
         "if that was not you, somebody else had the token: the operator should revoke the name. "
         "Ask for a new one: `headwater-server enroll NAME`"
     )
+
+
+class DeviceAway(HeadwaterError):
+    """The device is kept away by its owner's settings, and comes back by itself."""
+
+    remedy = "nothing is to be done: the device comes back by itself"
+
+
+class OutsideUploadWindow(DeviceAway):
+    """The device's link is not to be used now."""
+
+
+class WorkingHours(DeviceAway):
+    """The device's owner needs it."""
+
+
+class BytesUsedUp(DeviceAway):
+    """What is left of the day's bytes does not suffice for a round."""
 
 
 class UpdateRefused(HeadwaterError):

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tomli_w
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from common.errors import SettingsError
+from common.weekly import weekly
 
 SETTINGS_FILE = "settings.toml"
 
@@ -25,6 +26,14 @@ Scalar = bool | int | float | str
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Part = Annotated[float, Field(gt=0, le=1)]
 Seconds = Annotated[float, Field(gt=0, le=30 * 86_400, allow_inf_nan=False)]
+
+
+def _hours(text: str) -> str:
+    weekly(text)  # ValueError if these are no windows of the week
+    return text
+
+
+Hours = Annotated[str, AfterValidator(_hours)]
 
 
 class Branch(BaseModel):
@@ -215,6 +224,20 @@ class Client(Branch):
     )
     busy_share: Part = Field(
         1.0, description="of its time when busy; its pace, and so its quota, falls in any case"
+    )
+    upload_window: Hours | None = Field(
+        None,
+        description="when it may use its link, by this machine's clock: 22:00-06:00, or Mon-Fri "
+        "18:00-08:00, Sat-Sun 00:00-24:00; not set: always (docs/install.md)",
+    )
+    bytes_per_day: Annotated[int, Field(ge=1, le=2**53)] | None = Field(
+        None, description="sent and received, from midnight to midnight by this machine's clock"
+    )
+    working_hours: Hours | None = Field(
+        None, description="when its owner needs it, written as the upload window is"
+    )
+    working_share: Annotated[float, Field(ge=0, le=1)] = Field(
+        0.0, description="of its time in working hours; 0: it leaves for as long as they last"
     )
     metrics: str | None = Field(
         None, description="HOST:PORT of the Prometheus metrics, plain text; not set: none"

@@ -34,6 +34,7 @@ StopReason = Literal[
     "hot",
     "throttled",
     "busy",
+    "working hours",
     "short of memory",
 ]
 

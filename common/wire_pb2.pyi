@@ -52,8 +52,12 @@ class Fault(_message.Message):
     def __init__(self, message_id: _Optional[str] = ..., code: _Optional[str] = ..., text: _Optional[str] = ...) -> None: ...
 
 class Leave(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("code", "text")
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    code: str
+    text: str
+    def __init__(self, code: _Optional[str] = ..., text: _Optional[str] = ...) -> None: ...
 
 class Renewal(_message.Message):
     __slots__ = ("signing_request",)

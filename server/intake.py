@@ -52,6 +52,7 @@ from common.wire_pb2 import (
     Fault,
     Goodbye,
     Hello,
+    Leave,
     Notice,
     ServerFrame,
     Welcome,
@@ -406,7 +407,7 @@ class Intake:
                     answer = self._identities.renew(session.shown, frame.renewal.signing_request)
                     self._send(session, ServerFrame(certificate=answer))
                 case "leave":
-                    self._leave(session)
+                    self._leave(session, frame.leave)
                     return
                 case other:
                     raise ProtocolMismatch(f"a frame of kind {other} in mid-stream")
@@ -417,9 +418,18 @@ class Intake:
             code, text = fault.code[:MAX_FAULT_CODE], fault.text[:MAX_FAULT_TEXT]
             self._uploads.answer(session, error_of(code, text))
 
-    def _leave(self, session: Session) -> None:
-        log.info("%s left", session.name)
-        self._uploads.answer(session, ConnectionLost(f"{session.name} left"))
+    def _leave(self, session: Session, leave: Leave) -> None:
+        """Let a device go; why one leaves for a while is counted and noted like a refusal."""
+        why: HeadwaterError = ConnectionLost(f"{session.name} left")
+        if leave.code:
+            text = leave.text[:MAX_FAULT_TEXT]
+            why = error_of(leave.code[:MAX_FAULT_CODE], f"{session.name}: {text}")
+            self.refusals[why.code] += 1
+            self.attendance.refuse(session.name, why)
+            log.warning("%s left for a while: %s: %s", session.name, why.code, text)
+        else:
+            log.info("%s left", session.name)
+        self._uploads.answer(session, why)
         self._sessions.pop(session.node_id, None)
 
     async def _watch_lost(self) -> None:

@@ -14,7 +14,15 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from client.cli import app
-from client.doctor import FIRST_DAY, Finding, clock, connection, has_memory_controller, memory
+from client.doctor import (
+    FIRST_DAY,
+    Finding,
+    clock,
+    connection,
+    has_memory_controller,
+    hours,
+    memory,
+)
 from client.limits import Limit
 from common.settings import Client, Settings
 from tests.attacks.raw import serving
@@ -108,6 +116,46 @@ def test_a_kernel_that_does_not_count_memory_is_found(
         f"#subsys_name\thierarchy\tnum_cgroups\tenabled\ncpu\t0\t70\t1\nmemory\t0\t70\t{enabled}\n"
     )
     assert has_memory_controller(tmp_path) is counts
+
+
+NIGHTS = Client(upload_window="22:00-06:00")
+
+
+@pytest.mark.parametrize(
+    ("chosen", "hour", "grade", "text"),
+    [
+        (NIGHTS, 12, "note", "outside the upload window until 2026-11-21T22:00+00:00"),
+        (NIGHTS, 22, "good", "takes part until 2026-11-22T06:00+00:00"),
+        (Client(upload_window="00:00-24:00"), 12, "good", "takes part always"),
+        (Client(working_hours="09:00-17:00"), 12, "note", "in the working hours until"),
+        (Client(working_hours="00:00-24:00"), 12, "fault", "leave this device no time"),
+        (
+            Client(working_hours="09:00-17:00", working_share=0.5),
+            12,
+            "good",
+            "50% of its time: now",
+        ),
+    ],
+)
+def test_what_the_hours_mean_now_is_told(chosen: Client, hour: int, grade: str, text: str) -> None:
+    (found,) = hours(chosen, TODAY.replace(hour=hour), zone=dt.UTC)
+    assert found.grade == grade
+    assert text in found.text
+
+
+def test_without_hours_none_are_told() -> None:
+    assert list(hours(Client(), TODAY)) == []
+
+
+def test_the_bytes_of_the_day_are_told_and_too_few_for_a_round_are_a_fault(
+    tmp_path: Path, listening: str
+) -> None:
+    enough = doctor(tmp_path, "--server", listening, "--bytes-per-day", "1000000")
+    assert enough.exit_code == 0, enough.output
+    assert "0 bytes of today's 1.0 MB are used, and a round takes up to" in enough.output
+    few = doctor(tmp_path, "--server", listening, "--bytes-per-day", "1000")
+    assert "SettingsError: client.bytes_per_day is 1,000" in few.output
+    assert few.exit_code == 1
 
 
 def looked_at(certs: Path, name: str, *, authority: Path | None = None) -> list[Finding]:

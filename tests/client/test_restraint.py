@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import datetime as dt
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -41,6 +43,26 @@ def test_a_share_of_one_is_no_restraint() -> None:
     chosen = Client(battery_share=1.0, hot_share=1.0, busy_share=1.0)
     vitals = Vitals(is_on_battery=True, temperature_celsius=90, is_throttled=True, busy=1.0)
     assert restraint(vitals, chosen) == Restraint()
+
+
+WORK = Client(working_hours="09:00-17:00", working_share=0.25, battery_share=0.5)
+
+
+@pytest.mark.parametrize(
+    ("hour", "chosen", "expected"),
+    [
+        (12, WORK, Restraint(share=0.25, reason="working hours")),
+        (17, WORK, Restraint()),
+        (12, Client(working_hours="09:00-17:00", working_share=1.0), Restraint()),
+        # It is away then, and gives nothing that could be told.
+        (12, Client(working_hours="09:00-17:00"), Restraint()),
+    ],
+)
+def test_working_hours_restrain_where_the_device_stays(
+    hour: int, chosen: Client, expected: Restraint
+) -> None:
+    wall = dt.datetime(2026, 11, 20, hour)
+    assert restraint(Vitals(), chosen, wall=wall) == expected
 
 
 @given(

@@ -1,0 +1,178 @@
+"""Devices that their owners keep away: they hold no connection, say why, and come back."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime as dt
+import json
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from client import departure
+from client.absence import LEAD_SECONDS, ROUND_SLACK_BYTES, Absence
+from client.app import app as own_app
+from client.node import Node
+from client.resident import Identity, resident_of, stop_asked
+from client.uplink import Uplink
+from common.settings import Client, Settings
+from server.status_table import read_status
+from tests.processes import GatedTask, Processes, port_of, rows, until, write_task
+
+pytestmark = pytest.mark.slow
+
+PLAN = ("--micro-batch-size", 8, "--min-clients", 1)
+NOON = dt.datetime(2026, 11, 21, 12, tzinfo=dt.UTC)
+MIDDAY = Client(upload_window="11:00-13:00")
+
+
+@pytest.fixture
+def noon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the clock on the wall of the commands that are started show about noon."""
+    hour = time.gmtime().tm_hour
+    monkeypatch.setenv("TZ", f"XXX{hour - 12:+d}")
+
+
+class WallClock:
+    """A clock that the test sets."""
+
+    def __init__(self) -> None:
+        self.shows = NOON
+
+    def now(self) -> dt.datetime:
+        return self.shows
+
+
+def device(task: GatedTask, port: int, clock: WallClock, chosen: Client, folder: Path) -> Uplink:
+    """Return device 0, in this process, with a clock of its own."""
+    settings = Settings(task=task.spec, threads=1, client=chosen)
+    resident = resident_of(task.spec, replace_batch_norm=False, check_task=True)
+    identity = Identity(name="0", data=None, part=0, num_parts=2)
+    resident.examples(identity)
+    layout = resident.image.layout
+    absence = Absence(
+        chosen,
+        name="0",
+        image_bytes=layout.num_bytes,
+        vector_bytes=4 * layout.num_parameters,
+        now=clock.now,
+        zone=dt.UTC,
+    )
+    return Uplink(
+        Node(own_app, resident, identity, settings, folder),
+        f"127.0.0.1:{port}",
+        renewal=None,
+        absence=absence,
+        patience_seconds=60,
+    )
+
+
+def seen(out: Path) -> dict[str, Any]:
+    """Return what the server knows of device 0."""
+    devices: list[dict[str, Any]] = read_status(out)["devices"]
+    return devices[0] if devices else {"refusal_code": None}
+
+
+def test_a_device_sends_what_it_has_before_its_hours_end_and_comes_back_in_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(departure, "LONGEST_WAIT_SECONDS", 0.05)
+    task, out, clock = write_task(tmp_path, open_for=2), tmp_path / "out", WallClock()
+    with Processes(tmp_path) as processes:
+        six = ("--rounds", 2, "--accumulation-steps", 6, *PLAN)
+        server = processes.server(*six, "--verbose", task=task.spec)
+        uplink = device(task, port_of(server), clock, MIDDAY, tmp_path / "state")
+
+        def play() -> None:
+            task.wait_until_reached()
+            clock.shows = NOON + dt.timedelta(seconds=3600 - LEAD_SECONDS)
+            until(stop_asked.is_set, what=lambda: "the device to stop summing")
+            task.open()
+            server.wait_for("0 left for a while: OutsideUploadWindow")
+            until(lambda: seen(out)["refusal_code"] is not None, what=lambda: "it to be noted")
+            clock.shows = NOON + dt.timedelta(hours=22, minutes=59, seconds=59)
+            told = seen(out)
+            assert told["refusal_code"] == "OutsideUploadWindow"
+            assert "until 2026-11-22T11:00+00:00" in told["refusal_text"]
+            assert not told["is_connected"]
+            assert len(rows(out)) == 1
+            clock.shows = NOON + dt.timedelta(hours=23)
+
+        async def both() -> None:
+            running = asyncio.create_task(uplink.run())
+            await asyncio.to_thread(play)
+            await running
+
+        asyncio.run(both())
+        server.succeed()
+    first, second = (row["clients"][0] for row in rows(out))
+    assert (first["num_examples"], first["reason"]) == (24, "asked to stop")
+    assert second["num_examples"] == 26  # of 50 examples
+
+
+@pytest.mark.usefixtures("noon")
+def test_a_device_outside_its_hours_does_not_connect(tmp_path: Path) -> None:
+    task, out = write_task(tmp_path).spec, tmp_path / "out"
+    with Processes(tmp_path) as processes:
+        server = processes.server("--rounds", 2, "--accumulation-steps", 1, *PLAN, task=task)
+        port = port_of(server)
+        away = processes.client(
+            port, 0, "--working-hours", "06:00-18:00", task=task, as_command=True
+        )
+        away.wait_for("WorkingHours: in the working hours until .*T18:00")
+        here = processes.client(
+            port, 1, "--upload-window", "06:00-18:00", task=task, as_command=True
+        )
+        for process in (here, server):
+            process.succeed()
+        assert [device["name"] for device in read_status(out)["devices"]] == ["1"]
+        away.kill(signal.SIGTERM)
+        away.succeed()
+
+
+@pytest.mark.usefixtures("noon")
+def test_a_device_whose_bytes_are_used_up_is_away_for_the_rest_of_the_day_also_after_a_restart(
+    tmp_path: Path,
+) -> None:
+    task, out = write_task(tmp_path, hidden=4000).spec, tmp_path / "out"
+    vector = 4 * (7 * 4000 + 2)
+    # Two rounds, and not a third.
+    bytes_per_day = 5 * vector + ROUND_SLACK_BYTES
+    limit = ("--bytes-per-day", bytes_per_day)
+    with Processes(tmp_path) as processes:
+        rounds = ("--rounds", 1000, "--accumulation-steps", 1)
+        server = processes.server(*rounds, *PLAN, "--verbose", task=task)
+        port = port_of(server)
+        first = processes.client(port, 0, *limit, task=task, as_command=True)
+        server.wait_for("0 left for a while: BytesUsedUp: .* bytes are used")
+        until(lambda: seen(out)["refusal_code"] == "BytesUsedUp", what=lambda: "it to be noted")
+        assert [row["num_clients"] for row in rows(out)] == [1, 1]
+        first.kill(signal.SIGTERM)
+        first.succeed()
+        (used,) = json.loads((tmp_path / "state" / "0.bytes.json").read_text()).values()
+        assert 4 * vector < used <= bytes_per_day
+        assert used >= seen(out)["bytes_up"] + seen(out)["bytes_down"]  # which lack the hello
+        again = processes.client(port, 0, *limit, task=task, as_command=True)
+        again.wait_for(f"BytesUsedUp: {used:,} of today's {bytes_per_day:,} bytes")
+        again.kill(signal.SIGTERM)
+        again.succeed()
+        assert server.text().count("0 connected from") == 1
+        assert len(rows(out)) == 2
+
+
+@pytest.mark.usefixtures("noon")
+def test_a_device_connects_when_its_hours_begin(tmp_path: Path) -> None:
+    task, out = write_task(tmp_path).spec, tmp_path / "out"
+    soon = dt.datetime.now() + dt.timedelta(seconds=6)
+    wall = (soon - dt.timedelta(hours=soon.hour - 12)).time().isoformat("seconds")
+    with Processes(tmp_path) as processes:
+        server = processes.server("--rounds", 1, "--accumulation-steps", 1, *PLAN, task=task)
+        window = ("--upload-window", f"{wall}-22:00")
+        client = processes.client(port_of(server), 0, *window, task=task, as_command=True)
+        for process in (client, server):
+            process.succeed()
+    opened_at = soon.replace(microsecond=0).astimezone(dt.UTC)
+    assert dt.datetime.fromisoformat(seen(out)["first_seen"]) >= opened_at
