@@ -9,71 +9,28 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TypeVar
 
 import torch
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
-from client.device import Hardware
-from client.enrolment import Enrolment, host_name, read_enrolment, simulated_enrolment
+from client.asked import SIMULATED, Asked, asked_of, spool_of
 from client.held_updates import HeldUpdate
-from client.kept import PACE, SECURE, WALK, pace_of, record_of, walk_of
+from client.kept import PACE, SECURE, WALK, record_of
 from client.link import link_in
-from client.micro_batches import Walk
-from client.resident import HardwareOf, Identity, Resident, resident_of, this_machine
+from client.resident import HardwareOf, this_machine
 from client.secure_device import Record
-from client.secure_work import check_masked, device_of, discreet, ready_of, trained_of
-from client.spool import Spool
+from client.secure_work import check_masked, device_of, discreet, floor_of, ready_of, trained_of
 from common import pace, records
-from common.errors import CorruptUpdate, EmptyUpdate, HeadwaterError, SettingsError
-from common.line import Line
+from common.errors import CorruptUpdate, EmptyUpdate, HeadwaterError
 from common.secagg import PHASES, Phase
-from common.settings import Settings, from_run_config
 from common.update import DescribeRequest, DeviceReport, Plan, Update, UpdateReport
 
 log = logging.getLogger(__name__)
 
-# The mark in a node's configuration that its messages never leave this process.
-IN_PROCESS = "in-process"
-
-# In a node's configuration: the folder in which a half-summed update outlives a power cut.
-SPOOL = "spool"
-
-# Likewise: the files of its identity, and of the identities that it trusts.
-IDENTITY, ALLOW_LIST = "identity", "allow-list"
-
 Report = TypeVar("Report", DeviceReport, UpdateReport)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Asked:
-    """A message, and the device that it is for."""
-
-    message: Message
-    context: Context
-    settings: Settings
-    resident: Resident
-    identity: Identity
-    hardware_of: HardwareOf
-
-    @property
-    def hardware(self) -> Hardware:
-        """The machine under the device, real or simulated."""
-        return self.hardware_of(self.identity, self.settings, self.resident.image.layout)
-
-    @property
-    def walk(self) -> Walk:
-        """The device's walk through its examples."""
-        return walk_of(records.kept(self.context, WALK))
-
-    @property
-    def pace(self) -> Line | None:
-        """The seconds of a micro-batch, as told and followed; None if they were not asked."""
-        return pace_of(records.kept(self.context, PACE))
 
 
 def client_app(hardware_of: HardwareOf) -> ClientApp:
@@ -83,13 +40,13 @@ def client_app(hardware_of: HardwareOf) -> ClientApp:
     def answering(answer: Callable[[Asked], RecordDict]) -> Callable[[Message, Context], Message]:
         def reply(message: Message, context: Context) -> Message:
             try:
-                content = answer(_asked(message, context, hardware_of))
+                content = answer(asked_of(message, context, hardware_of))
             except Exception as error:
                 if not isinstance(error, HeadwaterError):
                     log.exception("the task or the device failed")
                 elif error.is_private:
                     log.warning("%s: %s", error.code, error)
-                stays_here = IN_PROCESS in context.node_config
+                stays_here = SIMULATED in context.node_config
                 return Message(records.refusal(error, stays_here=stays_here), reply_to=message)
             return Message(content, reply_to=message)
 
@@ -101,33 +58,6 @@ def client_app(hardware_of: HardwareOf) -> ClientApp:
     for phase in PHASES:
         app.query(phase.action)(answering(partial(_in_phase, phase)))
     return app
-
-
-def _asked(message: Message, context: Context, hardware_of: HardwareOf) -> Asked:
-    settings = from_run_config(context.run_config)
-    if settings.threads is not None:
-        torch.set_num_threads(settings.threads)
-    if settings.task is None:
-        raise SettingsError("no task is set", remedy="name it with --task FILE.py:Class")
-    resident = resident_of(
-        settings.task,
-        replace_batch_norm=settings.model.replace_batch_norm,
-        check_task=settings.check_task,
-    )
-    return Asked(
-        message=message,
-        context=context,
-        settings=settings,
-        resident=resident,
-        identity=_identity(context),
-        hardware_of=hardware_of,
-    )
-
-
-def _identity(context: Context) -> Identity:
-    node = records.node_identity(context.node_config)
-    name = node["name"] or (str(node["part"]) if node["is_partition"] else host_name())
-    return Identity(name=name, data=node["data"], part=node["part"], num_parts=node["num_parts"])
 
 
 # What is answered.
@@ -149,9 +79,8 @@ def _train(asked: Asked) -> RecordDict:
     context, resident, identity = asked.context, asked.resident, asked.identity
     plan = records.read(asked.message.content, Plan)
     resident.held.begin(run_id=context.run_id, round_number=plan.round, name=identity.name)
-    check_masked(
-        asked.settings.secure, is_masked=plan.is_masked, name=identity.name, what="an update"
-    )
+    _leave_session(asked, plan)
+    check_masked(asked.secure, is_masked=plan.is_masked, name=identity.name, what="an update")
     _load(asked, plan)
     spool = spool_of(context, identity.name)
     with discreet(plan, identity.name):
@@ -168,6 +97,14 @@ def _train(asked: Asked) -> RecordDict:
     return records.update_content(update, as_view=records.is_view(asked.message.content))
 
 
+def _leave_session(asked: Asked, plan: Plan) -> None:
+    """Where no process stays: let go what waits for a session, take up what was forced to disk."""
+    between = asked.between
+    between.drop()
+    if plan.is_masked and not records.is_view(asked.message.content):
+        between.recall()
+
+
 def _hold(asked: Asked, plan: Plan, update: Update) -> None:
     """Keep an update in this process for a secure session, and follow the device's own pace."""
     context, resident, identity = asked.context, asked.resident, asked.identity
@@ -181,35 +118,46 @@ def _hold(asked: Asked, plan: Plan, update: Update) -> None:
         run_id=context.run_id,
         task=resident.task,
         image=resident.image,
-        chosen=asked.settings.secure,
-        enrolment=enrolment_of(context, identity.name),
+        chosen=asked.secure,
+        enrolment=asked.enrolment,
     )
     trained = trained_of(
         update, plan, device, num_owned=len(examples), norm=resident.accumulator.gradient_norm()
     )
-    resident.held.hold(
-        HeldUpdate(
-            device,
-            record_of(records.kept(context, SECURE)),
-            trained,
-            num_threads=torch.get_num_threads(),
-            is_view=records.is_view(asked.message.content),
-        )
+    held = HeldUpdate(
+        device,
+        record_of(records.kept(context, SECURE)),
+        trained,
+        num_threads=torch.get_num_threads(),
+        is_view=records.is_view(asked.message.content),
     )
+    if held.is_view:  # a grid of ours: this process answers the session's messages too
+        resident.held.hold(held)
+    else:
+        asked.between.hold(held)
 
 
 def _in_phase(phase: Phase, asked: Asked) -> RecordDict:
-    content, context = asked.message.content, asked.context
-    held = asked.resident.held.of(context.run_id, asked.identity.name)
+    content, context, between = asked.message.content, asked.context, asked.between
+    is_between = between.is_waiting
+    held = (
+        between.held(floor=floor_of(asked.secure), enrolment=asked.enrolment)
+        if is_between
+        else asked.resident.held.of(context.run_id, asked.identity.name)
+    )
 
     def remember(record: Record) -> None:
         records.keep(context, SECURE, record)
         if record.masked == held.device.update_id:  # its examples are spent, whatever comes
             records.keep(context, WALK, asked.walk.passed())
+        if is_between:
+            between.note()
 
     reply, vector = held.answer(
         records.read(content, phase.request), bounds=records.vector(content), remember=remember
     )
+    if is_between:
+        between.wait(held)
     if vector is None:
         return records.content_of(reply)
     memory = vector.data.cast("B")
@@ -220,7 +168,7 @@ def _in_phase(phase: Phase, asked: Asked) -> RecordDict:
 def _evaluate(asked: Asked) -> RecordDict:
     plan = records.read(asked.message.content, Plan)
     check_masked(
-        asked.settings.secure,
+        asked.secure,
         is_masked=False,
         name=asked.identity.name,
         what="the loss on what it holds out",
@@ -245,33 +193,6 @@ def _with_link(report: Report, context: Context) -> Report:
     link = link_in(context.node_config)
     seen = {name: rate for name, rate in dataclasses.asdict(link).items() if rate is not None}
     return report.model_copy(update={"vitals": report.vitals.model_copy(update=seen)})
-
-
-def spool_of(context: Context, name: str) -> Spool | None:
-    """Return the device's spool, if its node is configured with a folder for one.
-
-    The folder is the machine's own and no setting of the run, so that no simulated device has it.
-    """
-    folder = context.node_config.get(SPOOL)
-    return None if folder is None else Spool(Path(str(folder)), name=name, run_id=context.run_id)
-
-
-def enrolment_of(context: Context, name: str) -> Enrolment:
-    """Return the device's identity and allow-list, with whose files its node is configured.
-
-    They are the machine's own, as the spool is.
-
-    Raises:
-        IdentityProblem: a file is not what it should be.
-    """
-    if IN_PROCESS in context.node_config:
-        return simulated_enrolment(name)
-    identity, allow_list = (context.node_config.get(key) for key in (IDENTITY, ALLOW_LIST))
-    return read_enrolment(
-        name,
-        identity=None if identity is None else Path(str(identity)),
-        allow_list=None if allow_list is None else Path(str(allow_list)),
-    )
 
 
 app = client_app(this_machine)

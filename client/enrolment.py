@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
+import hashlib
 import os
 import socket
 import stat
@@ -20,8 +20,6 @@ from pathlib import Path
 from common.errors import IdentityProblem
 from common.identity import AllowList, SigningIdentity
 from common.settings import Secure
-
-log = logging.getLogger(__name__)
 
 
 def host_name() -> str:
@@ -120,19 +118,26 @@ def read_identity(path: Path, name: str) -> SigningIdentity:
     """Read an identity's file.
 
     Raises:
-        IdentityProblem: it cannot be read, or is no Ed25519 key.
+        IdentityProblem: it cannot be read, others than its owner may read or write it, or it is no
+            Ed25519 key.
     """
     try:
-        pem = path.read_bytes()
-        mode = stat.S_IMODE(path.stat().st_mode)
+        with path.open("rb") as file:
+            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+            pem = file.read()
     except OSError as error:
         raise IdentityProblem(f"{path} cannot be read: {error.strerror}") from error
-    if mode & 0o077:
-        log.warning("%s may be read by others than its owner (%03o): chmod 600", path, mode)
     try:
-        return SigningIdentity.from_pem(name, pem)
+        identity = SigningIdentity.from_pem(name, pem)
     except IdentityProblem as error:
         raise IdentityProblem(f"{path}: {error}", remedy=error.remedy) from error
+    if mode & 0o077:
+        raise IdentityProblem(
+            f"{path} is open to others than its owner ({mode:03o}), and who has read it can sign "
+            "as this device",
+            remedy=f"chmod 600 {path}; or make another, if somebody may have read it",
+        )
+    return identity
 
 
 def _read_allow_list(path: Path) -> AllowList:
@@ -146,17 +151,17 @@ def _read_allow_list(path: Path) -> AllowList:
         raise IdentityProblem(f"{path}: {error}", remedy=error.remedy) from error
 
 
-# In the simulator, where one process plays all devices and nobody is protected.
+# In a simulation, where one party plays all devices and nobody is protected.
 
 
 def simulated_enrolment(name: str) -> Enrolment:
-    """Return a simulated device's identity, new in each process, and a list of all of them."""
+    """Return a simulated device's identity, the same in every process, and a list of all."""
     return Enrolment(identity=_simulated_identity(name), allow_list=AllowList(_SimulatedKeys()))
 
 
 @functools.cache
 def _simulated_identity(name: str) -> SigningIdentity:
-    return SigningIdentity.new(name)
+    return SigningIdentity.from_seed(name, hashlib.sha256(f"simulated {name}".encode()).digest())
 
 
 class _SimulatedKeys(Mapping[str, bytes]):

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from client.secure_device import Device, Record, Trained
 from client.secure_session import SecureSession
+from client.secure_states import State
 from common.errors import CorruptUpdate, HeadwaterError, UpdateNotHeld
 from common.fixed_point import RingVector
 from common.secagg import MaskedHead, Reply, Request, SurvivorsTold, UnmaskWanted
@@ -25,11 +26,19 @@ class HeldUpdate:
     """An update that awaits its session, or is in one."""
 
     def __init__(
-        self, device: Device, record: Record, trained: Trained, *, num_threads: int, is_view: bool
+        self,
+        device: Device,
+        record: Record,
+        trained: Trained,
+        *,
+        num_threads: int,
+        is_view: bool,
+        state: State | None = None,
     ) -> None:
         """Begin with the record of what the device answered in this run so far.
 
-        ``is_view`` says that the grid takes vectors as views of this process's memory.
+        ``is_view`` says that the grid takes vectors as views of this process's memory. ``state`` is
+        where another process left the session.
         """
         self.device = device
         self.is_view = is_view
@@ -37,8 +46,18 @@ class HeldUpdate:
         """Whether the device did all that its session asks of it, or has left it."""
         self._remember: Callable[[Record], None] | None = None
         self._session = SecureSession(
-            device, record, remember=self._store, trained=trained, num_threads=num_threads
+            device,
+            record,
+            remember=self._store,
+            trained=trained,
+            state=state,
+            num_threads=num_threads,
         )
+
+    @property
+    def session(self) -> SecureSession:
+        """The update's way into a masked sum."""
+        return self._session
 
     def answer(
         self,

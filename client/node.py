@@ -15,7 +15,7 @@ from pathlib import Path
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
-from client.app import ALLOW_LIST, IDENTITY, SPOOL, spool_of
+from client.asked import ALLOW_LIST, IDENTITY, SPOOL, spool_of
 from client.kept import StateFile
 from client.link import Link
 from client.resident import Identity, Resident, stop_asked

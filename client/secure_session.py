@@ -42,13 +42,15 @@ class SecureSession:
         *,
         remember: Callable[[Record], None],
         trained: Trained,
+        state: State | None = None,
         bounds: NDArray[np.float32] | None = None,
         num_threads: int = 1,
     ) -> None:
         """Begin with an update, and with the record of what the device answered in this run.
 
-        ``remember`` stores a record for good before it returns. ``bounds`` are the block bounds of
-        a 16-bit ring; they come with ``MaskWanted`` and may be set until then.
+        ``remember`` stores a record for good before it returns. ``state`` is where another process
+        left the session (``client.parked``). ``bounds`` are the block bounds of a 16-bit ring; they
+        come with ``MaskWanted`` and may be set until then.
         """
         self.vector: RingVector | None = None
         self.bounds = bounds
@@ -57,13 +59,28 @@ class SecureSession:
         self._remember = remember
         self._trained = trained
         self._num_threads = num_threads
-        self._state: State | None = None
+        self._state = state
         self._answered: dict[type[Request], tuple[Request, Reply]] = {}
 
     @property
     def record(self) -> Record:
         """What was stored last."""
         return self._record
+
+    @property
+    def device(self) -> Device:
+        """Who this is, with which update."""
+        return self._device
+
+    @property
+    def trained(self) -> Trained:
+        """The update: without its values once it is masked."""
+        return self._trained
+
+    @property
+    def state(self) -> State | None:
+        """Where the session stands; None before its first message."""
+        return self._state
 
     @property
     def is_spent(self) -> bool:

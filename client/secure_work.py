@@ -20,6 +20,7 @@ from common import settings
 from common.errors import (
     CountOutOfRange,
     MaskingRequired,
+    SettingsError,
     TaskError,
     UpdateRefused,
 )
@@ -31,6 +32,8 @@ from common.task import Task, max_weight_per_example
 from common.update import MOST_METRIC_CHARACTERS, Plan, Ready, Update, UpdateReport
 
 log = logging.getLogger(__name__)
+
+MODES = ("off", "semi-honest", "active")  # each insists on more than the one before it
 
 # What the device insists on.
 
@@ -46,6 +49,25 @@ def check_masked(chosen: settings.Secure, *, is_masked: bool, name: str, what: s
             f"{name}: {what} is asked for in clear, and this device insists on "
             f"{chosen.aggregation} secure aggregation"
         )
+
+
+def insisting(
+    of_run: settings.Secure, *, mode: object = None, min_members: object = None
+) -> settings.Secure:
+    """Return a run's settings, raised to what the device itself insists on; never lowered.
+
+    Raises:
+        SettingsError: ``mode`` or ``min_members`` is none.
+    """
+    if mode is None and min_members is None:
+        return of_run
+    if mode is not None and mode not in MODES:
+        raise SettingsError(f"secure-aggregation={mode!r} of the node is none of {MODES}")
+    if min_members is not None and not isinstance(min_members, int):
+        raise SettingsError(f"min-members={min_members!r} of the node is no number")
+    strictest = max(of_run.aggregation, mode or "off", key=MODES.index)
+    least = max(of_run.min_members, min_members or 0)
+    return of_run.model_copy(update={"aggregation": strictest, "min_members": least})
 
 
 def floor_of(chosen: settings.Secure) -> Floor:
@@ -156,7 +178,7 @@ def device_of(
         round=plan.round,
         model_digest=hashlib.sha256(image.buffer()).digest(),
         num_values=image.layout.num_parameters,
-        planned_weight=plan.weigh_as or max_weight_per_example(task) * plan.quota,
+        planned_weight=plan.weigh_as or max_weight_per_example(task) * plan.most_examples,
         update_id=update_id(run_id, plan, walk),
         floor=floor_of(chosen),
         identity=enrolment.identity,

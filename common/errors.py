@@ -7,6 +7,8 @@
     │   ├── UnknownTask             the --task file or class is not there
     │   ├── MissingData             the --data path is not there or cannot be read
     │   ├── EmptyDataset            the device has no example
+    │   ├── MissingColumn           the examples do not tell what they are to be dealt out by
+    │   ├── NoSuchPartition         too few examples or labels for so many devices
     │   ├── PortInUse               --listen names a port that somebody else holds
     │   ├── InsecureAddress         no TLS beyond loopback
     │   ├── CertificateProblem      a TLS file is missing, unreadable or of the wrong kind
@@ -134,6 +136,19 @@ class EmptyDataset(SettingsError):
     remedy = "check --data: the task found no example there"
 
 
+class MissingColumn(SettingsError):
+    """The examples do not tell the labels, or the column, that a partition goes by."""
+
+    is_private = True  # it quotes the task's own exception
+    remedy = "give the task a method columns(examples) that returns it by name, see docs/data.md"
+
+
+class NoSuchPartition(SettingsError):
+    """The examples cannot be dealt out to the devices as the partition asks."""
+
+    remedy = "ask for fewer devices, or for another --partition (docs/data.md)"
+
+
 class PortInUse(SettingsError):
     """Another process holds the port."""
 
@@ -187,7 +202,7 @@ class IdentityProblem(SettingsError):
 class NoSuchGraph(SettingsError):
     """No sparse graph of masks bears the corruption and dropout that are assumed."""
 
-    remedy = "assume less, or let the cohort be split into groups of at most 64"
+    remedy = "assume less (secure.corrupted, secure.dropout), or invite no more: --cohort-size 64"
 
 
 class TaskError(HeadwaterError):

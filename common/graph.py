@@ -26,8 +26,8 @@ of it is computed in integers, without rounding.
 
 Who can choose the seed can try many. The seed is the session's digest, in which everybody's fresh
 keys went: N tries of a lying server (with other keys for its own devices, say) take log2 N off
-sigma. Sparse graphs in active mode therefore deserve ``security_bits`` above 40, or the split of a
-cohort into groups of at most 64.
+sigma. Sparse graphs in active mode therefore deserve ``security_bits`` above 40, or a cohort of at
+most 64, whose graph is complete.
 """
 
 from __future__ import annotations

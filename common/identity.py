@@ -50,6 +50,15 @@ class SigningIdentity:
         return cls(_checked_name(name), Ed25519PrivateKey.generate())
 
     @classmethod
+    def from_seed(cls, name: str, seed: bytes) -> SigningIdentity:
+        """Return the identity whose private key are these 32 bytes: whoever has them has it.
+
+        Raises:
+            IdentityProblem: the name cannot be a device's.
+        """
+        return cls(_checked_name(name), Ed25519PrivateKey.from_private_bytes(seed))
+
+    @classmethod
     def from_pem(cls, name: str, pem: bytes) -> SigningIdentity:
         """Read what ``to_pem`` wrote.
 

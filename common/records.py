@@ -195,6 +195,23 @@ def kept(context: Context, name: str) -> dict[str, Any] | None:
     return cast(dict[str, Any], json.loads(str(record["json"])))
 
 
+def keep_bytes(context: Context, name: str, data: bytes) -> None:
+    """Keep bytes in the node's context for the run."""
+    context.state[name] = ConfigRecord({"bytes": data})
+
+
+def kept_bytes(context: Context, name: str) -> bytes | None:
+    """Return what ``keep_bytes`` kept, or None."""
+    record = context.state.get(name)
+    data = record.get("bytes") if isinstance(record, ConfigRecord) else None
+    return data if isinstance(data, bytes) else None
+
+
+def forget(context: Context, name: str) -> bool:
+    """Remove what was kept under a name; say whether there was anything."""
+    return context.state.pop(name, None) is not None
+
+
 def node_identity(node_config: Mapping[str, Any]) -> dict[str, Any]:
     """Read name, data path and part from a node's configuration, ours or Flower's."""
     part = int(node_config.get("partition-id", 0))

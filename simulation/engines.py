@@ -11,16 +11,18 @@ from client.app import client_app
 from common.errors import SettingsError
 from common.settings import Settings
 from server.app import server_app
-from server.rounds import OnRound
+from server.rounds import OnRound, run
+from server.training import Training
 from simulation.fleet import simulated_machine
 from simulation.grid import InProcessGrid
+from simulation.local_fleet import LocalFleet
+from simulation.profiles import with_fleet
 
 
 def run_engine(settings: Settings, *, on_round: OnRound, resume: bool) -> None:
     """Run the settings on the engine that they name."""
     torch.set_num_threads(settings.threads or 1)
     if settings.simulation.engine == "flower-ray":
-        _check_ray(settings)
         if resume:
             raise SettingsError(
                 "Flower's Ray engine keeps the devices' places in its own memory",
@@ -30,8 +32,14 @@ def run_engine(settings: Settings, *, on_round: OnRound, resume: bool) -> None:
 
         run_on_ray(settings, on_round=on_round)
         return
-    grid = InProcessGrid(client_app(simulated_machine), settings)
     run_id = secrets.randbits(62)
+    if not settings.simulation.wire and settings.secure.aggregation == "off":
+        settings = with_fleet(settings)
+        training = Training(settings, run_id=run_id)
+        fleet = LocalFleet(settings, run_id=run_id)
+        run(training, fleet, on_round=on_round, resume=resume)
+        return
+    grid = InProcessGrid(client_app(simulated_machine), settings)
     grid.enter_run(run_id)
     context = Context(
         run_id=run_id,
@@ -41,20 +49,3 @@ def run_engine(settings: Settings, *, on_round: OnRound, resume: bool) -> None:
         run_config=settings.to_run_config(),
     )
     server_app(on_round=on_round, resume=resume)(grid, context)
-
-
-def _check_ray(settings: Settings) -> None:
-    """Refuse what Ray's workers cannot keep: they share no memory from one message to the next.
-
-    Raises:
-        SettingsError: secure aggregation, whose secrets are kept in memory alone, or dropouts.
-    """
-    for name, is_set in (
-        ("secure aggregation", settings.secure.aggregation != "off"),
-        ("--dropout", settings.simulation.dropout > 0),
-    ):
-        if is_set:
-            raise SettingsError(
-                f"the engine flower-ray does not simulate {name}",
-                remedy="take --engine in-process",
-            )

@@ -26,12 +26,16 @@ from flwr.serverapp import Grid, ServerApp
 from flwr.supercore.run import Run
 
 from client.app import client_app
-from common.errors import SettingsError
+from client.asked import SIMULATED
+from common import records
+from common.errors import ConnectionLost, SettingsError
+from common.secagg import PHASES
 from common.settings import Settings
 from server.app import server_app
 from server.rounds import OnRound
 from simulation.draws import at_round
 from simulation.fleet import simulated_machine
+from simulation.vanishing import TRAIN, LastAsked
 
 # Read by Flower and Ray when they are imported or started: no look-up leaves the machine, and Ray
 # neither counts its users, nor warns of GPUs that nobody has, nor starts anew behind a shutdown.
@@ -46,6 +50,8 @@ QUIET = {
 # A socket's path may have 107 characters and Ray needs some 70 of them: no long TMPDIR will do.
 RAY_FOLDER_PARENT = "/tmp"
 REGISTRATION_POLL_SECONDS = 0.05
+
+ASKED = "asked"  # in a node's context: the round that it was last asked to train in
 
 
 def run_on_ray(settings: Settings, *, on_round: OnRound) -> None:
@@ -91,7 +97,7 @@ def _simulate(watched: _Watched, settings: Settings, folder: Path) -> None:
             num_supernodes=settings.simulation.clients,
             exit_event=EventType.PYTHON_API_RUN_SIMULATION_LEAVE,
             server_app=watched.app,
-            client_app=_at_its_round(client_app(simulated_machine)),
+            client_app=_simulated(client_app(simulated_machine), settings),
             app_dir=str(folder),
             is_app=True,  # the clients' run_config comes from the pyproject.toml in app_dir
             backend_config={
@@ -145,20 +151,34 @@ def _warnings_only(logger_name: str) -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _at_its_round(app: ClientApp) -> ClientApp:
-    """Return an app that runs the other in the round that its message is of."""
+def _simulated(app: ClientApp, settings: Settings) -> ClientApp:
+    """Return an app that runs the other as a simulated device, in the round of its message.
+
+    A device that has vanished does not run it: the reply is what the server sees of a lost one.
+    """
     outer = ClientApp()
 
-    @outer.query("describe")
-    @outer.evaluate()
     def as_it_is(message: Message, context: Context) -> Message:
+        context.node_config[SIMULATED] = True
         return app(message, context)
 
-    @outer.train()
-    def in_round(message: Message, context: Context) -> Message:
-        with at_round(int(message.metadata.group_id)):
-            return app(message, context)
+    def unless_vanished(message: Message, context: Context) -> Message:
+        kind, part = message.metadata.message_type, int(context.node_config["partition-id"])
+        asked = LastAsked(**(records.kept(context, ASKED) or {}))
+        if kind == TRAIN:
+            asked = asked.again(int(message.metadata.group_id))
+            records.keep(context, ASKED, asked)
+        if asked.has_vanished(settings, part, kind):
+            lost = ConnectionLost(f"device {part} has vanished")
+            return Message(records.refusal(lost, stays_here=True), reply_to=message)
+        with at_round(asked.round):
+            return as_it_is(message, context)
 
+    outer.query("describe")(as_it_is)
+    outer.train()(unless_vanished)
+    outer.evaluate()(unless_vanished)
+    for phase in PHASES:
+        outer.query(phase.action)(unless_vanished)
     return outer
 
 

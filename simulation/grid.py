@@ -15,7 +15,7 @@ from typing import Any
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
-from client.app import IN_PROCESS
+from client.asked import SIMULATED
 from common import records
 from common.errors import ConnectionLost, SettingsError
 from common.own_grid import OwnGrid, numbered
@@ -163,7 +163,7 @@ class InProcessGrid(OwnGrid):
                 node_config={
                     "partition-id": part,
                     "num-partitions": self._num_nodes,
-                    IN_PROCESS: True,
+                    SIMULATED: True,
                 },
                 state=RecordDict(),
                 run_config=self._run_config,

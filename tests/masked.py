@@ -12,9 +12,13 @@ from typing import Any, Protocol
 import numpy as np
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
+from flwr.common.serde import context_from_proto, context_to_proto
+from flwr.proto.message_pb2 import Context as ContextProto
 from numpy.typing import NDArray
 
-from client.app import IN_PROCESS, app
+from client.app import app
+from client.asked import SIMULATED
+from client.enrolment import read_enrolment
 from client.kept import WALK
 from client.micro_batches import Place, Walk
 from client.node import Answer, Node
@@ -99,7 +103,7 @@ class AppDevice:
                 "name": self.name,
                 "partition-id": part,
                 "num-partitions": 8,
-                IN_PROCESS: True,
+                SIMULATED: True,
                 **(node_config or {}),
             },
             state=RecordDict(),
@@ -161,8 +165,75 @@ class NodeDevice:
         return dict(json.loads(self.path.read_text())) if self.path.exists() else {}
 
 
+class FlowerDevice:
+    """A device on a SuperNode: each message is answered by a process that knows nothing before.
+
+    What goes from one to the next is Flower's context, through the form in which a SuperNode keeps
+    it, and what lies in the folders that its node is configured with.
+    """
+
+    def __init__(self, part: int, folder: Path, **node_config: str | int) -> None:
+        self.name = f"d{part}"
+        self.folder = folder
+        self.path = folder / f"{self.name}-{RUN}.json"
+        enter_run(RUN)
+        context = Context(
+            run_id=RUN,
+            node_id=part + 1,
+            node_config={
+                "name": self.name,
+                "partition-id": part,
+                "num-partitions": 8,
+                "state": str(folder),
+                "runtime": str(folder / "keys"),
+                **node_config,
+            },
+            state=RecordDict(),
+            run_config=settings_of().to_run_config(),
+        )
+        self.keep(context)
+
+    def send(self, kind: str, head: str, vector: memoryview | bytes | None = None) -> Told:
+        """Send a message to the device.
+
+        Raises:
+            HeadwaterError: what the device answers in its stead.
+        """
+        resident_of.cache_clear()
+        read_enrolment.cache_clear()
+        context = self.context
+        array = None if vector is None else records.flat_array(bytes(vector), dtype="uint8")
+        message = Message(records.content_with_head(head, array), context.node_id, kind)
+        numbered(message)
+        reply = app(message, context)
+        self.keep(context)
+        if reply.has_error():
+            raise records.refused(reply)
+        return Told(head=records.head_json(reply.content), vector=records.vector(reply.content))
+
+    @property
+    def context(self) -> Context:
+        """What the SuperNode has of it, read back."""
+        told = ContextProto()
+        told.ParseFromString(self.between)
+        return context_from_proto(told)
+
+    def keep(self, context: Context) -> None:
+        """Put another context in its place."""
+        self.between = context_to_proto(context).SerializeToString()
+
+    @property
+    def keys(self) -> list[Path]:
+        """The files of keys that there are."""
+        return sorted((self.folder / "keys").glob("*"))
+
+    def kept(self) -> dict[str, Any]:
+        """Return what the device keeps on disk."""
+        return dict(json.loads(self.path.read_text())) if self.path.exists() else {}
+
+
 class Device(Protocol):
-    """Either."""
+    """One of them."""
 
     name: str
 

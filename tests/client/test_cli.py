@@ -75,14 +75,20 @@ def test_what_is_no_identity_is_not_overwritten_by_one(tmp_path: Path) -> None:
     assert path.read_text() == "mine"
 
 
-def test_an_identity_that_others_may_read_is_warned_of(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o620])
+def test_an_identity_that_is_open_to_others_is_refused_until_it_is_not(
+    mode: int, tmp_path: Path
 ) -> None:
     path = tmp_path / "pi.pem"
     identity(path)
-    path.chmod(0o644)
+    path.chmod(mode)
+    found = CliRunner().invoke(app, ["identity", "--identity", str(path), "--name", "pi"])
+    assert found.exit_code == 2
+    said = "".join(found.stderr.split())  # the console breaks lines where it likes
+    assert f"IdentityProblem:{path}isopentoothers" in said
+    assert f"chmod600{path}" in said
+    path.chmod(0o600)
     identity(path)
-    assert "chmod 600" in caplog.text
 
 
 def test_an_identity_needs_a_file_and_a_name_that_can_be_one(tmp_path: Path) -> None:

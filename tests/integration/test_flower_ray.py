@@ -13,6 +13,12 @@ from pathlib import Path
 import psutil
 import pytest
 
+from common.settings import Settings
+from server.metrics import read_rows
+from server.rounds import MODEL
+from simulation.draws import vanishes_at
+from simulation.engines import run_engine
+
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_SECONDS = 180
 DIGITS = ["--task", "examples/digits.py:Digits"]
@@ -108,6 +114,56 @@ def test_flower_ray_gives_the_in_process_model_bit_for_bit_and_leaves_nothing_ru
         assert process.returncode == 0, said
     assert (ray / "model.safetensors").read_bytes() == (alone / "model.safetensors").read_bytes()
     assert names_by_round(ray) == names_by_round(alone) == [["0", "1", "2", "3"]] * 2
+    assert started.alive_after(10) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mode", "dropout", "seed", "vanish"),
+    [
+        ("semi-honest", 0.3, 18, [{"0": "masked_update"}, {"3": "unmask"}]),
+        ("active", 0.15, 4, [{"2": "masked_update"}, {}]),
+    ],
+)
+def test_masked_rounds_on_ray_give_the_in_process_model_though_devices_vanish_in_mid_session(
+    mode: str,
+    dropout: float,
+    seed: int,
+    vanish: list[dict[str, str]],
+    tmp_path: Path,
+    started: Started,
+) -> None:
+    """Other devices vanish before the masks; what the dictionaries name comes behind them."""
+    chosen = {
+        "task": "examples/digits.py:Digits",
+        "seed": seed,
+        "rounds": 2,
+        "threads": 1,
+        "plan": {"accumulation_steps": 2, "micro_batch_size": 8},
+        "secure": {"aggregation": mode},
+        "simulation": {"clients": 6, "dropout": dropout},
+    }
+    alone, ray = tmp_path / "in-process", tmp_path / "ray"
+    settings = Settings.model_validate({**chosen, "out": alone})
+    for round_number, named in enumerate(vanish, start=1):
+        for part, action in named.items():
+            stage = vanishes_at(settings, int(part), round_number=round_number, attempt=0)
+            assert stage == f"query.{action}"
+    run_engine(settings, on_round=lambda row: None, resume=False)
+    (tmp_path / "settings.toml").write_text(Settings.model_validate(chosen).to_toml())
+    process = started.simulate(
+        "--config", tmp_path / "settings.toml", "--engine", "flower-ray", out=ray
+    )
+    said = finish(process)
+    assert process.returncode == 0, said
+    assert (ray / MODEL).read_bytes() == (alone / MODEL).read_bytes()
+    rows = read_rows(ray)
+    assert [(row["num_clients"], row["weight"]) for row in rows] == [
+        (row["num_clients"], row["weight"]) for row in read_rows(alone)
+    ]
+    for row, named in zip(rows, vanish, strict=True):
+        gone = {name for name, action in named.items() if action == "masked_update"}
+        assert gone <= row["refused"].keys()
     assert started.alive_after(10) == []
 
 

@@ -17,6 +17,8 @@ MAY_IMPORT = {
 }
 FLOWER_FILES = {
     "client/app.py",
+    "client/asked.py",
+    "client/between_messages.py",
     "client/node.py",
     "common/own_grid.py",
     "common/records.py",
