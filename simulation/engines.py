@@ -11,12 +11,9 @@ from client.app import client_app
 from common.errors import SettingsError
 from common.settings import Settings
 from server.app import server_app
-from server.rounds import OnRound, run
-from server.training import Training
+from server.rounds import OnRound
 from simulation.fleet import simulated_machine
 from simulation.grid import InProcessGrid
-from simulation.local_fleet import LocalFleet
-from simulation.profiles import with_fleet
 
 
 def run_engine(settings: Settings, *, on_round: OnRound, resume: bool) -> None:
@@ -32,14 +29,8 @@ def run_engine(settings: Settings, *, on_round: OnRound, resume: bool) -> None:
 
         run_on_ray(settings, on_round=on_round)
         return
-    run_id = secrets.randbits(62)
-    if not settings.simulation.wire and settings.secure.aggregation == "off":
-        settings = with_fleet(settings)
-        training = Training(settings, run_id=run_id)
-        fleet = LocalFleet(settings, run_id=run_id)
-        run(training, fleet, on_round=on_round, resume=resume)
-        return
     grid = InProcessGrid(client_app(simulated_machine), settings)
+    run_id = secrets.randbits(62)
     grid.enter_run(run_id)
     context = Context(
         run_id=run_id,
