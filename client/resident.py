@@ -29,12 +29,15 @@ from client.workplace import Workplace
 from common.additive import check_additive
 from common.errors import BuffersChanged, ModelMismatch, NonFiniteUpdate, OutOfMemory
 from common.parameters import ModelLayout, build_model
+from common.partition import Rule
 from common.settings import Client, Settings
-from common.task import Examples, evaluate_sums, load_task, open_train_examples
+from common.shares import Shares
+from common.task import Examples, evaluate_sums, load_task
 from common.update import DescribeRequest, DeviceReport, EvaluateReport, Plan, Update
 
 log = logging.getLogger(__name__)
 
+HELD = 20_000  # devices whose examples stay open: a population may be any number of them
 TRIED = 8  # examples that must all raise before the task is to blame and not the example
 TRIAL = Plan(round=0, run_seed=0, model_version=0, quota=1, micro_batch_size=1)
 
@@ -50,6 +53,8 @@ class Identity:
     data: Path | None
     part: int
     num_parts: int
+    rule: Rule | None = None
+    """By which the part is dealt out; None where the task itself splits its data."""
 
 
 HardwareOf = Callable[[Identity, Settings, ModelLayout], Hardware]
@@ -71,6 +76,7 @@ class Resident:
 
     def __init__(self, task_spec: str, *, replace_batch_norm: bool, check_task: bool) -> None:
         self.task = load_task(task_spec)
+        self.shares = Shares(self.task)
         self.image = build_model(self.task, seed=0, replace_batch_norm=replace_batch_norm)
         self.accumulator = Accumulator(self.image)
         self.held = HeldUpdates()
@@ -80,15 +86,16 @@ class Resident:
         self._checkpointed_bytes: float | None = None
         self._is_foreseen = False
 
-    @functools.cache  # noqa: B019 - a resident lives as long as its process
+    @functools.lru_cache(maxsize=HELD)  # noqa: B019 - a resident lives as long as its process
     def examples(self, identity: Identity) -> Examples:
         """Open a device's examples, once, and try the task on the first device's.
 
         Raises:
             EmptyDataset, MissingData, TaskNotAdditive, TaskFailed: see ``common.errors``.
+            MissingColumn, NoSuchPartition: see ``common.shares``.
         """
-        examples = open_train_examples(
-            self.task, data=identity.data, part=identity.part, num_parts=identity.num_parts
+        examples = self.shares.of(
+            identity.rule, data=identity.data, part=identity.part, num_parts=identity.num_parts
         )
         if self._must_check:
             self.check(examples, identity.name)

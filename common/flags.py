@@ -38,6 +38,25 @@ TaskSpec = Annotated[
         rich_help_panel=TASK,
     ),
 ]
+Partition = Annotated[
+    str | None,
+    typer.Option(
+        "--partition",
+        metavar="KIND",
+        help="Deal one data set out: iid, dirichlet:ALPHA, labels:N, column:NAME, quantity:SIGMA "
+        "(docs/data.md). [default: task, as the task itself splits it]",
+        rich_help_panel=TASK,
+    ),
+]
+ExamplesPerDevice = Annotated[
+    int | None,
+    typer.Option(
+        "--examples-per-device",
+        help="With --partition: each device draws so many for itself, and devices share examples. "
+        "Not given: each example is on one device.",
+        rich_help_panel=TASK,
+    ),
+]
 Check = Annotated[
     bool | None,
     typer.Option(
@@ -70,7 +89,8 @@ Seed = Annotated[
     int | None,
     typer.Option(
         "--seed",
-        help="Of the model's start, the order of examples, the cohorts. [default: 0]",
+        help="Of the model's start, the partition, the order of examples, the cohorts. "
+        "[default: 0]",
         rich_help_panel=TRAINING,
     ),
 ]
@@ -375,6 +395,8 @@ ClientMetrics = Annotated[
 
 SETTING_OF = {
     "task": "task",
+    "partition": "partition.kind",
+    "examples_per_device": "partition.examples_per_device",
     "check": "check_task",
     "replace_batch_norm": "model.replace_batch_norm",
     "initial_model": "model.initial",

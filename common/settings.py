@@ -12,12 +12,20 @@ import os
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import tomli_w
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 
 from common.errors import SettingsError
+from common.partition import Rule, rule_of
 from common.weekly import weekly
 
 SETTINGS_FILE = "settings.toml"
@@ -254,6 +262,28 @@ class Client(Branch):
         return Path(base) / "headwater"
 
 
+class Partition(Branch):
+    """How one data set is dealt out to the devices of a run (docs/data.md)."""
+
+    kind: str = Field(
+        "task",
+        description="task: as the task splits it; iid, dirichlet:ALPHA, labels:N, column:NAME, "
+        "quantity:SIGMA or quantity:dirichlet:BETA",
+    )
+    examples_per_device: Count | None = Field(
+        None, description="each device draws so many, and devices share; not set: dealt out once"
+    )
+
+    @model_validator(mode="after")
+    def _is_one(self) -> Self:
+        self.rule(seed=0)  # ValueError if it is none
+        return self
+
+    def rule(self, *, seed: int) -> Rule | None:
+        """Return what is set, with the run's seed; None where the task splits its own data."""
+        return rule_of(self.kind, examples_per_device=self.examples_per_device, seed=seed)
+
+
 class Simulation(Branch):
     """Many clients on one machine."""
 
@@ -295,6 +325,7 @@ class Settings(Branch):
     tls: Tls = Tls()
     server: Server = Server()
     client: Client = Client()
+    partition: Partition = Partition()
     simulation: Simulation = Simulation()
 
     def to_toml(self) -> str:
@@ -366,7 +397,8 @@ def _validated(tree: Mapping[str, Any], *, source: str) -> Settings:
         first = error.errors()[0]
         where = ".".join(str(step) for step in first["loc"])
         given = "" if first["type"] == "missing" else f" (found {first['input']!r})"
-        raise SettingsError(f"{source}: {where}: {first['msg'].lower()}{given}") from error
+        said = first["msg"].lower().removeprefix("value error, ")
+        raise SettingsError(f"{source}: {where}: {said}{given}") from error
 
 
 def _put(tree: dict[str, Any], dotted: str, value: Any) -> None:

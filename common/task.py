@@ -23,6 +23,7 @@ from common.errors import (
     TaskError,
     UnknownTask,
 )
+from common.rows import Rows
 
 log = logging.getLogger(__name__)
 
@@ -137,6 +138,8 @@ def max_weight_per_example(task: Task) -> int:
 
 def batch_of(task: Task, examples: Examples, positions: Sequence[int]) -> Any:
     """Fetch and collate the examples at ``positions``, in that order."""
+    while isinstance(examples, Rows):
+        positions, examples = examples.in_whole(positions).tolist(), examples.whole
     collate = getattr(task, "collate", None)
     if collate is None:
         tensors = getattr(examples, "tensors", None)

@@ -58,6 +58,16 @@ def simulate(
             rich_help_panel=PANEL,
         ),
     ] = None,
+    partition: flags.Partition = None,
+    examples_per_device: flags.ExamplesPerDevice = None,
+    show_partition: Annotated[
+        bool,
+        typer.Option(
+            "--show-partition",
+            help="Show which device has what, and train nothing.",
+            rich_help_panel=PANEL,
+        ),
+    ] = False,
     rounds: flags.Rounds = None,
     seed: flags.Seed = None,
     optimizer: flags.OptimizerName = None,
@@ -108,10 +118,10 @@ def simulate(
 
     start_log(verbose=verbose)
     with errors_shown():
-        _simulate(resume, config, flags.overrides(context.params))
+        _simulate(resume, config, flags.overrides(context.params), is_only_shown=show_partition)
 
 
-def _simulate(resume: bool, config: Any, overrides: dict[str, Any]) -> None:
+def _simulate(resume: bool, config: Any, overrides: dict[str, Any], *, is_only_shown: bool) -> None:
     from common.console import default_out
     from common.settings import load_run
 
@@ -119,6 +129,11 @@ def _simulate(resume: bool, config: Any, overrides: dict[str, Any]) -> None:
     from simulation.profiles import with_fleet
 
     settings = with_fleet(settings)
+    if is_only_shown:
+        from simulation.partitions import show
+
+        show(settings)
+        return
     settings = settings.model_copy(
         update={
             "threads": settings.threads or 1,
@@ -130,6 +145,10 @@ def _simulate(resume: bool, config: Any, overrides: dict[str, Any]) -> None:
     fleet = settings.simulation.fleet
     where = f"{settings.simulation.clients} simulated devices"
     announce(settings, where=where if fleet is None else f"{where} of {fleet.name}")
+    if settings.partition.kind != "task":
+        from simulation.partitions import announce_partition
+
+        announce_partition(settings)
     from simulation.engines import run_engine
 
     with watched(settings) as on_round:

@@ -12,7 +12,7 @@ from server import cli as server_cli
 from simulation import cli as simulation_cli
 
 COMMANDS = [server_cli.serve, client_cli.take_part, client_cli.check, simulation_cli.simulate]
-NOT_SETTINGS = {"context", "config", "resume", "verbose", "log_format"}
+NOT_SETTINGS = {"context", "config", "resume", "verbose", "log_format", "show_partition"}
 
 
 @pytest.mark.parametrize("command", COMMANDS)
