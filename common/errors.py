@@ -80,7 +80,8 @@
     ├── OutOfMemory             not even one example fits
     └── ConnectionLost          retry later
         ├── EnrolmentClosed         the enrolment port is not open
-        └── TooManyAttempts         the enrolment port has had enough of this address
+        ├── NoStream                it came to the port and never opened a stream
+        └── TooManyAttempts         the server has had enough of this name or address
 
 A message says what was expected, what was found and where; ``remedy`` says what to do about it.
 Only the class name and message of these errors may travel to the other side; of any other
@@ -550,8 +551,12 @@ class EnrolmentClosed(ConnectionLost):
     )
 
 
+class NoStream(ConnectionLost):
+    """A connection to the server's port that never opened a stream, as strangers' do not."""
+
+
 class TooManyAttempts(ConnectionLost):
-    """The enrolment port turned this address away for a while."""
+    """The server, or its enrolment port, turned this address away for a while."""
 
     remedy = "wait a minute and try again"
 

@@ -26,6 +26,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import grpc
 import grpc.aio
@@ -36,17 +37,13 @@ from common.errors import (
     HeadwaterError,
     IdentityRefused,
     LateUpdate,
-    PortInUse,
+    NoStream,
     ProtocolMismatch,
+    TooManyAttempts,
     error_of,
 )
 from common.tls import Credentials
-from common.wire import (
-    HELLO_SECONDS,
-    KEEPALIVE,
-    METHOD,
-    PROTOCOL_VERSION,
-)
+from common.wire import HELLO_SECONDS, METHOD, PROTOCOL_VERSION
 from common.wire_pb2 import (
     ClientFrame,
     Fault,
@@ -62,6 +59,8 @@ from server.attendance import Attendance
 from server.downloads import GRPC_FRAME_BYTES, Downloads
 from server.health import Health
 from server.identities import Identities, Shown
+from server.port import Port
+from server.ration import Frames, Ration, subscriber
 from server.sessions import Arrival, Ask, Session, Stream, Work, node_id_of
 from server.staging import StagingRoom
 from server.uploads import Uploads, fault_frame
@@ -118,6 +117,8 @@ class Intake:
         self._is_closing = False
         self._is_paused = False
         self._health = Health()
+        self._ration = Ration()
+        self._port: Port | None = None
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="intake", daemon=True)
 
@@ -202,37 +203,16 @@ class Intake:
     async def _open(self) -> None:
         handler = grpc.stream_stream_rpc_method_handler(self._serve)
         service, method = METHOD.lstrip("/").split("/")
-        self._server = grpc.aio.server(
-            # Without so_reuseport=0 a second server would silently share the port.
-            options=[*KEEPALIVE, ("grpc.so_reuseport", 0)]
-        )
-        self._server.add_generic_rpc_handlers(
-            (
-                grpc.method_handlers_generic_handler(service, {method: handler}),
-                self._health.rpc_handler(),
-            )
-        )
-        try:
-            if self._credentials is None:
-                self.port = self._server.add_insecure_port(self._address)
-            else:
-                self.port = self._server.add_secure_port(
-                    self._address,
-                    grpc.ssl_server_credentials(
-                        [(self._credentials.key, self._credentials.certificate)],
-                        root_certificates=self._credentials.ca,
-                        require_client_auth=True,
-                    ),
-                )
-        except RuntimeError as error:
-            raise PortInUse(f"cannot listen on {self._address}") from error
-        await self._server.start()
+        streams = grpc.method_handlers_generic_handler(service, {method: handler})
+        port = Port(self._address, self._credentials, (streams, self._health.rpc_handler()))
+        await port.open()
+        self._port, self.port = port, port.number
         self._warden = asyncio.create_task(self._watch_lost())
 
     async def _close(self, *, say_goodbye: bool) -> None:
         self._is_closing = True
         self._health.is_serving = False
-        if not hasattr(self, "_warden"):
+        if self._port is None:
             return
         self._warden.cancel()
         if say_goodbye:
@@ -242,7 +222,7 @@ class Intake:
                 async with asyncio.timeout(CLOSE_SECONDS):
                     while self.connected():
                         await asyncio.sleep(0.01)
-        await self._server.stop(grace=0.2)
+        await self._port.close()
         for session in self._sessions.values():
             self._uploads.drop(session)
 
@@ -251,6 +231,11 @@ class Intake:
         session: Session | None = None
         if self._is_closing:
             return  # a device that stays, and is back already: it tries again
+        if self._port is not None:
+            self._port.strangers.brought_stream(stream.peer())
+        if not self._ration.is_left(self._who(stream), time.monotonic()):
+            self.refusals[TooManyAttempts.__name__] += 1
+            return  # without a word: a device of ours that was not at fault tries again
         try:
             session = await self._welcome(stream)
             writer = asyncio.create_task(self._write_all(session, stream))
@@ -285,8 +270,17 @@ class Intake:
                     self.attendance.disconnected(session.known)
                 log.info("%s disconnected", session.name)
 
+    def _who(self, stream: Stream) -> str:
+        """Return whose refusals are rationed: a certificate's name, or an address."""
+        if self._credentials is not None:
+            name = stream.auth_context().get("x509_common_name", [b""])[0]
+            return f"name {name.decode(errors='replace')}"
+        host = stream.peer().rpartition(":")[0].partition(":")[2]
+        return subscriber(unquote(host).strip("[]"))
+
     def _count(self, stream: Stream, error: HeadwaterError) -> None:
         self.refusals[error.code] += 1
+        self._ration.take(self._who(stream), time.monotonic())
         log.warning("%s refused: %s: %s", stream.peer(), error.code, error)
 
     async def _turn_away(self, stream: Stream, error: HeadwaterError) -> None:
@@ -360,7 +354,9 @@ class Intake:
     ) -> None:
         session.stream, session.task = stream, asyncio.current_task()
         session.outbox, session.image_id = asyncio.Queue(), hello.image_id
-        session.sending_since = None
+        session.sending_since, session.frames = None, Frames(at=time.monotonic())
+        if session.ask is not None:
+            session.frames.asked(session.ask.reply_bytes)
         welcome = Welcome(
             protocol_version=PROTOCOL_VERSION,
             session=session.token,
@@ -392,6 +388,8 @@ class Intake:
     async def _read_all(self, session: Session, stream: Stream) -> None:
         while (frame := await self._read(stream)) is not None:
             session.heard_at = time.monotonic()
+            if not session.frames.take(session.heard_at):
+                raise ProtocolMismatch(f"{session.name} sends frames without end")
             if session.known is not None:
                 session.known.bytes_up += frame.ByteSize() + GRPC_FRAME_BYTES
             if session.outbox.qsize() > MAX_OUTBOX_FRAMES:
@@ -440,9 +438,24 @@ class Intake:
                 for session in list(self._sessions.values()):
                     self._watch(session, before=time.monotonic() - self._reconnect_seconds)
                 self._end_revoked()
+                self._count_strangers()
                 self._uploads.give_turns()
             except Exception:
                 log.exception("the watch over the devices failed, and goes on")
+
+    def _count_strangers(self) -> None:
+        """Count those whom gRPC refused; the log has the 1st, 2nd, 4th, 8th, ... of them."""
+        if self._port is None:
+            return
+        before = self.refusals[NoStream.__name__]
+        times = self._port.strangers.count(time.monotonic())
+        if times > before:
+            self.refusals[NoStream.__name__] = times
+        if times.bit_length() > before.bit_length():
+            log.warning(
+                "%d connections so far came without a stream: no certificate of ours, or silence",
+                times,
+            )
 
     def _end_revoked(self) -> None:
         """End the streams whose certificates were revoked, and what is awaited from them."""
@@ -510,6 +523,7 @@ class Intake:
                 continue
             self._uploads.let_go(session)
             session.ask = ask
+            session.frames.asked(ask.reply_bytes)
             if session.stream is not None:
                 send = partial(self._downloads.send_ask, session, ask, session.stream)
                 session.outbox.put_nowait(send)

@@ -13,6 +13,7 @@ from common.errors import HeadwaterError
 from common.wire_pb2 import Reply
 from server.attendance import Device
 from server.identities import Shown
+from server.ration import Frames
 from server.staging import Staging
 
 Work = Coroutine[Any, Any, None]
@@ -66,6 +67,8 @@ class Session:
     task: asyncio.Task[Any] | None = None
     outbox: asyncio.Queue[Callable[[], Work]] = field(default_factory=asyncio.Queue)
     image_id: str = ""
+    frames: Frames = field(default_factory=Frames)
+    """Of its stream."""
     ask: Ask | None = None
     let_go: deque[str] = field(default_factory=lambda: deque(maxlen=MOST_LET_GO))
     """The messages that the server itself waits for no more: replies to them cross that news."""

@@ -31,7 +31,7 @@ FLOWER_FILES = {
     "simulation/flower_ray.py",
     "simulation/grid.py",
 }
-GRPC_FILES = {"client/uplink.py", "server/health.py", "server/intake.py"}
+GRPC_FILES = {"client/uplink.py", "server/health.py", "server/intake.py", "server/port.py"}
 # Loaded only where metrics were asked for.
 METRICS_FILES = {"client/exporter.py", "common/metrics_port.py", "server/exporter.py"}
 PRIVATE_FLOWER_FILES = {"common/own_grid.py", "simulation/flower_ray.py"}

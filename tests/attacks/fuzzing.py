@@ -1,0 +1,455 @@
+"""What the fuzzers send, and what must hold behind it.
+
+Three targets, from the inside out:
+
+- ``decode``: each decoder of bytes that come from the other side. It must give a value or the named
+  error, and nothing else.
+- ``Conversations``: whole streams of frames, valid and mutated, through the real intake, over a
+  stream without a socket: a thousand a second. Behind each, the stream has ended or goes on by the
+  rules, nothing is held, and an update that came through is the one that was sent.
+- ``Wire``: bytes of a real connection (HTTP/2 and all), mutated and sent over a socket.
+
+Streams are drawn by hypothesis, so a failure shrinks to the shortest that fails.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import queue
+from collections import Counter
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import grpc.aio
+from google.protobuf.message import DecodeError
+from hypothesis import strategies as st
+
+from common import records, secagg, update
+from common.certificates import read_request
+from common.errors import HeadwaterError
+from common.join_token import JoinToken
+from common.settings import Tls
+from common.wire import CHUNK_BYTES, PROTOCOL_VERSION
+from common.wire_pb2 import (
+    Chunk,
+    ClientFrame,
+    Fault,
+    Hello,
+    Leave,
+    Renewal,
+    Reply,
+    ServerFrame,
+)
+from server.enrolment import Request
+from server.identities import Identities
+from server.intake import Intake
+from server.sessions import Ask, node_id_of
+from tests.attacks.raw import VECTOR, WAIT_SECONDS, RawDevice, head_of, layout_digest
+
+Result = TypeVar("Result")
+
+MESSAGE_ID = "asked"
+NAME = "fuzzed"
+HEADS: tuple[type[update.Told], ...] = (
+    update.Plan,
+    update.DescribeRequest,
+    update.DeviceReport,
+    update.UpdateReport,
+    update.Ready,
+    update.EvaluateReport,
+    secagg.KeysWanted,
+    secagg.KeysAdvertised,
+    secagg.Roster,
+    secagg.SharesDealt,
+    secagg.SharesDelivered,
+    secagg.SharesChecked,
+    secagg.MaskWanted,
+    secagg.MaskedHead,
+    secagg.SurvivorsTold,
+    secagg.SurvivorsSigned,
+    secagg.UnmaskWanted,
+    secagg.SharesRevealed,
+)
+
+
+# What is drawn.
+
+SIZES = (0, 1, 43, 44, 45, CHUNK_BYTES, 2**31, 2**32 - 1, 2**63, 2**64 - 1)
+TEXTS = ("", NAME, MESSAGE_ID, "x" * 129, "a\nb", "../x", "\0", "[" * 5000, '{"name": "fuzzed"}')
+
+
+@st.composite
+def mutated(draw: st.DrawFn, valid: st.SearchStrategy[bytes]) -> bytes:
+    """Draw valid bytes, and change them in up to four places."""
+    data = bytearray(draw(valid))
+    for _ in range(draw(st.integers(0, 4))):
+        place = draw(st.integers(0, len(data)))
+        match draw(st.sampled_from(("flip", "cut", "insert", "repeat", "overwrite"))):
+            case "flip" if place < len(data):
+                data[place] ^= 1 << draw(st.integers(0, 7))
+            case "cut":
+                del data[place:]
+            case "insert":
+                data[place:place] = draw(st.binary(max_size=16))
+            case "repeat":
+                data[place:place] = data[place : place + draw(st.integers(1, 64))]
+            case _:
+                data[place : place + 9] = draw(st.binary(min_size=9, max_size=9))
+    return bytes(data)
+
+
+def texts() -> st.SearchStrategy[str]:
+    return st.sampled_from(TEXTS) | st.text(max_size=20)
+
+
+def hellos() -> st.SearchStrategy[Hello]:
+    honest = Hello(protocol_version=PROTOCOL_VERSION, name=NAME, layout_digest=layout_digest())
+    return st.just(honest) | st.builds(
+        Hello,
+        protocol_version=st.sampled_from((0, PROTOCOL_VERSION, 2**32 - 1)),
+        name=texts(),
+        layout_digest=st.just(layout_digest()) | texts(),
+        session=st.binary(max_size=20),
+        image_id=texts(),
+    )
+
+
+def honest_reply() -> Reply:
+    return Reply(
+        message_id=MESSAGE_ID,
+        head_json="{}",
+        num_bytes=len(VECTOR),
+        sha256=hashlib.sha256(VECTOR).digest(),
+    )
+
+
+def replies() -> st.SearchStrategy[Reply]:
+    return st.just(honest_reply()) | st.builds(
+        Reply,
+        message_id=st.just(MESSAGE_ID) | texts(),
+        head_json=texts(),
+        num_bytes=st.sampled_from(SIZES),
+        sha256=st.just(hashlib.sha256(VECTOR).digest()) | st.binary(max_size=40),
+    )
+
+
+def chunks() -> st.SearchStrategy[Chunk]:
+    places = st.sampled_from((0, 4, 20, 40, 43, 44)) | st.sampled_from(SIZES)
+    right = st.tuples(st.integers(0, 44), st.integers(0, 44)).map(
+        lambda ends: Chunk(
+            transfer_id=MESSAGE_ID, offset=min(ends), data=VECTOR[min(ends) : max(ends)]
+        )
+    )
+    whole = Chunk(transfer_id=MESSAGE_ID, offset=0, data=VECTOR)
+    wrong = st.builds(Chunk, transfer_id=texts(), offset=places, data=st.binary(max_size=64))
+    return st.just(whole) | right | wrong
+
+
+def client_frames() -> st.SearchStrategy[bytes]:
+    """Draw frames as a device sends them, each valid by itself."""
+    faults = st.builds(Fault, message_id=texts(), code=texts(), text=texts())
+    return st.one_of(
+        replies().map(lambda reply: ClientFrame(reply=reply)),
+        chunks().map(lambda chunk: ClientFrame(chunk=chunk)),
+        hellos().map(lambda hello: ClientFrame(hello=hello)),
+        faults.map(lambda fault: ClientFrame(fault=fault)),
+        st.binary(max_size=64).map(lambda data: ClientFrame(renewal=Renewal(signing_request=data))),
+        st.just(ClientFrame(leave=Leave())),
+        st.just(ClientFrame()),
+    ).map(lambda frame: frame.SerializeToString())
+
+
+def honest_heads() -> st.SearchStrategy[bytes]:
+    """Draw JSON as it stands in heads, mostly an update's, with odd values in its fields."""
+    plan = json.dumps({"round": 1})
+    asked = type("Asked", (), {"head_json": plan})
+    head = json.loads(head_of(asked, NAME))  # type: ignore[arg-type]
+    odd: st.SearchStrategy[Any] = st.one_of(
+        st.sampled_from([-1, 0, 2**53, 2**64, 1e308, None, True, "", [], {}, "NaN"]),
+        st.floats(),
+        st.text(max_size=8),
+    )
+    changed = st.tuples(st.sampled_from(sorted(head)), odd).map(lambda kv: head | {kv[0]: kv[1]})
+    return changed.map(lambda told: json.dumps(told).encode())
+
+
+def honest_script() -> list[bytes | None]:
+    """Return a stream that does all as it should: None is where the server asks."""
+    hello = Hello(protocol_version=PROTOCOL_VERSION, name=NAME, layout_digest=layout_digest())
+    parts = [
+        Chunk(transfer_id=MESSAGE_ID, offset=offset, data=VECTOR[offset : offset + 20])
+        for offset in range(0, len(VECTOR), 20)
+    ]
+    frames = [
+        ClientFrame(hello=hello),
+        ClientFrame(reply=honest_reply()),
+        *(ClientFrame(chunk=part) for part in parts),
+        ClientFrame(leave=Leave()),
+    ]
+    hello_frame, *rest = (frame.SerializeToString() for frame in frames)
+    return [hello_frame, None, *rest]
+
+
+@st.composite
+def scripts(draw: st.DrawFn) -> list[bytes | None]:
+    """Draw a stream: an honest one, of which up to four frames are not as they should be."""
+    script = honest_script()
+    for _ in range(draw(st.integers(0, 4))):
+        place = draw(st.integers(0, len(script)))
+        here = script[place] if place < len(script) else None
+        match draw(st.sampled_from(("drop", "repeat", "swap", "mutate", "insert", "ask"))):
+            case "drop":
+                del script[place : place + 1]
+            case "repeat":
+                script.insert(draw(st.integers(0, len(script))), here)
+            case "swap" if place + 1 < len(script):
+                script[place], script[place + 1] = script[place + 1], here
+            case "mutate" if here is not None:
+                script[place] = draw(mutated(st.just(here)))
+            case "ask":
+                script.insert(place, None)
+            case _:
+                script.insert(place, draw(client_frames()))
+    return script
+
+
+# The decoders.
+
+
+def _request(data: bytes) -> object:
+    told = json.loads(data)
+    return Request.of(told) if isinstance(told, dict) else None
+
+
+def _join_token(data: bytes) -> object:
+    return JoinToken.parse(data.decode("latin-1"))
+
+
+DECODERS: dict[str, tuple[Callable[[bytes], object], tuple[type[Exception], ...]]] = {
+    "client frame": (ClientFrame.FromString, (DecodeError,)),
+    "server frame": (ServerFrame.FromString, (DecodeError,)),
+    "enrolment": (_request, (HeadwaterError, ValueError, RecursionError)),
+    "signing request": (read_request, (HeadwaterError,)),
+    "join token": (_join_token, (HeadwaterError,)),
+}
+
+
+def decode(data: bytes) -> Counter[str]:
+    """Give the same bytes to each decoder; returns how many of them took the bytes.
+
+    Raises:
+        Exception: what a decoder raised that is not among its own errors.
+    """
+    taken: Counter[str] = Counter()
+    for name, (decoder, errors) in DECODERS.items():
+        with contextlib.suppress(*errors):
+            decoder(data)
+            taken[name] += 1
+    for kind in HEADS:
+        with contextlib.suppress(HeadwaterError):
+            records.parse(data, kind)
+            taken[kind.__name__] += 1
+    return taken
+
+
+# Conversations with the intake.
+
+
+@dataclass(kw_only=True)
+class ScriptedStream:
+    """A stream without a socket, that says what it was given and then ends."""
+
+    script: list[bytes | None]
+    ask: Callable[[], Coroutine[Any, Any, None]]
+    port: int
+    written: list[ServerFrame] = field(default_factory=list)
+
+    def peer(self) -> str:
+        return f"ipv4:192.0.{self.port % 256}.{self.port // 256 % 256}:{self.port}"
+
+    def auth_context(self) -> dict[str, list[bytes]]:
+        return {}
+
+    async def read(self) -> Any:
+        while self.script:
+            frame = self.script.pop(0)
+            await asyncio.sleep(0)  # the writer's turn
+            if frame is not None:
+                return frame
+            await self.ask()
+        return grpc.aio.EOF
+
+    async def write(self, data: bytes) -> None:
+        self.written.append(ServerFrame.FromString(data))
+
+
+class Conversations:
+    """An intake to talk to, and the checks behind each conversation."""
+
+    def __init__(self) -> None:
+        self.num_played = 0
+        self.num_frames = 0
+        self.endings: Counter[str] = Counter()
+        self.intake = Intake(
+            "127.0.0.1:0",
+            run_id=7,
+            credentials=None,
+            identities=Identities.of(Tls(), None),
+            staging_bytes=1 << 20,
+            reconnect_seconds=60.0,
+        )
+        self.intake.expect_layout(layout_digest())
+
+    def __enter__(self) -> Conversations:
+        self.intake.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.intake.stop(say_goodbye=False)
+
+    def play(self, script: Sequence[bytes | None]) -> None:
+        """Let the intake hear a script, and check what it is left with.
+
+        Raises:
+            AssertionError: it holds something, or took an update that was not sent.
+            Exception: the intake let through what it should have caught.
+        """
+        self.num_played += 1
+        self.num_frames += sum(frame is not None for frame in script)
+        stream = self._in_loop(self._talk(list(script)))
+        for frame in stream.written:
+            if frame.WhichOneof("kind") == "fault":
+                self.endings[frame.fault.code] += 1
+        self._check_arrivals()
+        self._in_loop(self._leave_all())
+
+    def _in_loop(self, work: Coroutine[Any, Any, Result]) -> Result:
+        return asyncio.run_coroutine_threadsafe(work, self.intake._loop).result(60)
+
+    async def _talk(self, script: list[bytes | None]) -> ScriptedStream:
+        # Each from an address of its own, as refusals are rationed by address.
+        stream = ScriptedStream(script=script, ask=self._ask, port=self.num_played)
+        await self.intake._serve(None, stream)
+        return stream
+
+    async def _ask(self) -> None:
+        ask = Ask(
+            node_id=node_id_of(NAME),
+            message_id=MESSAGE_ID,
+            message_type="train",
+            head_json="{}",
+            image=None,
+            reply_bytes=len(VECTOR),
+        )
+        await self.intake._ask([ask])
+
+    def _check_arrivals(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                arrival = self.intake.arrivals.get_nowait()
+                assert (arrival.error is None) != (arrival.staging is None)
+                if arrival.staging is not None:
+                    assert arrival.staging.num_bytes == len(VECTOR)
+                    view = arrival.staging.view()
+                    assert hashlib.sha256(view).digest() == arrival.staging.sha256
+                    view.release()
+                    arrival.staging.release()
+                    self.endings["taken"] += 1
+
+    async def _leave_all(self) -> None:
+        """Let all devices be gone, and check that nothing is held for them."""
+        intake = self.intake
+        for session in list(intake._sessions.values()):
+            assert session.stream is None
+            intake._uploads.drop(session)
+        intake._sessions.clear()
+        assert intake._room.held_bytes == 0
+        assert not intake._uploads._turns
+        assert not intake._uploads._waiting
+        assert not intake._displaced
+        await asyncio.sleep(0)
+        assert not [writer for writer in intake._writers if not writer.done()]
+
+
+# The wire itself.
+
+
+async def record(port: int) -> bytes:
+    """Return what a device sends over its socket: HTTP/2's preface, a hello, a reply, a chunk."""
+    heard, is_over = bytearray(), asyncio.Event()
+    near: list[asyncio.StreamWriter] = []
+
+    async def pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        near.append(writer)
+        far_reader, far_writer = await asyncio.open_connection("127.0.0.1", port)
+
+        async def back() -> None:
+            while data := await far_reader.read(65536):
+                writer.write(data)
+
+        answering = asyncio.create_task(back())
+        with contextlib.suppress(OSError):
+            while data := await reader.read(65536):
+                heard.extend(data)
+                far_writer.write(data)
+        answering.cancel()
+        for end in (far_writer, writer):
+            await _close(end)
+        is_over.set()
+
+    proxy = await asyncio.start_server(pass_on, "127.0.0.1", 0)
+    async with proxy:
+        async with RawDevice(proxy.sockets[0].getsockname()[1], "recorded") as device:
+            await device.enter()
+            await device.send(reply=honest_reply())
+            await device.fault()  # nobody asked
+            await device.send(chunk=Chunk(transfer_id=MESSAGE_ID, data=VECTOR))
+            await device.send(leave=Leave())
+            await device.end()
+        near[0].close()  # gRPC may keep its end for another channel
+        await is_over.wait()
+    return bytes(heard)
+
+
+async def send_bytes(port: int, data: bytes) -> None:
+    """Send bytes to the port, and read until the other side is silent or closes."""
+    reader, writer = await _connect(port)
+    with contextlib.suppress(OSError):
+        writer.write(data)
+        await writer.drain()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(0.02):
+                while await reader.read(65536):
+                    pass
+    await _close(writer)
+
+
+async def _connect(port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Connect, and wait for a port that is being opened again."""
+    async with asyncio.timeout(WAIT_SECONDS):
+        while True:
+            try:
+                return await asyncio.open_connection("127.0.0.1", port)
+            except OSError:
+                await asyncio.sleep(0.05)
+
+
+async def _close(writer: asyncio.StreamWriter) -> None:
+    writer.close()
+    with contextlib.suppress(OSError):
+        await writer.wait_closed()
+
+
+async def is_served(port: int) -> bool:
+    """Tell whether an honest device is still let in."""
+    _, writer = await _connect(port)
+    await _close(writer)
+    async with RawDevice(port, "honest") as device:
+        await device.enter()
+        await device.send(leave=Leave())
+        await device.end()
+    return True

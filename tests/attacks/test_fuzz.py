@@ -1,0 +1,80 @@
+"""A short form of ``benchmarks/fuzz.py``, the same each time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.attacks.fuzzing import (
+    Conversations,
+    client_frames,
+    decode,
+    honest_heads,
+    is_served,
+    mutated,
+    record,
+    scripts,
+    send_bytes,
+)
+
+SHORT = {
+    "derandomize": True,
+    "deadline": None,
+    "database": None,
+    "suppress_health_check": list(HealthCheck),
+}
+
+REACHED = {
+    "taken",
+    "CorruptUpdate",
+    "ProtocolMismatch",
+}
+
+
+@pytest.fixture(scope="module")
+def conversations() -> Iterator[Conversations]:
+    with Conversations() as intake:
+        yield intake
+
+
+@settings(max_examples=150, **SHORT)  # type: ignore[arg-type]
+@given(data=mutated(client_frames()) | honest_heads() | mutated(honest_heads()))
+def test_a_decoder_gives_a_value_or_its_own_error(data: bytes) -> None:
+    decode(data)
+
+
+def test_whatever_a_stream_says_nothing_is_held_and_nothing_false_is_taken(
+    conversations: Conversations,
+) -> None:
+    @settings(max_examples=120, **SHORT)  # type: ignore[arg-type]
+    @given(script=scripts())
+    def play(script: list[bytes | None]) -> None:
+        conversations.play(script)
+
+    play()
+    # What is refused at the door would try nothing behind it.
+    assert conversations.endings.keys() >= REACHED
+
+
+def test_mutated_connections_leave_the_server_serving(conversations: Conversations) -> None:
+    port = conversations.intake.port
+
+    async def play() -> None:
+        recorded = await record(port)
+
+        @settings(max_examples=30, **SHORT)  # type: ignore[arg-type]
+        @given(data=mutated(st.just(recorded)))
+        def draw(data: bytes) -> None:
+            drawn.append(data)
+
+        drawn: list[bytes] = []
+        draw()
+        for data in drawn:
+            await send_bytes(port, data)
+        assert await is_served(port)
+
+    asyncio.run(play())
