@@ -1,12 +1,13 @@
-"""The C library's heap: what it keeps of freed memory, and how it is told to keep less.
+"""The heap: what the C library keeps of freed memory, and what Python's collector looks through.
 
-Each of these does something where the C library is glibc, and nothing elsewhere.
+What is said to the C library does something where that is glibc, and nothing elsewhere.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import gc
 from collections.abc import Callable
 
 # Of mallopt(3); the bytes are those that glibc starts with.
@@ -41,6 +42,16 @@ def keep_mmap_threshold() -> None:
     mallopt = _malloc("mallopt")
     if mallopt is not None:
         mallopt(M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES)
+
+
+def collect_only_what_is_new() -> None:
+    """Let Python's garbage collector leave alone, for good, what is loaded by now.
+
+    torch and flwr bring 220,000 objects, which a full collection looks through for 130 ms, holding
+    up all threads; of a server with 500 devices that fell into the sending of plans.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def give_back() -> None:

@@ -16,7 +16,7 @@ from flwr.app import Context, RecordDict
 
 from common.console import console
 from common.errors import HeadwaterError, SettingsError, StateError
-from common.heap import use_one_heap
+from common.heap import collect_only_what_is_new, use_one_heap
 from common.settings import Settings
 from common.tls import Credentials, split_address
 from server import checkpoint
@@ -88,7 +88,9 @@ def serve_run(
             state=RecordDict(),
             run_config=settings.to_run_config(),
         )
-        server_app(on_round=on_round, resume=resume, observer=observer)(grid, context)
+        app = server_app(on_round=on_round, resume=resume, observer=observer)
+        collect_only_what_is_new()
+        app(grid, context)
         if operation is not None and operation.is_draining and operation.round < settings.rounds:
             console.print(
                 f"drained behind round {operation.round} of {settings.rounds}; go on with: "
