@@ -26,13 +26,20 @@ ROOT = Path(__file__).resolve().parent.parent
 MODULES = {"accelerate": "accelerate", "fabric": "lightning"}
 
 
-def arguments(doc: str | None, **parts: Sequence[str]) -> argparse.Namespace:
-    """Read the flags that every script has; ``parts`` are hidden ones, for child processes."""
+def arguments(
+    doc: str | None, *, minutes: float | None = None, **parts: Sequence[str]
+) -> argparse.Namespace:
+    """Read the flags that every script has, and ``--minutes`` where there is a default for it.
+
+    ``parts`` are hidden ones, for child processes.
+    """
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", action="store_true", help="print one line of JSON, no table")
     parser.add_argument("--quick", action="store_true", help="small sizes: does it run at all?")
+    if minutes is not None:
+        parser.add_argument("--minutes", type=float, default=minutes, help="for how long")
     for name, choices in parts.items():
         parser.add_argument(f"--{name}", choices=choices or None, help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -156,6 +163,22 @@ def proportional_bytes(pid: int | str = "self") -> int:
         if line.startswith("Pss:"):
             return int(line.split()[1]) * 1024
     raise OSError(f"/proc/{pid}/smaps_rollup has no Pss")
+
+
+def num_threads(pid: int | str = "self") -> int:
+    """Return how many threads a process has."""
+    return len(os.listdir(f"/proc/{pid}/task"))
+
+
+def num_descriptors(pid: int | str = "self") -> int:
+    """Return how many files, sockets and pipes a process has open."""
+    return len(os.listdir(f"/proc/{pid}/fd"))
+
+
+def cpu_seconds(pid: int | str = "self") -> float:
+    """Return the CPU time that a process has used, over all its threads."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def reset_peak() -> None:

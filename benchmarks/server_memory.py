@@ -16,7 +16,6 @@ a server with as many clients and that small model instead: what is left is what
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import os
 import statistics
@@ -25,12 +24,11 @@ import sys
 from typing import Any
 
 from benchmarks import serving
+from benchmarks.fake_device import FakeDevice
 from benchmarks.measure import ROOT, Figures, arguments, report
 from common.parameters import build_model
 from common.task import load_task
-from common.update import DeviceReport, Plan, Step, UpdateReport
-from common.wire import CHUNK_BYTES, KEEPALIVE, METHOD, PROTOCOL_VERSION
-from common.wire_pb2 import Chunk, ClientFrame, Hello, Instruction, Receipt, Reply, ServerFrame
+from common.wire import CHUNK_BYTES
 
 TASK = "benchmarks/tasks.py:Vector"
 SMALL = 1_000
@@ -47,112 +45,6 @@ CASES = (
     (10_000_000, 10, "sgd"),
 )
 QUICK_CASES = ((100_000, 1, "sgd"),)
-
-
-class FakeDevice:
-    """Answers every plan at once with the same update; comes back when its stream breaks."""
-
-    def __init__(self, name: str, layout_digest: str, update: bytes) -> None:
-        self.name = name
-        self.layout_digest = layout_digest
-        self.update = update
-        self.sha256 = hashlib.sha256(update).digest()
-        self.num_reconnects = 0
-        self._session = b""
-        self._image_id = ""
-        self._receipts: asyncio.Queue[Receipt] = asyncio.Queue()
-
-    async def run(self, port: int) -> None:
-        import grpc.aio
-
-        options = [*KEEPALIVE, ("grpc.use_local_subchannel_pool", 1)]
-        while True:
-            async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options) as channel:
-                try:
-                    await self._serve(channel.stream_stream(METHOD)())
-                    return
-                except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-                    self.num_reconnects += 1
-            await asyncio.sleep(1.0)
-
-    async def _serve(self, call: Any) -> None:
-        """Serve one stream until the server says goodbye."""
-        hello = Hello(
-            protocol_version=PROTOCOL_VERSION,
-            name=self.name,
-            layout_digest=self.layout_digest,
-            session=self._session,
-            image_id=self._image_id,
-        )
-        await self._write(call, ClientFrame(hello=hello))
-        self._receipts = asyncio.Queue()
-        upload: asyncio.Task[None] | None = None
-        try:
-            while isinstance(data := await call.read(), bytes):
-                frame = ServerFrame.FromString(data)
-                match frame.WhichOneof("kind"):
-                    case "welcome":
-                        self._session = frame.welcome.session
-                    case "instruction":
-                        self._image_id = frame.instruction.image_id
-                        self._receipts = asyncio.Queue()
-                        upload = asyncio.create_task(self._answer(call, frame.instruction))
-                    case "receipt":
-                        self._receipts.put_nowait(frame.receipt)
-                    case "fault":
-                        raise RuntimeError(f"{self.name}: {frame.fault.code}: {frame.fault.text}")
-                    case "goodbye":
-                        return
-        finally:
-            if upload is not None:
-                upload.cancel()
-                await asyncio.gather(upload, return_exceptions=True)
-
-    async def _answer(self, call: Any, instruction: Instruction) -> None:
-        if instruction.message_type == "train":
-            plan = Plan.model_validate_json(instruction.head_json)
-            head, vector, digest = self._report(plan), self.update, self.sha256
-        else:
-            head = DeviceReport(
-                name=self.name, num_examples=512, layout_digest=self.layout_digest
-            ).model_dump_json(exclude_none=True)
-            vector, digest = b"", hashlib.sha256().digest()
-        reply = Reply(
-            message_id=instruction.message_id,
-            head_json=head,
-            num_bytes=len(vector),
-            sha256=digest,
-        )
-        await self._write(call, ClientFrame(reply=reply))
-        receipt = await self._receipts.get()  # the server's word that it is this device's turn
-        start = len(vector) if receipt.is_done else receipt.next_offset
-        for offset in range(start, len(vector), CHUNK_BYTES):
-            chunk = Chunk(
-                transfer_id=instruction.message_id,
-                offset=offset,
-                data=vector[offset : offset + CHUNK_BYTES],
-            )
-            await self._write(call, ClientFrame(chunk=chunk))
-
-    def _report(self, plan: Plan) -> str:
-        step = Step(
-            num_examples=1, weight=1, loss=1.0, gradient_norm=1.0, seconds=0.001, peak_bytes=1
-        )
-        return UpdateReport(
-            name=self.name,
-            round=plan.round,
-            num_examples=1,
-            weight=1,
-            loss_sum=1.0,
-            micro_batch_size=1,
-            seconds=0.001,
-            steps=(step,),
-            reason="quota",
-        ).model_dump_json(exclude_none=True)
-
-    @staticmethod
-    async def _write(call: Any, frame: ClientFrame) -> None:
-        await call.write(frame.SerializeToString())
 
 
 async def run_devices(port: int, number: int) -> None:

@@ -2,7 +2,9 @@
 
 ``python -m benchmarks.serving`` runs ``server.serve.serve_run``, the whole of ``headwater-server``
 behind its command line, and writes one line of JSON for each committed round. With ``pause`` it
-holds the run after a round: the devices stay connected and idle.
+holds the run after a round, with ``pace_seconds`` for so long after each: the devices stay
+connected and idle. ``planned_at`` in a line is when the round's plans were ready, by
+``time.monotonic``, which all processes of a machine share.
 """
 
 from __future__ import annotations
@@ -14,14 +16,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from benchmarks.measure import ROOT, Figures, memory_of
+from benchmarks.measure import ROOT, Figures, memory_of, num_descriptors, num_threads
 
 POLL_SECONDS = 0.005
 LIMIT_SECONDS = 300.0
@@ -56,14 +58,20 @@ def server(
     *,
     num_parameters: int | None = None,
     pause: tuple[int, float] | None = None,
+    pace_seconds: float = 0.0,
+    limit_seconds: float = LIMIT_SECONDS,
 ) -> Iterator[Serving]:
-    """Start a server on a free port of loopback; it is ended at the end, or after five minutes.
+    """Start a server on a free port of loopback; it is ended at the end, or after the limit.
 
     Raises:
         RuntimeError: it did not come up.
 
     """
-    told = {"settings": {"server.listen": "127.0.0.1:0", **settings}, "pause": pause}
+    told = {
+        "settings": {"server.listen": "127.0.0.1:0", **settings},
+        "pause": pause,
+        "pace_seconds": pace_seconds,
+    }
     process = subprocess.Popen(
         [sys.executable, "-m", "benchmarks.serving", json.dumps(told)],
         cwd=ROOT,
@@ -71,7 +79,7 @@ def server(
         stdout=subprocess.PIPE,
         text=True,
     )
-    guard = threading.Timer(LIMIT_SECONDS, process.terminate)
+    guard = threading.Timer(limit_seconds, process.terminate)
     guard.start()
     try:
         assert process.stdout is not None
@@ -90,7 +98,12 @@ def server(
 
 @contextmanager
 def clients(
-    port: int, task: str, *, number: int, num_parameters: int | None = None
+    port: int,
+    task: str,
+    *,
+    number: int,
+    num_parameters: int | None = None,
+    flags: Sequence[str] = (),
 ) -> Iterator[list[subprocess.Popen[bytes]]]:
     """Start real devices, one process each; they are ended at the end."""
     with contextlib.ExitStack() as stack:
@@ -98,7 +111,7 @@ def clients(
         started = []
         for part in range(number):
             command = [sys.executable, "-m", "client", *client_flags(port, task, part, folder)]
-            command += ["--num-parts", str(number)]
+            command += ["--num-parts", str(number), *flags]
             process = subprocess.Popen(
                 command, cwd=ROOT, env=environment(num_parameters), stdout=subprocess.DEVNULL
             )
@@ -147,6 +160,7 @@ def _serve(told: Mapping[str, Any]) -> None:
     from server.serve import serve_run
 
     watch = _Watch()
+    planned_at = _note_plans()
     start = time.perf_counter()
     last = start
 
@@ -162,18 +176,40 @@ def _serve(told: Mapping[str, Any]) -> None:
             "bytes_up": row.bytes_up,
             "bytes_down": row.bytes_down,
             "num_clients": row.num_clients,
+            "weight": row.weight,
+            "refused": row.refused,
+            "planned_at": planned_at[row.round],
             "peaks": watch.peaks,
             "memory": memory_of(),
+            "num_threads": num_threads(),
+            "num_descriptors": num_descriptors(),
         }
+        planned_at.clear()
         print(json.dumps(line), flush=True)
         watch.restart()
         pause = told["pause"]
         if pause is not None and row.round == pause[0]:
             time.sleep(pause[1])
+        time.sleep(told["pace_seconds"])
         last = time.perf_counter()
 
     with contextlib.suppress(KeyboardInterrupt):  # SIGTERM, when the parent has seen enough
         serve_run(load(None, told["settings"]), None, on_round=on_round, resume=False)
+
+
+def _note_plans() -> dict[int, float]:
+    """Note, from now on, when the plans of each round are ready to be sent."""
+    from server.app import GridFleet
+
+    noted: dict[int, float] = {}
+    train = GridFleet.train
+
+    def noting(self: GridFleet, plans: Mapping[str, Any], *rest: Any, **options: Any) -> Any:
+        noted.update(dict.fromkeys((plan.round for plan in plans.values()), time.monotonic()))
+        return train(self, plans, *rest, **options)
+
+    GridFleet.train = noting  # type: ignore[method-assign]
+    return noted
 
 
 if __name__ == "__main__":
