@@ -77,14 +77,25 @@ def order(run_seed: int, epoch: int, name: str, num_examples: int) -> NDArray[np
     return generator.permutation(num_examples)
 
 
-def window(place: Place, *, quota: int, run_seed: int, name: str, num_examples: int) -> Window:
-    """Take the next ``quota`` examples, or as many as the epoch still has."""
+def window(
+    place: Place,
+    *,
+    quota: int,
+    run_seed: int,
+    name: str,
+    num_examples: int,
+    num_more: int = 0,
+) -> Window:
+    """Take the next ``quota`` examples, or as many as the epoch still has.
+
+    And ``num_more``, so far as there are, for a device that turns out faster than was foreseen.
+    """
     walk = order(run_seed, place.epoch, name, num_examples)
     # A data set that shrank since the place was kept starts its next epoch.
     if place.offset >= num_examples:
         place = Place(epoch=place.epoch + 1)
         walk = order(run_seed, place.epoch, name, num_examples)
-    positions = walk[place.offset : place.offset + quota].tolist()
+    positions = walk[place.offset : place.offset + quota + num_more].tolist()
     return Window(
         positions=tuple(positions),
         epoch=place.epoch,

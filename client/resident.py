@@ -238,10 +238,8 @@ class Resident:
 
         A spool is left until the update was handed over, and removed if there is none.
         """
-        examples, _ = self.split(identity, run_seed=plan.run_seed, fraction=plan.held_out_fraction)
         walk = walk.settle(plan.counted_round)
-        taken = _window_of(plan, walk, identity, examples)
-        place = self._workplace(examples, identity.name, hardware)
+        taken, place = self.at(identity, hardware, plan, walk)
         try:
             update = train(plan, taken, place, spool)
         except Exception as error:
@@ -254,7 +252,15 @@ class Resident:
             self._remember(identity.name)
         report = update.report
         num_taken = report.num_examples + report.num_refused
-        return update, walk.pend(plan.round, taken.after(num_taken, len(examples)))
+        return update, walk.pend(plan.round, taken.after(num_taken, len(place.examples)))
+
+    def at(
+        self, identity: Identity, hardware: Hardware, plan: Plan, walk: Walk
+    ) -> tuple[Window, Workplace]:
+        """Return a plan's examples from a place on, and all that the device needs to sum them."""
+        examples, _ = self.split(identity, run_seed=plan.run_seed, fraction=plan.held_out_fraction)
+        taken = _window_of(plan, walk, identity, examples)
+        return taken, self._workplace(examples, identity.name, hardware)
 
     def skip(self, identity: Identity, plan: Plan, walk: Walk) -> Walk:
         """Return the walk behind a plan's window: nothing in it could be summed, nor ever will."""
@@ -289,6 +295,7 @@ def _window_of(plan: Plan, walk: Walk, identity: Identity, examples: Examples) -
     return window(
         walk.place,
         quota=plan.quota,
+        num_more=plan.most_examples - plan.quota,
         run_seed=plan.run_seed,
         name=identity.name,
         num_examples=len(examples),

@@ -1,4 +1,12 @@
-"""What ends a window before its quota: a request, the deadline, or the device's own restraint."""
+"""What ends a window: a request, the deadline, the round's finish, or the device's own restraint.
+
+A quota is chosen so that all devices finish together, at the pace that each had in its last rounds;
+the pace itself changes by up to a fifth from one round to the next. So a plan of the planner's says
+when the quota is foreseen to be done, and the window ends with the example that ends nearest to
+that, its last micro-batch cut to it. Nearest, and not before: at the pace that was foreseen it is
+the quota, to the example, and those who are slower and faster make up for one another. Within what
+a plan allows: ``Plan.fewest_examples`` to ``most_examples``.
+"""
 
 from __future__ import annotations
 
@@ -55,3 +63,21 @@ class Watch:
         self._restraint = self._place.restraint()
         given = self._restraint.share
         self._allowed = self._plan.quota * given / counted if given < counted else math.inf
+
+
+def num_until_finish(
+    plan: Plan, steps: Sequence[Step], *, passed_seconds: float, num_done: int
+) -> int | None:
+    """Return how many examples more bring a window nearest to its finish.
+
+    ``passed_seconds`` are those since it began, and ``num_done`` its examples so far. By the pace
+    of the last ``steps`` together; and as many at least as the plan's fewest. None where the plan
+    has no finish, or nothing can be told of the pace.
+    """
+    recent = steps[-RECENT_STEPS:]
+    seconds = math.fsum(step.seconds for step in recent)
+    if plan.finish_seconds is None or seconds == 0:
+        return None
+    left_seconds = max(plan.finish_seconds - passed_seconds, 0.0)
+    nearest = round(left_seconds / seconds * sum(step.num_examples for step in recent))
+    return max(nearest, plan.fewest_examples - num_done, 0)

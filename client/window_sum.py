@@ -9,12 +9,17 @@ Before that comes the guard, as under a cgroup running out of memory is a kill a
 micro-batch is begun only if it fits by prediction; else what is left goes on in smaller ones, from
 here, as nothing of it was added yet. Where not even one example fits, activation checkpointing is
 switched on; where one would not fit with it either, the window ends, and what was summed is sent,
-exactly weighted.
+exactly weighted. A window also ends before its quota, or goes beyond it, where the device's pace is
+not what its plan foresaw (``client.stopping``).
+
+A step's seconds are from the end of the one before: what the device does in between takes time in
+each round, and a pace without it would lead to quotas that never are done in time.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -30,7 +35,7 @@ from client.passes import (
     culprits_of_the_gradient,
     culprits_of_the_loss,
 )
-from client.stopping import Watch
+from client.stopping import Watch, num_until_finish
 from client.workplace import Workplace
 from common.errors import OutOfMemory
 from common.heap import give_back
@@ -38,6 +43,8 @@ from common.task import Metrics
 from common.update import MOST_STEPS, Plan, Step, StopReason
 
 log = logging.getLogger(__name__)
+
+Adding = Callable[[Plan, Window, Positions, Workplace], Added]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -66,6 +73,18 @@ class WindowSum:
         self.taken.append(positions)
         self.steps.append(added.step)
 
+    def count_from(self, start_seconds: float, end_seconds: float) -> None:
+        """Let the last step count from the end of the one before."""
+        seconds = max(end_seconds - start_seconds, 0.0)
+        self.steps[-1] = self.steps[-1].model_copy(update={"seconds": seconds})
+
+    def cut_next(self, most: int) -> None:
+        """Cut the next micro-batch in two where it has more examples than so many."""
+        first = self.left[0]
+        if len(first) > most:
+            self.left.popleft()
+            self.left.extendleft((first[most:], first[:most]))
+
     def cut_smaller(self, micro_batch_size: int) -> None:
         """Cut what is left into smaller micro-batches."""
         self.left = deque(cut(_flat(self.left), micro_batch_size))
@@ -82,12 +101,14 @@ def sum_window(
     before: WindowSum | None = None,
     begun: WindowSum | None = None,
     keep_safe: Callable[[WindowSum], None] | None = None,
+    add: Adding = add,
 ) -> WindowSum:
     """Sum one window into the vector; see the module's text for faults and memory.
 
     ``before`` is what the plan's other windows came to: it counts towards the plan's limits. With
     ``begun`` the sum goes on from there, and the vector holds its part already. ``keep_safe`` is
-    called behind each micro-batch.
+    called behind each micro-batch. ``add`` adds one; a rehearsal (``simulation.rehearsal``) only
+    takes note of it.
 
     Raises:
         OutOfMemory: one example alone does not fit, and there is nothing to be sent.
@@ -96,23 +117,32 @@ def sum_window(
     before, total = before or WindowSum(), begun
     if total is None:
         place.accumulator.zero()
-        size = plan.micro_batch_size
-        total = WindowSum(left=deque(cut(window.positions, size)), micro_batch_size=size)
+        size, asked = plan.micro_batch_size, plan.quota
+        left = [*cut(window.positions[:asked], size), *cut(window.positions[asked:], size)]
+        total = WindowSum(left=deque(left), micro_batch_size=size)
+    since_seconds = place.clock.seconds()
+    start_seconds = since_seconds - math.fsum(step.seconds for step in total.steps)
     while total.left:
-        reason = _reason_to_end(plan, total, before, place, watch)
+        passed_seconds = since_seconds - start_seconds
+        reason = _reason_to_end(plan, total, before, place, watch, passed_seconds)
         if reason is not None:
-            total.reason = reason
-            # One that was refused before the window began again may lie behind its end.
             reached = set(window.positions[: window.positions.index(total.left[0][0])])
+            has_quota = reason == "finish" and len(reached) >= plan.quota
+            total.reason = "quota" if has_quota else reason
+            # One that was refused before the window began again may lie behind its end.
             total.refused = [p for p in total.refused if p in reached]
             break
-        positions, has_failed = total.left.popleft(), False
+        positions, num_steps, has_failed = total.left.popleft(), len(total.steps), False
         try:
-            total = _add_or_blame(plan, window, positions, total, place)
+            total = _add_or_blame(plan, window, positions, total, place, add)
         except MemoryError:
             has_failed = True  # settled below, where the error holds no activations any more
         if has_failed:
             total = _after_failed_allocation(plan, positions, total, place)
+        now_seconds = place.clock.seconds()
+        if len(total.steps) > num_steps:
+            total.count_from(since_seconds, now_seconds)
+        since_seconds = now_seconds
         if keep_safe is not None:
             keep_safe(total)
     place.accumulator.check_views()
@@ -121,7 +151,12 @@ def sum_window(
 
 
 def _reason_to_end(
-    plan: Plan, total: WindowSum, before: WindowSum, place: Workplace, watch: Watch
+    plan: Plan,
+    total: WindowSum,
+    before: WindowSum,
+    place: Workplace,
+    watch: Watch,
+    passed_seconds: float,
 ) -> StopReason | None:
     """Return why the window ends here; None if the next micro-batch may begin, and fits.
 
@@ -135,6 +170,11 @@ def _reason_to_end(
     if has_some:
         steps = total.steps or before.steps
         num_done = total.num_examples + before.num_examples
+        more = num_until_finish(plan, steps, passed_seconds=passed_seconds, num_done=num_done)
+        if more == 0:
+            return "finish"
+        if more is not None:
+            total.cut_next(more)
         reason = watch.reason_to_stop(steps, num_done=num_done, num_next=len(total.left[0]))
         if reason is not None:
             return reason
@@ -198,7 +238,12 @@ def _prediction(place: Workplace) -> str:
 
 
 def _add_or_blame(
-    plan: Plan, window: Window, positions: Positions, total: WindowSum, place: Workplace
+    plan: Plan,
+    window: Window,
+    positions: Positions,
+    total: WindowSum,
+    place: Workplace,
+    add: Adding,
 ) -> WindowSum:
     """Add one micro-batch, or leave out who is to blame; return the total, or one begun again.
 

@@ -6,8 +6,9 @@ arrive, and trusted after that. The vector itself is never part of them; it trav
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
@@ -28,6 +29,7 @@ Name = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9]
 StopReason = Literal[
     "quota",
     "epoch end",
+    "finish",
     "deadline",
     "asked to stop",
     "on battery",
@@ -40,6 +42,11 @@ StopReason = Literal[
 
 # A report names each accumulation step, and must fit in one frame of the wire.
 MOST_STEPS = 4096
+# How far a device may be from its quota where the round is bound by time. A pace changes by up to a
+# fifth from one round to the next: a quarter more is what a fifth faster does in the time. Half
+# bounds what is lost where T was foreseen badly; a device yet slower is waited for.
+MORE_PART = 4
+FEWEST_PART = 2
 MOST_METRIC_CHARACTERS = 64  # of a name that a masked round tells of
 
 
@@ -81,6 +88,11 @@ class Plan(Told):
     local_learning_rate: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 0.1
     precision: Literal["float32", "bfloat16"] = "float32"
     deadline_seconds: Seconds | None = None
+    finish_seconds: Seconds | None = Field(
+        None,
+        description="when the quota is foreseen to be done; a device whose pace is another stops "
+        "then, with fewer examples or more",
+    )
     counted_round: Natural | None = Field(
         None, description="the last round whose sum this client's update is part of"
     )
@@ -96,12 +108,25 @@ class Plan(Told):
     is_masked: bool = Field(
         False, description="answer Ready, keep the update, and await a secure session"
     )
-    reason: Annotated[str, Field(max_length=300)] = "as set"
+    reason: Annotated[str, Field(max_length=320)] = "as set"
 
     @property
     def accumulation_steps(self) -> int:
         """K = ceil(quota / micro_batch_size)."""
         return -(-self.quota // self.micro_batch_size)
+
+    @property
+    def fewest_examples(self) -> int:
+        """What is done before ``finish_seconds`` ends a window."""
+        return self.quota if self.finish_seconds is None else -(-self.quota // FEWEST_PART)
+
+    @property
+    def most_examples(self) -> int:
+        """The quota, and with ``finish_seconds`` a part more, within MOST_STEPS micro-batches."""
+        if self.finish_seconds is None:
+            return self.quota
+        room = max(MOST_STEPS - self.accumulation_steps, 0) * self.micro_batch_size
+        return self.quota + min(self.quota // MORE_PART, room)
 
 
 class DescribeRequest(Told):
@@ -138,7 +163,9 @@ class Step(Told):
     num_examples: Natural
     weight: Natural
     loss: Finite
-    gradient_norm: NotNegative = Field(description="of the vector summed so far")
+    gradient_norm: NotNegative | None = Field(
+        None, description="of the vector summed so far; not set: not measured"
+    )
     seconds: NotNegative
     peak_bytes: Natural
 
@@ -164,6 +191,21 @@ class UpdateReport(Told):
     is_checkpointed: bool = Field(
         False, description="activations were computed twice, to save memory"
     )
+
+    @property
+    def num_steps(self) -> int:
+        """K, as it was."""
+        return len(self.steps)
+
+    @property
+    def summed_weight(self) -> int:
+        """What the losses were summed over, as the steps tell it."""
+        return sum(step.weight for step in self.steps)
+
+    @property
+    def has_norms(self) -> bool:
+        """Whether the steps tell norms, of which the gradient noise follows."""
+        return all(step.gradient_norm is not None for step in self.steps)
 
 
 class Ready(Told):
@@ -192,6 +234,45 @@ class EvaluateReport(Told):
     weight: Natural
     loss_sum: Finite
     metric_sums: dict[str, Finite] = Field(default_factory=dict)
+
+
+class Reported(Protocol):
+    """What the server reads of an ``UpdateReport``; a simulator keeps a cohort's in columns."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def round(self) -> int: ...
+    @property
+    def num_examples(self) -> int: ...
+    @property
+    def weight(self) -> int: ...
+    @property
+    def loss_sum(self) -> float: ...
+    @property
+    def metric_sums(self) -> Mapping[str, float]: ...
+    @property
+    def micro_batch_size(self) -> int: ...
+    @property
+    def num_refused(self) -> int: ...
+    @property
+    def seconds(self) -> float: ...
+    @property
+    def steps(self) -> Sequence[Step]: ...
+    @property
+    def num_steps(self) -> int: ...
+    @property
+    def summed_weight(self) -> int: ...
+    @property
+    def has_norms(self) -> bool: ...
+    @property
+    def reason(self) -> StopReason: ...
+    @property
+    def vitals(self) -> Vitals: ...
+    @property
+    def num_left(self) -> int | None: ...
+    @property
+    def is_checkpointed(self) -> bool: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -98,9 +98,10 @@ class OpenRound:
                 dataset weighting any other weight than the plan's.
         """
         plan = self._check_expected(report, self.accepted)
-        if not 0 < report.num_examples <= plan.quota:
+        if not 0 < report.num_examples <= plan.most_examples:
             raise CountOutOfRange(
-                f"{report.name}: {report.num_examples} examples, its quota was {plan.quota}"
+                f"{report.name}: {report.num_examples} examples, its plan allows "
+                f"{plan.most_examples}"
             )
         if plan.weigh_as is not None:
             if report.weight != plan.weigh_as:
@@ -112,7 +113,7 @@ class OpenRound:
                 f"{report.name}: weight {report.weight} for {report.num_examples} examples of at "
                 f"most {self._max_weight} each"
             )
-        if len(report.steps) > plan.quota + 1:
+        if len(report.steps) > plan.most_examples + 1:
             raise CountOutOfRange(
-                f"{report.name}: {len(report.steps)} steps for {plan.quota} examples"
+                f"{report.name}: {len(report.steps)} steps for {plan.most_examples} examples"
             )

@@ -39,6 +39,9 @@ UNMEASURED_SECONDS = 1e-3
 LEAST_BYTES = 1e-3  # per example
 LEAST_SHARE = 1e-6  # of its time that a device gives
 LONGEST_TRANSFER_SECONDS = 1e9
+# What a pace changes by within less is the scheduler's noise, and not worth a window cut short.
+SHORTEST_FINISH_SECONDS = 1.0
+LONGEST_FINISH_SECONDS = 30 * 86_400.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,6 +110,8 @@ class Assignment:
     """The part of the round by which its turn is before the end."""
     transfers: float = 0.0
     """The part of the round that its download and upload take; 1 and above: all of it."""
+    free_seconds: float = 0.0
+    """Until T, less its transfers and its turn."""
 
     @property
     def micro_batch_size(self) -> int:
@@ -117,6 +122,24 @@ class Assignment:
     def share(self) -> float | None:
         """The share of the device's time that the quota counts on; None where K is set."""
         return None if self.accumulation_steps is not None else self.device.share
+
+    def finish_seconds(self, micro_batch_size: int) -> float | None:
+        """Return when the device is foreseen to have trained on its quota, and may stop.
+
+        By what its quota was planned from, in the share of its time that it gives. So at that pace
+        it is done to the example, and the cohort's sum is the target. One that has no more examples
+        than its quota may take until T. None where K is set, its pace is not known, or was not
+        believed to lead to an example in time, and where it is too soon to tell a pace by.
+        """
+        device, line = self.device, self.device.learned.line
+        if self.accumulation_steps is not None or line is None or device.asked_anyway is not None:
+            return None
+        num_micro_batches = -(-self.quota // micro_batch_size)
+        seconds = (num_micro_batches * line.base + self.quota * line.each) * self.slowed
+        if self.quota == min(device.num_left, MOST_STEPS * self.fitting):
+            seconds = max(seconds, device.share * self.free_seconds)
+        is_told = SHORTEST_FINISH_SECONDS <= seconds <= LONGEST_FINISH_SECONDS
+        return seconds if is_told else None
 
     @property
     def is_bounded(self) -> bool:
@@ -170,8 +193,10 @@ def assign(
         target=target,
         finish_seconds=None if deadline_seconds is None else deadline_seconds * DEADLINE_SHARE,
     )
-    ahead = cohort.ahead(cohort.turns(), finish_seconds) / finish_seconds
-    numbers = (sizes, quotas, slowed, ahead, cohort.fixed / finish_seconds)
+    ahead = cohort.ahead(cohort.turns(), finish_seconds)
+    free = finish_seconds - ahead - cohort.fixed
+    parts = (ahead / finish_seconds, cohort.fixed / finish_seconds)
+    numbers = (sizes, quotas, slowed, *parts, free)
     columns = [column.tolist() for column in numbers]
     return {
         device.name: Assignment(
@@ -182,8 +207,9 @@ def assign(
             slowed=slow,
             ahead=before,
             transfers=moved,
+            free_seconds=seconds,
         )
-        for device, bound, size, quota, slow, before, moved in zip(
+        for device, bound, size, quota, slow, before, moved, seconds in zip(
             devices, bounds, *columns, strict=True
         )
     }

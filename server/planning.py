@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from common.errors import EmptyUpdate, LateUpdate, TooFewClients
 from common.parameters import ModelLayout
 from common.settings import Evaluation, Settings
-from common.update import DescribeRequest, DeviceReport, Plan, UpdateReport
+from common.update import DescribeRequest, DeviceReport, Plan, Reported
 from server import reasons
 from server.cohort import Invited, dataset_weights, invite
 from server.culprits import LeftOut, convicted, left_out
@@ -216,6 +216,8 @@ class Planning:
         evened = ""
         if size != assignment.micro_batch_size:
             evened = f", cut to {size} each to tell the noise"
+        # Local steps move the model: their number is not the device's to choose.
+        finish = assignment.finish_seconds(size) if chosen.local_steps == 1 else None
         return Plan(
             round=round_number,
             run_seed=self._settings.seed,
@@ -227,12 +229,13 @@ class Planning:
             precision=chosen.precision,
             # To train in; the rest is for the transfers.
             deadline_seconds=None if deadline is None else deadline * share,
+            finish_seconds=finish,
             counted_round=counted,
             held_out_fraction=held_out_fraction(self._settings.evaluation),
             share=assignment.share,
             weigh_as=weigh_as,
             is_masked=self._settings.secure.aggregation != "off",
-            reason=reasons.of_plan(assignment) + evened,
+            reason=reasons.of_plan(assignment, finish_seconds=finish) + evened,
         )
 
     def learn(self, opened: OpenRound) -> None:
@@ -249,7 +252,7 @@ class Planning:
             is_late = isinstance(error, LateUpdate) and name not in self._asked_anyway
             self.learned[name] = learned.late() if is_late else learned.in_time()
 
-    def count(self, accepted: Mapping[str, UpdateReport]) -> None:
+    def count(self, accepted: Mapping[str, Reported]) -> None:
         """Move on in the epochs of the devices whose updates were committed."""
         for name, report in accepted.items():
             self.learned[name] = self.learned[name].counted(report)

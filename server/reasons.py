@@ -13,11 +13,15 @@ from server.planner import Assignment, SizeBound, TooSlow
 NOTABLE = 0.05
 
 
-def of_plan(assignment: Assignment) -> str:
-    """Say what bound the quota and the micro-batch size, as in "speed-bound: 40 examples; ..."."""
+def of_plan(assignment: Assignment, *, finish_seconds: float | None = None) -> str:
+    """Say what bound the quota and the micro-batch size.
+
+    As in "speed-bound: 40 examples until 10.2 s; memory-bound: 3 examples fit in 410 MiB".
+    """
     if assignment.device.asked_anyway is not None:
         return f"{assignment.device.asked_anyway}; {_of_size(assignment)}"
-    return f"{_of_quota(assignment)}{_besides(assignment)}; {_of_size(assignment)}"
+    until = "" if finish_seconds is None else f" until {_seconds(finish_seconds)}"
+    return f"{_of_quota(assignment)}{until}{_besides(assignment)}; {_of_size(assignment)}"
 
 
 def of_leaving_out(found: TooSlow) -> str:

@@ -150,11 +150,11 @@ class Cohort:
         return Cohort(
             ready=alike,
             planned_weights={
-                name: plans[name].weigh_as or max_weight_per_example * plans[name].quota
+                name: plans[name].weigh_as or max_weight_per_example * plans[name].most_examples
                 for name in alike
             },
             metrics=metrics,
-            most_examples=max((plans[name].quota for name in alike), default=1),
+            most_examples=max((plans[name].most_examples for name in alike), default=1),
         )
 
     def without(self, names: Iterable[str]) -> Cohort:

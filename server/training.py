@@ -132,7 +132,9 @@ class Training:
         bound = max_weight_per_example(self.task)
         self.sum.open(
             num_clients=len(plans),
-            planned_weight=sum(plan.weigh_as or bound * plan.quota for plan in plans.values()),
+            planned_weight=sum(
+                plan.weigh_as or bound * plan.most_examples for plan in plans.values()
+            ),
         )
         return OpenRound(
             plans=plans,

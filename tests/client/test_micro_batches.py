@@ -50,6 +50,17 @@ def test_a_window_cut_short_goes_on_behind_what_was_taken(
         assert num_taken == num_examples
 
 
+@given(NUM_EXAMPLES, QUOTA, st.integers(0, 20))
+def test_what_a_window_has_beyond_the_quota_is_what_comes_next(
+    num_examples: int, quota: int, num_more: int
+) -> None:
+    taken = window(
+        Place(), quota=quota, num_more=num_more, run_seed=1, name="pi", num_examples=num_examples
+    )
+    assert taken.positions == take(Place(), quota + num_more, num_examples).positions
+    assert taken.ends_epoch == (num_examples < quota)
+
+
 @given(NUM_EXAMPLES, QUOTA)
 def test_a_window_ends_the_epoch_only_if_it_is_shorter_than_the_quota(
     num_examples: int, quota: int

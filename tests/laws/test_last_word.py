@@ -1,7 +1,8 @@
 """The law with the device's last word: however a window was cut short or smaller, its sum is exact.
 
-Memory that shrinks and grows at will, activations computed twice, an owner who gives less: what is
-sent is the sum over a beginning of the window, and weighs what that was summed over.
+Memory that shrinks and grows at will, activations computed twice, an owner who gives less, a pace
+that is not the foreseen one: what is sent is the sum over a beginning of the window, and weighs what
+that was summed over.
 """
 
 from __future__ import annotations
@@ -33,8 +34,16 @@ def place_of(task: Task) -> Workplace:
     return replace(place, examples=task.train_examples(data=None, part=0, num_parts=1))
 
 
-def plan_of(quota: int, size: int) -> Plan:
-    return Plan(round=0, run_seed=0, model_version=0, quota=quota, micro_batch_size=size, share=1.0)
+def plan_of(quota: int, size: int, finish_seconds: float | None = None) -> Plan:
+    return Plan(
+        round=0,
+        run_seed=0,
+        model_version=0,
+        quota=quota,
+        micro_batch_size=size,
+        share=1.0,
+        finish_seconds=finish_seconds,
+    )
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -44,6 +53,8 @@ def plan_of(quota: int, size: int) -> Plan:
     sizes=st.lists(st.integers(0, 20), min_size=1, max_size=20),
     share=st.floats(0.05, 1.0),
     checkpointed_bytes=st.none() | st.floats(0.5, 12.0),
+    # An example takes a second: from half of the quota to a quarter more than it.
+    finish=st.none() | st.floats(1.0, 1.5 * NUM_EXAMPLES),
 )
 @settings(max_examples=40, deadline=None, derandomize=True)
 def test_what_is_sent_is_the_gradient_of_a_beginning_of_the_window(
@@ -53,6 +64,7 @@ def test_what_is_sent_is_the_gradient_of_a_beginning_of_the_window(
     sizes: list[int],
     share: float,
     checkpointed_bytes: float | None,
+    finish: float | None,
 ) -> None:
     task = ARCHITECTURES[architecture]
     memory = FakeMemory(lambda n: 1000 + 10 * sizes[min(n, len(sizes) - 1)])
@@ -62,9 +74,17 @@ def test_what_is_sent_is_the_gradient_of_a_beginning_of_the_window(
         checkpointed_bytes=checkpointed_bytes,
         restraint=lambda: Restraint(share=share, reason="busy"),
     )
-    part = window(Place(), quota=quota, run_seed=0, name="pi", num_examples=NUM_EXAMPLES)
+    asked = plan_of(quota, size, finish)
+    part = window(
+        Place(),
+        quota=quota,
+        num_more=asked.most_examples - quota,
+        run_seed=0,
+        name="pi",
+        num_examples=NUM_EXAMPLES,
+    )
     try:
-        update = train(plan_of(quota, size), part, place)
+        update = train(asked, part, place)
     except OutOfMemory:
         assert 0 in sizes
         return
@@ -74,6 +94,7 @@ def test_what_is_sent_is_the_gradient_of_a_beginning_of_the_window(
     gap = float((update.values_P.double() - exact_P).norm())
     assert gap <= RELATIVE * float(exact_P.norm())
     assert update.report.weight == sum(step.weight for step in update.report.steps)
+    assert update.report.num_examples <= asked.most_examples
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

@@ -20,6 +20,8 @@ from server.learned import DEADLINE_SHARE, Learned
 from server.planner import (
     FARTHEST,
     LEAST_SHARE,
+    LONGEST_FINISH_SECONDS,
+    SHORTEST_FINISH_SECONDS,
     Assignment,
     Device,
     Link,
@@ -235,6 +237,65 @@ def test_uploads_come_one_turn_after_another_the_slowest_last() -> None:
     for later, earlier in pairwise(ordered):
         assert later - earlier == pytest.approx(0.01, abs=0.002)
     assert sum(quotas.values()) == 4000
+
+
+@given(rows=ROWS, target=st.integers(1, 40_000), link=LINK)
+@hypothesis_settings(deadline=None, max_examples=100)
+def test_each_device_is_foreseen_to_finish_its_quota_when_its_plan_says(
+    rows: list[dict[str, Any]], target: int, link: Link
+) -> None:
+    """In the share of its time that it gives; who has no more examples may take until T."""
+    assigned = assign(devices_of(rows), plan(), target=target, link=link)
+    for told in assigned.values():
+        line, size = told.device.learned.line, told.micro_batch_size
+        found = told.finish_seconds(size)
+        if line is None:
+            assert found is None
+            continue
+        ends = (math.ceil(told.quota / size) * line.base + told.quota * line.each) * told.slowed
+        share = told.device.share
+        is_full = told.quota in (told.device.num_left, MOST_STEPS * told.fitting)
+        until = max(ends, share * told.free_seconds) if is_full else ends
+        if SHORTEST_FINISH_SECONDS <= until <= LONGEST_FINISH_SECONDS:
+            assert found == pytest.approx(until, rel=1e-9)
+        else:
+            assert found is None
+        # No device is to go on behind T, but for the one example that is the least.
+        assert told.quota == 1 or until <= share * told.free_seconds * (1 + 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("one", "chosen"),
+    [
+        pytest.param(device(each=0.1), plan(accumulation_steps=20), id="K is set"),
+        pytest.param(device(), plan(), id="its pace is not known"),
+        pytest.param(device(each=1e-3), plan(), id="too soon to tell a pace by"),
+        pytest.param(
+            replace(device(each=0.1), asked_anyway="waited for a turn"), plan(), id="asked anyway"
+        ),
+    ],
+)
+def test_no_finish_is_told(one: Device, chosen: settings.Plan) -> None:
+    told = assign([one], chosen, target=90)["pi"]
+    assert told.finish_seconds(told.micro_batch_size) is None
+
+
+def test_the_finish_is_told_in_the_reason() -> None:
+    told = assign([device(base=0.5, each=0.1, fastest_micro_batch_size=32)], plan(), target=90)[
+        "pi"
+    ]
+    finish = told.finish_seconds(32)
+    assert finish == pytest.approx(3 * 0.5 + 90 * 0.1)
+    said = "speed-bound: 90 examples until 10.5 s; fastest measured: 32"
+    assert reasons.of_plan(told, finish_seconds=finish) == said
+
+
+def test_a_quota_cut_evenly_takes_the_time_of_its_own_micro_batches() -> None:
+    told = assign([device(base=0.5, each=0.1, fastest_micro_batch_size=90)], plan(), target=90)[
+        "pi"
+    ]
+    assert told.finish_seconds(told.micro_batch_size) == pytest.approx(0.5 + 9)
+    assert told.finish_seconds(45) == pytest.approx(2 * 0.5 + 9)
 
 
 def test_a_turn_long_before_the_end_is_told() -> None:
@@ -477,8 +538,8 @@ def test_the_longest_reason_fits_into_a_plan() -> None:
         transfers=0.99,
     )
     most = Plan.model_fields["reason"].metadata[0].max_length
-    assert len(reasons.of_plan(told)) + len(", cut evenly to tell the noise") <= most
-    shown = reasons.of_plan(told)
+    shown = reasons.of_plan(told, finish_seconds=LONGEST_FINISH_SECONDS)
+    assert len(shown) + len(", cut to 2147483648 each to tell the noise") <= most
     for part in ("over a million", "on battery", "transfers", "turn", "memory-bound"):
         assert part in shown
 
