@@ -443,6 +443,7 @@ SETTING_OF = {
     "clients": "simulation.clients",
     "dropout": "simulation.dropout",
     "fleet": "simulation.fleet",
+    "faults": "simulation.faults",
     "engine": "simulation.engine",
     "server": "client.server",
     "data": "client.data",
@@ -501,6 +502,20 @@ def arguments(pairs: list[str] | None) -> dict[str, Any] | None:
             raise SettingsError(f"expected KEY=VALUE, found {pair!r}")
         read[key] = _value(text)
     return read
+
+
+def numbers(text: str | None) -> tuple[int, ...] | None:
+    """Read whole numbers with commas between them.
+
+    Raises:
+        SettingsError: one of them is none.
+    """
+    if text is None:
+        return None
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise SettingsError(f"expected numbers as in 0,1,2, found {text!r}") from None
 
 
 def _value(text: str) -> Any:

@@ -296,6 +296,9 @@ class Simulation(Branch):
     dropout: Annotated[float, Field(ge=0, lt=1)] = Field(
         0.0, description="chance that an invited device vanishes, in training or in a secure phase"
     )
+    faults: Path | None = Field(
+        None, description="TOML file of dropouts, slow links and liars (docs/fleet.md)"
+    )
     engine: Literal["in-process", "flower-ray"] = Field(
         "in-process", description="in-process, or flower-ray: Flower's Ray workers"
     )

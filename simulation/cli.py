@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,7 +18,7 @@ app = typer.Typer(add_completion=False, rich_markup_mode="markdown", pretty_exce
 PANEL = "Simulation"
 
 
-@app.command()
+@app.callback(invoke_without_command=True)
 def simulate(
     context: typer.Context,
     task: flags.TaskSpec = None,
@@ -68,6 +69,16 @@ def simulate(
             rich_help_panel=PANEL,
         ),
     ] = False,
+    faults: Annotated[
+        Path | None,
+        typer.Option(
+            "--faults",
+            metavar="FAULTS.toml",
+            help="What goes wrong on purpose: dropouts at a phase, slow links, devices that lie "
+            "(docs/fleet.md).",
+            rich_help_panel=PANEL,
+        ),
+    ] = None,
     rounds: flags.Rounds = None,
     seed: flags.Seed = None,
     optimizer: flags.OptimizerName = None,
@@ -114,11 +125,89 @@ def simulate(
     Try it: `headwater-simulate --task examples/digits.py:Digits --optimizer adam
     --learning-rate 0.01`
     """
+    if context.invoked_subcommand is not None:
+        flags.refuse_before_command(context)
+        return
     from common.console import errors_shown, start_log
 
     start_log(verbose=verbose)
     with errors_shown():
         _simulate(resume, config, flags.overrides(context.params), is_only_shown=show_partition)
+
+
+@app.command()
+def sweep(
+    context: typer.Context,
+    file: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[SWEEP.toml]", help="A settings file with a table \\[sweep] (docs/sweep.md)."
+        ),
+    ] = None,
+    grid: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--grid",
+            metavar="SETTING=V1,V2",
+            help="A setting and its values, as optimizer.learning_rate=0.1,0.03. May be repeated: "
+            "every combination is run.",
+        ),
+    ] = None,
+    seeds: Annotated[
+        str | None,
+        typer.Option("--seeds", metavar="0,1,2", help="Each combination's. [default: 0,1,2]"),
+    ] = None,
+    metric: Annotated[
+        str | None,
+        typer.Option(
+            "--metric",
+            help="What combinations are compared by. [default: test_accuracy, test_loss or loss]",
+        ),
+    ] = None,
+    jobs: Annotated[
+        int | None,
+        typer.Option("--jobs", min=1, help="Runs at a time. [default: the usable cores]"),
+    ] = None,
+    task: flags.TaskSpec = None,
+    clients: Annotated[
+        int | None, typer.Option("--clients", help="Simulated devices. [default: 100]")
+    ] = None,
+    rounds: flags.Rounds = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out", metavar="DIR", help="Folder of the runs. [default: runs/sweep-SWEEP]"
+        ),
+    ] = None,
+    verbose: flags.Verbose = False,
+) -> None:
+    """Run every combination of some settings with several seeds, and compare them.
+
+    The same command again runs what is not done yet: runs that have ended are kept, and one that
+    was cut goes on from its checkpoint.
+
+    Try it: `headwater-simulate sweep --task examples/digits.py:Digits --rounds 20
+    --grid optimizer.name=adam --grid optimizer.learning_rate=0.01,0.003`
+    """
+    from common.console import errors_shown, start_log
+
+    start_log(verbose=verbose)
+    with errors_shown():
+        from simulation.sweep_command import run_sweep
+
+        is_done = run_sweep(
+            file,
+            grid=flags.arguments(grid) or {},
+            seeds=flags.numbers(seeds),
+            metric=metric,
+            jobs=jobs or len(os.sched_getaffinity(0)),
+            out=out,
+            overrides={
+                key: value for key, value in flags.overrides(context.params).items() if key != "out"
+            },
+        )
+    if not is_done:
+        raise typer.Exit(1)
 
 
 def _simulate(resume: bool, config: Any, overrides: dict[str, Any], *, is_only_shown: bool) -> None:
@@ -158,6 +247,7 @@ def _simulate(resume: bool, config: Any, overrides: dict[str, Any], *, is_only_s
         _conclude_sessions(settings)
     if fleet is not None:
         _conclude_fleet(settings)
+    _conclude_faults(settings)
 
 
 def _conclude_sessions(settings: Settings) -> None:
@@ -185,6 +275,17 @@ def _conclude_fleet(settings: Settings) -> None:
     console.print(f"  {'idle':<12}{idle_line(rows)}", soft_wrap=True)
     if found is not None:
         console.print(f"  {'memory':<12}{memory_line(found)}", soft_wrap=True)
+
+
+def _conclude_faults(settings: Settings) -> None:
+    """Print what became of the faults that were injected, if any were."""
+    from common.console import console
+    from server.metrics import read_rows
+    from simulation.fault_summary import fault_lines
+
+    if settings.out is not None:
+        for title, line in fault_lines(read_rows(settings.out), settings):
+            console.print(f"  {title:<12}{line}", soft_wrap=True)
 
 
 def main() -> None:

@@ -17,9 +17,9 @@ import numpy as np
 from client.micro_batches import seed_of
 from common.secagg import PHASES
 from common.settings import Settings
-from simulation.profiles import device_of
-
-TRAIN = "train"
+from simulation import faults
+from simulation.faults import TRAIN
+from simulation.profiles import device_of, faults_of, moment_of
 
 # Flower's ClientApp makes a device's hardware without a word of the round; the grid knows it.
 _round: ContextVar[int] = ContextVar("round", default=1)
@@ -45,8 +45,7 @@ def is_there(settings: Settings, part: int, *, round_number: int, look: int) -> 
 
     A server that finds too few looks again: the draw is made anew, one entry further in the trace.
     """
-    trace = device_of(settings, part).availability
-    share = trace[(round_number - 1 + look) % len(trace)]
+    share = device_of(settings, part).availability.at(round_number - 1 + look)
     return _happens(share, "availability", settings.seed, part, round_number, look)
 
 
@@ -59,8 +58,20 @@ def is_on_battery(settings: Settings, part: int, *, round_number: int) -> bool:
 def vanishes_at(settings: Settings, part: int, *, round_number: int, attempt: int) -> str | None:
     """Return the message that an invited device does not answer any more in a round, if any.
 
-    With ``simulation.dropout`` it vanishes, at a point drawn evenly from training and, if updates
-    are masked, the phases of the secure session. A round that is tried again is drawn anew.
+    It vanishes by chance (``simulation.dropout``) or by the faults' file, whichever comes first.
+    """
+    at_random = _vanishes_at_random(settings, part, round_number, attempt)
+    moment = moment_of(settings, part, round_number=round_number)
+    by_file = faults.vanishes(faults_of(settings), moment, attempt=attempt)
+    return faults.first_stage([stage for stage in (at_random, by_file) if stage is not None])
+
+
+def _vanishes_at_random(
+    settings: Settings, part: int, round_number: int, attempt: int
+) -> str | None:
+    """Draw whether a device vanishes, at a point drawn evenly from training and secure phases.
+
+    The phases count if updates are masked. A round that is tried again is drawn anew.
     """
     share = settings.simulation.dropout
     if not _happens(share, "dropout", settings.seed, part, round_number, attempt):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 
 from client.device import Hardware
 from client.growth import WORKING_FACTOR, Speed
@@ -23,7 +24,15 @@ from common.parameters import ModelLayout
 from common.settings import Settings
 from common.update import Vitals
 from simulation.draws import Jitter, is_on_battery, jitter_seed, round_now
-from simulation.profiles import LARGEST_FLEET, MIB, SimulatedDevice, device_of
+from simulation.faults import slowed
+from simulation.profiles import (
+    LARGEST_FLEET,
+    MIB,
+    SimulatedDevice,
+    device_of,
+    faults_of,
+    moment_of,
+)
 
 # What Python, torch and this client hold before any model: about 250 MB on amd64 and arm64.
 IDLE_BYTES = 250 * MIB
@@ -206,10 +215,17 @@ class SimulatedMachine:
 def simulated_machine(identity: Identity, settings: Settings, layout: ModelLayout) -> Hardware:
     """Return the hardware of a simulated device, in the round that the grid is at."""
     device, number = device_of(settings, identity.part), round_now()
+    slow = slowed(faults_of(settings), moment_of(settings, identity.part, round_number=number))
+    slowed_down = device
+    if slow != 1:
+        rate = device.upload_bytes_per_second / slow
+        slowed_down = replace(device, upload_bytes_per_second=rate)
     machine = SimulatedMachine(
-        device,
+        slowed_down,
         layout.num_parameters,
-        jitter_seed=jitter_seed(settings, identity.part, round_number=number),
+        jitter_seed=(
+            jitter_seed(settings, identity.part, round_number=number) if device.jitter else 0
+        ),
         is_on_battery=is_on_battery(settings, identity.part, round_number=number),
         chosen=settings.client,
     )

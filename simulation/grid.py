@@ -9,27 +9,26 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
 from client.asked import SIMULATED
+from client.resident import Resident, resident_of
 from common import records
 from common.errors import ConnectionLost, SettingsError
 from common.own_grid import OwnGrid, numbered
-from common.secagg import PHASES
 from common.settings import Settings
 from common.wire import framed_bytes
-from simulation.draws import TRAIN, at_round, is_there, vanishes_at
-from simulation.profiles import with_fleet
+from simulation.draws import at_round, is_there, vanishes_at
+from simulation.faults import STAGES, lie, lies
+from simulation.profiles import faults_of, moment_of, with_fleet
 
 FIRST_NODE_ID = 1000
 # After so many looks that found too few clients, there are rounds in which enough never meet.
 MOST_LOOKS = 1000
-# What an invited device is asked in a round, in this order.
-STAGES = (TRAIN, *(f"query.{phase.action}" for phase in PHASES))
 
 GRID = "grid"  # the grid's own entry among the nodes' states
 
@@ -66,6 +65,7 @@ class InProcessGrid(OwnGrid):
             )
         self._app = app
         self._settings = settings
+        self._faults = faults_of(settings)
         self._run_config = settings.to_run_config()
         self._num_nodes = settings.simulation.clients
         self._contexts: dict[int, Context] = {}
@@ -137,9 +137,39 @@ class InProcessGrid(OwnGrid):
             return Message(records.refusal(lost, stays_here=True), reply_to=message)
         with at_round(self._last_round if is_training else self._last_round + 1):
             reply = self._app(message, context)
+        if is_training and reply.has_content():
+            reply = self._with_lies(message, reply)
         if reply.has_content():
             self._bytes_up += _num_bytes(reply.content)
         return reply
+
+    def _with_lies(self, message: Message, reply: Message) -> Message:
+        """Return a reply as the device sends it: a liar changes the vector that it has summed.
+
+        An update that is to be masked is changed where it is held, as its device would do it.
+        """
+        part = message.metadata.dst_node_id - FIRST_NODE_ID
+        moment = moment_of(self._settings, part, round_number=self._last_round)
+        told = lies(self._faults, moment)
+        if not told or records.HEAD not in reply.content:  # another's app sends other vectors
+            return reply
+        if records.vector(reply.content) is None:
+            held = self._resident().held.of(self.run.run_id, str(part)).session.trained
+            held.values_P.copy_(lie(held.values_P, told, moment))
+            return reply
+        update = records.read_update(reply.content)
+        changed = replace(update, values_P=lie(update.values_P, told, moment))
+        return Message(records.update_content(changed, as_view=True), reply_to=message)
+
+    def _resident(self) -> Resident:
+        """Return the resident in whose memory this process's devices hold their updates."""
+        chosen = self._settings
+        assert chosen.task is not None  # it has been trained on
+        return resident_of(
+            chosen.task,
+            replace_batch_norm=chosen.model.replace_batch_norm,
+            check_task=chosen.check_task,
+        )
 
     def _has_vanished(self, node_id: int, message_type: str) -> bool:
         """Tell whether a device answers no more in the round that it was asked to train in."""

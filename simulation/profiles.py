@@ -2,12 +2,11 @@
 
 A drawn fleet depends on the run's seed and the device's number, with a spread of a quarter around
 each figure, so that device 17 is the same machine on every engine. A file's devices have the very
-figures that stand in it (``docs/fleet.md``).
+figures that stand in it (``docs/fleet.md``). What goes wrong in it may stand there as well.
 """
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -15,11 +14,14 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from client.micro_batches import seed_of
 from common.errors import SettingsError
 from common.settings import Settings
+from simulation.faults import EVALUATE, NO_FAULTS, TRAIN, FleetFaults, Moment, read_faults
+from simulation.tables import read_tables, wrong
+from simulation.traces import ALWAYS, Availability, Shares, read_trace
 
 MIB = 2**20
 LARGEST_FLEET, LONGEST_TRACE = 100_000, 10_000
@@ -72,7 +74,7 @@ class SimulatedDevice:
     examples_per_second: float | None = None
     micro_batch_seconds: float | None = None
     jitter: float = 0.0
-    availability: tuple[float, ...] = (1.0,)
+    availability: Availability = ALWAYS
     on_battery: float = 0.0
 
 
@@ -80,6 +82,24 @@ def device_of(settings: Settings, part: int) -> SimulatedDevice:
     """Return the device of this number: from the fleet's file if there is one, else drawn."""
     path = settings.simulation.fleet
     return device(settings.seed, part) if path is None else read_fleet(path)[part]
+
+
+def faults_of(settings: Settings) -> FleetFaults:
+    """Return what goes wrong in a run: by the fleet's file, and by the faults' own."""
+    chosen, found = settings.simulation, NO_FAULTS
+    if chosen.fleet is not None:
+        found = read_fleet_file(chosen.fleet)[1]
+    return found if chosen.faults is None else found + read_faults(chosen.faults)
+
+
+def moment_of(settings: Settings, part: int, *, round_number: int) -> Moment:
+    """Return what a device's faults depend on in a round; the settings are ``with_fleet``'s."""
+    return Moment(
+        seed=settings.seed,
+        num_devices=settings.simulation.clients,
+        part=part,
+        round=round_number,
+    )
 
 
 @lru_cache(maxsize=100_000)
@@ -102,34 +122,76 @@ def with_fleet(settings: Settings) -> Settings:
     """Return the settings with as many clients as the fleet's file has devices, if there is one.
 
     Raises:
-        SettingsError: the file is wrong, another number of clients is set, or the engine cannot
-            simulate what the file asks for.
+        SettingsError: a file is wrong, another number of clients is set, a fault strikes nobody, or
+            the engine cannot simulate what a file asks for.
     """
     chosen = settings.simulation
-    if chosen.fleet is None:
-        return settings
-    devices = read_fleet(chosen.fleet)
-    if "clients" in chosen.model_fields_set and chosen.clients != len(devices):
+    if chosen.fleet is not None:
+        devices = read_fleet(chosen.fleet)
+        if "clients" in chosen.model_fields_set and chosen.clients != len(devices):
+            raise SettingsError(
+                f"{chosen.fleet} has {len(devices)} devices, and simulation.clients is set to "
+                f"{chosen.clients}",
+                remedy="leave --clients out, or change the counts in the file",
+            )
+        if not all(one.availability.is_always for one in devices):
+            _check_engine(settings, f"{chosen.fleet} sets availability")
+        chosen = chosen.model_copy(update={"clients": len(devices)})
+        settings = settings.model_copy(update={"simulation": chosen})
+    _check_faults(settings)
+    return settings
+
+
+def _check_engine(settings: Settings, what: str) -> None:
+    engine = settings.simulation.engine
+    if engine != "in-process":
         raise SettingsError(
-            f"{chosen.fleet} has {len(devices)} devices, and simulation.clients is set to "
-            f"{chosen.clients}",
-            remedy="leave --clients out, or change the counts in the file",
-        )
-    if chosen.engine == "flower-ray" and any(min(d.availability) < 1 for d in devices):
-        raise SettingsError(
-            f"{chosen.fleet} sets availability, which the engine flower-ray does not simulate",
+            f"{what}, which the engine {engine} does not simulate",
             remedy="take --engine in-process, or a file without it",
         )
-    simulation = chosen.model_copy(update={"clients": len(devices)})
-    return settings.model_copy(update={"simulation": simulation})
 
 
-def _trace(found: Any) -> tuple[float, ...]:
-    """Turn a share of rounds, or a list of them, into a list.
+def _check_faults(settings: Settings) -> None:
+    """Refuse faults that could strike nobody, or nobody on this engine.
+
+    Raises:
+        SettingsError: a device that is not there, a phase that no round of this run has, or a fault
+            that the engine does not simulate.
+    """
+    faults = faults_of(settings)
+    num_devices = settings.simulation.clients
+    for fault in faults.all:
+        strange = [part for part in fault.devices or () if part >= num_devices]
+        if strange:
+            raise SettingsError(
+                f"a fault names device {strange[0]}, and there are {num_devices}, 0 to "
+                f"{num_devices - 1}",
+                remedy="name devices that there are, or a share of them",
+            )
+    for dropout in faults.dropout:
+        is_secure = dropout.phase not in (TRAIN, EVALUATE)
+        if is_secure and settings.secure.aggregation == "off":
+            raise SettingsError(
+                f"a dropout at {dropout.phase}, a phase of secure aggregation, which is off",
+                remedy="set --secure-aggregation, or take the phase train",
+            )
+        if dropout.phase == EVALUATE and not settings.evaluation.on_devices:
+            raise SettingsError(
+                "a dropout at evaluate, and nothing is evaluated on devices",
+                remedy="set --evaluate-on-devices, or take the phase train",
+            )
+    if faults.liar:
+        _check_engine(settings, "there are liars")
+
+
+def _entries(found: Any) -> tuple[float, ...] | str:
+    """Turn a share of rounds, or a list of them, into a list; the name of a trace stays a name.
 
     Raises:
         ValueError: saying which entry is wrong.
     """
+    if isinstance(found, str):
+        return found
     entries = found if isinstance(found, list) else [found]
     if not 0 < len(entries) <= LONGEST_TRACE:
         raise ValueError(f"expected 1 to {LONGEST_TRACE:,} entries, found {len(entries):,}")
@@ -155,40 +217,37 @@ class DeviceTable(BaseModel):
     micro_batch_seconds: Annotated[float, Field(ge=0, le=3600)] | None = None
     cores: Annotated[float, Field(gt=0, le=4096)] | None = None
     jitter: Annotated[float, Field(ge=0, le=1)] = 0.0
-    availability: Annotated[tuple[float, ...], BeforeValidator(_trace)] = (1.0,)
+    availability: Annotated[tuple[float, ...] | str, BeforeValidator(_entries)] = (1.0,)
+    round_seconds: Annotated[float, Field(gt=0, le=30 * 86_400)] | None = None
     on_battery: Annotated[float, Field(ge=0, le=1)] | None = None
 
 
-class _File(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
+class _File(FleetFaults):
     device: Annotated[tuple[DeviceTable, ...], Field(min_length=1)]
 
 
-@lru_cache(maxsize=8)
 def read_fleet(path: Path) -> tuple[SimulatedDevice, ...]:
-    """Read a fleet's file, once a process: its devices in the order of the file.
+    """Return the devices of a fleet's file, in its order.
 
     Raises:
-        SettingsError: the file is not there, is not TOML, or has a wrong, missing or unknown key.
+        SettingsError: the file or a trace that it names is not there, or is wrong.
     """
-    try:
-        tree = tomllib.loads(path.read_text())
-    except OSError as error:
-        raise SettingsError(f"cannot read the fleet file {path}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise SettingsError(f"{path} is not a TOML file: {error}") from error
-    try:
-        file = _File.model_validate(tree)
-    except ValidationError as error:
-        first = error.errors()[0]
-        given = "" if first["type"] == "missing" else f" (found {first['input']!r})"
-        where = _place(first["loc"])
-        raise _wrong(f"{path}: {where}: {first['msg'].lower()}{given}") from error
+    return read_fleet_file(path)[0]
+
+
+@lru_cache(maxsize=8)
+def read_fleet_file(path: Path) -> tuple[tuple[SimulatedDevice, ...], FleetFaults]:
+    """Read a fleet's file, once a process: its devices, and what goes wrong with them.
+
+    Raises:
+        SettingsError: see ``read_fleet``.
+    """
+    file = read_tables(path, _File, what="fleet file")
     num_devices = sum(told.count for told in file.device)
     if num_devices > LARGEST_FLEET:
-        raise _wrong(f"{path}: count: {num_devices:,} devices in all, at most {LARGEST_FLEET:,}")
-    return tuple(_devices(file, path))
+        raise wrong(path, f"count: {num_devices:,} devices in all, at most {LARGEST_FLEET:,}")
+    faults = FleetFaults(dropout=file.dropout, slow_link=file.slow_link, liar=file.liar)
+    return tuple(_devices(file, path)), faults
 
 
 def _devices(file: _File, path: Path) -> Iterator[SimulatedDevice]:
@@ -198,9 +257,10 @@ def _devices(file: _File, path: Path) -> Iterator[SimulatedDevice]:
         own = ("examples_per_second", "memory_bytes", "upload_bytes_per_second")
         missing = [key for key in own if getattr(told, key) is None]
         if kind is None and missing:
-            raise _wrong(
-                f"{path}: device number {number}: expected a profile, or all of {', '.join(own)}; "
-                f"found no {', '.join(missing)}"
+            raise wrong(
+                path,
+                f"device number {number}: expected a profile, or all of {', '.join(own)}; "
+                f"found no {', '.join(missing)}",
             )
         base = SimulatedDevice(
             profile="own figures" if kind is None else kind.name,
@@ -210,18 +270,19 @@ def _devices(file: _File, path: Path) -> Iterator[SimulatedDevice]:
             upload_bytes_per_second=0.0 if kind is None else kind.upload_bytes_per_second,
             on_battery=0.0 if kind is None else kind.on_battery,
         )
-        one = replace(base, **told.model_dump(exclude_none=True, exclude={"profile", "count"}))
-        yield from [one] * told.count
+        one = replace(base, **told.model_dump(exclude_none=True, exclude=NOT_OF_A_DEVICE))
+        for availability in _availability(told, path, number):
+            yield replace(one, availability=availability)
 
 
-def _wrong(message: str) -> SettingsError:
-    return SettingsError(message, remedy="see docs/fleet.md for the file's keys and their ranges")
+NOT_OF_A_DEVICE = {"profile", "count", "availability", "round_seconds"}
 
 
-def _place(loc: tuple[int | str, ...]) -> str:
-    """Name the table by its number from 1, as one counts them in the file."""
-    if len(loc) < 2:
-        return ".".join(map(str, loc))
-    _, at, *keys = loc
-    number = at + 1 if isinstance(at, int) else at
-    return ": ".join([f"device number {number}", *map(str, keys)])
+def _availability(told: DeviceTable, path: Path, number: int) -> tuple[Availability, ...]:
+    """Return when each device of a table is there; a trace lies beside the fleet's file."""
+    if isinstance(told.availability, str):
+        trace = path.parent / told.availability
+        return read_trace(trace, num_devices=told.count, round_seconds=told.round_seconds)
+    if told.round_seconds is not None:
+        raise wrong(path, f"device number {number}: round_seconds, and no trace that is in seconds")
+    return (Shares(told.availability),) * told.count

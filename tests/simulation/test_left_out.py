@@ -13,7 +13,7 @@ from common.settings import Settings, load
 from server.metrics import RoundRow, read_rows
 from server.rounds import MODEL
 from simulation.engines import run_engine
-from simulation.profiles import read_fleet
+from simulation.profiles import read_fleet_file
 
 # Two devices that do a thousand examples a second, and two that need ten seconds for one.
 FLEET = """
@@ -87,7 +87,7 @@ def test_a_device_that_became_fast_comes_back_in_the_round_behind(tmp_path: Path
     # The machine under device 2 and 3 is exchanged while the server is down: the run goes on.
     rows: list[RoundRow] = []
     (tmp_path / "fleet.toml").write_text(FLEET.replace("0.1\n", "500\n"))
-    read_fleet.cache_clear()
+    read_fleet_file.cache_clear()
     run_engine(chosen.model_copy(update={"rounds": 3}), on_round=rows.append, resume=True)
     assert rows[0].left_out == {}
     assert [client.name for client in rows[0].clients] == ["0", "1", "2", "3"]
