@@ -10,16 +10,16 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from common.errors import CheckpointCorrupt, CheckpointFailed
+from common.tensor_file import write_tensors
 from common.whole_file import whole_file
 
 FILE = "checkpoint.safetensors"
@@ -54,12 +54,13 @@ def save(
         CheckpointFailed: the disk is full or not writable; the old checkpoint is untouched.
     """
     tensors = {IMAGE: image_U8, **{OPTIMIZER + name: t for name, t in optimizer.items()}}
-    told = json.dumps(asdict(progress))
+    # By hand: ``asdict`` would copy what is kept of every device.
+    told = json.dumps({one.name: getattr(progress, one.name) for one in fields(progress)})
     metadata = {"version": str(VERSION), "progress": told, "sha256": digest(told, tensors)}
     try:
         with whole_file(folder / FILE) as part:
-            save_file(tensors, part, metadata)
-    except (OSError, SafetensorError) as error:
+            write_tensors(part, tensors, metadata)
+    except (OSError, ValueError) as error:
         raise CheckpointFailed(
             f"round {progress.round} could not be saved in {folder}: {error}"
         ) from error

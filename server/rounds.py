@@ -11,11 +11,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from safetensors.torch import save_file
-
 from common.errors import HeadwaterError, RoundAborted, SettingsError, StateError, TaskError
 from common.parameters import state_dict
 from common.settings import SETTINGS_FILE, Settings
+from common.tensor_file import write_tensors
 from common.update import EvaluateReport
 from common.whole_file import whole_file
 from server import checkpoint, evaluate
@@ -290,7 +289,7 @@ def _write_settings(folder: Path, settings: Settings) -> None:
 def _save_model(folder: Path, training: Training) -> None:
     try:
         with whole_file(folder / MODEL) as part:
-            save_file(state_dict(training.image), part)
+            write_tensors(part, state_dict(training.image))
     except Exception as error:
         raise StateError(
             f"the model could not be saved in {folder}: {error}",

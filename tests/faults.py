@@ -1,29 +1,84 @@
 """Faults told as data: ``FaultPlan().cut(after_bytes=6_000_000)`` of the network,
+``FaultPlan().kill("server", "folded")`` of a process, and
 ``FaultPlan().drop(client="d03", after="share_keys")`` of a secure session's devices and server.
+
+A plan says what goes wrong, where and when; it does nothing. ``tests.chaos.proxy`` does to a link
+what a plan says, ``tests.chaos.deaths`` to a process, ``tests.chaos.runner`` to all the rest.
 """
 
 from __future__ import annotations
 
-import contextlib
-import socket
-import threading
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from types import TracebackType
-from typing import Any, Literal, Self
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 Way = Literal["up", "down"]
-
-READ_BYTES = 1 << 16
+Side = Literal["server", "client"]
+WhatHappens = Literal["cut", "truncate", "corrupt", "stall", "part"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Cut:
-    """End connection number ``connection``, counted from 0, when so many bytes went one way."""
+class At:
+    """A place in what one way of a connection carries: so many bytes behind a beginning.
 
-    after_bytes: int
-    way: Way
-    connection: int
+    That is the connection's own, or with ``message`` that of gRPC's message of this number, counted
+    from 1; in TLS nobody can tell where one begins. Connections count from 0.
+    """
+
+    way: Way = "up"
+    connection: int = 0
+    message: int | None = None
+    after_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Blow:
+    """What happens to a link once, at a place.
+
+    cut: the connection ends. truncate: ``num_bytes`` are left out, and the rest follows.
+    corrupt: a bit of the byte at the place is flipped. stall: this way stands still for
+    ``seconds``. part: nothing passes on any connection, either way, for ``seconds``.
+    """
+
+    what: WhatHappens
+    at: At
+    num_bytes: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Weather:
+    """What a link is like all the time, each way."""
+
+    delay_seconds: float = 0.0
+    bytes_per_second: float | None = None
+    lost_share: float = 0.0
+    """Of the segments: TCP sends each anew, and what is behind it waits for a round trip."""
+    round_trip_seconds: float = 0.0
+    seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Death:
+    """A process kills itself with SIGKILL at a point of a round (``tests.chaos.deaths``).
+
+    It is the ``call``-th time that it comes there; ``after_bytes`` of what it was about to write
+    are written, where the point is one of writing.
+    """
+
+    side: Side
+    point: str
+    call: int = 1
+    after_bytes: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Narrow:
+    """A link of so many bits a second, and of a delay, made by the kernel."""
+
+    bits_per_second: int
+    down_seconds: float = 0.0
+    """For so long the link is down, in mid-upload."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,16 +101,110 @@ class Lie:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FaultPlan:
-    """What goes wrong, and when."""
+    """What goes wrong, and when; of the devices it is number 0 that it happens to."""
 
-    cuts: tuple[Cut, ...] = ()
+    blows: tuple[Blow, ...] = ()
+    weather: Weather = field(default_factory=Weather)
+    deaths: tuple[Death, ...] = ()
+    narrow: Narrow | None = None
+    full_disk: Side | None = None
+    clock_seconds: tuple[tuple[Side, float], ...] = ()
+    num_gone: int = 0
+    is_upgraded: bool = False
     drops: tuple[Drop, ...] = ()
     lies: tuple[Lie, ...] = ()
 
-    def cut(self, *, after_bytes: int, way: Way = "up", connection: int = 0) -> FaultPlan:
+    # Of the network.
+
+    def cut(
+        self,
+        *,
+        after_bytes: int = 0,
+        message: int | None = None,
+        way: Way = "up",
+        connection: int = 0,
+    ) -> FaultPlan:
         """Also cut a connection."""
-        cut = Cut(after_bytes=after_bytes, way=way, connection=connection)
-        return replace(self, cuts=(*self.cuts, cut))
+        at = At(way=way, connection=connection, message=message, after_bytes=after_bytes)
+        return self._and(Blow(what="cut", at=at))
+
+    def truncate(
+        self, num_bytes: int, *, after_bytes: int = 0, message: int | None = None, way: Way = "up"
+    ) -> FaultPlan:
+        """Also leave bytes out."""
+        at = At(way=way, message=message, after_bytes=after_bytes)
+        return self._and(Blow(what="truncate", at=at, num_bytes=num_bytes))
+
+    def corrupt(
+        self, *, after_bytes: int = 0, message: int | None = None, way: Way = "up"
+    ) -> FaultPlan:
+        """Also flip a bit of a byte."""
+        at = At(way=way, message=message, after_bytes=after_bytes)
+        return self._and(Blow(what="corrupt", at=at))
+
+    def stall(
+        self, seconds: float, *, after_bytes: int = 0, message: int | None = None, way: Way = "up"
+    ) -> FaultPlan:
+        """Also let one way stand still."""
+        at = At(way=way, message=message, after_bytes=after_bytes)
+        return self._and(Blow(what="stall", at=at, seconds=seconds))
+
+    def part(
+        self, seconds: float, *, after_bytes: int = 0, message: int | None = None, way: Way = "up"
+    ) -> FaultPlan:
+        """Also part the device from the server: no byte is lost, and none comes through."""
+        at = At(way=way, message=message, after_bytes=after_bytes)
+        return self._and(Blow(what="part", at=at, seconds=seconds))
+
+    def _and(self, blow: Blow) -> FaultPlan:
+        return replace(self, blows=(*self.blows, blow))
+
+    def delay(self, seconds: float) -> FaultPlan:
+        """Let each byte come so much later, each way."""
+        return replace(self, weather=replace(self.weather, delay_seconds=seconds))
+
+    def throttle(self, bytes_per_second: float) -> FaultPlan:
+        """Let no more bytes through, each way."""
+        return replace(self, weather=replace(self.weather, bytes_per_second=bytes_per_second))
+
+    def lose(self, share: float, *, round_trip_seconds: float, seed: int = 0) -> FaultPlan:
+        """Stall as a link does that loses this share of its segments, at moments of ``seed``."""
+        weather = replace(
+            self.weather, lost_share=share, round_trip_seconds=round_trip_seconds, seed=seed
+        )
+        return replace(self, weather=weather)
+
+    def confine(self, bits_per_second: int, *, down_seconds: float = 0.0) -> FaultPlan:
+        """Put the device behind a narrow link of the kernel's, which may go down in mid-upload."""
+        narrow = Narrow(bits_per_second=bits_per_second, down_seconds=down_seconds)
+        return replace(self, narrow=narrow)
+
+    # Of machines and their processes.
+
+    def kill(
+        self, side: Side, point: str, *, call: int = 1, after_bytes: int | None = None
+    ) -> FaultPlan:
+        """Also kill a process at a point of a round; it is started anew."""
+        death = Death(side=side, point=point, call=call, after_bytes=after_bytes)
+        return replace(self, deaths=(*self.deaths, death))
+
+    def fill_disk(self, of: Side) -> FaultPlan:
+        """Let a disk be full for a while."""
+        return replace(self, full_disk=of)
+
+    def set_clock(self, of: Side, seconds: float) -> FaultPlan:
+        """Let a machine's wall clock be so far ahead."""
+        return replace(self, clock_seconds=(*self.clock_seconds, (of, seconds)))
+
+    def lose_devices(self, num_gone: int) -> FaultPlan:
+        """Kill so many devices in the same moment; they come back some rounds later."""
+        return replace(self, num_gone=num_gone)
+
+    def upgrade(self) -> FaultPlan:
+        """End the device in mid-round as systemd does, and start another version in its place."""
+        return replace(self, is_upgraded=True)
+
+    # Of a secure session.
 
     def drop(self, *, client: str, after: str | None) -> FaultPlan:
         """Also let a device vanish behind a phase of a secure session."""
@@ -72,74 +221,3 @@ class FaultPlan:
         """Also change what a device answers in a phase."""
         lie = Lie(action=action, client=client, by_server=False, change=change)
         return replace(self, lies=(*self.lies, lie))
-
-    def limit(self, way: Way, connection: int) -> int | None:
-        """Return after how many bytes this way of a connection ends; None: never."""
-        found = [c.after_bytes for c in self.cuts if (c.way, c.connection) == (way, connection)]
-        return min(found, default=None)
-
-
-class Proxy:
-    """Passes TCP connections on to a port, and does to them what a plan says."""
-
-    def __init__(self, port: int, plan: FaultPlan) -> None:
-        self.num_cuts = 0
-        self.num_connections = 0
-        self._target = port
-        self._plan = plan
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self._open: list[socket.socket] = []
-        self._threads = [threading.Thread(target=self._accept)]
-        self.port = int(self._listener.getsockname()[1])
-
-    def __enter__(self) -> Self:
-        self._threads[0].start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        _end(self._listener)
-        self._threads[0].join()
-        for end in self._open:
-            _end(end)
-        for thread in self._threads[1:]:
-            thread.join()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                device, _ = self._listener.accept()
-                server = socket.create_connection(("127.0.0.1", self._target))
-            except OSError:
-                return
-            number, self.num_connections = self.num_connections, self.num_connections + 1
-            self._open += [device, server]
-            ways: tuple[tuple[Way, socket.socket, socket.socket], ...]
-            ways = (("up", device, server), ("down", server, device))
-            for way, source, sink in ways:
-                limit = self._plan.limit(way, number)
-                thread = threading.Thread(target=self._pass, args=(source, sink, limit))
-                self._threads.append(thread)
-                thread.start()
-
-    def _pass(self, source: socket.socket, sink: socket.socket, limit: int | None) -> None:
-        num_passed = 0
-        with contextlib.suppress(OSError):
-            while data := source.recv(READ_BYTES):
-                num_passed += len(data)
-                if limit is not None and num_passed > limit:
-                    self.num_cuts += 1
-                    break
-                sink.sendall(data)
-        _end(source)
-        _end(sink)
-
-
-def _end(end: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        end.shutdown(socket.SHUT_RDWR)
-    end.close()

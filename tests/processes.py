@@ -225,11 +225,21 @@ class Processes:
         process.wait()
         return process
 
-    def _start(self, module: str, arguments: list[str], *, as_command: bool = False) -> Process:
+    def _start(
+        self,
+        module: str,
+        arguments: list[str],
+        *,
+        as_command: bool = False,
+        prepare: Callable[[], object] | None = None,
+    ) -> Process:
+        """Start a command; a forked one calls ``prepare`` in itself before it begins."""
         log = self.folder / f"{len(self._started)}-{module}.log"
         log.touch()
-        start = self._start_command if as_command else self._fork
-        process = start(module, arguments, log)
+        if as_command:
+            process = self._start_command(module, arguments, log)
+        else:
+            process = self._fork(module, arguments, log, prepare)
         self._started.append(process)
         return process
 
@@ -250,9 +260,11 @@ class Processes:
         self._joins.append(command.wait)
         return Process(log=log, pid=command.pid, poll=command.poll)
 
-    def _fork(self, module: str, arguments: list[str], log: Path) -> Process:
+    def _fork(
+        self, module: str, arguments: list[str], log: Path, prepare: Callable[[], object] | None
+    ) -> Process:
         child = _nursery().Process(
-            target=_become, args=(module, arguments, str(log), self._environment())
+            target=_become, args=(module, arguments, str(log), self._environment(), prepare)
         )
         child.start()
         assert child.pid is not None
@@ -274,7 +286,13 @@ def _nursery() -> Any:
     return context
 
 
-def _become(module: str, arguments: list[str], log: str, environment: dict[str, str]) -> None:
+def _become(
+    module: str,
+    arguments: list[str],
+    log: str,
+    environment: dict[str, str],
+    prepare: Callable[[], object] | None,
+) -> None:
     """Turn this forked process into a command."""
     os.setsid()
     os.chdir(ROOT)
@@ -283,6 +301,8 @@ def _become(module: str, arguments: list[str], log: str, environment: dict[str, 
     for stream in (sys.stdout.fileno(), sys.stderr.fileno()):
         os.dup2(descriptor, stream)
     sys.argv = [f"headwater-{module}", *arguments]
+    if prepare is not None:
+        prepare()
     if module == "server":
         from server.cli import main
     elif module == "client":
@@ -290,6 +310,15 @@ def _become(module: str, arguments: list[str], log: str, environment: dict[str, 
     else:
         from simulation.cli import main
     main()
+
+
+def ended(target: Callable[..., object], *arguments: object) -> int:
+    """Call a function in a process of its own, and return how that ended."""
+    child = _nursery().Process(target=target, args=arguments)
+    child.start()
+    child.join(WAIT_SECONDS)
+    assert child.exitcode is not None, f"{target} did not end"
+    return int(child.exitcode)
 
 
 def port_of(server: Process) -> int:

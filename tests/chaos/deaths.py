@@ -1,0 +1,127 @@
+"""Points of a round at which a process kills itself, each a call of our own code.
+
+A process that is armed counts its calls of one function from the moment on that a file appears, and
+sends itself SIGKILL before or behind one of them. Nothing else in it is changed: it is the real
+process, and the kernel ends it as it would for anybody's SIGKILL.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from tests.faults import Death, Side
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Point:
+    """Before or behind a call; or "in" it: a file is written so far, as its first argument's."""
+
+    side: Side
+    target: str
+    when: Literal["before", "behind", "in"]
+
+
+def _server(target: str, when: Literal["before", "behind", "in"] = "before") -> Point:
+    return Point(side="server", target=f"server.{target}", when=when)
+
+
+def _client(target: str, when: Literal["before", "behind", "in"] = "before") -> Point:
+    return Point(side="client", target=f"client.{target}", when=when)
+
+
+# In the order of a round.
+POINTS = {
+    "before the plans": _server("planning:Planning.plan"),
+    "plans sent": _server("intake:Intake.ask", "behind"),
+    "first update announced": _server("uploads:Uploads.announce"),
+    "in mid-upload": _server("uploads:Uploads.take_chunk"),
+    "uploaded, not verified": _server("staging:Staging.verify"),
+    "acknowledged, not folded": _server("open_round:OpenRound.take"),
+    "folded": _server("open_round:OpenRound.take", "behind"),
+    "stepped": _server("training:Training.commit", "behind"),
+    "noted": _server("metrics:Journal.append", "behind"),
+    "before the checkpoint": _server("checkpoint:save"),
+    "in the checkpoint": _server("checkpoint:write_tensors", "in"),
+    "behind the checkpoint": _server("checkpoint:save", "behind"),
+    "before its plan": _client("work:Work.take_instruction"),
+    "plan received": _client("node:Node.answer"),
+    "training": _client("window_sum:add"),
+    "in the spool": _client("spool:SpooledWindow.keep", "behind"),
+    "trained, place not kept": _client("kept:StateFile.write"),
+    "trained, place kept": _client("kept:StateFile.write", "behind"),
+    "in its upload": _client("uplink:Uplink._write_of_work"),
+    "uploaded, not acknowledged": _client("work:Work.take_receipt"),
+    "acknowledged": _client("work:Work.take_receipt", "behind"),
+    "handed over": _client("node:Node.handed_over", "behind"),
+}
+
+
+def arm(death: Death, trigger: Path) -> None:
+    """Let this process die as it is told, once ``trigger`` is there."""
+    arm_at(POINTS[death.point], trigger, call=death.call, after_bytes=death.after_bytes)
+
+
+def arm_at(point: Point, trigger: Path, *, call: int = 1, after_bytes: int | None = None) -> None:
+    """Let this process die at a point, which need not be one of ``POINTS``."""
+    module_name, _, path = point.target.partition(":")
+    owner: Any = importlib.import_module(module_name)
+    *outer, name = path.split(".")
+    for part in outer:
+        owner = getattr(owner, part)
+    dying = _dying(getattr(owner, name), _Calls(call, trigger), point, after_bytes)
+    setattr(owner, name, dying)
+
+
+class _Calls:
+    """Counts calls; ``is_last`` says whether this one is it."""
+
+    def __init__(self, number: int, trigger: Path) -> None:
+        self._left, self._trigger = number, trigger
+
+    def is_last(self) -> bool:
+        if self._trigger.exists():
+            self._left -= 1
+        return self._left == 0
+
+
+def _dying(
+    whole: Callable[..., Any], calls: _Calls, point: Point, after_bytes: int | None
+) -> Callable[..., Any]:
+    """Return the function as it is, but for one call."""
+
+    @functools.wraps(whole)
+    def dying(*arguments: Any, **named: Any) -> Any:
+        is_last = calls.is_last()
+        if is_last and point.when == "before":
+            die()
+        done = whole(*arguments, **named)
+        if is_last and point.when == "in":
+            os.truncate(arguments[0], min(after_bytes or 0, arguments[0].stat().st_size))
+        if is_last:
+            die()
+        return done
+
+    @functools.wraps(whole)
+    async def dying_later(*arguments: Any, **named: Any) -> Any:
+        is_last = calls.is_last()
+        if is_last and point.when == "before":
+            die()
+        done = await whole(*arguments, **named)
+        if is_last:
+            die()
+        return done
+
+    return dying_later if inspect.iscoroutinefunction(whole) else dying
+
+
+def die() -> None:
+    """End this process at once."""
+    os.kill(os.getpid(), signal.SIGKILL)
