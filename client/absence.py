@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import datetime as dt
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from client.allowance import Allowance
 from common.errors import BytesUsedUp, DeviceAway, OutsideUploadWindow, SettingsError, WorkingHours
@@ -30,6 +30,7 @@ MOST_LEAD_SECONDS = 1800.0
 TIMES_AS_LONG = 2.0
 
 ONE_SECOND = dt.timedelta(seconds=1)
+ONE_DAY = dt.timedelta(days=1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -179,7 +180,10 @@ class Absence:
                 )
             path = chosen.state_folder / f"{name}.bytes.json"
             self._allowance = Allowance(path, bytes_per_day=chosen.bytes_per_day)
-        away_by_hours(chosen, now(), zone=zone)  # do they leave any time?
+        self._away: Away | None = None
+        self._closing: dt.datetime | None = None
+        self._found_at = self._holds_until = now()  # nothing was found so far
+        self.by_hours()  # do they leave any time?
 
     @property
     def is_set(self) -> bool:
@@ -195,8 +199,19 @@ class Absence:
         return lead_seconds(self._vector_bytes, bytes_per_second)
 
     def by_hours(self, *, lead: float = 0.0) -> Away | None:
-        """Return how the hours keep the device away now, or within ``lead`` seconds."""
-        return away_by_hours(self._chosen, self._now(), lead=lead, zone=self._zone)
+        """Return how the hours keep the device away now, or within ``lead`` seconds.
+
+        Asked each second, so what was found holds until it changes, or the clock is set back.
+        """
+        now = self._now()
+        if not self._found_at <= now < self._holds_until:
+            self._away, self._closing = hours_change(self._chosen, now, zone=self._zone)
+            self._found_at, self._holds_until = now, self._closing or now + ONE_DAY
+        if self._away is not None:
+            return replace(self._away, since=now)
+        if self._closing is None or (self._closing - now).total_seconds() > lead:
+            return None
+        return hours_change(self._chosen, self._closing, zone=self._zone)[0]
 
     def by_bytes(self, needed: int) -> Away | None:
         """Return how the bytes of the day keep a device away that needs so many more."""

@@ -16,6 +16,7 @@ import torch
 
 from common.wire import MAX_FRAME_BYTES, MAX_REPLY_HEAD_BYTES
 from common.wire_pb2 import Instruction, Leave
+from server.attendance import MOST_REASON
 from tests.attacks.raw import (
     NUM_EXAMPLES,
     VECTOR,
@@ -364,6 +365,30 @@ def test_a_device_that_leaves_before_it_is_known_may_come_back() -> None:
                 await again.enter()
                 await again.describe()
                 await be_honest(run, again)
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize(
+    ("code", "noted"),
+    [("WorkingHours", "WorkingHours"), ("x" * 100_000, "HeadwaterError"), ("\0", "HeadwaterError")],
+)
+def test_a_device_may_say_why_it_leaves_for_a_while_and_no_more(code: str, noted: str) -> None:
+    async def play() -> None:
+        async with cohort("away", "honest") as (run, away, honest):
+            await away.describe()
+            await honest.describe()
+            await away.plan()
+            await away.send(leave=Leave(code=code, text="y" * 100_000))
+            await away.end()
+            await be_honest(run, honest)
+            assert run.refusals == {noted: 1}
+            told = run.rows[0].refused["away"]
+            assert told.startswith(f"{noted}: ")
+            assert len(told) < 1200
+            (device,) = (one for one in run.intake.attendance.devices() if one.name == "away")
+            assert device.refusal_code == noted
+            assert len(device.refusal_text or "") <= MOST_REASON
 
     asyncio.run(play())
 

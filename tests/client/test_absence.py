@@ -7,7 +7,7 @@ from pathlib import Path
 from zoneinfo import ZoneInfo
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from client.absence import (
@@ -91,6 +91,7 @@ def test_hours_that_leave_no_time_at_all_are_an_error() -> None:
         Absence(never, name="pi", image_bytes=8, vector_bytes=8, now=lambda: at("20 12:00"))
 
 
+@settings(deadline=None)
 @given(
     st.sampled_from([NIGHTS, OFFICE, Client(upload_window="Sun 01:00-02:00")]),
     st.datetimes(dt.datetime(2026, 1, 1), dt.datetime(2027, 1, 1)),
@@ -107,6 +108,23 @@ def test_a_device_is_back_when_it_says(chosen: Client, naive: dt.datetime, lead:
     assert (away.since - now).total_seconds() <= lead
     assert why_away(chosen, wall_of(away.since, BERLIN)) is not None
     assert why_away(chosen, wall_of(away.until, BERLIN)) is None
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(-200_000, 200_000), min_size=1, max_size=20), st.floats(0, 3600))
+def test_what_is_remembered_of_the_hours_is_what_would_be_found_anew(
+    seconds: list[int], lead: float
+) -> None:
+    clock = [dt.datetime(2026, 3, 28, 12, tzinfo=dt.UTC)]
+    both = Client(upload_window="22:00-06:30", working_hours="Sun 02:30-05:00")
+    absence = Absence(
+        both, name="pi", image_bytes=8, vector_bytes=8, now=lambda: clock[0], zone=BERLIN
+    )
+    for step in seconds:
+        clock[0] += dt.timedelta(seconds=step)
+        found = absence.by_hours(lead=lead), away_by_hours(both, clock[0], lead=lead, zone=BERLIN)
+        told = [away and (repr(away.error), away.since, away.until) for away in found]
+        assert told[0] == told[1]
 
 
 def test_the_lead_grows_with_the_upload_and_has_an_end() -> None:

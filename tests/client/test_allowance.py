@@ -7,7 +7,7 @@ import logging
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from client.allowance import MOST_DAYS, Allowance, counted
@@ -50,6 +50,7 @@ def test_a_clock_that_is_wrong_for_a_while_forgets_nothing(tmp_path: Path, wrong
     assert allowance(path).used(wrong) == 10
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.dates(), st.integers(0, 2**40)), min_size=1, max_size=40))
 def test_the_days_that_were_counted_on_last_are_kept(moved: list[tuple[dt.date, int]]) -> None:
     days: dict[dt.date, int] = {}

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from zoneinfo import ZoneInfo
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.weekly import FARTHEST_DAYS, Weekly, next_change, wall_of, weekly
@@ -127,6 +127,7 @@ def texts(draw: st.DrawFn) -> str:
     return ", ".join(windows)
 
 
+@settings(deadline=None)
 @given(
     texts(),
     st.sampled_from(ZONES),
