@@ -102,7 +102,7 @@ def _leave_session(asked: Asked, plan: Plan) -> None:
     between = asked.between
     between.drop()
     if plan.is_masked and not records.is_view(asked.message.content):
-        between.recall()
+        between.prepare()
 
 
 def _hold(asked: Asked, plan: Plan, update: Update) -> None:

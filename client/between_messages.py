@@ -59,12 +59,18 @@ class BetweenMessages:
         """Whether an update waits here for its next message."""
         return records.kept_bytes(self._context, PARKED) is not None
 
-    def recall(self) -> None:
-        """Take up what the state file says: that is never older than the context.
+    def prepare(self) -> None:
+        """Take up what was forced to disk; see to it, before hours of work, that more can be.
 
         Raises:
-            StateError: it cannot be read.
+            StateError: the state file can be read or written no more, or keys have no place.
         """
+        self._recall()
+        self.note()
+        self._key.check()
+
+    def _recall(self) -> None:
+        """Take up what the state file says: that is never older than the context."""
         if self._file is not None:
             for name, plain in self._file.read().items():
                 records.keep(self._context, name, plain)
@@ -100,7 +106,7 @@ class BetweenMessages:
             UpdateNotHeld: there is none, or its key is gone.
             StateError: the state file cannot be read.
         """
-        self.recall()
+        self._recall()
         sealed = records.kept_bytes(self._context, PARKED) or b""
         device, trained, parked = unpark(
             sealed,

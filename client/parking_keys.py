@@ -34,6 +34,14 @@ REMEDY = (
 class ParkingKey(Protocol):
     """The key of one device's update, where later processes find it."""
 
+    def check(self) -> None:
+        """Check that there is a place for a key.
+
+        Raises:
+            StateError: there is none.
+        """
+        ...
+
     def make(self) -> Secret:
         """Make a new key in place of any other.
 
@@ -67,6 +75,9 @@ class KeyFile:
         self._name = name
         self._file = f"{name}-{run_id}.key"
         self._chosen = folder
+
+    def check(self) -> None:
+        self._path()
 
     def make(self) -> Secret:
         self.erase()
@@ -118,6 +129,9 @@ class SimulatedKey:
 
     def __init__(self, *, name: str, run_id: int) -> None:
         self._seed = f"headwater simulated parking {run_id} {name}".encode()
+
+    def check(self) -> None:
+        pass
 
     def make(self) -> Secret:
         return self.read()

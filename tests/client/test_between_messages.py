@@ -301,6 +301,14 @@ def test_the_folder_in_memory_is_the_user_s_alone(
     assert "runtime=" in caught.value.remedy
 
 
+def test_a_device_without_a_place_for_keys_says_so_before_it_trains(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+    device = FlowerDevice(0, tmp_path, runtime=str(tmp_path / "file"))
+    with pytest.raises(StateError):
+        ready(device, plan())
+    assert resident().task.seen == []  # type: ignore[attr-defined]
+
+
 def test_a_new_key_takes_the_place_of_the_old_one_and_a_link_is_not_followed(
     tmp_path: Path,
 ) -> None:
