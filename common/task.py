@@ -44,8 +44,9 @@ class Examples(Protocol):
 class Task(Protocol):
     """The three methods that a task must have.
 
-    It may also have ``test_examples() -> Examples``, ``collate(examples) -> batch`` and
-    ``max_weight_per_example: int`` (1 where absent).
+    It may also have ``test_examples() -> Examples``, ``collate(examples) -> batch``,
+    ``max_weight_per_example: int`` (1 where absent) and ``columns(examples) -> Mapping[str,
+    Sequence]``, for partitions (``common.columns``).
     """
 
     def new_model(self) -> nn.Module:

@@ -100,6 +100,11 @@ class PictureFiles(Dataset[Example]):
         if num_others:
             log.warning("%s: %d files are no pictures and were left out", folder, num_others)
 
+    @property
+    def targets(self) -> list[int]:
+        """The class of each picture, for a partition by label: no file is opened for it."""
+        return [label for _, label in self._files]
+
     def __len__(self) -> int:
         return len(self._files)
 
@@ -114,6 +119,10 @@ class DigitPictures(Dataset[Example]):
 
     def __init__(self, rows: Sequence[int]) -> None:
         self._rows = rows
+
+    @property
+    def targets(self) -> np.ndarray:
+        return _digits()[1][self._rows]
 
     def __len__(self) -> int:
         return len(self._rows)

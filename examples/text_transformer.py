@@ -9,7 +9,8 @@ agree on: a byte is a token. Try it::
         --optimizer adam --learning-rate 0.003
 
 ``--data`` takes a folder of texts, or one file. Without it the devices share the sources of
-Python's standard library, which every device has.
+Python's standard library, which every device has; ``--partition column:module`` gives each whole
+modules.
 """
 
 import logging
@@ -45,11 +46,15 @@ class TextTransformer:
         if data is not None:
             return stretches(_texts_in(data))
         # Neighbours stay together: each device has a few modules of its own.
-        train, _ = _sample()
+        train = _sample()[0]
         return train[len(train) * part // num_parts : len(train) * (part + 1) // num_parts]
 
     def test_examples(self) -> list[bytes]:
         return _sample()[1]
+
+    def columns(self, examples: Sequence[bytes]) -> dict[str, list[str]]:
+        """Name the module that each of the bundled stretches is of."""
+        return {"module": _sample()[2]}
 
     def collate(self, examples: Sequence[bytes]) -> tuple[Tensor, Tensor]:
         """Return input tokens [B, T] and target bytes [B, T], padded on the right."""
@@ -145,11 +150,20 @@ def _texts_in(path: Path) -> list[bytes]:
 
 
 @cache
-def _sample() -> tuple[list[bytes], list[bytes]]:
-    """Return stretches of the standard library's modules: all but every tenth, and the rest."""
+def _sample() -> tuple[list[bytes], list[bytes], list[str]]:
+    """Return stretches of the standard library's modules: all but every tenth, and the rest.
+
+    And the names of the modules that the first ones are of.
+    """
     modules = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     texts = [module.read_bytes() for module in modules]
     test = stretches(texts[::10])
     step = max(len(test) // NUM_TEST_EXAMPLES, 1)
-    train = stretches([text for place, text in enumerate(texts) if place % 10])
-    return train, test[::step][:NUM_TEST_EXAMPLES]
+    of_module = {
+        module.stem: stretches([text])
+        for place, (module, text) in enumerate(zip(modules, texts, strict=True))
+        if place % 10
+    }
+    train = [stretch for cut in of_module.values() for stretch in cut]
+    names = [name for name, cut in of_module.items() for _ in cut]
+    return train, test[::step][:NUM_TEST_EXAMPLES], names

@@ -18,6 +18,7 @@ KEYS = {
     "fairness": "share_of_examples",
     "masking": "keystream",
     "noise_scale": "told_over_true",
+    "partitions": "iid",
     "planning": "assign",
     "round_trip": "clients_1",
     "secure_round": "plain_round_seconds",

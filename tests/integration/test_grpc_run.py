@@ -6,6 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from common.partition import rule_of
+from common.shares import Shares
+from common.task import load_task
 from server.cohort import select
 from tests.processes import Process, Processes, model_digest, port_of, rows, write_task
 
@@ -127,3 +130,28 @@ def test_a_round_is_told_in_full(tmp_path: Path) -> None:
         assert client["peak_bytes"] > 0
         assert client["reason"] == "quota"
     assert sorted(client["name"] for client in row["clients"]) == ["0", "1"]
+
+
+def test_devices_that_a_partition_deals_to_make_the_simulators_model(tmp_path: Path) -> None:
+    settings = (*ROUNDS, *PLAN, *ADAM, "--seed", 3)
+    dealt = ("--partition", "dirichlet:0.5", "--seed", 3)
+    task = write_task(tmp_path).spec
+    with Processes(tmp_path) as processes:
+        server = processes.server(*settings, task=task)
+        port = port_of(server)
+        clients = [processes.client(port, part, *dealt, task=task) for part in range(2)]
+        for process in (server, *clients):
+            process.succeed()
+        found = simulated(processes, *settings, *dealt[:2], task=task)
+        assert model_digest(tmp_path / "out") == found
+    rule = rule_of("dirichlet:0.5", examples_per_device=None, seed=3)
+    shares = Shares(load_task(task))
+    sizes = [len(shares.of(rule, data=None, part=part, num_parts=2)) for part in range(2)]
+    first = {
+        client["name"]: client["num_examples"] for client in rows(tmp_path / "out")[0]["clients"]
+    }
+    # By themselves they would have 50 and 57 examples: here they share the 50 of one.
+    assert sum(sizes) == 50
+    assert (
+        first == {str(part): min(size, 24) for part, size in enumerate(sizes)} != {"0": 24, "1": 24}
+    )
