@@ -30,10 +30,11 @@ MIDDAY = Client(upload_window="11:00-13:00")
 
 
 @pytest.fixture
-def noon(monkeypatch: pytest.MonkeyPatch) -> None:
+def noon(monkeypatch: pytest.MonkeyPatch) -> dt.timezone:
     """Let the clock on the wall of the commands that are started show about noon."""
-    hour = time.gmtime().tm_hour
-    monkeypatch.setenv("TZ", f"XXX{hour - 12:+d}")
+    behind = time.gmtime().tm_hour - 12
+    monkeypatch.setenv("TZ", f"XXX{behind:+d}")
+    return dt.timezone(dt.timedelta(hours=-behind))
 
 
 class WallClock:
@@ -163,16 +164,13 @@ def test_a_device_whose_bytes_are_used_up_is_away_for_the_rest_of_the_day_also_a
         assert len(rows(out)) == 2
 
 
-@pytest.mark.usefixtures("noon")
-def test_a_device_connects_when_its_hours_begin(tmp_path: Path) -> None:
+def test_a_device_connects_when_its_hours_begin(tmp_path: Path, noon: dt.timezone) -> None:
     task, out = write_task(tmp_path).spec, tmp_path / "out"
-    soon = dt.datetime.now() + dt.timedelta(seconds=6)
-    wall = (soon - dt.timedelta(hours=soon.hour - 12)).time().isoformat("seconds")
+    soon = dt.datetime.now(noon).replace(microsecond=0) + dt.timedelta(seconds=6)
     with Processes(tmp_path) as processes:
         server = processes.server("--rounds", 1, "--accumulation-steps", 1, *PLAN, task=task)
-        window = ("--upload-window", f"{wall}-22:00")
+        window = ("--upload-window", f"{soon:%H:%M:%S}-22:00")
         client = processes.client(port_of(server), 0, *window, task=task, as_command=True)
         for process in (client, server):
             process.succeed()
-    opened_at = soon.replace(microsecond=0).astimezone(dt.UTC)
-    assert dt.datetime.fromisoformat(seen(out)["first_seen"]) >= opened_at
+    assert dt.datetime.fromisoformat(seen(out)["first_seen"]) >= soon
