@@ -176,7 +176,7 @@ def fuzz(minutes: float) -> Figures:
 def main() -> None:
     flags = arguments(__doc__, minutes=MINUTES)
     logging.disable(logging.WARNING)  # a line for each refusal
-    figures = {"lines": coverage(50 if flags.quick else 1000)}
+    figures = {"lines": coverage(30 if flags.quick else 200)}
     figures |= fuzz(0.05 if flags.quick else flags.minutes)
     report(figures, as_json=flags.json, doc=__doc__)
 

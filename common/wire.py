@@ -27,6 +27,8 @@ KEEPALIVE = (
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    # Nothing compressed: a frame of a megabyte could be a gigabyte of zeros.
+    ("grpc.compression_enabled_algorithms_bitset", 1),
     ("grpc.max_receive_message_length", MAX_FRAME_BYTES),
     ("grpc.max_send_message_length", MAX_FRAME_BYTES),
 )

@@ -55,8 +55,9 @@ class Frames:
         if self.left < FRAMES:
             self.left = min(self.left + (now - self.at) * FRAMES_PER_SECOND, FRAMES)
         self.at = now
-        self.left -= 1
-        return self.left >= 0
+        may = self.left >= 1
+        self.left -= may
+        return may
 
 
 def subscriber(address: str) -> str:

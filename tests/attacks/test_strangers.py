@@ -1,0 +1,451 @@
+"""Those who have no business at the port: each is refused, counted, and costs next to nothing.
+
+What a device that was let in may send is in ``test_device.py``; what strangers may say to the
+enrolment port is in ``tests/integration/test_enrolment.py``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import grpc
+import grpc.aio
+import psutil
+import pytest
+
+from common.tls import Credentials
+from common.wire import METHOD, PROTOCOL_VERSION
+from common.wire_pb2 import Chunk, ClientFrame, Leave
+from server import port as port_module
+from server.identities import Identities
+from server.port import Strangers
+from server.ration import BURST, FRAMES, FRAMES_PER_ASK, Frames
+from tests.attacks.fuzzing import is_served, record, send_bytes
+from tests.attacks.raw import LIMITLESS, RawDevice, Run, cohort, serving
+from tests.certificates import credentials_of, make_folder, put_signed, revoke, tls_of
+
+TLS_HELLO = bytes.fromhex("1603010200010001fc0303") + bytes(32)
+HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+SETTINGS = bytes.fromhex("000000040000000000")
+HALF_A_HEADERS_FRAME = bytes.fromhex("0000400104") + b"\x00"
+
+
+async def until(claim: Callable[[], bool], *, seconds: float = 15.0) -> None:
+    """Wait until it holds."""
+    async with asyncio.timeout(seconds):
+        while not claim():
+            await asyncio.sleep(0.02)
+
+
+# At the door: TCP, TLS and HTTP/2.
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the port wait for one second where it waits for ten, and for sixty."""
+    monkeypatch.setattr(port_module, "HANDSHAKE_SECONDS", 1)
+    monkeypatch.setattr(port_module, "IDLE_SECONDS", 1)
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"",
+        b"G",
+        TLS_HELLO,
+        HTTP2_PREFACE[:10],
+        HTTP2_PREFACE,
+        HTTP2_PREFACE + SETTINGS,
+        HTTP2_PREFACE + SETTINGS + HALF_A_HEADERS_FRAME,
+    ],
+    ids=[
+        "nothing",
+        "a letter",
+        "half a TLS hello",
+        "half a preface",
+        "a preface",
+        "settings, no stream",
+        "half a frame of headers",
+    ],
+)
+def test_who_dawdles_before_a_stream_is_hung_up_on(said: bytes) -> None:
+    """Slow-loris: a connection that says one thing and then nothing is closed by the server."""
+
+    async def play() -> None:
+        async with serving() as run:
+            reader, writer = await asyncio.open_connection("127.0.0.1", run.port)
+            writer.write(said)
+            async with asyncio.timeout(15):
+                with contextlib.suppress(ConnectionError):
+                    while await reader.read(4096):
+                        pass
+            writer.close()
+            assert await is_served(run.port)
+
+    asyncio.run(play())
+
+
+@pytest.mark.usefixtures("impatient")
+def test_bytes_that_trickle_in_do_not_hold_a_connection(tmp_path: Path) -> None:
+    """One byte at a time, each in good time: the handshake has one deadline as a whole."""
+    certs = make_folder(tmp_path)
+
+    async def play() -> None:
+        async with serving(credentials=credentials_of(certs, "server")) as run:
+            reader, writer = await asyncio.open_connection("127.0.0.1", run.port)
+            begun = time.monotonic()
+            with contextlib.suppress(ConnectionError):
+                while not reader.at_eof() and time.monotonic() < begun + 15:
+                    writer.write(b"\x16")
+                    await writer.drain()
+                    await asyncio.sleep(0.1)
+            assert reader.at_eof() or reader.exception() is not None
+            writer.close()
+
+    asyncio.run(play())
+
+
+@pytest.mark.usefixtures("impatient")
+def test_strangers_with_no_or_false_certificates_get_no_stream_and_are_counted(
+    tmp_path: Path,
+) -> None:
+    certs, others = make_folder(tmp_path / "ours", "0"), make_folder(tmp_path / "theirs", "0")
+    put_signed(certs, "late", days=(-3, -1))
+    server = credentials_of(certs, "server")
+    ours = credentials_of(certs, "0")
+    theirs = credentials_of(others, "0")
+    shown = {
+        "an expired certificate": credentials_of(certs, "late"),
+        "another authority's": Credentials(
+            ca=ours.ca, certificate=theirs.certificate, key=theirs.key
+        ),
+    }
+
+    async def knock(channel: grpc.aio.Channel) -> grpc.StatusCode:
+        async with channel:
+            call = channel.stream_stream(METHOD)()
+            with pytest.raises(grpc.aio.AioRpcError) as refusal:
+                await call.read()
+            return refusal.value.code()
+
+    async def play() -> None:
+        async with serving(credentials=server) as run:
+            here = f"127.0.0.1:{run.port}"
+            nothing_shown = grpc.ssl_channel_credentials(ours.ca)
+            codes = [
+                await knock(grpc.aio.insecure_channel(here)),
+                await knock(grpc.aio.secure_channel(here, nothing_shown)),
+            ]
+            for stranger in shown.values():
+                async with RawDevice(run.port, "0", credentials=stranger) as device:
+                    with pytest.raises(grpc.aio.AioRpcError) as refusal:
+                        await device.enter()
+                    codes.append(refusal.value.code())
+            assert codes == [grpc.StatusCode.UNAVAILABLE] * 4
+            assert run.intake.connected() == []
+            async with RawDevice(run.port, "0", credentials=ours) as device:
+                await device.enter()
+                # gRPC tries again by itself, so there may be more of them than we sent.
+                await until(lambda: run.refusals["NoStream"] >= 4)
+                await device.send(leave=Leave())
+                await device.end()
+
+    asyncio.run(play())
+
+
+def test_a_stranger_is_a_connection_that_brought_no_stream_in_time() -> None:
+    strangers = Strangers()
+    for second in range(5):
+        strangers.begun(float(second))
+    for peer in ("ipv4:192.0.2.1:1", "ipv4:192.0.2.1:2", "ipv4:192.0.2.1:1"):
+        strangers.brought_stream(peer)
+    late = 5.0 + port_module.HANDSHAKE_SECONDS
+    assert strangers.count(2.0) == 0
+    assert strangers.count(late) == 3
+    strangers.begun(late)
+    strangers.brought_stream("ipv4:192.0.2.1:3")
+    assert strangers.count(late) == 3
+    assert strangers.count(2 * late) == 3
+
+
+def test_connections_that_hold_still_are_no_more_than_the_port_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Descriptors are left for the checkpoint, however many connections strangers open."""
+    monkeypatch.setattr(port_module, "MAX_DESCRIPTORS", port_module.RESERVED_DESCRIPTORS + 20)
+
+    async def play() -> None:
+        async with serving() as run:
+            before = psutil.Process().num_fds()
+            writers = []
+            for _ in range(60):
+                _, writer = await asyncio.open_connection("127.0.0.1", run.port)
+                writers.append(writer)
+            await asyncio.sleep(0.5)
+            # Both ends are in this process: 60 of ours, and at the most 20 of the server's.
+            assert psutil.Process().num_fds() - before <= 60 + 20 + 5
+            for writer in writers:
+                writer.close()
+            await asyncio.sleep(0.5)
+            assert await is_served(run.port)
+
+    asyncio.run(play())
+
+
+def test_a_request_that_fells_grpc_s_server_costs_no_stream_and_the_port_opens_again() -> None:
+    """A path that is not UTF-8: found by the fuzzer."""
+
+    async def play() -> None:
+        async with cohort("honest") as (run, honest):
+            await honest.describe()
+            plan = await honest.plan()
+            recorded = await record(run.port)
+            felling = recorded.replace(METHOD.encode(), METHOD.encode()[:-1] + b"\xff")
+            assert felling != recorded
+            port = run.intake._port
+            assert port is not None
+            for times in (1, 2):
+                await send_bytes(run.port, felling)
+                await until(lambda times=times: port.num_reopened == times)  # type: ignore[misc]
+                assert await is_served(run.port)
+            await honest.update(plan)
+            await run.end()
+            assert [row.num_clients for row in run.rows] == [1]
+
+    asyncio.run(play())
+
+
+# Behind the door.
+
+
+def test_a_compressed_frame_is_refused_however_small() -> None:
+    """A decompression bomb: 20 MB of zeros are 20 KB on the wire."""
+
+    async def play() -> None:
+        async with serving() as run:
+            channel = grpc.aio.insecure_channel(
+                f"127.0.0.1:{run.port}", options=LIMITLESS, compression=grpc.Compression.Gzip
+            )
+            async with channel:
+                call = channel.stream_stream(METHOD)()
+                bomb = ClientFrame(chunk=Chunk(data=bytes(20_000_000)))
+                with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                    await call.write(bomb.SerializeToString())
+                assert await call.code() == grpc.StatusCode.UNIMPLEMENTED
+            assert run.intake.bytes_up == 0
+            assert await is_served(run.port)
+
+    asyncio.run(play())
+
+
+def test_a_million_tiny_frames_end_their_stream_and_hold_up_nobody() -> None:
+    async def play() -> None:
+        async with cohort("attacker", "honest") as (run, attacker, honest):
+            await attacker.describe()
+            await honest.describe()
+            await attacker.plan()
+            plan = await honest.plan()
+            tiny = ClientFrame(chunk=Chunk(transfer_id="none")).SerializeToString()
+            num_sent = 0
+            with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                while num_sent < 1_000_000:
+                    await attacker.send_bytes(tiny)
+                    num_sent += 1
+            await attacker.end()
+            assert run.refusals["ProtocolMismatch"] == 1
+            # What it may, what was on its way when it heard, and no more.
+            assert FRAMES <= num_sent < 100_000
+            async with RawDevice(run.port, "attacker") as again:
+                await again.enter()
+                await again.send(leave=Leave())
+                await honest.update(plan)
+                await run.end()
+            assert [client.name for client in run.rows[0].clients] == ["honest"]
+
+    asyncio.run(play())
+
+
+def test_an_honest_stream_has_frames_to_spare() -> None:
+    frames, now = Frames(at=0.0), 0.0
+    for _ in range(10_000):  # rounds at full speed, of a description, a reply and three chunks
+        frames.asked(3 << 20)
+        assert all(frames.take(now) for _ in range(5))
+    assert frames.left <= FRAMES + FRAMES_PER_ASK + 6
+    idle = Frames(at=0.0)
+    assert sum(idle.take(0.0) for _ in range(5000)) == FRAMES
+    assert idle.take(2.0)  # it comes back with time
+
+
+async def knock_too_often(run: Run, *, credentials: Credentials | None = None) -> None:
+    """Come with a version that is none, more often than is rationed."""
+    for _ in range(int(BURST) + 5):
+        async with RawDevice(run.port, "0", credentials=credentials) as device:
+            with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                await device.hello(protocol_version=PROTOCOL_VERSION + 1)
+            await device.end()
+
+
+@pytest.fixture
+def no_refill(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a slow machine not give back what was taken."""
+    monkeypatch.setattr("server.ration.PER_SECOND", 0.0)
+
+
+@pytest.mark.usefixtures("no_refill")
+def test_who_is_refused_again_and_again_is_put_off_without_a_word() -> None:
+    async def play() -> None:
+        async with serving() as run:
+            await knock_too_often(run)
+            assert run.refusals == {"ProtocolMismatch": BURST, "TooManyAttempts": 5}
+
+    asyncio.run(play())
+
+
+@pytest.mark.usefixtures("no_refill")
+def test_a_revoked_device_that_comes_again_and_again_does_not_put_off_the_others(
+    tmp_path: Path,
+) -> None:
+    certs = make_folder(tmp_path, "0", "1")
+    server, revoked = credentials_of(certs, "server"), credentials_of(certs, "0")
+    identities = Identities.of(tls_of(certs, "server"), server)
+    revoke(certs, "0")
+
+    async def play() -> None:
+        async with serving(credentials=server, identities=identities) as run:
+            async with RawDevice(run.port, "0", credentials=revoked) as device:
+                await device.hello()
+                assert await device.refused() == "CertificateRevoked"
+            await knock_too_often(run, credentials=revoked)
+            assert run.refusals["TooManyAttempts"] == 6
+            other = credentials_of(certs, "1")
+            async with RawDevice(run.port, "1", credentials=other) as device:
+                await device.enter()
+
+    asyncio.run(play())
+
+
+# Let in, and up to no good.
+
+
+def test_an_enrolled_device_acts_as_no_other_and_reads_no_other_s_plan(tmp_path: Path) -> None:
+    certs = make_folder(tmp_path, "attacker", "honest")
+    own = credentials_of(certs, "attacker")
+
+    async def play() -> None:
+        server = credentials_of(certs, "server")
+        identities = Identities.of(tls_of(certs, "server"), server)
+        async with (
+            serving(credentials=server, identities=identities, min_clients=2) as run,
+            RawDevice(run.port, "attacker", credentials=own) as attacker,
+            RawDevice(run.port, "honest", credentials=credentials_of(certs, "honest")) as honest,
+        ):
+            await attacker.enter()
+            await honest.hello()
+            session = (await honest.next_of("welcome")).welcome.session
+            run.begin()
+            await attacker.describe()
+            await honest.describe()
+            plans = await asyncio.gather(attacker.plan(), honest.plan())
+            # Under the other's name, and with its session, which it cannot know.
+            async with RawDevice(run.port, "honest", credentials=own) as thief:
+                await thief.hello(session=session)
+                fault = await thief.next()
+                assert fault.fault.code == "IdentityRefused"
+                with pytest.raises(EOFError):
+                    await thief.next()
+            # With the other's message, which it cannot know either.
+            await attacker.update(plans[1])
+            assert (await attacker.fault()).code == "UnexpectedUpdate"
+            await attacker.update(plans[0])
+            await honest.update(plans[1])
+            await run.end()
+            assert [client.name for client in run.rows[0].clients] == ["attacker", "honest"]
+            assert run.rows[0].weight == 16
+
+    asyncio.run(play())
+
+
+async def says_nothing(device: RawDevice) -> None:
+    await asyncio.sleep(3600)
+
+
+async def never_answers_its_plan(device: RawDevice) -> None:
+    await device.describe()
+    await device.plan()
+    await asyncio.sleep(3600)
+
+
+async def announces_and_sends_nothing(device: RawDevice) -> None:
+    await device.describe()
+    plan = await device.plan()
+    await device.reply(plan, "{}", b"", num_bytes=44, sha256=bytes(32))
+    await asyncio.sleep(3600)
+
+
+async def sends_a_byte_now_and_then(device: RawDevice) -> None:
+    await device.describe()
+    plan = await device.plan()
+    await device.reply(plan, "{}", b"", num_bytes=44, sha256=bytes(32))
+    for offset in range(44):
+        await device.chunk(plan, offset, b"\0")
+        await asyncio.sleep(0.3)
+
+
+@pytest.mark.parametrize(
+    "stall",
+    [
+        says_nothing,
+        never_answers_its_plan,
+        announces_and_sends_nothing,
+        sends_a_byte_now_and_then,
+    ],
+)
+def test_nobody_stops_a_round_with_a_deadline_by_stalling(
+    stall: Callable[[RawDevice], Awaitable[None]],
+) -> None:
+    async def play() -> None:
+        async with cohort("attacker", "honest", deadline=2.0, silent_seconds=1.0, rounds=2) as (
+            run,
+            attacker,
+            honest,
+        ):
+            stalling = asyncio.ensure_future(stall(attacker))
+            await honest.describe()
+            for _ in range(2):
+                await honest.update(await honest.plan())
+            await run.end()
+            stalling.cancel()
+            await asyncio.gather(stalling, return_exceptions=True)
+            assert [[client.name for client in row.clients] for row in run.rows] == [
+                ["honest"],
+                ["honest"],
+            ]
+            assert run.intake.staged_bytes == 0
+
+    asyncio.run(play())
+
+
+SHAPES = {
+    "an update of 2^62 bytes": {"num_bytes": 2**62},
+    "an update of 2^64 - 1 bytes": {"num_bytes": 2**64 - 1},
+}
+
+
+@pytest.mark.parametrize("announced", SHAPES.values(), ids=SHAPES.keys())
+def test_a_shape_bomb_is_refused_before_anything_is_set_aside(announced: dict[str, int]) -> None:
+    async def play() -> None:
+        async with cohort("attacker", "honest") as (run, attacker, honest):
+            await attacker.describe()
+            await honest.describe()
+            await attacker.reply(await attacker.plan(), "{}", b"", **announced)
+            assert (await attacker.fault()).code == "OversizeUpdate"
+            assert run.intake.staged_bytes == 0
+            await honest.update(await honest.plan())
+            await run.end()
+
+    asyncio.run(play())
