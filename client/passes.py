@@ -47,8 +47,14 @@ class VectorSpoiled(Exception):
     """The vector holds garbage and must be emptied."""
 
 
-def add(plan: Plan, window: Window, positions: Positions, place: Workplace) -> Added:
-    """Add the gradients of one micro-batch to the vector.
+def add(
+    plan: Plan,
+    window: Window,
+    positions: Positions,
+    place: Workplace,
+    since_seconds: float,
+) -> Added:
+    """Add the gradients of one micro-batch to the vector; its seconds count from ``since_seconds``.
 
     Raises:
         LossNotFinite: nothing was added.
@@ -56,7 +62,6 @@ def add(plan: Plan, window: Window, positions: Positions, place: Workplace) -> A
         MemoryError: an allocation failed; the vector is spoiled.
         TaskError: the task breaks a rule.
     """
-    start_seconds = place.clock.seconds()
     place.memory.begin(len(positions))
     version = place.accumulator.values_P._version
     loss, weight, metrics = _forward(plan, window, positions, place)
@@ -87,8 +92,8 @@ def add(plan: Plan, window: Window, positions: Positions, place: Workplace) -> A
             weight=weight,
             loss=loss_value / weight if weight else 0.0,
             gradient_norm=norm,
-            seconds=place.clock.seconds() - start_seconds,
             peak_bytes=place.memory.end(len(positions)),
+            seconds=place.clock.seconds() - since_seconds,
         ),
     )
 

@@ -74,9 +74,11 @@ def num_until_finish(
     of the last ``steps`` together; and as many at least as the plan's fewest. None where the plan
     has no finish, or nothing can be told of the pace.
     """
+    if plan.finish_seconds is None:
+        return None
     recent = steps[-RECENT_STEPS:]
     seconds = math.fsum(step.seconds for step in recent)
-    if plan.finish_seconds is None or seconds == 0:
+    if seconds == 0:
         return None
     left_seconds = max(plan.finish_seconds - passed_seconds, 0.0)
     nearest = round(left_seconds / seconds * sum(step.num_examples for step in recent))

@@ -44,7 +44,7 @@ from common.update import MOST_STEPS, Plan, Step, StopReason
 
 log = logging.getLogger(__name__)
 
-Adding = Callable[[Plan, Window, Positions, Workplace], Added]
+Adding = Callable[[Plan, Window, Positions, Workplace, float], Added]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -72,11 +72,6 @@ class WindowSum:
             self.metric_sums[name] = self.metric_sums.get(name, 0.0) + value
         self.taken.append(positions)
         self.steps.append(added.step)
-
-    def count_from(self, start_seconds: float, end_seconds: float) -> None:
-        """Let the last step count from the end of the one before."""
-        seconds = max(end_seconds - start_seconds, 0.0)
-        self.steps[-1] = self.steps[-1].model_copy(update={"seconds": seconds})
 
     def cut_next(self, most: int) -> None:
         """Cut the next micro-batch in two where it has more examples than so many."""
@@ -134,15 +129,15 @@ def sum_window(
             break
         positions, num_steps, has_failed = total.left.popleft(), len(total.steps), False
         try:
-            total = _add_or_blame(plan, window, positions, total, place, add)
+            total = _add_or_blame(plan, window, positions, total, place, add, since_seconds)
         except MemoryError:
             has_failed = True  # settled below, where the error holds no activations any more
         if has_failed:
             total = _after_failed_allocation(plan, positions, total, place)
-        now_seconds = place.clock.seconds()
-        if len(total.steps) > num_steps:
-            total.count_from(since_seconds, now_seconds)
-        since_seconds = now_seconds
+        is_added = len(total.steps) > num_steps
+        since_seconds = (
+            since_seconds + total.steps[-1].seconds if is_added else place.clock.seconds()
+        )
         if keep_safe is not None:
             keep_safe(total)
     place.accumulator.check_views()
@@ -244,6 +239,7 @@ def _add_or_blame(
     total: WindowSum,
     place: Workplace,
     add: Adding,
+    since_seconds: float,
 ) -> WindowSum:
     """Add one micro-batch, or leave out who is to blame; return the total, or one begun again.
 
@@ -251,7 +247,7 @@ def _add_or_blame(
         MemoryError: in the attempt, or in the search for the culprits.
     """
     try:
-        total.add(positions, add(plan, window, positions, place))
+        total.add(positions, add(plan, window, positions, place, since_seconds))
         return total
     except LossNotFinite:
         bad = culprits_of_the_loss(plan, window, positions, place)

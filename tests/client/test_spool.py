@@ -293,13 +293,13 @@ class SlowDisk(FakeClock):
 def test_writing_takes_a_small_share_of_the_time_however_slow_the_disk(tmp_path: Path) -> None:
     # A write takes the second between two looks: twenty seconds pass before the next.
     asked = plan(22, 1)
-    place = replace(device(cut_at=8), clock=SlowDisk())
+    place = replace(device(cut_at=10), clock=SlowDisk())
     with pytest.raises(PowerCut):
         done(place, asked, spool(tmp_path, largest_share=1 / 20))
     again = device()
     done(again, asked, spool(tmp_path))
-    # Four looks and a second of work a micro-batch: behind the first, and behind the fifth.
-    assert len(seen_by(again)) == 22 - 5
+    # Two looks and a second of work a micro-batch: behind the first, and behind the eighth.
+    assert len(seen_by(again)) == 22 - 8
 
 
 class WallClock:

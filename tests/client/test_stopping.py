@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 
 from client.local_training import train
 from client.micro_batches import Place, window
-from client.stopping import num_until_finish
+from client.stopping import Watch, num_until_finish
+from client.window_sum import sum_window
 from client.workplace import Restraint
 from common.update import MOST_STEPS, Plan, Step, Update
 from tests.tasks import TwoLayers, examples
-from tests.workplaces import FakeClock, plan, sums, trained, workplace
+from tests.workplaces import FakeClock, plan, sums, trained, whole, workplace
 
 
 def test_at_the_deadline_the_micro_batches_that_fit_are_sent_exactly_weighted() -> None:
@@ -184,6 +185,19 @@ def test_where_the_epoch_has_no_more_the_window_ends_with_it() -> None:
     assert (update.report.num_examples, update.report.num_left) == (43, 0)
 
 
+def test_a_window_that_goes_on_after_a_restart_ends_where_the_unbroken_one_does() -> None:
+    """What was worked on before counts, however long the device was away."""
+    asked, task = plan(40, 8, finish_seconds=40.0), TwoLayers()
+    place = replace(workplace(task, examples(40)), clock=Paced(1.25))
+    cut_short = replace(place, stop=lambda: len(task.seen) >= 2)
+    taken = whole(examples(40), asked.quota)
+    begun = sum_window(asked, taken, cut_short, Watch(asked, cut_short, 0.0))
+    assert begun.num_examples == 16
+    place.clock.worked(80)
+    total = sum_window(asked, taken, place, Watch(asked, place, 0.0), begun=begun)
+    assert (total.num_examples, total.reason) == (32, "finish")
+
+
 def test_without_a_finish_a_slow_device_does_its_whole_quota() -> None:
     assert sizes(paced(plan(40, 8), 5.0)) == [8, 8, 8, 8, 8]
 
@@ -210,7 +224,7 @@ def test_what_a_device_does_between_its_micro_batches_counts_in_its_pace() -> No
     place = replace(workplace(TwoLayers(), examples(40)), clock=Slow())
     report = trained(place, plan(40, 4)).report
     told = math.fsum(step.seconds for step in report.steps)
-    # The looks at the clock outside of the window: behind the first, and before the last.
+    # Two looks at the clock lie outside of the window, the training's first and its last.
     assert report.seconds - told == 2.0
 
 
