@@ -81,9 +81,13 @@ class Spool:
                 log.warning("%s is removed: it has not been written for a week", path)
 
     def remove(self) -> None:
-        """Remove the file: its update was handed over, or will never be."""
-        with contextlib.suppress(OSError):
-            self.path.unlink(missing_ok=True)
+        """Remove the file, and what a kill in mid-write left beside it.
+
+        Its update was handed over, or will never be.
+        """
+        for path in (self.path, self.path.with_name(self.path.name + ".part")):
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
 
 
 class _Unusable(Exception):

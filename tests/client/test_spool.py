@@ -271,6 +271,13 @@ def test_what_a_run_left_a_week_ago_is_removed_and_nothing_else(tmp_path: Path) 
     }
 
 
+def test_what_a_kill_in_mid_write_left_goes_with_the_update(tmp_path: Path) -> None:
+    kept = spool(tmp_path)
+    kept.path.with_name(kept.path.name + ".part").write_bytes(b"half of a sum")
+    kept.remove()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_it_is_written_at_most_every_few_seconds(tmp_path: Path) -> None:
     # A micro-batch takes a second: written behind the sixth, and behind the twelfth.
     asked = plan(22, 1)
