@@ -54,7 +54,7 @@ POINTS = {
     "before its plan": _client("work:Work.take_instruction"),
     "plan received": _client("node:Node.answer"),
     "training": _client("window_sum:add"),
-    "in the spool": _client("spool:SpooledWindow.keep", "behind"),
+    "between micro-batches": _client("spool:SpooledWindow.keep", "behind"),
     "trained, place not kept": _client("kept:StateFile.write"),
     "trained, place kept": _client("kept:StateFile.write", "behind"),
     "in its upload": _client("uplink:Uplink._write_of_work"),
