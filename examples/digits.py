@@ -7,11 +7,12 @@ devices see a few digits only, and hardly any two have equally many. Try it::
 """
 
 from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 import torch
-from sklearn.datasets import load_digits
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
@@ -46,7 +47,7 @@ class Digits:
     @cached_property
     def _all(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return images scaled to 0..1, labels, and a seeded shuffle of their positions."""
-        images, labels = load_digits(return_X_y=True)
+        images, labels = _load_digits()
         shuffle = np.random.default_rng(SPLIT_SEED).permutation(len(labels))
         return (
             torch.tensor(images / 16, dtype=torch.float32),
@@ -85,3 +86,13 @@ class Digits:
     @cached_property
     def _dealt(self) -> dict[int, list[Tensor]]:
         return {}
+
+
+def _load_digits() -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+    """Read what ``sklearn.datasets.load_digits`` reads; to import that takes a second."""
+    package = find_spec("sklearn")
+    if package is None or package.origin is None:
+        raise FileNotFoundError("the digits come with scikit-learn: pip install scikit-learn")
+    file = Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz"
+    table = np.loadtxt(file, delimiter=",")
+    return table[:, :-1], table[:, -1].astype(np.int64)

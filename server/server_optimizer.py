@@ -19,6 +19,7 @@ from torch import Tensor
 from common import settings
 from common.errors import CheckpointCorrupt, SettingsError
 from common.parameters import ModelImage
+from server.without_dynamo import without_dynamo
 
 Scheduler = torch.optim.lr_scheduler.LRScheduler
 
@@ -41,6 +42,7 @@ def rate_factor(scaling: Literal["none", "linear", "sqrt"], batch_ratio: float) 
 class ServerOptimizer:
     """An optimizer over an image, with warmup and schedule."""
 
+    @without_dynamo()
     def __init__(
         self, image: ModelImage, optimizer: settings.Optimizer, schedule: settings.Schedule
     ) -> None:
@@ -61,6 +63,7 @@ class ServerOptimizer:
         """The schedule's rate for the next step."""
         return float(self._optimizer.param_groups[0]["lr"])
 
+    @without_dynamo()
     def step(self, mean_P: Tensor, factor: float = 1.0) -> float:
         """Take one step along a mean gradient [P], move the schedule on and return the rate used.
 
@@ -104,6 +107,7 @@ class ServerOptimizer:
         parts = getattr(self._scheduler, "_schedulers", [self._scheduler])
         return [type(part).__name__ for part in (self._optimizer, *parts) if part is not None]
 
+    @without_dynamo()
     def state(self) -> tuple[dict[str, Tensor], str]:
         """Return the tensors of the state by name, and the rest as JSON."""
         whole = self._optimizer.state_dict()
@@ -123,6 +127,7 @@ class ServerOptimizer:
         }
         return tensors, json.dumps(rest)
 
+    @without_dynamo()
     def restore(self, tensors: Mapping[str, Tensor], rest: str) -> None:
         """Take up the state that ``state`` gave.
 

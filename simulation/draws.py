@@ -15,10 +15,9 @@ from contextvars import ContextVar
 import numpy as np
 
 from client.micro_batches import seed_of
-from common.secagg import PHASES
 from common.settings import Settings
 from simulation import faults
-from simulation.faults import TRAIN
+from simulation.faults import SECURE_STAGES, TRAIN
 from simulation.profiles import device_of, faults_of, moment_of
 
 # Flower's ClientApp makes a device's hardware without a word of the round; the grid knows it.
@@ -78,7 +77,7 @@ def _vanishes_at_random(
         return None
     stages = [TRAIN]
     if settings.secure.aggregation != "off":
-        stages += [f"query.{phase.action}" for phase in PHASES]
+        stages += SECURE_STAGES
     seed = seed_of("vanishes", settings.seed, part, round_number, attempt)
     return stages[np.random.default_rng(seed).integers(len(stages))]
 

@@ -19,22 +19,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Literal, Self, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from client.micro_batches import seed_of
-from common.secagg import PHASES
 from simulation.tables import read_tables, wrong
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 TRAIN, EVALUATE = "train", "evaluate"
-# What an invited device is asked in a round, in this order.
-STAGES = (TRAIN, *(f"query.{phase.action}" for phase in PHASES), EVALUATE)
 
 LieKind = Literal["nan", "infinite", "scaled", "sign-flipped", "random"]
 NOT_FINITE: tuple[LieKind, ...] = ("nan", "infinite")
@@ -48,6 +45,17 @@ DropoutPhase = Literal[
     "unmask",
     "evaluate",
 ]
+
+
+def stage_of(phase: str) -> str:
+    """Return the type of the message by which a device is asked for a phase."""
+    return phase if phase in (TRAIN, EVALUATE) else f"query.{phase}"
+
+
+# What an invited device is asked in a round, in this order; between the first and the last are
+# ``common.secagg.PHASES``, which would load torch for a look at their names.
+STAGES = tuple(stage_of(phase) for phase in get_args(DropoutPhase))
+SECURE_STAGES = STAGES[1:-1]
 RoundNumber = Annotated[int, Field(ge=1, le=2**31 - 1)]
 
 
@@ -113,7 +121,7 @@ class DropoutFault(Fault):
     @property
     def stage(self) -> str:
         """The type of the first message that is not answered."""
-        return self.phase if self.phase in (TRAIN, EVALUATE) else f"query.{self.phase}"
+        return stage_of(self.phase)
 
 
 class SlowLinkFault(Fault):

@@ -24,13 +24,8 @@ from common.settings import Settings
 from common.wire import framed_bytes
 from simulation.draws import at_round, is_there, vanishes_at
 from simulation.faults import STAGES, lie, lies
+from simulation.nodes import FIRST_NODE_ID, GRID, MOST_LOOKS
 from simulation.profiles import faults_of, moment_of, with_fleet
-
-FIRST_NODE_ID = 1000
-# After so many looks that found too few clients, there are rounds in which enough never meet.
-MOST_LOOKS = 1000
-
-GRID = "grid"  # the grid's own entry among the nodes' states
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from common.errors import SettingsError
+from common.secagg import PHASES
 from common.settings import Settings, load
 from simulation.draws import vanishes_at
 from simulation.faults import (
@@ -96,9 +97,8 @@ def test_of_several_dropouts_the_earliest_phase_counts() -> None:
     assert vanishes(faults, moment(2)) is None
 
 
-def test_every_phase_of_a_dropout_is_a_stage_of_a_round() -> None:
-    phases = DropoutFault.model_fields["phase"].annotation.__args__  # type: ignore[union-attr]
-    assert tuple(DropoutFault(devices=(0,), phase=phase).stage for phase in phases) == STAGES
+def test_the_stages_of_a_round_are_those_of_a_secure_session_between_training_and_test() -> None:
+    assert ("train", *(f"query.{phase.action}" for phase in PHASES), "evaluate") == STAGES
 
 
 def test_slow_links_of_one_device_multiply() -> None:

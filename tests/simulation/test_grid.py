@@ -13,7 +13,8 @@ from flwr.serverapp.strategy import FedAvg
 from common.errors import SettingsError
 from common.settings import Settings, load
 from simulation.draws import round_now
-from simulation.grid import MOST_LOOKS, InProcessGrid
+from simulation.grid import InProcessGrid
+from simulation.nodes import MOST_LOOKS
 
 NEVER_TOGETHER = """
 [[device]]
