@@ -1,6 +1,7 @@
 """The example tasks: additive, trained by the real simulator, clear about data that is missing."""
 
 import csv
+import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,10 @@ from sklearn.datasets import load_breast_cancer
 
 from common.additive import check_additive
 from common.errors import EmptyDataset, MissingData
+from common.partition import rule_of
+from common.rows import Rows
 from common.settings import Settings, load
+from common.shares import Shares
 from common.task import Task, batch_of, load_task, loss_sum, open_train_examples
 from examples.image_folder import CLASSES, SIDE, ImageFolder
 from examples.tabular_csv import RANGES, TabularCsv
@@ -274,3 +278,22 @@ def test_binary_files_are_left_out_and_counted_in_the_log(
     texts = TextTransformer().train_examples(data=tmp_path, part=0, num_parts=1)
     assert not any(b"\0" in text for text in texts)
     assert "1 binary files were left out" in caplog.text
+
+
+def test_a_partition_by_module_gives_a_device_whole_modules() -> None:
+    shares = Shares(TextTransformer())
+    modules = shares.column("module", data=None)
+    rule = rule_of("column:module", examples_per_device=None, seed=0)
+    found = shares.of(rule, data=None, part=3, num_parts=modules.num_values)
+    assert isinstance(found, Rows)
+    (name,) = set(modules.values_V[modules.codes_E[found.positions]].tolist())
+    text = b"".join(found.whole[position] for position in sorted(found.positions.tolist()))
+    assert text == (Path(sysconfig.get_path("stdlib")) / f"{name}.py").read_bytes()
+
+
+def test_pictures_tell_their_labels_and_open_no_file(tmp_path: Path) -> None:
+    for name in ("3/a.png", "7/b.png"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_bytes(b"no picture")
+    column = Shares(ImageFolder()).column("label", data=tmp_path)
+    assert column.values_V[column.codes_E].tolist() == [3, 7]
