@@ -53,7 +53,7 @@ def test_an_empty_grid_is_one_point(tmp_path: Path) -> None:
 
 
 def test_the_grid_lies_over_the_file_s_settings_and_leaves_the_others(tmp_path: Path) -> None:
-    tree = {"optimizer": {"name": "adam", "learning_rate": 7.0}, "rounds": 4}
+    tree: dict[str, Any] = {"optimizer": {"name": "adam", "learning_rate": 7.0}, "rounds": 4}
     for run in runs_of(tmp_path, GRID, **tree):
         assert run.settings.optimizer.name == "adam"
         assert run.settings.optimizer.learning_rate == run.point[RATE]
@@ -64,7 +64,7 @@ def test_a_run_keeps_its_folder_when_the_grid_grows_or_is_given_in_another_order
     tmp_path: Path,
 ) -> None:
     before = {run.folder for run in runs_of(tmp_path, GRID)}
-    grown = {RATE: [0.3, 0.2, 0.1], SIZE: [16, 8, 4]}
+    grown: dict[str, list[Any]] = {RATE: [0.3, 0.2, 0.1], SIZE: [16, 8, 4]}
     after = {run.folder for run in runs_of(tmp_path, grown, seeds=(5, 1, 0))}
     assert before < after
 
@@ -178,7 +178,8 @@ def test_points_are_sorted_by_the_mean_with_their_spread_and_the_diverged_come_l
     better, good, diverged = summaries(runs, results, "test_loss")
     assert (better.point, better.mean, better.spread) == ({RATE: 0.2}, 1.0, None)
     # The sample's deviation of 3 and 4: sqrt(2 x 0.25 / 1).
-    assert (good.mean, good.spread) == (3.5, pytest.approx(0.5**0.5))
+    assert good.mean == 3.5
+    assert good.spread == pytest.approx(0.5**0.5)
     assert (diverged.mean, diverged.num_diverged, diverged.num_runs) == (None, 1, 2)
 
 
