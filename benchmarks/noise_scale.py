@@ -57,7 +57,7 @@ def trained(plan: dict[str, Any], *, seed: int, rounds: int, rate: float = RATE)
             "seed": seed,
             "rounds": rounds,
             "threads": 1,
-            "simulation": {"clients": NUM_DEVICES},
+            "simulation": {"clients": NUM_DEVICES, "compute": "vectorised"},
             "plan": plan,
             "optimizer": {"name": "adam", "learning_rate": rate},
         }

@@ -444,6 +444,8 @@ SETTING_OF = {
     "dropout": "simulation.dropout",
     "fleet": "simulation.fleet",
     "faults": "simulation.faults",
+    "compute": "simulation.compute",
+    "wire": "simulation.wire",
     "engine": "simulation.engine",
     "server": "client.server",
     "data": "client.data",

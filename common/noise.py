@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from common.update import Step, UpdateReport
+from common.update import Reported, Step
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,22 +63,27 @@ def after_each(steps: Sequence[Step]) -> Iterator[TwoSizes | None]:
     weight, first = 0, None
     for step in steps:
         weight += step.weight
+        if step.gradient_norm is None:  # nor has any other step of the update one
+            yield None
+            continue
         if weight and first is None:
             first = (weight, step.gradient_norm)
         yield two_sizes(first, (weight, step.gradient_norm)) if first is not None else None
 
 
-def sums_of(report: UpdateReport, *, num_owned: int) -> NoiseSums:
+def sums_of(report: Reported, *, num_owned: int) -> NoiseSums:
     """Return one device's part in the round's sums.
 
     Its steps tell norms and weights of the sum w as it was made. With ``weigh_as`` the vector was
     scaled to another weight v after that; |A|/w is the same for both, and S per unit of v is that
     per unit of w times v/w. ``num_owned`` is the number n of examples that the device draws from.
 
-    Edge cases: K = 1, or no weight in any step but one, measures nothing.
+    Edge cases: K = 1, no norms, or no weight in any step but one, measures nothing.
     """
-    sent, summed = float(report.weight), float(sum(step.weight for step in report.steps))
-    found = list(after_each(report.steps))[-1] if report.steps else None
+    sent = float(report.weight)
+    if report.num_steps < 2 or not report.has_norms:
+        return NoiseSums(weight=sent)
+    found, summed = list(after_each(report.steps))[-1], float(report.summed_weight)
     if found is None:
         return NoiseSums(weight=sent)
     share = min(report.num_examples / num_owned, 1.0)

@@ -110,6 +110,13 @@ def vector(content: RecordDict) -> memoryview | bytes | None:
     return None if array is None or array.stype != FLAT else array.data
 
 
+def dtype_of(content: RecordDict) -> str:
+    """Return the element type of a message's vector, as its array names it."""
+    record = content[VECTOR]
+    assert isinstance(record, ArrayRecord)  # there is a vector
+    return record[VECTOR].dtype
+
+
 def is_view(content: RecordDict) -> bool:
     """Tell whether the message came over a grid of ours, which passes views."""
     return isinstance(vector(content), memoryview)

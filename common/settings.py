@@ -302,6 +302,14 @@ class Simulation(Branch):
     engine: Literal["in-process", "flower-ray"] = Field(
         "in-process", description="in-process, or flower-ray: Flower's Ray workers"
     )
+    compute: Literal["auto", "one-by-one", "vectorised", "fused"] = Field(
+        "auto",
+        description="auto, one-by-one (the same bits as the wire), vectorised (many devices in a "
+        "pass, each with its own vector) or fused (their sum alone)",
+    )
+    wire: bool = Field(
+        False, description="push every plan and update through encoding and decoding"
+    )
 
 
 class Settings(Branch):

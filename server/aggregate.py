@@ -27,6 +27,8 @@ from common.parameters import ModelLayout
 
 HEADROOM_BITS = 10
 SUM_BITS = 62
+Floats = NDArray[np.float32] | NDArray[np.float64]
+
 CHUNK = 1 << 17  # coordinates converted at a time: 1 MiB of float64 that stays in cache
 
 # Before the first round nothing is known: a gradient of up to 2^10 per unit of weight fits.
@@ -93,7 +95,7 @@ class CohortSum:
                 raise NonFiniteUpdate(f"{name}: the update holds a NaN or an infinity")
 
     def fold(self, values_P: Tensor, weight: int) -> None:
-        """Add one checked update."""
+        """Add one checked update, or a sum of many in float64."""
         source = values_P.numpy()
         for t, (start, end) in enumerate(self._layout.spans):
             self._make_room(t, source[start:end], start, end)
@@ -104,7 +106,7 @@ class CohortSum:
                 self._sum_P[low:high] += np.rint(wide, out=wide).astype(np.int64)
         self.weight += weight
 
-    def _make_room(self, t: int, values: NDArray[np.float32], start: int, end: int) -> None:
+    def _make_room(self, t: int, values: Floats, start: int, end: int) -> None:
         """Shift a tensor's sum and scale down if this update could overflow it."""
         if start == end:
             return

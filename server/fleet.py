@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
+
+from torch import Tensor
 
 from common import secagg
 from common.errors import HeadwaterError
 from common.parameters import ModelImage
 from common.secagg import Phase, Request
-from common.update import DescribeRequest, DeviceReport, EvaluateReport, Plan, Ready, Update
+from common.update import (
+    DescribeRequest,
+    DeviceReport,
+    EvaluateReport,
+    Plan,
+    Ready,
+    Reported,
+    Update,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,6 +29,17 @@ class Dropout:
 
     name: str
     error: HeadwaterError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UpdateOfMany:
+    """The updates of several devices, already added up; only a simulator has them so.
+
+    ``values_P`` is their sum, in float64.
+    """
+
+    values_P: Tensor = field(repr=False)
+    reports: Sequence[Reported] = field(repr=False)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,7 +79,7 @@ class Fleet(Protocol):
 
     def train(
         self, plans: Mapping[str, Plan], image: ModelImage, *, timeout_seconds: float | None
-    ) -> Iterator[Update | Ready | Dropout]:
+    ) -> Iterator[Update | UpdateOfMany | Ready | Dropout]:
         """Send plans and model, and yield each answer as it comes: Ready where a plan is masked.
 
         An update's vector is valid until the next one is asked for.

@@ -14,7 +14,7 @@ from typing import Any
 
 from common import pace
 from common.line import Line
-from common.update import DeviceReport, Ready, UpdateReport, Vitals
+from common.update import DeviceReport, Ready, Reported, Vitals
 
 # Share of the deadline that is planned; the rest is for what was not foreseen.
 DEADLINE_SHARE = 0.9
@@ -65,10 +65,13 @@ class Learned:
         """Take note that the device is not there: when it comes back, it tells its vitals anew."""
         return self if self.is_outdated else replace(self, is_outdated=True)
 
-    def trained(self, report: UpdateReport) -> Learned:
+    def trained(self, report: Reported) -> Learned:
         """Follow the pace that an update shows, and the vitals that it tells."""
         line = None if self.line is None else pace.followed(self.line, report.steps)
-        return replace(self, line=line, vitals=_merged(self.vitals, report.vitals))
+        vitals = _merged(self.vitals, report.vitals)
+        if line is self.line and vitals is self.vitals:
+            return self
+        return replace(self, line=line, vitals=vitals)
 
     def shown(self, ready: Ready) -> Learned:
         """Take over the pace and the vitals of a device that keeps its steps to itself."""
@@ -89,9 +92,10 @@ class Learned:
         share = min(self.deadline_share * IN_TIME_FACTOR, DEADLINE_SHARE)
         return replace(self, deadline_share=share)
 
-    def counted(self, report: UpdateReport) -> Learned:
+    def counted(self, report: Reported) -> Learned:
         """Move on in the epoch: the device's update is part of a sum that was committed."""
-        return replace(self, num_left=report.num_left or None)
+        num_left = report.num_left or None
+        return self if num_left == self.num_left else replace(self, num_left=num_left)
 
     def skipped(self) -> Learned:
         """Forget the place in the epoch: the device went past a window that gave no update."""
@@ -109,7 +113,13 @@ class Learned:
 
 def _merged(known: Vitals, told: Vitals) -> Vitals:
     """Lay what is told over what is known; what is not told this time stays as it was."""
-    return known.model_copy(update={name: value for name, value in told if value is not None})
+    if told is known:
+        return known
+    update = {name: value for name, value in told if value is not None}
+    # What tells as much as is known stands for both: a device that tells the same again is news to
+    # nobody, and costs nothing.
+    is_whole = all(name in update for name, value in known if value is not None)
+    return told if is_whole else known.model_copy(update=update)
 
 
 def to_json(learned: Mapping[str, Learned]) -> dict[str, dict[str, Any]]:

@@ -11,13 +11,13 @@ import logging
 import math
 import os
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from common.errors import StateError
 from common.noise import after_each
-from common.update import Plan, Ready, UpdateReport
+from common.update import Plan, Ready, Reported
 from common.whole_file import write_whole
 from server.target import TargetBy
 
@@ -49,7 +49,7 @@ class ClientRow:
     loss: float
     step_seconds: list[float]
     step_loss: list[float]
-    step_gradient_norm: list[float]
+    step_gradient_norm: list[float | None]
     gradient_variance: list[float | None]
     peak_bytes: int
     reason: str
@@ -121,27 +121,28 @@ class RoundRow:
         return min(steps), max(steps)
 
 
-def client_row(report: UpdateReport, *, plan_reason: str, local_steps: int) -> ClientRow:
+def client_row(report: Reported, *, plan_reason: str, local_steps: int) -> ClientRow:
     """Turn a client's report into its row."""
+    steps = report.steps
     return ClientRow(
         name=report.name,
-        accumulation_steps=len(report.steps),
+        accumulation_steps=report.num_steps,
         micro_batch_size=report.micro_batch_size,
         num_examples=report.num_examples,
         num_refused=report.num_refused,
         weight=report.weight,
         seconds=report.seconds,
         loss=report.loss_sum / report.weight,
-        step_seconds=[step.seconds for step in report.steps],
-        step_loss=[step.loss for step in report.steps],
-        step_gradient_norm=[step.gradient_norm for step in report.steps],
+        step_seconds=[step.seconds for step in steps],
+        step_loss=[step.loss for step in steps],
+        step_gradient_norm=[step.gradient_norm for step in steps],
         # Between local steps the model moves and the sum begins anew: no two batch sizes of one.
         gradient_variance=(
-            [found.variance if found else None for found in after_each(report.steps)]
+            [found.variance if found else None for found in after_each(steps)]
             if local_steps == 1
-            else [None] * len(report.steps)
+            else [None] * len(steps)
         ),
-        peak_bytes=max((step.peak_bytes for step in report.steps), default=0),
+        peak_bytes=max((step.peak_bytes for step in steps), default=0),
         reason=report.reason,
         plan=plan_reason,
     )
@@ -191,7 +192,7 @@ class Journal:
             StateError: the disk is full.
         """
         try:
-            self._file.write(json.dumps(_plain(asdict(row)), allow_nan=False) + "\n")
+            self._file.write(_json(row) + "\n")
             self._file.flush()
         except OSError as error:
             raise StateError(
@@ -217,6 +218,23 @@ class Journal:
             draw_curves(self._folder)
         except OSError as error:
             log.warning("no %s in %s: %s", CURVES, self._folder, error.strerror)
+
+
+def _json(row: RoundRow) -> str:
+    """Return a row in JSON; ``dataclasses.asdict`` would copy every figure of every step."""
+    told = {
+        **_fields(row),
+        "clients": [_fields(client) for client in row.clients],
+        "masked_clients": [_fields(client) for client in row.masked_clients],
+    }
+    try:
+        return json.dumps(told, allow_nan=False)
+    except ValueError:
+        return json.dumps(_plain(told), allow_nan=False)
+
+
+def _fields(row: RoundRow | ClientRow | MaskedClientRow) -> dict[str, Any]:
+    return {name: getattr(row, name) for name in type(row).__slots__}
 
 
 def _plain(value: Any) -> Any:

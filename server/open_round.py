@@ -10,9 +10,9 @@ from collections import Counter
 from collections.abc import Mapping
 
 from common.errors import CountOutOfRange, HeadwaterError, UnexpectedUpdate, UpdateRefused
-from common.update import Plan, Ready, Update, UpdateReport
+from common.update import Plan, Ready, Reported, Update
 from server.aggregate import CohortSum
-from server.fleet import Dropout
+from server.fleet import Dropout, UpdateOfMany
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ class OpenRound:
     ) -> None:
         self.plans = plans
         self.num_left_out = num_left_out
-        self.accepted: dict[str, UpdateReport] = {}
+        self.accepted: dict[str, Reported] = {}
         self.ready: dict[str, Ready] = {}
         self.refused: dict[str, HeadwaterError] = {}
         self.refusals: Counter[str] = Counter()  # what the round itself refused
@@ -41,13 +41,16 @@ class OpenRound:
         """Count why a device is not in the round."""
         self.refused[name] = error
 
-    def take(self, answer: Update | Ready | Dropout) -> None:
+    def take(self, answer: Update | UpdateOfMany | Ready | Dropout) -> None:
         """Check an answer and fold it, or count why not."""
         if isinstance(answer, Dropout):
             self.refuse(answer.name, answer.error)
             return
         if isinstance(answer, Ready):
             self._take_ready(answer)
+            return
+        if isinstance(answer, UpdateOfMany):
+            self._take_many(answer)
             return
         report = answer.report
         try:
@@ -62,6 +65,21 @@ class OpenRound:
         self._total.fold(answer.values_P, report.weight)
         self.accepted[report.name] = report
 
+    def _take_many(self, answer: UpdateOfMany) -> None:
+        """Take a sum of many updates, whole or not at all."""
+        try:
+            for report in answer.reports:
+                self._check(report)
+            self._total.check(answer.values_P, name=f"{len(answer.reports)} devices")
+        except UpdateRefused as error:
+            log.warning("%s: %s", error.code, error)
+            self.refusals[error.code] += 1
+            for report in answer.reports:
+                self.refuse(report.name, error)
+            return
+        self._total.fold(answer.values_P, sum(report.weight for report in answer.reports))
+        self.accepted |= {report.name: report for report in answer.reports}
+
     def _take_ready(self, ready: Ready) -> None:
         try:
             self._check_expected(ready, self.ready)
@@ -73,7 +91,7 @@ class OpenRound:
         self.ready[ready.name] = ready
 
     def _check_expected(
-        self, told: Ready | UpdateReport, there: Mapping[str, Ready | UpdateReport]
+        self, told: Ready | Reported, there: Mapping[str, Ready | Reported]
     ) -> Plan:
         """Return the plan that an answer belongs to.
 
@@ -89,7 +107,7 @@ class OpenRound:
             )
         return plan
 
-    def _check(self, report: UpdateReport) -> None:
+    def _check(self, report: Reported) -> None:
         """Hold a report against its plan.
 
         Raises:
@@ -113,7 +131,7 @@ class OpenRound:
                 f"{report.name}: weight {report.weight} for {report.num_examples} examples of at "
                 f"most {self._max_weight} each"
             )
-        if len(report.steps) > plan.most_examples + 1:
+        if report.num_steps > plan.most_examples + 1:
             raise CountOutOfRange(
-                f"{report.name}: {len(report.steps)} steps for {plan.most_examples} examples"
+                f"{report.name}: {report.num_steps} steps for {plan.most_examples} examples"
             )

@@ -15,7 +15,7 @@ from typing import Literal
 
 from common import settings
 from common.errors import CheckpointCorrupt, SettingsError
-from common.update import UpdateReport
+from common.update import Reported
 from server.noise_scale import DECAY, NoiseScale, RoundNoise
 
 TargetBy = Literal["examples", "tokens", "noise scale"]
@@ -47,7 +47,7 @@ class Gathered:
         )
 
 
-def gathered(reports: Iterable[UpdateReport], *, max_weight_per_example: int) -> Gathered:
+def gathered(reports: Iterable[Reported], *, max_weight_per_example: int) -> Gathered:
     """Sum what a round's updates hold.
 
     The steps tell what was summed; what they claim beyond the task's bound does not count. Where
@@ -57,7 +57,7 @@ def gathered(reports: Iterable[UpdateReport], *, max_weight_per_example: int) ->
     for report in reports:
         num_examples += report.num_examples
         sent += report.weight
-        told = sum(step.weight for step in report.steps) or report.weight
+        told = report.summed_weight or report.weight
         summed += min(told, report.num_examples * max_weight_per_example)
     return Gathered(num_examples=num_examples, summed_weight=summed, sent_weight=sent)
 

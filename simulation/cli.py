@@ -49,6 +49,26 @@ def simulate(
             rich_help_panel=PANEL,
         ),
     ] = None,
+    compute: Annotated[
+        str | None,
+        typer.Option(
+            "--compute",
+            metavar="WAY",
+            help="fused: one pass over all devices' examples, for their sum. vectorised: many "
+            "devices in a pass, each with a vector and norms of its own. one-by-one: the same bits "
+            "as the wire. auto: the fastest that gives what is asked for. [default: auto]",
+            rich_help_panel=PANEL,
+        ),
+    ] = None,
+    wire: Annotated[
+        bool | None,
+        typer.Option(
+            "--wire",
+            help="One device after another, by Flower's messages; every plan and update goes "
+            "through the wire's frames, encoded and decoded.",
+            rich_help_panel=PANEL,
+        ),
+    ] = None,
     dropout: Annotated[
         float | None,
         typer.Option(

@@ -5,15 +5,13 @@ from __future__ import annotations
 import secrets
 
 import torch
-from flwr.app import Context, RecordDict
 
-from client.app import client_app
 from common.errors import SettingsError
 from common.settings import Settings
-from server.app import server_app
-from server.rounds import OnRound
-from simulation.fleet import simulated_machine
-from simulation.grid import InProcessGrid
+from server.rounds import OnRound, run
+from server.training import Training
+from simulation.local_fleet import LocalFleet
+from simulation.profiles import with_fleet
 
 
 def run_engine(settings: Settings, *, on_round: OnRound, resume: bool) -> None:
@@ -29,8 +27,26 @@ def run_engine(settings: Settings, *, on_round: OnRound, resume: bool) -> None:
 
         run_on_ray(settings, on_round=on_round)
         return
-    grid = InProcessGrid(client_app(simulated_machine), settings)
     run_id = secrets.randbits(62)
+    if not settings.simulation.wire and settings.secure.aggregation == "off":
+        settings = with_fleet(settings)
+        training = Training(settings, run_id=run_id)
+        fleet = LocalFleet(settings, run_id=run_id)
+        run(training, fleet, on_round=on_round, resume=resume)
+        return
+    _run_on_messages(settings, run_id, on_round=on_round, resume=resume)
+
+
+def _run_on_messages(settings: Settings, run_id: int, *, on_round: OnRound, resume: bool) -> None:
+    """Run the two apps as they are, with every message in process; only here Flower is loaded."""
+    from flwr.app import Context, RecordDict
+
+    from client.app import client_app
+    from server.app import server_app
+    from simulation.fleet import simulated_machine
+    from simulation.grid import InProcessGrid
+
+    grid = InProcessGrid(client_app(simulated_machine), settings)
     grid.enter_run(run_id)
     context = Context(
         run_id=run_id,

@@ -26,6 +26,7 @@ from simulation.draws import at_round, is_there, vanishes_at
 from simulation.faults import STAGES, lie, lies
 from simulation.nodes import FIRST_NODE_ID, GRID, MOST_LOOKS
 from simulation.profiles import faults_of, moment_of, with_fleet
+from simulation.wire import through_wire
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +128,8 @@ class InProcessGrid(OwnGrid):
             self._last_round, self._num_looks = _round_of(message), 0
             self._asked[node_id] = self._asked[node_id].again(self._last_round)
         self._bytes_down += _num_bytes(message.content)
+        if self._settings.simulation.wire:
+            message.content = through_wire(message.content)
         if self._has_vanished(node_id, message.metadata.message_type):
             lost = ConnectionLost(f"device {node_id - FIRST_NODE_ID} has vanished")
             return Message(records.refusal(lost, stays_here=True), reply_to=message)
@@ -136,6 +139,8 @@ class InProcessGrid(OwnGrid):
             reply = self._with_lies(message, reply)
         if reply.has_content():
             self._bytes_up += _num_bytes(reply.content)
+            if self._settings.simulation.wire:
+                reply.content = through_wire(reply.content)
         return reply
 
     def _with_lies(self, message: Message, reply: Message) -> Message:

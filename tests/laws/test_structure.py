@@ -30,6 +30,7 @@ FLOWER_FILES = {
     "simulation/engines.py",
     "simulation/flower_ray.py",
     "simulation/grid.py",
+    "simulation/wire.py",
 }
 GRPC_FILES = {"client/uplink.py", "server/health.py", "server/intake.py", "server/port.py"}
 # Loaded only where metrics were asked for.

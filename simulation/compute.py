@@ -1,0 +1,59 @@
+"""How a cohort's gradients are computed: one device after another, or many at once.
+
+All of them start from the same parameters, and the step needs no more than the sum of their
+gradients: so the examples of many devices may go through the model in one pass. What each device
+does is the same in every way: its examples and their order, K, its counts and losses, the virtual
+clock's seconds.
+
+* ``one-by-one`` runs the device's own code, and gives the same bits as the wire.
+* ``vectorised`` computes each device's own vector, for those norms that the gradient noise follows
+  from, many devices in a pass.
+* ``fused`` computes the cohort's sum alone.
+
+The last two round differently: each term of a sum is computed as before, to float32's rounding, and
+the terms are added in another order (``tests/simulation/test_compute.py`` holds the bound).
+"""
+
+from __future__ import annotations
+
+from common.console import console
+from common.errors import SettingsError
+from common.settings import Settings
+from simulation.devices import Compute, Devices
+from simulation.grouped import Grouped
+from simulation.one_by_one import OneByOne
+from simulation.packed import CannotGroup
+
+
+def compute_of(settings: Settings, devices: Devices) -> Compute:
+    """Return the way that the settings name, or the fastest that gives what the rounds need.
+
+    Raises:
+        SettingsError: the named way cannot do what is asked for.
+    """
+    chosen, plan = settings.simulation.compute, settings.plan
+    if chosen == "one-by-one":
+        return OneByOne(devices)
+    own_vectors = chosen == "vectorised" or (chosen == "auto" and plan.follow_noise_scale)
+    try:
+        if plan.local_steps > 1:
+            raise CannotGroup("each device's local steps move a model of its own")
+        if plan.follow_noise_scale and not own_vectors:
+            raise CannotGroup("the noise scale follows from each device's own norms")
+        many = Grouped(devices, own_vectors=own_vectors)
+    except CannotGroup as reason:
+        if chosen != "auto":
+            raise SettingsError(
+                f"--compute {chosen} cannot be: {reason}", remedy="leave --compute out"
+            ) from reason
+        _say(f"one by one: {reason}")
+        return OneByOne(devices)
+    if own_vectors:
+        _say("vectorised, many in a pass")
+    else:
+        _say("fused, all in one sum; --compute vectorised tells the noise scale too")
+    return many
+
+
+def _say(how: str) -> None:
+    console.print(f"devices are computed {how}", soft_wrap=True, markup=False, highlight=False)

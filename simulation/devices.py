@@ -1,0 +1,115 @@
+"""The simulated devices: one model and one vector in this process, each device's data and place."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from client.device import Hardware
+from client.micro_batches import Walk
+from client.resident import Identity, Resident, resident_of
+from common.errors import SettingsError
+from common.parameters import ModelImage
+from common.settings import Settings
+from common.update import DescribeRequest, DeviceReport, Plan, Update
+from server.fleet import Dropout, UpdateOfMany
+from simulation.draws import at_round
+from simulation.faults import LiarFault, lies
+from simulation.fleet import simulated_machine
+from simulation.profiles import faults_of, moment_of
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Called:
+    """A device that has a plan."""
+
+    part: int
+    plan: Plan
+
+    @property
+    def name(self) -> str:
+        """The device's name."""
+        return str(self.part)
+
+
+class Compute(Protocol):
+    """A way to compute what the called devices answer."""
+
+    def train(
+        self,
+        called: Sequence[Called],
+        image: ModelImage,
+        *,
+        run_id: int,
+        timeout_seconds: float | None,
+    ) -> Iterator[Update | UpdateOfMany | Dropout]:
+        """Yield the devices' answers; a vector is valid until the next answer is asked for."""
+        ...
+
+
+class Devices:
+    """N devices, named 0 to N-1; of each there is no more than was asked for."""
+
+    def __init__(self, settings: Settings) -> None:
+        """Load the task and build its model.
+
+        Raises:
+            SettingsError: there is no task.
+            HeadwaterError: see ``common.task.load_task`` and ``common.parameters.build_model``.
+        """
+        if settings.task is None:
+            raise SettingsError("no task is set", remedy="name it with --task FILE.py:Class")
+        self.settings = settings
+        self.num_devices = settings.simulation.clients
+        self._rule = settings.partition.rule(seed=settings.seed)
+        self.walks: dict[int, Walk] = {}
+        """The places of those that have trained; who has not is at its first example."""
+
+    @functools.cached_property
+    def resident(self) -> Resident:
+        """The task, the model and the vector, which all devices share."""
+        chosen = self.settings
+        assert chosen.task is not None  # see __init__
+        return resident_of(
+            chosen.task,
+            replace_batch_norm=chosen.model.replace_batch_norm,
+            check_task=chosen.check_task,
+        )
+
+    def identity(self, part: int) -> Identity:
+        """Return who a device is."""
+        return Identity(
+            name=str(part), data=None, part=part, num_parts=self.num_devices, rule=self._rule
+        )
+
+    def walk(self, part: int) -> Walk:
+        """Return where a device is in its examples."""
+        return self.walks.get(part, Walk())
+
+    def machine(self, part: int, *, round_number: int) -> Hardware:
+        """Return a device's hardware in a round."""
+        with at_round(round_number):
+            return simulated_machine(self.identity(part), self.settings, self.resident.image.layout)
+
+    def lies(self, part: int, *, round_number: int) -> tuple[LiarFault, ...]:
+        """Return the lies that a device tells in a round."""
+        faults = faults_of(self.settings)
+        if not faults.liar:
+            return ()
+        return lies(faults, moment_of(self.settings, part, round_number=round_number))
+
+    def describe(self, part: int, request: DescribeRequest, *, round_number: int) -> DeviceReport:
+        """Let a device say what it is.
+
+        Raises:
+            HeadwaterError: see ``Resident.describe``.
+        """
+        if request.left_out is not None:
+            log.info("%d has no part in this round: %s", part, request.left_out)
+        machine = self.machine(part, round_number=round_number)
+        return self.resident.describe(self.identity(part), machine, request)

@@ -1,0 +1,236 @@
+"""Many devices in one pass: their sum alone (fused), or each one's own vector too (vectorised).
+
+What each device takes, and when, is foreseen (``simulation.rehearsal``); then the examples of all
+go through the model together. Who cannot be foreseen, or meets a loss or a gradient that is not
+finite, is computed by itself, as a real device is: it looks for the example to blame.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from common.errors import HeadwaterError, LateUpdate
+from common.parameters import ModelImage
+from common.task import batch_of, loss_sum
+from common.update import Update
+from server.fleet import Dropout, UpdateOfMany
+from simulation.answers import Together
+from simulation.devices import Called, Devices
+from simulation.many import Floats, ManyExamples
+from simulation.one_by_one import OneByOne
+from simulation.packed import CannotGroup, Packed, Rows
+from simulation.passes import fused, vectorised
+from simulation.rehearsal import CannotForesee, Foreseen, foresee
+
+log = logging.getLogger(__name__)
+
+# What examples that go through the model at once may leave for the backward pass, and how many they
+# are at most: beyond that the operators' dispatch is nothing already.
+PASS_BYTES = 64 << 20
+MOST_AT_ONCE = 2048
+# Of the devices' examples, and of their vectors, that are held at once.
+MOST_ROWS = 1 << 16
+VECTORS_BYTES = 64 << 20
+# The trial: so many examples of the first device, and how far their sums may lie apart.
+TRIED = 3
+TOLERANCE = 1e-4
+
+
+class Grouped:
+    """Computes the called devices together."""
+
+    def __init__(self, devices: Devices, *, own_vectors: bool) -> None:
+        """Try it on a device's first examples.
+
+        Raises:
+            CannotGroup: the task, its model or its batches cannot be computed so.
+        """
+        self.own_vectors = own_vectors
+        self._devices = devices
+        self._one_by_one = OneByOne(devices)
+        resident = devices.resident
+        self._packed = Packed(resident.task)
+        self._many = ManyExamples(resident.task, resident.image, self._packed)
+        self._at_once = MOST_AT_ONCE
+        self._try()
+
+    def train(
+        self,
+        called: Sequence[Called],
+        image: ModelImage,
+        *,
+        run_id: int,
+        timeout_seconds: float | None,
+    ) -> Iterator[Update | UpdateOfMany | Dropout]:
+        """See ``simulation.devices.Compute``."""
+        foreseen: list[Foreseen] = []
+        alone: list[Called] = []
+        for one in called:
+            if self._devices.lies(one.part, round_number=one.plan.round):
+                alone.append(one)  # its vector is changed on its own
+                continue
+            try:
+                found = foresee(self._devices, one)
+            except CannotForesee:
+                alone.append(one)
+                continue
+            except HeadwaterError as error:
+                yield Dropout(name=one.name, error=error)
+                continue
+            self._devices.walks[one.part] = found.walk
+            if timeout_seconds is not None and found.seconds > timeout_seconds:
+                late = f"{one.name}: {found.seconds:.1f} s of {timeout_seconds:.1f}"
+                yield Dropout(name=one.name, error=LateUpdate(late))
+            else:
+                foreseen.append(found)
+        if foreseen:
+            version = foreseen[0].called.plan.model_version
+            self._devices.resident.load_model(run_id, version, image.buffer())
+            for block in self._blocks(foreseen):
+                done, rest = self._add(block)
+                alone += [one.called for one in rest]
+                if done is not None:
+                    yield done
+        yield from self._one_by_one.train(
+            alone, image, run_id=run_id, timeout_seconds=timeout_seconds
+        )
+
+    def _blocks(self, foreseen: Sequence[Foreseen]) -> Iterator[list[Foreseen]]:
+        """Cut a cohort into blocks whose vectors, or examples, are held at once."""
+        num_parameters = self._devices.resident.image.layout.num_parameters
+        most_steps = max(VECTORS_BYTES // (4 * num_parameters), 1)
+        most_rows = MOST_ROWS if not self.own_vectors else self._at_once * 4
+        block: list[Foreseen] = []
+        num_steps = num_rows = 0
+        for one in foreseen:
+            is_full = num_rows + len(one.positions) > most_rows
+            is_full |= self.own_vectors and num_steps + len(one.sizes) > most_steps
+            if block and is_full:
+                yield block
+                block, num_steps, num_rows = [], 0, 0
+            block.append(one)
+            num_steps, num_rows = num_steps + len(one.sizes), num_rows + len(one.positions)
+        yield block
+
+    def _add(self, block: list[Foreseen]) -> tuple[UpdateOfMany | None, list[Foreseen]]:
+        """Add the updates of a block; return their sum, and who is to be computed alone."""
+        rest: list[Foreseen] = []
+        while block:
+            values_P, together = self._sum(block)
+            bad = _not_finite(together)
+            if not bad and not bool(torch.isfinite(values_P).all()):
+                bad = set(range(len(block)))
+            if not bad:
+                return UpdateOfMany(values_P=values_P, reports=together.reports()), rest
+            rest += [one for at, one in enumerate(block) if at in bad]
+            block = [one for at, one in enumerate(block) if at not in bad]
+        return None, rest
+
+    def _sum(self, block: Sequence[Foreseen]) -> tuple[Tensor, Together]:
+        """Return the sum of a block's vectors [P], in float64, and what its devices tell."""
+        precision = block[0].called.plan.precision
+        rows = self._rows(block)
+        factors = self._factors(block, rows, precision)
+        if self.own_vectors:
+            values_P, sums, norms = vectorised(
+                self._many,
+                self._packed,
+                rows,
+                factors,
+                [one.sizes for one in block],
+                precision=precision,
+                at_once=self._at_once,
+            )
+            return values_P, Together(foreseen=block, sums=sums, norms=norms)
+        accumulator = self._devices.resident.accumulator
+        values_P, sums = fused(
+            self._many,
+            self._packed,
+            accumulator,
+            rows,
+            factors,
+            precision=precision,
+            at_once=self._at_once,
+        )
+        return values_P, Together(foreseen=block, sums=sums)
+
+    def _rows(self, block: Sequence[Foreseen]) -> Rows:
+        """Return where the examples of a block lie, in the order in which they are taken."""
+        self._packed.make_room([one.called.part for one in block])
+        return np.concatenate(
+            [
+                np.array(one.positions) + self._packed.start(one.called.part, one.examples)
+                for one in block
+            ]
+        )
+
+    def _factors(self, block: Sequence[Foreseen], rows: Rows, precision: str) -> Floats | None:
+        """Return what each example's gradient is scaled by, where devices weigh as they own."""
+        asked = [one.called.plan.weigh_as for one in block]
+        if asked[0] is None:
+            return None
+        counts = [len(one.positions) for one in block]
+        weights = np.concatenate(
+            [
+                self._many.weights(
+                    self._packed.take(rows[start : start + self._at_once]), precision
+                )
+                for start in range(0, len(rows), self._at_once)
+            ]
+        )
+        summed = np.add.reduceat(weights, np.cumsum([0, *counts[:-1]]))
+        ratios = np.array(asked, dtype=np.float64) / np.maximum(summed, 1.0)
+        return np.repeat(ratios, counts)
+
+    def _try(self) -> None:
+        """Compare a pass over a device's first examples with the task's own sum of them.
+
+        Raises:
+            CannotGroup: it fails, or they differ.
+        """
+        devices, resident = self._devices, self._devices.resident
+        identity = devices.identity(0)
+        examples = resident.examples(identity)
+        each = devices.machine(0, round_number=1).memory.line
+        if each is not None and each.each:
+            self._at_once = int(min(max(PASS_BYTES / each.each, 1), MOST_AT_ONCE))
+        positions = range(min(TRIED, len(examples)))
+        resident.image.model.train()
+        state = torch.get_rng_state()
+        batch = batch_of(resident.task, examples, positions)
+        loss, weight, metrics = loss_sum(resident.task, resident.image.model, batch)
+        if not torch.equal(state, torch.get_rng_state()):
+            raise CannotGroup("the model draws random numbers, and each device has its own")
+        resident.accumulator.zero()
+        rows = np.array(positions) + self._packed.start(0, lambda: examples)
+        sums = self._many.add(self._packed.take(rows), None, "float32")
+        resident.accumulator.zero()
+        found = {"loss": sums.loss.sum(), "weight": sums.weight.sum()}
+        found |= {f"metric {name}": values.sum() for name, values in sums.metrics.items()}
+        told = {"loss": loss.item(), "weight": weight}
+        told |= {f"metric {name}": value for name, value in metrics.items()}
+        for name, value in told.items():
+            if not math.isclose(found.get(name, math.nan), value, rel_tol=TOLERANCE, abs_tol=1e-6):
+                raise CannotGroup(f"the {name} of {TRIED} examples is another when each is alone")
+        if self.own_vectors:
+            self._many.rows(
+                [t.unsqueeze(0) for t in self._packed.take(rows)],
+                torch.ones(1, len(rows)),
+                "float32",
+            )
+
+
+def _not_finite(together: Together) -> set[int]:
+    """Return the devices of which a loss or a metric is not finite, or no weight is left."""
+    told = zip(together.loss, together.weight, together.metrics, strict=True)
+    return {
+        at
+        for at, (loss, weight, metrics) in enumerate(told)
+        if not math.isfinite(loss) or not weight or not all(map(math.isfinite, metrics.values()))
+    }

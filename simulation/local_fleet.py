@@ -1,0 +1,218 @@
+"""The devices of this machine as the rounds see them: no messages, no sockets, one model.
+
+What a device would do over the wire it does here by a call: it tells the same of itself, vanishes
+in the same rounds, takes the same seconds of a virtual clock. How its gradients are computed is a
+matter of its own (``simulation.compute``).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from client.kept import WALK, walk_of
+from client.micro_batches import Walk
+from common.errors import ConnectionLost, HeadwaterError, LateUpdate, SettingsError
+from common.parameters import ModelImage
+from common.secagg import Phase, Request
+from common.settings import Settings
+from common.update import DescribeRequest, DeviceReport, EvaluateReport, Plan, Ready, Update
+from server.fleet import Dropout, Reply, Traffic, UpdateOfMany
+from simulation.compute import compute_of
+from simulation.devices import Called, Compute, Devices
+from simulation.draws import is_there, vanishes_at
+from simulation.faults import TRAIN
+from simulation.nodes import FIRST_NODE_ID, GRID, MOST_LOOKS
+
+log = logging.getLogger(__name__)
+
+
+class LocalFleet:
+    """A ``server.fleet.Fleet`` of simulated devices in this process."""
+
+    def __init__(self, settings: Settings, *, run_id: int) -> None:
+        """Take the run's settings, with the fleet's number of devices in them.
+
+        Raises:
+            SettingsError: a round would wait for more clients than there are.
+        """
+        needed, clients = settings.cohort.min_clients, settings.simulation.clients
+        if needed > clients:
+            raise SettingsError(
+                f"a round needs {needed} clients and the simulator has {clients}",
+                remedy="lower --min-clients, or raise --clients",
+            )
+        self._settings = settings
+        self._run_id = run_id
+        self._devices = Devices(settings)
+        self._compute: Compute | None = None
+        self._reports: dict[int, DeviceReport] = {}
+        self._refused: dict[int, HeadwaterError] = {}
+        self._ask_again: dict[int, DescribeRequest] = {}
+        self._asked: Counter[int] = Counter()
+        """How often each device was asked to train in the round at hand, or the last one."""
+        self._last_round = 0
+        self._bytes_up = self._bytes_down = 0
+
+    # Who is there.
+
+    def describe(self, request: DescribeRequest, *, min_clients: int) -> list[DeviceReport]:
+        """See ``Fleet``: look at the fleet until enough are there.
+
+        Raises:
+            SettingsError: it was looked at MOST_LOOKS times for the same round.
+            HeadwaterError: what kept a device from describing itself, if too few are left.
+        """
+        for look in range(MOST_LOOKS):
+            self._call(self._present(look), request)
+            if len(self._reports) >= min_clients:
+                return list(self._reports.values())
+            if self._refused:
+                raise next(iter(self._refused.values()))
+        raise SettingsError(
+            f"round {self._last_round + 1}: {MOST_LOOKS:,} looks at the fleet found too few "
+            f"clients at once, at least {min_clients} are needed",
+            remedy="lower --min-clients, or raise availability in the fleet's file",
+        )
+
+    def _present(self, look: int) -> Iterable[int]:
+        """Return the devices that are there for the round behind the last one."""
+        parts = range(self._devices.num_devices)
+        if self._settings.simulation.fleet is None:
+            return parts
+        number = self._last_round + 1
+        return [
+            part for part in parts if is_there(self._settings, part, round_number=number, look=look)
+        ]
+
+    def _call(self, present: Iterable[int], request: DescribeRequest) -> None:
+        """Ask newcomers and those who are to be asked again; forget who is gone."""
+        known, refused, number = self._reports, self._refused, self._last_round + 1
+        self._reports, self._refused = {}, {}
+        for part in present:
+            again = self._ask_again.get(part) if part in known else None
+            if part in known and again is None:
+                self._reports[part] = known[part]
+                continue
+            if part in refused:
+                self._refused[part] = refused[part]
+                continue
+            try:
+                asked = again or request
+                self._reports[part] = self._devices.describe(part, asked, round_number=number)
+            except HeadwaterError as error:
+                if again is not None:
+                    log.warning("a device stays as it was: %s: %s", error.code, error)
+                    self._reports[part] = known[part]
+                    continue
+                log.warning("a device was refused: %s: %s", error.code, error)
+                self._refused[part] = error
+        self._ask_again = {}
+
+    def ask_again(self, requests: Mapping[str, DescribeRequest]) -> None:
+        self._ask_again = {int(name): request for name, request in requests.items()}
+
+    def turn_seconds(self) -> float:
+        return 0.0
+
+    # What they answer.
+
+    def train(
+        self, plans: Mapping[str, Plan], image: ModelImage, *, timeout_seconds: float | None
+    ) -> Iterator[Update | UpdateOfMany | Ready | Dropout]:
+        if self._compute is None:
+            self._compute = compute_of(self._settings, self._devices)
+        called = []
+        for name, plan in plans.items():
+            if self._has_vanished(int(name), plan.round):
+                yield Dropout(name=name, error=ConnectionLost(f"device {name} has vanished"))
+            else:
+                called.append(Called(part=int(name), plan=plan))
+        self._bytes_down += len(plans) * image.layout.num_bytes
+        for answer in self._compute.train(
+            called, image, run_id=self._run_id, timeout_seconds=timeout_seconds
+        ):
+            if isinstance(answer, Dropout):
+                yield answer
+                continue
+            reports = [answer.report] if isinstance(answer, Update) else answer.reports
+            self._bytes_up += len(reports) * 4 * image.layout.num_parameters
+            if isinstance(answer, Update) and _is_late(answer, timeout_seconds):
+                text = f"{answer.name}: {answer.report.seconds:.1f} s of {timeout_seconds:.1f}"
+                yield Dropout(name=answer.name, error=LateUpdate(text))
+            else:
+                yield answer
+
+    def _has_vanished(self, part: int, round_number: int) -> bool:
+        """Tell whether a device answers no more in the round that it is asked to train in."""
+        if round_number != self._last_round:
+            self._last_round = round_number
+            self._asked.clear()
+        self._asked[part] += 1
+        return self._vanishes_at(part) == TRAIN
+
+    def _vanishes_at(self, part: int) -> str | None:
+        """Return the first message that a device does not answer in the round at hand, if any."""
+        attempt = self._asked[part] - 1
+        return vanishes_at(self._settings, part, round_number=self._last_round, attempt=attempt)
+
+    def converse(
+        self,
+        phase: Phase,
+        requests: Mapping[str, Request],
+        *,
+        beside: bytes | None = None,
+        reply_bytes: int = 0,
+        timeout_seconds: float | None,
+    ) -> Iterator[Reply | Dropout]:
+        raise SettingsError("masked updates travel as messages", remedy="take --wire")
+
+    def evaluate(
+        self, plans: Mapping[str, Plan], image: ModelImage, *, timeout_seconds: float | None
+    ) -> Iterator[EvaluateReport | Dropout]:
+        resident = self._devices.resident
+        for name, plan in plans.items():
+            if self._vanishes_at(int(name)) is not None:
+                yield Dropout(name=name, error=ConnectionLost(f"device {name} has vanished"))
+                continue
+            resident.load_model(self._run_id, plan.model_version, image.buffer())
+            try:
+                yield resident.evaluate(self._devices.identity(int(name)), plan)
+            except HeadwaterError as error:
+                yield Dropout(name=name, error=error)
+
+    def traffic(self) -> Traffic:
+        """Return what models and vectors would take on the wire, without the heads beside them."""
+        return Traffic(bytes_up=self._bytes_up, bytes_down=self._bytes_down)
+
+    # What a checkpoint keeps of them: as the in-process grid keeps it.
+
+    def simulated_state(self) -> dict[str, Any]:
+        state: dict[str, Any] = {
+            str(FIRST_NODE_ID + part): {WALK: _plain(walk)}
+            for part, walk in self._devices.walks.items()
+        }
+        return state | {GRID: {"last_round": self._last_round}}
+
+    def restore_simulated(self, state: Mapping[str, Any]) -> None:
+        for key, kept in state.items():
+            if key == GRID:
+                self._last_round = kept["last_round"]
+            elif WALK in kept:
+                self._devices.walks[int(key) - FIRST_NODE_ID] = walk_of(kept[WALK])
+
+
+def _plain(walk: Walk) -> dict[str, Any]:
+    """Return what ``walk_of`` reads, as ``dataclasses.asdict`` does, and ten times as fast."""
+    place, pending = walk.place, walk.pending_place
+    return {
+        "place": {"epoch": place.epoch, "offset": place.offset},
+        "pending_round": walk.pending_round,
+        "pending_place": {"epoch": pending.epoch, "offset": pending.offset},
+    }
+
+
+def _is_late(update: Update, timeout_seconds: float | None) -> bool:
+    return timeout_seconds is not None and update.report.seconds > timeout_seconds

@@ -1,0 +1,154 @@
+"""The two passes over a block of devices: their sum alone, and each one's own vectors besides."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from client.accumulator import Accumulator
+from simulation.many import ExampleSums, Floats, ManyExamples
+from simulation.packed import Packed, Rows
+
+# Rows of a pass may be padded to the longest: by so much, and no more.
+SHORTEST_SHARE = 0.75
+
+
+def fused(
+    many: ManyExamples,
+    packed: Packed,
+    accumulator: Accumulator,
+    rows: Rows,
+    factors: Floats | None,
+    *,
+    precision: str,
+    at_once: int,
+) -> tuple[Tensor, ExampleSums]:
+    """Return the gradient [P], in float64, of the sum over all rows, and what each row adds.
+
+    ``factors`` scale what each row adds to the gradient.
+
+    Error: each pass sums in float32 over at most ``at_once`` rows, and passes add in float64.
+    """
+    total_P = torch.zeros(accumulator.values_P.shape, dtype=torch.float64)
+    parts = []
+    for start in range(0, len(rows), at_once):
+        end = start + at_once
+        scale = None if factors is None else torch.from_numpy(factors[start:end]).float()
+        accumulator.zero()
+        parts.append(many.add(packed.take(rows[start:end]), scale, precision))
+        total_P += accumulator.values_P
+    return total_P, _joined(parts)
+
+
+def vectorised(
+    many: ManyExamples,
+    packed: Packed,
+    rows: Rows,
+    factors: Floats | None,
+    sizes: Sequence[Sequence[int]],
+    *,
+    precision: str,
+    at_once: int,
+) -> tuple[Tensor, ExampleSums, list[list[float]]]:
+    """Return the sum [P] of all devices' vectors, in float64, and each one's norms as it grows.
+
+    ``sizes`` are the micro-batches of each device, whose rows lie one behind the other.
+    """
+    flat = np.array([size for of_one in sizes for size in of_one])
+    starts = np.cumsum([0, *flat[:-1]])
+    gradients: Tensor | None = None
+    found: dict[str, Floats] = {}
+    for steps in _alike(flat, at_once):
+        index, mask = _padded(starts[steps], flat[steps])
+        taken = [
+            part.reshape(*index.shape, *part.shape[1:]) for part in packed.take(rows[index.ravel()])
+        ]
+        vectors_SP, sums = many.rows(taken, torch.from_numpy(mask).float(), precision)
+        if gradients is None:
+            gradients = vectors_SP.new_empty((len(flat), vectors_SP.shape[1]))
+        gradients[torch.from_numpy(steps)] = vectors_SP
+        _scatter(found, sums, index[mask], mask, len(rows))
+    assert gradients is not None  # a block has steps
+    norms, vectors_DP = _grown(gradients, sizes)
+    if factors is not None:
+        firsts = np.cumsum([0, *(sum(of_one) for of_one in sizes[:-1])])
+        vectors_DP = vectors_DP * torch.from_numpy(factors[firsts]).float().unsqueeze(1)
+    loss, weight = found.pop(LOSS), found.pop(WEIGHT)
+    sums = ExampleSums(loss=loss, weight=weight, metrics=found)
+    return vectors_DP.sum(0, dtype=torch.float64), sums, norms
+
+
+LOSS, WEIGHT = "", " "  # no metric's name
+
+
+def _alike(sizes: NDArray[np.int64], at_once: int) -> Iterator[NDArray[np.int64]]:
+    """Cut steps into passes of nearly the same size, of at most ``at_once`` rows if that can be."""
+    order = np.argsort(-sizes, kind="stable")
+    start = 0
+    while start < len(order):
+        largest = int(sizes[order[start]])
+        most = start + max(at_once // largest, 1)
+        end = start + int(
+            np.searchsorted(-sizes[order[start:]], -largest * SHORTEST_SHARE, "right")
+        )
+        end = min(end, most)
+        yield order[start:end]
+        start = end
+
+
+def _padded(
+    starts: NDArray[np.int64], sizes: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """Return the rows of steps [S, M], padded by each step's first, and which are its own."""
+    at = np.arange(sizes.max())
+    mask = at[None, :] < sizes[:, None]
+    return np.where(mask, starts[:, None] + at[None, :], starts[:, None]), mask
+
+
+def _scatter(
+    found: dict[str, Floats],
+    sums: ExampleSums,
+    rows: NDArray[np.int64],
+    mask: NDArray[np.bool_],
+    num_rows: int,
+) -> None:
+    for name, values in {LOSS: sums.loss, WEIGHT: sums.weight, **sums.metrics}.items():
+        found.setdefault(name, np.zeros(num_rows))[rows] = values[mask]
+
+
+def _grown(
+    gradients_SP: Tensor, sizes: Sequence[Sequence[int]]
+) -> tuple[list[list[float]], Tensor]:
+    """Return the norms of each device's sum behind each of its steps, and the sums [D, P]."""
+    counts = np.array([len(of_one) for of_one in sizes])
+    firsts = np.cumsum([0, *counts[:-1]])
+    sums_DP = gradients_SP[torch.from_numpy(firsts)]
+    norms = np.full((len(sizes), counts.max()), math.nan)
+    norms[:, 0] = _norms(sums_DP)
+    for step in range(1, counts.max()):
+        at = np.flatnonzero(counts > step)
+        index = torch.from_numpy(at)
+        sums_DP[index] += gradients_SP[torch.from_numpy(firsts[at] + step)]
+        norms[at, step] = _norms(sums_DP[index])
+    return [row[:count].tolist() for row, count in zip(norms, counts, strict=True)], sums_DP
+
+
+def _norms(vectors_DP: Tensor) -> Floats:
+    found: Floats = torch.linalg.vector_norm(vectors_DP, dim=1, dtype=torch.float64).numpy()
+    return found
+
+
+def _joined(parts: Sequence[ExampleSums]) -> ExampleSums:
+    return ExampleSums(
+        loss=np.concatenate([part.loss for part in parts]),
+        weight=np.concatenate([part.weight for part in parts]),
+        metrics={
+            name: np.concatenate([part.metrics[name] for part in parts])
+            for name in parts[0].metrics
+        },
+    )
