@@ -103,7 +103,7 @@ def test_a_folder_s_name_says_what_is_in_it_and_holds_no_path() -> None:
         ({"seed": [1, 2]}, {}, "seed is set, and a sweep sets it by itself"),
         ({}, {"out": "here"}, "out is set, and a sweep sets it by itself"),
         ({RATE: [0.1, 0.1]}, {}, "two runs of the sweep are the same"),
-        ({RATE: list(range(1, 101)), SIZE: list(range(1, 101))}, {}, "comes to 20,000 runs"),
+        ({RATE: list(range(1, 102)), SIZE: list(range(1, 101))}, {}, "comes to 10,100 runs"),
     ],
 )
 def test_what_is_wrong_with_a_grid_is_named(
