@@ -19,7 +19,6 @@ examples, whatever the number of devices and labels.
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,12 +28,11 @@ import numpy as np
 
 from common.chance import Chance, Shares, Whole
 from common.errors import NoSuchPartition
-from common.partition import Rule
+from common.label_shards import owners_by_labels
+from common.partition import DRAW, FEWER, Rule
 
 # Dimensions: E examples, D devices, V different values of a column.
 
-FEWER = "ask for fewer devices (--clients, --num-parts)"
-DRAW = "let each draw its own: --examples-per-device N, and devices share examples"
 # Weights are rounded to whole numbers, of which the largest is this: see common.chance.
 LARGEST_WEIGHT = 2.0**36
 
@@ -125,7 +123,8 @@ def deal(rule: Rule, column: Column | None, *, num_examples: int, num_devices: i
         column = Column(codes_E=np.zeros(num_examples, dtype=np.int64), values_V=np.zeros(1))
     assert column is not None
     if rule.kind == "labels":
-        owners_E = _by_labels(column, int(rule.amount), num_devices, chance)
+        sorted_E, starts_V1 = column.examples_by_value(chance.order(num_examples))
+        owners_E = owners_by_labels(sorted_E, starts_V1, int(rule.amount), num_devices, chance)
     elif rule.kind == "column":
         owners_E = _by_value(column, num_devices, chance)
     else:
@@ -211,87 +210,6 @@ def _by_value(column: Column, num_devices: int, chance: Chance) -> Whole:
         )
     ranks_V = np.argsort(chance.order(column.num_values))
     return np.asarray(ranks_V[column.codes_E] % num_devices)
-
-
-def _by_labels(column: Column, per_device: int, num_devices: int, chance: Chance) -> Whole:
-    """Give each device shards of ``per_device`` different values.
-
-    A value is cut into shards as equal as may be, at most one a device; ``_dealers_choice`` finds
-    the devices. So each has exactly so many values, and the shards are as equal as the data allow.
-    """
-    num_examples = len(column.codes_E)
-    sorted_E, starts_V1 = column.examples_by_value(chance.order(num_examples))
-    sizes_V = np.diff(starts_V1)
-    shards_V = _shards(sizes_V, per_device, num_devices)
-    owners_E = np.empty(num_examples, dtype=np.int64)
-    hands: list[list[int]] = [[] for _ in range(per_device)]
-    hands.append(list(range(num_devices)))
-    for value in chance.order(column.num_values).tolist():
-        num_shards, size = int(shards_V[value]), int(sizes_V[value])
-        devices = np.array(_dealers_choice(hands, num_shards, chance))
-        mine = sorted_E[starts_V1[value] : starts_V1[value + 1]]
-        owners_E[mine] = devices[np.arange(size) * num_shards // size]
-    return owners_E
-
-
-def _shards(sizes_V: Whole, per_device: int, num_devices: int) -> Whole:
-    """Return how many shards each value is cut into, so that the largest shard is smallest.
-
-    Raises:
-        NoSuchPartition: it cannot be: more values than shards, or too few examples or values.
-    """
-    num_values, total = len(sizes_V), per_device * num_devices
-    most_V = np.minimum(sizes_V, num_devices)
-    if per_device > num_values:
-        raise NoSuchPartition(
-            f"each device should have {per_device:,} labels, and there are {num_values:,}",
-            remedy="ask for fewer labels on each: --partition labels:N",
-        )
-    if num_values > total:
-        raise NoSuchPartition(
-            f"{num_devices:,} devices with {per_device:,} labels each hold {total:,} at the most, "
-            f"and there are {num_values:,}: the others would be nowhere",
-            remedy=f"ask for {-(-num_values // num_devices):,} labels on each, or for more devices",
-        )
-    if int(most_V.sum()) < total:
-        raise NoSuchPartition(
-            f"{num_devices:,} devices with {per_device:,} labels each need {total:,} shards, and "
-            f"these examples can be cut into {int(most_V.sum()):,}, one a device and label",
-            remedy=f"{FEWER} or fewer labels on each, or {DRAW}",
-        )
-    shards = [1] * num_values
-    largest = [(-float(size), value) for value, size in enumerate(sizes_V) if most_V[value] > 1]
-    heapq.heapify(largest)
-    for _ in range(total - num_values):
-        _, value = heapq.heappop(largest)
-        shards[value] += 1
-        if shards[value] < most_V[value]:
-            heapq.heappush(largest, (-int(sizes_V[value]) / shards[value], value))
-    return np.array(shards)
-
-
-def _dealers_choice(hands: list[list[int]], count: int, chance: Chance) -> list[int]:
-    """Take ``count`` different devices of those with the most places left, at random among equals.
-
-    ``hands[r]`` are the devices with r places left; those that are taken lose one. By Gale and
-    Ryser (1957) this never runs out where any way of dealing exists, and one does if no value has
-    more shards than there are devices.
-    """
-    moved: list[tuple[int, list[int]]] = []
-    wanted = count
-    for left in range(len(hands) - 1, 0, -1):
-        hand = hands[left]
-        taken = []
-        for share in chance.shares(min(wanted, len(hand))).tolist():
-            at = int(share * len(hand))
-            hand[at], hand[-1] = hand[-1], hand[at]
-            taken.append(hand.pop())
-        moved.append((left - 1, taken))
-        wanted -= len(taken)
-    assert wanted == 0
-    for left, devices in moved:
-        hands[left] += devices
-    return [device for _, devices in moved for device in devices]
 
 
 def _starts(sizes: Whole) -> Whole:

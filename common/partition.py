@@ -30,6 +30,9 @@ EXPECTED = (
     "expected task, iid, dirichlet:ALPHA, labels:N, column:NAME, quantity:SIGMA or "
     "quantity:dirichlet:BETA"
 )
+# What one may do where there are too few examples for a partition.
+FEWER = "ask for fewer devices (--clients, --num-parts)"
+DRAW = "let each draw its own: --examples-per-device N, and devices share examples"
 LARGEST = 1e6
 LARGEST_SIGMA = 5.0
 MOST_LABELS = 1_000_000
