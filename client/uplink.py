@@ -24,7 +24,7 @@ from client.absence import Absence, Away
 from client.departure import Departure, leave_for
 from client.node import Node
 from client.renewal import LOOK_SECONDS, RETRY_SECONDS, Renewal
-from client.work import StreamBroken, Work
+from client.work import ModelBroken, StreamBroken, Work
 from common.errors import ConnectionLost, ProtocolMismatch, error_of
 from common.wire import FRAME_BYTES, HELLO_SECONDS, KEEPALIVE, METHOD, PROTOCOL_VERSION
 from common.wire_pb2 import ClientFrame, Fault, Hello, Leave, Notice, ServerFrame
@@ -116,7 +116,9 @@ class Uplink:
                 self._node.leave()  # of a session that it cannot answer any more
             except _Broken as broken:
                 if broken.had_contact:
-                    backoff, last_contact = FIRST_BACKOFF_SECONDS, time.monotonic()
+                    last_contact = time.monotonic()
+                if broken.had_contact and not broken.is_garbled:  # else each try costs a model
+                    backoff = FIRST_BACKOFF_SECONDS
                 if self._stopping.is_set():
                     return
                 left_seconds = last_contact + self._patience_seconds - time.monotonic()
@@ -175,6 +177,8 @@ class Uplink:
                 raise _Broken(str(error.details()), had_contact=had_contact) from None
             except (asyncio.InvalidStateError, TimeoutError) as error:
                 raise _Broken(str(error) or "no answer", had_contact=had_contact) from None
+            except ModelBroken as error:
+                raise _Broken(str(error), had_contact=True, is_garbled=True) from None
             finally:
                 for task in beside:
                     task.cancel()
@@ -361,6 +365,7 @@ def _tell(notice: Notice) -> None:
 class _Broken(Exception):
     """The connection broke; it may be tried again."""
 
-    def __init__(self, text: str, *, had_contact: bool) -> None:
+    def __init__(self, text: str, *, had_contact: bool, is_garbled: bool = False) -> None:
         super().__init__(text)
         self.had_contact = had_contact
+        self.is_garbled = is_garbled

@@ -18,7 +18,6 @@ from collections.abc import Awaitable, Callable
 
 from client.node import Answer, Node
 from common.errors import (
-    CorruptUpdate,
     LateUpdate,
     ModelMismatch,
     ProtocolMismatch,
@@ -34,6 +33,10 @@ log = logging.getLogger(__name__)
 
 class StreamBroken(Exception):
     """The stream broke in mid-upload; the answer is kept for the next one."""
+
+
+class ModelBroken(Exception):
+    """The model that arrived is not the one that was announced; another stream brings it anew."""
 
 
 class Work:
@@ -99,7 +102,7 @@ class Work:
 
         Raises:
             ProtocolMismatch: the model that it needs was not sent.
-            CorruptUpdate: the model is not the one that was announced.
+            ModelBroken: it is not the one that was announced.
         """
         self._asked_here = instruction.message_id
         if instruction.message_id == self._working_on:
@@ -268,7 +271,7 @@ class _IncomingImage:
         """Check the whole model.
 
         Raises:
-            CorruptUpdate: its digest is not the announced one.
+            ModelBroken: its digest is not the announced one.
         """
         if self._received != len(self._memory) or self._digest.digest() != self._sha256:
-            raise CorruptUpdate("the model that arrived is not the one that was announced")
+            raise ModelBroken("the model that arrived is not the one that was announced")

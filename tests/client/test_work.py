@@ -13,8 +13,8 @@ from client.app import app
 from client.link import Link
 from client.node import Node
 from client.resident import Identity, Resident
-from client.work import StreamBroken, Work
-from common.errors import CorruptUpdate, ModelMismatch, ProtocolMismatch
+from client.work import ModelBroken, StreamBroken, Work
+from common.errors import ModelMismatch, ProtocolMismatch
 from common.settings import load
 from common.update import Plan
 from common.wire import CHUNK_BYTES
@@ -184,7 +184,7 @@ def test_a_model_that_arrived_changed_is_not_trained_on(tmp_path: Path) -> None:
         await device.ask()
 
     device = Device(tmp_path)
-    with pytest.raises(CorruptUpdate):
+    with pytest.raises(ModelBroken):
         run(device, story)
     assert device.node.link == Link()
 
