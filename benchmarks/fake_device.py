@@ -116,6 +116,8 @@ class FakeDevice:
                         self._missing_bytes -= len(frame.chunk.data)
                     case "instruction":
                         self._take(frame.instruction)
+                        if upload is not None:
+                            upload.cancel()  # nobody waits for it any more
                         upload = asyncio.create_task(self._answer(call, frame.instruction))
                     case "receipt":
                         self._receipts.put_nowait(frame.receipt)

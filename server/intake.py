@@ -232,7 +232,7 @@ class Intake:
         if self._is_closing:
             return  # a device that stays, and is back already: it tries again
         if self._port is not None:
-            self._port.strangers.brought_stream(stream.peer())
+            self._port.brought_stream(stream.peer())
         if not self._ration.is_left(self._who(stream), time.monotonic()):
             self.refusals[TooManyAttempts.__name__] += 1
             return  # without a word: a device of ours that was not at fault tries again

@@ -36,7 +36,7 @@ MAX_STREAMS = 4
 RESERVED_DESCRIPTORS = 256
 MAX_DESCRIPTORS = 65_536
 LOOK_SECONDS = 0.25
-MAX_PEERS = 65_536
+MAX_PEERS = 8192
 
 
 def bounds() -> list[tuple[str, int]]:
@@ -65,9 +65,9 @@ class Strangers:
     """Counts the TLS connections that brought no stream: no certificate, a false one, or silence.
 
     gRPC tells when a connection begins, and ours is the first word of a stream; who fails in
-    between, it says to nobody. What is older than the handshake may take and has brought no stream
-    is the difference of two counts, which holds when devices that fell silent are told apart from
-    nobody: it is exact where each connection opens its stream at once, as ours do.
+    between, it says to nobody. So what is counted is the difference: connections that are older
+    than a handshake may take, less connections that brought a stream. It is exact where each
+    connection opens its stream at once, as those of devices do.
     """
 
     def __init__(self) -> None:
@@ -118,6 +118,11 @@ class Port:
         self._server: Any = None
         self._fallen: dict[asyncio.Task[None], Any] = {}
         self._keeper: asyncio.Task[None] | None = None
+
+    def brought_stream(self, peer: str) -> None:
+        """Note a stream; in plain text gRPC tells of no connection, and none can be missing."""
+        if self._credentials is not None:
+            self.strangers.brought_stream(peer)
 
     async def open(self) -> None:
         """Open it.

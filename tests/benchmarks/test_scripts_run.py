@@ -16,6 +16,8 @@ KEYS = {
     "client_memory": "rss_ratio",
     "exactness": "at_start",
     "fairness": "share_of_examples",
+    "fuzz": "executions",
+    "load": "model_is_exact",
     "masking": "keystream",
     "noise_scale": "told_over_true",
     "partitions": "iid",
