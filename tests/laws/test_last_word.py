@@ -1,8 +1,8 @@
 """The law with the device's last word: however a window was cut short or smaller, its sum is exact.
 
 Memory that shrinks and grows at will, activations computed twice, an owner who gives less, a pace
-that is not the foreseen one: what is sent is the sum over a beginning of the window, and weighs what
-that was summed over.
+that is not the foreseen one: what is sent is the sum over a beginning of the window, and weighs
+what that was summed over.
 """
 
 from __future__ import annotations
