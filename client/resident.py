@@ -152,7 +152,13 @@ class Resident:
         kept = sorted(set(range(len(examples))) - set(apart))
         return Subset(examples, kept), Subset(examples, apart)  # type: ignore[arg-type]
 
-    def _workplace(self, examples: Examples, name: str, hardware: Hardware) -> Workplace:
+    def _workplace(
+        self,
+        examples: Examples,
+        name: str,
+        hardware: Hardware,
+        accumulator: Accumulator | None = None,
+    ) -> Workplace:
         self.held.make_room()
         if name in self._checkpointed:
             checkpointing.switch_on(self.image.model)
@@ -161,7 +167,7 @@ class Resident:
         return Workplace(
             task=self.task,
             image=self.image,
-            accumulator=self.accumulator,
+            accumulator=accumulator or self.accumulator,
             examples=examples,
             name=name,
             clock=hardware.clock,
@@ -255,12 +261,17 @@ class Resident:
         return update, walk.pend(plan.round, taken.after(num_taken, len(place.examples)))
 
     def at(
-        self, identity: Identity, hardware: Hardware, plan: Plan, walk: Walk
+        self,
+        identity: Identity,
+        hardware: Hardware,
+        plan: Plan,
+        walk: Walk,
+        accumulator: Accumulator | None = None,
     ) -> tuple[Window, Workplace]:
         """Return a plan's examples from a place on, and all that the device needs to sum them."""
         examples, _ = self.split(identity, run_seed=plan.run_seed, fraction=plan.held_out_fraction)
         taken = _window_of(plan, walk, identity, examples)
-        return taken, self._workplace(examples, identity.name, hardware)
+        return taken, self._workplace(examples, identity.name, hardware, accumulator)
 
     def skip(self, identity: Identity, plan: Plan, walk: Walk) -> Walk:
         """Return the walk behind a plan's window: nothing in it could be summed, nor ever will."""

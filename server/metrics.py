@@ -11,9 +11,10 @@ import logging
 import math
 import os
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 from common.errors import StateError
 from common.noise import after_each
@@ -110,13 +111,17 @@ class RoundRow:
     num_bounded: int = 0
     left_out: dict[str, str] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
-    clients: list[ClientRow] = field(default_factory=list)
+    clients: Sequence[ClientRow] = ()
     masked_clients: list[MaskedClientRow] = field(default_factory=list)
 
     @property
     def k_range(self) -> tuple[int, int]:
         """The smallest and the largest K of the cohort; in a masked round, of its plans."""
-        steps = [row.accumulation_steps for row in self.clients]
+        steps = (
+            self.clients.num_steps
+            if isinstance(self.clients, ClientRows)
+            else [row.accumulation_steps for row in self.clients]
+        )
         steps += [row.planned_steps for row in self.masked_clients]
         return min(steps), max(steps)
 
@@ -146,6 +151,35 @@ def client_row(report: Reported, *, plan_reason: str, local_steps: int) -> Clien
         reason=report.reason,
         plan=plan_reason,
     )
+
+
+class ClientRows(Sequence[ClientRow]):
+    """The rows of a round's clients, each made when it is asked for: nobody may be."""
+
+    def __init__(self, accepted: Mapping[str, Reported], plans: Mapping[str, Plan]) -> None:
+        self._reports = [accepted[name] for name in plans if name in accepted]
+        self._plans = plans
+
+    @property
+    def num_steps(self) -> list[int]:
+        """K of each."""
+        return [report.num_steps for report in self._reports]
+
+    def __len__(self) -> int:
+        return len(self._reports)
+
+    @overload
+    def __getitem__(self, at: int) -> ClientRow: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[ClientRow]: ...
+    def __getitem__(self, at: int | slice) -> ClientRow | list[ClientRow]:
+        if isinstance(at, slice):
+            return [self._row(report) for report in self._reports[at]]
+        return self._row(self._reports[at])
+
+    def _row(self, report: Reported) -> ClientRow:
+        plan = self._plans[report.name]
+        return client_row(report, plan_reason=plan.reason, local_steps=plan.local_steps)
 
 
 def masked_client_row(ready: Ready, plan: Plan) -> MaskedClientRow:
@@ -220,13 +254,17 @@ class Journal:
             log.warning("no %s in %s: %s", CURVES, self._folder, error.strerror)
 
 
-def _json(row: RoundRow) -> str:
-    """Return a row in JSON; ``dataclasses.asdict`` would copy every figure of every step."""
-    told = {
+def plain(row: RoundRow) -> dict[str, Any]:
+    """Return a row's fields by name; ``dataclasses.asdict`` would copy all figures of all steps."""
+    return {
         **_fields(row),
         "clients": [_fields(client) for client in row.clients],
         "masked_clients": [_fields(client) for client in row.masked_clients],
     }
+
+
+def _json(row: RoundRow) -> str:
+    told = plain(row)
     try:
         return json.dumps(told, allow_nan=False)
     except ValueError:

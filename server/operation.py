@@ -13,7 +13,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -24,7 +23,7 @@ from common.update import DeviceReport
 from server import orders
 from server.attendance import Attendance
 from server.history import History, figures_of
-from server.metrics import RoundRow, read_rows
+from server.metrics import RoundRow, plain, read_rows
 from server.open_round import OpenRound
 from server.orders import Drained, Order
 from server.presence import Presence
@@ -167,7 +166,7 @@ class Operation:
 
     def committed(self, row: RoundRow) -> None:
         self._is_in_round, self.round = False, row.round
-        figures = figures_of(asdict(row), ended_at=time.time())
+        figures = figures_of(plain(row), ended_at=time.time())
         self._note(lambda history: history.round(figures))
         fields = {
             "round": row.round,

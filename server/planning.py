@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from common.errors import EmptyUpdate, LateUpdate, TooFewClients
 from common.parameters import ModelLayout
@@ -127,9 +128,11 @@ class Planning:
             self.learned[name] = self.learned[name].asked()
         for name in invited.left_out:
             self.learned[name] = self.learned[name].left_out(round_number)
+        common = self._common_plan(round_number)
+        made: dict[tuple[object, ...], Plan] = {}
         plans = {
             name: self._plan(
-                assignment, round_number, weigh_as=weights.get(name), counted=counted.get(name)
+                assignment, common, made, weigh_as=weights.get(name), counted=counted.get(name)
             )
             for name, assignment in assignments.items()
         }
@@ -202,14 +205,30 @@ class Planning:
             text = "round %d: %d more not believed in all that they claim (%s)"
             log.info(text, round_number, len(claims), some)
 
+    def _common_plan(self, round_number: int) -> dict[str, Any]:
+        """Return what all plans of a round say."""
+        chosen = self._settings.plan
+        return {
+            "round": round_number,
+            "run_seed": self._settings.seed,
+            "model_version": round_number - 1,
+            "local_steps": chosen.local_steps,
+            "local_learning_rate": chosen.local_learning_rate,
+            "precision": chosen.precision,
+            "held_out_fraction": held_out_fraction(self._settings.evaluation),
+            "is_masked": self._settings.secure.aggregation != "off",
+        }
+
     def _plan(
         self,
         assignment: Assignment,
-        round_number: int,
+        common: Mapping[str, Any],
+        made: dict[tuple[object, ...], Plan],
         *,
         weigh_as: int | None,
         counted: int | None,
     ) -> Plan:
+        """Return a device's plan; devices that are asked the same share one."""
         chosen, deadline = self._settings.plan, self._settings.cohort.deadline_seconds
         share = assignment.device.learned.deadline_share
         size = self._target.micro_batch_size(assignment.quota, assignment.micro_batch_size)
@@ -218,25 +237,21 @@ class Planning:
             evened = f", cut to {size} each to tell the noise"
         # Local steps move the model: their number is not the device's to choose.
         finish = assignment.finish_seconds(size) if chosen.local_steps == 1 else None
-        return Plan(
-            round=round_number,
-            run_seed=self._settings.seed,
-            model_version=round_number - 1,
-            quota=assignment.quota,
-            micro_batch_size=size,
-            local_steps=chosen.local_steps,
-            local_learning_rate=chosen.local_learning_rate,
-            precision=chosen.precision,
+        own: dict[str, Any] = {
+            "quota": assignment.quota,
+            "micro_batch_size": size,
             # To train in; the rest is for the transfers.
-            deadline_seconds=None if deadline is None else deadline * share,
-            finish_seconds=finish,
-            counted_round=counted,
-            held_out_fraction=held_out_fraction(self._settings.evaluation),
-            share=assignment.share,
-            weigh_as=weigh_as,
-            is_masked=self._settings.secure.aggregation != "off",
-            reason=reasons.of_plan(assignment, finish_seconds=finish) + evened,
-        )
+            "deadline_seconds": None if deadline is None else deadline * share,
+            "finish_seconds": finish,
+            "counted_round": counted,
+            "share": assignment.share,
+            "weigh_as": weigh_as,
+            "reason": reasons.of_plan(assignment, finish_seconds=finish) + evened,
+        }
+        key = tuple(own.values())
+        if key not in made:
+            made[key] = Plan(**common, **own)
+        return made[key]
 
     def learn(self, opened: OpenRound) -> None:
         """Follow the devices' pace, vitals and lateness, whether or not the round will count."""

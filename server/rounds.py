@@ -20,11 +20,10 @@ from common.whole_file import whole_file
 from server import checkpoint, evaluate
 from server.fleet import Fleet
 from server.metrics import (
-    ClientRow,
+    ClientRows,
     Journal,
     MaskedClientRow,
     RoundRow,
-    client_row,
     masked_client_row,
 )
 from server.observer import Observer, Unobserved
@@ -209,17 +208,9 @@ def _run_round(training: Training, fleet: Fleet, observer: Observer) -> RoundRow
         num_bounded=planned.num_bounded,
         left_out=planned.left_out,
         refused={name: f"{error.code}: {error}" for name, error in opened.refused.items()},
-        clients=_rows(opened),
+        clients=ClientRows(opened.accepted, opened.plans),
         masked_clients=_masked_rows(opened, done),
     )
-
-
-def _rows(opened: OpenRound) -> list[ClientRow]:
-    return [
-        client_row(opened.accepted[name], plan_reason=plan.reason, local_steps=plan.local_steps)
-        for name, plan in opened.plans.items()
-        if name in opened.accepted
-    ]
 
 
 def _masked_rows(opened: OpenRound, done: Summed) -> list[MaskedClientRow]:

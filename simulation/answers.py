@@ -26,12 +26,16 @@ class Together:
     foreseen: Sequence[Foreseen]
     sums: ExampleSums
     norms: Sequence[Sequence[float]] | None = None
-    """Of each device's vector behind each of its steps; None where they were not computed."""
+    is_ordered: bool = True
+    """Of each device's vector behind each of its steps; None where they were not computed.
+
+    ``is_ordered`` is false where those who take all their examples have them in the data's order.
+    """
 
     @cached_property
     def starts(self) -> Rows:
         """The row of each device's first example."""
-        counts = [len(one.positions) for one in self.foreseen]
+        counts = [one.num_examples for one in self.foreseen]
         return np.cumsum([0, *counts[:-1]])
 
     @cached_property
@@ -57,7 +61,9 @@ class Together:
     def steps(self, at: int) -> tuple[Step, ...]:
         """Return the steps of one device."""
         one, start = self.foreseen[at], int(self.starts[at])
-        own = slice(start, start + len(one.positions))
+        own: slice | list[int] = slice(start, start + one.num_examples)
+        if one.is_whole and not self.is_ordered:
+            own = [start + position for position in one.positions()]
         cuts = np.cumsum([0, *one.sizes[:-1]])
         weights: Floats = np.add.reduceat(self.sums.weight[own], cuts)
         losses: Floats = np.add.reduceat(self.sums.loss[own], cuts)
@@ -103,7 +109,7 @@ class Report:
 
     @property
     def num_examples(self) -> int:
-        return len(self._one.positions)
+        return self._one.num_examples
 
     @property
     def weight(self) -> int:

@@ -14,6 +14,7 @@ from client.resident import Identity, Resident, resident_of
 from common.errors import SettingsError
 from common.parameters import ModelImage
 from common.settings import Settings
+from common.task import Examples
 from common.update import DescribeRequest, DeviceReport, Plan, Update
 from server.fleet import Dropout, UpdateOfMany
 from simulation.draws import at_round
@@ -67,6 +68,7 @@ class Devices:
         self.settings = settings
         self.num_devices = settings.simulation.clients
         self._rule = settings.partition.rule(seed=settings.seed)
+        self._examples: dict[int, Examples] = {}
         self.walks: dict[int, Walk] = {}
         """The places of those that have trained; who has not is at its first example."""
 
@@ -86,6 +88,13 @@ class Devices:
         return Identity(
             name=str(part), data=None, part=part, num_parts=self.num_devices, rule=self._rule
         )
+
+    def examples(self, part: int) -> Examples:
+        """Open a device's examples, once."""
+        found = self._examples.get(part)
+        if found is None:
+            found = self._examples[part] = self.resident.examples(self.identity(part))
+        return found
 
     def walk(self, part: int) -> Walk:
         """Return where a device is in its examples."""

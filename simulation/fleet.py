@@ -142,6 +142,25 @@ class VirtualMemory:
         return int(self._base_bytes + (self.bytes_per_example or 0.0) * num_examples)
 
 
+UNRESTRAINED, ON_BATTERY = Restraint(), Vitals(is_on_battery=True)
+
+
+@functools.lru_cache(maxsize=2 * LARGEST_FLEET)
+def _vitals(
+    limit_bytes: int, line: Line | None, is_on_battery: bool | None, rate: float, share: float
+) -> Vitals:
+    """Return what a device tells of itself: the same object as long as it is the same."""
+    return Vitals(
+        memory_limit_bytes=limit_bytes,
+        base_bytes=None if line is None else int(line.base),
+        bytes_per_example=None if line is None else line.each,
+        is_on_battery=is_on_battery,
+        upload_bytes_per_second=rate,
+        download_bytes_per_second=rate,
+        share=share,
+    )
+
+
 class SimulatedMachine:
     """A device's hardware in one round: virtual clock and memory, and perhaps a battery."""
 
@@ -174,20 +193,16 @@ class SimulatedMachine:
         return self._device.cores
 
     def vitals(self) -> Vitals:
-        line = self.memory.line
-        return Vitals(
-            memory_limit_bytes=self._device.memory_bytes,
-            base_bytes=None if line is None else int(line.base),
-            bytes_per_example=None if line is None else line.each,
-            # A device that is never on battery has none, and no sensor that would say so.
-            is_on_battery=self._is_on_battery if self._device.on_battery else None,
-            upload_bytes_per_second=self._device.upload_bytes_per_second,
-            download_bytes_per_second=self._device.upload_bytes_per_second,
-            share=self.restraint().share,
-        )
+        # A device that is never on battery has none, and no sensor that would say so.
+        is_on_battery = self._is_on_battery if self._device.on_battery else None
+        line, share = self.memory.line, self.restraint().share
+        limit, rate = self._device.memory_bytes, self._device.upload_bytes_per_second
+        return _vitals(limit, line, is_on_battery, rate, share)
 
     def restraint(self) -> Restraint:
-        return restraint(Vitals(is_on_battery=self._is_on_battery), self._chosen)
+        if not self._is_on_battery:
+            return UNRESTRAINED
+        return restraint(ON_BATTERY, self._chosen)
 
     def speed(self, place: Workplace) -> Speed:
         """Look up the line of seconds, and count what an example more takes if that is not known.

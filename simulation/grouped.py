@@ -109,13 +109,13 @@ class Grouped:
         block: list[Foreseen] = []
         num_steps = num_rows = 0
         for one in foreseen:
-            is_full = num_rows + len(one.positions) > most_rows
+            is_full = num_rows + one.num_examples > most_rows
             is_full |= self.own_vectors and num_steps + len(one.sizes) > most_steps
             if block and is_full:
                 yield block
                 block, num_steps, num_rows = [], 0, 0
             block.append(one)
-            num_steps, num_rows = num_steps + len(one.sizes), num_rows + len(one.positions)
+            num_steps, num_rows = num_steps + len(one.sizes), num_rows + one.num_examples
         yield block
 
     def _add(self, block: list[Foreseen]) -> tuple[UpdateOfMany | None, list[Foreseen]]:
@@ -158,14 +158,19 @@ class Grouped:
             precision=precision,
             at_once=self._at_once,
         )
-        return values_P, Together(foreseen=block, sums=sums)
+        return values_P, Together(foreseen=block, sums=sums, is_ordered=False)
 
     def _rows(self, block: Sequence[Foreseen]) -> Rows:
         """Return where the examples of a block lie, in the order in which they are taken."""
         self._packed.make_room([one.called.part for one in block])
         return np.concatenate(
             [
-                np.array(one.positions) + self._packed.start(one.called.part, one.examples)
+                self._packed.start(one.called.part, one.examples)
+                + (
+                    np.arange(one.num_examples)
+                    if one.is_whole and not self.own_vectors
+                    else np.array(one.positions())
+                )
                 for one in block
             ]
         )
@@ -175,7 +180,7 @@ class Grouped:
         asked = [one.called.plan.weigh_as for one in block]
         if asked[0] is None:
             return None
-        counts = [len(one.positions) for one in block]
+        counts = [one.num_examples for one in block]
         weights = np.concatenate(
             [
                 self._many.weights(

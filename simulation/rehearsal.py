@@ -12,13 +12,14 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from client.accumulator import Accumulator
-from client.micro_batches import Walk, Window
+from client.device import Hardware
+from client.micro_batches import Place, Walk, Window, window
 from client.passes import Added, Positions
 from client.stopping import Watch
 from client.window_sum import sum_window
 from client.workplace import Workplace
 from common.task import Examples
-from common.update import Plan, Step, StopReason, Vitals
+from common.update import MOST_STEPS, Plan, Step, StopReason, Vitals
 from simulation.devices import Called, Devices
 
 
@@ -28,10 +29,16 @@ class CannotForesee(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Foreseen:
-    """What a device will do in a round; ``sizes``, seconds and bytes are those of its steps."""
+    """What a device will do in a round; ``sizes``, seconds and bytes are those of its steps.
+
+    ``positions`` gives its examples in the order in which it takes them. ``is_whole`` means that
+    they are all that it has: their sum needs no order.
+    """
 
     called: Called
-    positions: list[int]
+    positions: Callable[[], list[int]]
+    num_examples: int
+    is_whole: bool
     sizes: list[int]
     step_seconds: list[float]
     peak_bytes: list[int]
@@ -56,15 +63,20 @@ def foresee(devices: Devices, called: Called) -> Foreseen:
     if machine.memory.fitting(1) == 0:
         raise CannotForesee
     walk = devices.walk(called.part).settle(plan.counted_round)
-    window, place = resident.at(devices.identity(called.part), machine, plan, walk)
-    place = replace(place, accumulator=cast(Accumulator, _NO_VECTOR))
+    if _is_plain(plan, machine):
+        return _foresee_plain(devices, called, machine, walk)
+    taken, place = resident.at(
+        devices.identity(called.part), machine, plan, walk, cast(Accumulator, _NO_VECTOR)
+    )
     begun = place.clock.seconds()
-    total = sum_window(plan, window, place, Watch(plan, place, begun), add=_take_note)
+    total = sum_window(plan, taken, place, Watch(plan, place, begun), add=_take_note)
     num_taken, num_examples = total.num_examples, len(place.examples)
-    ends_epoch = total.reason == "quota" and window.ends_epoch
+    ends_epoch = total.reason == "quota" and taken.ends_epoch
     return Foreseen(
         called=called,
-        positions=[position for taken in total.taken for position in taken],
+        positions=lambda: [position for some in total.taken for position in some],
+        num_examples=num_taken,
+        is_whole=False,
         sizes=[step.num_examples for step in total.steps],
         step_seconds=[step.seconds for step in total.steps],
         peak_bytes=[step.peak_bytes for step in total.steps],
@@ -72,9 +84,72 @@ def foresee(devices: Devices, called: Called) -> Foreseen:
         seconds=place.clock.seconds() - begun,
         reason="epoch end" if ends_epoch else total.reason,
         vitals=place.vitals(),
-        num_left=max(num_examples - window.offset - num_taken, 0),
-        walk=walk.pend(plan.round, window.after(num_taken, num_examples)),
+        num_left=max(num_examples - taken.offset - num_taken, 0),
+        walk=walk.pend(plan.round, taken.after(num_taken, num_examples)),
         examples=lambda: place.examples,
+    )
+
+
+def _is_plain(plan: Plan, machine: Hardware) -> bool:
+    """Say whether nothing can end the window early, or cut its micro-batches smaller."""
+    fitting = machine.memory.fitting(plan.micro_batch_size)
+    return (
+        plan.deadline_seconds is None
+        and plan.finish_seconds is None
+        and plan.share is None  # nothing is taken off on battery
+        and plan.held_out_fraction == 0
+        and plan.accumulation_steps <= MOST_STEPS
+        and (fitting is None or fitting >= plan.micro_batch_size)
+    )
+
+
+def _foresee_plain(devices: Devices, called: Called, machine: Hardware, walk: Walk) -> Foreseen:
+    """Foresee a walk to the window's end: what ``foresee`` comes to, ten times as fast."""
+    plan, clock, memory = called.plan, machine.clock, machine.memory
+    examples = devices.examples(called.part)
+    num_owned = len(examples)
+    place = walk.place
+    if place.offset >= num_owned:  # as ``client.micro_batches.window`` has it
+        place = Place(epoch=place.epoch + 1)
+    num_examples = min(plan.quota, num_owned - place.offset)
+    ends_epoch = num_examples < plan.quota
+
+    def positions() -> list[int]:
+        name, seed = called.name, plan.run_seed
+        return list(
+            window(
+                place, quota=plan.quota, run_seed=seed, name=name, num_examples=num_owned
+            ).positions
+        )
+
+    whole, rest = divmod(num_examples, plan.micro_batch_size)
+    sizes = [plan.micro_batch_size] * whole + [rest] * (rest > 0)
+    begun = clock.seconds()
+    since = clock.seconds()  # the model has come
+    step_seconds, peak_bytes = [], []
+    for size in sizes:
+        clock.worked(size)
+        now = clock.seconds()
+        step_seconds.append(now - since)
+        peak_bytes.append(memory.end(size))
+        since = now
+    behind = place.offset + num_examples
+    after = Place(epoch=place.epoch + 1) if behind >= num_owned else replace(place, offset=behind)
+    return Foreseen(
+        called=called,
+        positions=positions,
+        num_examples=num_examples,
+        is_whole=num_examples == num_owned,
+        sizes=sizes,
+        step_seconds=step_seconds,
+        peak_bytes=peak_bytes,
+        micro_batch_size=plan.micro_batch_size,
+        seconds=since - begun,
+        reason="epoch end" if ends_epoch else "quota",
+        vitals=machine.vitals(),
+        num_left=num_owned - behind,
+        walk=walk.pend(plan.round, after),
+        examples=lambda: examples,
     )
 
 
@@ -92,14 +167,23 @@ def _take_note(
     """
     place.memory.begin(len(positions))
     place.clock.worked(len(positions))
-    step = Step.model_construct(
+    step = Noted(
         num_examples=len(positions),
         weight=len(positions),
-        loss=0.0,
         seconds=place.clock.seconds() - since_seconds,
         peak_bytes=place.memory.end(len(positions)),
     )
-    return Added(loss_sum=0.0, metric_sums={}, step=step)
+    return Added(loss_sum=0.0, metric_sums={}, step=cast(Step, step))
+
+
+@dataclass(kw_only=True, slots=True)
+class Noted:
+    """What the walk through a window reads of a step."""
+
+    num_examples: int
+    weight: int
+    seconds: float
+    peak_bytes: int
 
 
 class _NoVector:
