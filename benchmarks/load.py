@@ -44,7 +44,7 @@ ROUNDS, FIRST, LAST = 20, 3, 20
 THINK_SECONDS = 1.0
 TOGETHER_SECONDS = 60.0
 BARE_METHOD = "/benchmark.Push/Connect"
-BARE_PUSHES = 5
+BARE_PUSHES, BARE_PAUSE_SECONDS = 5, 0.5
 
 
 def weights(number: int) -> list[int]:
@@ -186,7 +186,7 @@ def _growth(rows: Sequence[Figures], first: int, last: int) -> Figures:
 
 def _model(path: Path) -> list[float]:
     """Return all parameters of a saved model, in the order of the layout."""
-    from safetensors.torch import load_file
+    from safetensors.numpy import load_file
 
     tensors = load_file(path)
     names = sorted(tensors, key=lambda name: int(name.rpartition(".")[2]))
@@ -227,10 +227,10 @@ async def _bare_server(number: int) -> None:
     await all_here.wait()
     begun = []
     for event in go:
-        await asyncio.sleep(1.0)
+        await asyncio.sleep(BARE_PAUSE_SECONDS)
         begun.append(asyncio.get_running_loop().time())
         event.set()
-    await asyncio.sleep(1.0)
+    await asyncio.sleep(BARE_PAUSE_SECONDS)
     print(json.dumps(begun), flush=True)
     await server.stop(1.0)
 
