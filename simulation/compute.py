@@ -16,6 +16,8 @@ the terms are added in another order (``tests/simulation/test_compute.py`` holds
 
 from __future__ import annotations
 
+import logging
+
 from common.console import console
 from common.errors import SettingsError
 from common.settings import Settings
@@ -23,6 +25,11 @@ from simulation.devices import Compute, Devices
 from simulation.grouped import Grouped
 from simulation.one_by_one import OneByOne
 from simulation.packed import CannotGroup
+
+log = logging.getLogger(__name__)
+
+# A round of so few devices takes no time one by one, and has the wire's bits.
+FEW = 32
 
 
 def compute_of(settings: Settings, devices: Devices) -> Compute:
@@ -32,6 +39,10 @@ def compute_of(settings: Settings, devices: Devices) -> Compute:
         SettingsError: the named way cannot do what is asked for.
     """
     chosen, plan = settings.simulation.compute, settings.plan
+    num_invited = min(settings.cohort.size or devices.num_devices, devices.num_devices)
+    if chosen == "auto" and num_invited <= FEW:
+        log.info("devices are computed one by one: %d are few", num_invited)
+        return OneByOne(devices)
     if chosen == "one-by-one":
         return OneByOne(devices)
     own_vectors = chosen == "vectorised" or (chosen == "auto" and plan.follow_noise_scale)

@@ -132,15 +132,19 @@ def _grown(
     norms[:, 0] = _norms(sums_DP)
     for step in range(1, counts.max()):
         at = np.flatnonzero(counts > step)
-        index = torch.from_numpy(at)
-        sums_DP[index] += gradients_SP[torch.from_numpy(firsts[at] + step)]
-        norms[at, step] = _norms(sums_DP[index])
+        further = gradients_SP[torch.from_numpy(firsts[at] + step)]
+        if len(at) == len(sizes):
+            sums_DP += further
+            norms[:, step] = _norms(sums_DP)
+            continue
+        grown = sums_DP[torch.from_numpy(at)] + further
+        sums_DP[torch.from_numpy(at)] = grown
+        norms[at, step] = _norms(grown)
     return [row[:count].tolist() for row, count in zip(norms, counts, strict=True)], sums_DP
 
 
 def _norms(vectors_DP: Tensor) -> Floats:
-    found: Floats = torch.linalg.vector_norm(vectors_DP, dim=1, dtype=torch.float64).numpy()
-    return found
+    return torch.linalg.vector_norm(vectors_DP, dim=1).double().numpy()  # as a device computes it
 
 
 def _joined(parts: Sequence[ExampleSums]) -> ExampleSums:

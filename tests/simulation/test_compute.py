@@ -203,8 +203,13 @@ def test_who_spoils_a_pass_is_computed_alone(tmp_path: Path, way: str) -> None:
     ],
 )
 def test_what_cannot_be_computed_together_is_computed_one_by_one_and_says_so(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], task: str, why: str
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    task: str,
+    why: str,
 ) -> None:
+    monkeypatch.setattr("simulation.compute.FEW", 2)
     run(tmp_path / "auto", "auto", task=task)
     said = capsys.readouterr().out
     assert "devices are computed one by one: " in said
@@ -215,7 +220,20 @@ def test_what_cannot_be_computed_together_is_computed_one_by_one_and_says_so(
         run(tmp_path / "fused", "fused", task=task)
 
 
-def test_the_noise_scale_is_followed_with_vectors_of_their_own(tmp_path: Path) -> None:
+def test_few_devices_have_the_wire_s_bits_unasked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(tmp_path / "few", "auto")
+    run(tmp_path / "alone", "one-by-one")
+    assert torch.equal(model_in(tmp_path / "few"), model_in(tmp_path / "alone"))
+    run(tmp_path / "many", "auto", **{"simulation.clients": 33, "rounds": 1})
+    assert "devices are computed fused" in capsys.readouterr().out
+
+
+def test_the_noise_scale_is_followed_with_vectors_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("simulation.compute.FEW", 2)
     chosen: dict[str, Any] = {
         "plan.accumulation_steps": None,
         "plan.follow_noise_scale": True,
