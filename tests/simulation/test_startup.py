@@ -53,8 +53,10 @@ def test_help_loads_nothing_that_trains(words: list[str]) -> None:
 
 
 @pytest.mark.slow
-def test_the_first_round_needs_no_compiler_no_plot_and_no_scikit_learn(tmp_path: Path) -> None:
-    heavy = {"torch._dynamo", "torch._inductor", "sklearn", "scipy", "pandas", "matplotlib", "ray"}
+def test_the_first_round_needs_no_compiler_no_plot_no_flower_and_no_scikit_learn(
+    tmp_path: Path,
+) -> None:
+    heavy = {"torch._dynamo", "torch._inductor", "sklearn", "scipy", "matplotlib", "flwr", "grpc"}
     found = loaded(FIRST_ROUND.format(out=str(tmp_path / "out")))
     assert "torch" in found
     assert not found & heavy
