@@ -316,6 +316,10 @@ def _run(kind: str, number: int, rounds: int) -> Figures:
 BEGUN = time.perf_counter()
 
 
+def _has(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
+
+
 def _measure(kind: str, number: int, rounds: int) -> Figures:
     return child("benchmarks.simulation", "--case", f"{kind}:{number}:{rounds}")
 
@@ -333,7 +337,7 @@ def main() -> None:
         found = {
             kind: _measure(kind, number, rounds)
             for kind in (*BARE, *WAYS, *PEERS)
-            if kind not in PEERS or importlib.util.find_spec(PEERS[kind]) is not None
+            if kind not in PEERS or (not chosen.quick and _has(PEERS[kind]))
         }
         limits = dict(zip(WAYS, BARE, strict=True))
         found["of_limit"] = {way: found[way]["rate"] / found[limits[way]]["rate"] for way in WAYS}

@@ -144,7 +144,8 @@ def _grown(
 
 
 def _norms(vectors_DP: Tensor) -> Floats:
-    return torch.linalg.vector_norm(vectors_DP, dim=1).double().numpy()  # as a device computes it
+    found: Floats = torch.linalg.vector_norm(vectors_DP, dim=1).double().numpy()
+    return found
 
 
 def _joined(parts: Sequence[ExampleSums]) -> ExampleSums:
