@@ -236,7 +236,11 @@ def test_a_compressed_frame_is_refused_however_small() -> None:
                 bomb = ClientFrame(chunk=Chunk(data=bytes(20_000_000)))
                 with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
                     await call.write(bomb.SerializeToString())
-                assert await call.code() == grpc.StatusCode.UNIMPLEMENTED
+                # "gzip is disabled", or a reset that has overtaken these words.
+                assert await call.code() in (
+                    grpc.StatusCode.UNIMPLEMENTED,
+                    grpc.StatusCode.INTERNAL,
+                )
             assert run.intake.bytes_up == 0
             assert await is_served(run.port)
 
