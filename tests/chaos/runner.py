@@ -288,6 +288,8 @@ class Trial:
         if self.plan.narrow is not None and self.plan.narrow.down_seconds:
             self._take_link_down(self.plan.narrow.down_seconds)
         self._wait_for_rounds(max(self._num_rounds(), num_before) + ROUNDS_BEHIND)
+        # The server says how it stands once a second: the first pause must not pass for the next.
+        until(lambda: self._stands() != "paused", what=lambda: f"no pause:\n{self._told()}")
 
     def _await_death(self, death: Death, others: tuple[Death, ...]) -> None:
         """Wait for a process's end, and start it anew; it may have to die again."""
