@@ -253,6 +253,7 @@ class Trial:
         """Do some rounds in peace, and measure the server once the devices are gone."""
         for name in self._names:
             self._start_client(name)
+        self._wait_for_all(0)
         self._wait_for_rounds(1)
         self._pause()
         self._send_home()
@@ -267,10 +268,7 @@ class Trial:
             is_it = name == "0"
             prepare = self._prepared("client") if is_it else None
             self._start_client(name, prepare=prepare, by_proxy=is_it)
-        until(
-            lambda: self._num_joined() >= num_joined + len(self._names),
-            what=lambda: f"all devices:\n{self._told()}",
-        )
+        self._wait_for_all(num_joined)
         num_before = self._num_rounds()
         self._file("trigger").touch()
         orders.give(self.out, "resume")
@@ -364,6 +362,13 @@ class Trial:
         return measured
 
     # Waiting.
+
+    def _wait_for_all(self, num_before: int) -> None:
+        """Wait until every device has said what it is; who is still starting knows no SIGTERM."""
+        until(
+            lambda: self._num_joined() >= num_before + len(self._names),
+            what=lambda: f"all devices:\n{self._told()}",
+        )
 
     def _num_joined(self) -> int:
         return self.server.text().count(" joined: ")
