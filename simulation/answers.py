@@ -14,7 +14,7 @@ from functools import cached_property
 import numpy as np
 
 from common.update import Step, StopReason, Vitals
-from simulation.many import ExampleSums, Floats
+from simulation.many import ExampleSums
 from simulation.packed import Rows
 from simulation.rehearsal import Foreseen
 
@@ -58,21 +58,34 @@ class Together:
         sums = [np.add.reduceat(self.sums.metrics[name], self.starts).tolist() for name in names]
         return [dict(zip(names, row, strict=True)) for row in zip(*sums, strict=True)]
 
+    @cached_property
+    def _of_steps(self) -> tuple[list[int], list[float], list[float]]:
+        """Return where each device's steps begin among all, and weight and loss of each step."""
+        counts = [len(one.sizes) for one in self.foreseen]
+        sizes = [size for one in self.foreseen for size in one.sizes]
+        cuts = np.cumsum([0, *sizes[:-1]])
+        weight, loss = self.sums.weight, self.sums.loss
+        if not self.is_ordered:
+            order = np.arange(len(weight))
+            for one, start in zip(self.foreseen, self.starts, strict=True):
+                if one.is_whole:
+                    order[start : start + one.num_examples] = start + np.array(one.positions())
+            weight, loss = weight[order], loss[order]
+        summed = (np.add.reduceat(column, cuts).tolist() for column in (weight, loss))
+        return [0, *np.cumsum(counts).tolist()], *summed
+
     def steps(self, at: int) -> tuple[Step, ...]:
         """Return the steps of one device."""
-        one, start = self.foreseen[at], int(self.starts[at])
-        own: slice | list[int] = slice(start, start + one.num_examples)
-        if one.is_whole and not self.is_ordered:
-            own = [start + position for position in one.positions()]
-        cuts = np.cumsum([0, *one.sizes[:-1]])
-        weights: Floats = np.add.reduceat(self.sums.weight[own], cuts)
-        losses: Floats = np.add.reduceat(self.sums.loss[own], cuts)
+        one = self.foreseen[at]
+        starts, all_weights, all_losses = self._of_steps
+        own = slice(starts[at], starts[at + 1])
+        weights, losses = all_weights[own], all_losses[own]
         norms = self.norms[at] if self.norms is not None else [None] * len(one.sizes)
         return tuple(
             Step.model_construct(
                 num_examples=size,
                 weight=int(weight),
-                loss=float(loss) / weight if weight else 0.0,
+                loss=loss / weight if weight else 0.0,
                 gradient_norm=norm,
                 seconds=seconds,
                 peak_bytes=peak,

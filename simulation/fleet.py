@@ -13,7 +13,7 @@ from dataclasses import replace
 from client.device import Hardware
 from client.growth import WORKING_FACTOR, Speed
 from client.memory import GUARD_SHARE, PeakLine
-from client.probe import activation_bytes
+from client.probe import MOST_EXAMPLES, activation_bytes
 from client.resident import Identity, resident_of
 from client.restraint import restraint
 from client.workplace import Clock, Restraint, Workplace
@@ -22,9 +22,11 @@ from common.errors import TaskFailed
 from common.line import Line
 from common.parameters import ModelLayout
 from common.settings import Settings
+from common.task import batch_of
 from common.update import Vitals
 from simulation.draws import Jitter, is_on_battery, jitter_seed, round_now
 from simulation.faults import slowed
+from simulation.packed import CannotGroup, tensors_of
 from simulation.profiles import (
     LARGEST_FLEET,
     MIB,
@@ -211,7 +213,7 @@ class SimulatedMachine:
             TaskFailed: none of the first examples can be trained on.
         """
         if self.memory.bytes_per_example is None:
-            self.memory.bytes_per_example = activation_bytes(place) * WORKING_FACTOR
+            self.memory.bytes_per_example = _activation_bytes(place) * WORKING_FACTOR
         return self._timing()
 
     def _timing(self) -> Speed:
@@ -225,6 +227,27 @@ class SimulatedMachine:
             seconds_per_micro_batch=dispatch,
             seconds_per_example=each if rate is None else 1 / rate,
         )
+
+
+_counted: dict[tuple[object, ...], float] = {}
+
+
+def _activation_bytes(place: Workplace) -> float:
+    """Count what autograd keeps of an example, once for all devices whose first two are alike."""
+    num_examples = len(place.examples)
+    second = max(num_examples // MOST_EXAMPLES, 1)
+    some = (0, second) if second < num_examples else (0,)
+    try:
+        rows = [
+            tensors_of(batch_of(place.task, place.examples, part))[0] for part in (some[:1], some)
+        ]
+    except CannotGroup:
+        return activation_bytes(place)
+    shapes = tuple((row.shape, row.dtype) for batch in rows for row in batch)
+    key = (id(place.task), id(place.image), shapes)
+    if key not in _counted:
+        _counted[key] = activation_bytes(place)
+    return _counted[key]
 
 
 def simulated_machine(identity: Identity, settings: Settings, layout: ModelLayout) -> Hardware:
