@@ -35,12 +35,12 @@ import logging
 import math
 import statistics
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 from benchmarks.fedavg import Round, epoch_seconds, run_fedavg
 from benchmarks.measure import ROOT, Figures, arguments, report
 from common.settings import Settings, load
-from server.metrics import RoundRow
+from server.metrics import RoundRow, plain
 from simulation.engines import run_engine
 from simulation.profiles import device_of, with_fleet
 from simulation.summary import idle_time
@@ -141,7 +141,7 @@ class Race:
         Raises:
             _Ended: it was the last one that is needed.
         """
-        self._idle.append(idle_time(asdict(row)).share_of_all)
+        self._idle.append(idle_time(plain(row)).share_of_all)
         self._take(
             row.slowest_client_seconds,
             row.metrics["test_accuracy"],

@@ -25,7 +25,7 @@ from client.departure import Departure, leave_for
 from client.node import Node
 from client.renewal import LOOK_SECONDS, RETRY_SECONDS, Renewal
 from client.work import ModelBroken, StreamBroken, Work
-from common.errors import ConnectionLost, ProtocolMismatch, error_of
+from common.errors import ConnectionLost, CorruptUpdate, ProtocolMismatch, error_of
 from common.wire import FRAME_BYTES, HELLO_SECONDS, KEEPALIVE, METHOD, PROTOCOL_VERSION
 from common.wire_pb2 import ClientFrame, Fault, Hello, Leave, Notice, ServerFrame
 from common.wire_pb2 import Renewal as RenewalFrame
@@ -34,6 +34,8 @@ log = logging.getLogger(__name__)
 
 FIRST_BACKOFF_SECONDS = 0.2
 LONGEST_BACKOFF_SECONDS = 30.0
+# Garbled models in a row: a flipped bit comes alone, a server that lies does not.
+MOST_GARBLED = 4
 CONNECT_SECONDS = 20.0
 RETRIED = (
     grpc.StatusCode.UNAVAILABLE,
@@ -95,6 +97,7 @@ class Uplink:
         Raises:
             DeviceRefused: the server turned this device away.
             ConnectionLost: the server was not to be reached for ``patience_seconds``.
+            CorruptUpdate: the models that it sends are not those that it announces.
         """
         try:
             await self._keep_connected()
@@ -103,7 +106,7 @@ class Uplink:
             self._node.leave()
 
     async def _keep_connected(self) -> None:
-        backoff, last_contact = FIRST_BACKOFF_SECONDS, time.monotonic()
+        backoff, last_contact, num_garbled = FIRST_BACKOFF_SECONDS, time.monotonic(), 0
         while True:
             if await self._stay_away():
                 backoff, last_contact = FIRST_BACKOFF_SECONDS, time.monotonic()
@@ -121,6 +124,9 @@ class Uplink:
                     backoff = FIRST_BACKOFF_SECONDS
                 if self._stopping.is_set():
                     return
+                num_garbled = num_garbled + 1 if broken.is_garbled else 0
+                if num_garbled == MOST_GARBLED:
+                    raise CorruptUpdate(f"{num_garbled} times in a row {broken}") from None
                 left_seconds = last_contact + self._patience_seconds - time.monotonic()
                 if left_seconds <= 0:
                     raise self._lost(broken) from None

@@ -568,8 +568,12 @@ def _subclasses(root: type[HeadwaterError]) -> list[type[HeadwaterError]]:
 def error_of(code: str, message: str) -> HeadwaterError:
     """Rebuild an error that travelled as its class name and message.
 
-    An unknown ``code`` gives a plain ``HeadwaterError`` that quotes it: versions may differ.
+    An unknown ``code`` gives a plain ``HeadwaterError`` that quotes it: versions may differ. What
+    the other side wrote stays on its line of a log.
     """
+    code, message = (
+        "".join(sign if sign.isprintable() else " " for sign in text) for text in (code, message)
+    )
     by_code = {leaf.__name__: leaf for leaf in _subclasses(HeadwaterError)}
     kind = by_code.get(code)
     return HeadwaterError(f"{code}: {message}") if kind is None else kind(message)

@@ -420,11 +420,11 @@ class Intake:
         """Let a device go; why one leaves for a while is counted and noted like a refusal."""
         why: HeadwaterError = ConnectionLost(f"{session.name} left")
         if leave.code:
-            text = leave.text[:MAX_FAULT_TEXT]
-            why = error_of(leave.code[:MAX_FAULT_CODE], f"{session.name}: {text}")
+            text = f"{session.name}: {leave.text[:MAX_FAULT_TEXT]}"
+            why = error_of(leave.code[:MAX_FAULT_CODE], text)
             self.refusals[why.code] += 1
             self.attendance.refuse(session.name, why)
-            log.warning("%s left for a while: %s: %s", session.name, why.code, text)
+            log.warning("%s left for a while: %s: %s", session.name, why.code, why)
         else:
             log.info("%s left", session.name)
         self._uploads.answer(session, why)

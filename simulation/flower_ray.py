@@ -34,8 +34,9 @@ from common.settings import Settings
 from server.app import server_app
 from server.rounds import OnRound
 from simulation.draws import at_round
+from simulation.faults import TRAIN
 from simulation.fleet import simulated_machine
-from simulation.vanishing import TRAIN, LastAsked
+from simulation.vanishing import LastAsked
 
 # Read by Flower and Ray when they are imported or started: no look-up leaves the machine, and Ray
 # neither counts its users, nor warns of GPUs that nobody has, nor starts anew behind a shutdown.

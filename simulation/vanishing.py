@@ -8,13 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from common.secagg import PHASES
 from common.settings import Settings
 from simulation.draws import vanishes_at
-
-TRAIN, EVALUATE = "train", "evaluate"
-STAGES = (TRAIN, *(f"query.{phase.action}" for phase in PHASES), EVALUATE)
-"""What an invited device is asked in a round, in this order."""
+from simulation.faults import STAGES
 
 
 @dataclass(frozen=True, slots=True)
