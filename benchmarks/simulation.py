@@ -239,7 +239,7 @@ def pfl(number: int, rounds: int) -> None:
     from pfl.aggregate.simulate import SimulatedBackend
     from pfl.algorithm.base import NNAlgorithmParams
     from pfl.algorithm.federated_averaging import FederatedAveraging
-    from pfl.callback import TrainingProcessCallback
+    from pfl.callback.base import TrainingProcessCallback
     from pfl.data import FederatedDataset
     from pfl.data.dataset import Dataset
     from pfl.data.sampling import get_user_sampler
