@@ -138,9 +138,9 @@ def simulate(
 ) -> None:
     """Simulate many clients on this machine, under a virtual clock.
 
-    The devices have different speed, memory and links; the server and client code is the very code
-    that runs over the network. With K set and one thread they give the same model there, bit for
-    bit.
+    The devices have different speed, memory and links; the server's rounds and the devices' code
+    are those that run over the network. With K set and one thread they give the same model there,
+    bit for bit; of more than 32 devices with `--compute one-by-one`.
 
     Try it: `headwater-simulate --task examples/digits.py:Digits --optimizer adam
     --learning-rate 0.01`
