@@ -81,5 +81,7 @@ def num_until_finish(
     if seconds == 0:
         return None
     left_seconds = max(plan.finish_seconds - passed_seconds, 0.0)
-    nearest = round(left_seconds / seconds * sum(step.num_examples for step in recent))
-    return max(nearest, plan.fewest_examples - num_done, 0)
+    nearest = left_seconds / seconds * sum(step.num_examples for step in recent)
+    if not math.isfinite(nearest):  # a clock that hardly moved
+        return None
+    return max(round(nearest), plan.fewest_examples - num_done, 0)
