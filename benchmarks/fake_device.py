@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.update import DeviceReport, Plan, Step, UpdateReport
-from common.wire import CHUNK_BYTES, KEEPALIVE, METHOD, PROTOCOL_VERSION
+from common.wire import CHANNEL, CHUNK_BYTES, METHOD, PROTOCOL_VERSION
 from common.wire_pb2 import (
     Chunk,
     ClientFrame,
@@ -34,10 +34,15 @@ NUM_EXAMPLES = 512
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Taken:
-    """A plan that came, with all of its model: the round, and when, by ``time.monotonic``."""
+    """A plan that came, with all of its model, and when, by ``time.monotonic``."""
 
-    round: int
+    head_json: str
     at: float
+
+    @property
+    def round(self) -> int:
+        """The plan's; read when it is asked for, so that no other device waits meanwhile."""
+        return Plan.model_validate_json(self.head_json).round
 
 
 class FakeDevice:
@@ -64,6 +69,7 @@ class FakeDevice:
         self.acknowledged: list[int] = []
         """The rounds whose update the server said that it has, whole."""
         self._call: Any = None
+        self._read_at = 0.0
         self._session = b""
         self._image_id = ""
         self._missing_bytes = 0
@@ -74,9 +80,8 @@ class FakeDevice:
         """Stay connected until the server says goodbye, or ``leave`` is called."""
         import grpc.aio
 
-        options = [*KEEPALIVE, ("grpc.use_local_subchannel_pool", 1)]
         while True:
-            async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options) as channel:
+            async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", CHANNEL) as channel:
                 try:
                     await self._serve(channel.stream_stream(METHOD)())
                     return
@@ -106,6 +111,7 @@ class FakeDevice:
         upload: asyncio.Task[None] | None = None
         try:
             while isinstance(data := await call.read(), bytes):
+                self._read_at = time.monotonic()
                 frame = ServerFrame.FromString(data)
                 match frame.WhichOneof("kind"):
                     case "welcome":
@@ -115,6 +121,8 @@ class FakeDevice:
                     case "chunk":
                         self._missing_bytes -= len(frame.chunk.data)
                     case "instruction":
+                        if frame.small_image:
+                            self._missing_bytes = 0
                         self._take(frame.instruction)
                         if upload is not None:
                             upload.cancel()  # nobody waits for it any more
@@ -144,15 +152,14 @@ class FakeDevice:
         if instruction.image_id != self._image_id and self._missing_bytes:
             raise RuntimeError(f"{self.name}: a plan, and {self._missing_bytes} bytes are missing")
         self._image_id = instruction.image_id
-        round_number = Plan.model_validate_json(instruction.head_json).round
-        self.taken.append(Taken(round=round_number, at=time.monotonic()))
+        self.taken.append(Taken(head_json=instruction.head_json, at=self._read_at))
 
     async def _answer(self, call: Any, instruction: Instruction) -> None:
         if instruction.message_type != "train":
             await self._upload(call, instruction, self._description(), b"")
             return
-        plan = Plan.model_validate_json(instruction.head_json)
         await asyncio.sleep(self.think_seconds)
+        plan = Plan.model_validate_json(instruction.head_json)
         await self._upload(call, instruction, self._report(plan), self.update)
         self.acknowledged.append(plan.round)
 

@@ -64,6 +64,8 @@ class Departure:
         match frame.WhichOneof("kind"):
             case "image":
                 return self._absence.by_bytes(self._absence.round_bytes)
+            case "instruction" if frame.small_image:
+                return self._absence.by_bytes(self._absence.round_bytes)
             case "instruction" if frame.instruction.message_type == "train":
                 return self._absence.by_bytes(self._absence.update_bytes)
             case _:

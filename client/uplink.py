@@ -26,7 +26,7 @@ from client.node import Node
 from client.renewal import LOOK_SECONDS, RETRY_SECONDS, Renewal
 from client.work import ModelBroken, StreamBroken, Work
 from common.errors import ConnectionLost, CorruptUpdate, ProtocolMismatch, error_of
-from common.wire import FRAME_BYTES, HELLO_SECONDS, KEEPALIVE, METHOD, PROTOCOL_VERSION
+from common.wire import CHANNEL, FRAME_BYTES, HELLO_SECONDS, METHOD, PROTOCOL_VERSION
 from common.wire_pb2 import ClientFrame, Fault, Hello, Leave, Notice, ServerFrame
 from common.wire_pb2 import Renewal as RenewalFrame
 
@@ -195,7 +195,7 @@ class Uplink:
                 self._call = None
 
     def _channel(self) -> Any:
-        options = list(KEEPALIVE)
+        options = list(CHANNEL)
         if self._renewal is None:
             return grpc.aio.insecure_channel(self._address, options=options)
         self._renewal.check()
@@ -276,6 +276,9 @@ class Uplink:
                 case "chunk":
                     self._work.take_chunk(frame.chunk)
                 case "instruction":
+                    if frame.small_image:
+                        image_id = frame.instruction.image_id
+                        await self._work.take_small_image(image_id, frame.small_image)
                     is_stopping = self._stopping.is_set() or self._away is not None
                     await self._work.take_instruction(frame.instruction, is_stopping=is_stopping)
                 case "receipt":

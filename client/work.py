@@ -123,6 +123,20 @@ class Work:
             self._node.resume()
         self._doing = asyncio.create_task(self._do(instruction))
 
+    async def take_small_image(self, image_id: str, data: bytes) -> None:
+        """Take a model that comes in its instruction's own frame.
+
+        Raises:
+            ModelMismatch: it has another size.
+            ProtocolMismatch: its name is not a digest.
+        """
+        try:
+            sha256 = bytes.fromhex(image_id)
+        except ValueError:
+            raise ProtocolMismatch("the server sent a model without its digest") from None
+        await self.begin_image(Image(image_id=image_id, num_bytes=len(data), sha256=sha256))
+        self.take_chunk(Chunk(transfer_id=image_id, data=data))
+
     def take_receipt(self, receipt: Receipt) -> None:
         """Pass a receipt on to the upload that it is for."""
         if self._upload is not None and receipt.message_id == self._upload.answer.message_id:

@@ -10,6 +10,8 @@ METHOD = "/headwater.Stream/Connect"
 NAME_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}"
 
 CHUNK_BYTES = 1 << 20
+# A model below this comes in its plan's own frame: a frame costs a server more than its bytes do.
+SMALL_IMAGE_BYTES = 64 << 10
 RECEIPT_EVERY_BYTES = 8 << 20
 MAX_REPLY_HEAD_BYTES = 1 << 20
 # The longest frame is a chunk, or a reply's head.
@@ -32,6 +34,10 @@ KEEPALIVE = (
     ("grpc.max_receive_message_length", MAX_FRAME_BYTES),
     ("grpc.max_send_message_length", MAX_FRAME_BYTES),
 )
+
+# A device's channel: each makes a connection, where gRPC would give it another channel's, on which a
+# server that has fallen meanwhile answers nothing.
+CHANNEL = (*KEEPALIVE, ("grpc.use_local_subchannel_pool", 1))
 
 # protobuf's tags and lengths and gRPC's five bytes, for a chunk with its 36-character id.
 CHUNK_OVERHEAD_BYTES = 64

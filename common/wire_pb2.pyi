@@ -146,7 +146,7 @@ class Notice(_message.Message):
     def __init__(self, is_paused: _Optional[bool] = ...) -> None: ...
 
 class ServerFrame(_message.Message):
-    __slots__ = ("welcome", "instruction", "image", "chunk", "receipt", "fault", "goodbye", "certificate", "notice")
+    __slots__ = ("welcome", "instruction", "image", "chunk", "receipt", "fault", "goodbye", "certificate", "notice", "small_image")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     INSTRUCTION_FIELD_NUMBER: _ClassVar[int]
     IMAGE_FIELD_NUMBER: _ClassVar[int]
@@ -156,6 +156,7 @@ class ServerFrame(_message.Message):
     GOODBYE_FIELD_NUMBER: _ClassVar[int]
     CERTIFICATE_FIELD_NUMBER: _ClassVar[int]
     NOTICE_FIELD_NUMBER: _ClassVar[int]
+    SMALL_IMAGE_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     instruction: Instruction
     image: Image
@@ -165,4 +166,5 @@ class ServerFrame(_message.Message):
     goodbye: Goodbye
     certificate: Certificate
     notice: Notice
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., instruction: _Optional[_Union[Instruction, _Mapping]] = ..., image: _Optional[_Union[Image, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., receipt: _Optional[_Union[Receipt, _Mapping]] = ..., fault: _Optional[_Union[Fault, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ..., certificate: _Optional[_Union[Certificate, _Mapping]] = ..., notice: _Optional[_Union[Notice, _Mapping]] = ...) -> None: ...
+    small_image: bytes
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., instruction: _Optional[_Union[Instruction, _Mapping]] = ..., image: _Optional[_Union[Image, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., receipt: _Optional[_Union[Receipt, _Mapping]] = ..., fault: _Optional[_Union[Fault, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ..., certificate: _Optional[_Union[Certificate, _Mapping]] = ..., notice: _Optional[_Union[Notice, _Mapping]] = ..., small_image: _Optional[bytes] = ...) -> None: ...

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable
 from functools import lru_cache
 
-from common.wire import CHUNK_BYTES
+from common.wire import CHUNK_BYTES, SMALL_IMAGE_BYTES
 from common.wire_pb2 import Chunk, Image, Instruction, ServerFrame
 from server.sessions import Ask, Session, Stream
 
@@ -54,13 +54,16 @@ class Downloads:
 
     async def send_ask(self, session: Session, ask: Ask, stream: Stream) -> None:
         """Send an instruction, behind its model if the device does not have it."""
-        image_id = ""
-        if session.stream is not stream:
+        image_id, beside = "", b""
+        if session.stream is not stream or session.ask is not ask:
             return
         if ask.image is not None and self._image is not None:
             image_id = self._image[0]
-            if session.image_id != image_id and not await self._send_image(session, ask, stream):
-                return
+            if session.image_id != image_id:
+                if len(ask.image) < SMALL_IMAGE_BYTES:
+                    beside = self._frame(image_id, 0)
+                elif not await self._send_image(session, ask, stream):
+                    return
             session.image_id = image_id
         if session.ask is ask:
             instruction = Instruction(
@@ -70,7 +73,9 @@ class Downloads:
                 image_id=image_id,
                 beside=ask.beside,
             )
-            await self.write(stream, ServerFrame(instruction=instruction), session)
+            # One serialised message behind another is both in one.
+            data = ServerFrame(instruction=instruction).SerializeToString() + beside
+            await self._write_bytes(stream, data, session)
 
     async def _send_image(self, session: Session, ask: Ask, stream: Stream) -> bool:
         """Send the model; False if its round closed meanwhile, and the model may have changed."""
@@ -93,5 +98,7 @@ class Downloads:
         if self._image is None or self._image[0] != image_id:
             raise RuntimeError("the model changed while it was being sent")
         data = bytes(self._image[1][offset : offset + CHUNK_BYTES])
+        if len(self._image[1]) < SMALL_IMAGE_BYTES:
+            return ServerFrame(small_image=data).SerializeToString()
         chunk = Chunk(transfer_id=image_id, offset=offset, data=data)
         return ServerFrame(chunk=chunk).SerializeToString()

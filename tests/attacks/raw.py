@@ -45,7 +45,11 @@ TASK = "tests/tasks.py:TwoLayers"
 NUM_EXAMPLES = 24
 RUN_ID = 7
 WAIT_SECONDS = 20.0
-LIMITLESS = (("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1))
+LIMITLESS = (
+    ("grpc.max_send_message_length", -1),
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.use_local_subchannel_pool", 1),
+)
 
 
 def layout_digest() -> str:
@@ -194,6 +198,8 @@ class RawDevice:
                 self.image = b""
             if frame.WhichOneof("kind") == "chunk":
                 self.image += frame.chunk.data
+            if frame.small_image:
+                self.image = frame.small_image
             if frame.WhichOneof("kind") in kinds:
                 return frame
 

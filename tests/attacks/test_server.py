@@ -52,9 +52,10 @@ class Liar:
         await self.send(image=Image(**(honest | changes)))
         await self.send(chunk=Chunk(transfer_id="i", offset=0, data=data))
 
-    async def plan(self, **changes: Any) -> None:
+    async def plan(self, *, small_image: bytes = b"", **changes: Any) -> None:
         honest = {"message_id": "m", "message_type": "train", "head_json": "{}", "image_id": "i"}
-        await self.send(instruction=Instruction(**(honest | changes)))
+        instruction = Instruction(**(honest | changes))
+        await self.send(instruction=instruction, small_image=small_image)
 
 
 Lie = Callable[[Liar], Awaitable[None]]
@@ -129,6 +130,21 @@ async def a_plan_without_its_model(liar: Liar) -> None:
     await liar.plan()
 
 
+async def a_small_model_of_another_length(liar: Liar) -> None:
+    await liar.welcome()
+    await liar.plan(image_id=DIGEST.hex(), small_image=IMAGE + b"\0")
+
+
+async def a_small_model_of_another_digest(liar: Liar) -> None:
+    await liar.welcome()
+    await liar.plan(image_id=bytes(32).hex(), small_image=IMAGE)
+
+
+async def a_small_model_without_a_digest(liar: Liar) -> None:
+    await liar.welcome()
+    await liar.plan(small_image=IMAGE)
+
+
 def run(lie: Lie, processes: Processes, task: str) -> Process:
     """Let a device meet a lying server, and wait for the device's end."""
 
@@ -172,6 +188,9 @@ def run(lie: Lie, processes: Processes, task: str) -> Process:
         (a_chunk_beyond_the_end, "ProtocolMismatch"),
         (a_chunk_of_nothing, "ProtocolMismatch"),
         (a_plan_without_its_model, "ProtocolMismatch"),
+        (a_small_model_of_another_length, "ModelMismatch"),
+        (a_small_model_of_another_digest, "CorruptUpdate"),
+        (a_small_model_without_a_digest, "ProtocolMismatch"),
     ],
 )
 def test_a_device_ends_by_a_named_error(lie: Lie, code: str, tmp_path: Path) -> None:

@@ -5,10 +5,10 @@ from pathlib import Path
 import grpc._cython.cygrpc
 import pytest
 
-from common.wire import KEEPALIVE
+from common.wire import CHANNEL
 
 
-@pytest.mark.parametrize("name", [name for name, _ in KEEPALIVE])
+@pytest.mark.parametrize("name", [name for name, _ in CHANNEL])
 def test_grpc_knows_the_option(name: str) -> None:
     library = Path(grpc._cython.cygrpc.__file__).read_bytes()
     assert name.encode() + b"\0" in library
