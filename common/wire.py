@@ -35,8 +35,8 @@ KEEPALIVE = (
     ("grpc.max_send_message_length", MAX_FRAME_BYTES),
 )
 
-# A device's channel: each makes a connection, where gRPC would give it another channel's, on which a
-# server that has fallen meanwhile answers nothing.
+# A device's channel: each makes a connection of its own, where gRPC would give it that of another,
+# on which a server that has fallen meanwhile answers nothing.
 CHANNEL = (*KEEPALIVE, ("grpc.use_local_subchannel_pool", 1))
 
 # protobuf's tags and lengths and gRPC's five bytes, for a chunk with its 36-character id.
