@@ -41,7 +41,8 @@ def train(plan: Plan, window: Window, place: Workplace, spool: Spool | None = No
         BuffersChanged, TaskFailed, TaskError, NonFiniteUpdate: see ``common.errors``.
     """
     start_seconds = place.clock.seconds()
-    place.image.model.train()
+    if not all(module.training for module in place.image.model.modules()):
+        place.image.model.train()
     buffers = [(name, b, b._version) for name, b in place.image.model.named_buffers()]
     if plan.local_steps == 1:
         start_seconds, total = _sum_whole(plan, window, place, spool, start_seconds)
@@ -51,7 +52,7 @@ def train(plan: Plan, window: Window, place: Workplace, spool: Spool | None = No
             _say_that_it_is_not_spooled()
         watch = Watch(plan, place, start_seconds)
         values_P, total = take_local_steps(plan, window, place, watch)
-    now = dict(place.image.model.named_buffers())
+    now = dict(place.image.model.named_buffers()) if buffers else {}
     for name, buffer, version in buffers:
         if now.get(name) is not buffer or buffer._version != version:
             raise BuffersChanged(f"training changed the buffer {name}")

@@ -16,6 +16,9 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+# Orders of so few examples are kept for so many devices: 16 MiB if all are as long as may be.
+SHORT, MOST_SHORT = 128, 1 << 14
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
@@ -70,11 +73,21 @@ def seed_of(*parts: object) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
 
 
-@lru_cache(maxsize=16)
 def order(run_seed: int, epoch: int, name: str, num_examples: int) -> NDArray[np.int64]:
-    """Return the permutation of 0..num_examples-1 that the device ``name`` follows in ``epoch``."""
+    """Return the permutation of 0..num_examples-1 that the device ``name`` follows in ``epoch``.
+
+    Drawn once for as long as it is kept: a simulator's devices come by in turn, and a short order
+    takes longer to draw than the gradient of an example.
+    """
+    return (_short if num_examples <= SHORT else _long)(run_seed, epoch, name, num_examples)
+
+
+def _draw(run_seed: int, epoch: int, name: str, num_examples: int) -> NDArray[np.int64]:
     generator = np.random.default_rng(seed_of("order", run_seed, epoch, name))
     return generator.permutation(num_examples)
+
+
+_short, _long = lru_cache(maxsize=MOST_SHORT)(_draw), lru_cache(maxsize=16)(_draw)
 
 
 def window(

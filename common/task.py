@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, cast, runtime_checkable
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -139,19 +140,20 @@ def max_weight_per_example(task: Task) -> int:
 
 def batch_of(task: Task, examples: Examples, positions: Sequence[int]) -> Any:
     """Fetch and collate the examples at ``positions``, in that order."""
+    rows = np.array(positions, dtype=np.int64)
     while isinstance(examples, Rows):
-        positions, examples = examples.in_whole(positions).tolist(), examples.whole
+        rows, examples = examples.in_whole(rows), examples.whole
     collate = getattr(task, "collate", None)
     if collate is None:
         tensors = getattr(examples, "tensors", None)
         if isinstance(examples, torch.utils.data.TensorDataset) and tensors is not None:
-            rows = torch.as_tensor(positions)
-            return [tensor[rows] for tensor in tensors]
+            chosen = torch.from_numpy(rows)
+            return [tensor.index_select(0, chosen) for tensor in tensors]
         collate = torch.utils.data.default_collate
     fetch_all = getattr(examples, "__getitems__", None)
     if fetch_all is not None:
-        return collate(fetch_all(list(positions)))
-    return collate([examples[position] for position in positions])
+        return collate(fetch_all(rows.tolist()))
+    return collate([examples[position] for position in rows.tolist()])
 
 
 def loss_sum(task: Task, model: nn.Module, batch: Any) -> tuple[Tensor, int, Metrics]:
@@ -190,7 +192,7 @@ def _number(found: Any) -> float | None:
     if isinstance(found, str):
         return None
     try:
-        return float(found.detach() if isinstance(found, Tensor) else found)
+        return float(found.item() if isinstance(found, Tensor) else found)
     except (TypeError, ValueError, RuntimeError):
         return None
 
