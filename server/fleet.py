@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from common import secagg
 from common.errors import HeadwaterError
+from common.noise import NoiseSums
 from common.parameters import ModelImage
 from common.secagg import Phase, Request
 from common.update import (
@@ -21,6 +23,7 @@ from common.update import (
     Reported,
     Update,
 )
+from server.told import Told
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,6 +34,19 @@ class Dropout:
     error: HeadwaterError
 
 
+class Reports(Sequence[Reported], ABC):
+    """The reports of several devices, which can be read one by one and all at once."""
+
+    @property
+    @abstractmethod
+    def told(self) -> Told:
+        """What they tell, in columns."""
+
+    @abstractmethod
+    def noise(self, owned: Mapping[str, int]) -> NoiseSums:
+        """Return their part in the round's sums, see ``common.noise.sums_of``."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UpdateOfMany:
     """The updates of several devices, already added up; only a simulator has them so.
@@ -39,7 +55,7 @@ class UpdateOfMany:
     """
 
     values_P: Tensor = field(repr=False)
-    reports: Sequence[Reported] = field(repr=False)
+    reports: Reports = field(repr=False)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

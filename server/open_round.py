@@ -10,9 +10,11 @@ from collections import Counter
 from collections.abc import Mapping
 
 from common.errors import CountOutOfRange, HeadwaterError, UnexpectedUpdate, UpdateRefused
+from common.noise import NoiseSums, sums_of
 from common.update import Plan, Ready, Reported, Update
 from server.aggregate import CohortSum
 from server.fleet import Dropout, UpdateOfMany
+from server.told import Told
 
 log = logging.getLogger(__name__)
 
@@ -26,16 +28,22 @@ class OpenRound:
         plans: Mapping[str, Plan],
         total: CohortSum,
         max_weight_per_example: int,
+        owned: Mapping[str, int],
         num_left_out: int = 0,
     ) -> None:
+        """Take the plans, the empty sum, and how many examples each device owns."""
         self.plans = plans
         self.num_left_out = num_left_out
         self.accepted: dict[str, Reported] = {}
+        self.told: list[Told] = []
+        """What those who were accepted told."""
+        self.noise: list[NoiseSums] = []
         self.ready: dict[str, Ready] = {}
         self.refused: dict[str, HeadwaterError] = {}
         self.refusals: Counter[str] = Counter()  # what the round itself refused
         self._total = total
         self._max_weight = max_weight_per_example
+        self._owned = owned
 
     def refuse(self, name: str, error: HeadwaterError) -> None:
         """Count why a device is not in the round."""
@@ -64,12 +72,16 @@ class OpenRound:
             return
         self._total.fold(answer.values_P, report.weight)
         self.accepted[report.name] = report
+        self.told.append(Told.of(report))
+        self.noise.append(sums_of(report, num_owned=self._owned[report.name]))
 
     def _take_many(self, answer: UpdateOfMany) -> None:
         """Take a sum of many updates, whole or not at all."""
+        told = answer.reports.told
         try:
-            for report in answer.reports:
-                self._check(report)
+            if not self._fits(told):
+                for report in answer.reports:
+                    self._check(report)  # which says what is wrong with whom
             self._total.check(answer.values_P, name=f"{len(answer.reports)} devices")
         except UpdateRefused as error:
             log.warning("%s: %s", error.code, error)
@@ -77,8 +89,36 @@ class OpenRound:
             for report in answer.reports:
                 self.refuse(report.name, error)
             return
-        self._total.fold(answer.values_P, sum(report.weight for report in answer.reports))
-        self.accepted |= {report.name: report for report in answer.reports}
+        self._total.fold(answer.values_P, sum(told.sent_weight))
+        self.accepted |= zip(told.names, answer.reports, strict=True)
+        self.told.append(told)
+        self.noise.append(answer.reports.noise(self._owned))
+
+    def _fits(self, told: Told) -> bool:
+        """Say whether many devices tell what their plans allow, as ``_check`` has it of one."""
+        plans = [self.plans.get(name) for name in told.names]
+        if None in plans or not self.accepted.keys().isdisjoint(told.names):
+            return False
+        if len(set(told.names)) < len(told.names):
+            return False
+        bounds: dict[int, tuple[int, int | None]] = {}  # many devices share a plan
+        for plan in plans:
+            if plan is not None and id(plan) not in bounds:
+                if plan.round != told.round:
+                    return False
+                bounds[id(plan)] = plan.most_examples, plan.weigh_as
+        most = self._max_weight
+        columns = (plans, told.num_examples, told.sent_weight, told.num_steps)
+        for plan, num_examples, weight, num_steps in zip(*columns, strict=True):
+            most_examples, weigh_as = bounds[id(plan)]
+            if not 0 < num_examples <= most_examples or num_steps > most_examples + 1:
+                return False
+            if weigh_as is None:
+                if not 0 < weight <= num_examples * most:
+                    return False
+            elif weight != weigh_as:
+                return False
+        return True
 
     def _take_ready(self, ready: Ready) -> None:
         try:

@@ -189,7 +189,7 @@ def _run_round(training: Training, fleet: Fleet, observer: Observer) -> RoundRow
         seconds_split=watch.split,
         slowest_client_seconds=max(
             [
-                *(report.seconds for report in opened.accepted.values()),
+                *(max(told.seconds) for told in opened.told),
                 *(ready.seconds for ready in opened.ready.values()),
             ]
         ),

@@ -9,13 +9,12 @@ dropout, the end of a device's examples), and the learning rate follows that, no
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from common import settings
 from common.errors import CheckpointCorrupt, SettingsError
-from common.update import Reported
 from server.noise_scale import DECAY, NoiseScale, RoundNoise
 
 TargetBy = Literal["examples", "tokens", "noise scale"]
@@ -45,21 +44,6 @@ class Gathered:
             summed_weight=DECAY * self.summed_weight + later.summed_weight,
             sent_weight=DECAY * self.sent_weight + later.sent_weight,
         )
-
-
-def gathered(reports: Iterable[Reported], *, max_weight_per_example: int) -> Gathered:
-    """Sum what a round's updates hold.
-
-    The steps tell what was summed; what they claim beyond the task's bound does not count. Where
-    a report has none, what was sent stands for it.
-    """
-    num_examples = summed = sent = 0
-    for report in reports:
-        num_examples += report.num_examples
-        sent += report.weight
-        told = report.summed_weight or report.weight
-        summed += min(told, report.num_examples * max_weight_per_example)
-    return Gathered(num_examples=num_examples, summed_weight=summed, sent_weight=sent)
 
 
 def check(plan: settings.Plan) -> None:

@@ -6,7 +6,6 @@ changed. Only what was learned of the devices' speed and lateness outlives an ab
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sized
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,11 +20,10 @@ from common.errors import (
     SettingsError,
     TooFewClients,
 )
-from common.noise import sums_of
 from common.parameters import build_model, load_initial
 from common.settings import Settings
 from common.task import load_task, max_weight_per_example
-from server import checkpoint, culprits, evaluate, learned, secure_round
+from server import checkpoint, culprits, evaluate, learned, secure_round, told
 from server.aggregate import CohortSum
 from server.attempts import sum_masked
 from server.fleet import Fleet
@@ -35,7 +33,7 @@ from server.planning import Planned, Planning, held_out_fraction
 from server.secure_opening import Opening
 from server.server_optimizer import ServerOptimizer, rate_factor
 from server.summed import Summed
-from server.target import Target, gathered
+from server.target import Target
 
 NOTHING_FINITE = "lower --learning-rate if the model diverged, or look at the devices' data"
 
@@ -140,6 +138,7 @@ class Training:
             plans=plans,
             total=self.sum,
             max_weight_per_example=bound,
+            owned=self.planning.owned,
             num_left_out=planned.num_too_slow,
         )
 
@@ -156,22 +155,15 @@ class Training:
             done = self._close_masked(opened, fleet)
             self._check_enough(opened, done.names)
             return done
-        reports = opened.accepted.values()
         bound = max_weight_per_example(self.task)
-        names = sorted({name for report in reports for name in report.metric_sums})
         return Summed(
             names=tuple(opened.accepted),
             mean_P=self.sum.close(),
             weight=self.sum.weight,
-            loss_sum=math.fsum(report.loss_sum for report in reports),
-            metric_sums={
-                n: math.fsum(report.metric_sums.get(n, 0.0) for report in reports) for n in names
-            },
-            gathered=gathered(reports, max_weight_per_example=bound),
-            noise=total(
-                sums_of(report, num_owned=self.planning.owned[name])
-                for name, report in opened.accepted.items()
-            ),
+            loss_sum=told.loss_sum(opened.told),
+            metric_sums=told.metric_sums(opened.told),
+            gathered=told.gathered(opened.told, max_weight_per_example=bound),
+            noise=total(opened.noise),
         )
 
     def _close_masked(self, opened: OpenRound, fleet: Fleet) -> Summed:

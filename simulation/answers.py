@@ -7,80 +7,131 @@ thousand reports of all their steps.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import overload
 
 import numpy as np
+from numpy.typing import NDArray
 
+from common.noise import NoiseSums, sums_of
 from common.update import Step, StopReason, Vitals
-from simulation.many import ExampleSums
+from server.fleet import Reports
+from server.noise_scale import total
+from server.told import Told
+from simulation.foreseen import Foreseen
+from simulation.many import ExampleSums, Floats
 from simulation.packed import Rows
-from simulation.rehearsal import Foreseen
 
 
 @dataclass(frozen=True, kw_only=True)
-class Together:
-    """The cohort's figures: ``sums`` of each example, device behind device, as they were taken."""
+class Together(Reports):
+    """The cohort's reports: ``sums`` of each example, device behind device, as they were taken.
 
-    foreseen: Sequence[Foreseen]
-    sums: ExampleSums
-    norms: Sequence[Sequence[float]] | None = None
-    is_ordered: bool = True
-    """Of each device's vector behind each of its steps; None where they were not computed.
-
-    ``is_ordered`` is false where those who take all their examples have them in the data's order.
+    ``norms`` [S] are those of each device's vector behind each of its steps; None where they were
+    not computed. ``is_ordered`` is false where the examples of those who take all that they have
+    lie in the data's order.
     """
+
+    foreseen: Foreseen
+    sums: ExampleSums
+    norms: Floats | None = None
+    is_ordered: bool = True
 
     @cached_property
     def starts(self) -> Rows:
         """The row of each device's first example."""
-        counts = [one.num_examples for one in self.foreseen]
-        return np.cumsum([0, *counts[:-1]])
+        counts = self.foreseen.num_examples
+        return np.cumsum(counts) - counts
 
     @cached_property
-    def weight(self) -> list[int]:
+    def weight(self) -> Floats:
         """What each device's loss was summed over."""
-        return [int(weight) for weight in np.add.reduceat(self.sums.weight, self.starts)]
+        return self._of_each(self.sums.weight)
 
     @cached_property
-    def loss(self) -> list[float]:
+    def loss(self) -> Floats:
         """Each device's summed loss."""
-        losses: list[float] = np.add.reduceat(self.sums.loss, self.starts).tolist()
-        return losses
+        return self._of_each(self.sums.loss)
 
     @cached_property
-    def metrics(self) -> list[dict[str, float]]:
+    def metrics(self) -> Mapping[str, Floats]:
         """Each device's metric sums."""
-        names = list(self.sums.metrics)
-        if not names:
-            return [{} for _ in self.foreseen]
-        sums = [np.add.reduceat(self.sums.metrics[name], self.starts).tolist() for name in names]
-        return [dict(zip(names, row, strict=True)) for row in zip(*sums, strict=True)]
+        return {name: self._of_each(values) for name, values in self.sums.metrics.items()}
+
+    def _of_each(self, values: Floats) -> Floats:
+        found: Floats = np.add.reduceat(values, self.starts)
+        return found
 
     @cached_property
-    def _of_steps(self) -> tuple[list[int], list[float], list[float]]:
-        """Return where each device's steps begin among all, and weight and loss of each step."""
-        counts = [len(one.sizes) for one in self.foreseen]
-        sizes = [size for one in self.foreseen for size in one.sizes]
-        cuts = np.cumsum([0, *sizes[:-1]])
-        weight, loss = self.sums.weight, self.sums.loss
+    def ratio(self) -> Floats | None:
+        """By which each device's vector and sums were scaled; None where they were not."""
+        plans = [one.plan.weigh_as for one in self.foreseen.called]
+        return None if plans[0] is None else np.array(plans, dtype=np.float64) / self.weight
+
+    @cached_property
+    def told(self) -> Told:
+        """See ``server.fleet.Reports``."""
+        one, ratio = self.foreseen, 1.0 if self.ratio is None else self.ratio
+        summed = self.weight.astype(np.int64).tolist()
+        return Told(
+            round=one.called[0].plan.round,
+            names=[called.name for called in one.called],
+            num_examples=one.num_examples.tolist(),
+            num_steps=one.num_steps.tolist(),
+            sent_weight=(
+                summed
+                if self.ratio is None
+                else [called.plan.weigh_as or 0 for called in one.called]
+            ),
+            summed_weight=summed,
+            loss_sum=(self.loss * ratio).tolist(),
+            metric_sums={name: (sums * ratio).tolist() for name, sums in self.metrics.items()},
+            seconds=one.seconds.tolist(),
+        )
+
+    def noise(self, owned: Mapping[str, int]) -> NoiseSums:
+        """See ``server.fleet.Reports``."""
+        if self.norms is None:
+            return NoiseSums(weight=float(sum(self.told.sent_weight)))
+        return total(sums_of(report, num_owned=owned[report.name]) for report in self)
+
+    @cached_property
+    def num_left(self) -> list[int]:
+        """What each device's epoch has left."""
+        found: list[int] = self.foreseen.num_left.tolist()
+        return found
+
+    @property
+    def is_not_finite(self) -> NDArray[np.bool_]:
+        """Whether a device's loss or a metric is not finite, or no weight is left."""
+        is_finite = np.isfinite(self.loss) & (self.weight >= 1)
+        for values in self.metrics.values():
+            is_finite &= np.isfinite(values)
+        found: NDArray[np.bool_] = ~is_finite
+        return found
+
+    @cached_property
+    def _of_steps(self) -> tuple[Floats, Floats]:
+        """Return weight and loss of each step."""
+        one, weight, loss = self.foreseen, self.sums.weight, self.sums.loss
         if not self.is_ordered:
             order = np.arange(len(weight))
-            for one, start in zip(self.foreseen, self.starts, strict=True):
-                if one.is_whole:
-                    order[start : start + one.num_examples] = start + np.array(one.positions())
+            for at in np.flatnonzero(one.is_whole).tolist():
+                start = self.starts[at]
+                order[start : start + one.num_examples[at]] = start + one.positions(at)
             weight, loss = weight[order], loss[order]
-        summed = (np.add.reduceat(column, cuts).tolist() for column in (weight, loss))
-        return [0, *np.cumsum(counts).tolist()], *summed
+        cuts = np.cumsum(one.sizes) - one.sizes
+        return np.add.reduceat(weight, cuts), np.add.reduceat(loss, cuts)
 
     def steps(self, at: int) -> tuple[Step, ...]:
         """Return the steps of one device."""
-        one = self.foreseen[at]
-        starts, all_weights, all_losses = self._of_steps
-        own = slice(starts[at], starts[at + 1])
-        weights, losses = all_weights[own], all_losses[own]
-        norms = self.norms[at] if self.norms is not None else [None] * len(one.sizes)
+        one, own = self.foreseen, self.foreseen.steps_of(at)
+        weights, losses = self._of_steps
+        num_steps = own.stop - own.start
+        norms = [None] * num_steps if self.norms is None else self.norms[own].tolist()
+        columns = (one.sizes, weights, losses, one.step_seconds, one.peak_bytes)
         return tuple(
             Step.model_construct(
                 num_examples=size,
@@ -90,58 +141,63 @@ class Together:
                 seconds=seconds,
                 peak_bytes=peak,
             )
-            for size, weight, loss, norm, seconds, peak in zip(
-                one.sizes, weights, losses, norms, one.step_seconds, one.peak_bytes, strict=True
+            for size, weight, loss, seconds, peak, norm in zip(
+                *(column[own].tolist() for column in columns), norms, strict=True
             )
         )
 
-    def reports(self) -> list[Report]:
-        """Return each device's report."""
-        return [Report(self, at) for at in range(len(self.foreseen))]
+    def __len__(self) -> int:
+        return len(self.foreseen)
+
+    @overload
+    def __getitem__(self, at: int) -> Report: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[Report]: ...
+    def __getitem__(self, at: int | slice) -> Report | list[Report]:
+        if isinstance(at, slice):
+            return [Report(self, one) for one in range(*at.indices(len(self)))]
+        return Report(self, range(len(self))[at])
+
+    def __iter__(self) -> Iterator[Report]:
+        return (Report(self, at) for at in range(len(self)))
 
 
 class Report:
     """One device's report: a ``common.update.Reported``."""
 
-    __slots__ = ("_at", "_of", "_one", "_ratio")
+    __slots__ = ("_at", "_of")
 
     def __init__(self, of: Together, at: int) -> None:
         self._of = of
         self._at = at
-        self._one = of.foreseen[at]
-        weigh_as = self._one.called.plan.weigh_as
-        self._ratio = 1.0 if weigh_as is None else weigh_as / of.weight[at]
 
     @property
     def name(self) -> str:
-        return self._one.called.name
+        return self._of.told.names[self._at]
 
     @property
     def round(self) -> int:
-        return self._one.called.plan.round
+        return self._of.told.round
 
     @property
     def num_examples(self) -> int:
-        return self._one.num_examples
+        return self._of.told.num_examples[self._at]
 
     @property
     def weight(self) -> int:
-        return self._one.called.plan.weigh_as or self._of.weight[self._at]
+        return self._of.told.sent_weight[self._at]
 
     @property
     def loss_sum(self) -> float:
-        return self._of.loss[self._at] * self._ratio
+        return self._of.told.loss_sum[self._at]
 
     @property
     def metric_sums(self) -> Mapping[str, float]:
-        sums = self._of.metrics[self._at]
-        if self._ratio == 1.0:
-            return sums
-        return {name: value * self._ratio for name, value in sums.items()}
+        return {name: sums[self._at] for name, sums in self._of.told.metric_sums.items()}
 
     @property
     def micro_batch_size(self) -> int:
-        return self._one.micro_batch_size
+        return int(self._of.foreseen.micro_batch_size[self._at])
 
     @property
     def num_refused(self) -> int:
@@ -149,7 +205,7 @@ class Report:
 
     @property
     def seconds(self) -> float:
-        return self._one.seconds
+        return self._of.told.seconds[self._at]
 
     @property
     def steps(self) -> Sequence[Step]:
@@ -157,11 +213,11 @@ class Report:
 
     @property
     def num_steps(self) -> int:
-        return len(self._one.sizes)
+        return self._of.told.num_steps[self._at]
 
     @property
     def summed_weight(self) -> int:
-        return self._of.weight[self._at]
+        return self._of.told.summed_weight[self._at]
 
     @property
     def has_norms(self) -> bool:
@@ -169,15 +225,15 @@ class Report:
 
     @property
     def reason(self) -> StopReason:
-        return self._one.reason
+        return self._of.foreseen.reasons[self._at]
 
     @property
     def vitals(self) -> Vitals:
-        return self._one.vitals
+        return self._of.foreseen.vitals[self._at]
 
     @property
     def num_left(self) -> int | None:
-        return self._one.num_left
+        return self._of.num_left[self._at]
 
     @property
     def is_checkpointed(self) -> bool:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from client.device import Hardware
-from client.micro_batches import Walk
 from client.resident import Identity, Resident, resident_of
 from common.errors import SettingsError
 from common.parameters import ModelImage
@@ -19,8 +18,10 @@ from common.update import DescribeRequest, DeviceReport, Plan, Update
 from server.fleet import Dropout, UpdateOfMany
 from simulation.draws import at_round
 from simulation.faults import LiarFault, lies
-from simulation.fleet import simulated_machine
+from simulation.fleet import SimulatedMachine, machine_of, simulated_machine
+from simulation.machines import Machines
 from simulation.profiles import faults_of, moment_of
+from simulation.walks import Walks
 
 log = logging.getLogger(__name__)
 
@@ -69,8 +70,8 @@ class Devices:
         self.num_devices = settings.simulation.clients
         self._rule = settings.partition.rule(seed=settings.seed)
         self._examples: dict[int, Examples] = {}
-        self.walks: dict[int, Walk] = {}
-        """The places of those that have trained; who has not is at its first example."""
+        self.walks = Walks(self.num_devices)
+        self.machines = Machines(self.num_devices, self._machine)
 
     @functools.cached_property
     def resident(self) -> Resident:
@@ -96,21 +97,41 @@ class Devices:
             found = self._examples[part] = self.resident.examples(self.identity(part))
         return found
 
-    def walk(self, part: int) -> Walk:
-        """Return where a device is in its examples."""
-        return self.walks.get(part, Walk())
-
     def machine(self, part: int, *, round_number: int) -> Hardware:
         """Return a device's hardware in a round."""
         with at_round(round_number):
             return simulated_machine(self.identity(part), self.settings, self.resident.image.layout)
 
+    def _machine(self, part: int, is_on_battery: bool) -> SimulatedMachine:
+        layout = self.resident.image.layout
+        return machine_of(self.identity(part), self.settings, layout, is_on_battery=is_on_battery)
+
+    def training_examples(self, part: int, plan: Plan) -> Examples:
+        """Return what a device trains on: all that it has, less what it holds out."""
+        if plan.held_out_fraction == 0:
+            return self.examples(part)
+        kept, _ = self.resident.split(
+            self.identity(part), run_seed=plan.run_seed, fraction=plan.held_out_fraction
+        )
+        return kept
+
+    @property
+    def has_slow_links(self) -> bool:
+        """Whether links are slower in some rounds than in others."""
+        return bool(faults_of(self.settings).slow_link)
+
+    @property
+    def has_liars(self) -> bool:
+        """Whether some devices lie in some rounds."""
+        return bool(faults_of(self.settings).liar)
+
     def lies(self, part: int, *, round_number: int) -> tuple[LiarFault, ...]:
         """Return the lies that a device tells in a round."""
-        faults = faults_of(self.settings)
-        if not faults.liar:
+        if not self.has_liars:
             return ()
-        return lies(faults, moment_of(self.settings, part, round_number=round_number))
+        return lies(
+            faults_of(self.settings), moment_of(self.settings, part, round_number=round_number)
+        )
 
     def describe(self, part: int, request: DescribeRequest, *, round_number: int) -> DeviceReport:
         """Let a device say what it is.

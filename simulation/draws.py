@@ -20,6 +20,9 @@ from simulation import faults
 from simulation.faults import SECURE_STAGES, TRAIN
 from simulation.profiles import device_of, faults_of, moment_of
 
+# ``seed_of`` gives as many, each as likely as another.
+SEEDS = 2.0**63
+
 # Flower's ClientApp makes a device's hardware without a word of the round; the grid knows it.
 _round: ContextVar[int] = ContextVar("round", default=1)
 
@@ -52,6 +55,11 @@ def is_on_battery(settings: Settings, part: int, *, round_number: int) -> bool:
     """Say whether a device has no mains in a round."""
     share = device_of(settings, part).on_battery
     return _happens(share, "battery", settings.seed, part, round_number)
+
+
+def may_vanish(settings: Settings) -> bool:
+    """Say whether a device may ever vanish in the middle of a round."""
+    return settings.simulation.dropout > 0 or bool(faults_of(settings).dropout)
 
 
 def vanishes_at(settings: Settings, part: int, *, round_number: int, attempt: int) -> str | None:
@@ -88,9 +96,7 @@ def jitter_seed(settings: Settings, part: int, *, round_number: int) -> int:
 
 
 def _happens(share: float, *parts: object) -> bool:
-    if share in (0, 1):
-        return share == 1
-    return bool(np.random.default_rng(seed_of(*parts)).random() < share)
+    return share == 1 or (share > 0 and seed_of(*parts) < share * SEEDS)
 
 
 class Jitter:

@@ -93,14 +93,14 @@ class VirtualMemory:
         self.bytes_per_example: float | None = None
         self.is_relieved = False
         self._limit_bytes = limit_bytes
-        self._base_bytes = base_bytes
+        self.base_bytes = base_bytes
         self._failed_at = 0
 
     @property
     def line(self) -> Line | None:
         if self.bytes_per_example is None:
             return None
-        return Line(base=float(self._base_bytes), each=self.bytes_per_example)
+        return Line(base=float(self.base_bytes), each=self.bytes_per_example)
 
     def limit_bytes(self) -> int | None:
         return self._limit_bytes
@@ -111,7 +111,7 @@ class VirtualMemory:
         if line is None:
             return None
         known = PeakLine(
-            line=line, least_each=line.each, largest_size=1, rest_bytes=self._base_bytes
+            line=line, least_each=line.each, largest_size=1, rest_bytes=self.base_bytes
         )
         return known.fitting(self._limit_bytes * GUARD_SHARE)
 
@@ -141,7 +141,7 @@ class VirtualMemory:
             self.bytes_per_example = min(self.bytes_per_example, bytes_per_example)
 
     def _peak_bytes(self, num_examples: int) -> int:
-        return int(self._base_bytes + (self.bytes_per_example or 0.0) * num_examples)
+        return int(self.base_bytes + (self.bytes_per_example or 0.0) * num_examples)
 
 
 UNRESTRAINED, ON_BATTERY = Restraint(), Vitals(is_on_battery=True)
@@ -185,11 +185,21 @@ class SimulatedMachine:
             base_bytes=IDLE_BYTES + 2 * 4 * num_parameters,
         )
         self.clock: Clock = VirtualClock(
-            self._timing(),
+            self.timing(),
             Jitter(device.jitter, jitter_seed),
-            transfer_seconds=2 * 4 * num_parameters / device.upload_bytes_per_second,
+            transfer_seconds=self.transfer_seconds,
             slowed=lambda: CHECKPOINTED_SECONDS if self.memory.is_relieved else 1.0,
         )
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether a micro-batch of a size takes as long each time."""
+        return self._device.jitter == 0
+
+    @property
+    def transfer_seconds(self) -> float:
+        """What the model takes to come and the update to go."""
+        return 2 * 4 * self._num_parameters / self._device.upload_bytes_per_second
 
     def cores(self) -> float:
         return self._device.cores
@@ -214,9 +224,10 @@ class SimulatedMachine:
         """
         if self.memory.bytes_per_example is None:
             self.memory.bytes_per_example = _activation_bytes(place) * WORKING_FACTOR
-        return self._timing()
+        return self.timing()
 
-    def _timing(self) -> Speed:
+    def timing(self) -> Speed:
+        """Return the line of seconds."""
         device = self._device
         dispatch, rate = device.micro_batch_seconds, device.examples_per_second
         if dispatch is None:
@@ -252,19 +263,43 @@ def _activation_bytes(place: Workplace) -> float:
 
 def simulated_machine(identity: Identity, settings: Settings, layout: ModelLayout) -> Hardware:
     """Return the hardware of a simulated device, in the round that the grid is at."""
-    device, number = device_of(settings, identity.part), round_now()
-    slow = slowed(faults_of(settings), moment_of(settings, identity.part, round_number=number))
-    slowed_down = device
+    part, number = identity.part, round_now()
+    return machine_of(
+        identity,
+        settings,
+        layout,
+        is_on_battery=is_on_battery(settings, part, round_number=number),
+        jitter_seed=(
+            jitter_seed(settings, part, round_number=number)
+            if device_of(settings, part).jitter
+            else 0
+        ),
+        slow=slowed(faults_of(settings), moment_of(settings, part, round_number=number)),
+    )
+
+
+def machine_of(
+    identity: Identity,
+    settings: Settings,
+    layout: ModelLayout,
+    *,
+    is_on_battery: bool,
+    jitter_seed: int = 0,
+    slow: float = 1.0,
+) -> SimulatedMachine:
+    """Return a device's hardware in a round of which that was drawn.
+
+    ``slow`` is how many times as slow its link is.
+    """
+    device = slowed_down = device_of(settings, identity.part)
     if slow != 1:
         rate = device.upload_bytes_per_second / slow
         slowed_down = replace(device, upload_bytes_per_second=rate)
     machine = SimulatedMachine(
         slowed_down,
         layout.num_parameters,
-        jitter_seed=(
-            jitter_seed(settings, identity.part, round_number=number) if device.jitter else 0
-        ),
-        is_on_battery=is_on_battery(settings, identity.part, round_number=number),
+        jitter_seed=jitter_seed,
+        is_on_battery=is_on_battery,
         chosen=settings.client,
     )
     assert settings.task is not None  # the app has it loaded

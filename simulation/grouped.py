@@ -15,18 +15,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.errors import HeadwaterError, LateUpdate
+from common.errors import LateUpdate
 from common.parameters import ModelImage
 from common.task import batch_of, loss_sum
 from common.update import Update
 from server.fleet import Dropout, UpdateOfMany
 from simulation.answers import Together
 from simulation.devices import Called, Devices
+from simulation.foreseen import Foreseen
 from simulation.many import Floats, ManyExamples
 from simulation.one_by_one import OneByOne
 from simulation.packed import CannotGroup, Packed, Rows
 from simulation.passes import fused, vectorised
-from simulation.rehearsal import CannotForesee, Foreseen, foresee
+from simulation.rehearsal import rehearse
 
 log = logging.getLogger(__name__)
 
@@ -69,72 +70,74 @@ class Grouped:
         timeout_seconds: float | None,
     ) -> Iterator[Update | UpdateOfMany | Dropout]:
         """See ``simulation.devices.Compute``."""
-        foreseen: list[Foreseen] = []
-        alone: list[Called] = []
-        for one in called:
-            if self._devices.lies(one.part, round_number=one.plan.round):
-                alone.append(one)  # its vector is changed on its own
-                continue
-            try:
-                found = foresee(self._devices, one)
-            except CannotForesee:
-                alone.append(one)
-                continue
-            except HeadwaterError as error:
-                yield Dropout(name=one.name, error=error)
-                continue
-            self._devices.walks[one.part] = found.walk
-            if timeout_seconds is not None and found.seconds > timeout_seconds:
-                late = f"{one.name}: {found.seconds:.1f} s of {timeout_seconds:.1f}"
-                yield Dropout(name=one.name, error=LateUpdate(late))
-            else:
-                foreseen.append(found)
-        if foreseen:
-            version = foreseen[0].called.plan.model_version
+        honest, alone = self._parted(called)
+        found = rehearse(self._devices, honest)
+        yield from found.dropouts
+        alone += found.alone
+        foreseen = found.foreseen
+        if foreseen is not None and timeout_seconds is not None:
+            is_late = foreseen.seconds > timeout_seconds
+            for at in np.flatnonzero(is_late).tolist():
+                name = foreseen.called[at].name
+                late = f"{name}: {foreseen.seconds[at]:.1f} s of {timeout_seconds:.1f}"
+                yield Dropout(name=name, error=LateUpdate(late))
+            if is_late.any():
+                foreseen = foreseen.some(np.flatnonzero(~is_late))
+        if foreseen is not None and len(foreseen):
+            version = foreseen.called[0].plan.model_version
             self._devices.resident.load_model(run_id, version, image.buffer())
             for block in self._blocks(foreseen):
                 done, rest = self._add(block)
-                alone += [one.called for one in rest]
+                alone += rest
                 if done is not None:
                     yield done
         yield from self._one_by_one.train(
             alone, image, run_id=run_id, timeout_seconds=timeout_seconds
         )
 
-    def _blocks(self, foreseen: Sequence[Foreseen]) -> Iterator[list[Foreseen]]:
+    def _parted(self, called: Sequence[Called]) -> tuple[Sequence[Called], list[Called]]:
+        """Part those who lie from the others: the vector of each is changed on its own."""
+        devices = self._devices
+        if not devices.has_liars:
+            return called, []
+        parted: tuple[list[Called], list[Called]] = ([], [])
+        for one in called:
+            parted[bool(devices.lies(one.part, round_number=one.plan.round))].append(one)
+        return parted
+
+    def _blocks(self, foreseen: Foreseen) -> Iterator[Foreseen]:
         """Cut a cohort into blocks whose vectors, or examples, are held at once."""
         num_parameters = self._devices.resident.image.layout.num_parameters
         most_steps = max(VECTORS_BYTES // (4 * num_parameters), 1)
         most_rows = MOST_ROWS if not self.own_vectors else self._at_once * 4
-        block: list[Foreseen] = []
-        num_steps = num_rows = 0
-        for one in foreseen:
-            is_full = num_rows + one.num_examples > most_rows
-            is_full |= self.own_vectors and num_steps + len(one.sizes) > most_steps
-            if block and is_full:
-                yield block
-                block, num_steps, num_rows = [], 0, 0
-            block.append(one)
-            num_steps, num_rows = num_steps + len(one.sizes), num_rows + one.num_examples
-        yield block
+        counts = zip(foreseen.num_examples.tolist(), foreseen.num_steps.tolist(), strict=True)
+        start = num_steps = num_rows = 0
+        for at, (rows, steps) in enumerate(counts):
+            is_full = num_rows + rows > most_rows
+            is_full |= self.own_vectors and num_steps + steps > most_steps
+            if at > start and is_full:
+                yield foreseen.some(np.arange(start, at))
+                start, num_steps, num_rows = at, 0, 0
+            num_steps, num_rows = num_steps + steps, num_rows + rows
+        yield foreseen.some(np.arange(start, len(foreseen))) if start else foreseen
 
-    def _add(self, block: list[Foreseen]) -> tuple[UpdateOfMany | None, list[Foreseen]]:
+    def _add(self, block: Foreseen) -> tuple[UpdateOfMany | None, list[Called]]:
         """Add the updates of a block; return their sum, and who is to be computed alone."""
-        rest: list[Foreseen] = []
-        while block:
+        rest: list[Called] = []
+        while len(block):
             values_P, together = self._sum(block)
-            bad = _not_finite(together)
-            if not bad and not bool(torch.isfinite(values_P).all()):
-                bad = set(range(len(block)))
-            if not bad:
-                return UpdateOfMany(values_P=values_P, reports=together.reports()), rest
-            rest += [one for at, one in enumerate(block) if at in bad]
-            block = [one for at, one in enumerate(block) if at not in bad]
+            bad = together.is_not_finite
+            if not bad.any() and not bool(torch.isfinite(values_P).all()):
+                bad[:] = True
+            if not bad.any():
+                return UpdateOfMany(values_P=values_P, reports=together), rest
+            rest += [block.called[at] for at in np.flatnonzero(bad).tolist()]
+            block = block.some(np.flatnonzero(~bad))
         return None, rest
 
-    def _sum(self, block: Sequence[Foreseen]) -> tuple[Tensor, Together]:
+    def _sum(self, block: Foreseen) -> tuple[Tensor, Together]:
         """Return the sum of a block's vectors [P], in float64, and what its devices tell."""
-        precision = block[0].called.plan.precision
+        precision = block.called[0].plan.precision
         rows = self._rows(block)
         factors = self._factors(block, rows, precision)
         if self.own_vectors:
@@ -143,7 +146,8 @@ class Grouped:
                 self._packed,
                 rows,
                 factors,
-                [one.sizes for one in block],
+                block.sizes,
+                block.num_steps,
                 precision=precision,
                 at_once=self._at_once,
             )
@@ -160,27 +164,32 @@ class Grouped:
         )
         return values_P, Together(foreseen=block, sums=sums, is_ordered=False)
 
-    def _rows(self, block: Sequence[Foreseen]) -> Rows:
-        """Return where the examples of a block lie, in the order in which they are taken."""
-        self._packed.make_room([one.called.part for one in block])
-        return np.concatenate(
-            [
-                self._packed.start(one.called.part, one.examples)
-                + (
-                    np.arange(one.num_examples)
-                    if one.is_whole and not self.own_vectors
-                    else np.array(one.positions())
-                )
-                for one in block
-            ]
-        )
+    def _rows(self, block: Foreseen) -> Rows:
+        """Return where the examples of a block lie, in the order in which they are taken.
 
-    def _factors(self, block: Sequence[Foreseen], rows: Rows, precision: str) -> Floats | None:
+        Where only their sum is asked for, those of who takes all that it has are in the data's.
+        """
+        parts = [one.part for one in block.called]
+        self._packed.make_room(parts)
+        known, devices = self._packed.starts, self._devices
+        for one in block.called:
+            if one.part not in known:
+                self._packed.add(one.part, devices.training_examples(one.part, one.plan))
+        starts = np.array([known[part] for part in parts])
+        counts = block.num_examples
+        before = np.cumsum(counts) - counts
+        rows = np.repeat(starts - before, counts) + np.arange(counts.sum())
+        in_order = np.zeros(len(block), dtype=np.bool_) if self.own_vectors else block.is_whole
+        for at in np.flatnonzero(~in_order).tolist():
+            rows[before[at] : before[at] + counts[at]] = starts[at] + block.positions(at)
+        return rows
+
+    def _factors(self, block: Foreseen, rows: Rows, precision: str) -> Floats | None:
         """Return what each example's gradient is scaled by, where devices weigh as they own."""
-        asked = [one.called.plan.weigh_as for one in block]
+        asked = [one.plan.weigh_as for one in block.called]
         if asked[0] is None:
             return None
-        counts = [one.num_examples for one in block]
+        counts = block.num_examples
         weights = np.concatenate(
             [
                 self._many.weights(
@@ -189,7 +198,7 @@ class Grouped:
                 for start in range(0, len(rows), self._at_once)
             ]
         )
-        summed = np.add.reduceat(weights, np.cumsum([0, *counts[:-1]]))
+        summed = np.add.reduceat(weights, np.cumsum(counts) - counts)
         ratios = np.array(asked, dtype=np.float64) / np.maximum(summed, 1.0)
         return np.repeat(ratios, counts)
 
@@ -213,7 +222,7 @@ class Grouped:
         if not torch.equal(state, torch.get_rng_state()):
             raise CannotGroup("the model draws random numbers, and each device has its own")
         resident.accumulator.zero()
-        rows = np.array(positions) + self._packed.start(0, lambda: examples)
+        rows = np.array(positions) + self._packed.add(0, examples)
         sums = self._many.add(self._packed.take(rows), None, "float32")
         resident.accumulator.zero()
         found = {"loss": sums.loss.sum(), "weight": sums.weight.sum()}
@@ -229,13 +238,3 @@ class Grouped:
                 torch.ones(1, len(rows)),
                 "float32",
             )
-
-
-def _not_finite(together: Together) -> set[int]:
-    """Return the devices of which a loss or a metric is not finite, or no weight is left."""
-    told = zip(together.loss, together.weight, together.metrics, strict=True)
-    return {
-        at
-        for at, (loss, weight, metrics) in enumerate(told)
-        if not math.isfinite(loss) or not weight or not all(map(math.isfinite, metrics.values()))
-    }

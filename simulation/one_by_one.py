@@ -32,16 +32,17 @@ class OneByOne:
         timeout_seconds: float | None,
     ) -> Iterator[Update | UpdateOfMany | Dropout]:
         """Yield each device's answer; its vector is valid until the next one is asked for."""
+        model = image.buffer()
         for one in called:
-            yield self.answer(one, image, run_id=run_id)
+            yield self.answer(one, model, run_id=run_id)
 
-    def answer(self, called: Called, image: ModelImage, *, run_id: int) -> Update | Dropout:
+    def answer(self, called: Called, model: memoryview, *, run_id: int) -> Update | Dropout:
         """Let one device work on its plan, and remember its place."""
         devices, plan, part = self._devices, called.plan, called.part
         identity, resident = devices.identity(part), devices.resident
-        resident.load_model(run_id, plan.model_version, image.buffer())
+        resident.load_model(run_id, plan.model_version, model)
         machine = devices.machine(part, round_number=plan.round)
-        walk = devices.walk(part)
+        walk = devices.walks[part]
         try:
             update, devices.walks[part] = resident.train(identity, machine, plan, walk)
         except EmptyUpdate as error:

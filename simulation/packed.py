@@ -31,7 +31,8 @@ class Packed:
     def __init__(self, task: Task, *, limit_bytes: int = LIMIT_BYTES) -> None:
         self._task = task
         self._limit_bytes = limit_bytes
-        self._starts: dict[int, int] = {}
+        self.starts: dict[int, int] = {}
+        """The row of each device's first example; its example number i is i rows further."""
         self._columns: list[Tensor] = []
         self._num_rows = 0
         self._rebuild: Callable[[Sequence[Tensor]], Any] | None = None
@@ -39,23 +40,17 @@ class Packed:
     def make_room(self, parts: Sequence[int]) -> None:
         """Drop all if it is much, unless all of ``parts`` are there."""
         held = sum(column.nbytes for column in self._columns)
-        if held > self._limit_bytes and not all(part in self._starts for part in parts):
-            self._starts.clear()
+        if held > self._limit_bytes and not all(part in self.starts for part in parts):
+            self.starts.clear()
             self._columns = [column[:0].clone() for column in self._columns]
             self._num_rows = 0
 
-    def start(self, part: int, examples: Callable[[], Examples]) -> int:
-        """Return the row of a device's first example; its example number i is i rows further.
+    def add(self, part: int, examples: Examples) -> int:
+        """Fetch a device's examples, and return the row of the first.
 
         Raises:
             CannotGroup: its batches are not rows of tensors, alike for all devices.
         """
-        found = self._starts.get(part)
-        if found is None:
-            found = self._starts[part] = self._add(examples())
-        return found
-
-    def _add(self, examples: Examples) -> int:
         batch = batch_of(self._task, examples, range(len(examples)))
         rows, rebuild = tensors_of(batch)
         if any(len(row) != len(examples) for row in rows):
@@ -75,6 +70,7 @@ class Packed:
                 self._columns[number] = column = wider
             column[start:end] = row
         self._num_rows = end
+        self.starts[part] = start
         return start
 
     def _check_rows(self, examples: Examples, rows: Sequence[Tensor]) -> None:

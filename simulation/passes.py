@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -50,34 +49,36 @@ def vectorised(
     packed: Packed,
     rows: Rows,
     factors: Floats | None,
-    sizes: Sequence[Sequence[int]],
+    sizes: NDArray[np.int64],
+    num_steps: NDArray[np.int64],
     *,
     precision: str,
     at_once: int,
-) -> tuple[Tensor, ExampleSums, list[list[float]]]:
+) -> tuple[Tensor, ExampleSums, Floats]:
     """Return the sum [P] of all devices' vectors, in float64, and each one's norms as it grows.
 
-    ``sizes`` are the micro-batches of each device, whose rows lie one behind the other.
+    ``sizes`` [S] are the micro-batches, ``num_steps`` [D] how many of them each device has; their
+    rows lie one behind the other, and so do the norms [S].
     """
-    flat = np.array([size for of_one in sizes for size in of_one])
-    starts = np.cumsum([0, *flat[:-1]])
+    starts = np.cumsum(sizes) - sizes
     gradients: Tensor | None = None
     found: dict[str, Floats] = {}
-    for steps in _alike(flat, at_once):
-        index, mask = _padded(starts[steps], flat[steps])
+    for steps in _alike(sizes, at_once):
+        index, mask = _padded(starts[steps], sizes[steps])
         taken = [
             part.reshape(*index.shape, *part.shape[1:]) for part in packed.take(rows[index.ravel()])
         ]
         vectors_SP, sums = many.rows(taken, torch.from_numpy(mask).float(), precision)
         if gradients is None:
-            gradients = vectors_SP.new_empty((len(flat), vectors_SP.shape[1]))
+            gradients = vectors_SP.new_empty((len(sizes), vectors_SP.shape[1]))
         gradients[torch.from_numpy(steps)] = vectors_SP
         _scatter(found, sums, index[mask], mask, len(rows))
     assert gradients is not None  # a block has steps
-    norms, vectors_DP = _grown(gradients, sizes)
+    firsts = np.cumsum(num_steps) - num_steps
+    norms, vectors_DP = _grown(gradients, firsts, num_steps)
     if factors is not None:
-        firsts = np.cumsum([0, *(sum(of_one) for of_one in sizes[:-1])])
-        vectors_DP = vectors_DP * torch.from_numpy(factors[firsts]).float().unsqueeze(1)
+        of_each = factors[starts[firsts]]
+        vectors_DP = vectors_DP * torch.from_numpy(of_each).float().unsqueeze(1)
     loss, weight = found.pop(LOSS), found.pop(WEIGHT)
     sums = ExampleSums(loss=loss, weight=weight, metrics=found)
     return vectors_DP.sum(0, dtype=torch.float64), sums, norms
@@ -122,25 +123,22 @@ def _scatter(
 
 
 def _grown(
-    gradients_SP: Tensor, sizes: Sequence[Sequence[int]]
-) -> tuple[list[list[float]], Tensor]:
-    """Return the norms of each device's sum behind each of its steps, and the sums [D, P]."""
-    counts = np.array([len(of_one) for of_one in sizes])
-    firsts = np.cumsum([0, *counts[:-1]])
+    gradients_SP: Tensor, firsts: NDArray[np.int64], num_steps: NDArray[np.int64]
+) -> tuple[Floats, Tensor]:
+    """Return the norms [S] of each device's sum behind each of its steps, and the sums [D, P]."""
     sums_DP = gradients_SP[torch.from_numpy(firsts)]
-    norms = np.full((len(sizes), counts.max()), math.nan)
-    norms[:, 0] = _norms(sums_DP)
-    for step in range(1, counts.max()):
-        at = np.flatnonzero(counts > step)
+    norms = np.zeros(len(gradients_SP))
+    norms[firsts] = _norms(sums_DP)
+    for step in range(1, num_steps.max()):
+        at = np.flatnonzero(num_steps > step)
         further = gradients_SP[torch.from_numpy(firsts[at] + step)]
-        if len(at) == len(sizes):
-            sums_DP += further
-            norms[:, step] = _norms(sums_DP)
-            continue
-        grown = sums_DP[torch.from_numpy(at)] + further
-        sums_DP[torch.from_numpy(at)] = grown
-        norms[at, step] = _norms(grown)
-    return [row[:count].tolist() for row, count in zip(norms, counts, strict=True)], sums_DP
+        if len(at) == len(num_steps):
+            grown = sums_DP.add_(further)
+        else:
+            grown = sums_DP[torch.from_numpy(at)] + further
+            sums_DP[torch.from_numpy(at)] = grown
+        norms[firsts[at] + step] = _norms(grown)
+    return norms, sums_DP
 
 
 def _norms(vectors_DP: Tensor) -> Floats:

@@ -1,26 +1,32 @@
-"""What a device will do with its plan, without doing it: its micro-batches, and when each ends.
+"""What devices will do with their plans, without doing it: their micro-batches, and when each ends.
 
 It is the device's own walk through its window (``client.window_sum``), with the same clock, memory
 and restraint; only that a micro-batch is taken note of instead of computed. So the virtual clock's
-answers are those of a device that computes.
+answers are those of a device that computes. Devices that nothing can stop or slow within their
+windows are foreseen all at once, by the same sums in the same order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
+import numpy as np
+
 from client.accumulator import Accumulator
-from client.device import Hardware
-from client.micro_batches import Place, Walk, Window, window
+from client.micro_batches import Window
 from client.passes import Added, Positions
 from client.stopping import Watch
 from client.window_sum import sum_window
 from client.workplace import Workplace
-from common.task import Examples
-from common.update import MOST_STEPS, Plan, Step, StopReason, Vitals
+from common.errors import HeadwaterError
+from common.update import MOST_STEPS, Plan, Step, StopReason
+from server.fleet import Dropout
 from simulation.devices import Called, Devices
+from simulation.draws import is_on_battery
+from simulation.foreseen import Floats, Foreseen, Ints
+from simulation.walks import NO_ROUND
 
 
 class CannotForesee(Exception):
@@ -28,31 +34,145 @@ class CannotForesee(Exception):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Foreseen:
-    """What a device will do in a round; ``sizes``, seconds and bytes are those of its steps.
+class Rehearsed:
+    """What is foreseen, who must be computed to be known, and who cannot even begin."""
 
-    ``positions`` gives its examples in the order in which it takes them. ``is_whole`` means that
-    they are all that it has: their sum needs no order.
+    foreseen: Foreseen | None
+    alone: list[Called]
+    dropouts: list[Dropout]
+
+
+def rehearse(devices: Devices, called: Sequence[Called]) -> Rehearsed:
+    """Foresee what each device will do, and remember its place."""
+    plain, others = _parted(devices, called)
+    parts, alone, dropouts = [], [], []
+    if plain:
+        parts.append(_foresee_plain(devices, plain))
+    for one in others:
+        try:
+            parts.append(_foresee(devices, one))
+        except CannotForesee:
+            alone.append(one)
+        except HeadwaterError as error:
+            dropouts.append(Dropout(name=one.name, error=error))
+    foreseen = Foreseen.joined(parts) if parts else None
+    if foreseen is not None:
+        numbers = np.array([one.part for one in foreseen.called])
+        places = foreseen.epoch, foreseen.offset
+        devices.walks.pend(numbers, places, called[0].plan.round, foreseen.after)
+    return Rehearsed(foreseen=foreseen, alone=alone, dropouts=dropouts)
+
+
+def _parted(devices: Devices, called: Sequence[Called]) -> tuple[list[Called], list[Called]]:
+    """Part those whose window goes to its end, in micro-batches as planned, from the others."""
+    if devices.has_slow_links:
+        return [], list(called)
+    judged: dict[int, bool] = {}
+    plain: list[Called] = []
+    others: list[Called] = []
+    machines = devices.machines
+    for one in called:
+        plan = one.plan  # many devices share one
+        is_plain = judged.get(id(plan))
+        if is_plain is None:
+            is_plain = judged[id(plan)] = _is_plain(plan)
+        (plain if is_plain else others).append(one)
+    try:
+        parts = np.array([one.part for one in plain], dtype=np.int64)
+        machines.meet(parts)
+    except HeadwaterError:  # one by one it is told whose examples cannot be opened
+        return [], list(called)
+    sizes = np.array([one.plan.micro_batch_size for one in plain], dtype=np.int64)
+    fits = machines.is_steady[parts] & (machines.fitting[parts] >= sizes)
+    if not fits.all():
+        others += [one for one, does in zip(plain, fits.tolist(), strict=True) if not does]
+        plain = [one for one, does in zip(plain, fits.tolist(), strict=True) if does]
+    return plain, others
+
+
+def _is_plain(plan: Plan) -> bool:
+    """Say whether nothing in a plan can end the window early."""
+    return (
+        plan.deadline_seconds is None
+        and plan.finish_seconds is None
+        and plan.share is None  # nothing is taken off on battery
+        and plan.accumulation_steps <= MOST_STEPS
+    )
+
+
+def _foresee_plain(devices: Devices, called: Sequence[Called]) -> Foreseen:
+    """Foresee walks to the windows' ends: what ``_foresee`` comes to, a hundred times as fast."""
+    machines, plans = devices.machines, [one.plan for one in called]
+    parts = np.array([one.part for one in called], dtype=np.int64)
+    quota = np.array([plan.quota for plan in plans], dtype=np.int64)
+    size = np.array([plan.micro_batch_size for plan in plans], dtype=np.int64)
+    counted = np.array([plan.counted_round or NO_ROUND for plan in plans], dtype=np.int64)
+    owned = np.array(
+        [len(devices.training_examples(one.part, one.plan)) for one in called], dtype=np.int64
+    )
+    epoch, offset = devices.walks.settle(parts, counted)
+    is_over = offset >= owned  # as ``client.micro_batches.window`` has it
+    epoch, offset = epoch + is_over, np.where(is_over, 0, offset)
+    taken = np.minimum(quota, owned - offset)
+    num_steps = -(-taken // size)
+    sizes, step_seconds, seconds = _steps(devices, parts, taken, size, num_steps)
+    steps_parts = np.repeat(parts, num_steps)
+    peaks = machines.base_bytes[steps_parts] + machines.bytes_per_example[steps_parts] * sizes
+    number = plans[0].round
+    return Foreseen(
+        called=called,
+        num_examples=taken,
+        num_owned=owned,
+        epoch=epoch,
+        offset=offset,
+        micro_batch_size=size,
+        seconds=seconds,
+        reasons=[_ENDS[short] for short in (taken < quota).tolist()],
+        vitals=[
+            machines.vitals(part, is_on_battery(devices.settings, part, round_number=number))
+            for part in parts.tolist()
+        ],
+        num_steps=num_steps,
+        sizes=sizes,
+        step_seconds=step_seconds,
+        peak_bytes=peaks.astype(np.int64),
+    )
+
+
+_ENDS: tuple[StopReason, StopReason] = ("quota", "epoch end")
+
+
+def _steps(
+    devices: Devices, parts: Ints, taken: Ints, size: Ints, num_steps: Ints
+) -> tuple[Ints, Floats, Floats]:
+    """Return the sizes and seconds of all steps, and each device's seconds by the virtual clock.
+
+    Of the devices with as many steps the clocks go side by side, each adding step to step as a
+    clock does, so that the last bit is its own.
     """
+    machines = devices.machines
+    starts = np.concatenate([[0], np.cumsum(num_steps)])
+    sizes = np.zeros(starts[-1], dtype=np.int64)
+    step_seconds = np.zeros(starts[-1])
+    seconds = np.zeros(len(parts))
+    for number in np.unique(num_steps).tolist():
+        at = np.flatnonzero(num_steps == number)
+        steps_DK = np.minimum(size[at, None], taken[at, None] - size[at, None] * np.arange(number))
+        own = parts[at, None]
+        lines_DK = (
+            machines.seconds_per_micro_batch[own] + machines.seconds_per_example[own] * steps_DK
+        )
+        # The model has come before the first step.
+        clock_DK = np.cumsum(np.concatenate([machines.transfer_seconds[own], lines_DK], 1), axis=1)
+        index = starts[at, None] + np.arange(number)
+        sizes[index] = steps_DK
+        step_seconds[index] = np.diff(clock_DK, axis=1)
+        seconds[at] = clock_DK[:, -1]
+    return sizes, step_seconds, seconds
 
-    called: Called
-    positions: Callable[[], list[int]]
-    num_examples: int
-    is_whole: bool
-    sizes: list[int]
-    step_seconds: list[float]
-    peak_bytes: list[int]
-    micro_batch_size: int
-    seconds: float
-    reason: StopReason
-    vitals: Vitals
-    num_left: int
-    walk: Walk
-    examples: Callable[[], Examples]
 
-
-def foresee(devices: Devices, called: Called) -> Foreseen:
-    """Foresee what a device will do.
+def _foresee(devices: Devices, called: Called) -> Foreseen:
+    """Foresee what one device will do.
 
     Raises:
         CannotForesee: not one example fits in its memory without activation checkpointing.
@@ -62,94 +182,28 @@ def foresee(devices: Devices, called: Called) -> Foreseen:
     machine = devices.machine(called.part, round_number=plan.round)
     if machine.memory.fitting(1) == 0:
         raise CannotForesee
-    walk = devices.walk(called.part).settle(plan.counted_round)
-    if _is_plain(plan, machine):
-        return _foresee_plain(devices, called, machine, walk)
+    walk = devices.walks[called.part].settle(plan.counted_round)
     taken, place = resident.at(
         devices.identity(called.part), machine, plan, walk, cast(Accumulator, _NO_VECTOR)
     )
     begun = place.clock.seconds()
     total = sum_window(plan, taken, place, Watch(plan, place, begun), add=_take_note)
-    num_taken, num_examples = total.num_examples, len(place.examples)
     ends_epoch = total.reason == "quota" and taken.ends_epoch
+    steps = cast(Sequence[Noted], total.steps)
     return Foreseen(
-        called=called,
-        positions=lambda: [position for some in total.taken for position in some],
-        num_examples=num_taken,
-        is_whole=False,
-        sizes=[step.num_examples for step in total.steps],
-        step_seconds=[step.seconds for step in total.steps],
-        peak_bytes=[step.peak_bytes for step in total.steps],
-        micro_batch_size=total.micro_batch_size,
-        seconds=place.clock.seconds() - begun,
-        reason="epoch end" if ends_epoch else total.reason,
-        vitals=place.vitals(),
-        num_left=max(num_examples - taken.offset - num_taken, 0),
-        walk=walk.pend(plan.round, taken.after(num_taken, num_examples)),
-        examples=lambda: place.examples,
-    )
-
-
-def _is_plain(plan: Plan, machine: Hardware) -> bool:
-    """Say whether nothing can end the window early, or cut its micro-batches smaller."""
-    fitting = machine.memory.fitting(plan.micro_batch_size)
-    return (
-        plan.deadline_seconds is None
-        and plan.finish_seconds is None
-        and plan.share is None  # nothing is taken off on battery
-        and plan.held_out_fraction == 0
-        and plan.accumulation_steps <= MOST_STEPS
-        and (fitting is None or fitting >= plan.micro_batch_size)
-    )
-
-
-def _foresee_plain(devices: Devices, called: Called, machine: Hardware, walk: Walk) -> Foreseen:
-    """Foresee a walk to the window's end: what ``foresee`` comes to, ten times as fast."""
-    plan, clock, memory = called.plan, machine.clock, machine.memory
-    examples = devices.examples(called.part)
-    num_owned = len(examples)
-    place = walk.place
-    if place.offset >= num_owned:  # as ``client.micro_batches.window`` has it
-        place = Place(epoch=place.epoch + 1)
-    num_examples = min(plan.quota, num_owned - place.offset)
-    ends_epoch = num_examples < plan.quota
-
-    def positions() -> list[int]:
-        name, seed = called.name, plan.run_seed
-        return list(
-            window(
-                place, quota=plan.quota, run_seed=seed, name=name, num_examples=num_owned
-            ).positions
-        )
-
-    whole, rest = divmod(num_examples, plan.micro_batch_size)
-    sizes = [plan.micro_batch_size] * whole + [rest] * (rest > 0)
-    begun = clock.seconds()
-    since = clock.seconds()  # the model has come
-    step_seconds, peak_bytes = [], []
-    for size in sizes:
-        clock.worked(size)
-        now = clock.seconds()
-        step_seconds.append(now - since)
-        peak_bytes.append(memory.end(size))
-        since = now
-    behind = place.offset + num_examples
-    after = Place(epoch=place.epoch + 1) if behind >= num_owned else replace(place, offset=behind)
-    return Foreseen(
-        called=called,
-        positions=positions,
-        num_examples=num_examples,
-        is_whole=num_examples == num_owned,
-        sizes=sizes,
-        step_seconds=step_seconds,
-        peak_bytes=peak_bytes,
-        micro_batch_size=plan.micro_batch_size,
-        seconds=since - begun,
-        reason="epoch end" if ends_epoch else "quota",
-        vitals=machine.vitals(),
-        num_left=num_owned - behind,
-        walk=walk.pend(plan.round, after),
-        examples=lambda: examples,
+        called=[called],
+        num_examples=np.array([total.num_examples]),
+        num_owned=np.array([len(place.examples)]),
+        epoch=np.array([taken.epoch]),
+        offset=np.array([taken.offset]),
+        micro_batch_size=np.array([total.micro_batch_size]),
+        seconds=np.array([place.clock.seconds() - begun]),
+        reasons=["epoch end" if ends_epoch else total.reason],
+        vitals=[place.vitals()],
+        num_steps=np.array([len(steps)]),
+        sizes=np.array([step.num_examples for step in steps], dtype=np.int64),
+        step_seconds=np.array([step.seconds for step in steps]),
+        peak_bytes=np.array([step.peak_bytes for step in steps], dtype=np.int64),
     )
 
 

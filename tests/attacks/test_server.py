@@ -213,7 +213,7 @@ def test_a_device_ends_by_a_named_error(lie: Lie, code: str, tmp_path: Path) -> 
     ids=str,
 )
 def test_a_device_answers_what_it_cannot_do_and_goes_on(
-    instruction: dict[str, str], code: str, tmp_path: Path
+    instruction: dict[str, Any], code: str, tmp_path: Path
 ) -> None:
     answers: list[Fault] = []
 

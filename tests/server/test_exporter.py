@@ -83,6 +83,7 @@ def test_refusals_of_the_rounds_and_of_the_intake_are_added() -> None:
         plans={},
         total=CohortSum(ModelLayout(trainable=(), constant=(), num_bytes=0)),
         max_weight_per_example=1,
+        owned={},
     )
     opened.refusals["CorruptUpdate"] += 4
     metrics.closed(opened)

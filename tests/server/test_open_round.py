@@ -25,7 +25,9 @@ def refusal(*, quota: int, num_examples: int, num_steps: int, finish: float | No
     )
     total = CohortSum(ModelLayout(trainable=(), constant=(), num_bytes=0))
     total.open(num_clients=1, planned_weight=plan.most_examples)
-    opened = OpenRound(plans={"pi": plan}, total=total, max_weight_per_example=1)
+    opened = OpenRound(
+        plans={"pi": plan}, total=total, max_weight_per_example=1, owned={"pi": 2**53}
+    )
     report = UpdateReport(
         name="pi",
         round=1,

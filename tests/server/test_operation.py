@@ -68,7 +68,8 @@ def desk(tmp_path: Path) -> Iterator[Desk]:
 
 def opened_round(plans: dict[str, Plan]) -> OpenRound:
     total = CohortSum(ModelLayout(trainable=(), constant=(), num_bytes=0))
-    return OpenRound(plans=plans, total=total, max_weight_per_example=1)
+    owned = dict.fromkeys(plans, 2**53)
+    return OpenRound(plans=plans, total=total, max_weight_per_example=1, owned=owned)
 
 
 def test_pause_and_resume_reach_the_rounds_and_the_devices(desk: Desk) -> None:

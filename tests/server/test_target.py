@@ -24,8 +24,8 @@ from server.target import (
     evened,
     examples_for,
     following,
-    gathered,
 )
+from server.told import Told, gathered
 
 
 def plan(**changes: Any) -> settings.Plan:
@@ -233,7 +233,8 @@ def test_what_was_gathered_is_told_by_the_steps_and_bounded_by_the_task() -> Non
     scaled = report(num_examples=3, weights=[10, 20], sent=500)
     lying = report(num_examples=2, weights=[2**53], sent=64)
     silent = report(num_examples=1, weights=[], sent=7)
-    assert gathered([scaled, lying, silent], max_weight_per_example=32) == Gathered(
+    parts = [Told.of(one) for one in (scaled, lying, silent)]
+    assert gathered(parts, max_weight_per_example=32) == Gathered(
         num_examples=6, summed_weight=30 + 64 + 7, sent_weight=500 + 64 + 7
     )
 
