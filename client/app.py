@@ -99,10 +99,11 @@ def _train(asked: Asked) -> RecordDict:
 
 def _leave_session(asked: Asked, plan: Plan) -> None:
     """Where no process stays: let go what waits for a session, take up what was forced to disk."""
-    between = asked.between
-    between.drop()
-    if plan.is_masked and not records.is_view(asked.message.content):
-        between.prepare()
+    if records.is_view(asked.message.content):
+        return
+    asked.between.drop()
+    if plan.is_masked:
+        asked.between.prepare()
 
 
 def _hold(asked: Asked, plan: Plan, update: Update) -> None:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from flwr.app import Context, Message
 
-from client.between_messages import BetweenMessages
 from client.device import Hardware
 from client.enrolment import Enrolment, host_name, read_enrolment, simulated_enrolment
 from client.kept import PACE, WALK, pace_of, walk_of
@@ -24,6 +24,9 @@ from common import records
 from common.errors import SettingsError
 from common.line import Line
 from common.settings import Secure, Settings, from_run_config
+
+if TYPE_CHECKING:
+    from client.between_messages import BetweenMessages
 
 # The mark in a node's configuration that devices and server are one simulation: nothing is hidden.
 SIMULATED = "simulated"
@@ -67,6 +70,8 @@ class Asked:
     @property
     def between(self) -> BetweenMessages:
         """What waits for the next message where no process does."""
+        from client.between_messages import BetweenMessages
+
         is_simulated = SIMULATED in self.context.node_config
         return BetweenMessages(self.context, self.identity.name, is_simulated=is_simulated)
 

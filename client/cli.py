@@ -418,15 +418,19 @@ def _take_part(config: Path | None, overrides: dict[str, Any]) -> None:
     from client.absence import absence_of
     from client.app import app as own_app
     from client.node import Node
-    from client.renewal import Renewal
     from client.uplink import Uplink, keep_up
     from common.console import console
 
+    renewal = None
+    if credentials is not None:
+        from client.renewal import Renewal
+
+        renewal = Renewal(settings.tls, credentials)
     node = Node(own_app, resident, identity, settings, settings.client.state_folder)
     uplink = Uplink(
         node,
         settings.client.server,
-        renewal=None if credentials is None else Renewal(settings.tls, credentials),
+        renewal=renewal,
         absence=absence_of(settings.client, identity.name, resident.image.layout),
         patience_seconds=math.inf if settings.client.stay else settings.client.patience_seconds,
     )

@@ -10,16 +10,19 @@ when the run is left.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from client.secure_device import Device, Record, Trained
-from client.secure_session import SecureSession
-from client.secure_states import State
 from common.errors import CorruptUpdate, HeadwaterError, UpdateNotHeld
 from common.fixed_point import RingVector
 from common.secagg import MaskedHead, Reply, Request, SurvivorsTold, UnmaskWanted
+
+if TYPE_CHECKING:
+    from client.secure_session import SecureSession
+    from client.secure_states import State
 
 
 class HeldUpdate:
@@ -40,6 +43,9 @@ class HeldUpdate:
         ``is_view`` says that the grid takes vectors as views of this process's memory. ``state`` is
         where another process left the session.
         """
+        # Here, as most devices are asked for nothing masked: it is 0.5 MB of an idle one.
+        from client.secure_session import SecureSession
+
         self.device = device
         self.is_view = is_view
         self.is_over = False

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
+from client.memory import resident_bytes
 
 # A lowered limit is seen as soon as this; where reading them takes long, at the cost of 2 %.
 READ_EVERY_SECONDS, READING_SHARE = 0.05, 0.02
@@ -62,7 +62,7 @@ class MemoryLimits:
     def all(self) -> list[Limit]:
         """Read every limit now."""
         status = _sizes(self._root / "proc/self/status", "VmRSS", "VmData", "VmSize")
-        resident = status.get("VmRSS") or psutil.Process().memory_info().rss
+        resident = status.get("VmRSS") or resident_bytes()
         limits = [Limit(num_bytes=resident + _available_bytes(self._root), source="machine")]
         for folder in cgroup_folders(self._root, "memory"):
             limits += _cgroup_limits(folder, resident)
@@ -115,7 +115,11 @@ def cgroup_folders(root: Path, controller: str) -> Iterator[Path]:
 def _available_bytes(root: Path) -> int:
     """Return what the machine can give without swapping."""
     available = _sizes(root / "proc/meminfo", "MemAvailable").get("MemAvailable")
-    return psutil.virtual_memory().available if available is None else available
+    if available is not None:
+        return available
+    import psutil  # where that is not Linux: 1 MB of an idle device
+
+    return psutil.virtual_memory().available
 
 
 def _cgroup_limits(folder: Path, resident: int) -> Iterator[Limit]:

@@ -22,8 +22,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-import psutil
-
 from common.heap import give_back, keep_mmap_threshold
 from common.line import Line
 
@@ -231,6 +229,8 @@ def resident_bytes() -> int:
     try:
         return _status_bytes("VmRSS")
     except OSError:
+        import psutil  # where that is not Linux: 1 MB of an idle device
+
         return psutil.Process().memory_info().rss
 
 

@@ -33,10 +33,6 @@ from common.wire_pb2 import Certificate
 
 log = logging.getLogger(__name__)
 
-RETRY_SECONDS = 6 * 3600.0
-LOOK_SECONDS = 3600.0
-"""The wall clock is looked at so often: a laptop that slept wakes up late."""
-
 
 class Renewal:
     """The certificate in use, and the next one."""

@@ -25,8 +25,6 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import psutil
-
 from client.limits import ROOT, cgroup_folders
 from common.update import Vitals
 
@@ -297,6 +295,8 @@ def _is_on_battery(states: set[str], is_plugged: list[bool]) -> bool | None:
 
 
 def _battery_elsewhere() -> tuple[float | None, bool | None]:
+    import psutil  # 1 MB of an idle device
+
     battery = psutil.sensors_battery()
     if battery is None:
         return None, None

@@ -14,7 +14,7 @@ import os
 import random
 import signal
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import grpc.aio
@@ -23,12 +23,14 @@ from google.protobuf.message import DecodeError
 from client.absence import Absence, Away
 from client.departure import Departure, leave_for
 from client.node import Node
-from client.renewal import LOOK_SECONDS, RETRY_SECONDS, Renewal
 from client.work import ModelBroken, StreamBroken, Work
 from common.errors import ConnectionLost, CorruptUpdate, ProtocolMismatch, error_of
 from common.wire import CHANNEL, FRAME_BYTES, HELLO_SECONDS, METHOD, PROTOCOL_VERSION
 from common.wire_pb2 import ClientFrame, Fault, Hello, Leave, Notice, ServerFrame
 from common.wire_pb2 import Renewal as RenewalFrame
+
+if TYPE_CHECKING:
+    from client.renewal import Renewal
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +39,9 @@ LONGEST_BACKOFF_SECONDS = 30.0
 # Garbled models in a row: a flipped bit comes alone, a server that lies does not.
 MOST_GARBLED = 4
 CONNECT_SECONDS = 20.0
+# The wall clock is looked at so often: a laptop that slept wakes up late.
+RENEWAL_LOOK_SECONDS = 3600.0
+RENEWAL_RETRY_SECONDS = 6 * 3600.0
 RETRIED = (
     grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.CANCELLED,
@@ -321,12 +326,12 @@ class Uplink:
         """Ask for the next certificate in time, and again if the server would not."""
         while True:
             while (due := renewal.due_seconds()) > 0:
-                await asyncio.sleep(min(due, LOOK_SECONDS))
+                await asyncio.sleep(min(due, RENEWAL_LOOK_SECONDS))
             request = renewal.request()
             if request is not None:
                 with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
                     await self._write(ClientFrame(renewal=RenewalFrame(signing_request=request)))
-            await asyncio.sleep(RETRY_SECONDS)
+            await asyncio.sleep(RENEWAL_RETRY_SECONDS)
 
     async def _leave_when_asked(self) -> None:
         """After ``stop``: wait for the work to end and its update to arrive, then leave."""

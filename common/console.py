@@ -20,8 +20,9 @@ from common.errors import HeadwaterError
 from common.logs import Format, JsonFormatter, LineSink
 from common.settings import Settings
 
-console = Console(highlight=False)
-stderr = Console(stderr=True, highlight=False)
+# What is told may have colons in it: a device called a:ant:b is no emoji.
+console = Console(highlight=False, emoji=False)
+stderr = Console(stderr=True, highlight=False, emoji=False)
 # What a command says to its user; in JSON it goes the way of the log.
 said = logging.getLogger("headwater")
 

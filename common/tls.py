@@ -3,7 +3,8 @@
 A device's certificate bears its name as common name; the server holds the name in ``Hello`` against
 it (``server.admission``). gRPC speaks TLS 1.2 with authenticated encryption, or 1.3, and no less;
 two ends of ours settle on 1.3, and an attacker between them cannot talk them down (RFC 8446,
-section 4.1.3). ``common.certificates`` has the certificates themselves.
+section 4.1.3). ``common.certificates`` has the certificates themselves; it and cryptography's x509
+(1.3 MB of an idle device) are imported only where there are certificates.
 """
 
 from __future__ import annotations
@@ -11,14 +12,13 @@ from __future__ import annotations
 import ipaddress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from cryptography import x509
-from cryptography.hazmat.primitives import serialization
-from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
-
-from common.certificates import check_dates, spki
 from common.errors import CertificateProblem, InsecureAddress, SettingsError
 from common.settings import Tls
+
+if TYPE_CHECKING:
+    from cryptography import x509
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,6 +35,8 @@ class Credentials:
     @property
     def leaf(self) -> x509.Certificate:
         """This side's own certificate."""
+        from cryptography import x509
+
         return x509.load_pem_x509_certificate(self.certificate)
 
 
@@ -56,6 +58,16 @@ def read_credentials(tls: Tls) -> Credentials | None:
             f"{', '.join(missing)} is missing", remedy="give all three TLS files, or none"
         )
     ca, certificate, key = (_read(flag, path) for flag, path in named.items() if path)
+    return _checked(ca, certificate, key, tls)
+
+
+def _checked(ca: bytes, certificate: bytes, key: bytes, tls: Tls) -> Credentials:
+    from cryptography import x509
+    from cryptography.hazmat.primitives import serialization
+    from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+
+    from common.certificates import check_dates, spki
+
     try:
         authority = x509.load_pem_x509_certificate(ca)
         chain = x509.load_pem_x509_certificates(certificate)
