@@ -82,7 +82,8 @@ class Resident:
         self.held = HeldUpdates()
         self._loaded: tuple[int, int] | None = None
         self._must_check = check_task
-        self._checkpointed: set[str] = set()  # the devices with activation checkpointing on
+        self.checkpointed: set[str] = set()
+        """The devices with activation checkpointing on; it stays on."""
         self._checkpointed_bytes: float | None = None
         self._is_foreseen = False
 
@@ -132,7 +133,7 @@ class Resident:
     def _remember(self, name: str) -> None:
         """Remember that a device has activation checkpointing on; it stays on."""
         if checkpointing.is_on(self.image.model):
-            self._checkpointed.add(name)
+            self.checkpointed.add(name)
 
     def load_model(self, run_id: int, version: int, image: memoryview | bytes) -> None:
         """Take over the server's model, unless this version of it is here already."""
@@ -160,9 +161,9 @@ class Resident:
         accumulator: Accumulator | None = None,
     ) -> Workplace:
         self.held.make_room()
-        if name in self._checkpointed:
+        if name in self.checkpointed:
             checkpointing.switch_on(self.image.model)
-        elif self._checkpointed:
+        elif self.checkpointed:
             checkpointing.switch_off(self.image.model)
         return Workplace(
             task=self.task,

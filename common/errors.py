@@ -78,6 +78,7 @@
     │   └── CheckpointFailed        it cannot be written (disk full, read-only)
     ├── Diverged                the model is no longer finite
     ├── OutOfMemory             not even one example fits
+    ├── WorkerDied              a process that computed simulated devices is gone
     └── ConnectionLost          retry later
         ├── EnrolmentClosed         the enrolment port is not open
         ├── NoStream                it came to the port and never opened a stream
@@ -533,6 +534,15 @@ class OutOfMemory(HeadwaterError):
     """Not even one example fits in the memory that the device may use."""
 
     remedy = "give the device more memory, or train a smaller model"
+
+
+class WorkerDied(HeadwaterError):
+    """A process that computed simulated devices ended before its time."""
+
+    remedy = (
+        "its own words stand above; after SIGKILL the machine may have run out of memory: take "
+        "fewer --workers. The rounds before are kept: go on with --resume"
+    )
 
 
 class ConnectionLost(HeadwaterError):

@@ -445,6 +445,7 @@ SETTING_OF = {
     "fleet": "simulation.fleet",
     "faults": "simulation.faults",
     "compute": "simulation.compute",
+    "workers": "simulation.workers",
     "wire": "simulation.wire",
     "engine": "simulation.engine",
     "server": "client.server",

@@ -307,6 +307,11 @@ class Simulation(Branch):
         description="auto, one-by-one (the same bits as the wire), vectorised (many devices in a "
         "pass, each with its own vector) or fused (their sum alone)",
     )
+    workers: Count | Literal["auto"] = Field(
+        1,
+        description="processes that compute devices one by one; auto: as many as usable cores "
+        "(docs/simulation.md)",
+    )
     wire: bool = Field(
         False, description="push every plan and update through encoding and decoding"
     )

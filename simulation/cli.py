@@ -60,6 +60,16 @@ def simulate(
             rich_help_panel=PANEL,
         ),
     ] = None,
+    workers: Annotated[
+        str | None,
+        typer.Option(
+            "--workers",
+            metavar="N",
+            help="Processes that compute devices one by one, with the same bits as one; auto: the "
+            "usable cores. [default: 1]",
+            rich_help_panel=PANEL,
+        ),
+    ] = None,
     wire: Annotated[
         bool | None,
         typer.Option(

@@ -5,7 +5,8 @@ gradients: so the examples of many devices may go through the model in one pass.
 does is the same in every way: its examples and their order, K, its counts and losses, the virtual
 clock's seconds.
 
-* ``one-by-one`` runs the device's own code, and gives the same bits as the wire.
+* ``one-by-one`` runs the device's own code, and gives the same bits as the wire; in several
+  processes (``simulation.workers``) if they are asked for.
 * ``vectorised`` computes each device's own vector, for those norms that the gradient noise follows
   from, many devices in a pass.
 * ``fused`` computes the cohort's sum alone.
@@ -25,6 +26,7 @@ from simulation.devices import Compute, Devices
 from simulation.grouped import Grouped
 from simulation.one_by_one import OneByOne
 from simulation.packed import CannotGroup
+from simulation.workers import Workers, num_workers
 
 log = logging.getLogger(__name__)
 
@@ -42,9 +44,9 @@ def compute_of(settings: Settings, devices: Devices) -> Compute:
     num_invited = min(settings.cohort.size or devices.num_devices, devices.num_devices)
     if chosen == "auto" and num_invited <= FEW:
         log.info("devices are computed one by one: %d are few", num_invited)
-        return OneByOne(devices)
+        return _one_by_one(settings, devices, num_invited)
     if chosen == "one-by-one":
-        return OneByOne(devices)
+        return _one_by_one(settings, devices, num_invited)
     own_vectors = chosen == "vectorised" or (chosen == "auto" and plan.follow_noise_scale)
     try:
         if plan.local_steps > 1:
@@ -58,12 +60,22 @@ def compute_of(settings: Settings, devices: Devices) -> Compute:
                 f"--compute {chosen} cannot be: {reason}", remedy="leave --compute out"
             ) from reason
         _say(f"one by one: {reason}")
-        return OneByOne(devices)
+        return _one_by_one(settings, devices, num_invited)
+    if settings.simulation.workers != 1:
+        _say("together, in this process alone: workers are for --compute one-by-one")
     if own_vectors:
         _say("vectorised, many in a pass")
     else:
         _say("fused, all in one sum; --compute vectorised tells the noise scale too")
     return many
+
+
+def _one_by_one(settings: Settings, devices: Devices, num_invited: int) -> Compute:
+    number = num_workers(settings, num_invited=num_invited)
+    if number == 1:
+        return OneByOne(devices)
+    _say(f"one by one, in {number} processes")
+    return Workers(devices, number)
 
 
 def _say(how: str) -> None:

@@ -22,6 +22,15 @@ MOST_NEW_OBJECTS = 500_000
 def run_engine(settings: Settings, *, on_round: OnRound, resume: bool) -> None:
     """Run the settings on the engine that they name."""
     torch.set_num_threads(settings.threads or 1)
+    is_direct = not settings.simulation.wire and settings.secure.aggregation == "off"
+    if settings.simulation.workers != 1 and not (
+        settings.simulation.engine == "in-process" and is_direct
+    ):
+        raise SettingsError(
+            "worker processes compute devices for --engine in-process alone, and not where their "
+            "updates travel as messages (--wire, masked updates)",
+            remedy="leave --workers out",
+        )
     if settings.simulation.engine == "flower-ray":
         if resume:
             raise SettingsError(
@@ -33,11 +42,11 @@ def run_engine(settings: Settings, *, on_round: OnRound, resume: bool) -> None:
         run_on_ray(settings, on_round=on_round)
         return
     run_id = secrets.randbits(62)
-    if not settings.simulation.wire and settings.secure.aggregation == "off":
+    if is_direct:
         settings = with_fleet(settings)
         training = Training(settings, run_id=run_id)
         fleet = LocalFleet(settings, run_id=run_id)
-        with _rare_collections():
+        with contextlib.closing(fleet), _rare_collections():
             run(training, fleet, on_round=on_round, resume=resume)
         return
     _run_on_messages(settings, run_id, on_round=on_round, resume=resume)
