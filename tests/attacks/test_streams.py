@@ -1,0 +1,77 @@
+"""How many streams one connection may open, spoken to the port in HTTP/2's own frames.
+
+A client of gRPC's own heeds what the server allows and lets its next stream wait, so the frames are
+written here by hand (RFC 9113; header fields by RFC 7541, as literals).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+
+from common.wire import METHOD
+from server.port import MAX_STREAMS
+from tests.attacks.fuzzing import is_served
+from tests.attacks.raw import WAIT_SECONDS, serving
+
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+HEADERS, RST_STREAM, SETTINGS = 1, 3, 4
+ACKNOWLEDGED, END_HEADERS = 1, 4
+MAX_CONCURRENT_STREAMS = 3
+# :method POST and :scheme http are fields 3 and 6 of the static table.
+POST, HTTP = b"\x83", b"\x86"
+
+
+def frame(kind: int, *, flags: int = 0, stream: int = 0, payload: bytes = b"") -> bytes:
+    return struct.pack(">I", len(payload))[1:] + struct.pack(">BBI", kind, flags, stream) + payload
+
+
+def literal(name: str, value: str) -> bytes:
+    return bytes([0, len(name)]) + name.encode() + bytes([len(value)]) + value.encode()
+
+
+def request(stream: int) -> bytes:
+    """Open a stream as a device does, and leave it open."""
+    fields = {
+        ":path": METHOD,
+        ":authority": "localhost",
+        "te": "trailers",
+        "content-type": "application/grpc",
+    }
+    block = POST + HTTP + b"".join(literal(name, value) for name, value in fields.items())
+    return frame(HEADERS, flags=END_HEADERS, stream=stream, payload=block)
+
+
+async def next_of(reader: asyncio.StreamReader, kind: int) -> tuple[int, bytes]:
+    """Skip frames until one of this kind comes; return its stream and payload."""
+    async with asyncio.timeout(WAIT_SECONDS):
+        while True:
+            head = await reader.readexactly(9)
+            length = int.from_bytes(head[:3], "big")
+            payload = await reader.readexactly(length)
+            if head[3] == kind:
+                return int.from_bytes(head[5:], "big"), payload
+
+
+def test_a_connection_opens_no_more_than_its_streams_and_hears_so_beforehand() -> None:
+    async def play() -> None:
+        async with serving() as run:
+            reader, writer = await asyncio.open_connection("127.0.0.1", run.port)
+            try:
+                writer.write(PREFACE + frame(SETTINGS))
+                _, told = await next_of(reader, SETTINGS)
+                allowed = dict(struct.iter_unpack(">HI", told))
+                assert allowed[MAX_CONCURRENT_STREAMS] == MAX_STREAMS
+
+                # A client's streams have odd numbers.
+                streams = [2 * n + 1 for n in range(MAX_STREAMS + 1)]
+                writer.write(frame(SETTINGS, flags=ACKNOWLEDGED))
+                writer.write(b"".join(request(stream) for stream in streams))
+
+                refused, _ = await next_of(reader, RST_STREAM)
+                assert refused == streams[-1]
+                assert await is_served(run.port)
+            finally:
+                writer.close()
+
+    asyncio.run(play())
