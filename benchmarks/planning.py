@@ -63,6 +63,7 @@ def seconds_of(work: Callable[[], object], *, times: int) -> Figures:
 def measure(num_devices: int, *, times: int) -> Figures:
     """Plan rounds of so many devices, with and without a deadline, and with turns."""
     reports = [device_report(number) for number in range(num_devices)]
+    told = {report.name: report for report in reports}
     devices = [
         Device(name=one.name, num_examples=one.num_examples, learned=NOTHING.told(one))
         for one in reports
@@ -87,7 +88,10 @@ def measure(num_devices: int, *, times: int) -> Figures:
         planning = Planning(chosen, Target(chosen.plan, max_weight_per_example=1), layout)
         figures[name] = seconds_of(
             lambda planning=planning: planning.plan(  # type: ignore[misc]
-                reports, round_number=1, counted={}, turn_seconds=1e-4
+                told,
+                round_number=1,
+                counted={},
+                turn_seconds=1e-4,
             ),
             times=times,
         )

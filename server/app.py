@@ -93,7 +93,7 @@ class GridFleet:
         self._roll = Roll(grid)
         self._flower_bytes = [0, 0]  # up, down
 
-    def describe(self, request: DescribeRequest, *, min_clients: int) -> list[DeviceReport]:
+    def describe(self, request: DescribeRequest, *, min_clients: int) -> Mapping[str, DeviceReport]:
         if self._own is not None:
             self._own.expect(request)
         next_notice = time.monotonic() + FIRST_NOTICE_SECONDS
@@ -102,7 +102,7 @@ class GridFleet:
             reports, refused = self._roll.reports, self._roll.refused
             may_begin = self._own is None or self._own.may_begin()
             if may_begin and len(reports) >= min_clients and self._roll.is_settled:
-                return list(reports.values())
+                return {report.name: report for report in reports.values()}
             nobody_else = not getattr(self._grid, "awaits_more", True)
             if refused and (nobody_else or (self._own is None and not reports)):
                 raise next(iter(refused.values()))

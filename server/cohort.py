@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 # With dataset weighting, the most that one device weighs, in median devices: what a device owns is
 # what it says it owns.
@@ -36,24 +37,54 @@ def select(names: Sequence[str], *, size: int | None, seed: int, round_number: i
     The choice depends on the names, the seed and the round alone.
     """
     size = len(names) if size is None else size
-    return _in_order(_walk(names, size, seed, round_number)[:size])
+    walk = Laps().walk(names, size=size, seed=seed, round_number=round_number)
+    return _in_order(list(islice(walk, size)))
+
+
+class Laps:
+    """The shuffled population of a lap, kept until the next lap or until devices come or go."""
+
+    def __init__(self) -> None:
+        self._of: tuple[int, int, tuple[str, ...]] | None = None
+        self._shuffled: list[str] = []
+
+    def walk(
+        self, names: Collection[str], *, size: int | None, seed: int, round_number: int
+    ) -> Iterator[str]:
+        """Yield the shuffled names of the round's lap from the round's turn on, and round to it.
+
+        All of them, in their own order, where all are invited.
+        """
+        if size is None or size >= len(names):
+            yield from names
+            return
+        lap, turn = divmod(round_number - 1, -(-len(names) // size))
+        of = (seed, lap, tuple(names))
+        if of != self._of:
+            self._shuffled = sorted(names, key=lambda name: _digest(seed, str(lap), name))
+            self._of = of
+        yield from islice(self._shuffled, turn * size, None)
+        # The last turn of a lap is filled up from its start.
+        yield from islice(self._shuffled, turn * size)
 
 
 def invite(
-    names: Sequence[str],
+    names: Collection[str],
     *,
     size: int | None,
     seed: int,
     round_number: int,
-    slowness: Callable[[str], float],
+    slowness: Callable[[str], float | None],
     explain: Callable[[str], str],
     waiting_since: Mapping[str, int],
     within_rounds: int,
     min_clients: int = 1,
+    laps: Laps | None = None,
 ) -> Invited:
     """Invite whose turn it is, and in the place of each that is too slow the next in the walk.
 
     ``slowness`` is above 1 for who is too slow, and the more so the slower; ``explain`` says why.
+    It is None for who cannot be invited at all; nobody is asked for it but whose turn comes.
     ``waiting_since`` is the round since which a device has been left out. Guarantees:
 
     * Where nobody is too slow or has been, the names are those of ``select``.
@@ -70,18 +101,23 @@ def invite(
 
     able: list[str] = []
     slow: dict[str, float] = {}
-    for name in _walk(names, size, seed, round_number):
+    walk = (laps or Laps()).walk(names, size=size, seed=seed, round_number=round_number)
+    for name in walk:
         if len(able) == size:
             break
         found = slowness(name)
+        if found is None:
+            continue
         if found > 1:
             slow[name] = found
         else:
             able.append(name)
     met = {*able, *slow}
-    for name in names:
-        if name in waiting_since and name not in met and is_due(name):
+    for name in waiting_since:
+        if name in names and name not in met and is_due(name):
             found = slowness(name)
+            if found is None:
+                continue
             if found > 1:
                 slow[name] = found
             else:
@@ -115,17 +151,6 @@ def dataset_weights(owned: Mapping[str, int]) -> dict[str, int]:
     """
     most = HEAVIEST * int(statistics.median_low(owned.values())) if owned else 0
     return {name: min(num_examples, most) for name, num_examples in owned.items()}
-
-
-def _walk(names: Sequence[str], size: int, seed: int, round_number: int) -> list[str]:
-    """Return the shuffled names of the round's lap from the round's turn on, and round to it."""
-    if size >= len(names):
-        return list(names)
-    per_lap = -(-len(names) // size)
-    lap, turn = divmod(round_number - 1, per_lap)
-    shuffled = sorted(names, key=lambda name: _digest(seed, str(lap), name))
-    # The last turn of a lap is filled up from its start.
-    return shuffled[turn * size :] + shuffled[: turn * size]
 
 
 def _digest(*parts: object) -> bytes:

@@ -23,7 +23,7 @@ be: these are an honest device's mishaps as well, or hidden by the masks.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Container, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -117,12 +117,12 @@ def convicted(
     return after
 
 
-def left_out(known: Culprits, names: Iterable[str], *, round_number: int) -> dict[str, str]:
+def left_out(known: Culprits, names: Container[str], *, round_number: int) -> dict[str, str]:
     """Return which of these devices have no part in a round, and why."""
     return {
         name: f"until round {known[name].through_round + 1}, as {known[name].why}"[:MOST_CHARACTERS]
-        for name in names
-        if name in known and round_number <= known[name].through_round
+        for name in known
+        if name in names and round_number <= known[name].through_round
     }
 
 

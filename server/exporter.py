@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Histogram
@@ -115,7 +115,7 @@ class ServerMetrics:
         )
         self.registry.register(self)
 
-    def begun(self, round_number: int, reports: Sequence[DeviceReport]) -> None: ...
+    def begun(self, round_number: int, reports: Mapping[str, DeviceReport]) -> None: ...
 
     def closed(self, opened: OpenRound) -> None:
         with self._lock:

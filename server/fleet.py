@@ -78,8 +78,12 @@ class Traffic:
 class Fleet(Protocol):
     """The devices, as the rounds see them."""
 
-    def describe(self, request: DescribeRequest, *, min_clients: int) -> list[DeviceReport]:
-        """Wait until ``min_clients`` are there, and return the report of every device that is."""
+    def describe(self, request: DescribeRequest, *, min_clients: int) -> Mapping[str, DeviceReport]:
+        """Wait until ``min_clients`` are there, and return the report of every device that is.
+
+        A simulator may make a report when it is asked for. It then has none, and its ``get``
+        returns None, of a device that turns out to be unable to describe itself.
+        """
         ...
 
     def ask_again(self, requests: Mapping[str, DescribeRequest]) -> None:

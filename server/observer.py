@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Protocol
 
 from common.errors import RoundAborted
@@ -14,7 +14,7 @@ from server.open_round import OpenRound
 class Observer(Protocol):
     """What is told of a run. Nothing here may block, or raise."""
 
-    def begun(self, round_number: int, reports: Sequence[DeviceReport]) -> None:
+    def begun(self, round_number: int, reports: Mapping[str, DeviceReport]) -> None:
         """Take note that a round begins, with the devices that are there."""
         ...
 
@@ -37,7 +37,7 @@ class Observers:
     def __init__(self, *observers: Observer) -> None:
         self._observers = observers
 
-    def begun(self, round_number: int, reports: Sequence[DeviceReport]) -> None:
+    def begun(self, round_number: int, reports: Mapping[str, DeviceReport]) -> None:
         for observer in self._observers:
             observer.begun(round_number, reports)
 
@@ -57,7 +57,7 @@ class Observers:
 class Unobserved:
     """Nobody looks on."""
 
-    def begun(self, round_number: int, reports: Sequence[DeviceReport]) -> None: ...
+    def begun(self, round_number: int, reports: Mapping[str, DeviceReport]) -> None: ...
 
     def closed(self, opened: OpenRound) -> None: ...
 

@@ -12,7 +12,7 @@ import sqlite3
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -136,9 +136,9 @@ class Operation:
             raise Drained
         return not self.is_paused
 
-    def begun(self, round_number: int, reports: Sequence[DeviceReport]) -> None:
+    def begun(self, round_number: int, reports: Mapping[str, DeviceReport]) -> None:
         self._is_in_round = True
-        for report in reports:
+        for report in reports.values():
             self._attendance.of(report.name).sensed(report.vitals)
         if not self._has_begun:
             self._has_begun = True

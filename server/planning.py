@@ -7,7 +7,7 @@ The decisions are pure functions elsewhere (``server.cohort`` who, ``server.plan
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from common.parameters import ModelLayout
 from common.settings import Evaluation, Settings
 from common.update import DescribeRequest, DeviceReport, Plan, Reported
 from server import reasons
-from server.cohort import Invited, dataset_weights, invite
+from server.cohort import Invited, Laps, dataset_weights, invite
 from server.culprits import LeftOut, convicted, left_out
 from server.learned import NOTHING, Learned
 from server.open_round import OpenRound
@@ -51,6 +51,7 @@ class Planning:
         self._target = target
         self._layout = layout
         self._told: dict[str, DeviceReport] = {}
+        self._laps = Laps()
         self._unbelieved: set[str] = set()
         self._asked_anyway: set[str] = set()
         self.culprits: dict[str, LeftOut] = {}
@@ -75,7 +76,7 @@ class Planning:
 
     def plan(
         self,
-        reports: Iterable[DeviceReport],
+        reports: Mapping[str, DeviceReport],
         *,
         round_number: int,
         counted: Mapping[str, int],
@@ -94,11 +95,10 @@ class Planning:
             update_bytes=4 * self._layout.num_parameters,
             turn_seconds=turn_seconds,
         )
-        devices = self._meet(reports)
-        culprits = left_out(self.culprits, devices, round_number=round_number)
-        for name in culprits:
-            del devices[name]
-        invited = self._invite(devices, link, round_number)
+        self._miss(reports)
+        devices: dict[str, Device] = {}
+        culprits = left_out(self.culprits, reports, round_number=round_number)
+        invited = self._invite(reports, devices, culprits, link, round_number)
         if len(invited.names) < cohort.min_clients:
             why = "".join(f"; {name} is left out {said}" for name, said in culprits.items())
             raise TooFewClients(
@@ -143,49 +143,64 @@ class Planning:
             num_bounded=len(unbelieved),
         )
 
-    def _meet(self, reports: Iterable[DeviceReport]) -> dict[str, Device]:
-        """Take over what the devices that are here tell, as far as it is news."""
-        here = {report.name: report for report in reports}
-        for name in self.learned.keys() - here.keys():
-            self.learned[name] = self.learned[name].gone()
-        for name, report in here.items():
-            # A device that is asked again stands with its old report until the answer is here.
-            if self._told.get(name) is not report:
-                self.learned[name] = self.learned.get(name, NOTHING).told(report)
-        self._told = here
-        return {
-            name: Device(name=name, num_examples=told.num_examples, learned=self.learned[name])
-            for name, told in here.items()
-        }
+    def _miss(self, here: Mapping[str, DeviceReport]) -> None:
+        """Take note of who is gone."""
+        for name, learned in self.learned.items():
+            if name not in here:
+                self.learned[name] = learned.gone()
+                self._told.pop(name, None)
 
-    def _invite(self, devices: Mapping[str, Device], link: Link, round_number: int) -> Invited:
-        """Choose the cohort; with K set no speed is asked for, and nobody is too slow."""
+    def _meet(self, name: str, report: DeviceReport) -> Device:
+        """Take over what a device that is here tells, as far as it is news."""
+        # One that is asked again stands with its old report until the answer is here.
+        if self._told.get(name) is not report:
+            self.learned[name] = self.learned.get(name, NOTHING).told(report)
+            self._told[name] = report
+        return Device(name=name, num_examples=report.num_examples, learned=self.learned[name])
+
+    def _invite(
+        self,
+        here: Mapping[str, DeviceReport],
+        devices: dict[str, Device],
+        culprits: Container[str],
+        link: Link,
+        round_number: int,
+    ) -> Invited:
+        """Choose the cohort, and meet those who come into question: they are then in ``devices``.
+
+        With K set no speed is asked for, and nobody is too slow.
+        """
         cohort = self._settings.cohort
         is_k_set = self._settings.plan.accumulation_steps is not None
         deadline = None if is_k_set else cohort.deadline_seconds
         found: dict[str, TooSlow] = {}
 
-        def slowness(name: str) -> float:
-            why = too_slow(devices[name], deadline_seconds=deadline, link=link)
+        def slowness(name: str) -> float | None:
+            report = None if name in culprits else here.get(name)
+            if report is None:
+                return None
+            device = devices[name] = self._meet(name, report)
+            why = too_slow(device, deadline_seconds=deadline, link=link)
             if why is None:
                 return 0.0
             found[name] = why
             return why.seconds / why.of_seconds
 
         return invite(
-            list(devices),
+            here,
             size=cohort.size,
             seed=self._settings.seed,
             round_number=round_number,
             slowness=slowness,
             explain=lambda name: reasons.of_leaving_out(found[name]),
             waiting_since={
-                name: device.learned.waiting_since
-                for name, device in devices.items()
-                if device.learned.waiting_since is not None
+                name: learned.waiting_since
+                for name, learned in self.learned.items()
+                if learned.waiting_since is not None and name in here
             },
             within_rounds=cohort.invite_within_rounds,
             min_clients=cohort.min_clients,
+            laps=self._laps,
         )
 
     def _log(self, round_number: int, invited: Invited, unbelieved: set[str]) -> None:

@@ -7,9 +7,8 @@ matter of its own (``simulation.compute``).
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from client.kept import WALK, walk_of
@@ -21,12 +20,11 @@ from common.update import DescribeRequest, DeviceReport, EvaluateReport, Plan, R
 from server.fleet import Dropout, Reply, Traffic, UpdateOfMany
 from simulation.compute import compute_of
 from simulation.devices import Called, Compute, Devices
-from simulation.draws import is_there, may_vanish, vanishes_at
+from simulation.draws import may_vanish, vanishes_at
 from simulation.faults import TRAIN
 from simulation.nodes import FIRST_NODE_ID, GRID, MOST_LOOKS
+from simulation.roster import Roster
 from simulation.workers import Workers
-
-log = logging.getLogger(__name__)
 
 
 class LocalFleet:
@@ -48,9 +46,7 @@ class LocalFleet:
         self._run_id = run_id
         self._devices = Devices(settings)
         self._compute: Compute | None = None
-        self._reports: dict[int, DeviceReport] = {}
-        self._refused: dict[int, HeadwaterError] = {}
-        self._ask_again: dict[int, DescribeRequest] = {}
+        self._roster = Roster(settings, self._devices)
         self._asked: Counter[int] = Counter()
         """How often each device was asked to train in the round at hand, or the last one."""
         self._last_round = 0
@@ -58,61 +54,28 @@ class LocalFleet:
 
     # Who is there.
 
-    def describe(self, request: DescribeRequest, *, min_clients: int) -> list[DeviceReport]:
+    def describe(self, request: DescribeRequest, *, min_clients: int) -> Mapping[str, DeviceReport]:
         """See ``Fleet``: look at the fleet until enough are there.
 
         Raises:
             SettingsError: it was looked at MOST_LOOKS times for the same round.
             HeadwaterError: what kept a device from describing itself, if too few are left.
         """
+        number, roster = self._last_round + 1, self._roster
         for look in range(MOST_LOOKS):
-            self._call(self._present(look), request)
-            if len(self._reports) >= min_clients:
-                return list(self._reports.values())
-            if self._refused:
-                raise next(iter(self._refused.values()))
+            roster.look(request, round_number=number, look=look)
+            if roster.has(min_clients):
+                return roster
+            if roster.refused:
+                raise next(iter(roster.refused.values()))
         raise SettingsError(
-            f"round {self._last_round + 1}: {MOST_LOOKS:,} looks at the fleet found too few "
-            f"clients at once, at least {min_clients} are needed",
+            f"round {number}: {MOST_LOOKS:,} looks at the fleet found too few clients at once, at "
+            f"least {min_clients} are needed",
             remedy="lower --min-clients, or raise availability in the fleet's file",
         )
 
-    def _present(self, look: int) -> Iterable[int]:
-        """Return the devices that are there for the round behind the last one."""
-        parts = range(self._devices.num_devices)
-        if self._settings.simulation.fleet is None:
-            return parts
-        number = self._last_round + 1
-        return [
-            part for part in parts if is_there(self._settings, part, round_number=number, look=look)
-        ]
-
-    def _call(self, present: Iterable[int], request: DescribeRequest) -> None:
-        """Ask newcomers and those who are to be asked again; forget who is gone."""
-        known, refused, number = self._reports, self._refused, self._last_round + 1
-        self._reports, self._refused = {}, {}
-        for part in present:
-            again = self._ask_again.get(part) if part in known else None
-            if part in known and again is None:
-                self._reports[part] = known[part]
-                continue
-            if part in refused:
-                self._refused[part] = refused[part]
-                continue
-            try:
-                asked = again or request
-                self._reports[part] = self._devices.describe(part, asked, round_number=number)
-            except HeadwaterError as error:
-                if again is not None:
-                    log.warning("a device stays as it was: %s: %s", error.code, error)
-                    self._reports[part] = known[part]
-                    continue
-                log.warning("a device was refused: %s: %s", error.code, error)
-                self._refused[part] = error
-        self._ask_again = {}
-
     def ask_again(self, requests: Mapping[str, DescribeRequest]) -> None:
-        self._ask_again = {int(name): request for name, request in requests.items()}
+        self._roster.ask_again(requests)
 
     def turn_seconds(self) -> float:
         return 0.0

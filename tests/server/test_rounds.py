@@ -58,7 +58,7 @@ class Network:
         self._fleet = GridFleet(grid)
         self._tamper = tamper
 
-    def describe(self, request: DescribeRequest, *, min_clients: int) -> list[DeviceReport]:
+    def describe(self, request: DescribeRequest, *, min_clients: int) -> Mapping[str, DeviceReport]:
         return self._fleet.describe(request, min_clients=min_clients)
 
     def ask_again(self, requests: Mapping[str, DescribeRequest]) -> None:
