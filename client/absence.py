@@ -11,6 +11,7 @@ Before its hours end the device stops summing early enough to send what it has, 
 from __future__ import annotations
 
 import datetime as dt
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -31,6 +32,8 @@ TIMES_AS_LONG = 2.0
 
 ONE_SECOND = dt.timedelta(seconds=1)
 ONE_DAY = dt.timedelta(days=1)
+# A week, and a day for what is under way now.
+LOOKED_AHEAD = dt.timedelta(days=8)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,6 +120,35 @@ def hours_change(
     return Away(error=error, since=at, until=change), change
 
 
+def longest_stay_seconds(
+    chosen: Client, at: dt.datetime, *, zone: dt.tzinfo | None = None
+) -> float:
+    """Return how long the hours of a week let the device be there at a stretch; inf is always.
+
+    Raises:
+        SettingsError: upload window and working hours leave no time at all.
+    """
+    longest, end = 0.0, at + LOOKED_AHEAD
+    while at < end:
+        away, change = hours_change(chosen, at, zone=zone)
+        if change is None:
+            return math.inf
+        if away is None:
+            longest = max(longest, (change - at).total_seconds())
+        at = change
+    return longest
+
+
+def least_bytes_per_second(stay_seconds: float, *, down_bytes: int, up_bytes: int) -> float:
+    """Return what a link must carry for a round in so long a stay: 0 if it never ends, inf if none.
+
+    The model comes down, and the device stops ``lead_seconds`` before the end to send its vector.
+    For 40 MB each way in ten minutes: 120 MB in 540 s, 222 kB/s. Training takes its time besides.
+    """
+    left = stay_seconds - LEAD_SECONDS
+    return (down_bytes + TIMES_AS_LONG * up_bytes) / left if left > 0 else math.inf
+
+
 def away_by_bytes(
     allowance: Allowance, at: dt.datetime, *, needed: int, zone: dt.tzinfo | None = None
 ) -> Away | None:
@@ -197,6 +229,18 @@ class Absence:
     def lead_seconds(self, bytes_per_second: float | None) -> float:
         """Return how long before its hours end the device stops, with its link as last seen."""
         return lead_seconds(self._vector_bytes, bytes_per_second)
+
+    def longest_stay_seconds(self) -> float:
+        """Return how long the hours let the device be there at a stretch; inf is always."""
+        return longest_stay_seconds(self._chosen, self._now(), zone=self._zone)
+
+    def least_bytes_per_second(self) -> float:
+        """Return what the link must carry for a round in its longest stay."""
+        return least_bytes_per_second(
+            self.longest_stay_seconds(),
+            down_bytes=self.round_bytes - self.update_bytes,
+            up_bytes=self.update_bytes,
+        )
 
     def by_hours(self, *, lead: float = 0.0) -> Away | None:
         """Return how the hours keep the device away now, or within ``lead`` seconds.

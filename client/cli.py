@@ -354,7 +354,8 @@ def _check(config: Path | None, overrides: dict[str, Any]) -> None:
 
 
 def _doctor(config: Path | None, overrides: dict[str, Any]) -> None:
-    from client.doctor import examine, show
+    from client.doctor import examine
+    from client.findings import show
     from common.settings import load
 
     if not show(examine(load(config, overrides), _open)):

@@ -11,19 +11,16 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import Result
+from rich.filesize import decimal
 from typer.testing import CliRunner
 
+from client.absence import ROUND_SLACK_BYTES
 from client.cli import app
-from client.doctor import (
-    FIRST_DAY,
-    Finding,
-    clock,
-    connection,
-    has_memory_controller,
-    hours,
-    memory,
-)
+from client.doctor import FIRST_DAY, clock, has_memory_controller, hours, memory, room
+from client.findings import Finding
 from client.limits import Limit
+from client.reach import connection
+from common.parameters import ModelImage
 from common.settings import Client, Settings
 from tests.attacks.raw import serving
 from tests.certificates import credentials_of, make_folder, tls_of
@@ -156,6 +153,38 @@ def test_the_bytes_of_the_day_are_told_and_too_few_for_a_round_are_a_fault(
     few = doctor(tmp_path, "--server", listening, "--bytes-per-day", "1000")
     assert "SettingsError: client.bytes_per_day is 1,000" in few.output
     assert few.exit_code == 1
+
+
+def told_of(chosen: Client, tmp_path: Path, *, num_parameters: int = 10) -> list[Finding]:
+    layout = ModelImage(torch.nn.Linear(num_parameters - 1, 1)).layout
+    return list(room(chosen.model_copy(update={"state": tmp_path}), "pi", layout))
+
+
+def test_too_few_bytes_a_day_for_one_round_are_a_fault(tmp_path: Path) -> None:
+    (found,) = told_of(Client(bytes_per_day=1000), tmp_path)
+    assert (found.topic, found.grade) == ("limits", "fault")
+    assert "one round of this model takes up to" in found.text
+
+
+def test_hours_that_end_before_a_device_could_send_are_a_fault(tmp_path: Path) -> None:
+    (found,) = told_of(Client(upload_window="22:00-22:01"), tmp_path)
+    assert (found.topic, found.grade) == ("hours", "fault")
+    assert found.text.startswith("its hours leave 1 min at a time")
+
+
+def test_hours_that_only_a_quick_link_suits_are_noted_with_its_speed(tmp_path: Path) -> None:
+    million = 1_000_000
+    window = Client(upload_window="22:00-22:01:40")
+    (found,) = told_of(window, tmp_path, num_parameters=million)
+    # The model down and twice the vector up, in the 40 s before a minute's lead.
+    least = (4 * million + 2 * (4 * million + ROUND_SLACK_BYTES)) // 40
+    assert (found.topic, found.grade) == ("hours", "note")
+    assert f"only where the link carries {decimal(least)} a second" in found.text
+
+
+@pytest.mark.parametrize("window", ["22:00-06:00", "00:00-24:00", None])
+def test_hours_with_room_for_a_round_need_no_word(window: str | None, tmp_path: Path) -> None:
+    assert told_of(Client(upload_window=window), tmp_path, num_parameters=1_000_000) == []
 
 
 def looked_at(certs: Path, name: str, *, authority: Path | None = None) -> list[Finding]:
