@@ -112,7 +112,7 @@ def enter_run(run_id: int) -> None:
 
 
 def numbered(message: Message) -> str:
-    """Give a message an id, as Flower's SuperLink would, and return it."""
-    message_id = str(uuid4())
+    """Give a message an id, as Flower's SuperLink would, unless it has one, and return it."""
+    message_id = message.metadata.message_id or str(uuid4())
     message.metadata.__dict__["_message_id"] = message_id
     return message_id

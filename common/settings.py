@@ -299,8 +299,10 @@ class Simulation(Branch):
     faults: Path | None = Field(
         None, description="TOML file of dropouts, slow links and liars (docs/fleet.md)"
     )
-    engine: Literal["in-process", "flower-ray"] = Field(
-        "in-process", description="in-process, or flower-ray: Flower's Ray workers"
+    engine: Literal["in-process", "grpc", "flower-ray"] = Field(
+        "in-process",
+        description="in-process; grpc: a server and a process per device, over the real wire; or "
+        "flower-ray: Flower's Ray workers",
     )
     compute: Literal["auto", "one-by-one", "vectorised", "fused"] = Field(
         "auto",

@@ -6,7 +6,7 @@ import contextlib
 import os
 import secrets
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
@@ -17,6 +17,7 @@ from flwr.app import Context, RecordDict
 from common.console import console
 from common.errors import HeadwaterError, SettingsError, StateError
 from common.heap import collect_only_what_is_new, use_one_heap
+from common.own_grid import OwnGrid
 from common.settings import Settings
 from common.tls import Credentials, split_address
 from server import checkpoint
@@ -31,9 +32,21 @@ from server.operation import Operation
 from server.orders import Order
 from server.rounds import OnRound
 
+GridOf = Callable[[Intake, Callable[[], bool]], OwnGrid]
+
+
+def grpc_grid(intake: Intake, may_begin: Callable[[], bool]) -> OwnGrid:
+    """Return the grid of the devices that connect to an intake."""
+    return GrpcGrid(intake, may_begin=may_begin)
+
 
 def serve_run(
-    settings: Settings, credentials: Credentials | None, *, on_round: OnRound, resume: bool
+    settings: Settings,
+    credentials: Credentials | None,
+    *,
+    on_round: OnRound,
+    resume: bool,
+    grid_of: GridOf = grpc_grid,
 ) -> None:
     """Listen, run all rounds with the devices that connect, and tell them when it is over.
 
@@ -79,7 +92,7 @@ def serve_run(
             operation.start(
                 {"pid": os.getpid(), "address": f"{host}:{intake.port}", "run_id": run_id}
             )
-        grid = GrpcGrid(intake, may_begin=_always if operation is None else operation.may_begin)
+        grid = grid_of(intake, _always if operation is None else operation.may_begin)
         grid.enter_run(run_id)
         context = Context(
             run_id=run_id,

@@ -44,8 +44,9 @@ def simulate(
         str | None,
         typer.Option(
             "--engine",
-            help="in-process, or flower-ray: the same apps on Flower's Ray engine. "
-            "[default: in-process]",
+            help="in-process. grpc: the real server, and a process for each device that speaks "
+            "the real wire to it; for tens to hundreds of devices. flower-ray: the same apps on "
+            "Flower's Ray engine. [default: in-process]",
             rich_help_panel=PANEL,
         ),
     ] = None,

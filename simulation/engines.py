@@ -1,4 +1,7 @@
-"""The two engines of the simulator: this process, or Flower's Ray workers, with the same apps."""
+"""The engines of the simulator: this process, the real wire, or Flower's Ray workers.
+
+The server's rounds and the devices' code are the same on each.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from collections.abc import Iterator
 import torch
 
 from common.errors import SettingsError
+from common.heap import keep_freed
 from common.settings import Settings
 from server.rounds import OnRound, run
 from server.training import Training
@@ -41,11 +45,17 @@ def run_engine(settings: Settings, *, on_round: OnRound, resume: bool) -> None:
 
         run_on_ray(settings, on_round=on_round)
         return
+    if settings.simulation.engine == "grpc":
+        from simulation.grpc_engine import run_on_grpc
+
+        run_on_grpc(settings, on_round=on_round, resume=resume)
+        return
     run_id = secrets.randbits(62)
     if is_direct:
         settings = with_fleet(settings)
         training = Training(settings, run_id=run_id)
         fleet = LocalFleet(settings, run_id=run_id)
+        keep_freed()
         with contextlib.closing(fleet), _rare_collections():
             run(training, fleet, on_round=on_round, resume=resume)
         return

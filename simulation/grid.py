@@ -9,36 +9,25 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
 from typing import Any
 
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
 from client.asked import SIMULATED
-from client.resident import Resident, resident_of
 from common import records
 from common.errors import ConnectionLost, SettingsError
 from common.own_grid import OwnGrid, numbered
 from common.settings import Settings
 from common.wire import framed_bytes
-from simulation.draws import at_round, is_there, vanishes_at
-from simulation.faults import STAGES, lie, lies
-from simulation.nodes import FIRST_NODE_ID, GRID, MOST_LOOKS
-from simulation.profiles import faults_of, moment_of, with_fleet
+from simulation.draws import at_round
+from simulation.faults import STAGES
+from simulation.lying import as_told
+from simulation.nodes import FIRST_NODE_ID, GRID
+from simulation.presence import Presence
+from simulation.profiles import with_fleet
+from simulation.vanishing import LastAsked
 from simulation.wire import through_wire
-
-
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """The round in which a device was last asked to train, and how often before in it."""
-
-    round: int = 0
-    attempt: int = 0
-
-    def again(self, round_number: int) -> _Asked:
-        same = round_number == self.round
-        return _Asked(round_number, self.attempt + 1 if same else 0)
 
 
 class InProcessGrid(OwnGrid):
@@ -61,16 +50,14 @@ class InProcessGrid(OwnGrid):
             )
         self._app = app
         self._settings = settings
-        self._faults = faults_of(settings)
         self._run_config = settings.to_run_config()
         self._num_nodes = settings.simulation.clients
         self._contexts: dict[int, Context] = {}
         self._waiting: dict[str, Message] = {}
         self._bytes_up = 0
         self._bytes_down = 0
-        self._last_round = 0
-        self._asked: defaultdict[int, _Asked] = defaultdict(_Asked)
-        self._num_looks = 0
+        self._presence = Presence(settings)
+        self._asked: defaultdict[int, LastAsked] = defaultdict(LastAsked)
 
     def num_bytes(self) -> tuple[int, int]:
         """Return what would have gone over the wire."""
@@ -82,26 +69,7 @@ class InProcessGrid(OwnGrid):
         Raises:
             SettingsError: it was asked MOST_LOOKS times for the same round.
         """
-        nodes = range(FIRST_NODE_ID, FIRST_NODE_ID + self._num_nodes)
-        if self._settings.simulation.fleet is None:
-            return nodes
-        look, self._num_looks = self._num_looks, self._num_looks + 1
-        if look == MOST_LOOKS:
-            raise SettingsError(
-                f"round {self._last_round + 1}: {look:,} looks at the fleet found too few clients "
-                f"at once, at least {self._settings.cohort.min_clients} are needed",
-                remedy="lower --min-clients, or raise availability in the fleet's file",
-            )
-        return [
-            node
-            for node in nodes
-            if is_there(
-                self._settings,
-                node - FIRST_NODE_ID,
-                round_number=self._last_round + 1,
-                look=look,
-            )
-        ]
+        return [FIRST_NODE_ID + part for part in self._presence.look()]
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         pushed = {numbered(message): message for message in messages}
@@ -125,64 +93,32 @@ class InProcessGrid(OwnGrid):
         context = self._context(node_id)
         is_training = message.metadata.message_type.startswith("train")
         if is_training:
-            self._last_round, self._num_looks = _round_of(message), 0
-            self._asked[node_id] = self._asked[node_id].again(self._last_round)
+            self._presence.plans_sent(_round_of(message))
+            self._asked[node_id] = self._asked[node_id].again(self._presence.last_round)
         self._bytes_down += _num_bytes(message.content)
         if self._settings.simulation.wire:
             message.content = through_wire(message.content)
         if self._has_vanished(node_id, message.metadata.message_type):
             lost = ConnectionLost(f"device {node_id - FIRST_NODE_ID} has vanished")
             return Message(records.refusal(lost, stays_here=True), reply_to=message)
-        with at_round(self._last_round if is_training else self._last_round + 1):
+        number = self._presence.last_round if is_training else self._presence.last_round + 1
+        with at_round(number):
             reply = self._app(message, context)
-        if is_training and reply.has_content():
-            reply = self._with_lies(message, reply)
+        if is_training:
+            part, run_id = node_id - FIRST_NODE_ID, self.run.run_id
+            reply = as_told(message, reply, self._settings, part, run_id=run_id, number=number)
         if reply.has_content():
             self._bytes_up += _num_bytes(reply.content)
             if self._settings.simulation.wire:
                 reply.content = through_wire(reply.content)
         return reply
 
-    def _with_lies(self, message: Message, reply: Message) -> Message:
-        """Return a reply as the device sends it: a liar changes the vector that it has summed.
-
-        An update that is to be masked is changed where it is held, as its device would do it.
-        """
-        part = message.metadata.dst_node_id - FIRST_NODE_ID
-        moment = moment_of(self._settings, part, round_number=self._last_round)
-        told = lies(self._faults, moment)
-        if not told or records.HEAD not in reply.content:  # another's app sends other vectors
-            return reply
-        if records.vector(reply.content) is None:
-            held = self._resident().held.of(self.run.run_id, str(part)).session.trained
-            held.values_P.copy_(lie(held.values_P, told, moment))
-            return reply
-        update = records.read_update(reply.content)
-        changed = replace(update, values_P=lie(update.values_P, told, moment))
-        return Message(records.update_content(changed, as_view=True), reply_to=message)
-
-    def _resident(self) -> Resident:
-        """Return the resident in whose memory this process's devices hold their updates."""
-        chosen = self._settings
-        assert chosen.task is not None  # it has been trained on
-        return resident_of(
-            chosen.task,
-            replace_batch_norm=chosen.model.replace_batch_norm,
-            check_task=chosen.check_task,
-        )
-
     def _has_vanished(self, node_id: int, message_type: str) -> bool:
         """Tell whether a device answers no more in the round that it was asked to train in."""
         if message_type not in STAGES:
             return False
-        asked = self._asked[node_id]
-        last = vanishes_at(
-            self._settings,
-            node_id - FIRST_NODE_ID,
-            round_number=asked.round,
-            attempt=asked.attempt,
-        )
-        return last is not None and STAGES.index(message_type) >= STAGES.index(last)
+        part = node_id - FIRST_NODE_ID
+        return self._asked[node_id].has_vanished(self._settings, part, message_type)
 
     def _context(self, node_id: int) -> Context:
         if node_id not in self._contexts:
@@ -206,13 +142,13 @@ class InProcessGrid(OwnGrid):
             str(node_id): {name: records.kept(context, name) for name in context.state}
             for node_id, context in self._contexts.items()
         }
-        return state | {GRID: {"last_round": self._last_round}}
+        return state | {GRID: {"last_round": self._presence.last_round}}
 
     def restore_simulated(self, state: Mapping[str, Any]) -> None:
         """Take up what ``simulated_state`` gave."""
         for key, kept_there in state.items():
             if key == GRID:
-                self._last_round = kept_there["last_round"]
+                self._presence.plans_sent(kept_there["last_round"])
                 continue
             context = self._context(int(key))
             for name, kept in kept_there.items():

@@ -144,10 +144,10 @@ def with_fleet(settings: Settings) -> Settings:
 
 def _check_engine(settings: Settings, what: str) -> None:
     engine = settings.simulation.engine
-    if engine != "in-process":
+    if engine == "flower-ray":
         raise SettingsError(
             f"{what}, which the engine {engine} does not simulate",
-            remedy="take --engine in-process, or a file without it",
+            remedy="take --engine in-process or grpc, or a file without it",
         )
 
 

@@ -219,9 +219,13 @@ class Processes:
         }
         return self._start("client", [*_with(defaults, given), "--task", task], **how)
 
+    def start(self, module: str, *arguments: object, **how: Any) -> Process:
+        """Start a command."""
+        return self._start(module, [str(argument) for argument in arguments], **how)
+
     def run(self, module: str, *arguments: object, **how: Any) -> Process:
         """Run a command to its end."""
-        process = self._start(module, [str(argument) for argument in arguments], **how)
+        process = self.start(module, *arguments, **how)
         process.wait()
         return process
 

@@ -30,6 +30,9 @@ FLOWER_FILES = {
     "simulation/engines.py",
     "simulation/flower_ray.py",
     "simulation/grid.py",
+    "simulation/grpc_grid.py",
+    "simulation/lying.py",
+    "simulation/simulated_app.py",
     "simulation/wire.py",
 }
 GRPC_FILES = {"client/uplink.py", "server/health.py", "server/intake.py", "server/port.py"}

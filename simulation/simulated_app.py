@@ -1,0 +1,63 @@
+"""The device's app as a simulated device runs it, in a process of its own behind the real wire.
+
+What chance and the faults' file decide of a device happens here: it vanishes by refusing to answer,
+and lies by changing the vector that it sends. Its clock, memory and link are those of its profile,
+so what the process sees of the loopback is not told.
+"""
+
+from __future__ import annotations
+
+from flwr.app import Context, Message
+from flwr.clientapp import ClientApp
+
+from client.app import client_app
+from client.asked import SIMULATED
+from client.link import DOWNLOAD, UPLOAD
+from common import records
+from common.errors import ConnectionLost
+from common.secagg import PHASES
+from common.settings import Settings
+from common.update import Plan
+from simulation.draws import at_round
+from simulation.faults import TRAIN
+from simulation.fleet import simulated_machine
+from simulation.lying import as_told
+from simulation.shared_round import SharedRound
+from simulation.vanishing import LastAsked
+
+
+def simulated_app(settings: Settings, part: int, world: SharedRound) -> ClientApp:
+    """Return the app of one device of a simulated fleet."""
+    inner, outer = client_app(simulated_machine), ClientApp()
+    asked = LastAsked()
+
+    def as_simulated(message: Message, context: Context, *, number: int) -> Message:
+        context.node_config[SIMULATED] = True
+        for key in (UPLOAD, DOWNLOAD):
+            context.node_config.pop(key, None)
+        with at_round(number):
+            return inner(message, context)
+
+    def describe(message: Message, context: Context) -> Message:
+        return as_simulated(message, context, number=world.number + 1)
+
+    def unless_vanished(message: Message, context: Context) -> Message:
+        nonlocal asked
+        kind = message.metadata.message_type
+        if kind == TRAIN:
+            asked = asked.again(records.read(message.content, Plan).round)
+        if asked.has_vanished(settings, part, kind):
+            lost = ConnectionLost(f"device {part} has vanished")
+            return Message(records.refusal(lost, stays_here=True), reply_to=message)
+        reply = as_simulated(message, context, number=asked.round)
+        if kind != TRAIN:
+            return reply
+        run_id = context.run_id
+        return as_told(message, reply, settings, part, run_id=run_id, number=asked.round)
+
+    outer.query("describe")(describe)
+    outer.train()(unless_vanished)
+    outer.evaluate()(unless_vanished)
+    for phase in PHASES:
+        outer.query(phase.action)(unless_vanished)
+    return outer
