@@ -12,6 +12,8 @@ from collections.abc import Callable
 
 # Of mallopt(3); the bytes are those that glibc starts with.
 M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES = -3, 128 * 1024
+M_TRIM_THRESHOLD, KEPT_BYTES = -1, 256 << 20
+MOST_MMAP_THRESHOLD_BYTES = 32 << 20  # glibc takes no more
 M_ARENA_MAX = -8
 
 
@@ -42,6 +44,21 @@ def keep_mmap_threshold() -> None:
     mallopt = _malloc("mallopt")
     if mallopt is not None:
         mallopt(M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES)
+
+
+@functools.cache
+def keep_freed() -> None:
+    """Let glibc keep freed memory, up to KEPT_BYTES at the heap's top, for who allocates next.
+
+    Else each backward pass gives its activations back and the next one has the kernel clear them
+    anew: a 5M-parameter transformer in micro-batches of two took 1.5 times the time, a third of it
+    in 1.1 million page faults. For a process that computes without end; not for a device that
+    others need the memory of.
+    """
+    mallopt = _malloc("mallopt")
+    if mallopt is not None:
+        mallopt(M_MMAP_THRESHOLD, MOST_MMAP_THRESHOLD_BYTES)
+        mallopt(M_TRIM_THRESHOLD, KEPT_BYTES)
 
 
 def collect_only_what_is_new() -> None:

@@ -18,6 +18,7 @@ from multiprocessing.connection import Connection
 from pydantic import BaseModel, ConfigDict
 
 from client.micro_batches import Walk
+from common.heap import keep_freed
 from common.settings import Settings
 from common.update import Plan, Update, UpdateReport
 
@@ -66,6 +67,7 @@ def work(connection: Connection, descriptor: int, start: Start) -> None:
     from simulation.shared import Shared
 
     torch.set_num_threads(start.settings.threads or 1)
+    keep_freed()
     devices = Devices(start.settings)
     resident, one_by_one = devices.resident, OneByOne(devices)
     shared = Shared(descriptor, resident.image.layout, start.num_slots)
