@@ -61,8 +61,8 @@ class Laps:
         lap, turn = divmod(round_number - 1, -(-len(names) // size))
         of = (seed, lap, tuple(names))
         if of != self._of:
-            self._shuffled = sorted(names, key=lambda name: _digest(seed, str(lap), name))
             self._of = of
+            self._shuffled = sorted(of[2], key=lambda name: _digest(seed, str(lap), name))
         yield from islice(self._shuffled, turn * size, None)
         # The last turn of a lap is filled up from its start.
         yield from islice(self._shuffled, turn * size)

@@ -114,6 +114,20 @@ class Assignment:
     """Until T, less its transfers and its turn."""
 
     @property
+    def kind(self) -> tuple[object, ...]:
+        """All that a plan and its reason depend on: of two devices of a kind both are the same."""
+        device, learned = self.device, self.device.learned
+        vitals = learned.vitals
+        is_k_set = self.accumulation_steps is not None
+        limit = vitals.memory_limit_bytes if self.size_bound is SizeBound.MEMORY else None
+        return (
+            *(self.quota, self.fitting, self.size_bound, self.accumulation_steps, limit),
+            *(device.num_examples, learned.num_left, learned.deadline_share, device.asked_anyway),
+            None if is_k_set else (self.slowed, self.ahead, self.transfers, self.free_seconds),
+            None if is_k_set else (learned.line, vitals.share, vitals.is_on_battery),
+        )
+
+    @property
     def micro_batch_size(self) -> int:
         """K = 1 where the quota fits in one micro-batch."""
         return min(self.fitting, self.quota)

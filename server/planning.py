@@ -50,7 +50,7 @@ class Planning:
         self._settings = settings
         self._target = target
         self._layout = layout
-        self._told: dict[str, DeviceReport] = {}
+        self._met: dict[str, tuple[DeviceReport, Device]] = {}
         self._laps = Laps()
         self._unbelieved: set[str] = set()
         self._asked_anyway: set[str] = set()
@@ -130,12 +130,12 @@ class Planning:
             self.learned[name] = self.learned[name].left_out(round_number)
         common = self._common_plan(round_number)
         made: dict[tuple[object, ...], Plan] = {}
-        plans = {
-            name: self._plan(
-                assignment, common, made, weigh_as=weights.get(name), counted=counted.get(name)
-            )
-            for name, assignment in assignments.items()
-        }
+        plans = {}
+        for name, assignment in assignments.items():
+            key = (assignment.kind, counted.get(name), weights.get(name))
+            if key not in made:  # devices that are asked the same share one
+                made[key] = self._plan(assignment, common, counted=key[1], weigh_as=key[2])
+            plans[name] = made[key]
         return Planned(
             plans=plans,
             left_out=invited.left_out | culprits,
@@ -148,15 +148,19 @@ class Planning:
         for name, learned in self.learned.items():
             if name not in here:
                 self.learned[name] = learned.gone()
-                self._told.pop(name, None)
+                self._met.pop(name, None)
 
     def _meet(self, name: str, report: DeviceReport) -> Device:
         """Take over what a device that is here tells, as far as it is news."""
+        learned, met = self.learned.get(name, NOTHING), self._met.get(name)
         # One that is asked again stands with its old report until the answer is here.
-        if self._told.get(name) is not report:
-            self.learned[name] = self.learned.get(name, NOTHING).told(report)
-            self._told[name] = report
-        return Device(name=name, num_examples=report.num_examples, learned=self.learned[name])
+        if met is None or met[0] is not report:
+            self.learned[name] = learned = learned.told(report)
+        elif met[1].learned is learned:
+            return met[1]
+        device = Device(name=name, num_examples=report.num_examples, learned=learned)
+        self._met[name] = report, device
+        return device
 
     def _invite(
         self,
@@ -238,12 +242,11 @@ class Planning:
         self,
         assignment: Assignment,
         common: Mapping[str, Any],
-        made: dict[tuple[object, ...], Plan],
         *,
         weigh_as: int | None,
         counted: int | None,
     ) -> Plan:
-        """Return a device's plan; devices that are asked the same share one."""
+        """Return the plan of a device, and of all that have an assignment of this kind."""
         chosen, deadline = self._settings.plan, self._settings.cohort.deadline_seconds
         share = assignment.device.learned.deadline_share
         size = self._target.micro_batch_size(assignment.quota, assignment.micro_batch_size)
@@ -252,21 +255,18 @@ class Planning:
             evened = f", cut to {size} each to tell the noise"
         # Local steps move the model: their number is not the device's to choose.
         finish = assignment.finish_seconds(size) if chosen.local_steps == 1 else None
-        own: dict[str, Any] = {
-            "quota": assignment.quota,
-            "micro_batch_size": size,
+        return Plan(
+            **common,
+            quota=assignment.quota,
+            micro_batch_size=size,
             # To train in; the rest is for the transfers.
-            "deadline_seconds": None if deadline is None else deadline * share,
-            "finish_seconds": finish,
-            "counted_round": counted,
-            "share": assignment.share,
-            "weigh_as": weigh_as,
-            "reason": reasons.of_plan(assignment, finish_seconds=finish) + evened,
-        }
-        key = tuple(own.values())
-        if key not in made:
-            made[key] = Plan(**common, **own)
-        return made[key]
+            deadline_seconds=None if deadline is None else deadline * share,
+            finish_seconds=finish,
+            counted_round=counted,
+            share=assignment.share,
+            weigh_as=weigh_as,
+            reason=reasons.of_plan(assignment, finish_seconds=finish) + evened,
+        )
 
     def learn(self, opened: OpenRound) -> None:
         """Follow the devices' pace, vitals and lateness, whether or not the round will count."""
