@@ -26,7 +26,7 @@ from simulation.foreseen import Foreseen
 from simulation.many import Floats, ManyExamples
 from simulation.one_by_one import OneByOne
 from simulation.packed import CannotGroup, Packed, Rows
-from simulation.passes import fused, vectorised
+from simulation.passes import fused, in_turn, vectorised
 from simulation.rehearsal import rehearse
 
 log = logging.getLogger(__name__)
@@ -38,6 +38,9 @@ MOST_AT_ONCE = 2048
 # Of the devices' examples, and of their vectors, that are held at once.
 MOST_ROWS = 1 << 16
 VECTORS_BYTES = 64 << 20
+# Where fewer vectors than these fit, one micro-batch is work enough for a pass, and moving vectors
+# about would take longer than computing them.
+FEWEST_VECTORS = 16
 # The trial: so many examples of the first device, and how far their sums may lie apart.
 TRIED = 3
 TOLERANCE = 1e-4
@@ -59,6 +62,8 @@ class Grouped:
         self._packed = Packed(resident.task)
         self._many = ManyExamples(resident.task, resident.image, self._packed)
         self._at_once = MOST_AT_ONCE
+        self._most_vectors = max(VECTORS_BYTES // (4 * resident.image.layout.num_parameters), 1)
+        self._is_in_turn = own_vectors and self._most_vectors < FEWEST_VECTORS
         self._try()
 
     def train(
@@ -107,14 +112,13 @@ class Grouped:
 
     def _blocks(self, foreseen: Foreseen) -> Iterator[Foreseen]:
         """Cut a cohort into blocks whose vectors, or examples, are held at once."""
-        num_parameters = self._devices.resident.image.layout.num_parameters
-        most_steps = max(VECTORS_BYTES // (4 * num_parameters), 1)
+        is_held = self.own_vectors and not self._is_in_turn
         most_rows = MOST_ROWS if not self.own_vectors else self._at_once * 4
         counts = zip(foreseen.num_examples.tolist(), foreseen.num_steps.tolist(), strict=True)
         start = num_steps = num_rows = 0
         for at, (rows, steps) in enumerate(counts):
             is_full = num_rows + rows > most_rows
-            is_full |= self.own_vectors and num_steps + steps > most_steps
+            is_full |= is_held and num_steps + steps > self._most_vectors
             if at > start and is_full:
                 yield foreseen.some(np.arange(start, at))
                 start, num_steps, num_rows = at, 0, 0
@@ -140,6 +144,20 @@ class Grouped:
         precision = block.called[0].plan.precision
         rows = self._rows(block)
         factors = self._factors(block, rows, precision)
+        accumulator = self._devices.resident.accumulator
+        if self._is_in_turn:
+            values_P, sums, norms = in_turn(
+                self._many,
+                self._packed,
+                accumulator,
+                rows,
+                factors,
+                block.sizes,
+                block.num_steps,
+                precision=precision,
+                at_once=self._at_once,
+            )
+            return values_P, Together(foreseen=block, sums=sums, norms=norms)
         if self.own_vectors:
             values_P, sums, norms = vectorised(
                 self._many,
@@ -152,7 +170,6 @@ class Grouped:
                 at_once=self._at_once,
             )
             return values_P, Together(foreseen=block, sums=sums, norms=norms)
-        accumulator = self._devices.resident.accumulator
         values_P, sums = fused(
             self._many,
             self._packed,
@@ -232,7 +249,7 @@ class Grouped:
         for name, value in told.items():
             if not math.isclose(found.get(name, math.nan), value, rel_tol=TOLERANCE, abs_tol=1e-6):
                 raise CannotGroup(f"the {name} of {TRIED} examples is another when each is alone")
-        if self.own_vectors:
+        if self.own_vectors and not self._is_in_turn:
             self._many.rows(
                 [t.unsqueeze(0) for t in self._packed.take(rows)],
                 torch.ones(1, len(rows)),

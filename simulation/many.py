@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from common.parameters import ModelImage
 from common.task import Task
@@ -135,10 +136,19 @@ def _named() -> Any:
         raise CannotGroup(f"{type(error).__name__}: {sentence[:200]}") from error
 
 
+@contextlib.contextmanager
 def _cast(precision: str) -> Any:
-    if precision == "bfloat16":
-        return torch.autocast("cpu", dtype=torch.bfloat16)
-    return contextlib.nullcontext()
+    """Compute in the plan's precision, and attention by operators that torch.func has rules for.
+
+    It runs the fused one of the CPU example by example, with a warning at each.
+    """
+    autocast = (
+        torch.autocast("cpu", dtype=torch.bfloat16)
+        if precision == "bfloat16"
+        else contextlib.nullcontext()
+    )
+    with sdpa_kernel(SDPBackend.MATH), autocast:
+        yield
 
 
 def _sums(loss: Tensor, weight: Tensor, metrics: Mapping[str, Tensor]) -> ExampleSums:

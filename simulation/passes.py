@@ -1,4 +1,8 @@
-"""The two passes over a block of devices: their sum alone, and each one's own vectors besides."""
+"""The passes over a block of devices: their sum alone, and each one's own vectors besides.
+
+Vectors that are large are summed one after another where the gradients of the model are; a matrix
+of them would be moved through memory a dozen times.
+"""
 
 from __future__ import annotations
 
@@ -82,6 +86,39 @@ def vectorised(
     loss, weight = found.pop(LOSS), found.pop(WEIGHT)
     sums = ExampleSums(loss=loss, weight=weight, metrics=found)
     return vectors_DP.sum(0, dtype=torch.float64), sums, norms
+
+
+def in_turn(
+    many: ManyExamples,
+    packed: Packed,
+    accumulator: Accumulator,
+    rows: Rows,
+    factors: Floats | None,
+    sizes: NDArray[np.int64],
+    num_steps: NDArray[np.int64],
+    *,
+    precision: str,
+    at_once: int,
+) -> tuple[Tensor, ExampleSums, Floats]:
+    """Return what ``vectorised`` does, one vector after another, as a device sums its own."""
+    total_P = torch.zeros(accumulator.values_P.shape, dtype=torch.float64)
+    norms = np.zeros(len(sizes))
+    parts = []
+    step = start = 0
+    for count in num_steps.tolist():
+        accumulator.zero()
+        first = start
+        for _ in range(count):
+            end = start + int(sizes[step])
+            while start < end:
+                some = rows[start : min(start + at_once, end)]
+                parts.append(many.add(packed.take(some), None, precision))
+                start += len(some)
+            norms[step] = accumulator.gradient_norm()
+            step += 1
+        factor = 1.0 if factors is None else float(factors[first])
+        total_P.add_(accumulator.values_P, alpha=factor)
+    return total_P, _joined(parts), norms
 
 
 LOSS, WEIGHT = "", " "  # no metric's name

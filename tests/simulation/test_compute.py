@@ -134,6 +134,14 @@ def assert_alike(folder: Path, one: str, other: str, rows: list[list[dict[str, A
     torch.testing.assert_close(model_in(folder / one), model_in(folder / other), rtol=0, atol=2e-6)
 
 
+def assert_norms_alike(rows: list[dict[str, Any]], twins: list[dict[str, Any]]) -> None:
+    for row, twin in zip(rows, twins, strict=True):
+        assert twin["noise_scale"] == pytest.approx(row["noise_scale"], rel=1e-3)
+        for client, same in zip(row["clients"], twin["clients"], strict=True):
+            norms = client["step_gradient_norm"]
+            assert same["step_gradient_norm"] == pytest.approx(norms, rel=1e-5)
+
+
 def by_name(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [
         {**row, "clients": sorted(row["clients"], key=lambda client: str(client["name"]))}
@@ -148,12 +156,18 @@ def test_all_ways_do_the_same(tmp_path: Path, weighting: str) -> None:
     for way in ways[1:]:
         assert_alike(tmp_path, "one-by-one", way, [rows["one-by-one"], rows[way]])
     # Vectorised, each device has its own vector, and its norms tell the noise.
-    for row, twin in zip(rows["one-by-one"], rows["vectorised"], strict=True):
-        assert twin["noise_scale"] == pytest.approx(row["noise_scale"], rel=1e-3)
-        for client, same in zip(row["clients"], twin["clients"], strict=True):
-            norms = client["step_gradient_norm"]
-            assert same["step_gradient_norm"] == pytest.approx(norms, rel=1e-5)
+    assert_norms_alike(rows["one-by-one"], rows["vectorised"])
     assert {row["noise_scale"] for row in rows["fused"]} == {None}
+
+
+def test_large_vectors_are_the_same_one_behind_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("simulation.grouped.FEWEST_VECTORS", 1 << 40)
+    ways = ("one-by-one", "vectorised")
+    rows = [run(tmp_path / way, way, **{"cohort.weighting": "dataset"}) for way in ways]
+    assert_alike(tmp_path, *ways, rows)
+    assert_norms_alike(*rows)
 
 
 def test_convolutions_with_group_norm_do_too(tmp_path: Path) -> None:
