@@ -24,7 +24,7 @@ KEYS = {
     "planning": "assign",
     "round_trip": "clients_1",
     "secure_round": "plain_round_seconds",
-    "simulation": "clients_20",
+    "simulation": "digits_20",
     "server_memory": "P_100000.clients_1.sgd",
     "time_to_accuracy": "digits",
     "wire_bytes": "P_10k",
