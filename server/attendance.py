@@ -78,6 +78,7 @@ class Attendance:
         self.num_not_noted = 0
         self._devices: dict[str, Device] = {}
         self._strangers: dict[str, Device] = {}
+        self._awaited: dict[str, float] = {}
         self._lock = threading.Lock()
 
     def restore(self, known: Iterable[Device]) -> None:
@@ -122,6 +123,22 @@ class Attendance:
     def disconnected(self, device: Device) -> None:
         """Note that it has gone."""
         device.last_seen, device.is_connected = time.time(), False
+
+    def awaits(self, names: Iterable[str]) -> None:
+        """Note that a round waits from now on for these devices, and for no others."""
+        with self._lock:
+            self._awaited = dict.fromkeys(names, time.monotonic())
+
+    def answered(self, name: str) -> None:
+        """Note that a device need not be waited for any more."""
+        with self._lock:
+            self._awaited.pop(name, None)
+
+    def awaited(self) -> tuple[list[str], float]:
+        """Return the names of those who are waited for, and for how many seconds."""
+        with self._lock:
+            since = min(self._awaited.values(), default=time.monotonic())
+            return sorted(self._awaited), time.monotonic() - since
 
     def refuse(self, name: str, error: HeadwaterError) -> None:
         """Note why a device, or who came under its name, was refused; no name is none."""

@@ -30,6 +30,9 @@ SETTINGS_FILE = "server.toml"
 STREAM_PORT, ENROLMENT_PORT = 8500, 8501
 OWN_HOSTS = ("localhost", "127.0.0.1", "::1")
 MAX_SECONDS = 10 * 365 * 86_400.0
+# A device that never answers holds a round no longer. The planner asks nobody for more than can be
+# here in 0.8 of it, and says whom it leaves out; most rounds take seconds to minutes.
+DEADLINE_SECONDS = 600.0
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 
 
@@ -72,7 +75,11 @@ def make_folder(folder: Path, *, hosts: list[str], certificates_last: str | None
         listen = f"{'0.0.0.0' if is_remote else '127.0.0.1'}:{STREAM_PORT}"
         files = {"ca": CA_FILE, "certificate": SERVER_FILE, "key": SERVER_KEY_FILE}
         tls = {name: str((folder / file).resolve()) for name, file in files.items()}
-        tree = {"server": {"listen": listen}, "tls": tls}
+        tree = {
+            "server": {"listen": listen},
+            "cohort": {"deadline_seconds": DEADLINE_SECONDS},
+            "tls": tls,
+        }
         write_whole(settings, tomli_w.dumps(tree).encode(), mode=READABLE)
         written.append(settings)
     for path in written:

@@ -89,7 +89,9 @@ class GrpcGrid(OwnGrid):
         self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> Iterator[Message]:
         end = None if timeout is None else time.monotonic() + timeout
-        awaited = set(self.push_messages(messages))
+        awaited = {id_: self._asked_device(id_) for id_ in self.push_messages(messages)}
+        attendance = self._intake.attendance
+        attendance.awaits(awaited.values())
         try:
             while awaited:
                 left = None if end is None else max(end - time.monotonic(), 0.0)
@@ -97,7 +99,8 @@ class GrpcGrid(OwnGrid):
                     arrival = self._intake.arrivals.get(timeout=left)
                 except queue.Empty:
                     break
-                awaited.discard(arrival.message_id)
+                if arrival.message_id in awaited:
+                    attendance.answered(awaited.pop(arrival.message_id))
                 is_update = arrival.staging is not None and arrival.staging.num_bytes > 0
                 begun = time.monotonic()
                 yield from self._replies(arrival)
@@ -105,9 +108,14 @@ class GrpcGrid(OwnGrid):
                 if is_update:
                     self._learn_turn(time.monotonic() - begun)
         finally:
+            attendance.awaits([])
             self._intake.withdraw(list(awaited))
             for message_id in awaited:
                 self._sent.pop(message_id, None)
+
+    def _asked_device(self, message_id: str) -> str:
+        node_id = self._sent[message_id].metadata.dst_node_id
+        return self._intake.name_of(node_id) or f"node {node_id}"
 
     def _learn_turn(self, seconds: float) -> None:
         before = seconds if self._turn_seconds is None else self._turn_seconds

@@ -27,6 +27,7 @@ from server.metrics import RoundRow, plain, read_rows
 from server.open_round import OpenRound
 from server.orders import Drained, Order
 from server.presence import Presence
+from server.vigil import Vigil, length_of, named
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +37,8 @@ WRITE_SECONDS = 1.0
 DEVICES_PER_SECOND = 1000
 # Rounds and events that wait for a disk that fails; what is lost is filled in at the next start.
 MOST_WAITING = 1000
+# Of those whom a round waits for.
+MOST_TOLD = 100
 
 Stands = Literal["waiting", "in a round", "pausing", "paused", "draining", "ended"]
 
@@ -92,6 +95,7 @@ class Operation:
         self._history: History | None = None
         self._has_begun = False
         self._devices_due = 0.0
+        self._vigil = Vigil()
         self._waiting: deque[Callable[[History], None]] = deque()
         self._has_ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="operation", daemon=True)
@@ -191,6 +195,7 @@ class Operation:
         while not self._has_ended.wait(LOOK_SECONDS):
             try:
                 self._take(self._read_order())
+                self._keep_vigil()
                 if time.monotonic() >= due:
                     due = time.monotonic() + WRITE_SECONDS
                     self._beat()
@@ -200,6 +205,18 @@ class Operation:
         self._write(has_ended=True)
         if self._history is not None:
             self._try(self._history.close)
+
+    def _keep_vigil(self) -> None:
+        awaited, seconds = self._attendance.awaited()
+        if self._vigil.is_due(seconds):
+            log.warning(
+                "round %d has waited %s for %s: it ends at its deadline, and without --deadline "
+                "when they have answered or are gone; headwater-server revoke NAME ends a device's "
+                "stream",
+                self.round + 1,
+                length_of(seconds),
+                named(awaited, len(awaited)),
+            )
 
     def _beat(self) -> None:
         if self._is_alive():
@@ -251,7 +268,11 @@ class Operation:
             if not self._try(partial(self._waiting[0], history)):
                 return
             self._waiting.popleft()
+        awaited, awaited_seconds = self._attendance.awaited()
         state = {
+            "awaited": awaited[:MOST_TOLD],
+            "num_awaited": len(awaited),
+            "awaited_seconds": awaited_seconds,
             "stands": "ended" if has_ended else stands(self._order, is_in_round=self._is_in_round),
             "round": self.round,
             "rounds": self._rounds,

@@ -23,9 +23,12 @@ from common.errors import SettingsError
 from common.logs import plain, rfc3339
 from server import history, orders, presence
 from server.attendance import Device
+from server.vigil import length_of, named
 
 MOST_SHOWN = 100
 ABSENT = "-"
+# A round waits for each of its devices; from here on it is worth a line.
+LONG_WAIT_SECONDS = 60.0
 TIMES = ("first_seen", "last_seen", "refused_at", "ended_at", "at")
 
 
@@ -52,6 +55,9 @@ def read_status(folder: Path, *, now: float | None = None) -> dict[str, Any]:
         "order": None if order is None or order.verb == "resume" else order.verb,
         "round": state.get("round"),
         "rounds": state.get("rounds"),
+        "awaited": state.get("awaited", []) if seen.is_up else [],
+        "num_awaited": state.get("num_awaited", 0) if seen.is_up else 0,
+        "awaited_seconds": state.get("awaited_seconds") if seen.is_up else None,
         "history_failures": state.get("num_failures"),
         "last_round": None if found is None else _timed(found.last_round or {}) or None,
         "events": [] if found is None else [_timed(event) for event in found.events],
@@ -96,6 +102,10 @@ def as_json(status: dict[str, Any]) -> str:
 def as_table(status: dict[str, Any], folder: Path) -> RenderableType:
     """Return the status for a person: two lines on the run, then its devices."""
     parts: list[RenderableType] = [_headline(status, folder)]
+    waited = status["awaited_seconds"] or 0.0
+    if status["awaited"] and waited >= LONG_WAIT_SECONDS:
+        whom = escape(named(status["awaited"], status["num_awaited"]))
+        parts.append(f"it has waited {length_of(waited)} for {whom}")
     last = status["last_round"]
     if last is not None:
         loss = "not finite" if last["loss"] is None else f"{last['loss']:.4f}"
@@ -180,7 +190,4 @@ def _ago(seconds: float | None) -> str:
     """Say how long ago something was, to one figure that matters: 12 s, 3 min, 5 h, 2 d ago."""
     if seconds is None:
         return "never"
-    for unit, size in (("d", 86_400), ("h", 3_600), ("min", 60)):
-        if seconds >= size:
-            return f"{seconds / size:.0f} {unit} ago"
-    return f"{seconds:.0f} s ago"
+    return f"{length_of(seconds)} ago"

@@ -12,7 +12,7 @@ import pytest
 from common.errors import NonFiniteUpdate, TooFewClients
 from common.parameters import ModelLayout
 from common.update import DeviceReport, Plan, Ready, Vitals
-from server import history, orders, presence
+from server import history, orders, presence, vigil
 from server.aggregate import CohortSum
 from server.attendance import Attendance
 from server.metrics import Journal
@@ -81,6 +81,21 @@ def test_pause_and_resume_reach_the_rounds_and_the_devices(desk: Desk) -> None:
     orders.give(desk.folder, "resume")
     desk.wait_for("pause", "resume")
     assert desk.operation.may_begin()
+
+
+def test_for_whom_a_round_has_waited_long_is_logged_and_written(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vigil, "FIRST_SECONDS", 0.01)
+    desk = Desk(tmp_path)
+    desk.attendance.awaits(["pi", "nas"])
+    desk.attendance.answered("pi")
+    desk.operation.start({})
+    try:
+        until(lambda: "for nas: it ends" in caplog.text, seconds=30, what=lambda: caplog.text)
+        desk.until_written(lambda found: found.state.get("awaited") == ["nas"])
+    finally:
+        desk.operation.stop("done")
 
 
 def test_a_drain_ends_the_rounds(desk: Desk) -> None:

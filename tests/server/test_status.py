@@ -20,6 +20,7 @@ from server.attendance import Device
 from server.cli import app
 from server.history import History, figures_of
 from server.presence import Presence
+from server.status_table import LONG_WAIT_SECONDS
 from tests.processes import ROOT
 from tests.round_rows import row
 
@@ -87,6 +88,20 @@ def test_of_a_server_that_runs_status_shows_the_run_and_its_fleet(folder: Path) 
         "nas refused at 1970-01-01T00:00:00.000Z: LateUpdate: nas did not answer within [5] s",
     ):
         assert part in text
+
+
+@pytest.mark.usefixtures("server")
+@pytest.mark.parametrize(
+    ("seconds", "is_told"), [(LONG_WAIT_SECONDS, True), (LONG_WAIT_SECONDS - 1, False)]
+)
+def test_status_says_for_whom_a_round_has_waited_a_minute(
+    seconds: float, is_told: bool, folder: Path
+) -> None:
+    history = History(folder)
+    history.tell({"awaited": ["nas"], "num_awaited": 1, "awaited_seconds": seconds})
+    history.close()
+    _, text = run("status", "--out", folder)
+    assert ("it has waited 1 min for nas" in text) == is_told
 
 
 def test_of_a_server_that_is_gone_status_shows_when_and_fails(folder: Path) -> None:

@@ -1,0 +1,37 @@
+"""A device that was let in, stays connected, and does not answer."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from common.settings import load
+from server.certify import SETTINGS_FILE, make_folder
+from tests.attacks.raw import WAIT_SECONDS, cohort
+
+
+def test_who_holds_up_a_round_without_a_deadline_is_told_by_name_until_it_is_gone() -> None:
+    async def play() -> None:
+        async with cohort("attacker", "honest", reconnect_seconds=0.2) as (run, attacker, honest):
+            await attacker.describe()
+            await honest.describe()
+            await attacker.plan()
+            await honest.update(await honest.plan())
+            async with asyncio.timeout(WAIT_SECONDS):
+                while run.intake.attendance.awaited()[0] != ["attacker"]:
+                    await asyncio.sleep(0.02)
+            attacker._call.cancel()  # as `headwater-server revoke attacker` ends its stream
+            await run.end()
+            assert [client.name for client in run.rows[0].clients] == ["honest"]
+            assert run.intake.attendance.awaited()[0] == []
+
+    asyncio.run(play())
+
+
+def test_a_server_that_was_set_up_by_init_ends_its_rounds_without_who_stalls(
+    tmp_path: Path,
+) -> None:
+    make_folder(tmp_path, hosts=[], certificates_last=None)
+    settings = load(tmp_path / SETTINGS_FILE, {})
+    # That a round with a deadline ends is tried in test_strangers.py.
+    assert settings.cohort.deadline_seconds is not None
