@@ -275,14 +275,6 @@ VECTOR = torch.arange(11, dtype=torch.float32).numpy().tobytes()
 def head_of(asked: Instruction, name: str, /, **changes: Any) -> str:
     """Return the head of an honest update but for ``changes``."""
     plan = json.loads(asked.head_json)
-    step = {
-        "num_examples": 8,
-        "weight": 8,
-        "loss": 0.5,
-        "gradient_norm": 1.0,
-        "seconds": 0.1,
-        "peak_bytes": 1,
-    }
     honest = {
         "name": name,
         "round": plan["round"],
@@ -291,10 +283,23 @@ def head_of(asked: Instruction, name: str, /, **changes: Any) -> str:
         "loss_sum": 4.0,
         "micro_batch_size": 8,
         "seconds": 0.1,
-        "steps": [step],
+        **step(),
         "reason": "quota",
     }
     return json.dumps(honest | changes)
+
+
+def step(**changes: Any) -> dict[str, Any]:
+    """Return the one step of an honest update but for ``changes``."""
+    honest = {
+        "num_examples": 8,
+        "weight": 8,
+        "loss": 0.5,
+        "gradient_norm": 1.0,
+        "seconds": 0.1,
+        "peak_bytes": 1,
+    }
+    return {"steps": [honest | changes]}
 
 
 @contextlib.asynccontextmanager
@@ -307,6 +312,12 @@ async def cohort(*names: str, **how: Any) -> AsyncIterator[tuple[Any, ...]]:
             await device.enter()
         run.begin()
         yield run, *devices
+
+
+async def be_honest(run: Run, device: RawDevice) -> None:
+    """Let the honest device do its one round."""
+    await device.update(await device.plan())
+    await run.end()
 
 
 def honest_model() -> bytes:

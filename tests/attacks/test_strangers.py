@@ -1,7 +1,7 @@
 """Those who have no business at the port: each is refused, counted, and costs next to nothing.
 
-What a device that was let in may send is in ``test_device.py``; what strangers may say to the
-enrolment port is in ``tests/integration/test_enrolment.py``.
+What a device that was let in may send is in ``test_device_sends.py``; what strangers may say to the
+enrolment port is in ``tests/integration/test_enrolment_strangers.py``.
 """
 
 from __future__ import annotations

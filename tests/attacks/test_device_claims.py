@@ -1,0 +1,250 @@
+"""What a device that was let in may claim of itself, and what that costs the others."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from common.wire_pb2 import Instruction, Leave
+from server.attendance import MOST_REASON
+from tests.attacks.raw import (
+    NUM_EXAMPLES,
+    RawDevice,
+    be_honest,
+    cohort,
+    step,
+)
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        {"num_examples": 0},
+        {"num_examples": -1},
+        {"num_examples": 10**18},
+        {"num_examples": 1.5},
+        {"num_examples": "many"},
+        {"name": "honest"},
+        {"name": "somebody"},
+        {"layout_digest": None},
+        {"vitals": {"memory_limit_bytes": -1}},
+        {"vitals": {"memory_limit_bytes": 10**18}},
+        {"vitals": {"bytes_per_example": float("nan")}},
+        {"vitals": {"share": 0.0}},
+        {"vitals": {"share": 1.5}},
+        {"vitals": {"upload_bytes_per_second": 0.0}},
+        {"vitals": {"temperature_celsius": float("inf")}},
+        {"cores": 0.0},
+        {"cores": 10**6},
+        {"fastest_micro_batch_size": 0},
+        {"seconds_per_example": 3.2e9},
+        {"seconds_per_example": -1e-3},
+        {"seconds_per_example": float("nan")},
+        {"seconds_per_example": float("inf")},
+        {"seconds_per_micro_batch": -1.0},
+        {"unheard": "of"},
+    ],
+    ids=str,
+)
+def test_a_device_that_lies_about_itself_is_turned_away(lie: dict[str, Any], model: bytes) -> None:
+    async def play() -> None:
+        async with cohort("attacker", "honest") as (run, attacker, honest):
+            await attacker.describe(**lie)
+            await honest.describe()
+            code = (await attacker.fault()).code
+            assert code in ("CorruptUpdate", "IdentityRefused")
+            assert run.refusals == {code: 1}
+            await be_honest(run, honest)
+            assert run.model() == model
+
+    asyncio.run(play())
+
+
+PACE = {"seconds_per_micro_batch": 0.0, "seconds_per_example": 1e-3}
+# 34 parts of ten examples: two honest devices, and one that is believed to be 32 times as fast.
+PARTS, TARGET = 10, 340
+
+BELIEVED = {
+    "instant, with 2^40 examples": ({"num_examples": 2**40, "seconds_per_example": 0.0}, 1),
+    "instant, with few examples": ({"num_examples": 8, "seconds_per_example": 0.0}, 1),
+    "thirty years an example": ({"seconds_per_example": 1e9}, 0),
+    "thirty years a micro-batch": ({"seconds_per_micro_batch": 1e9}, 0),
+    "8 petabytes of memory": ({"vitals": {"memory_limit_bytes": 2**53, "bytes_per_example": 1}}, 0),
+    "no memory": ({"vitals": {"memory_limit_bytes": 0, "bytes_per_example": 1e99}}, 0),
+    "a link of years": ({"vitals": {"upload_bytes_per_second": 5e-324}}, 0),
+    "next to none of its time": ({"vitals": {"share": 5e-324}}, 0),
+    "a thousand cores": ({"cores": 1000}, 0),
+}
+
+
+def quota_of(plan: Instruction) -> int:
+    return int(json.loads(plan.head_json)["quota"])
+
+
+@pytest.mark.parametrize(("claim", "num_bounded"), BELIEVED.values(), ids=BELIEVED.keys())
+def test_an_absurd_claim_that_is_possible_neither_starves_nor_stalls_the_others(
+    claim: dict[str, Any], num_bounded: int
+) -> None:
+    """Whatever one device claims of itself, each honest one keeps its part of ten examples."""
+
+    async def play() -> None:
+        names = ("attacker", "first", "second")
+        async with cohort(*names, effective_batch_size=TARGET) as (run, attacker, *honest):
+            await attacker.describe(**(PACE | claim))
+            for device in honest:
+                await device.describe(**PACE)
+            await attacker.plan()
+            await attacker.send(leave=Leave())
+            for device in honest:
+                plan = await device.plan()
+                assert PARTS <= quota_of(plan) <= NUM_EXAMPLES
+                await device.update(plan)
+            await run.end()
+            assert [client.name for client in run.rows[0].clients] == ["first", "second"]
+            assert run.rows[0].num_bounded == num_bounded
+
+    asyncio.run(play())
+
+
+def test_who_is_left_out_and_never_answers_does_not_hold_up_the_others() -> None:
+    async def play() -> None:
+        options: dict[str, Any] = {"effective_batch_size": 16, "deadline": 10.0, "rounds": 3}
+        async with cohort("slow", "honest", **options) as (run, slow, honest):
+            await slow.describe(seconds_per_micro_batch=0.0, seconds_per_example=60.0)
+            await honest.describe(**PACE)
+            asked = (await slow.next_of("instruction")).instruction
+            why = "one example takes 60.0 s of its 9.0 s"
+            assert asked.message_type == "query.describe"
+            assert json.loads(asked.head_json)["left_out"] == why
+            for _ in range(3):
+                await honest.update(await honest.plan())
+            await run.end()
+            assert [row.left_out for row in run.rows] == [{"slow": why}] * 3
+            assert run.refusals == {}
+
+    asyncio.run(play())
+
+
+def test_who_is_left_out_and_says_that_it_is_fast_now_takes_part_in_the_next_round() -> None:
+    async def play() -> None:
+        options: dict[str, Any] = {"effective_batch_size": 16, "deadline": 10.0, "rounds": 2}
+        async with cohort("slow", "honest", **options) as (run, slow, honest):
+            await slow.describe(seconds_per_micro_batch=0.0, seconds_per_example=60.0)
+            await honest.describe(**PACE)
+            await slow.describe(**PACE)
+            await slow.next_of("receipt")  # the server has it before the round can end
+            await honest.update(await honest.plan())
+            plans = [await device.plan() for device in (slow, honest)]
+            assert sum(map(quota_of, plans)) == 16
+            for device, plan in zip((slow, honest), plans, strict=True):
+                await device.update(plan, num_examples=1, weight=1)
+            await run.end()
+            assert [len(row.clients) for row in run.rows] == [1, 2]
+            assert run.rows[1].left_out == {}
+
+    asyncio.run(play())
+
+
+def test_vitals_that_lie_in_an_update_leave_the_others_their_quotas() -> None:
+    async def play() -> None:
+        async with cohort("attacker", "honest", effective_batch_size=16, rounds=2) as (
+            run,
+            attacker,
+            honest,
+        ):
+            for device in (attacker, honest):
+                await device.describe(**PACE)
+            lie = {"share": 5e-324, "memory_limit_bytes": 0, "bytes_per_example": 1e99}
+            steps = step(seconds=0.008)
+            await attacker.update(await attacker.plan(), vitals=lie, num_left=2**53, **steps)
+            await honest.update(await honest.plan(), **steps)
+            assert quota_of(await attacker.plan()) == 1
+            await attacker.send(leave=Leave())
+            plan = await honest.plan()
+            assert quota_of(plan) == 15
+            await honest.update(plan)
+            await run.end()
+
+    asyncio.run(play())
+
+
+def test_who_claims_to_own_everything_weighs_a_thousand_median_devices_and_no_other_weight() -> (
+    None
+):
+    async def play() -> None:
+        names = ("attacker", "first", "second")
+        async with cohort(*names, weighting="dataset") as (run, attacker, *honest):
+            await attacker.describe(num_examples=2**40)
+            for device in honest:
+                await device.describe()
+            plan = await attacker.plan()
+            assert json.loads(plan.head_json)["weigh_as"] == 1000 * NUM_EXAMPLES
+            await attacker.update(plan, weight=2**40)
+            for device in honest:
+                plan = await device.plan()
+                assert json.loads(plan.head_json)["weigh_as"] == NUM_EXAMPLES
+                await device.update(plan, weight=NUM_EXAMPLES)
+            await run.end()
+            assert run.rows[0].refused["attacker"].startswith("CountOutOfRange")
+            assert run.rows[0].weight == 2 * NUM_EXAMPLES
+            assert run.rows[0].num_bounded == 1
+
+    asyncio.run(play())
+
+
+def test_a_device_that_never_says_what_it_is_does_not_hold_up_the_others(model: bytes) -> None:
+    async def play() -> None:
+        async with cohort("silent", "honest", silent_seconds=0.5) as (
+            run,
+            silent,
+            honest,
+        ):
+            await honest.describe()
+            assert (await silent.next_of("instruction")).instruction.message_type
+            await be_honest(run, honest)
+            assert run.refusals["LateUpdate"] == 1
+            assert run.model() == model
+
+    asyncio.run(play())
+
+
+def test_a_device_that_leaves_before_it_is_known_may_come_back() -> None:
+    async def play() -> None:
+        async with cohort("honest") as (run, first):
+            await first.next_of("instruction")
+            await first.send(leave=Leave())
+            with pytest.raises(EOFError):
+                await first.next()
+            async with RawDevice(run.port, "honest") as again:
+                await again.enter()
+                await again.describe()
+                await be_honest(run, again)
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize(
+    ("code", "noted"),
+    [("WorkingHours", "WorkingHours"), ("x" * 100_000, "HeadwaterError"), ("\0", "HeadwaterError")],
+)
+def test_a_device_may_say_why_it_leaves_for_a_while_and_no_more(code: str, noted: str) -> None:
+    async def play() -> None:
+        async with cohort("away", "honest") as (run, away, honest):
+            await away.describe()
+            await honest.describe()
+            await away.plan()
+            await away.send(leave=Leave(code=code, text="y" * 100_000))
+            await away.end()
+            await be_honest(run, honest)
+            assert run.refusals == {noted: 1}
+            told = run.rows[0].refused["away"]
+            assert told.startswith(f"{noted}: ")
+            assert len(told) < 1200
+            (device,) = (one for one in run.intake.attendance.devices() if one.name == "away")
+            assert device.refusal_code == noted
+            assert len(device.refusal_text or "") <= MOST_REASON
+
+    asyncio.run(play())

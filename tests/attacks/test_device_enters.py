@@ -1,0 +1,134 @@
+"""What a hostile or broken device may say before it is let in, and how the server refuses it.
+
+An honest device takes part meanwhile, and the model is the one that it alone would have made.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from common.wire import MAX_FRAME_BYTES
+from common.wire_pb2 import Leave
+from tests.attacks.raw import (
+    RawDevice,
+    be_honest,
+    cohort,
+)
+
+Attack = Callable[[RawDevice], Awaitable[None]]
+
+
+async def another_version(device: RawDevice) -> None:
+    await device.hello(protocol_version=2)
+
+
+async def no_version(device: RawDevice) -> None:
+    await device.hello(protocol_version=0)
+
+
+async def no_hello(device: RawDevice) -> None:
+    await device.send(leave=Leave())
+
+
+async def an_empty_frame(device: RawDevice) -> None:
+    await device.send_bytes(b"")
+
+
+async def garbage(device: RawDevice) -> None:
+    await device.send_bytes(b"\xff\xfe\x00GET / HTTP/1.1\r\n\r\n")
+
+
+async def a_model_of_another_layout(device: RawDevice) -> None:
+    await device.hello(layout_digest="0" * 64)
+
+
+async def a_model_of_no_layout(device: RawDevice) -> None:
+    await device.hello(layout_digest="")
+
+
+async def a_name_that_is_taken(device: RawDevice) -> None:
+    await device.hello(name="honest")
+
+
+async def a_name_that_is_taken_and_a_guessed_session(device: RawDevice) -> None:
+    await device.hello(name="honest", session=b"\0" * 16)
+
+
+def the_name(name: str) -> Attack:
+    async def attack(device: RawDevice) -> None:
+        await device.hello(name=name)
+
+    return attack
+
+
+@pytest.mark.parametrize(
+    ("attack", "code"),
+    [
+        (another_version, "ProtocolMismatch"),
+        (no_version, "ProtocolMismatch"),
+        (no_hello, "ProtocolMismatch"),
+        (an_empty_frame, "ProtocolMismatch"),
+        (garbage, "ProtocolMismatch"),
+        (a_model_of_another_layout, "ModelMismatch"),
+        (a_model_of_no_layout, "ModelMismatch"),
+        (a_name_that_is_taken, "IdentityRefused"),
+        (a_name_that_is_taken_and_a_guessed_session, "IdentityRefused"),
+        (the_name(""), "IdentityRefused"),
+        (the_name("../../etc/passwd"), "IdentityRefused"),
+        (the_name("a\nb"), "IdentityRefused"),
+        (the_name("honest\n"), "IdentityRefused"),
+        (the_name("x" * 129), "IdentityRefused"),
+        (the_name("\N{LATIN SMALL LETTER E WITH ACUTE}"), "IdentityRefused"),
+    ],
+)
+def test_a_device_that_may_not_enter_is_told_why_and_counted(
+    attack: Attack, code: str, model: bytes
+) -> None:
+    async def play() -> None:
+        async with cohort("honest") as (run, honest):
+            await honest.describe()
+            plan = await honest.plan()
+            async with RawDevice(run.port) as attacker:
+                await attack(attacker)
+                assert await attacker.refused() == code
+            assert run.refusals == {code: 1}
+            await honest.update(plan)
+            await run.end()
+            assert run.model() == model
+
+    asyncio.run(play())
+
+
+def test_a_device_that_says_nothing_is_sent_away(
+    model: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("server.intake.HELLO_SECONDS", 0.1)
+
+    async def play() -> None:
+        async with cohort("honest") as (run, honest), RawDevice(run.port) as silent:
+            await honest.describe()
+            assert await silent.refused() == "ProtocolMismatch"
+            await be_honest(run, honest)
+            assert run.model() == model
+
+    asyncio.run(play())
+
+
+def test_a_frame_over_the_limit_ends_the_stream(model: bytes) -> None:
+    async def play() -> None:
+        async with cohort("attacker", "honest") as (run, attacker, honest):
+            await honest.describe()
+            await attacker.describe()
+            await attacker.plan()
+            await attacker.send_bytes(b"\0" * (MAX_FRAME_BYTES + 1))
+            await attacker.end()
+            async with RawDevice(run.port) as again:
+                await again.enter()
+                await again.send(leave=Leave())
+                await be_honest(run, honest)
+            assert run.model() == model
+
+    asyncio.run(play())

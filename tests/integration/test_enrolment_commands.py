@@ -1,0 +1,129 @@
+"""Enrolment by the commands, in processes of their own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.certificates import (
+    HOSTS,
+    files,
+)
+from tests.enrolment import is_open
+from tests.processes import (
+    Process,
+    Processes,
+    assert_tidy,
+    free_port,
+    port_of,
+    until,
+    write_task,
+)
+
+
+def assert_named(process: Process, code: str) -> None:
+    assert process.wait(seconds=30) in (1, 2), process.text()
+    assert f"{code}: " in process.text()
+    assert_tidy(process)
+
+
+class Operator:
+    """What an operator and the owners of devices type."""
+
+    def __init__(self, processes: Processes, folder: Path, *, last: str = "90d") -> None:
+        self.processes, self.folder, self.certs = processes, folder, folder / "certs"
+        self.port = free_port()
+        hosts = [part for host in HOSTS for part in ("--host", host)]
+        processes.run(
+            "server", "init", "--folder", self.certs, *hosts, "--certificates-last", last
+        ).succeed()
+
+    def server(self, *arguments: object, task: str) -> Process:
+        listen = ("--enrolment-listen", f"127.0.0.1:{self.port}")
+        server = self.processes.server(*listen, *files(self.certs, "server"), *arguments, task=task)
+        server.wait_for("devices join at port")
+        return server
+
+    def token(self, name: str) -> str:
+        address = f"127.0.0.1:{self.port}"
+        made = self.processes.run(
+            "server", "enroll", name, "--folder", self.certs, "--address", address
+        )
+        made.succeed()
+        return next(line for line in made.text().splitlines() if line.startswith("headwater-join"))
+
+    def join(self, name: str) -> Path:
+        token = self.token(name)
+        until(lambda: is_open(self.port), seconds=10, what=lambda: "the enrolment port")
+        folder = self.folder / f"device-{name}"
+        self.processes.run("client", "join", token, "--folder", folder).succeed()
+        return folder / "client.toml"
+
+
+@pytest.mark.slow
+def test_from_init_to_a_run_with_a_device_revoked_in_its_midst(tmp_path: Path) -> None:
+    task = write_task(tmp_path, open_for=1)
+    with Processes(tmp_path) as processes:
+        operator = Operator(processes, tmp_path)
+        server = operator.server(
+            "--rounds",
+            2,
+            "--min-clients",
+            1,
+            "--accumulation-steps",
+            2,
+            "--micro-batch-size",
+            8,
+            task=task.spec,
+        )
+        port = port_of(server)
+        stays, goes = operator.join("1"), operator.join("0")
+        client = processes.client(port, 0, "--config", goes, task=task.spec)
+        task.wait_until_reached()
+        revoked = processes.run("server", "revoke", "0", "--folder", operator.certs)
+        revoked.succeed()
+        server.wait_for("the certificate of 0 was revoked", seconds=10)
+        task.open()
+        assert_named(client, "CertificateRevoked")
+        again = processes.client(port, 0, "--config", goes, "--patience", 2, task=task.spec)
+        assert_named(again, "CertificateRevoked")
+        other = processes.client(
+            port, 1, "--config", stays, "--name", "0", "--patience", 2, task=task.spec
+        )
+        assert_named(other, "IdentityRefused")
+        processes.client(port, 1, "--config", stays, task=task.spec).succeed()
+        assert server.wait() == 0, server.text()
+        assert_tidy(server)
+
+
+@pytest.mark.slow
+def test_a_run_outlives_its_devices_certificate(tmp_path: Path) -> None:
+    task = write_task(tmp_path, open_for=1)
+    with Processes(tmp_path) as processes:
+        operator = Operator(processes, tmp_path, last="8s")
+        server = operator.server(
+            "--rounds",
+            1,
+            "--min-clients",
+            1,
+            "--accumulation-steps",
+            2,
+            "--micro-batch-size",
+            8,
+            task=task.spec,
+        )
+        config = operator.join("0")
+        before = (config.parent / "device.pem").read_bytes()
+        client = processes.client(port_of(server), 0, "--config", config, task=task.spec)
+        task.wait_until_reached()
+        server.wait_for("0: its certificate is renewed")
+        client.wait_for("this device's certificate was renewed")
+        server.wait_for("0: its certificate has ended, and so does its stream")
+        server.wait_for("0 came with its renewed certificate")
+        assert (config.parent / "device.pem").read_bytes() != before
+        task.open()
+        assert client.wait() == 0, client.text()
+        assert server.wait() == 0, server.text()
+        assert_tidy(client)
+        assert_tidy(server)

@@ -1,0 +1,100 @@
+"""Strangers at the enrolment port."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import ssl
+from pathlib import Path
+
+import pytest
+
+from client.join import join
+from common.errors import (
+    PortInUse,
+)
+from server.enrolment import EnrolmentPort
+from server.ration import BURST, MAX_ADDRESSES, PER_SECOND, Ration, subscriber
+from tests.certificates import (
+    make_folder,
+)
+from tests.enrolment import enrolment, tls_to, token_at
+from tests.processes import (
+    until,
+)
+
+
+def test_strangers_are_refused_and_counted_and_the_next_device_joins(tmp_path: Path) -> None:
+    certs = make_folder(tmp_path / "certs")
+    with enrolment(certs) as port:
+        token = token_at(certs, port.port)
+        here = ("127.0.0.1", port.port)
+        before = port.refusals.total()
+        with socket.create_connection(here, 20) as plain:  # not TLS at all
+            plain.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            with contextlib.suppress(OSError):
+                while plain.recv(1000):
+                    pass
+        for line in (
+            b"x" * 100_000,
+            b"{}\n",
+            b'{"version": 1, "want": "all"}\n',
+            b"[" * 8000 + b"\n",
+        ):
+            with contextlib.suppress(OSError), tls_to(here) as secure:
+                secure.sendall(line)
+                secure.recv(8192)
+        until(lambda: port.refusals.total() >= before + 5, seconds=20, what=lambda: "refusals")
+        assert set(port.refusals) == {"ProtocolMismatch"}
+        assert join(token, tmp_path / "device").name == "pi"
+
+
+def test_an_address_that_comes_too_often_is_not_even_shaken_hands_with(tmp_path: Path) -> None:
+    certs = make_folder(tmp_path / "certs")
+    with enrolment(certs) as port:
+        token_at(certs, port.port)
+        for _ in range(int(BURST) + 5):
+            with socket.create_connection(("127.0.0.1", port.port), 20):
+                pass
+        until(
+            lambda: port.refusals["TooManyAttempts"] >= 5,
+            seconds=20,
+            what=lambda: str(port.refusals),
+        )
+
+
+def test_a_ration_comes_back_with_time_and_forgets_addresses() -> None:
+    ration = Ration()
+    assert [ration.take("a", 0.0) for _ in range(int(BURST) + 1)] == [True] * int(BURST) + [False]
+    assert ration.take("b", 0.0)
+    assert ration.take("a", 1 / PER_SECOND)
+    assert not ration.take("a", 1 / PER_SECOND)
+    for number in range(MAX_ADDRESSES):
+        ration.take(str(number), 3.0)
+    assert ration.take("a", 3.0)
+
+
+def test_a_subscriber_of_ipv6_has_64_bits() -> None:
+    assert subscriber("2001:db8:1:2:3:4:5:6") == subscriber("2001:db8:1:2::1")
+    assert subscriber("2001:db8:1:2::1") != subscriber("2001:db8:1:3::1")
+    assert subscriber("192.0.2.1") != subscriber("192.0.2.2")
+
+
+def test_the_enrolment_port_speaks_tls_1_3_alone(tmp_path: Path) -> None:
+    certs = make_folder(tmp_path / "certs")
+    with enrolment(certs) as port:
+        token_at(certs, port.port)
+        here = ("127.0.0.1", port.port)
+        with pytest.raises(ssl.SSLError):
+            tls_to(here, version=ssl.TLSVersion.TLSv1_2)
+        with tls_to(here) as secure:
+            assert secure.version() == "TLSv1.3"
+
+
+def test_a_port_that_is_taken_is_named_at_once(tmp_path: Path) -> None:
+    certs = make_folder(tmp_path / "certs")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = EnrolmentPort(certs, f"127.0.0.1:{taken.getsockname()[1]}", stream_port=1)
+        with pytest.raises(PortInUse):
+            port.start()
+        port.stop()

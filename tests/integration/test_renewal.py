@@ -1,0 +1,170 @@
+"""Certificates that are renewed over their stream."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+
+from client.renewal import Renewal
+from common.certificates import Key, key_pem, new_key, signing_request
+from common.tls import Credentials, read_credentials
+from common.wire_pb2 import Certificate
+from common.wire_pb2 import Renewal as RenewalFrame
+from tests.attacks.raw import RawDevice
+from tests.certificates import (
+    credentials_of,
+    enrol,
+    make_folder,
+    tls_of,
+)
+from tests.enrolment import stream_server
+
+OLD = (-100.0, 10.0)  # days: in the last third of its life
+
+
+async def renewed(device: RawDevice, request: bytes) -> Certificate:
+    await device.send(renewal=RenewalFrame(signing_request=request))
+    return (await device.next_of("certificate")).certificate
+
+
+def with_key(certs: Path, pem: bytes, key: Key) -> Credentials:
+    return Credentials(ca=(certs / "ca.pem").read_bytes(), certificate=pem, key=key_pem(key))
+
+
+def test_a_renewed_certificate_counts_and_ends_the_old_one_when_it_is_used(tmp_path: Path) -> None:
+    certs = make_folder(tmp_path)
+    enrol(certs, "0", days=OLD)
+    old, key = credentials_of(certs, "0"), new_key()
+
+    async def play() -> None:
+        async with (
+            stream_server(certs) as run,
+            RawDevice(run.port, "0", credentials=old) as first,
+        ):
+            await first.enter()
+            answer = await renewed(first, signing_request("0", key))
+            assert x509.load_pem_x509_certificate(answer.pem)
+            fresh = with_key(certs, answer.pem, key)
+            async with RawDevice(run.port, "0", credentials=fresh) as second:
+                await second.hello()
+                assert (await second.next_of("welcome")).welcome.has_displaced
+                assert await first.refused() == "IdentityRefused"
+                async with RawDevice(run.port, "0", credentials=old) as late:
+                    await late.hello()
+                    assert await late.refused() == "CertificateRevoked"
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize(
+    ("days", "name", "reason"),
+    [
+        ((-1.0, 100.0), "0", "more than half"),
+        (OLD, "1", "the request is for"),
+        (OLD, None, "signing request"),
+    ],
+    ids=["too early", "other name", "no request"],
+)
+def test_a_renewal_that_is_not_due_or_for_another_is_refused_and_the_stream_goes_on(
+    days: tuple[float, float], name: str | None, reason: str, tmp_path: Path
+) -> None:
+    certs = make_folder(tmp_path, "1")
+    enrol(certs, "0", days=days)
+    request = b"nonsense" if name is None else signing_request(name, new_key())
+
+    async def play() -> None:
+        own = credentials_of(certs, "0")
+        async with (
+            stream_server(certs) as run,
+            RawDevice(run.port, "0", credentials=own) as device,
+        ):
+            await device.enter()
+            answer = await renewed(device, request)
+            assert reason in answer.refusal
+            assert not answer.pem
+            run.begin()
+            await device.describe()
+            await device.update(await device.plan())
+            await run.end()
+
+    asyncio.run(play())
+
+
+def test_a_device_that_asks_again_and_again_is_put_off_without_a_word_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    certs = make_folder(tmp_path)
+    enrol(certs, "0", days=OLD)
+
+    async def play() -> None:
+        async with (
+            stream_server(certs) as run,
+            RawDevice(run.port, "0", credentials=credentials_of(certs, "0")) as device,
+        ):
+            await device.enter()
+            answers = [await renewed(device, signing_request("0", new_key())) for _ in range(5)]
+            assert [bool(answer.pem) for answer in answers] == [True] + [False] * 4
+
+    asyncio.run(play())
+    assert caplog.text.count("its certificate is") == 1
+
+
+def test_without_the_authoritys_key_both_sides_are_warned(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    certs = make_folder(tmp_path)
+    enrol(certs, "0", days=OLD)
+    (certs / "ca-key.pem").unlink()
+    tls = tls_of(certs, "0")
+    own = read_credentials(tls)
+    assert own is not None
+    renewal = Renewal(tls, own)
+    assert renewal.due_seconds() == 0.0
+    request = renewal.request()
+    assert request is not None
+
+    async def play() -> Certificate:
+        async with (
+            stream_server(certs) as run,
+            RawDevice(run.port, "0", credentials=own) as device,
+        ):
+            await device.enter()
+            return await renewed(device, request)
+
+    renewal.take(asyncio.run(play()))
+    assert "no device can join, and certificates are not renewed" in caplog.text
+    assert "0: its certificate is not renewed: the authority's key is not" in caplog.text
+    assert "the server does not renew it: the authority's key is not" in caplog.text
+    assert renewal.credentials is own
+
+
+def test_a_device_takes_a_renewed_certificate_for_its_own_key_alone(tmp_path: Path) -> None:
+    certs = make_folder(tmp_path)
+    enrol(certs, "0", days=OLD)
+    tls = tls_of(certs, "0")
+    own = read_credentials(tls)
+    assert own is not None
+    before = (certs / "0.pem").read_bytes()
+    renewal = Renewal(tls, own)
+    renewal.take(Certificate(pem=own.certificate))  # never asked for
+    renewal.request()
+    enrol(certs, "1")
+    renewal.take(Certificate(pem=credentials_of(certs, "1").certificate))
+    assert (certs / "0.pem").read_bytes() == before
+    assert renewal.credentials is own
+
+
+def test_a_certificate_and_a_key_in_two_files_are_left_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    certs = make_folder(tmp_path)
+    key = enrol(certs, "0", days=OLD)
+    (certs / "0-key.pem").write_bytes(key_pem(key))
+    tls = tls_of(certs, "0").model_copy(update={"key": certs / "0-key.pem"})
+    own = read_credentials(tls)
+    assert own is not None
+    assert Renewal(tls, own).request() is None
+    assert "join anew" in caplog.text
