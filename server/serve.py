@@ -47,8 +47,11 @@ def serve_run(
     on_round: OnRound,
     resume: bool,
     grid_of: GridOf = grpc_grid,
+    command: str = "headwater-server",
 ) -> None:
     """Listen, run all rounds with the devices that connect, and tell them when it is over.
+
+    ``command`` is what goes on with the run if it is drained.
 
     After SIGTERM or Ctrl-C, or an error of settings or disk, the streams are closed without a
     goodbye: the devices keep trying, and go on when the server is back. A drained run ends with
@@ -107,7 +110,7 @@ def serve_run(
         if operation is not None and operation.is_draining and operation.round < settings.rounds:
             console.print(
                 f"drained behind round {operation.round} of {settings.rounds}; go on with: "
-                f"headwater-server --resume --out {settings.out}",
+                f"{command} --resume --out {settings.out}",
                 soft_wrap=True,
             )
 

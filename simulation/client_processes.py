@@ -41,10 +41,9 @@ class ClientProcesses:
     def __init__(self, settings: Settings, folder: Path) -> None:
         """Begin to load torch and the task; ``folder`` gets a log for each device."""
         self.dismissed: set[int] = set()
-        """The devices that the server has turned away: they end, and are not missed."""
+        """The devices that the server has turned away."""
         self.state_folder = folder / STATE
         self._folder = folder
-        self._is_over = False
         self._ended: dict[int, int] = {}
         self._heard = b""
         with (folder / NURSERY_LOG).open("ab") as own_log:
@@ -81,13 +80,11 @@ class ClientProcesses:
     ) -> None:
         """Wait for the devices to leave, as the server has said goodbye; after an error end them.
 
-        Those that have not left in good order are counted in the log.
+        Those that do not leave in good order are counted in the log.
         """
         try:
-            if error is None and self._is_over:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    self._nursery.wait(FAREWELL_SECONDS)
-                self._tell_of_those_who_failed()
+            if error is None:
+                self._see_off()
         finally:
             self._end()
 
@@ -95,9 +92,10 @@ class ClientProcesses:
         """Fork the devices, which connect to this port of the loopback."""
         self._order({"port": port})
 
-    def farewell(self) -> None:
-        """Take note that the server says goodbye: from now on devices may end."""
-        self._is_over = True
+    def dismiss(self, part: int) -> None:
+        """Take note that the server has turned a device away: it ends, and is not missed."""
+        self.dismissed.add(part)
+        log.warning("device %d is turned away; why stands in %s", part, self._log_of(part))
 
     def check(self) -> None:
         """Hold that every device's process is there.
@@ -108,7 +106,7 @@ class ClientProcesses:
         """
         self._listen()
         for part in self._ended.keys() - self.dismissed:
-            file = self._folder / f"{part}.log"
+            file = self._log_of(part)
             raise ConnectionLost(
                 f"the process of device {part} {_how(self._ended[part])}{_last_line(file)}",
                 remedy=f"see {file}; fewer --clients take less memory",
@@ -120,6 +118,9 @@ class ClientProcesses:
                 f"{_how(self._nursery.returncode)}{_last_line(file)}",
                 remedy=f"see {file}",
             )
+
+    def _log_of(self, part: int) -> Path:
+        return self._folder / f"{part}.log"
 
     def _order(self, order: dict[str, Any]) -> None:
         with contextlib.suppress(BrokenPipeError):  # it has ended: ``check`` says so
@@ -136,18 +137,18 @@ class ClientProcesses:
                     raise error_of(*news["failed"])
                 self._ended[news["ended"]] = news["status"]
 
-    def _tell_of_those_who_failed(self) -> None:
+    def _see_off(self) -> None:
+        """Wait until the devices have left."""
+        try:
+            self._nursery.wait(FAREWELL_SECONDS)
+        except subprocess.TimeoutExpired:
+            log.warning("not all devices have left within %g s: ended", FAREWELL_SECONDS)
         self._listen()
-        failed = [
-            part for part, status in self._ended.items() if status and part not in self.dismissed
-        ]
-        missing = [
-            part
-            for part in range(len(self._ended))
-            if self._nursery.returncode is None and part not in self._ended
-        ]
-        if failed or missing:
-            log.warning("%d devices did not leave in good order", len(failed) + len(missing))
+        failed = [part for part in self._ended.keys() - self.dismissed if self._ended[part]]
+        if failed:
+            log.warning(
+                "%d devices ended in an error; see %s", len(failed), self._log_of(failed[0])
+            )
 
     def _end(self) -> None:
         """Close the pipe on which all of them hang, and wait for the last."""

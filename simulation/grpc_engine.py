@@ -59,8 +59,14 @@ def run_on_grpc(settings: Settings, *, on_round: OnRound, resume: bool) -> None:
                     start=lambda: clients.start(intake.port),
                 )
 
-            serve_run(settings, None, on_round=on_round, resume=resume, grid_of=grid_of)
-            clients.farewell()
+            serve_run(
+                settings,
+                None,
+                on_round=on_round,
+                resume=resume,
+                grid_of=grid_of,
+                command="headwater-simulate",
+            )
 
 
 def check_engine(settings: Settings) -> None:

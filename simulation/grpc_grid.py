@@ -92,7 +92,7 @@ class SimulatedGrpcGrid(OwnGrid):
         return self._inner.name_of(node_id)
 
     def refuse(self, node_id: int, error: HeadwaterError) -> None:
-        self._clients.dismissed.add(self._part_of[node_id])
+        self._clients.dismiss(self._part_of[node_id])
         self._inner.refuse(node_id, error)
 
     def expect(self, request: DescribeRequest) -> None:
