@@ -45,7 +45,9 @@ class Laps:
     """The shuffled population of a lap, kept until the next lap or until devices come or go."""
 
     def __init__(self) -> None:
-        self._of: tuple[int, int, tuple[str, ...]] | None = None
+        self._of: tuple[int, int] | None = None
+        self._names: Collection[str] = ()
+        self._listed: tuple[str, ...] = ()
         self._shuffled: list[str] = []
 
     def walk(
@@ -53,16 +55,18 @@ class Laps:
     ) -> Iterator[str]:
         """Yield the shuffled names of the round's lap from the round's turn on, and round to it.
 
-        All of them, in their own order, where all are invited.
+        All of them, in their own order, where all are invited. What gave the names of the round
+        before, if it is given again, must give the same.
         """
         if size is None or size >= len(names):
             yield from names
             return
         lap, turn = divmod(round_number - 1, -(-len(names) // size))
-        of = (seed, lap, tuple(names))
-        if of != self._of:
-            self._of = of
-            self._shuffled = sorted(of[2], key=lambda name: _digest(seed, str(lap), name))
+        if (seed, lap) != self._of or names is not self._names:
+            listed = tuple(names)
+            if (seed, lap) != self._of or listed != self._listed:
+                self._shuffled = sorted(listed, key=lambda name: _digest(seed, str(lap), name))
+            self._of, self._names, self._listed = (seed, lap), names, listed
         yield from islice(self._shuffled, turn * size, None)
         # The last turn of a lap is filled up from its start.
         yield from islice(self._shuffled, turn * size)

@@ -191,7 +191,7 @@ class Planning:
             return why.seconds / why.of_seconds
 
         return invite(
-            here,
+            here.keys(),
             size=cohort.size,
             seed=self._settings.seed,
             round_number=round_number,

@@ -8,7 +8,7 @@ round in which it was there.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, KeysView, Mapping
 from itertools import islice
 
 from common.errors import HeadwaterError
@@ -30,6 +30,7 @@ class Roster(Mapping[str, DeviceReport]):
         self._devices = devices
         self._request: DescribeRequest | None = None
         self._here: Collection[int] = range(0)
+        self._keys = KeysView(self)
         self._since: dict[int, int] = {}
         self._first_round = 0
         self._reports: dict[int, DeviceReport] = {}
@@ -43,6 +44,7 @@ class Roster(Mapping[str, DeviceReport]):
         if self._settings.simulation.fleet is None:
             self._here = everybody
         else:
+            self._keys = KeysView(self)
             self._since = {
                 part: self._since.get(part, round_number)
                 for part in everybody
@@ -79,6 +81,10 @@ class Roster(Mapping[str, DeviceReport]):
         able = (name for name in self if self.get(name) is not None)
         return sum(1 for _ in islice(able, number)) == number
 
+    def keys(self) -> KeysView[str]:
+        """Return the names: the same object as long as they are the same."""
+        return self._keys
+
     def __len__(self) -> int:
         return len(self._here) - len(self.refused)
 
@@ -102,6 +108,7 @@ class Roster(Mapping[str, DeviceReport]):
         except HeadwaterError as error:
             log.warning("a device was refused: %s: %s", error.code, error)
             self.refused[part] = error
+            self._keys = KeysView(self)
             raise KeyError(name) from error
         self._reports[part] = found
         return found
