@@ -1,0 +1,183 @@
+"""What the commands of ``headwater-client`` do, once their flags are read.
+
+Each imports what it needs itself: torch comes with the task, gRPC with the connection, and an idle
+device holds nothing of the other commands.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from client.resident import Identity, Resident
+    from client.tally import Tally
+    from common.settings import Settings
+
+
+def join_with(text: str, folder: Path) -> None:
+    """Join with a token, or with that on the standard input for ``-``, and say how to go on."""
+    import sys
+
+    from client.join import CLOCK_SECONDS, SETTINGS_FILE, join
+    from common.console import console, stderr
+    from common.join_token import JoinToken
+
+    token = JoinToken.parse(sys.stdin.read(4096) if text == "-" else text)
+    joined = join(token, folder)
+    console.print(
+        f"{joined.name} has joined: its certificate ends on {joined.expires_at:%Y-%m-%d}, and is "
+        "renewed before then while the device takes part",
+        soft_wrap=True,
+    )
+    for path in joined.files:
+        console.print(f"  {path}", soft_wrap=True)
+    off = joined.clock_off_seconds
+    if abs(off) > CLOCK_SECONDS:
+        where = "ahead of" if off > 0 else "behind"
+        stderr.print(f"this machine's clock is {abs(off):.0f} s {where} the server's: set it")
+    console.print("Start it with:")
+    config = folder / SETTINGS_FILE
+    console.print(
+        f"  headwater-client --config {config} --task my_task.py:MyTask --data ...", soft_wrap=True
+    )
+
+
+def show_identity(config: Path | None, overrides: dict[str, Any]) -> None:
+    """Show this device's line of the allow-list; make its identity if it has none."""
+    from client.enrolment import host_name, make_identity
+    from common.console import stderr
+    from common.errors import SettingsError
+    from common.settings import load
+
+    settings = load(config, overrides)
+    path = settings.secure.identity
+    if path is None:
+        raise SettingsError("no file is named", remedy="say where it lies: --identity FILE")
+    found, is_new = make_identity(path, settings.client.name or host_name())
+    if is_new:
+        stderr.print(f"made {path}: keep it on this device, and bring the line to all others")
+    typer.echo(found.line)
+
+
+def check_task(config: Path | None, overrides: dict[str, Any]) -> None:
+    """Try the task on this device's data, and say what the device knows of itself."""
+    from client.self_check import show
+    from common.settings import load
+
+    settings = load(config, overrides)
+    resident, identity = _open(settings)
+    show(settings, resident, identity)
+
+
+def see_doctor(config: Path | None, overrides: dict[str, Any]) -> None:
+    """Say what could keep this device from taking part; exit with 1 if something does."""
+    from client.doctor import examine
+    from client.findings import show
+    from common.settings import load
+
+    if not show(examine(load(config, overrides), _open)):
+        raise typer.Exit(1)
+
+
+def _open(settings: Settings) -> tuple[Resident, Identity]:
+    """Load the task and this device's data, before anything is connected."""
+    import torch
+
+    from client.device import ThisMachine
+    from client.enrolment import host_name
+    from client.resident import Identity, resident_of
+    from common.errors import MissingData, SettingsError
+    from common.heap import use_one_heap
+
+    use_one_heap()  # before the thread that trains begins
+    torch.set_num_threads(settings.threads or max(int(ThisMachine().cores()), 1))
+    if settings.task is None:
+        raise SettingsError("no task is set", remedy="name it with --task FILE.py:Class")
+    chosen = settings.client
+    if chosen.data is not None and not chosen.data.exists():
+        raise MissingData(f"there is no {chosen.data}")
+    if chosen.part >= chosen.num_parts:
+        raise SettingsError(f"part {chosen.part} of {chosen.num_parts}: parts count from 0")
+    identity = Identity(
+        name=chosen.name or host_name(),
+        data=chosen.data,
+        part=chosen.part,
+        num_parts=chosen.num_parts,
+        rule=settings.partition.rule(seed=settings.seed),
+    )
+    resident = resident_of(
+        settings.task,
+        replace_batch_norm=settings.model.replace_batch_norm,
+        check_task=settings.check_task,
+    )
+    return resident, identity
+
+
+def take_part(config: Path | None, overrides: dict[str, Any]) -> None:
+    """Take part until the run ends, the device is asked to stop, or patience is at its end."""
+    import asyncio
+    import math
+
+    from client.enrolment import check_enrolment
+    from common.settings import load
+    from common.tls import check_address, read_credentials
+
+    settings = load(config, overrides)
+    credentials = read_credentials(settings.tls)
+    check_address(
+        settings.client.server, has_tls=credentials is not None, is_insecure=settings.insecure
+    )
+    if settings.client.metrics is not None:
+        from common.metrics_port import check_metrics_address
+
+        check_metrics_address(settings.client.metrics, is_insecure=settings.insecure)
+    resident, identity = _open(settings)
+    check_enrolment(settings.secure, identity.name)
+    resident.examples(identity)
+    from client.absence import absence_of
+    from client.app import app as own_app
+    from client.node import Node
+    from client.uplink import Uplink, keep_up
+    from common.console import console
+
+    renewal = None
+    if credentials is not None:
+        from client.renewal import Renewal
+
+        renewal = Renewal(settings.tls, credentials)
+    node = Node(own_app, resident, identity, settings, settings.client.state_folder)
+    uplink = Uplink(
+        node,
+        settings.client.server,
+        renewal=renewal,
+        absence=absence_of(settings.client, identity.name, resident.image.layout),
+        patience_seconds=math.inf if settings.client.stay else settings.client.patience_seconds,
+    )
+    console.print(
+        f"{identity.name}: {len(resident.examples(identity))} examples, "
+        f"server {settings.client.server}",
+        soft_wrap=True,
+    )
+    _show_metrics(settings, node.tally)
+    asyncio.run(keep_up(uplink, stay=settings.client.stay))
+    console.print(f"{identity.name}: done")
+
+
+def _show_metrics(settings: Settings, tally: Tally) -> None:
+    """Open the port of the metrics, if it was asked for; it ends with the process."""
+    if settings.client.metrics is None:
+        return
+    from client.exporter import ClientMetrics
+    from client.limits import MemoryLimits
+    from client.sensors import Sensors
+    from common.console import console
+    from common.metrics_port import MetricsPort
+
+    limits = MemoryLimits(settings.client.memory_limit_bytes)
+    # Sensors of its own: those of the device are looked at from the thread that trains.
+    metrics = ClientMetrics(tally, Sensors().vitals, limits.least_bytes)
+    port = MetricsPort(settings.client.metrics, metrics.registry)
+    console.print(f"metrics at {port.url}", soft_wrap=True)
