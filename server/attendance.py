@@ -14,7 +14,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
-from common.errors import HeadwaterError
+from common.errors import (
+    BytesUsedUp,
+    ConnectionLost,
+    HeadwaterError,
+    OutsideUploadWindow,
+    WorkingHours,
+)
 from common.wire import NAME_PATTERN
 
 if TYPE_CHECKING:  # torch comes with it, which status need not wait for
@@ -22,6 +28,7 @@ if TYPE_CHECKING:  # torch comes with it, which status need not wait for
 
 MOST_DEVICES = 10_000
 MOST_STRANGERS = 100
+AWAY = {kind.__name__ for kind in (BytesUsedUp, OutsideUploadWindow, WorkingHours)}
 MOST_REASON = 500  # characters of a refusal that are kept
 
 
@@ -62,8 +69,17 @@ class Device:
         self.temperature_celsius = vitals.temperature_celsius
         self.battery, self.is_on_battery = vitals.battery, vitals.is_on_battery
 
+    @property
+    def has_left(self) -> bool:
+        """Whether it said why it is away, and has not come back since."""
+        if self.refusal_code not in AWAY:
+            return False
+        return not self.is_connected or (self.refused_at or 0.0) >= (self.last_seen or 0.0)
+
     def refuse(self, error: HeadwaterError) -> None:
-        """Note why it was refused."""
+        """Note why it was refused; of one that has left, that it is gone is nothing new."""
+        if isinstance(error, ConnectionLost) and self.has_left:
+            return
         self.refused_at = time.time()
         self.refusal_code, self.refusal_text = error.code, str(error)[:MOST_REASON]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from common.errors import IdentityRefused, LateUpdate
+from common.errors import ConnectionLost, IdentityRefused, LateUpdate, OutsideUploadWindow
 from common.update import Plan, Vitals
 from server import attendance
 from server.attendance import MOST_REASON, MOST_STRANGERS, Attendance, Device
@@ -63,6 +63,19 @@ def test_a_stranger_that_is_let_in_later_is_one_device() -> None:
     known.refuse("pi", REFUSED)
     assert known.connected("pi").refusal_code == "IdentityRefused"
     assert names(known) == ["pi"]
+
+
+def test_that_a_device_is_gone_does_not_hide_why_it_left_until_it_is_back() -> None:
+    known = Attendance()
+    device = known.connected("pi")
+    known.refuse("pi", OutsideUploadWindow("until the evening"))
+    known.refuse("pi", ConnectionLost("the device is gone"))  # a round had just planned for it
+    known.disconnected(device)
+    known.refuse("pi", ConnectionLost("the device is gone"))
+    assert device.refusal_code == "OutsideUploadWindow"
+    known.connected("pi")
+    known.refuse("pi", ConnectionLost("pi has been gone for 60 s"))
+    assert device.refusal_code == "ConnectionLost"
 
 
 @pytest.mark.parametrize("name", ["", "a b", "x" * 129, "\x1b[2J", "../etc"])
