@@ -446,6 +446,7 @@ SETTING_OF = {
     "faults": "simulation.faults",
     "compute": "simulation.compute",
     "workers": "simulation.workers",
+    "compile_passes": "simulation.compile",
     "wire": "simulation.wire",
     "engine": "simulation.engine",
     "server": "client.server",

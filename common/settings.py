@@ -314,6 +314,11 @@ class Simulation(Branch):
         description="processes that compute devices one by one; auto: as many as usable cores "
         "(docs/simulation.md)",
     )
+    compile: bool = Field(
+        False,
+        description="let torch.compile make the passes over many devices; needs a C++ compiler "
+        "(docs/simulation.md)",
+    )
     wire: bool = Field(
         False, description="push every plan and update through encoding and decoding"
     )

@@ -71,6 +71,15 @@ def simulate(
             rich_help_panel=PANEL,
         ),
     ] = None,
+    compile_passes: Annotated[
+        bool | None,
+        typer.Option(
+            "--compile",
+            help="Let torch.compile make the passes over many devices: half a minute more at the "
+            "start, which seldom pays (docs/simulation.md).",
+            rich_help_panel=PANEL,
+        ),
+    ] = None,
     wire: Annotated[
         bool | None,
         typer.Option(

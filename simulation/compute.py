@@ -71,6 +71,8 @@ def compute_of(settings: Settings, devices: Devices) -> Compute:
 
 
 def _one_by_one(settings: Settings, devices: Devices, num_invited: int) -> Compute:
+    if settings.simulation.compile:
+        _say("one by one, with the bits of the wire: nothing is compiled")
     number = num_workers(settings, num_invited=num_invited)
     if number == 1:
         return OneByOne(devices)

@@ -27,13 +27,12 @@ def run_engine(settings: Settings, *, on_round: OnRound, resume: bool) -> None:
     """Run the settings on the engine that they name."""
     torch.set_num_threads(settings.threads or 1)
     is_direct = not settings.simulation.wire and settings.secure.aggregation == "off"
-    if settings.simulation.workers != 1 and not (
-        settings.simulation.engine == "in-process" and is_direct
-    ):
+    is_chosen = settings.simulation.workers != 1 or settings.simulation.compile
+    if is_chosen and not (settings.simulation.engine == "in-process" and is_direct):
         raise SettingsError(
-            "worker processes compute devices for --engine in-process alone, and not where their "
-            "updates travel as messages (--wire, masked updates)",
-            remedy="leave --workers out",
+            "worker processes and compiled passes compute devices for --engine in-process alone, "
+            "and not where their updates travel as messages (--wire, masked updates)",
+            remedy="leave --workers and --compile out",
         )
     if settings.simulation.engine == "flower-ray":
         if resume:

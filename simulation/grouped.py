@@ -21,6 +21,7 @@ from common.task import batch_of, loss_sum
 from common.update import Update
 from server.fleet import Dropout, UpdateOfMany
 from simulation.answers import Together
+from simulation.compiled import say
 from simulation.devices import Called, Devices
 from simulation.foreseen import Foreseen
 from simulation.many import Floats, ManyExamples
@@ -65,6 +66,11 @@ class Grouped:
         self._most_vectors = max(VECTORS_BYTES // (4 * resident.image.layout.num_parameters), 1)
         self._is_in_turn = own_vectors and self._most_vectors < FEWEST_VECTORS
         self._try()
+        if devices.settings.simulation.compile:
+            if own_vectors and not self._is_in_turn:
+                say("passes are not compiled: it would slow down those for small vectors")
+            else:
+                self._many.compile()
 
     def train(
         self,

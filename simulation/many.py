@@ -9,7 +9,7 @@ sum of its examples.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from common.parameters import ModelImage
 from common.task import Task
+from simulation.compiled import compiled, say
 from simulation.packed import CannotGroup, Packed
 
 Floats = NDArray[np.float64]
@@ -46,6 +47,12 @@ class ManyExamples:
         self._names = [
             name for name, parameter in self._summing.named_parameters() if parameter.requires_grad
         ]
+        self._of_each = vmap(self._one)
+        self._compiled: Callable[..., Any] | None = None
+
+    def compile(self) -> None:
+        """Let ``add`` be compiled from now on, if that can be; else it is said why not."""
+        self._compiled = compiled(self._of_each)
 
     def add(self, tensors: Sequence[Tensor], factors: Tensor | None, precision: str) -> ExampleSums:
         """Add the gradient of the examples' summed loss to the parameters' own.
@@ -56,8 +63,26 @@ class ManyExamples:
             CannotGroup: the task or its model cannot be run so.
         """
         self._image.model.train()
+        if self._compiled is not None:
+            try:
+                return self._add(self._compiled, tensors, factors, precision)
+            except MemoryError:
+                raise
+            except Exception as error:  # the compiler's, or one that comes again below
+                reason = error if isinstance(error, CannotGroup) else _sentence(error)
+                say(f"passes are not compiled: {reason}")
+                self._compiled = None
+        return self._add(self._of_each, tensors, factors, precision)
+
+    def _add(
+        self,
+        of_each: Callable[..., Any],
+        tensors: Sequence[Tensor],
+        factors: Tensor | None,
+        precision: str,
+    ) -> ExampleSums:
         with _named(), _cast(precision):
-            loss, weight, metrics = vmap(self._one)(*tensors)
+            loss, weight, metrics = of_each(*tensors)
         total = loss.sum() if factors is None else (loss * factors).sum()
         total.backward()
         return _sums(loss, weight, metrics)
@@ -93,7 +118,7 @@ class ManyExamples:
     def weights(self, tensors: Sequence[Tensor], precision: str) -> Floats:
         """Return what each example weighs [n]."""
         with _named(), _cast(precision), torch.no_grad():
-            _, weight, _ = vmap(self._one)(*tensors)
+            _, weight, _ = self._of_each(*tensors)
         found: Floats = weight.numpy()
         return found
 
@@ -132,8 +157,12 @@ def _named() -> Any:
     except MemoryError:
         raise
     except Exception as error:
-        sentence = str(error).partition(". ")[0].partition("\n")[0]
-        raise CannotGroup(f"{type(error).__name__}: {sentence[:200]}") from error
+        raise CannotGroup(_sentence(error)) from error
+
+
+def _sentence(error: Exception) -> str:
+    sentence = str(error).partition(". ")[0].partition("\n")[0]
+    return f"{type(error).__name__}: {sentence[:200]}"
 
 
 @contextlib.contextmanager

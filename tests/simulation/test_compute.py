@@ -7,6 +7,7 @@ few steps of plain SGD the models by as much of what moved them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +169,24 @@ def test_large_vectors_are_the_same_one_behind_the_other(
     rows = [run(tmp_path / way, way, **{"cohort.weighting": "dataset"}) for way in ways]
     assert_alike(tmp_path, *ways, rows)
     assert_norms_alike(*rows)
+
+
+def test_what_cannot_be_compiled_is_named_and_computed_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def compiling(function: Callable[..., Any], *, fullgraph: bool) -> Callable[..., Any]:
+        def fail(*tensors: Tensor) -> Any:
+            raise RuntimeError("there is no compiler. See the manual")
+
+        return fail
+
+    run(tmp_path / "plain", "fused")
+    assert "compiled:" not in capsys.readouterr().out
+    monkeypatch.setattr("torch.compile", compiling)
+    run(tmp_path / "tried", "fused", **{"simulation.compile": True})
+    said = "passes are not compiled: RuntimeError: there is no compiler\n"
+    assert capsys.readouterr().out.count(said) == 1
+    assert torch.equal(model_in(tmp_path / "plain"), model_in(tmp_path / "tried"))
 
 
 def test_convolutions_with_group_norm_do_too(tmp_path: Path) -> None:

@@ -169,7 +169,8 @@ def test_killed_worker_ends_the_run_by_name_and_none_is_left(workers: Workers) -
     assert not of_workers()
 
 
-def test_workers_are_refused_where_updates_are_messages() -> None:
-    settings = settings_of(**{"simulation.workers": 2, "simulation.wire": True})
+@pytest.mark.parametrize("chosen", [{"simulation.workers": 2}, {"simulation.compile": True}])
+def test_what_computes_is_not_chosen_where_updates_are_messages(chosen: dict[str, Any]) -> None:
+    settings = settings_of(**{**chosen, "simulation.wire": True})
     with pytest.raises(SettingsError, match="worker processes"):
         run_engine(settings, on_round=lambda _: None, resume=False)
