@@ -134,7 +134,9 @@ class Cohort(Branch):
         description="what an update weighs: what it was summed over, or what its device owns",
     )
     invite_within_rounds: Count = Field(
-        10, description="a device that is too slow for the deadline is still asked once in so many"
+        10,
+        description="a device that is too slow for the deadline, or came late three times in a "
+        "row, is still asked once in so many",
     )
     reconnect_seconds: Seconds = Field(
         60.0, description="how long a client that vanished may take to come back in a round"

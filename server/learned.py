@@ -21,6 +21,8 @@ DEADLINE_SHARE = 0.9
 # The share of the deadline in which a device trains: less each time that it comes too late, so that
 # model and update have time to travel, and a little more again each time that it does not.
 LATE_FACTOR, IN_TIME_FACTOR, LEAST_SHARE = 0.6, 1.02, 0.05
+# Who has come too late so often, one time after the other, is asked as seldom as who is too slow.
+MOST_TIMES_LATE = 3
 
 NO_VITALS = Vitals()
 
@@ -31,6 +33,7 @@ class Learned:
 
     ``line`` gives the seconds of a micro-batch; it is None where speeds were not asked for.
     ``num_left`` is None at an epoch's start, when all its examples are left.
+    ``times_late`` counts the times in a row that it came too late, or not at all.
     ``waiting_since`` is the first round that it was left out of, being too slow, since it was last
     asked; None if it was not. ``is_outdated`` means that what it tells of itself next counts.
     """
@@ -40,6 +43,7 @@ class Learned:
     vitals: Vitals = NO_VITALS
     num_left: int | None = None
     deadline_share: float = DEADLINE_SHARE
+    times_late: int = 0
     waiting_since: int | None = None
     is_outdated: bool = True
 
@@ -83,14 +87,14 @@ class Learned:
     def late(self) -> Learned:
         """Let a device that came too late train for less of the deadline."""
         share = max(self.deadline_share * LATE_FACTOR, LEAST_SHARE)
-        return replace(self, deadline_share=share)
+        return replace(self, deadline_share=share, times_late=self.times_late + 1)
 
     def in_time(self) -> Learned:
         """Give a device that did not come too late some of its time back."""
-        if self.deadline_share == DEADLINE_SHARE:
+        if self.deadline_share == DEADLINE_SHARE and not self.times_late:
             return self
         share = min(self.deadline_share * IN_TIME_FACTOR, DEADLINE_SHARE)
-        return replace(self, deadline_share=share)
+        return replace(self, deadline_share=share, times_late=0)
 
     def counted(self, report: Reported) -> Learned:
         """Move on in the epoch: the device's update is part of a sum that was committed."""
@@ -155,6 +159,7 @@ _PLAIN = (
     "fastest_micro_batch_size",
     "num_left",
     "deadline_share",
+    "times_late",
     "waiting_since",
     "is_outdated",
 )

@@ -18,9 +18,9 @@ from common.update import DescribeRequest, DeviceReport, Plan, Reported
 from server import reasons
 from server.cohort import Invited, Laps, dataset_weights, invite
 from server.culprits import LeftOut, convicted, left_out
-from server.learned import NOTHING, Learned
+from server.learned import MOST_TIMES_LATE, NOTHING, Learned
 from server.open_round import OpenRound
-from server.planner import Assignment, Device, Link, TooSlow, assign, too_slow
+from server.planner import Assignment, Device, Link, assign, too_slow
 from server.target import Target
 
 log = logging.getLogger(__name__)
@@ -172,23 +172,27 @@ class Planning:
     ) -> Invited:
         """Choose the cohort, and meet those who come into question: they are then in ``devices``.
 
-        With K set no speed is asked for, and nobody is too slow.
+        With K set no speed is asked for, and nobody is too slow. Who comes too late time and again
+        is left out like who is too slow, or a device that never answers would hold up every round.
         """
         cohort = self._settings.cohort
         is_k_set = self._settings.plan.accumulation_steps is not None
         deadline = None if is_k_set else cohort.deadline_seconds
-        found: dict[str, TooSlow] = {}
+        why: dict[str, str] = {}
 
         def slowness(name: str) -> float | None:
             report = None if name in culprits else here.get(name)
             if report is None:
                 return None
             device = devices[name] = self._meet(name, report)
-            why = too_slow(device, deadline_seconds=deadline, link=link)
-            if why is None:
+            if device.learned.times_late >= MOST_TIMES_LATE:
+                why[name] = reasons.of_coming_late(device.learned.times_late)
+                return float(device.learned.times_late)
+            found = too_slow(device, deadline_seconds=deadline, link=link)
+            if found is None:
                 return 0.0
-            found[name] = why
-            return why.seconds / why.of_seconds
+            why[name] = reasons.of_leaving_out(found)
+            return found.seconds / found.of_seconds
 
         return invite(
             here.keys(),
@@ -196,7 +200,7 @@ class Planning:
             seed=self._settings.seed,
             round_number=round_number,
             slowness=slowness,
-            explain=lambda name: reasons.of_leaving_out(found[name]),
+            explain=why.__getitem__,
             waiting_since={
                 name: learned.waiting_since
                 for name, learned in self.learned.items()
@@ -278,9 +282,12 @@ class Planning:
                 learned = learned.shown(opened.ready[name])
             elif isinstance(error, EmptyUpdate):
                 learned = learned.skipped()
+            if not isinstance(error, LateUpdate):
+                learned = learned.in_time()
             # Who is too slow for one example was foreseen to be late: it says nothing of its link.
-            is_late = isinstance(error, LateUpdate) and name not in self._asked_anyway
-            self.learned[name] = learned.late() if is_late else learned.in_time()
+            elif name not in self._asked_anyway:
+                learned = learned.late()
+            self.learned[name] = learned
 
     def count(self, accepted: Mapping[str, Reported]) -> None:
         """Move on in the epochs of the devices whose updates were committed."""

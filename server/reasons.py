@@ -29,6 +29,11 @@ def of_leaving_out(found: TooSlow) -> str:
     return f"one example takes {_seconds(found.seconds)} of its {_seconds(found.of_seconds)}"
 
 
+def of_coming_late(times: int) -> str:
+    """Say why a device that stalls has no part in a round."""
+    return f"it came too late {times} times in a row"
+
+
 def _of_quota(assignment: Assignment) -> str:
     quota, device, steps = assignment.quota, assignment.device, assignment.accumulation_steps
     if steps is not None and quota == steps * assignment.fitting:

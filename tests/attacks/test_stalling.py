@@ -35,3 +35,22 @@ def test_a_server_that_was_set_up_by_init_ends_its_rounds_without_who_stalls(
     settings = load(tmp_path / SETTINGS_FILE, {})
     # That a round with a deadline ends is tried in test_strangers.py.
     assert settings.cohort.deadline_seconds is not None
+
+
+def test_who_stalls_time_and_again_is_asked_no_more_than_once_in_ten_rounds() -> None:
+    """A round waits for it until the deadline; the rounds behind the third do not wait."""
+    rounds = 5
+
+    async def play() -> None:
+        async with cohort("attacker", "honest", rounds=rounds, deadline=2.0) as (run, *devices):
+            attacker, honest = devices
+            await attacker.describe()
+            await honest.describe()
+            for _ in range(rounds):
+                await honest.update(await honest.plan())
+            await run.end()
+            assert [row.num_invited for row in run.rows] == [2, 2, 2, 1, 1]
+            assert [row.num_clients for row in run.rows] == [1] * rounds
+            assert run.rows[3].left_out == {"attacker": "it came too late 3 times in a row"}
+
+    asyncio.run(play())

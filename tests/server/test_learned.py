@@ -131,6 +131,14 @@ def test_who_comes_late_trains_for_less_and_gets_time_back_slowly() -> None:
     assert once.deadline_share == DEADLINE_SHARE
 
 
+def test_times_late_are_counted_in_a_row() -> None:
+    known = NOTHING.late().late()
+    assert known.times_late == 2
+    assert known.left_out(3).told(report()).times_late == 2
+    assert known.in_time().times_late == 0
+    assert known.in_time().late().times_late == 1
+
+
 NUMBER = st.floats(0, 1e9)
 LEARNED = st.builds(
     Learned,
