@@ -341,8 +341,14 @@ def draw_curves(folder: Path) -> Path | None:
 
     rounds = [row["round"] for row in rows]
     has_batch = any(row.get("target_by") == "noise scale" for row in rows)
-    figure = Figure(figsize=(14.5 if has_batch else 11, 3.4), layout="constrained")
-    loss, quality, work, *batch = figure.subplots(1, 4 if has_batch else 3)
+    num_panels = 4 if has_batch else 3
+    width = 3.7 * num_panels
+    figure = Figure(figsize=(width, 3.4))
+    # Margins in inches: to measure every label for them takes as long as to draw the whole.
+    margins = {"left": 0.8 / width, "right": 1 - 0.1 / width, "bottom": 0.15, "top": 0.9}
+    loss, quality, work, *batch = figure.subplots(
+        1, num_panels, gridspec_kw={**margins, "wspace": 0.22}
+    )
     losses = [math.nan if row["loss"] is None else row["loss"] for row in rows]
     loss.plot(rounds, losses, label="training")
     for name in ("test_loss", "held_out_loss"):
