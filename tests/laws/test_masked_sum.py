@@ -113,10 +113,22 @@ def test_every_dropout_pattern_of_three_and_four_devices_gives_the_sum_of_who_ca
     assert 0 < sum(outcomes) < len(outcomes)
 
 
+def every_mix(num_devices: int, mode: Mode) -> list[Drops]:
+    """Return a pattern for each way to fill the places, whoever of the devices has which."""
+    order = np.random.default_rng(0)
+    mixes: dict[tuple[str, ...], list[Drops]] = {}
+    for drops in every_pattern(num_devices, mode):
+        mixes.setdefault(tuple(sorted(map(str, drops.values()))), []).append(drops)
+    return [alike[order.integers(len(alike))] for alike in mixes.values()]
+
+
 @pytest.mark.slow
-def test_every_dropout_pattern_of_three_and_four_devices_holds_in_active_mode() -> None:
-    for num_devices in (3, 4):
-        for number, drops in enumerate(every_pattern(num_devices, "active")):
+def test_every_dropout_pattern_of_three_devices_and_mix_of_four_holds_in_active_mode() -> None:
+    """Who of four has which place is gone through in semi-honest mode."""
+    patterns = {3: every_pattern(3, "active"), 4: every_mix(4, "active")}
+    assert [len(each) for each in patterns.values()] == [7**3, math.comb(4 + 7 - 1, 4)]
+    for num_devices, each in patterns.items():
+        for number, drops in enumerate(each):
             cast = Cast(num_devices, mode="active", seed=number, num_values=2)
             check(cast, drops, survivors(cast.names, drops, "active"))
 
