@@ -156,7 +156,7 @@ def flower_client(num_parameters: int, k: int) -> Callable[[], Any]:
     )
 
 
-def keystream(num_parameters: int, k: int, *, turns: int) -> Figures:
+def keystream(num_parameters: int, k: int, *, turns: int, seconds_each: float) -> Figures:
     """Compare the masking of a vector with the bare cipher."""
     vector = np.zeros(num_parameters, dtype=np.uint32)
     streams = [Stream(key=Secret(os.urandom(32)), sign=1) for _ in range(k)]
@@ -173,7 +173,7 @@ def keystream(num_parameters: int, k: int, *, turns: int) -> Figures:
         "one": lambda: mask_in_place(vector, streams),
         "two": lambda: mask_in_place(vector, streams, num_threads=2),
     }
-    wall, cpu = take_turns(loops, turns=turns, seconds_each=0.2)
+    wall, cpu = take_turns(loops, turns=turns, seconds_each=seconds_each)
     done = k * vector.nbytes / (num_chunks * CHUNK_BYTES)  # the bare one leaves a remainder out
     return {
         "bare_gigabytes_per_second": num_chunks
@@ -187,7 +187,7 @@ def keystream(num_parameters: int, k: int, *, turns: int) -> Figures:
     }
 
 
-def client(num_parameters: int, k: int, *, turns: int) -> Figures:
+def client(num_parameters: int, k: int, *, turns: int, seconds_each: float) -> Figures:
     """Compare a client's masking with Flower's, in time, memory and bytes."""
     ours, flower = our_client(num_parameters, k), flower_client(num_parameters, k)
     plain = ours.values_P.clone()
@@ -202,7 +202,7 @@ def client(num_parameters: int, k: int, *, turns: int) -> Figures:
             loops[f"{cipher}_{num_threads}_threads"] = functools.partial(
                 masked, cipher, num_threads
             )
-    wall, cpu = take_turns(loops, turns=turns, seconds_each=0.2)
+    wall, cpu = take_turns(loops, turns=turns, seconds_each=seconds_each)
     figures: Figures = {}
     for name in loops:
         figures[name] = {
@@ -241,7 +241,9 @@ def memory(who: str, size: str) -> Figures:
     return {"beyond_bytes": beyond_bytes, "upload_bytes": upload_bytes}
 
 
-def server(num_parameters: int, *, num_neighbours: int, threshold: int, turns: int) -> Figures:
+def server(
+    num_parameters: int, *, num_neighbours: int, threshold: int, turns: int, seconds_each: float
+) -> Figures:
     """Time the opening of a masked sum of 100 devices, 10 of which dropped out after sharing."""
     names = [f"device-{i:03}" for i in range(100)]
     near = neighbours(names, num_neighbours=num_neighbours, seed=SESSION)
@@ -284,7 +286,7 @@ def server(num_parameters: int, *, num_neighbours: int, threshold: int, turns: i
         decode_mean(total, encoding=encoding, weight=WEIGHT * len(survivors), out=out)
         num_masks = len(streams)
 
-    wall, cpu = take_turns({"opened": opened}, turns=turns, seconds_each=0.2)
+    wall, cpu = take_turns({"opened": opened}, turns=turns, seconds_each=seconds_each)
     return {
         "seconds": statistics.median(wall["opened"]),
         "cpu_seconds": statistics.median(cpu["opened"]),
@@ -300,7 +302,7 @@ def main() -> None:
         return
     cases = QUICK_CASES if flags.quick else CASES
     largest = 10_000 if flags.quick else 1_000_000
-    turns = 3 if flags.quick else 15
+    turns, seconds_each = (2, 0.01) if flags.quick else (15, 0.2)
     graphs = {"complete": (99, 51)}
     for mode in ("semi-honest", "active"):
         sparse = graph_size(100, corrupted=0.1, dropout=0.1, mode=mode)
@@ -308,14 +310,19 @@ def main() -> None:
     report(
         {
             "keystream": {
-                f"P_{size}": keystream(size, 20, turns=turns) for size in (largest, 10 * largest)
+                f"P_{size}": keystream(size, 20, turns=turns, seconds_each=seconds_each)
+                for size in (largest, 10 * largest)
             },
             "client": {
-                f"P_{size}_k_{k}": client(size, k, turns=turns if size < 10**7 else 5)
+                f"P_{size}_k_{k}": client(
+                    size, k, turns=turns if size < 10**7 else 5, seconds_each=seconds_each
+                )
                 for size, k in cases
             },
             "server": {
-                name: server(largest, num_neighbours=k, threshold=t, turns=turns)
+                name: server(
+                    largest, num_neighbours=k, threshold=t, turns=turns, seconds_each=seconds_each
+                )
                 for name, (k, t) in graphs.items()
             },
             "targets": "share_of_bare >= 0.8; cpu_ratio on 1 thread >= 8, wall_ratio on 2 >= 14; "

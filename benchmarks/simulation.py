@@ -274,6 +274,7 @@ def pfl(work: Work, number: int, rounds: int) -> None:
 
 def _run(kind: str, work: Work, number: int, rounds: int) -> Figures:
     torch.set_num_threads(1)
+    ENDS.clear()
     if kind in (*WAYS, SHARED):
         ours(kind, work, number, rounds)
     elif kind in BARE:
@@ -289,6 +290,7 @@ def _run(kind: str, work: Work, number: int, rounds: int) -> Figures:
 
 
 BEGUN = time.perf_counter()
+Measure = Callable[[str, str, int, int], Figures]
 
 
 def _has(module: str) -> bool:
@@ -299,9 +301,16 @@ def _measure(kind: str, work: str, number: int, rounds: int) -> Figures:
     return child("benchmarks.simulation", "--case", f"{kind}:{work}:{number}:{rounds}")
 
 
-def _beside(work: str, number: int, rounds: int, peers: Iterable[str]) -> Figures:
+def _here(kind: str, work: str, number: int, rounds: int) -> Figures:
+    """Do the same in this process: whether it runs at all, without seven times the imports."""
+    return _run(kind, WORK[work], number, rounds)
+
+
+def _beside(
+    work: str, number: int, rounds: int, peers: Iterable[str], *, measure: Measure = _measure
+) -> Figures:
     """Measure all ways to do a work, and how they stand to each other."""
-    found = {kind: _measure(kind, work, number, rounds) for kind in (*BARE, *WAYS, SHARED, *peers)}
+    found = {kind: measure(kind, work, number, rounds) for kind in (*BARE, *WAYS, SHARED, *peers)}
     limits = dict(zip(WAYS, BARE, strict=True))
     found["of_limit"] = {way: found[way]["rate"] / found[limits[way]]["rate"] for way in WAYS}
     per_core = found[SHARED]["rate"] / WORKERS
@@ -319,7 +328,7 @@ def main() -> None:
         print(json.dumps(_run(kind, WORK[work], int(number), int(rounds))))
         return
     if chosen.quick:
-        figures: Figures = {"digits_20": _beside("digits", 20, 3, ())}
+        figures: Figures = {"digits_20": _beside("digits", 20, 3, (), measure=_here)}
     else:
         peers = [peer for peer, module in PEERS.items() if _has(module)]
         figures = {

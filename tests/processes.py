@@ -13,6 +13,7 @@ import json
 import multiprocessing
 import os
 import re
+import runpy
 import signal
 import socket
 import subprocess
@@ -311,8 +312,11 @@ def _become(
         from server.cli import main
     elif module == "client":
         from client.cli import main
-    else:
+    elif module == "simulation":
         from simulation.cli import main
+    else:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        return
     main()
 
 

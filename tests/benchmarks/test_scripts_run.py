@@ -1,14 +1,12 @@
 """Each benchmark runs in a small form and ends with a line of JSON."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.processes import Processes
 
 # A figure that each script must have, whatever peers are installed.
 KEYS = {
@@ -33,30 +31,25 @@ KEYS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(KEYS))
-def test_script_ends_with_one_line_of_json(name: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", f"benchmarks.{name}", "--quick", "--json"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    figures: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+def test_script_ends_with_one_line_of_json(name: str, tmp_path: Path) -> None:
+    said = said_by(tmp_path, name, "--quick", "--json")
+    figures: dict[str, Any] = json.loads(said.splitlines()[-1])
     assert KEYS[name] in figures
     assert "machine" in figures
 
 
-def test_help_says_what_is_measured() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.wire_bytes", "--help"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert "Bytes on the wire per update" in done.stdout
-    assert "--json" in done.stdout
+def test_help_says_what_is_measured(tmp_path: Path) -> None:
+    said = said_by(tmp_path, "wire_bytes", "--help")
+    assert "Bytes on the wire per update" in said
+    assert "--json" in said
+
+
+def said_by(folder: Path, name: str, *flags: str) -> str:
+    """Run a script to its end, which must be a good one; return what it printed."""
+    with Processes(folder) as processes:
+        script = processes.run(f"benchmarks.{name}", *flags)
+        assert script.wait() == 0, script.text()
+    return script.text()
 
 
 def test_peers_that_are_not_installed_are_named() -> None:
