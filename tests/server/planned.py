@@ -1,0 +1,79 @@
+"""Devices to plan for: of a known pace, or drawn; and when each is here after its work."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from hypothesis import strategies as st
+
+from common import settings
+from common.line import Line
+from common.update import Vitals
+from server.learned import Learned
+from server.planner import Assignment, Device, Link
+
+MIB = 2**20
+VITALS = tuple(Vitals.model_fields)
+
+
+def device(
+    name: str = "pi",
+    num_examples: int = 100,
+    *,
+    base: float = 0.0,
+    each: float | None = None,
+    **known: Any,
+) -> Device:
+    """Return a device of this pace; ``known`` are fields of its vitals, or of what is learned."""
+    vitals = {key: known.pop(key) for key in VITALS if key in known}
+    line = None if each is None else Line(base=base, each=each)
+    learned = Learned(line=line, vitals=Vitals(**vitals), is_outdated=False, **known)
+    return Device(name=name, num_examples=num_examples, learned=learned)
+
+
+def plan(**changes: Any) -> settings.Plan:
+    return settings.Plan.model_validate(changes)
+
+
+SECONDS = st.floats(1e-6, 1e3)
+RATE = st.none() | st.floats(1e3, 1e9)
+ROWS = st.lists(
+    st.fixed_dictionaries(
+        {
+            "num_examples": st.integers(1, 5000),
+            "num_left": st.none() | st.integers(1, 6000),
+            "base": st.just(0.0) | SECONDS,
+            "each": st.none() | SECONDS,
+            "fastest_micro_batch_size": st.none() | st.integers(1, 300),
+            "share": st.just(1.0) | st.floats(0.01, 1),
+            "upload_bytes_per_second": RATE,
+            "download_bytes_per_second": RATE,
+            "memory_limit_bytes": st.none() | st.integers(1, 4096 * MIB),
+            "base_bytes": st.none() | st.integers(0, 300 * MIB),
+            "bytes_per_example": st.none() | st.floats(0, 64 * MIB),
+        }
+    ),
+    min_size=1,
+    max_size=12,
+)
+LINK = st.builds(
+    Link,
+    image_bytes=st.integers(1, 10**8),
+    update_bytes=st.integers(1, 10**8),
+    turn_seconds=st.just(0.0) | st.floats(1e-6, 1.0),
+)
+
+
+def devices_of(rows: list[dict[str, Any]]) -> list[Device]:
+    return [device(f"d{at}", **row) for at, row in enumerate(rows)]
+
+
+def here_after(told: Assignment, quota: int, link: Link) -> float:
+    """Return download + (ceil(q / m) a + q b) / share + upload, for who is believed."""
+    vitals, line = told.device.learned.vitals, told.device.learned.line
+    assert line is not None
+    down, up = vitals.download_bytes_per_second, vitals.upload_bytes_per_second
+    work = math.ceil(quota / told.fitting) * line.base + quota * line.each
+    transfers = (link.image_bytes / down if down else 0) + (link.update_bytes / up if up else 0)
+    return transfers + work * told.slowed / vitals.share
