@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import time
 from collections.abc import Iterable
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from common.wire import CHUNK_BYTES, SMALL_IMAGE_BYTES
 from common.wire_pb2 import Chunk, Image, Instruction, ServerFrame
@@ -26,6 +26,16 @@ class Downloads:
         self._image: tuple[str, memoryview] | None = None
         self._sending = asyncio.Semaphore(FRAMES_AT_ONCE)
         self._frame = lru_cache(maxsize=CACHED_FRAMES)(self._make_frame)
+
+    def send(self, session: Session, frame: ServerFrame) -> None:
+        """Put a frame into a session's outbox; one without a stream is sent nothing."""
+        if session.stream is not None:
+            session.outbox.put_nowait(partial(self.write, session.stream, frame, session))
+
+    def push(self, session: Session, ask: Ask) -> None:
+        """Put an instruction into a session's outbox, with its model if the device lacks it."""
+        if session.stream is not None:
+            session.outbox.put_nowait(partial(self._send_ask, session, ask, session.stream))
 
     async def write(
         self, stream: Stream, frame: ServerFrame, session: Session | None = None
@@ -52,7 +62,7 @@ class Downloads:
         """Let go of the chunks that were serialised: the model may change."""
         self._frame.cache_clear()
 
-    async def send_ask(self, session: Session, ask: Ask, stream: Stream) -> None:
+    async def _send_ask(self, session: Session, ask: Ask, stream: Stream) -> None:
         """Send an instruction, behind its model if the device does not have it."""
         image_id, beside = "", b""
         if session.stream is not stream or session.ask is not ask:

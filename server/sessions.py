@@ -78,6 +78,12 @@ class Session:
     """What is noted of the device."""
 
 
+Sessions = dict[int, Session]
+"""By node."""
+Displaced = dict[Stream, HeadwaterError | None]
+"""Streams that are being ended, and what their devices are told; None: to come back."""
+
+
 def node_id_of(name: str) -> int:
     """Return the node id of a device: 62 bits of its name's hash, so that it keeps it."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 2

@@ -372,7 +372,7 @@ class Conversations:
         assert not intake._uploads._waiting
         assert not intake._displaced
         await asyncio.sleep(0)
-        assert not [writer for writer in intake._writers if not writer.done()]
+        assert not [writer for writer in intake._streams._writers if not writer.done()]
 
 
 # The wire itself.

@@ -105,7 +105,7 @@ def test_a_device_that_may_not_enter_is_told_why_and_counted(
 def test_a_device_that_says_nothing_is_sent_away(
     model: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("server.intake.HELLO_SECONDS", 0.1)
+    monkeypatch.setattr("server.streams.HELLO_SECONDS", 0.1)
 
     async def play() -> None:
         async with cohort("honest") as (run, honest), RawDevice(run.port) as silent:

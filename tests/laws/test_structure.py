@@ -35,7 +35,13 @@ FLOWER_FILES = {
     "simulation/simulated_app.py",
     "simulation/wire.py",
 }
-GRPC_FILES = {"client/uplink.py", "server/health.py", "server/intake.py", "server/port.py"}
+GRPC_FILES = {
+    "client/uplink.py",
+    "server/health.py",
+    "server/intake.py",
+    "server/port.py",
+    "server/streams.py",
+}
 # Loaded only where metrics were asked for.
 METRICS_FILES = {"client/exporter.py", "common/metrics_port.py", "server/exporter.py"}
 PRIVATE_FLOWER_FILES = {"common/own_grid.py", "simulation/flower_ray.py"}
