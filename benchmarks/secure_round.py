@@ -28,7 +28,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def seconds_of(secure: dict[str, Any], *, devices: int, rounds: int) -> list[float]:
+def seconds_of(secure: dict[str, Any], *, devices: int, rounds: int, size: int) -> list[float]:
     """Return the seconds of a run's rounds, the first left out: it probes nothing but loads all."""
     seen: list[RoundRow] = []
     with tempfile.TemporaryDirectory(prefix="headwater-benchmark-") as folder:
@@ -39,7 +39,7 @@ def seconds_of(secure: dict[str, Any], *, devices: int, rounds: int) -> list[flo
                 "threads": 1,
                 "check_task": False,
                 "out": Path(folder),
-                "plan": {"accumulation_steps": 4, "micro_batch_size": 16},
+                "plan": {"accumulation_steps": 4, "micro_batch_size": size},
                 "optimizer": {"learning_rate": 0.01},
                 "simulation": {"clients": devices},
                 "secure": secure,
@@ -52,11 +52,11 @@ def seconds_of(secure: dict[str, Any], *, devices: int, rounds: int) -> list[flo
 def main() -> None:
     """Take turns and report."""
     chosen = arguments(__doc__)
-    devices, rounds, turns = (4, 1, 1) if chosen.quick else (20, 2, 3)
+    devices, rounds, turns, size = (3, 1, 1, 1) if chosen.quick else (20, 2, 3, 16)
     seconds: dict[str, list[float]] = {name: [] for name in KINDS}
     for _ in range(turns):
         for name, secure in KINDS.items():
-            seconds[name] += seconds_of(secure, devices=devices, rounds=rounds)
+            seconds[name] += seconds_of(secure, devices=devices, rounds=rounds, size=size)
     plain = seconds["plain"]
     figures: Figures = {"plain_round_seconds": statistics.median(plain)}
     for name in list(KINDS)[1:]:
