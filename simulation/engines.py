@@ -73,6 +73,7 @@ def _rare_collections() -> Iterator[None]:
         yield
     finally:
         gc.set_threshold(*before)
+        gc.collect()  # of many runs in one process each left its devices' data behind
 
 
 def _run_on_messages(settings: Settings, run_id: int, *, on_round: OnRound, resume: bool) -> None:
