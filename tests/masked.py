@@ -28,7 +28,7 @@ from common.errors import HeadwaterError
 from common.masked_numbers import bounds_of
 from common.own_grid import enter_run, numbered
 from common.parameters import ModelImage
-from common.secagg import PHASES, Request, SessionNumber
+from common.secagg import PHASES, KeysWanted, Request, SessionNumber
 from common.settings import Settings
 from common.update import Plan, Ready, UpdateReport
 from server.secure_masks import MaskPhase
@@ -42,6 +42,7 @@ TASK = "tests/tasks.py:TwoLayers"
 ACTIONS = tuple(phase.action for phase in PHASES)
 START = Place()
 CLIP = 2.0**10  # far beyond what the small task comes to
+KEYS = KeysWanted(run=RUN, round=1, attempt=1, mode="semi-honest")
 
 
 def settings_of(**changes: Any) -> Settings:

@@ -7,7 +7,7 @@ import hashlib
 import logging
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ from client.between_messages import PARKED
 from client.enrolment import make_identity
 from client.micro_batches import Place
 from client.parking_keys import KeyFile, SimulatedKey, is_in_memory, memory_folder
-from client.resident import resident_of
 from common import records
 from common.errors import (
     CohortTooSmall,
@@ -32,11 +31,12 @@ from common.errors import (
     UpdateNotHeld,
 )
 from common.rotation import Rotation, first_bounds
-from common.secagg import KeysWanted, MaskWanted, SurvivorsTold, UnmaskWanted
+from common.secagg import MaskWanted, SurvivorsTold, UnmaskWanted
 from common.secret import Secret
 from tests.faults import FaultPlan
 from tests.masked import (
     ACTIONS,
+    KEYS,
     RUN,
     AppDevice,
     Device,
@@ -54,15 +54,10 @@ from tests.masked import (
     train,
 )
 
-KEYS = KeysWanted(run=RUN, round=1, attempt=1, mode="semi-honest")
 ALL = ("d0", "d1", "d2")
 
 
-@pytest.fixture(autouse=True)
-def a_process_of_its_own() -> Iterator[None]:
-    resident_of.cache_clear()
-    yield
-    resident_of.cache_clear()
+pytestmark = pytest.mark.usefixtures("a_process_of_its_own")
 
 
 def devices(folder: Path, count: int) -> list[FlowerDevice]:

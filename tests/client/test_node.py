@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,9 +13,10 @@ from client.resident import resident_of
 from client.secure_session import SecureSession
 from common import records
 from common.errors import SessionReplayed, StateError, UpdateNotHeld
-from common.secagg import KeysWanted, MaskWanted
+from common.secagg import MaskWanted
 from tests.attacks.test_secagg_secrets import forms
 from tests.masked import (
+    KEYS,
     RUN,
     TASK,
     AppDevice,
@@ -32,15 +32,9 @@ from tests.masked import (
 )
 
 NAMES = ("d0", "d1", "d2")
-KEYS = KeysWanted(run=RUN, round=1, attempt=1, mode="semi-honest")
 
 
-@pytest.fixture(autouse=True)
-def a_process_of_its_own() -> Iterator[None]:
-    """Each test begins without updates."""
-    resident_of.cache_clear()
-    yield
-    resident_of.cache_clear()
+pytestmark = pytest.mark.usefixtures("a_process_of_its_own")
 
 
 class Disk:

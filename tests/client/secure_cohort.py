@@ -1,0 +1,60 @@
+"""Devices of one cohort in masked rounds, and what the server asks of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from client.micro_batches import Place
+from common.update import DescribeRequest
+from server.secure_opening import Opening
+from tests.masked import AppDevice, Device, Told, opening_of, plan, ready, resident
+
+
+def devices(count: int = 4, **chosen: Any) -> list[AppDevice]:
+    return [AppDevice(part, **chosen) for part in range(count)]
+
+
+def trained(count: int = 4, **chosen: Any) -> list[AppDevice]:
+    """Return devices that hold an update of round 1."""
+    found = devices(count, **chosen)
+    for device in found:
+        ready(device, plan())
+    return found
+
+
+def opening(cohort: list[AppDevice], **chosen: Any) -> Opening:
+    return opening_of(cohort, plan(), **chosen)
+
+
+def place_of(device: Device) -> Place:
+    """Return where the device's next window begins, if its pending round does not count."""
+    return Place(**device.kept()["walk"]["place"])
+
+
+def describe(**changes: Any) -> str:
+    layout = resident().image.layout
+    return DescribeRequest(
+        run_seed=0,
+        wants_speed=True,
+        layout_digest=layout.digest,
+        num_parameters=layout.num_parameters,
+        **changes,
+    ).model_dump_json()
+
+
+class Between:
+    """A device to which something happens once it has answered an action."""
+
+    def __init__(self, device: Device, action: str, then: Callable[[Told], object]) -> None:
+        self.name = device.name
+        self.device = device
+        self.kept = device.kept
+        self._kind = f"query.{action}"
+        self._then = then
+
+    def send(self, kind: str, head: str, vector: memoryview | bytes | None = None) -> Told:
+        told = self.device.send(kind, head, vector)
+        if kind == self._kind:
+            self._then(told)
+        return told

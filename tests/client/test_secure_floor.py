@@ -1,0 +1,171 @@
+"""A device in masked rounds: what it insists on, and what it refuses before a session opens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from client.enrolment import make_identity
+from client.secure_work import floor_of
+from common import settings
+from common.errors import (
+    CohortTooSmall,
+    CountOutOfRange,
+    EmptyUpdate,
+    HeadwaterError,
+    IdentityUnknown,
+    MaskingRequired,
+    MaskingTooWeak,
+    NonFiniteUpdate,
+    TaskError,
+    UpdateNotHeld,
+)
+from common.update import Plan
+from tests.client.secure_cohort import opening
+from tests.masked import (
+    KEYS,
+    TASK,
+    AppDevice,
+    NodeDevice,
+    ask,
+    model,
+    opening_of,
+    plan,
+    play,
+    ready,
+    resident,
+    train,
+)
+
+SEMI_HONEST = {"aggregation": "semi-honest"}
+ACTIVE = {"aggregation": "active"}
+pytestmark = pytest.mark.usefixtures("a_process_of_its_own")
+
+
+# What the device insists on.
+
+
+@pytest.mark.parametrize("chosen", [SEMI_HONEST, ACTIVE])
+def test_a_device_that_insists_on_masks_sends_nothing_in_clear(chosen: dict[str, str]) -> None:
+    device = AppDevice(0, secure=chosen)
+    before = len(resident().task.seen)  # type: ignore[attr-defined]
+    with pytest.raises(MaskingRequired, match="an update is asked for in clear"):
+        train(device, plan(is_masked=False))
+    held_out = plan(is_masked=False, held_out_fraction=0.25)
+    with pytest.raises(MaskingRequired, match="holds out"):
+        device.send("evaluate", held_out.model_dump_json(), memoryview(model()))
+    assert len(resident().task.seen) == before  # type: ignore[attr-defined]
+    assert device.kept() == {}
+
+
+def test_a_device_that_insists_on_active_mode_takes_part_in_no_other() -> None:
+    cohort = [AppDevice(0, secure=ACTIVE), *(AppDevice(part) for part in (1, 2, 3))]
+    for device in cohort:
+        ready(device, plan())
+    played = play(cohort, opening(cohort))
+    assert isinstance(played.refused["d0"], MaskingTooWeak)
+    assert played.sum.survived == ("d1", "d2", "d3")
+
+
+def test_a_device_holds_a_session_to_its_own_least_number_of_members() -> None:
+    cohort = [AppDevice(0, secure={"min_members": 5}), *(AppDevice(part) for part in (1, 2, 3))]
+    for device in cohort:
+        ready(device, plan())
+    played = play(cohort, opening(cohort))
+    assert isinstance(played.refused["d0"], CohortTooSmall)
+
+
+def test_the_floor_is_the_device_s_own_settings() -> None:
+    chosen = settings.Secure(
+        aggregation="active", min_members=7, min_survivors=0.5, corrupted=0.2, dropout=0.3
+    )
+    floor = floor_of(chosen)
+    assert (floor.mode, floor.min_members, floor.min_survivors) == ("active", 7, 0.5)
+    assert (floor.corrupted, floor.dropout) == (0.2, 0.3)
+    assert floor_of(settings.Secure()).mode == "semi-honest"
+
+
+def test_identities_come_from_the_files_that_the_node_is_configured_with(tmp_path: Path) -> None:
+    """Of four devices one has a list that lacks another: it alone refuses the session."""
+    identities = {
+        f"d{part}": make_identity(tmp_path / f"d{part}", f"d{part}")[0] for part in range(4)
+    }
+    lines = [identity.line for identity in identities.values()]
+    (tmp_path / "whole").write_text("\n".join(lines))
+    (tmp_path / "lacking").write_text("\n".join(lines[:3]))
+    cohort = []
+    for part in range(4):
+        allow_list = tmp_path / ("lacking" if part == 0 else "whole")
+        secure = {**ACTIVE, "identity": tmp_path / f"d{part}", "allow_list": allow_list}
+        device = NodeDevice(part, tmp_path / f"state{part}", task=TASK, secure=secure)
+        ready(device, plan())
+        cohort.append(device)
+    played = play(cohort, opening_of(cohort, plan(), mode="active"))
+    assert {name: type(error) for name, error in played.refused.items()} == {"d0": IdentityUnknown}
+    assert played.sum.survived == ("d1", "d2", "d3")
+
+
+def test_a_device_without_an_identity_takes_no_part_in_active_sessions(tmp_path: Path) -> None:
+    device = NodeDevice(0, tmp_path, task=TASK)
+    ready(device, plan())
+    with pytest.raises(MaskingTooWeak, match="identity"):
+        ask(device, KEYS.model_copy(update={"mode": "active"}))
+
+
+# What is wrong with an update is said before a session opens, and not how large it is.
+
+
+BAD_TASK = """
+import torch
+from tests.tasks import NAN_LOSS, TwoLayers, examples
+
+class AllBad(TwoLayers):
+    def train_examples(self, *, data, part, num_parts):
+        return examples(8, kinds=[NAN_LOSS] * 8)
+
+class Heavy(TwoLayers):
+    def loss_sum(self, model, batch):
+        loss, weight = super().loss_sum(model, batch)
+        return loss, 977 * weight
+
+class Steep(TwoLayers):
+    def loss_sum(self, model, batch):
+        loss, weight = super().loss_sum(model, batch)
+        return loss + (model[1].bias.sum() - model[1].bias.sum().detach()) * 1e38, weight
+
+class Talkative(TwoLayers):
+    def loss_sum(self, model, batch):
+        loss, weight = super().loss_sum(model, batch)
+        return loss, weight, {f"m{number}": 1.0 for number in range(49)}
+"""
+
+
+@pytest.mark.parametrize(
+    ("task", "asked", "error"),
+    [
+        ("AllBad", plan(), EmptyUpdate),
+        ("Heavy", plan(), CountOutOfRange),
+        ("Steep", plan(weigh_as=977), NonFiniteUpdate),
+        ("Talkative", plan(), TaskError),
+    ],
+)
+def test_an_update_that_no_session_can_take_is_refused_without_a_number_of_it(
+    task: str,
+    asked: Plan,
+    error: type[HeadwaterError],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    (tmp_path / "bad_masked.py").write_text(BAD_TASK)
+    device = NodeDevice(0, tmp_path, task=f"{tmp_path}/bad_masked.py:{task}")
+    image = bytes(device.node.resident.image.buffer())
+    with pytest.raises(error) as caught:
+        train(device, asked, image)
+    told = caught.value.message
+    assert "own log" in told
+    for number in ("8", "977", "49"):
+        assert number not in told
+    assert any(record.levelname == "WARNING" for record in caplog.records)
+    with pytest.raises(UpdateNotHeld):
+        ask(device, KEYS)

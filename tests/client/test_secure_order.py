@@ -1,0 +1,161 @@
+"""A device in masked rounds: the order of its phases, and which examples are spent by whom."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from client.micro_batches import Place, Walk, Window
+from client.secure_work import update_id
+from common.errors import OutOfPhase, TooFewSurvivors, UpdateAlreadyMasked, UpdateNotHeld
+from common.secagg import MaskWanted, SharesDelivered, SurvivorsTold, UnmaskWanted
+from tests.client.secure_cohort import Between, opening, place_of, trained
+from tests.faults import FaultPlan
+from tests.masked import (
+    ACTIONS,
+    KEYS,
+    RUN,
+    TASK,
+    AppDevice,
+    Device,
+    NodeDevice,
+    Told,
+    ask,
+    is_behind,
+    opening_of,
+    plain_sum,
+    plan,
+    play,
+    ready,
+    sum_of,
+    train,
+)
+
+pytestmark = pytest.mark.usefixtures("a_process_of_its_own")
+
+
+# Order, and processes that were started anew.
+
+
+def test_a_phase_out_of_order_is_refused() -> None:
+    cohort = trained(3)
+    with pytest.raises(OutOfPhase):
+        ask(cohort[0], SharesDelivered(shares=()))
+    play(cohort, opening(cohort), until="share_keys")
+    for request in (
+        MaskWanted(members=("d0", "d1", "d2")),
+        SurvivorsTold(survived=("d0", "d1", "d2"), dropped=()),
+        UnmaskWanted(survived=("d0", "d1", "d2"), dropped=()),
+    ):
+        with pytest.raises(OutOfPhase):
+            ask(cohort[0], request)
+
+
+def test_a_device_without_an_update_says_so() -> None:
+    device = AppDevice(0)
+    with pytest.raises(UpdateNotHeld):
+        ask(device, KEYS)
+    train(device, plan(is_masked=False))
+    with pytest.raises(UpdateNotHeld):
+        ask(device, KEYS)
+
+
+def test_the_next_round_s_plan_to_anybody_ends_the_sessions_of_the_last_one() -> None:
+    cohort = trained(3)
+    ready(cohort[0], plan(2))
+    with pytest.raises(UpdateNotHeld):
+        ask(cohort[1], KEYS)
+    ask(cohort[0], KEYS.model_copy(update={"round": 2}))
+
+
+@pytest.mark.parametrize("action", [action for action in ACTIONS if action != "consistency"])
+def test_a_process_that_was_started_anew_is_out_of_the_session_and_spends_nothing_twice(
+    action: str, tmp_path: Path
+) -> None:
+    """Once its masked vector is with the server, the others' shares open the sum with it."""
+    sums = [plain_sum(part, plan())[0] for part in range(5)]
+    others = [AppDevice(part) for part in range(1, 5)]
+    killed = NodeDevice(0, tmp_path)
+    cohort: list[Device] = [killed, *others]
+    for device in cohort:
+        ready(device, plan())
+
+    def restart(_: Told) -> None:
+        between.device = NodeDevice(0, tmp_path, task=f"././{TASK}")
+
+    between = Between(killed, action, restart)
+    played = play([between, *others], opening_of(cohort, plan()))
+    is_masked = not is_behind("masked_update", action)
+    np.testing.assert_array_equal(sum_of(played.sum), sum(sums[0 if is_masked else 1 :]))
+    if action == "unmask":
+        assert not played.refused
+    else:
+        assert isinstance(played.refused["d0"], UpdateNotHeld)
+    ready(between.device, plan(2))
+    assert place_of(between.device) == Place(offset=8 if is_masked else 0)
+
+
+# Which examples are spent.
+
+
+def test_an_update_that_was_masked_is_spent_though_its_round_fails() -> None:
+    behind = plain_sum(0, plan(), place=Place(offset=8))[0]
+    expected = [behind, *(plain_sum(part, plan())[0] for part in range(1, 4))]
+    cohort = trained(4)
+    faults = FaultPlan()
+    for name in ("d1", "d2", "d3"):
+        faults = faults.drop(client=name, after="check_shares")
+    with pytest.raises(TooFewSurvivors):
+        play(cohort, opening(cohort), faults)
+    assert [place_of(device).offset for device in cohort] == [8, 0, 0, 0]
+    with pytest.raises(UpdateAlreadyMasked):
+        ask(cohort[0], KEYS.model_copy(update={"attempt": 2}))
+    for device in cohort:  # the round is tried again
+        ready(device, plan())
+    again = play(cohort, opening(cohort, attempt=2)).sum
+    np.testing.assert_array_equal(sum_of(again), sum(expected))
+
+
+def test_an_update_that_was_not_masked_may_go_into_another_session() -> None:
+    expected = sum(plain_sum(part, plan())[0] for part in range(4))
+    cohort = trained(4)
+    faults = FaultPlan()
+    for device in cohort[1:]:
+        faults = faults.drop(client=device.name, after="share_keys")
+    with pytest.raises(TooFewSurvivors):
+        play(cohort, opening(cohort), faults)
+    opened = play(cohort, opening(cohort, attempt=2)).sum
+    np.testing.assert_array_equal(sum_of(opened), expected)
+    assert [place_of(device).offset for device in cohort] == [8, 8, 8, 8]
+
+
+def test_what_the_server_says_of_the_round_moves_a_spent_place_no_further() -> None:
+    cohort = trained(3)
+    play(cohort, opening(cohort))
+    for counted in (None, 1):
+        ready(cohort[0], plan(2, counted_round=counted))
+        assert place_of(cohort[0]) == Place(offset=8)
+
+
+@given(
+    first=st.tuples(st.integers(0, 2), st.integers(0, 9), st.integers(1, 10), st.integers(0, 2)),
+    second=st.tuples(st.integers(0, 2), st.integers(0, 9), st.integers(1, 10), st.integers(0, 2)),
+)
+def test_two_updates_have_one_name_if_and_only_if_they_are_of_the_same_model_and_examples(
+    first: tuple[int, int, int, int], second: tuple[int, int, int, int]
+) -> None:
+    def named(epoch: int, offset: int, num_taken: int, version: int) -> tuple[str, object]:
+        window = Window(positions=(), epoch=epoch, offset=offset, ends_epoch=False)
+        num_taken = min(num_taken, 10 - offset)  # a window ends with its epoch
+        walk = Walk(place=Place(epoch=epoch, offset=offset)).pend(
+            version + 1, window.after(num_taken, 10)
+        )
+        identity = (epoch, offset, num_taken, version)
+        return update_id(RUN, plan(version + 1), walk), identity
+
+    (name, what), (other_name, other) = named(*first), named(*second)
+    assert (name == other_name) == (what == other)
