@@ -230,6 +230,18 @@ class Processes:
         process.wait()
         return process
 
+    def complete(
+        self, module: str, *arguments: object, status: int = 0
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a command to its end, which has this status; tell its two streams apart."""
+        errors = self.folder / f"{len(self._started)}-{module}.errors"
+        process = self._start(module, [str(argument) for argument in arguments], errors=errors)
+        ended = subprocess.CompletedProcess(
+            arguments, process.wait(), stdout=process.text(), stderr=errors.read_text()
+        )
+        assert ended.returncode == status, ended
+        return ended
+
     def _start(
         self,
         module: str,
@@ -237,14 +249,18 @@ class Processes:
         *,
         as_command: bool = False,
         prepare: Callable[[], object] | None = None,
+        errors: Path | None = None,
     ) -> Process:
-        """Start a command; a forked one calls ``prepare`` in itself before it begins."""
+        """Start a command; a forked one calls ``prepare`` in itself before it begins.
+
+        What it writes to stderr goes to ``errors``, or else to its log.
+        """
         log = self.folder / f"{len(self._started)}-{module}.log"
         log.touch()
         if as_command:
             process = self._start_command(module, arguments, log)
         else:
-            process = self._fork(module, arguments, log, prepare)
+            process = self._fork(module, arguments, log, prepare, errors or log)
         self._started.append(process)
         return process
 
@@ -266,10 +282,16 @@ class Processes:
         return Process(log=log, pid=command.pid, poll=command.poll)
 
     def _fork(
-        self, module: str, arguments: list[str], log: Path, prepare: Callable[[], object] | None
+        self,
+        module: str,
+        arguments: list[str],
+        log: Path,
+        prepare: Callable[[], object] | None,
+        errors: Path,
     ) -> Process:
+        streams = (str(log), str(errors))
         child = _nursery().Process(
-            target=_become, args=(module, arguments, str(log), self._environment(), prepare)
+            target=_become, args=(module, arguments, streams, self._environment(), prepare)
         )
         child.start()
         assert child.pid is not None
@@ -294,7 +316,7 @@ def _nursery() -> Any:
 def _become(
     module: str,
     arguments: list[str],
-    log: str,
+    streams: tuple[str, str],
     environment: dict[str, str],
     prepare: Callable[[], object] | None,
 ) -> None:
@@ -302,9 +324,8 @@ def _become(
     os.setsid()
     os.chdir(ROOT)
     os.environ.update(environment)
-    descriptor = os.open(log, os.O_WRONLY | os.O_APPEND)
-    for stream in (sys.stdout.fileno(), sys.stderr.fileno()):
-        os.dup2(descriptor, stream)
+    for path, stream in zip(streams, (sys.stdout, sys.stderr), strict=True):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), stream.fileno())
     sys.argv = [f"headwater-{module}", *arguments]
     if prepare is not None:
         prepare()

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from server.checkpoint import FILE
+from tests.processes import Processes
 
 TASK_FILE = """
 from tests.tasks import TwoLayers, examples
@@ -105,10 +104,12 @@ def test_bad_input_ends_with_a_named_error_its_remedy_and_its_status(
     (tmp_path / "other" / FILE).write_bytes(b"of another run")
     for file, text in SETTINGS_FILES.items():
         (tmp_path / file).write_text(text)
-    command = [sys.executable, "-m", "simulation", "--out", str(tmp_path / "out")]
-    command += [word.replace("{here}", str(tmp_path)) for word in given]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert result.returncode == (2 if name in OF_SETTINGS else 1)
+    words_given = [word.replace("{here}", str(tmp_path)) for word in given]
+    status = 2 if name in OF_SETTINGS else 1
+    with Processes(tmp_path / "processes") as processes:
+        result = processes.complete(
+            "simulation", "--out", tmp_path / "out", *words_given, status=status
+        )
     assert "Traceback" not in result.stderr + result.stdout
     assert f"{name}: " in result.stderr
     assert "remedy: " in result.stderr

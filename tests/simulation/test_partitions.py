@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from server.metrics import RoundRow
 from server.rounds import MODEL
 from simulation.engines import run_engine
 from simulation.partitions import held_by_each, line
+from tests.processes import Processes
 
 # Forty examples of four labels; who wrote them is told by a method.
 TASK = """
@@ -127,23 +127,16 @@ def test_what_cannot_be_is_known_before_a_round(
 def test_the_command_shows_the_partition_and_refuses_one_that_cannot_be(tmp_path: Path) -> None:
     task = settings_of(tmp_path, "task").task
 
-    def simulate(*given: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "simulation", "--task", str(task), "--clients", "5"]
-        return subprocess.run(
-            [*command, "--out", str(tmp_path / "out"), *given],
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
+    def simulate(*given: str, status: int) -> subprocess.CompletedProcess[str]:
+        run = ("--task", task, "--clients", 5, "--out", tmp_path / "out")
+        with Processes(tmp_path / f"status-{status}") as processes:
+            return processes.complete("simulation", *run, *given, status=status)
 
-    shown = simulate("--partition", "column:author", "--show-partition")
-    assert shown.returncode == 0, shown.stderr
+    shown = simulate("--partition", "column:author", "--show-partition", status=0)
     assert "author" in shown.stdout.splitlines()[0]
     assert len(shown.stdout.splitlines()) == 1 + 5 + 1
     assert not (tmp_path / "out").exists()
-    refused = simulate("--partition", "column:region")
-    assert refused.returncode == 2
+    refused = simulate("--partition", "column:region", status=2)
     assert "MissingColumn: the examples of Letters have no column 'region'" in refused.stderr
     assert "columns(examples)" in refused.stderr
     assert not (tmp_path / "out").exists()
