@@ -237,7 +237,10 @@ class Processes:
         errors = self.folder / f"{len(self._started)}-{module}.errors"
         process = self._start(module, [str(argument) for argument in arguments], errors=errors)
         ended = subprocess.CompletedProcess(
-            arguments, process.wait(), stdout=process.text(), stderr=errors.read_text()
+            [module, *map(str, arguments)],
+            process.wait(),
+            stdout=process.text(),
+            stderr=errors.read_text(),
         )
         assert ended.returncode == status, ended
         return ended

@@ -10,8 +10,11 @@ from typing import Any
 
 import pytest
 
+from common.settings import Settings, load
 from server.metrics import read_rows
 from server.rounds import MODEL
+from simulation.engines import run_engine
+from simulation.profiles import with_fleet
 
 FLEET = """
 [[device]]
@@ -24,27 +27,45 @@ on_battery = 0.5
 """
 
 
-def simulate(folder: Path, engine: str) -> list[dict[str, Any]]:
-    command = [sys.executable, "-m", "simulation", "--task", "tests/tasks.py:TwoLayers"]
-    command += ["--fleet", str(folder / "fleet.toml"), "--engine", engine, "--rounds", "3"]
-    command += ["--effective-batch-size", "12", "--learning-rate", "0.001"]
-    environment = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
+def chosen(folder: Path, engine: str) -> Settings:
+    overrides = {
+        "task": "tests/tasks.py:TwoLayers",
+        "simulation.fleet": folder / "fleet.toml",
+        "simulation.engine": engine,
+        "simulation.clients": 2,
+        "rounds": 3,
+        "plan.effective_batch_size": 12,
+        "optimizer.learning_rate": 0.001,
+        "out": folder / engine,
+    }
+    return load(None, overrides)
+
+
+def simulate_here(folder: Path) -> list[dict[str, Any]]:
+    settings = with_fleet(chosen(folder, "in-process"))
+    run_engine(settings, on_round=lambda row: None, resume=False)
+    return read_rows(folder / "in-process")
+
+
+def simulate_on_ray(folder: Path) -> list[dict[str, Any]]:
+    config = folder / "settings.toml"
+    config.write_text(chosen(folder, "flower-ray").to_toml())
     done = subprocess.run(
-        [*command, "--out", str(folder / engine)],
-        env=environment,
+        [sys.executable, "-m", "simulation", "--config", str(config)],
+        env={key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"},
         capture_output=True,
         text=True,
         timeout=240,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    return read_rows(folder / engine)
+    return read_rows(folder / "flower-ray")
 
 
 @pytest.mark.slow
 def test_jitter_and_batteries_are_the_same_on_ray(tmp_path: Path) -> None:
     (tmp_path / "fleet.toml").write_text(FLEET)
-    here, on_ray = (simulate(tmp_path, engine) for engine in ("in-process", "flower-ray"))
+    here, on_ray = simulate_here(tmp_path), simulate_on_ray(tmp_path)
     keys = ("name", "num_examples", "step_seconds", "seconds", "peak_bytes", "plan", "reason")
     told = [
         [sorted([client[key] for key in keys] for client in row["clients"]) for row in rows]
