@@ -9,9 +9,11 @@ import typer
 
 from client import commands
 from client.flags import (
+    AllowListFile,
     BatteryShare,
     BytesPerDay,
     Data,
+    IdentityFile,
     MemoryLimitBytes,
     Name,
     NumParts,
@@ -25,6 +27,7 @@ from client.flags import (
     WorkingHours,
 )
 from common import flags
+from common.command_line import overrides, refuse_before_command
 
 app = typer.Typer(add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False)
 
@@ -54,15 +57,15 @@ def take_part(
     check: flags.Check = None,
     threads: flags.Threads = None,
     secure_aggregation: flags.SecureAggregation = None,
-    identity: flags.IdentityFile = None,
-    allow_list: flags.AllowListFile = None,
+    identity: IdentityFile = None,
+    allow_list: AllowListFile = None,
     min_members: flags.MinMembers = None,
     tls_ca: flags.TlsCa = None,
     tls_certificate: flags.TlsCertificate = None,
     tls_key: flags.TlsKey = None,
     insecure: flags.Insecure = None,
     config: flags.Config = None,
-    client_metrics: flags.ClientMetrics = None,
+    client_metrics: flags.Metrics = None,
     log_format: flags.LogFormat = None,
     verbose: flags.Verbose = False,
 ) -> None:
@@ -76,13 +79,13 @@ def take_part(
     --part 0 --num-parts 2`
     """
     if context.invoked_subcommand is not None:
-        flags.refuse_before_command(context)
+        refuse_before_command(context)
         return
     from common.console import errors_shown, start_log
 
     start_log(verbose=verbose, log_format=log_format)
     with errors_shown():
-        commands.take_part(config, flags.overrides(context.params))
+        commands.take_part(config, overrides(context.params))
 
 
 @app.command()
@@ -111,7 +114,7 @@ def check(
 
     start_log(verbose=False)
     with errors_shown():
-        commands.check_task(config, {**flags.overrides(context.params), "check_task": False})
+        commands.check_task(config, {**overrides(context.params), "check_task": False})
 
 
 @app.command()
@@ -134,8 +137,8 @@ def doctor(
     replace_batch_norm: flags.ReplaceBatchNorm = None,
     threads: flags.Threads = None,
     secure_aggregation: flags.SecureAggregation = None,
-    identity: flags.IdentityFile = None,
-    allow_list: flags.AllowListFile = None,
+    identity: IdentityFile = None,
+    allow_list: AllowListFile = None,
     tls_ca: flags.TlsCa = None,
     tls_certificate: flags.TlsCertificate = None,
     tls_key: flags.TlsKey = None,
@@ -151,12 +154,12 @@ def doctor(
 
     start_log(verbose=False)
     with errors_shown():
-        commands.see_doctor(config, {**flags.overrides(context.params), "check_task": False})
+        commands.see_doctor(config, {**overrides(context.params), "check_task": False})
 
 
 @app.command()
 def identity(
-    identity: flags.IdentityFile = None,
+    identity: IdentityFile = None,
     name: Name = None,
     config: flags.Config = None,
 ) -> None:

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from common.flags import SECURE
+
 PANEL = "This device"
 
 Data = Annotated[
@@ -123,5 +125,24 @@ Patience = Annotated[
         metavar="SECONDS",
         help="Give up when the server was not to be reached for so long. [default: 600]",
         rich_help_panel=PANEL,
+    ),
+]
+IdentityFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--identity",
+        metavar="FILE",
+        help="This device's signing identity, made by `headwater-client identity`.",
+        rich_help_panel=SECURE,
+    ),
+]
+AllowListFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--allow-list",
+        metavar="FILE",
+        help="Lines NAME KEY of the identities that this device trusts; bring it by other ways "
+        "than through the server.",
+        rich_help_panel=SECURE,
     ),
 ]

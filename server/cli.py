@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from common import flags
+from common.command_line import overrides, refuse_before_command
 
 app = typer.Typer(add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False)
 
@@ -78,7 +79,7 @@ def serve(
     out: flags.Out = None,
     resume: flags.Resume = False,
     config: flags.Config = None,
-    server_metrics: flags.ServerMetrics = None,
+    server_metrics: flags.Metrics = None,
     log_format: flags.LogFormat = None,
     verbose: flags.Verbose = False,
 ) -> None:
@@ -90,13 +91,13 @@ def serve(
     Try it: `headwater-server --task examples/digits.py:Digits --min-clients 2 --rounds 20`
     """
     if context.invoked_subcommand is not None:
-        flags.refuse_before_command(context)
+        refuse_before_command(context)
         return
     from common.console import errors_shown, start_log
 
     start_log(verbose=verbose, log_format=log_format)
     with errors_shown():
-        _serve(resume, config, flags.overrides(context.params))
+        _serve(resume, config, overrides(context.params))
 
 
 @app.command()

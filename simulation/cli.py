@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from common import flags
+from common.command_line import arguments, numbers, overrides, refuse_before_command
 
 if TYPE_CHECKING:
     from common.settings import Settings
@@ -166,13 +167,13 @@ def simulate(
     --learning-rate 0.01`
     """
     if context.invoked_subcommand is not None:
-        flags.refuse_before_command(context)
+        refuse_before_command(context)
         return
     from common.console import errors_shown, start_log
 
     start_log(verbose=verbose)
     with errors_shown():
-        _simulate(resume, config, flags.overrides(context.params), is_only_shown=show_partition)
+        _simulate(resume, config, overrides(context.params), is_only_shown=show_partition)
 
 
 @app.command()
@@ -237,13 +238,13 @@ def sweep(
 
         is_done = run_sweep(
             file,
-            grid=flags.arguments(grid) or {},
-            seeds=flags.numbers(seeds),
+            grid=arguments(grid) or {},
+            seeds=numbers(seeds),
             metric=metric,
             jobs=jobs or len(os.sched_getaffinity(0)),
             out=out,
             overrides={
-                key: value for key, value in flags.overrides(context.params).items() if key != "out"
+                key: value for key, value in overrides(context.params).items() if key != "out"
             },
         )
     if not is_done:

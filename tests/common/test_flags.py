@@ -5,7 +5,7 @@ import inspect
 import pytest
 
 from client import cli as client_cli
-from common import flags
+from common.command_line import SETTING_OF, overrides
 from common.errors import SettingsError
 from common.settings import load
 from server import cli as server_cli
@@ -18,10 +18,10 @@ NOT_SETTINGS = {"context", "config", "resume", "verbose", "log_format", "show_pa
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_flag_is_a_setting(command: object) -> None:
     assert callable(command)
-    assert set(inspect.signature(command).parameters) - NOT_SETTINGS <= flags.SETTING_OF.keys()
+    assert set(inspect.signature(command).parameters) - NOT_SETTINGS <= SETTING_OF.keys()
 
 
-@pytest.mark.parametrize("dotted", flags.SETTING_OF.values())
+@pytest.mark.parametrize("dotted", SETTING_OF.values())
 def test_every_setting_of_a_flag_is_in_the_tree(dotted: str) -> None:
     node = load(None, {})
     for key in dotted.split("."):
@@ -29,16 +29,16 @@ def test_every_setting_of_a_flag_is_in_the_tree(dotted: str) -> None:
 
 
 def test_flags_that_were_not_given_leave_the_settings_alone() -> None:
-    assert load(None, flags.overrides(dict.fromkeys(flags.SETTING_OF))) == load(None, {})
+    assert load(None, overrides(dict.fromkeys(SETTING_OF))) == load(None, {})
 
 
 def test_repeated_arguments_are_read_as_numbers_words_and_lists() -> None:
     given = {"optimizer_argument": ["momentum=0.9", "nesterov=true", "betas=0.9,0.99"]}
-    assert flags.overrides(given) == {
+    assert overrides(given) == {
         "optimizer.arguments": {"momentum": 0.9, "nesterov": True, "betas": [0.9, 0.99]}
     }
 
 
 def test_an_argument_without_its_value_is_named() -> None:
     with pytest.raises(SettingsError, match="KEY=VALUE"):
-        flags.overrides({"optimizer_argument": ["momentum"]})
+        overrides({"optimizer_argument": ["momentum"]})

@@ -12,8 +12,8 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from common.command_line import arguments
 from common.errors import SettingsError
-from common.flags import arguments
 from common.settings import Settings, from_run_config, load
 
 NAME = st.text(st.characters(codec="ascii", categories=["Ll", "Nd"]), min_size=1).filter(
