@@ -7,6 +7,7 @@ thousand reports of all their steps.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -93,9 +94,32 @@ class Together(Reports):
 
     def noise(self, owned: Mapping[str, int]) -> NoiseSums:
         """See ``server.fleet.Reports``."""
-        if self.norms is None:
-            return NoiseSums(weight=float(sum(self.told.sent_weight)))
-        return total(sums_of(report, num_owned=owned[report.name]) for report in self)
+        told, norms = self.told, self.norms
+        if norms is None:
+            return NoiseSums(weight=float(sum(told.sent_weight)))
+        last = np.cumsum(self.foreseen.num_steps) - 1
+        first = last - self.foreseen.num_steps + 1
+        weights, _ = self._of_steps
+        small, large = weights[first], self.weight
+        is_told = (small > 0) & (small < large)
+        if not is_told.all():  # K = 1, or steps without weight
+            return total(sums_of(report, num_owned=owned[report.name]) for report in self)
+        # As ``common.noise`` has it of one device.
+        sent = np.array(told.sent_weight, dtype=np.float64)
+        num_owned = np.array([owned[name] for name in told.names])
+        share = np.minimum(self.foreseen.num_examples / num_owned, 1.0)
+        at_small, at_large = (norms[first] / small) ** 2, (norms[last] / large) ** 2
+        variance = (at_small - at_large) * (small * large / (large - small))
+        squared = (large * at_large - small * at_small) / (large - small)
+        squared += variance * share / large
+        variance *= sent / large
+        return NoiseSums(
+            weight=math.fsum(sent),
+            measured_weight=math.fsum(sent),
+            variance=math.fsum(sent * variance),
+            sum_variance=math.fsum(sent * variance * (1 - share)),
+            squared_gradient=math.fsum(sent * squared),
+        )
 
     @cached_property
     def num_left(self) -> list[int]:

@@ -38,7 +38,7 @@ PASS_BYTES = 64 << 20
 MOST_AT_ONCE = 2048
 # Of the devices' examples, and of their vectors, that are held at once.
 MOST_ROWS = 1 << 16
-VECTORS_BYTES = 64 << 20
+VECTORS_BYTES = 16 << 20
 # Where fewer vectors than these fit, one micro-batch is work enough for a pass, and moving vectors
 # about would take longer than computing them.
 FEWEST_VECTORS = 16

@@ -74,9 +74,12 @@ def vectorised(
             part.reshape(*index.shape, *part.shape[1:]) for part in packed.take(rows[index.ravel()])
         ]
         vectors_SP, sums = many.rows(taken, torch.from_numpy(mask).float(), precision)
-        if gradients is None:
-            gradients = vectors_SP.new_empty((len(sizes), vectors_SP.shape[1]))
-        gradients[torch.from_numpy(steps)] = vectors_SP
+        if len(steps) == len(sizes) and bool((np.diff(steps) == 1).all()):
+            gradients = vectors_SP  # all in one pass, in their order
+        else:
+            if gradients is None:
+                gradients = vectors_SP.new_empty((len(sizes), vectors_SP.shape[1]))
+            gradients[torch.from_numpy(steps)] = vectors_SP
         _scatter(found, sums, index[mask], mask, len(rows))
     assert gradients is not None  # a block has steps
     firsts = np.cumsum(num_steps) - num_steps
@@ -177,6 +180,12 @@ def _grown(
     gradients_SP: Tensor, firsts: NDArray[np.int64], num_steps: NDArray[np.int64]
 ) -> tuple[Floats, Tensor]:
     """Return the norms [S] of each device's sum behind each of its steps, and the sums [D, P]."""
+    count = int(num_steps[0])
+    if bool((num_steps == count).all()):
+        grown_DKP = gradients_SP.view(len(firsts), count, -1)
+        for step in range(1, count):
+            grown_DKP[:, step] += grown_DKP[:, step - 1]
+        return _norms(gradients_SP), grown_DKP[:, -1]
     sums_DP = gradients_SP[torch.from_numpy(firsts)]
     norms = np.zeros(len(gradients_SP))
     norms[firsts] = _norms(sums_DP)
