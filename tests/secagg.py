@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -275,4 +276,9 @@ def _wired(message: Any, played: Played) -> Any:
     """Send a head through JSON, as the wire does."""
     text = message.model_dump_json(exclude_none=True)
     played.heads.append(text)
-    return records.parse(text, type(message))
+    kind: Any = type(message)
+    return _parsed(text, kind)
+
+
+# The roster is the same text for every device; what is read of it is frozen.
+_parsed = functools.lru_cache(maxsize=4)(records.parse)
