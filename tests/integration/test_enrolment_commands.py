@@ -39,9 +39,17 @@ class Operator:
             "server", "init", "--folder", self.certs, *hosts, "--certificates-last", last
         ).succeed()
 
-    def server(self, *arguments: object, task: str) -> Process:
+    def server(self, *, num_rounds: int, task: str) -> Process:
         listen = ("--enrolment-listen", f"127.0.0.1:{self.port}")
-        server = self.processes.server(*listen, *files(self.certs, "server"), *arguments, task=task)
+        plan = ("--min-clients", 1, "--accumulation-steps", 2, "--micro-batch-size", 8)
+        server = self.processes.server(
+            *listen,
+            *files(self.certs, "server"),
+            "--rounds",
+            num_rounds,
+            *plan,
+            task=task,
+        )
         server.wait_for("devices join at port")
         return server
 
@@ -66,17 +74,7 @@ def test_from_init_to_a_run_with_a_device_revoked_in_its_midst(tmp_path: Path) -
     task = write_task(tmp_path, open_for=1)
     with Processes(tmp_path) as processes:
         operator = Operator(processes, tmp_path)
-        server = operator.server(
-            "--rounds",
-            2,
-            "--min-clients",
-            1,
-            "--accumulation-steps",
-            2,
-            "--micro-batch-size",
-            8,
-            task=task.spec,
-        )
+        server = operator.server(num_rounds=2, task=task.spec)
         port = port_of(server)
         stays, goes = operator.join("1"), operator.join("0")
         client = processes.client(port, 0, "--config", goes, task=task.spec)
@@ -102,17 +100,7 @@ def test_a_run_outlives_its_devices_certificate(tmp_path: Path) -> None:
     task = write_task(tmp_path, open_for=1)
     with Processes(tmp_path) as processes:
         operator = Operator(processes, tmp_path, last="8s")
-        server = operator.server(
-            "--rounds",
-            1,
-            "--min-clients",
-            1,
-            "--accumulation-steps",
-            2,
-            "--micro-batch-size",
-            8,
-            task=task.spec,
-        )
+        server = operator.server(num_rounds=1, task=task.spec)
         config = operator.join("0")
         before = (config.parent / "device.pem").read_bytes()
         client = processes.client(port_of(server), 0, "--config", config, task=task.spec)
