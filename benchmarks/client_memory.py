@@ -163,7 +163,7 @@ def by_import() -> dict[str, int]:
 
 def main() -> None:
     flags = arguments(__doc__)
-    rounds, repeats, idle = (2, 1, 3.0) if flags.quick else (ROUNDS, 5, IDLE_SECONDS)
+    rounds, repeats, idle = (2, 1, 0.5) if flags.quick else (ROUNDS, 5, IDLE_SECONDS)
     found = [once(rounds, idle_seconds=0.0) for _ in range(repeats - 1)]
     found.append(once(rounds, idle_seconds=idle))
     figures: Figures = {
