@@ -28,15 +28,14 @@ from flwr.supercore.run import Run
 from client.app import client_app
 from client.asked import SIMULATED
 from common import records
-from common.errors import ConnectionLost, SettingsError
-from common.secagg import PHASES
+from common.errors import SettingsError
 from common.settings import Settings
 from server.app import server_app
 from server.rounds import OnRound
 from simulation.draws import at_round
 from simulation.faults import TRAIN
 from simulation.fleet import simulated_machine
-from simulation.vanishing import LastAsked
+from simulation.vanishing import LastAsked, app_of, refusal_of
 
 # Read by Flower and Ray when they are imported or started: no look-up leaves the machine, and Ray
 # neither counts its users, nor warns of GPUs that nobody has, nor starts anew behind a shutdown.
@@ -157,7 +156,6 @@ def _simulated(app: ClientApp, settings: Settings) -> ClientApp:
 
     A device that has vanished does not run it: the reply is what the server sees of a lost one.
     """
-    outer = ClientApp()
 
     def as_it_is(message: Message, context: Context) -> Message:
         context.node_config[SIMULATED] = True
@@ -170,17 +168,11 @@ def _simulated(app: ClientApp, settings: Settings) -> ClientApp:
             asked = asked.again(int(message.metadata.group_id))
             records.keep(context, ASKED, asked)
         if asked.has_vanished(settings, part, kind):
-            lost = ConnectionLost(f"device {part} has vanished")
-            return Message(records.refusal(lost, stays_here=True), reply_to=message)
+            return refusal_of(part, message)
         with at_round(asked.round):
             return as_it_is(message, context)
 
-    outer.query("describe")(as_it_is)
-    outer.train()(unless_vanished)
-    outer.evaluate()(unless_vanished)
-    for phase in PHASES:
-        outer.query(phase.action)(unless_vanished)
-    return outer
+    return app_of(describe=as_it_is, unless_vanished=unless_vanished)
 
 
 class _Watched:

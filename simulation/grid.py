@@ -16,7 +16,7 @@ from flwr.clientapp import ClientApp
 
 from client.asked import SIMULATED
 from common import records
-from common.errors import ConnectionLost, SettingsError
+from common.errors import SettingsError
 from common.own_grid import OwnGrid, numbered
 from common.settings import Settings
 from common.wire import framed_bytes
@@ -26,7 +26,7 @@ from simulation.lying import as_told
 from simulation.nodes import FIRST_NODE_ID, GRID
 from simulation.presence import Presence
 from simulation.profiles import with_fleet
-from simulation.vanishing import LastAsked
+from simulation.vanishing import LastAsked, refusal_of
 from simulation.wire import through_wire
 
 
@@ -99,8 +99,7 @@ class InProcessGrid(OwnGrid):
         if self._settings.simulation.wire:
             message.content = through_wire(message.content)
         if self._has_vanished(node_id, message.metadata.message_type):
-            lost = ConnectionLost(f"device {node_id - FIRST_NODE_ID} has vanished")
-            return Message(records.refusal(lost, stays_here=True), reply_to=message)
+            return refusal_of(node_id - FIRST_NODE_ID, message)
         number = self._presence.last_round if is_training else self._presence.last_round + 1
         with at_round(number):
             reply = self._app(message, context)

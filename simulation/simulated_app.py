@@ -14,8 +14,6 @@ from client.app import client_app
 from client.asked import SIMULATED
 from client.link import DOWNLOAD, UPLOAD
 from common import records
-from common.errors import ConnectionLost
-from common.secagg import PHASES
 from common.settings import Settings
 from common.update import Plan
 from simulation.draws import at_round
@@ -23,12 +21,12 @@ from simulation.faults import TRAIN
 from simulation.fleet import simulated_machine
 from simulation.lying import as_told
 from simulation.shared_round import SharedRound
-from simulation.vanishing import LastAsked
+from simulation.vanishing import LastAsked, app_of, refusal_of
 
 
 def simulated_app(settings: Settings, part: int, world: SharedRound) -> ClientApp:
     """Return the app of one device of a simulated fleet."""
-    inner, outer = client_app(simulated_machine), ClientApp()
+    inner = client_app(simulated_machine)
     asked = LastAsked()
 
     def as_simulated(message: Message, context: Context, *, number: int) -> Message:
@@ -47,17 +45,11 @@ def simulated_app(settings: Settings, part: int, world: SharedRound) -> ClientAp
         if kind == TRAIN:
             asked = asked.again(records.read(message.content, Plan).round)
         if asked.has_vanished(settings, part, kind):
-            lost = ConnectionLost(f"device {part} has vanished")
-            return Message(records.refusal(lost, stays_here=True), reply_to=message)
+            return refusal_of(part, message)
         reply = as_simulated(message, context, number=asked.round)
         if kind != TRAIN:
             return reply
         run_id = context.run_id
         return as_told(message, reply, settings, part, run_id=run_id, number=asked.round)
 
-    outer.query("describe")(describe)
-    outer.train()(unless_vanished)
-    outer.evaluate()(unless_vanished)
-    for phase in PHASES:
-        outer.query(phase.action)(unless_vanished)
-    return outer
+    return app_of(describe=describe, unless_vanished=unless_vanished)

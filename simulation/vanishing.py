@@ -6,11 +6,20 @@ it is there again when it is next asked to train.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from flwr.app import Context, Message
+from flwr.clientapp import ClientApp
+
+from common import records
+from common.errors import ConnectionLost
+from common.secagg import PHASES
 from common.settings import Settings
 from simulation.draws import vanishes_at
 from simulation.faults import STAGES
+
+Answering = Callable[[Message, Context], Message]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,3 +38,20 @@ class LastAsked:
         """Tell whether the device does not answer a message of this round any more."""
         last = vanishes_at(settings, part, round_number=self.round, attempt=self.attempt)
         return last is not None and STAGES.index(message_type) >= STAGES.index(last)
+
+
+def refusal_of(part: int, message: Message) -> Message:
+    """Return what the server sees of a device that has vanished, in place of a reply."""
+    lost = ConnectionLost(f"device {part} has vanished")
+    return Message(records.refusal(lost, stays_here=True), reply_to=message)
+
+
+def app_of(*, describe: Answering, unless_vanished: Answering) -> ClientApp:
+    """Return an app that answers with the second of these all that belongs to a round."""
+    app = ClientApp()
+    app.query("describe")(describe)
+    app.train()(unless_vanished)
+    app.evaluate()(unless_vanished)
+    for phase in PHASES:
+        app.query(phase.action)(unless_vanished)
+    return app

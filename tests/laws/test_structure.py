@@ -33,6 +33,7 @@ FLOWER_FILES = {
     "simulation/grpc_grid.py",
     "simulation/lying.py",
     "simulation/simulated_app.py",
+    "simulation/vanishing.py",
     "simulation/wire.py",
 }
 GRPC_FILES = {
