@@ -8,6 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+
 from client.device import Hardware
 from client.resident import Identity, Resident, resident_of
 from common.errors import SettingsError
@@ -19,7 +21,7 @@ from server.fleet import Dropout, UpdateOfMany
 from simulation.draws import at_round
 from simulation.faults import LiarFault, lies
 from simulation.fleet import SimulatedMachine, machine_of, simulated_machine
-from simulation.machines import Machines
+from simulation.machines import Ints, Machines
 from simulation.profiles import faults_of, moment_of
 from simulation.walks import Walks
 
@@ -71,6 +73,7 @@ class Devices:
         self._rule = settings.partition.rule(seed=settings.seed)
         self._examples: dict[int, Examples] = {}
         self.walks = Walks(self.num_devices)
+        self._owned: Ints = np.zeros(self.num_devices, dtype=np.int64)
         self.machines = Machines(self.num_devices, self._machine)
 
     @functools.cached_property
@@ -114,6 +117,12 @@ class Devices:
             self.identity(part), run_seed=plan.run_seed, fraction=plan.held_out_fraction
         )
         return kept
+
+    def owned(self, parts: Ints, plan: Plan) -> Ints:
+        """Return how many examples devices train on."""
+        for part in parts[self._owned[parts] == 0].tolist():
+            self._owned[part] = len(self.training_examples(part, plan))
+        return self._owned[parts]
 
     @property
     def has_slow_links(self) -> bool:

@@ -197,6 +197,11 @@ class SimulatedMachine:
         return self._device.jitter == 0
 
     @property
+    def may_be_on_battery(self) -> bool:
+        """Whether it has a battery, and runs on it at times."""
+        return self._device.on_battery > 0
+
+    @property
     def transfer_seconds(self) -> float:
         """What the model takes to come and the update to go."""
         return 2 * 4 * self._num_parameters / self._device.upload_bytes_per_second

@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 # What examples that go through the model at once may leave for the backward pass, and how many they
 # are at most: beyond that the operators' dispatch is nothing already.
 PASS_BYTES = 64 << 20
-MOST_AT_ONCE = 2048
+MOST_AT_ONCE = 4096
 # Of the devices' examples, and of their vectors, that are held at once.
 MOST_ROWS = 1 << 16
 VECTORS_BYTES = 16 << 20

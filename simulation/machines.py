@@ -29,6 +29,7 @@ class Machines:
         self._is_known = np.zeros(num_devices, dtype=np.bool_)
         self.is_steady = np.zeros(num_devices, dtype=np.bool_)
         """Whether a micro-batch of a size takes as long each time."""
+        self.may_be_on_battery = np.zeros(num_devices, dtype=np.bool_)
         self.fitting: Ints = np.zeros(num_devices, dtype=np.int64)
         """The largest micro-batch that fits in memory; 0 where not even one example does."""
         self.seconds_per_micro_batch: Floats = np.zeros(num_devices)
@@ -48,6 +49,7 @@ class Machines:
             memory, timing = machine.memory, machine.timing()
             fitting = memory.fitting(1)
             self.is_steady[part] = machine.is_steady
+            self.may_be_on_battery[part] = machine.may_be_on_battery
             self.fitting[part] = LARGEST_SIZE if fitting is None else fitting
             self.seconds_per_micro_batch[part] = timing.seconds_per_micro_batch
             self.seconds_per_example[part] = timing.seconds_per_example
@@ -56,9 +58,21 @@ class Machines:
             self.bytes_per_example[part] = memory.bytes_per_example or 0.0
             self._is_known[part] = True
 
-    def vitals(self, part: int, is_on_battery: bool) -> Vitals:
-        """Return what a device tells of itself: the same object as long as it is the same."""
+    def vitals(self, parts: Ints, is_on_battery: Callable[[int], bool]) -> list[Vitals]:
+        """Return what devices tell of themselves: the same objects as long as it is the same.
+
+        Nobody is asked whether it is on battery that never is.
+        """
+        found = [self._of(part, False) for part in parts.tolist()]
+        for at in np.flatnonzero(self.may_be_on_battery[parts]).tolist():
+            part = int(parts[at])
+            if is_on_battery(part):
+                found[at] = self._of(part, True)
+        return found
+
+    def _of(self, part: int, is_on_battery: bool) -> Vitals:
         known = self._vitals[is_on_battery]
-        if part not in known:
-            known[part] = self._machine(part, is_on_battery).vitals()
-        return known[part]
+        told = known.get(part)
+        if told is None:
+            told = known[part] = self._machine(part, is_on_battery).vitals()
+        return told

@@ -107,9 +107,7 @@ def _foresee_plain(devices: Devices, called: Sequence[Called]) -> Foreseen:
     quota = np.array([plan.quota for plan in plans], dtype=np.int64)
     size = np.array([plan.micro_batch_size for plan in plans], dtype=np.int64)
     counted = np.array([plan.counted_round or NO_ROUND for plan in plans], dtype=np.int64)
-    owned = np.array(
-        [len(devices.training_examples(one.part, one.plan)) for one in called], dtype=np.int64
-    )
+    owned = devices.owned(parts, plans[0])
     epoch, offset = devices.walks.settle(parts, counted)
     is_over = offset >= owned  # as ``client.micro_batches.window`` has it
     epoch, offset = epoch + is_over, np.where(is_over, 0, offset)
@@ -128,10 +126,9 @@ def _foresee_plain(devices: Devices, called: Sequence[Called]) -> Foreseen:
         micro_batch_size=size,
         seconds=seconds,
         reasons=[_ENDS[short] for short in (taken < quota).tolist()],
-        vitals=[
-            machines.vitals(part, is_on_battery(devices.settings, part, round_number=number))
-            for part in parts.tolist()
-        ],
+        vitals=machines.vitals(
+            parts, lambda part: is_on_battery(devices.settings, part, round_number=number)
+        ),
         num_steps=num_steps,
         sizes=sizes,
         step_seconds=step_seconds,
