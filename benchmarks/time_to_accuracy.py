@@ -13,11 +13,11 @@ gradients are real. All start from the same model and are tested on the server a
   rate and, on digits, the local micro-batch.
 
 Planner and fixed K share server optimizer and learning rates. The sweep is made with the first
-three seeds, as a single one picks the luckiest setting (one took 9 s with it and 20 in the median),
-and a setting is given up when two of its runs take longer than the best median before it (null in
-``sweep_seconds``). What is the best there is run with each seed: ``seconds`` is the median over
-all of them. ``idle`` is
-1 - mean(finish) / T over all devices of a round, the mean over rounds; ``lost`` the share of
+three seeds, and a setting is given up when two of its runs take longer than twice the best median
+before it (null in ``sweep_seconds``). When 85 % is first reached is a matter of luck in part: one
+setting took 34 s in the median of three seeds, and 56 in that of twenty-one. So the best four of
+the sweep are run with each of the case's seeds, and ``seconds`` is the least of their medians.
+``idle`` is 1 - mean(finish) / T over all devices of a round, the mean over rounds; ``lost`` the share of
 updates that came too late.
 
 ``ratio_to_fixed_k`` is how many times sooner the planner is there. ``ceiling`` is how many times
@@ -49,6 +49,9 @@ log = logging.getLogger(__name__)
 
 FLEET = ROOT / "examples" / "fleets" / "sixteenfold.toml"
 NUM_SWEEP_SEEDS = 3
+NUM_FINALISTS = 4
+# A setting whose median of three is so many times the best one's is not the best.
+HOPELESS = 2.0
 # Of the devices, which keep the deadline.
 IN_TIME = (0.25, 0.125, 0.5, 0.75, 1.0)
 
@@ -65,7 +68,7 @@ class Case:
     local_learning_rates: tuple[float, ...]
     local_sizes: tuple[int, ...] = (16,)
     in_time: tuple[float, ...] = IN_TIME
-    seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
+    seeds: tuple[int, ...] = tuple(range(21))
     most_rounds: int = 300
     most_fedavg_rounds: int = 60
 
@@ -245,16 +248,26 @@ def best_of(case: Case, entries: dict[str, Entry]) -> Figures:
     """Sweep the settings with the first seeds, and run the best with all of them."""
     found: dict[str, float] = {}
     for name, entry in entries.items():
-        found[name] = swept(case, entry, limit_seconds=min(found.values(), default=math.inf))
+        limit = HOPELESS * min(found.values(), default=math.inf)
+        found[name] = swept(case, entry, limit_seconds=limit)
         log.info("%s, %s: %s s", case.task, name, found[name])
-    best = min(found, key=lambda name: found[name])
-    outcomes = [
-        outcome(entries[best], seed, accuracy=case.accuracy, limit_seconds=math.inf)
-        for seed in case.seeds
-    ]
+    finals = {
+        name: [
+            outcome(entries[name], seed, accuracy=case.accuracy, limit_seconds=math.inf)
+            for seed in case.seeds
+        ]
+        for name in sorted(found, key=found.__getitem__)[:NUM_FINALISTS]
+    }
+    medians = {
+        name: statistics.median(one.seconds for one in outcomes)
+        for name, outcomes in finals.items()
+    }
+    best = min(medians, key=medians.__getitem__)
+    outcomes = finals[best]
     return {
         "best": best,
-        "seconds": statistics.median(one.seconds for one in outcomes),
+        "seconds": medians[best],
+        "seconds_of_finalists": {name: round(seconds, 2) for name, seconds in medians.items()},
         "seconds_of_each_seed": [round(one.seconds, 2) for one in outcomes],
         "rounds": statistics.median(one.num_rounds for one in outcomes),
         "idle": statistics.fmean(one.idle for one in outcomes),
