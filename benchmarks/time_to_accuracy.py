@@ -17,8 +17,8 @@ three seeds, and a setting is given up when two of its runs take longer than twi
 before it (null in ``sweep_seconds``). When 85 % is first reached is a matter of luck in part: one
 setting took 34 s in the median of three seeds, and 56 in that of twenty-one. So the best four of
 the sweep are run with each of the case's seeds, and ``seconds`` is the least of their medians.
-``idle`` is 1 - mean(finish) / T over all devices of a round, the mean over rounds; ``lost`` the share of
-updates that came too late.
+``idle`` is 1 - mean(finish) / T over all devices of a round, the mean over rounds; ``lost`` the
+share of updates that came too late.
 
 ``ratio_to_fixed_k`` is how many times sooner the planner is there. ``ceiling`` is how many times
 sooner it could process the same examples, sum(rates) / (n x min rate); the target is half of that.
