@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import queue
+import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -108,6 +109,8 @@ def main() -> None:
     """Take orders from the standard input; the answers have a way of their own."""
     from common.console import start_log
 
+    # Where the sweep was started in the background, a shell has Ctrl-C ignored, for us as well.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # a task that prints does not print into the answers
     start_log(verbose=False)
