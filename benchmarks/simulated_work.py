@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -191,3 +191,13 @@ WORK = {
         task=Text, each=4, micro_batch=2, learning_rate=0.05, vectors_at_once=2, examples_at_once=32
     ),
 }
+
+
+@cache
+def resident(work: Work) -> tuple[Any, nn.Module]:
+    """Return the task and a model of it, once a process, as Flower's workers keep them.
+
+    It stands in a module that they import: what is sent to them by value begins anew each time.
+    """
+    task = work.task()
+    return task, task.new_model()

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.measure import Figures, arguments, child, memory_of, report
-from benchmarks.simulated_work import WORK, Work, loss_of
+from benchmarks.simulated_work import WORK, Work, loss_of, resident
 
 WAYS = ("fused", "vectorised", "one-by-one")
 BARE = ("bare_fused", "bare_vectors", "bare_loop")
@@ -162,7 +162,7 @@ def flower_ray(work: Work, number: int, rounds: int) -> None:
     @client.train()
     def train(message: Message, context: Context) -> Message:
         torch.set_num_threads(1)
-        task, model = work.task(), _resident_model(work)
+        task, model = resident(work)
         model.load_state_dict(message.content.array_records["arrays"].to_torch_state_dict())
         part = int(context.node_config["partition-id"])
         images, labels = task.train_examples(data=None, part=part, num_parts=number).tensors
@@ -186,15 +186,6 @@ def flower_ray(work: Work, number: int, rounds: int) -> None:
 
     resources: Any = {"client_resources": {"num_cpus": 1, "num_gpus": 0.0}}
     run_simulation(server, client, num_supernodes=number, backend_config=resources)
-
-
-_MODELS: list[nn.Module] = []
-
-
-def _resident_model(work: Work) -> nn.Module:
-    if not _MODELS:
-        _MODELS.append(work.task().new_model())
-    return _MODELS[0]
 
 
 def _local_steps(model: nn.Module, images: Tensor, labels: Tensor, work: Work) -> None:
