@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from common.update import Reported, Step
 
@@ -44,15 +45,18 @@ def two_sizes(first: tuple[int, float], last: tuple[int, float]) -> TwoSizes | N
 
     Both results are without bias. None if the weights are the same.
     """
-    (small, small_norm), (large, large_norm) = first, last
-    if small == large:
+    if first[0] == last[0]:
         return None
+    variance, squared_gradient = solved(*first, *last)
+    return TwoSizes(variance=variance, squared_gradient=squared_gradient)
+
+
+def solved(small: Any, small_norm: Any, large: Any, large_norm: Any) -> tuple[Any, Any]:
+    """Return the variance and |G|^2 of ``two_sizes``, of numbers or of columns of them."""
     at_small, at_large = (small_norm / small) ** 2, (large_norm / large) ** 2
-    return TwoSizes(
-        # Over 1/small - 1/large, which may round to zero for what a device claims.
-        variance=(at_small - at_large) * (small * large / (large - small)),
-        squared_gradient=(large * at_large - small * at_small) / (large - small),
-    )
+    # Over 1/small - 1/large, which may round to zero for what a device claims.
+    variance = (at_small - at_large) * (small * large / (large - small))
+    return variance, (large * at_large - small * at_small) / (large - small)
 
 
 def after_each(steps: Sequence[Step]) -> Iterator[TwoSizes | None]:

@@ -16,7 +16,7 @@ from typing import overload
 import numpy as np
 from numpy.typing import NDArray
 
-from common.noise import NoiseSums, sums_of
+from common.noise import NoiseSums, solved, sums_of
 from common.update import Step, StopReason, Vitals
 from server.fleet import Reports
 from server.noise_scale import total
@@ -104,13 +104,11 @@ class Together(Reports):
         is_told = (small > 0) & (small < large)
         if not is_told.all():  # K = 1, or steps without weight
             return total(sums_of(report, num_owned=owned[report.name]) for report in self)
-        # As ``common.noise`` has it of one device.
+        # As ``common.noise.sums_of`` has it of one device.
         sent = np.array(told.sent_weight, dtype=np.float64)
         num_owned = np.array([owned[name] for name in told.names])
         share = np.minimum(self.foreseen.num_examples / num_owned, 1.0)
-        at_small, at_large = (norms[first] / small) ** 2, (norms[last] / large) ** 2
-        variance = (at_small - at_large) * (small * large / (large - small))
-        squared = (large * at_large - small * at_small) / (large - small)
+        variance, squared = solved(small, norms[first], large, norms[last])
         squared += variance * share / large
         variance *= sent / large
         return NoiseSums(

@@ -27,7 +27,7 @@ from simulation.foreseen import Foreseen
 from simulation.many import Floats, ManyExamples
 from simulation.one_by_one import OneByOne
 from simulation.packed import CannotGroup, Packed, Rows
-from simulation.passes import fused, in_turn, vectorised
+from simulation.passes import Block, fused, in_turn, vectorised
 from simulation.rehearsal import rehearse
 
 log = logging.getLogger(__name__)
@@ -149,43 +149,23 @@ class Grouped:
         """Return the sum of a block's vectors [P], in float64, and what its devices tell."""
         precision = block.called[0].plan.precision
         rows = self._rows(block)
-        factors = self._factors(block, rows, precision)
-        accumulator = self._devices.resident.accumulator
-        if self._is_in_turn:
-            values_P, sums, norms = in_turn(
-                self._many,
-                self._packed,
-                accumulator,
-                rows,
-                factors,
-                block.sizes,
-                block.num_steps,
-                precision=precision,
-                at_once=self._at_once,
-            )
-            return values_P, Together(foreseen=block, sums=sums, norms=norms)
-        if self.own_vectors:
-            values_P, sums, norms = vectorised(
-                self._many,
-                self._packed,
-                rows,
-                factors,
-                block.sizes,
-                block.num_steps,
-                precision=precision,
-                at_once=self._at_once,
-            )
-            return values_P, Together(foreseen=block, sums=sums, norms=norms)
-        values_P, sums = fused(
-            self._many,
-            self._packed,
-            accumulator,
-            rows,
-            factors,
+        through = Block(
+            rows=rows,
+            factors=self._factors(block, rows, precision),
+            sizes=block.sizes,
+            num_steps=block.num_steps,
             precision=precision,
             at_once=self._at_once,
         )
-        return values_P, Together(foreseen=block, sums=sums, is_ordered=False)
+        many, packed, accumulator = self._many, self._packed, self._devices.resident.accumulator
+        if not self.own_vectors:
+            values_P, sums = fused(many, packed, accumulator, through)
+            return values_P, Together(foreseen=block, sums=sums, is_ordered=False)
+        if self._is_in_turn:
+            values_P, sums, norms = in_turn(many, packed, accumulator, through)
+        else:
+            values_P, sums, norms = vectorised(many, packed, through)
+        return values_P, Together(foreseen=block, sums=sums, norms=norms)
 
     def _rows(self, block: Foreseen) -> Rows:
         """Return where the examples of a block lie, in the order in which they are taken.

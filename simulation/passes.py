@@ -7,6 +7,7 @@ of them would be moved through memory a dozen times.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -22,29 +23,41 @@ SHORTEST_SHARE = 0.75
 CHUNK = 1 << 17  # coordinates added at a time: 1 MiB of float64 that stays in cache
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Block:
+    """What goes through the model: the rows of D devices, one behind the other.
+
+    ``factors`` scale what each row adds to the gradient; None: nothing is scaled. ``sizes`` [S] are
+    the micro-batches, and ``num_steps`` [D] how many of them each device has. At most ``at_once``
+    rows are in a pass, if that can be.
+    """
+
+    rows: Rows
+    factors: Floats | None
+    sizes: NDArray[np.int64]
+    num_steps: NDArray[np.int64]
+    precision: str
+    at_once: int
+
+
 def fused(
     many: ManyExamples,
     packed: Packed,
     accumulator: Accumulator,
-    rows: Rows,
-    factors: Floats | None,
-    *,
-    precision: str,
-    at_once: int,
+    block: Block,
 ) -> tuple[Tensor, ExampleSums]:
     """Return the gradient [P], in float64, of the sum over all rows, and what each row adds.
 
-    ``factors`` scale what each row adds to the gradient.
-
     Error: each pass sums in float32 over at most ``at_once`` rows, and passes add in float64.
     """
+    rows, factors, at_once = block.rows, block.factors, block.at_once
     total_P = torch.zeros(accumulator.values_P.shape, dtype=torch.float64)
     parts = []
     for start in range(0, len(rows), at_once):
         end = start + at_once
         scale = None if factors is None else torch.from_numpy(factors[start:end]).float()
         accumulator.zero()
-        parts.append(many.add(packed.take(rows[start:end]), scale, precision))
+        parts.append(many.add(packed.take(rows[start:end]), scale, block.precision))
         _add(total_P, accumulator.values_P)
     return total_P, _joined(parts)
 
@@ -52,28 +65,22 @@ def fused(
 def vectorised(
     many: ManyExamples,
     packed: Packed,
-    rows: Rows,
-    factors: Floats | None,
-    sizes: NDArray[np.int64],
-    num_steps: NDArray[np.int64],
-    *,
-    precision: str,
-    at_once: int,
+    block: Block,
 ) -> tuple[Tensor, ExampleSums, Floats]:
-    """Return the sum [P] of all devices' vectors, in float64, and each one's norms as it grows.
+    """Return the sum [P] of all devices' vectors, in float64, and each one's norms [S] as it grows.
 
-    ``sizes`` [S] are the micro-batches, ``num_steps`` [D] how many of them each device has; their
-    rows lie one behind the other, and so do the norms [S].
+    The norms lie one behind the other, as the steps do.
     """
+    rows, factors, sizes, num_steps = block.rows, block.factors, block.sizes, block.num_steps
     starts = np.cumsum(sizes) - sizes
     gradients: Tensor | None = None
     found: dict[str, Floats] = {}
-    for steps in _alike(sizes, at_once):
+    for steps in _alike(sizes, block.at_once):
         index, mask = _padded(starts[steps], sizes[steps])
         taken = [
             part.reshape(*index.shape, *part.shape[1:]) for part in packed.take(rows[index.ravel()])
         ]
-        vectors_SP, sums = many.rows(taken, torch.from_numpy(mask).float(), precision)
+        vectors_SP, sums = many.rows(taken, torch.from_numpy(mask).float(), block.precision)
         if len(steps) == len(sizes) and bool((np.diff(steps) == 1).all()):
             gradients = vectors_SP  # all in one pass, in their order
         else:
@@ -98,27 +105,22 @@ def in_turn(
     many: ManyExamples,
     packed: Packed,
     accumulator: Accumulator,
-    rows: Rows,
-    factors: Floats | None,
-    sizes: NDArray[np.int64],
-    num_steps: NDArray[np.int64],
-    *,
-    precision: str,
-    at_once: int,
+    block: Block,
 ) -> tuple[Tensor, ExampleSums, Floats]:
     """Return what ``vectorised`` does, one vector after another, as a device sums its own."""
+    rows, factors, sizes = block.rows, block.factors, block.sizes
     total_P = torch.zeros(accumulator.values_P.shape, dtype=torch.float64)
     norms = np.zeros(len(sizes))
     parts = []
     step = start = 0
-    for count in num_steps.tolist():
+    for count in block.num_steps.tolist():
         accumulator.zero()
         first = start
         for _ in range(count):
             end = start + int(sizes[step])
             while start < end:
-                some = rows[start : min(start + at_once, end)]
-                parts.append(many.add(packed.take(some), None, precision))
+                some = rows[start : min(start + block.at_once, end)]
+                parts.append(many.add(packed.take(some), None, block.precision))
                 start += len(some)
             norms[step] = accumulator.gradient_norm()
             step += 1
