@@ -8,7 +8,7 @@ before it.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from flwr.app import Context, Message, RecordDict
@@ -20,6 +20,7 @@ from common.errors import SettingsError
 from common.own_grid import OwnGrid, numbered
 from common.settings import Settings
 from common.wire import framed_bytes
+from server.roll import DESCRIBE
 from simulation.draws import at_round
 from simulation.faults import STAGES
 from simulation.lying import as_told
@@ -57,6 +58,7 @@ class InProcessGrid(OwnGrid):
         self._bytes_up = 0
         self._bytes_down = 0
         self._presence = Presence(settings)
+        self._present: Collection[int] = range(clients)
         self._asked: defaultdict[int, LastAsked] = defaultdict(LastAsked)
 
     def num_bytes(self) -> tuple[int, int]:
@@ -69,7 +71,9 @@ class InProcessGrid(OwnGrid):
         Raises:
             SettingsError: it was asked MOST_LOOKS times for the same round.
         """
-        return [FIRST_NODE_ID + part for part in self._presence.look()]
+        here = self._presence.look()
+        self._present = frozenset(here)
+        return [FIRST_NODE_ID + part for part in here]
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         pushed = {numbered(message): message for message in messages}
@@ -77,8 +81,18 @@ class InProcessGrid(OwnGrid):
         return list(pushed)
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterator[Message]:
+        """Yield the replies to messages that were pushed.
+
+        A device that is asked what it is, and is away, answers when it is back.
+        """
         for message_id in list(message_ids):
-            yield self._deliver(self._waiting.pop(message_id))
+            if self._is_reached_by(self._waiting[message_id]):
+                yield self._deliver(self._waiting.pop(message_id))
+
+    def _is_reached_by(self, message: Message) -> bool:
+        is_question = message.metadata.message_type == DESCRIBE
+        part = message.metadata.dst_node_id - FIRST_NODE_ID
+        return not is_question or part in self._present
 
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None

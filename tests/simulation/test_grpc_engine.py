@@ -44,6 +44,7 @@ examples_per_second = 0.5
 memory_bytes = 400_000_000
 upload_bytes_per_second = 100_000
 on_battery = 0.5
+availability = [1, 1, 0]
 
 [[liar]]
 devices = [0]

@@ -123,3 +123,31 @@ def test_a_run_with_devices_left_out_resumes_with_the_same_plans(tmp_path: Path)
         for folder in (whole, broken)
     ]
     assert told[0] == told[1]
+
+
+def test_who_is_left_out_and_away_says_what_it_is_when_it_is_back_on_messages_too(
+    tmp_path: Path,
+) -> None:
+    """Devices 2 and 3 are there in rounds 1, 2 and 4 of each four, and asked in between."""
+    plans: dict[str, list[Any]] = {}
+    for name, wire in (("calls", False), ("messages", True)):
+        chosen = settings(tmp_path, name, 8, **{"simulation.wire": wire, "threads": 1})
+        slow = FLEET.rindex("[[device]]") + len("[[device]]")
+        fleet = f"{FLEET[:slow]}\navailability = [1, 1, 0, 1]{FLEET[slow:]}"
+        (tmp_path / "fleet.toml").write_text(fleet)
+        read_fleet_file.cache_clear()
+        plans[name] = [
+            (
+                row.num_invited,
+                row.left_out,
+                row.refused,
+                [(client.name, client.plan) for client in row.clients],
+            )
+            for row in simulate(chosen)
+        ]
+        away = [plans[name][number - 1] for number in (3, 7)]
+        assert all(round_[:3] == (2, {}, {}) for round_ in away)
+        assert any(left_out for _, left_out, *_ in plans[name])
+    assert plans["calls"] == plans["messages"]
+    models = [(tmp_path / name / MODEL).read_bytes() for name in plans]
+    assert models[0] == models[1]
