@@ -35,6 +35,11 @@ LOOK_SECONDS = 0.25
 WRITE_SECONDS = 1.0
 # Of a large fleet the devices are written less often.
 DEVICES_PER_SECOND = 1000
+# What ends a round's long wait for a device.
+REVOKE = (
+    "it ends at its deadline, and without --deadline when they have answered or are gone; "
+    "headwater-server revoke NAME ends a device's stream"
+)
 # Rounds and events that wait for a disk that fails; what is lost is filled in at the next start.
 MOST_WAITING = 1000
 # Of those whom a round waits for.
@@ -72,10 +77,12 @@ class Operation:
         attendance: Attendance,
         on_order: Callable[[Order | None], None],
         is_alive: Callable[[], bool],
+        wait_ends: str = REVOKE,
     ) -> None:
         """Take the run's folder, the round committed last and the last of all.
 
-        ``on_order`` hears of each change; ``is_alive`` says whether the devices are served.
+        ``on_order`` hears of each change; ``is_alive`` says whether the devices are served;
+        ``wait_ends`` says to who waits long what ends a round's wait for a device.
 
         Raises:
             SettingsError: another server has the folder.
@@ -88,6 +95,7 @@ class Operation:
         self._attendance = attendance
         self._on_order = on_order
         self._is_alive = is_alive
+        self._wait_ends = wait_ends
         self._is_in_round = False
         self._order: Order | None = None
         self._bad_order = ""
@@ -210,12 +218,11 @@ class Operation:
         awaited, seconds = self._attendance.awaited()
         if self._vigil.is_due(seconds):
             log.warning(
-                "round %d has waited %s for %s: it ends at its deadline, and without --deadline "
-                "when they have answered or are gone; headwater-server revoke NAME ends a device's "
-                "stream",
+                "round %d has waited %s for %s: %s",
                 self.round + 1,
                 length_of(seconds),
                 named(awaited, len(awaited)),
+                self._wait_ends,
             )
 
     def _beat(self) -> None:

@@ -30,21 +30,20 @@ def give_order(folder: Path, verb: Verb) -> None:
         StateError: the folder cannot be read or written.
     """
     check_run(folder)
-    is_up = presence.look(folder).is_up
+    seen = presence.look(folder)
+    is_up, go_on = seen.is_up, f"{seen.command} --resume --out {folder}"
     if not is_up and not (verb == "resume" and _is_paused(folder)):
         raise SettingsError(
             f"no server runs in {folder}, so there is nothing to {verb}",
-            remedy=f"to go on with its run: headwater-server --resume --out {folder}",
+            remedy=f"to go on with its run: {go_on}",
         )
     orders.give(folder, verb)
     if not is_up:
         console.print(
-            f"no longer paused; no server runs now, start it with: "
-            f"headwater-server --resume --out {folder}",
-            soft_wrap=True,
+            f"no longer paused; no server runs now, start it with: {go_on}", soft_wrap=True
         )
         return
-    console.print(_answer(folder, verb), soft_wrap=True)
+    console.print(_answer(folder, verb, go_on), soft_wrap=True)
 
 
 def _is_paused(folder: Path) -> bool:
@@ -52,16 +51,16 @@ def _is_paused(folder: Path) -> bool:
     return order is not None and order.verb == "pause"
 
 
-def _answer(folder: Path, verb: Verb) -> str:
+def _answer(folder: Path, verb: Verb, go_on: str) -> str:
     """Wait until the server stands as it was told to, and say so in words."""
     end = time.monotonic() + ANSWER_SECONDS
     while time.monotonic() < end:
         found = history.read(folder)
         stands = None if found is None else found.state.get("stands")
         if stands in HEARD[verb]:
-            return _in_words(str(stands), folder)
+            return _in_words(str(stands), folder, go_on)
         if verb == "drain" and not presence.look(folder).is_up:
-            return f"the server has ended; go on with: headwater-server --resume --out {folder}"
+            return f"the server has ended; go on with: {go_on}"
         time.sleep(POLL_SECONDS)
     return (
         f"the order is left, and the server has not said within {ANSWER_SECONDS:g} s that it took "
@@ -69,13 +68,13 @@ def _answer(folder: Path, verb: Verb) -> str:
     )
 
 
-def _in_words(stands: str, folder: Path) -> str:
+def _in_words(stands: str, folder: Path, go_on: str) -> str:
     undo = f"headwater-server resume --out {folder}"
     return {
         "pausing": f"pausing: the round in progress ends first; to undo it: {undo}",
         "paused": f"paused: no round begins, the devices stay connected; to undo it: {undo}",
         "draining": "draining: the round in progress ends first, then the server; go on later "
-        f"with: headwater-server --resume --out {folder}",
+        f"with: {go_on}",
         "waiting": "resumed: the next round begins as soon as enough devices are there",
         "in a round": "resumed: a round is in progress",
     }[stands]

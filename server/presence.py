@@ -19,6 +19,7 @@ from typing import Any
 from common.errors import SettingsError, StateError
 
 FILE = "server.lock"
+SERVER = "headwater-server"
 # Someone who looks whether the lock is held holds it for an instant.
 TRIES, TRY_SECONDS = 20, 0.05
 FRESH_SECONDS = 15.0
@@ -32,6 +33,11 @@ class Seen:
     heartbeat_seconds: float | None
     """Since the last sign of life; None if there never was one."""
     about: dict[str, Any]
+
+    @property
+    def command(self) -> str:
+        """What goes on with the run when its server has ended: this, with ``--resume``."""
+        return str(self.about.get("command", SERVER))
 
     @property
     def is_well(self) -> bool:

@@ -28,8 +28,9 @@ from server.grid import GrpcGrid
 from server.identities import Identities
 from server.intake import Intake
 from server.observer import Observer, Observers, Unobserved
-from server.operation import Operation
+from server.operation import REVOKE, Operation
 from server.orders import Order
+from server.presence import SERVER
 from server.rounds import OnRound
 
 GridOf = Callable[[Intake, Callable[[], bool]], OwnGrid]
@@ -47,11 +48,13 @@ def serve_run(
     on_round: OnRound,
     resume: bool,
     grid_of: GridOf = grpc_grid,
-    command: str = "headwater-server",
+    command: str = SERVER,
+    wait_ends: str = REVOKE,
 ) -> None:
     """Listen, run all rounds with the devices that connect, and tell them when it is over.
 
-    ``command`` is what goes on with the run if it is drained.
+    ``command`` is what goes on with the run if it is drained, ``wait_ends`` what ends a round's
+    long wait for a device.
 
     After SIGTERM or Ctrl-C, or an error of settings or disk, the streams are closed without a
     goodbye: the devices keep trying, and go on when the server is back. A drained run ends with
@@ -83,7 +86,7 @@ def serve_run(
         operation = None
         if settings.out is not None and settings.out.is_dir():
             operation = stack.enter_context(
-                _operated(settings, settings.out, intake, attendance, round_number)
+                _operated(settings, settings.out, intake, attendance, round_number, wait_ends)
             )
         stack.enter_context(_open(intake))
         host, _ = split_address(settings.server.listen)
@@ -93,7 +96,12 @@ def serve_run(
         observer = stack.enter_context(_measured(settings, intake, operation))
         if operation is not None:
             operation.start(
-                {"pid": os.getpid(), "address": f"{host}:{intake.port}", "run_id": run_id}
+                {
+                    "pid": os.getpid(),
+                    "address": f"{host}:{intake.port}",
+                    "run_id": run_id,
+                    "command": command,
+                }
             )
         grid = grid_of(intake, _always if operation is None else operation.may_begin)
         grid.enter_run(run_id)
@@ -132,7 +140,12 @@ def _open(intake: Intake) -> Iterator[None]:
 
 @contextmanager
 def _operated(
-    settings: Settings, folder: Path, intake: Intake, attendance: Attendance, round_number: int
+    settings: Settings,
+    folder: Path,
+    intake: Intake,
+    attendance: Attendance,
+    round_number: int,
+    wait_ends: str,
 ) -> Iterator[Operation]:
     """Look for orders and write the history, until the devices are gone."""
 
@@ -148,6 +161,7 @@ def _operated(
         attendance=attendance,
         on_order=on_order,
         is_alive=intake.is_alive,
+        wait_ends=wait_ends,
     )
     how = "stopped"
     try:

@@ -51,6 +51,7 @@ def read_status(folder: Path, *, now: float | None = None) -> dict[str, Any]:
         "heartbeat_seconds": seen.heartbeat_seconds,
         "pid": seen.about.get("pid") if seen.is_up else None,
         "address": seen.about.get("address") if seen.is_up else None,
+        "command": seen.command,
         "stands": state.get("stands") if seen.is_up else "down",
         "order": None if order is None or order.verb == "resume" else order.verb,
         "round": state.get("round"),
@@ -134,7 +135,7 @@ def _headline(status: dict[str, Any], folder: Path) -> str:
             f"[bold red]down[/]: no server runs in {escape(str(folder))}, the last was here {ago}"
         )
         where = escape(str(folder))
-        goes_on = f"{line}; go on with: headwater-server --resume --out {where}"
+        goes_on = f"{line}; go on with: {escape(status['command'])} --resume --out {where}"
         if status["order"] == "pause":
             goes_on += f"\nstill paused; undo it with: headwater-server resume --out {where}"
         return goes_on

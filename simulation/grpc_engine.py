@@ -30,6 +30,13 @@ CLIENTS = "clients"  # the folder in ``out`` with the devices' logs and places
 # Each is a process: beyond, the in-process engine simulates more on the same machine.
 MOST_CLIENTS = 1000
 
+# A deadline is held against what devices tell of their virtual clocks, and these have no streams
+# that could be revoked.
+WAIT_ENDS = (
+    "it ends when they have answered, as the clock of --deadline is virtual here; Ctrl-C, and "
+    "--resume with the same --out, asks them anew"
+)
+
 
 def run_on_grpc(settings: Settings, *, on_round: OnRound, resume: bool) -> None:
     """Run the settings with ``settings.simulation.clients`` clients over the wire.
@@ -56,6 +63,7 @@ def run_on_grpc(settings: Settings, *, on_round: OnRound, resume: bool) -> None:
                     settings,
                     clients,
                     world,
+                    attendance=intake.attendance,
                     start=lambda: clients.start(intake.port),
                 )
 
@@ -66,6 +74,7 @@ def run_on_grpc(settings: Settings, *, on_round: OnRound, resume: bool) -> None:
                 resume=resume,
                 grid_of=grid_of,
                 command="headwater-simulate",
+                wait_ends=WAIT_ENDS,
             )
 
 

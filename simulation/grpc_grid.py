@@ -18,6 +18,7 @@ from common.errors import HeadwaterError, StateError
 from common.own_grid import OwnGrid, numbered
 from common.settings import Settings
 from common.update import DescribeRequest
+from server.attendance import Attendance
 from server.grid import GrpcGrid
 from server.sessions import node_id_of
 from simulation.client_processes import ClientProcesses
@@ -40,6 +41,7 @@ class SimulatedGrpcGrid(OwnGrid):
         clients: ClientProcesses,
         world: SharedRound,
         *,
+        attendance: Attendance,
         start: Callable[[], None],
     ) -> None:
         super().__init__()
@@ -52,6 +54,7 @@ class SimulatedGrpcGrid(OwnGrid):
         self._waiting: dict[str, Message] = {}
         self._clients = clients
         self._world = world
+        self._attendance = attendance
         self._start = start
         self._has_started = False
         self._next_look = 0.0
@@ -146,7 +149,15 @@ class SimulatedGrpcGrid(OwnGrid):
         self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> Iterator[Message]:
         """Send messages and yield the replies as they come; the timeout is the virtual clock's."""
-        yield from self.pull_messages(self.push_messages(messages))
+        message_ids = self.push_messages(messages)
+        asked = [self._waiting[id_].metadata.dst_node_id for id_ in message_ids]
+        self._attendance.awaits(str(self._part_of[node_id]) for node_id in asked)
+        try:
+            for reply in self.pull_messages(message_ids):
+                self._attendance.answered(str(self._part_of[reply.metadata.src_node_id]))
+                yield reply
+        finally:
+            self._attendance.awaits([])
 
     # What a checkpoint keeps of the devices: as the in-process grid keeps it.
 

@@ -115,6 +115,16 @@ def test_of_a_server_that_is_gone_status_shows_when_and_fails(folder: Path) -> N
     assert "connected" not in text.replace("devices connected", "")
 
 
+@pytest.mark.parametrize("command", ["status", "drain"])
+def test_of_a_simulation_over_the_wire_the_simulator_goes_on(command: str, folder: Path) -> None:
+    held = Presence(folder)
+    held.tell({"command": "headwater-simulate"})
+    held.release()
+    _, text = run(command, "--out", folder)
+    assert "headwater-simulate --resume --out" in text
+    assert "headwater-server --resume" not in text
+
+
 @pytest.mark.usefixtures("server")
 def test_a_server_whose_heart_has_stopped_is_not_healthy(folder: Path) -> None:
     os.utime(folder / presence.FILE, (100.0, 100.0))

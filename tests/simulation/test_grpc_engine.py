@@ -13,6 +13,7 @@ from common.settings import Settings, load
 from server import checkpoint
 from server.metrics import read_rows
 from server.rounds import MODEL
+from server.status_table import read_status
 from simulation.engines import run_engine
 from simulation.grpc_engine import CLIENTS, MOST_CLIENTS, check_engine
 from simulation.profiles import with_fleet
@@ -168,12 +169,20 @@ def test_a_run_whose_client_was_killed_goes_on_to_what_chance_and_faults_make_of
     assert any("has vanished" in reason for reason in refused)
 
 
-def test_no_process_is_left_when_the_engine_is_killed(tmp_path: Path) -> None:
+def test_status_names_who_is_awaited_and_no_process_is_left_when_the_engine_is_killed(
+    tmp_path: Path,
+) -> None:
     with Processes(tmp_path) as processes:
         engine, below = started(processes, *DIGITS, "--clients", 4, "--rounds", 100_000)
         assert len(below) == 5
+        out, last = tmp_path / "wire", max(below, key=psutil.Process.create_time)
+        last.suspend()
+        until(lambda: read_status(out)["awaited"] == ["3"], what=lambda: str(read_status(out)))
+        last.resume()
         engine.kill()
         wait_for_the_end_of(below)
+        status = read_status(out)
+        assert (status["is_up"], status["command"]) == (False, "headwater-simulate")
         logs = list((tmp_path / "wire" / CLIENTS).glob("*.log"))
         assert len(logs) == 5
         assert not any("Traceback" in log.read_text() for log in logs)
