@@ -4,6 +4,11 @@ A device walks its examples in the order permutation(run seed, epoch, name): non
 and none again before all have been seen; so the last round of an epoch may be short. The place in
 the walk is pending until the server says that the round was committed with this device's update in
 it. A round that was aborted or re-issued therefore gets the same examples.
+
+An order is that of hashes of the examples' numbers, by whole numbers alone: the same under every
+numpy and on every machine, and for a thousand devices one operation on columns. Making a generator
+of numpy's for each took 11 us and its permutation 5, where a thousand orders of 15 take 120 us in
+all. One of 60,000 takes 3.5 ms, once an epoch, and took 0.5.
 """
 
 from __future__ import annotations
@@ -16,6 +21,11 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+Ints = NDArray[np.int64]
+Seeds = NDArray[np.uint64]
+
+# Of splitmix64: what a state goes on by, 2^64 over the golden ratio and odd.
+STRIDE = np.uint64(0x9E3779B97F4A7C15)
 # Orders of so few examples are kept for so many devices: 16 MiB if all are as long as may be.
 SHORT, MOST_SHORT = 128, 1 << 14
 
@@ -73,18 +83,57 @@ def seed_of(*parts: object) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
 
 
-def order(run_seed: int, epoch: int, name: str, num_examples: int) -> NDArray[np.int64]:
+def order(run_seed: int, epoch: int, name: str, num_examples: int) -> Ints:
     """Return the permutation of 0..num_examples-1 that the device ``name`` follows in ``epoch``.
 
-    Drawn once for as long as it is kept: a simulator's devices come by in turn, and a short order
-    takes longer to draw than the gradient of an example.
+    Drawn once for as long as it is kept: a simulator's devices come by in turn.
     """
     return (_short if num_examples <= SHORT else _long)(run_seed, epoch, name, num_examples)
 
 
-def _draw(run_seed: int, epoch: int, name: str, num_examples: int) -> NDArray[np.int64]:
-    generator = np.random.default_rng(seed_of("order", run_seed, epoch, name))
-    return generator.permutation(num_examples)
+def orders(seeds_D: Seeds, epochs_D: Ints, num_examples_D: Ints) -> Ints:
+    """Return the ``order`` of each of D devices, one behind the other.
+
+    ``seeds_D`` are the devices' ``walk_seed``.
+
+    Two splitmix64 generators (Steele, Lea and Flood 2014, "Fast splittable pseudorandom number
+    generators", figure 15), one above the other: the device's gives a state for each epoch, and
+    that state a number for each example. The order is that of these numbers. No two examples have
+    the same: their states differ, and the mixing is a bijection; so any sort comes to this order.
+    """
+    found = np.empty(num_examples_D.sum(), dtype=np.int64)
+    starts_D = np.cumsum(num_examples_D) - num_examples_D
+    for number in np.unique(num_examples_D).tolist():
+        at = np.flatnonzero(num_examples_D == number)
+        rows = starts_D[at, None] + np.arange(number)
+        found[rows] = _permutations(seeds_D[at], epochs_D[at], number)
+    return found
+
+
+@lru_cache(maxsize=MOST_SHORT)
+def walk_seed(run_seed: int, name: str) -> int:
+    """Return the seed of all of a device's orders."""
+    return seed_of("order", run_seed, name)
+
+
+def _permutations(seeds_D: Seeds, epochs_D: Ints, number: int) -> Ints:
+    states_D = _mixed(seeds_D + (epochs_D + 1).astype(np.uint64) * STRIDE)
+    numbers = np.arange(1, number + 1, dtype=np.uint64) * STRIDE
+    found: Ints = np.argsort(_mixed(states_D[:, None] + numbers), axis=1)
+    return found
+
+
+def _mixed(values: Seeds) -> Seeds:
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    mixed: Seeds = values ^ (values >> np.uint64(31))
+    return mixed
+
+
+def _draw(run_seed: int, epoch: int, name: str, num_examples: int) -> Ints:
+    seed = np.array([walk_seed(run_seed, name)], dtype=np.uint64)
+    found: Ints = _permutations(seed, np.array([epoch]), num_examples)[0]
+    return found
 
 
 _short, _long = lru_cache(maxsize=MOST_SHORT)(_draw), lru_cache(maxsize=16)(_draw)

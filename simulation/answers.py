@@ -21,7 +21,7 @@ from common.update import Step, StopReason, Vitals
 from server.fleet import Reports
 from server.noise_scale import total
 from server.told import Told
-from simulation.foreseen import Foreseen
+from simulation.foreseen import Foreseen, ranges
 from simulation.many import ExampleSums, Floats
 from simulation.packed import Rows
 
@@ -140,9 +140,9 @@ class Together(Reports):
         one, weight, loss = self.foreseen, self.sums.weight, self.sums.loss
         if not self.is_ordered:
             order = np.arange(len(weight))
-            for at in np.flatnonzero(one.is_whole).tolist():
-                start = self.starts[at]
-                order[start : start + one.num_examples[at]] = start + one.positions(at)
+            whole = np.flatnonzero(one.is_whole)
+            counts, starts = one.num_examples[whole], self.starts[whole]
+            order[ranges(starts, counts)] = np.repeat(starts, counts) + one.positions(whole)
             weight, loss = weight[order], loss[order]
         cuts = np.cumsum(one.sizes) - one.sizes
         return np.add.reduceat(weight, cuts), np.add.reduceat(loss, cuts)

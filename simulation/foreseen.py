@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from client.micro_batches import order
+from client.micro_batches import SHORT, order, orders, walk_seed
 from common.update import StopReason, Vitals
 from simulation.devices import Called
 
@@ -18,6 +18,13 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 NO_INTS: Ints = np.zeros(0, dtype=np.int64)
+
+
+def ranges(starts: Ints, lengths: Ints) -> Ints:
+    """Return start, start + 1, ... of each length, one behind the other."""
+    found: Ints = np.repeat(starts - (np.cumsum(lengths) - lengths), lengths)
+    found += np.arange(len(found))
+    return found
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -74,17 +81,33 @@ class Foreseen:
         """Return where a device's steps lie."""
         return slice(int(self._step_starts[at]), int(self._step_starts[at + 1]))
 
-    def positions(self, at: int) -> Ints:
-        """Return a device's examples in the order in which it takes them."""
-        one, offset = self.called[at], int(self.offset[at])
-        walk = order(one.plan.run_seed, int(self.epoch[at]), one.name, int(self.num_owned[at]))
-        return walk[offset : offset + int(self.num_examples[at])]
+    def positions(self, at: Ints) -> Ints:
+        """Return the examples of these devices in the order of their walks, device behind device.
+
+        Short orders are drawn all at once; a long one is kept from round to round.
+        """
+        taken, owned = self.num_examples[at], self.num_owned[at]
+        found = np.empty(taken.sum(), dtype=np.int64)
+        is_short = owned <= SHORT
+        own, lengths = at[is_short], owned[is_short]
+        called = [self.called[row] for row in own.tolist()]
+        seeds = [walk_seed(one.plan.run_seed, one.name) for one in called]
+        walks = orders(np.array(seeds, dtype=np.uint64), self.epoch[own], lengths)
+        windows = np.cumsum(lengths) - lengths + self.offset[own]
+        found[np.repeat(is_short, taken)] = walks[ranges(windows, taken[is_short])]
+        ends = np.cumsum(taken)
+        for place in np.flatnonzero(~is_short).tolist():
+            found[ends[place] - taken[place] : ends[place]] = self._of_long_walk(int(at[place]))
+        return found
+
+    def _of_long_walk(self, row: int) -> Ints:
+        one, offset = self.called[row], int(self.offset[row])
+        walk = order(one.plan.run_seed, int(self.epoch[row]), one.name, int(self.num_owned[row]))
+        return walk[offset : offset + int(self.num_examples[row])]
 
     def some(self, at: Ints) -> Foreseen:
         """Return these devices."""
-        lengths, starts = self.num_steps[at], self._step_starts[at]
-        shifts = np.repeat(starts - np.concatenate([[0], np.cumsum(lengths)[:-1]]), lengths)
-        steps = shifts + np.arange(len(shifts))
+        steps = ranges(self._step_starts[at], self.num_steps[at])
         columns: dict[str, Any] = {name: getattr(self, name)[at] for name in _OF_DEVICES}
         columns |= {name: getattr(self, name)[steps] for name in _OF_STEPS}
         rows = at.tolist()

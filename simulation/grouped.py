@@ -23,7 +23,7 @@ from server.fleet import Dropout, UpdateOfMany
 from simulation.answers import Together
 from simulation.compiled import say
 from simulation.devices import Called, Devices
-from simulation.foreseen import Foreseen
+from simulation.foreseen import Foreseen, ranges
 from simulation.many import Floats, ManyExamples
 from simulation.one_by_one import OneByOne
 from simulation.packed import CannotGroup, Packed, Rows
@@ -180,11 +180,10 @@ class Grouped:
                 self._packed.add(one.part, devices.training_examples(one.part, one.plan))
         starts = np.array([known[part] for part in parts])
         counts = block.num_examples
-        before = np.cumsum(counts) - counts
-        rows = np.repeat(starts - before, counts) + np.arange(counts.sum())
-        in_order = np.zeros(len(block), dtype=np.bool_) if self.own_vectors else block.is_whole
-        for at in np.flatnonzero(~in_order).tolist():
-            rows[before[at] : before[at] + counts[at]] = starts[at] + block.positions(at)
+        rows = ranges(starts, counts)
+        walked = np.ones(len(block), dtype=np.bool_) if self.own_vectors else ~block.is_whole
+        at = np.flatnonzero(walked)
+        rows[np.repeat(walked, counts)] = np.repeat(starts[at], counts[at]) + block.positions(at)
         return rows
 
     def _factors(self, block: Foreseen, rows: Rows, precision: str) -> Floats | None:

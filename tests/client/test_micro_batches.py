@@ -4,12 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections import Counter
+from collections.abc import Iterator
+from itertools import islice
 
+import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
-from client.micro_batches import Place, Walk, Window, cut, held_out, order, window
+from client.micro_batches import (
+    Place,
+    Walk,
+    Window,
+    cut,
+    held_out,
+    order,
+    orders,
+    walk_seed,
+    window,
+)
 
 NUM_EXAMPLES = st.integers(1, 40)
 QUOTA = st.integers(1, 60)
@@ -77,6 +93,82 @@ def test_the_order_changes_with_epoch_seed_and_name() -> None:
         for name in ("a", "b")
     }
     assert len(orders) == 8
+
+
+@given(st.lists(st.tuples(st.integers(0, 2**40), st.integers(0, 40)), min_size=1, max_size=12))
+def test_orders_drawn_together_are_those_drawn_alone(devices: list[tuple[int, int]]) -> None:
+    seeds = np.array([walk_seed(1, str(number)) for number in range(len(devices))], dtype=np.uint64)
+    epochs, counts = np.array(devices).T
+    alone = [order(1, epoch, str(number), count) for number, (epoch, count) in enumerate(devices)]
+    assert orders(seeds, epochs, counts).tolist() == np.concatenate(alone).tolist()
+
+
+def test_an_order_is_that_of_splitmix64_s_numbers() -> None:
+    # In Python's whole numbers, as Vigna's splitmix64.c has it.
+    def numbers(state: int) -> Iterator[int]:
+        while True:
+            state = (state + 0x9E3779B97F4A7C15) % 2**64
+            z = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+            z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
+            yield z ^ (z >> 31)
+
+    of_epoch = next(islice(numbers(walk_seed(7, "pi")), 3, None))
+    drawn = list(islice(numbers(of_epoch), 200))
+    assert order(7, 3, "pi", 200).tolist() == sorted(range(200), key=drawn.__getitem__)
+
+
+SPREAD = 6  # standard deviations that a draw may lie off: one of chance in 5e8
+
+
+def excess(counts: NDArray[np.int64]) -> float:
+    """Return how far a table of counts is from even: chi squared, in its standard deviations."""
+    expected = counts.mean()
+    freedom = counts.size - 1
+    chi_squared = float(((counts - expected) ** 2 / expected).sum())
+    return (chi_squared - freedom) / math.sqrt(2 * freedom)
+
+
+def many_orders(num_examples: int, *, num_devices: int, num_epochs: int) -> NDArray[np.int64]:
+    """Return orders [device, epoch, place]."""
+    seeds = [walk_seed(1, str(device)) for device in range(num_devices)]
+    shape = num_devices, num_epochs
+    drawn = orders(
+        np.repeat(np.array(seeds, dtype=np.uint64), num_epochs),
+        np.tile(np.arange(num_epochs), num_devices),
+        np.full(num_devices * num_epochs, num_examples),
+    )
+    return drawn.reshape(*shape, num_examples)
+
+
+@pytest.mark.parametrize(("num_devices", "num_epochs"), [(12_000, 1), (1, 12_000), (110, 110)])
+def test_each_permutation_is_as_likely(num_devices: int, num_epochs: int) -> None:
+    drawn = many_orders(5, num_devices=num_devices, num_epochs=num_epochs)
+    codes = (drawn.reshape(-1, 5) * 5 ** np.arange(5)).sum(1)
+    _, counts = np.unique(codes, return_counts=True)
+    assert len(counts) == math.factorial(5)
+    assert abs(excess(counts)) < SPREAD
+
+
+def test_each_example_is_as_likely_at_each_place() -> None:
+    drawn = many_orders(40, num_devices=100, num_epochs=40).reshape(-1, 40)
+    counts = np.stack([np.bincount(column, minlength=40) for column in drawn.T])
+    assert abs(excess(counts)) < SPREAD
+
+
+def test_the_orders_of_epochs_and_of_devices_have_nothing_to_do_with_each_other() -> None:
+    drawn = many_orders(50, num_devices=60, num_epochs=60)
+    places = np.argsort(drawn, axis=-1)
+    centred = places - places.mean()
+    by_itself = float((centred**2).mean())
+    for first, second in (
+        (centred[:, :-1], centred[:, 1:]),  # an epoch and the next
+        (centred[:-1], centred[1:]),  # a device and the next
+        (centred[..., :-1], centred[..., 1:]),  # an example and the next
+    ):
+        # Places within one order are not quite independent: -1/(n-1), which the last pair shows.
+        expected = -1 / 49 if first.shape[-1] == 49 else 0.0
+        correlation = float((first * second).mean()) / by_itself
+        assert abs(correlation - expected) < SPREAD / math.sqrt(first.size)
 
 
 def test_an_aborted_round_gets_the_same_examples_again() -> None:
