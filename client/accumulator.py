@@ -25,6 +25,7 @@ class Accumulator:
             self.values_P[start:end].view(parameter.shape)
             for parameter, (start, end) in zip(self._parameters, image.layout.spans, strict=True)
         ]
+        self._places = [view.data_ptr() for view in self._views]
         self.zero()
 
     def zero(self) -> None:
@@ -39,10 +40,10 @@ class Accumulator:
         Squares of float32 overflow near 1.8e19, so an infinite sum of squares is looked at again in
         float64, where every finite float32 has a finite square.
         """
-        squared = float(torch.dot(self.values_P, self.values_P))
+        squared = torch.dot(self.values_P, self.values_P).item()
         if not math.isfinite(squared):
             wide_P = self.values_P.double()
-            squared = float(torch.dot(wide_P, wide_P))
+            squared = torch.dot(wide_P, wide_P).item()
         return math.sqrt(squared) if squared >= 0 else math.nan
 
     def check_views(self) -> None:
@@ -51,9 +52,9 @@ class Accumulator:
         Raises:
             TaskError: the task replaced a ``grad``, so its sum would be lost.
         """
-        for parameter, view in zip(self._parameters, self._views, strict=True):
+        for parameter, place in zip(self._parameters, self._places, strict=True):
             grad: Tensor | None = parameter.grad
-            if grad is None or grad.data_ptr() != view.data_ptr():
+            if grad is None or grad.data_ptr() != place:
                 raise TaskError(
                     "loss_sum replaced the gradients of the model, and the sum so far is lost",
                     remedy="leave zero_grad, backward and optimizers out of loss_sum",

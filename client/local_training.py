@@ -10,11 +10,12 @@ from __future__ import annotations
 import functools
 import logging
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from client.checkpointing import is_on
+from client.checkpointing import is_on_in
 from client.micro_batches import Window, cut
 from client.spool import Spool
 from client.stopping import Watch
@@ -28,22 +29,40 @@ log = logging.getLogger(__name__)
 SCALED_AT_ONCE = 1 << 17  # coordinates, 1 MiB in float64
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trained:
+    """What a window came to, before anything is told of it."""
+
+    values_P: Tensor
+    total: WindowSum
+    start_seconds: float
+
+
 def train(plan: Plan, window: Window, place: Workplace, spool: Spool | None = None) -> Update:
     """Sum the window's gradients and return the update, a view of the accumulator's vector.
+
+    Raises:
+        EmptyUpdate, OutOfMemory, NonFiniteUpdate, HeadwaterError: see ``summed`` and ``told``.
+    """
+    return told(plan, window, place, summed(plan, window, place, spool))
+
+
+def summed(plan: Plan, window: Window, place: Workplace, spool: Spool | None = None) -> Trained:
+    """Sum the window's gradients into the accumulator.
 
     At the plan's deadline, when asked to stop, or where the device's owner wants it to do less, it
     returns the k < K micro-batches that it has. What a spool holds of the same window is not summed
     again; the seconds since then count.
 
     Raises:
-        EmptyUpdate: no example gave a finite loss and gradient.
         OutOfMemory: one example alone does not fit.
         BuffersChanged, TaskFailed, TaskError, NonFiniteUpdate: see ``common.errors``.
     """
     start_seconds = place.clock.seconds()
-    if not all(module.training for module in place.image.model.modules()):
-        place.image.model.train()
-    buffers = [(name, b, b._version) for name, b in place.image.model.named_buffers()]
+    image = place.image
+    if not all([module.training for module in image.modules]):  # noqa: C419 - half of the time
+        image.model.train()
+    buffers = [(name, buffer, buffer._version) for name, buffer in image.buffers()]
     if plan.local_steps == 1:
         start_seconds, total = _sum_whole(plan, window, place, spool, start_seconds)
         values_P = place.accumulator.values_P
@@ -52,10 +71,21 @@ def train(plan: Plan, window: Window, place: Workplace, spool: Spool | None = No
             _say_that_it_is_not_spooled()
         watch = Watch(plan, place, start_seconds)
         values_P, total = take_local_steps(plan, window, place, watch)
-    now = dict(place.image.model.named_buffers()) if buffers else {}
+    now = dict(image.buffers()) if buffers else {}
     for name, buffer, version in buffers:
         if now.get(name) is not buffer or buffer._version != version:
             raise BuffersChanged(f"training changed the buffer {name}")
+    return Trained(values_P=values_P, total=total, start_seconds=start_seconds)
+
+
+def told(plan: Plan, window: Window, place: Workplace, trained: Trained) -> Update:
+    """Weigh what was summed as the plan wants it, and say what it is.
+
+    Raises:
+        EmptyUpdate: no example gave a finite loss and gradient.
+        NonFiniteUpdate: it overflows float32 at the plan's weight.
+    """
+    total, values_P = trained.total, trained.values_P
     if total.weight == 0:
         raise EmptyUpdate(
             f"{place.name}, round {plan.round}: none of {len(window.positions)} examples gave a "
@@ -78,12 +108,12 @@ def train(plan: Plan, window: Window, place: Workplace, spool: Spool | None = No
         metric_sums={name: value * ratio for name, value in total.metric_sums.items()},
         micro_batch_size=total.micro_batch_size,
         num_refused=len(total.refused),
-        seconds=place.clock.seconds() - start_seconds,
+        seconds=place.clock.seconds() - trained.start_seconds,
         steps=tuple(total.steps),
         reason="epoch end" if total.reason == "quota" and window.ends_epoch else total.reason,
         vitals=place.vitals(),
         num_left=max(len(place.examples) - num_seen, 0),
-        is_checkpointed=is_on(place.image.model),
+        is_checkpointed=is_on_in(place.image.modules),
     )
     return Update(values_P=values_P, report=report)
 

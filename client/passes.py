@@ -7,7 +7,6 @@ The culprits are found by bisection, in passes whose gradients nobody wants.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import math
@@ -17,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from client.backward import run_backward
 from client.checkpointing import footprint_bytes, switch_on
 from client.memory import is_allocation_failure
 from client.micro_batches import Window, seed_of
@@ -62,10 +62,11 @@ def add(
         MemoryError: an allocation failed; the vector is spoiled.
         TaskError: the task breaks a rule.
     """
-    place.memory.begin(len(positions))
-    version = place.accumulator.values_P._version
+    num_examples, accumulator = len(positions), place.accumulator
+    place.memory.begin(num_examples)
+    version = accumulator.values_P._version
     loss, weight, metrics = _forward(plan, window, positions, place)
-    if place.accumulator.values_P._version != version:
+    if accumulator.values_P._version != version:
         raise TaskError(
             "loss_sum changed the gradients of the model, and the sum so far is lost",
             remedy="leave zero_grad, backward and optimizers out of loss_sum",
@@ -80,19 +81,19 @@ def add(
                 remedy="return sums of finite numbers as metrics",
             )
     _backward(loss)
-    norm = place.accumulator.gradient_norm()
+    norm = accumulator.gradient_norm()
     if not math.isfinite(norm):
         raise VectorSpoiled
-    place.clock.worked(len(positions))
+    place.clock.worked(num_examples)
     return Added(
         loss_sum=loss_value,
         metric_sums=metrics,
         step=Step.model_construct(
-            num_examples=len(positions),
+            num_examples=num_examples,
             weight=weight,
             loss=loss_value / weight if weight else 0.0,
             gradient_norm=norm,
-            peak_bytes=place.memory.end(len(positions)),
+            peak_bytes=place.memory.end(num_examples),
             seconds=place.clock.seconds() - since_seconds,
         ),
     )
@@ -109,20 +110,20 @@ def _forward(
     """
     seed = _layers_seed(plan.run_seed, window.epoch, place.name) + positions[0]
     torch.default_generator.manual_seed(seed)
-    autocast = (
-        torch.autocast("cpu", dtype=torch.bfloat16)
-        if plan.precision == "bfloat16"
-        else contextlib.nullcontext()
-    )
     try:
-        with autocast:
-            return loss_sum(
-                place.task, place.image.model, batch_of(place.task, place.examples, positions)
-            )
+        if plan.precision == "bfloat16":
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                return _loss(positions, place)
+        return _loss(positions, place)
     except (HeadwaterError, MemoryError):
         raise
     except Exception as error:
         raise _named(error) from error
+
+
+def _loss(positions: Positions, place: Workplace) -> tuple[Tensor, int, Metrics]:
+    batch = batch_of(place.task, place.examples, positions)
+    return loss_sum(place.task, place.image.model, batch)
 
 
 @functools.lru_cache(maxsize=64)
@@ -132,7 +133,7 @@ def _layers_seed(run_seed: int, epoch: int, name: str) -> int:
 
 def _backward(loss: Tensor) -> None:
     try:
-        loss.backward()  # type: ignore[no-untyped-call]
+        run_backward(loss)
     except (HeadwaterError, MemoryError):
         raise
     except Exception as error:

@@ -21,7 +21,7 @@ from client.accumulator import Accumulator
 from client.device import Hardware, ThisMachine
 from client.growth import Speed
 from client.held_updates import HeldUpdates
-from client.local_training import train
+from client.local_training import Trained, summed, told
 from client.micro_batches import Place, Walk, Window, held_out, window
 from client.passes import check_works, checkpointed_bytes
 from client.spool import Spool
@@ -105,7 +105,7 @@ class Resident:
 
     def check(self, examples: Examples, name: str) -> None:
         """Try the task on real examples: it must run, and its loss must be a sum."""
-        place = self._workplace(examples, name, ThisMachine())
+        place = self.workplace(examples, name, ThisMachine())
         try:
             self._foresee(place)
             check_works(TRIAL, _first_of(place), place)
@@ -132,7 +132,7 @@ class Resident:
 
     def _remember(self, name: str) -> None:
         """Remember that a device has activation checkpointing on; it stays on."""
-        if checkpointing.is_on(self.image.model):
+        if checkpointing.is_on_in(self.image.modules):
             self.checkpointed.add(name)
 
     def load_model(self, run_id: int, version: int, image: memoryview | bytes) -> None:
@@ -153,13 +153,20 @@ class Resident:
         kept = sorted(set(range(len(examples))) - set(apart))
         return Subset(examples, kept), Subset(examples, apart)  # type: ignore[arg-type]
 
-    def _workplace(
+    def _trained_on(self, identity: Identity, plan: Plan) -> Examples:
+        """Return what a device trains on: all that it has, less what it holds out."""
+        if plan.held_out_fraction == 0:
+            return self.examples(identity)
+        return self.split(identity, run_seed=plan.run_seed, fraction=plan.held_out_fraction)[0]
+
+    def workplace(
         self,
         examples: Examples,
         name: str,
         hardware: Hardware,
         accumulator: Accumulator | None = None,
     ) -> Workplace:
+        """Return all that a device needs to work on a plan; the model is set up for this device."""
         self.held.make_room()
         if name in self.checkpointed:
             checkpointing.switch_on(self.image.model)
@@ -214,7 +221,7 @@ class Resident:
         Raises:
             OutOfMemory: one example alone does not fit, not with activation checkpointing either.
         """
-        place = self._workplace(self.examples(identity), identity.name, hardware)
+        place = self.workplace(self.examples(identity), identity.name, hardware)
         self._foresee(place)
         self.accumulator.zero()
         try:
@@ -248,18 +255,30 @@ class Resident:
         walk = walk.settle(plan.counted_round)
         taken, place = self.at(identity, hardware, plan, walk)
         try:
-            update = train(plan, taken, place, spool)
-        except Exception as error:
-            if isinstance(error, BuffersChanged):
-                self._loaded = None  # the next plan brings the server's buffers back
+            update = told(plan, taken, place, self.sum(plan, taken, place, spool))
+        except Exception:
             if spool is not None:
                 spool.remove()
             raise
-        finally:
-            self._remember(identity.name)
         report = update.report
         num_taken = report.num_examples + report.num_refused
         return update, walk.pend(plan.round, taken.after(num_taken, len(place.examples)))
+
+    def sum(
+        self, plan: Plan, taken: Window, place: Workplace, spool: Spool | None = None
+    ) -> Trained:
+        """Sum a window's gradients into the place's accumulator.
+
+        Raises:
+            HeadwaterError: see ``client.local_training.summed``.
+        """
+        try:
+            return summed(plan, taken, place, spool)
+        except BuffersChanged:
+            self._loaded = None  # the next plan brings the server's buffers back
+            raise
+        finally:
+            self._remember(place.name)
 
     def at(
         self,
@@ -270,13 +289,13 @@ class Resident:
         accumulator: Accumulator | None = None,
     ) -> tuple[Window, Workplace]:
         """Return a plan's examples from a place on, and all that the device needs to sum them."""
-        examples, _ = self.split(identity, run_seed=plan.run_seed, fraction=plan.held_out_fraction)
+        examples = self._trained_on(identity, plan)
         taken = _window_of(plan, walk, identity, examples)
-        return taken, self._workplace(examples, identity.name, hardware, accumulator)
+        return taken, self.workplace(examples, identity.name, hardware, accumulator)
 
     def skip(self, identity: Identity, plan: Plan, walk: Walk) -> Walk:
         """Return the walk behind a plan's window: nothing in it could be summed, nor ever will."""
-        examples, _ = self.split(identity, run_seed=plan.run_seed, fraction=plan.held_out_fraction)
+        examples = self._trained_on(identity, plan)
         walk = walk.settle(plan.counted_round)
         bad = _window_of(plan, walk, identity, examples)
         return Walk(place=bad.after(len(bad.positions), len(examples)))

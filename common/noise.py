@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from common.update import Reported, Step
 
@@ -75,6 +75,17 @@ def after_each(steps: Sequence[Step]) -> Iterator[TwoSizes | None]:
         yield two_sizes(first, (weight, step.gradient_norm)) if first is not None else None
 
 
+def _first_and_last(steps: Sequence[Step]) -> TwoSizes | None:
+    """Return the last that ``after_each`` yields of steps that all have norms."""
+    weight, first = 0, None
+    for step in steps:
+        weight += step.weight
+        if weight and first is None:
+            first = (weight, cast(float, step.gradient_norm))
+    last = (weight, cast(float, steps[-1].gradient_norm))
+    return None if first is None else two_sizes(first, last)
+
+
 def sums_of(report: Reported, *, num_owned: int) -> NoiseSums:
     """Return one device's part in the round's sums.
 
@@ -87,7 +98,7 @@ def sums_of(report: Reported, *, num_owned: int) -> NoiseSums:
     sent = float(report.weight)
     if report.num_steps < 2 or not report.has_norms:
         return NoiseSums(weight=sent)
-    found, summed = list(after_each(report.steps))[-1], float(report.summed_weight)
+    found, summed = _first_and_last(report.steps), float(report.summed_weight)
     if found is None:
         return NoiseSums(weight=sent)
     share = min(report.num_examples / num_owned, 1.0)

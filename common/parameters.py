@@ -79,6 +79,9 @@ class ModelImage:
         """
         refuse_batch_dependent(model)
         self.model = model
+        self.modules = tuple(model.modules())
+        """The model and all that it is made of, found once: to look for them takes Python long."""
+        self._named = tuple(model.named_modules())
         self.layout = _layout_of(model)
         self.bytes_U8 = torch.zeros(self.layout.num_bytes, dtype=torch.uint8)
         self.values_P = self.bytes_U8[: 4 * self.layout.num_parameters].view(torch.float32)
@@ -111,6 +114,15 @@ class ModelImage:
                 f"{self.layout.num_bytes:,}"
             )
         self.buffer()[:] = image
+
+    def buffers(self) -> list[tuple[str, Tensor]]:
+        """Return the model's buffers as they stand, by name."""
+        return [
+            (f"{prefix}.{name}" if prefix else name, buffer)
+            for prefix, module in self._named
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
 
     def trainable(self) -> list[nn.Parameter]:
         """Return the trainable parameters, in the order of the vector."""

@@ -170,12 +170,14 @@ def loss_sum(task: Task, model: nn.Module, batch: Any) -> tuple[Tensor, int, Met
     loss, weight = answer[0], answer[1]
     if not isinstance(loss, Tensor) or loss.ndim != 0:
         raise TaskError(f"loss_sum must return a scalar tensor first, found {_kind(loss)}")
-    whole = _number(weight)
+    whole = float(weight) if type(weight) is int else _number(weight)
     if whole is None or not whole.is_integer() or whole < 0:
         raise TaskError(
             f"the weight must be a whole number of examples or tokens, found {weight!r}"
         )
-    sums = answer[2] if len(answer) == 3 else {}
+    if len(answer) == 2:
+        return loss, int(whole), Metrics()
+    sums = answer[2]
     if not isinstance(sums, Mapping):
         raise TaskError(f"the metric sums must be a dict by name, found {_kind(sums)}")
     metrics = Metrics()

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -49,6 +50,9 @@ class CohortSum:
         self._is_first = True
         self._bounds: list[float] = []
         self._peaks: list[float] = []
+        starts = [start for start, end in layout.spans if end > start]
+        self._starts = np.array(starts, dtype=np.intp)
+        self._runs: list[_Run] = []
         self.num_shifts = 0
         self.weight = 0
 
@@ -77,9 +81,10 @@ class CohortSum:
             expected = largest * planned_weight if self._is_first else largest
             exponent = math.frexp(expected)[1] if expected > 0 else 0
             self._scale_bits[t] = min(max(room - exponent, MIN_SCALE_BITS), MAX_SCALE_BITS)
+        self._runs = _runs_of(self._layout, self._scale_bits)
 
-    def check(self, values_P: Tensor, *, name: str) -> None:
-        """Check an update's vector before anything of it is added.
+    def check(self, values_P: Tensor, *, name: str) -> list[float]:
+        """Check an update's vector before anything of it is added; return what ``fold`` asks for.
 
         Raises:
             CorruptUpdate: it has another length than the model.
@@ -90,35 +95,47 @@ class CohortSum:
                 f"{name}: the update has {values_P.numel():,} coordinates, the model "
                 f"{self._layout.num_parameters:,}"
             )
-        source = values_P.numpy()
-        for low in range(0, len(source), CHUNK):
-            # torch's isfinite makes four vectors more of each.
-            if not np.isfinite(source[low : low + CHUNK]).all():
-                raise NonFiniteUpdate(f"{name}: the update holds a NaN or an infinity")
+        peaks = self._peaks_of(values_P.numpy())
+        if not all(map(math.isfinite, peaks)):
+            raise NonFiniteUpdate(f"{name}: the update holds a NaN or an infinity")
+        return peaks
 
-    def fold(self, values_P: Tensor, weight: int) -> None:
-        """Add one checked update, or a sum of many in float64."""
-        source = values_P.numpy()
-        for t, (start, end) in enumerate(self._layout.spans):
-            self._make_room(t, source[start:end], start, end)
-            for low in range(start, end, CHUNK):
-                high = min(low + CHUNK, end)
-                wide = source[low:high].astype(np.float64)
-                wide *= 2.0 ** self._scale_bits[t]
-                self._sum_P[low:high] += np.rint(wide, out=wide).astype(np.int64)
+    def fold(self, values_P: Tensor, weight: int, peaks: Sequence[float] | None = None) -> None:
+        """Add one checked update, or a sum of many in float64.
+
+        ``peaks`` are what ``check`` returned of it; they are looked for if they are not at hand.
+        """
+        source: Floats = values_P.numpy()
+        num_shifts = self.num_shifts
+        for t, peak in enumerate(self._peaks_of(source) if peaks is None else peaks):
+            self._make_room(t, peak)
+        if self.num_shifts != num_shifts:
+            self._runs = _runs_of(self._layout, self._scale_bits)
+        for low, high, factor in self._runs:
+            # A power of two changes no digit of a float32, nor does it overflow: there is room for
+            # the product in SUM_BITS. What is lost below 2^-126 is far below 1/2.
+            scaled = source[low:high] * factor
+            self._sum_P[low:high] += np.rint(scaled, out=scaled).astype(np.int64)
         self.weight += weight
 
-    def _make_room(self, t: int, values: Floats, start: int, end: int) -> None:
-        """Shift a tensor's sum and scale down if this update could overflow it."""
-        if start == end:
-            return
-        peak = max(float(values.max()), -float(values.min()))
+    def _peaks_of(self, source: Floats) -> list[float]:
+        """Return the largest magnitude in each tensor, 0 in an empty one; NaN if there is one."""
+        spans = self._layout.spans
+        if len(source) > CHUNK or len(self._starts) < len(spans):
+            parts = [source[start:end] for start, end in spans]
+            return [max(float(p.max()), -float(p.min())) if len(p) else 0.0 for p in parts]
+        peaks: list[float] = np.maximum.reduceat(np.abs(source), self._starts).tolist()
+        return peaks
+
+    def _make_room(self, t: int, peak: float) -> None:
+        """Shift a tensor's sum and scale down if an update of this peak could overflow it."""
         self._peaks[t] = max(self._peaks[t], peak)
         self._bounds[t] += peak
         if not self._bounds[t]:
             return
         excess = math.frexp(self._bounds[t])[1] + self._scale_bits[t] - SUM_BITS
         if excess > 0:
+            start, end = self._layout.spans[t]
             part = self._sum_P[start:end]
             shift = min(excess, 63)
             np.right_shift(part + (1 << (shift - 1)), shift, out=part)
@@ -147,3 +164,26 @@ class CohortSum:
                 self._largest[t] = float(self.weight)
         self._is_first = False
         return torch.from_numpy(mean_P)
+
+
+# Coordinates from ``low`` to before ``high``, and what each, or all, are multiplied by.
+_Run = tuple[int, int, "Floats | np.floating[Any]"]
+
+
+def _runs_of(layout: ModelLayout, scale_bits: Sequence[int]) -> list[_Run]:
+    """Cut a vector into runs of up to CHUNK coordinates; a model of no more is one run.
+
+    Each operation on a run has its price: that of four tensors of a small model was dearer than
+    their coordinates.
+    """
+    spans = layout.spans
+    is_narrow = all(-126 <= bits <= 127 for bits in scale_bits)  # as float32 has exponents
+    factors = np.array([2.0**bits for bits in scale_bits], np.float32 if is_narrow else np.float64)
+    if layout.num_parameters <= CHUNK:
+        lengths = [end - start for start, end in spans]
+        return [(0, layout.num_parameters, np.repeat(factors, lengths))]
+    return [
+        (low, min(low + CHUNK, end), factor)
+        for (start, end), factor in zip(spans, factors, strict=True)
+        for low in range(start, end, CHUNK)
+    ]

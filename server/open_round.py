@@ -63,14 +63,14 @@ class OpenRound:
         report = answer.report
         try:
             self._check(report)
-            self._total.check(answer.values_P, name=report.name)
+            peaks = self._total.check(answer.values_P, name=report.name)
         except UpdateRefused as error:
             log.warning("%s: %s", error.code, error)
             self.refusals[error.code] += 1
             again = " (again)" if report.name in self.accepted else ""
             self.refused[report.name + again] = error
             return
-        self._total.fold(answer.values_P, report.weight)
+        self._total.fold(answer.values_P, report.weight, peaks)
         self.accepted[report.name] = report
         self.told.append(Told.of(report))
         self.noise.append(sums_of(report, num_owned=self._owned[report.name]))
@@ -82,14 +82,15 @@ class OpenRound:
             if not self._fits(told):
                 for report in answer.reports:
                     self._check(report)  # which says what is wrong with whom
-            self._total.check(answer.values_P, name=f"{len(answer.reports)} devices")
+            name = f"{len(answer.reports)} devices"
+            peaks = self._total.check(answer.values_P, name=name)
         except UpdateRefused as error:
             log.warning("%s: %s", error.code, error)
             self.refusals[error.code] += 1
             for report in answer.reports:
                 self.refuse(report.name, error)
             return
-        self._total.fold(answer.values_P, sum(told.sent_weight))
+        self._total.fold(answer.values_P, sum(told.sent_weight), peaks)
         self.accepted |= zip(told.names, answer.reports, strict=True)
         self.told.append(told)
         self.noise.append(answer.reports.noise(self._owned))

@@ -11,21 +11,25 @@ from typing import Protocol
 import numpy as np
 
 from client.device import Hardware
-from client.resident import Identity, Resident, resident_of
+from client.resident import HELD, Identity, Resident, resident_of
 from common.errors import SettingsError
 from common.parameters import ModelImage
 from common.settings import Settings
 from common.task import Examples
 from common.update import DescribeRequest, DeviceReport, Plan, Update
 from server.fleet import Dropout, UpdateOfMany
-from simulation.draws import at_round
+from simulation.draws import at_round, is_on_battery
 from simulation.faults import LiarFault, lies
 from simulation.fleet import SimulatedMachine, machine_of, simulated_machine
 from simulation.machines import Ints, Machines
-from simulation.profiles import faults_of, moment_of
+from simulation.profiles import device_of, faults_of, moment_of
 from simulation.walks import Walks
 
 log = logging.getLogger(__name__)
+
+
+# A machine that is the same in each round, and what an example takes there when a round begins.
+_Steady = tuple[SimulatedMachine, float | None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,6 +78,7 @@ class Devices:
         self._examples: dict[int, Examples] = {}
         self.walks = Walks(self.num_devices)
         self._owned: Ints = np.zeros(self.num_devices, dtype=np.int64)
+        self._steady: dict[tuple[int, bool], _Steady] = {}
         self.machines = Machines(self.num_devices, self._machine)
 
     @functools.cached_property
@@ -101,7 +106,22 @@ class Devices:
         return found
 
     def machine(self, part: int, *, round_number: int) -> Hardware:
-        """Return a device's hardware in a round."""
+        """Return a device's hardware in a round; it may be the one of another round, begun anew."""
+        if self.has_slow_links or device_of(self.settings, part).jitter:
+            return self._drawn_machine(part, round_number)
+        is_weak = is_on_battery(self.settings, part, round_number=round_number)
+        known = self._steady.get((part, is_weak))
+        if known is not None:
+            machine, bytes_per_example = known
+            machine.begin_round(bytes_per_example)
+            return machine
+        machine = self._machine(part, is_weak)
+        if len(self._steady) >= HELD:
+            self._steady.clear()
+        self._steady[part, is_weak] = machine, machine.memory.bytes_per_example
+        return machine
+
+    def _drawn_machine(self, part: int, round_number: int) -> Hardware:
         with at_round(round_number):
             return simulated_machine(self.identity(part), self.settings, self.resident.image.layout)
 
@@ -124,12 +144,12 @@ class Devices:
             self._owned[part] = len(self.training_examples(part, plan))
         return self._owned[parts]
 
-    @property
+    @functools.cached_property
     def has_slow_links(self) -> bool:
         """Whether links are slower in some rounds than in others."""
         return bool(faults_of(self.settings).slow_link)
 
-    @property
+    @functools.cached_property
     def has_liars(self) -> bool:
         """Whether some devices lie in some rounds."""
         return bool(faults_of(self.settings).liar)

@@ -16,7 +16,7 @@ from client.memory import GUARD_SHARE, PeakLine
 from client.probe import MOST_EXAMPLES, activation_bytes
 from client.resident import Identity, resident_of
 from client.restraint import restraint
-from client.workplace import Clock, Restraint, Workplace
+from client.workplace import Restraint, Workplace
 from common import settings
 from common.errors import TaskFailed
 from common.line import Line
@@ -64,8 +64,12 @@ class VirtualClock:
         self._line = Line(base=speed.seconds_per_micro_batch, each=speed.seconds_per_example)
         self._jitter = jitter or Jitter(0.0, 0)
         self._seconds = 0.0
-        self._transfer_seconds = transfer_seconds
+        self._all_transfer_seconds = self._transfer_seconds = transfer_seconds
         self._slowed = slowed
+
+    def begin_round(self) -> None:
+        """Be as at the start; what disturbs it goes on."""
+        self._seconds, self._transfer_seconds = 0.0, self._all_transfer_seconds
 
     def seconds(self) -> float:
         """Return the time; the model and the update travel behind the first look at the clock.
@@ -95,6 +99,7 @@ class VirtualMemory:
         self._limit_bytes = limit_bytes
         self.base_bytes = base_bytes
         self._failed_at = 0
+        self._fits: tuple[float | None, int | None] = (None, None)
 
     @property
     def line(self) -> Line | None:
@@ -102,11 +107,21 @@ class VirtualMemory:
             return None
         return Line(base=float(self.base_bytes), each=self.bytes_per_example)
 
+    def begin_round(self, bytes_per_example: float | None) -> None:
+        """Be as at the start, where an example takes so many bytes."""
+        self.bytes_per_example, self.is_relieved, self._failed_at = bytes_per_example, False, 0
+
     def limit_bytes(self) -> int | None:
         return self._limit_bytes
 
     def fitting(self, num_examples: int) -> int | None:
         """See ``client.workplace.Memory``; by the rule of a process (``client.memory``)."""
+        each = self.bytes_per_example
+        if each != self._fits[0]:  # asked before each micro-batch, and the line hardly ever moves
+            self._fits = each, self._fitting()
+        return self._fits[1]
+
+    def _fitting(self) -> int | None:
         line = self.line
         if line is None:
             return None
@@ -179,17 +194,26 @@ class SimulatedMachine:
         self._device = device
         self._num_parameters = num_parameters
         self._is_on_battery = is_on_battery
+        self._vitals: tuple[float | None, Vitals] | None = None
         self._chosen = chosen or settings.Client()
         self.memory = VirtualMemory(
             limit_bytes=device.memory_bytes,
             base_bytes=IDLE_BYTES + 2 * 4 * num_parameters,
         )
-        self.clock: Clock = VirtualClock(
+        self.clock = VirtualClock(
             self.timing(),
             Jitter(device.jitter, jitter_seed),
             transfer_seconds=self.transfer_seconds,
             slowed=lambda: CHECKPOINTED_SECONDS if self.memory.is_relieved else 1.0,
         )
+
+    def begin_round(self, bytes_per_example: float | None) -> None:
+        """Be as at the start of a round, where an example takes so many bytes.
+
+        For a steady machine: of another the jitter of the round would be another's.
+        """
+        self.clock.begin_round()
+        self.memory.begin_round(bytes_per_example)
 
     @property
     def is_steady(self) -> bool:
@@ -210,11 +234,16 @@ class SimulatedMachine:
         return self._device.cores
 
     def vitals(self) -> Vitals:
+        each = self.memory.bytes_per_example
+        if self._vitals is not None and self._vitals[0] == each:
+            return self._vitals[1]
         # A device that is never on battery has none, and no sensor that would say so.
         is_on_battery = self._is_on_battery if self._device.on_battery else None
         line, share = self.memory.line, self.restraint().share
         limit, rate = self._device.memory_bytes, self._device.upload_bytes_per_second
-        return _vitals(limit, line, is_on_battery, rate, share)
+        told = _vitals(limit, line, is_on_battery, rate, share)
+        self._vitals = each, told
+        return told
 
     def restraint(self) -> Restraint:
         if not self._is_on_battery:

@@ -1,20 +1,57 @@
-"""One device after another, by the very code that runs on a real one: the same bits as the wire."""
+"""One device after another, by the very code that runs on a real one: the same bits as the wire.
+
+What a device does beside its forward and backward passes takes Python longer by as much as the
+passes have put something else into the processor's caches: two to four times. So a few devices are
+taken together: all of them are made ready, then each sums its window into a vector of its own, then
+all tell of it. What each of them does, and with which numbers, is the same as if it were alone.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
+import numpy as np
+
+from client.accumulator import Accumulator
+from client.local_training import Trained, told
+from client.micro_batches import Place, Walk, Window
+from client.workplace import Workplace
 from common.errors import EmptyUpdate, HeadwaterError, error_of, travelling
 from common.parameters import ModelImage
+from common.task import Examples
 from common.update import Update
 from server.fleet import Dropout, UpdateOfMany
 from simulation.devices import Called, Devices
 from simulation.faults import lie
 from simulation.profiles import moment_of
+from simulation.windows import windows_of
 
 log = logging.getLogger(__name__)
+
+# Devices taken together, and what their vectors may take: they are to stay in the caches as well.
+MOST_TOGETHER, TOGETHER_BYTES = 8, 512 << 10
+# Devices whose windows are drawn together; the examples of all of them are opened for it.
+MOST_DRAWN = 512
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Ready:
+    """A device that is about to begin."""
+
+    called: Called
+    examples: Examples
+    window: Window
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Done:
+    """A device that has summed its window."""
+
+    ready: _Ready
+    place: Workplace
+    trained: Trained
 
 
 class OneByOne:
@@ -22,6 +59,7 @@ class OneByOne:
 
     def __init__(self, devices: Devices) -> None:
         self._devices = devices
+        self._accumulators: list[Accumulator] = []
 
     def train(
         self,
@@ -33,28 +71,83 @@ class OneByOne:
     ) -> Iterator[Update | UpdateOfMany | Dropout]:
         """Yield each device's answer; its vector is valid until the next one is asked for."""
         model = image.buffer()
-        for one in called:
-            yield self.answer(one, model, run_id=run_id)
+        for start in range(0, len(called), MOST_DRAWN):
+            ready = self._ready(called[start : start + MOST_DRAWN])
+            most = max(min(TOGETHER_BYTES // image.layout.num_bytes, MOST_TOGETHER), 1)
+            for first in range(0, len(ready), most):
+                yield from self._answers(ready[first : first + most], model, run_id=run_id)
 
     def answer(self, called: Called, model: memoryview, *, run_id: int) -> Update | Dropout:
         """Let one device work on its plan, and remember its place."""
-        devices, plan, part = self._devices, called.plan, called.part
-        identity, resident = devices.identity(part), devices.resident
-        resident.load_model(run_id, plan.model_version, model)
-        machine = devices.machine(part, round_number=plan.round)
-        walk = devices.walks[part]
+        return self._answers(self._ready([called]), model, run_id=run_id)[0]
+
+    def _ready(self, called: Sequence[Called]) -> list[_Ready]:
+        """Open the devices' examples and draw their windows."""
+        devices = self._devices
+        examples = [devices.training_examples(one.part, one.plan) for one in called]
+        owned = np.array([len(some) for some in examples], dtype=np.int64)
+        windows = windows_of(called, devices.walks, owned)
+        return [
+            _Ready(called=one, examples=some, window=window)
+            for one, some, window in zip(called, examples, windows, strict=True)
+        ]
+
+    def _answers(
+        self, ready: Sequence[_Ready], model: memoryview, *, run_id: int
+    ) -> list[Update | Dropout]:
+        """Let a few devices work on their plans, and remember their places."""
+        done: list[_Done | Dropout] = []
+        for one, accumulator in zip(ready, self._accumulators_of(len(ready)), strict=True):
+            self._devices.resident.load_model(run_id, one.called.plan.model_version, model)
+            done.append(self._summed(one, accumulator))
+        return [one if isinstance(one, Dropout) else self._told(one) for one in done]
+
+    def _accumulators_of(self, number: int) -> list[Accumulator]:
+        """Return so many vectors; the first is the resident's own."""
+        resident = self._devices.resident
+        if not self._accumulators:
+            self._accumulators = [resident.accumulator]
+        while len(self._accumulators) < number:
+            self._accumulators.append(Accumulator(resident.image))
+        return self._accumulators[:number]
+
+    def _summed(self, one: _Ready, accumulator: Accumulator) -> _Done | Dropout:
+        devices, called = self._devices, one.called
+        machine = devices.machine(called.part, round_number=called.plan.round)
+        resident = devices.resident
         try:
-            update, devices.walks[part] = resident.train(identity, machine, plan, walk)
-        except EmptyUpdate as error:
-            devices.walks[part] = resident.skip(identity, plan, walk)
-            return Dropout(name=called.name, error=error)
-        except HeadwaterError as error:
-            return Dropout(name=called.name, error=error)
+            place = resident.workplace(one.examples, called.name, machine, accumulator)
+            trained = resident.sum(called.plan, one.window, place)
         except Exception as error:
-            log.exception("the task or the device failed")
-            return Dropout(name=called.name, error=error_of(*travelling(error)))
-        told = devices.lies(part, round_number=plan.round)
-        if told:
+            return _dropout(called, error)
+        return _Done(ready=one, place=place, trained=trained)
+
+    def _told(self, one: _Done) -> Update | Dropout:
+        """Return a device's update, and remember its place; of nothing finite, the place behind."""
+        devices, called, window = self._devices, one.ready.called, one.ready.window
+        part, plan, num_owned = called.part, called.plan, len(one.ready.examples)
+        try:
+            update = told(plan, window, one.place, one.trained)
+        except EmptyUpdate as error:
+            devices.walks[part] = Walk(place=window.after(len(window.positions), num_owned))
+            return _dropout(called, error)
+        except Exception as error:
+            return _dropout(called, error)
+        num_taken = update.report.num_examples + update.report.num_refused
+        devices.walks[part] = Walk(
+            place=Place(epoch=window.epoch, offset=window.offset),
+            pending_round=plan.round,
+            pending_place=window.after(num_taken, num_owned),
+        )
+        lies = devices.lies(part, round_number=plan.round)
+        if lies:
             moment = moment_of(devices.settings, part, round_number=plan.round)
-            update = replace(update, values_P=lie(update.values_P, told, moment))
+            update = replace(update, values_P=lie(update.values_P, lies, moment))
         return update
+
+
+def _dropout(called: Called, error: Exception) -> Dropout:
+    if isinstance(error, HeadwaterError):
+        return Dropout(name=called.name, error=error)
+    log.error("the task or the device failed", exc_info=error)
+    return Dropout(name=called.name, error=error_of(*travelling(error)))

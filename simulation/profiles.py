@@ -107,7 +107,7 @@ def device(run_seed: int, part: int) -> SimulatedDevice:
     """Draw the device of this number."""
     generator = np.random.default_rng(seed_of("fleet", run_seed, part))
     kind = PROFILES[generator.choice(len(PROFILES), p=[p.share for p in PROFILES])]
-    spread = generator.uniform(0.8, 1.25, size=3)
+    spread = generator.uniform(0.8, 1.25, size=3).tolist()  # numpy's numbers are slow to count with
     return SimulatedDevice(
         profile=kind.name,
         cores=kind.cores,
