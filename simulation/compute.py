@@ -7,8 +7,8 @@ clock's seconds.
 
 * ``one-by-one`` runs the device's own code, and gives the same bits as the wire; in several
   processes (``simulation.workers``) if they are asked for.
-* ``vectorised`` computes each device's own vector, for those norms that the gradient noise follows
-  from, many devices in a pass.
+* ``vectorised`` computes the norms of each device's own vector too, from which the gradient noise
+  follows, many devices in a pass.
 * ``fused`` computes the cohort's sum alone.
 
 The last two round differently: each term of a sum is computed as before, to float32's rounding, and

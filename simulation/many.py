@@ -23,7 +23,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from common.parameters import ModelImage
 from common.task import Task
 from simulation.compiled import compiled, say
+from simulation.layers import Layers, Told, layers_of
 from simulation.packed import CannotGroup, Packed
+from simulation.squares import Squares
 
 Floats = NDArray[np.float64]
 
@@ -85,6 +87,56 @@ class ManyExamples:
             loss, weight, metrics = of_each(*tensors)
         total = loss.sum() if factors is None else (loss * factors).sum()
         total.backward()
+        return _sums(loss, weight, metrics)
+
+    def layers(self, tensors: Sequence[Tensor]) -> Layers | None:
+        """See on a few examples whether the model's layers can tell each device's norms."""
+        self._image.model.train()
+
+        def run() -> None:
+            with _cast("float32"), torch.no_grad():
+                self._of_each(*tensors)
+
+        parameters = dict(self._summing.named_parameters())
+        with _named():
+            return layers_of({name: parameters[name] for name in self._names}, run)
+
+    def add_told(
+        self,
+        tensors: Sequence[Tensor],
+        factors: Tensor | None,
+        layers: Layers,
+        squares: Squares,
+    ) -> ExampleSums:
+        """Do what ``add`` does, in float32, and add the squares of what is added to ``squares``.
+
+        Raises:
+            CannotGroup: the task or its model cannot be run so, or runs otherwise than it did.
+        """
+        self._image.model.train()
+        num_examples = len(tensors[0])
+        copies = {
+            name: parameter.detach().expand(num_examples, *parameter.shape).requires_grad_()
+            for name, parameter in layers.elsewhere.items()
+        }
+
+        def one(copies: Mapping[str, Tensor], *example: Tensor) -> Any:
+            return functional_call(self._summing, dict(copies), (self._alone(example),))
+
+        told = Told(layers, squares)
+        with _named(), _cast("float32"):
+            with told.listening():
+                loss, weight, metrics = vmap(one)(copies, *tensors)
+            total = loss.sum() if factors is None else (loss * factors).sum()
+            total.backward()
+        if not told.is_complete:
+            raise CannotGroup("the model's layers do not tell of all examples")
+        for name, copy in copies.items():
+            if copy.grad is not None:
+                gradients = layers.elsewhere[name].grad
+                assert gradients is not None  # the accumulator's
+                gradients += copy.grad.sum(0)
+                squares.add_vectors(copy.grad.flatten(1))
         return _sums(loss, weight, metrics)
 
     def rows(

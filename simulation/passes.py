@@ -1,12 +1,13 @@
-"""The passes over a block of devices: their sum alone, and each one's own vectors besides.
+"""The passes over a block of devices: their sum alone, and the norms of each one's own besides.
 
-Vectors that are large are summed one after another where the gradients of the model are; a matrix
-of them would be moved through memory a dozen times.
+Where the model's layers tell the norms, nobody's vector is needed. Else vectors are made, side by
+side; those that are large one after another, where the gradients of the model are: a matrix of them
+would be moved through memory a dozen times.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,11 +16,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from client.accumulator import Accumulator
+from simulation.layers import Layers
 from simulation.many import ExampleSums, Floats, ManyExamples
 from simulation.packed import Packed, Rows
+from simulation.padding import alike, padded, runs
+from simulation.squares import Squares, grown
 
-# Rows of a pass may be padded to the longest: by so much, and no more.
-SHORTEST_SHARE = 0.75
 CHUNK = 1 << 17  # coordinates added at a time: 1 MiB of float64 that stays in cache
 
 
@@ -62,6 +64,39 @@ def fused(
     return total_P, _joined(parts)
 
 
+def told_by_layers(
+    many: ManyExamples,
+    packed: Packed,
+    accumulator: Accumulator,
+    layers: Layers,
+    block: Block,
+) -> tuple[Tensor, ExampleSums, Floats]:
+    """Return what ``vectorised`` does, but with nobody's vector: ``fused``, and norms by layers.
+
+    All examples of a device are in one pass, so none may have more than ``at_once``.
+    """
+    rows, factors, sizes, num_steps = block.rows, block.factors, block.sizes, block.num_steps
+    firsts = np.cumsum(num_steps) - num_steps
+    counts = np.add.reduceat(sizes, firsts)
+    starts = np.cumsum(counts) - counts
+    total_P = torch.zeros(accumulator.values_P.shape, dtype=torch.float64)
+    parts, norms = [], []
+    for devices in runs(counts, block.at_once):
+        first, last = devices.start, devices.stop - 1
+        own = slice(int(starts[first]), int(starts[last] + counts[last]))
+        steps = slice(int(firsts[first]), int(firsts[last] + num_steps[last]))
+        scale = None if factors is None else torch.from_numpy(factors[own]).float()
+        squares = Squares(sizes[steps], num_steps[devices])
+        accumulator.zero()
+        parts.append(many.add_told(packed.take(rows[own]), scale, layers, squares))
+        _add(total_P, accumulator.values_P)
+        norms.append(squares.norms())
+    found = np.concatenate(norms)
+    if factors is not None:  # the norms are told of the sums before they are scaled
+        found /= np.repeat(factors[starts], num_steps)
+    return total_P, _joined(parts), found
+
+
 def vectorised(
     many: ManyExamples,
     packed: Packed,
@@ -75,8 +110,8 @@ def vectorised(
     starts = np.cumsum(sizes) - sizes
     gradients: Tensor | None = None
     found: dict[str, Floats] = {}
-    for steps in _alike(sizes, block.at_once):
-        index, mask = _padded(starts[steps], sizes[steps])
+    for steps in alike(sizes, block.at_once):
+        index, mask = padded(starts[steps], sizes[steps])
         taken = [
             part.reshape(*index.shape, *part.shape[1:]) for part in packed.take(rows[index.ravel()])
         ]
@@ -90,7 +125,7 @@ def vectorised(
         _scatter(found, sums, index[mask], mask, len(rows))
     assert gradients is not None  # a block has steps
     firsts = np.cumsum(num_steps) - num_steps
-    norms, vectors_DP = _grown(gradients, firsts, num_steps)
+    norms, vectors_DP = grown(gradients, firsts, num_steps)
     if factors is not None:
         of_each = factors[starts[firsts]]
         vectors_DP = vectors_DP * torch.from_numpy(of_each).float().unsqueeze(1)
@@ -143,30 +178,6 @@ def _add(total_P: Tensor, values_P: Tensor, factor: float = 1.0) -> None:
 LOSS, WEIGHT = "", " "  # no metric's name
 
 
-def _alike(sizes: NDArray[np.int64], at_once: int) -> Iterator[NDArray[np.int64]]:
-    """Cut steps into passes of nearly the same size, of at most ``at_once`` rows if that can be."""
-    order = np.argsort(-sizes, kind="stable")
-    start = 0
-    while start < len(order):
-        largest = int(sizes[order[start]])
-        most = start + max(at_once // largest, 1)
-        end = start + int(
-            np.searchsorted(-sizes[order[start:]], -largest * SHORTEST_SHARE, "right")
-        )
-        end = min(end, most)
-        yield order[start:end]
-        start = end
-
-
-def _padded(
-    starts: NDArray[np.int64], sizes: NDArray[np.int64]
-) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Return the rows of steps [S, M], padded by each step's first, and which are its own."""
-    at = np.arange(sizes.max())
-    mask = at[None, :] < sizes[:, None]
-    return np.where(mask, starts[:, None] + at[None, :], starts[:, None]), mask
-
-
 def _scatter(
     found: dict[str, Floats],
     sums: ExampleSums,
@@ -176,36 +187,6 @@ def _scatter(
 ) -> None:
     for name, values in {LOSS: sums.loss, WEIGHT: sums.weight, **sums.metrics}.items():
         found.setdefault(name, np.zeros(num_rows))[rows] = values[mask]
-
-
-def _grown(
-    gradients_SP: Tensor, firsts: NDArray[np.int64], num_steps: NDArray[np.int64]
-) -> tuple[Floats, Tensor]:
-    """Return the norms [S] of each device's sum behind each of its steps, and the sums [D, P]."""
-    count = int(num_steps[0])
-    if bool((num_steps == count).all()):
-        grown_DKP = gradients_SP.view(len(firsts), count, -1)
-        for step in range(1, count):
-            grown_DKP[:, step] += grown_DKP[:, step - 1]
-        return _norms(gradients_SP), grown_DKP[:, -1]
-    sums_DP = gradients_SP[torch.from_numpy(firsts)]
-    norms = np.zeros(len(gradients_SP))
-    norms[firsts] = _norms(sums_DP)
-    for step in range(1, num_steps.max()):
-        at = np.flatnonzero(num_steps > step)
-        further = gradients_SP[torch.from_numpy(firsts[at] + step)]
-        if len(at) == len(num_steps):
-            grown = sums_DP.add_(further)
-        else:
-            grown = sums_DP[torch.from_numpy(at)] + further
-            sums_DP[torch.from_numpy(at)] = grown
-        norms[firsts[at] + step] = _norms(grown)
-    return norms, sums_DP
-
-
-def _norms(vectors_DP: Tensor) -> Floats:
-    found: Floats = torch.linalg.vector_norm(vectors_DP, dim=1).double().numpy()
-    return found
 
 
 def _joined(parts: Sequence[ExampleSums]) -> ExampleSums:

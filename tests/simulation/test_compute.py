@@ -161,14 +161,38 @@ def test_all_ways_do_the_same(tmp_path: Path, weighting: str) -> None:
     assert {row["noise_scale"] for row in rows["fused"]} == {None}
 
 
-def test_large_vectors_are_the_same_one_behind_the_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("fewest", [0, 1 << 40])
+def test_vectors_side_by_side_or_in_turn_are_the_same_where_layers_do_not_tell(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fewest: int
 ) -> None:
-    monkeypatch.setattr("simulation.grouped.FEWEST_VECTORS", 1 << 40)
+    monkeypatch.setattr("simulation.layers.MOST_ELSEWHERE", -1.0)
+    monkeypatch.setattr("simulation.grouped.FEWEST_VECTORS", fewest)
     ways = ("one-by-one", "vectorised")
     rows = [run(tmp_path / way, way, **{"cohort.weighting": "dataset"}) for way in ways]
     assert_alike(tmp_path, *ways, rows)
     assert_norms_alike(*rows)
+
+
+def test_devices_with_more_than_a_pass_have_vectors_beside_those_whose_layers_tell(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("simulation.grouped.MOST_AT_ONCE", 24)
+    ways = ("one-by-one", "vectorised")
+    longer = {"plan.accumulation_steps": 8}  # devices have 5 to 40 examples, and take 32
+    rows = [by_name(run(tmp_path / way, way, **longer)) for way in ways]
+    assert_alike(tmp_path, *ways, rows)
+    assert_norms_alike(*rows)
+
+
+def test_half_precision_has_vectors(tmp_path: Path) -> None:
+    # Each of a dozen operators in a row rounds by 2^-9.
+    rows = run(tmp_path / "half", "vectorised", **{"plan.precision": "bfloat16"})
+    whole = run(tmp_path / "whole", "vectorised")
+    for row, twin in zip(rows, whole, strict=True):
+        assert row["loss"] == pytest.approx(twin["loss"], rel=2**-6)
+        for client, same in zip(row["clients"], twin["clients"], strict=True):
+            norms = same["step_gradient_norm"]
+            assert client["step_gradient_norm"] == pytest.approx(norms, rel=2**-4)
 
 
 def test_what_cannot_be_compiled_is_named_and_computed_as_it_is(
