@@ -309,7 +309,7 @@ class Simulation(Branch):
     compute: Literal["auto", "one-by-one", "vectorised", "fused"] = Field(
         "auto",
         description="auto, one-by-one (the same bits as the wire), vectorised (many devices in a "
-        "pass, each with its own vector) or fused (their sum alone)",
+        "pass, each with its own norms) or fused (their sum alone)",
     )
     workers: Count | Literal["auto"] = Field(
         1,
