@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
+import socket
 import tempfile
 import threading
 import time
@@ -20,36 +21,29 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import tomli_w
-from flwr.app import ConfigRecordValues, Context, Message, RecordDict
+from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
+from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid, ServerApp
 from flwr.supercore.run import Run
 
 from client.app import client_app
 from client.asked import SIMULATED
 from common import records
-from common.errors import SettingsError
+from common.errors import SettingsError, WorkerDied
 from common.settings import Settings
 from server.app import server_app
 from server.rounds import OnRound
 from simulation.draws import at_round
 from simulation.faults import TRAIN
 from simulation.fleet import simulated_machine
+from simulation.ray_cluster import QUIET, cpus_per_client, joined
 from simulation.vanishing import LastAsked, app_of, refusal_of
 
-# Read by Flower and Ray when they are imported or started: no look-up leaves the machine, and Ray
-# neither counts its users, nor warns of GPUs that nobody has, nor starts anew behind a shutdown.
-QUIET = {
-    "FLWR_TELEMETRY_ENABLED": "0",
-    "FLWR_DISABLE_UPDATE_CHECK": "1",
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    "RAY_ENABLE_AUTO_CONNECT": "0",
-    "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
-}
 # A socket's path may have 107 characters and Ray needs some 70 of them: no long TMPDIR will do.
 RAY_FOLDER_PARENT = "/tmp"
 REGISTRATION_POLL_SECONDS = 0.05
+MOST_TOLD = 300  # characters of either end of what Ray says of a worker that failed
 
 ASKED = "asked"  # in a node's context: the round that it was last asked to train in
 
@@ -58,10 +52,12 @@ def run_on_ray(settings: Settings, *, on_round: OnRound) -> None:
     """Run the settings with ``settings.simulation.clients`` nodes on Ray.
 
     The nodes are named 0 to N-1, as on the in-process engine. With RAY_ADDRESS set, the workers are
-    those of that cluster; else of a Ray of our own, which ends with this call.
+    those of that cluster; else of a Ray of our own, which ends with this call. Workers find files
+    from the folder in which this process is.
 
     Raises:
-        SettingsError: ray is not installed.
+        SettingsError: ray is not installed, or its cluster cannot be joined.
+        WorkerDied: a worker, or the machine under it, is gone.
         HeadwaterError: whatever ended the ServerApp, as it was raised there.
     """
     if importlib.util.find_spec("ray") is None:
@@ -77,7 +73,7 @@ def run_on_ray(settings: Settings, *, on_round: OnRound) -> None:
         prefix="headwater-", dir=RAY_FOLDER_PARENT, ignore_cleanup_errors=True
     ) as folder:
         _write_project(Path(folder), settings)
-        with _warnings_only("flwr"):
+        with joined(settings, Path(folder)), _warnings_only("flwr"):
             try:
                 _simulate(watched, settings, Path(folder))
             except Exception:
@@ -97,30 +93,15 @@ def _simulate(watched: _Watched, settings: Settings, folder: Path) -> None:
             num_supernodes=settings.simulation.clients,
             exit_event=EventType.PYTHON_API_RUN_SIMULATION_LEAVE,
             server_app=watched.app,
-            client_app=_simulated(client_app(simulated_machine), settings),
+            client_app=_simulated(client_app(simulated_machine), settings, Path.cwd()),
             app_dir=str(folder),
             is_app=True,  # the clients' run_config comes from the pyproject.toml in app_dir
             backend_config={
-                "init_args": _ray_arguments(settings, folder),
-                "client_resources": {"num_cpus": _cpus_per_client(settings), "num_gpus": 0.0},
+                "client_resources": {"num_cpus": cpus_per_client(settings), "num_gpus": 0.0}
             },
         )
     finally:
         watched.stop()
-
-
-def _ray_arguments(settings: Settings, folder: Path) -> dict[str, ConfigRecordValues]:
-    quiet: dict[str, ConfigRecordValues] = {"logging_level": "ERROR", "log_to_driver": True}
-    if "RAY_ADDRESS" in os.environ:
-        return quiet
-    # Not "auto": a Ray that somebody else has started on this machine is none of our business.
-    cpus = min(os.cpu_count() or 1, settings.simulation.clients * _cpus_per_client(settings))
-    return quiet | {"address": "local", "num_cpus": cpus, "_temp_dir": str(folder / "ray")}
-
-
-def _cpus_per_client(settings: Settings) -> int:
-    """Return the cores that a worker reserves; more than there are would leave no worker at all."""
-    return min(settings.threads or 1, os.cpu_count() or 1)
 
 
 def _write_project(folder: Path, settings: Settings) -> None:
@@ -151,13 +132,18 @@ def _warnings_only(logger_name: str) -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _simulated(app: ClientApp, settings: Settings) -> ClientApp:
+def _simulated(app: ClientApp, settings: Settings, folder: Path) -> ClientApp:
     """Return an app that runs the other as a simulated device, in the round of its message.
 
-    A device that has vanished does not run it: the reply is what the server sees of a lost one.
+    It runs in ``folder``: a worker on another machine began where somebody started Ray. A device
+    that has vanished does not run it: the reply is what the server sees of a lost one.
     """
 
     def as_it_is(message: Message, context: Context) -> Message:
+        try:
+            os.chdir(folder)
+        except OSError as error:
+            return Message(records.refusal(_not_alike(folder, error)), reply_to=message)
         context.node_config[SIMULATED] = True
         return app(message, context)
 
@@ -173,6 +159,14 @@ def _simulated(app: ClientApp, settings: Settings) -> ClientApp:
             return as_it_is(message, context)
 
     return app_of(describe=as_it_is, unless_vanished=unless_vanished)
+
+
+def _not_alike(folder: Path, error: OSError) -> SettingsError:
+    return SettingsError(
+        f"{socket.gethostname()}, a machine of the Ray cluster, has no folder {folder}, in which "
+        f"the simulator was started: {error.strerror}",
+        remedy="put the task, its data and the fleet's file at the same paths on every machine",
+    )
 
 
 class _Watched:
@@ -262,9 +256,34 @@ class _StoppableGrid(Grid):
         return self._checked().push_messages(messages)
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        return self._checked().pull_messages(message_ids)
+        return _answered(self._checked().pull_messages(message_ids))
 
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> Iterable[Message]:
-        return self._checked().send_and_receive(messages, timeout=timeout)
+        return _answered(self._checked().send_and_receive(messages, timeout=timeout))
+
+
+def _answered(replies: Iterable[Message]) -> Iterator[Message]:
+    """Yield the replies that come from an app, or tell of its error.
+
+    Flower goes on to send messages to a worker that is gone, and each comes back at once as an
+    error: a run that went on would lose most of its devices.
+
+    Raises:
+        WorkerDied: a reply is Flower's own, for a worker that did not get so far.
+    """
+    for reply in replies:
+        if reply.has_error() and reply.error.code == ErrorCode.UNKNOWN:
+            raise WorkerDied(
+                f"a worker of Ray failed: {_in_short(reply.error.reason)}",
+                remedy="every machine of the cluster needs the same Headwater, Python and "
+                "packages, and memory for a worker per core; the rounds before are kept",
+            )
+        yield reply
+
+
+def _in_short(text: str) -> str:
+    """Return a text on one line, of a long one its begin and end: what failed, and why."""
+    line = " ".join(text.split())
+    return line if len(line) <= 2 * MOST_TOLD else f"{line[:MOST_TOLD]} ... {line[-MOST_TOLD:]}"
