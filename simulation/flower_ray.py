@@ -276,7 +276,7 @@ def _answered(replies: Iterable[Message]) -> Iterator[Message]:
     for reply in replies:
         if reply.has_error() and reply.error.code == ErrorCode.UNKNOWN:
             raise WorkerDied(
-                f"a worker of Ray failed: {_in_short(reply.error.reason)}",
+                f"a worker of Ray failed: {_in_short(reply.error.reason or "")}",
                 remedy="every machine of the cluster needs the same Headwater, Python and "
                 "packages, and memory for a worker per core; the rounds before are kept",
             )
