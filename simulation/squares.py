@@ -23,8 +23,8 @@ from simulation.padding import alike, is_in_order, padded, runs, taken
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-# Gradients of a layer that are held at once: half of a core's second cache of 1 MiB.
-HELD_BYTES = 512 << 10
+# Gradients of a layer that are held at once. Pieces of 512 KiB took as long again, in more calls.
+HELD_BYTES = 2 << 20
 
 
 class Squares:
