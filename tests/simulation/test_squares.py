@@ -71,7 +71,7 @@ def test_a_layer_tells_the_norms_of_its_gradients(
         )
 
 
-def test_a_layer_is_told_by_pairs_or_by_gradients_whichever_is_less() -> None:
+def test_a_layer_is_told_by_pairs_or_by_gradients_whichever_takes_less() -> None:
     ways = []
 
     class Noted(Squares):
@@ -82,9 +82,9 @@ def test_a_layer_is_told_by_pairs_or_by_gradients_whichever_is_less() -> None:
             ways.append("gradients")
 
     noted = Noted(np.array([5, 5, 5]), np.array([3]))
-    # 15 examples: 15 x (64 + 128) < 64 x 128, and 15 x (128 + 10) > 128 x 10.
+    # 15 examples: 15 x (64 + 128) < 2 x 64 x 128, and 15 x (128 + 4) > 2 x 128 x 4.
     noted.add_linear(torch.zeros(15, 1, 64), torch.zeros(15, 1, 128), has_bias=True)
-    noted.add_linear(torch.zeros(15, 1, 128), torch.zeros(15, 1, 10), has_bias=True)
+    noted.add_linear(torch.zeros(15, 1, 128), torch.zeros(15, 1, 4), has_bias=True)
     assert ways == ["pairs", "gradients"]
 
 
