@@ -37,11 +37,9 @@ from server.rounds import OnRound
 from simulation.draws import at_round
 from simulation.faults import TRAIN
 from simulation.fleet import simulated_machine
-from simulation.ray_cluster import QUIET, cpus_per_client, joined
+from simulation.ray_cluster import QUIET, RAY_FOLDER_PARENT, cpus_per_client, joined
 from simulation.vanishing import LastAsked, app_of, refusal_of
 
-# A socket's path may have 107 characters and Ray needs some 70 of them: no long TMPDIR will do.
-RAY_FOLDER_PARENT = "/tmp"
 REGISTRATION_POLL_SECONDS = 0.05
 MOST_TOLD = 300  # characters of either end of what Ray says of a worker that failed
 
@@ -276,7 +274,7 @@ def _answered(replies: Iterable[Message]) -> Iterator[Message]:
     for reply in replies:
         if reply.has_error() and reply.error.code == ErrorCode.UNKNOWN:
             raise WorkerDied(
-                f"a worker of Ray failed: {_in_short(reply.error.reason or "")}",
+                f"a worker of Ray failed: {_in_short(reply.error.reason or '')}",
                 remedy="every machine of the cluster needs the same Headwater, Python and "
                 "packages, and memory for a worker per core; the rounds before are kept",
             )

@@ -31,6 +31,8 @@ QUIET = {
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
 }
 ADDRESS, PYTHONPATH = "RAY_ADDRESS", "PYTHONPATH"
+# A socket's path may have 107 characters and Ray needs some 70 of them: no long TMPDIR will do.
+RAY_FOLDER_PARENT = "/tmp"
 # Ray itself would try for two minutes.
 ANSWER_SECONDS = 5.0
 

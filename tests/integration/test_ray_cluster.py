@@ -1,0 +1,245 @@
+"""Flower's Ray engine on a cluster of two workers, which other runs use before and after."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from common.errors import SettingsError
+from common.settings import Settings, load
+from server.metrics import read_rows
+from server.rounds import MODEL
+from simulation.draws import vanishes_at
+from simulation.engines import run_engine
+from simulation.profiles import with_fleet
+from simulation.ray_cluster import ADDRESS, joined
+from tests.processes import until
+from tests.ray_sessions import Started, cluster, finish, interrupt, until_committed
+
+DIGITS = ["--task", "examples/digits.py:Digits", "--clients", "2", "--threads", "1"]
+WORKER = "ray::ClientApp"
+
+FLEET = """
+[[device]]
+count = 4
+examples_per_second = 50
+memory_bytes = 400_000_000
+upload_bytes_per_second = 1_000_000
+jitter = 0.2
+on_battery = 0.5
+"""
+
+# Each device notes under whom its process runs: a node of Ray is the parent of its workers.
+TASK = """
+import os
+from tests.tasks import TwoLayers
+
+
+class Noting(TwoLayers):
+    def train_examples(self, *, data, part, num_parts):
+        with open("parents", "a") as file:
+            file.write(f"{os.getppid()}\\n")
+        return super().train_examples(data=data, part=part, num_parts=num_parts)
+"""
+
+MEAN_NOT_SUM = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+class Mean:
+    def new_model(self):
+        return nn.Linear(3, 1)
+
+    def train_examples(self, *, data, part, num_parts):
+        return TensorDataset(torch.randn(8, 3, generator=torch.Generator().manual_seed(part)))
+
+    def loss_sum(self, model, batch):
+        return model(batch[0]).square().mean(), len(batch[0])
+"""
+
+
+@pytest.fixture(scope="module")
+def two_workers() -> Iterator[tuple[str, Started]]:
+    """A cluster, of which nothing is left when the module is done."""
+    with cluster() as found:
+        yield found
+
+
+@pytest.fixture
+def nodes(two_workers: tuple[str, Started]) -> Started:
+    return two_workers[1]
+
+
+@pytest.fixture
+def started(two_workers: tuple[str, Started]) -> Iterator[Started]:
+    """Simulators on the cluster; after each the cluster is as it was before."""
+    address, nodes = two_workers
+    it = Started(address=address)
+    yield it
+    try:
+        it.until_nothing_runs()
+        until(
+            lambda: not nodes.named(WORKER),
+            seconds=20,
+            what=lambda: f"the end of {nodes.named(WORKER)}",
+        )
+        assert len(nodes.named("raylet")) == 3
+    finally:
+        it.end()
+
+
+def simulate_here(settings: Settings) -> None:
+    run_engine(with_fleet(settings), on_round=lambda row: None, resume=False)
+
+
+@pytest.mark.slow
+def test_a_fleet_on_both_workers_is_that_of_this_process_bit_for_bit(
+    tmp_path: Path, started: Started, nodes: Started, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Jitter and batteries are drawn there as here; files are found from the driver's folder."""
+    monkeypatch.chdir(tmp_path)
+    Path("fleet.toml").write_text(FLEET)
+    Path("task.py").write_text(TASK)
+    chosen = load(
+        None,
+        {
+            "task": "task.py:Noting",
+            "simulation.fleet": "fleet.toml",
+            "simulation.clients": 4,
+            "threads": 1,
+            "rounds": 3,
+            "plan.effective_batch_size": 24,
+            "optimizer.learning_rate": 0.001,
+        },
+    )
+    Path("settings.toml").write_text(chosen.to_toml())
+    process = started.simulate("--config", "settings.toml", out=Path("ray"), folder=tmp_path)
+    said = finish(process)
+    assert process.returncode == 0, said
+    assert "2 clients at a time on 2 nodes" in said
+    parents = {int(line) for line in Path("parents").read_text().split()}
+    assert len(parents) == 2
+    assert parents <= {raylet.pid for raylet in nodes.named("raylet")}
+    simulate_here(chosen.model_copy(update={"out": tmp_path / "here"}))
+    keys = ("name", "num_examples", "step_seconds", "seconds", "peak_bytes", "plan", "reason")
+    told = [
+        [sorted([client[key] for key in keys] for client in row["clients"]) for row in rows]
+        for rows in (read_rows(tmp_path / "here"), read_rows(tmp_path / "ray"))
+    ]
+    assert told[0] == told[1]
+    seconds = [one[2] for row in told[0] for one in row]
+    assert len({str(steps) for steps in seconds}) == len(seconds) == 12
+    models = [(tmp_path / name / MODEL).read_bytes() for name in ("here", "ray")]
+    assert models[0] == models[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mode", "dropout", "seed", "vanish"),
+    [
+        ("semi-honest", 0.3, 32, [{"3": "masked_update"}, {"5": "unmask"}]),
+        ("active", 0.15, 98, [{"5": "masked_update"}, {}]),
+    ],
+)
+def test_masked_rounds_on_ray_give_the_in_process_model_though_devices_vanish_in_mid_session(
+    mode: str,
+    dropout: float,
+    seed: int,
+    vanish: list[dict[str, str]],
+    tmp_path: Path,
+    started: Started,
+) -> None:
+    """Other devices vanish before the masks; what the dictionaries name comes behind them."""
+    chosen: dict[str, Any] = {
+        "task": "examples/digits.py:Digits",
+        "seed": seed,
+        "rounds": 2,
+        "threads": 1,
+        "plan": {"accumulation_steps": 2, "micro_batch_size": 8},
+        "secure": {"aggregation": mode},
+        "simulation": {"clients": 6, "dropout": dropout},
+    }
+    alone, ray = tmp_path / "in-process", tmp_path / "ray"
+    settings = Settings.model_validate({**chosen, "out": alone})
+    for round_number, named in enumerate(vanish, start=1):
+        for part, action in named.items():
+            stage = vanishes_at(settings, int(part), round_number=round_number, attempt=0)
+            assert stage == f"query.{action}"
+    simulate_here(settings)
+    (tmp_path / "settings.toml").write_text(Settings.model_validate(chosen).to_toml())
+    process = started.simulate("--config", tmp_path / "settings.toml", out=ray)
+    said = finish(process)
+    assert process.returncode == 0, said
+    assert (ray / MODEL).read_bytes() == (alone / MODEL).read_bytes()
+    rows = read_rows(ray)
+    assert [(row["num_clients"], row["weight"]) for row in rows] == [
+        (row["num_clients"], row["weight"]) for row in read_rows(alone)
+    ]
+    for row, named in zip(rows, vanish, strict=True):
+        gone = {name for name, action in named.items() if action == "masked_update"}
+        assert gone <= row["refused"].keys()
+
+
+@pytest.mark.slow
+def test_an_error_of_the_server_app_comes_out_of_ray_as_itself(
+    tmp_path: Path, started: Started
+) -> None:
+    (tmp_path / "task.py").write_text(MEAN_NOT_SUM)
+    task = ("--task", tmp_path / "task.py:Mean", "--clients", "1")
+    process = started.simulate(*task, out=tmp_path / "out")
+    said = finish(process)
+    assert process.returncode == 1
+    assert "TaskNotAdditive: the loss of 2 examples together" in said
+    assert "Traceback" not in said
+
+
+def interrupted(process: Any, _: Started) -> None:
+    interrupt(process)
+
+
+def bereft_of_a_worker(_: Any, nodes: Started) -> None:
+    max(nodes.named(WORKER), key=psutil.Process.create_time).send_signal(signal.SIGKILL)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("is_struck", "status", "word"),
+    [
+        (interrupted, 130, "what was committed is kept"),
+        (bereft_of_a_worker, 1, "WorkerDied: a worker of Ray failed"),
+    ],
+)
+def test_however_a_run_ends_it_says_why_and_keeps_what_was_committed(
+    is_struck: Any, status: int, word: str, tmp_path: Path, started: Started, nodes: Started
+) -> None:
+    process = started.simulate(*DIGITS, "--rounds", "100000", out=tmp_path)
+    until_committed(process, tmp_path)
+    is_struck(process, nodes)
+    said = finish(process)
+    assert process.returncode == status, said
+    assert word in said
+    assert (tmp_path / MODEL).exists()
+
+
+@pytest.mark.parametrize(
+    ("address", "why"),
+    [
+        ("ray://localhost:10001", "no HOST:PORT"),
+        ("localhost:1", "refused"),
+        ("localhost:70000", ""),
+        ("nonsense", "Invalid address format"),
+    ],
+)
+def test_a_cluster_that_cannot_be_joined_is_named_at_once(
+    address: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(ADDRESS, address)
+    named = f"{ADDRESS}={address} cannot be joined: .*{why}"
+    with pytest.raises(SettingsError, match=named), joined(Settings(), tmp_path):
+        pass

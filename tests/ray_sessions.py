@@ -1,0 +1,146 @@
+"""Simulators on Ray, and a Ray cluster of two workers, each in a session of its own.
+
+Ray's agents overwrite their own environment and leave their parent: the session still tells whose
+they are.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import psutil
+
+from simulation.ray_cluster import ADDRESS, QUIET, RAY_FOLDER_PARENT
+from tests.processes import ROOT, until
+
+PATIENCE_SECONDS = 180
+
+# A head that computes nothing and two workers of one core each, until the standard input ends. The
+# address is the last line. (``Cluster.shutdown`` would forget another Ray of this machine as well.)
+CLUSTER = """
+import sys
+from ray.cluster_utils import Cluster
+
+alike = {"include_dashboard": False, "include_log_monitor": False}
+head = {"num_cpus": 0, "temp_dir": sys.argv[1], **alike}
+cluster = Cluster(True, head_node_args=head, shutdown_at_exit=False)
+for _ in range(2):
+    cluster.add_node(num_cpus=1, wait=False, **alike)
+cluster.wait_for_nodes()
+print(cluster.address, flush=True)
+sys.stdin.read()
+for node in (*cluster.worker_nodes, cluster.head_node):
+    cluster.remove_node(node)
+"""
+
+
+@dataclass
+class Started:
+    """What a test has started, each with its descendants in a session of its own."""
+
+    address: str | None = None
+    """Of the cluster on which simulators run; None: each on a Ray of its own."""
+    processes: list[subprocess.Popen[str]] = field(default_factory=list)
+
+    def simulate(
+        self, *arguments: str | Path, out: Path, folder: Path = ROOT
+    ) -> subprocess.Popen[str]:
+        """Start a simulator on Ray in a folder."""
+        chosen = ("--engine", "flower-ray", "--out", out)
+        found = {"PYTHONPATH": str(ROOT)}
+        if self.address is not None:
+            found[ADDRESS] = self.address
+        return self.run("-m", "simulation", *arguments, *chosen, folder=folder, **found)
+
+    def run(
+        self, *arguments: str | Path, folder: Path = ROOT, **environment: str
+    ) -> subprocess.Popen[str]:
+        """Start Python."""
+        inherited = {key: value for key, value in os.environ.items() if key != ADDRESS}
+        process = subprocess.Popen(
+            [sys.executable, *map(str, arguments)],
+            cwd=folder,
+            env=inherited | QUIET | environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        self.processes.append(process)
+        return process
+
+    def named(self, name: str) -> list[psutil.Process]:
+        """Return those that run and whose name begins so."""
+        return [process for process in self.alive() if process.name().startswith(name)]
+
+    def alive(self) -> list[psutil.Process]:
+        """Return what runs of all sessions."""
+        sessions = {process.pid for process in self.processes}
+        return [process for process in psutil.process_iter() if session_of(process) in sessions]
+
+    def until_nothing_runs(self) -> None:
+        """Wait for the end of all processes."""
+        until(lambda: not self.alive(), seconds=20, what=lambda: f"the end of {self.alive()}")
+
+    def end(self) -> None:
+        """Kill what still runs."""
+        for process in self.alive():
+            process.kill()
+        for opened in self.processes:
+            opened.communicate()
+
+
+def session_of(process: psutil.Process) -> int | None:
+    """Return the session of a process that still runs, else None."""
+    try:
+        is_done = process.status() == psutil.STATUS_ZOMBIE
+        return None if is_done else os.getsid(process.pid)
+    except (psutil.NoSuchProcess, OSError):
+        return None
+
+
+def finish(process: subprocess.Popen[str]) -> str:
+    """Wait for the end of a process and return what it said."""
+    said, _ = process.communicate(timeout=PATIENCE_SECONDS)
+    return said
+
+
+def until_committed(process: subprocess.Popen[str], out: Path) -> None:
+    """Wait until a simulator has committed its first round."""
+    end = time.monotonic() + PATIENCE_SECONDS
+    while not (out / "checkpoint.safetensors").exists():
+        assert process.poll() is None, finish(process)
+        assert time.monotonic() < end, "no round was committed"
+        time.sleep(0.2)
+
+
+def interrupt(process: subprocess.Popen[str]) -> None:
+    """Do as a terminal does at Ctrl-C."""
+    os.killpg(process.pid, signal.SIGINT)
+
+
+@contextmanager
+def cluster() -> Iterator[tuple[str, Started]]:
+    """Run a cluster; give its address and its processes."""
+    it = Started()
+    with TemporaryDirectory(prefix="headwater-", dir=RAY_FOLDER_PARENT) as folder:
+        try:
+            process = it.run("-c", CLUSTER, folder / Path("ray"), folder=Path(folder))
+            assert process.stdout is not None
+            address = next((line.strip() for line in process.stdout if line.count(":") == 1), "")
+            assert address, "no cluster"
+            yield address, it
+            finish(process)
+            it.until_nothing_runs()
+        finally:
+            it.end()
