@@ -36,8 +36,8 @@ from simulation.squares import Squares
 log = logging.getLogger(__name__)
 
 # What examples that go through the model at once may leave for the backward pass, and how many they
-# are at most. Passes of 4,096 took 1.08 times what those of 16,384 took with an MLP 64-128-10, and
-# 1.15 times where layers tell the norms; with 65,536 the sum in float32 would be a longer one.
+# are at most. Passes of 4,096 took 1.1 times what those of 16,384 took with an MLP 64-128-10, and
+# 1.2 times where layers tell the norms.
 PASS_BYTES = 64 << 20
 MOST_AT_ONCE = 1 << 14
 # Of the devices' examples, and of their vectors, that are held at once.
