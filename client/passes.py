@@ -22,7 +22,7 @@ from client.memory import is_allocation_failure
 from client.micro_batches import Window, seed_of
 from client.workplace import Workplace
 from common.errors import HeadwaterError, OutOfMemory, TaskError, TaskFailed
-from common.task import Metrics, batch_of, loss_sum
+from common.task import Metrics, loss_sum
 from common.update import Plan, Step
 
 log = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ def add(
     return Added(
         loss_sum=loss_value,
         metric_sums=metrics,
-        step=Step.model_construct(
+        step=Step(
             num_examples=num_examples,
             weight=weight,
             loss=loss_value / weight if weight else 0.0,
@@ -122,8 +122,7 @@ def _forward(
 
 
 def _loss(positions: Positions, place: Workplace) -> tuple[Tensor, int, Metrics]:
-    batch = batch_of(place.task, place.examples, positions)
-    return loss_sum(place.task, place.image.model, batch)
+    return loss_sum(place.task, place.image.model, place.batches.of(positions))
 
 
 @functools.lru_cache(maxsize=64)

@@ -18,6 +18,7 @@ from torch.utils.data import Subset
 
 from client import checkpointing
 from client.accumulator import Accumulator
+from client.batches import Batches
 from client.device import Hardware, ThisMachine
 from client.growth import Speed
 from client.held_updates import HeldUpdates
@@ -25,7 +26,7 @@ from client.local_training import Trained, summed, told
 from client.micro_batches import Place, Walk, Window, held_out, window
 from client.passes import check_works, checkpointed_bytes
 from client.spool import Spool
-from client.workplace import Workplace
+from client.workplace import NO_BATCHES, Workplace
 from common.additive import check_additive
 from common.errors import BuffersChanged, ModelMismatch, NonFiniteUpdate, OutOfMemory
 from common.parameters import ModelLayout, build_model
@@ -165,6 +166,7 @@ class Resident:
         name: str,
         hardware: Hardware,
         accumulator: Accumulator | None = None,
+        batches: Batches = NO_BATCHES,
     ) -> Workplace:
         """Return all that a device needs to work on a plan; the model is set up for this device."""
         self.held.make_room()
@@ -184,6 +186,7 @@ class Resident:
             restraint=hardware.restraint,
             vitals=hardware.vitals,
             stop=stop_asked.is_set,
+            batches=batches,
         )
 
     def describe(

@@ -22,6 +22,7 @@ import re
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -256,7 +257,7 @@ def _state(total: WindowSum) -> dict[str, Any]:
         "loss_sum": total.loss_sum,
         "weight": total.weight,
         "metric_sums": total.metric_sums,
-        "steps": [step.model_dump() for step in total.steps],
+        "steps": [asdict(step) for step in total.steps],
         "taken": total.taken,
         "left": list(total.left),
         "refused": total.refused,
@@ -272,7 +273,7 @@ def _total(state: Mapping[str, Any]) -> WindowSum:
         weight=state["weight"],
         num_examples=sum(map(len, taken)),
         metric_sums=state["metric_sums"],
-        steps=[Step.model_validate(step) for step in state["steps"]],
+        steps=[Step(**step) for step in state["steps"]],
         taken=taken,
         left=deque(tuple(group) for group in state["left"]),
         refused=state["refused"],

@@ -87,6 +87,9 @@ class WindowSum:
         self.num_cut_smaller += 1
 
 
+NOTHING = WindowSum()
+
+
 def sum_window(
     plan: Plan,
     window: Window,
@@ -109,7 +112,8 @@ def sum_window(
         OutOfMemory: one example alone does not fit, and there is nothing to be sent.
         TaskError: the task breaks a rule.
     """
-    before, total = before or WindowSum(), begun
+    before, total = before or NOTHING, begun
+    place.batches.begin(window.positions)
     if total is None:
         place.accumulator.zero()
         size, asked = plan.micro_batch_size, plan.quota

@@ -7,10 +7,11 @@ Clock, memory and restraint are the machine's (``client.device``) or a simulated
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Protocol, cast
 
 from client.accumulator import Accumulator
+from client.batches import Batches
 from common.line import Line
 from common.parameters import ModelImage
 from common.task import Examples, Task
@@ -73,6 +74,9 @@ class Restraint:
     reason: StopReason = "quota"
 
 
+NO_BATCHES = Batches(cast(Task, None), ())
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workplace:
     """All that a device needs to work on a plan."""
@@ -90,3 +94,10 @@ class Workplace:
     nothing to checkpoint."""
     restraint: Callable[[], Restraint] = Restraint
     vitals: Callable[[], Vitals] = Vitals
+    batches: Batches = field(default=NO_BATCHES, repr=False)
+    """Of the task and the examples; made if they are not at hand."""
+
+    def __post_init__(self) -> None:
+        """Be ready for the first window."""
+        if self.batches is NO_BATCHES:
+            object.__setattr__(self, "batches", Batches(self.task, self.examples))

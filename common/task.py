@@ -138,18 +138,26 @@ def max_weight_per_example(task: Task) -> int:
     return int(getattr(task, "max_weight_per_example", 1))
 
 
+def tensors_of(task: Task, examples: Examples) -> Sequence[Tensor] | None:
+    """Return the tensors whose rows, and nothing else, are the batches; None if there are none."""
+    while isinstance(examples, Rows):
+        examples = examples.whole
+    if not isinstance(examples, torch.utils.data.TensorDataset) or hasattr(task, "collate"):
+        return None
+    found: Sequence[Tensor] | None = getattr(examples, "tensors", None)
+    return found
+
+
 def batch_of(task: Task, examples: Examples, positions: Sequence[int]) -> Any:
     """Fetch and collate the examples at ``positions``, in that order."""
+    tensors = tensors_of(task, examples)
     rows = np.array(positions, dtype=np.int64)
     while isinstance(examples, Rows):
         rows, examples = examples.in_whole(rows), examples.whole
-    collate = getattr(task, "collate", None)
-    if collate is None:
-        tensors = getattr(examples, "tensors", None)
-        if isinstance(examples, torch.utils.data.TensorDataset) and tensors is not None:
-            chosen = torch.from_numpy(rows)
-            return [tensor.index_select(0, chosen) for tensor in tensors]
-        collate = torch.utils.data.default_collate
+    if tensors is not None:
+        chosen = torch.from_numpy(rows)
+        return [tensor.index_select(0, chosen) for tensor in tensors]
+    collate = getattr(task, "collate", torch.utils.data.default_collate)
     fetch_all = getattr(examples, "__getitems__", None)
     if fetch_all is not None:
         return collate(fetch_all(rows.tolist()))

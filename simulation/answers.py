@@ -155,7 +155,7 @@ class Together(Reports):
         norms = [None] * num_steps if self.norms is None else self.norms[own].tolist()
         columns = (one.sizes, weights, losses, one.step_seconds, one.peak_bytes)
         return tuple(
-            Step.model_construct(
+            Step(
                 num_examples=size,
                 weight=int(weight),
                 loss=loss / weight if weight else 0.0,

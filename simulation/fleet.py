@@ -62,7 +62,7 @@ class VirtualClock:
     ) -> None:
         """Take the line of seconds, what disturbs it, and how much longer a micro-batch takes."""
         self._line = Line(base=speed.seconds_per_micro_batch, each=speed.seconds_per_example)
-        self._jitter = jitter or Jitter(0.0, 0)
+        self._jitter = jitter
         self._seconds = 0.0
         self._all_transfer_seconds = self._transfer_seconds = transfer_seconds
         self._slowed = slowed
@@ -83,7 +83,7 @@ class VirtualClock:
 
     def worked(self, num_examples: int) -> None:
         seconds = self._line.at(num_examples) * self._slowed()
-        self._seconds += seconds * self._jitter.next_factor()
+        self._seconds += seconds * (self._jitter.next_factor() if self._jitter else 1.0)
 
 
 class VirtualMemory:
@@ -202,7 +202,7 @@ class SimulatedMachine:
         )
         self.clock = VirtualClock(
             self.timing(),
-            Jitter(device.jitter, jitter_seed),
+            Jitter(device.jitter, jitter_seed) if device.jitter else None,
             transfer_seconds=self.transfer_seconds,
             slowed=lambda: CHECKPOINTED_SECONDS if self.memory.is_relieved else 1.0,
         )

@@ -15,6 +15,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from client.accumulator import Accumulator
+from client.batches import Batches
+from client.device import Hardware
 from client.local_training import Trained, told
 from client.micro_batches import Place, Walk, Window
 from client.workplace import Workplace
@@ -43,6 +45,15 @@ class _Ready:
     called: Called
     examples: Examples
     window: Window
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Equipped:
+    """What a device works with in this round."""
+
+    ready: _Ready
+    machine: Hardware
+    batches: Batches
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,9 +107,11 @@ class OneByOne:
         self, ready: Sequence[_Ready], model: memoryview, *, run_id: int
     ) -> list[Update | Dropout]:
         """Let a few devices work on their plans, and remember their places."""
+        equipped = [self._equipped(one) for one in ready]
         done: list[_Done | Dropout] = []
-        for one, accumulator in zip(ready, self._accumulators_of(len(ready)), strict=True):
-            self._devices.resident.load_model(run_id, one.called.plan.model_version, model)
+        for one, accumulator in zip(equipped, self._accumulators_of(len(ready)), strict=True):
+            version = one.ready.called.plan.model_version
+            self._devices.resident.load_model(run_id, version, model)
             done.append(self._summed(one, accumulator))
         return [one if isinstance(one, Dropout) else self._told(one) for one in done]
 
@@ -111,16 +124,30 @@ class OneByOne:
             self._accumulators.append(Accumulator(resident.image))
         return self._accumulators[:number]
 
-    def _summed(self, one: _Ready, accumulator: Accumulator) -> _Done | Dropout:
-        devices, called = self._devices, one.called
-        machine = devices.machine(called.part, round_number=called.plan.round)
-        resident = devices.resident
+    def _equipped(self, one: _Ready) -> _Equipped:
+        """Give a device its hardware, and fetch its examples if they are few."""
+        called = one.called
+        batches = Batches(self._devices.resident.task, one.examples)
+        batches.begin(one.window.positions)
         try:
-            place = resident.workplace(one.examples, called.name, machine, accumulator)
-            trained = resident.sum(called.plan, one.window, place)
+            batches.fetch()
+        except Exception as error:
+            # One of the examples cannot be had; which one is found out when it is its turn.
+            log.debug("%s: not fetched at once: %s", called.name, error)
+        machine = self._devices.machine(called.part, round_number=called.plan.round)
+        return _Equipped(ready=one, machine=machine, batches=batches)
+
+    def _summed(self, one: _Equipped, accumulator: Accumulator) -> _Done | Dropout:
+        resident, ready = self._devices.resident, one.ready
+        called = ready.called
+        try:
+            place = resident.workplace(
+                ready.examples, called.name, one.machine, accumulator, one.batches
+            )
+            trained = resident.sum(called.plan, ready.window, place)
         except Exception as error:
             return _dropout(called, error)
-        return _Done(ready=one, place=place, trained=trained)
+        return _Done(ready=ready, place=place, trained=trained)
 
     def _told(self, one: _Done) -> Update | Dropout:
         """Return a device's update, and remember its place; of nothing finite, the place behind."""
