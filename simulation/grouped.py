@@ -8,7 +8,6 @@ finite, is computed by itself, as a real device is: it looks for the example to 
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Iterator, Sequence
 from itertools import chain
 
@@ -18,7 +17,6 @@ from torch import Tensor
 
 from common.errors import LateUpdate
 from common.parameters import ModelImage
-from common.task import batch_of, loss_sum
 from common.update import Update
 from server.fleet import Dropout, UpdateOfMany
 from simulation.answers import Together
@@ -28,10 +26,10 @@ from simulation.foreseen import Foreseen, ranges
 from simulation.layers import Layers
 from simulation.many import Floats, ManyExamples
 from simulation.one_by_one import OneByOne
-from simulation.packed import CannotGroup, Packed, Rows
+from simulation.packed import Packed, Rows
 from simulation.passes import Block, fused, in_turn, told_by_layers, vectorised
 from simulation.rehearsal import rehearse
-from simulation.squares import Squares
+from simulation.trial import telling_layers, tried
 
 log = logging.getLogger(__name__)
 
@@ -46,9 +44,6 @@ VECTORS_BYTES = 16 << 20
 # Where fewer vectors than these fit, one micro-batch is work enough for a pass, and moving vectors
 # about would take longer than computing them.
 FEWEST_VECTORS = 16
-# The trial: so many examples of the first device, and how far their sums may lie apart.
-TRIED = 3
-TOLERANCE = 1e-4
 
 
 class Grouped:
@@ -69,9 +64,9 @@ class Grouped:
         self._at_once = MOST_AT_ONCE
         self._most_vectors = max(VECTORS_BYTES // (4 * resident.image.layout.num_parameters), 1)
         self._is_in_turn = own_vectors and self._most_vectors < FEWEST_VECTORS
-        self._layers: Layers | None = None
         is_compiled = devices.settings.simulation.compile
-        self._try(by_layers=own_vectors and not (is_compiled and self._is_in_turn))
+        self._layers: Layers | None = None
+        self._try(is_compiled=is_compiled)
         if is_compiled:
             if own_vectors and not self._is_in_turn:
                 say("passes are not compiled: it would slow down those for small vectors")
@@ -239,69 +234,23 @@ class Grouped:
         ratios = np.array(asked, dtype=np.float64) / np.maximum(summed, 1.0)
         return np.repeat(ratios, counts)
 
-    def _try(self, *, by_layers: bool) -> None:
-        """Compare a pass over a device's first examples with the task's own sum of them.
-
-        And with ``by_layers`` see whether the model's layers tell its norms.
+    def _try(self, *, is_compiled: bool) -> None:
+        """Try on a device's first examples what will be done.
 
         Raises:
-            CannotGroup: it fails, or they differ.
+            CannotGroup: it fails, or its sums are others than the task's own.
         """
-        devices, resident = self._devices, self._devices.resident
-        identity = devices.identity(0)
-        examples = resident.examples(identity)
+        devices, many, packed = self._devices, self._many, self._packed
         each = devices.machine(0, round_number=1).memory.line
         if each is not None and each.each:
             self._at_once = int(min(max(PASS_BYTES / each.each, 1), MOST_AT_ONCE))
-        positions = range(min(TRIED, len(examples)))
-        resident.image.model.train()
-        state = torch.get_rng_state()
-        batch = batch_of(resident.task, examples, positions)
-        loss, weight, metrics = loss_sum(resident.task, resident.image.model, batch)
-        if not torch.equal(state, torch.get_rng_state()):
-            raise CannotGroup("the model draws random numbers, and each device has its own")
-        resident.accumulator.zero()
-        rows = np.array(positions) + self._packed.add(0, examples)
-        sums = self._many.add(self._packed.take(rows), None, "float32")
-        resident.accumulator.zero()
-        found = {"loss": sums.loss.sum(), "weight": sums.weight.sum()}
-        found |= {f"metric {name}": values.sum() for name, values in sums.metrics.items()}
-        told = {"loss": loss.item(), "weight": weight}
-        told |= {f"metric {name}": value for name, value in metrics.items()}
-        for name, value in told.items():
-            if not math.isclose(found.get(name, math.nan), value, rel_tol=TOLERANCE, abs_tol=1e-6):
-                raise CannotGroup(f"the {name} of {TRIED} examples is another when each is alone")
-        if self.own_vectors and not self._is_in_turn:
-            self._many.rows(
-                [t.unsqueeze(0) for t in self._packed.take(rows)],
-                torch.ones(1, len(rows)),
-                "float32",
+        loss, rows = tried(devices.resident, devices.identity(0), many, packed)
+        if not self.own_vectors:
+            return
+        if not self._is_in_turn:
+            taken = [tensor.unsqueeze(0) for tensor in packed.take(rows)]
+            many.rows(taken, torch.ones(1, len(rows)), "float32")
+        if not (is_compiled and self._is_in_turn):
+            self._layers = telling_layers(
+                loss, many, packed, rows, devices.resident.accumulator, most_bytes=VECTORS_BYTES
             )
-        if by_layers:
-            self._layers = self._telling(loss, rows)
-
-    def _telling(self, loss: Tensor, rows: Rows) -> Layers | None:
-        """Return the model's layers, if they tell a gradient and its norm as ``loss`` has them."""
-        many, accumulator = self._many, self._devices.resident.accumulator
-        accumulator.zero()
-        loss.backward()  # type: ignore[no-untyped-call]
-        expected_P, norm = accumulator.values_P.clone(), accumulator.gradient_norm()
-        accumulator.zero()
-        squares = Squares(np.array([1] * len(rows)), np.array([len(rows)]))
-        try:
-            tensors = self._packed.take(rows)
-            layers = many.layers(tensors)
-            if layers is None:
-                return None
-            many.add_told(tensors, None, layers, squares)
-            error = float(torch.linalg.vector_norm(accumulator.values_P - expected_P))
-        except CannotGroup as reason:
-            log.info("norms are those of vectors: %s", reason)
-            return None
-        finally:
-            accumulator.zero()
-        found = float(squares.norms()[-1])
-        if error > TOLERANCE * norm or not math.isclose(found, norm, rel_tol=TOLERANCE):
-            log.info("norms are those of vectors: layers told %g of %g", found, norm)
-            return None
-        return layers

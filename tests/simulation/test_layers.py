@@ -21,6 +21,7 @@ from simulation.many import ManyExamples
 from simulation.packed import CannotGroup, Packed
 from simulation.passes import Block, told_by_layers, vectorised
 from simulation.squares import Squares
+from simulation.trial import telling_layers
 
 VOCABULARY, LENGTH, WIDTH = 11, 4, 32
 
@@ -175,9 +176,30 @@ def test_a_layer_that_sees_no_example_is_missed() -> None:
             logits: Tensor = self.inner(values) * self.shift(torch.ones(1))
             return logits
 
-    many, packed, *_ = prepared(Constant())
-    tensors = packed.take(np.arange(3))
+    many, packed, accumulator, image = prepared(Constant())
+    rows = np.arange(3)
+    tensors = packed.take(rows)
     layers = many.layers(tensors)
     assert layers is not None
     with pytest.raises(CannotGroup, match="do not tell"):
         many.add_told(tensors, None, layers, Squares(np.array([3]), np.array([1])))
+    loss, _ = Constant().loss_sum(image.model, tensors)
+    assert telling_layers(loss, many, packed, rows, accumulator, most_bytes=1 << 20) is None
+
+
+def test_the_trial_holds_copies_to_their_bytes_and_the_norms_to_the_task_s_own() -> None:
+    many, packed, accumulator, image = prepared(Foretell())
+    rows = np.arange(3)
+
+    def telling(most_bytes: int) -> Layers | None:
+        loss, _ = Foretell().loss_sum(image.model, packed.take(rows))
+        return telling_layers(loss, many, packed, rows, accumulator, most_bytes=most_bytes)
+
+    elsewhere = (VOCABULARY + LENGTH + 3) * WIDTH  # embeddings, places, a norm's two and a bias
+    assert telling(3 * 4 * elsewhere - 1) is None
+    layers = telling(3 * 4 * elsewhere)
+    assert layers is not None
+    assert layers.num_elsewhere == elsewhere
+    assert not accumulator.values_P.any()
+    other_loss, _ = Foretell().loss_sum(image.model, packed.take(rows + 3))
+    assert telling_layers(other_loss, many, packed, rows, accumulator, most_bytes=1 << 20) is None
