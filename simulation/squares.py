@@ -26,6 +26,8 @@ Ints = NDArray[np.int64]
 
 # Gradients of a layer that are held at once: less takes more calls.
 HELD_BYTES = 2 << 20
+# Products of pairs that are held at once, in float64, if those of one device are not more.
+PAIRS_BYTES = 16 << 20
 # Pairs may take so many times the operations, as gradients are written and read besides. For 1,000
 # devices of 15 examples in three steps a layer 64-128 took 7 ms by pairs, with 0.35 times the
 # operations, and 31 by gradients; one 128-10 took 5.4, with 1.6 times, and 8.8.
@@ -81,7 +83,9 @@ class Squares:
 
     def _add_pairs(self, inputs_NTI: Tensor, outputs_NTO: Tensor, has_bias: bool) -> None:
         starts_D = np.cumsum(self._counts_D) - self._counts_D
-        for devices in alike(self._counts_D, int(self._counts_D.sum())):
+        num_tokens, longest = inputs_NTI.shape[1], int(self._counts_D.max())
+        at_once = PAIRS_BYTES // (8 * longest * num_tokens**2)
+        for devices in alike(self._counts_D, at_once):
             index, mask = padded(starts_D[devices], self._counts_D[devices])
             a, b = _in_fours(_rows(inputs_NTI, index)), _in_fours(_rows(outputs_NTO, index, mask))
             # In float64 nothing more is rounded, and no square of a finite gradient overflows.
@@ -89,14 +93,19 @@ class Squares:
             if has_bias:
                 products += 1
             products *= torch.bmm(b, b.transpose(1, 2))
-            added = 2 * products.tril(-1).sum(2) + products.diagonal(dim1=1, dim2=2)
-            added = added[:, : index.shape[1] * inputs_NTI.shape[1]]
+            own = products.diagonal(dim1=1, dim2=2).clone()
+            added = own + 2 * products.tril_(-1).sum(2)
+            added = added[:, : index.shape[1] * num_tokens]
             of_each = added.view(*index.shape, -1).sum(2).numpy()
             self._added_N[index[mask]] += of_each[mask]
 
     def _add_gradients(self, inputs_NTI: Tensor, outputs_NTO: Tensor) -> None:
         num_inputs, num_outputs = inputs_NTI.shape[2], outputs_NTO.shape[2]
-        for devices in runs(self._num_steps_D, HELD_BYTES // (4 * num_inputs * num_outputs)):
+        most = HELD_BYTES // (4 * num_inputs * num_outputs)
+        for devices in runs(self._num_steps_D, most):
+            if self._num_steps_D[devices.start] > most:
+                self._add_in_turn(inputs_NTI, outputs_NTO, devices.start)
+                continue
             num_steps, firsts = self._num_steps_D[devices], self._firsts_D[devices]
             steps = slice(int(firsts[0]), int(firsts[-1] + num_steps[-1]))
             sizes, starts = self._sizes_S[steps], self._starts_S[steps]
@@ -110,6 +119,16 @@ class Squares:
                     gradients[torch.from_numpy(some)] = torch.bmm(b.transpose(1, 2), a)
             norms, _ = grown(gradients.flatten(1), firsts - firsts[0], num_steps)
             self._grown_S[steps] += norms**2
+
+    def _add_in_turn(self, inputs_NTI: Tensor, outputs_NTO: Tensor, device: int) -> None:
+        """Add a device whose steps are large, or many, with no more than their sum held."""
+        total_OI = inputs_NTI.new_zeros(outputs_NTO.shape[2], inputs_NTI.shape[2])
+        first = int(self._firsts_D[device])
+        for step in range(first, first + int(self._num_steps_D[device])):
+            start = int(self._starts_S[step])
+            own = slice(start, start + int(self._sizes_S[step]))
+            total_OI.addmm_(outputs_NTO[own].flatten(0, 1).t(), inputs_NTI[own].flatten(0, 1))
+            self._grown_S[step] += float(torch.linalg.vector_norm(total_OI)) ** 2
 
 
 def grown(gradients_SP: Tensor, firsts_D: Ints, num_steps_D: Ints) -> tuple[Floats, Tensor]:
