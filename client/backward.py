@@ -21,7 +21,7 @@ from torch import Tensor
 
 log = logging.getLogger(__name__)
 
-Run = Callable[[Tensor], None]
+Engine = Callable[..., Any]
 
 
 def run_backward(loss: Tensor) -> None:
@@ -30,46 +30,39 @@ def run_backward(loss: Tensor) -> None:
     Raises:
         Exception: what the engine, or an operation's own backward, raises.
     """
+    engine = _engine()
     # A subclass may have a backward of its own; a loss of another kind has a gradient of that kind.
-    if type(loss) is Tensor and loss.dtype is torch.float32 and loss.is_cpu:
-        _run()(loss)
+    if engine is None or type(loss) is not Tensor or loss.dtype is not torch.float32:
+        loss.backward()  # type: ignore[no-untyped-call]
     else:
-        plain_backward(loss)
+        _call(engine, loss)
 
 
-def plain_backward(loss: Tensor) -> None:
-    """Do it by torch's public way."""
-    loss.backward()  # type: ignore[no-untyped-call]
+def _call(engine: Engine, loss: Tensor) -> None:
+    engine(
+        (loss,),
+        # Made anew each time: an operation may write over the gradient that it is given.
+        (torch.ones_like(loss),),
+        False,  # the graph is not kept
+        False,  # nor is one made of the backward pass
+        (),  # into all leaves
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
 
 
 @functools.cache
-def _run() -> Run:
-    """Return the engine, or the public way if the engine is not what is expected."""
+def _engine() -> Engine | None:
+    """Return the engine's backward pass; None if it is not what is expected."""
     try:
-        run = _by_engine(torch.autograd.Variable._execution_engine.run_backward)
-        leaf = torch.full((2,), 3.0, requires_grad=True)
-        leaf.grad = torch.ones(2)
+        engine: Engine = torch.autograd.Variable._execution_engine.run_backward
+        leaf = torch.full((2,), 3.0, dtype=torch.float32, requires_grad=True)
+        leaf.grad = torch.ones_like(leaf)
         with torch.enable_grad():
-            run((leaf * leaf).sum())
+            _call(engine, (leaf * leaf).sum())
         if leaf.grad.tolist() == [7.0, 7.0]:
-            return run
+            return engine
         log.debug("autograd's engine gave another gradient")
     except Exception as error:
         log.debug("autograd's engine: %s: %s", type(error).__name__, error)
-    return plain_backward
-
-
-def _by_engine(engine: Callable[..., Any]) -> Run:
-    def run(loss: Tensor) -> None:
-        # Made anew each time: an operation may write over the gradient that it is given.
-        engine(
-            (loss,),
-            (torch.ones_like(loss),),
-            False,  # the graph is not kept
-            False,  # nor is one made of the backward pass
-            (),  # into all leaves
-            allow_unreachable=True,
-            accumulate_grad=True,
-        )
-
-    return run
+    return None

@@ -33,6 +33,10 @@ class Batches:
         self._every = 1
         self._at = 0
 
+    def are_of(self, task: Task, examples: Examples) -> bool:
+        """Tell whether these are the batches of a task and its examples."""
+        return self._task is task and self._examples is examples
+
     def begin(self, positions: Sequence[int]) -> None:
         """Take note of the window's examples, in their order; the same again changes nothing."""
         if positions is not self._positions:

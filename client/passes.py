@@ -113,16 +113,12 @@ def _forward(
     try:
         if plan.precision == "bfloat16":
             with torch.autocast("cpu", dtype=torch.bfloat16):
-                return _loss(positions, place)
-        return _loss(positions, place)
+                return loss_sum(place.task, place.image.model, place.batches.of(positions))
+        return loss_sum(place.task, place.image.model, place.batches.of(positions))
     except (HeadwaterError, MemoryError):
         raise
     except Exception as error:
         raise _named(error) from error
-
-
-def _loss(positions: Positions, place: Workplace) -> tuple[Tensor, int, Metrics]:
-    return loss_sum(place.task, place.image.model, place.batches.of(positions))
 
 
 @functools.lru_cache(maxsize=64)

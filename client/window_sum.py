@@ -169,17 +169,19 @@ def _reason_to_end(
     if has_some:
         steps = total.steps or before.steps
         num_done = total.num_examples + before.num_examples
-        more = num_until_finish(plan, steps, passed_seconds=passed_seconds, num_done=num_done)
-        if more == 0:
-            return "finish"
-        if more is not None:
-            total.cut_next(more)
+        if plan.finish_seconds is not None:
+            more = num_until_finish(plan, steps, passed_seconds=passed_seconds, num_done=num_done)
+            if more == 0:
+                return "finish"
+            if more is not None:
+                total.cut_next(more)
         reason = watch.reason_to_stop(steps, num_done=num_done, num_next=len(total.left[0]))
         if reason is not None:
             return reason
         if len(total.steps) + len(before.steps) >= MOST_STEPS:
             return "short of memory"
-    if _fits(plan, total, place):
+    fitting = place.memory.fitting(len(total.left[0]))
+    if fitting is None or fitting >= len(total.left[0]) or _can_be_cut(plan, total, place, fitting):
         return None
     if not has_some:
         raise OutOfMemory(f"{place.name}, round {plan.round}: {_prediction(place)}")
@@ -189,9 +191,8 @@ def _reason_to_end(
     return "short of memory"
 
 
-def _fits(plan: Plan, total: WindowSum, place: Workplace) -> bool:
-    """Cut what is left smaller if need be; False if not even one example fits, by prediction."""
-    fitting = place.memory.fitting(len(total.left[0]))
+def _can_be_cut(plan: Plan, total: WindowSum, place: Workplace, fitting: int | None) -> bool:
+    """Cut what is left to what fits; False if not even one example does, by prediction."""
     if fitting == 0:
         fitting = _switch_on(plan, len(total.left[0]), place)
     if fitting is not None and fitting < len(total.left[0]):

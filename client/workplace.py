@@ -95,9 +95,9 @@ class Workplace:
     restraint: Callable[[], Restraint] = Restraint
     vitals: Callable[[], Vitals] = Vitals
     batches: Batches = field(default=NO_BATCHES, repr=False)
-    """Of the task and the examples; made if they are not at hand."""
+    """Of the task and the examples; made anew if they are of others."""
 
     def __post_init__(self) -> None:
         """Be ready for the first window."""
-        if self.batches is NO_BATCHES:
+        if not self.batches.are_of(self.task, self.examples):
             object.__setattr__(self, "batches", Batches(self.task, self.examples))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from common.errors import CountOutOfRange, HeadwaterError, UnexpectedUpdate, UpdateRefused
 from common.noise import NoiseSums, sums_of
@@ -35,15 +35,34 @@ class OpenRound:
         self.plans = plans
         self.num_left_out = num_left_out
         self.accepted: dict[str, Reported] = {}
-        self.told: list[Told] = []
-        """What those who were accepted told."""
-        self.noise: list[NoiseSums] = []
+        self._told: list[Told] = []
+        self._noise: list[NoiseSums] = []
+        self._not_laid: list[Reported] = []
         self.ready: dict[str, Ready] = {}
         self.refused: dict[str, HeadwaterError] = {}
         self.refusals: Counter[str] = Counter()  # what the round itself refused
         self._total = total
         self._max_weight = max_weight_per_example
         self._owned = owned
+
+    @property
+    def told(self) -> Sequence[Told]:
+        """What those who were accepted told."""
+        self._lay_in_columns()
+        return self._told
+
+    @property
+    def noise(self) -> Sequence[NoiseSums]:
+        """Their parts in the sums over the round's devices."""
+        self._lay_in_columns()
+        return self._noise
+
+    def _lay_in_columns(self) -> None:
+        """Lay what single devices told in columns: all at once, not each between two updates."""
+        reports, self._not_laid = self._not_laid, []
+        if reports:
+            self._told.append(Told.of(*reports))
+            self._noise += [sums_of(one, num_owned=self._owned[one.name]) for one in reports]
 
     def refuse(self, name: str, error: HeadwaterError) -> None:
         """Count why a device is not in the round."""
@@ -72,8 +91,7 @@ class OpenRound:
             return
         self._total.fold(answer.values_P, report.weight, peaks)
         self.accepted[report.name] = report
-        self.told.append(Told.of(report))
-        self.noise.append(sums_of(report, num_owned=self._owned[report.name]))
+        self._not_laid.append(report)
 
     def _take_many(self, answer: UpdateOfMany) -> None:
         """Take a sum of many updates, whole or not at all."""
@@ -92,8 +110,8 @@ class OpenRound:
             return
         self._total.fold(answer.values_P, sum(told.sent_weight), peaks)
         self.accepted |= zip(told.names, answer.reports, strict=True)
-        self.told.append(told)
-        self.noise.append(answer.reports.noise(self._owned))
+        self._told.append(told)
+        self._noise.append(answer.reports.noise(self._owned))
 
     def _fits(self, told: Told) -> bool:
         """Say whether many devices tell what their plans allow, as ``_check`` has it of one."""

@@ -13,7 +13,7 @@ from server.target import Gathered
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Told:
-    """What several devices tell: an entry for each in every column.
+    """What several devices tell: an entry for each in every column, of a metric for who has it.
 
     ``sent_weight`` is what an update weighs, ``summed_weight`` what its loss was summed over, as
     its steps tell it; another only with dataset weighting.
@@ -30,18 +30,22 @@ class Told:
     seconds: Sequence[float]
 
     @staticmethod
-    def of(report: Reported) -> Told:
-        """Return what one device tells."""
+    def of(*reports: Reported) -> Told:
+        """Return what some devices tell, all of one round; at least one of them."""
+        names = {name for report in reports for name in report.metric_sums}
         return Told(
-            round=report.round,
-            names=(report.name,),
-            num_examples=(report.num_examples,),
-            num_steps=(report.num_steps,),
-            sent_weight=(report.weight,),
-            summed_weight=(report.summed_weight,),
-            loss_sum=(report.loss_sum,),
-            metric_sums={name: (value,) for name, value in report.metric_sums.items()},
-            seconds=(report.seconds,),
+            round=reports[0].round,
+            names=[report.name for report in reports],
+            num_examples=[report.num_examples for report in reports],
+            num_steps=[report.num_steps for report in reports],
+            sent_weight=[report.weight for report in reports],
+            summed_weight=[report.summed_weight for report in reports],
+            loss_sum=[report.loss_sum for report in reports],
+            metric_sums={
+                name: [one.metric_sums[name] for one in reports if name in one.metric_sums]
+                for name in sorted(names)
+            },
+            seconds=[report.seconds for report in reports],
         )
 
 

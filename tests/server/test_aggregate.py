@@ -226,6 +226,30 @@ def test_an_update_that_is_not_finite_anywhere_is_refused(value: float, position
         CohortSum(layout(CHUNK + 2)).check(values_P, name="pi")
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("position", range(8))
+def test_nor_is_one_of_a_small_model(value: float, position: int) -> None:
+    values_P = torch.zeros(8)
+    values_P[position] = value
+    with pytest.raises(NonFiniteUpdate, match="pi: "):
+        CohortSum(layout(3, 0, 1, 4)).check(values_P, name="pi")
+    with pytest.raises(NonFiniteUpdate, match="pi: "):
+        CohortSum(SMALL).check(values_P, name="pi")
+
+
+@settings(deadline=None, max_examples=30)
+@given(UPDATES, st.sampled_from([-130, -120, -60, 0, 60, 110]))
+def test_a_small_model_is_summed_as_the_same_tensors_of_a_large_one(
+    rows: list[list[float]], exponent: int
+) -> None:
+    updates = [torch.tensor(row, dtype=torch.float64).mul(2.0**exponent).float() for row in rows]
+    padded = [torch.cat([update, torch.zeros(CHUNK)]) for update in updates]
+    small, large = CohortSum(SMALL), CohortSum(layout(3, 1, 4, CHUNK))
+    for _ in range(2):  # the second time at the scale of the first sum
+        assert torch.equal(summed(small, updates), summed(large, padded)[:8])
+        assert small.num_shifts == large.num_shifts
+
+
 def test_the_largest_finite_updates_of_a_large_cohort_do_not_overflow() -> None:
     most = torch.full((8,), float(np.finfo(np.float32).max))
     total = CohortSum(SMALL)
