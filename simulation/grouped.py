@@ -26,7 +26,7 @@ from simulation.foreseen import Foreseen, ranges
 from simulation.layers import Layers
 from simulation.many import Floats, ManyExamples
 from simulation.one_by_one import OneByOne
-from simulation.packed import Packed, Rows
+from simulation.packed import CannotGroup, Packed, Rows
 from simulation.passes import Block, fused, in_turn, told_by_layers, vectorised
 from simulation.rehearsal import rehearse
 from simulation.trial import telling_layers, tried
@@ -162,7 +162,11 @@ class Grouped:
         """Add the updates of a block; return their sum, and who is to be computed alone."""
         rest: list[Called] = []
         while len(block):
-            values_P, together = self._sum(block)
+            try:
+                values_P, together = self._sum(block)
+            except CannotGroup as reason:  # what was not tried: the vectors of those who have much
+                log.info("%d devices are computed one by one: %s", len(block), reason)
+                return None, rest + list(block.called)
             bad = together.is_not_finite
             if not bad.any() and not bool(torch.isfinite(values_P).all()):
                 bad[:] = True
@@ -247,10 +251,12 @@ class Grouped:
         loss, rows = tried(devices.resident, devices.identity(0), many, packed)
         if not self.own_vectors:
             return
-        if not self._is_in_turn:
-            taken = [tensor.unsqueeze(0) for tensor in packed.take(rows)]
-            many.rows(taken, torch.ones(1, len(rows)), "float32")
-        if not (is_compiled and self._is_in_turn):
+        is_wide = devices.settings.plan.precision == "float32"
+        if is_wide and not (is_compiled and self._is_in_turn):
             self._layers = telling_layers(
                 loss, many, packed, rows, devices.resident.accumulator, most_bytes=VECTORS_BYTES
             )
+        if self._layers is None and not self._is_in_turn:
+            # Not unless it is needed: torch.func.grad brings the compiler, 3 s and 24 MB.
+            taken = [tensor.unsqueeze(0) for tensor in packed.take(rows)]
+            many.rows(taken, torch.ones(1, len(rows)), "float32")

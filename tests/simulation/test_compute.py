@@ -7,6 +7,7 @@ few steps of plain SGD the models by as much of what moved them.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -182,6 +183,28 @@ def test_devices_with_more_than_a_pass_have_vectors_beside_those_whose_layers_te
     rows = [by_name(run(tmp_path / way, way, **longer)) for way in ways]
     assert_alike(tmp_path, *ways, rows)
     assert_norms_alike(*rows)
+
+
+def test_who_has_more_than_a_pass_is_computed_alone_where_vectors_cannot_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def grad(function: Callable[..., Any], *, has_aux: bool) -> Callable[..., Any]:
+        def fail(*tensors: Tensor) -> Any:
+            raise RuntimeError("there is no rule for this operator. See the manual")
+
+        return fail
+
+    monkeypatch.setattr("simulation.grouped.MOST_AT_ONCE", 24)
+    monkeypatch.setattr("simulation.many.grad", grad)
+    caplog.set_level("INFO", logger="simulation.grouped")
+    longer = {"plan.accumulation_steps": 8}
+    ways = ("one-by-one", "vectorised")
+    rows = [by_name(run(tmp_path / way, way, **longer)) for way in ways]
+    assert_alike(tmp_path, *ways, rows)
+    assert_norms_alike(*rows)
+    num_large = sum(client["num_examples"] > 24 for row in rows[0] for client in row["clients"])
+    said = re.findall(r"(\d+) devices are computed one by one: RuntimeError: there is", caplog.text)
+    assert sum(map(int, said)) == num_large > 0
 
 
 def test_half_precision_has_vectors(tmp_path: Path) -> None:
