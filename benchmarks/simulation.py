@@ -8,6 +8,8 @@ is VmHWM. Each runs in a process of its own, with one thread of torch; one behin
 they do not take each other's cores.
 
 * ``one-by-one-in-2``: two worker processes; the simulator's own process is a third.
+* ``one-by-one-in-turn`` (as a ``--case`` only): its rounds and the bare loop's by turns in one
+  process; the median of the ratios, and the least microseconds a client of each part of a round.
 * ``bare_loop``: client after client, a ``loss.backward()`` for each micro-batch, nothing checked or
   reported. The limit of ``one-by-one``.
 * ``bare_fused``: passes over all clients' examples, and nothing else. The limit of ``fused``.
@@ -27,7 +29,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -35,15 +37,22 @@ from torch import Tensor, nn
 from benchmarks.measure import Figures, arguments, child, memory_of, report
 from benchmarks.simulated_work import WORK, Work, loss_of, resident
 
+if TYPE_CHECKING:
+    from server.metrics import RoundRow
+    from server.rounds import OnRound
+
 WAYS = ("fused", "vectorised", "one-by-one")
 BARE = ("bare_fused", "bare_vectors", "bare_loop")
 PEERS = {"flower_ray": "ray", "pfl": "pfl"}
 SIZES = (("digits", 100, 11), ("digits", 1000, 11), ("images", 40, 5), ("text", 8, 4))
 WORKERS = 2
 SHARED = "one-by-one-in-2"
+IN_TURN = "one-by-one-in-turn"
 
 
-def ours(way: str, work: Work, number: int, rounds: int) -> None:
+def ours(
+    way: str, work: Work, number: int, rounds: int, *, on_round: OnRound = lambda _: _tick()
+) -> None:
     """Run rounds of the whole system."""
     from common.settings import load
     from simulation.engines import run_engine
@@ -61,7 +70,7 @@ def ours(way: str, work: Work, number: int, rounds: int) -> None:
         "optimizer.learning_rate": work.learning_rate,
     }
     settings = with_fleet(load(None, chosen))
-    run_engine(settings, on_round=lambda _: _tick(), resume=False)
+    run_engine(settings, on_round=on_round, resume=False)
 
 
 ENDS: list[float] = []
@@ -71,8 +80,42 @@ def _tick() -> None:
     ENDS.append(time.perf_counter())
 
 
+def in_turn(work: Work, number: int, rounds: int) -> Figures:
+    """Run rounds one by one and of the bare loop by turns, so that load takes its share of both."""
+    bare_round = _bare_round("bare_loop", work, number)
+    own: list[RoundRow] = []
+    limit: list[float] = []
+
+    def after(row: RoundRow) -> None:
+        own.append(row)
+        start = time.perf_counter()
+        bare_round()
+        limit.append(time.perf_counter() - start)
+
+    ours("one-by-one", work, number, rounds, on_round=after)
+    own, limit = own[2:], limit[2:]  # the first ones open the data, and warm up
+    micro = 1e6 / number
+    figures: Figures = {
+        "of_limit": statistics.median(b / row.seconds for row, b in zip(own, limit, strict=True)),
+        "least_microseconds": min(row.seconds for row in own) * micro,
+        "least_microseconds_of_limit": min(limit) * micro,
+    }
+    parts = own[0].seconds_split
+    return figures | {
+        f"{part}_microseconds": min(row.seconds_split[part] for row in own) * micro
+        for part in parts
+    }
+
+
 def bare(kind: str, work: Work, number: int, rounds: int) -> None:
     """Run rounds of what PyTorch alone does."""
+    one_round = _bare_round(kind, work, number)
+    for _ in range(rounds):
+        one_round()
+        _tick()
+
+
+def _bare_round(kind: str, work: Work, number: int) -> Callable[[], None]:
     task = work.task()
     model = task.new_model()
     clients = [
@@ -86,13 +129,15 @@ def bare(kind: str, work: Work, number: int, rounds: int) -> None:
         "bare_loop": _loop,
     }[kind](model, clients, work)
     weight = sum(labels.numel() for _, labels in clients)
-    for _ in range(rounds):
+
+    def one_round() -> None:
         gradients()
         for parameter in model.parameters():
             assert parameter.grad is not None
             parameter.grad /= weight
         optimizer.step()
-        _tick()
+
+    return one_round
 
 
 def _fused(model: nn.Module, clients: list[Any], work: Work) -> Callable[[], None]:
@@ -266,6 +311,8 @@ def pfl(work: Work, number: int, rounds: int) -> None:
 def _run(kind: str, work: Work, number: int, rounds: int) -> Figures:
     torch.set_num_threads(1)
     ENDS.clear()
+    if kind == IN_TURN:
+        return in_turn(work, number, rounds)
     if kind in (*WAYS, SHARED):
         ours(kind, work, number, rounds)
     elif kind in BARE:
