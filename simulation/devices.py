@@ -75,7 +75,6 @@ class Devices:
         self.settings = settings
         self.num_devices = settings.simulation.clients
         self._rule = settings.partition.rule(seed=settings.seed)
-        self._examples: dict[int, Examples] = {}
         self.walks = Walks(self.num_devices)
         self._owned: Ints = np.zeros(self.num_devices, dtype=np.int64)
         self._steady: dict[tuple[int, bool], _Steady] = {}
@@ -99,11 +98,8 @@ class Devices:
         )
 
     def examples(self, part: int) -> Examples:
-        """Open a device's examples, once."""
-        found = self._examples.get(part)
-        if found is None:
-            found = self._examples[part] = self.resident.examples(self.identity(part))
-        return found
+        """Open a device's examples; those of the last HELD devices stay open."""
+        return self.resident.examples(self.identity(part))
 
     def machine(self, part: int, *, round_number: int) -> Hardware:
         """Return a device's hardware in a round; it may be the one of another round, begun anew."""

@@ -14,7 +14,7 @@ from client.device import Hardware
 from client.growth import WORKING_FACTOR, Speed
 from client.memory import GUARD_SHARE, PeakLine
 from client.probe import MOST_EXAMPLES, activation_bytes
-from client.resident import Identity, resident_of
+from client.resident import HELD, Identity, resident_of
 from client.restraint import restraint
 from client.workplace import Restraint, Workplace
 from common import settings
@@ -162,7 +162,7 @@ class VirtualMemory:
 UNRESTRAINED, ON_BATTERY = Restraint(), Vitals(is_on_battery=True)
 
 
-@functools.lru_cache(maxsize=2 * LARGEST_FLEET)
+@functools.lru_cache(maxsize=2 * HELD)
 def _vitals(
     limit_bytes: int, line: Line | None, is_on_battery: bool | None, rate: float, share: float
 ) -> Vitals:

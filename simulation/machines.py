@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from client.memory import LARGEST_SIZE
+from client.resident import HELD
 from common.update import Vitals
 from simulation.fleet import SimulatedMachine
 
@@ -61,8 +62,12 @@ class Machines:
     def vitals(self, parts: Ints, is_on_battery: Callable[[int], bool]) -> list[Vitals]:
         """Return what devices tell of themselves: the same objects as long as it is the same.
 
-        Nobody is asked whether it is on battery that never is.
+        Nobody is asked whether it is on battery that never is. Of far more devices than these all
+        is forgotten, and looked up again.
         """
+        for known in self._vitals:
+            if len(known) > max(HELD, 2 * len(parts)):
+                known.clear()
         found = [self._of(part, False) for part in parts.tolist()]
         for at in np.flatnonzero(self.may_be_on_battery[parts]).tolist():
             part = int(parts[at])

@@ -18,7 +18,7 @@ from common.task import Examples, Task, batch_of
 
 Rows = NDArray[np.int64]
 
-LIMIT_BYTES = 256 << 20
+LIMIT_BYTES = 128 << 20
 
 
 class CannotGroup(Exception):

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Collection, Iterator, KeysView, Mapping
 from itertools import islice
 
+from client.resident import HELD
 from common.errors import HeadwaterError
 from common.settings import Settings
 from common.update import DescribeRequest, DeviceReport
@@ -32,8 +33,12 @@ class Roster(Mapping[str, DeviceReport]):
         self._here: Collection[int] = range(0)
         self._keys = KeysView(self)
         self._since: dict[int, int] = {}
+        """The round in which a device said what it is, if it was not the first."""
         self._first_round = 0
         self._reports: dict[int, DeviceReport] = {}
+        size, everybody = settings.cohort.size, devices.num_devices
+        self._most_kept = everybody if size is None else max(HELD, 2 * size)
+        """Reports that are kept; of a dropped one the device says the same again."""
         self._again: Mapping[str, DescribeRequest] = {}
 
     def look(self, request: DescribeRequest, *, round_number: int, look: int) -> None:
@@ -68,13 +73,19 @@ class Roster(Mapping[str, DeviceReport]):
         requests, self._again = self._again, {}
         for name, request in requests.items():
             part = int(name)
-            if part in self._reports:
+            if name in self:
                 try:
-                    self._reports[part] = self._devices.describe(
-                        part, request, round_number=round_number
-                    )
+                    found = self._devices.describe(part, request, round_number=round_number)
                 except HeadwaterError as error:
                     log.warning("a device stays as it was: %s: %s", error.code, error)
+                else:
+                    self._since[part] = round_number
+                    self._keep(part, found)
+
+    def _keep(self, part: int, report: DeviceReport) -> None:
+        if len(self._reports) >= self._most_kept:
+            self._reports.clear()
+        self._reports[part] = report
 
     def has(self, number: int) -> bool:
         """Whether so many are there who can describe themselves."""
@@ -110,5 +121,5 @@ class Roster(Mapping[str, DeviceReport]):
             self.refused[part] = error
             self._keys = KeysView(self)
             raise KeyError(name) from error
-        self._reports[part] = found
+        self._keep(part, found)
         return found

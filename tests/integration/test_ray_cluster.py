@@ -21,7 +21,8 @@ from simulation.ray_cluster import ADDRESS, joined
 from tests.processes import until
 from tests.ray_sessions import Started, cluster, finish, interrupt, until_committed
 
-DIGITS = ["--task", "examples/digits.py:Digits", "--clients", "2", "--threads", "1"]
+SMALL = "tests/tasks.py:TwoLayers"  # needs no scikit-learn in three processes
+ENDLESS = ["--task", SMALL, "--learning-rate", "0.001", "--clients", "2", "--rounds", "100000"]
 WORKER = "ray::ClientApp"
 
 FLEET = """
@@ -157,7 +158,8 @@ def test_masked_rounds_on_ray_give_the_in_process_model_though_devices_vanish_in
 ) -> None:
     """Other devices vanish before the masks; what the dictionaries name comes behind them."""
     chosen: dict[str, Any] = {
-        "task": "examples/digits.py:Digits",
+        "task": SMALL,
+        "optimizer": {"learning_rate": 0.001},
         "seed": seed,
         "rounds": 2,
         "threads": 1,
@@ -218,7 +220,7 @@ def bereft_of_a_worker(_: Any, nodes: Started) -> None:
 def test_however_a_run_ends_it_says_why_and_keeps_what_was_committed(
     is_struck: Any, status: int, word: str, tmp_path: Path, started: Started, nodes: Started
 ) -> None:
-    process = started.simulate(*DIGITS, "--rounds", "100000", out=tmp_path)
+    process = started.simulate(*ENDLESS, out=tmp_path)
     until_committed(process, tmp_path)
     is_struck(process, nodes)
     said = finish(process)
