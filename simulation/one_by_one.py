@@ -92,24 +92,38 @@ class OneByOne:
         """Let one device work on its plan, and remember its place."""
         return self._answers(self._ready([called]), model, run_id=run_id)[0]
 
-    def _ready(self, called: Sequence[Called]) -> list[_Ready]:
-        """Open the devices' examples and draw their windows."""
+    def _ready(self, called: Sequence[Called]) -> list[_Ready | Dropout]:
+        """Open the devices' examples and draw their windows; who has none to open drops out."""
         devices = self._devices
-        examples = [devices.training_examples(one.part, one.plan) for one in called]
-        owned = np.array([len(some) for some in examples], dtype=np.int64)
-        windows = windows_of(called, devices.walks, owned)
+        examples: list[Examples | Dropout] = []
+        for one in called:
+            try:
+                examples.append(devices.training_examples(one.part, one.plan))
+            except Exception as error:
+                examples.append(_dropout(one, error))
+        there, owned = [], []
+        for one, some in zip(called, examples, strict=True):
+            if not isinstance(some, Dropout):
+                there.append(one)
+                owned.append(len(some))
+        windows = iter(windows_of(there, devices.walks, np.array(owned, dtype=np.int64)))
         return [
-            _Ready(called=one, examples=some, window=window)
-            for one, some, window in zip(called, examples, windows, strict=True)
+            some
+            if isinstance(some, Dropout)
+            else _Ready(called=one, examples=some, window=next(windows))
+            for one, some in zip(called, examples, strict=True)
         ]
 
     def _answers(
-        self, ready: Sequence[_Ready], model: memoryview, *, run_id: int
+        self, ready: Sequence[_Ready | Dropout], model: memoryview, *, run_id: int
     ) -> list[Update | Dropout]:
         """Let a few devices work on their plans, and remember their places."""
-        equipped = [self._equipped(one) for one in ready]
+        equipped = [one if isinstance(one, Dropout) else self._equipped(one) for one in ready]
         done: list[_Done | Dropout] = []
         for one, accumulator in zip(equipped, self._accumulators_of(len(ready)), strict=True):
+            if isinstance(one, Dropout):
+                done.append(one)
+                continue
             version = one.ready.called.plan.model_version
             self._devices.resident.load_model(run_id, version, model)
             done.append(self._summed(one, accumulator))
