@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
+import signal
 import socket
 import tempfile
 import threading
@@ -19,6 +20,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 
 import tomli_w
 from flwr.app import Context, Message, RecordDict
@@ -71,7 +73,7 @@ def run_on_ray(settings: Settings, *, on_round: OnRound) -> None:
         prefix="headwater-", dir=RAY_FOLDER_PARENT, ignore_cleanup_errors=True
     ) as folder:
         _write_project(Path(folder), settings)
-        with joined(settings, Path(folder)), _warnings_only("flwr"):
+        with joined(settings, Path(folder)), _warnings_only("flwr"), _in_order(watched):
             try:
                 _simulate(watched, settings, Path(folder))
             except Exception:
@@ -128,6 +130,35 @@ def _warnings_only(logger_name: str) -> Iterator[None]:
         yield
     finally:
         logger.setLevel(level)
+
+
+@contextmanager
+def _in_order(watched: _Watched) -> Iterator[None]:
+    """Let Ctrl-C end the ServerApp first, then Flower's workers, and then be raised.
+
+    Raised at once it has Flower shut Ray down under threads that wait for an answer from it; one
+    of them then kept the process for ever. A second Ctrl-C is raised at once.
+    """
+    default = signal.default_int_handler
+    is_ours = threading.current_thread() is threading.main_thread()
+    if not is_ours or signal.getsignal(signal.SIGINT) is not default:
+        yield
+        return
+    was_asked = False
+
+    def ask(_: int, __: FrameType | None) -> None:
+        nonlocal was_asked
+        was_asked = True
+        signal.signal(signal.SIGINT, default)
+        watched.ask_to_stop()
+
+    signal.signal(signal.SIGINT, ask)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, default)
+    if was_asked:
+        raise KeyboardInterrupt
 
 
 def _simulated(app: ClientApp, settings: Settings, folder: Path) -> ClientApp:
@@ -205,9 +236,13 @@ class _Watched:
             time.sleep(REGISTRATION_POLL_SECONDS)
         return stoppable
 
-    def stop(self) -> None:
-        """End the ServerApp at its next look at the grid, and wait until it has saved its model."""
+    def ask_to_stop(self) -> None:
+        """Let the ServerApp end at its next look at the grid."""
         self._stop_asked.set()
+
+    def stop(self) -> None:
+        """End the ServerApp so, and wait until it has saved its model."""
+        self.ask_to_stop()
         if self._thread is not None:
             self._thread.join()
 
