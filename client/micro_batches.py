@@ -79,7 +79,7 @@ class Window:
 
 def seed_of(*parts: object) -> int:
     """Hash the parts to 63 bits: a seed that any side can derive again."""
-    text = "\x1f".join(str(part) for part in parts)
+    text = "\x1f".join(map(str, parts))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
 
 

@@ -8,6 +8,7 @@ may be faster than the server believes, and its data is nobody else's.
 from __future__ import annotations
 
 import hashlib
+import operator
 import statistics
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -163,4 +164,8 @@ def _digest(*parts: object) -> bytes:
 
 def _in_order(names: Sequence[str] | set[str]) -> list[str]:
     """Sort names so that 2 comes before 10."""
+    if all(map(str.isdecimal, names)):
+        numbers = list(map(int, names))
+        if all(map(operator.lt, numbers, numbers[1:])):  # as a simulator's are
+            return list(names)
     return sorted(names, key=lambda n: (0, int(n), n) if n.isdecimal() else (1, 0, n))

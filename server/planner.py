@@ -93,6 +93,10 @@ class SizeBound(Enum):
     MEMORY = "what fits in memory"
 
 
+# What a plan depends on, as values that can be compared.
+Kind = tuple[object, ...]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Assignment:
     """What the planner asks of one device, and what bound it."""
@@ -114,7 +118,7 @@ class Assignment:
     """Until T, less its transfers and its turn."""
 
     @property
-    def kind(self) -> tuple[object, ...]:
+    def kind(self) -> Kind:
         """All that a plan and its reason depend on: of two devices of a kind both are the same."""
         device, learned = self.device, self.device.learned
         vitals = learned.vitals

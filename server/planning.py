@@ -7,7 +7,7 @@ The decisions are pure functions elsewhere (``server.cohort`` who, ``server.plan
 from __future__ import annotations
 
 import logging
-from collections.abc import Container, Mapping
+from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from server.cohort import Invited, Laps, dataset_weights, invite
 from server.culprits import LeftOut, convicted, left_out
 from server.learned import MOST_TIMES_LATE, NOTHING, Learned
 from server.open_round import OpenRound
-from server.planner import Assignment, Device, Link, assign, too_slow
+from server.planner import Assignment, Device, Kind, Link, assign, too_slow
 from server.target import Target
 
 log = logging.getLogger(__name__)
@@ -52,6 +52,8 @@ class Planning:
         self._layout = layout
         self._met: dict[str, tuple[DeviceReport, Device]] = {}
         self._laps = Laps()
+        self._assigned: dict[str, tuple[Assignment, Kind]] = {}
+        self._names: Collection[str] = ()
         self._unbelieved: set[str] = set()
         self._asked_anyway: set[str] = set()
         self.culprits: dict[str, LeftOut] = {}
@@ -111,31 +113,29 @@ class Planning:
             for name, why in invited.asked_anyway.items()
         }
         asked = [devices[name] for name in invited.names]
-        assignments = assign(
-            asked,
-            self._settings.plan,
-            target=self._target.open(num_invited=len(asked)),
-            deadline_seconds=cohort.deadline_seconds,
-            link=link,
-        )
+        assigned = self._assign(asked, link)
         self.owned = {device.name: device.num_examples for device in asked}
         weights = dataset_weights(self.owned) if cohort.weighting == "dataset" else {}
-        unbelieved = {name for name, one in assignments.items() if one.is_bounded}
+        unbelieved = {name for name, (one, _) in assigned.items() if one.is_bounded}
         unbelieved |= {name for name, weight in weights.items() if weight < self.owned[name]}
         self._log(round_number, invited, unbelieved)
         self._asked_anyway = set(invited.asked_anyway)
         for name in invited.names:
-            self.learned[name] = self.learned[name].asked()
+            if self.learned[name].waiting_since is not None:
+                self.learned[name] = self.learned[name].asked()
         for name in invited.left_out:
             self.learned[name] = self.learned[name].left_out(round_number)
         common = self._common_plan(round_number)
-        made: dict[tuple[object, ...], Plan] = {}
+        made: dict[tuple[Kind, int | None, int | None], Plan] = {}
         plans = {}
-        for name, assignment in assignments.items():
-            key = (assignment.kind, counted.get(name), weights.get(name))
-            if key not in made:  # devices that are asked the same share one
-                made[key] = self._plan(assignment, common, counted=key[1], weigh_as=key[2])
-            plans[name] = made[key]
+        for name in invited.names:
+            assignment, kind = assigned[name]
+            key = (kind, counted.get(name), weights.get(name))
+            plan = made.get(key)
+            if plan is None:  # devices that are asked the same share one
+                plan = self._plan(assignment, common, counted=key[1], weigh_as=key[2])
+                made[key] = plan
+            plans[name] = plan
         return Planned(
             plans=plans,
             left_out=invited.left_out | culprits,
@@ -143,8 +143,35 @@ class Planning:
             num_bounded=len(unbelieved),
         )
 
+    def _assign(self, asked: Sequence[Device], link: Link) -> dict[str, tuple[Assignment, Kind]]:
+        """Assign a quota to every device of a cohort; beside it the kind of the assignment.
+
+        With K set what a device is asked depends on it alone, and stays as long as it is the same.
+        """
+        target = self._target.open(num_invited=len(asked))
+        is_k_set = self._settings.plan.accumulation_steps is not None
+        last = self._assigned if is_k_set else {}
+        kept = {}
+        for device in asked:
+            was = last.get(device.name)
+            if was is not None and was[0].device is device:
+                kept[device.name] = was
+        made = assign(
+            [device for device in asked if device.name not in kept] if kept else asked,
+            self._settings.plan,
+            target=target,
+            deadline_seconds=self._settings.cohort.deadline_seconds,
+            link=link,
+        )
+        self._assigned = kept | {name: (one, one.kind) for name, one in made.items()}
+        return self._assigned
+
     def _miss(self, here: Mapping[str, DeviceReport]) -> None:
-        """Take note of who is gone."""
+        """Take note of who is gone; the same object of names tells that nobody is."""
+        names = here.keys()
+        if names is self._names:
+            return
+        self._names = names
         for name, learned in self.learned.items():
             if name not in here:
                 self.learned[name] = learned.gone()
@@ -181,8 +208,11 @@ class Planning:
         why: dict[str, str] = {}
 
         def slowness(name: str) -> float | None:
-            report = None if name in culprits else here.get(name)
-            if report is None:
+            if name in culprits:
+                return None
+            try:
+                report = here[name]
+            except KeyError:  # it turns out to be unable to describe itself
                 return None
             device = devices[name] = self._meet(name, report)
             if device.learned.times_late >= MOST_TIMES_LATE:
@@ -274,10 +304,12 @@ class Planning:
 
     def learn(self, opened: OpenRound) -> None:
         """Follow the devices' pace, vitals and lateness, whether or not the round will count."""
+        accepted, refused = opened.accepted, opened.refused
         for name in opened.plans:
-            learned, error = self.learned[name], opened.refused.get(name)
-            if name in opened.accepted:
-                learned = learned.trained(opened.accepted[name])
+            learned = before = self.learned[name]
+            report, error = accepted.get(name), refused.get(name)
+            if report is not None:
+                learned = learned.trained(report)
             elif name in opened.ready:
                 learned = learned.shown(opened.ready[name])
             elif isinstance(error, EmptyUpdate):
@@ -287,12 +319,16 @@ class Planning:
             # Who is too slow for one example was foreseen to be late: it says nothing of its link.
             elif name not in self._asked_anyway:
                 learned = learned.late()
-            self.learned[name] = learned
+            if learned is not before:
+                self.learned[name] = learned
 
     def count(self, accepted: Mapping[str, Reported]) -> None:
         """Move on in the epochs of the devices whose updates were committed."""
         for name, report in accepted.items():
-            self.learned[name] = self.learned[name].counted(report)
+            before = self.learned[name]
+            after = before.counted(report)
+            if after is not before:
+                self.learned[name] = after
 
 
 def held_out_fraction(chosen: Evaluation) -> float:

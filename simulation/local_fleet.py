@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from itertools import compress
 from typing import Any
 
 from client.kept import WALK, walk_of
@@ -87,12 +88,16 @@ class LocalFleet:
     ) -> Iterator[Update | UpdateOfMany | Ready | Dropout]:
         if self._compute is None:
             self._compute = compute_of(self._settings, self._devices)
-        called, is_steady = [], not may_vanish(self._settings)
-        for name, plan in plans.items():
-            if self._has_vanished(int(name), plan.round, is_steady=is_steady):
-                yield Dropout(name=name, error=ConnectionLost(f"device {name} has vanished"))
-            else:
-                called.append(Called(part=int(name), plan=plan))
+        called = [Called(part=int(name), plan=plan) for name, plan in plans.items()]
+        if called:
+            self._begin(called[0].plan.round)
+        if may_vanish(self._settings):
+            vanished = [self._has_vanished(one.part) for one in called]
+            for one in compress(called, vanished):
+                yield Dropout(
+                    name=one.name, error=ConnectionLost(f"device {one.name} has vanished")
+                )
+            called = [one for one, is_gone in zip(called, vanished, strict=True) if not is_gone]
         self._bytes_down += len(plans) * image.layout.num_bytes
         for answer in self._compute.train(
             called, image, run_id=self._run_id, timeout_seconds=timeout_seconds
@@ -108,13 +113,16 @@ class LocalFleet:
             else:
                 yield answer
 
-    def _has_vanished(self, part: int, round_number: int, *, is_steady: bool) -> bool:
-        """Tell whether a device answers no more in the round that it is asked to train in."""
+    def _begin(self, round_number: int) -> None:
+        """Count anew how often devices are asked, if this is another round."""
         if round_number != self._last_round:
             self._last_round = round_number
             self._asked.clear()
+
+    def _has_vanished(self, part: int) -> bool:
+        """Tell whether a device answers no more in the round that it is asked to train in."""
         self._asked[part] += 1
-        return not is_steady and self._vanishes_at(part) == TRAIN
+        return self._vanishes_at(part) == TRAIN
 
     def _vanishes_at(self, part: int) -> str | None:
         """Return the first message that a device does not answer in the round at hand, if any."""

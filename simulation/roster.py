@@ -100,6 +100,8 @@ class Roster(Mapping[str, DeviceReport]):
         return len(self._here) - len(self.refused)
 
     def __iter__(self) -> Iterator[str]:
+        if not self.refused:
+            return map(str, self._here)
         return (str(part) for part in self._here if part not in self.refused)
 
     def __contains__(self, name: object) -> bool:
