@@ -289,12 +289,11 @@ class Resident:
         hardware: Hardware,
         plan: Plan,
         walk: Walk,
-        accumulator: Accumulator | None = None,
     ) -> tuple[Window, Workplace]:
         """Return a plan's examples from a place on, and all that the device needs to sum them."""
         examples = self._trained_on(identity, plan)
         taken = _window_of(plan, walk, identity, examples)
-        return taken, self.workplace(examples, identity.name, hardware, accumulator)
+        return taken, self.workplace(examples, identity.name, hardware)
 
     def skip(self, identity: Identity, plan: Plan, walk: Walk) -> Walk:
         """Return the walk behind a plan's window: nothing in it could be summed, nor ever will."""

@@ -59,13 +59,20 @@ def followed(line: Line, steps: Sequence[Step]) -> Line:
     levelled = line.times(factor)
     if ratio <= 0:
         return bounded(levelled)
-    by_size = groupby(sorted(seen, key=operator.itemgetter(0)), key=operator.itemgetter(0))
-    bends = {size: _robust_ratio(line, list(group)) / ratio for size, group in by_size}
+    bends = _bends(line, seen, ratio)
     shape = {
         size: levelled.at(size) * min(max(bend, 1 / LARGEST_BEND), LARGEST_BEND)
         for size, bend in bends.items()
     }
     return bounded(refitted(levelled, shape))
+
+
+def _bends(line: Line, seen: Sequence[tuple[int, float]], ratio: float) -> dict[int, float]:
+    """Return the ratio of each size over that of all."""
+    if all(size == seen[0][0] for size, _ in seen):
+        return {seen[0][0]: 1.0}  # as most rounds are
+    by_size = groupby(sorted(seen, key=operator.itemgetter(0)), key=operator.itemgetter(0))
+    return {size: _robust_ratio(line, list(group)) / ratio for size, group in by_size}
 
 
 def _robust_ratio(line: Line, seen: Sequence[tuple[int, float]]) -> float:

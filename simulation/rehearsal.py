@@ -8,7 +8,7 @@ windows are foreseen all at once, by the same sums in the same order.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -18,15 +18,17 @@ from client.accumulator import Accumulator
 from client.micro_batches import Window
 from client.passes import Added, Positions
 from client.stopping import Watch
-from client.window_sum import sum_window
+from client.window_sum import WindowSum, sum_window
 from client.workplace import Workplace
 from common.errors import HeadwaterError
-from common.update import MOST_STEPS, Plan, Step, StopReason
+from common.task import Examples
+from common.update import MOST_STEPS, Plan, Step, StopReason, Vitals
 from server.fleet import Dropout
 from simulation.devices import Called, Devices
 from simulation.draws import is_on_battery
 from simulation.foreseen import Floats, Foreseen, Ints
 from simulation.walks import NO_ROUND
+from simulation.windows import windows_of
 
 
 class CannotForesee(Exception):
@@ -45,16 +47,26 @@ class Rehearsed:
 def rehearse(devices: Devices, called: Sequence[Called]) -> Rehearsed:
     """Foresee what each device will do, and remember its place."""
     plain, others = _parted(devices, called)
-    parts, alone, dropouts = [], [], []
+    parts, walked, alone, dropouts = [], [], [], []
     if plain:
         parts.append(_foresee_plain(devices, plain))
+    opened: list[tuple[Called, Examples]] = []
     for one in others:
         try:
-            parts.append(_foresee(devices, one))
+            opened.append((one, devices.training_examples(one.part, one.plan)))
+        except HeadwaterError as error:
+            dropouts.append(Dropout(name=one.name, error=error))
+    owned = np.array([len(examples) for _, examples in opened], dtype=np.int64)
+    windows = windows_of([one for one, _ in opened], devices.walks, owned)
+    for (one, examples), window in zip(opened, windows, strict=True):
+        try:
+            walked.append(_walk(devices, one, examples, window))
         except CannotForesee:
             alone.append(one)
         except HeadwaterError as error:
             dropouts.append(Dropout(name=one.name, error=error))
+    if walked:
+        parts.append(_in_columns(walked))
     foreseen = Foreseen.joined(parts) if parts else None
     if foreseen is not None:
         numbers = np.array([one.part for one in foreseen.called])
@@ -101,7 +113,7 @@ def _is_plain(plan: Plan) -> bool:
 
 
 def _foresee_plain(devices: Devices, called: Sequence[Called]) -> Foreseen:
-    """Foresee walks to the windows' ends: what ``_foresee`` comes to, a hundred times as fast."""
+    """Foresee walks to the windows' ends: what ``_walk`` comes to, a hundred times as fast."""
     machines, plans = devices.machines, [one.plan for one in called]
     parts = np.array([one.part for one in called], dtype=np.int64)
     quota = np.array([plan.quota for plan in plans], dtype=np.int64)
@@ -168,40 +180,69 @@ def _steps(
     return sizes, step_seconds, seconds
 
 
-def _foresee(devices: Devices, called: Called) -> Foreseen:
-    """Foresee what one device will do.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Walked:
+    """A device's walk through its window."""
+
+    called: Called
+    window: Window
+    total: WindowSum
+    num_owned: int
+    seconds: float
+    vitals: Vitals
+
+
+def _walk(devices: Devices, called: Called, examples: Examples, window: Window) -> _Walked:
+    """Walk through one device's window.
 
     Raises:
         CannotForesee: not one example fits in its memory without activation checkpointing.
-        HeadwaterError: its examples cannot be opened.
     """
-    resident, plan = devices.resident, called.plan
+    plan = called.plan
     machine = devices.machine(called.part, round_number=plan.round)
     if machine.memory.fitting(1) == 0:
         raise CannotForesee
-    walk = devices.walks[called.part].settle(plan.counted_round)
-    taken, place = resident.at(
-        devices.identity(called.part), machine, plan, walk, cast(Accumulator, _NO_VECTOR)
-    )
+    accumulator = cast(Accumulator, _NO_VECTOR)
+    place = devices.resident.workplace(examples, called.name, machine, accumulator)
     begun = place.clock.seconds()
-    total = sum_window(plan, taken, place, Watch(plan, place, begun), add=_take_note)
-    ends_epoch = total.reason == "quota" and taken.ends_epoch
-    steps = cast(Sequence[Noted], total.steps)
-    return Foreseen(
-        called=[called],
-        num_examples=np.array([total.num_examples]),
-        num_owned=np.array([len(place.examples)]),
-        epoch=np.array([taken.epoch]),
-        offset=np.array([taken.offset]),
-        micro_batch_size=np.array([total.micro_batch_size]),
-        seconds=np.array([place.clock.seconds() - begun]),
-        reasons=["epoch end" if ends_epoch else total.reason],
-        vitals=[place.vitals()],
-        num_steps=np.array([len(steps)]),
-        sizes=np.array([step.num_examples for step in steps], dtype=np.int64),
-        step_seconds=np.array([step.seconds for step in steps]),
-        peak_bytes=np.array([step.peak_bytes for step in steps], dtype=np.int64),
+    total = sum_window(plan, window, place, Watch(plan, place, begun), add=_take_note)
+    return _Walked(
+        called=called,
+        window=window,
+        total=total,
+        num_owned=len(examples),
+        seconds=place.clock.seconds() - begun,
+        vitals=place.vitals(),
     )
+
+
+def _in_columns(walked: Sequence[_Walked]) -> Foreseen:
+    """Return what devices did on their walks."""
+    totals = [one.total for one in walked]
+    steps = [cast(Noted, step) for total in totals for step in total.steps]
+    ended = [one.total.reason == "quota" and one.window.ends_epoch for one in walked]
+    return Foreseen(
+        called=[one.called for one in walked],
+        num_examples=_ints(total.num_examples for total in totals),
+        num_owned=_ints(one.num_owned for one in walked),
+        epoch=_ints(one.window.epoch for one in walked),
+        offset=_ints(one.window.offset for one in walked),
+        micro_batch_size=_ints(total.micro_batch_size for total in totals),
+        seconds=np.array([one.seconds for one in walked]),
+        reasons=[
+            "epoch end" if is_ended else one.total.reason
+            for one, is_ended in zip(walked, ended, strict=True)
+        ],
+        vitals=[one.vitals for one in walked],
+        num_steps=_ints(len(total.steps) for total in totals),
+        sizes=_ints(step.num_examples for step in steps),
+        step_seconds=np.array([step.seconds for step in steps]),
+        peak_bytes=_ints(step.peak_bytes for step in steps),
+    )
+
+
+def _ints(values: Iterable[int]) -> Ints:
+    return np.array(list(values), dtype=np.int64)
 
 
 def _take_note(
