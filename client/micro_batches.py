@@ -17,6 +17,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +26,7 @@ Ints = NDArray[np.int64]
 Seeds = NDArray[np.uint64]
 
 # Of splitmix64: what a state goes on by, 2^64 over the golden ratio and odd.
-STRIDE = np.uint64(0x9E3779B97F4A7C15)
+STRIDE, MASK = 0x9E3779B97F4A7C15, 2**64 - 1
 # Orders of so few examples are kept for so many devices: 16 MiB if all are as long as may be.
 SHORT, MOST_SHORT = 128, 1 << 14
 
@@ -117,17 +118,26 @@ def walk_seed(run_seed: int, name: str) -> int:
 
 
 def _permutations(seeds_D: Seeds, epochs_D: Ints, number: int) -> Ints:
-    states_D = _mixed(seeds_D + (epochs_D + 1).astype(np.uint64) * STRIDE)
-    numbers = np.arange(1, number + 1, dtype=np.uint64) * STRIDE
-    found: Ints = np.argsort(_mixed(states_D[:, None] + numbers), axis=1)
+    states_D = drawn(seeds_D, (epochs_D + 1).astype(np.uint64))
+    found: Ints = np.argsort(
+        drawn(states_D[:, None], np.arange(1, number + 1, dtype=np.uint64)), axis=1
+    )
     return found
 
 
-def _mixed(values: Seeds) -> Seeds:
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    mixed: Seeds = values ^ (values >> np.uint64(31))
-    return mixed
+Drawn = TypeVar("Drawn", int, Seeds)
+
+
+def drawn(seed: Drawn, number: Drawn) -> Drawn:
+    """Return the n-th number, counted from 1, of the splitmix64 generator with this seed: 64 bits.
+
+    One of them, or arrays.
+    """
+    value: Any = seed + number * STRIDE & MASK
+    value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & MASK
+    value = (value ^ (value >> 27)) * 0x94D049BB133111EB & MASK
+    found: Drawn = value ^ (value >> 31)
+    return found
 
 
 def _draw(run_seed: int, epoch: int, name: str, num_examples: int) -> Ints:

@@ -7,8 +7,8 @@ The decisions are pure functions elsewhere (``server.cohort`` who, ``server.plan
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Container, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from common.errors import EmptyUpdate, LateUpdate, TooFewClients
@@ -16,11 +16,12 @@ from common.parameters import ModelLayout
 from common.settings import Evaluation, Settings
 from common.update import DescribeRequest, DeviceReport, Plan, Reported
 from server import reasons
-from server.cohort import Invited, Laps, dataset_weights, invite
+from server.cohort import Invited, dataset_weights
 from server.culprits import LeftOut, convicted, left_out
-from server.learned import MOST_TIMES_LATE, NOTHING, Learned
+from server.inviting import Guests, Inviting
+from server.learned import Learned
 from server.open_round import OpenRound
-from server.planner import Assignment, Device, Kind, Link, assign, too_slow
+from server.planner import Assignment, Kind, Link, assign
 from server.target import Target
 
 log = logging.getLogger(__name__)
@@ -50,10 +51,8 @@ class Planning:
         self._settings = settings
         self._target = target
         self._layout = layout
-        self._met: dict[str, tuple[DeviceReport, Device]] = {}
-        self._laps = Laps()
+        self._inviting = Inviting(settings)
         self._assigned: dict[str, tuple[Assignment, Kind]] = {}
-        self._names: Collection[str] = ()
         self._unbelieved: set[str] = set()
         self._asked_anyway: set[str] = set()
         self.culprits: dict[str, LeftOut] = {}
@@ -97,10 +96,11 @@ class Planning:
             update_bytes=4 * self._layout.num_parameters,
             turn_seconds=turn_seconds,
         )
-        self._miss(reports)
-        devices: dict[str, Device] = {}
         culprits = left_out(self.culprits, reports, round_number=round_number)
-        invited = self._invite(reports, devices, culprits, link, round_number)
+        guests = self._inviting.guests(
+            reports, self.learned, culprits=culprits, link=link, round_number=round_number
+        )
+        invited = guests.invited
         if len(invited.names) < cohort.min_clients:
             why = "".join(f"; {name} is left out {said}" for name, said in culprits.items())
             raise TooFewClients(
@@ -108,20 +108,16 @@ class Planning:
                 f"{cohort.min_clients} are needed{why}",
                 remedy="raise --cohort-size, or lower --min-clients",
             )
-        devices |= {
-            name: replace(devices[name], asked_anyway=why)
-            for name, why in invited.asked_anyway.items()
-        }
-        asked = [devices[name] for name in invited.names]
-        assigned = self._assign(asked, link)
-        self.owned = {device.name: device.num_examples for device in asked}
+        assigned = self._assign(guests, link)
+        if guests.news is None:
+            self.owned = {name: one.num_examples for name, one in guests.devices.items()}
         weights = dataset_weights(self.owned) if cohort.weighting == "dataset" else {}
         unbelieved = {name for name, (one, _) in assigned.items() if one.is_bounded}
         unbelieved |= {name for name, weight in weights.items() if weight < self.owned[name]}
         self._log(round_number, invited, unbelieved)
         self._asked_anyway = set(invited.asked_anyway)
-        for name in invited.names:
-            if self.learned[name].waiting_since is not None:
+        if guests.news is None:
+            for name in invited.names:
                 self.learned[name] = self.learned[name].asked()
         for name in invited.left_out:
             self.learned[name] = self.learned[name].left_out(round_number)
@@ -143,103 +139,24 @@ class Planning:
             num_bounded=len(unbelieved),
         )
 
-    def _assign(self, asked: Sequence[Device], link: Link) -> dict[str, tuple[Assignment, Kind]]:
+    def _assign(self, guests: Guests, link: Link) -> dict[str, tuple[Assignment, Kind]]:
         """Assign a quota to every device of a cohort; beside it the kind of the assignment.
 
-        With K set what a device is asked depends on it alone, and stays as long as it is the same.
+        With K set what a device is asked depends on it alone, so only news are assigned anew.
         """
-        target = self._target.open(num_invited=len(asked))
-        is_k_set = self._settings.plan.accumulation_steps is not None
-        last = self._assigned if is_k_set else {}
-        kept = {}
-        for device in asked:
-            was = last.get(device.name)
-            if was is not None and was[0].device is device:
-                kept[device.name] = was
+        devices, news = guests.devices, guests.news
+        target = self._target.open(num_invited=len(devices))
+        if news is None or self._settings.plan.accumulation_steps is None:
+            self._assigned, news = {}, devices
         made = assign(
-            [device for device in asked if device.name not in kept] if kept else asked,
+            [devices[name] for name in news],
             self._settings.plan,
             target=target,
             deadline_seconds=self._settings.cohort.deadline_seconds,
             link=link,
         )
-        self._assigned = kept | {name: (one, one.kind) for name, one in made.items()}
+        self._assigned |= {name: (one, one.kind) for name, one in made.items()}
         return self._assigned
-
-    def _miss(self, here: Mapping[str, DeviceReport]) -> None:
-        """Take note of who is gone; the same object of names tells that nobody is."""
-        names = here.keys()
-        if names is self._names:
-            return
-        self._names = names
-        for name, learned in self.learned.items():
-            if name not in here:
-                self.learned[name] = learned.gone()
-                self._met.pop(name, None)
-
-    def _meet(self, name: str, report: DeviceReport) -> Device:
-        """Take over what a device that is here tells, as far as it is news."""
-        learned, met = self.learned.get(name, NOTHING), self._met.get(name)
-        # One that is asked again stands with its old report until the answer is here.
-        if met is None or met[0] is not report:
-            self.learned[name] = learned = learned.told(report)
-        elif met[1].learned is learned:
-            return met[1]
-        device = Device(name=name, num_examples=report.num_examples, learned=learned)
-        self._met[name] = report, device
-        return device
-
-    def _invite(
-        self,
-        here: Mapping[str, DeviceReport],
-        devices: dict[str, Device],
-        culprits: Container[str],
-        link: Link,
-        round_number: int,
-    ) -> Invited:
-        """Choose the cohort, and meet those who come into question: they are then in ``devices``.
-
-        With K set no speed is asked for, and nobody is too slow. Who comes too late time and again
-        is left out like who is too slow, or a device that never answers would hold up every round.
-        """
-        cohort = self._settings.cohort
-        is_k_set = self._settings.plan.accumulation_steps is not None
-        deadline = None if is_k_set else cohort.deadline_seconds
-        why: dict[str, str] = {}
-
-        def slowness(name: str) -> float | None:
-            if name in culprits:
-                return None
-            try:
-                report = here[name]
-            except KeyError:  # it turns out to be unable to describe itself
-                return None
-            device = devices[name] = self._meet(name, report)
-            if device.learned.times_late >= MOST_TIMES_LATE:
-                why[name] = reasons.of_coming_late(device.learned.times_late)
-                return float(device.learned.times_late)
-            found = too_slow(device, deadline_seconds=deadline, link=link)
-            if found is None:
-                return 0.0
-            why[name] = reasons.of_leaving_out(found)
-            return found.seconds / found.of_seconds
-
-        return invite(
-            here.keys(),
-            size=cohort.size,
-            seed=self._settings.seed,
-            round_number=round_number,
-            slowness=slowness,
-            explain=why.__getitem__,
-            waiting_since={
-                name: learned.waiting_since
-                for name, learned in self.learned.items()
-                if learned.waiting_since is not None and name in here
-            },
-            within_rounds=cohort.invite_within_rounds,
-            min_clients=cohort.min_clients,
-            laps=self._laps,
-        )
 
     def _log(self, round_number: int, invited: Invited, unbelieved: set[str]) -> None:
         """Tell who is left out, or claims too much, from this round on; the journal tells all."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -32,17 +31,12 @@ log = logging.getLogger(__name__)
 _Steady = tuple[SimulatedMachine, float | None]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Called:
-    """A device that has a plan."""
+class Called(NamedTuple):
+    """A device that has a plan; its name is its number."""
 
+    name: str
     part: int
     plan: Plan
-
-    @property
-    def name(self) -> str:
-        """The device's name."""
-        return str(self.part)
 
 
 class Compute(Protocol):
@@ -78,7 +72,7 @@ class Devices:
         self.walks = Walks(self.num_devices)
         self._owned: Ints = np.zeros(self.num_devices, dtype=np.int64)
         self._steady: dict[tuple[int, bool], _Steady] = {}
-        self.machines = Machines(self.num_devices, self._machine)
+        self.machines = Machines(self.num_devices, self._machine, run_seed=settings.seed)
 
     @functools.cached_property
     def resident(self) -> Resident:

@@ -11,10 +11,13 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import lru_cache
 
 import numpy as np
+from numpy.typing import NDArray
 
-from client.micro_batches import seed_of
+from client.micro_batches import Seeds, drawn, seed_of
+from client.resident import HELD
 from common.settings import Settings
 from simulation import faults
 from simulation.faults import SECURE_STAGES, TRAIN
@@ -22,6 +25,10 @@ from simulation.profiles import device_of, faults_of, moment_of
 
 # ``seed_of`` gives as many, each as likely as another.
 SEEDS = 2.0**63
+# Of numbers of 64 bits those below are dropped that a float cannot hold.
+DROPPED, DRAWS = 11, 2.0**53
+
+Floats = NDArray[np.float64]
 
 # Flower's ClientApp makes a device's hardware without a word of the round; the grid knows it.
 _round: ContextVar[int] = ContextVar("round", default=1)
@@ -54,7 +61,22 @@ def is_there(settings: Settings, part: int, *, round_number: int, look: int) -> 
 def is_on_battery(settings: Settings, part: int, *, round_number: int) -> bool:
     """Say whether a device has no mains in a round."""
     share = device_of(settings, part).on_battery
-    return _happens(share, "battery", settings.seed, part, round_number)
+    return share > 0 and (
+        drawn(battery_seed(settings.seed, part), round_number) >> DROPPED < share * DRAWS
+    )
+
+
+def are_on_battery(seeds_D: Seeds, shares_D: Floats, *, round_number: int) -> NDArray[np.bool_]:
+    """Say of many devices what ``is_on_battery`` says of one; by their ``battery_seed``."""
+    numbers_D = drawn(seeds_D, np.array([round_number], dtype=np.uint64)) >> DROPPED
+    found: NDArray[np.bool_] = numbers_D < shares_D * DRAWS
+    return found
+
+
+@lru_cache(maxsize=HELD)
+def battery_seed(run_seed: int, part: int) -> int:
+    """Return the seed of all that decides when a device is on battery."""
+    return seed_of("battery", run_seed, part)
 
 
 def may_vanish(settings: Settings) -> bool:

@@ -221,9 +221,9 @@ class SimulatedMachine:
         return self._device.jitter == 0
 
     @property
-    def may_be_on_battery(self) -> bool:
-        """Whether it has a battery, and runs on it at times."""
-        return self._device.on_battery > 0
+    def on_battery(self) -> float:
+        """The share of rounds in which it has no mains."""
+        return self._device.on_battery
 
     @property
     def transfer_seconds(self) -> float:

@@ -88,7 +88,7 @@ class LocalFleet:
     ) -> Iterator[Update | UpdateOfMany | Ready | Dropout]:
         if self._compute is None:
             self._compute = compute_of(self._settings, self._devices)
-        called = [Called(part=int(name), plan=plan) for name, plan in plans.items()]
+        called = [Called(name, int(name), plan) for name, plan in plans.items()]
         if called:
             self._begin(called[0].plan.round)
         if may_vanish(self._settings):

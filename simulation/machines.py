@@ -12,8 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from client.memory import LARGEST_SIZE
+from client.micro_batches import Seeds
 from client.resident import HELD
 from common.update import Vitals
+from simulation.draws import are_on_battery, battery_seed
 from simulation.fleet import SimulatedMachine
 
 Ints = NDArray[np.int64]
@@ -23,14 +25,22 @@ Floats = NDArray[np.float64]
 class Machines:
     """The hardware of N devices."""
 
-    def __init__(self, num_devices: int, machine: Callable[[int, bool], SimulatedMachine]) -> None:
+    def __init__(
+        self,
+        num_devices: int,
+        machine: Callable[[int, bool], SimulatedMachine],
+        *,
+        run_seed: int,
+    ) -> None:
         """Take what makes a device's hardware, by its number and whether it is on battery."""
         self._machine = machine
+        self._run_seed = run_seed
         self._vitals: tuple[dict[int, Vitals], dict[int, Vitals]] = ({}, {})
         self._is_known = np.zeros(num_devices, dtype=np.bool_)
         self.is_steady = np.zeros(num_devices, dtype=np.bool_)
         """Whether a micro-batch of a size takes as long each time."""
-        self.may_be_on_battery = np.zeros(num_devices, dtype=np.bool_)
+        self._on_battery: Floats = np.zeros(num_devices)
+        self._battery_seeds: Seeds = np.zeros(num_devices, dtype=np.uint64)
         self.fitting: Ints = np.zeros(num_devices, dtype=np.int64)
         """The largest micro-batch that fits in memory; 0 where not even one example does."""
         self.seconds_per_micro_batch: Floats = np.zeros(num_devices)
@@ -50,7 +60,8 @@ class Machines:
             memory, timing = machine.memory, machine.timing()
             fitting = memory.fitting(1)
             self.is_steady[part] = machine.is_steady
-            self.may_be_on_battery[part] = machine.may_be_on_battery
+            self._on_battery[part] = machine.on_battery
+            self._battery_seeds[part] = battery_seed(self._run_seed, part)
             self.fitting[part] = LARGEST_SIZE if fitting is None else fitting
             self.seconds_per_micro_batch[part] = timing.seconds_per_micro_batch
             self.seconds_per_example[part] = timing.seconds_per_example
@@ -59,21 +70,18 @@ class Machines:
             self.bytes_per_example[part] = memory.bytes_per_example or 0.0
             self._is_known[part] = True
 
-    def vitals(self, parts: Ints, is_on_battery: Callable[[int], bool]) -> list[Vitals]:
+    def vitals(self, parts: Ints, *, round_number: int) -> list[Vitals]:
         """Return what devices tell of themselves: the same objects as long as it is the same.
 
-        Nobody is asked whether it is on battery that never is. Of far more devices than these all
-        is forgotten, and looked up again.
+        Of far more devices than these all is forgotten, and looked up again.
         """
         for known in self._vitals:
             if len(known) > max(HELD, 2 * len(parts)):
                 known.clear()
-        found = [self._of(part, False) for part in parts.tolist()]
-        for at in np.flatnonzero(self.may_be_on_battery[parts]).tolist():
-            part = int(parts[at])
-            if is_on_battery(part):
-                found[at] = self._of(part, True)
-        return found
+        is_weak = are_on_battery(
+            self._battery_seeds[parts], self._on_battery[parts], round_number=round_number
+        )
+        return list(map(self._of, parts.tolist(), is_weak.tolist()))
 
     def _of(self, part: int, is_on_battery: bool) -> Vitals:
         known = self._vitals[is_on_battery]

@@ -25,7 +25,6 @@ from common.task import Examples
 from common.update import MOST_STEPS, Plan, Step, StopReason, Vitals
 from server.fleet import Dropout
 from simulation.devices import Called, Devices
-from simulation.draws import is_on_battery
 from simulation.foreseen import Floats, Foreseen, Ints
 from simulation.walks import NO_ROUND
 from simulation.windows import windows_of
@@ -128,7 +127,6 @@ def _foresee_plain(devices: Devices, called: Sequence[Called]) -> Foreseen:
     sizes, step_seconds, seconds = _steps(devices, parts, taken, size, num_steps)
     steps_parts = np.repeat(parts, num_steps)
     peaks = machines.base_bytes[steps_parts] + machines.bytes_per_example[steps_parts] * sizes
-    number = plans[0].round
     return Foreseen(
         called=called,
         num_examples=taken,
@@ -138,9 +136,7 @@ def _foresee_plain(devices: Devices, called: Sequence[Called]) -> Foreseen:
         micro_batch_size=size,
         seconds=seconds,
         reasons=[_ENDS[short] for short in (taken < quota).tolist()],
-        vitals=machines.vitals(
-            parts, lambda part: is_on_battery(devices.settings, part, round_number=number)
-        ),
+        vitals=machines.vitals(parts, round_number=plans[0].round),
         num_steps=num_steps,
         sizes=sizes,
         step_seconds=step_seconds,

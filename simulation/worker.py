@@ -77,7 +77,7 @@ def work(connection: Connection, descriptor: int, start: Start) -> None:
             order = Order.model_validate_json(connection.recv_bytes())
         except EOFError:
             return
-        called = Called(part=order.part, plan=order.plan)
+        called = Called(str(order.part), order.part, order.plan)
         devices.walks[order.part] = order.walk
         if order.is_checkpointed:
             resident.checkpointed.add(called.name)

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import KeysView, Mapping
 from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
 
 from common.parameters import build_model
 from common.settings import Settings, load
@@ -80,3 +86,50 @@ def test_an_epoch_that_ends_cuts_the_quota_of_that_device_alone() -> None:
     made.learned["b"] = replace(made.learned["b"], num_left=7)
     second = plans(made, here, 2)
     assert (asked(second["a"]), asked(second["b"])) == ((40, 20), (7, 7))
+
+
+class Same(dict[str, DeviceReport]):
+    """Devices of which nobody comes or goes: what gives their names is the same object."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._keys = KeysView(self)
+
+    def keys(self) -> Any:
+        return self._keys
+
+
+LEARNED = {
+    "late": lambda one: one.late(),
+    "in time": lambda one: one.in_time(),
+    "weak": lambda one: replace(one, vitals=one.vitals.model_copy(update={"share": 0.1})),
+    "tight": lambda one: replace(
+        one, vitals=one.vitals.model_copy(update={"memory_limit_bytes": 40 * MIB})
+    ),
+    "ends its epoch": lambda one: replace(one, num_left=7),
+}
+NEWS = st.lists(st.tuples(st.integers(0, 3), st.sampled_from(sorted(LEARNED))), max_size=3)
+
+
+@pytest.mark.parametrize("chosen", [{"plan.accumulation_steps": 2}, {"cohort.deadline_seconds": 40}])
+@given(rounds=st.lists(NEWS, min_size=2, max_size=6))
+@hypothesis_settings(deadline=None, max_examples=60)
+def test_a_cohort_of_the_same_devices_is_planned_as_if_nobody_had_been_met(
+    chosen: dict[str, int], rounds: list[list[tuple[int, str]]]
+) -> None:
+    told = {"seconds_per_micro_batch": 0.1, "seconds_per_example": 2.0}
+    here = {
+        str(part): report(str(part), limit=60 * MIB).model_copy(update=told) for part in range(4)
+    }
+    kept, anew = planning(load(None, chosen)), planning(load(None, chosen))
+    same, counted = Same(here), {str(part): 0 for part in range(4)}
+    for number, news in enumerate(rounds, start=1):
+        for made in (kept, anew):
+            for part, kind in news if number > 1 else []:
+                made.learned[str(part)] = LEARNED[kind](made.learned[str(part)])
+        planned = [
+            made.plan(reports, round_number=number, counted=counted, turn_seconds=0.0)
+            for made, reports in ((kept, same), (anew, dict(here)))
+        ]
+        assert planned[0] == planned[1]
+        assert (kept.learned, kept.owned) == (anew.learned, anew.owned)

@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from common.errors import SettingsError
 from common.settings import Settings, from_run_config, load
-from simulation.draws import Jitter, is_on_battery, is_there
+from simulation.draws import Jitter, are_on_battery, battery_seed, is_on_battery, is_there
 from simulation.fleet import SimulatedMachine
 from simulation.profiles import (
     LARGEST_FLEET,
@@ -129,6 +130,17 @@ def test_a_device_is_on_battery_in_the_fraction_of_rounds_that_is_set(tmp_path: 
     assert drawn[0] != drawn[1]
     for one in drawn:
         assert abs(sum(one) - 1200) <= 4 * (4000 * 0.3 * 0.7) ** 0.5
+
+
+def test_many_devices_are_on_battery_as_each_of_them_is(tmp_path: Path) -> None:
+    text = "".join(f"[[device]]\non_battery = {share}\n{OWN}" for share in (0, 0.5, 0.01, 0.99, 1))
+    settings = fleet(tmp_path, text)
+    parts = range(5)
+    seeds = np.array([battery_seed(SEED, part) for part in parts], dtype=np.uint64)
+    shares = np.array([device_of(settings, part).on_battery for part in parts])
+    for number in range(1, 400):
+        drawn = are_on_battery(seeds, shares, round_number=number).tolist()
+        assert drawn == [is_on_battery(settings, part, round_number=number) for part in parts]
 
 
 @pytest.mark.parametrize(("share", "is_on"), [(0, False), (1, True)])

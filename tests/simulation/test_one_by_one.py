@@ -34,7 +34,7 @@ def made(kind: type[Devices]) -> Devices:
 
 def answers(one_by_one: OneByOne, devices: Devices) -> list[Update | Dropout]:
     plan = Plan(round=1, run_seed=0, model_version=0, quota=4, micro_batch_size=2)
-    called = [Called(part=part, plan=plan) for part in range(NUM_DEVICES)]
+    called = [Called(str(part), part, plan) for part in range(NUM_DEVICES)]
     found: list[Update | Dropout] = []
     image = devices.resident.image
     for answer in one_by_one.train(called, image, run_id=1, timeout_seconds=None):

@@ -36,7 +36,7 @@ def cohorts(draw: st.DrawFn) -> tuple[list[Called], Walks, list[int]]:
         ]
         pending = draw(st.none() | st.just(2))
         walks[part] = Walk(place=places[0], pending_round=pending, pending_place=places[1])
-        called.append(Called(part=part, plan=plan))
+        called.append(Called(str(part), part, plan))
         owned.append(draw(st.integers(1, SHORT + 30)))
     return called, walks, owned
 

@@ -111,7 +111,7 @@ def called(round_number: int) -> list[Called]:
         )
         for _ in range(NUM_DEVICES)
     )
-    return [Called(part=part, plan=plan) for part, plan in enumerate(plans)]
+    return [Called(str(part), part, plan) for part, plan in enumerate(plans)]
 
 
 @pytest.fixture(scope="module")
