@@ -8,6 +8,7 @@ plans what the unbroken run would have planned.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -80,6 +81,10 @@ class Learned:
             return self
         return replace(self, line=line, vitals=vitals)
 
+    def holds_as_much(self, told: Vitals) -> bool:
+        """Say whether the device told of the same memory: all that a plan with K set follows."""
+        return _MEMORY(told) == _MEMORY(self.vitals)
+
     def shown(self, ready: Ready) -> Learned:
         """Take over the pace and the vitals of a device that keeps its steps to itself."""
         line, told = self.line, (ready.seconds_per_micro_batch, ready.seconds_per_example)
@@ -116,6 +121,9 @@ class Learned:
     def asked(self) -> Learned:
         """Take note that the device has a part in a round."""
         return self if self.waiting_since is None else replace(self, waiting_since=None)
+
+
+_MEMORY = operator.attrgetter("memory_limit_bytes", "base_bytes", "bytes_per_example")
 
 
 def _merged(known: Vitals, told: Vitals) -> Vitals:

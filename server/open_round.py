@@ -120,24 +120,14 @@ class OpenRound:
             return False
         if len(set(told.names)) < len(told.names):
             return False
-        bounds: dict[int, tuple[int, int | None]] = {}  # many devices share a plan
-        for plan in plans:
-            if plan is not None and id(plan) not in bounds:
-                if plan.round != told.round:
-                    return False
-                bounds[id(plan)] = plan.most_examples, plan.weigh_as
-        most = self._max_weight
-        columns = (plans, told.num_examples, told.sent_weight, told.num_steps)
-        for plan, num_examples, weight, num_steps in zip(*columns, strict=True):
-            most_examples, weigh_as = bounds[id(plan)]
-            if not 0 < num_examples <= most_examples or num_steps > most_examples + 1:
-                return False
-            if weigh_as is None:
-                if not 0 < weight <= num_examples * most:
-                    return False
-            elif weight != weigh_as:
-                return False
-        return True
+        distinct = {id(plan): plan for plan in plans if plan is not None}  # many devices share one
+        if any(plan.round != told.round for plan in distinct.values()):
+            return False
+        columns = (map(id, plans), told.num_examples, told.sent_weight, told.num_steps)
+        return all(
+            self._fault(distinct[key], *numbers) is None
+            for key, *numbers in set(zip(*columns, strict=True))
+        )
 
     def _take_ready(self, ready: Ready) -> None:
         try:
@@ -175,22 +165,19 @@ class OpenRound:
                 dataset weighting any other weight than the plan's.
         """
         plan = self._check_expected(report, self.accepted)
-        if not 0 < report.num_examples <= plan.most_examples:
-            raise CountOutOfRange(
-                f"{report.name}: {report.num_examples} examples, its plan allows "
-                f"{plan.most_examples}"
-            )
+        fault = self._fault(plan, report.num_examples, report.weight, report.num_steps)
+        if fault is not None:
+            raise CountOutOfRange(f"{report.name}: {fault}")
+
+    def _fault(self, plan: Plan, num_examples: int, weight: int, num_steps: int) -> str | None:
+        """Say what is wrong with the numbers of an update, if anything is."""
+        if not 0 < num_examples <= plan.most_examples:
+            return f"{num_examples} examples, its plan allows {plan.most_examples}"
         if plan.weigh_as is not None:
-            if report.weight != plan.weigh_as:
-                raise CountOutOfRange(
-                    f"{report.name}: weight {report.weight}, its plan says {plan.weigh_as}"
-                )
-        elif not 0 < report.weight <= report.num_examples * self._max_weight:
-            raise CountOutOfRange(
-                f"{report.name}: weight {report.weight} for {report.num_examples} examples of at "
-                f"most {self._max_weight} each"
-            )
-        if report.num_steps > plan.most_examples + 1:
-            raise CountOutOfRange(
-                f"{report.name}: {report.num_steps} steps for {plan.most_examples} examples"
-            )
+            if weight != plan.weigh_as:
+                return f"weight {weight}, its plan says {plan.weigh_as}"
+        elif not 0 < weight <= num_examples * self._max_weight:
+            return f"weight {weight} for {num_examples} examples of at most {self._max_weight} each"
+        if num_steps > plan.most_examples + 1:
+            return f"{num_steps} steps for {plan.most_examples} examples"
+        return None

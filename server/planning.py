@@ -52,7 +52,10 @@ class Planning:
         self._target = target
         self._layout = layout
         self._inviting = Inviting(settings)
-        self._assigned: dict[str, tuple[Assignment, Kind]] = {}
+        self._is_k_set = settings.plan.accumulation_steps is not None
+        self._assigned: dict[str, Assignment] = {}
+        self._of_kind: dict[Kind, Assignment] = {}
+        self._bounded: set[str] = set()
         self._unbelieved: set[str] = set()
         self._asked_anyway: set[str] = set()
         self.culprits: dict[str, LeftOut] = {}
@@ -68,7 +71,7 @@ class Planning:
         """Return what every device is asked when it is first seen, and when it is left out."""
         return DescribeRequest(
             run_seed=self._settings.seed,
-            wants_speed=self._settings.plan.accumulation_steps is None,
+            wants_speed=not self._is_k_set,
             layout_digest=self._layout.digest,
             num_parameters=self._layout.num_parameters,
             held_out_fraction=held_out_fraction(self._settings.evaluation),
@@ -112,8 +115,9 @@ class Planning:
         if guests.news is None:
             self.owned = {name: one.num_examples for name, one in guests.devices.items()}
         weights = dataset_weights(self.owned) if cohort.weighting == "dataset" else {}
-        unbelieved = {name for name, (one, _) in assigned.items() if one.is_bounded}
-        unbelieved |= {name for name, weight in weights.items() if weight < self.owned[name]}
+        unbelieved = self._bounded | {
+            name for name, weight in weights.items() if weight < self.owned[name]
+        }
         self._log(round_number, invited, unbelieved)
         self._asked_anyway = set(invited.asked_anyway)
         if guests.news is None:
@@ -122,11 +126,11 @@ class Planning:
         for name in invited.left_out:
             self.learned[name] = self.learned[name].left_out(round_number)
         common = self._common_plan(round_number)
-        made: dict[tuple[Kind, int | None, int | None], Plan] = {}
+        made: dict[tuple[int, int | None, int | None], Plan] = {}
         plans = {}
         for name in invited.names:
-            assignment, kind = assigned[name]
-            key = (kind, counted.get(name), weights.get(name))
+            assignment = assigned[name]
+            key = (id(assignment), counted.get(name), weights.get(name))
             plan = made.get(key)
             if plan is None:  # devices that are asked the same share one
                 plan = self._plan(assignment, common, counted=key[1], weigh_as=key[2])
@@ -139,15 +143,17 @@ class Planning:
             num_bounded=len(unbelieved),
         )
 
-    def _assign(self, guests: Guests, link: Link) -> dict[str, tuple[Assignment, Kind]]:
-        """Assign a quota to every device of a cohort; beside it the kind of the assignment.
+    def _assign(self, guests: Guests, link: Link) -> dict[str, Assignment]:
+        """Assign a quota to every device of a cohort; those of a kind have the same assignment.
 
         With K set what a device is asked depends on it alone, so only news are assigned anew.
         """
         devices, news = guests.devices, guests.news
         target = self._target.open(num_invited=len(devices))
-        if news is None or self._settings.plan.accumulation_steps is None:
-            self._assigned, news = {}, devices
+        if news is None or not self._is_k_set:
+            self._assigned, self._of_kind, news = {}, {}, devices
+        elif not news:
+            return self._assigned
         made = assign(
             [devices[name] for name in news],
             self._settings.plan,
@@ -155,7 +161,10 @@ class Planning:
             deadline_seconds=self._settings.cohort.deadline_seconds,
             link=link,
         )
-        self._assigned |= {name: (one, one.kind) for name, one in made.items()}
+        self._assigned |= {
+            name: self._of_kind.setdefault(one.kind, one) for name, one in made.items()
+        }
+        self._bounded = {name for name, one in made.items() if one.is_bounded}
         return self._assigned
 
     def _log(self, round_number: int, invited: Invited, unbelieved: set[str]) -> None:
@@ -221,23 +230,28 @@ class Planning:
 
     def learn(self, opened: OpenRound) -> None:
         """Follow the devices' pace, vitals and lateness, whether or not the round will count."""
-        accepted, refused = opened.accepted, opened.refused
+        accepted = opened.accepted
         for name in opened.plans:
             learned = before = self.learned[name]
-            report, error = accepted.get(name), refused.get(name)
-            if report is not None:
+            report = accepted.get(name)
+            if report is None:
+                learned = self._without_update(learned, name, opened)
+            elif not self._is_k_set or not learned.holds_as_much(report.vitals):
                 learned = learned.trained(report)
-            elif name in opened.ready:
-                learned = learned.shown(opened.ready[name])
-            elif isinstance(error, EmptyUpdate):
-                learned = learned.skipped()
-            if not isinstance(error, LateUpdate):
+            if not isinstance(opened.refused.get(name), LateUpdate):
                 learned = learned.in_time()
             # Who is too slow for one example was foreseen to be late: it says nothing of its link.
             elif name not in self._asked_anyway:
                 learned = learned.late()
             if learned is not before:
                 self.learned[name] = learned
+
+    def _without_update(self, learned: Learned, name: str, opened: OpenRound) -> Learned:
+        """Follow a device whose update is masked, or is missing."""
+        if name in opened.ready:
+            return learned.shown(opened.ready[name])
+        is_empty = isinstance(opened.refused.get(name), EmptyUpdate)
+        return learned.skipped() if is_empty else learned
 
     def count(self, accepted: Mapping[str, Reported]) -> None:
         """Move on in the epochs of the devices whose updates were committed."""
