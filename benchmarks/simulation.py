@@ -8,8 +8,9 @@ is VmHWM. Each runs in a process of its own, with one thread of torch; one behin
 they do not take each other's cores.
 
 * ``one-by-one-in-2``: two worker processes; the simulator's own process is a third.
-* ``one-by-one-in-turn`` (as a ``--case`` only): its rounds and the bare loop's by turns in one
-  process; the median of the ratios, and the least microseconds a client of each part of a round.
+* ``of_limit`` is by the rounds of a way and of its limit by turns in one process, so that load takes
+  its share of both: the median of the ratios. ``--case one-by-one-in-turn:digits:200:40`` tells the
+  least microseconds a client of each part of a round besides.
 * ``bare_loop``: client after client, a ``loss.backward()`` for each micro-batch, nothing checked or
   reported. The limit of ``one-by-one``.
 * ``bare_fused``: passes over all clients' examples, and nothing else. The limit of ``fused``.
@@ -47,7 +48,9 @@ PEERS = {"flower_ray": "ray", "pfl": "pfl"}
 SIZES = (("digits", 100, 11), ("digits", 1000, 11), ("images", 40, 5), ("text", 8, 4))
 WORKERS = 2
 SHARED = "one-by-one-in-2"
-IN_TURN = "one-by-one-in-turn"
+LIMITS = dict(zip(WAYS, BARE, strict=True))
+IN_TURN = "-in-turn"
+ROUNDS_IN_TURN = 4  # times those of a way alone
 
 
 def ours(
@@ -80,9 +83,9 @@ def _tick() -> None:
     ENDS.append(time.perf_counter())
 
 
-def in_turn(work: Work, number: int, rounds: int) -> Figures:
-    """Run rounds one by one and of the bare loop by turns, so that load takes its share of both."""
-    bare_round = _bare_round("bare_loop", work, number)
+def in_turn(way: str, work: Work, number: int, rounds: int) -> Figures:
+    """Run rounds of the whole system and of its limit by turns."""
+    bare_round = _bare_round(LIMITS[way], work, number)
     own: list[RoundRow] = []
     limit: list[float] = []
 
@@ -92,7 +95,7 @@ def in_turn(work: Work, number: int, rounds: int) -> Figures:
         bare_round()
         limit.append(time.perf_counter() - start)
 
-    ours("one-by-one", work, number, rounds, on_round=after)
+    ours(way, work, number, rounds, on_round=after)
     own, limit = own[2:], limit[2:]  # the first ones open the data, and warm up
     micro = 1e6 / number
     figures: Figures = {
@@ -311,8 +314,8 @@ def pfl(work: Work, number: int, rounds: int) -> None:
 def _run(kind: str, work: Work, number: int, rounds: int) -> Figures:
     torch.set_num_threads(1)
     ENDS.clear()
-    if kind == IN_TURN:
-        return in_turn(work, number, rounds)
+    if kind.endswith(IN_TURN):
+        return in_turn(kind.removesuffix(IN_TURN), work, number, rounds)
     if kind in (*WAYS, SHARED):
         ours(kind, work, number, rounds)
     elif kind in BARE:
@@ -349,10 +352,12 @@ def _beside(
 ) -> Figures:
     """Measure all ways to do a work, and how they stand to each other."""
     found = {kind: measure(kind, work, number, rounds) for kind in (*BARE, *WAYS, SHARED, *peers)}
-    limits = dict(zip(WAYS, BARE, strict=True))
-    found["of_limit"] = {way: found[way]["rate"] / found[limits[way]]["rate"] for way in WAYS}
+    in_turns = {
+        way: measure(f"{way}{IN_TURN}", work, number, rounds * ROUNDS_IN_TURN) for way in WAYS
+    }
+    found["of_limit"] = {way: in_turns[way]["of_limit"] for way in WAYS}
     per_core = found[SHARED]["rate"] / WORKERS
-    found["of_limit"][f"{SHARED}_per_core"] = per_core / found[limits["one-by-one"]]["rate"]
+    found["of_limit"][f"{SHARED}_per_core"] = per_core / found[LIMITS["one-by-one"]]["rate"]
     for peer in peers:
         found[f"over_{peer}"] = {way: found[way]["rate"] / found[peer]["rate"] for way in WAYS}
     return found

@@ -83,7 +83,7 @@ class Learned:
 
     def holds_as_much(self, told: Vitals) -> bool:
         """Say whether the device told of the same memory: all that a plan with K set follows."""
-        return _MEMORY(told) == _MEMORY(self.vitals)
+        return told is self.vitals or _MEMORY(told) == _MEMORY(self.vitals)
 
     def shown(self, ready: Ready) -> Learned:
         """Take over the pace and the vitals of a device that keeps its steps to itself."""

@@ -115,12 +115,11 @@ class OpenRound:
 
     def _fits(self, told: Told) -> bool:
         """Say whether many devices tell what their plans allow, as ``_check`` has it of one."""
-        plans = [self.plans.get(name) for name in told.names]
-        if None in plans or not self.accepted.keys().isdisjoint(told.names):
+        names = set(told.names)
+        if len(names) < len(told.names) or not names <= self.plans.keys() - self.accepted.keys():
             return False
-        if len(set(told.names)) < len(told.names):
-            return False
-        distinct = {id(plan): plan for plan in plans if plan is not None}  # many devices share one
+        plans = [self.plans[name] for name in told.names]
+        distinct = {id(plan): plan for plan in plans}  # many devices share one
         if any(plan.round != told.round for plan in distinct.values()):
             return False
         columns = (map(id, plans), told.num_examples, told.sent_weight, told.num_steps)

@@ -68,8 +68,10 @@ class Together(Reports):
     @cached_property
     def ratio(self) -> Floats | None:
         """By which each device's vector and sums were scaled; None where they were not."""
-        plans = [one.plan.weigh_as for one in self.foreseen.called]
-        return None if plans[0] is None else np.array(plans, dtype=np.float64) / self.weight
+        called = self.foreseen.called
+        if called[0].plan.weigh_as is None:
+            return None
+        return np.array([one.plan.weigh_as for one in called], dtype=np.float64) / self.weight
 
     @cached_property
     def told(self) -> Told:
