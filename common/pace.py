@@ -35,6 +35,7 @@ LARGEST_CHANGE = 16.0
 # And how far one size may lie from the level of them all: it may have been seen only once.
 LARGEST_BEND = 2.0
 LONGEST_SECONDS = 1e9
+SAME = 1e-9  # of a micro-batch's seconds: no clock tells such a difference
 LEAST_SECONDS = 1e-9  # per example; what a device claims below it is rounding, or a lie
 
 
@@ -49,10 +50,11 @@ def followed(line: Line, steps: Sequence[Step]) -> Line:
     """Return the line behind a round in which the micro-batches took what ``steps`` say.
 
     The level changes by a factor of at most LARGEST_CHANGE^WEIGHT, whatever the steps claim. Steps
-    without examples teach nothing; steps of no time at all lower the level and leave the slope.
+    without examples teach nothing, nor do those that took what was believed: the line stays as it
+    is. Steps of no time at all lower the level and leave the slope.
     """
     seen = [(step.num_examples, step.seconds) for step in steps if step.num_examples]
-    if not seen:
+    if all(abs(seconds - line.at(size)) <= SAME * seconds for size, seconds in seen):
         return line
     ratio = _robust_ratio(line, seen)
     factor = min(max(ratio, 1 / LARGEST_CHANGE), LARGEST_CHANGE) ** WEIGHT

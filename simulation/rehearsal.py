@@ -2,8 +2,9 @@
 
 It is the device's own walk through its window (``client.window_sum``), with the same clock, memory
 and restraint; only that a micro-batch is taken note of instead of computed. So the virtual clock's
-answers are those of a device that computes. Devices that nothing can stop or slow within their
-windows are foreseen all at once, by the same sums in the same order.
+answers are those of a device that computes. Devices whose clocks are steady, and which nothing cuts
+short of their quota or leads beyond it, are foreseen all at once, by the same sums in the same
+order.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from client.accumulator import Accumulator
 from client.micro_batches import Window
 from client.passes import Added, Positions
-from client.stopping import Watch
+from client.stopping import RECENT_STEPS, Watch
 from client.window_sum import WindowSum, sum_window
 from client.workplace import Workplace
 from common.errors import HeadwaterError
@@ -28,6 +30,9 @@ from simulation.devices import Called, Devices
 from simulation.foreseen import Floats, Foreseen, Ints
 from simulation.walks import NO_ROUND
 from simulation.windows import windows_of
+
+# Examples, or seconds: what lies as near to where a decision turns is left to the walk.
+DIGITS = 1e-3
 
 
 class CannotForesee(Exception):
@@ -45,10 +50,15 @@ class Rehearsed:
 
 def rehearse(devices: Devices, called: Sequence[Called]) -> Rehearsed:
     """Foresee what each device will do, and remember its place."""
-    plain, others = _parted(devices, called)
+    steady, others = _parted(devices, called)
     parts, walked, alone, dropouts = [], [], [], []
-    if plain:
-        parts.append(_foresee_plain(devices, plain))
+    if steady:
+        plain = _foresee_plain(devices, steady)
+        is_through = _runs_through(plain)
+        if not is_through.all():
+            others += [steady[at] for at in np.flatnonzero(~is_through).tolist()]
+            plain = plain.some(np.flatnonzero(is_through))
+        parts.append(plain)
     opened: list[tuple[Called, Examples]] = []
     for one in others:
         try:
@@ -74,41 +84,24 @@ def rehearse(devices: Devices, called: Sequence[Called]) -> Rehearsed:
     return Rehearsed(foreseen=foreseen, alone=alone, dropouts=dropouts)
 
 
-def _parted(devices: Devices, called: Sequence[Called]) -> tuple[list[Called], list[Called]]:
-    """Part those whose window goes to its end, in micro-batches as planned, from the others."""
+def _parted(devices: Devices, called: Sequence[Called]) -> tuple[Sequence[Called], list[Called]]:
+    """Part those with a steady clock, whose micro-batches are as planned, from the others."""
     if devices.has_slow_links:
         return [], list(called)
-    judged: dict[int, bool] = {}
-    plain: list[Called] = []
-    others: list[Called] = []
     machines = devices.machines
-    for one in called:
-        plan = one.plan  # many devices share one
-        is_plain = judged.get(id(plan))
-        if is_plain is None:
-            is_plain = judged[id(plan)] = _is_plain(plan)
-        (plain if is_plain else others).append(one)
     try:
-        parts = np.array([one.part for one in plain], dtype=np.int64)
+        parts = np.array([one.part for one in called], dtype=np.int64)
         machines.meet(parts)
     except HeadwaterError:  # one by one it is told whose examples cannot be opened
         return [], list(called)
-    sizes = np.array([one.plan.micro_batch_size for one in plain], dtype=np.int64)
-    fits = machines.is_steady[parts] & (machines.fitting[parts] >= sizes)
-    if not fits.all():
-        others += [one for one, does in zip(plain, fits.tolist(), strict=True) if not does]
-        plain = [one for one, does in zip(plain, fits.tolist(), strict=True) if does]
-    return plain, others
-
-
-def _is_plain(plan: Plan) -> bool:
-    """Say whether nothing in a plan can end the window early."""
-    return (
-        plan.deadline_seconds is None
-        and plan.finish_seconds is None
-        and plan.share is None  # nothing is taken off on battery
-        and plan.accumulation_steps <= MOST_STEPS
-    )
+    sizes = np.array([one.plan.micro_batch_size for one in called], dtype=np.int64)
+    quotas = np.array([one.plan.quota for one in called], dtype=np.int64)
+    is_steady = machines.is_steady[parts] & (machines.fitting[parts] >= sizes)
+    is_steady &= quotas <= MOST_STEPS * sizes
+    if is_steady.all():
+        return called, []
+    marked = list(zip(called, is_steady.tolist(), strict=True))
+    return [one for one, is_so in marked if is_so], [one for one, is_so in marked if not is_so]
 
 
 def _foresee_plain(devices: Devices, called: Sequence[Called]) -> Foreseen:
@@ -145,6 +138,48 @@ def _foresee_plain(devices: Devices, called: Sequence[Called]) -> Foreseen:
 
 
 _ENDS: tuple[StopReason, StopReason] = ("quota", "epoch end")
+
+
+def _runs_through(one: Foreseen) -> NDArray[np.bool_]:
+    """Say which devices do what they are foreseen to, though their plans may end or lengthen it.
+
+    As all micro-batches but the last are of one size, and take as long, it is by the last that
+    ``client.stopping`` ends a window early, if it does. What hangs on the last digits is not said.
+    """
+    plans = [called.plan for called in one.called]
+    if not any(_may_end_elsewhere(plan) for plan in {id(plan): plan for plan in plans}.values()):
+        return np.ones(len(plans), dtype=np.bool_)
+    last = np.cumsum(one.num_steps) - 1
+    full, rest = one.step_seconds[last - one.num_steps + 1], one.step_seconds[last]
+    spent = np.add.reduceat(one.step_seconds, last - one.num_steps + 1)
+    is_alone = one.num_steps == 1
+    with np.errstate(divide="ignore", invalid="ignore"):
+        finish = _column(plan.finish_seconds for plan in plans)
+        # Before the last micro-batch, and behind it; both by the pace of the last few.
+        ahead = (finish - spent + rest) / full * one.micro_batch_size
+        recent = np.minimum(one.num_steps, RECENT_STEPS) - 1
+        pace = (recent * full + rest) / (recent * one.micro_batch_size + one.sizes[last])
+        behind = np.maximum(finish - spent, 0.0) / pace
+    most = _ints(plan.most_examples for plan in plans)
+    has_more = np.minimum(most, one.num_owned - one.offset) > one.num_examples
+    is_in_time = is_alone | (ahead > one.sizes[last] - 0.5 + DIGITS)
+    is_in_time &= ~has_more | (behind < 0.5 - DIGITS)
+    deadline = _column(plan.deadline_seconds for plan in plans)
+    is_in_time |= np.isnan(finish)
+    is_in_time &= is_alone | np.isnan(deadline) | (one.seconds - rest + full < deadline - DIGITS)
+    given = np.array([vitals.share for vitals in one.vitals])
+    found: NDArray[np.bool_] = is_in_time & ~(given < _column(plan.share for plan in plans))
+    return found
+
+
+def _may_end_elsewhere(plan: Plan) -> bool:
+    limits = (plan.deadline_seconds, plan.finish_seconds, plan.share)
+    return any(limit is not None for limit in limits)
+
+
+def _column(values: Iterable[float | None]) -> Floats:
+    """Return numbers, of which those that are not set are NaN."""
+    return np.array(list(values), dtype=np.float64)
 
 
 def _steps(
