@@ -8,9 +8,9 @@ is VmHWM. Each runs in a process of its own, with one thread of torch; one behin
 they do not take each other's cores.
 
 * ``one-by-one-in-2``: two worker processes; the simulator's own process is a third.
-* ``of_limit`` is by the rounds of a way and of its limit by turns in one process, so that load takes
-  its share of both: the median of the ratios. ``--case one-by-one-in-turn:digits:200:40`` tells the
-  least microseconds a client of each part of a round besides.
+* ``of_limit`` is by the rounds of a way and of its limit by turns in one process, so that load
+  takes its share of both: the median of the ratios. ``--case one-by-one-in-turn:digits:200:40``
+  tells the least microseconds a client of each part of a round besides.
 * ``bare_loop``: client after client, a ``loss.backward()`` for each micro-batch, nothing checked or
   reported. The limit of ``one-by-one``.
 * ``bare_fused``: passes over all clients' examples, and nothing else. The limit of ``fused``.

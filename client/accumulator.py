@@ -13,6 +13,7 @@ from torch import Tensor
 
 from common.errors import TaskError
 from common.parameters import ModelImage
+from common.vectors import CHUNK, squared_norm
 
 
 class Accumulator:
@@ -20,6 +21,7 @@ class Accumulator:
 
     def __init__(self, image: ModelImage) -> None:
         self.values_P = torch.zeros(image.layout.num_parameters)
+        self._chunks = torch.split(self.values_P, CHUNK)
         self._parameters = image.trainable()
         self._views = [
             self.values_P[start:end].view(parameter.shape)
@@ -37,13 +39,13 @@ class Accumulator:
     def gradient_norm(self) -> float:
         """Return the Euclidean norm of the vector; it is finite if and only if the vector is.
 
+        In chunks, as a float32 sum over all of it was 4e-5 off for 4.9 million coordinates.
         Squares of float32 overflow near 1.8e19, so an infinite sum of squares is looked at again in
         float64, where every finite float32 has a finite square.
         """
-        squared = torch.dot(self.values_P, self.values_P).item()
+        squared = math.fsum([torch.dot(chunk, chunk).item() for chunk in self._chunks])
         if not math.isfinite(squared):
-            wide_P = self.values_P.double()
-            squared = torch.dot(wide_P, wide_P).item()
+            squared = squared_norm(self.values_P)
         return math.sqrt(squared) if squared >= 0 else math.nan
 
     def check_views(self) -> None:

@@ -23,6 +23,7 @@ from client.window_sum import WindowSum, sum_window
 from client.workplace import Workplace
 from common.errors import BuffersChanged, EmptyUpdate, NonFiniteUpdate
 from common.update import Plan, Update, UpdateReport
+from common.vectors import all_finite
 
 log = logging.getLogger(__name__)
 
@@ -147,7 +148,7 @@ def scale(values_P: Tensor, *, by: int, over: int) -> bool:
     is_finite = True
     for chunk in torch.split(values_P, SCALED_AT_ONCE):
         chunk.copy_(chunk.double().mul_(by).div_(over))
-        is_finite &= bool(torch.isfinite(chunk).all())
+        is_finite &= all_finite(chunk)
     return is_finite
 
 
@@ -180,7 +181,7 @@ def take_local_steps(
         values_P.mul_(total.weight)
     finally:
         image.values_P.copy_(before_P)
-    if not math.isfinite(float(values_P.abs().max())):
+    if not all_finite(values_P):
         raise NonFiniteUpdate(
             f"{place.name}, round {plan.round}: the local steps diverged",
             remedy="lower --local-learning-rate or --local-steps",

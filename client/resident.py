@@ -29,6 +29,7 @@ from client.spool import Spool
 from client.workplace import NO_BATCHES, Workplace
 from common.additive import check_additive
 from common.errors import BuffersChanged, ModelMismatch, NonFiniteUpdate, OutOfMemory
+from common.heap import give_back
 from common.parameters import ModelLayout, build_model
 from common.partition import Rule
 from common.settings import Client, Settings
@@ -113,6 +114,7 @@ class Resident:
         finally:
             self._remember(name)
         check_additive(self.task, self.image.model, examples)
+        give_back()  # it held the gradients of a few examples at once
         self.accumulator.zero()
 
     def _foresee(self, place: Workplace) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from common.errors import BuffersChanged, HeadwaterError, TaskNotAdditive
 from common.task import Examples, Task, batch_of, loss_sum, max_weight_per_example
+from common.vectors import all_finite
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +74,7 @@ def usable(task: Task, model: nn.Module, examples: Examples) -> list[int]:
         except Exception as error:
             log.debug("example %d is passed over: %s: %s", position, type(error).__name__, error)
             continue
-        if math.isfinite(loss) and bool(torch.isfinite(gradient_P).all()):
+        if math.isfinite(loss) and all_finite(gradient_P):
             found.append(position)
         if len(found) == 4:
             break
@@ -91,11 +92,13 @@ def _measured(task: Task, model: nn.Module, batch: Any) -> Measured:
         if now.get(name) is not buffer or buffer._version != version:
             raise BuffersChanged(f"a forward pass in training changed the buffer {name}")
     gradients = [
-        torch.zeros(p.numel()) if p.grad is None else p.grad.detach().reshape(-1).clone()
+        torch.zeros(p.numel()) if p.grad is None else p.grad.detach().reshape(-1)
         for p in model.parameters()
         if p.requires_grad
     ]
-    return loss.item(), weight, torch.cat(gradients)
+    gradient_P = torch.cat(gradients)
+    model.zero_grad(set_to_none=True)
+    return loss.item(), weight, gradient_P
 
 
 def _is_random(task: Task, model: nn.Module, batch: Any) -> bool:
@@ -126,14 +129,17 @@ def _compare(together: Measured, alone: Sequence[Measured], *, size: int) -> Non
             f"the loss of {size} examples together is {together[0]:.6g}, the sum one by one "
             f"{loss:.6g}: {_likely_cause(together[0], loss, size)}"
         )
-    gradient_P = torch.stack([single[2] for single in alone]).sum(0)
-    length = math.fsum(float(single[2].norm()) for single in alone)
-    gap = float((together[2] - gradient_P).norm())
-    if not gap <= ADDITIVE_TOLERANCE * (length or 1.0):
+    gradient_P = alone[0][2].clone()
+    for single in alone[1:]:
+        gradient_P += single[2]
+    lengths = float(together[2].norm()), float(gradient_P.norm())
+    longest = math.fsum(float(single[2].norm()) for single in alone)
+    gap = float(gradient_P.sub_(together[2]).norm())
+    if not gap <= ADDITIVE_TOLERANCE * (longest or 1.0):
         raise TaskNotAdditive(
-            f"the gradient of {size} examples together has length {float(together[2].norm()):.6g}, "
-            f"the sum one by one {float(gradient_P.norm()):.6g}, and they are {gap:.3g} apart: "
-            "probably a layer mixes the examples of a batch"
+            f"the gradient of {size} examples together has length {lengths[0]:.6g}, the sum one by "
+            f"one {lengths[1]:.6g}, and they are {gap:.3g} apart: probably a layer mixes the "
+            "examples of a batch"
         )
 
 

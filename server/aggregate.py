@@ -25,12 +25,11 @@ from torch import Tensor
 
 from common.errors import CorruptUpdate, NonFiniteUpdate
 from common.parameters import ModelLayout
+from common.vectors import CHUNK
 
 HEADROOM_BITS = 10
 SUM_BITS = 62
 Floats = NDArray[np.float32] | NDArray[np.float64]
-
-CHUNK = 1 << 17  # coordinates converted at a time: 1 MiB of float64 that stays in cache
 
 # Before the first round nothing is known: a gradient of up to 2^10 per unit of weight fits.
 FIRST_LARGEST_MEAN = 1.0

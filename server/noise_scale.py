@@ -30,9 +30,6 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
 from common.noise import NoiseSums
 
 # Of a round's estimates in the running means: the last twenty rounds make up two thirds. Those of a
@@ -108,8 +105,3 @@ def round_noise(sums: NoiseSums, *, squared_mean: float) -> RoundNoise | None:
         heterogeneity=sums.squared_gradient / sums.measured_weight - squared_gradient,
         measured_share=sums.measured_weight / sums.weight,
     )
-
-
-def squared_norm(values_P: Tensor) -> float:
-    """Return |values|^2, summed in float64."""
-    return float(torch.linalg.vector_norm(values_P, dtype=torch.float64)) ** 2

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from common.errors import (
     CheckpointCorrupt,
     Diverged,
@@ -23,11 +21,12 @@ from common.errors import (
 from common.parameters import build_model, load_initial
 from common.settings import Settings
 from common.task import load_task, max_weight_per_example
+from common.vectors import all_finite, squared_norm
 from server import checkpoint, culprits, evaluate, learned, secure_round, told
 from server.aggregate import CohortSum
 from server.attempts import sum_masked
 from server.fleet import Fleet
-from server.noise_scale import RoundNoise, round_noise, squared_norm, total
+from server.noise_scale import RoundNoise, round_noise, total
 from server.open_round import OpenRound
 from server.planning import Planned, Planning, held_out_fraction
 from server.secure_opening import Opening
@@ -229,15 +228,15 @@ class Training:
         Raises:
             Diverged: the step led to parameters that are not finite.
         """
-        noise = None
-        if done.noise is not None and self.settings.plan.local_steps == 1:
-            # Local steps move the model between the two batch sizes.
-            noise = round_noise(done.noise, squared_mean=squared_norm(done.mean_P))
+        noise, sums = None, done.noise
+        # Local steps move the model between the two batch sizes.
+        if sums is not None and sums.measured_weight and self.settings.plan.local_steps == 1:
+            noise = round_noise(sums, squared_mean=squared_norm(done.mean_P))
         rate = self.optimizer.step(
             done.mean_P,
             rate_factor(self.settings.schedule.batch_scaling, self.target.ratio(done.gathered)),
         )
-        if not bool(torch.isfinite(self.image.values_P).all()):
+        if not all_finite(self.image.values_P):
             raise Diverged(
                 f"round {self.round + 1}: the step led to parameters that are not finite"
             )

@@ -18,6 +18,7 @@ from torch import Tensor
 from common.errors import LateUpdate
 from common.parameters import ModelImage
 from common.update import Update
+from common.vectors import all_finite
 from server.fleet import Dropout, UpdateOfMany
 from simulation.answers import Together
 from simulation.compiled import say
@@ -168,7 +169,7 @@ class Grouped:
                 log.info("%d devices are computed one by one: %s", len(block), reason)
                 return None, rest + list(block.called)
             bad = together.is_not_finite
-            if not bad.any() and not bool(torch.isfinite(values_P).all()):
+            if not bad.any() and not all_finite(values_P):
                 bad[:] = True
             if not bad.any():
                 return UpdateOfMany(values_P=values_P, reports=together), rest

@@ -16,13 +16,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from client.accumulator import Accumulator
+from common.vectors import CHUNK
 from simulation.layers import Layers
 from simulation.many import ExampleSums, Floats, ManyExamples
 from simulation.packed import Packed, Rows
 from simulation.padding import alike, padded, runs
 from simulation.squares import Squares, grown
-
-CHUNK = 1 << 17  # coordinates added at a time: 1 MiB of float64 that stays in cache
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

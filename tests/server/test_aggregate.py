@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from common.errors import CorruptUpdate, NonFiniteUpdate
 from common.parameters import ModelImage, ModelLayout
-from server.aggregate import CHUNK, HEADROOM_BITS, SUM_BITS, CohortSum
+from common.vectors import CHUNK
+from server.aggregate import HEADROOM_BITS, SUM_BITS, CohortSum
 
 
 class Tensors(nn.Module):

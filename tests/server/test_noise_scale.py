@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 
 from common.noise import NoiseSums, after_each, sums_of
 from common.update import Step, UpdateReport
-from server.noise_scale import DECAY, NoiseScale, RoundNoise, round_noise, squared_norm, total
+from common.vectors import squared_norm
+from server.noise_scale import DECAY, NoiseScale, RoundNoise, round_noise, total
 
 Array = NDArray[np.float64]
 

@@ -111,7 +111,9 @@ LEARNED = {
 NEWS = st.lists(st.tuples(st.integers(0, 3), st.sampled_from(sorted(LEARNED))), max_size=3)
 
 
-@pytest.mark.parametrize("chosen", [{"plan.accumulation_steps": 2}, {"cohort.deadline_seconds": 40}])
+@pytest.mark.parametrize(
+    "chosen", [{"plan.accumulation_steps": 2}, {"cohort.deadline_seconds": 40}]
+)
 @given(rounds=st.lists(NEWS, min_size=2, max_size=6))
 @hypothesis_settings(deadline=None, max_examples=60)
 def test_a_cohort_of_the_same_devices_is_planned_as_if_nobody_had_been_met(
