@@ -93,10 +93,15 @@ class Told:
         """Let the layers tell, when the gradients come back to what runs meanwhile."""
         return _Listening(self._layers, self)
 
-    def tell(self, weight: Tensor, inputs: Tensor, outputs: Tensor, *, has_bias: bool) -> None:
-        """Take what went into a layer and what came back to it, of N examples."""
+    def tell(
+        self, weight: Tensor, inputs: Tensor, outputs: Tensor, *, has_bias: bool
+    ) -> Tensor | None:
+        """Take what went into a layer and what came back to it, of N examples.
+
+        Returns the weight's gradient, if it was computed on the way.
+        """
         self._told[id(weight)] += 1
-        self._squares.add_linear(
+        return self._squares.add_linear(
             inputs.reshape(len(inputs), -1, inputs.shape[-1]),
             outputs.reshape(len(outputs), -1, outputs.shape[-1]),
             has_bias=has_bias,
@@ -156,12 +161,15 @@ class _Linear(torch.autograd.Function):
         (outputs,) = gradients
         inputs, weight = ctx.saved_tensors
         is_asked, _, has_bias, *_ = ctx.needs_input_grad
+        gradient = None
         if ctx.is_batched:  # else it is no example's, and is found to be missing
-            ctx.told.tell(weight, inputs, outputs, has_bias=has_bias)
+            gradient = ctx.told.tell(weight, inputs, outputs, has_bias=has_bias)
         rows = outputs.reshape(-1, outputs.shape[-1])
+        if gradient is None:
+            gradient = rows.t() @ inputs.reshape(-1, inputs.shape[-1])
         return (
             outputs @ weight if is_asked else None,
-            rows.t() @ inputs.reshape(-1, inputs.shape[-1]),
+            gradient,
             rows.sum(0) if has_bias else None,
             None,
             None,

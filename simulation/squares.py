@@ -24,14 +24,14 @@ from simulation.padding import alike, is_in_order, padded, runs, taken
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-# Gradients of a layer that are held at once: less takes more calls.
+# Gradients of a layer that are held at once: less takes more calls. Of a layer as large as that the
+# calls are what takes least, and devices take turns.
 HELD_BYTES = 2 << 20
+LARGE = 1 << 15
 # Products of pairs that are held at once, in float64, if those of one device are not more.
 PAIRS_BYTES = 16 << 20
-# Pairs may take so many times the operations, as gradients are written and read besides. For 1,000
-# devices of 15 examples in three steps a layer 64-128 took 7 ms by pairs, with 0.35 times the
-# operations, and 31 by gradients; one 128-10 took 5.4, with 1.6 times, and 8.8.
-PAIRS_OVER_GRADIENTS = 2
+# What it takes to write a number of a step's gradient, and to read it, in operations of pairs.
+WRITTEN = 16
 
 
 class Squares:
@@ -59,21 +59,25 @@ class Squares:
         found: Floats = np.sqrt(np.maximum(squares_S + self._grown_S, 0.0))
         return found
 
-    def add_linear(self, inputs_NTI: Tensor, outputs_NTO: Tensor, *, has_bias: bool) -> None:
+    def add_linear(
+        self, inputs_NTI: Tensor, outputs_NTO: Tensor, *, has_bias: bool
+    ) -> Tensor | None:
         """Add a linear layer, by what went into it and what comes back to it.
 
-        By pairs an example takes n T (I + O) operations, with n examples of its device; by its
-        step's gradient I O, which then are written and read.
+        By pairs an example takes n T (I + O) operations more, with n examples of its device; by
+        gradients no operation more, but those of each step, I O numbers, are written and read. They
+        add up to the weight's gradient, which is returned then.
         """
         num_inputs, num_outputs = inputs_NTI.shape[2], outputs_NTO.shape[2]
         longest = int(self._counts_D.max()) * inputs_NTI.shape[1]
-        if longest * (num_inputs + num_outputs) <= PAIRS_OVER_GRADIENTS * num_inputs * num_outputs:
+        num_pairs = longest * inputs_NTI.shape[0] * inputs_NTI.shape[1]
+        num_written = len(self._sizes_S) * num_inputs * num_outputs
+        if num_pairs * (num_inputs + num_outputs) <= WRITTEN * num_written:
             self._add_pairs(inputs_NTI, outputs_NTO, has_bias)
-        else:
-            if has_bias:
-                ones = inputs_NTI.new_ones(()).expand(*inputs_NTI.shape[:2], 1)
-                inputs_NTI = torch.cat([inputs_NTI, ones], dim=2)
-            self._add_gradients(inputs_NTI, outputs_NTO)
+            return None
+        if has_bias:
+            self.add_vectors(outputs_NTO.sum(1))
+        return self._add_gradients(inputs_NTI, outputs_NTO)
 
     def add_vectors(self, gradients_NP: Tensor) -> None:
         """Add parameters of which each example's own gradient is known."""
@@ -99,36 +103,48 @@ class Squares:
             of_each = added.view(*index.shape, -1).sum(2).numpy()
             self._added_N[index[mask]] += of_each[mask]
 
-    def _add_gradients(self, inputs_NTI: Tensor, outputs_NTO: Tensor) -> None:
-        num_inputs, num_outputs = inputs_NTI.shape[2], outputs_NTO.shape[2]
-        most = HELD_BYTES // (4 * num_inputs * num_outputs)
-        for devices in runs(self._num_steps_D, most):
-            if self._num_steps_D[devices.start] > most:
-                self._add_in_turn(inputs_NTI, outputs_NTO, devices.start)
-                continue
-            num_steps, firsts = self._num_steps_D[devices], self._firsts_D[devices]
-            steps = slice(int(firsts[0]), int(firsts[-1] + num_steps[-1]))
-            sizes, starts = self._sizes_S[steps], self._starts_S[steps]
-            gradients = inputs_NTI.new_empty((len(sizes), num_outputs, num_inputs))
-            for some in alike(sizes, int(sizes.sum())):
-                index, mask = padded(starts[some], sizes[some])
-                a, b = _rows(inputs_NTI, index), _rows(outputs_NTO, index, mask)
-                if is_in_order(some) and len(some) == len(sizes):
-                    torch.bmm(b.transpose(1, 2), a, out=gradients)
-                else:
-                    gradients[torch.from_numpy(some)] = torch.bmm(b.transpose(1, 2), a)
-            norms, _ = grown(gradients.flatten(1), firsts - firsts[0], num_steps)
-            self._grown_S[steps] += norms**2
-
-    def _add_in_turn(self, inputs_NTI: Tensor, outputs_NTO: Tensor, device: int) -> None:
-        """Add a device whose steps are large, or many, with no more than their sum held."""
+    def _add_gradients(self, inputs_NTI: Tensor, outputs_NTO: Tensor) -> Tensor:
+        """Return the sum of all gradients [O, I]."""
         total_OI = inputs_NTI.new_zeros(outputs_NTO.shape[2], inputs_NTI.shape[2])
+        most = HELD_BYTES // (4 * total_OI.numel())
+        own_OI = torch.empty_like(total_OI)
+        for devices in runs(self._num_steps_D, most if total_OI.numel() < LARGE else 1):
+            if devices.stop - devices.start == 1:
+                self._grow_in_turn(own_OI, inputs_NTI, outputs_NTO, devices.start)
+                total_OI += own_OI
+            else:
+                total_OI += self._added_together(inputs_NTI, outputs_NTO, devices)
+        return total_OI
+
+    def _added_together(self, inputs_NTI: Tensor, outputs_NTO: Tensor, devices: slice) -> Tensor:
+        """Return the sum of the gradients of some devices, all of whose steps are held."""
+        num_inputs, num_outputs = inputs_NTI.shape[2], outputs_NTO.shape[2]
+        num_steps, firsts = self._num_steps_D[devices], self._firsts_D[devices]
+        steps = slice(int(firsts[0]), int(firsts[-1] + num_steps[-1]))
+        sizes, starts = self._sizes_S[steps], self._starts_S[steps]
+        gradients = inputs_NTI.new_empty((len(sizes), num_outputs, num_inputs))
+        for some in alike(sizes, int(sizes.sum())):
+            index, mask = padded(starts[some], sizes[some])
+            a, b = _rows(inputs_NTI, index), _rows(outputs_NTO, index, mask)
+            if is_in_order(some) and len(some) == len(sizes):
+                torch.bmm(b.transpose(1, 2), a, out=gradients)
+            else:
+                gradients[torch.from_numpy(some)] = torch.bmm(b.transpose(1, 2), a)
+        norms, sums_DP = grown(gradients.flatten(1), firsts - firsts[0], num_steps)
+        self._grown_S[steps] += norms**2
+        return sums_DP.sum(0).view(num_outputs, num_inputs)
+
+    def _grow_in_turn(
+        self, own_OI: Tensor, inputs_NTI: Tensor, outputs_NTO: Tensor, device: int
+    ) -> None:
+        """Write the sum of a device's gradients, and hold no more than that."""
         first = int(self._firsts_D[device])
         for step in range(first, first + int(self._num_steps_D[device])):
             start = int(self._starts_S[step])
             own = slice(start, start + int(self._sizes_S[step]))
-            total_OI.addmm_(outputs_NTO[own].flatten(0, 1).t(), inputs_NTI[own].flatten(0, 1))
-            self._grown_S[step] += float(torch.linalg.vector_norm(total_OI)) ** 2
+            a, b = inputs_NTI[own].flatten(0, 1), outputs_NTO[own].flatten(0, 1)
+            own_OI.addmm_(b.t(), a, beta=float(step > first))  # 0: what is there does not count
+            self._grown_S[step] += float(torch.linalg.vector_norm(own_OI)) ** 2
 
 
 def grown(gradients_SP: Tensor, firsts_D: Ints, num_steps_D: Ints) -> tuple[Floats, Tensor]:

@@ -59,8 +59,11 @@ def test_a_layer_tells_the_norms_of_its_gradients(
     entering = torch.randn(int(sizes.sum()), num_tokens, inputs, generator=random)
     back = torch.randn(int(sizes.sum()), num_tokens, outputs, generator=random)
     told = Squares(sizes, num_steps)
-    told.add_linear(entering, back, has_bias=has_bias)
+    weight = told.add_linear(entering, back, has_bias=has_bias)
     gradients = torch.einsum("nto,nti->noi", back.double(), entering.double()).flatten(1)
+    if weight is not None:  # the layer's own gradient came by
+        whole = gradients.sum(0).view(outputs, inputs)
+        assert torch.allclose(weight.double(), whole, rtol=0, atol=1e-5 * float(whole.norm()))
     if has_bias:
         gradients = torch.cat([gradients, back.double().sum(1)], dim=1)
     norms, _ = grown(gradients, cohort)
@@ -80,13 +83,15 @@ def test_a_layer_is_told_by_pairs_or_by_gradients_whichever_takes_less() -> None
         def _add_pairs(self, *_: object) -> None:
             ways.append("pairs")
 
-        def _add_gradients(self, *_: object) -> None:
+        def _add_gradients(self, *given: Tensor) -> Tensor:
             ways.append("gradients")
+            return given[0]
 
     noted = Noted(np.array([5, 5, 5]), np.array([3]))
-    # 15 examples: 15 x (64 + 128) < 2 x 64 x 128, and 15 x (128 + 4) > 2 x 128 x 4.
+    # 15 examples in 3 steps: 15 x 15 x (64 + 128) < 16 x 3 x 64 x 128, and with 40 tokens each
+    # 15 x 600 x 40 x (64 + 128) is more.
     noted.add_linear(torch.zeros(15, 1, 64), torch.zeros(15, 1, 128), has_bias=True)
-    noted.add_linear(torch.zeros(15, 1, 128), torch.zeros(15, 1, 4), has_bias=True)
+    noted.add_linear(torch.zeros(15, 40, 64), torch.zeros(15, 40, 128), has_bias=True)
     assert ways == ["pairs", "gradients"]
 
 
@@ -102,12 +107,14 @@ def test_parts_of_a_model_add_up_however_much_is_held_at_once(
     entering = torch.randn(num_examples, 1, 3, generator=random)
     back = torch.randn(num_examples, 1, 2, generator=random)
     found = []
-    for held_bytes, over in product((1, 100, squares.HELD_BYTES), (0, 1000)):
+    ways = product((1, 100, squares.HELD_BYTES), (0, 10**6), (1, squares.LARGE))
+    for held_bytes, written, large in ways:
         told = Squares(sizes, num_steps)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(squares, "HELD_BYTES", held_bytes)
             patch.setattr(squares, "PAIRS_BYTES", held_bytes)
-            patch.setattr(squares, "PAIRS_OVER_GRADIENTS", over)
+            patch.setattr(squares, "WRITTEN", written)
+            patch.setattr(squares, "LARGE", large)
             told.add_linear(entering, back, has_bias=False)
         told.add_vectors(of_each)
         found.append(told.norms())
