@@ -84,12 +84,17 @@ class Resident:
         self.held = HeldUpdates()
         self._loaded: tuple[int, int] | None = None
         self._must_check = check_task
+        self._opened = functools.lru_cache(maxsize=HELD)(self._open)
         self.checkpointed: set[str] = set()
         """The devices with activation checkpointing on; it stays on."""
         self._checkpointed_bytes: float | None = None
         self._is_foreseen = False
 
-    @functools.lru_cache(maxsize=HELD)  # noqa: B019 - a resident lives as long as its process
+    def hold(self, number: int) -> None:
+        """Keep open the examples of the last so many devices."""
+        if self._opened.cache_parameters()["maxsize"] != number:
+            self._opened = functools.lru_cache(maxsize=number)(self._open)
+
     def examples(self, identity: Identity) -> Examples:
         """Open a device's examples, once, and try the task on the first device's.
 
@@ -97,6 +102,9 @@ class Resident:
             EmptyDataset, MissingData, TaskNotAdditive, TaskFailed: see ``common.errors``.
             MissingColumn, NoSuchPartition: see ``common.shares``.
         """
+        return self._opened(identity)
+
+    def _open(self, identity: Identity) -> Examples:
         examples = self.shares.of(
             identity.rule, data=identity.data, part=identity.part, num_parts=identity.num_parts
         )

@@ -104,6 +104,7 @@ class Inviting:
                 for name in invited.names
             },
         )
+        self._met = {name: self._met[name] for name in devices}  # the others may be a million
         is_all = not why and len(guests.devices) == len(here)
         self._all = guests if is_all else None
         return guests

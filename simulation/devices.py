@@ -26,6 +26,8 @@ from simulation.walks import Walks
 
 log = logging.getLogger(__name__)
 
+LEAST_HELD = 4000
+
 
 # A machine that is the same in each round, and what an example takes there when a round begins.
 _Steady = tuple[SimulatedMachine, float | None]
@@ -72,18 +74,25 @@ class Devices:
         self.walks = Walks(self.num_devices)
         self._owned: Ints = np.zeros(self.num_devices, dtype=np.int64)
         self._steady: dict[tuple[int, bool], _Steady] = {}
-        self.machines = Machines(self.num_devices, self._machine, run_seed=settings.seed)
+        size = settings.cohort.size
+        self.most_held = HELD if size is None else min(HELD, max(2 * size, LEAST_HELD))
+        """Devices of which is kept what was looked up: of a sample nobody is back for long."""
+        self.machines = Machines(
+            self.num_devices, self._machine, run_seed=settings.seed, most_held=self.most_held
+        )
 
     @functools.cached_property
     def resident(self) -> Resident:
         """The task, the model and the vector, which all devices share."""
         chosen = self.settings
         assert chosen.task is not None  # see __init__
-        return resident_of(
+        resident = resident_of(
             chosen.task,
             replace_batch_norm=chosen.model.replace_batch_norm,
             check_task=chosen.check_task,
         )
+        resident.hold(self.most_held)
+        return resident
 
     def identity(self, part: int) -> Identity:
         """Return who a device is."""
@@ -92,7 +101,7 @@ class Devices:
         )
 
     def examples(self, part: int) -> Examples:
-        """Open a device's examples; those of the last HELD devices stay open."""
+        """Open a device's examples; those of the last ``most_held`` devices stay open."""
         return self.resident.examples(self.identity(part))
 
     def machine(self, part: int, *, round_number: int) -> Hardware:
@@ -106,7 +115,7 @@ class Devices:
             machine.begin_round(bytes_per_example)
             return machine
         machine = self._machine(part, is_weak)
-        if len(self._steady) >= HELD:
+        if len(self._steady) >= self.most_held:
             self._steady.clear()
         self._steady[part, is_weak] = machine, machine.memory.bytes_per_example
         return machine

@@ -28,7 +28,6 @@ from simulation.draws import Jitter, is_on_battery, jitter_seed, round_now
 from simulation.faults import slowed
 from simulation.packed import CannotGroup, tensors_of
 from simulation.profiles import (
-    LARGEST_FLEET,
     MIB,
     SimulatedDevice,
     device_of,
@@ -162,7 +161,7 @@ class VirtualMemory:
 UNRESTRAINED, ON_BATTERY = Restraint(), Vitals(is_on_battery=True)
 
 
-@functools.lru_cache(maxsize=2 * HELD)
+@functools.lru_cache(maxsize=HELD)
 def _vitals(
     limit_bytes: int, line: Line | None, is_on_battery: bool | None, rate: float, share: float
 ) -> Vitals:
@@ -348,7 +347,7 @@ def machine_of(
     return machine
 
 
-@functools.lru_cache(maxsize=LARGEST_FLEET)
+@functools.lru_cache(maxsize=HELD)
 def _bytes_per_example(
     device: SimulatedDevice,
     num_parameters: int,

@@ -60,7 +60,7 @@ class Grouped:
         self._devices = devices
         self._one_by_one = OneByOne(devices)
         resident = devices.resident
-        self._packed = Packed(resident.task)
+        self._packed = Packed(resident.task, most_held=devices.most_held)
         self._many = ManyExamples(resident.task, resident.image, self._packed)
         self._at_once = MOST_AT_ONCE
         self._most_vectors = max(VECTORS_BYTES // (4 * resident.image.layout.num_parameters), 1)

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from client.memory import LARGEST_SIZE
 from client.micro_batches import Seeds
-from client.resident import HELD
 from common.update import Vitals
 from simulation.draws import are_on_battery, battery_seed
 from simulation.fleet import SimulatedMachine
@@ -31,10 +30,11 @@ class Machines:
         machine: Callable[[int, bool], SimulatedMachine],
         *,
         run_seed: int,
+        most_held: int,
     ) -> None:
         """Take what makes a device's hardware, by its number and whether it is on battery."""
         self._machine = machine
-        self._run_seed = run_seed
+        self._run_seed, self._most_held = run_seed, most_held
         self._vitals: tuple[dict[int, Vitals], dict[int, Vitals]] = ({}, {})
         self._is_known = np.zeros(num_devices, dtype=np.bool_)
         self.is_steady = np.zeros(num_devices, dtype=np.bool_)
@@ -76,7 +76,7 @@ class Machines:
         Of far more devices than these all is forgotten, and looked up again.
         """
         for known in self._vitals:
-            if len(known) > max(HELD, 2 * len(parts)):
+            if len(known) > max(self._most_held, 2 * len(parts)):
                 known.clear()
         is_weak = are_on_battery(
             self._battery_seeds[parts], self._on_battery[parts], round_number=round_number

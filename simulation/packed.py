@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from client.resident import HELD
 from common.task import Examples, Task, batch_of
 
 Rows = NDArray[np.int64]
@@ -28,9 +29,12 @@ class CannotGroup(Exception):
 class Packed:
     """Rows of tensors, device behind device, that become a batch of the task's own form."""
 
-    def __init__(self, task: Task, *, limit_bytes: int = LIMIT_BYTES) -> None:
+    def __init__(
+        self, task: Task, *, limit_bytes: int = LIMIT_BYTES, most_held: int = HELD
+    ) -> None:
         self._task = task
         self._limit_bytes = limit_bytes
+        self._most_held = most_held
         self.starts: dict[int, int] = {}
         """The row of each device's first example; its example number i is i rows further."""
         self._columns: list[Tensor] = []
@@ -38,9 +42,10 @@ class Packed:
         self._rebuild: Callable[[Sequence[Tensor]], Any] | None = None
 
     def make_room(self, parts: Sequence[int]) -> None:
-        """Drop all if it is much, unless all of ``parts`` are there."""
-        held = sum(column.nbytes for column in self._columns)
-        if held > self._limit_bytes and not all(part in self.starts for part in parts):
+        """Drop all if it is much, or of many devices, unless all of ``parts`` are there."""
+        held_bytes = sum(column.nbytes for column in self._columns)
+        is_full = held_bytes > self._limit_bytes or len(self.starts) > self._most_held
+        if is_full and not all(part in self.starts for part in parts):
             self.starts.clear()
             self._columns = [column[:0].clone() for column in self._columns]
             self._num_rows = 0

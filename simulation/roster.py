@@ -11,7 +11,6 @@ import logging
 from collections.abc import Collection, Iterator, KeysView, Mapping
 from itertools import islice
 
-from client.resident import HELD
 from common.errors import HeadwaterError
 from common.settings import Settings
 from common.update import DescribeRequest, DeviceReport
@@ -36,8 +35,8 @@ class Roster(Mapping[str, DeviceReport]):
         """The round in which a device said what it is, if it was not the first."""
         self._first_round = 0
         self._reports: dict[int, DeviceReport] = {}
-        size, everybody = settings.cohort.size, devices.num_devices
-        self._most_kept = everybody if size is None else max(HELD, 2 * size)
+        size = settings.cohort.size
+        self._most_kept = devices.num_devices if size is None else max(devices.most_held, 2 * size)
         """Reports that are kept; of a dropped one the device says the same again."""
         self._again: Mapping[str, DescribeRequest] = {}
 
