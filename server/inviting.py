@@ -104,7 +104,12 @@ class Inviting:
                 for name in invited.names
             },
         )
-        self._met = {name: self._met[name] for name in devices}  # the others may be a million
+        # The others may be a million; but who is asked again is met with another report.
+        self._met = {
+            name: met
+            for name, met in self._met.items()
+            if name in devices or learned[name].is_outdated
+        }
         is_all = not why and len(guests.devices) == len(here)
         self._all = guests if is_all else None
         return guests

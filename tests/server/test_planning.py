@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
+from common.line import Line
 from common.parameters import build_model
 from common.settings import Settings, load
 from common.update import DeviceReport, Plan, Vitals
@@ -86,6 +87,29 @@ def test_an_epoch_that_ends_cuts_the_quota_of_that_device_alone() -> None:
     made.learned["b"] = replace(made.learned["b"], num_left=7)
     second = plans(made, here, 2)
     assert (asked(second["a"]), asked(second["b"])) == ((40, 20), (7, 7))
+
+
+def test_who_is_asked_again_counts_as_soon_as_the_answer_is_here_and_not_before() -> None:
+    chosen = load(None, {"cohort.deadline_seconds": 40, "cohort.size": 1, "seed": 1})
+    made = planning(chosen)
+    slow = {"seconds_per_micro_batch": 100.0, "seconds_per_example": 1.0}
+    fast = {"seconds_per_micro_batch": 0.1, "seconds_per_example": 0.1}
+    here = {
+        name: report(name, limit=60 * MIB).model_copy(update=told)
+        for name, told in (("slow", slow), ("fast", fast))
+    }
+    plans(made, here, 1)
+    plans(made, here, 2)
+    assert made.learned["slow"].is_outdated
+    followed = Line(base=90.0, each=1.0)  # its pace when it was asked all the same
+    made.learned["slow"] = replace(made.learned["slow"], line=followed)
+    for number in range(3, 9):  # in which each has its turn three times
+        plans(made, here, number)
+        assert made.learned["slow"].line == followed
+    again = {**here, "slow": here["slow"].model_copy(update=fast)}
+    invited = [name for number in range(9, 13) for name in plans(made, again, number)]
+    assert invited.count("slow") == 2
+    assert not made.learned["slow"].is_outdated
 
 
 class Same(dict[str, DeviceReport]):
