@@ -445,15 +445,27 @@ async def _close(writer: asyncio.StreamWriter) -> None:
 
 
 async def is_served(port: int) -> bool:
-    """Tell whether an honest device is still let in, or is again within the patience of a test."""
+    """Tell whether an honest device is still let in, or is again within the patience of a test.
+
+    As a device does, it tries again where nothing is said for a while: gRPC's server may lose a
+    stream that comes at the same time as those that it refuses ("Failed execute_batch").
+    """
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(WAIT_SECONDS):
             while True:
                 with contextlib.suppress(grpc.aio.AioRpcError, EOFError):
-                    async with RawDevice(port, "honest-too") as device:
-                        await device.enter()
-                        await device.send(leave=Leave())
-                        await device.end()
-                        return True
+                    try:
+                        async with asyncio.timeout(WAIT_SECONDS / 4):
+                            await _come_and_go(port)
+                            return True
+                    except TimeoutError:
+                        pass
                 await asyncio.sleep(0.1)
     return False
+
+
+async def _come_and_go(port: int) -> None:
+    async with RawDevice(port, "honest-too") as device:
+        await device.enter()
+        await device.send(leave=Leave())
+        await device.end()
