@@ -23,11 +23,9 @@ from client.window_sum import WindowSum, sum_window
 from client.workplace import Workplace
 from common.errors import BuffersChanged, EmptyUpdate, NonFiniteUpdate
 from common.update import Plan, Update, UpdateReport
-from common.vectors import all_finite
+from common.vectors import CHUNK, all_finite
 
 log = logging.getLogger(__name__)
-
-SCALED_AT_ONCE = 1 << 17  # coordinates, 1 MiB in float64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -146,7 +144,7 @@ def scale(values_P: Tensor, *, by: int, over: int) -> bool:
     if by == over:
         return True
     is_finite = True
-    for chunk in torch.split(values_P, SCALED_AT_ONCE):
+    for chunk in torch.split(values_P, CHUNK):
         chunk.copy_(chunk.double().mul_(by).div_(over))
         is_finite &= all_finite(chunk)
     return is_finite

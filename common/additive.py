@@ -132,13 +132,13 @@ def _compare(together: Measured, alone: Sequence[Measured], *, size: int) -> Non
     gradient_P = alone[0][2].clone()
     for single in alone[1:]:
         gradient_P += single[2]
-    lengths = float(together[2].norm()), float(gradient_P.norm())
-    longest = math.fsum(float(single[2].norm()) for single in alone)
+    norms = float(together[2].norm()), float(gradient_P.norm())
+    length = math.fsum(float(single[2].norm()) for single in alone)
     gap = float(gradient_P.sub_(together[2]).norm())
-    if not gap <= ADDITIVE_TOLERANCE * (longest or 1.0):
+    if not gap <= ADDITIVE_TOLERANCE * (length or 1.0):
         raise TaskNotAdditive(
-            f"the gradient of {size} examples together has length {lengths[0]:.6g}, the sum one by "
-            f"one {lengths[1]:.6g}, and they are {gap:.3g} apart: probably a layer mixes the "
+            f"the gradient of {size} examples together has length {norms[0]:.6g}, the sum one by "
+            f"one {norms[1]:.6g}, and they are {gap:.3g} apart: probably a layer mixes the "
             "examples of a batch"
         )
 

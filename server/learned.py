@@ -33,6 +33,7 @@ class Learned:
     """What is known of one device beside its name and the number of its examples.
 
     ``line`` gives the seconds of a micro-batch; it is None where speeds were not asked for.
+    Where K is set only the memory of ``vitals`` is followed: nothing else counts there.
     ``num_left`` is None at an epoch's start, when all its examples are left.
     ``times_late`` counts the times in a row that it came too late, or not at all.
     ``waiting_since`` is the first round that it was left out of, being too slow, since it was last

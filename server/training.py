@@ -228,10 +228,10 @@ class Training:
         Raises:
             Diverged: the step led to parameters that are not finite.
         """
-        noise, sums = None, done.noise
-        # Local steps move the model between the two batch sizes.
-        if sums is not None and sums.measured_weight and self.settings.plan.local_steps == 1:
-            noise = round_noise(sums, squared_mean=squared_norm(done.mean_P))
+        noise = None
+        if done.noise is not None and self.settings.plan.local_steps == 1:
+            # Local steps move the model between the two batch sizes.
+            noise = round_noise(done.noise, squared_mean=squared_norm(done.mean_P))
         rate = self.optimizer.step(
             done.mean_P,
             rate_factor(self.settings.schedule.batch_scaling, self.target.ratio(done.gathered)),

@@ -26,8 +26,8 @@ from simulation.walks import Walks
 
 log = logging.getLogger(__name__)
 
+# Of so many devices what was looked up is kept in any case (``Devices.most_held``).
 LEAST_HELD = 4000
-
 
 # A machine that is the same in each round, and what an example takes there when a round begins.
 _Steady = tuple[SimulatedMachine, float | None]

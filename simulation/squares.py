@@ -30,7 +30,10 @@ HELD_BYTES = 2 << 20
 LARGE = 1 << 15
 # Products of pairs that are held at once, in float64, if those of one device are not more.
 PAIRS_BYTES = 16 << 20
-# What it takes to write a number of a step's gradient, and to read it, in operations of pairs.
+# What it takes to write a number of a step's gradient, and to read it, in operations of pairs. For
+# 1,000 devices of 15 examples in three steps pairs took 7 ms of a layer 64-128 and 5 of one 128-10,
+# gradients 31 and 9; for eight of 128 tokens in two steps pairs took 6 of one 256-1024, gradients,
+# which are the layer's own as well, 1.4.
 WRITTEN = 16
 
 

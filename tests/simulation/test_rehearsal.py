@@ -132,8 +132,6 @@ def test_what_is_foreseen_at_once_is_what_each_comes_to_on_its_walk(
 def test_at_the_pace_that_was_foreseen_nobody_has_to_walk(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A walk takes thirty times as long."""
-
     def walk(*given: object) -> None:
         raise AssertionError
 
