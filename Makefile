@@ -51,10 +51,10 @@ $(VENV)/.dev: $(VENV)/.torch pyproject.toml constraints.txt
 # The code that protobuf makes is kept in the repository; a newer generator would need protobuf 7.
 proto:
 	$(PIP) install --quiet "grpcio-tools<=1.81"
-	cd common && ../$(VENV)/bin/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. wire.proto
+	cd common/transport && ../../$(VENV)/bin/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. wire.proto
 
 docs:
-	$(VENV)/bin/python -m common.settings > docs/settings.md
+	$(VENV)/bin/python -m headwater.common.settings.schema > docs/settings.md
 
 # One file for all platforms; torch has its own rules above.
 constraints:

@@ -1,6 +1,6 @@
 """Seconds and peak memory of summing K micro-batches, against plain PyTorch and two libraries.
 
-``headwater`` is ``client.local_training.train`` as a device runs it: a window is cut, the vector
+``headwater`` is ``client.training.local_update.train`` as a device runs it: a window is cut, the vector
 emptied, each micro-batch seeded, fetched, run forward and backward, checked for NaN, timed and
 reported, and the result is an ``Update``. Its clock is the machine's.
 
@@ -39,15 +39,15 @@ from benchmarks.measure import (
     spread,
     take_turns,
 )
-from client.accumulator import Accumulator
-from client.device import MonotonicClock
-from client.local_training import train
-from client.memory import ProcessMemory
-from client.micro_batches import Place, Window, cut, window
-from client.workplace import Workplace
-from common.parameters import ModelImage, build_model
-from common.task import Examples, Task, batch_of, load_task, loss_sum
-from common.update import Plan
+from headwater.client.device.hardware import MonotonicClock
+from headwater.client.memory.peak_model import ProcessMemory
+from headwater.client.training.accumulator import Accumulator
+from headwater.client.training.context import Workplace
+from headwater.client.training.local_update import train
+from headwater.client.training.micro_batches import Place, Window, cut, window
+from headwater.common.messages import Plan
+from headwater.common.model.parameters import ModelImage, build_model
+from headwater.common.task import Examples, Task, batch_of, load_task, loss_sum
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

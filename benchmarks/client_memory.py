@@ -49,7 +49,7 @@ def tell(*_):
     with open(sys.argv[1], "w") as file:
         file.write("\\n".join(sys.modules))
 signal.signal(signal.SIGUSR1, tell)
-from client.cli import app
+from headwater.client.cli import app
 app(args=sys.argv[2:])
 """
 
@@ -75,10 +75,10 @@ IMPORTS = (
     "typer",
     "rich.console",
     "pydantic",
-    "common.settings",
-    "client.app",
-    "client.uplink",
-    "client.cli",
+    "headwater.common.settings.schema",
+    "headwater.client.app",
+    "headwater.client.transport.connection",
+    "headwater.client.cli",
 )
 
 BY_IMPORT = """

@@ -92,7 +92,7 @@ def _start(
 ) -> subprocess.Popen[bytes]:
     flags = serving.client_flags(port, TASK, part, folder / "state")
     device = subprocess.Popen(
-        [sys.executable, "-m", "client", *flags, "--num-parts", str(num_parts)],
+        [sys.executable, "-m", "headwater.client", *flags, "--num-parts", str(num_parts)],
         cwd=ROOT,
         env=serving.environment() | {"OMP_NUM_THREADS": "1"},
         stdout=subprocess.DEVNULL,

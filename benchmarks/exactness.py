@@ -1,7 +1,7 @@
 """How far off the step's gradient is, by who divides: once at the end, or each micro-batch.
 
 A window of micro-batches of 32, 32, 32 and 5 examples (K = 4) is summed by
-``client.local_training.train`` and divided once by its weight, as our server does; ``mean of
+``client.training.local_update.train`` and divided once by its weight, as our server does; ``mean of
 means`` divides each micro-batch's loss by its own size and by K, as accelerate and most training
 loops do (accelerate itself runs too, if it is installed). Both are held against the gradient of the
 101 examples in one batch: the error is the length of the difference over the length of that
@@ -25,14 +25,14 @@ from torch import Tensor
 
 from benchmarks.accumulation import Bench, Case, bench_of
 from benchmarks.measure import Figures, arguments, has_peer, report
-from client.accumulator import Accumulator
-from client.device import MonotonicClock
-from client.local_training import train
-from client.memory import ProcessMemory
-from client.micro_batches import Place, Window, cut, window
-from client.workplace import Workplace
-from common.task import batch_of
-from common.update import Plan
+from headwater.client.device.hardware import MonotonicClock
+from headwater.client.memory.peak_model import ProcessMemory
+from headwater.client.training.accumulator import Accumulator
+from headwater.client.training.context import Workplace
+from headwater.client.training.local_update import train
+from headwater.client.training.micro_batches import Place, Window, cut, window
+from headwater.common.messages import Plan
+from headwater.common.task import batch_of
 
 SIZE = 32
 RAGGED, EVEN = 3 * SIZE + 5, 2 * SIZE

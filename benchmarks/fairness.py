@@ -23,13 +23,13 @@ import torch
 from safetensors.torch import load_file
 
 from benchmarks.measure import ROOT, Figures, arguments, report
-from common.settings import load
-from common.task import Task, load_task, open_train_examples
 from examples.slow_owners import SLOW_CLASSES
-from server.metrics import read_rows
-from server.rounds import MODEL
-from simulation.engines import run_engine
-from simulation.profiles import with_fleet
+from headwater.common.settings.schema import load
+from headwater.common.task import Task, load_task, open_train_examples
+from headwater.server.rounds.round_row import read_rows
+from headwater.server.rounds.run import MODEL
+from headwater.simulation.fleet.profiles import with_fleet
+from headwater.simulation.run import run_engine
 
 TASK = "examples/slow_owners.py:SlowOwners"
 FLEET = ROOT / "examples" / "fleets" / "slow_owners.toml"

@@ -14,9 +14,9 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from common.update import DeviceReport, Plan, Step, UpdateReport
-from common.wire import CHANNEL, CHUNK_BYTES, METHOD, PROTOCOL_VERSION
-from common.wire_pb2 import (
+from headwater.common.messages import DeviceReport, Plan, Step, UpdateReport
+from headwater.common.transport.limits import CHANNEL, CHUNK_BYTES, METHOD, PROTOCOL_VERSION
+from headwater.common.transport.wire_pb2 import (
     Chunk,
     ClientFrame,
     Hello,

@@ -2,7 +2,7 @@
 
 Strategy, averaging and rounds are Flower's own (``flwr.serverapp.strategy.FedAvg``). A device does
 one epoch over its examples by plain SGD, in micro-batches as large as the operator sets or as fit
-in its memory (McMahan et al. 2017, algorithm 1, E = 1), on the machine that ``simulation.fleet``
+in its memory (McMahan et al. 2017, algorithm 1, E = 1), on the machine that ``headwater.simulation.fleet.virtual_hardware.virtual_hardware``
 gives it. Who would end behind the deadline is late: its update is lost, as it would be in Flower,
 and is not computed here. The round then lasts until the deadline.
 """
@@ -18,14 +18,14 @@ from flwr.app import ArrayRecord, Context, Error, Message, MetricRecord, RecordD
 from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAvg
 
-from client.micro_batches import cut, order
-from client.resident import Identity, resident_of
-from common.parameters import ModelImage, build_model
-from common.settings import Settings
-from common.task import Examples, Task, batch_of, evaluate_sums, loss_sum
-from server.evaluate import open_test_examples
-from simulation.fleet import simulated_machine
-from simulation.grid import InProcessGrid
+from headwater.client.training.micro_batches import cut, order
+from headwater.client.training.trainer import Identity, resident_of
+from headwater.common.model.parameters import ModelImage, build_model
+from headwater.common.settings.schema import Settings
+from headwater.common.task import Examples, Task, batch_of, evaluate_sums, loss_sum
+from headwater.server.rounds.evaluation import open_test_examples
+from headwater.simulation.engines.message_grid import InProcessGrid
+from headwater.simulation.fleet.virtual_hardware import simulated_machine
 
 LATE = 1000  # above Flower's own error codes
 TEST_MICRO_BATCH = 256

@@ -43,12 +43,12 @@ from tests.attacks.fuzzing import (
 MINUTES = 10.0
 BATCH = 300
 TRACED_FILES = (
-    "server/admission.py",
-    "server/doorway.py",
-    "server/intake.py",
-    "server/staging.py",
-    "server/streams.py",
-    "server/uploads.py",
+    "server/transport/admission.py",
+    "server/transport/doorway.py",
+    "server/transport/servicer.py",
+    "server/transport/staging.py",
+    "server/transport/stream.py",
+    "server/transport/uploads.py",
 )
 
 
@@ -107,7 +107,7 @@ class Fuzzer:
 def traced_lines() -> Iterator[dict[str, set[int]]]:
     """Note which lines of the traced files are reached by threads that start in here."""
     reached: dict[str, set[int]] = defaultdict(set)
-    paths = {str(ROOT / name): name for name in TRACED_FILES}
+    paths = {str(ROOT / "headwater" / name): name for name in TRACED_FILES}
 
     def trace(frame: types.FrameType, event: str, _: Any) -> Any:
         name = paths.get(frame.f_code.co_filename)

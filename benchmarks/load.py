@@ -64,9 +64,9 @@ def expected_model(number: int, rounds: int) -> list[float]:
 
 async def play(port: int, number: int) -> Figures:
     """Be ``number`` devices until the server says goodbye."""
-    from common.heap import collect_only_what_is_new
-    from common.parameters import build_model
-    from common.task import load_task
+    from headwater.common.model.parameters import build_model
+    from headwater.common.system.heap import collect_only_what_is_new
+    from headwater.common.task import load_task
 
     layout = build_model(load_task(TASK), seed=0).layout
     devices = []

@@ -52,11 +52,14 @@ from benchmarks.measure import (
     spread,
     take_turns,
 )
-from common.fixed_point import RingVector, decode_mean, encode_in_place, plan_encoding
-from common.graph import graph_size, neighbours
-from common.masking import CHUNK_BYTES, Cipher, Stream, mask_in_place, unmask_in_place
-from common.secret import Secret
-from common.session_keys import (
+from headwater.common.secagg.fixed_point import (
+    RingVector,
+    decode_mean,
+    encode_in_place,
+    plan_encoding,
+)
+from headwater.common.secagg.graph import graph_size, neighbours
+from headwater.common.secagg.keys import (
     agree,
     new_key_pair,
     pairwise_sign,
@@ -65,7 +68,15 @@ from common.session_keys import (
     self_mask_key,
     unseal,
 )
-from common.shamir import combine, split
+from headwater.common.secagg.masking import (
+    CHUNK_BYTES,
+    Cipher,
+    Stream,
+    mask_in_place,
+    unmask_in_place,
+)
+from headwater.common.secagg.secret import Secret
+from headwater.common.secagg.shamir import combine, split
 
 SESSION = bytes(32)
 WEIGHT = 100

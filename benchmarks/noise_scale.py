@@ -20,16 +20,16 @@ from torch.func import functional_call, grad, vmap
 from torch.nn import functional
 
 from benchmarks.measure import Figures, arguments, report
-from client.app import client_app
-from common.parameters import build_model
-from common.settings import Settings
 from examples.digits import Digits
-from server.app import GridFleet
-from server.metrics import RoundRow
-from server.rounds import run
-from server.training import Training
-from simulation.fleet import simulated_machine
-from simulation.grid import InProcessGrid
+from headwater.client.app import client_app
+from headwater.common.model.parameters import build_model
+from headwater.common.settings.schema import Settings
+from headwater.server.app import GridFleet
+from headwater.server.rounds.round_row import RoundRow
+from headwater.server.rounds.run import run
+from headwater.server.rounds.training import Training
+from headwater.simulation.engines.message_grid import InProcessGrid
+from headwater.simulation.fleet.virtual_hardware import simulated_machine
 
 NUM_DEVICES, NUM_ROUNDS, NUM_SEEDS = 20, 150, 3
 RATE, STILL = 0.003, 1e-30

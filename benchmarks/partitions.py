@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.measure import Figures, arguments, report
-from common.dealing import Column, deal
-from common.partition import rule_of
+from headwater.common.data.partition import Column, deal
+from headwater.common.data.partition_spec import rule_of
 
 NUM_LABELS, NUM_AUTHORS, NUM_DEALT = 10, 6000, 1000
 POPULATION, EXAMPLES_EACH = 1_000_000, 20

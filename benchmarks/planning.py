@@ -14,14 +14,14 @@ import time
 from collections.abc import Callable
 
 from benchmarks.measure import Figures, arguments, report
-from common import settings
-from common.parameters import build_model
-from common.task import load_task
-from common.update import DeviceReport, Vitals
-from server.learned import NOTHING
-from server.planner import Device, Link, assign
-from server.planning import Planning
-from server.target import Target
+from headwater.common.messages import DeviceReport, Vitals
+from headwater.common.model.parameters import build_model
+from headwater.common.settings import schema as settings
+from headwater.common.task import load_task
+from headwater.server.planning.device_estimates import NOTHING
+from headwater.server.planning.planner import Device, Link, assign
+from headwater.server.planning.round_plans import Planning
+from headwater.server.planning.target_batch import Target
 
 MIB = 2**20
 TASK = "benchmarks/tasks.py:Vector"

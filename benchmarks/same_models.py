@@ -123,14 +123,12 @@ def _network(out: Path) -> Path:
     ]
     for process in (server, *clients):
         if process.wait(300) != 0:
-            sys.exit(f"network: {process.args} ended with {process.returncode}")
+            sys.exit(f"network: {process.args!r} ended with {process.returncode}")
     return out
 
 
 def _command(name: str, flags: Sequence[str]) -> None:
-    done = subprocess.run(
-        [BIN / name, *flags], cwd=ROOT, capture_output=True, text=True
-    )
+    done = subprocess.run([BIN / name, *flags], cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"{name} {' '.join(flags)}\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
 

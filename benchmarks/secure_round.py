@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.measure import Figures, arguments, ratio, report, spread
-from common.settings import Settings
-from server.metrics import RoundRow
-from simulation.engines import run_engine
+from headwater.common.settings.schema import Settings
+from headwater.server.rounds.round_row import RoundRow
+from headwater.simulation.run import run_engine
 
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},

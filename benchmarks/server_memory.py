@@ -26,9 +26,9 @@ from typing import Any
 from benchmarks import serving
 from benchmarks.fake_device import FakeDevice
 from benchmarks.measure import ROOT, Figures, arguments, report
-from common.parameters import build_model
-from common.task import load_task
-from common.wire import CHUNK_BYTES
+from headwater.common.model.parameters import build_model
+from headwater.common.task import load_task
+from headwater.common.transport.limits import CHUNK_BYTES
 
 TASK = "benchmarks/tasks.py:Vector"
 SMALL = 1_000

@@ -1,6 +1,6 @@
 """The real server and real devices as child processes, for the benchmarks that need sockets.
 
-``python -m benchmarks.serving`` runs ``server.serve.serve_run``, the whole of ``headwater-server``
+``python -m benchmarks.serving`` runs ``headwater.server.serve.serve_run``, the whole of ``headwater-server``
 behind its command line, and writes one line of JSON for each committed round. With ``pause`` it
 holds the run after a round, with ``pace_seconds`` for so long after each: the devices stay
 connected and idle. ``planned_at`` in a line is when the round's plans were ready, by
@@ -110,7 +110,12 @@ def clients(
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="headwater-benchmark-")))
         started = []
         for part in range(number):
-            command = [sys.executable, "-m", "client", *client_flags(port, task, part, folder)]
+            command = [
+                sys.executable,
+                "-m",
+                "headwater.client",
+                *client_flags(port, task, part, folder),
+            ]
             command += ["--num-parts", str(number), *flags]
             process = subprocess.Popen(
                 command, cwd=ROOT, env=environment(num_parameters), stdout=subprocess.DEVNULL
@@ -155,9 +160,9 @@ class _Watch:
 
 
 def _serve(told: Mapping[str, Any]) -> None:
-    from common.settings import load
-    from server.metrics import RoundRow
-    from server.serve import serve_run
+    from headwater.common.settings.schema import load
+    from headwater.server.rounds.round_row import RoundRow
+    from headwater.server.serve import serve_run
 
     watch = _Watch()
     planned_at = _note_plans()
@@ -199,7 +204,7 @@ def _serve(told: Mapping[str, Any]) -> None:
 
 def _note_plans() -> dict[int, float]:
     """Note, from now on, when the plans of each round are ready to be sent."""
-    from server.app import GridFleet
+    from headwater.server.app import GridFleet
 
     noted: dict[int, float] = {}
     train = GridFleet.train

@@ -39,8 +39,8 @@ from benchmarks.measure import Figures, arguments, child, memory_of, report
 from benchmarks.simulated_work import WORK, Work, loss_of, resident
 
 if TYPE_CHECKING:
-    from server.metrics import RoundRow
-    from server.rounds import OnRound
+    from headwater.server.rounds.round_row import RoundRow
+    from headwater.server.rounds.run import OnRound
 
 WAYS = ("fused", "vectorised", "one-by-one")
 BARE = ("bare_fused", "bare_vectors", "bare_loop")
@@ -57,9 +57,9 @@ def ours(
     way: str, work: Work, number: int, rounds: int, *, on_round: OnRound = lambda _: _tick()
 ) -> None:
     """Run rounds of the whole system."""
-    from common.settings import load
-    from simulation.engines import run_engine
-    from simulation.profiles import with_fleet
+    from headwater.common.settings.schema import load
+    from headwater.simulation.fleet.profiles import with_fleet
+    from headwater.simulation.run import run_engine
 
     chosen = {
         "task": work.spec,

@@ -97,8 +97,8 @@ def sample(pid: int) -> Sample:
 
 async def come_and_go(port: int, number: int, *, seconds: float) -> Figures:
     """Be ``number`` devices that come and go for so long."""
-    from common.parameters import build_model
-    from common.task import load_task
+    from headwater.common.model.parameters import build_model
+    from headwater.common.task import load_task
 
     layout = build_model(load_task(TASK), seed=0).layout
     update, end = bytes(4 * layout.num_parameters), time.monotonic() + seconds

@@ -39,11 +39,11 @@ from dataclasses import dataclass, replace
 
 from benchmarks.fedavg import Round, epoch_seconds, run_fedavg
 from benchmarks.measure import ROOT, Figures, arguments, report
-from common.settings import Settings, load
-from server.metrics import RoundRow, plain
-from simulation.engines import run_engine
-from simulation.profiles import device_of, with_fleet
-from simulation.summary import idle_time
+from headwater.common.settings.schema import Settings, load
+from headwater.server.rounds.round_row import RoundRow, plain
+from headwater.simulation.fleet.profiles import device_of, with_fleet
+from headwater.simulation.reports.fleet_summary import idle_time
+from headwater.simulation.run import run_engine
 
 log = logging.getLogger(__name__)
 

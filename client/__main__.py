@@ -1,5 +1,5 @@
-"""``python -m client``."""
+"""``python -m headwater.client``."""
 
-from client.cli import main
+from headwater.client.cli import main
 
 main()

@@ -16,17 +16,25 @@ import torch
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
-from client.asked import SIMULATED, Asked, asked_of, spool_of
-from client.held_updates import HeldUpdate
-from client.kept import PACE, SECURE, WALK, record_of
-from client.link import link_in
-from client.resident import HardwareOf, this_machine
-from client.secure_device import Record
-from client.secure_work import check_masked, device_of, discreet, floor_of, ready_of, trained_of
-from common import pace, records
-from common.errors import CorruptUpdate, EmptyUpdate, HeadwaterError
-from common.secagg import PHASES, Phase
-from common.update import DescribeRequest, DeviceReport, Plan, Update, UpdateReport
+from headwater.client.device.bandwidth import link_in
+from headwater.client.flower.request import SIMULATED, Asked, asked_of, spool_of
+from headwater.client.flower.state_file import PACE, SECURE, WALK, record_of
+from headwater.client.secagg.pending import HeldUpdate
+from headwater.client.secagg.prepare import (
+    check_masked,
+    device_of,
+    discreet,
+    floor_of,
+    ready_of,
+    trained_of,
+)
+from headwater.client.secagg.types import Record
+from headwater.client.training.trainer import HardwareOf, this_machine
+from headwater.common.errors import CorruptUpdate, EmptyUpdate, HeadwaterError
+from headwater.common.flower import records
+from headwater.common.messages import DescribeRequest, DeviceReport, Plan, Update, UpdateReport
+from headwater.common.secagg.protocol import PHASES, Phase
+from headwater.common.stats import training_speed as pace
 
 log = logging.getLogger(__name__)
 

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from client import commands
-from client.flags import (
+from headwater.client import commands
+from headwater.client.flags import (
     AllowListFile,
     BatteryShare,
     BytesPerDay,
@@ -26,8 +26,8 @@ from client.flags import (
     UploadWindow,
     WorkingHours,
 )
-from common import flags
-from common.command_line import overrides, refuse_before_command
+from headwater.common.settings import flags
+from headwater.common.settings.sources import overrides, refuse_before_command
 
 app = typer.Typer(add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False)
 
@@ -81,7 +81,7 @@ def take_part(
     if context.invoked_subcommand is not None:
         refuse_before_command(context)
         return
-    from common.console import errors_shown, start_log
+    from headwater.common.system.console import errors_shown, start_log
 
     start_log(verbose=verbose, log_format=log_format)
     with errors_shown():
@@ -110,7 +110,7 @@ def check(
     Says what the device knows of itself: its memory and what limits it, its speed, its sensors, and
     what it would hold back now.
     """
-    from common.console import errors_shown, start_log
+    from headwater.common.system.console import errors_shown, start_log
 
     start_log(verbose=False)
     with errors_shown():
@@ -150,7 +150,7 @@ def doctor(
     Its versions, clock, memory limit, state folder, certificates, link to the server, task, data,
     speed and sensors. Exits with 1 if there is a fault. The server is connected to, and not told.
     """
-    from common.console import errors_shown, start_log
+    from headwater.common.system.console import errors_shown, start_log
 
     start_log(verbose=False)
     with errors_shown():
@@ -170,7 +170,7 @@ def identity(
 
     Try it: `headwater-client identity --identity pi.key --name pi >> allow-list`
     """
-    from common.console import errors_shown, start_log
+    from headwater.common.system.console import errors_shown, start_log
 
     start_log(verbose=False)
     with errors_shown():
@@ -184,7 +184,7 @@ def join(
     ],
     folder: Annotated[
         Path, typer.Option("--folder", help="Where this device's key and certificate are kept.")
-    ] = Path("headwater"),
+    ] = Path("headwater-device"),
 ) -> None:
     """Make this device's key, and get its certificate for a one-time join token.
 
@@ -192,7 +192,7 @@ def join(
     nothing that answers on the way to it. A token on the command line is seen by whoever may list
     this machine's processes: `-` reads it from the standard input.
     """
-    from common.console import errors_shown, start_log
+    from headwater.common.system.console import errors_shown, start_log
 
     start_log(verbose=False)
     with errors_shown():

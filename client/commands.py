@@ -12,18 +12,18 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 if TYPE_CHECKING:
-    from client.resident import Identity, Resident
-    from client.tally import Tally
-    from common.settings import Settings
+    from headwater.client.operations.counters import Tally
+    from headwater.client.training.trainer import Identity, Resident
+    from headwater.common.settings.schema import Settings
 
 
 def join_with(text: str, folder: Path) -> None:
     """Join with a token, or with that on the standard input for ``-``, and say how to go on."""
     import sys
 
-    from client.join import CLOCK_SECONDS, SETTINGS_FILE, join
-    from common.console import console, stderr
-    from common.join_token import JoinToken
+    from headwater.client.enrolment.join import CLOCK_SECONDS, SETTINGS_FILE, join
+    from headwater.common.system.console import console, stderr
+    from headwater.common.transport.join_token import JoinToken
 
     token = JoinToken.parse(sys.stdin.read(4096) if text == "-" else text)
     joined = join(token, folder)
@@ -47,10 +47,10 @@ def join_with(text: str, folder: Path) -> None:
 
 def show_identity(config: Path | None, overrides: dict[str, Any]) -> None:
     """Show this device's line of the allow-list; make its identity if it has none."""
-    from client.enrolment import host_name, make_identity
-    from common.console import stderr
-    from common.errors import SettingsError
-    from common.settings import load
+    from headwater.client.enrolment.signing_identity import host_name, make_identity
+    from headwater.common.errors import SettingsError
+    from headwater.common.settings.schema import load
+    from headwater.common.system.console import stderr
 
     settings = load(config, overrides)
     path = settings.secure.identity
@@ -64,8 +64,8 @@ def show_identity(config: Path | None, overrides: dict[str, Any]) -> None:
 
 def check_task(config: Path | None, overrides: dict[str, Any]) -> None:
     """Try the task on this device's data, and say what the device knows of itself."""
-    from client.self_check import show
-    from common.settings import load
+    from headwater.client.operations.task_check import show
+    from headwater.common.settings.schema import load
 
     settings = load(config, overrides)
     resident, identity = _open(settings)
@@ -74,9 +74,9 @@ def check_task(config: Path | None, overrides: dict[str, Any]) -> None:
 
 def see_doctor(config: Path | None, overrides: dict[str, Any]) -> None:
     """Say what could keep this device from taking part; exit with 1 if something does."""
-    from client.doctor import examine
-    from client.findings import show
-    from common.settings import load
+    from headwater.client.operations.doctor import examine
+    from headwater.client.operations.findings import show
+    from headwater.common.settings.schema import load
 
     if not show(examine(load(config, overrides), _open)):
         raise typer.Exit(1)
@@ -86,11 +86,11 @@ def _open(settings: Settings) -> tuple[Resident, Identity]:
     """Load the task and this device's data, before anything is connected."""
     import torch
 
-    from client.device import ThisMachine
-    from client.enrolment import host_name
-    from client.resident import Identity, resident_of
-    from common.errors import MissingData, SettingsError
-    from common.heap import use_one_heap
+    from headwater.client.device.hardware import ThisMachine
+    from headwater.client.enrolment.signing_identity import host_name
+    from headwater.client.training.trainer import Identity, resident_of
+    from headwater.common.errors import MissingData, SettingsError
+    from headwater.common.system.heap import use_one_heap
 
     use_one_heap()  # before the thread that trains begins
     torch.set_num_threads(settings.threads or max(int(ThisMachine().cores()), 1))
@@ -121,9 +121,9 @@ def take_part(config: Path | None, overrides: dict[str, Any]) -> None:
     import asyncio
     import math
 
-    from client.enrolment import check_enrolment
-    from common.settings import load
-    from common.tls import check_address, read_credentials
+    from headwater.client.enrolment.signing_identity import check_enrolment
+    from headwater.common.settings.schema import load
+    from headwater.common.transport.tls import check_address, read_credentials
 
     settings = load(config, overrides)
     credentials = read_credentials(settings.tls)
@@ -131,21 +131,21 @@ def take_part(config: Path | None, overrides: dict[str, Any]) -> None:
         settings.client.server, has_tls=credentials is not None, is_insecure=settings.insecure
     )
     if settings.client.metrics is not None:
-        from common.metrics_port import check_metrics_address
+        from headwater.common.system.metrics_server import check_metrics_address
 
         check_metrics_address(settings.client.metrics, is_insecure=settings.insecure)
     resident, identity = _open(settings)
     check_enrolment(settings.secure, identity.name)
     resident.examples(identity)
-    from client.absence import absence_of
-    from client.app import app as own_app
-    from client.node import Node
-    from client.uplink import Uplink, keep_up
-    from common.console import console
+    from headwater.client.app import app as own_app
+    from headwater.client.device.availability import absence_of
+    from headwater.client.flower.node import Node
+    from headwater.client.transport.connection import Uplink, keep_up
+    from headwater.common.system.console import console
 
     renewal = None
     if credentials is not None:
-        from client.renewal import Renewal
+        from headwater.client.enrolment.renewal import Renewal
 
         renewal = Renewal(settings.tls, credentials)
     node = Node(own_app, resident, identity, settings, settings.client.state_folder)
@@ -170,11 +170,11 @@ def _show_metrics(settings: Settings, tally: Tally) -> None:
     """Open the port of the metrics, if it was asked for; it ends with the process."""
     if settings.client.metrics is None:
         return
-    from client.exporter import ClientMetrics
-    from client.limits import MemoryLimits
-    from client.sensors import Sensors
-    from common.console import console
-    from common.metrics_port import MetricsPort
+    from headwater.client.device.sensors import Sensors
+    from headwater.client.memory.limits import MemoryLimits
+    from headwater.client.operations.prometheus import ClientMetrics
+    from headwater.common.system.console import console
+    from headwater.common.system.metrics_server import MetricsPort
 
     limits = MemoryLimits(settings.client.memory_limit_bytes)
     # Sensors of its own: those of the device are looked at from the thread that trains.

@@ -1,4 +1,4 @@
-"""The flags of ``headwater-client`` alone; as in ``common.flags``, nothing heavy is imported."""
+"""The flags of ``headwater-client`` alone; as in ``headwater.common.settings.schema.flags``, nothing heavy is imported."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from common.flags import SECURE
+from headwater.common.settings.flags import SECURE
 
 PANEL = "This device"
 

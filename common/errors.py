@@ -208,7 +208,7 @@ class NoSuchGraph(SettingsError):
 
 
 class TaskError(HeadwaterError):
-    """The task file breaks one of the rules of ``common.task.Task``."""
+    """The task file breaks one of the rules of ``headwater.common.task.Task``."""
 
     is_private = True  # it quotes losses and weights of single examples
     remedy = "see docs/task.md for what a task must keep to"
@@ -370,7 +370,7 @@ class SealBroken(UpdateRefused):
 class SessionRefused(HeadwaterError):
     """A device does not answer a message of a secure session.
 
-    What it gave until then opens nothing of it; ``client.secure_checks`` lists the checks.
+    What it gave until then opens nothing of it; ``client.secagg.checks`` lists the checks.
     """
 
 

@@ -1,7 +1,7 @@
 """What a user writes: a task, in a file that imports torch and nothing of ours.
 
 A task builds the model, opens a device's private examples and sums a loss. Everything else of the
-project rests on that sum being additive, so ``common.additive`` tries it on real examples before
+project rests on that sum being additive, so ``common.data.additivity`` tries it on real examples before
 the first round and names the likely mistake.
 """
 
@@ -18,13 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from common.errors import (
-    EmptyDataset,
-    MissingData,
-    TaskError,
-    UnknownTask,
-)
-from common.rows import Rows
+from headwater.common.data.rows import Rows
+from headwater.common.errors import EmptyDataset, MissingData, TaskError, UnknownTask
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +42,7 @@ class Task(Protocol):
 
     It may also have ``test_examples() -> Examples``, ``collate(examples) -> batch``,
     ``max_weight_per_example: int`` (1 where absent) and ``columns(examples) -> Mapping[str,
-    Sequence]``, for partitions (``common.columns``).
+    Sequence]``, for partitions (``common.data.columns``).
     """
 
     def new_model(self) -> nn.Module:

@@ -1,5 +1,5 @@
-"""``python -m server``."""
+"""``python -m headwater.server``."""
 
-from server.cli import main
+from headwater.server.cli import main
 
 main()

@@ -16,13 +16,10 @@ import torch
 from flwr.app import Context, Message, RecordDict
 from flwr.serverapp import Grid, ServerApp
 
-from common import records
-from common.errors import ConnectionLost, HeadwaterError, LateUpdate
-from common.own_grid import OwnGrid
-from common.parameters import ModelImage
-from common.secagg import Phase, Request
-from common.settings import from_run_config
-from common.update import (
+from headwater.common.errors import ConnectionLost, HeadwaterError, LateUpdate
+from headwater.common.flower import records
+from headwater.common.flower.grid import OwnGrid
+from headwater.common.messages import (
     DescribeRequest,
     DeviceReport,
     EvaluateReport,
@@ -31,12 +28,15 @@ from common.update import (
     Update,
     UpdateReport,
 )
-from server.fleet import Dropout, Reply, Traffic
-from server.metrics import RoundRow
-from server.observer import Observer
-from server.roll import Roll, check_name
-from server.rounds import UNOBSERVED, OnRound, run
-from server.training import Training
+from headwater.common.model.parameters import ModelImage
+from headwater.common.secagg.protocol import Phase, Request
+from headwater.common.settings.schema import from_run_config
+from headwater.server.fleet import Dropout, Reply, Traffic
+from headwater.server.flower.registration import Roll, check_name
+from headwater.server.rounds.observer import Observer
+from headwater.server.rounds.round_row import RoundRow
+from headwater.server.rounds.run import UNOBSERVED, OnRound, run
+from headwater.server.rounds.training import Training
 
 log = logging.getLogger(__name__)
 # Of all loggers, Flower's engines show their own alone, with what descends from it.

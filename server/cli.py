@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from common import flags
-from common.command_line import overrides, refuse_before_command
+from headwater.common.settings import flags
+from headwater.common.settings.sources import overrides, refuse_before_command
 
 app = typer.Typer(add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False)
 
@@ -93,7 +93,7 @@ def serve(
     if context.invoked_subcommand is not None:
         refuse_before_command(context)
         return
-    from common.console import errors_shown, start_log
+    from headwater.common.system.console import errors_shown, start_log
 
     start_log(verbose=verbose, log_format=log_format)
     with errors_shown():
@@ -123,10 +123,10 @@ def init(
     the server with `--config FOLDER/server.toml`, and let each device in with `headwater-server
     enroll NAME`.
     """
-    from common.console import errors_shown
+    from headwater.common.system.console import errors_shown
 
     with errors_shown():
-        from server.certify import make_folder
+        from headwater.server.enrolment.commands import make_folder
 
         make_folder(folder, hosts=host or [], certificates_last=certificates_last)
 
@@ -157,10 +157,10 @@ def enroll(
 
     Try it: `headwater-server enroll kitchen-pi`, and there `headwater-client join TOKEN`
     """
-    from common.console import errors_shown
+    from headwater.common.system.console import errors_shown
 
     with errors_shown():
-        from server.certify import make_token
+        from headwater.server.enrolment.commands import make_token
 
         typer.echo(make_token(folder, name, address=address, valid=valid))
 
@@ -176,10 +176,10 @@ def revoke(
 
     The name can be enrolled anew, with another key. The old certificate stays refused.
     """
-    from common.console import errors_shown
+    from headwater.common.system.console import errors_shown
 
     with errors_shown():
-        from server.certify import revoke_device
+        from headwater.server.enrolment.commands import revoke_device
 
         revoke_device(folder, name)
 
@@ -197,10 +197,10 @@ def plan(
     ] = False,
 ) -> None:
     """Show what each device was asked for in a round, and how long it took."""
-    from common.console import errors_shown
+    from headwater.common.system.console import errors_shown
 
     with errors_shown():
-        from server.plan_table import show_plan
+        from headwater.server.operations.plan_table import show_plan
 
         show_plan(out, round_number=round_number, explain=explain)
 
@@ -214,10 +214,10 @@ def status(
 
     Exit status 0: the server is up and its heartbeat is fresh. 1: it is down, or does not answer.
     """
-    from common.console import console, errors_shown
+    from headwater.common.system.console import console, errors_shown
 
     with errors_shown():
-        from server import status_table
+        from headwater.server.operations import status as status_table
 
         found = status_table.read_status(out)
         if as_json:
@@ -257,31 +257,31 @@ def drain(out: RunFolder) -> None:
 
 
 def _order(out: Path, verb: Literal["pause", "resume", "drain"]) -> None:
-    from common.console import errors_shown
+    from headwater.common.system.console import errors_shown
 
     with errors_shown():
-        from server.order_commands import give_order
+        from headwater.server.operations.order_commands import give_order
 
         give_order(out, verb)
 
 
 def _serve(resume: bool, config: Any, overrides: dict[str, Any]) -> None:
-    from common.console import default_out
-    from common.settings import load_run
-    from common.tls import check_address, read_credentials
+    from headwater.common.settings.schema import load_run
+    from headwater.common.system.console import default_out
+    from headwater.common.transport.tls import check_address, read_credentials
 
     settings = load_run(config, overrides, resume=resume)
     settings = settings.model_copy(update={"out": settings.out or default_out(settings)})
     credentials = read_credentials(settings.tls)
     if settings.server.metrics is not None:
-        from common.metrics_port import check_metrics_address
+        from headwater.common.system.metrics_server import check_metrics_address
 
         check_metrics_address(settings.server.metrics, is_insecure=settings.insecure)
     check_address(
         settings.server.listen, has_tls=credentials is not None, is_insecure=settings.insecure
     )
-    from server.progress import announce, conclude, watched
-    from server.serve import serve_run
+    from headwater.server.operations.progress import announce, conclude, watched
+    from headwater.server.serve import serve_run
 
     announce(settings, where=settings.server.listen)
     with watched(settings) as on_round:

@@ -9,12 +9,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from common import secagg
-from common.errors import HeadwaterError
-from common.noise import NoiseSums
-from common.parameters import ModelImage
-from common.secagg import Phase, Request
-from common.update import (
+from headwater.common.errors import HeadwaterError
+from headwater.common.messages import (
     DescribeRequest,
     DeviceReport,
     EvaluateReport,
@@ -23,7 +19,11 @@ from common.update import (
     Reported,
     Update,
 )
-from server.told import Told
+from headwater.common.model.parameters import ModelImage
+from headwater.common.secagg import protocol as secagg
+from headwater.common.secagg.protocol import Phase, Request
+from headwater.common.stats.gradient_noise import NoiseSums
+from headwater.server.aggregation.round_reports import Told
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,7 +44,7 @@ class Reports(Sequence[Reported], ABC):
 
     @abstractmethod
     def noise(self, owned: Mapping[str, int]) -> NoiseSums:
-        """Return their part in the round's sums, see ``common.noise.sums_of``."""
+        """Return their part in the round's sums, see ``common.stats.gradient_noise.sums_of``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

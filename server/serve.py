@@ -14,24 +14,24 @@ from types import FrameType
 import torch
 from flwr.app import Context, RecordDict
 
-from common.console import console
-from common.errors import HeadwaterError, SettingsError, StateError
-from common.heap import collect_only_what_is_new, use_one_heap
-from common.own_grid import OwnGrid
-from common.settings import Settings
-from common.tls import Credentials, split_address
-from server import checkpoint
-from server.app import server_app
-from server.attendance import Attendance
-from server.enrolment import enrolling
-from server.grid import GrpcGrid
-from server.identities import Identities
-from server.intake import Intake
-from server.observer import Observer, Observers, Unobserved
-from server.operation import REVOKE, Operation
-from server.orders import Order
-from server.presence import SERVER
-from server.rounds import OnRound
+from headwater.common.errors import HeadwaterError, SettingsError, StateError
+from headwater.common.flower.grid import OwnGrid
+from headwater.common.settings.schema import Settings
+from headwater.common.system.console import console
+from headwater.common.system.heap import collect_only_what_is_new, use_one_heap
+from headwater.common.transport.tls import Credentials, split_address
+from headwater.server.app import server_app
+from headwater.server.enrolment.peer_certificates import Identities
+from headwater.server.flower.grpc_grid import GrpcGrid
+from headwater.server.operations.control import REVOKE, Operation
+from headwater.server.operations.orders import Order
+from headwater.server.operations.run_lock import SERVER
+from headwater.server.rounds import checkpoint
+from headwater.server.rounds.observer import Observer, Observers, Unobserved
+from headwater.server.rounds.run import OnRound
+from headwater.server.transport.device_records import Attendance
+from headwater.server.transport.enrolment_port import enrolling
+from headwater.server.transport.servicer import Intake
 
 GridOf = Callable[[Intake, Callable[[], bool]], OwnGrid]
 
@@ -61,7 +61,7 @@ def serve_run(
     one.
 
     Raises:
-        HeadwaterError: see ``common.errors``.
+        HeadwaterError: see ``headwater.common.errors``.
     """
     use_one_heap()  # before gRPC's threads begin
     torch.set_num_threads(settings.threads or torch.get_num_threads())
@@ -183,8 +183,8 @@ def _measured(
     if settings.server.metrics is None:
         yield looking
         return
-    from common.metrics_port import MetricsPort
-    from server.exporter import Now, ServerMetrics
+    from headwater.common.system.metrics_server import MetricsPort
+    from headwater.server.operations.prometheus import Now, ServerMetrics
 
     def now() -> Now:
         return Now(

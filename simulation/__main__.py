@@ -1,5 +1,5 @@
-"""``python -m simulation``."""
+"""``python -m headwater.simulation``."""
 
-from simulation.cli import main
+from headwater.simulation.cli import main
 
 main()

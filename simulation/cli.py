@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from common import flags
-from common.command_line import arguments, numbers, overrides, refuse_before_command
+from headwater.common.settings import flags
+from headwater.common.settings.sources import arguments, numbers, overrides, refuse_before_command
 
 if TYPE_CHECKING:
-    from common.settings import Settings
+    from headwater.common.settings.schema import Settings
 
 app = typer.Typer(add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False)
 
@@ -169,7 +169,7 @@ def simulate(
     if context.invoked_subcommand is not None:
         refuse_before_command(context)
         return
-    from common.console import errors_shown, start_log
+    from headwater.common.system.console import errors_shown, start_log
 
     start_log(verbose=verbose)
     with errors_shown():
@@ -230,11 +230,11 @@ def sweep(
     Try it: `headwater-simulate sweep --task examples/digits.py:Digits --rounds 20
     --grid optimizer.name=adam --grid optimizer.learning_rate=0.01,0.003`
     """
-    from common.console import errors_shown, start_log
+    from headwater.common.system.console import errors_shown, start_log
 
     start_log(verbose=verbose)
     with errors_shown():
-        from simulation.sweep_command import run_sweep
+        from headwater.simulation.sweep.command import run_sweep
 
         is_done = run_sweep(
             file,
@@ -252,15 +252,15 @@ def sweep(
 
 
 def _simulate(resume: bool, config: Any, overrides: dict[str, Any], *, is_only_shown: bool) -> None:
-    from common.console import default_out
-    from common.settings import load_run
+    from headwater.common.settings.schema import load_run
+    from headwater.common.system.console import default_out
 
     settings = load_run(config, overrides, resume=resume)
-    from simulation.profiles import with_fleet
+    from headwater.simulation.fleet.profiles import with_fleet
 
     settings = with_fleet(settings)
     if is_only_shown:
-        from simulation.partitions import show
+        from headwater.simulation.reports.partition_table import show
 
         show(settings)
         return
@@ -270,16 +270,16 @@ def _simulate(resume: bool, config: Any, overrides: dict[str, Any], *, is_only_s
             "out": settings.out or default_out(settings),
         }
     )
-    from server.progress import announce, conclude, watched
+    from headwater.server.operations.progress import announce, conclude, watched
 
     fleet = settings.simulation.fleet
     where = f"{settings.simulation.clients} simulated devices"
     announce(settings, where=where if fleet is None else f"{where} of {fleet.name}")
     if settings.partition.kind != "task":
-        from simulation.partitions import announce_partition
+        from headwater.simulation.reports.partition_table import announce_partition
 
         announce_partition(settings)
-    from simulation.engines import run_engine
+    from headwater.simulation.run import run_engine
 
     with watched(settings) as on_round:
         run_engine(settings, on_round=on_round, resume=resume)
@@ -293,9 +293,9 @@ def _simulate(resume: bool, config: Any, overrides: dict[str, Any], *, is_only_s
 
 def _conclude_sessions(settings: Settings) -> None:
     """Print how many secure sessions were aborted, beside how many were to be expected."""
-    from common.console import console
-    from server.metrics import read_rows
-    from simulation.dropouts import sessions_line
+    from headwater.common.system.console import console
+    from headwater.server.rounds.round_row import read_rows
+    from headwater.simulation.reports.session_aborts import sessions_line
 
     if settings.out is not None:
         line = sessions_line(read_rows(settings.out), settings)
@@ -304,10 +304,10 @@ def _conclude_sessions(settings: Settings) -> None:
 
 def _conclude_fleet(settings: Settings) -> None:
     """Print how long the devices waited for one another, and how full their memory was."""
-    from common.console import console
-    from server.metrics import read_rows
-    from simulation.profiles import device_of
-    from simulation.summary import fullest, idle_line, memory_line
+    from headwater.common.system.console import console
+    from headwater.server.rounds.round_row import read_rows
+    from headwater.simulation.fleet.profiles import device_of
+    from headwater.simulation.reports.fleet_summary import fullest, idle_line, memory_line
 
     if settings.out is None:
         return
@@ -320,9 +320,9 @@ def _conclude_fleet(settings: Settings) -> None:
 
 def _conclude_faults(settings: Settings) -> None:
     """Print what became of the faults that were injected, if any were."""
-    from common.console import console
-    from server.metrics import read_rows
-    from simulation.fault_summary import fault_lines
+    from headwater.common.system.console import console
+    from headwater.server.rounds.round_row import read_rows
+    from headwater.simulation.reports.fault_summary import fault_lines
 
     if settings.out is not None:
         for title, line in fault_lines(read_rows(settings.out), settings):

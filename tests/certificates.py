@@ -11,7 +11,9 @@ from pathlib import Path
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 
-from common.certificates import (
+from headwater.common.settings.schema import Tls
+from headwater.common.system.atomic_file import OWNER_ONLY, write_whole
+from headwater.common.transport.certificates import (
     Key,
     certificate_pem,
     common_name,
@@ -21,13 +23,11 @@ from common.certificates import (
     new_key,
     signing_request,
 )
-from common.join_token import JoinToken
-from common.settings import Tls
-from common.tls import Credentials
-from common.whole_file import OWNER_ONLY, write_whole
-from server.authority import Authority, make_authority
-from server.enrolment import Request, issue
-from server.registry import Registry
+from headwater.common.transport.join_token import JoinToken
+from headwater.common.transport.tls import Credentials
+from headwater.server.enrolment.authority import Authority, make_authority
+from headwater.server.enrolment.registry import Registry
+from headwater.server.transport.enrolment_port import Request, issue
 
 HOSTS = ("localhost", "127.0.0.1")
 

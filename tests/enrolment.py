@@ -8,9 +8,9 @@ import ssl
 from collections.abc import Iterator
 from pathlib import Path
 
-from common.join_token import JoinToken
-from server.enrolment import EnrolmentPort
-from server.identities import Identities
+from headwater.common.transport.join_token import JoinToken
+from headwater.server.enrolment.peer_certificates import Identities
+from headwater.server.transport.enrolment_port import EnrolmentPort
 from tests.attacks.raw import serving
 from tests.certificates import (
     credentials_of,

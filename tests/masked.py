@@ -16,25 +16,25 @@ from flwr.common.serde import context_from_proto, context_to_proto
 from flwr.proto.message_pb2 import Context as ContextProto
 from numpy.typing import NDArray
 
-from client.app import app
-from client.asked import SIMULATED
-from client.enrolment import read_enrolment
-from client.kept import WALK
-from client.micro_batches import Place, Walk
-from client.node import Answer, Node
-from client.resident import Identity, Resident, resident_of
-from common import records
-from common.errors import HeadwaterError
-from common.masked_numbers import bounds_of
-from common.own_grid import enter_run, numbered
-from common.parameters import ModelImage
-from common.secagg import PHASES, KeysWanted, Request, SessionNumber
-from common.settings import Settings
-from common.update import Plan, Ready, UpdateReport
-from server.secure_masks import MaskPhase
-from server.secure_opening import Opening
-from server.secure_phases import open_session
-from server.unmask import OpenedSum
+from headwater.client.app import app
+from headwater.client.enrolment.signing_identity import read_enrolment
+from headwater.client.flower.node import Answer, Node
+from headwater.client.flower.request import SIMULATED
+from headwater.client.flower.state_file import WALK
+from headwater.client.training.micro_batches import Place, Walk
+from headwater.client.training.trainer import Identity, Resident, resident_of
+from headwater.common.errors import HeadwaterError
+from headwater.common.flower import records
+from headwater.common.flower.grid import enter_run, numbered
+from headwater.common.messages import Plan, Ready, UpdateReport
+from headwater.common.model.parameters import ModelImage
+from headwater.common.secagg.masked_numbers import bounds_of
+from headwater.common.secagg.protocol import PHASES, KeysWanted, Request, SessionNumber
+from headwater.common.settings.schema import Settings
+from headwater.server.secagg.key_phases import open_session
+from headwater.server.secagg.mask_phases import MaskPhase
+from headwater.server.secagg.parameters import Opening
+from headwater.server.secagg.unmask_phase import OpenedSum
 from tests.faults import FaultPlan
 
 RUN = 2**61 + 3  # run ids have 62 bits

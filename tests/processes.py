@@ -30,17 +30,17 @@ ROOT = Path(__file__).resolve().parent.parent
 WAIT_SECONDS = 90.0
 POLL_SECONDS = 0.02
 PRELOADED = [
-    "server.serve",
-    "server.progress",
-    "client.uplink",
-    "client.app",
-    "client.node",
-    "simulation.engines",
+    "headwater.server.serve",
+    "headwater.server.operations.progress",
+    "headwater.client.transport.connection",
+    "headwater.client.app",
+    "headwater.client.flower.node",
+    "headwater.simulation.run",
     "tensorboard.summary.writer.event_file_writer",
     "tensorboard.compat.proto.event_pb2",
     "matplotlib.figure",
-    "common.console",
-    "common.tls",
+    "headwater.common.system.console",
+    "headwater.common.transport.tls",
 ]
 
 TASK = """
@@ -273,7 +273,7 @@ class Processes:
     def _start_command(self, module: str, arguments: list[str], log: Path) -> Process:
         with log.open("w") as file:
             command = subprocess.Popen(
-                [sys.executable, "-m", module, *arguments],
+                [sys.executable, "-m", f"headwater.{module}", *arguments],
                 cwd=ROOT,
                 env={**os.environ, **self._environment()},
                 stdin=subprocess.DEVNULL,
@@ -333,11 +333,11 @@ def _become(
     if prepare is not None:
         prepare()
     if module == "server":
-        from server.cli import main
+        from headwater.server.cli import main
     elif module == "client":
-        from client.cli import main
+        from headwater.client.cli import main
     elif module == "simulation":
-        from simulation.cli import main
+        from headwater.simulation.cli import main
     else:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
         return

@@ -19,7 +19,7 @@ from tempfile import TemporaryDirectory
 
 import psutil
 
-from simulation.ray_cluster import ADDRESS, QUIET, RAY_FOLDER_PARENT
+from headwater.simulation.engines.ray_cluster import ADDRESS, QUIET, RAY_FOLDER_PARENT
 from tests.processes import ROOT, until
 
 PATIENCE_SECONDS = 180
@@ -59,7 +59,7 @@ class Started:
         found = {"PYTHONPATH": str(ROOT)}
         if self.address is not None:
             found[ADDRESS] = self.address
-        return self.run("-m", "simulation", *arguments, *chosen, folder=folder, **found)
+        return self.run("-m", "headwater.simulation", *arguments, *chosen, folder=folder, **found)
 
     def run(
         self, *arguments: str | Path, folder: Path = ROOT, **environment: str

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from common.task import Examples, Task, loss_sum
+from headwater.common.task import Examples, Task, loss_sum
 
 Picked = Sequence[tuple[Examples, Sequence[int]]]
 """The examples of a round: for each client its data set and the positions that it trains on."""

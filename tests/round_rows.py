@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from server.metrics import ClientRow, MaskedClientRow, RoundRow
+from headwater.server.rounds.round_row import ClientRow, MaskedClientRow, RoundRow
 
 
 def client(name: str, **changes: Any) -> ClientRow:

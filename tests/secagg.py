@@ -12,19 +12,27 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from client.secure_device import Device, Floor, Record, Trained
-from client.secure_session import SecureSession
-from common import records
-from common.errors import HeadwaterError
-from common.fixed_point import RingVector, encode_in_place
-from common.identity import AllowList, SigningIdentity
-from common.scalars import encode_scalars
-from common.secagg import NUM_CLIPPED, PHASES, WEIGHT, MaskedHead, Reply, Request, SessionNumber
-from common.update import Told
-from server.secure_masks import MaskPhase, SignPhase
-from server.secure_opening import Opening
-from server.secure_phases import CheckPhase, DealPhase, KeysPhase, open_session
-from server.unmask import OpenedSum, UnmaskPhase
+from headwater.client.secagg.session import SecureSession
+from headwater.client.secagg.types import Device, Floor, Record, Trained
+from headwater.common.errors import HeadwaterError
+from headwater.common.flower import records
+from headwater.common.messages import Told
+from headwater.common.secagg.fixed_point import RingVector, encode_in_place
+from headwater.common.secagg.identity import AllowList, SigningIdentity
+from headwater.common.secagg.protocol import (
+    NUM_CLIPPED,
+    PHASES,
+    WEIGHT,
+    MaskedHead,
+    Reply,
+    Request,
+    SessionNumber,
+)
+from headwater.common.secagg.scalars import encode_scalars
+from headwater.server.secagg.key_phases import CheckPhase, DealPhase, KeysPhase, open_session
+from headwater.server.secagg.mask_phases import MaskPhase, SignPhase
+from headwater.server.secagg.parameters import Opening
+from headwater.server.secagg.unmask_phase import OpenedSum, UnmaskPhase
 from tests.faults import FaultPlan
 
 Phase = KeysPhase | DealPhase | CheckPhase | MaskPhase | SignPhase | UnmaskPhase

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
-from client.accumulator import Accumulator
-from client.local_training import train
-from client.memory import ProcessMemory
-from client.micro_batches import Window
-from client.workplace import Memory, Workplace
-from common.line import Line
-from common.parameters import build_model
-from common.task import Task
-from common.update import Plan, Update
+from headwater.client.memory.peak_model import ProcessMemory
+from headwater.client.training.accumulator import Accumulator
+from headwater.client.training.context import Memory, Workplace
+from headwater.client.training.local_update import train
+from headwater.client.training.micro_batches import Window
+from headwater.common.messages import Plan, Update
+from headwater.common.model.parameters import build_model
+from headwater.common.stats.linear_fit import Line
+from headwater.common.task import Task
 from tests.tasks import gradient_sum
 
 

@@ -28,13 +28,15 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 from hypothesis import strategies as st
 
-from common import records, secagg, update
-from common.certificates import read_request
-from common.errors import HeadwaterError
-from common.join_token import JoinToken
-from common.settings import Tls
-from common.wire import CHUNK_BYTES, PROTOCOL_VERSION
-from common.wire_pb2 import (
+from headwater.common import messages as update
+from headwater.common.errors import HeadwaterError
+from headwater.common.flower import records
+from headwater.common.secagg import protocol as secagg
+from headwater.common.settings.schema import Tls
+from headwater.common.transport.certificates import read_request
+from headwater.common.transport.join_token import JoinToken
+from headwater.common.transport.limits import CHUNK_BYTES, PROTOCOL_VERSION
+from headwater.common.transport.wire_pb2 import (
     Chunk,
     ClientFrame,
     Fault,
@@ -44,10 +46,10 @@ from common.wire_pb2 import (
     Reply,
     ServerFrame,
 )
-from server.enrolment import Request
-from server.identities import Identities
-from server.intake import Intake
-from server.sessions import Ask, node_id_of
+from headwater.server.enrolment.peer_certificates import Identities
+from headwater.server.transport.enrolment_port import Request
+from headwater.server.transport.servicer import Intake
+from headwater.server.transport.session import Ask, node_id_of
 from tests.attacks.raw import VECTOR, WAIT_SECONDS, RawDevice, head_of, layout_digest
 
 Result = TypeVar("Result")

@@ -19,12 +19,12 @@ import grpc
 import grpc.aio
 import torch
 
-from common.parameters import build_model
-from common.settings import load
-from common.task import load_task
-from common.tls import Credentials
-from common.wire import CHUNK_BYTES, METHOD, PROTOCOL_VERSION
-from common.wire_pb2 import (
+from headwater.common.model.parameters import build_model
+from headwater.common.settings.schema import load
+from headwater.common.task import load_task
+from headwater.common.transport.limits import CHUNK_BYTES, METHOD, PROTOCOL_VERSION
+from headwater.common.transport.tls import Credentials
+from headwater.common.transport.wire_pb2 import (
     Chunk,
     ClientFrame,
     Fault,
@@ -33,13 +33,13 @@ from common.wire_pb2 import (
     Reply,
     ServerFrame,
 )
-from server.app import GridFleet
-from server.grid import GrpcGrid
-from server.identities import Identities
-from server.intake import Intake
-from server.metrics import RoundRow
-from server.rounds import run as run_rounds
-from server.training import Training
+from headwater.server.app import GridFleet
+from headwater.server.enrolment.peer_certificates import Identities
+from headwater.server.flower.grpc_grid import GrpcGrid
+from headwater.server.rounds.round_row import RoundRow
+from headwater.server.rounds.run import run as run_rounds
+from headwater.server.rounds.training import Training
+from headwater.server.transport.servicer import Intake
 
 TASK = "tests/tasks.py:TwoLayers"
 NUM_EXAMPLES = 24

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from client.secure_device import Floor, Record, Trained
-from client.secure_session import SecureSession
-from client.secure_states import Advertised
-from common.secagg import (
+from headwater.client.secagg.session import SecureSession
+from headwater.client.secagg.states import Advertised
+from headwater.client.secagg.types import Floor, Record, Trained
+from headwater.common.secagg.protocol import (
     MaskWanted,
     Reply,
     Request,

@@ -6,12 +6,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from client.secure_device import Floor, Record
-from common.fixed_point import plan_encoding
-from common.identity import SigningIdentity
-from common.roster import Session, session_of
-from common.rotation import rotated_encoding
-from common.secagg import (
+from headwater.client.secagg.types import Floor, Record
+from headwater.common.secagg.fixed_point import plan_encoding
+from headwater.common.secagg.identity import SigningIdentity
+from headwater.common.secagg.protocol import (
     WEIGHT,
     KeysWanted,
     Member,
@@ -21,7 +19,9 @@ from common.secagg import (
     SharesDealt,
     SharesDelivered,
 )
-from common.session_digest import keys_message
+from headwater.common.secagg.rotation import rotated_encoding
+from headwater.common.secagg.session import Session, session_of
+from headwater.common.secagg.session_digest import keys_message
 from tests.faults import FaultPlan
 from tests.secagg import MODEL, PLANNED, Cast
 

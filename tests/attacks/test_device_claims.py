@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from common.wire_pb2 import Instruction, Leave
-from server.attendance import MOST_REASON
+from headwater.common.transport.wire_pb2 import Instruction, Leave
+from headwater.server.transport.device_records import MOST_REASON
 from tests.attacks.raw import (
     NUM_EXAMPLES,
     RawDevice,

@@ -10,8 +10,8 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from common.wire import MAX_FRAME_BYTES
-from common.wire_pb2 import Leave
+from headwater.common.transport.limits import MAX_FRAME_BYTES
+from headwater.common.transport.wire_pb2 import Leave
 from tests.attacks.raw import (
     RawDevice,
     be_honest,
@@ -105,7 +105,7 @@ def test_a_device_that_may_not_enter_is_told_why_and_counted(
 def test_a_device_that_says_nothing_is_sent_away(
     model: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("server.streams.HELLO_SECONDS", 0.1)
+    monkeypatch.setattr("headwater.server.transport.stream.HELLO_SECONDS", 0.1)
 
     async def play() -> None:
         async with cohort("honest") as (run, honest), RawDevice(run.port) as silent:

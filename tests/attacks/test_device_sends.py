@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from common.wire import MAX_REPLY_HEAD_BYTES
-from common.wire_pb2 import Instruction, Leave
+from headwater.common.transport.limits import MAX_REPLY_HEAD_BYTES
+from headwater.common.transport.wire_pb2 import Instruction, Leave
 from tests.attacks.raw import (
     VECTOR,
     RawDevice,
@@ -248,7 +248,7 @@ def test_an_upload_that_stands_still_is_given_up(model: bytes) -> None:
 def test_a_device_that_floods_the_server_and_does_not_read_is_sent_away(
     model: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("server.streams.MAX_OUTBOX_FRAMES", 50)
+    monkeypatch.setattr("headwater.server.transport.stream.MAX_OUTBOX_FRAMES", 50)
 
     async def play() -> None:
         async with cohort("attacker", "honest", reconnect_seconds=1.0) as (

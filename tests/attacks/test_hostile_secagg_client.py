@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.errors import (
+from headwater.common.errors import (
     BadPublicKey,
     CorruptUpdate,
     HeadwaterError,
@@ -23,10 +23,10 @@ from common.errors import (
     SignatureRefused,
     UnexpectedUpdate,
 )
-from common.identity import SigningIdentity
-from common.secagg import KeysAdvertised, SharesDealt
-from common.session_digest import keys_message
-from server.secure_phases import blamed
+from headwater.common.secagg.identity import SigningIdentity
+from headwater.common.secagg.protocol import KeysAdvertised, SharesDealt
+from headwater.common.secagg.session_digest import keys_message
+from headwater.server.secagg.key_phases import blamed
 from tests.attacks.secagg_liar import LIAR, MODES, OTHER, changed, spoil, sum_without
 from tests.faults import FaultPlan
 from tests.secagg import Cast, Played

@@ -11,16 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common.errors import (
+from headwater.common.errors import (
     CorruptUpdate,
     LateUpdate,
     SessionMismatch,
     SumOutOfRange,
     UnexpectedUpdate,
 )
-from common.secagg import WEIGHT, MaskedHead, SharesRevealed
-from server.secure_round import Followed, summed
-from server.unmask import UnmaskPhase
+from headwater.common.secagg.protocol import WEIGHT, MaskedHead, SharesRevealed
+from headwater.server.secagg.session import Followed, summed
+from headwater.server.secagg.unmask_phase import UnmaskPhase
 from tests.attacks.secagg_liar import LIAR, MODES, OTHER, changed, sum_without
 from tests.faults import FaultPlan
 from tests.secagg import Cast

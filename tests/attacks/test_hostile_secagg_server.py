@@ -1,6 +1,6 @@
 """A server that lies to the devices of a secure session: each lie is refused by its named error.
 
-``ATTACKS`` has one or more for each line of ``client.secure_checks.CHECKS``; the victim answers
+``ATTACKS`` has one or more for each line of ``client.secagg.checks.CHECKS``; the victim answers
 nothing to the message that lies. What a server learns that stops there: docs/security.md.
 """
 
@@ -12,18 +12,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from client.secure_checks import CHECKS
-from common.errors import (
+from headwater.client.secagg.checks import CHECKS
+from headwater.common.errors import (
     HeadwaterError,
     RoundAborted,
     SessionMismatch,
     SurvivorsChanged,
     SurvivorsNotAgreed,
 )
-from common.secagg import (
-    UnmaskWanted,
-)
-from common.session_digest import survivors_digest, survivors_message
+from headwater.common.secagg.protocol import UnmaskWanted
+from headwater.common.secagg.session_digest import survivors_digest, survivors_message
 from tests.attacks.secagg_late_lies import (
     MASKS,
     ORDER,

@@ -9,19 +9,19 @@ from typing import Any
 import pytest
 import torch
 
-from client.secure_device import Record, Trained
-from client.secure_session import SecureSession
-from client.secure_states import Advertised
-from common.errors import (
+from headwater.client.secagg.session import SecureSession
+from headwater.client.secagg.states import Advertised
+from headwater.client.secagg.types import Record, Trained
+from headwater.common.errors import (
     CorruptUpdate,
     DealerCheated,
     TooFewSurvivors,
     UnexpectedUpdate,
     WrongShare,
 )
-from common.secagg import Reply, Request, Roster, SurvivorsSigned
-from common.session_keys import new_key_pair
-from server.unmask import UnmaskPhase
+from headwater.common.secagg.keys import new_key_pair
+from headwater.common.secagg.protocol import Reply, Request, Roster, SurvivorsSigned
+from headwater.server.secagg.unmask_phase import UnmaskPhase
 from tests.attacks.secagg_liar import LIAR, MODES, changed, spoil, sum_without
 from tests.faults import FaultPlan
 from tests.secagg import Cast, Played

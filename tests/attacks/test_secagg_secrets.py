@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from client.secure_session import SecureSession
-from client.secure_states import Holding, Masked, State
-from common.errors import OutOfPhase, SessionRefused
-from common.secagg import SEED_BYTES, KeysWanted, Reply, Request
+from headwater.client.secagg.session import SecureSession
+from headwater.client.secagg.states import Holding, Masked, State
+from headwater.common.errors import OutOfPhase, SessionRefused
+from headwater.common.secagg.protocol import SEED_BYTES, KeysWanted, Reply, Request
 from tests.faults import FaultPlan
 from tests.secagg import RUN, Cast, Played
 

@@ -12,9 +12,17 @@ import grpc
 import grpc.aio
 import pytest
 
-from common.wire import MAX_FRAME_BYTES, METHOD, PROTOCOL_VERSION
-from common.wire_pb2 import Chunk, ClientFrame, Fault, Goodbye, Image, Instruction, ServerFrame
-from common.wire_pb2 import Welcome as WelcomeFrame
+from headwater.common.transport.limits import MAX_FRAME_BYTES, METHOD, PROTOCOL_VERSION
+from headwater.common.transport.wire_pb2 import (
+    Chunk,
+    ClientFrame,
+    Fault,
+    Goodbye,
+    Image,
+    Instruction,
+    ServerFrame,
+)
+from headwater.common.transport.wire_pb2 import Welcome as WelcomeFrame
 from tests.processes import Process, Processes, assert_tidy, write_task
 
 HIDDEN = 16

@@ -6,8 +6,8 @@ import hashlib
 
 import pytest
 
-from common.errors import CorruptUpdate, StateError
-from server.staging import Staging, StagingRoom
+from headwater.common.errors import CorruptUpdate, StateError
+from headwater.server.transport.staging import Staging, StagingRoom
 
 DATA = bytes(range(256)) * 16
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from common.settings import load
-from server.certify import SETTINGS_FILE, make_folder
+from headwater.common.settings.schema import load
+from headwater.server.enrolment.commands import SETTINGS_FILE, make_folder
 from tests.attacks.raw import WAIT_SECONDS, cohort
 
 

@@ -17,13 +17,13 @@ import grpc.aio
 import psutil
 import pytest
 
-from common.tls import Credentials
-from common.wire import METHOD, PROTOCOL_VERSION
-from common.wire_pb2 import Chunk, ClientFrame, Leave
-from server import port as port_module
-from server.identities import Identities
-from server.port import Strangers
-from server.ration import BURST, FRAMES, FRAMES_PER_ASK, Frames
+from headwater.common.transport.limits import METHOD, PROTOCOL_VERSION
+from headwater.common.transport.tls import Credentials
+from headwater.common.transport.wire_pb2 import Chunk, ClientFrame, Leave
+from headwater.server.enrolment.peer_certificates import Identities
+from headwater.server.transport import listener as port_module
+from headwater.server.transport.listener import Strangers
+from headwater.server.transport.rate_limit import BURST, FRAMES, FRAMES_PER_ASK, Frames
 from tests.attacks.fuzzing import is_served, record, send_bytes
 from tests.attacks.raw import LIMITLESS, RawDevice, Run, cohort, serving
 from tests.certificates import credentials_of, make_folder, put_signed, revoke, tls_of
@@ -297,7 +297,7 @@ async def knock_too_often(run: Run, *, credentials: Credentials | None = None) -
 @pytest.fixture
 def no_refill(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a slow machine not give back what was taken."""
-    monkeypatch.setattr("server.ration.PER_SECOND", 0.0)
+    monkeypatch.setattr("headwater.server.transport.rate_limit.PER_SECOND", 0.0)
 
 
 @pytest.mark.usefixtures("no_refill")

@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import struct
 
-from common.wire import METHOD
-from server.port import MAX_STREAMS
+from headwater.common.transport.limits import METHOD
+from headwater.server.transport.listener import MAX_STREAMS
 from tests.attacks.fuzzing import is_served
 from tests.attacks.raw import WAIT_SECONDS, serving
 

@@ -19,16 +19,16 @@ from flwr.app import Context, RecordDict
 from safetensors.torch import load_file
 from torch import Tensor
 
-from client.app import client_app
-from client.kept import walk_of
-from client.micro_batches import Place, Window, order
-from common.parameters import build_model
-from common.settings import Settings
-from common.task import Examples, load_task
-from server import checkpoint
-from server.app import server_app
-from simulation.fleet import simulated_machine
-from simulation.grid import InProcessGrid
+from headwater.client.app import client_app
+from headwater.client.flower.state_file import walk_of
+from headwater.client.training.micro_batches import Place, Window, order
+from headwater.common.model.parameters import build_model
+from headwater.common.settings.schema import Settings
+from headwater.common.task import Examples, load_task
+from headwater.server.app import server_app
+from headwater.server.rounds import checkpoint
+from headwater.simulation.engines.message_grid import InProcessGrid
+from headwater.simulation.fleet.virtual_hardware import simulated_machine
 from tests.reference import Picked, mean_gradient, trajectory
 
 SEED, RUN_ID = 0, 1

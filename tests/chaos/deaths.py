@@ -30,37 +30,37 @@ class Point:
 
 
 def _server(target: str, when: Literal["before", "behind", "in"] = "before") -> Point:
-    return Point(side="server", target=f"server.{target}", when=when)
+    return Point(side="server", target=f"headwater.server.{target}", when=when)
 
 
 def _client(target: str, when: Literal["before", "behind", "in"] = "before") -> Point:
-    return Point(side="client", target=f"client.{target}", when=when)
+    return Point(side="client", target=f"headwater.client.{target}", when=when)
 
 
 # In the order of a round.
 POINTS = {
-    "before the plans": _server("planning:Planning.plan"),
-    "plans sent": _server("intake:Intake.ask", "behind"),
-    "first update announced": _server("uploads:Uploads.announce"),
-    "in mid-upload": _server("uploads:Uploads.take_chunk"),
-    "uploaded, not verified": _server("staging:Staging.verify"),
-    "acknowledged, not folded": _server("open_round:OpenRound.take"),
-    "folded": _server("open_round:OpenRound.take", "behind"),
-    "stepped": _server("training:Training.commit", "behind"),
-    "noted": _server("metrics:Journal.append", "behind"),
-    "before the checkpoint": _server("checkpoint:save"),
-    "in the checkpoint": _server("checkpoint:write_tensors", "in"),
-    "behind the checkpoint": _server("checkpoint:save", "behind"),
-    "before its plan": _client("work:Work.take_instruction"),
-    "plan received": _client("node:Node.answer"),
-    "training": _client("window_sum:add"),
-    "between micro-batches": _client("spool:SpooledWindow.keep", "behind"),
-    "trained, place not kept": _client("kept:StateFile.write"),
-    "trained, place kept": _client("kept:StateFile.write", "behind"),
-    "in its upload": _client("uplink:Uplink._write_of_work"),
-    "uploaded, not acknowledged": _client("work:Work.take_receipt"),
-    "acknowledged": _client("work:Work.take_receipt", "behind"),
-    "handed over": _client("node:Node.handed_over", "behind"),
+    "before the plans": _server("planning.round_plans:Planning.plan"),
+    "plans sent": _server("transport.servicer:Intake.ask", "behind"),
+    "first update announced": _server("transport.uploads:Uploads.announce"),
+    "in mid-upload": _server("transport.uploads:Uploads.take_chunk"),
+    "uploaded, not verified": _server("transport.staging:Staging.verify"),
+    "acknowledged, not folded": _server("rounds.open_round:OpenRound.take"),
+    "folded": _server("rounds.open_round:OpenRound.take", "behind"),
+    "stepped": _server("rounds.training:Training.commit", "behind"),
+    "noted": _server("rounds.round_row:Journal.append", "behind"),
+    "before the checkpoint": _server("rounds.checkpoint:save"),
+    "in the checkpoint": _server("rounds.checkpoint:write_tensors", "in"),
+    "behind the checkpoint": _server("rounds.checkpoint:save", "behind"),
+    "before its plan": _client("transport.exchange:Work.take_instruction"),
+    "plan received": _client("flower.node:Node.answer"),
+    "training": _client("training.accumulation:add"),
+    "between micro-batches": _client("training.spool:SpooledWindow.keep", "behind"),
+    "trained, place not kept": _client("flower.state_file:StateFile.write"),
+    "trained, place kept": _client("flower.state_file:StateFile.write", "behind"),
+    "in its upload": _client("transport.connection:Uplink._write_of_work"),
+    "uploaded, not acknowledged": _client("transport.exchange:Work.take_receipt"),
+    "acknowledged": _client("transport.exchange:Work.take_receipt", "behind"),
+    "handed over": _client("flower.node:Node.handed_over", "behind"),
 }
 
 

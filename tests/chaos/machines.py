@@ -80,8 +80,8 @@ def set_clock(library: Path, seconds: float) -> None:
 
 def copy_version(folder: Path, version: str) -> Path:
     """Copy what a device runs, as another version, and return where it lies."""
-    for package in ("common", "client"):
-        shutil.copytree(ROOT / package, folder / package)
+    for package in ("headwater", "common", "client"):
+        shutil.copytree(ROOT / package, folder / package, symlinks=True)
     told = folder / f"headwater-{version}.dist-info"
     told.mkdir()
     (told / "METADATA").write_text(f"Metadata-Version: 2.1\nName: headwater\nVersion: {version}\n")
@@ -92,7 +92,7 @@ def start_anew(checkout: Path) -> None:
     """Become the command that this process was to be, out of a checkout."""
     module = sys.argv[0].removeprefix("headwater-")
     os.chdir(checkout)
-    os.execv(sys.executable, [sys.executable, "-m", module, *sys.argv[1:]])
+    os.execv(sys.executable, [sys.executable, "-m", f"headwater.{module}", *sys.argv[1:]])
 
 
 # A disk that is full.

@@ -20,10 +20,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common.settings import load
-from common.task import load_task
-from server import orders
-from server.status_table import read_status
+from headwater.common.settings.schema import load
+from headwater.common.task import load_task
+from headwater.server.operations import orders
+from headwater.server.operations.status import read_status
 from tests.certificates import files, make_folder
 from tests.chaos import machines
 from tests.chaos.checks import (

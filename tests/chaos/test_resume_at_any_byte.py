@@ -20,12 +20,12 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from common.settings import Settings
-from server import checkpoint
-from server.checkpoint import FILE, Progress
-from server.metrics import read_rows
-from server.rounds import MODEL
-from simulation.engines import run_engine
+from headwater.common.settings.schema import Settings
+from headwater.server.rounds import checkpoint
+from headwater.server.rounds.checkpoint import FILE, Progress
+from headwater.server.rounds.round_row import read_rows
+from headwater.server.rounds.run import MODEL
+from headwater.simulation.run import run_engine
 from tests.chaos.deaths import Point, arm_at
 from tests.processes import ended
 
@@ -165,7 +165,9 @@ def places_in_a_checkpoint(number: int) -> list[int]:
 def test_a_run_killed_at_any_byte_of_a_checkpoint_goes_on_exactly(
     place: int, unbroken: Path, tmp_path: Path
 ) -> None:
-    point = Point(side="server", target="server.checkpoint:write_tensors", when="in")
+    point = Point(
+        side="server", target="headwater.server.rounds.checkpoint:write_tensors", when="in"
+    )
     prepare = partial(arm_at, point, tmp_path, after_bytes=place)
     broken = tmp_path / "broken"
     assert ended(simulate_and_die, broken, prepare) == -signal.SIGKILL

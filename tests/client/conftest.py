@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from client.resident import resident_of
+from headwater.client.training.trainer import resident_of
 
 
 @pytest.fixture

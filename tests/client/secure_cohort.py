@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from client.micro_batches import Place
-from common.update import DescribeRequest
-from server.secure_opening import Opening
+from headwater.client.training.micro_batches import Place
+from headwater.common.messages import DescribeRequest
+from headwater.server.secagg.parameters import Opening
 from tests.masked import AppDevice, Device, Told, opening_of, plan, ready, resident
 
 

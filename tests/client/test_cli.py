@@ -9,8 +9,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from client.cli import app
-from common.identity import AllowList
+from headwater.client.cli import app
+from headwater.common.secagg.identity import AllowList
 
 TASK = "tests/tasks.py:TwoLayers"
 

@@ -6,9 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from client.enrolment import check_enrolment, make_identity, read_identity
-from common.errors import IdentityProblem
-from common.settings import Secure
+from headwater.client.enrolment.signing_identity import (
+    check_enrolment,
+    make_identity,
+    read_identity,
+)
+from headwater.common.errors import IdentityProblem
+from headwater.common.settings.schema import Secure
 
 
 @pytest.fixture

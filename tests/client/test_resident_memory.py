@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from client.growth import Speed
-from client.micro_batches import Walk
-from client.resident import Identity, Resident
-from client.workplace import Clock, Memory, Restraint, Workplace
-from common.errors import OutOfMemory
-from common.update import Plan, Vitals
+from headwater.client.training.context import Clock, Memory, Restraint, Workplace
+from headwater.client.training.micro_batches import Walk
+from headwater.client.training.probe_fit import Speed
+from headwater.client.training.trainer import Identity, Resident
+from headwater.common.errors import OutOfMemory
+from headwater.common.messages import Plan, Vitals
 from tests.workplaces import FakeClock, FakeMemory
 
 TASK = """

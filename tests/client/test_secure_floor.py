@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from client.enrolment import make_identity
-from client.secure_work import floor_of
-from common import settings
-from common.errors import (
+from headwater.client.enrolment.signing_identity import make_identity
+from headwater.client.secagg.prepare import floor_of
+from headwater.common.errors import (
     CohortTooSmall,
     CountOutOfRange,
     EmptyUpdate,
@@ -21,7 +20,8 @@ from common.errors import (
     TaskError,
     UpdateNotHeld,
 )
-from common.update import Plan
+from headwater.common.messages import Plan
+from headwater.common.settings import schema as settings
 from tests.client.secure_cohort import opening
 from tests.masked import (
     KEYS,

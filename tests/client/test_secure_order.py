@@ -9,10 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from client.micro_batches import Place, Walk, Window
-from client.secure_work import update_id
-from common.errors import OutOfPhase, TooFewSurvivors, UpdateAlreadyMasked, UpdateNotHeld
-from common.secagg import MaskWanted, SharesDelivered, SurvivorsTold, UnmaskWanted
+from headwater.client.secagg.prepare import update_id
+from headwater.client.training.micro_batches import Place, Walk, Window
+from headwater.common.errors import OutOfPhase, TooFewSurvivors, UpdateAlreadyMasked, UpdateNotHeld
+from headwater.common.secagg.protocol import (
+    MaskWanted,
+    SharesDelivered,
+    SurvivorsTold,
+    UnmaskWanted,
+)
 from tests.client.secure_cohort import Between, opening, place_of, trained
 from tests.faults import FaultPlan
 from tests.masked import (

@@ -4,17 +4,17 @@ from pathlib import Path
 
 import pytest
 
-from client.device import ThisMachine
-from client.micro_batches import Place, Walk, order
-from client.resident import Identity, Resident
-from common.errors import EmptyUpdate
-from common.update import Plan
+from headwater.client.device.hardware import ThisMachine
+from headwater.client.training.micro_batches import Place, Walk, order
+from headwater.client.training.trainer import Identity, Resident
+from headwater.common.errors import EmptyUpdate
+from headwater.common.messages import Plan
 
 # The first examples of the device's own order are all NaN, the rest are good.
 TASK = """
 import torch
 from torch import nn
-from client.micro_batches import order
+from headwater.client.training.micro_batches import order
 
 class HalfBad:
     def new_model(self):

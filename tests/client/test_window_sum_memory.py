@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from client.checkpointing import is_on
-from common.errors import EmptyUpdate, OutOfMemory
-from common.update import MOST_STEPS
+from headwater.client.memory.activation_checkpointing import is_on
+from headwater.common.errors import EmptyUpdate, OutOfMemory
+from headwater.common.messages import MOST_STEPS
 from tests.tasks import NAN_GRADIENT, NAN_LOSS, TwoLayers, examples
 from tests.workplaces import FakeMemory, plan, sums, trained, workplace
 

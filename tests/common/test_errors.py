@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from common.errors import CorruptUpdate, HeadwaterError, error_of, travelling
+from headwater.common.errors import CorruptUpdate, HeadwaterError, error_of, travelling
 
 
 def test_an_error_comes_back_as_itself() -> None:

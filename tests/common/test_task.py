@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
-from common.additive import check_additive
-from common.errors import (
+from headwater.common.data.additivity import check_additive
+from headwater.common.errors import (
     BuffersChanged,
     EmptyDataset,
     MissingData,
@@ -21,7 +21,7 @@ from common.errors import (
     TaskNotAdditive,
     UnknownTask,
 )
-from common.task import (
+from headwater.common.task import (
     Task,
     batch_of,
     evaluate_sums,

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import yaml
 
-from common.settings import load
+from headwater.common.settings.schema import load
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
@@ -190,7 +190,10 @@ def test_grafana_s_board_asks_the_source_that_is_provisioned() -> None:
 
 
 def test_grafana_s_board_asks_for_metrics_that_are_shown() -> None:
-    shown = {side: (ROOT / side / "exporter.py").read_text() for side in ("server", "client")}
+    shown = {
+        side: (ROOT / side / "operations" / "prometheus.py").read_text()
+        for side in ("server", "client")
+    }
     asked = {
         (side, re.sub("_(total|bucket|sum|count)$", "", name))
         for panel in BOARD["panels"]

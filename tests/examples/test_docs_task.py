@@ -9,13 +9,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from common.additive import check_additive
-from common.errors import BatchDependentLayer, BuffersChanged, MissingData, TaskNotAdditive
-from common.parameters import ModelImage
-from common.settings import load
-from common.task import Task, load_task, open_train_examples
-from server.metrics import RoundRow
-from simulation.engines import run_engine
+from headwater.common.data.additivity import check_additive
+from headwater.common.errors import (
+    BatchDependentLayer,
+    BuffersChanged,
+    MissingData,
+    TaskNotAdditive,
+)
+from headwater.common.model.parameters import ModelImage
+from headwater.common.settings.schema import load
+from headwater.common.task import Task, load_task, open_train_examples
+from headwater.server.rounds.round_row import RoundRow
+from headwater.simulation.run import run_engine
 
 DOC = Path(__file__).parents[2] / "docs" / "task.md"
 

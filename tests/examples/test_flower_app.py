@@ -13,12 +13,12 @@ from flwr.clientapp import ClientApp
 from torch import Tensor, nn
 from torch.nn import functional
 
-from client.gradient_sum import GradientSum
-from common import settings
-from common.errors import BatchDependentLayer, ModelMismatch, SettingsError, TaskError
-from common.own_grid import OwnGrid, numbered
 from examples.flower_app.digits_app import client_app, server_app, task
-from server.strategy import NUM_REFUSED, SumOfGradients
+from headwater.client.flower.gradient_sum import GradientSum
+from headwater.common.errors import BatchDependentLayer, ModelMismatch, SettingsError, TaskError
+from headwater.common.flower.grid import OwnGrid, numbered
+from headwater.common.settings import schema as settings
+from headwater.server.flower.sum_of_gradients import NUM_REFUSED, SumOfGradients
 
 EPSILON = 2.0**-23  # of float32
 NUM_NODES, NUM_ROUNDS, LEARNING_RATE = 3, 4, 0.5
@@ -197,7 +197,7 @@ def test_a_bad_reply_is_logged_counted_and_left_out(
     spoil, error = BAD_REPLIES[kind]
     grid = new_grid()
     grid.spoil = {2: spoil}
-    with caplog.at_level(logging.WARNING, logger="server.strategy"):
+    with caplog.at_level(logging.WARNING, logger="headwater.server.flower.sum_of_gradients"):
         federated, metrics = trained(grid, num_rounds=1)
     honest = new_grid()
     honest.spoil = {2: without_bias}

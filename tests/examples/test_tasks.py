@@ -12,18 +12,18 @@ import torch
 from PIL import Image
 from sklearn.datasets import load_breast_cancer
 
-from common.additive import check_additive
-from common.errors import EmptyDataset, MissingData
-from common.partition import rule_of
-from common.rows import Rows
-from common.settings import Settings, load
-from common.shares import Shares
-from common.task import Task, batch_of, load_task, loss_sum, open_train_examples
 from examples.image_folder import CLASSES, SIDE, ImageFolder
 from examples.tabular_csv import RANGES, TabularCsv
 from examples.text_transformer import CONTEXT, PADDING, TextTransformer, stretches
-from server.metrics import RoundRow
-from simulation.engines import run_engine
+from headwater.common.data.additivity import check_additive
+from headwater.common.data.partition_spec import rule_of
+from headwater.common.data.rows import Rows
+from headwater.common.data.shares import Shares
+from headwater.common.errors import EmptyDataset, MissingData
+from headwater.common.settings.schema import Settings, load
+from headwater.common.task import Task, batch_of, load_task, loss_sum, open_train_examples
+from headwater.server.rounds.round_row import RoundRow
+from headwater.simulation.run import run_engine
 
 SPECS = {
     "tabular": "examples/tabular_csv.py:TabularCsv",

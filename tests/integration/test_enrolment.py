@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from client.join import join
-from common.errors import (
+from headwater.client.enrolment.join import join
+from headwater.common.errors import (
     AuthorityMismatch,
     CertificateProblem,
     ClockWrong,
@@ -25,9 +25,9 @@ from common.errors import (
     JoinTokenUsed,
     ProtocolMismatch,
 )
-from common.join_token import JoinToken
-from common.tls import Credentials
-from server.authority import Authority
+from headwater.common.transport.join_token import JoinToken
+from headwater.common.transport.tls import Credentials
+from headwater.server.enrolment.authority import Authority
 from tests.certificates import (
     make_folder,
     put_signed,

@@ -9,12 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from client.join import join
-from common.errors import (
-    PortInUse,
+from headwater.client.enrolment.join import join
+from headwater.common.errors import PortInUse
+from headwater.server.transport.enrolment_port import EnrolmentPort
+from headwater.server.transport.rate_limit import (
+    BURST,
+    MAX_ADDRESSES,
+    PER_SECOND,
+    Ration,
+    subscriber,
 )
-from server.enrolment import EnrolmentPort
-from server.ration import BURST, MAX_ADDRESSES, PER_SECOND, Ration, subscriber
 from tests.certificates import (
     make_folder,
 )

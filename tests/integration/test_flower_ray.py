@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from common.settings import Settings
-from server.metrics import read_rows
-from server.rounds import MODEL
-from simulation.engines import run_engine
+from headwater.common.settings.schema import Settings
+from headwater.server.rounds.round_row import read_rows
+from headwater.server.rounds.run import MODEL
+from headwater.simulation.run import run_engine
 from tests.ray_sessions import Started, finish, interrupt, until_committed
 
 DIGITS = ["--task", "examples/digits.py:Digits"]
@@ -55,7 +55,7 @@ def test_until_ctrl_c_ray_gives_the_in_process_model_bit_for_bit_and_nothing_is_
 def test_without_ray_the_remedy_is_named(tmp_path: Path, started: Started) -> None:
     process = started.run(
         "-c",
-        "import sys; sys.modules['ray'] = None; from simulation.cli import main; main()",
+        "import sys; sys.modules['ray'] = None; from headwater.simulation.cli import main; main()",
         *DIGITS, "--engine", "flower-ray", "--out", tmp_path,
     )  # fmt: skip
     said = finish(process)

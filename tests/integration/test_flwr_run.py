@@ -18,12 +18,12 @@ import psutil
 import pytest
 from pydantic import BaseModel
 
-from client.enrolment import make_identity
-from common.settings import Settings, from_run_config
-from server.metrics import read_rows
-from server.rounds import MODEL
-from simulation.draws import vanishes_at
-from simulation.engines import run_engine
+from headwater.client.enrolment.signing_identity import make_identity
+from headwater.common.settings.schema import Settings, from_run_config
+from headwater.server.rounds.round_row import read_rows
+from headwater.server.rounds.run import MODEL
+from headwater.simulation.fleet.random_events import vanishes_at
+from headwater.simulation.run import run_engine
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_SECONDS = 180

@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
-from client import departure
-from client.absence import LEAD_SECONDS, ROUND_SLACK_BYTES, Absence
-from client.app import app as own_app
-from client.node import Node
-from client.resident import Identity, resident_of, stop_asked
-from client.uplink import Uplink
-from common.settings import Client, Settings
-from server.status_table import read_status
+from headwater.client.app import app as own_app
+from headwater.client.device.availability import LEAD_SECONDS, ROUND_SLACK_BYTES, Absence
+from headwater.client.flower.node import Node
+from headwater.client.training.trainer import Identity, resident_of, stop_asked
+from headwater.client.transport import leaving as departure
+from headwater.client.transport.connection import Uplink
+from headwater.common.settings.schema import Client, Settings
+from headwater.server.operations.status import read_status
 from tests.processes import GatedTask, Processes, port_of, rows, until, write_task
 
 pytestmark = pytest.mark.slow

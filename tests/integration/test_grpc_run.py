@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from common.partition import rule_of
-from common.shares import Shares
-from common.task import load_task
-from server.cohort import select
+from headwater.common.data.partition_spec import rule_of
+from headwater.common.data.shares import Shares
+from headwater.common.task import load_task
+from headwater.server.planning.cohort import select
 from tests.processes import Process, Processes, model_digest, port_of, rows, write_task
 
 ROUNDS = ("--rounds", 4, "--min-clients", 2)

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from client.enrolment import make_identity
-from common.secagg import PHASES
+from headwater.client.enrolment.signing_identity import make_identity
+from headwater.common.secagg.protocol import PHASES
 from tests.processes import (
     Process,
     Processes,
@@ -40,8 +40,8 @@ import os, signal, time
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
-from client.held_updates import HeldUpdate, HeldUpdates
-from common.secagg import PHASES
+from headwater.client.secagg.pending import HeldUpdate, HeldUpdates
+from headwater.common.secagg.protocol import PHASES
 
 FOLDER = {folder!r}
 ACTIONS = {{phase.request: phase.action for phase in PHASES}}

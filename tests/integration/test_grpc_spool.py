@@ -17,7 +17,7 @@ import os, time
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
-from client.spool import EVERY_SECONDS
+from headwater.client.training.spool import EVERY_SECONDS
 
 
 class Task:

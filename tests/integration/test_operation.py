@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from server.presence import FILE
-from server.status_table import read_status
+from headwater.server.operations.run_lock import FILE
+from headwater.server.operations.status import read_status
 from tests.processes import (
     Process,
     Processes,

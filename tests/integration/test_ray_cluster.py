@@ -9,14 +9,14 @@ from typing import Any
 import psutil
 import pytest
 
-from common.errors import SettingsError
-from common.settings import Settings, load
-from server.metrics import read_rows
-from server.rounds import MODEL
-from simulation.draws import vanishes_at
-from simulation.engines import run_engine
-from simulation.profiles import with_fleet
-from simulation.ray_cluster import ADDRESS, joined
+from headwater.common.errors import SettingsError
+from headwater.common.settings.schema import Settings, load
+from headwater.server.rounds.round_row import read_rows
+from headwater.server.rounds.run import MODEL
+from headwater.simulation.engines.ray_cluster import ADDRESS, joined
+from headwater.simulation.fleet.profiles import with_fleet
+from headwater.simulation.fleet.random_events import vanishes_at
+from headwater.simulation.run import run_engine
 from tests.processes import until
 from tests.ray_sessions import Started, cluster, finish, until_committed
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from cryptography import x509
 
-from client.renewal import Renewal
-from common.certificates import Key, key_pem, new_key, signing_request
-from common.tls import Credentials, read_credentials
-from common.wire_pb2 import Certificate
-from common.wire_pb2 import Renewal as RenewalFrame
+from headwater.client.enrolment.renewal import Renewal
+from headwater.common.transport.certificates import Key, key_pem, new_key, signing_request
+from headwater.common.transport.tls import Credentials, read_credentials
+from headwater.common.transport.wire_pb2 import Certificate
+from headwater.common.transport.wire_pb2 import Renewal as RenewalFrame
 from tests.attacks.raw import RawDevice
 from tests.certificates import (
     credentials_of,

@@ -10,10 +10,10 @@ import grpc
 import grpc.aio
 import pytest
 
-from common import tls
-from common.errors import CertificateProblem, SettingsError
-from common.tls import read_credentials
-from server.authority import make_authority
+from headwater.common.errors import CertificateProblem, SettingsError
+from headwater.common.transport import tls
+from headwater.common.transport.tls import read_credentials
+from headwater.server.enrolment.authority import make_authority
 from tests.attacks.raw import RawDevice, serving
 from tests.certificates import (
     HOSTS,

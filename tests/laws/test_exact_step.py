@@ -11,18 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from client.accumulator import Accumulator
-from client.device import MonotonicClock
-from client.local_training import train
-from client.memory import ProcessMemory
-from client.micro_batches import Place, Window, window
-from client.workplace import Workplace
-from common import settings as chosen
-from common.parameters import ModelImage, build_model
-from common.task import Examples, Task, max_weight_per_example
-from common.update import Plan
-from server.aggregate import CohortSum
-from server.server_optimizer import ServerOptimizer
+from headwater.client.device.hardware import MonotonicClock
+from headwater.client.memory.peak_model import ProcessMemory
+from headwater.client.training.accumulator import Accumulator
+from headwater.client.training.context import Workplace
+from headwater.client.training.local_update import train
+from headwater.client.training.micro_batches import Place, Window, window
+from headwater.common.messages import Plan
+from headwater.common.model.parameters import ModelImage, build_model
+from headwater.common.settings import schema as chosen
+from headwater.common.task import Examples, Task, max_weight_per_example
+from headwater.server.aggregation.cohort_sum import CohortSum
+from headwater.server.aggregation.server_optimizer import ServerOptimizer
 from tests import reference
 from tests.laws.architectures import ARCHITECTURES
 

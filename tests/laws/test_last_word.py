@@ -15,13 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import TensorDataset
 
-from client.checkpointing import switch_off, switch_on
-from client.local_training import train
-from client.micro_batches import Place, window
-from client.workplace import Restraint, Workplace
-from common.errors import OutOfMemory
-from common.task import Task
-from common.update import Plan
+from headwater.client.memory.activation_checkpointing import switch_off, switch_on
+from headwater.client.training.context import Restraint, Workplace
+from headwater.client.training.local_update import train
+from headwater.client.training.micro_batches import Place, window
+from headwater.common.errors import OutOfMemory
+from headwater.common.messages import Plan
+from headwater.common.task import Task
 from tests import reference
 from tests.laws.architectures import ARCHITECTURES, NUM_EXAMPLES
 from tests.workplaces import FakeMemory, workplace

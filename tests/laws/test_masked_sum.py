@@ -16,13 +16,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from client.secure_device import Floor
-from common.errors import TooFewSurvivors
-from common.fixed_point import decode_mean
-from common.graph import Mode
-from common.rotation import Rotation, unrotate_in_place
-from common.scalars import decode_scalars
-from common.secagg import WEIGHT, SessionNumber, complete_threshold, share_of
+from headwater.client.secagg.types import Floor
+from headwater.common.errors import TooFewSurvivors
+from headwater.common.secagg.fixed_point import decode_mean
+from headwater.common.secagg.graph import Mode
+from headwater.common.secagg.protocol import WEIGHT, SessionNumber, complete_threshold, share_of
+from headwater.common.secagg.rotation import Rotation, unrotate_in_place
+from headwater.common.secagg.scalars import decode_scalars
 from tests.faults import FaultPlan
 from tests.secagg import ACTIONS, Cast, Played
 

@@ -11,21 +11,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from client.accumulator import Accumulator
-from client.device import MonotonicClock
-from client.local_training import train
-from client.memory import ProcessMemory
-from client.micro_batches import Place, Window, window
-from client.workplace import Workplace
-from common import settings as chosen
-from common.line import Line
-from common.parameters import ModelImage, build_model
-from common.task import Examples, Task, max_weight_per_example
-from common.update import Plan, Vitals
-from server.aggregate import CohortSum
-from server.cohort import dataset_weights
-from server.learned import Learned
-from server.planner import Assignment, Device, Link, assign, too_slow
+from headwater.client.device.hardware import MonotonicClock
+from headwater.client.memory.peak_model import ProcessMemory
+from headwater.client.training.accumulator import Accumulator
+from headwater.client.training.context import Workplace
+from headwater.client.training.local_update import train
+from headwater.client.training.micro_batches import Place, Window, window
+from headwater.common.messages import Plan, Vitals
+from headwater.common.model.parameters import ModelImage, build_model
+from headwater.common.settings import schema as chosen
+from headwater.common.stats.linear_fit import Line
+from headwater.common.task import Examples, Task, max_weight_per_example
+from headwater.server.aggregation.cohort_sum import CohortSum
+from headwater.server.planning.cohort import dataset_weights
+from headwater.server.planning.device_estimates import Learned
+from headwater.server.planning.planner import Assignment, Device, Link, assign, too_slow
 from tests import reference
 from tests.laws.architectures import ARCHITECTURES, NUM_EXAMPLES
 

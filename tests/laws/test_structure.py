@@ -17,35 +17,39 @@ MAY_IMPORT = {
 }
 FLOWER_FILES = {
     "client/app.py",
-    "client/asked.py",
-    "client/between_messages.py",
-    "client/node.py",
-    "common/own_grid.py",
-    "common/records.py",
+    "client/flower/request.py",
+    "client/flower/between_messages.py",
+    "client/flower/node.py",
+    "common/flower/grid.py",
+    "common/flower/records.py",
     "server/app.py",
-    "server/grid.py",
-    "server/roll.py",
+    "server/flower/grpc_grid.py",
+    "server/flower/registration.py",
     "server/serve.py",
-    "server/strategy.py",
-    "simulation/engines.py",
-    "simulation/flower_ray.py",
-    "simulation/grid.py",
-    "simulation/grpc_grid.py",
-    "simulation/lying.py",
-    "simulation/simulated_app.py",
-    "simulation/vanishing.py",
-    "simulation/wire.py",
+    "server/flower/sum_of_gradients.py",
+    "simulation/run.py",
+    "simulation/engines/flower_ray.py",
+    "simulation/engines/message_grid.py",
+    "simulation/engines/grpc_grid.py",
+    "simulation/engines/lying.py",
+    "simulation/engines/device_app.py",
+    "simulation/engines/vanishing.py",
+    "simulation/engines/wire.py",
 }
 GRPC_FILES = {
-    "client/uplink.py",
-    "server/health.py",
-    "server/intake.py",
-    "server/port.py",
-    "server/streams.py",
+    "client/transport/connection.py",
+    "server/transport/health.py",
+    "server/transport/servicer.py",
+    "server/transport/listener.py",
+    "server/transport/stream.py",
 }
 # Loaded only where metrics were asked for.
-METRICS_FILES = {"client/exporter.py", "common/metrics_port.py", "server/exporter.py"}
-PRIVATE_FLOWER_FILES = {"common/own_grid.py", "simulation/flower_ray.py"}
+METRICS_FILES = {
+    "client/operations/prometheus.py",
+    "common/system/metrics_server.py",
+    "server/operations/prometheus.py",
+}
+PRIVATE_FLOWER_FILES = {"common/flower/grid.py", "simulation/engines/flower_ray.py"}
 
 
 def imports(path: Path) -> set[str]:
@@ -60,7 +64,7 @@ def imports(path: Path) -> set[str]:
 
 
 def sources() -> list[Path]:
-    return [path for package in PACKAGES for path in sorted((ROOT / package).glob("*.py"))]
+    return [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
 
 
 def name_of(path: Path) -> str:
@@ -69,8 +73,8 @@ def name_of(path: Path) -> str:
 
 @pytest.mark.parametrize("path", sources(), ids=name_of)
 def test_imports_run_one_way(path: Path) -> None:
-    own = {name.split(".")[0] for name in imports(path)} & set(PACKAGES)
-    assert own <= MAY_IMPORT[path.parent.name]
+    own = {name.split(".")[1] for name in imports(path) if name.startswith("headwater.")}
+    assert own <= MAY_IMPORT[path.relative_to(ROOT).parts[0]]
 
 
 def test_flower_s_types_stay_in_the_apps_the_grids_and_the_bridge() -> None:
@@ -111,7 +115,7 @@ def test_prometheus_stays_in_the_exporters() -> None:
 
 
 def test_the_exporters_are_loaded_only_where_metrics_were_asked_for() -> None:
-    modules = {name.removesuffix(".py").replace("/", ".") for name in METRICS_FILES}
+    modules = {"headwater." + name.removesuffix(".py").replace("/", ".") for name in METRICS_FILES}
     for path in sources():
         if name_of(path) not in METRICS_FILES:
             loaded = {
@@ -125,5 +129,5 @@ def test_the_exporters_are_loaded_only_where_metrics_were_asked_for() -> None:
 def test_a_device_needs_nothing_heavy() -> None:
     heavy = {"sklearn", "matplotlib", "tensorboard", "ray"}
     for path in sources():
-        if path.parent.name in ("common", "client"):
+        if path.relative_to(ROOT).parts[0] in ("common", "client"):
             assert not {name.split(".")[0] for name in imports(path)} & heavy, path

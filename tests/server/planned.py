@@ -7,11 +7,11 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from common import settings
-from common.line import Line
-from common.update import Vitals
-from server.learned import Learned
-from server.planner import Assignment, Device, Link
+from headwater.common.messages import Vitals
+from headwater.common.settings import schema as settings
+from headwater.common.stats.linear_fit import Line
+from headwater.server.planning.device_estimates import Learned
+from headwater.server.planning.planner import Assignment, Device, Link
 
 MIB = 2**20
 VITALS = tuple(Vitals.model_fields)

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from common.line import Line
-from server import reasons
-from server.planner import FARTHEST, LEAST_SHARE, Link, assign, too_slow
+from headwater.common.stats.linear_fit import Line
+from headwater.server.planning import plan_reasons as reasons
+from headwater.server.planning.planner import FARTHEST, LEAST_SHARE, Link, assign, too_slow
 from tests.server.planned import MIB, device, plan
 
 EXTREMES: list[dict[str, Any]] = [

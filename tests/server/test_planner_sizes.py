@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from common import settings
-from server import reasons
-from server.planner import Device, SizeBound, assign, micro_batch_sizes
+from headwater.common.settings import schema as settings
+from headwater.server.planning import plan_reasons as reasons
+from headwater.server.planning.planner import Device, SizeBound, assign, micro_batch_sizes
 from tests.server.planned import MIB, ROWS, device, devices_of, plan
 
 

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from common import settings
-from common.update import MOST_STEPS
-from server import reasons
-from server.learned import DEADLINE_SHARE
-from server.planner import (
+from headwater.common.messages import MOST_STEPS
+from headwater.common.settings import schema as settings
+from headwater.server.planning import plan_reasons as reasons
+from headwater.server.planning.device_estimates import DEADLINE_SHARE
+from headwater.server.planning.planner import (
     LONGEST_FINISH_SECONDS,
     SHORTEST_FINISH_SECONDS,
     Device,

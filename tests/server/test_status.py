@@ -14,13 +14,14 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from common.console import console
-from server import orders, presence
-from server.attendance import Device
-from server.cli import app
-from server.history import History, figures_of
-from server.presence import Presence
-from server.status_table import LONG_WAIT_SECONDS
+from headwater.common.system.console import console
+from headwater.server.cli import app
+from headwater.server.operations import orders
+from headwater.server.operations import run_lock as presence
+from headwater.server.operations.history import History, figures_of
+from headwater.server.operations.run_lock import Presence
+from headwater.server.operations.status import LONG_WAIT_SECONDS
+from headwater.server.transport.device_records import Device
 from tests.processes import ROOT
 from tests.round_rows import row
 
@@ -190,7 +191,7 @@ def test_the_two_words_resume_are_told_apart_in_the_help() -> None:
 @pytest.mark.slow
 def test_a_health_check_does_not_load_torch(folder: Path) -> None:
     program = (
-        "import sys; from server.cli import app; "
+        "import sys; from headwater.server.cli import app; "
         f"app(['status', '--json', '--out', {str(folder)!r}], standalone_mode=False); "
         "sys.exit('torch' in sys.modules)"
     )

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from server.checkpoint import FILE
+from headwater.server.rounds.checkpoint import FILE
 from tests.processes import Processes
 
 TASK_FILE = """

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from common.errors import Diverged, SettingsError
-from common.settings import load
-from server.rounds import MODEL
-from simulation.engines import run_engine
+from headwater.common.errors import Diverged, SettingsError
+from headwater.common.settings.schema import load
+from headwater.server.rounds.run import MODEL
+from headwater.simulation.run import run_engine
 
 CHOSEN = {"task": "examples/digits.py:Digits", "simulation.clients": 3}
 

@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.additive import check_additive
-from common.settings import load
-from common.task import load_task
 from examples.slow_owners import SLOW_CLASSES, SlowOwners
 from examples.synthetic import EXAMPLES_PER_DEVICE, NUM_CLASSES, RightLabels, Synthetic
-from server.metrics import read_rows
-from simulation.engines import run_engine
-from simulation.profiles import read_fleet, with_fleet
+from headwater.common.data.additivity import check_additive
+from headwater.common.settings.schema import load
+from headwater.common.task import load_task
+from headwater.server.rounds.round_row import read_rows
+from headwater.simulation.fleet.profiles import read_fleet, with_fleet
+from headwater.simulation.run import run_engine
 
 FLEETS = Path(__file__).parents[2] / "examples" / "fleets"
 SLOW_OWNERS = "examples/slow_owners.py:SlowOwners"

@@ -9,15 +9,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from common.parameters import build_model, state_dict
-from common.settings import Settings, load
-from common.task import load_task
-from server.metrics import read_rows
-from server.rounds import MODEL
-from simulation.engines import run_engine
-from simulation.fault_summary import fault_lines
-from simulation.faults import Moment, slowed
-from simulation.profiles import device_of, faults_of, with_fleet
+from headwater.common.model.parameters import build_model, state_dict
+from headwater.common.settings.schema import Settings, load
+from headwater.common.task import load_task
+from headwater.server.rounds.round_row import read_rows
+from headwater.server.rounds.run import MODEL
+from headwater.simulation.fleet.faults import Moment, slowed
+from headwater.simulation.fleet.profiles import device_of, faults_of, with_fleet
+from headwater.simulation.reports.fault_summary import fault_lines
+from headwater.simulation.run import run_engine
 
 CHOSEN: dict[str, Any] = {
     "task": "tests/tasks.py:TwoLayers",

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from common.settings import load
-from server.metrics import read_rows
-from simulation.engines import run_engine
-from simulation.profiles import with_fleet
-from simulation.summary import SETTLING_ROUNDS, idle_time
+from headwater.common.settings.schema import load
+from headwater.server.rounds.round_row import read_rows
+from headwater.simulation.fleet.profiles import with_fleet
+from headwater.simulation.reports.fleet_summary import SETTLING_ROUNDS, idle_time
+from headwater.simulation.run import run_engine
 
 BATCH, ROUNDS, JITTER = 240, 7, 0.3
 SPEEDS = (2, 4, 6, 8, 10, 10)

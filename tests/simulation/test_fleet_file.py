@@ -8,11 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common.errors import SettingsError
-from common.settings import Settings, from_run_config, load
-from simulation.draws import Jitter, are_on_battery, battery_seed, is_on_battery, is_there
-from simulation.fleet import SimulatedMachine
-from simulation.profiles import (
+from headwater.common.errors import SettingsError
+from headwater.common.settings.schema import Settings, from_run_config, load
+from headwater.simulation.fleet.profiles import (
     LARGEST_FLEET,
     PROFILES,
     DeviceTable,
@@ -21,6 +19,14 @@ from simulation.profiles import (
     read_fleet,
     with_fleet,
 )
+from headwater.simulation.fleet.random_events import (
+    Jitter,
+    are_on_battery,
+    battery_seed,
+    is_on_battery,
+    is_there,
+)
+from headwater.simulation.fleet.virtual_hardware import SimulatedMachine
 
 ROOT = Path(__file__).parents[2]
 OWN = "examples_per_second = 10\nmemory_bytes = 1000\nupload_bytes_per_second = 500\n"

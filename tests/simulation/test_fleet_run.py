@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from common.settings import Settings, load
-from server.metrics import read_rows
-from server.rounds import MODEL
-from simulation.draws import is_on_battery
-from simulation.engines import run_engine
-from simulation.profiles import with_fleet
+from headwater.common.settings.schema import Settings, load
+from headwater.server.rounds.round_row import read_rows
+from headwater.server.rounds.run import MODEL
+from headwater.simulation.fleet.profiles import with_fleet
+from headwater.simulation.fleet.random_events import is_on_battery
+from headwater.simulation.run import run_engine
 
 UNSTEADY = """
 [[device]]
@@ -161,7 +161,7 @@ def test_the_command_prints_the_idle_time_and_resumes_from_the_file_it_recorded(
 ) -> None:
     path = tmp_path / "unsteady.toml"
     path.write_text(UNSTEADY)
-    command = [sys.executable, "-m", "simulation", "--out", str(tmp_path / "out")]
+    command = [sys.executable, "-m", "headwater.simulation", "--out", str(tmp_path / "out")]
     start = ["--task", "tests/tasks.py:TwoLayers", "--fleet", str(path), "--rounds", "2"]
     for arguments in (start, ["--resume", "--rounds", "3"]):
         result = subprocess.run(

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from common.settings import Settings, load
-from server.metrics import RoundRow, read_rows
-from server.rounds import MODEL
-from simulation.engines import run_engine
-from simulation.profiles import read_fleet_file
+from headwater.common.settings.schema import Settings, load
+from headwater.server.rounds.round_row import RoundRow, read_rows
+from headwater.server.rounds.run import MODEL
+from headwater.simulation.fleet.profiles import read_fleet_file
+from headwater.simulation.run import run_engine
 
 # Two devices that do a thousand examples a second, and two that need ten seconds for one.
 FLEET = """
@@ -164,7 +164,7 @@ def test_what_is_forgotten_of_devices_is_told_again_as_it_was(
         read_fleet_file.cache_clear()
         rows = simulate(chosen)
         told.append([(row.left_out, row.refused, [c.plan for c in row.clients]) for row in rows])
-        monkeypatch.setattr("simulation.devices.LEAST_HELD", 0)
+        monkeypatch.setattr("headwater.simulation.fleet.devices.LEAST_HELD", 0)
     assert any(left_out for left_out, *_ in told[0])
     assert told[0] == told[1]
     models = [(tmp_path / name / MODEL).read_bytes() for name in ("kept", "forgotten")]

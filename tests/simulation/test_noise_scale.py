@@ -19,12 +19,12 @@ from torch.func import functional_call, grad, vmap
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
-from common.parameters import build_model
-from common.settings import Settings
 from examples.digits import Digits
-from server.metrics import RoundRow
-from server.noise_scale import DECAY
-from simulation.engines import run_engine
+from headwater.common.model.parameters import build_model
+from headwater.common.settings.schema import Settings
+from headwater.server.planning.noise_scale import DECAY
+from headwater.server.rounds.round_row import RoundRow
+from headwater.simulation.run import run_engine
 
 NUM_DEVICES, PER_DEVICE = 10, 128
 QUOTA, MICRO_BATCH = 16, 8

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from common.errors import CheckpointCorrupt, SettingsError
-from common.settings import Settings
-from server.checkpoint import FILE
-from server.metrics import ROUNDS, read_rows
-from server.rounds import MODEL
-from simulation.engines import run_engine
+from headwater.common.errors import CheckpointCorrupt, SettingsError
+from headwater.common.settings.schema import Settings
+from headwater.server.rounds.checkpoint import FILE
+from headwater.server.rounds.round_row import ROUNDS, read_rows
+from headwater.server.rounds.run import MODEL
+from headwater.simulation.run import run_engine
 
 ROUNDS_IN_ALL = 5
 # What the machine was measured at: the only things that may differ.
@@ -145,7 +145,7 @@ def test_a_run_killed_in_the_middle_of_a_round_equals_the_unbroken_one(tmp_path:
 
     config = tmp_path / "settings.toml"
     config.write_text(settings(killed).to_toml())
-    command = [sys.executable, "-m", "simulation", "--config", str(config)]
+    command = [sys.executable, "-m", "headwater.simulation", "--config", str(config)]
     slow = {**os.environ, "SLOW_SECONDS": "0.05"}
     process = subprocess.Popen(command, env=slow, stdout=subprocess.DEVNULL)
     while len(read_rows(killed)) < 3:

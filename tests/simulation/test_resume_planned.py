@@ -2,10 +2,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from common.settings import Settings, load
-from server.metrics import read_rows
-from server.rounds import MODEL
-from simulation.engines import run_engine
+from headwater.common.settings.schema import Settings, load
+from headwater.server.rounds.round_row import read_rows
+from headwater.server.rounds.run import MODEL
+from headwater.simulation.run import run_engine
 
 
 def planned(out: Path, rounds: int) -> Settings:

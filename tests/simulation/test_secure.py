@@ -10,11 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from common.errors import SettingsError, TooFewSurvivors
-from common.settings import Settings
-from server.metrics import read_rows
-from server.rounds import MODEL
-from simulation.engines import run_engine
+from headwater.common.errors import SettingsError, TooFewSurvivors
+from headwater.common.settings.schema import Settings
+from headwater.server.rounds.round_row import read_rows
+from headwater.server.rounds.run import MODEL
+from headwater.simulation.run import run_engine
 
 DEVICES = 8
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from common.settings import Settings, load
-from common.task import load_task, open_train_examples
-from server.metrics import read_rows
-from simulation.engines import run_engine
-from simulation.profiles import device_of, with_fleet
-from simulation.summary import SETTLING_ROUNDS, fullest, idle_time
+from headwater.common.settings.schema import Settings, load
+from headwater.common.task import load_task, open_train_examples
+from headwater.server.rounds.round_row import read_rows
+from headwater.simulation.fleet.profiles import device_of, with_fleet
+from headwater.simulation.reports.fleet_summary import SETTLING_ROUNDS, fullest, idle_time
+from headwater.simulation.run import run_engine
 
 ROOT = Path(__file__).parents[2]
 TASK = "examples/synthetic.py:Synthetic"

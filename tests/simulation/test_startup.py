@@ -11,7 +11,7 @@ import pytest
 
 HELP = """
 import json, sys
-from simulation.cli import app
+from headwater.simulation.cli import app
 try:
     app({words})
 except SystemExit as ended:
@@ -21,8 +21,8 @@ sys.stderr.write(json.dumps(sorted(sys.modules)))
 
 FIRST_ROUND = """
 import json, sys
-from common.settings import load
-from simulation.engines import run_engine
+from headwater.common.settings.schema import load
+from headwater.simulation.run import run_engine
 chosen = {{
     "task": "examples/digits.py:Digits",
     "rounds": 1,

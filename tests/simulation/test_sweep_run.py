@@ -13,10 +13,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from server.checkpoint import FILE
-from server.metrics import read_rows
-from server.rounds import MODEL
-from simulation.sweep_worker import LOG, RESULT
+from headwater.server.rounds.checkpoint import FILE
+from headwater.server.rounds.round_row import read_rows
+from headwater.server.rounds.run import MODEL
+from headwater.simulation.sweep.worker import LOG, RESULT
 
 PATIENCE_SECONDS = 240
 TASK_FILE = """
@@ -71,7 +71,15 @@ STARTED: list[subprocess.Popen[str]] = []
 
 def start(folder: Path, out: str, *more: str, **env: str) -> subprocess.Popen[str]:
     file = str(folder / "sweep.toml")
-    command = [sys.executable, "-m", "simulation", "sweep", file, "--out", str(folder / out)]
+    command = [
+        sys.executable,
+        "-m",
+        "headwater.simulation",
+        "sweep",
+        file,
+        "--out",
+        str(folder / out),
+    ]
     process = subprocess.Popen(
         [*command, *more],
         env=os.environ | env,

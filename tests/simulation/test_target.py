@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from common.settings import Settings
-from server.metrics import RoundRow, read_rows
-from server.rounds import MODEL
-from simulation.engines import run_engine
+from headwater.common.settings.schema import Settings
+from headwater.server.rounds.round_row import RoundRow, read_rows
+from headwater.server.rounds.run import MODEL
+from headwater.simulation.run import run_engine
 
 PER_DEVICE, MOST_TOKENS = 60, 8
 

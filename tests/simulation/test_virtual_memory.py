@@ -7,17 +7,22 @@ from typing import Any
 
 import pytest
 
-from client.device import Hardware
-from client.memory import GUARD_SHARE
-from client.resident import Identity, resident_of
-from common.line import Line
-from common.parameters import ModelLayout
-from common.settings import Settings, load
-from server.metrics import read_rows
-from simulation.engines import run_engine
-from simulation.fleet import IDLE_BYTES, SimulatedMachine, VirtualMemory, simulated_machine
-from simulation.profiles import SimulatedDevice
-from simulation.summary import fullest, memory_line
+from headwater.client.device.hardware import Hardware
+from headwater.client.memory.peak_model import GUARD_SHARE
+from headwater.client.training.trainer import Identity, resident_of
+from headwater.common.model.parameters import ModelLayout
+from headwater.common.settings.schema import Settings, load
+from headwater.common.stats.linear_fit import Line
+from headwater.server.rounds.round_row import read_rows
+from headwater.simulation.fleet.profiles import SimulatedDevice
+from headwater.simulation.fleet.virtual_hardware import (
+    IDLE_BYTES,
+    SimulatedMachine,
+    VirtualMemory,
+    simulated_machine,
+)
+from headwater.simulation.reports.fleet_summary import fullest, memory_line
+from headwater.simulation.run import run_engine
 
 TASK = "examples/synthetic.py:Synthetic"
 KEPT_BYTES = 4 * (32 * 512 + 32 * 4 + 512)  # the hidden layer, the readings and the hidden mean

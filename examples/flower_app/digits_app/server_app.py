@@ -4,7 +4,7 @@ import torch
 from flwr.app import ArrayRecord, Context
 from flwr.serverapp import Grid, ServerApp
 
-from server.strategy import SumOfGradients
+from headwater.server.flower.sum_of_gradients import SumOfGradients
 
 from .task import Net
 

@@ -7,7 +7,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from client.gradient_sum import GradientSum
+from headwater.client.flower.gradient_sum import GradientSum
 
 Loader = DataLoader[tuple[Tensor, ...]]
 

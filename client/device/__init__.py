@@ -1,0 +1,1 @@
+"""The machine: hardware, sensors, and the limits that its owner sets."""

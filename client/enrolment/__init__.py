@@ -1,0 +1,1 @@
+"""How a device gets its certificate and its signing identity."""

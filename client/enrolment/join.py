@@ -1,0 +1,207 @@
+"""Joining: a device makes its key, and gets a certificate for a join token.
+
+The key is made here and stays here. The device connects twice: first to be shown the authority's
+certificate, which counts only if it has the fingerprint in the token; then, trusting that authority
+alone, to send the secret and the signing request. So nobody in between learns the secret, and
+nobody but the operator's server can answer.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import secrets
+import time
+import tomllib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import load_pem_private_key
+
+from headwater.client.enrolment.port_client import ask
+from headwater.common.errors import (
+    AuthorityMismatch,
+    CertificateProblem,
+    ClockWrong,
+    ProtocolMismatch,
+)
+from headwater.common.system.atomic_file import OWNER_ONLY, READABLE, write_whole
+from headwater.common.transport.certificates import (
+    Key,
+    certificate_pem,
+    fingerprint,
+    key_pem,
+    name_in,
+    new_key,
+    signing_request,
+    spki,
+)
+from headwater.common.transport.join_token import JoinToken
+from headwater.common.transport.tls import split_address
+
+CLOCK_SECONDS = 300.0
+CA_FILE, OWN_FILE, SETTINGS_FILE = "ca.pem", "device.pem", "client.toml"
+KEY_FILE = ".device-key.pem"
+"""The key while no certificate has come for it: a join that broke goes on with the same."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Joined:
+    """What a join has left on the device."""
+
+    name: str
+    folder: Path
+    server: str
+    expires_at: dt.datetime
+    clock_off_seconds: float
+    """How far this machine's clock is ahead of the server's."""
+    files: tuple[Path, ...] = field(default=())
+
+
+def join(token: JoinToken, folder: Path) -> Joined:
+    """Get a certificate for a token and keep it in ``folder``, with the settings to start with.
+
+    Raises:
+        CertificateProblem: the folder has another device's files, or cannot be written.
+        ConnectionLost: the server is not to be reached; ``EnrolmentClosed``, ``TooManyAttempts``.
+        AuthorityMismatch: it is not the server that the token means.
+        ClockWrong: this machine's clock, or the server's certificate, is out of date.
+        DeviceRefused, NameTaken: the server refused, and says why.
+    """
+    _check_folder(folder, token.name)
+    ca = _authority(token)
+    key = _own_key(folder)
+    answer, server_now = ask(
+        token,
+        {
+            "want": "certificate",
+            "name": token.name,
+            "secret": token.secret.hex(),
+            "request": signing_request(token.name, key).decode(),
+        },
+        ca=ca,
+    )
+    certificate = _checked(answer, token.name, key, ca)
+    host, _ = split_address(token.address)
+    server = f"[{host}]:{answer['port']}" if ":" in host else f"{host}:{answer['port']}"
+    files = _keep(folder, ca, certificate, key, server=server, name=token.name)
+    return Joined(
+        name=token.name,
+        folder=folder,
+        server=server,
+        expires_at=certificate.not_valid_after_utc,
+        clock_off_seconds=time.time() - server_now,
+        files=files,
+    )
+
+
+def _check_folder(folder: Path, name: str) -> None:
+    own = folder / OWN_FILE
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if own.exists():
+            known = name_in(x509.load_pem_x509_certificate(own.read_bytes()).subject)
+            if known != name:
+                raise CertificateProblem(
+                    f"{own} is the certificate of {known}, and the token is for {name}",
+                    remedy="choose another --folder",
+                )
+    except OSError as error:
+        raise CertificateProblem(
+            f"{folder}: {error.strerror}", remedy="choose another --folder"
+        ) from error
+    except ValueError as error:
+        raise CertificateProblem(
+            f"{own} is not a certificate", remedy="choose another --folder"
+        ) from error
+
+
+def _authority(token: JoinToken) -> x509.Certificate:
+    """Be shown the authority, over a connection that nothing secret goes over."""
+    answer, _ = ask(token, {"want": "authority"}, ca=None)
+    try:
+        ca = x509.load_pem_x509_certificate(str(answer["authority"]).encode())
+    except (KeyError, ValueError) as error:
+        raise ProtocolMismatch(f"{token.address} did not show an authority") from error
+    if not secrets.compare_digest(fingerprint(ca), token.fingerprint):
+        raise AuthorityMismatch(
+            f"{token.address} shows an authority with the fingerprint "
+            f"{fingerprint(ca).hex()[:16]}..., the token names {token.fingerprint.hex()[:16]}..."
+        )
+    return ca
+
+
+def _own_key(folder: Path) -> Key:
+    path = folder / KEY_FILE
+    try:
+        if path.exists():
+            found = load_pem_private_key(path.read_bytes(), password=None)
+            if isinstance(found, ec.EllipticCurvePrivateKey):
+                return found
+        key = new_key()
+        write_whole(path, key_pem(key), mode=OWNER_ONLY)
+    except (OSError, ValueError) as error:
+        raise CertificateProblem(
+            f"{path}: {error}", remedy="remove the file, or choose another --folder"
+        ) from error
+    return key
+
+
+def _checked(answer: dict[str, Any], name: str, key: Key, ca: x509.Certificate) -> x509.Certificate:
+    """Return the certificate that came, if it is the one that was asked for."""
+    try:
+        certificate = x509.load_pem_x509_certificate(str(answer["certificate"]).encode())
+        certificate.verify_directly_issued_by(ca)
+        is_own = spki(certificate.public_key()) == spki(key.public_key())
+        port_is_one = type(answer["port"]) is int and 0 < answer["port"] < 65_536
+    except (KeyError, ValueError, TypeError, InvalidSignature) as error:
+        raise ProtocolMismatch("the answer is not a certificate of the authority") from error
+    if not is_own or not port_is_one or name_in(certificate.subject) != name:
+        raise ProtocolMismatch("the server's certificate is not for this device's name and key")
+    now = dt.datetime.now(dt.UTC)
+    if not certificate.not_valid_before_utc <= now <= certificate.not_valid_after_utc:
+        raise ClockWrong(
+            f"the certificate is valid from {certificate.not_valid_before_utc:%Y-%m-%d %H:%M} to "
+            f"{certificate.not_valid_after_utc:%Y-%m-%d %H:%M} UTC, and this machine's clock says "
+            f"{now:%Y-%m-%d %H:%M} UTC"
+        )
+    return certificate
+
+
+def _keep(
+    folder: Path,
+    ca: x509.Certificate,
+    certificate: x509.Certificate,
+    key: Key,
+    *,
+    server: str,
+    name: str,
+) -> tuple[Path, ...]:
+    ca_path, own, settings = (folder / file for file in (CA_FILE, OWN_FILE, SETTINGS_FILE))
+    told: dict[str, dict[str, Any]] = {
+        "client": {"server": server, "name": name},
+        "tls": {
+            "ca": str(ca_path.resolve()),
+            "certificate": str(own.resolve()),
+            "key": str(own.resolve()),
+        },
+    }
+    try:
+        tree: dict[str, Any] = {}
+        if settings.exists():
+            tree = tomllib.loads(settings.read_text())
+        for branch, values in told.items():
+            tree[branch] = {**tree.get(branch, {}), **values}
+        write_whole(ca_path, certificate_pem(ca), mode=READABLE)
+        write_whole(own, certificate_pem(certificate) + key_pem(key), mode=OWNER_ONLY)
+        write_whole(settings, tomli_w.dumps(tree).encode(), mode=READABLE)
+        (folder / KEY_FILE).unlink()
+    except (OSError, ValueError, TypeError) as error:
+        raise CertificateProblem(
+            f"{folder}: {error}", remedy="free space, or mend the folder, and join again"
+        ) from error
+    return ca_path, own, settings

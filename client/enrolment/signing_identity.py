@@ -1,0 +1,177 @@
+"""Who a device is in active mode, and whom it trusts: its identity's file, and the allow-list.
+
+The identity's file holds a private key and nothing else, and only its owner may read it; the name
+is the device's. The allow-list is a file of names and public keys, brought to the device by other
+ways than through the server (``headwater.common.secagg.protocol.identity``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import os
+import socket
+import stat
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from headwater.common.errors import IdentityProblem
+from headwater.common.secagg.identity import AllowList, SigningIdentity
+from headwater.common.settings.schema import Secure
+
+
+def host_name() -> str:
+    """Return the host's name, as far as a device's name may contain it."""
+    name = "".join(c if c.isalnum() or c in "._-" else "-" for c in socket.gethostname())
+    return name.lstrip("._-") or "device"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Enrolment:
+    """A device's identity and allow-list; without both it takes no part in active sessions."""
+
+    identity: SigningIdentity | None = None
+    allow_list: AllowList | None = None
+
+    def check(self, name: str) -> None:
+        """Check that the device can take part in active sessions.
+
+        Raises:
+            IdentityProblem: one of the two is missing, or they do not know each other.
+        """
+        if self.identity is None or self.allow_list is None:
+            missing = "--identity" if self.identity is None else "--allow-list"
+            raise IdentityProblem(
+                f"{name}: active secure aggregation needs {missing} FILE",
+                remedy="make the identity with `headwater-client identity`; the allow-list is a "
+                "file of the lines that it shows on each device",
+            )
+        listed = self.allow_list.keys
+        if listed.get(name) != self.identity.public_key:
+            others = [other for other, key in listed.items() if key == self.identity.public_key]
+            raise IdentityProblem(
+                f"{name}: the allow-list has this identity under the name {others[0]}"
+                if others
+                else f"{name}: the allow-list has another key under this name"
+                if name in listed
+                else f"{name}: the allow-list does not have this device",
+                remedy=f"start the device with --name {others[0]}"
+                if others
+                else "put the line that `headwater-client identity` shows into the allow-list of "
+                "every device",
+            )
+
+
+@functools.cache
+def read_enrolment(name: str, *, identity: Path | None, allow_list: Path | None) -> Enrolment:
+    """Read the files that are named, once: a changed allow-list counts from the next start.
+
+    Raises:
+        IdentityProblem: one cannot be read, or is not what it should be.
+    """
+    return Enrolment(
+        identity=None if identity is None else read_identity(identity, name),
+        allow_list=None if allow_list is None else _read_allow_list(allow_list),
+    )
+
+
+def check_enrolment(chosen: Secure, name: str) -> None:
+    """Read the files that the settings name; better now than in the first session.
+
+    Raises:
+        IdentityProblem: one is not what it should be, or active mode lacks one.
+    """
+    found = read_enrolment(name, identity=chosen.identity, allow_list=chosen.allow_list)
+    if chosen.aggregation == "active":
+        found.check(name)
+
+
+def make_identity(path: Path, name: str) -> tuple[SigningIdentity, bool]:
+    """Return the identity in a file, and whether it was made just now; none is overwritten.
+
+    Raises:
+        IdentityProblem: the file cannot be written, or holds something else.
+    """
+    identity = SigningIdentity.new(name)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        return read_identity(path, name), False
+    except OSError as error:
+        raise IdentityProblem(f"{path} cannot be written: {error.strerror}") from error
+    try:
+        with open(descriptor, "wb") as file:
+            file.write(identity.to_pem())
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            path.unlink()
+        raise IdentityProblem(f"{path} cannot be written: {error.strerror}") from error
+    return identity, True
+
+
+def read_identity(path: Path, name: str) -> SigningIdentity:
+    """Read an identity's file.
+
+    Raises:
+        IdentityProblem: it cannot be read, others than its owner may read or write it, or it is no
+            Ed25519 key.
+    """
+    try:
+        with path.open("rb") as file:
+            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+            pem = file.read()
+    except OSError as error:
+        raise IdentityProblem(f"{path} cannot be read: {error.strerror}") from error
+    try:
+        identity = SigningIdentity.from_pem(name, pem)
+    except IdentityProblem as error:
+        raise IdentityProblem(f"{path}: {error}", remedy=error.remedy) from error
+    if mode & 0o077:
+        raise IdentityProblem(
+            f"{path} is open to others than its owner ({mode:03o}), and who has read it can sign "
+            "as this device",
+            remedy=f"chmod 600 {path}; or make another, if somebody may have read it",
+        )
+    return identity
+
+
+def _read_allow_list(path: Path) -> AllowList:
+    try:
+        return AllowList.parse(path.read_text())
+    except OSError as error:
+        raise IdentityProblem(f"{path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise IdentityProblem(f"{path} is no allow-list: it is not text") from error
+    except IdentityProblem as error:
+        raise IdentityProblem(f"{path}: {error}", remedy=error.remedy) from error
+
+
+# In a simulation, where one party plays all devices and nobody is protected.
+
+
+def simulated_enrolment(name: str) -> Enrolment:
+    """Return a simulated device's identity, the same in every process, and a list of all."""
+    return Enrolment(identity=_simulated_identity(name), allow_list=AllowList(_SimulatedKeys()))
+
+
+@functools.cache
+def _simulated_identity(name: str) -> SigningIdentity:
+    return SigningIdentity.from_seed(name, hashlib.sha256(f"simulated {name}".encode()).digest())
+
+
+class _SimulatedKeys(Mapping[str, bytes]):
+    """The public key of every simulated device; a name that was not seen yet gets its identity."""
+
+    def __getitem__(self, name: str) -> bytes:
+        return _simulated_identity(name).public_key
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(())
+
+    def __len__(self) -> int:
+        return 0

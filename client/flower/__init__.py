@@ -1,0 +1,1 @@
+"""The device as a Flower ClientApp on a SuperNode."""

@@ -1,0 +1,1 @@
+"""Makes training fit into the device's memory."""

@@ -1,0 +1,1 @@
+"""What the owner of a device looks at: checks, counters, metrics."""

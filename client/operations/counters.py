@@ -1,0 +1,60 @@
+"""What a device counts of itself while it runs: a few numbers, whether or not anyone asks."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from dataclasses import dataclass, field
+
+from headwater.common.messages import Ready, UpdateReport
+
+# A fast laptop's window takes a tenth of a second, a Raspberry Pi's up to its deadline.
+UPDATE_SECONDS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
+
+
+@dataclass(kw_only=True, slots=True)
+class Tally:
+    """Counts since the process began. One thread writes each; who reads may be a moment behind."""
+
+    is_connected: bool = False
+    num_reconnects: int = 0
+    """Connections made anew, after the first."""
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    num_updates: int = 0
+    num_micro_batches: int = 0
+    num_examples: int = 0
+    peak_bytes: int = 0
+    """Of the last update."""
+    seconds: float = 0.0
+    """Of all updates."""
+    num_within: list[int] = field(default_factory=lambda: [0] * (len(UPDATE_SECONDS) + 1))
+    """Updates by the bound of ``UPDATE_SECONDS`` that they kept, and behind those the rest."""
+    stops: Counter[str] = field(default_factory=Counter)
+    _had_contact: bool = False
+
+    def connected(self) -> None:
+        """Count a connection that the server has welcomed."""
+        self.num_reconnects += self._had_contact
+        self._had_contact = self.is_connected = True
+
+    def disconnected(self) -> None:
+        """Take note that the stream is gone."""
+        self.is_connected = False
+
+    def trained(self, report: UpdateReport | Ready) -> None:
+        """Count an update.
+
+        Of a masked one no examples, micro-batches or reason: the page that shows this may be read
+        by those from whom masks hide them.
+        """
+        self.num_updates += 1
+        self.seconds += report.seconds
+        self.num_within[bisect_left(UPDATE_SECONDS, report.seconds)] += 1
+        if isinstance(report, Ready):
+            self.peak_bytes = report.peak_bytes
+            return
+        self.peak_bytes = max((step.peak_bytes for step in report.steps), default=0)
+        self.num_micro_batches += len(report.steps)
+        self.num_examples += report.num_examples
+        self.stops[report.reason] += 1

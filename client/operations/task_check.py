@@ -1,0 +1,75 @@
+"""What ``headwater-client check`` shows: what a task takes of this device, and what it gives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.filesize import decimal
+
+from headwater.client.device.hardware import ThisMachine
+from headwater.client.device.sensors import readings
+from headwater.client.training.trainer import Identity, Resident
+from headwater.common.settings.schema import Settings
+from headwater.common.system.console import console
+
+
+def show(settings: Settings, resident: Resident, identity: Identity) -> None:
+    """Try the task on this device's data, and print what is found.
+
+    Raises:
+        HeadwaterError: the task does not run, its loss is not a sum, or it does not fit.
+    """
+    examples = resident.examples(identity)
+    console.print(f"task        {settings.task}")
+    console.print(f"examples    {len(examples)}")
+    console.print(
+        f"model       {resident.image.layout.num_parameters:,} parameters, "
+        f"{decimal(resident.image.layout.num_bytes)}"
+    )
+    resident.check(examples, identity.name)
+    console.print("loss        is a sum over examples")
+    for topic, text in told(resident, identity, ThisMachine(settings.client)):
+        console.print(f"{topic:<11} {text}", soft_wrap=True)
+
+
+def told(
+    resident: Resident, identity: Identity, hardware: ThisMachine
+) -> Iterator[tuple[str, str]]:
+    """Yield what a device knows of itself and measures, by topic."""
+    least = hardware.limits.least()
+    yield "memory", f"up to {decimal(least.num_bytes)}, by {least.source}"
+    speed = resident.measure(identity, hardware)
+    line = hardware.memory.line
+    if line is not None:
+        yield (
+            "",
+            f"{decimal(int(line.base))} + {decimal(int(line.each))} per example of a "
+            + (f"micro-batch: {hardware.memory.fitting(1)} fit"),
+        )
+    fastest = speed.fastest_micro_batch_size
+    yield (
+        "speed",
+        (
+            f"{speed.seconds_per_micro_batch * 1e3:.2f} ms per micro-batch + "
+            f"{speed.seconds_per_example * 1e3:.3f} ms per example, {hardware.cores():g} cores"
+        ),
+    )
+    yield (
+        "",
+        (
+            "fastest in the largest micro-batches that were tried"
+            if fastest is None
+            else f"fastest in micro-batches of {fastest}"
+        ),
+    )
+    sensed = hardware.vitals()
+    yield "sensors", ", ".join(readings(sensed)) or "none"
+    restraint = hardware.restraint()
+    yield (
+        "gives",
+        (
+            f"{restraint.share:.0%} of its time: {restraint.reason}"
+            if restraint.share < 1
+            else "all of its time"
+        ),
+    )

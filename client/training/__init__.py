@@ -1,0 +1,1 @@
+"""Sums the gradients of K micro-batches into one vector."""

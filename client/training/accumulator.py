@@ -1,0 +1,63 @@
+"""The accumulator: one contiguous float32 vector whose slices are the parameters' gradients.
+
+Autograd adds into ``param.grad`` in place when it is there, so summing K micro-batches costs no
+copy, no optimizer and no division: after the last backward pass the vector *is* the update.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from headwater.common.errors import TaskError
+from headwater.common.model.parameters import ModelImage
+from headwater.common.model.vectors import CHUNK, squared_norm
+
+
+class Accumulator:
+    """Holds ``values_P``, the sum of the gradients since the last ``zero``."""
+
+    def __init__(self, image: ModelImage) -> None:
+        self.values_P = torch.zeros(image.layout.num_parameters)
+        self._chunks = torch.split(self.values_P, CHUNK)
+        self._parameters = image.trainable()
+        self._views = [
+            self.values_P[start:end].view(parameter.shape)
+            for parameter, (start, end) in zip(self._parameters, image.layout.spans, strict=True)
+        ]
+        self._places = [view.data_ptr() for view in self._views]
+        self.zero()
+
+    def zero(self) -> None:
+        """Empty the vector and hand its slices to the parameters."""
+        self.values_P.zero_()
+        for parameter, view in zip(self._parameters, self._views, strict=True):
+            parameter.grad = view
+
+    def gradient_norm(self) -> float:
+        """Return the Euclidean norm of the vector; it is finite if and only if the vector is.
+
+        In chunks, as a float32 sum over all of it was 4e-5 off for 4.9 million coordinates.
+        Squares of float32 overflow near 1.8e19, so an infinite sum of squares is looked at again in
+        float64, where every finite float32 has a finite square.
+        """
+        squared = math.fsum([torch.dot(chunk, chunk).item() for chunk in self._chunks])
+        if not math.isfinite(squared):
+            squared = squared_norm(self.values_P)
+        return math.sqrt(squared) if squared >= 0 else math.nan
+
+    def check_views(self) -> None:
+        """Check that every gradient still is a slice of the vector.
+
+        Raises:
+            TaskError: the task replaced a ``grad``, so its sum would be lost.
+        """
+        for parameter, place in zip(self._parameters, self._places, strict=True):
+            grad: Tensor | None = parameter.grad
+            if grad is None or grad.data_ptr() != place:
+                raise TaskError(
+                    "loss_sum replaced the gradients of the model, and the sum so far is lost",
+                    remedy="leave zero_grad, backward and optimizers out of loss_sum",
+                )

@@ -1,0 +1,1 @@
+"""The gRPC stream from the device to the server."""

@@ -1,0 +1,1 @@
+"""The bridge between our messages and Flower's."""

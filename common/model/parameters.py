@@ -1,0 +1,257 @@
+"""A model as one flat vector and back.
+
+All trainable parameters lie in one contiguous float32 vector [P], in the order of
+``named_parameters``; behind them, each at a multiple of eight bytes, lie the frozen parameters and
+the buffers, which belong to the server. Together they are the *image* that travels down. The
+model's tensors are views into the image, so loading, stepping and sending copy nothing twice.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from headwater.common.errors import (
+    BatchDependentLayer,
+    ModelMismatch,
+    SettingsError,
+    UnsupportedModel,
+)
+from headwater.common.task import Task
+
+ALIGNMENT_BYTES = 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Slot:
+    """Where one tensor lies in the image."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    offset_bytes: int
+    num_elements: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelLayout:
+    """The names, shapes and places of a model's tensors; equal on both sides or refused."""
+
+    trainable: tuple[Slot, ...]
+    constant: tuple[Slot, ...]
+    num_bytes: int
+
+    @cached_property
+    def num_parameters(self) -> int:
+        """P, the length of the parameter vector and of every update."""
+        return sum(slot.num_elements for slot in self.trainable)
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 over the layout, in hexadecimal."""
+        rows = [
+            [slot.name, list(slot.shape), slot.dtype, slot.offset_bytes]
+            for slot in (*self.trainable, *self.constant)
+        ]
+        return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
+
+    @cached_property
+    def spans(self) -> tuple[tuple[int, int], ...]:
+        """The half-open range of coordinates that each trainable tensor takes in [P]."""
+        starts = [slot.offset_bytes // 4 for slot in self.trainable]
+        return tuple(
+            (start, start + slot.num_elements)
+            for start, slot in zip(starts, self.trainable, strict=True)
+        )
+
+
+class ModelImage:
+    """A model whose parameters and buffers are views into one block of memory."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """Move the model's tensors into an image of their own.
+
+        Raises:
+            BatchDependentLayer: the model has BatchNorm or one of its kin.
+            UnsupportedModel: no trainable parameter, or one that is not float32.
+        """
+        refuse_batch_dependent(model)
+        self.model = model
+        self.modules = tuple(model.modules())
+        """The model and all that it is made of, found once: to look for them takes Python long."""
+        self._named = tuple(model.named_modules())
+        self.layout = _layout_of(model)
+        self.bytes_U8 = torch.zeros(self.layout.num_bytes, dtype=torch.uint8)
+        self.values_P = self.bytes_U8[: 4 * self.layout.num_parameters].view(torch.float32)
+        by_name = {slot.name: slot for slot in (*self.layout.trainable, *self.layout.constant)}
+        for name, tensor in _named_tensors(model):
+            view = self.view(by_name[name])
+            with torch.no_grad():
+                view.copy_(tensor)
+            tensor.data = view
+
+    def view(self, slot: Slot) -> Tensor:
+        """Return one tensor of the image, as a view."""
+        dtype = getattr(torch, slot.dtype)
+        end = slot.offset_bytes + slot.num_elements * dtype.itemsize
+        return self.bytes_U8[slot.offset_bytes : end].view(dtype).view(slot.shape)
+
+    def buffer(self) -> memoryview:
+        """Return the image's memory, writable, without a copy."""
+        return self.bytes_U8.numpy().data
+
+    def load(self, image: bytes | bytearray | memoryview) -> None:
+        """Overwrite the image with bytes of the same layout.
+
+        Raises:
+            ModelMismatch: the length differs.
+        """
+        if len(image) != self.layout.num_bytes:
+            raise ModelMismatch(
+                f"the model that arrived has {len(image):,} bytes, this one has "
+                f"{self.layout.num_bytes:,}"
+            )
+        self.buffer()[:] = image
+
+    def buffers(self) -> list[tuple[str, Tensor]]:
+        """Return the model's buffers as they stand, by name."""
+        return [
+            (f"{prefix}.{name}" if prefix else name, buffer)
+            for prefix, module in self._named
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+
+    def trainable(self) -> list[nn.Parameter]:
+        """Return the trainable parameters, in the order of the vector."""
+        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+
+
+def build_model(task: Task, *, seed: int, replace_batch_norm: bool = False) -> ModelImage:
+    """Build the task's model under the run's seed and lay it out.
+
+    Raises:
+        BatchDependentLayer, UnsupportedModel: see ``ModelImage``.
+    """
+    torch.manual_seed(seed)
+    model = task.new_model()
+    if replace_batch_norm:
+        replace_batch_norm_by_group_norm(model)
+    return ModelImage(model)
+
+
+def load_initial(image: ModelImage, path: Path) -> None:
+    """Overwrite the model with a safetensors file that bears the state_dict's names.
+
+    Raises:
+        SettingsError: the file cannot be read.
+        ModelMismatch: names or shapes differ.
+    """
+    # Here rather than at the top: a device that is sent its model never needs them.
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        state = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise SettingsError(
+            f"cannot read the initial model {path}: {error}",
+            remedy="pass --initial-model a model.safetensors of the same task",
+        ) from error
+    try:
+        image.model.load_state_dict(state)
+    except RuntimeError as error:
+        raise ModelMismatch(f"{path} does not fit the task's model: {error}") from error
+
+
+def state_dict(image: ModelImage) -> dict[str, Tensor]:
+    """Return the model's state_dict; tensors that share memory are copied."""
+    seen: set[int] = set()
+    state: dict[str, Tensor] = {}
+    for name, tensor in image.model.state_dict().items():
+        is_alias = tensor.numel() > 0 and tensor.data_ptr() in seen
+        seen.add(tensor.data_ptr())
+        state[name] = tensor.clone() if is_alias else tensor.contiguous()
+    return state
+
+
+def _batch_dependent(module: nn.Module) -> bool:
+    norms = nn.modules.batchnorm._BatchNorm
+    return isinstance(module, norms) or (
+        isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats
+    )
+
+
+def refuse_batch_dependent(model: nn.Module) -> None:
+    """Refuse a model with layers whose output depends on the rest of the batch.
+
+    Raises:
+        BatchDependentLayer: naming the layers.
+    """
+    found = [
+        f"{name} ({type(m).__name__})" for name, m in model.named_modules() if _batch_dependent(m)
+    ]
+    if found:
+        raise BatchDependentLayer(
+            f"the model has {len(found)} layer(s) that mix the examples of a batch: "
+            f"{', '.join(found[:5])}{', ...' if len(found) > 5 else ''}"
+        )
+
+
+def replace_batch_norm_by_group_norm(model: nn.Module) -> None:
+    """Put GroupNorm in the place of every BatchNorm, with the same scale and shift.
+
+    The groups are the largest divisor of the channels up to 32 (Wu and He 2018, section 4). In
+    place of BatchNorm1d there is one group: flat features have one value per channel, and a group
+    of one value is always zero.
+    """
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, nn.modules.batchnorm._BatchNorm):
+                channels = child.num_features
+                most = 1 if isinstance(child, nn.BatchNorm1d) else min(32, channels)
+                groups = max(g for g in range(1, most + 1) if channels % g == 0)
+                norm = nn.GroupNorm(groups, channels, eps=child.eps, affine=child.affine)
+                if child.affine:
+                    norm.load_state_dict({"weight": child.weight, "bias": child.bias})
+                setattr(module, name, norm)
+
+
+def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield trainable parameters first, then frozen parameters, then buffers."""
+    parameters = list(model.named_parameters())
+    yield from ((name, p) for name, p in parameters if p.requires_grad)
+    yield from ((name, p) for name, p in parameters if not p.requires_grad)
+    yield from model.named_buffers()
+
+
+def _layout_of(model: nn.Module) -> ModelLayout:
+    trainable: list[Slot] = []
+    constant: list[Slot] = []
+    offset = 0
+    for name, tensor in _named_tensors(model):
+        is_trainable = isinstance(tensor, nn.Parameter) and tensor.requires_grad
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        if is_trainable and tensor.dtype != torch.float32:
+            raise UnsupportedModel(f"the parameter {name} is {dtype}; updates are float32")
+        if not is_trainable:
+            offset += -offset % ALIGNMENT_BYTES
+        slot = Slot(
+            name=name,
+            shape=tuple(tensor.shape),
+            dtype=dtype,
+            offset_bytes=offset,
+            num_elements=tensor.numel(),
+        )
+        (trainable if is_trainable else constant).append(slot)
+        offset += tensor.numel() * tensor.element_size()
+    if not sum(slot.num_elements for slot in trainable):
+        raise UnsupportedModel("the model has no trainable parameter")
+    return ModelLayout(trainable=tuple(trainable), constant=tuple(constant), num_bytes=offset)

@@ -1,0 +1,1 @@
+"""The mathematics that both halves of secure aggregation share."""

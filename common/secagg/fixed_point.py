@@ -1,0 +1,262 @@
+"""Fixed point: sums of float32 as integers of a ring, and with what error they come back.
+
+A coordinate x enters as the integer nearest to x 2^f, in two's complement modulo 2^32 (or 2^16), so
+that sums in the ring are sums of integers as long as the whole cohort's cannot wrap. That is proved
+before anything is encoded: a device of weight w clips each coordinate at floor(w c 2^f) steps, no
+device sums more weight than it was planned, and the plans' weights come to W, so that
+|sum of all| <= sum of floor(w c 2^f) <= W c 2^f < 2^(ring_bits - 1).
+
+Error of the sum, where nothing was clipped (every clip is counted):
+
+=========  =================================  ==========================
+ring       rounding                           bound, for n devices
+=========  =================================  ==========================
+32 bits    to nearest, ties to even           n 2^-(f+1)
+16 bits    stochastic, of expectation x 2^f   n 2^-f
+=========  =================================  ==========================
+
+A worked number: 20 devices of 1,000 examples each, c = 1. W c = 20,000, so f = 16; the sum is off
+by at most 20 x 2^-17 = 1.5e-4 and the mean by 1.5e-4 / 20,000 = 7.6e-9. As ``plan_encoding`` takes
+the finest f, 2^f >= 2^30 / (W c), and the mean of a cohort that is all there is off by at most
+n c 2^-31, whatever W is; of one that gave the share s of its planned weight, by 1/s of that.
+
+With 16 bits c 2^f is about 2^15 / W: a device has w/W of 32,768 steps. That is enough only for
+coordinates of one size, which is why ``common/secagg/rotation.py`` goes before it.
+
+The scale and the clip bound are public. Nobody sees what a lying device masks instead of an update,
+not even whether it kept to its clip: it can move the sum to anywhere in the ring (out of scope, as
+all poisoning is).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Literal, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from headwater.common.errors import CountOutOfRange, NonFiniteUpdate, RingCanWrap
+
+RingBits = Literal[16, 32]
+RingVector: TypeAlias = NDArray[np.uint16] | NDArray[np.uint32]
+
+# float32 holds 2^126 and its inverse as normal numbers, so that scaling by 2^f rounds nothing.
+LARGEST_SCALE_BITS = 126
+CHUNK = 1 << 15  # coordinates at a time: 128 KiB of float32 that stay in cache
+
+FIRST_CLIP = 2.0**8
+"""c before anything is known: a hundred times what mean gradients usually reach."""
+WIDEST_CLIP = 2.0**20
+LEAST_CLIP, LARGEST_CLIP = 2.0**-100, 2.0**100
+"""Far beyond what a mean gradient's coordinate can be, and far below what float32 resolves.
+
+Outside of them a device takes part in no session. Nothing that is followed leaves them, whatever a
+lying device makes of a sum.
+"""
+CLIP_ROOM = 16
+CLIP_ROOM_MOST = 1 << 12
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Encoding:
+    """How coordinates enter the ring; made only if the cohort's sum cannot wrap.
+
+    ``scale_bits`` is f, ``clip`` is c, the bound of a coordinate per unit of weight, ``max_weight``
+    is W, the largest weight that the round's plans allow in all.
+
+    Raises:
+        RingCanWrap: W c 2^f >= 2^(ring_bits - 1).
+        ValueError: a clip that is not finite and positive, W < 1, or |f| > 126.
+    """
+
+    ring_bits: RingBits
+    scale_bits: int
+    clip: float
+    max_weight: int
+
+    def __post_init__(self) -> None:
+        if self.ring_bits not in (16, 32) or abs(self.scale_bits) > LARGEST_SCALE_BITS:
+            raise ValueError(
+                f"no ring of {self.ring_bits} bits with a scale of 2^{self.scale_bits}"
+            )
+        if not 0 < self.clip < math.inf or self.max_weight < 1:
+            raise ValueError(f"c = {self.clip} and W = {self.max_weight} must be positive")
+        if self._steps(self.max_weight) >= 1 << (self.ring_bits - 1):
+            raise RingCanWrap(
+                f"a sum of weight W = {self.max_weight:,} with coordinates up to c = {self.clip:g} "
+                f"per unit, in steps of 2^{-self.scale_bits}, might reach 2^{self.ring_bits - 1}"
+            )
+
+    def bound(self, weight: int) -> int:
+        """Return floor(w c 2^f): the largest integer that a device of this weight puts in."""
+        return math.floor(self._steps(weight))
+
+    def _steps(self, weight: int) -> Fraction:
+        return Fraction(self.clip) * weight * Fraction(2) ** self.scale_bits
+
+
+def plan_encoding(*, max_weight: int, clip: float, ring_bits: RingBits = 32) -> Encoding:
+    """Return the encoding of the finest power-of-two scale that cannot wrap.
+
+    Raises:
+        ValueError: a clip that is not finite and positive, or W < 1.
+        RingCanWrap: not even steps of 2^126 are coarse enough.
+    """
+    if not 0 < clip < math.inf or max_weight < 1:
+        raise ValueError(f"c = {clip} and W = {max_weight} must be positive")
+    scale_bits = ring_bits - 1 - exponent_above(Fraction(clip) * max_weight)
+    scale_bits = min(max(scale_bits, -LARGEST_SCALE_BITS), LARGEST_SCALE_BITS)
+    return Encoding(ring_bits=ring_bits, scale_bits=scale_bits, clip=clip, max_weight=max_weight)
+
+
+def exponent_above(value: Fraction) -> int:
+    """Return the least e with value < 2^e, exactly, for a value above zero."""
+    exponent = value.numerator.bit_length() - value.denominator.bit_length()
+    return exponent if value < Fraction(2) ** exponent else exponent + 1
+
+
+def encode_in_place(
+    values_P: Tensor,
+    *,
+    weight: int,
+    encoding: Encoding,
+    random: np.random.Generator | None = None,
+) -> tuple[RingVector, int]:
+    """Write the ring's elements over the vector's own memory; return them and how many it clipped.
+
+    32-bit elements fill the memory, 16-bit ones its first half; the float32 values are gone. A
+    coordinate is clipped at ``encoding.bound(weight)`` steps, or the float32 number next below.
+    ``random`` draws the rounding of a 16-bit ring; without it the system's randomness seeds one.
+
+    Raises:
+        NonFiniteUpdate: a NaN or an infinity; nothing was changed.
+        CountOutOfRange: the weight is not in 1..max_weight; nothing was changed.
+    """
+    values = values_P.numpy()
+    assert values.dtype == np.float32
+    if not 1 <= weight <= encoding.max_weight:
+        raise CountOutOfRange(
+            f"an update's weight cannot be encoded: the plans allow {encoding.max_weight:,} in all"
+        )
+    check_finite(values)
+    is_stochastic = encoding.ring_bits == 16
+    generator = random or np.random.default_rng() if is_stochastic else None
+    signed = values.view(np.int16)[: len(values)] if is_stochastic else values.view(np.int32)
+    limit = _float32_not_above(encoding.bound(weight))
+    scale = np.float32(2.0**encoding.scale_bits)
+    scaled_C, steps_C = np.empty((2, min(CHUNK, len(values))), dtype=np.float32)
+    num_clipped = 0
+    for start in range(0, len(values), CHUNK):
+        source = values[start : start + CHUNK]
+        scaled, steps = scaled_C[: len(source)], steps_C[: len(source)]
+        with np.errstate(over="ignore", under="ignore"):  # inf is clipped, what vanishes is 0
+            np.multiply(source, scale, out=scaled)
+        np.clip(scaled, -limit, limit, out=steps)
+        num_clipped += int(np.count_nonzero(steps != scaled))
+        _round(steps, fraction=scaled, random=generator)
+        # Element i of the ring lies at or before coordinate i: behind every value still unread.
+        np.copyto(signed[start : start + CHUNK], steps, casting="unsafe")
+    ring: RingVector = signed.view(np.uint16) if is_stochastic else signed.view(np.uint32)
+    return ring, num_clipped
+
+
+def check_finite(values: NDArray[np.float32]) -> None:
+    """Refuse a vector that cannot be encoded, before anything of it is changed.
+
+    Raises:
+        NonFiniteUpdate: it has a NaN or an infinity.
+    """
+    for start in range(0, len(values), CHUNK):
+        if not np.isfinite(values[start : start + CHUNK]).all():
+            raise NonFiniteUpdate("the update holds a NaN or an infinity and cannot be encoded")
+
+
+def _round(
+    steps: NDArray[np.float32],
+    *,
+    fraction: NDArray[np.float32],
+    random: np.random.Generator | None,
+) -> None:
+    """Round in place: to nearest, or up with the probability of the fractional part.
+
+    That probability is met to 2^-24. ``fraction`` is memory that may be written over.
+    """
+    if random is None:
+        np.rint(steps, out=steps)
+        return
+    np.copyto(fraction, steps)
+    np.floor(steps, out=steps)
+    np.subtract(fraction, steps, out=fraction)
+    np.add(steps, random.random(len(steps), dtype=np.float32) < fraction, out=steps)
+
+
+def _float32_not_above(bound: int) -> np.float32:
+    """Return the largest float32 up to a bound; it is a whole number, as floats above 2^24 are."""
+    limit = np.float32(bound)
+    return limit if int(limit) <= bound else np.nextafter(limit, np.float32(0))
+
+
+def decode(total: RingVector, encoding: Encoding) -> NDArray[np.float64]:
+    """Return the sum that the ring's elements stand for, exactly, in float64."""
+    return np.ldexp(_signed(total).astype(np.float64), -encoding.scale_bits)
+
+
+def decode_mean(
+    total: RingVector, *, encoding: Encoding, weight: int, out: NDArray[np.float32] | None = None
+) -> NDArray[np.float32]:
+    """Divide the cohort's sum by its weight, chunk by chunk, into float32.
+
+    Without ``out`` the mean is written over a 32-bit total's own memory (the total is gone), and
+    the mean of a 16-bit total is new memory. Each coordinate is rounded once to float64 and once to
+    float32: a relative error of 2^-24 beside that of the sum.
+
+    Raises:
+        ValueError: the weight is below 1.
+    """
+    if weight < 1:
+        raise ValueError(f"a sum of weight {weight} has no mean")
+    if out is None:
+        is_wide = total.dtype == np.uint32
+        out = total.view(np.float32) if is_wide else np.empty(len(total), dtype=np.float32)
+    signed = _signed(total)
+    divisor = math.ldexp(weight, encoding.scale_bits)
+    for start in range(0, len(total), CHUNK):
+        wide = signed[start : start + CHUNK].astype(np.float64)
+        out[start : start + CHUNK] = np.divide(wide, divisor, out=wide)
+    return out
+
+
+def _signed(total: RingVector) -> NDArray[np.signedinteger]:
+    signed: NDArray[np.signedinteger] = total.view(total.dtype.str.replace("u", "i"))
+    return signed
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClipState:
+    """What the clip bound follows: the bound in force and the largest mean coordinate ever seen."""
+
+    clip: float = FIRST_CLIP
+    largest_mean: float = 0.0
+
+
+def follow_clip(state: ClipState, *, largest_mean: float, num_clipped: int) -> ClipState:
+    """Return the next round's clip bound, a power of two if the first was one.
+
+    ``largest_mean`` is the largest absolute coordinate of the round's mean, ``num_clipped`` how
+    often devices clipped. The bound falls by half a round, but never under 16 times the largest
+    mean coordinate seen so far. If anything was clipped it doubles, up to 8,192 times that
+    coordinate: devices that clip for ever, or say so, cost a cohort of n no more accuracy than
+    n 2^-18 of that coordinate. A sum of zeros tells nothing, and then only clips move the bound, up
+    to 2^20. Whatever is told, it does not go beyond ``LARGEST_CLIP``.
+    """
+    seen = max(state.largest_mean, largest_mean)
+    if not seen:
+        return ClipState(clip=min(2 * state.clip, WIDEST_CLIP) if num_clipped else state.clip)
+    least = math.ldexp(1, math.frexp(CLIP_ROOM * seen)[1])
+    most = least * (CLIP_ROOM_MOST // CLIP_ROOM)
+    moved = state.clip * (2 if num_clipped else 0.5)
+    return ClipState(clip=min(max(moved, least), most, LARGEST_CLIP), largest_mean=seen)

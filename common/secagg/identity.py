@@ -1,0 +1,175 @@
+"""A device's long-lived identity, and the allow-list of identities that devices trust.
+
+An identity is a name and an Ed25519 key (RFC 8032). In active mode a device signs the keys that it
+makes for a session, and the survivor set that it agrees to; the others hold the signatures against
+an allow-list, a file of names and public keys that was brought to each device by other ways than
+through the aggregator. Without such a list nobody can tell a device from an aggregator that plays
+one (Sybils), which is why semi-honest mode trusts the aggregator to pass keys on unchanged.
+
+Nothing here touches the disk: files are read and written by the command line.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import functools
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    load_pem_private_key,
+)
+
+from headwater.common.errors import IdentityProblem, IdentityUnknown, SignatureRefused
+from headwater.common.transport.limits import NAME_PATTERN
+
+KEY_BYTES, SIGNATURE_BYTES = 32, 64
+
+
+@dataclass(frozen=True, slots=True)
+class SigningIdentity:
+    """A name and the private key that signs under it; the key never shows."""
+
+    name: str
+    _key: Ed25519PrivateKey
+
+    @classmethod
+    def new(cls, name: str) -> SigningIdentity:
+        """Make a new identity from the system's randomness.
+
+        Raises:
+            IdentityProblem: the name cannot be a device's.
+        """
+        return cls(_checked_name(name), Ed25519PrivateKey.generate())
+
+    @classmethod
+    def from_seed(cls, name: str, seed: bytes) -> SigningIdentity:
+        """Return the identity whose private key are these 32 bytes: whoever has them has it.
+
+        Raises:
+            IdentityProblem: the name cannot be a device's.
+        """
+        return cls(_checked_name(name), Ed25519PrivateKey.from_private_bytes(seed))
+
+    @classmethod
+    def from_pem(cls, name: str, pem: bytes) -> SigningIdentity:
+        """Read what ``to_pem`` wrote.
+
+        Raises:
+            IdentityProblem: these are not the bytes of an unencrypted Ed25519 key.
+        """
+        try:
+            key = load_pem_private_key(pem, password=None)
+        except (ValueError, TypeError, UnsupportedAlgorithm) as error:
+            raise IdentityProblem(f"{name}: not the PEM of a private key") from error
+        if not isinstance(key, Ed25519PrivateKey):
+            raise IdentityProblem(f"{name}: a private key, but not of Ed25519")
+        return cls(_checked_name(name), key)
+
+    def to_pem(self) -> bytes:
+        """Write the private key; it belongs into a file that its owner alone can read."""
+        return self._key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+
+    @property
+    def public_key(self) -> bytes:
+        """The 32 bytes by which others know the identity."""
+        return self._key.public_key().public_bytes_raw()
+
+    @property
+    def line(self) -> str:
+        """The identity's line in an allow-list."""
+        return f"{self.name} {base64.b64encode(self.public_key).decode()}"
+
+    def sign(self, message: bytes) -> bytes:
+        """Return the 64 bytes of the signature: the same for the same message."""
+        return self._key.sign(message)
+
+    def __repr__(self) -> str:
+        return f"SigningIdentity({self.line})"
+
+
+@dataclass(frozen=True, slots=True)
+class AllowList:
+    """Whose signatures count: public keys by name."""
+
+    keys: Mapping[str, bytes]
+
+    @classmethod
+    def parse(cls, text: str) -> AllowList:
+        """Read a file of lines ``NAME BASE64``; what follows a # is a comment.
+
+        Raises:
+            IdentityProblem: naming the line, if it is none of these, or if a name or a key stands
+                twice: two names with one key would be one device that counts as two.
+        """
+        keys: dict[str, bytes] = {}
+        names: dict[bytes, str] = {}
+        for number, line in enumerate(text.splitlines(), start=1):
+            fields = line.partition("#")[0].split()
+            if not fields:
+                continue
+            name, key = _entry(fields, number)
+            if name in keys:
+                raise IdentityProblem(f"line {number} of the allow-list: {name} stands twice")
+            if key in names:
+                raise IdentityProblem(
+                    f"line {number} of the allow-list: {name} has the key of {names[key]}"
+                )
+            keys[name], names[key] = key, name
+        return cls(keys)
+
+    def verify(self, name: str, message: bytes, signature: bytes | None) -> None:
+        """Hold a signature against the key that belongs to a name.
+
+        Raises:
+            IdentityUnknown: the list does not have the name.
+            SignatureRefused: there is no signature, or it is not that key's over these bytes.
+        """
+        key = self.keys.get(name)
+        if key is None:
+            raise IdentityUnknown(f"{name} is not on this device's allow-list")
+        if signature is None:
+            raise SignatureRefused(f"{name}: a signature was expected, there is none")
+        if not _is_signed(key, message, signature):
+            raise SignatureRefused(
+                f"{name}: the signature is not that of the key on this device's allow-list"
+            )
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_signed(key: bytes, message: bytes, signature: bytes) -> bool:
+    """Tell whether a signature is right; kept, for a process that plays many devices."""
+    try:
+        Ed25519PublicKey.from_public_bytes(key).verify(signature, message)
+    except InvalidSignature:
+        return False
+    return True
+
+
+def _entry(fields: list[str], number: int) -> tuple[str, bytes]:
+    where = f"line {number} of the allow-list"
+    if len(fields) != 2:
+        raise IdentityProblem(f"{where}: expected NAME BASE64, found {len(fields)} words")
+    try:
+        key = base64.b64decode(fields[1], validate=True)
+    except binascii.Error as error:
+        raise IdentityProblem(f"{where}: the key is not base64") from error
+    if len(key) != KEY_BYTES:
+        raise IdentityProblem(f"{where}: a key of {len(key)} bytes, expected {KEY_BYTES}")
+    return _checked_name(fields[0]), key
+
+
+def _checked_name(name: str) -> str:
+    if not re.fullmatch(NAME_PATTERN, name):
+        raise IdentityProblem(
+            f"{name[:80]!r} cannot be a device's name",
+            remedy="letters, digits, dot, dash and underscore, 128 at most",
+        )
+    return name

@@ -1,0 +1,308 @@
+"""Secure aggregation as both sides agree on it: phases, parameters, thresholds and messages.
+
+Bonawitz et al., "Practical Secure Aggregation for Privacy-Preserving Machine Learning" (CCS 2017),
+figures 1 and 4: every device adds a self mask, and with each neighbour a pairwise mask that cancels
+in the sum; shares of the seeds let the others take off what a dropout leaves behind. Above
+``MAX_COMPLETE`` members the neighbours are those of a k-regular graph (Bell et al., "Secure
+Single-Server Aggregation with (Poly)Logarithmic Overhead", CCS 2020, algorithm 2).
+
+==============  ============================  ===================================================
+phase           the server asks               a device answers
+==============  ============================  ===================================================
+advertise_keys  ``KeysWanted``                ``KeysAdvertised``: two fresh X25519 keys, signed
+share_keys      ``Roster``: U1                ``SharesDealt``: sealed shares and commitments
+check_shares    ``SharesDelivered``           ``SharesChecked``: whose shares are bad
+masked_update   ``MaskWanted``: U2            ``MaskedHead``, and the masked vector beside it
+consistency     ``SurvivorsTold``: U3         ``SurvivorsSigned`` (active mode only)
+unmask          ``UnmaskWanted``: U3, U2-U3   ``SharesRevealed``: one share for each, of one kind
+==============  ============================  ===================================================
+
+``check_shares`` is not in the papers: bad shares are found before anybody has masked, and whoever
+leaves until then costs nothing. Training is over before a session opens, and no head carries a
+weight, a loss or a norm: those are further masked numbers.
+
+What the server learns, and against whom the protocol stands: docs/security.md.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import ConfigDict, Field
+
+from headwater.common.messages import Name, Natural, Told
+from headwater.common.secagg.fixed_point import Encoding
+from headwater.common.secagg.graph import Mode
+from headwater.common.secagg.keys import (
+    COMMITMENT_BYTES,
+    KEY_BYTES,
+    SEAL_OVERHEAD_BYTES,
+    SESSION_BYTES,
+)
+from headwater.common.secagg.masking import Cipher
+from headwater.common.secagg.scalars import Scalar
+from headwater.common.secagg.shamir import MAX_HOLDERS
+
+MAX_COMPLETE = 64
+"""Members up to which the server makes everybody everybody's neighbour."""
+
+LEAST_MEMBERS = 3
+"""Of a sum of two, each of the two can subtract its own update."""
+
+SEED_BYTES = KEY_BYTES
+MASK_KEY_SHARE, SELF_SEED_SHARE, SELF_SEED = "mask key share", "self seed share", "self seed"
+"""What a commitment is to."""
+
+WEIGHT, NUM_CLIPPED = "weight", "num_clipped"
+"""The masked numbers that every session has; others are the caller's."""
+
+RunId = Annotated[int, Field(ge=0, lt=2**64)]
+Key = Annotated[bytes, Field(min_length=KEY_BYTES, max_length=KEY_BYTES)]
+Digest = Annotated[bytes, Field(min_length=SESSION_BYTES, max_length=SESSION_BYTES)]
+Signature = Annotated[bytes, Field(min_length=64, max_length=64)]
+Commitment = Annotated[bytes, Field(min_length=COMMITMENT_BYTES, max_length=COMMITMENT_BYTES)]
+SEALED_BYTES = 2 * SEED_BYTES + SEAL_OVERHEAD_BYTES
+Sealed = Annotated[bytes, Field(min_length=SEALED_BYTES, max_length=SEALED_BYTES, repr=False)]
+Share = Annotated[bytes, Field(min_length=SEED_BYTES, max_length=SEED_BYTES)]
+Weight = Annotated[int, Field(ge=1, le=2**53)]
+Holders = Annotated[int, Field(ge=1, le=MAX_HOLDERS)]
+MAX_SCALARS = 64
+
+
+class Said(Told):
+    """A head of secure aggregation: bytes travel as base64, and no error quotes what it holds."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        ser_json_bytes="base64",
+        val_json_bytes="base64",
+        hide_input_in_errors=True,
+    )
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class SessionNumber:
+    """Which session of a run: strictly increasing, and persisted by the server before it sends."""
+
+    round: int
+    attempt: int
+
+    def __str__(self) -> str:
+        return f"round {self.round}, attempt {self.attempt}"
+
+
+def next_number(last: SessionNumber | None, *, round_number: int) -> SessionNumber:
+    """Return the number of the next session: a further attempt if the round had one before."""
+    if last is None or last.round < round_number:
+        return SessionNumber(round_number, 1)
+    return SessionNumber(last.round, last.attempt + 1)
+
+
+class Parameters(Said):
+    """What the server chose for a session; every device holds it against its own floor."""
+
+    run: RunId
+    round: Natural
+    attempt: Natural
+    mode: Mode
+    threshold: Holders
+    num_neighbours: Holders | None = Field(None, description="not set: the complete graph")
+    cipher: Cipher = "chacha20"
+    num_values: Natural = Field(description="P, the coordinates of the vector")
+    encoding: Encoding
+    scalars: Annotated[tuple[Scalar, ...], Field(max_length=MAX_SCALARS)]
+    rotation_seed: Digest | None = Field(None, description="of a 16-bit ring's rotation")
+    bounds_digest: Digest | None = Field(None, description="of that rotation's block bounds")
+
+    @property
+    def number(self) -> SessionNumber:
+        """Which session of the run this is."""
+        return SessionNumber(self.round, self.attempt)
+
+
+class Member(Said):
+    """A device's entry in the roster."""
+
+    name: Name
+    mask_key: Key
+    sharing_key: Key
+    planned_weight: Weight = Field(description="the largest weight that its plan allows")
+    has_aes: bool = False
+    signature: Signature | None = Field(None, repr=False)
+
+
+class KeysWanted(Said):
+    """Phase 0, server: a session opens."""
+
+    run: RunId
+    round: Natural
+    attempt: Natural
+    mode: Mode
+
+    @property
+    def number(self) -> SessionNumber:
+        """Which session of the run this is."""
+        return SessionNumber(self.round, self.attempt)
+
+
+class KeysAdvertised(Said):
+    """Phase 0, device: two fresh public keys, in active mode signed by its identity."""
+
+    name: Name
+    mask_key: Key
+    sharing_key: Key
+    has_aes: bool = False
+    signature: Signature | None = Field(None, repr=False)
+
+
+class Roster(Said):
+    """Phase 1, server: U1 and the parameters; the session's digest is made from it."""
+
+    parameters: Parameters
+    members: tuple[Member, ...]
+
+
+class DealtShare(Said):
+    """A mask key's share and a self seed's, sealed to their holder, and commitments to both."""
+
+    dealer: Name
+    holder: Name
+    sealed: Sealed
+    key_commitment: Commitment
+    seed_commitment: Commitment
+
+
+class SharesDealt(Said):
+    """Phase 1, device: one share for each of its holders."""
+
+    name: Name
+    session: Digest
+    seed_commitment: Commitment = Field(description="to the self seed itself")
+    shares: Annotated[tuple[DealtShare, ...], Field(max_length=MAX_HOLDERS)]
+
+
+class SharesDelivered(Said):
+    """Between the phases, server: what was dealt to one device."""
+
+    shares: Annotated[tuple[DealtShare, ...], Field(max_length=MAX_HOLDERS)]
+
+
+class SharesChecked(Said):
+    """Between the phases, device: whose shares do not open, or are not what was committed to."""
+
+    name: Name
+    bad_dealers: Annotated[tuple[Name, ...], Field(max_length=MAX_HOLDERS)] = ()
+
+
+class MaskWanted(Said):
+    """Phase 2, server: U2, within which the pairwise masks run."""
+
+    members: tuple[Name, ...]
+
+
+class MaskedHead(Said):
+    """Phase 2, device: beside the masked vector, its masked numbers (little-endian uint64)."""
+
+    name: Name
+    session: Digest
+    scalars: Annotated[bytes, Field(max_length=8 * MAX_SCALARS, repr=False)]
+
+
+class SurvivorsTold(Said):
+    """Phase 3, server: U3, and those of U2 that are not in it."""
+
+    survived: tuple[Name, ...]
+    dropped: tuple[Name, ...]
+
+
+class SurvivorsSigned(Said):
+    """Phase 3, device: its signature over the session, U2 and U3."""
+
+    name: Name
+    signature: Signature = Field(repr=False)
+
+
+class UnmaskWanted(Said):
+    """Phase 4, server: the same sets again, in active mode with the signatures on them."""
+
+    survived: tuple[Name, ...]
+    dropped: tuple[Name, ...]
+    signatures: dict[Name, Signature] = Field(default_factory=dict, repr=False)
+
+
+class SharesRevealed(Said):
+    """Phase 4, device: for each dealer whose share it holds, the share of one secret."""
+
+    name: Name
+    self_seed_shares: dict[Name, Share] = Field(repr=False)
+    mask_key_shares: dict[Name, Share] = Field(repr=False)
+
+
+Request = KeysWanted | Roster | SharesDelivered | MaskWanted | SurvivorsTold | UnmaskWanted
+Reply = KeysAdvertised | SharesDealt | SharesChecked | MaskedHead | SurvivorsSigned | SharesRevealed
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Phase:
+    """A phase: the action under which it travels, and its two messages."""
+
+    action: str
+    request: type[Request]
+    reply: type[Reply]
+
+
+PHASES = (
+    Phase(action="advertise_keys", request=KeysWanted, reply=KeysAdvertised),
+    Phase(action="share_keys", request=Roster, reply=SharesDealt),
+    Phase(action="check_shares", request=SharesDelivered, reply=SharesChecked),
+    Phase(action="masked_update", request=MaskWanted, reply=MaskedHead),
+    Phase(action="consistency", request=SurvivorsTold, reply=SurvivorsSigned),
+    Phase(action="unmask", request=UnmaskWanted, reply=SharesRevealed),
+)
+
+
+def complete_threshold(num_members: int, mode: Mode) -> int:
+    """Return the least t of a complete graph: floor(n/2) + 1, in active mode floor(2n/3) + 1.
+
+    Each holder gives one of a device's two shares. With t > n/2 no split of n honest holders yields
+    both; with t > 2n/3 none does though a third of the holders give both (2t > n + n/3).
+
+    =======  ===========  ======
+    members  semi-honest  active
+    =======  ===========  ======
+    3        2            3
+    10       6            7
+    64       33           43
+    =======  ===========  ======
+    """
+    return (2 * num_members) // 3 + 1 if mode == "active" else num_members // 2 + 1
+
+
+def signatures_needed(parameters: Parameters, num_members: int, *, corrupted: float) -> int:
+    """Return how many signatures on one survivor set prove that no other set has as many.
+
+    Complete graph: t. Sparse graph: more than (1 + corrupted) n / 2 of all n members, because two
+    sets with so many signers each share more than ``corrupted`` n of them, so an honest one, which
+    signs but once. (t of any members would not do there: t may be fewer than the corrupted.) With
+    a third corrupted this is the complete graph's two thirds.
+    """
+    if parameters.num_neighbours is None:
+        return parameters.threshold
+    quorum = math.floor((1 + corrupted) * num_members / 2) + 1
+    return max(parameters.threshold, quorum)
+
+
+def share_of(fraction: float, count: int) -> int:
+    """Return the least whole number that is at least ``fraction`` of ``count``.
+
+    Rounding errors below 1e-9 are taken off: 0.7 of 10 is 7, though the product lies above it.
+    """
+    return math.ceil(fraction * count - 1e-9)
+
+
+def most_clipped(num_values: int, num_scalars: int) -> int:
+    """Return how many clips one device can count: of every coordinate and every masked number."""
+    return num_values + num_scalars

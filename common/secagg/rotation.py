@@ -1,0 +1,253 @@
+"""A randomized block-Hadamard rotation, so that 16 bits are enough for every coordinate.
+
+Gradients have coordinates of very different sizes, and a ring of 16 bits has no room for that. The
+vector is therefore cut into blocks of 4,096; each is multiplied by public random signs and then by
+H / sqrt(4096), H being Hadamard's matrix of +1 and -1. Every rotated coordinate is a sum over its
+whole block with random signs: all are about normal, of the block's root mean square. So one public
+bound a block, a few times that size, wastes few bits. The rotation is linear and orthogonal: the
+rotated sum is the sum of the rotated, and turning it back does not enlarge the error (Suresh et
+al., "Distributed Mean Estimation with Limited Communication", ICML 2017, section 3; in blocks as in
+Kairouz et al., "The Distributed Discrete Gaussian Mechanism", ICML 2021).
+
+A vector whose length is no multiple of the block ends in a block that overlaps the one before, with
+signs of its own; a vector shorter than a block takes the largest power of two within it. Nothing is
+padded.
+
+A rotated block is measured in steps: (2^15 - 1) / W of them are its bound for one unit of weight,
+where W is the weight that the plans allow in all. Each step is rounded stochastically, so for n
+devices of one weight the mean is off by about
+
+    sqrt(n / 6) x bound / 2^15 per coordinate, and never by more than n x bound / 2^15,
+
+in the rotated vector and so, root mean square, in the one that was turned back. With bounds of 5
+times the root mean square of the devices' own means, and devices as far apart as independent normal
+vectors (own means sqrt(n) times as large as the cohort's), that is a relative L2 error of
+5 n / (sqrt(6) x 2^15): 6.2e-4 for n = 10 and 4.0e-3 for n = 64.
+
+What the server learns: nothing beyond the sum. Seed and bounds are public; the bounds follow past
+sums only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from headwater.common.secagg.fixed_point import LARGEST_CLIP, LEAST_CLIP, Encoding, check_finite
+from headwater.common.secagg.masking import Stream, mask_in_place
+from headwater.common.secagg.secret import Secret
+
+BLOCK_SIZE = 4096
+BLOCKS_AT_ONCE = 16  # 256 KiB of float32
+STEPS = 2**15 - 1
+
+FIRST_BOUND = 1.0
+"""Per rotated coordinate, before anything is known: a hundred times what mean gradients reach."""
+ROOM = 5.0  # a normal variable is beyond five standard deviations once in 1.7 million
+LEAST_SHARE = 1 / 16  # of the whole vector's root mean square: a still block may wake up
+CLIPPED_SHARE = 1e-5  # of all coordinates: more than ROOM explains
+WIDEST = 8.0  # times what the last sum asks for
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rotation:
+    """A rotation of [P] that everybody can compute; its seed is public, and new in each round.
+
+    Raises:
+        ValueError: a seed that has not 32 bytes, no coordinate, or a block that is no power of two.
+    """
+
+    seed: bytes
+    num_coordinates: int
+    block_size: int = BLOCK_SIZE
+
+    def __post_init__(self) -> None:
+        if len(self.seed) != 32 or self.num_coordinates < 1:
+            raise ValueError(f"{len(self.seed)} bytes of seed, {self.num_coordinates} coordinates")
+        if self.block_size < 1 or self.block_size & (self.block_size - 1):
+            raise ValueError(f"a block of {self.block_size} is no power of two")
+
+    @property
+    def block(self) -> int:
+        """The block's size, or the largest power of two in a shorter vector."""
+        return min(self.block_size, 1 << (self.num_coordinates.bit_length() - 1))
+
+    @property
+    def num_blocks(self) -> int:
+        """How many bounds there are; the last block may be shorter than the others."""
+        return -(-self.num_coordinates // self.block)
+
+
+def rotated_encoding(*, max_weight: int) -> Encoding:
+    """Return the 16-bit encoding of a vector that ``rotate_in_place`` has measured in steps."""
+    return Encoding(ring_bits=16, scale_bits=0, clip=STEPS / max_weight, max_weight=max_weight)
+
+
+def rotate_in_place(
+    values_P: Tensor, *, rotation: Rotation, bounds: NDArray[np.float32], max_weight: int
+) -> None:
+    """Rotate a device's sum and measure each block in steps of its bound, in the same memory.
+
+    Beyond the vector it takes P / 8 bytes of signs and less than 1 MiB. Values near float32's end
+    may overflow in a block's sums; that is found when the vector is encoded.
+
+    Raises:
+        NonFiniteUpdate: a NaN or an infinity; nothing was changed.
+        ValueError: the lengths differ, or a bound is not finite and positive.
+    """
+    values = values_P.numpy()
+    steps = STEPS / (max_weight * _checked(values, bounds, rotation))
+    check_finite(values)
+    signs = _signs(rotation)
+    with np.errstate(over="ignore", invalid="ignore"):
+        for span in _spans(rotation):
+            _flip(values[span], signs, span.start)
+            _hadamard(values[span], rotation.block)
+        tail = _tail(rotation)
+        if tail is not None:
+            _flip(values[tail], signs, rotation.num_coordinates)
+            _hadamard(values[tail], rotation.block)
+        _scale(values, steps, rotation)
+
+
+def unrotate_in_place(
+    mean_P: NDArray[np.float32],
+    *,
+    rotation: Rotation,
+    bounds: NDArray[np.float32],
+    max_weight: int,
+) -> NDArray[np.float64]:
+    """Turn the decoded mean back, in the same memory; return the RMS of each rotated block.
+
+    Raises:
+        ValueError: as ``rotate_in_place``.
+    """
+    _scale(mean_P, max_weight * _checked(mean_P, bounds, rotation) / STEPS, rotation)
+    block_rms = np.array([_rms(mean_P[span]) for span in _blocks(rotation)])
+    signs = _signs(rotation)
+    tail = _tail(rotation)
+    if tail is not None:
+        _hadamard(mean_P[tail], rotation.block)
+        _flip(mean_P[tail], signs, rotation.num_coordinates)
+    for span in _spans(rotation):
+        _hadamard(mean_P[span], rotation.block)
+        _flip(mean_P[span], signs, span.start)
+    return block_rms
+
+
+def first_bounds(rotation: Rotation, *, bound: float = FIRST_BOUND) -> NDArray[np.float32]:
+    """Return the bounds [num_blocks] before any sum is known."""
+    return np.full(rotation.num_blocks, bound, dtype=np.float32)
+
+
+def device_spread(
+    *, num_devices: int, squared_norms: float, weight: float, mean_norm: float
+) -> float:
+    """Return how many times larger the devices' own means are than the cohort's, at least 1.
+
+    It is sqrt(n x sum of |v_i|^2) / |sum of v_i|, which is exact for devices of one weight;
+    ``squared_norms`` is the sum of |v_i|^2 over their (unrotated) sums. A mean of zero gives 1.
+    """
+    if mean_norm <= 0 or weight <= 0:
+        return 1.0
+    return max(1.0, math.sqrt(num_devices * max(squared_norms, 0.0)) / (weight * mean_norm))
+
+
+def follow_bounds(
+    bounds: NDArray[np.float32], *, block_rms: NDArray[np.float64], spread: float, clipped: float
+) -> NDArray[np.float32]:
+    """Return the next round's bounds, from the RMS of each block of the mean.
+
+    A bound is 5 x ``spread`` x the block's RMS, a block's RMS being taken as a sixteenth of the
+    whole vector's at the least. If more than 1e-5 of the coordinates were ``clipped`` (a share),
+    the bounds double instead, up to 8 times that. A mean of zero changes nothing.
+    """
+    whole = math.sqrt(float(np.mean(np.square(block_rms))))
+    if not whole:
+        return bounds
+    wanted = ROOM * spread * np.maximum(block_rms, LEAST_SHARE * whole)
+    if clipped > CLIPPED_SHARE:
+        wanted = np.clip(2.0 * bounds, wanted, WIDEST * wanted)
+    return np.clip(wanted, LEAST_CLIP, LARGEST_CLIP).astype(np.float32)
+
+
+def _checked(
+    values: NDArray[np.float32], bounds: NDArray[np.float32], rotation: Rotation
+) -> NDArray[np.float64]:
+    """Return the bounds in float64."""
+    if len(values) != rotation.num_coordinates or len(bounds) != rotation.num_blocks:
+        raise ValueError(
+            f"{len(values):,} coordinates and {len(bounds):,} bounds, not "
+            f"{rotation.num_coordinates:,} and {rotation.num_blocks:,}"
+        )
+    if not (np.isfinite(bounds) & (bounds > 0)).all():
+        raise ValueError("the bounds of blocks must be finite and above zero")
+    return bounds.astype(np.float64)
+
+
+def _blocks(rotation: Rotation) -> Iterator[slice]:
+    """Yield the parts of the vector that have a bound each."""
+    for start in range(0, rotation.num_coordinates, rotation.block):
+        yield slice(start, min(start + rotation.block, rotation.num_coordinates))
+
+
+def _spans(rotation: Rotation) -> Iterator[slice]:
+    """Yield runs of whole blocks that are rotated at once."""
+    end = rotation.num_coordinates // rotation.block * rotation.block
+    length = BLOCKS_AT_ONCE * rotation.block
+    for start in range(0, end, length):
+        yield slice(start, min(start + length, end))
+
+
+def _tail(rotation: Rotation) -> slice | None:
+    """Return the overlapping block at the end, if the others leave something over."""
+    if rotation.num_coordinates % rotation.block == 0:
+        return None
+    return slice(rotation.num_coordinates - rotation.block, rotation.num_coordinates)
+
+
+def _signs(rotation: Rotation) -> NDArray[np.uint8]:
+    """Return a public random bit for each coordinate, and then for each of the tail, packed."""
+    num_bits = rotation.num_coordinates + rotation.block
+    bits = np.zeros(-(-num_bits // 32), dtype=np.uint32)
+    mask_in_place(bits, [Stream(key=Secret(rotation.seed), sign=1)])
+    return bits.view(np.uint8)
+
+
+def _flip(values: NDArray[np.float32], signs: NDArray[np.uint8], at: int) -> None:
+    """Change the signs of the coordinates whose bit is set, beginning with bit ``at``."""
+    packed = signs[at // 8 : -(-(at + len(values)) // 8)]
+    bits = np.unpackbits(packed)[at % 8 : at % 8 + len(values)]
+    raw = values.view(np.uint32)
+    np.bitwise_xor(raw, bits.astype(np.uint32) << np.uint32(31), out=raw)
+
+
+def _hadamard(values: NDArray[np.float32], block: int) -> None:
+    """Multiply each block by H / sqrt(block): H = H_rows (x) H_columns, two small products."""
+    columns = 1 << (block.bit_length() - 1) // 2
+    rows = block // columns
+    blocks = values.reshape(-1, rows, columns)
+    half_way = np.matmul(_matrix(rows), blocks)
+    np.matmul(half_way, _matrix(columns) * np.float32(1 / math.sqrt(block)), out=blocks)
+
+
+def _matrix(size: int) -> NDArray[np.float32]:
+    """Return Hadamard's matrix of a power of two, by Sylvester's doubling."""
+    matrix = np.ones((1, 1), dtype=np.float32)
+    while len(matrix) < size:
+        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
+    return matrix
+
+
+def _scale(values: NDArray[np.float32], factors: NDArray[np.float64], rotation: Rotation) -> None:
+    for span, factor in zip(_blocks(rotation), factors.astype(np.float32), strict=True):
+        np.multiply(values[span], factor, out=values[span])
+
+
+def _rms(values: NDArray[np.float32]) -> float:
+    return math.sqrt(float(np.mean(np.square(values, dtype=np.float64))))

@@ -1,0 +1,65 @@
+"""A session as everybody sees it who was shown the same roster: its members, digest and graph.
+
+The graph follows from the session's digest, in which the fresh keys of all members went, so the
+server cannot choose a device's neighbours. (It can, with devices that collude, make their keys
+anew and try again: N tries take log2 N off the bits of the graph's failure bounds.)
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from headwater.common.secagg.graph import neighbours
+from headwater.common.secagg.protocol import Member, Parameters
+from headwater.common.secagg.session_digest import session_digest
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Session:
+    """Members by name in their order, the digest that salts every key, and who neighbours whom."""
+
+    parameters: Parameters
+    members: Mapping[str, Member]
+    digest: bytes
+    graph: Mapping[str, tuple[str, ...]] | None = field(repr=False)
+
+    def neighbours(self, name: str) -> tuple[str, ...]:
+        """Return with whom a member shares a pairwise mask."""
+        if self.graph is None:
+            return tuple(other for other in self.members if other != name)
+        return self.graph[name]
+
+    def holders(self, dealer: str) -> tuple[str, ...]:
+        """Return who holds a dealer's shares; the one at index i holds those at x = i + 1.
+
+        In a complete graph the dealer is one of its own n holders (Bonawitz et al.), in a sparse
+        one its k neighbours alone are (Bell et al.). Holding is mutual, so these are also the
+        dealers whose shares it holds itself.
+        """
+        return tuple(self.members) if self.graph is None else self.graph[dealer]
+
+    def short_of_holders(self, dealers: Iterable[str], *, present: Iterable[str]) -> list[str]:
+        """Return those of the dealers of whose holders fewer than t are present."""
+        here, threshold = frozenset(present), self.parameters.threshold
+        if self.graph is None:  # all dealers have the same holders
+            return list(dealers) if len(here & self.members.keys()) < threshold else []
+        return [d for d in dealers if sum(h in here for h in self.graph[d]) < threshold]
+
+
+def session_of(
+    parameters: Parameters, members: Iterable[Member], *, model_digest: bytes
+) -> Session:
+    """Return the session of these parameters, members and model."""
+    by_name = {m.name: m for m in sorted(members, key=lambda member: member.name)}
+    digest = session_digest(parameters, by_name.values(), model_digest=model_digest)
+    k = parameters.num_neighbours
+    graph = None if k is None else _graph(tuple(by_name), k, digest)
+    return Session(parameters=parameters, members=by_name, digest=digest, graph=graph)
+
+
+@functools.lru_cache(maxsize=2)
+def _graph(names: tuple[str, ...], k: int, seed: bytes) -> Mapping[str, tuple[str, ...]]:
+    """Return the graph, kept because a process that plays many devices asks for it once each."""
+    return neighbours(names, num_neighbours=k, seed=seed)

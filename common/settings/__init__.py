@@ -1,0 +1,1 @@
+"""Every setting, its sources, and the flags made from it."""

@@ -1,0 +1,1 @@
+"""Estimates: straight lines, training speed, gradient noise."""

@@ -1,0 +1,1 @@
+"""Files, logs, memory and ports of the machine that this process runs on."""

@@ -1,0 +1,112 @@
+"""The page of Prometheus metrics: GET /metrics over plain HTTP, for whoever may reach the port.
+
+One thread answers one scrape after the other, and gives up one that stalls, so that nobody can
+make it take memory. There is no TLS and no password: beyond loopback it must be asked for aloud,
+and then a firewall, or a proxy that has both, should stand before it. Imported only where metrics
+were asked for.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import socketserver
+import threading
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import choose_encoder
+
+from headwater.common.errors import InsecureAddress, PortInUse
+from headwater.common.transport.tls import is_loopback, split_address
+
+log = logging.getLogger(__name__)
+
+STALL_SECONDS = 5.0
+PATH = "/metrics"
+
+
+def check_metrics_address(address: str, *, is_insecure: bool) -> None:
+    """Refuse metrics beyond loopback, unless it was said aloud.
+
+    Raises:
+        InsecureAddress: not loopback, and no --insecure.
+        SettingsError: not HOST:PORT.
+    """
+    host, _ = split_address(address)
+    if not (is_insecure or is_loopback(host)):
+        raise InsecureAddress(
+            f"--metrics {address} is beyond this machine, and metrics are plain text",
+            remedy="listen on 127.0.0.1, where an agent here scrapes it; or say --insecure if you "
+            "accept that whoever reaches the port may read devices' names and figures",
+        )
+
+
+class MetricsPort:
+    """Shows a registry until ``close``."""
+
+    def __init__(self, address: str, registry: CollectorRegistry) -> None:
+        """Open the port; 0 takes a free one.
+
+        Raises:
+            PortInUse: it cannot be had.
+        """
+        host, port = split_address(address)
+        try:
+            self._server = _Server((host, port), registry)
+        except OSError as error:
+            raise PortInUse(
+                f"cannot listen on {address} for metrics: {error.strerror}",
+                remedy="choose another port with --metrics HOST:PORT",
+            ) from error
+        self.port: int = self._server.server_address[1]
+        shown = f"[{host}]" if ":" in host else host
+        self.url = f"http://{shown}:{self.port}{PATH}"
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, name="metrics", daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        """Close the port."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+class _Server(socketserver.TCPServer):
+    allow_reuse_address = True
+    request_queue_size = 16
+
+    def __init__(self, address: tuple[str, int], registry: CollectorRegistry) -> None:
+        self.registry = registry
+        self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        super().__init__(address, _Page)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        log.debug("a scrape from %s came to nothing", client_address, exc_info=True)
+
+
+class _Page(BaseHTTPRequestHandler):
+    timeout = STALL_SECONDS
+    server: _Server
+
+    def do_GET(self) -> None:
+        if self.path.partition("?")[0] != PATH:
+            self.send_error(HTTPStatus.NOT_FOUND, f"the metrics are at {PATH}")
+            return
+        encode, content_type = choose_encoder(self.headers.get("Accept", ""))
+        page = encode(self.server.registry)
+        self.send_response(HTTPStatus.OK)
+        self.send_header("Content-Type", content_type)
+        self.send_header("Content-Length", str(len(page)))
+        self.end_headers()
+        self.wfile.write(page)
+
+    def version_string(self) -> str:
+        return "headwater"
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the base's own name
+        log.debug(format, *args)

@@ -1,0 +1,1 @@
+"""The wire format, its limits, certificates and TLS."""

@@ -1,0 +1,126 @@
+"""TLS as it is set up: the three files of a side, and which addresses need them.
+
+A device's certificate bears its name as common name; the server holds the name in ``Hello`` against
+it (``server.transport.admission``). gRPC speaks TLS 1.2 with authenticated encryption, or 1.3, and no less;
+two ends of ours settle on 1.3, and an attacker between them cannot talk them down (RFC 8446,
+section 4.1.3). ``common.transport.certificates`` has the certificates themselves; it and cryptography's x509
+(1.3 MB of an idle device) are imported only where there are certificates.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from headwater.common.errors import CertificateProblem, InsecureAddress, SettingsError
+from headwater.common.settings.schema import Tls
+
+if TYPE_CHECKING:
+    from cryptography import x509
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Credentials:
+    """What a side shows and whom it trusts, in PEM."""
+
+    ca: bytes
+    certificate: bytes
+    key: bytes
+
+    def __repr__(self) -> str:
+        return "Credentials(...)"
+
+    @property
+    def leaf(self) -> x509.Certificate:
+        """This side's own certificate."""
+        from cryptography import x509
+
+        return x509.load_pem_x509_certificate(self.certificate)
+
+
+def read_credentials(tls: Tls) -> Credentials | None:
+    """Read the three files; None if none is named.
+
+    Certificate and key may lie in one file, which is then named twice.
+
+    Raises:
+        SettingsError: only some of the three are named.
+        CertificateProblem: one cannot be read, or is not what it should be.
+    """
+    named = {"--tls-ca": tls.ca, "--tls-certificate": tls.certificate, "--tls-key": tls.key}
+    missing = [flag for flag, path in named.items() if path is None]
+    if len(missing) == len(named):
+        return None
+    if missing:
+        raise SettingsError(
+            f"{', '.join(missing)} is missing", remedy="give all three TLS files, or none"
+        )
+    ca, certificate, key = (_read(flag, path) for flag, path in named.items() if path)
+    return _checked(ca, certificate, key, tls)
+
+
+def _checked(ca: bytes, certificate: bytes, key: bytes, tls: Tls) -> Credentials:
+    from cryptography import x509
+    from cryptography.hazmat.primitives import serialization
+    from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+
+    from headwater.common.transport.certificates import check_dates, spki
+
+    try:
+        authority = x509.load_pem_x509_certificate(ca)
+        chain = x509.load_pem_x509_certificates(certificate)
+        private = serialization.load_pem_private_key(key, password=None)
+    except (ValueError, TypeError) as error:
+        raise CertificateProblem(f"a TLS file is not the PEM it should be: {error}") from error
+    if spki(chain[0].public_key()) != spki(private.public_key()):
+        raise CertificateProblem(f"{tls.key} is not the key of {tls.certificate}")
+    check_dates(authority, tls.ca)
+    check_dates(chain[0], tls.certificate)
+    return Credentials(
+        ca=ca,
+        certificate=b"".join(one.public_bytes(Encoding.PEM) for one in chain),
+        key=private.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()),
+    )
+
+
+def _read(flag: str, path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise CertificateProblem(f"{flag} {path}: {error.strerror}") from error
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Split HOST:PORT; an IPv6 host stands in brackets.
+
+    Raises:
+        SettingsError: it is neither.
+    """
+    host, separator, port = address.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not separator or not host or not port.isdecimal() or int(port) > 65_535:
+        raise SettingsError(f"expected HOST:PORT, found {address!r}")
+    return host, int(port)
+
+
+def is_loopback(host: str) -> bool:
+    """Tell whether a host is this machine itself."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def check_address(address: str, *, has_tls: bool, is_insecure: bool) -> None:
+    """Refuse plain text beyond loopback, unless it was said aloud.
+
+    Raises:
+        InsecureAddress: no TLS, not loopback, and no --insecure.
+    """
+    host, _ = split_address(address)
+    if not (has_tls or is_insecure or is_loopback(host)):
+        raise InsecureAddress(f"{address} is beyond this machine, and no TLS files are given")

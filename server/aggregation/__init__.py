@@ -1,0 +1,1 @@
+"""Adds updates, divides once, and takes the step."""

@@ -1,0 +1,188 @@
+"""The cohort's sum: 64-bit integers, so that the order of arrival cannot change a bit.
+
+Each tensor has a power-of-two scale 2^f. An update's coordinate x enters as the integer nearest to
+x 2^f, and integer addition is associative: whatever order the updates come in, and on whichever
+engine, the sum is the same. The scale leaves HEADROOM_BITS and log2(cohort) above the largest sum
+of the last round, so overflow is rare; when it comes, sum and scale are shifted down together and
+the shift is counted, never refused. What had arrived before a shift is rounded once more: only in a
+round with a shift may the order move the sum, by a step of the coarser scale for each shift.
+
+Error: n updates of a tensor whose largest sum last round was M < 2^e are summed with an absolute
+error of at most n 2^-(f+1), where f = 61 - 10 - ceil(log2 n) - e. For n = 100 and M = 1 (e = 1) it
+is 100 x 2^-44 = 5.7e-12; float32 itself resolves 1.2e-7 there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from headwater.common.errors import CorruptUpdate, NonFiniteUpdate
+from headwater.common.model.parameters import ModelLayout
+from headwater.common.model.vectors import CHUNK
+
+HEADROOM_BITS = 10
+SUM_BITS = 62
+Floats = NDArray[np.float32] | NDArray[np.float64]
+
+# Before the first round nothing is known: a gradient of up to 2^10 per unit of weight fits.
+FIRST_LARGEST_MEAN = 1.0
+
+# float32 is below 2^128 and resolves down to 2^-149: scales beyond these bounds gain nothing.
+MIN_SCALE_BITS, MAX_SCALE_BITS = -100, 200
+
+
+class CohortSum:
+    """The sum of a round's updates, of twice the model's width."""
+
+    def __init__(self, layout: ModelLayout) -> None:
+        self._layout = layout
+        self._sum_P: NDArray[np.int64] = np.zeros(layout.num_parameters, dtype=np.int64)
+        self._scale_bits = [0] * len(layout.spans)
+        self._largest = [FIRST_LARGEST_MEAN] * len(layout.spans)
+        self._is_first = True
+        self._bounds: list[float] = []
+        self._peaks: list[float] = []
+        starts = [start for start, end in layout.spans if end > start]
+        self._starts = np.array(starts, dtype=np.intp)
+        self._runs: list[_Run] = []
+        self.num_shifts = 0
+        self.weight = 0
+
+    @property
+    def largest(self) -> list[float] | None:
+        """The largest absolute sum per tensor of the last round; kept across restarts."""
+        return None if self._is_first else list(self._largest)
+
+    def restore(self, largest: Sequence[float] | None) -> None:
+        """Take up the state that ``largest`` gave."""
+        if largest is not None:
+            self._largest, self._is_first = list(largest), False
+
+    def open(self, *, num_clients: int, planned_weight: int) -> None:
+        """Empty the sum and fix the round's scales.
+
+        ``planned_weight`` scales the guess of the first round only, when no sum is known yet.
+        """
+        self._sum_P.fill(0)
+        self.weight = 0
+        self.num_shifts = 0
+        self._bounds = [0.0] * len(self._largest)
+        self._peaks = [0.0] * len(self._largest)
+        room = SUM_BITS - 1 - HEADROOM_BITS - math.ceil(math.log2(max(num_clients, 1)))
+        for t, largest in enumerate(self._largest):
+            expected = largest * planned_weight if self._is_first else largest
+            exponent = math.frexp(expected)[1] if expected > 0 else 0
+            self._scale_bits[t] = min(max(room - exponent, MIN_SCALE_BITS), MAX_SCALE_BITS)
+        self._runs = _runs_of(self._layout, self._scale_bits)
+
+    def check(self, values_P: Tensor, *, name: str) -> list[float]:
+        """Check an update's vector before anything of it is added; return what ``fold`` asks for.
+
+        Raises:
+            CorruptUpdate: it has another length than the model.
+            NonFiniteUpdate: it has a NaN or an infinity.
+        """
+        if values_P.numel() != self._layout.num_parameters:
+            raise CorruptUpdate(
+                f"{name}: the update has {values_P.numel():,} coordinates, the model "
+                f"{self._layout.num_parameters:,}"
+            )
+        peaks = self._peaks_of(values_P.numpy())
+        if not all(map(math.isfinite, peaks)):
+            raise NonFiniteUpdate(f"{name}: the update holds a NaN or an infinity")
+        return peaks
+
+    def fold(self, values_P: Tensor, weight: int, peaks: Sequence[float] | None = None) -> None:
+        """Add one checked update, or a sum of many in float64.
+
+        ``peaks`` are what ``check`` returned of it; they are looked for if they are not at hand.
+        """
+        source: Floats = values_P.numpy()
+        num_shifts = self.num_shifts
+        for t, peak in enumerate(self._peaks_of(source) if peaks is None else peaks):
+            self._make_room(t, peak)
+        if self.num_shifts != num_shifts:
+            self._runs = _runs_of(self._layout, self._scale_bits)
+        for low, high, factor in self._runs:
+            # A power of two changes no digit of a float32, nor does it overflow: there is room for
+            # the product in SUM_BITS. What is lost below 2^-126 is far below 1/2.
+            scaled = source[low:high] * factor
+            self._sum_P[low:high] += np.rint(scaled, out=scaled).astype(np.int64)
+        self.weight += weight
+
+    def _peaks_of(self, source: Floats) -> list[float]:
+        """Return the largest magnitude in each tensor, 0 in an empty one; NaN if there is one."""
+        spans = self._layout.spans
+        if len(source) > CHUNK or len(self._starts) < len(spans):
+            parts = [source[start:end] for start, end in spans]
+            return [max(float(p.max()), -float(p.min())) if len(p) else 0.0 for p in parts]
+        peaks: list[float] = np.maximum.reduceat(np.abs(source), self._starts).tolist()
+        return peaks
+
+    def _make_room(self, t: int, peak: float) -> None:
+        """Shift a tensor's sum and scale down if an update of this peak could overflow it."""
+        self._peaks[t] = max(self._peaks[t], peak)
+        self._bounds[t] += peak
+        if not self._bounds[t]:
+            return
+        excess = math.frexp(self._bounds[t])[1] + self._scale_bits[t] - SUM_BITS
+        if excess > 0:
+            start, end = self._layout.spans[t]
+            part = self._sum_P[start:end]
+            shift = min(excess, 63)
+            np.right_shift(part + (1 << (shift - 1)), shift, out=part)
+            self._scale_bits[t] -= excess
+            self.num_shifts += 1
+
+    def close(self) -> Tensor:
+        """Divide once, by the cohort's weight, and return the mean gradient [P] in float32.
+
+        The mean is written over the sum's own memory: the sum is gone afterwards.
+        """
+        mean_P = self._sum_P.view(np.float32)[: self._layout.num_parameters]
+        for t, (start, end) in enumerate(self._layout.spans):
+            largest = 0.0
+            for low in range(start, end, CHUNK):
+                high = min(low + CHUNK, end)
+                wide = self._sum_P[low:high].astype(np.float64)
+                wide *= 2.0 ** -self._scale_bits[t]
+                largest = max(largest, float(np.abs(wide).max()))
+                # Coordinate i of the mean lies in bytes 4i..4i+3, behind every sum still unread.
+                mean_P[low:high] = wide / self.weight
+            # A sum that rounded to nothing, or cancelled, sets the scale by its largest update.
+            if largest or self._peaks[t]:
+                self._largest[t] = largest or self._peaks[t]
+            elif self._is_first:
+                self._largest[t] = float(self.weight)
+        self._is_first = False
+        return torch.from_numpy(mean_P)
+
+
+# Coordinates from ``low`` to before ``high``, and what each, or all, are multiplied by.
+_Run = tuple[int, int, "Floats | np.floating[Any]"]
+
+
+def _runs_of(layout: ModelLayout, scale_bits: Sequence[int]) -> list[_Run]:
+    """Cut a vector into runs of up to CHUNK coordinates; a model of no more is one run.
+
+    Each operation on a run has its price: that of four tensors of a small model was dearer than
+    their coordinates.
+    """
+    spans = layout.spans
+    is_narrow = all(-126 <= bits <= 127 for bits in scale_bits)  # as float32 has exponents
+    factors = np.array([2.0**bits for bits in scale_bits], np.float32 if is_narrow else np.float64)
+    if layout.num_parameters <= CHUNK:
+        lengths = [end - start for start, end in spans]
+        return [(0, layout.num_parameters, np.repeat(factors, lengths))]
+    return [
+        (low, min(low + CHUNK, end), factor)
+        for (start, end), factor in zip(spans, factors, strict=True)
+        for low in range(start, end, CHUNK)
+    ]

@@ -1,0 +1,264 @@
+"""The server's step: any optimizer and any schedule of ``torch.optim``, on the mean gradient.
+
+The optimizer steps the model's own parameters, which are views into the image, so the step changes
+the image in place.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from headwater.common.errors import CheckpointCorrupt, SettingsError
+from headwater.common.model.parameters import ModelImage
+from headwater.common.settings import schema as settings
+from headwater.server.aggregation.dynamo_stub import without_dynamo
+
+Scheduler = torch.optim.lr_scheduler.LRScheduler
+
+# Their rate is not a factor of the step that is taken with it: Rprop has it in the first step
+# alone, ASGD in the next one, and Adafactor as an upper bound.
+RATE_IS_NO_FACTOR = (torch.optim.Rprop, torch.optim.ASGD, torch.optim.Adafactor)
+
+
+def rate_factor(scaling: Literal["none", "linear", "sqrt"], batch_ratio: float) -> float:
+    """Return what the rate is multiplied by when the batch is ``batch_ratio`` times its reference.
+
+    Linear: Goyal et al. 2017, for SGD while the batch is below the noise scale. Square root:
+    Malladi et al. 2022, for Adam and its kin, whose steps do not grow with the gradient.
+    """
+    if scaling == "none":
+        return 1.0
+    return batch_ratio if scaling == "linear" else math.sqrt(batch_ratio)
+
+
+class ServerOptimizer:
+    """An optimizer over an image, with warmup and schedule."""
+
+    @without_dynamo()
+    def __init__(
+        self, image: ModelImage, optimizer: settings.Optimizer, schedule: settings.Schedule
+    ) -> None:
+        _try_out(optimizer, schedule)
+        self._parameters = image.trainable()
+        self._spans = image.layout.spans
+        self._optimizer = _optimizer(self._parameters, optimizer)
+        self._scheduler = _scheduler(self._optimizer, schedule)
+        if schedule.batch_scaling != "none" and isinstance(self._optimizer, RATE_IS_NO_FACTOR):
+            raise SettingsError(
+                f"the steps of {type(self._optimizer).__name__} are not proportional to its rate, "
+                f"so that it cannot follow the batch",
+                remedy="leave out --batch-scaling, or choose sgd, adam or adamw",
+            )
+
+    @property
+    def learning_rate(self) -> float:
+        """The schedule's rate for the next step."""
+        return float(self._optimizer.param_groups[0]["lr"])
+
+    @without_dynamo()
+    def step(self, mean_P: Tensor, factor: float = 1.0) -> float:
+        """Take one step along a mean gradient [P], move the schedule on and return the rate used.
+
+        That is the schedule's rate times ``factor``, for this step alone: schedules compute their
+        next rate from the last one, and must not see it.
+
+        Raises:
+            SettingsError: the schedule is at its end (OneCycleLR has a total of steps).
+        """
+        for parameter, (start, end) in zip(self._parameters, self._spans, strict=True):
+            parameter.grad = mean_P[start:end].view(parameter.shape)
+        with self._rates_times(factor):
+            used = self.learning_rate
+            self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        if self._scheduler is not None:
+            try:
+                self._scheduler.step()
+            except ValueError as error:
+                raise SettingsError(
+                    f"{self._kinds[-1]}: {error}", remedy="let the schedule last for all --rounds"
+                ) from error
+        return used
+
+    @contextmanager
+    def _rates_times(self, factor: float) -> Iterator[None]:
+        """Multiply each group's rate by ``factor``, and put back the very numbers after that."""
+        groups = self._optimizer.param_groups
+        rates = [group["lr"] for group in groups]
+        for group in groups:
+            group["lr"] *= factor
+        try:
+            yield
+        finally:
+            for group, rate in zip(groups, rates, strict=True):
+                group["lr"] = rate
+
+    @property
+    def _kinds(self) -> list[str]:
+        """The classes whose state this is."""
+        parts = getattr(self._scheduler, "_schedulers", [self._scheduler])
+        return [type(part).__name__ for part in (self._optimizer, *parts) if part is not None]
+
+    @without_dynamo()
+    def state(self) -> tuple[dict[str, Tensor], str]:
+        """Return the tensors of the state by name, and the rest as JSON."""
+        whole = self._optimizer.state_dict()
+        tensors: dict[str, Tensor] = {}
+        plain: dict[str, Any] = {}
+        for index, entries in whole["state"].items():
+            for key, value in entries.items():
+                if isinstance(value, Tensor):
+                    tensors[f"{index}.{key}"] = value
+                elif value is not None:
+                    plain[f"{index}.{key}"] = value
+        rest = {
+            "kinds": self._kinds,
+            "groups": whole["param_groups"],
+            "plain": plain,
+            "scheduler": self._scheduler.state_dict() if self._scheduler else None,
+        }
+        return tensors, json.dumps(rest)
+
+    @without_dynamo()
+    def restore(self, tensors: Mapping[str, Tensor], rest: str) -> None:
+        """Take up the state that ``state`` gave.
+
+        Raises:
+            CheckpointCorrupt: it is not that of this optimizer.
+        """
+        try:
+            told = json.loads(rest)
+            if told["kinds"] != self._kinds:
+                raise ValueError(f"it is that of {told['kinds']}, not of {self._kinds}")
+            state: dict[int, dict[str, Any]] = {}
+            for name, value in (*tensors.items(), *told["plain"].items()):
+                index, _, key = name.partition(".")
+                state.setdefault(int(index), {})[key] = value
+            self._optimizer.load_state_dict({"state": state, "param_groups": told["groups"]})
+            if self._scheduler is not None:
+                own = self._scheduler.state_dict()
+                self._scheduler.load_state_dict(_in_form_of(own, told["scheduler"]))
+        except (KeyError, ValueError, TypeError) as error:
+            raise CheckpointCorrupt(
+                f"the optimizer's state does not fit: {error}",
+                remedy="resume with the optimizer and schedule that the run was started with",
+            ) from error
+
+
+def _in_form_of(own: Any, told: Any) -> Any:
+    """Undo what JSON does to a scheduler's state: keys that are numbers come back as text."""
+    if isinstance(own, dict):
+        keys = {str(key): key for key in own}
+        return type(own)({keys.get(key, key): _in_form_of(own.get(key), told[key]) for key in told})
+    if isinstance(own, list) and len(own) == len(told):
+        return [_in_form_of(*pair) for pair in zip(own, told, strict=True)]
+    return told
+
+
+def _try_out(optimizer: settings.Optimizer, schedule: settings.Schedule) -> None:
+    """Take two steps on a parameter of its own.
+
+    Some classes of torch refuse their arguments only when they step; a run should not begin then.
+
+    Raises:
+        SettingsError: optimizer or schedule cannot be made, or cannot step.
+    """
+    parameter = torch.nn.Parameter(torch.zeros(2, 2))
+    made = _optimizer([parameter], optimizer)
+    scheduler = _scheduler(made, schedule)
+    try:
+        for _ in range(2):
+            parameter.grad = torch.zeros(2, 2)
+            made.step()
+            if scheduler is not None:
+                scheduler.step()
+    except Exception as error:
+        raise SettingsError(
+            f"{optimizer.name} with the schedule {schedule.name} cannot step: {error}",
+            remedy="see their pages in torch's docs",
+        ) from error
+
+
+def _named_class(module: Any, name: str, base: type) -> type[Any]:
+    """Find a class of a torch module by its name in any case."""
+    classes = {
+        key.lower(): value
+        for key, value in vars(module).items()
+        if isinstance(value, type) and issubclass(value, base) and value is not base
+    }
+    if name.lower() not in classes:
+        raise SettingsError(
+            f"{module.__name__} has no {name!r}", remedy=f"one of: {', '.join(sorted(classes))}"
+        )
+    return classes[name.lower()]
+
+
+def _made(kind: type[Any], first: Any, arguments: Mapping[str, Any]) -> Any:
+    known = inspect.signature(kind).parameters
+    unknown = sorted(set(arguments) - set(known))
+    if unknown:
+        raise SettingsError(
+            f"{kind.__name__} has no argument {', '.join(unknown)}",
+            remedy=f"it has: {', '.join(list(known)[1:])}",
+        )
+    try:
+        return kind(first, **arguments)
+    except Exception as error:
+        raise SettingsError(
+            f"{kind.__name__}: {str(error) or type(error).__name__}",
+            remedy="see its page in torch's docs",
+        ) from error
+
+
+def _optimizer(
+    parameters: list[torch.nn.Parameter], chosen: settings.Optimizer
+) -> torch.optim.Optimizer:
+    kind = _named_class(torch.optim, chosen.name, torch.optim.Optimizer)
+    if kind in (torch.optim.LBFGS, torch.optim.SparseAdam):
+        raise SettingsError(
+            f"{kind.__name__} cannot step on a sum of gradients", remedy="choose sgd, adam or adamw"
+        )
+    if "lr" in chosen.arguments:
+        raise SettingsError(
+            "lr is among the optimizer's arguments", remedy="set it by --learning-rate"
+        )
+    arguments = {
+        key: tuple(value) if isinstance(value, list) else value
+        for key, value in chosen.arguments.items()
+    }
+    optimizer: torch.optim.Optimizer = _made(
+        kind, parameters, {**arguments, "lr": chosen.learning_rate}
+    )
+    return optimizer
+
+
+def _scheduler(optimizer: torch.optim.Optimizer, chosen: settings.Schedule) -> Scheduler | None:
+    schedulers = torch.optim.lr_scheduler
+    parts: list[Scheduler] = []
+    if chosen.warmup_rounds:
+        parts.append(
+            schedulers.LinearLR(
+                optimizer,
+                start_factor=1 / (chosen.warmup_rounds + 1),
+                total_iters=chosen.warmup_rounds,
+            )
+        )
+    if chosen.name is not None:
+        kind = _named_class(schedulers, chosen.name, Scheduler)
+        if kind in (schedulers.LambdaLR, schedulers.MultiplicativeLR):
+            raise SettingsError(
+                f"{kind.__name__} takes a function, which a settings file cannot hold",
+                remedy="choose CosineAnnealingLR, StepLR or another that takes numbers",
+            )
+        parts.append(_made(kind, optimizer, chosen.arguments))
+    if len(parts) < 2:
+        return parts[0] if parts else None
+    return schedulers.SequentialLR(optimizer, parts, milestones=[chosen.warmup_rounds])

@@ -1,0 +1,1 @@
+"""Which devices may connect: authority, registry, certificates."""

@@ -1,0 +1,1 @@
+"""The server as a Flower ServerApp, Strategy and Grid."""

@@ -1,0 +1,117 @@
+"""A run as one watches it: a progress bar with the loss, then where everything lies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.filesize import decimal
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from headwater.common.settings.schema import Settings
+from headwater.common.system.console import console
+from headwater.common.task import load_task, max_weight_per_example
+from headwater.server.planning.target_batch import described
+from headwater.server.rounds.round_row import CURVES, EVENTS, ROUNDS, RoundRow, read_rows
+from headwater.server.rounds.run import MODEL, OnRound
+
+
+def announce(settings: Settings, *, where: str) -> None:
+    """Print once what was decided: the derived numbers, so that nobody has to work them out."""
+    plan, optimizer = settings.plan, settings.optimizer
+    if plan.accumulation_steps is not None:
+        size = plan.micro_batch_size or plan.set_micro_batch_size
+        work = (
+            f"K {plan.accumulation_steps} x micro-batch {size} = "
+            f"{plan.accumulation_steps * size} examples per client"
+        )
+    else:
+        work = described(plan, max_weight_per_example=_max_weight(settings))
+    console.print(f"[bold]{settings.task}[/] on {where}, seed {settings.seed}")
+    rate = f"{optimizer.learning_rate:g}{_scaling(settings)}"
+    mode = settings.secure.aggregation
+    masked = "" if mode == "off" else f"; updates are masked ({mode})"
+    console.print(f"{settings.rounds} rounds of {optimizer.name} at {rate}; {work}{masked}")
+
+
+def _max_weight(settings: Settings) -> int:
+    """Look the task up, if its weight matters here; a run without one ends by name later on."""
+    if settings.plan.tokens_per_update is None or settings.task is None:
+        return 1
+    return max_weight_per_example(load_task(settings.task))
+
+
+def _scaling(settings: Settings) -> str:
+    """Say how the rate follows the batch, if it does."""
+    tokens = settings.plan.tokens_per_update
+    unit = "tokens" if tokens is not None else "examples"
+    ratio = f"{unit} / {tokens or settings.plan.effective_batch_size:,}"
+    shown = {"none": "", "linear": f" x ({ratio})", "sqrt": f" x sqrt({ratio})"}
+    return shown[settings.schedule.batch_scaling]
+
+
+@contextmanager
+def watched(settings: Settings) -> Iterator[OnRound]:
+    """Show a progress bar while the run goes on; on a pipe, print a line every tenth of the run."""
+    bar = Progress(
+        TextColumn("round"),
+        MofNCompleteColumn(),
+        BarColumn(bar_width=24),
+        TextColumn("{task.fields[line]}"),
+        TimeElapsedColumn(),
+        console=console,
+        disable=not console.is_terminal,
+    )
+    with bar:
+        shown = bar.add_task("rounds", total=settings.rounds, line="waiting for clients")
+
+        def on_round(row: RoundRow) -> None:
+            bar.update(shown, completed=row.round, line=line_of(row))
+            is_due = row.round % max(settings.rounds // 10, 1) == 0 or row.round == settings.rounds
+            if not console.is_terminal and is_due:
+                console.print(
+                    f"round {row.round:>4}/{settings.rounds}  {line_of(row)}", soft_wrap=True
+                )
+
+        yield on_round
+
+
+def line_of(row: RoundRow) -> str:
+    """Return what a round comes down to, in one line."""
+    low, high = row.k_range
+    accuracy = row.metrics.get("test_accuracy")
+    is_shown = row.target_by == "noise scale" and row.noise_scale is not None
+    noise = [f"noise scale {row.noise_scale:,.0f}"] if is_shown else []
+    parts = [
+        f"loss {row.loss:.3f}",
+        *([] if accuracy is None else [f"test accuracy {accuracy:.1%}"]),
+        f"{row.num_clients}/{row.num_invited} clients",
+        *([f"{len(row.left_out)} left out"] if row.left_out else []),
+        f"batch {row.weight}",
+        *noise,
+        f"K {low}" if low == high else f"K {low}-{high}",
+        f"up {decimal(row.bytes_up)} down {decimal(row.bytes_down)}",
+    ]
+    return "  ".join(parts)
+
+
+def conclude(settings: Settings) -> None:
+    """Print the result and where the files are."""
+    folder = settings.out
+    if folder is None:
+        return
+    for last in (row for row in read_rows(folder)[-1:] if row["metrics"]):
+        shown = ", ".join(
+            f"{name.replace('_', ' ')} [bold]{value:.4f}[/]"
+            for name, value in last["metrics"].items()
+            if value is not None
+        )
+        console.print(f"after round {last['round']}: {shown}")
+    for title, name in (
+        ("model", MODEL),
+        ("metrics", ROUNDS),
+        ("plot", CURVES),
+        ("TensorBoard", EVENTS),
+    ):
+        if (folder / name).exists():
+            console.print(f"  {title:<12}{folder / name}", soft_wrap=True)

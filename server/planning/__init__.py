@@ -1,0 +1,1 @@
+"""Which devices take part in a round, and how much each does."""

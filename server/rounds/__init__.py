@@ -1,0 +1,1 @@
+"""One round from its plans to its checkpoint."""

@@ -1,0 +1,68 @@
+"""The model's quality: on the server's test examples and on what the devices hold out.
+
+Devices send sums, the server divides once, as everywhere.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from torch.utils.data import Subset
+
+from headwater.common.errors import HeadwaterError, MissingData, TaskFailed
+from headwater.common.messages import EvaluateReport
+from headwater.common.model.parameters import ModelImage
+from headwater.common.task import Examples, Task, evaluate_sums
+
+MICRO_BATCH_SIZE = 256
+
+
+def open_test_examples(task: Task, image: ModelImage) -> Examples | None:
+    """Open the task's test examples and try the first of them; None if it has none.
+
+    Raises:
+        MissingData: they cannot be read.
+        TaskFailed: the first cannot be evaluated.
+    """
+    test_examples = getattr(task, "test_examples", None)
+    try:
+        examples: Examples | None = test_examples() if test_examples is not None else None
+    except (OSError, ValueError) as error:
+        raise MissingData(f"the task's test_examples found no data: {error}") from error
+    if examples is None or len(examples) == 0:
+        return None
+    try:
+        evaluate_sums(task, image.model, Subset(examples, [0]), 1)  # type: ignore[arg-type]
+    except HeadwaterError:
+        raise
+    except Exception as error:
+        raise TaskFailed(
+            f"the first test example failed: {type(error).__name__}: {error}"
+        ) from error
+    return examples
+
+
+def on_server(task: Task, image: ModelImage, examples: Examples | None) -> dict[str, float]:
+    """Return test_loss and the task's metrics on its test examples; empty if it has none."""
+    if examples is None:
+        return {}
+    loss, weight, sums = evaluate_sums(task, image.model, examples, MICRO_BATCH_SIZE)
+    return means("test", loss, weight, sums)
+
+
+def on_devices(reports: Iterable[EvaluateReport]) -> dict[str, float]:
+    """Return held_out_loss and metrics over all devices that answered."""
+    answers = list(reports)
+    names = sorted({name for answer in answers for name in answer.metric_sums})
+    sums = {n: math.fsum(answer.metric_sums.get(n, 0.0) for answer in answers) for n in names}
+    loss = math.fsum(answer.loss_sum for answer in answers)
+    return means("held_out", loss, sum(answer.weight for answer in answers), sums)
+
+
+def means(prefix: str, loss: float, weight: int, sums: dict[str, float]) -> dict[str, float]:
+    """Divide sums by their weight; nothing at all if the weight is zero."""
+    if weight == 0:
+        return {}
+    rows = {f"{prefix}_loss": loss / weight}
+    return rows | {f"{prefix}_{name}": value / weight for name, value in sums.items()}

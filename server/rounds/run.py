@@ -1,0 +1,295 @@
+"""A run: rounds of planning, summing, one division and one step, and the files that they leave.
+
+Nothing here knows of Flower or of sockets: a ``Fleet`` brings the devices' answers, in any order.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from headwater.common.errors import (
+    HeadwaterError,
+    RoundAborted,
+    SettingsError,
+    StateError,
+    TaskError,
+)
+from headwater.common.messages import EvaluateReport
+from headwater.common.model.parameters import state_dict
+from headwater.common.model.tensor_file import write_tensors
+from headwater.common.settings.schema import SETTINGS_FILE, Settings
+from headwater.common.system.atomic_file import whole_file
+from headwater.server.aggregation.round_sum import Summed
+from headwater.server.fleet import Fleet
+from headwater.server.operations.orders import Drained
+from headwater.server.rounds import checkpoint
+from headwater.server.rounds import evaluation as evaluate
+from headwater.server.rounds.observer import Observer, Unobserved
+from headwater.server.rounds.open_round import OpenRound
+from headwater.server.rounds.round_row import (
+    ClientRows,
+    Journal,
+    MaskedClientRow,
+    RoundRow,
+    masked_client_row,
+)
+from headwater.server.rounds.training import Training
+
+log = logging.getLogger(__name__)
+
+MODEL = "model.safetensors"
+
+OnRound = Callable[[RoundRow], None]
+UNOBSERVED = Unobserved()
+
+
+def run(
+    training: Training,
+    fleet: Fleet,
+    *,
+    on_round: OnRound,
+    resume: bool = False,
+    observer: Observer = UNOBSERVED,
+) -> None:
+    """Run all rounds of ``training.settings`` and leave the model and its metrics in ``out``.
+
+    A drained run ends behind its last committed round, and leaves the same.
+
+    Raises:
+        HeadwaterError: see ``headwater.common.errors``. What was committed stays in the checkpoint.
+    """
+    settings = training.settings
+    folder = settings.out
+    if folder is None:
+        _run_rounds(training, fleet, None, on_round, observer)
+        return
+    if resume and training.resume(folder, fleet):
+        log.info("resumed behind round %d", training.round)
+    elif resume:
+        log.warning("there is no checkpoint in %s: starting with round 1", folder)
+    elif (folder / checkpoint.FILE).exists():
+        raise SettingsError(
+            f"{folder} holds the checkpoint of another run",
+            remedy="go on with it by --resume, or choose another --out",
+        )
+    journal = Journal(folder, resumed_round=training.round)
+    _write_settings(folder, settings)
+    try:
+        _run_rounds(training, fleet, journal, on_round, observer)
+    except BaseException:
+        try:
+            _step_back(training, folder)
+            _leave_files(training, journal, folder)
+        except HeadwaterError as error:
+            # The error that ended the run is the one to show; this one may be its echo.
+            log.warning("%s: %s", error.code, error)
+        raise
+    _leave_files(training, journal, folder)
+
+
+def _step_back(training: Training, folder: Path) -> None:
+    """Return to the model of the last checkpoint: a step may have been half taken, or not kept."""
+    found = checkpoint.load(folder)
+    training.round = 0 if found is None else found[0].round
+    if found is not None:
+        training.image.bytes_U8.copy_(found[1])
+
+
+def _leave_files(training: Training, journal: Journal, folder: Path) -> None:
+    if training.round:
+        _save_model(folder, training)
+    journal.close()
+
+
+def _run_rounds(
+    training: Training,
+    fleet: Fleet,
+    journal: Journal | None,
+    on_round: OnRound,
+    observer: Observer,
+) -> None:
+    settings = training.settings
+    num_aborted = 0
+    while training.round < settings.rounds:
+        try:
+            row = _run_round(training, fleet, observer)
+        except Drained:
+            return
+        except RoundAborted as error:
+            num_aborted += 1
+            observer.aborted(error)
+            log.warning("%s: %s", error.code, error)
+            if num_aborted >= settings.cohort.max_aborted_rounds:
+                raise
+            continue
+        row = replace(row, num_aborted=num_aborted)
+        num_aborted = 0
+        if journal is not None and settings.out is not None:
+            journal.append(row)
+            tensors, rest = training.optimizer.state()
+            checkpoint.save(
+                settings.out,
+                training.progress(fleet, rest),
+                image_U8=training.image.bytes_U8,
+                optimizer=tensors,
+            )
+        observer.committed(row)
+        on_round(row)
+
+
+def _run_round(training: Training, fleet: Fleet, observer: Observer) -> RoundRow:
+    """Run one round and commit it in memory."""
+    settings = training.settings
+    watch = _Stopwatch()
+    planning = training.planning
+    reports = fleet.describe(planning.describe_request(), min_clients=settings.cohort.min_clients)
+    watch.lap("wait")
+    observer.begun(training.round + 1, reports)
+    planned = planning.plan(
+        reports,
+        round_number=training.round + 1,
+        counted=training.counted,
+        turn_seconds=fleet.turn_seconds(),
+    )
+    plans = planned.plans
+    fleet.ask_again(
+        {name: planning.describe_request(left_out=why) for name, why in planned.left_out.items()}
+    )
+    watch.lap("plan")
+    before = fleet.traffic()
+    opened = training.open_round(planned)
+    fold_seconds = 0.0
+    timeout = settings.cohort.deadline_seconds
+    for answer in fleet.train(plans, training.image, timeout_seconds=timeout):
+        start = time.perf_counter()
+        opened.take(answer)
+        fold_seconds += time.perf_counter() - start
+    watch.lap("train", less=fold_seconds)
+    watch.split["fold"] = fold_seconds
+    planning.learn(opened)
+    try:
+        _raise_common_fault(opened)
+        done = training.close_round(opened, fleet)
+    finally:
+        observer.closed(opened)
+    watch.lap("unmask" if opened.ready else "divide")
+    committed = training.commit(done, opened)
+    watch.lap("step")
+    metrics = _evaluate(training, fleet, opened, done)
+    watch.lap("evaluate")
+    after = fleet.traffic()
+    noise = committed.noise
+    return RoundRow(
+        round=training.round,
+        num_clients=len(done.names),
+        num_invited=len(plans),
+        num_examples=done.num_examples,
+        weight=done.weight,
+        loss=done.loss,
+        metrics=metrics,
+        learning_rate=committed.learning_rate,
+        seconds=watch.total,
+        seconds_split=watch.split,
+        slowest_client_seconds=max(
+            [
+                *(max(told.seconds) for told in opened.told),
+                *(ready.seconds for ready in opened.ready.values()),
+            ]
+        ),
+        updates_per_hour=3600 * len(done.names) / (watch.total - watch.split["wait"]),
+        bytes_up=after.bytes_up - before.bytes_up,
+        bytes_down=after.bytes_down - before.bytes_down,
+        num_scale_shifts=training.sum.num_shifts,
+        target=committed.target,
+        target_by=training.target.by,
+        noise_scale=committed.noise_scale,
+        gradient_variance=None if noise is None else noise.variance,
+        squared_gradient=None if noise is None else noise.squared_gradient,
+        heterogeneity=None if noise is None else noise.heterogeneity,
+        measured_share=None if noise is None else noise.measured_share,
+        num_clipped=done.num_clipped,
+        num_bounded=planned.num_bounded,
+        left_out=planned.left_out,
+        refused={name: f"{error.code}: {error}" for name, error in opened.refused.items()},
+        clients=ClientRows(opened.accepted, opened.plans),
+        masked_clients=_masked_rows(opened, done),
+    )
+
+
+def _masked_rows(opened: OpenRound, done: Summed) -> list[MaskedClientRow]:
+    return [
+        masked_client_row(opened.ready[name], opened.plans[name])
+        for name in done.names
+        if name in opened.ready
+    ]
+
+
+def _raise_common_fault(opened: OpenRound) -> None:
+    """If a fault of the task kept every client from answering, it is the run's fault."""
+    if not opened.accepted and not opened.ready:
+        for error in opened.refused.values():
+            if isinstance(error, TaskError):
+                raise error
+
+
+def _evaluate(
+    training: Training, fleet: Fleet, opened: OpenRound, done: Summed
+) -> dict[str, float]:
+    """Return the round's metrics: training sums always, test and held-out when they are due."""
+    metrics = {f"train_{name}": value / done.weight for name, value in done.metric_sums.items()}
+    chosen = training.settings.evaluation
+    is_last = training.round == training.settings.rounds
+    if training.round % chosen.every_rounds and not is_last:
+        return metrics
+    metrics |= evaluate.on_server(training.task, training.image, training.test_examples)
+    if chosen.on_devices:
+        plans = {
+            name: plan.model_copy(update={"model_version": training.round})
+            for name, plan in opened.plans.items()
+        }
+        answers = fleet.evaluate(
+            plans, training.image, timeout_seconds=training.settings.cohort.deadline_seconds
+        )
+        reports_in = [answer for answer in answers if isinstance(answer, EvaluateReport)]
+        metrics |= evaluate.on_devices(reports_in)
+        metrics["held_out_clients"] = len(reports_in)
+    return metrics
+
+
+class _Stopwatch:
+    """Splits a round's seconds by what they were spent on."""
+
+    def __init__(self) -> None:
+        self.split: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def lap(self, name: str, *, less: float = 0.0) -> None:
+        now = time.perf_counter()
+        self.split[name] = now - self._last - less
+        self._last = now
+
+    @property
+    def total(self) -> float:
+        return sum(self.split.values())
+
+
+def _write_settings(folder: Path, settings: Settings) -> None:
+    try:
+        (folder / SETTINGS_FILE).write_text(settings.to_toml())
+    except OSError as error:
+        raise StateError(f"cannot write {folder / SETTINGS_FILE}: {error.strerror}") from error
+
+
+def _save_model(folder: Path, training: Training) -> None:
+    try:
+        with whole_file(folder / MODEL) as part:
+            write_tensors(part, state_dict(training.image))
+    except Exception as error:
+        raise StateError(
+            f"the model could not be saved in {folder}: {error}",
+            remedy="free space and go on with --resume: the checkpoint holds the model",
+        ) from error

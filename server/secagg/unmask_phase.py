@@ -1,0 +1,260 @@
+"""The server's half of secure aggregation from the masked vectors to the sum, and who is to blame.
+
+A masked vector is checked whole and folded into one vector of the ring; after that it is gone. Who
+came in time is U3: survivors all, whatever happens to them later. The others' shares then take off
+the self masks of U3 and what is left of the pairwise masks of U2 - U3. Each share is checked alone
+against what its dealer committed to, and each secret against what its owner published, so a wrong
+one is found without search, and its giver is named.
+
+What the server learns: the sum over U3, as no secret but those named is ever opened, and of one
+device never both. Against whom: docs/security.md.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headwater.common.errors import CorruptUpdate, DealerCheated, TooFewSurvivors, WrongShare
+from headwater.common.secagg.fixed_point import RingVector
+from headwater.common.secagg.keys import (
+    agree,
+    commitment,
+    pairwise_sign,
+    public_key_of,
+    self_mask_key,
+)
+from headwater.common.secagg.masking import SCALARS, VECTOR, Stream, unmask_in_place
+from headwater.common.secagg.protocol import (
+    MASK_KEY_SHARE,
+    SEED_BYTES,
+    SELF_SEED,
+    SELF_SEED_SHARE,
+    Reply,
+    Request,
+    SharesDealt,
+    SharesRevealed,
+    UnmaskWanted,
+)
+from headwater.common.secagg.scalars import decode_scalars
+from headwater.common.secagg.secret import Secret
+from headwater.common.secagg.session import Session
+from headwater.common.secagg.shamir import combine
+from headwater.server.secagg.parameters import Opening, admitted
+
+Dealt = Mapping[str, SharesDealt]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MaskedSum:
+    """The sum of the masked vectors and numbers; both are added to where they lie."""
+
+    vector_P: RingVector = field(repr=False)
+    scalars: NDArray[np.uint64] = field(repr=False)
+
+
+def check_holders(session: Session, dealers: Sequence[str], *, present: Sequence[str]) -> None:
+    """Abort if of any dealer too few holders are left to open its secret.
+
+    Raises:
+        TooFewSurvivors: naming one.
+    """
+    short = session.short_of_holders(dealers, present=present)
+    if short:
+        raise TooFewSurvivors(
+            f"{session.parameters.number}: fewer than {session.parameters.threshold} holders are "
+            f"left of {len(short)} devices' secrets, among them {short[0]}'s"
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UnmaskPhase:
+    """Phase 4: the shares come in that open the sum."""
+
+    opening: Opening
+    session: Session
+    dealt: Dealt = field(repr=False)
+    total: MaskedSum
+    survived: tuple[str, ...]
+    dropped: tuple[str, ...]
+    signed: Mapping[str, bytes] | None = field(repr=False)
+    revealed: Mapping[str, SharesRevealed] = field(default_factory=dict, repr=False)
+
+    @property
+    def asked(self) -> tuple[str, ...]:
+        """Who is asked: those who signed (U4), in semi-honest mode the survivors."""
+        return self.survived if self.signed is None else tuple(sorted(self.signed))
+
+    @property
+    def can_open(self) -> bool:
+        """Whether enough shares are here, so that nobody else need be waited for."""
+        everybody = (*self.survived, *self.dropped)
+        return not self.session.short_of_holders(everybody, present=self.revealed)
+
+    def requests(self) -> dict[str, Request]:
+        """Return whom to ask what."""
+        wanted = UnmaskWanted(
+            survived=self.survived, dropped=self.dropped, signatures=dict(self.signed or {})
+        )
+        return dict.fromkeys(self.asked, wanted)
+
+    def take(self, sender: str, reply: Reply) -> UnmaskPhase:
+        """Take a holder's shares if every one of them is what its dealer committed to.
+
+        Raises:
+            LateUpdate, UnexpectedUpdate: see ``admitted``.
+            CorruptUpdate: not one share of the right kind for each of its dealers.
+            WrongShare: one of them is not what was dealt to it: the holder saw the commitment
+                before phase 2, and did not complain.
+        """
+        shares = admitted(
+            reply, SharesRevealed, sender=sender, awaited=self.asked, there=self.revealed
+        )
+        dealers = set(self.session.holders(sender))
+        for found, expected, tag in (
+            (shares.self_seed_shares, self.survived, SELF_SEED_SHARE),
+            (shares.mask_key_shares, self.dropped, MASK_KEY_SHARE),
+        ):
+            if found.keys() != dealers & set(expected):
+                raise CorruptUpdate(f"{sender}: not one {tag} for each of its dealers")
+            for dealer, share in found.items():
+                self._check_share(sender, dealer, share, tag)
+        return replace(self, revealed={**self.revealed, sender: shares})
+
+    def _check_share(self, holder: str, dealer: str, share: bytes, tag: str) -> None:
+        holders = self.session.holders(dealer)  # in order, as are the shares that it dealt
+        dealt = self.dealt[dealer].shares[bisect_left(holders, holder)]
+        told = dealt.key_commitment if tag == MASK_KEY_SHARE else dealt.seed_commitment
+        ends = (dealer, holder)
+        if commitment(tag=tag, session=self.session.digest, ends=ends, share=share) != told:
+            raise WrongShare(f"{holder}: its {tag} of {dealer} is not the one that was dealt to it")
+
+    def close(self, *, num_threads: int = 1) -> OpenedSum:
+        """Open the secrets, take off the masks, and decode the numbers.
+
+        Raises:
+            TooFewSurvivors: too few holders answered.
+            DealerCheated: a secret is not what its owner published; ``dealers`` names them.
+        """
+        everybody = (*self.survived, *self.dropped)
+        check_holders(self.session, everybody, present=tuple(self.revealed))
+        seeds = _secrets(self, self.survived, tag=SELF_SEED_SHARE)
+        keys = _secrets(self, self.dropped, tag=MASK_KEY_SHARE)
+        _check_secrets(self, seeds=seeds, keys=keys)
+        streams = [*_self_masks(self, seeds), *_left_behind(self, keys)]
+        chosen, total = self.session.parameters, self.total
+        unmask_in_place(
+            total.vector_P,
+            streams,
+            cipher=chosen.cipher,
+            part=VECTOR,
+            num_threads=num_threads,
+        )
+        unmask_in_place(total.scalars, streams, cipher=chosen.cipher, part=SCALARS)
+        for secret in (*seeds.values(), *keys.values(), *(stream.key for stream in streams)):
+            secret.erase()
+        return OpenedSum(
+            session=self.session,
+            vector_P=total.vector_P,
+            numbers=decode_scalars(total.scalars, chosen.scalars),
+            survived=self.survived,
+            dropped=self.dropped,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OpenedSum:
+    """The cohort's sum, still in the ring, and the numbers that rode along, summed."""
+
+    session: Session
+    vector_P: RingVector = field(repr=False)
+    numbers: Mapping[str, float]
+    survived: tuple[str, ...]
+    dropped: tuple[str, ...]
+
+
+def _secrets(state: UnmaskPhase, dealers: Sequence[str], *, tag: str) -> dict[str, Secret]:
+    """Return the secret of each dealer, from t of its shares.
+
+    Dealers with the same holders at the same x are combined together, which in a complete graph is
+    all of them at once.
+    """
+    threshold = state.session.parameters.threshold
+    groups: dict[tuple[tuple[int, str], ...], list[str]] = {}
+    for dealer in dealers:
+        present = (
+            (x, holder)
+            for x, holder in enumerate(state.session.holders(dealer), start=1)
+            if holder in state.revealed
+        )
+        chosen = tuple(pair for pair, _ in zip(present, range(threshold), strict=False))
+        groups.setdefault(chosen, []).append(dealer)
+    found: dict[str, Secret] = {}
+    for chosen, group in groups.items():
+        rows = {
+            x: b"".join(_share(state.revealed[holder], dealer, tag) for dealer in group)
+            for x, holder in chosen
+        }
+        joined = combine(rows)
+        for place, dealer in enumerate(group):
+            found[dealer] = Secret(joined[place * SEED_BYTES : (place + 1) * SEED_BYTES])
+    return found
+
+
+def _share(revealed: SharesRevealed, dealer: str, tag: str) -> bytes:
+    shares = revealed.self_seed_shares if tag == SELF_SEED_SHARE else revealed.mask_key_shares
+    return shares[dealer]
+
+
+def _check_secrets(
+    state: UnmaskPhase, *, seeds: Mapping[str, Secret], keys: Mapping[str, Secret]
+) -> None:
+    """Hold a self seed against its commitment, and a mask key against its public key."""
+    session = state.session
+    cheated = [
+        name
+        for name, seed in seeds.items()
+        if commitment(tag=SELF_SEED, session=session.digest, ends=(name, name), share=seed.reveal())
+        != state.dealt[name].seed_commitment
+    ]
+    cheated += [
+        name for name, key in keys.items() if public_key_of(key) != session.members[name].mask_key
+    ]
+    if cheated:
+        raise DealerCheated(
+            f"{session.parameters.number}: the shares that {', '.join(sorted(cheated))} dealt do "
+            "not open what was committed to",
+            dealers=tuple(sorted(cheated)),
+        )
+
+
+def _self_masks(state: UnmaskPhase, seeds: Mapping[str, Secret]) -> list[Stream]:
+    session = state.session.digest
+    return [
+        Stream(key=self_mask_key(seed, session=session, name=name), sign=1)
+        for name, seed in seeds.items()
+    ]
+
+
+def _left_behind(state: UnmaskPhase, keys: Mapping[str, Secret]) -> list[Stream]:
+    """Return the masks that survivors added for neighbours who dropped, with their signs."""
+    session, survived = state.session, frozenset(state.survived)
+    return [
+        Stream(
+            key=agree(
+                key,
+                session.members[survivor].mask_key,
+                session=session.digest,
+                purpose="pairwise mask",
+                ends=(name, survivor),
+            ),
+            sign=pairwise_sign(survivor, name),
+        )
+        for name, key in keys.items()
+        for survivor in session.neighbours(name)
+        if survivor in survived
+    ]

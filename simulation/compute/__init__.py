@@ -1,0 +1,1 @@
+"""How the gradients of simulated devices are computed."""

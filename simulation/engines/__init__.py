@@ -1,0 +1,1 @@
+"""What carries the rounds: this process, gRPC processes, or Flower's Ray."""

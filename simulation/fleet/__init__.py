@@ -1,0 +1,1 @@
+"""The simulated devices: hardware, availability, faults."""

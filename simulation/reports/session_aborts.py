@@ -1,0 +1,82 @@
+"""How often a secure session is aborted when devices vanish: counted, and computed.
+
+A device vanishes with the chance p in a round, at a point drawn evenly from training and the
+phases (``headwater.simulation.fleet.virtual_hardware.random_events.vanishes_at``). Of those who are left behind i of S steps, the next takes
+each with the chance h = (p / S) / (1 - p i / S), so the numbers of those who are left are a chain
+of binomials. The session goes on as long as the rules of ``server.secagg.parameters`` hold; what is
+summed up here is the chance that one of them does not. It holds for the complete graph, where every
+member holds a share of every secret.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from headwater.common.secagg.graph import Mode
+from headwater.common.secagg.protocol import MAX_COMPLETE, PHASES, complete_threshold, share_of
+from headwater.common.settings.schema import Settings
+
+ACTIONS = tuple(phase.action for phase in PHASES)
+STEPS = len(ACTIONS) + 1  # training is the first
+
+
+def abort_probability(
+    num_invited: int, *, dropout: float, mode: Mode, min_members: int, min_survivors: float
+) -> float:
+    """Return the chance that a session of the complete graph is aborted."""
+    # (left, U1, U2) -> chance; U1 and U2 are 0 until they are fixed.
+    states = {(num_invited, 0, 0): 1.0}
+    aborted = 0.0
+    for step, action in enumerate(("train", *ACTIONS)):
+        hazard = (dropout / STEPS) / (1 - dropout * step / STEPS)
+        after: dict[tuple[int, int, int], float] = {}
+        for (left, first, second), chance in states.items():
+            for stay in range(left + 1):
+                moved = chance * _binomial(left, stay, 1 - hazard)
+                u1 = stay if action == "advertise_keys" else first
+                u2 = stay if action == "check_shares" else second
+                if _goes_on(action, stay, u1, u2, mode, min_members, min_survivors):
+                    key = (stay, u1, u2)
+                    after[key] = after.get(key, 0.0) + moved
+                else:
+                    aborted += moved
+        states = after
+    return min(aborted, 1.0)
+
+
+def _binomial(count: int, chosen: int, chance: float) -> float:
+    return math.comb(count, chosen) * chance**chosen * (1 - chance) ** (count - chosen)
+
+
+def _goes_on(
+    action: str, left: int, u1: int, u2: int, mode: Mode, min_members: int, min_survivors: float
+) -> bool:
+    if action == "train":
+        return True
+    threshold = complete_threshold(u1, mode)
+    if action in ("advertise_keys", "share_keys", "check_shares"):
+        return left >= min_members and left >= threshold
+    if action == "masked_update":
+        return left >= max(min_members, threshold, share_of(min_survivors, u2))
+    return left >= threshold
+
+
+def sessions_line(rows: Sequence[Mapping[str, Any]], settings: Settings) -> str:
+    """Say in a line how many of a run's sessions were aborted, and what was to be expected."""
+    aborted = sum(row["num_aborted"] for row in rows)
+    number = aborted + len(rows)
+    line = f"{aborted} of {number} aborted ({aborted / number:.1%})" if number else "none"
+    chosen = settings.secure
+    num_invited = max((row["num_invited"] for row in rows), default=0)
+    if chosen.aggregation == "off" or not 0 < num_invited <= MAX_COMPLETE:
+        return line
+    expected = abort_probability(
+        num_invited,
+        dropout=settings.simulation.dropout,
+        mode=chosen.aggregation,
+        min_members=chosen.min_members,
+        min_survivors=chosen.min_survivors,
+    )
+    return f"{line}, computed {expected:.1%} for {num_invited} devices"

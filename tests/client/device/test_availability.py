@@ -1,0 +1,198 @@
+"""When a device is away by its owner's settings, until when, and how early it stops before."""
+
+from __future__ import annotations
+
+import datetime as dt
+from pathlib import Path
+from zoneinfo import ZoneInfo
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headwater.client.device.availability import (
+    LEAD_SECONDS,
+    MOST_LEAD_SECONDS,
+    ROUND_SLACK_BYTES,
+    Absence,
+    away_by_bytes,
+    away_by_hours,
+    lead_seconds,
+    why_away,
+)
+from headwater.client.device.byte_quota import Allowance
+from headwater.common.errors import BytesUsedUp, OutsideUploadWindow, SettingsError, WorkingHours
+from headwater.common.settings.schema import Client, load
+from headwater.common.settings.weekly_hours import wall_of
+
+BERLIN = ZoneInfo("Europe/Berlin")
+NIGHTS = Client(upload_window="22:00-06:00")
+OFFICE = Client(working_hours="Mon-Fri 09:00-17:00")
+
+
+def at(text: str) -> dt.datetime:
+    """Return an instant by Berlin's clock in November 2026, as in "21 22:00"; 21 is a Saturday."""
+    day, clock = text.split()
+    return dt.datetime.fromisoformat(f"2026-11-{day} {clock}").replace(tzinfo=BERLIN)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "now", "until"),
+    [
+        (NIGHTS, "21 12:00", "21 22:00"),
+        (NIGHTS, "21 06:00", "21 22:00"),
+        (OFFICE, "20 09:00", "20 17:00"),
+        (Client(upload_window="22:00-06:00", working_hours="21:00-23:00"), "21 12:00", "21 23:00"),
+        (Client(upload_window="Sun 01:00-02:00"), "22 02:00", "29 01:00"),
+    ],
+)
+def test_outside_its_hours_a_device_is_away_until_they_begin(
+    chosen: Client, now: str, until: str
+) -> None:
+    away = away_by_hours(chosen, at(now), zone=BERLIN)
+    assert away is not None
+    assert (away.since, away.until) == (at(now), at(until))
+    assert f"until 2026-11-{until.replace(' ', 'T')}+01:00" in str(away.error)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "now"),
+    [
+        (NIGHTS, "21 22:00"),
+        (NIGHTS, "21 05:59:59"),
+        (OFFICE, "21 12:00"),
+        (OFFICE, "20 17:00"),
+        (Client(), "20 12:00"),
+        (Client(working_hours="09:00-17:00", working_share=0.25), "20 12:00"),
+    ],
+)
+def test_in_its_hours_a_device_is_here(chosen: Client, now: str) -> None:
+    assert away_by_hours(chosen, at(now), zone=BERLIN) is None
+
+
+def test_the_reason_says_which_setting_it_is() -> None:
+    both = Client(upload_window="22:00-06:00", working_hours="09:00-17:00")
+    assert why_away(both, dt.datetime(2026, 11, 20, 12)) is WorkingHours
+    assert why_away(both, dt.datetime(2026, 11, 20, 20)) is OutsideUploadWindow
+    assert why_away(both, dt.datetime(2026, 11, 20, 23)) is None
+
+
+def test_before_its_hours_end_a_device_stops_early_enough_to_send() -> None:
+    assert away_by_hours(NIGHTS, at("21 05:58"), lead=60, zone=BERLIN) is None
+    away = away_by_hours(NIGHTS, at("21 05:59"), lead=60, zone=BERLIN)
+    assert away is not None
+    assert isinstance(away.error, OutsideUploadWindow)
+    assert (away.since, away.until) == (at("21 06:00"), at("21 22:00"))
+
+
+def test_hours_that_leave_no_time_at_all_are_an_error() -> None:
+    never = Client(upload_window="10:00-12:00", working_hours="09:00-17:00")
+    with pytest.raises(SettingsError, match="leave this device no time"):
+        Absence(never, name="pi", image_bytes=8, vector_bytes=8, now=lambda: at("20 12:00"))
+
+
+@settings(deadline=None)
+@given(
+    st.sampled_from([NIGHTS, OFFICE, Client(upload_window="Sun 01:00-02:00")]),
+    st.datetimes(dt.datetime(2026, 1, 1), dt.datetime(2027, 1, 1)),
+    st.floats(0, 3600),
+)
+def test_a_device_is_back_when_it_says(chosen: Client, naive: dt.datetime, lead: float) -> None:
+    now = naive.replace(tzinfo=dt.UTC)
+    away = away_by_hours(chosen, now, lead=lead, zone=BERLIN)
+    is_outside = why_away(chosen, wall_of(now, BERLIN)) is not None
+    if away is None:
+        assert not is_outside
+        return
+    assert now <= away.since < away.until
+    assert (away.since - now).total_seconds() <= lead
+    assert why_away(chosen, wall_of(away.since, BERLIN)) is not None
+    assert why_away(chosen, wall_of(away.until, BERLIN)) is None
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(-200_000, 200_000), min_size=1, max_size=20), st.floats(0, 3600))
+def test_what_is_remembered_of_the_hours_is_what_would_be_found_anew(
+    seconds: list[int], lead: float
+) -> None:
+    clock = [dt.datetime(2026, 3, 28, 12, tzinfo=dt.UTC)]
+    both = Client(upload_window="22:00-06:30", working_hours="Sun 02:30-05:00")
+    absence = Absence(
+        both, name="pi", image_bytes=8, vector_bytes=8, now=lambda: clock[0], zone=BERLIN
+    )
+    for step in seconds:
+        clock[0] += dt.timedelta(seconds=step)
+        found = absence.by_hours(lead=lead), away_by_hours(both, clock[0], lead=lead, zone=BERLIN)
+        told = [away and (repr(away.error), away.since, away.until) for away in found]
+        assert told[0] == told[1]
+
+
+def test_the_lead_grows_with_the_upload_and_has_an_end() -> None:
+    assert lead_seconds(40_000_000, None) == LEAD_SECONDS
+    assert lead_seconds(40_000_000, 200_000.0) == LEAD_SECONDS + 2 * 200
+    assert lead_seconds(40_000_000, 1.0) == MOST_LEAD_SECONDS
+
+
+@pytest.mark.parametrize(
+    ("used", "is_away"), [(0, False), (300, False), (301, True), (999, True), (2000, True)]
+)
+def test_a_round_is_begun_only_if_the_bytes_of_the_day_suffice(
+    tmp_path: Path, used: int, is_away: bool
+) -> None:
+    allowance = Allowance(tmp_path / "bytes.json", bytes_per_day=1000)
+    allowance.count(dt.date(2026, 11, 21), used)
+    away = away_by_bytes(allowance, at("21 23:00"), needed=700, zone=BERLIN)
+    assert (away is not None) == is_away
+    if away is not None:
+        assert isinstance(away.error, BytesUsedUp)
+        assert away.until == at("22 00:00")
+    assert away_by_bytes(allowance, at("22 00:00"), needed=700, zone=BERLIN) is None
+
+
+@pytest.mark.parametrize(
+    ("zone", "now", "midnight"),
+    [
+        ("Africa/Cairo", "2026-04-23 12:00", "2026-04-24 01:00"),  # there is no midnight
+        ("Europe/Berlin", "2026-10-25 12:00", "2026-10-26 00:00"),  # a day of 25 hours
+    ],
+)
+def test_the_day_ends_when_the_clock_on_the_wall_says_so(
+    tmp_path: Path, zone: str, now: str, midnight: str
+) -> None:
+    place = ZoneInfo(zone)
+    instant = dt.datetime.fromisoformat(now).replace(tzinfo=place)
+    allowance = Allowance(tmp_path / "bytes.json", bytes_per_day=1)
+    allowance.count(instant.date(), 1)
+    away = away_by_bytes(allowance, instant, needed=1, zone=place)
+    assert away is not None
+    assert away.until == dt.datetime.fromisoformat(midnight).replace(tzinfo=place)
+    last = away.until - dt.timedelta(seconds=1)
+    assert away_by_bytes(allowance, last, needed=1, zone=place) is not None
+    assert away_by_bytes(allowance, away.until, needed=1, zone=place) is None
+
+
+def test_a_day_that_has_no_room_for_a_round_is_an_error(tmp_path: Path) -> None:
+    least = 400 + ROUND_SLACK_BYTES
+    for bytes_per_day in (least, least - 1):
+        chosen = Client(bytes_per_day=bytes_per_day, state=tmp_path)
+        if bytes_per_day == least:
+            assert Absence(chosen, name="pi", image_bytes=200, vector_bytes=200).is_set
+        else:
+            with pytest.raises(SettingsError, match="one round of this model takes up to 65,936"):
+                Absence(chosen, name="pi", image_bytes=200, vector_bytes=200)
+
+
+def test_without_settings_a_device_is_never_away(tmp_path: Path) -> None:
+    absence = Absence(Client(state=tmp_path), name="pi", image_bytes=10**9, vector_bytes=10**9)
+    absence.count(2**50)
+    absence.write()
+    assert not absence.is_set
+    assert absence.by_hours(lead=MOST_LEAD_SECONDS) is None
+    assert absence.by_bytes(absence.round_bytes) is None
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("key", ["upload_window", "working_hours"])
+def test_hours_that_cannot_be_read_are_an_error_of_the_settings(key: str) -> None:
+    with pytest.raises(SettingsError, match=f"{key}: .*expected windows as in 22:00-06:00"):
+        load(None, {f"client.{key}": "nights"})

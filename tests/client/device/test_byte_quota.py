@@ -1,0 +1,94 @@
+"""The bytes of a day are counted over restarts, and over clocks that are set."""
+
+from __future__ import annotations
+
+import datetime as dt
+import logging
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headwater.client.device.byte_quota import MOST_DAYS, Allowance, counted
+from headwater.common.errors import StateError
+
+TODAY = dt.date(2026, 11, 21)
+YESTERDAY = TODAY - dt.timedelta(days=1)
+BEFORE_NTP = dt.date(1970, 1, 1)
+
+
+def allowance(path: Path) -> Allowance:
+    return Allowance(path, bytes_per_day=1000)
+
+
+def test_what_was_used_today_is_known_after_a_restart(tmp_path: Path) -> None:
+    path = tmp_path / "state" / "pi.bytes.json"
+    first = allowance(path)
+    first.count(TODAY, 300)
+    first.count(TODAY, 450)
+    first.write()
+    again = allowance(path)
+    assert (again.used(TODAY), again.left(TODAY)) == (750, 250)
+    assert again.left(TODAY + dt.timedelta(days=1)) == 1000
+
+
+def test_more_than_a_day_has_leaves_nothing_and_not_less(tmp_path: Path) -> None:
+    found = allowance(tmp_path / "bytes.json")
+    found.count(TODAY, 1300)
+    assert (found.used(TODAY), found.left(TODAY)) == (1300, 0)
+
+
+@pytest.mark.parametrize("wrong", [BEFORE_NTP, YESTERDAY, dt.date(2036, 1, 1)])
+def test_a_clock_that_is_wrong_for_a_while_forgets_nothing(tmp_path: Path, wrong: dt.date) -> None:
+    path = tmp_path / "bytes.json"
+    for day, num_bytes in [(TODAY, 700), (wrong, 10), (TODAY, 100)]:
+        found = allowance(path)
+        found.count(day, num_bytes)
+        found.write()
+    assert allowance(path).used(TODAY) == 800
+    assert allowance(path).used(wrong) == 10
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.dates(), st.integers(0, 2**40)), min_size=1, max_size=40))
+def test_the_days_that_were_counted_on_last_are_kept(moved: list[tuple[dt.date, int]]) -> None:
+    days: dict[dt.date, int] = {}
+    for day, num_bytes in moved:
+        before = days.get(day, 0)
+        days = counted(days, day, num_bytes)
+        assert days[day] == before + num_bytes
+    last = list(dict.fromkeys(day for day, _ in reversed(moved)))[:MOST_DAYS]
+    assert set(days) == set(last)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", '{"2026-11-21": -1}', '{"today": 1}', '{"2026-11-21": true}']
+)
+def test_a_count_that_cannot_be_read_is_an_error_with_a_remedy(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "bytes.json"
+    path.write_text(text)
+    with pytest.raises(StateError, match="cannot be read") as caught:
+        allowance(path)
+    assert "delete the file" in caught.value.remedy
+
+
+def test_a_disk_that_takes_nothing_is_told_of_once_and_counting_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "state").touch()  # a file where the folder should be
+    path = tmp_path / "state" / "bytes.json"
+    with pytest.raises(StateError):
+        allowance(path)
+    (tmp_path / "state").unlink()
+    found = allowance(path)
+    (tmp_path / "state").touch()
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            found.count(TODAY, 100)
+            found.write()
+    assert len(caplog.records) == 1
+    assert found.used(TODAY) == 300
+    (tmp_path / "state").unlink()
+    found.write()
+    assert allowance(path).used(TODAY) == 300

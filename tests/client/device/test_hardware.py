@@ -1,0 +1,64 @@
+"""What a device says of itself: limits, lines, sensors, and what it holds back."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+import pytest
+
+from headwater.client.device.hardware import ThisMachine
+from headwater.client.training.context import Restraint
+from headwater.common.messages import Vitals
+from headwater.common.settings.schema import Client
+from tests.client.memory.test_limits import AVAILABLE, RESIDENT, machine
+from tests.client.training.test_probe import workplace
+from tests.tasks import examples
+
+MIB = 2**20
+
+ON_BATTERY = {
+    "sys/class/power_supply/BAT0/type": "Battery\n",
+    "sys/class/power_supply/BAT0/status": "Discharging\n",
+    "sys/class/power_supply/BAT0/capacity": "40\n",
+}
+
+
+def test_a_device_tells_what_it_knows_and_leaves_out_what_it_does_not(tmp_path: Path) -> None:
+    told = ThisMachine(root=machine(tmp_path)).vitals()
+    assert told == Vitals(memory_limit_bytes=AVAILABLE + RESIDENT)
+
+
+def test_a_device_that_was_measured_tells_its_line_and_foresees_by_it() -> None:
+    device = ThisMachine(Client(memory_limit_bytes=2**40))
+    assert device.memory.fitting(1) is None
+    speed = device.speed(workplace(examples(8)))
+    assert speed.seconds_per_example > 0
+    told, line = device.vitals(), device.memory.line
+    assert line is not None
+    assert (told.base_bytes, told.bytes_per_example) == (int(line.base), line.each)
+    assert device.memory.fitting(1) is not None
+
+
+def test_the_least_limit_counts(tmp_path: Path) -> None:
+    device = ThisMachine(Client(memory_limit_bytes=MIB), root=machine(tmp_path))
+    assert device.vitals().memory_limit_bytes == device.memory.limit_bytes() == MIB
+
+
+def test_a_device_on_battery_gives_and_tells_the_share_of_its_settings(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    device = ThisMachine(Client(battery_share=0.25), root=machine(tmp_path, ON_BATTERY))
+    with caplog.at_level(logging.INFO):
+        for _ in range(3):
+            assert device.restraint() == Restraint(share=0.25, reason="on battery")
+    told = device.vitals()
+    assert (told.share, told.battery, told.is_on_battery) == (0.25, 0.4, True)
+    assert caplog.messages == ["this device gives 25 % of its time, on battery"]
+
+
+def test_the_cores_are_those_that_the_process_may_use(tmp_path: Path) -> None:
+    assert 0 < ThisMachine().cores() <= (os.cpu_count() or 1)
+    files = {"sys/fs/cgroup/a/cpu.max": "50000 100000\n"}
+    assert ThisMachine(root=machine(tmp_path, files)).cores() == 0.5

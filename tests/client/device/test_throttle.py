@@ -1,0 +1,86 @@
+"""What a device holds back, by its owner's settings and what its sensors say."""
+
+from __future__ import annotations
+
+import datetime as dt
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headwater.client.device.throttle import restraint
+from headwater.client.training.context import Restraint
+from headwater.common.messages import Vitals
+from headwater.common.settings.schema import Client
+
+CHOSEN = Client(battery_share=0.5, hot_celsius=80, hot_share=0.25, busy_above=0.75, busy_share=0.75)
+
+
+@pytest.mark.parametrize(
+    ("vitals", "expected"),
+    [
+        (Vitals(), Restraint()),
+        (Vitals(is_on_battery=True), Restraint(share=0.5, reason="on battery")),
+        (Vitals(is_on_battery=False, battery=0.01), Restraint()),
+        (Vitals(temperature_celsius=80), Restraint(share=0.25, reason="hot")),
+        (Vitals(temperature_celsius=79.9), Restraint()),
+        (Vitals(is_throttled=True), Restraint(share=0.25, reason="throttled")),
+        (Vitals(is_throttled=False), Restraint()),
+        (Vitals(busy=0.75), Restraint(share=0.75, reason="busy")),
+        (Vitals(busy=0.74), Restraint()),
+    ],
+)
+def test_each_sensor_restrains_by_its_own_setting(vitals: Vitals, expected: Restraint) -> None:
+    assert restraint(vitals, CHOSEN) == expected
+
+
+def test_of_several_the_least_share_counts() -> None:
+    vitals = Vitals(is_on_battery=True, temperature_celsius=90, is_throttled=True, busy=1.0)
+    assert restraint(vitals, CHOSEN) == Restraint(share=0.25, reason="hot")
+
+
+def test_a_share_of_one_is_no_restraint() -> None:
+    chosen = Client(battery_share=1.0, hot_share=1.0, busy_share=1.0)
+    vitals = Vitals(is_on_battery=True, temperature_celsius=90, is_throttled=True, busy=1.0)
+    assert restraint(vitals, chosen) == Restraint()
+
+
+WORK = Client(working_hours="09:00-17:00", working_share=0.25, battery_share=0.5)
+
+
+@pytest.mark.parametrize(
+    ("hour", "chosen", "expected"),
+    [
+        (12, WORK, Restraint(share=0.25, reason="working hours")),
+        (17, WORK, Restraint()),
+        (12, Client(working_hours="09:00-17:00", working_share=1.0), Restraint()),
+        # It is away then, and gives nothing that could be told.
+        (12, Client(working_hours="09:00-17:00"), Restraint()),
+    ],
+)
+def test_working_hours_restrain_where_the_device_stays(
+    hour: int, chosen: Client, expected: Restraint
+) -> None:
+    wall = dt.datetime(2026, 11, 20, hour)
+    assert restraint(Vitals(), chosen, wall=wall) == expected
+
+
+@given(
+    st.builds(
+        Vitals,
+        is_on_battery=st.none() | st.booleans(),
+        temperature_celsius=st.none() | st.floats(-100, 1000),
+        is_throttled=st.none() | st.booleans(),
+        busy=st.none() | st.floats(0, 1),
+    ),
+    st.builds(
+        Client,
+        battery_share=st.floats(0.001, 1),
+        hot_share=st.floats(0.001, 1),
+        busy_share=st.floats(0.001, 1),
+    ),
+)
+def test_the_share_is_one_of_the_settings_or_all(vitals: Vitals, chosen: Client) -> None:
+    found = restraint(vitals, chosen)
+    assert found.share in {1.0, chosen.battery_share, chosen.hot_share, chosen.busy_share}
+    assert (found.share == 1.0) == (found.reason == "quota")

@@ -1,0 +1,436 @@
+"""A device whose messages are answered by a process each: it goes on, and shows nothing."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import logging
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from headwater.client.enrolment.signing_identity import make_identity
+from headwater.client.flower.between_messages import PARKED
+from headwater.client.flower.suspended_keys import (
+    KeyFile,
+    SimulatedKey,
+    is_in_memory,
+    memory_folder,
+)
+from headwater.client.training.micro_batches import Place
+from headwater.common.errors import (
+    CohortTooSmall,
+    MaskingRequired,
+    MaskingTooWeak,
+    SettingsError,
+    StateError,
+    SurvivorsChanged,
+    TooFewSurvivors,
+    UpdateAlreadyMasked,
+    UpdateNotHeld,
+)
+from headwater.common.flower import records
+from headwater.common.secagg.protocol import MaskWanted, SurvivorsTold, UnmaskWanted
+from headwater.common.secagg.rotation import Rotation, first_bounds
+from headwater.common.secagg.secret import Secret
+from tests.faults import FaultPlan
+from tests.masked import (
+    ACTIONS,
+    KEYS,
+    RUN,
+    AppDevice,
+    Device,
+    FlowerDevice,
+    Told,
+    ask,
+    is_behind,
+    opening_of,
+    plain_sum,
+    plan,
+    play,
+    ready,
+    resident,
+    sum_of,
+    train,
+)
+
+ALL = ("d0", "d1", "d2")
+
+
+pytestmark = pytest.mark.usefixtures("a_process_of_its_own")
+
+
+def devices(folder: Path, count: int) -> list[FlowerDevice]:
+    return [FlowerDevice(part, folder / str(part)) for part in range(count)]
+
+
+def enrolled(folder: Path, count: int) -> list[FlowerDevice]:
+    """Return devices that have an identity each, and a list of all."""
+    lines = [make_identity(folder / f"d{part}.pem", f"d{part}")[0].line for part in range(count)]
+    (folder / "list").write_text("\n".join(lines))
+    return [
+        FlowerDevice(
+            part,
+            folder / str(part),
+            **{"identity": str(folder / f"d{part}.pem"), "allow-list": str(folder / "list")},
+        )
+        for part in range(count)
+    ]
+
+
+def trained(cohort: list[FlowerDevice]) -> list[FlowerDevice]:
+    """Return devices that hold an update of round 1."""
+    for device in cohort:
+        ready(device, plan())
+    return cohort
+
+
+def place_of(device: Device) -> Place:
+    return Place(**device.kept()["walk"]["place"])
+
+
+class Then:
+    """A device to which something happens once it has answered."""
+
+    def __init__(self, device: FlowerDevice, then: Callable[[str, Told], None]) -> None:
+        self.name, self.kept = device.name, device.kept
+        self._device = device
+        self._then = then
+
+    def send(self, kind: str, head: str, vector: memoryview | bytes | None = None) -> Told:
+        told = self._device.send(kind, head, vector)
+        self._then(kind, told)
+        return told
+
+
+# The session goes on.
+
+
+@pytest.mark.parametrize("mode", ["semi-honest", "active"])
+def test_the_opened_sum_is_that_of_the_updates(mode: str, tmp_path: Path) -> None:
+    expected = [plain_sum(part, plan())[0] for part in range(5)]
+    cohort = trained(enrolled(tmp_path, 5))
+    faults = FaultPlan().drop(client="d3", after="check_shares")
+    opened = play(cohort, opening_of(cohort, plan(), mode=mode), faults).sum
+    assert opened.survived == ("d0", "d1", "d2", "d4")
+    np.testing.assert_array_equal(sum_of(opened), sum(expected[part] for part in (0, 1, 2, 4)))
+
+
+def test_the_numbers_of_a_sixteen_bit_ring_are_those_of_devices_that_stay(tmp_path: Path) -> None:
+    num_values = resident().image.layout.num_parameters
+    rotation = Rotation(seed=bytes(range(32)), num_coordinates=num_values)
+    bounds = first_bounds(rotation, bound=64.0).tobytes()
+    numbers = []
+    cohorts: list[list[Any]] = [devices(tmp_path, 3), [AppDevice(part) for part in range(3)]]
+    for cohort in cohorts:
+        for device in cohort:
+            ready(device, plan())
+        chosen = opening_of(
+            cohort,
+            plan(),
+            ring_bits=16,
+            rotation_seed=rotation.seed,
+            bounds_digest=hashlib.sha256(bounds).digest(),
+        )
+        numbers.append(play(cohort, chosen, bounds=bounds).sum.numbers)
+    assert numbers[0] == numbers[1]
+
+
+def test_an_update_that_was_not_masked_may_go_into_another_session(tmp_path: Path) -> None:
+    expected = sum(plain_sum(part, plan())[0] for part in range(4))
+    cohort = trained(devices(tmp_path, 4))
+    faults = FaultPlan()
+    for device in cohort[1:]:
+        faults = faults.drop(client=device.name, after="share_keys")
+    with pytest.raises(TooFewSurvivors):
+        play(cohort, opening_of(cohort, plan()), faults)
+    opened = play(cohort, opening_of(cohort, plan(), attempt=2)).sum
+    np.testing.assert_array_equal(sum_of(opened), expected)
+
+
+# Nothing is masked twice.
+
+
+@pytest.mark.parametrize("action", [action for action in ACTIONS if action != "consistency"])
+def test_a_supernode_started_anew_is_out_of_the_session_and_spends_nothing_twice(
+    action: str, tmp_path: Path
+) -> None:
+    """Once its masked vector is with the server, the others' shares open the sum with it."""
+    sums = [plain_sum(part, plan())[0] for part in range(5)]
+    cohort = trained(devices(tmp_path, 5))
+    fresh = FlowerDevice(0, tmp_path / "0").between
+
+    def restart(kind: str, _: Told) -> None:
+        if kind == f"query.{action}":
+            cohort[0].between = fresh  # its memory is gone
+
+    played = play([Then(cohort[0], restart), *cohort[1:]], opening_of(cohort, plan()))
+    is_masked = not is_behind("masked_update", action)
+    np.testing.assert_array_equal(sum_of(played.sum), sum(sums[0 if is_masked else 1 :]))
+    if action == "unmask":
+        assert not played.refused
+    else:
+        assert isinstance(played.refused["d0"], UpdateNotHeld)
+    ready(cohort[0], plan(2))
+    assert place_of(cohort[0]) == Place(offset=8 if is_masked else 0)
+
+
+def test_a_context_from_before_the_masks_masks_nothing_again(tmp_path: Path) -> None:
+    cohort = trained(devices(tmp_path, 3))
+    play(cohort, opening_of(cohort, plan()), until="check_shares")
+    before = cohort[0].between
+    assert ask(cohort[0], MaskWanted(members=ALL)).vector is not None
+    behind = cohort[0].between
+    cohort[0].between = before
+    with pytest.raises(UpdateAlreadyMasked):
+        ask(cohort[0], MaskWanted(members=ALL))
+    with pytest.raises(UpdateAlreadyMasked):
+        ask(cohort[0], KEYS.model_copy(update={"attempt": 2}))
+    cohort[0].between = behind
+    ask(cohort[0], UnmaskWanted(survived=ALL, dropped=()))
+
+
+def test_a_context_from_before_a_survivor_set_was_signed_signs_no_other(tmp_path: Path) -> None:
+    cohort = trained(enrolled(tmp_path, 5))
+    names = tuple(device.name for device in cohort)
+    play(cohort, opening_of(cohort, plan(), mode="active"), until="masked_update")
+    before = cohort[0].between
+    ask(cohort[0], SurvivorsTold(survived=names, dropped=()))
+    cohort[0].between = before
+    ask(cohort[0], SurvivorsTold(survived=names, dropped=()))
+    with pytest.raises(SurvivorsChanged):
+        ask(cohort[0], SurvivorsTold(survived=names[:4], dropped=names[4:]))
+
+
+def test_nothing_is_masked_unless_the_record_is_on_disk(tmp_path: Path) -> None:
+    cohort = trained(devices(tmp_path, 3))
+    play(cohort, opening_of(cohort, plan()), until="check_shares")
+    before = cohort[0].path.read_bytes()
+    part = cohort[0].path.with_name(cohort[0].path.name + ".part")
+    part.mkdir()  # a disk that takes nothing
+    with pytest.raises(StateError):
+        ask(cohort[0], MaskWanted(members=ALL))
+    assert cohort[0].path.read_bytes() == before
+    part.rmdir()
+    assert ask(cohort[0], MaskWanted(members=ALL)).vector is not None
+
+
+# Where it waits, and how long.
+
+
+def test_the_key_is_its_owner_s_alone_and_is_gone_with_the_session(tmp_path: Path) -> None:
+    cohort = trained(devices(tmp_path, 3))
+    for device in cohort:
+        assert [stat.S_IMODE(key.stat().st_mode) for key in device.keys] == [0o600]
+    play(cohort, opening_of(cohort, plan()), until="masked_update")
+    assert all(len(device.keys) == 1 for device in cohort)
+    for device in cohort:
+        ask(device, UnmaskWanted(survived=ALL, dropped=()))
+        assert device.keys == []
+        assert PARKED not in device.context.state
+    with pytest.raises(UpdateNotHeld):
+        ask(cohort[0], UnmaskWanted(survived=ALL, dropped=()))
+
+
+@pytest.mark.parametrize("is_masked", [True, False])
+def test_the_next_plan_ends_what_an_aborted_session_left(is_masked: bool, tmp_path: Path) -> None:
+    cohort = trained(devices(tmp_path, 3))
+    play(cohort, opening_of(cohort, plan()), until="masked_update")
+    device, old = cohort[0], cohort[0].keys[0].read_bytes()
+    left = device.between
+    train(device, plan(2, is_masked=is_masked))
+    assert [key.read_bytes() for key in device.keys if key.read_bytes() == old] == []
+    assert len(device.keys) == is_masked
+    device.between = left  # whoever kept a copy has nothing
+    with pytest.raises(UpdateNotHeld):
+        ask(device, UnmaskWanted(survived=ALL, dropped=()))
+
+
+def test_another_s_or_a_changed_session_is_not_taken_up(tmp_path: Path) -> None:
+    cohort = trained(devices(tmp_path, 3))
+    contexts = [device.context for device in cohort]
+    sealed = records.kept_bytes(contexts[0], PARKED)
+    assert sealed is not None
+    changed = bytes([*sealed[:-1], sealed[-1] ^ 1])
+    for context, wrong in ((contexts[0], changed), (contexts[1], sealed)):
+        records.keep_bytes(context, PARKED, wrong)
+    for device, context in zip(cohort, contexts, strict=True):
+        device.keep(context)
+    for device in cohort[:2]:
+        with pytest.raises(UpdateNotHeld):
+            ask(device, KEYS)
+    ask(cohort[2], KEYS)
+
+
+def test_keys_lie_in_memory_unless_a_folder_is_named(tmp_path: Path) -> None:
+    table = tmp_path / "mountinfo"
+    table.write_text(
+        "1 0 8:1 / / rw shared:1 - ext4 /dev/sda1 rw\n"
+        "2 1 0:2 / /run rw - tmpfs tmpfs rw\n"
+        "3 2 8:2 / /run/media\\040disk rw - ext4 /dev/sdb1 rw\n"
+    )
+    assert is_in_memory(Path("/run/user/1000"), table)
+    assert not is_in_memory(Path("/run/media disk/a"), table)
+    assert not is_in_memory(Path("/home"), table)
+    assert not is_in_memory(Path("/run"), tmp_path / "none")
+
+
+def test_the_folder_in_memory_is_the_user_s_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setattr(
+        "headwater.client.flower.suspended_keys.is_in_memory", lambda folder: folder == tmp_path
+    )
+    folder = memory_folder()
+    assert folder.parent == tmp_path
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    folder.chmod(0o755)
+    with pytest.raises(StateError, match="not this user's alone"):
+        memory_folder()
+    folder.rmdir()
+    folder.symlink_to(tmp_path / "elsewhere", target_is_directory=True)
+    with pytest.raises(StateError):
+        memory_folder()
+    monkeypatch.setattr("headwater.client.flower.suspended_keys.is_in_memory", lambda folder: False)
+    with pytest.raises(StateError, match="no folder in memory") as caught:
+        memory_folder()
+    assert "runtime=" in caught.value.remedy
+
+
+def test_a_device_without_a_place_for_keys_says_so_before_it_trains(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+    device = FlowerDevice(0, tmp_path, runtime=str(tmp_path / "file"))
+    with pytest.raises(StateError):
+        ready(device, plan())
+    assert resident().task.seen == []  # type: ignore[attr-defined]
+
+
+def test_a_new_key_takes_the_place_of_the_old_one_and_a_link_is_not_followed(
+    tmp_path: Path,
+) -> None:
+    key = KeyFile(name="d0", run_id=RUN, folder=tmp_path / "keys")
+    first = bytes(key.make().reveal())
+    assert bytes(key.make().reveal()) != first
+    path = next((tmp_path / "keys").iterdir())
+    path.unlink()
+    (tmp_path / "mine").write_bytes(b"x" * 32)
+    path.symlink_to(tmp_path / "mine")
+    key.make()
+    assert (tmp_path / "mine").read_bytes() == b"x" * 32
+    assert not path.is_symlink()
+
+
+def test_simulated_devices_need_no_file_and_differ() -> None:
+    found = {
+        bytes(SimulatedKey(name=name, run_id=run).make().reveal())
+        for name in ("0", "1")
+        for run in (1, 2)
+    }
+    assert len(found) == 4
+    again = SimulatedKey(name="0", run_id=1)
+    again.erase()
+    assert bytes(again.read().reveal()) in found
+
+
+# Nothing is shown.
+
+
+def forms(secret: bytes) -> list[bytes]:
+    """Return how a secret might be written down."""
+    return [
+        secret,
+        secret.hex().encode(),
+        base64.b64encode(secret).rstrip(b"="),
+        base64.urlsafe_b64encode(secret).rstrip(b"="),
+        repr(secret)[2:-1].encode(),
+        repr(list(secret))[1:-1].encode(),
+    ]
+
+
+@pytest.mark.parametrize("mode", ["semi-honest", "active"])
+def test_no_secret_is_in_the_context_a_file_a_log_or_a_message(
+    mode: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    secrets: set[bytes] = set()
+    honest = Secret.__init__
+
+    def spying(self: Secret, value: bytes | bytearray | memoryview) -> None:
+        if len(value) == 32:
+            secrets.add(bytes(value))
+        honest(self, value)
+
+    seen: list[bytes] = []
+    updates = [plain_sum(part, plan())[0].astype("<f4").tobytes() for part in range(4)]
+    cohort = enrolled(tmp_path, 4)
+
+    def looking(device: FlowerDevice) -> Then:
+        def look(kind: str, told: Told) -> None:
+            seen.extend((device.between, repr(device.context).encode()))
+            files = [path for path in device.folder.glob("**/*") if path.is_file()]
+            seen.extend(path.read_bytes() for path in files if path not in device.keys)
+            if kind != "query.unmask":  # which tells shares, one kind of each dealer
+                seen.extend((told.head.encode(), bytes(told.vector or b"")))
+
+        return Then(device, look)
+
+    watched = [looking(device) for device in cohort]
+    with monkeypatch.context() as spied:
+        spied.setattr(Secret, "__init__", spying)
+        for device in watched:
+            ready(device, plan())
+        keys = [device.keys[0].read_bytes() for device in cohort]
+        faults = FaultPlan().drop(client="d3", after="check_shares")
+        play(watched, opening_of(cohort, plan(), mode=mode), faults)
+    assert secrets >= set(keys)
+    # A parking key each; two key pairs' seeds, a self seed; shares of the others besides.
+    assert len(secrets) > 4 * (1 + 2 + 1 + 2)
+    everything = b"\n".join([*seen, caplog.text.encode()])
+    for secret in secrets:
+        assert not any(form in everything for form in forms(secret))
+    for update in updates:
+        assert not any(
+            update[at : at + 16] in everything
+            for at in range(0, len(update) - 16, 4)
+            if update[at : at + 16].count(0) < 8  # whole numbers have zeros everywhere
+        )
+
+
+# What the device insists on, whatever the run says.
+
+
+def test_a_node_insists_on_more_than_the_run_does(tmp_path: Path) -> None:
+    strict = FlowerDevice(0, tmp_path / "0", **{"secure-aggregation": "active"})
+    with pytest.raises(MaskingRequired):
+        train(strict, plan(is_masked=False))
+    ready(strict, plan())
+    with pytest.raises(MaskingTooWeak):
+        ask(strict, KEYS)
+    cohort = [
+        FlowerDevice(0, tmp_path / "1", **{"min-members": 5}),
+        *(FlowerDevice(part, tmp_path / f"{part}0") for part in (1, 2, 3)),
+    ]
+    played = play(trained(cohort), opening_of(cohort, plan()))
+    assert {n: type(e) for n, e in played.refused.items()} == {"d0": CohortTooSmall}
+
+
+@pytest.mark.parametrize("wrong", [{"secure-aggregation": "on"}, {"min-members": "many"}])
+def test_what_a_node_cannot_mean_is_named(wrong: dict[str, str], tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=next(iter(wrong))):
+        ready(FlowerDevice(0, tmp_path, **wrong), plan())
+
+
+def test_keys_of_this_machine_lie_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    if not is_in_memory(Path("/dev/shm")):
+        pytest.skip("this machine has no folder in memory")
+    assert memory_folder() == Path("/dev/shm") / f"headwater-{os.geteuid()}"

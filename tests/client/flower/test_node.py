@@ -1,0 +1,291 @@
+"""What a device keeps on disk before it answers, what it never keeps, and what it erases."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+from headwater.client.enrolment.signing_identity import make_identity
+from headwater.client.secagg.session import SecureSession
+from headwater.client.training.trainer import resident_of
+from headwater.common.errors import SessionReplayed, StateError, UpdateNotHeld
+from headwater.common.flower import records
+from headwater.common.secagg.protocol import MaskWanted
+from tests.attacks.test_secagg_secrets import forms
+from tests.masked import (
+    KEYS,
+    RUN,
+    TASK,
+    AppDevice,
+    Device,
+    NodeDevice,
+    Told,
+    ask,
+    opening_of,
+    plan,
+    play,
+    ready,
+    train,
+)
+
+NAMES = ("d0", "d1", "d2")
+
+
+pytestmark = pytest.mark.usefixtures("a_process_of_its_own")
+
+
+class Disk:
+    """A state folder that can be taken away, and put back as it was."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def take_away(self) -> None:
+        """Put a file in the folder's place: nothing can be written below it, not by root either."""
+        if self.folder.exists():
+            self.folder.rename(self.folder.with_suffix(".away"))
+        self.folder.touch()
+
+    def put_back(self) -> None:
+        self.folder.unlink()
+        if self.folder.with_suffix(".away").exists():
+            self.folder.with_suffix(".away").rename(self.folder)
+
+
+class Failing:
+    """A device whose disk fails whenever a message of some kind comes for the first time."""
+
+    def __init__(self, device: NodeDevice, kinds: set[str], disk: Disk) -> None:
+        self.name = device.name
+        self.kept = device.kept
+        self.num_failed = 0
+        self._device = device
+        self._kinds = set(kinds)
+        self._disk = disk
+
+    def send(self, kind: str, head: str, vector: memoryview | bytes | None = None) -> Told:
+        before = None
+        if kind in self._kinds:
+            self._kinds.remove(kind)
+            self._disk.take_away()
+            answer = self._device.answer(kind, head, vector)
+            self._disk.put_back()
+            assert isinstance(answer.error, StateError)
+            assert (answer.head_json, bytes(answer.vector)) == ("", b"")
+            assert str(self._disk.folder) not in answer.error.message  # it travels
+            self.num_failed += 1
+            before = self._device.kept()
+        told = self._device.send(kind, head, vector)
+        assert before is None or self._device.kept() != before
+        return told
+
+
+def test_nothing_is_answered_before_it_is_on_disk(tmp_path: Path) -> None:
+    """Each message that changes what the device keeps is refused while the disk fails.
+
+    When there is room again, the same message is answered, and the session goes on.
+    """
+    kinds = {"train", "query.advertise_keys", "query.masked_update", "query.unmask"}
+    disk = Disk(tmp_path / "state")
+    device = Failing(NodeDevice(0, disk.folder), kinds, disk)
+    cohort: list[Device] = [device, AppDevice(1), AppDevice(2)]
+    for one in cohort:
+        ready(one, plan())
+    played = play(cohort, opening_of(cohort, plan()))
+    assert device.num_failed == len(kinds)
+    assert not played.refused
+    assert played.sum.survived == NAMES
+
+
+def test_what_is_on_disk_is_what_was_answered_last(tmp_path: Path) -> None:
+    device = NodeDevice(0, tmp_path)
+    assert not device.path.exists()
+    cohort: list[Device] = [device, AppDevice(1), AppDevice(2)]
+    for one in cohort:
+        ready(one, plan())
+    walk = device.kept()["walk"]
+    assert (walk["place"]["offset"], walk["pending_place"]["offset"]) == (0, 8)
+    assert "secure" not in device.kept()
+    played = play(cohort, opening_of(cohort, plan()), until="share_keys")
+    assert device.kept()["secure"] == {
+        "highest": {"round": 1, "attempt": 1},
+        "masked": None,
+        "answered": None,
+    }
+    played = play(cohort, opening_of(cohort, plan(), attempt=2))
+    kept = device.kept()
+    assert kept["secure"]["highest"] == {"round": 1, "attempt": 2}
+    assert kept["secure"]["masked"] is not None
+    assert kept["secure"]["answered"][0] == played.sum.session.digest.hex()
+    assert kept["walk"]["place"]["offset"] == 8
+
+
+def test_a_session_s_number_is_remembered_by_the_next_process(tmp_path: Path) -> None:
+    device = NodeDevice(0, tmp_path)
+    ready(device, plan())
+    ask(device, KEYS.model_copy(update={"attempt": 3}))
+    again = NodeDevice(0, tmp_path, task=f"././{TASK}")
+    ready(again, plan())
+    for attempt in (1, 3):
+        with pytest.raises(SessionReplayed):
+            ask(again, KEYS.model_copy(update={"attempt": attempt}))
+    ask(again, KEYS.model_copy(update={"attempt": 4}))
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", '{"walk": {}}', '{"other": {}}', '{"secure": {"highest": 1}}']
+)
+def test_a_state_file_that_cannot_be_read_back_stops_the_device(text: str, tmp_path: Path) -> None:
+    (tmp_path / f"d0-{RUN}.json").write_text(text)
+    with pytest.raises(StateError) as caught:
+        NodeDevice(0, tmp_path)
+    assert "which of its updates were masked" in caught.value.remedy
+
+
+def test_what_does_not_change_is_not_written_again(tmp_path: Path) -> None:
+    device = NodeDevice(0, tmp_path)
+    train(device, plan(is_masked=False))
+    before = device.path.stat().st_ino
+    train(device, plan(is_masked=False))
+    assert device.path.stat().st_ino == before
+
+
+# Secrets.
+
+
+class Watched:
+    """A device whose secrets are noted after each message, as a debugger would see them."""
+
+    def __init__(self, device: Device, secrets: dict[str, bytes]) -> None:
+        self.name = device.name
+        self.kept = device.kept
+        self.shown: list[str] = []
+        self._device = device
+        self._secrets = secrets
+
+    def send(self, kind: str, head: str, vector: memoryview | bytes | None = None) -> Told:
+        told = self._device.send(kind, head, vector)
+        session = session_of(self._device)
+        for number, secret in enumerate(session._state.secrets() if session._state else ()):
+            if not secret.is_erased:
+                key = f"{self.name} {type(session._state).__name__} {number}"
+                self._secrets[key] = bytes(secret.reveal())
+        self.shown += [repr(session), repr(vars(session)), json.dumps(self.kept())]
+        return told
+
+
+def session_of(device: Device) -> SecureSession:
+    resident = (
+        device.node.resident
+        if isinstance(device, NodeDevice)
+        else resident_of(TASK, replace_batch_norm=False, check_task=False)
+    )
+    return resident.held.of(RUN, device.name)._session
+
+
+def test_no_secret_is_in_a_log_a_state_file_a_context_or_a_repr(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    for part in range(4):
+        make_identity(tmp_path / f"key{part}", f"d{part}")
+    lines = [make_identity(tmp_path / f"key{part}", f"d{part}")[0].line for part in range(4)]
+    (tmp_path / "allow-list").write_text("\n".join(lines))
+    secrets: dict[str, bytes] = {}
+    watched: list[Watched] = []
+    for part in range(4):
+        secure = {
+            "aggregation": "active",
+            "identity": tmp_path / f"key{part}",
+            "allow_list": tmp_path / "allow-list",
+        }
+        task = "/".join([".", *["."] * part, TASK])
+        node = NodeDevice(part, tmp_path / "state", task=task, secure=secure)
+        ready(node, plan())
+        watched.append(Watched(node, secrets))
+        secrets[f"{node.name} identity"] = b"".join(
+            (tmp_path / f"key{part}").read_bytes().splitlines()[1:-1]
+        )
+    played = play(watched, opening_of(watched, plan(), mode="active"))
+    assert played.sum.survived == ("d0", "d1", "d2", "d3")
+    # Keys twice for each device, a self seed, and two shares of each other one.
+    assert len(set(secrets.values())) >= 4 * (3 + 2 * 3)
+    shown = [text for device in watched for text in device.shown] + [caplog.text]
+    shown += [path.read_text() for path in (tmp_path / "state").iterdir()]
+    assert len(shown) > 4 * 6
+    for secret in secrets.values():
+        for form in [*forms(secret), secret.decode("latin-1")]:
+            assert not any(form in text for text in shown)
+
+
+def test_secrets_are_erased_when_a_new_plan_comes_and_when_the_run_is_left(tmp_path: Path) -> None:
+    device = NodeDevice(0, tmp_path)
+    for end in (
+        lambda: ready(device, plan()),
+        lambda: train(device, plan(2)),
+        device.node.leave,
+        lambda: device.node.enter(RUN + 1),
+    ):
+        ready(device, plan())
+        kept = device.kept().get("secure")
+        attempt = 1 if kept is None else kept["highest"]["attempt"] + 1
+        ask(device, KEYS.model_copy(update={"attempt": attempt}))
+        state = session_of(device)._state
+        assert state is not None
+        secrets = list(state.secrets())
+        assert secrets
+        assert not any(secret.is_erased for secret in secrets)
+        end()
+        assert all(secret.is_erased for secret in secrets)
+
+
+def test_leaving_the_run_lets_the_update_go(tmp_path: Path) -> None:
+    device = NodeDevice(0, tmp_path)
+    assert not device.node.awaits_session
+    ready(device, plan())
+    assert device.node.awaits_session
+    device.node.leave()
+    assert not device.node.awaits_session
+    with pytest.raises(UpdateNotHeld):
+        ask(device, KEYS)
+
+
+def test_a_device_awaits_its_session_until_it_has_done_its_part(tmp_path: Path) -> None:
+    device = NodeDevice(0, tmp_path)
+    cohort: list[Device] = [device, AppDevice(1), AppDevice(2)]
+    for one in cohort:
+        ready(one, plan())
+    play(cohort, opening_of(cohort, plan()), until="masked_update")
+    assert device.node.awaits_session
+    play(cohort, opening_of(cohort, plan(), attempt=2), until="advertise_keys")
+    assert not device.node.awaits_session  # it refused: its update is spent
+
+
+def test_a_masked_vector_goes_out_as_a_view_of_the_memory_in_which_it_was_summed(
+    tmp_path: Path,
+) -> None:
+    device = NodeDevice(0, tmp_path)
+    cohort: list[Device] = [device, AppDevice(1), AppDevice(2)]
+    for one in cohort:
+        ready(one, plan())
+    play(cohort, opening_of(cohort, plan()), until="masked_update")
+    told = ask(device, MaskWanted(members=NAMES))
+    memory = device.node.resident.accumulator.values_P.numpy().data.cast("B")
+    assert isinstance(told.vector, memoryview)
+    assert told.vector == memory
+    memory[0] = (memory[0] + 1) % 256
+    assert told.vector == memory
+
+
+def test_a_record_survives_the_way_through_the_context() -> None:
+    device = AppDevice(0)
+    ready(device, plan())
+    ask(device, KEYS)
+    assert records.kept(device.context, "secure") == {
+        "highest": {"round": 1, "attempt": 1},
+        "masked": None,
+        "answered": None,
+    }

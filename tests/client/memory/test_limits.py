@@ -1,0 +1,196 @@
+"""What the process may use: each limit is told as resident bytes of this process."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import psutil
+import pytest
+
+from headwater.client.memory.limits import READ_EVERY_SECONDS, Limit, MemoryLimits, usable_cores
+from tests.machines import write
+
+MIB = 2**20
+RESIDENT, DATA, VIRTUAL, AVAILABLE = 300 * MIB, 500 * MIB, 2000 * MIB, 4000 * MIB
+
+
+def machine(root: Path, files: dict[str, str] | None = None) -> Path:
+    """Lay out a machine without limits, and then these files."""
+    write(
+        root,
+        {
+            "proc/meminfo": f"MemTotal: 9 kB\nMemAvailable:   {AVAILABLE // 1024} kB\n",
+            "proc/self/status": f"VmSize:\t{VIRTUAL // 1024} kB\nVmRSS:\t{RESIDENT // 1024} kB\n"
+            f"VmData:\t  {DATA // 1024} kB\n",
+            "proc/self/limits": "Limit  Soft Limit  Hard Limit  Units\n"
+            "Max data size             unlimited            unlimited            bytes\n"
+            "Max address space         unlimited            unlimited            bytes\n",
+            "proc/self/cgroup": "0::/a/b\n",
+        },
+    )
+    write(root, files or {})
+    return root
+
+
+def sources(root: Path, own_bytes: int | None = None) -> dict[str, int]:
+    return {limit.source: limit.num_bytes for limit in MemoryLimits(own_bytes, root=root).all()}
+
+
+def test_a_machine_without_limits_gives_what_is_available_beside_what_is_held(
+    tmp_path: Path,
+) -> None:
+    assert sources(machine(tmp_path)) == {"machine": AVAILABLE + RESIDENT}
+
+
+@pytest.mark.parametrize("folder", ["a/b", "a", "."])
+@pytest.mark.parametrize("file", ["memory.max", "memory.high"])
+def test_a_limit_of_a_cgroup_or_of_one_above_leaves_what_it_does_not_hold_yet(
+    tmp_path: Path, folder: str, file: str
+) -> None:
+    group = f"sys/fs/cgroup/{folder}"
+    machine(
+        tmp_path,
+        {
+            f"{group}/{file}": f"{1000 * MIB}\n",
+            f"{group}/memory.current": f"{700 * MIB}\n",
+            f"{group}/memory.stat": f"anon {600 * MIB}\ninactive_file {100 * MIB}\n",
+        },
+    )
+    held = 700 * MIB - 100 * MIB
+    assert sources(tmp_path)[f"cgroup's {file}"] == RESIDENT + 1000 * MIB - held
+
+
+def test_a_limit_of_version_1_is_read_where_its_controller_is(tmp_path: Path) -> None:
+    group = "sys/fs/cgroup/memory/a"
+    machine(
+        tmp_path,
+        {
+            "proc/self/cgroup": "3:cpu,cpuacct:/a\n4:memory:/a\n0::/\n",
+            f"{group}/memory.limit_in_bytes": f"{400 * MIB}\n",
+            f"{group}/memory.usage_in_bytes": f"{350 * MIB}\n",
+            f"{group}/memory.stat": f"inactive_file 0\ntotal_inactive_file {50 * MIB}\n",
+            "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
+            "sys/fs/cgroup/memory/memory.usage_in_bytes": "1\n",
+        },
+    )
+    assert sources(tmp_path) == {
+        "machine": AVAILABLE + RESIDENT,
+        "cgroup's memory.limit_in_bytes": RESIDENT + (400 - 300) * MIB,
+    }
+
+
+def test_a_cgroup_that_is_over_its_limit_leaves_less_than_is_held_and_never_less_than_nothing(
+    tmp_path: Path,
+) -> None:
+    group = "sys/fs/cgroup/a/b"
+    machine(
+        tmp_path, {f"{group}/memory.max": "1\n", f"{group}/memory.current": f"{9 * RESIDENT}\n"}
+    )
+    assert sources(tmp_path)["cgroup's memory.max"] == 0
+
+
+@pytest.mark.parametrize(
+    ("row", "name", "counted"),
+    [("Max data size", "RLIMIT_DATA", DATA), ("Max address space", "RLIMIT_AS", VIRTUAL)],
+)
+def test_a_resource_limit_counts_virtual_memory_and_leaves_what_is_not_mapped_yet(
+    tmp_path: Path, row: str, name: str, counted: int
+) -> None:
+    soft = 2500 * MIB
+    machine(tmp_path, {"proc/self/limits": f"{row}      {soft}      unlimited      bytes\n"})
+    assert sources(tmp_path)[name] == RESIDENT + soft - counted
+
+
+def test_a_limit_stays_where_it_is_when_the_process_grows(tmp_path: Path) -> None:
+    group = "sys/fs/cgroup/a/b"
+    grown = 50 * MIB
+
+    def laid_out(more: int) -> dict[str, int]:
+        machine(
+            tmp_path,
+            {
+                f"{group}/memory.max": f"{1000 * MIB}\n",
+                f"{group}/memory.current": f"{700 * MIB + more}\n",
+                "proc/meminfo": f"MemAvailable: {(AVAILABLE - more) // 1024} kB\n",
+                "proc/self/status": f"VmRSS: {(RESIDENT + more) // 1024} kB\n"
+                f"VmData: {(DATA + more) // 1024} kB\nVmSize: {(VIRTUAL + more) // 1024} kB\n",
+                "proc/self/limits": f"Max data size  {2500 * MIB} unlimited bytes\n",
+            },
+        )
+        return sources(tmp_path)
+
+    before = laid_out(0)
+    assert laid_out(grown) == before
+    assert len(before) == 3
+
+
+@pytest.mark.parametrize(("own_bytes", "least"), [(MIB, MIB), (2**60, AVAILABLE + RESIDENT)])
+def test_the_owner_s_limit_counts_if_it_is_the_lowest(
+    tmp_path: Path, own_bytes: int, least: int
+) -> None:
+    assert MemoryLimits(own_bytes, root=machine(tmp_path)).least_bytes() == least
+
+
+def test_a_lowered_limit_is_seen_soon_and_read_no_oftener_than_that(tmp_path: Path) -> None:
+    now = [0.0]
+    root = machine(tmp_path)
+    limits = MemoryLimits(root=root, seconds=lambda: now[0])
+    assert limits.least() == Limit(num_bytes=AVAILABLE + RESIDENT, source="machine")
+    machine(root, {"proc/meminfo": "MemAvailable: 1024 kB\n"})
+    now[0] = 0.9 * READ_EVERY_SECONDS
+    assert limits.least_bytes() == AVAILABLE + RESIDENT
+    now[0] = READ_EVERY_SECONDS
+    assert limits.least_bytes() == MIB + RESIDENT
+
+
+def test_where_reading_takes_long_the_limits_are_read_less_often(tmp_path: Path) -> None:
+    """A clock that moves a second at each look: reading takes 1 s, 2 % of 50 s."""
+    now = [0.0]
+
+    def seconds() -> float:
+        now[0] += 1
+        return now[0]
+
+    root = machine(tmp_path)
+    limits = MemoryLimits(root=root, seconds=seconds)
+    limits.least()
+    machine(root, {"proc/meminfo": "MemAvailable: 1024 kB\n"})
+    looks = 0
+    while limits.least_bytes() != MIB + RESIDENT:
+        looks += 1
+    assert looks == pytest.approx(50, abs=2)
+
+
+def test_this_machine_has_a_limit_within_its_memory() -> None:
+    assert 0 < MemoryLimits().least_bytes() <= psutil.virtual_memory().total
+
+
+@pytest.mark.parametrize(
+    ("files", "cores"),
+    [
+        ({"sys/fs/cgroup/a/cpu.max": "50000 100000\n"}, 0.5),
+        ({"sys/fs/cgroup/a/b/cpu.max": "max 100000\n"}, None),
+        (
+            {
+                "proc/self/cgroup": "3:cpu,cpuacct:/a\n",
+                "sys/fs/cgroup/cpu,cpuacct/a/cpu.cfs_quota_us": "25000\n",
+                "sys/fs/cgroup/cpu,cpuacct/a/cpu.cfs_period_us": "100000\n",
+            },
+            0.25,
+        ),
+        (
+            {
+                "proc/self/cgroup": "3:cpu:/a\n",
+                "sys/fs/cgroup/cpu/a/cpu.cfs_quota_us": "-1\n",
+                "sys/fs/cgroup/cpu/a/cpu.cfs_period_us": "100000\n",
+            },
+            None,
+        ),
+    ],
+)
+def test_a_cgroup_may_grant_a_part_of_a_core(
+    tmp_path: Path, files: dict[str, str], cores: float | None
+) -> None:
+    affinity = len(os.sched_getaffinity(0))
+    assert usable_cores(machine(tmp_path, files)) == (affinity if cores is None else cores)

@@ -1,0 +1,303 @@
+"""What micro-batches take of memory: measured on this process, learned, and foreseen."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headwater.client.memory.peak_model import (
+    GIVE_BACK_EVERY_SECONDS,
+    GUARD_SHARE,
+    NOISE_BYTES,
+    RELAXED,
+    PeakLine,
+    PeakMemory,
+    ProcessMemory,
+    is_allocation_failure,
+    resident_bytes,
+)
+from headwater.common.stats.linear_fit import Line
+from headwater.common.system.heap import give_back
+
+MIB = 2**20
+
+
+def peaks(
+    *, base: float = 300 * MIB, each: float = MIB, largest_size: int = 64, surplus: float = 0
+) -> PeakLine:
+    return PeakLine(
+        line=Line(base=base, each=each),
+        least_each=each / 2,
+        largest_size=largest_size,
+        rest_bytes=int(base),
+        surplus_bytes=surplus,
+    )
+
+
+# Measured on this process.
+
+
+def test_the_peak_is_what_was_held_at_once_and_a_reset_forgets_it() -> None:
+    size = 64 * MIB
+    peak = PeakMemory()
+    before = peak.peak_bytes()
+    held = torch.ones(size // 4)
+    del held
+    assert before + size - NOISE_BYTES <= peak.peak_bytes() <= before + size + NOISE_BYTES
+    give_back()  # what a heap keeps is held as well
+    peak.reset()
+    assert peak.peak_bytes() <= before + NOISE_BYTES
+
+
+def test_the_peak_of_a_micro_batch_is_that_between_its_begin_and_its_end() -> None:
+    memory = ProcessMemory()
+    size = 64 * MIB
+    memory.begin(1)
+    memory.end(1)
+    torch.ones(size // 4)
+    before = resident_bytes()
+    memory.begin(1)
+    torch.ones(size // 8)
+    assert memory.end(1) <= before + size // 2 + NOISE_BYTES
+
+
+def test_freed_memory_is_given_back_before_less_is_taken() -> None:
+    """Ten thousand pieces of 8 KiB below one that stays: the heap cannot shrink by itself."""
+    limit = [2**50]
+    memory = ProcessMemory(lambda: limit[0])
+    memory.known = peaks(base=resident_bytes())
+    memory.begin(64)
+    pieces = [torch.ones(2048) for _ in range(10_000)]
+    pin = torch.ones(2048)
+    del pieces
+    memory.end(64)
+    held = resident_bytes()
+    assert memory.fitting(1) is not None
+    assert resident_bytes() >= held - NOISE_BYTES, "nothing is given back while there is room"
+    limit[0] = 0
+    assert memory.fitting(1) == 0
+    assert resident_bytes() <= held - 10_000 * 8192 + 2 * NOISE_BYTES
+    assert pin.numel()
+
+
+def test_nothing_is_foreseen_without_a_line_or_without_a_limit() -> None:
+    memory = ProcessMemory(lambda: MIB)
+    assert (memory.line, memory.fitting(1)) == (None, None)
+    unbounded = ProcessMemory()
+    unbounded.known = peaks()
+    assert unbounded.fitting(1) is None
+
+
+def test_a_lowered_limit_lowers_what_fits() -> None:
+    limit = [1000 * MIB]
+    memory = ProcessMemory(lambda: limit[0])
+    memory.known = peaks(base=300 * MIB, each=MIB)
+    assert memory.fitting(1) == int(1000 * GUARD_SHARE - 300)
+    limit[0] = 400 * MIB
+    assert memory.fitting(1) == int(400 * GUARD_SHARE - 300)
+    limit[0] = 300 * MIB
+    assert memory.fitting(1) == 0
+
+
+def test_memory_is_given_back_no_oftener_than_once_a_second() -> None:
+    now = [100.0]
+    memory = ProcessMemory(lambda: 300 * MIB, seconds=lambda: now[0])
+    memory.known = peaks(base=299 * MIB, each=MIB)
+    rests = []
+    for now[0] in (100.0, 100.5, 100.0 + GIVE_BACK_EVERY_SECONDS):
+        memory.known = replace(memory.known, surplus_bytes=-1.0)
+        memory.begin(8)
+        memory.fitting(1)
+        rests.append(memory.known.surplus_bytes != -1.0)
+    assert rests == [True, False, True]
+
+
+def gave_back(memory: ProcessMemory, num_examples: int) -> bool:
+    assert memory.known is not None
+    memory.known = replace(memory.known, surplus_bytes=-1.0)
+    memory.fitting(num_examples)
+    return memory.known.surplus_bytes != -1.0
+
+
+def test_close_to_the_limit_memory_is_given_back_before_the_size_changes() -> None:
+    held = resident_bytes()
+    limit = [int((held + 64 * MIB) / GUARD_SHARE)]
+    memory = ProcessMemory(lambda: limit[0])
+    memory.known = peaks(base=held, each=MIB)
+    assert not gave_back(memory, 48), "nothing was freed yet"
+    memory.begin(48)
+    memory.end(48)
+    assert not gave_back(memory, 48), "the same size uses the same memory"
+    assert not gave_back(memory, 32), "this much more is within the limit"
+    limit[0] = int((held + 60 * MIB) / GUARD_SHARE)
+    memory._last_peak_bytes = held + 48 * MIB
+    assert gave_back(memory, 32)
+    assert not gave_back(memory, 32), "there is nothing left to give back"
+
+
+# Learned, as pure functions.
+
+
+@given(
+    st.integers(1, 512),
+    st.integers(1, 512),
+    st.integers(0, 2000 * MIB),
+    st.floats(0, 300 * MIB),
+)
+def test_a_peak_that_the_micro_batch_took_itself_is_foreseen_from_then_on(
+    size: int, largest: int, peak: int, surplus: float
+) -> None:
+    known = peaks(largest_size=largest, surplus=surplus)
+    found = known.learned(size=size, held_size=size, begun_bytes=0, peak_bytes=peak)
+    assert found.now.at(size) >= peak - 1
+    assert found.line.each >= known.least_each
+    assert found.surplus_bytes >= 0
+    assert found.largest_size in (known.largest_size, size)
+
+
+@given(st.integers(1, 512), st.integers(0, 64), st.integers(0, 2000 * MIB))
+def test_what_a_peak_denies_is_believed_slowly_and_never_below_the_peak(
+    size: int, surplus: int, peak: int
+) -> None:
+    known = peaks(surplus=surplus * MIB)
+    expected = known.now.at(size)
+    found = known.learned(size=size, held_size=size, begun_bytes=peak, peak_bytes=peak)
+    if peak < expected:
+        assert peak - 1 <= found.now.at(size) <= expected
+        assert expected - found.now.at(size) <= RELAXED * (expected - peak) + 1
+
+
+def test_memory_that_a_larger_micro_batch_freed_raises_nothing() -> None:
+    known = peaks(base=300 * MIB, each=MIB, largest_size=64)
+    held = int(known.now.at(64))
+    assert known.learned(size=1, held_size=64, begun_bytes=held, peak_bytes=held) == known
+
+
+def test_of_what_is_held_only_what_no_micro_batch_explains_counts() -> None:
+    known = peaks(base=300 * MIB, each=MIB, largest_size=64)
+    held = int(known.now.at(64)) + 100 * MIB
+    found = known.learned(size=1, held_size=64, begun_bytes=held, peak_bytes=held)
+    assert found.surplus_bytes == pytest.approx(100 * MIB)
+
+
+def test_one_high_peak_is_forgotten_by_a_sixteenth_at_a_time() -> None:
+    known = peaks(largest_size=64)
+    usual = int(known.now.at(32))
+    found = known.learned(size=32, held_size=32, begun_bytes=usual, peak_bytes=usual + 500 * MIB)
+    count = math.ceil(math.log(NOISE_BYTES / (500 * MIB)) / math.log(1 - RELAXED))
+    for _ in range(count):
+        found = found.learned(size=32, held_size=32, begun_bytes=usual, peak_bytes=usual)
+    assert usual <= found.now.at(32) <= usual + NOISE_BYTES
+
+
+def test_beyond_the_largest_size_the_slope_is_learned_and_below_it_what_is_resident() -> None:
+    known = peaks(base=300 * MIB, each=MIB, largest_size=64)
+    steeper = known.learned(size=128, held_size=128, begun_bytes=0, peak_bytes=556 * MIB)
+    assert steeper.line == Line(base=300 * MIB, each=2 * MIB)
+    fuller = known.learned(size=32, held_size=32, begun_bytes=0, peak_bytes=364 * MIB)
+    assert (fuller.line, fuller.surplus_bytes) == (known.line, 32 * MIB)
+
+
+def test_what_is_resident_behind_a_giving_back_replaces_the_surplus() -> None:
+    known = peaks(base=300 * MIB, surplus=200 * MIB)
+    assert known.rested(310 * MIB).surplus_bytes == 10 * MIB
+    assert known.rested(290 * MIB).surplus_bytes == 0
+
+
+def test_with_checkpointing_an_example_takes_what_was_predicted_until_a_peak_says_otherwise() -> (
+    None
+):
+    known = peaks(base=300 * MIB, each=4 * MIB, surplus=100 * MIB)
+    relieved = known.relieved(MIB, rest_bytes=310 * MIB)
+    assert relieved.now == Line(base=310 * MIB, each=MIB)
+    peak = int(relieved.now.at(8)) + 80 * MIB
+    learned = relieved.learned(size=8, held_size=8, begun_bytes=0, peak_bytes=peak)
+    assert learned.now == Line(base=310 * MIB, each=11 * MIB)
+
+
+def test_checkpointing_that_takes_no_less_relieves_nothing() -> None:
+    known = peaks(each=MIB)
+    assert known.relieved(MIB, rest_bytes=0) == known
+
+
+@dataclass
+class Allocator:
+    """A process whose C library keeps all that was freed until it is told to give it back."""
+
+    rest: int
+    each: int
+    fragments: float
+    kept: int = 0
+
+    def run(self, size: int, noise: float) -> tuple[int, int]:
+        """Return what was resident at the begin, and the peak."""
+        begun = self.rest + self.kept
+        self.kept = max(self.kept, int(size * self.each * (1 + self.fragments * noise)))
+        return begun, self.rest + self.kept
+
+
+RUNS = st.lists(st.tuples(st.integers(1, 256), st.floats(0, 1)), min_size=1, max_size=60)
+
+
+@settings(deadline=None)
+@given(RUNS)
+def test_no_sequence_of_sizes_talks_a_true_line_up_or_down(run: list[tuple[int, float]]) -> None:
+    """Small ones behind large ones peak as high, and still one example does not look huge."""
+    process = Allocator(rest=300 * MIB, each=MIB, fragments=0)
+    known, held = peaks(base=300 * MIB, each=MIB, largest_size=1), 0
+    for size, noise in run:
+        begun, peak = process.run(size, noise)
+        held = max(held, size)
+        known = known.learned(size=size, held_size=held, begun_bytes=begun, peak_bytes=peak)
+        assert known.now == Line(base=300 * MIB, each=MIB)
+
+
+@settings(deadline=None)
+@given(RUNS, st.floats(0, 0.2), st.floats(0.5, 3))
+def test_whatever_was_believed_no_peak_is_above_what_was_learned_from_it(
+    run: list[tuple[int, float]], fragments: float, believed: float
+) -> None:
+    process = Allocator(rest=300 * MIB, each=MIB, fragments=fragments)
+    known, held = peaks(base=300 * MIB, each=believed * MIB, largest_size=64), 0
+    for size, noise in run:
+        begun, peak = process.run(size, noise)
+        held = max(held, size)
+        known = known.learned(size=size, held_size=held, begun_bytes=begun, peak_bytes=peak)
+        assert known.now.at(held) >= peak - NOISE_BYTES
+        assert known.line.each <= max(1 + fragments, believed) * MIB * (1 + 1e-9)
+
+
+# Foreseen.
+
+
+@given(
+    st.floats(0, 1e12),
+    st.floats(1, 1e9),
+    st.floats(0, 2e12),
+)
+def test_what_fits_is_the_largest_size_within_the_bytes(
+    base: float, each: float, room: float
+) -> None:
+    known = peaks(base=base, each=each)
+    size = known.fitting(room)
+    rounding = 1e-9 * (base + room)
+    assert size == 0 or size == 2**31 or known.now.at(size) <= room + rounding
+    assert size == 2**31 or known.now.at(size + 1) >= room - rounding
+
+
+@pytest.mark.parametrize(
+    ("error", "is_one"),
+    [
+        (MemoryError(), True),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried 8 bytes"), True),
+        (RuntimeError("shapes do not match"), False),
+        (ValueError("can't allocate memory"), False),
+    ],
+)
+def test_an_allocation_failure_is_told_from_other_errors(error: Exception, is_one: bool) -> None:
+    assert is_allocation_failure(error) is is_one

@@ -1,0 +1,232 @@
+"""What would keep a device from taking part is found before it connects, with what to do."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime as dt
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import Result
+from rich.filesize import decimal
+from typer.testing import CliRunner
+
+from headwater.client.cli import app
+from headwater.client.device.availability import ROUND_SLACK_BYTES
+from headwater.client.memory.limits import Limit
+from headwater.client.operations.connectivity import connection
+from headwater.client.operations.doctor import (
+    FIRST_DAY,
+    clock,
+    has_memory_controller,
+    hours,
+    memory,
+    room,
+)
+from headwater.client.operations.findings import Finding
+from headwater.common.model.parameters import ModelImage
+from headwater.common.settings.schema import Client, Settings
+from tests.attacks.raw import serving
+from tests.certificates import credentials_of, make_folder, tls_of
+
+TASK = "tests/tasks.py:TwoLayers"
+GIB = 2**30
+TODAY = dt.datetime(2026, 11, 21, 12, tzinfo=dt.UTC)
+
+
+def doctor(tmp_path: Path, *flags: str) -> Result:
+    """Run the command for a device of its own state folder."""
+    threads = torch.get_num_threads()
+    command = ["doctor", "--task", TASK, "--threads", "1", "--state", str(tmp_path / "state")]
+    try:
+        return CliRunner().invoke(app, [*command, *flags])
+    finally:
+        torch.set_num_threads(threads)
+
+
+def faults(found: Result) -> set[str]:
+    return {line.split()[1] for line in found.output.splitlines() if line.startswith("FAULT")}
+
+
+@pytest.fixture
+def listening() -> Iterator[str]:
+    """Return an address at which somebody listens, who says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+
+
+def test_a_sound_device_can_take_part(tmp_path: Path, listening: str) -> None:
+    found = doctor(tmp_path, "--server", listening)
+    assert found.exit_code == 0, found.output
+    assert faults(found) == set()
+    assert "this device can take part" in found.output
+    topics = {line[6:].split()[0] for line in found.output.splitlines() if line.startswith("ok")}
+    assert topics >= {"versions", "state", "link", "task", "speed", "sensors", "gives"}
+
+
+def test_a_server_that_is_not_there_is_a_fault(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    found = doctor(tmp_path, "--server", f"127.0.0.1:{port}")
+    assert found.exit_code == 1
+    assert faults(found) == {"link"}
+    assert "firewalls" in found.output
+
+
+def test_all_faults_are_told_at_once(tmp_path: Path) -> None:
+    (tmp_path / "state").write_text("a file where the folder should be")
+    found = doctor(tmp_path, "--server", "river.example.org:8500", "--data", "/nowhere")
+    assert found.exit_code == 1
+    assert faults(found) == {"state", "TLS", "data"}  # no TLS beyond loopback: not connected to
+    assert "InsecureAddress" in found.output
+
+
+def test_a_device_without_a_task_cannot_take_part(tmp_path: Path, listening: str) -> None:
+    found = CliRunner().invoke(
+        app, ["doctor", "--server", listening, "--state", str(tmp_path / "state")]
+    )
+    assert found.exit_code == 1
+    assert faults(found) == {"task"}
+
+
+def test_a_clock_that_was_never_set_is_a_fault_and_one_that_is_not_kept_a_note() -> None:
+    epoch = dt.datetime.fromtimestamp(0, dt.UTC)
+    assert clock(epoch, is_kept=None).grade == "fault"
+    assert clock(FIRST_DAY, is_kept=None).grade == "good"
+    assert clock(TODAY, is_kept=False).grade == "note"
+    assert clock(TODAY, is_kept=True).grade == "good"
+
+
+def test_memory_without_a_limit_is_a_note_and_a_limit_that_is_reached_a_fault() -> None:
+    machine = Limit(num_bytes=8 * GIB, source="machine")
+    cgroup = Limit(num_bytes=GIB, source="cgroup's memory.max")
+    assert memory([machine], GIB // 2, has_controller=True).grade == "note"
+    assert memory([machine, cgroup], GIB // 2, has_controller=True).grade == "good"
+    assert memory([machine, cgroup], GIB, has_controller=True).grade == "fault"
+    unlimited = memory([machine], GIB // 2, has_controller=False)
+    assert "cgroup_enable=memory" in unlimited.remedy
+
+
+@pytest.mark.parametrize(("enabled", "counts"), [("1", True), ("0", False)])
+def test_a_kernel_that_does_not_count_memory_is_found(
+    tmp_path: Path, enabled: str, counts: bool
+) -> None:
+    assert has_memory_controller(tmp_path)  # it does not say
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/cgroups").write_text(
+        f"#subsys_name\thierarchy\tnum_cgroups\tenabled\ncpu\t0\t70\t1\nmemory\t0\t70\t{enabled}\n"
+    )
+    assert has_memory_controller(tmp_path) is counts
+
+
+NIGHTS = Client(upload_window="22:00-06:00")
+
+
+@pytest.mark.parametrize(
+    ("chosen", "hour", "grade", "text"),
+    [
+        (NIGHTS, 12, "note", "outside the upload window until 2026-11-21T22:00+00:00"),
+        (NIGHTS, 22, "good", "takes part until 2026-11-22T06:00+00:00"),
+        (Client(upload_window="00:00-24:00"), 12, "good", "takes part always"),
+        (Client(working_hours="09:00-17:00"), 12, "note", "in the working hours until"),
+        (Client(working_hours="00:00-24:00"), 12, "fault", "leave this device no time"),
+        (
+            Client(working_hours="09:00-17:00", working_share=0.5),
+            12,
+            "good",
+            "50% of its time: now",
+        ),
+    ],
+)
+def test_what_the_hours_mean_now_is_told(chosen: Client, hour: int, grade: str, text: str) -> None:
+    (found,) = hours(chosen, TODAY.replace(hour=hour), zone=dt.UTC)
+    assert found.grade == grade
+    assert text in found.text
+
+
+def test_without_hours_none_are_told() -> None:
+    assert list(hours(Client(), TODAY)) == []
+
+
+def test_the_bytes_of_the_day_are_told_and_too_few_for_a_round_are_a_fault(
+    tmp_path: Path, listening: str
+) -> None:
+    enough = doctor(tmp_path, "--server", listening, "--bytes-per-day", "1000000")
+    assert enough.exit_code == 0, enough.output
+    assert "0 bytes of today's 1.0 MB are used, and a round takes up to" in enough.output
+    few = doctor(tmp_path, "--server", listening, "--bytes-per-day", "1000")
+    assert "SettingsError: client.bytes_per_day is 1,000" in few.output
+    assert few.exit_code == 1
+
+
+def told_of(chosen: Client, tmp_path: Path, *, num_parameters: int = 10) -> list[Finding]:
+    layout = ModelImage(torch.nn.Linear(num_parameters - 1, 1)).layout
+    return list(room(chosen.model_copy(update={"state": tmp_path}), "pi", layout))
+
+
+def test_too_few_bytes_a_day_for_one_round_are_a_fault(tmp_path: Path) -> None:
+    (found,) = told_of(Client(bytes_per_day=1000), tmp_path)
+    assert (found.topic, found.grade) == ("limits", "fault")
+    assert "one round of this model takes up to" in found.text
+
+
+def test_hours_that_end_before_a_device_could_send_are_a_fault(tmp_path: Path) -> None:
+    (found,) = told_of(Client(upload_window="22:00-22:01"), tmp_path)
+    assert (found.topic, found.grade) == ("hours", "fault")
+    assert found.text.startswith("its hours leave 1 min at a time")
+
+
+def test_hours_that_only_a_quick_link_suits_are_noted_with_its_speed(tmp_path: Path) -> None:
+    million = 1_000_000
+    window = Client(upload_window="22:00-22:01:40")
+    (found,) = told_of(window, tmp_path, num_parameters=million)
+    # The model down and twice the vector up, in the 40 s before a minute's lead.
+    least = (4 * million + 2 * (4 * million + ROUND_SLACK_BYTES)) // 40
+    assert (found.topic, found.grade) == ("hours", "note")
+    assert f"only where the link carries {decimal(least)} a second" in found.text
+
+
+@pytest.mark.parametrize("window", ["22:00-06:00", "00:00-24:00", None])
+def test_hours_with_room_for_a_round_need_no_word(window: str | None, tmp_path: Path) -> None:
+    assert told_of(Client(upload_window=window), tmp_path, num_parameters=1_000_000) == []
+
+
+def looked_at(certs: Path, name: str, *, authority: Path | None = None) -> list[Finding]:
+    """Return what a device with a certificate finds of a server that has those of ``authority``."""
+
+    async def play() -> list[Finding]:
+        credentials = credentials_of(authority or certs, "server")
+        async with serving(credentials=credentials) as run:
+            settings = Settings(
+                client=Client(server=f"localhost:{run.port}", name="pi"), tls=tls_of(certs, name)
+            )
+            return await asyncio.to_thread(lambda: list(connection(settings)))
+
+    return asyncio.run(play())
+
+
+def test_a_device_that_the_server_would_take_shakes_hands_with_it(tmp_path: Path) -> None:
+    make_folder(tmp_path, "pi")
+    found = looked_at(tmp_path, "pi")
+    assert [finding.grade for finding in found] == ["good"] * 3, found
+    assert "TLSv1.3; the server took us" in found[-1].text
+
+
+def test_another_authority_is_a_fault_whichever_side_it_is_of(tmp_path: Path) -> None:
+    certs, others = tmp_path / "certs", tmp_path / "others"
+    make_folder(certs, "pi")
+    make_folder(others, "pi")
+    assert "not good for localhost" in looked_at(certs, "pi", authority=others)[-1].text
+    (others / "ca.pem").write_bytes((certs / "ca.pem").read_bytes())
+    refused = looked_at(others, "pi", authority=certs)[-1]
+    assert (refused.topic, refused.grade) == ("TLS", "fault")
+
+
+def test_a_certificate_of_another_name_is_a_fault(tmp_path: Path) -> None:
+    make_folder(tmp_path, "laptop")
+    found = looked_at(tmp_path, "laptop")
+    assert "the certificate is that of laptop, and this device is called pi" in found[0].text
+    assert found[0].grade == "fault"

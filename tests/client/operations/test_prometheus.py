@@ -1,0 +1,98 @@
+"""What a device counts of itself, and how Prometheus is shown it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from prometheus_client import generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from headwater.client.operations.counters import UPDATE_SECONDS, Tally
+from headwater.client.operations.prometheus import ClientMetrics
+from headwater.common.messages import Ready, Step, UpdateReport, Vitals
+
+
+def report(seconds: float, num_steps: int = 2, **changes: Any) -> UpdateReport:
+    step = Step(num_examples=4, weight=4, loss=1.0, gradient_norm=1.0, seconds=0.1, peak_bytes=70)
+    told: dict[str, Any] = {
+        "name": "pi",
+        "round": 1,
+        "num_examples": 4 * num_steps,
+        "weight": 4 * num_steps,
+        "loss_sum": 1.0,
+        "micro_batch_size": 4,
+        "seconds": seconds,
+        "steps": (step,) * num_steps,
+        "reason": "quota",
+    }
+    return UpdateReport(**{**told, **changes})
+
+
+def samples(tally: Tally, vitals: Vitals, limit_bytes: int | None) -> dict[str, float]:
+    metrics = ClientMetrics(tally, lambda: vitals, lambda: limit_bytes)
+    found = {}
+    for family in text_string_to_metric_families(generate_latest(metrics.registry).decode()):
+        for sample in family.samples:
+            labels = "".join(f"{{{value}}}" for value in sample.labels.values())
+            found[sample.name.removeprefix("headwater_client_") + labels] = sample.value
+    return found
+
+
+def test_updates_add_up() -> None:
+    tally = Tally()
+    tally.trained(report(0.2))
+    tally.trained(report(4.0, num_steps=3, reason="deadline"))
+    found = samples(tally, Vitals(), 1000)
+    expected = {
+        "updates_total": 2,
+        "micro_batches_total": 5,
+        "examples_total": 20,
+        "peak_bytes": 70,
+        "memory_limit_bytes": 1000,
+        "stops_total{quota}": 1,
+        "stops_total{deadline}": 1,
+        "update_seconds_sum": 4.2,
+        "update_seconds_count": 2,
+        "update_seconds_bucket{0.1}": 0,
+        "update_seconds_bucket{0.25}": 1,
+        "update_seconds_bucket{2.5}": 1,
+        "update_seconds_bucket{5.0}": 2,
+        "update_seconds_bucket{+Inf}": 2,
+    }
+    assert found.items() >= expected.items()
+
+
+@pytest.mark.parametrize("place", range(len(UPDATE_SECONDS) + 1))
+def test_an_update_counts_for_the_first_bound_that_it_keeps(place: int) -> None:
+    bounds = [*UPDATE_SECONDS, 2 * UPDATE_SECONDS[-1]]
+    tally = Tally()
+    tally.trained(report(bounds[place]))
+    assert tally.num_within.index(1) == place
+
+
+def test_of_a_masked_update_no_count_is_shown() -> None:
+    tally = Tally()
+    tally.trained(Ready(name="pi", round=1, seconds=1.0, peak_bytes=9))
+    found = samples(tally, Vitals(), None)
+    assert (found["updates_total"], found["peak_bytes"]) == (1, 9)
+    assert (found["micro_batches_total"], found["examples_total"]) == (0, 0)
+    assert not any(name.startswith("stops_total") for name in found)
+
+
+def test_the_first_connection_is_no_reconnect() -> None:
+    tally = Tally()
+    tally.connected()
+    assert (tally.num_reconnects, tally.is_connected) == (0, True)
+    tally.disconnected()
+    assert not tally.is_connected
+    tally.connected()
+    assert tally.num_reconnects == 1
+
+
+def test_a_sensor_that_is_not_there_has_no_metric() -> None:
+    found = samples(Tally(), Vitals(temperature_celsius=51.5), None)
+    assert found["temperature_celsius"] == 51.5
+    assert "battery_ratio" not in found
+    assert "memory_limit_bytes" not in found
+    assert samples(Tally(), Vitals(battery=0.5), None)["battery_ratio"] == 0.5

@@ -1,0 +1,225 @@
+"""A device in masked rounds: what leaves it, and whose memory it lies in."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+
+import numpy as np
+import pytest
+
+from headwater.client.app import client_app
+from headwater.client.device.hardware import ThisMachine
+from headwater.client.flower.state_file import pace_of
+from headwater.client.training.context import Workplace
+from headwater.client.training.micro_batches import Place
+from headwater.client.training.probe_fit import Speed
+from headwater.common.errors import CorruptUpdate, SessionMismatch, UpdateNotHeld
+from headwater.common.messages import Ready, Step
+from headwater.common.secagg.fixed_point import decode_mean
+from headwater.common.secagg.masked_numbers import LOSS, NUM_EXAMPLES
+from headwater.common.secagg.protocol import NUM_CLIPPED, WEIGHT, MaskWanted, UnmaskWanted
+from headwater.common.secagg.rotation import STEPS, Rotation, first_bounds, unrotate_in_place
+from headwater.common.stats import training_speed as pace
+from headwater.common.stats.linear_fit import Line
+from tests.client.secure_cohort import Between, describe, devices, opening, place_of, trained
+from tests.faults import FaultPlan
+from tests.masked import (
+    RUN,
+    AppDevice,
+    Told,
+    ask,
+    opening_of,
+    plain_sum,
+    plan,
+    play,
+    ready,
+    resident,
+    sum_of,
+    train,
+)
+from tests.workplaces import FakeClock
+
+pytestmark = pytest.mark.usefixtures("a_process_of_its_own")
+
+
+# What leaves the device.
+
+
+def test_a_masked_plan_is_answered_with_readiness_alone() -> None:
+    told = train(AppDevice(0), plan())
+    assert told.vector is None
+    assert json.loads(told.head).keys() <= set(Ready.model_fields)
+    clear = train(AppDevice(0), plan(is_masked=False))
+    assert clear.vector is not None
+    hidden = {"num_examples", "weight", "loss_sum", "metric_sums", "steps", "num_left"}
+    assert hidden & json.loads(clear.head).keys()
+    assert not hidden & json.loads(told.head).keys()
+
+
+@pytest.mark.parametrize("mode", ["semi-honest", "active"])
+def test_the_opened_sum_is_that_of_the_updates(mode: str) -> None:
+    expected = [plain_sum(part, plan()) for part in range(5)]
+    cohort = trained(5)
+    faults = FaultPlan().drop(client="d3", after="check_shares")
+    opened = play(cohort, opening(cohort, mode=mode), faults).sum
+    assert opened.survived == ("d0", "d1", "d2", "d4")
+    there = [expected[part] for part in (0, 1, 2, 4)]
+    np.testing.assert_array_equal(sum_of(opened), sum(values for values, _ in there))
+    assert opened.numbers[WEIGHT] == sum(report.weight for _, report in there)
+    assert opened.numbers[NUM_EXAMPLES] == sum(report.num_examples for _, report in there)
+    assert opened.numbers[LOSS] == sum(report.loss_sum for _, report in there)
+    assert opened.numbers[NUM_CLIPPED] == 0
+
+
+def test_the_norm_and_the_noise_ride_masked() -> None:
+    expected = [plain_sum(part, plan()) for part in range(3)]
+    cohort = trained(3)
+    numbers = play(cohort, opening(cohort)).sum.numbers
+    squared = sum(float(values @ values) for values, _ in expected)
+    # The norms are float64 sums of float32 products, each rounded to float32 at the end.
+    assert numbers["squared_norm"] == pytest.approx(squared, rel=2.0**-21)
+    assert numbers["noise.measured_weight"] == 24
+    local = plan(local_steps=2)
+    for device in cohort:
+        ready(device, local)
+    again = play(cohort, opening(cohort, attempt=2)).sum.numbers
+    assert {value for name, value in again.items() if name.startswith("noise.")} == {0.0}
+
+
+def test_a_sum_scaled_to_what_a_device_owns_is_masked_as_such() -> None:
+    asked = plan(weigh_as=24)
+    expected = [plain_sum(part, asked)[0] for part in range(3)]
+    cohort = devices(3)
+    for device in cohort:
+        ready(device, asked)
+    opened = play(cohort, opening_of(cohort, asked)).sum
+    np.testing.assert_array_equal(sum_of(opened), sum(expected))
+    assert (opened.numbers[WEIGHT], opened.numbers["summed_weight"]) == (72, 24)
+
+
+def test_a_ring_of_sixteen_bits_takes_its_bounds_from_beside_the_message() -> None:
+    expected = sum(plain_sum(part, plan())[0] for part in range(3))
+    num_values = resident().image.layout.num_parameters
+    rotation = Rotation(seed=bytes(range(32)), num_coordinates=num_values)
+    bounds = first_bounds(rotation, bound=64.0)
+    cohort = trained(3)
+    chosen = opening(
+        cohort, ring_bits=16, rotation_seed=rotation.seed, bounds_digest=_digest(bounds.tobytes())
+    )
+    opened = play(cohort, chosen, bounds=bounds.tobytes()).sum
+    assert opened.numbers[NUM_CLIPPED] == 0
+    mean_P = decode_mean(opened.vector_P, encoding=opened.session.parameters.encoding, weight=24)
+    unrotate_in_place(mean_P, rotation=rotation, bounds=bounds, max_weight=24)
+    # Each of 3 devices is off by less than a step of its 32,767 in each rotated coordinate.
+    step = 64.0 / STEPS
+    assert np.linalg.norm(mean_P - expected / 24) < 3 * step * math.sqrt(num_values) * 1.001
+
+
+@pytest.mark.parametrize(
+    ("beside", "error"),
+    [(None, SessionMismatch), (bytes(8), SessionMismatch), (b"abc", CorruptUpdate)],
+)
+def test_bounds_that_are_not_those_agreed_on_mask_nothing(
+    beside: bytes | None, error: type[Exception]
+) -> None:
+    num_values = resident().image.layout.num_parameters
+    bounds = first_bounds(Rotation(seed=bytes(32), num_coordinates=num_values))
+    cohort = trained(3)
+    chosen = opening(
+        cohort, ring_bits=16, rotation_seed=bytes(32), bounds_digest=_digest(bounds.tobytes())
+    )
+    played = play(cohort, chosen, bounds=beside, until="masked_update")
+    assert {type(found) for found in played.refused.values()} == {error}
+    assert all(place_of(device) == Place() for device in cohort)
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.sha256(data).digest()
+
+
+# The device's own pace.
+
+
+class Steady(ThisMachine):
+    """A machine that was found to take 2 s an example, and takes 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clock = FakeClock()
+
+    def speed(self, place: Workplace) -> Speed:
+        return Speed(
+            seconds_per_micro_batch=0.0, seconds_per_example=2.0, fastest_micro_batch_size=None
+        )
+
+
+def test_a_device_follows_its_own_pace_and_tells_it() -> None:
+    machine = Steady()
+    device = AppDevice(0, app=client_app(lambda identity, settings, layout: machine))
+    unasked = ready(device, plan())
+    assert (unasked.seconds_per_micro_batch, unasked.seconds_per_example) == (None, None)
+    device.send("query.describe", describe())
+    told = Line(base=0.0, each=2.0)
+    assert pace_of(device.kept()["pace"]) == told
+    step = Step(num_examples=4, weight=4, loss=0, gradient_norm=0, seconds=4, peak_bytes=0)
+    expected = pace.followed(told, [step, step])
+    found = ready(device, plan())
+    assert found.seconds == 8.0
+    assert (
+        Line(base=found.seconds_per_micro_batch or 0.0, each=found.seconds_per_example or 0.0)
+        == expected
+    )
+    # Asked again it keeps to what was seen, unless it was left out as too slow.
+    device.send("query.describe", describe())
+    assert pace_of(device.kept()["pace"]) == expected
+    device.send("query.describe", describe(left_out="too slow"))
+    assert pace_of(device.kept()["pace"]) == told
+
+
+# Whose memory it lies in.
+
+
+def test_an_update_is_masked_where_it_was_summed_unless_another_device_needs_the_memory() -> None:
+    seen: list[bool] = []
+
+    def look(told: Told) -> None:
+        assert told.vector is not None
+        masked = np.frombuffer(told.vector, np.uint8)
+        seen.append(np.shares_memory(masked, resident().accumulator.values_P.numpy()))
+
+    cohort = [Between(device, "masked_update", look) for device in trained(3)]
+    play(cohort, opening_of(cohort, plan()))
+    assert seen == [False, False, True]
+
+
+def test_a_probe_in_mid_session_leaves_the_update_as_it_was() -> None:
+    expected = sum(plain_sum(part, plan())[0] for part in range(3))
+    cohort = trained(3)
+    last = Between(
+        cohort[2], "check_shares", lambda told: cohort[2].send("query.describe", describe())
+    )
+    played = play([*cohort[:2], last], opening(cohort))
+    np.testing.assert_array_equal(sum_of(played.sum), expected)
+
+
+def test_a_probe_behind_the_masks_leaves_the_masked_vector_as_it_was() -> None:
+    cohort = trained(3)
+    play(cohort, opening(cohort), until="masked_update")
+    wanted = MaskWanted(members=("d0", "d1", "d2"))
+    before = bytes(ask(cohort[2], wanted).vector or b"")
+    cohort[2].send("query.describe", describe())
+    assert bytes(ask(cohort[2], wanted).vector or b"") == before
+
+
+def test_a_survivor_lets_its_vector_go_when_the_server_says_that_it_has_it() -> None:
+    cohort = trained(3)
+    held = resident().held.of(RUN, "d0")
+    play(cohort, opening(cohort), until="masked_update")
+    wanted = MaskWanted(members=("d0", "d1", "d2"))
+    assert ask(cohort[0], wanted).vector is not None
+    ask(cohort[0], UnmaskWanted(survived=("d0", "d1", "d2"), dropped=()))
+    assert held.is_over
+    with pytest.raises(UpdateNotHeld):
+        ask(cohort[0], wanted)

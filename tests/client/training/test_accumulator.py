@@ -1,0 +1,47 @@
+"""The vector's norm: of any length, and of any finite numbers."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from headwater.client.training.accumulator import Accumulator
+from headwater.common.model.parameters import build_model
+from headwater.common.model.vectors import CHUNK
+from tests.tasks import TwoLayers
+
+
+class Wide(TwoLayers):
+    """A model of one weight with so many numbers."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        self.length = length
+
+    def new_model(self) -> nn.Module:
+        return nn.Linear(self.length, 1, bias=False)
+
+
+def accumulator(length: int) -> Accumulator:
+    return Accumulator(build_model(Wide(length), seed=0))
+
+
+@pytest.mark.parametrize("length", [1, CHUNK - 1, 4 * CHUNK + 7])
+def test_the_norm_is_that_of_float64(length: int) -> None:
+    made = accumulator(length)
+    torch.randn(length, generator=torch.Generator().manual_seed(1), out=made.values_P)
+    exact = float(torch.linalg.vector_norm(made.values_P.double()))
+    assert made.gradient_norm() == pytest.approx(exact, rel=1e-6)
+
+
+@pytest.mark.parametrize("at", [0, CHUNK])
+def test_a_finite_vector_has_a_finite_norm_and_no_other_has(at: int) -> None:
+    made = accumulator(CHUNK + 5)
+    made.values_P[at] = 1e30  # its square is none of float32
+    assert made.gradient_norm() == pytest.approx(1e30)
+    for bad in (math.inf, -math.inf, math.nan):
+        made.values_P[at] = bad
+        assert not math.isfinite(made.gradient_norm())

@@ -1,0 +1,415 @@
+"""What micro-batches take of a device, before the first plan: measured without overstepping."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from headwater.client.device.hardware import MonotonicClock
+from headwater.client.memory.peak_model import NOISE_BYTES, ProcessMemory
+from headwater.client.training.accumulator import Accumulator
+from headwater.client.training.context import Workplace
+from headwater.client.training.probe import activation_bytes, probe
+from headwater.client.training.probe_fit import (
+    DISPATCH_SECONDS,
+    GAIN,
+    PROBE_SECONDS,
+    SAFE_SHARE,
+    WORKING_FACTOR,
+    Point,
+    Probed,
+    foreseen_bytes,
+    peak_line,
+    reason_to_stop,
+)
+from headwater.common.errors import OutOfMemory, TaskFailed
+from headwater.common.model.parameters import build_model
+from headwater.common.stats.linear_fit import Line
+from headwater.common.task import Task
+from tests.tasks import NAN_LOSS, NUM_HIDDEN, RAISES_BACKWARD, RAISES_FORWARD, TwoLayers, examples
+
+MIB = 2**20
+ROOT = Path(__file__).parents[3]
+
+
+def workplace(data: TensorDataset, task: Task | None = None) -> Workplace:
+    task = task or TwoLayers()
+    image = build_model(task, seed=0)
+    return Workplace(
+        task=task,
+        image=image,
+        accumulator=Accumulator(image),
+        examples=data,
+        name="pi",
+        clock=MonotonicClock(),
+        memory=ProcessMemory(),
+        stop=lambda: False,
+    )
+
+
+def unlimited() -> None:
+    return None
+
+
+def points(seconds: Line, peaks: Line, sizes: list[int]) -> tuple[Point, ...]:
+    return tuple(
+        Point(
+            size=size,
+            seconds=seconds.at(size),
+            usual_seconds=seconds.at(size),
+            least_seconds=seconds.at(size),
+            peak_bytes=math.ceil(peaks.at(size)),
+        )
+        for size in sizes
+    )
+
+
+def doubled(count: int) -> list[int]:
+    return [2**n for n in range(count)]
+
+
+DISPATCHED = Line(base=0.01, each=0.0001)
+PEAKS = Line(base=300 * MIB, each=8 * MIB)
+
+
+def stopped(
+    found: tuple[Point, ...],
+    *,
+    num_examples: int = 256,
+    foreseen: float = 0,
+    limit: int | None = None,
+    seconds: float = 0,
+) -> str | None:
+    return reason_to_stop(
+        found,
+        num_examples=num_examples,
+        foreseen_bytes=foreseen,
+        limit_bytes=limit,
+        seconds=seconds,
+    )
+
+
+# How far it grows.
+
+
+def test_while_nothing_is_in_the_way_the_size_grows() -> None:
+    found = points(DISPATCHED, PEAKS, doubled(4))
+    assert stopped(found, foreseen=800 * MIB, limit=1001 * MIB) is None
+
+
+def test_it_ends_with_the_examples() -> None:
+    reason = stopped(points(DISPATCHED, PEAKS, [1, 2, 3]), num_examples=3)
+    assert reason is not None
+    assert "3 examples are all" in reason
+
+
+def test_it_ends_before_a_size_that_would_come_near_the_limit() -> None:
+    found = points(DISPATCHED, PEAKS, doubled(4))
+    limit = 1000 * MIB
+    assert stopped(found, foreseen=SAFE_SHARE * limit, limit=limit) is None
+    reason = stopped(found, foreseen=SAFE_SHARE * limit + 1, limit=limit)
+    assert reason == "the next would take 800 MiB, above 80% of the limit of 1000 MiB"
+
+
+def test_two_doublings_without_a_gain_are_not_believed_and_three_are() -> None:
+    flat = Line(base=0, each=0.01)
+    assert stopped(points(flat, PEAKS, [1, 2, 4])) is None
+    assert stopped(points(flat, PEAKS, [1, 2, 4, 8])) == "no faster than with 1"
+
+
+def test_a_micro_batch_that_is_soon_done_is_doubled_whatever_its_pace() -> None:
+    quick = Line(base=0, each=DISPATCH_SECONDS / 100)
+    assert stopped(points(quick, PEAKS, doubled(7))) is None
+    assert stopped(points(quick, PEAKS, doubled(8))) == "no faster than with 1"
+
+
+def test_it_ends_when_it_took_its_time_but_not_before_two_sizes() -> None:
+    slow = Line(base=1.0, each=1.0)
+    assert stopped(points(slow, PEAKS, [1]), seconds=10 * PROBE_SECONDS) is None
+    reason = stopped(points(slow, PEAKS, [1, 2]), seconds=PROBE_SECONDS)
+    assert reason is not None
+    assert "it took" in reason
+
+
+# What it foresees.
+
+
+@given(
+    st.floats(100 * MIB, 1000 * MIB),
+    st.floats(0, 50 * MIB),
+    st.floats(1, 100 * MIB),
+    st.integers(1, 8),
+    st.lists(st.floats(0, 1), min_size=8, max_size=8),
+)
+def test_no_measured_peak_is_above_the_line_and_its_slope_holds_what_autograd_keeps(
+    base: float, each: float, kept: float, count: int, noise: list[float]
+) -> None:
+    found = tuple(
+        Point(
+            size=size,
+            seconds=1,
+            usual_seconds=1,
+            least_seconds=1,
+            peak_bytes=int(base + each * size + more * NOISE_BYTES),
+        )
+        for size, more in zip(doubled(count), noise, strict=False)
+    )
+    line = peak_line(found, kept)
+    assert all(line.at(p.size) >= p.peak_bytes * (1 - 1e-9) for p in found)
+    assert line.each >= kept
+    assert line.base >= 0
+
+
+def test_where_the_noise_hides_the_slope_it_is_what_activations_take() -> None:
+    found = points(DISPATCHED, Line(base=300 * MIB, each=0), doubled(9))
+    kept = 800.0
+    assert peak_line(found, kept).each == WORKING_FACTOR * kept
+
+
+def test_where_peaks_grow_beyond_the_noise_the_slope_is_theirs() -> None:
+    found = points(DISPATCHED, PEAKS, doubled(6))
+    noise = NOISE_BYTES / 31
+    assert abs(peak_line(found, 1 * MIB).each - PEAKS.each) <= noise * (1 + 1e-9)
+    assert abs(peak_line(found, 6 * MIB).each - PEAKS.each) <= noise * (1 + 1e-9)
+
+
+def test_one_size_alone_has_the_slope_of_its_activations() -> None:
+    found = points(DISPATCHED, PEAKS, [1])
+    line = peak_line(found, 3 * MIB)
+    assert line.each == WORKING_FACTOR * 3 * MIB
+    assert line.at(1) == found[0].peak_bytes
+
+
+@pytest.mark.parametrize("sizes", [[1], [1, 2], [1, 2, 4, 8]])
+def test_peaks_on_a_line_foresee_the_next_at_least(sizes: list[int]) -> None:
+    found = points(DISPATCHED, PEAKS, sizes)
+    size = 2 * sizes[-1]
+    foreseen = foreseen_bytes(found, size, 4 * MIB, rest_bytes=PEAKS.base)
+    assert PEAKS.at(size) <= foreseen <= PEAKS.at(size) + NOISE_BYTES * size
+
+
+def test_peaks_that_bend_upwards_are_foreseen_by_the_last_two() -> None:
+    """Small sizes hide behind a buffer of fixed size, and then the peak grows by 8 MiB each."""
+    bent = tuple(
+        Point(size=size, seconds=1, usual_seconds=1, least_seconds=1, peak_bytes=peak * MIB)
+        for size, peak in ((1, 400), (2, 400), (4, 400), (8, 432))
+    )
+    assert foreseen_bytes(bent, 16, 1 * MIB, rest_bytes=300 * MIB) >= (432 + 8 * 8) * MIB
+
+
+# What it says of the speed.
+
+
+def probed(found: tuple[Point, ...]) -> Probed:
+    return Probed(points=found, rest_bytes=0, kept_bytes=1, stopped="")
+
+
+def test_seconds_on_a_line_give_the_line_and_the_largest_size_is_not_known_to_be_the_fastest() -> (
+    None
+):
+    speed = probed(points(DISPATCHED, PEAKS, doubled(9))).speed
+    assert speed.seconds_per_micro_batch == pytest.approx(DISPATCHED.base)
+    assert speed.seconds_per_example == pytest.approx(DISPATCHED.each)
+    assert speed.fastest_micro_batch_size is None
+
+
+def test_the_fastest_size_is_the_last_that_gained() -> None:
+    seconds = {1: 0.010, 2: 0.016, 4: 0.030, 8: 0.030 * 2 * (1 - GAIN / 2), 16: 0.3}
+    found = tuple(
+        Point(size=n, seconds=s, usual_seconds=s, least_seconds=s, peak_bytes=1)
+        for n, s in seconds.items()
+    )
+    assert probed(found).speed.fastest_micro_batch_size == 4
+
+
+@pytest.mark.parametrize(("usual", "fastest"), [(1.4, 4), (1.6, None)])
+def test_the_fastest_size_is_not_known_on_a_busy_machine(usual: float, fastest: int | None) -> None:
+    """Sizes above 4 take no less; the least seconds are those of a machine left alone."""
+    seconds = {1: 0.010, 2: 0.016, 4: 0.030, 8: 0.060, 16: 0.3}
+    found = tuple(
+        Point(size=n, seconds=s, usual_seconds=usual * s, least_seconds=s, peak_bytes=1)
+        for n, s in seconds.items()
+    )
+    assert probed(found).speed.fastest_micro_batch_size == fastest
+
+
+def test_interruptions_slow_the_line_and_leave_its_shape() -> None:
+    found = tuple(
+        Point(
+            size=size,
+            seconds=DISPATCHED.at(size),
+            usual_seconds=3 * DISPATCHED.at(size),
+            least_seconds=DISPATCHED.at(size),
+            peak_bytes=1,
+        )
+        for size in doubled(5)
+    )
+    speed = probed(found).speed
+    assert speed.seconds_per_micro_batch == pytest.approx(3 * DISPATCHED.base)
+    assert speed.seconds_per_example == pytest.approx(3 * DISPATCHED.each)
+
+
+# On this machine.
+
+
+@pytest.mark.parametrize(
+    ("num_examples", "sizes"), [(1, [1]), (2, [1, 2]), (3, [1, 2, 3]), (24, [1, 2, 4, 8, 16, 24])]
+)
+def test_a_small_model_is_measured_up_to_all_examples_however_few(
+    num_examples: int, sizes: list[int]
+) -> None:
+    found = probe(workplace(examples(num_examples)), unlimited)
+    measured = [p.size for p in found.points]
+    assert measured == sizes[: len(measured)]
+    assert len(measured) == len(sizes) or num_examples > 2
+    assert found.speed.seconds_per_micro_batch >= 0
+    assert found.speed.seconds_per_example > 0
+    line = found.peaks.now
+    assert line.each >= found.kept_bytes > 0
+    assert line.base > MIB
+
+
+@pytest.mark.parametrize("kind", [NAN_LOSS, RAISES_FORWARD, RAISES_BACKWARD])
+@pytest.mark.parametrize("position", [0, 1, 5])
+def test_an_example_that_fails_does_not_keep_the_device_from_being_measured(
+    kind: int, position: int
+) -> None:
+    kinds = [0] * position + [kind]
+    found = probe(workplace(examples(24, kinds=kinds)), unlimited)
+    assert found.speed.seconds_per_example > 0
+
+
+def test_the_gradients_are_still_summed_into_the_vector_behind_a_failing_example() -> None:
+    place = workplace(examples(24, kinds=[RAISES_FORWARD]))
+    probe(place, unlimited)
+    place.accumulator.check_views()
+
+
+def test_a_device_that_runs_out_of_memory_at_eight_examples_is_measured_with_fewer() -> None:
+    found = probe(workplace(examples(24), TwoLayers(max_micro_batch=4)), unlimited)
+    assert [p.size for p in found.points] == [1, 2, 4]
+    assert found.stopped == "memory ran out at 8 examples"
+
+
+def test_a_device_on_which_no_example_fits_says_so() -> None:
+    with pytest.raises(OutOfMemory, match="one example alone"):
+        probe(workplace(examples(24), TwoLayers(max_micro_batch=0)), unlimited)
+
+
+def test_a_task_that_fails_on_all_first_examples_is_named() -> None:
+    with pytest.raises(TaskFailed):
+        probe(workplace(examples(24, kinds=[RAISES_FORWARD] * 24)), unlimited)
+
+
+class Wide(TwoLayers):
+    """One large activation, kept by the squares' backward pass."""
+
+    width = 1000
+
+    def new_model(self) -> nn.Module:
+        return nn.Linear(3, self.width)
+
+    def loss_sum(self, model: nn.Module, batch: Any) -> Any:
+        return model(batch[0]).square().sum(), len(batch[0])
+
+
+def test_an_example_keeps_at_least_its_widest_activation() -> None:
+    kept = activation_bytes(workplace(examples(4), Wide()))
+    inputs, activation = 4 * 3, 4 * Wide.width
+    assert activation <= kept <= 2 * (inputs + activation)
+    assert kept > 4 * NUM_HIDDEN
+
+
+class Wider(TwoLayers):
+    """An activation of 4 MB for each example, behind a small layer."""
+
+    width = 1_000_000
+
+    def new_model(self) -> nn.Module:
+        return nn.Linear(3, 8)
+
+    def loss_sum(self, model: nn.Module, batch: Any) -> Any:
+        return model(batch[0]).repeat(1, self.width // 8).square().sum(), len(batch[0])
+
+
+def test_a_large_activation_is_in_the_line() -> None:
+    found = probe(workplace(examples(16), Wider()), unlimited)
+    line = found.peaks.line
+    assert len(found.points) >= 2
+    assert line.each >= found.kept_bytes >= 4 * Wider.width
+    assert all(line.at(p.size) >= p.peak_bytes * (1 - 1e-9) for p in found.points)
+    assert found.points[0].peak_bytes >= found.rest_bytes + 4 * Wider.width - NOISE_BYTES
+
+
+CONFINED = """
+import json, resource, sys
+import torch
+from pathlib import Path
+torch.set_num_threads(1)
+from headwater.client.device.hardware import ThisMachine
+from headwater.client.memory.peak_model import PeakMemory
+from headwater.client.training.probe import probe
+from tests.client.training.test_probe import Wider, workplace
+from tests.tasks import examples
+
+place = workplace(examples(256), Wider())
+rows = dict(line.split(":", 1) for line in open("/proc/self/status"))
+data = int(rows["VmData"].split()[0]) * 1024
+room = int(sys.argv[1]) * 2**20
+resource.setrlimit(resource.RLIMIT_DATA, (data + room, data + room))
+machine = ThisMachine()
+least = machine.limits.least()
+peak = PeakMemory()
+found = probe(place, machine.limits.least_bytes)
+machine.memory.known = found.peaks
+print(json.dumps({
+    "source": least.source,
+    "limit": least.num_bytes,
+    "peak": peak.peak_bytes(),
+    "stopped": found.stopped,
+    "fitting": machine.memory.fitting(1),
+    "line": [machine.memory.line.base, machine.memory.line.each],
+}))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA counts on Linux")
+@pytest.mark.parametrize("room_mib", [150, 400])
+def test_a_confined_process_is_probed_within_its_limit(room_mib: int) -> None:
+    """8 to 16 MB per example under a real RLIMIT_DATA; an allocation beyond it would fail."""
+    done = subprocess.run(
+        [sys.executable, "-c", CONFINED, str(room_mib)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout.splitlines()[-1])
+    assert said["source"] == "RLIMIT_DATA"
+    assert said["peak"] <= said["limit"]
+    assert "memory ran out" not in said["stopped"]
+    assert 0 < said["fitting"] < 256
+    base, each = said["line"]
+    assert base + each * said["fitting"] <= said["limit"]
+
+
+def test_a_share_of_a_core_counts_though_short_passes_run_at_full_speed() -> None:
+    """A pass takes at least its CPU time over the cores: of a thousandth of one, a thousand times.
+
+    The walls of both probes differ by what else the machine does, and never by a hundred.
+    """
+    free = probe(workplace(examples(24)), unlimited, cores=1.0)
+    held = probe(workplace(examples(24)), unlimited, cores=1e-3)
+    assert held.points[0].seconds > 100 * free.points[0].seconds

@@ -1,0 +1,429 @@
+"""A half-summed window outlives a power cut, and what comes of it is the same to the bit."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import signal
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from flwr.app import Context, RecordDict
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from headwater.client.device.hardware import ThisMachine
+from headwater.client.flower.request import SIMULATED, SPOOL, spool_of
+from headwater.client.training.context import Workplace
+from headwater.client.training.local_update import train
+from headwater.client.training.micro_batches import Walk, Window
+from headwater.client.training.spool import Spool
+from headwater.client.training.trainer import Identity, Resident
+from headwater.common.errors import EmptyUpdate
+from headwater.common.messages import Plan, Update
+from headwater.common.model.parameters import build_model
+from headwater.common.settings.schema import Client, Settings
+from tests.processes import ROOT
+from tests.tasks import NAN_LOSS, RAISES_BACKWARD, TwoLayers, examples
+from tests.workplaces import FakeClock, FakeMemory, plan, workplace
+
+RUN = 7
+
+
+class PowerCut(BaseException):
+    """Nothing catches it."""
+
+
+class CutOff(TwoLayers):
+    """Has a dropout layer and a metric; the power goes at one of its micro-batches."""
+
+    def __init__(self, *, cut_at: int | None = None) -> None:
+        super().__init__()
+        self.cut_at = cut_at
+
+    def new_model(self) -> nn.Module:
+        return nn.Sequential(nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5)), nn.Linear(8, 1))
+
+    def loss_sum(self, model: nn.Module, batch: Sequence[Tensor]) -> Any:
+        if self.cut_at is not None and len(self.seen) >= self.cut_at:
+            raise PowerCut
+        loss, weight = super().loss_sum(model, batch)
+        return loss * 0.1, weight, {"tenths": 0.1 * weight}
+
+
+def spool(folder: Path, **how: Any) -> Spool:
+    return Spool(
+        folder, name="pi", run_id=RUN, **{"every_seconds": 0.0, "largest_share": math.inf, **how}
+    )
+
+
+def device(*, cut_at: int | None = None, kinds: Sequence[int] = (), **more: Any) -> Workplace:
+    return workplace(CutOff(cut_at=cut_at), examples(24, kinds=kinds), **more)
+
+
+def window_of(place: Workplace, quota: int) -> Window:
+    return Window(positions=tuple(range(quota)), epoch=0, offset=0, ends_epoch=False)
+
+
+def done(place: Workplace, asked: Plan, kept: Spool | None = None) -> Update:
+    return train(asked, window_of(place, asked.quota), place, kept)
+
+
+def cut_off(folder: Path, asked: Plan, *, at: int, **how: Any) -> None:
+    """Let the power go at the micro-batch of number ``at``, from 0."""
+    with pytest.raises(PowerCut):
+        done(device(cut_at=at), asked, spool(folder, **how))
+
+
+def seen_by(place: Workplace) -> list[int]:
+    assert isinstance(place.task, CutOff)
+    return place.task.seen
+
+
+def assert_same(found: Update, expected: Update) -> None:
+    assert torch.equal(found.values_P, expected.values_P)
+    timeless = {"steps", "seconds", "vitals"}
+    assert found.report.model_dump(exclude=timeless) == expected.report.model_dump(exclude=timeless)
+    for one, other in zip(found.report.steps, expected.report.steps, strict=True):
+        assert replace(one, peak_bytes=0) == replace(other, peak_bytes=0)
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    st.integers(2, 24),
+    st.integers(1, 8),
+    st.integers(1, 30),
+    st.lists(st.sampled_from([0, 0, 0, NAN_LOSS, RAISES_BACKWARD]), max_size=6),
+    st.none() | st.integers(1, 100),
+)
+def test_a_window_that_goes_on_is_that_of_an_unbroken_one_to_the_bit(
+    quota: int, size: int, cut_at: int, kinds: list[int], weigh_as: int | None
+) -> None:
+    asked = plan(quota, size, weigh_as=weigh_as)
+    with tempfile.TemporaryDirectory() as name:
+        kept = spool(Path(name))
+        try:
+            expected = done(device(kinds=kinds), asked)
+        except EmptyUpdate:
+            return
+        broken = device(cut_at=cut_at, kinds=kinds)
+        try:
+            done(broken, asked, kept)
+        except PowerCut:
+            assert_same(done(device(kinds=kinds), asked, kept), expected)
+        else:
+            assert len(seen_by(broken)) <= cut_at
+
+
+def test_what_was_summed_before_the_cut_is_not_summed_again(tmp_path: Path) -> None:
+    asked = plan(22, 4)
+    cut_off(tmp_path, asked, at=3)
+    again = device()
+    update = done(again, asked, spool(tmp_path))
+    assert seen_by(again) == [4, 4, 2]
+    assert update.report.num_examples == 22
+
+
+def test_a_second_cut_goes_on_from_the_first(tmp_path: Path) -> None:
+    asked = plan(22, 4)
+    cut_off(tmp_path, asked, at=2)
+    with pytest.raises(PowerCut):
+        done(device(cut_at=2), asked, spool(tmp_path))
+    again = device()
+    assert_same(done(again, asked, spool(tmp_path)), done(device(), asked))
+    assert seen_by(again) == [4, 2]
+
+
+def test_micro_batches_that_were_made_smaller_stay_so(tmp_path: Path) -> None:
+    asked = plan(22, 4)
+    lowered = FakeMemory(lambda n: 1040 if n < 2 else 1020)
+    with pytest.raises(PowerCut):
+        done(device(cut_at=4, memory=lowered), asked, spool(tmp_path))
+    again = device()
+    report = done(again, asked, spool(tmp_path)).report
+    assert seen_by(again) == [2] * 5
+    assert (report.micro_batch_size, report.num_examples) == (2, 22)
+
+
+def test_the_file_is_its_owners_alone_and_a_safetensors_file(tmp_path: Path) -> None:
+    cut_off(tmp_path / "new", plan(22, 4), at=2)
+    (file,) = (tmp_path / "new").iterdir()
+    assert file.name == f"pi-{RUN}.safetensors"
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert stat.S_IMODE(file.parent.stat().st_mode) == 0o700
+    expected = done(device(), plan(8, 4)).values_P
+    assert torch.equal(load_file(file)["values_P"], expected)
+
+
+OTHERS: dict[str, Callable[[Plan], tuple[Plan, dict[str, Any]]]] = {
+    "round 1, not 2": lambda asked: (asked.model_copy(update={"round": 2}), {}),
+    "version 0, not 5": lambda asked: (asked.model_copy(update={"model_version": 5}), {}),
+    "plan": lambda asked: (asked.model_copy(update={"precision": "bfloat16"}), {}),
+    "epoch 0, not 1": lambda asked: (asked, {"epoch": 1}),
+    "offset 0, not 9": lambda asked: (asked, {"offset": 9}),
+    "other examples": lambda asked: (asked, {"positions": tuple(range(1, 23))}),
+}
+
+
+@pytest.mark.parametrize("reason", OTHERS)
+def test_what_belongs_to_something_else_is_thrown_away_and_the_log_says_why(
+    reason: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked = plan(22, 4)
+    cut_off(tmp_path, asked, at=2)
+    other, changes = OTHERS[reason](asked)
+    place = device()
+    part = replace(window_of(place, 22), **changes)
+    with caplog.at_level(logging.WARNING):
+        found = train(other, part, place, spool(tmp_path)).values_P
+    assert any("thrown away" in text and reason in text for text in caplog.messages)
+    assert torch.equal(found, train(other, part, device()).values_P)
+    assert sum(seen_by(place)) == 22
+
+
+def test_the_spool_of_another_model_is_thrown_away(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked = plan(22, 4)
+    cut_off(tmp_path, asked, at=2)
+    place = device()
+    place.image.load(bytes(build_model(CutOff(), seed=4).buffer()))
+    done(place, asked, spool(tmp_path))
+    assert "it belongs to another model" in caplog.text
+    assert sum(seen_by(place)) == 22
+
+
+def test_the_spool_of_another_layout_is_thrown_away(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cut_off(tmp_path, plan(22, 4), at=2)
+    place = workplace(TwoLayers(), examples(24))
+    update = done(place, plan(22, 4), spool(tmp_path))
+    assert "it belongs to layout" in caplog.text
+    assert update.report.num_examples == 22
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.floats(0, 1, exclude_max=True), st.integers(1, 255), st.booleans())
+def test_whatever_byte_is_damaged_the_sum_is_exact(at: float, change: int, cuts: bool) -> None:
+    asked = plan(22, 4)
+    with tempfile.TemporaryDirectory() as name:
+        kept = spool(Path(name))
+        cut_off(Path(name), asked, at=3)
+        data = bytearray(kept.path.read_bytes())
+        position = int(at * len(data))
+        data[position] ^= change
+        kept.path.write_bytes(data[:position] if cuts else data)
+        found = done(device(), asked, kept)
+    assert torch.equal(found.values_P, done(device(), asked).values_P)
+
+
+@pytest.mark.parametrize("left", [b"", b"\x00" * 8, b"\xff" * 64, b'\x02\0\0\0\0\0\0\0{}{"a":[]}'])
+def test_a_file_of_another_kind_is_thrown_away(
+    left: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    kept = spool(tmp_path, every_seconds=1e9)
+    kept.path.write_bytes(left)
+    assert done(device(), plan(22, 4), kept).report.num_examples == 22
+    assert "is thrown away: it is damaged" in caplog.text
+    assert not kept.path.exists()
+
+
+def test_a_disk_that_cannot_be_written_costs_the_spool_and_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("no folder")
+    found = done(device(), plan(22, 4), spool(tmp_path / "file"))
+    assert_same(found, done(device(), plan(22, 4)))
+    (warning,) = caplog.messages
+    assert warning.startswith("pi, round 1: the spool cannot be written, and a power cut would")
+
+
+def test_what_a_run_left_a_week_ago_is_removed_and_nothing_else(tmp_path: Path) -> None:
+    names = [
+        "pi-6.safetensors",
+        "pi-6.safetensors.part",
+        "pi-2-6.safetensors",
+        "pi-6.safetensors.bak",
+    ]
+    for name in [*names, "pi-5.safetensors"]:
+        (tmp_path / name).write_bytes(b"")
+    days_ago = (tmp_path / "pi-5.safetensors").stat().st_mtime - 8 * 86_400
+    for name in names:
+        os.utime(tmp_path / name, (days_ago, days_ago))
+    cut_off(tmp_path, plan(22, 4), at=2)
+    assert {path.name for path in tmp_path.iterdir()} == {
+        *("pi-2-6.safetensors", "pi-6.safetensors.bak", "pi-5.safetensors"),
+        f"pi-{RUN}.safetensors",
+    }
+
+
+def test_what_a_kill_in_mid_write_left_goes_with_the_update(tmp_path: Path) -> None:
+    kept = spool(tmp_path)
+    kept.path.with_name(kept.path.name + ".part").write_bytes(b"half of a sum")
+    kept.remove()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_it_is_written_at_most_every_few_seconds(tmp_path: Path) -> None:
+    # A micro-batch takes a second: written behind the sixth, and behind the twelfth.
+    asked = plan(22, 1)
+    cut_off(tmp_path, asked, at=5, every_seconds=6.0)
+    assert not any(tmp_path.iterdir())
+    cut_off(tmp_path, asked, at=16, every_seconds=6.0)
+    again = device()
+    done(again, asked, spool(tmp_path))
+    assert len(seen_by(again)) == 22 - 12
+
+
+class SlowDisk(FakeClock):
+    """A second passes with each look at the clock while a micro-batch is not at work."""
+
+    def seconds(self) -> float:
+        self.now += 1.0
+        return self.now
+
+
+def test_writing_takes_a_small_share_of_the_time_however_slow_the_disk(tmp_path: Path) -> None:
+    # A write takes the second between two looks: twenty seconds pass before the next.
+    asked = plan(22, 1)
+    place = replace(device(cut_at=10), clock=SlowDisk())
+    with pytest.raises(PowerCut):
+        done(place, asked, spool(tmp_path, largest_share=1 / 20))
+    again = device()
+    done(again, asked, spool(tmp_path))
+    # Two looks and a second of work a micro-batch: behind the first, and behind the eighth.
+    assert len(seen_by(again)) == 22 - 8
+
+
+class WallClock:
+    def __init__(self, now: float) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.mark.parametrize(
+    ("hours_later", "num_examples"),
+    [
+        pytest.param(0.0, 20, id="at once"),
+        pytest.param(1.0, 12, id="past the deadline"),
+        pytest.param(-1.0, 20, id="by a clock that fell behind, which had worked 12 s"),
+    ],
+)
+def test_the_seconds_that_passed_count_against_the_deadline(
+    hours_later: float, num_examples: int, tmp_path: Path
+) -> None:
+    asked = plan(24, 4, deadline_seconds=20.0)
+    wall = WallClock(1e9)
+    cut_off(tmp_path, asked, at=3, wall_clock=wall)
+    wall.now += 3600 * hours_later + 12.0
+    report = done(device(), asked, spool(tmp_path, wall_clock=wall)).report
+    assert (report.reason, report.num_examples) == ("deadline", num_examples)
+    assert report.seconds >= 12.0 + (num_examples - 12) + 3600 * max(hours_later, 0.0)
+
+
+def test_asked_to_stop_it_sends_what_is_in_the_spool(tmp_path: Path) -> None:
+    asked = plan(24, 4)
+    cut_off(tmp_path, asked, at=3)
+    place = device(stop=lambda: True)
+    update = done(place, asked, spool(tmp_path))
+    assert (update.report.reason, update.report.num_examples) == ("asked to stop", 12)
+    assert seen_by(place) == []
+    assert torch.equal(update.values_P, done(device(), plan(12, 4)).values_P)
+
+
+def test_local_steps_are_not_spooled_and_that_is_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked = plan(12, 4, local_steps=3, local_learning_rate=2.0**-6)
+    for _ in range(2):
+        done(device(), asked, spool(tmp_path))
+    assert not any(tmp_path.iterdir())
+    assert sum("not spooled" in text for text in caplog.messages) <= 1
+
+
+def test_a_window_that_fails_leaves_no_spool(tmp_path: Path) -> None:
+    home = Resident("tests/tasks.py:TwoLayers", replace_batch_norm=False, check_task=False)
+    kept = spool(tmp_path)
+    kept.path.write_bytes(b"of a window in which nothing could be summed")
+    home.task = workplace(CutOff(), examples(1)).task
+    home.task.loss_sum = lambda model, batch: (torch.tensor(torch.nan), 1)  # type: ignore[method-assign]
+    identity = Identity(name="pi", data=None, part=0, num_parts=1)
+    with pytest.raises(EmptyUpdate):
+        home.train(identity, ThisMachine(), plan(4, 4), Walk(), spool=kept)
+    assert not kept.path.exists()
+
+
+def test_only_a_node_that_is_configured_with_a_folder_has_a_spool(tmp_path: Path) -> None:
+    run_config = Settings(client=Client(spool=tmp_path)).to_run_config()
+
+    def context(**node_config: Any) -> Context:
+        return Context(
+            run_id=RUN,
+            node_id=1,
+            node_config=node_config,
+            state=RecordDict(),
+            run_config=run_config,
+        )
+
+    assert spool_of(context(**{SIMULATED: True}), "pi") is None
+    found = spool_of(context(**{SPOOL: str(tmp_path)}), "pi")
+    assert found is not None
+    assert found.path == tmp_path / f"pi-{RUN}.safetensors"
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+import torch
+torch.set_num_threads(1)
+from headwater.client.device.hardware import ThisMachine
+from headwater.client.training.micro_batches import Walk
+from headwater.client.training.trainer import Identity, Resident
+from headwater.client.training.spool import Spool
+from headwater.common.messages import Plan
+
+folder, kill_at = Path(sys.argv[1]), int(sys.argv[2])
+home = Resident("tests/laws/architectures.py:Ragged", replace_batch_norm=False, check_task=False)
+plain, num_seen = home.task.loss_sum, [0]
+
+def loss_sum(model, batch):
+    if num_seen[0] == kill_at:
+        os.kill(os.getpid(), signal.SIGKILL)
+    num_seen[0] += 1
+    return plain(model, batch)
+
+object.__setattr__(home.task, "loss_sum", loss_sum)
+plan = Plan(round=1, run_seed=3, model_version=0, quota=38, micro_batch_size=4)
+kept = Spool(folder, name="pi", run_id=1, every_seconds=0.0, largest_share=1e9)
+identity = Identity(name="pi", data=None, part=0, num_parts=1)
+update, _ = home.train(identity, ThisMachine(), plan, Walk(), spool=kept)
+print(num_seen[0], update.report.weight, update.values_P.numpy().tobytes().hex())
+"""
+
+
+@pytest.mark.slow
+def test_a_device_that_is_killed_in_mid_window_goes_on_to_the_same_bits(tmp_path: Path) -> None:
+    def run(folder: str, kill_at: int) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", KILLED, str(tmp_path / folder), str(kill_at)]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+
+    unbroken = run("unbroken", -1).stdout.split()
+    assert unbroken[0] == "10"
+    assert run("broken", 6).returncode == -signal.SIGKILL
+    assert (tmp_path / "broken" / "pi-1.safetensors").exists()
+    assert run("broken", -1).stdout.split() == ["4", *unbroken[1:]]

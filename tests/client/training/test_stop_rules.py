@@ -1,0 +1,319 @@
+"""What ends a window before or behind its quota; what was summed is sent, exactly weighted."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headwater.client.training.accumulation import sum_window
+from headwater.client.training.context import Restraint
+from headwater.client.training.local_update import train
+from headwater.client.training.micro_batches import Place, window
+from headwater.client.training.stop_rules import Watch, num_until_finish
+from headwater.common.messages import MOST_STEPS, Plan, Step, Update
+from tests.tasks import TwoLayers, examples
+from tests.workplaces import FakeClock, plan, sums, trained, whole, workplace
+
+
+def test_at_the_deadline_the_micro_batches_that_fit_are_sent_exactly_weighted() -> None:
+    place = workplace(TwoLayers(), examples(20))
+    update = trained(place, plan(20, 4, deadline_seconds=13.0))
+    assert update.report.reason == "deadline"
+    assert len(update.report.steps) == 3  # 4 s each: the fourth would end at 16 s
+    assert update.report.weight == 12
+    assert torch.equal(update.values_P, sums(place, range(12)))
+
+
+def test_a_deadline_that_just_fits_cuts_nothing_off() -> None:
+    place = workplace(TwoLayers(), examples(20))
+    update = trained(place, plan(20, 4, deadline_seconds=20.0))
+    assert (update.report.reason, update.report.weight) == ("quota", 20)
+
+
+def test_asked_to_stop_it_sends_what_it_has() -> None:
+    task = TwoLayers()
+    place = workplace(task, examples(20), stop=lambda: len(task.seen) >= 2)
+    update = trained(place, plan(20, 4))
+    assert (update.report.reason, update.report.weight) == ("asked to stop", 8)
+    assert torch.equal(update.values_P, sums(place, range(8)))
+
+
+class Mood:
+    """A device that gives shares of its time, one after the other, and counts who asks."""
+
+    def __init__(self, *shares: float) -> None:
+        self._shares = shares
+        self.num_asked = 0
+
+    def __call__(self) -> Restraint:
+        share = self._shares[min(self.num_asked, len(self._shares) - 1)]
+        self.num_asked += 1
+        return Restraint(share=share, reason="on battery" if share < 1 else "quota")
+
+
+@pytest.mark.parametrize(
+    ("counted", "given", "num_examples"),
+    [
+        pytest.param(1.0, 0.5, 12, id="half of the quota"),
+        pytest.param(0.5, 0.5, 24, id="as much as the plan counts on"),
+        pytest.param(0.5, 1.0, 24, id="more than the plan counts on"),
+        pytest.param(0.5, 0.25, 12, id="half of what the plan counts on"),
+        pytest.param(1.0, 0.6, 12, id="no micro-batch that would pass it: 14.4"),
+        pytest.param(1.0, 0.01, 4, id="at least one micro-batch"),
+    ],
+)
+def test_a_device_that_gives_less_than_its_plan_counts_on_ends_there(
+    counted: float, given: float, num_examples: int
+) -> None:
+    place = workplace(TwoLayers(), examples(24), restraint=Mood(given))
+    update = trained(place, plan(24, 4, share=counted))
+    assert update.report.weight == update.report.num_examples == num_examples
+    assert update.report.reason == ("quota" if num_examples == 24 else "on battery")
+    assert torch.equal(update.values_P, sums(place, range(num_examples)))
+
+
+def test_where_the_plan_counts_on_no_share_nothing_is_taken_off() -> None:
+    mood = Mood(0.01)
+    place = workplace(TwoLayers(), examples(24), restraint=mood)
+    update = trained(place, plan(24, 4))
+    assert (update.report.weight, update.report.reason) == (24, "quota")
+    assert mood.num_asked == 0
+
+
+def test_a_device_that_goes_on_battery_in_mid_window_stops_there() -> None:
+    # Four seconds to a micro-batch: asked at 0 s, 4 s and 8 s. Half of 24 is reached by then.
+    place = workplace(TwoLayers(), examples(24), restraint=Mood(1.0, 1.0, 1.0, 0.5))
+    update = trained(place, plan(24, 4, share=1.0))
+    assert (update.report.num_examples, update.report.reason) == (12, "on battery")
+
+
+def test_a_device_that_is_back_on_mains_does_its_whole_quota() -> None:
+    place = workplace(TwoLayers(), examples(24), restraint=Mood(0.5, 0.5, 1.0))
+    update = trained(place, plan(24, 4, share=1.0))
+    assert (update.report.num_examples, update.report.reason) == (24, "quota")
+
+
+def test_the_device_is_asked_about_once_a_second_however_short_the_micro_batches() -> None:
+    class Fast(FakeClock):
+        def worked(self, num_examples: int) -> None:
+            self.now += 0.125 * num_examples
+
+    mood = Mood(1.0)
+    place = replace(workplace(TwoLayers(), examples(24), restraint=mood), clock=Fast())
+    trained(place, plan(24, 1, share=1.0))
+    # 24 micro-batches end at 1/8 s to 3 s; the last one has none behind it to be asked for.
+    assert mood.num_asked == 3
+
+
+def test_restraint_counts_over_all_local_steps() -> None:
+    place = workplace(TwoLayers(), examples(24), restraint=Mood(0.5))
+    asked = plan(24, 4, share=1.0, local_steps=3, local_learning_rate=2.0**-6)
+    update = trained(place, asked)
+    assert (update.report.num_examples, update.report.reason) == (12, "on battery")
+
+
+class Paced(FakeClock):
+    """Seconds an example takes in the first micro-batch, the second and so on; then the last's."""
+
+    def __init__(self, *paces: float) -> None:
+        super().__init__()
+        self._paces = list(paces)
+
+    def worked(self, num_examples: int) -> None:
+        pace = self._paces.pop(0) if len(self._paces) > 1 else self._paces[0]
+        self.now += pace * num_examples
+
+
+def paced(asked: Plan, *paces: float, num_examples: int = 100) -> Update:
+    """Train at these paces, on a device that stands at its epoch's beginning."""
+    place = workplace(TwoLayers(), examples(num_examples))
+    taken = window(
+        Place(),
+        quota=asked.quota,
+        num_more=asked.most_examples - asked.quota,
+        run_seed=0,
+        name=place.name,
+        num_examples=num_examples,
+    )
+    update = train(asked, taken, replace(place, clock=Paced(*paces)))
+    assert torch.equal(update.values_P, sums(place, taken.positions[: update.report.weight]))
+    return update
+
+
+def sizes(update: Update) -> list[int]:
+    return [step.num_examples for step in update.report.steps]
+
+
+@pytest.mark.parametrize(
+    ("pace", "done", "reason"),
+    [
+        pytest.param(1.0, [8, 8, 8, 8, 8], "quota", id="as foreseen"),
+        pytest.param(1.25, [8, 8, 8, 8], "finish", id="slower: 40 / 1.25 = 32"),
+        pytest.param(1.2, [8, 8, 8, 8, 1], "finish", id="slower: 33.3, cut to the nearest"),
+        pytest.param(0.9, [8, 8, 8, 8, 8, 4], "quota", id="faster: 44.4"),
+        pytest.param(0.5, [8, 8, 8, 8, 8, 8, 2], "quota", id="no more than a quarter more"),
+        pytest.param(5.0, [8, 8, 4], "finish", id="no fewer than half"),
+    ],
+)
+def test_a_device_of_another_pace_than_foreseen_ends_at_the_finish_all_the_same(
+    pace: float, done: list[int], reason: str
+) -> None:
+    update = paced(plan(40, 8, finish_seconds=40.0), pace)
+    assert sizes(update) == done
+    assert update.report.reason == reason
+
+
+def test_a_pace_that_changes_in_mid_window_is_followed() -> None:
+    update = paced(plan(40, 4, finish_seconds=40.0), 1.0, 1.0, 1.0, 1.0, 1.0, 2.0)
+    # 20 s for the first 20. Then the mean of the last eight counts, as 4 x 5 and 8 x 2 s are of 28.
+    assert update.report.seconds == pytest.approx(40.0, abs=2.0)
+    assert 20 + 20 / 2 - 1 <= update.report.num_examples <= 20 + 20 / 2 + 1
+
+
+def test_one_large_micro_batch_is_gone_beyond_by_a_part_of_its_size() -> None:
+    assert sizes(paced(plan(40, 40, finish_seconds=40.0), 0.9)) == [40, 4]
+
+
+def test_where_the_epoch_has_no_more_the_window_ends_with_it() -> None:
+    update = paced(plan(40, 8, finish_seconds=40.0), 0.5, num_examples=43)
+    assert (update.report.num_examples, update.report.num_left) == (43, 0)
+
+
+def test_a_window_that_goes_on_after_a_restart_ends_where_the_unbroken_one_does() -> None:
+    """What was worked on before counts, however long the device was away."""
+    asked, task = plan(40, 8, finish_seconds=40.0), TwoLayers()
+    place = replace(workplace(task, examples(40)), clock=Paced(1.25))
+    cut_short = replace(place, stop=lambda: len(task.seen) >= 2)
+    taken = whole(examples(40), asked.quota)
+    begun = sum_window(asked, taken, cut_short, Watch(asked, cut_short, 0.0))
+    assert begun.num_examples == 16
+    place.clock.worked(80)
+    total = sum_window(asked, taken, place, Watch(asked, place, 0.0), begun=begun)
+    assert (total.num_examples, total.reason) == (32, "finish")
+
+
+def test_without_a_finish_a_slow_device_does_its_whole_quota() -> None:
+    assert sizes(paced(plan(40, 8), 5.0)) == [8, 8, 8, 8, 8]
+
+
+def test_the_deadline_comes_before_the_finish() -> None:
+    update = paced(plan(40, 8, finish_seconds=40.0, deadline_seconds=30.0), 2.0)
+    assert (sizes(update), update.report.reason) == ([8], "deadline")
+
+
+def test_a_device_that_gives_less_than_counted_on_does_not_go_on_until_the_finish() -> None:
+    place = workplace(TwoLayers(), examples(40), restraint=Mood(0.5))
+    update = trained(place, plan(40, 4, share=1.0, finish_seconds=40.0))
+    assert (update.report.num_examples, update.report.reason) == (20, "on battery")
+
+
+def test_what_a_device_does_between_its_micro_batches_counts_in_its_pace() -> None:
+    """Or a quota would never be done in the time that was foreseen for it."""
+
+    class Slow(FakeClock):
+        def seconds(self) -> float:
+            self.now += 1.0
+            return self.now
+
+    place = replace(workplace(TwoLayers(), examples(40)), clock=Slow())
+    report = trained(place, plan(40, 4)).report
+    told = math.fsum(step.seconds for step in report.steps)
+    # Two looks at the clock lie outside of the window, the training's first and its last.
+    assert report.seconds - told == 2.0
+
+
+@given(
+    quota=st.integers(1, 60),
+    size=st.integers(1, 20),
+    finish=st.floats(1.0, 200.0),
+    paces=st.lists(st.floats(0.2, 5.0), min_size=1, max_size=80),
+)
+@settings(deadline=None, max_examples=40)
+def test_a_window_ends_between_its_fewest_and_its_most_whatever_the_pace(
+    quota: int, size: int, finish: float, paces: list[float]
+) -> None:
+    asked = plan(quota, min(size, quota), finish_seconds=finish)
+    report = paced(asked, *paces).report
+    assert asked.fewest_examples <= report.num_examples <= asked.most_examples
+    assert (report.reason == "finish") == (report.num_examples < quota)
+
+
+@given(
+    quota=st.integers(1, 60),
+    size=st.integers(1, 20),
+    pace=st.floats(0.4, 2.5),
+    shift=st.floats(0, 1),
+)
+@settings(deadline=None, max_examples=40)
+def test_at_a_steady_pace_it_ends_within_half_an_example_of_the_finish_or_at_a_bound(
+    quota: int, size: int, pace: float, shift: float
+) -> None:
+    finish = quota + shift
+    asked = plan(quota, min(size, quota), finish_seconds=finish)
+    report = paced(asked, pace).report
+    ends_near = abs(report.seconds - finish) <= pace / 2 * (1 + 1e-9)
+    is_over = report.seconds > finish
+    first = report.steps[0].num_examples
+    at_least = is_over and report.num_examples in {asked.fewest_examples, first}
+    at_most = not is_over and report.num_examples == asked.most_examples
+    assert ends_near or at_least or at_most
+
+
+def steps_of(paces: Sequence[tuple[int, float]]) -> list[Step]:
+    return [
+        Step(num_examples=n, weight=n, loss=0.0, gradient_norm=0.0, seconds=s, peak_bytes=0)
+        for n, s in paces
+    ]
+
+
+STEPS = st.lists(st.tuples(st.integers(1, 300), st.floats(0, 1e3)), min_size=0, max_size=20)
+
+
+@given(
+    told=STEPS,
+    quota=st.integers(1, 2**40),
+    finish=st.none() | st.floats(1e-3, 1e6),
+    passed=st.floats(0, 1e7),
+    num_done=st.integers(1, 2**40),
+)
+@settings(deadline=None, max_examples=200)
+def test_the_rule_asks_for_no_more_than_the_time_holds_but_for_the_fewest(
+    told: list[tuple[int, float]], quota: int, finish: float | None, passed: float, num_done: int
+) -> None:
+    asked = plan(quota, 1, finish_seconds=finish)
+    steps = steps_of(told)
+    found = num_until_finish(asked, steps, passed_seconds=passed, num_done=num_done)
+    recent = told[-8:]
+    seconds = math.fsum(s for _, s in recent)
+    if found is None:
+        assert finish is None or seconds < 1e-290  # none, or nothing that a clock could tell
+        return
+    assert finish is not None
+    assert seconds > 0
+    assert found >= max(asked.fewest_examples - num_done, 0)
+    pace = seconds / sum(n for n, _ in recent)
+    past = passed + found * pace - finish
+    is_fewest = found == max(asked.fewest_examples - num_done, 0)
+    assert is_fewest or past <= pace / 2 + 1e-9 * (finish + found * pace)
+
+
+@given(quota=st.integers(1, 2**40), size=st.integers(1, 2**31), finish=st.none() | st.just(9.0))
+def test_the_most_of_a_plan_is_its_quota_and_a_quarter_in_as_many_steps_as_a_report_holds(
+    quota: int, size: int, finish: float | None
+) -> None:
+    asked = plan(quota, size, finish_seconds=finish)
+    more = asked.most_examples - quota
+    if finish is None:
+        assert (asked.fewest_examples, more) == (quota, 0)
+        return
+    assert 2 * asked.fewest_examples in (quota, quota + 1)
+    assert 0 <= more <= quota / 4
+    num_steps = asked.accumulation_steps + math.ceil(more / size)
+    assert num_steps <= max(MOST_STEPS, asked.accumulation_steps)
+    assert more == quota // 4 or num_steps == max(MOST_STEPS, asked.accumulation_steps)

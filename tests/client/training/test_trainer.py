@@ -1,0 +1,148 @@
+"""Devices that share one process: what one of them does must not reach the next."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from headwater.client.device.hardware import ThisMachine
+from headwater.client.training.micro_batches import Place, Walk
+from headwater.client.training.trainer import Identity, Resident
+from headwater.common.errors import BuffersChanged, EmptyUpdate, ModelMismatch
+from headwater.common.messages import DescribeRequest, Plan
+from headwater.common.model.parameters import build_model
+from tests.tasks import TwoLayers
+
+TASK_FILE = """
+import torch
+from tests.tasks import NAN_LOSS, RAISES_FORWARD, TwoLayers, examples
+
+class Counting(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(3, 1)
+        self.register_buffer("count", torch.zeros(1))
+
+class Faulty(TwoLayers):
+    '''Part 1 changes a buffer.'''
+
+    def new_model(self):
+        return Counting()
+
+    def train_examples(self, *, data, part, num_parts):
+        self_kinds = [0] * 8 if part == 0 else [0] * 4 + [NAN_LOSS] * 4
+        return examples(8, seed=part, kinds=self_kinds)
+
+    def loss_sum(self, model, batch):
+        if (batch[2] == NAN_LOSS).any():
+            model.count += 1
+        return (model.linear(batch[0]) + model.count).square().sum(), len(batch[0])
+
+class AllBad(TwoLayers):
+    def train_examples(self, *, data, part, num_parts):
+        return examples(8, kinds=[NAN_LOSS] * 8)
+"""
+
+
+def identity(part: int) -> Identity:
+    return Identity(name=str(part), data=None, part=part, num_parts=2)
+
+
+def plan(round_number: int = 1, quota: int = 8, counted_round: int | None = None) -> Plan:
+    return Plan(
+        round=round_number,
+        run_seed=0,
+        model_version=0,
+        quota=quota,
+        micro_batch_size=4,
+        counted_round=counted_round,
+    )
+
+
+def resident(spec: str = "tests/tasks.py:TwoLayers", *, check_task: bool = False) -> Resident:
+    return Resident(spec, replace_batch_norm=False, check_task=check_task)
+
+
+def test_buffers_that_one_device_changed_are_brought_back_for_the_next(tmp_path: Path) -> None:
+    (tmp_path / "faulty_buffers.py").write_text(TASK_FILE)
+    home = resident(f"{tmp_path}/faulty_buffers.py:Faulty")
+    image = bytes(home.image.buffer())
+    home.load_model(1, 0, image)
+    with pytest.raises(BuffersChanged):
+        home.train(identity(1), ThisMachine(), plan(), Walk())
+    home.load_model(1, 0, image)
+    assert bytes(home.image.buffer()) == image
+
+
+def test_a_model_of_the_same_version_is_loaded_once_and_of_another_run_again() -> None:
+    home = resident()
+    first = bytes(build_model(TwoLayers(), seed=1).buffer())
+    other = bytes(build_model(TwoLayers(), seed=2).buffer())
+    home.load_model(1, 0, first)
+    home.load_model(2, 0, other)
+    assert bytes(home.image.buffer()) == other
+    home.load_model(2, 1, first)
+    assert bytes(home.image.buffer()) == first
+
+
+def test_a_model_that_failed_to_load_does_not_count_as_loaded() -> None:
+    home = resident()
+    image = bytes(build_model(TwoLayers(), seed=1).buffer())
+    home.load_model(1, 0, image)
+    with pytest.raises(ModelMismatch):
+        home.load_model(1, 1, image[:-1])
+    home.load_model(1, 0, image)
+    assert bytes(home.image.buffer()) == image
+
+
+def test_the_walk_goes_on_only_when_the_round_was_counted() -> None:
+    home = resident()
+    _, walk = home.train(identity(0), ThisMachine(), plan(1), Walk())
+    assert (walk.place, walk.pending_place) == (Place(), Place(offset=8))
+    _, again = home.train(identity(0), ThisMachine(), plan(2), walk)
+    assert again.place == Place()
+    _, after = home.train(identity(0), ThisMachine(), plan(3, counted_round=2), again)
+    assert after.place == Place(offset=8)
+
+
+def test_a_device_whose_examples_are_all_bad_still_passes_the_check(tmp_path: Path) -> None:
+    """They are its own affair: its updates are refused as empty, the task is not to blame."""
+    (tmp_path / "all_bad.py").write_text(TASK_FILE)
+    home = resident(f"{tmp_path}/all_bad.py:AllBad", check_task=True)
+    home.examples(identity(0))
+    with pytest.raises(EmptyUpdate):
+        home.train(identity(0), ThisMachine(), plan(), Walk())
+
+
+def test_another_layout_is_a_mismatch() -> None:
+    request = DescribeRequest(
+        run_seed=0, wants_speed=False, layout_digest="another", num_parameters=1
+    )
+    with pytest.raises(ModelMismatch, match="the server's has 1 in another"):
+        resident().describe(identity(0), ThisMachine(), request)
+
+
+def test_measuring_the_speed_leaves_no_gradient_behind() -> None:
+    home = resident()
+    request = DescribeRequest(
+        run_seed=0, wants_speed=True, layout_digest=home.image.layout.digest, num_parameters=11
+    )
+    report = home.describe(identity(0), ThisMachine(), request)
+    assert report.vitals.bytes_per_example is not None
+    assert report.vitals.bytes_per_example > 0
+    assert not home.accumulator.values_P.any()
+    assert all(p.grad is not None for p in home.image.trainable())
+
+
+def test_held_out_examples_are_never_trained_on() -> None:
+    home = resident()
+    train, apart = home.split(identity(0), run_seed=3, fraction=0.25)
+    assert (len(train), len(apart)) == (18, 6)
+    rows = {tuple(torch.cat([part.flatten() for part in train[n]]).tolist()) for n in range(18)}
+    whole = home.examples(identity(0))
+    rows |= {tuple(torch.cat([part.flatten() for part in apart[n]]).tolist()) for n in range(6)}
+    assert rows == {
+        tuple(torch.cat([part.flatten() for part in whole[n]]).tolist()) for n in range(24)
+    }

@@ -1,0 +1,197 @@
+"""What a device is at, with a stream of the test's own: what is written is kept, and may break."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from headwater.client.app import app
+from headwater.client.device.bandwidth import Link
+from headwater.client.flower.node import Node
+from headwater.client.training.trainer import Identity, Resident
+from headwater.client.transport.exchange import ModelBroken, StreamBroken, Work
+from headwater.common.errors import ModelMismatch, ProtocolMismatch
+from headwater.common.messages import Plan
+from headwater.common.settings.schema import load
+from headwater.common.transport.limits import CHUNK_BYTES
+from headwater.common.transport.wire_pb2 import Chunk, ClientFrame, Image, Instruction, Receipt
+
+TASK = """
+from torch import nn
+from tests.tasks import TwoLayers
+
+class Large(TwoLayers):
+    '''32,769 parameters: 128 KiB.'''
+
+    def new_model(self):
+        return nn.Linear(32_768, 1)
+
+    def loss_sum(self, model, batch):
+        return model(batch[0].repeat(1, 10923)[:, :32_768]).sum(), len(batch[0])
+"""
+NAME = "large_model.py"
+
+
+class Stream:
+    """Keeps what is written, and breaks if told so."""
+
+    def __init__(self) -> None:
+        self.frames: list[ClientFrame] = []
+        self.is_broken = False
+
+    async def write(self, frame: ClientFrame) -> None:
+        if self.is_broken:
+            raise StreamBroken("as told")
+        self.frames.append(frame)
+
+    async def first(self, kind: str) -> ClientFrame:
+        for _ in range(6000):
+            for frame in self.frames:
+                if frame.WhichOneof("kind") == kind:
+                    return frame
+            await asyncio.sleep(0.01)
+        raise AssertionError(f"no {kind} was written")
+
+
+class Device:
+    """A device that was welcomed, its work, and the model that its server has."""
+
+    def __init__(self, folder: Path) -> None:
+        (folder / NAME).write_text(TASK)
+        spec = f"{folder}/{NAME}:Large"
+        settings = load(None, {"task": spec, "check_task": False})
+        resident = Resident(spec, replace_batch_norm=False, check_task=False)
+        identity = Identity(name="pi", data=None, part=0, num_parts=1)
+        self.node = Node(app, resident, identity, settings, folder)
+        self.node.enter(1)
+        self.stream = Stream()
+        self.work = Work(self.node, self.stream.write)
+        self.model = bytes(resident.image.buffer())
+        self.image = Image(
+            image_id="m", num_bytes=len(self.model), sha256=hashlib.sha256(self.model).digest()
+        )
+
+    def receive(self, model: bytes) -> None:
+        for offset in range(0, len(model), CHUNK_BYTES):
+            data = model[offset : offset + CHUNK_BYTES]
+            self.work.take_chunk(Chunk(transfer_id="m", offset=offset, data=data))
+
+    async def ask(self) -> None:
+        plan = Plan(round=1, run_seed=0, model_version=0, quota=4, micro_batch_size=2)
+        asked = Instruction(
+            message_id="1", message_type="train", head_json=plan.model_dump_json(), image_id="m"
+        )
+        await self.work.take_instruction(asked, is_stopping=False)
+
+    async def finish(self) -> None:
+        """Grant the turn, take all and acknowledge it."""
+        reply = (await self.stream.first("reply")).reply
+        self.work.take_receipt(Receipt(message_id="1", next_offset=0))
+        await self.stream.first("chunk")
+        self.work.take_receipt(Receipt(message_id="1", next_offset=reply.num_bytes, is_done=True))
+        await self.work.finish(60)
+
+
+def run(device: Device, story: Callable[[Device], Awaitable[None]]) -> None:
+    async def told() -> None:
+        async with asyncio.timeout(60):
+            await story(device)
+
+    asyncio.run(told())
+
+
+def test_a_model_and_an_update_that_travelled_tell_the_rates_of_the_link(tmp_path: Path) -> None:
+    async def story(device: Device) -> None:
+        await device.work.begin_image(device.image)
+        device.receive(device.model)
+        await device.ask()
+        assert device.node.link.download_bytes_per_second is not None
+        assert device.node.link.upload_bytes_per_second is None
+        await device.finish()
+
+    device = Device(tmp_path)
+    run(device, story)
+    up, down = device.node.link.upload_bytes_per_second, device.node.link.download_bytes_per_second
+    assert up is not None
+    assert down is not None
+    assert min(up, down) > 0
+
+
+def test_an_upload_that_breaks_is_not_timed_and_is_sent_whole_on_the_next_stream(
+    tmp_path: Path,
+) -> None:
+    async def story(device: Device) -> None:
+        await device.work.begin_image(device.image)
+        device.receive(device.model)
+        await device.ask()
+        await device.stream.first("reply")
+        device.stream.is_broken = True
+        device.work.take_receipt(Receipt(message_id="1", next_offset=0))
+        await device.work.finish(60)
+        device.work.disconnected()
+        assert device.node.link.upload_bytes_per_second is None
+        device.stream.is_broken = False
+        device.stream.frames.clear()
+        device.work.connected()
+        await device.ask()
+        await device.finish()
+
+    device = Device(tmp_path)
+    run(device, story)
+    sent = [f.chunk for f in device.stream.frames if f.WhichOneof("kind") == "chunk"]
+    assert sum(len(chunk.data) for chunk in sent) == 4 * 32_769
+    assert device.node.link.upload_bytes_per_second is not None
+
+
+async def a_chunk_of_nothing(device: Device) -> None:
+    device.receive(device.model)
+
+
+async def a_chunk_out_of_order(device: Device) -> None:
+    await device.work.begin_image(device.image)
+    device.work.take_chunk(Chunk(transfer_id="m", offset=1, data=b"x"))
+
+
+async def more_than_was_announced(device: Device) -> None:
+    await device.work.begin_image(device.image)
+    device.receive(device.model)
+    device.work.take_chunk(Chunk(transfer_id="m", offset=len(device.model), data=b"x"))
+
+
+async def a_plan_without_its_model(device: Device) -> None:
+    await device.ask()
+
+
+@pytest.mark.parametrize(
+    "story",
+    [a_chunk_of_nothing, a_chunk_out_of_order, more_than_was_announced, a_plan_without_its_model],
+)
+def test_a_server_that_breaks_the_protocol_is_named(
+    story: Callable[[Device], Awaitable[None]], tmp_path: Path
+) -> None:
+    with pytest.raises(ProtocolMismatch):
+        run(Device(tmp_path), story)
+
+
+def test_a_model_that_arrived_changed_is_not_trained_on(tmp_path: Path) -> None:
+    async def story(device: Device) -> None:
+        await device.work.begin_image(device.image)
+        device.receive(b"\x01" + device.model[1:])
+        await device.ask()
+
+    device = Device(tmp_path)
+    with pytest.raises(ModelBroken):
+        run(device, story)
+    assert device.node.link == Link()
+
+
+def test_a_model_of_another_size_is_refused(tmp_path: Path) -> None:
+    async def story(device: Device) -> None:
+        await device.work.begin_image(Image(image_id="m", num_bytes=1, sha256=b""))
+
+    with pytest.raises(ModelMismatch):
+        run(Device(tmp_path), story)

@@ -1,0 +1,272 @@
+"""A model as one block of memory: its layout, its digest, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from headwater.common.errors import (
+    BatchDependentLayer,
+    ModelMismatch,
+    SettingsError,
+    UnsupportedModel,
+)
+from headwater.common.model.parameters import (
+    ALIGNMENT_BYTES,
+    ModelImage,
+    build_model,
+    load_initial,
+    replace_batch_norm_by_group_norm,
+    state_dict,
+)
+from tests.tasks import TwoLayers
+
+
+class Mixed(nn.Module):
+    """Tied weights, a frozen layer, buffers of several dtypes, one of them not kept."""
+
+    def __init__(self, *, width: int = 3) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, width)
+        self.head = nn.Linear(width, 5)
+        self.head.weight = self.embed.weight
+        self.frozen = nn.Linear(width, 1, dtype=torch.float64).requires_grad_(False)
+        self.register_buffer("flag", torch.tensor([True, False, True]))
+        self.register_buffer("steps", torch.tensor(7))
+        self.register_buffer("scratch", torch.rand(2), persistent=False)
+
+
+def num_trainable(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
+def test_moving_into_the_image_changes_no_value() -> None:
+    torch.manual_seed(0)
+    model = Mixed()
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    after = ModelImage(model).model.state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_every_tensor_of_the_model_is_a_view_into_the_image() -> None:
+    image = ModelImage(Mixed())
+    start = image.bytes_U8.data_ptr()
+    end = start + image.layout.num_bytes
+    for tensor in (*image.model.parameters(), *image.model.buffers()):
+        assert start <= tensor.data_ptr() <= end - tensor.nbytes
+
+
+def test_tied_parameters_are_counted_once_and_stay_tied() -> None:
+    model = Mixed()
+    image = ModelImage(model)
+    assert image.layout.num_parameters == num_trainable(model) == 5 * 3 + 5
+    assert model.head.weight is model.embed.weight
+
+
+def test_frozen_parameters_and_buffers_lie_behind_the_vector_and_aligned() -> None:
+    layout = ModelImage(Mixed()).layout
+    names = {slot.name for slot in layout.constant}
+    assert names == {"frozen.weight", "frozen.bias", "flag", "steps", "scratch"}
+    for slot in layout.constant:
+        assert slot.offset_bytes >= 4 * layout.num_parameters
+        assert slot.offset_bytes % ALIGNMENT_BYTES == 0
+
+
+def test_no_two_tensors_overlap() -> None:
+    layout = ModelImage(Mixed()).layout
+    ends = 0
+    for slot in (*layout.trainable, *layout.constant):
+        assert slot.offset_bytes >= ends
+        ends = slot.offset_bytes + slot.num_elements * getattr(torch, slot.dtype).itemsize
+    assert ends == layout.num_bytes
+
+
+def test_an_image_loaded_elsewhere_gives_the_same_model_with_buffers() -> None:
+    torch.manual_seed(1)
+    one = ModelImage(Mixed())
+    torch.manual_seed(2)
+    other = ModelImage(Mixed())
+    with torch.no_grad():
+        one.model.get_buffer("steps").fill_(41)
+    other.load(bytes(one.buffer()))
+    assert int(other.model.get_buffer("steps")) == 41
+    for name, tensor in one.model.state_dict().items():
+        assert torch.equal(other.model.state_dict()[name], tensor)
+
+
+@pytest.mark.parametrize("change", [-1, 1])
+def test_an_image_of_another_length_is_refused_and_changes_nothing(change: int) -> None:
+    image = ModelImage(Mixed())
+    before = bytes(image.buffer())
+    with pytest.raises(ModelMismatch, match="bytes"):
+        image.load(bytes(len(before) + change))
+    assert bytes(image.buffer()) == before
+
+
+def test_the_digest_is_equal_for_equal_layouts_whatever_the_values() -> None:
+    torch.manual_seed(1)
+    one = ModelImage(Mixed()).layout.digest
+    torch.manual_seed(2)
+    assert ModelImage(Mixed()).layout.digest == one
+
+
+class Named(nn.Module):
+    """One tensor, under a name, of a shape and a dtype, trainable or not."""
+
+    def __init__(self, name: str, shape: tuple[int, ...], *, is_frozen: bool = False) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.zeros(1))
+        self.register_parameter(name, nn.Parameter(torch.zeros(shape), not is_frozen))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [Named("b", (2, 3)), Named("a", (3, 2)), Named("a", (6,)), Named("a", (2, 3), is_frozen=True)],
+)
+def test_the_digest_tells_name_shape_and_frozenness(other: nn.Module) -> None:
+    digest = ModelImage(Named("a", (2, 3))).layout.digest
+    assert ModelImage(other).layout.digest != digest
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
+def test_a_trainable_parameter_that_is_not_float32_is_refused(dtype: torch.dtype) -> None:
+    with pytest.raises(UnsupportedModel, match="weight is "):
+        ModelImage(nn.Linear(2, 2, dtype=dtype))
+
+
+@pytest.mark.parametrize("model", [nn.ReLU(), nn.Linear(2, 2).requires_grad_(False)])
+def test_a_model_without_a_trainable_parameter_is_refused(model: nn.Module) -> None:
+    with pytest.raises(UnsupportedModel, match="no trainable parameter"):
+        ModelImage(model)
+
+
+def normed(norm: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 8, 1), nn.Sequential(norm), nn.Conv2d(8, 1, 1))
+
+
+@pytest.mark.parametrize(
+    "norm",
+    [nn.BatchNorm2d(8), nn.SyncBatchNorm(8), nn.InstanceNorm2d(8, track_running_stats=True)],
+)
+def test_a_layer_that_mixes_the_batch_is_refused_by_name(norm: nn.Module) -> None:
+    with pytest.raises(BatchDependentLayer, match=rf"1\.0 \({type(norm).__name__}\)"):
+        ModelImage(normed(norm))
+
+
+@pytest.mark.parametrize(
+    "norm", [nn.InstanceNorm2d(8), nn.GroupNorm(2, 8), nn.LayerNorm([8, 1, 1])]
+)
+def test_a_layer_that_does_not_mix_the_batch_is_accepted(norm: nn.Module) -> None:
+    ModelImage(normed(norm))
+
+
+def test_a_replaced_batch_norm_keeps_scale_and_shift() -> None:
+    norm = nn.BatchNorm2d(8)
+    with torch.no_grad():
+        norm.weight.copy_(torch.arange(8.0))
+        norm.bias.copy_(-torch.arange(8.0))
+    model = normed(norm)
+    replace_batch_norm_by_group_norm(model)
+    image = ModelImage(model)
+    found = image.model.get_submodule("1.0")
+    assert isinstance(found, nn.GroupNorm)
+    assert found.weight.tolist() == list(range(8))
+    assert found.bias.tolist() == [-channel for channel in range(8)]
+
+
+@pytest.mark.parametrize(
+    ("channels", "groups"), [(64, 32), (48, 24), (96, 32), (7, 7), (37, 1), (33, 11)]
+)
+def test_the_groups_are_the_largest_divisor_up_to_32(channels: int, groups: int) -> None:
+    model = nn.Sequential(nn.BatchNorm2d(channels))
+    replace_batch_norm_by_group_norm(model)
+    assert isinstance(model[0], nn.GroupNorm)
+    assert model[0].num_groups == groups
+
+
+@pytest.mark.parametrize("channels", [2, 8, 32, 64])
+def test_a_replaced_batch_norm_over_flat_features_lets_the_gradient_through(channels: int) -> None:
+    """Groups of one channel would make every output zero; groups of two, plus or minus one."""
+    model = nn.Sequential(nn.BatchNorm1d(channels))
+    replace_batch_norm_by_group_norm(model)
+    one, two = torch.arange(2.0 * channels).square().view(2, channels)
+    out = model(torch.stack([one, two]))
+    assert len(set(out[0].tolist())) == channels
+
+
+def test_what_is_trained_in_a_replaced_batch_norm_is_the_examples_own(tmp_path: Path) -> None:
+    model = normed(nn.BatchNorm2d(8))
+    replace_batch_norm_by_group_norm(model)
+    pair_BCHW = torch.rand(2, 3, 4, 4)
+    together, alone = model(pair_BCHW)[0], model(pair_BCHW[:1])[0]
+    assert torch.allclose(together, alone, rtol=0, atol=64 * 2.0**-23)
+
+
+def test_the_state_dict_survives_a_safetensors_file(tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    image = ModelImage(Mixed())
+    save_file(state_dict(image), tmp_path / "model.safetensors")
+    torch.manual_seed(4)
+    other = ModelImage(Mixed())
+    load_initial(other, tmp_path / "model.safetensors")
+    assert torch.equal(other.values_P, image.values_P)
+    for name, tensor in load_file(tmp_path / "model.safetensors").items():
+        assert torch.equal(other.model.state_dict()[name], tensor)
+
+
+def test_the_state_dict_of_a_plain_torch_model_fits_the_image(tmp_path: Path) -> None:
+    torch.manual_seed(5)
+    plain = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
+    save_file(plain.state_dict(), tmp_path / "model.safetensors")
+    image = build_model(TwoLayers(), seed=0)
+    load_initial(image, tmp_path / "model.safetensors")
+    flat_P = torch.cat([p.detach().flatten() for p in plain.parameters()])
+    assert torch.equal(image.values_P, flat_P)
+
+
+def test_an_initial_model_that_is_not_there_is_a_settings_error(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"absent\.safetensors"):
+        load_initial(build_model(TwoLayers(), seed=0), tmp_path / "absent.safetensors")
+
+
+@pytest.mark.parametrize("content", [b"", b"not a model", b"\x08" + bytes(7) + b"{" * 8])
+def test_an_initial_model_that_is_no_safetensors_file_is_a_settings_error(
+    tmp_path: Path, content: bytes
+) -> None:
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(SettingsError, match="cannot read the initial model"):
+        load_initial(build_model(TwoLayers(), seed=0), tmp_path / "model.safetensors")
+
+
+def without_bias(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: t for name, t in state.items() if name != "1.bias"}
+
+
+def of_another_shape(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {**state, "1.bias": torch.zeros(2)}
+
+
+def with_one_more(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {**state, "2.bias": torch.zeros(2)}
+
+
+@pytest.mark.parametrize("changed", [without_bias, of_another_shape, with_one_more])
+def test_an_initial_model_of_another_layout_is_a_mismatch(
+    tmp_path: Path, changed: Callable[[dict[str, Tensor]], dict[str, Tensor]]
+) -> None:
+    image = build_model(TwoLayers(), seed=0)
+    save_file(changed(state_dict(image)), tmp_path / "model.safetensors")
+    with pytest.raises(ModelMismatch, match=r"[12]\.bias"):
+        load_initial(image, tmp_path / "model.safetensors")
+
+
+def test_the_seed_alone_decides_where_the_model_starts() -> None:
+    one, again, other = (build_model(TwoLayers(), seed=s).values_P for s in (1, 1, 2))
+    assert torch.equal(one, again)
+    assert not torch.equal(one, other)

@@ -1,0 +1,58 @@
+"""The masked numbers' sums: what no cohort that keeps to its plans can come to ends the round."""
+
+from __future__ import annotations
+
+import pytest
+
+from headwater.common.errors import SumOutOfRange
+from headwater.common.secagg.masked_numbers import (
+    LOSS,
+    NUM_EXAMPLES,
+    SQUARED_NORM,
+    SUMMED_WEIGHT,
+    bounds_of,
+    check_sums,
+)
+from headwater.common.secagg.protocol import NUM_CLIPPED, WEIGHT
+from headwater.common.secagg.scalars import Scalar, plan_scalar
+
+DEVICES, PLANNED = 5, 8
+
+
+def scalars() -> list[Scalar]:
+    counts = {WEIGHT: PLANNED, NUM_CLIPPED: 100}
+    bounds = bounds_of((), largest_weight=PLANNED, most_examples=PLANNED)
+    return [
+        *(plan_scalar(n, bound=b, num_devices=DEVICES, is_count=True) for n, b in counts.items()),
+        *(plan_scalar(n, bound=b, num_devices=DEVICES) for n, b in bounds.items()),
+    ]
+
+
+def check(**sums: float) -> None:
+    told = {s.name: 1.0 for s in scalars()} | sums
+    check_sums(told, scalars(), num_devices=DEVICES, planned_weight=DEVICES * PLANNED)
+
+
+def test_sums_at_the_ends_of_what_plans_allow_are_taken() -> None:
+    check()
+    check(**{WEIGHT: DEVICES * PLANNED, NUM_EXAMPLES: DEVICES * PLANNED, NUM_CLIPPED: 500.0})
+    check(**{s.name: DEVICES * s.bound for s in scalars()})
+    check(**{LOSS: -1.0, SQUARED_NORM: 0.0, NUM_CLIPPED: 0.0})
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        (WEIGHT, 0.0),  # what the sum is divided by
+        (WEIGHT, -3.0),
+        (WEIGHT, DEVICES * PLANNED + 1.0),
+        (NUM_EXAMPLES, 0.0),
+        (SUMMED_WEIGHT, -1.0),
+        (SQUARED_NORM, -1.0),
+        (NUM_CLIPPED, -1.0),
+        (LOSS, 2.0**60),
+    ],
+)
+def test_a_sum_that_no_plan_allows_is_refused_by_name(name: str, found: float) -> None:
+    with pytest.raises(SumOutOfRange, match=name):
+        check(**{name: found})

@@ -1,0 +1,109 @@
+"""Optimizers without torch's compiler: the same steps, and nothing is left of the stand-in.
+
+Each test needs a process that has not loaded the compiler yet.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+START = """
+import sys
+import torch
+from headwater.server.aggregation.dynamo_stub import without_dynamo
+NAME = "torch._dynamo"
+"""
+
+EVERY_OPTIMIZER = """
+from torch.optim import Optimizer
+refused = {torch.optim.LBFGS, torch.optim.SparseAdam}  # as server/aggregation/server_optimizer.py does
+kinds = [
+    kind for kind in vars(torch.optim).values()
+    if isinstance(kind, type) and issubclass(kind, Optimizer) and kind is not Optimizer
+]
+kinds = [kind for kind in kinds if kind not in refused]
+assert len(kinds) >= 12
+
+def steps(kind):
+    generator = torch.Generator().manual_seed(1)
+    parameter = torch.nn.Parameter(torch.randn(3, 4, generator=generator))
+    optimizer = kind([parameter], lr=0.01)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    for _ in range(3):
+        parameter.grad = torch.randn(3, 4, generator=generator)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+    return parameter.detach()
+
+with without_dynamo():
+    found = [steps(kind) for kind in kinds]
+assert NAME not in sys.modules and "_dynamo" not in vars(torch)
+import torch._dynamo
+for kind, parameter in zip(kinds, found):
+    assert torch.equal(parameter, steps(kind)), kind
+"""
+
+ANOTHER_NAME_LOADS_THE_REAL_ONE = """
+with without_dynamo():
+    stand_in = sys.modules[NAME]
+    assert stand_in.is_compiling is not None
+    assert sys.modules[NAME] is not stand_in
+assert sys.modules[NAME] is torch._dynamo and torch._dynamo is not stand_in
+"""
+
+NESTED = """
+with without_dynamo():
+    with without_dynamo():
+        pass
+    assert NAME in sys.modules
+assert NAME not in sys.modules
+try:
+    with without_dynamo():
+        raise ValueError
+except ValueError:
+    assert NAME not in sys.modules
+"""
+
+THE_REAL_ONE_STAYS = """
+import torch._dynamo
+real = torch._dynamo
+with without_dynamo():
+    assert sys.modules[NAME] is real
+assert sys.modules[NAME] is real is torch._dynamo
+"""
+
+SERVER_OPTIMIZER = """
+from headwater.common.model.parameters import ModelImage
+from headwater.common.settings.schema import Optimizer, Schedule
+from headwater.server.aggregation.server_optimizer import ServerOptimizer
+
+image = ModelImage(torch.nn.Linear(2, 2))
+chosen = Optimizer(name="adam"), Schedule(name="CosineAnnealingLR", arguments={"T_max": 3})
+optimizer = ServerOptimizer(image, *chosen)
+optimizer.step(torch.ones(6))
+optimizer.restore(*optimizer.state())
+assert NAME not in sys.modules
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "body",
+    [
+        EVERY_OPTIMIZER,
+        ANOTHER_NAME_LOADS_THE_REAL_ONE,
+        NESTED,
+        THE_REAL_ONE_STAYS,
+        SERVER_OPTIMIZER,
+    ],
+    ids=["every optimizer", "another name", "nested", "the real one stays", "server optimizer"],
+)
+def test_an_optimizer_needs_no_compiler(body: str) -> None:
+    command = [sys.executable, "-W", "error", "-c", START + body]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert result.returncode == 0, result.stderr

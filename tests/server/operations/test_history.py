@@ -1,0 +1,122 @@
+"""The history in SQLite: what is written, what a resumed run drops, and files of other versions."""
+
+from __future__ import annotations
+
+import math
+import sqlite3
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from headwater.common.errors import StateError
+from headwater.server.operations.history import FILE, MIGRATIONS, VERSION, History, figures_of, read
+from headwater.server.transport.device_records import Device
+from tests.round_rows import masked, row
+
+
+def rounds_in(folder: Path) -> list[int]:
+    database = sqlite3.connect(folder / FILE)
+    try:
+        return [number for (number,) in database.execute("SELECT round FROM rounds ORDER BY round")]
+    finally:
+        database.close()
+
+
+def test_a_round_is_read_back_as_it_was_written(tmp_path: Path) -> None:
+    history = History(tmp_path)
+    told = asdict(row(1, "a", loss=math.nan, masked_clients=[masked("b")]))
+    history.round(figures_of(told, ended_at=5.0))
+    found = read(tmp_path)
+    history.close()
+    assert found is not None
+    assert found.last_round is not None
+    shown = {key: found.last_round[key] for key in ("round", "ended_at", "loss", "k_min", "k_max")}
+    # SQLite has no NaN.
+    assert shown == {"round": 1, "ended_at": 5.0, "loss": None, "k_min": 2, "k_max": 5}
+    assert found.last_round["wait_seconds"] == 1.0
+    assert found.last_round["metrics"] == {"test_accuracy": 0.75}
+
+
+def test_a_resumed_run_drops_what_lies_behind_its_checkpoint_and_fills_gaps(tmp_path: Path) -> None:
+    history = History(tmp_path)
+    for number in (1, 3, 4, 5):
+        history.round(figures_of(asdict(row(number, "a"))))
+    known = [figures_of(asdict(row(number, "a"))) for number in (1, 2, 3)]
+    history.begin(4, known)
+    assert rounds_in(tmp_path) == [1, 2, 3]
+    history.round(figures_of(asdict(row(4, "a"))))
+    history.close()
+    assert rounds_in(tmp_path) == [1, 2, 3, 4]
+
+
+def test_devices_are_read_back_and_only_changed_ones_are_written(tmp_path: Path) -> None:
+    history = History(tmp_path)
+    device = Device(name="pi", battery=0.5, is_on_battery=True, bytes_up=2**53)
+    history.write_devices([device, Device(name="other")])
+    before = history._database.total_changes
+    history.write_devices([device, Device(name="other")])
+    assert history._database.total_changes == before
+    device.refusal_code = "LateUpdate"
+    history.write_devices([device, Device(name="other")])
+    assert history._database.total_changes == before + 1
+    history.close()
+    again = History(tmp_path)
+    assert again.devices() == [Device(name="other"), device]
+    again.close()
+
+
+def test_events_come_newest_first_and_the_state_is_the_last(tmp_path: Path) -> None:
+    history = History(tmp_path)
+    for kind in ("started", "paused"):
+        history.event(kind, "because")
+    history.tell({"round": 1})
+    history.tell({"round": 2, "stands": "paused"})
+    found = read(tmp_path)
+    history.close()
+    assert found is not None
+    assert [event["kind"] for event in found.events] == ["paused", "started"]
+    assert found.state == {"round": 2, "stands": "paused"}
+
+
+def test_a_history_that_is_closed_is_one_file_also_after_it_was_read(tmp_path: Path) -> None:
+    history = History(tmp_path)
+    history.event("started")
+    read(tmp_path)
+    history.close()
+    assert read(tmp_path) is not None
+    assert [path.name for path in tmp_path.iterdir()] == [FILE]
+
+
+def test_a_history_that_a_newer_version_wrote_is_put_aside_and_kept(tmp_path: Path) -> None:
+    database = sqlite3.connect(tmp_path / FILE)
+    database.execute(f"PRAGMA user_version = {VERSION + 1}")
+    database.close()
+    history = History(tmp_path)
+    found = read(tmp_path)
+    history.close()
+    assert found is not None
+    assert [event["kind"] for event in found.events] == ["put aside"]
+    assert len(list(tmp_path.glob(f"{FILE}.*"))) == 1
+
+
+def test_a_damaged_history_is_put_aside_by_the_server_and_named_to_a_reader(tmp_path: Path) -> None:
+    (tmp_path / FILE).write_bytes(b"no database" * 1000)
+    with pytest.raises(StateError, match="cannot be read"):
+        read(tmp_path)
+    History(tmp_path).close()
+    assert read(tmp_path) is not None
+
+
+def test_no_history_is_none(tmp_path: Path) -> None:
+    assert read(tmp_path) is None
+
+
+def test_a_migration_that_was_interrupted_is_done_whole_or_not_at_all(tmp_path: Path) -> None:
+    database = sqlite3.connect(tmp_path / FILE)
+    with pytest.raises(sqlite3.OperationalError):
+        database.executescript(f"BEGIN; {MIGRATIONS[0]} SELECT nothing FROM nowhere; COMMIT;")
+    database.close()
+    history = History(tmp_path)
+    history.event("started")
+    history.close()

@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from headwater.common.settings.schema import load
+from headwater.common.system.console import console
+from headwater.server.cli import app
+from headwater.simulation.run import run_engine
+
+
+@pytest.fixture(autouse=True)
+def wide_console() -> Iterator[None]:
+    """The console took its width when it was imported, maybe by another test."""
+    before = console.width
+    console.width = 200
+    yield
+    console.width = before
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("run")
+    overrides = {"task": "examples/digits.py:Digits", "simulation.clients": 4, "rounds": 2}
+    run_engine(load(None, overrides | {"out": out}), on_round=lambda row: None, resume=False)
+    return out
+
+
+def test_the_table_names_every_device_and_why_it_was_asked_for_so_much(run_folder: Path) -> None:
+    shown = CliRunner(env={"COLUMNS": "200"}).invoke(
+        app, ["plan", "--out", str(run_folder), "--explain"]
+    )
+    assert shown.exit_code == 0
+    assert "round 2: 4 of 4 clients" in shown.output
+    assert sum("bound" in line or "all its" in line for line in shown.output.splitlines()) == 4
+
+
+FLEET = """
+[[device]]
+count = 3
+examples_per_second = 1000
+micro_batch_seconds = 0
+memory_bytes = 1_000_000_000
+upload_bytes_per_second = 1_000_000_000
+
+[[device]]
+examples_per_second = 0.1
+memory_bytes = 1_000_000_000
+upload_bytes_per_second = 1_000_000_000
+"""
+
+
+@pytest.mark.parametrize("explain", [True, False])
+def test_who_was_left_out_is_named_and_told_by_how_much(tmp_path: Path, explain: bool) -> None:
+    (tmp_path / "fleet.toml").write_text(FLEET)
+    overrides = {
+        "task": "examples/digits.py:Digits",
+        "simulation.fleet": tmp_path / "fleet.toml",
+        "cohort.deadline_seconds": 2.0,
+        "rounds": 1,
+        "out": tmp_path / "run",
+    }
+    run_engine(load(None, overrides), on_round=lambda row: None, resume=False)
+    command = ["plan", "--out", str(tmp_path / "run"), *(["--explain"] if explain else [])]
+    shown = CliRunner(env={"COLUMNS": "200"}).invoke(app, command)
+    assert "3 of 3 clients" in shown.output
+    assert "1 device left out as too slow" in shown.output
+    # 10 s of the 90 % of the deadline that are planned.
+    said = "3 was left out: one example takes 10.0 s of its 1.8 s"
+    assert (said in shown.output) == explain
+
+
+def test_a_round_that_is_not_there_is_named(run_folder: Path) -> None:
+    shown = CliRunner().invoke(app, ["plan", "--out", str(run_folder), "--round", "7"])
+    assert shown.exit_code == 2
+
+
+def test_a_folder_without_a_run_is_named(tmp_path: Path) -> None:
+    assert CliRunner().invoke(app, ["plan", "--out", str(tmp_path)]).exit_code == 2

@@ -1,0 +1,375 @@
+"""Rounds against answers that lie or fail: refused by name, and the rest counts as if alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import secrets
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from headwater.client.app import client_app
+from headwater.common.errors import (
+    BuffersChanged,
+    ConnectionLost,
+    CorruptUpdate,
+    CountOutOfRange,
+    HeadwaterError,
+    NonFiniteUpdate,
+    SettingsError,
+    TooFewClients,
+    UnexpectedUpdate,
+)
+from headwater.common.flower import records
+from headwater.common.messages import (
+    DescribeRequest,
+    DeviceReport,
+    EvaluateReport,
+    Plan,
+    Ready,
+    Update,
+    UpdateReport,
+)
+from headwater.common.model.parameters import ModelImage
+from headwater.common.secagg.protocol import Phase, Request
+from headwater.common.settings.schema import Settings
+from headwater.server.app import GridFleet
+from headwater.server.fleet import Dropout, Reply, Traffic
+from headwater.server.rounds.round_row import RoundRow
+from headwater.server.rounds.run import run
+from headwater.server.rounds.training import Training
+from headwater.simulation.engines.message_grid import InProcessGrid
+from headwater.simulation.fleet.virtual_hardware import simulated_machine
+
+Answer = Update | Dropout
+Tamper = Callable[[Answer], Iterator[Answer]]
+
+
+class Network:
+    """Real devices, and a wire that may change what they say."""
+
+    def __init__(self, settings: Settings, tamper: Tamper) -> None:
+        grid = InProcessGrid(client_app(simulated_machine), settings)
+        grid.enter_run(secrets.randbits(62))
+        self._fleet = GridFleet(grid)
+        self._tamper = tamper
+
+    def describe(self, request: DescribeRequest, *, min_clients: int) -> Mapping[str, DeviceReport]:
+        return self._fleet.describe(request, min_clients=min_clients)
+
+    def ask_again(self, requests: Mapping[str, DescribeRequest]) -> None:
+        self._fleet.ask_again(requests)
+
+    def turn_seconds(self) -> float:
+        return self._fleet.turn_seconds()
+
+    def train(
+        self, plans: Mapping[str, Plan], image: ModelImage, *, timeout_seconds: float | None
+    ) -> Iterator[Answer]:
+        for answer in self._fleet.train(plans, image, timeout_seconds=timeout_seconds):
+            assert not isinstance(answer, Ready)
+            yield from self._tamper(answer)
+
+    def converse(
+        self,
+        phase: Phase,
+        requests: Mapping[str, Request],
+        *,
+        beside: bytes | None = None,
+        reply_bytes: int = 0,
+        timeout_seconds: float | None,
+    ) -> Iterator[Reply | Dropout]:
+        raise AssertionError("no round of these tests is masked")
+
+    def evaluate(
+        self, plans: Mapping[str, Plan], image: ModelImage, *, timeout_seconds: float | None
+    ) -> Iterator[EvaluateReport | Dropout]:
+        return self._fleet.evaluate(plans, image, timeout_seconds=timeout_seconds)
+
+    def traffic(self) -> Traffic:
+        return self._fleet.traffic()
+
+    def simulated_state(self) -> dict[str, Any]:
+        return self._fleet.simulated_state()
+
+    def restore_simulated(self, state: Mapping[str, Any]) -> None:
+        self._fleet.restore_simulated(state)
+
+
+def chosen(**changes: Any) -> Settings:
+    return Settings.model_validate(
+        {
+            "task": "tests/tasks.py:TwoLayers",
+            "rounds": 2,
+            "simulation": {"clients": 3},
+            "plan": {"accumulation_steps": 2, "micro_batch_size": 4},
+            "optimizer": {"name": "adam", "learning_rate": 0.01},
+            **changes,
+        }
+    )
+
+
+def honest(answer: Answer) -> Iterator[Answer]:
+    yield answer
+
+
+def name_of(answer: Answer) -> str:
+    return answer.name if isinstance(answer, Dropout) else answer.report.name
+
+
+def without_one(answer: Answer) -> Iterator[Answer]:
+    lost = name_of(answer) == "1"
+    yield Dropout(name="1", error=ConnectionLost("pulled the plug")) if lost else answer
+
+
+def trained(settings: Settings, tamper: Tamper) -> tuple[Training, list[RoundRow]]:
+    torch.set_num_threads(1)
+    rows: list[RoundRow] = []
+    training = Training(settings, run_id=secrets.randbits(62))
+    run(training, Network(settings, tamper), on_round=rows.append)
+    return training, rows
+
+
+def replaced(**changes: Any) -> Callable[[Update], Update]:
+    return lambda update: dataclasses.replace(
+        update, report=update.report.model_copy(update=changes)
+    )
+
+
+def with_values(change: Callable[[Tensor], Tensor]) -> Callable[[Update], Update]:
+    return lambda update: dataclasses.replace(update, values_P=change(update.values_P.clone()))
+
+
+def spoiled(value: float) -> Callable[[Tensor], Tensor]:
+    return lambda values_P: torch.cat([values_P[:-1], torch.tensor([value])])
+
+
+HOSTILE: dict[str, tuple[Callable[[Update], Update], type[HeadwaterError]]] = {
+    "one coordinate short": (with_values(lambda v: v[:-1]), CorruptUpdate),
+    "one coordinate long": (with_values(lambda v: torch.cat([v, v[:1]])), CorruptUpdate),
+    "empty": (with_values(lambda v: v[:0]), CorruptUpdate),
+    "NaN": (with_values(spoiled(math.nan)), NonFiniteUpdate),
+    "infinity": (with_values(spoiled(-math.inf)), NonFiniteUpdate),
+    "above its quota": (replaced(num_examples=9, weight=9), CountOutOfRange),
+    "no example": (replaced(num_examples=0, weight=0), CountOutOfRange),
+    "no weight": (replaced(weight=0), CountOutOfRange),
+    "negative weight": (replaced(weight=-8), CountOutOfRange),
+    "negative examples": (replaced(num_examples=-8, weight=-8), CountOutOfRange),
+    "too much weight": (replaced(weight=9), CountOutOfRange),
+    "the round before": (replaced(round=0), UnexpectedUpdate),
+    "a round to come": (replaced(round=99), UnexpectedUpdate),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_a_hostile_update_is_refused_by_name_and_the_round_is_that_of_the_others(
+    case: str,
+) -> None:
+    change, error = HOSTILE[case]
+
+    def hostile(answer: Answer) -> Iterator[Answer]:
+        is_one = isinstance(answer, Update) and answer.report.name == "1"
+        yield change(answer) if is_one and isinstance(answer, Update) else answer
+
+    attacked, rows = trained(chosen(), hostile)
+    alone, others = trained(chosen(), without_one)
+    assert torch.equal(attacked.image.bytes_U8, alone.image.bytes_U8)
+    for row, other in zip(rows, others, strict=True):
+        assert row.refused["1"].startswith(f"{error.__name__}: ")
+        assert (row.weight, row.loss, row.num_clients) == (other.weight, other.loss, 2)
+
+
+def test_with_dataset_weighting_an_update_weighs_what_its_device_owns_and_nothing_else() -> None:
+    def of_samples(answer: Answer) -> Iterator[Answer]:
+        is_one = isinstance(answer, Update) and answer.report.name == "1"
+        yield replaced(weight=8)(answer) if is_one and isinstance(answer, Update) else answer
+
+    by_dataset = chosen(cohort={"weighting": "dataset"})
+    _, rows = trained(by_dataset, honest)
+    # Three devices of 24 examples each, of which a round sums 8.
+    assert [(row.weight, row.num_examples) for row in rows] == [(72, 24), (72, 24)]
+    _, rows = trained(by_dataset, of_samples)
+    assert [row.weight for row in rows] == [48, 48]
+    assert rows[0].refused["1"] == "CountOutOfRange: 1: weight 8, its plan says 24"
+
+
+def test_devices_that_own_the_same_step_alike_with_either_weighting() -> None:
+    """Whole numbers: a sum and a loss of 8 examples become those of 24 without a rounding."""
+    one_round = {"rounds": 1, "optimizer": {"name": "sgd", "learning_rate": 0.01}}
+    samples, rows = trained(chosen(**one_round), honest)
+    dataset, weighed = trained(chosen(cohort={"weighting": "dataset"}, **one_round), honest)
+    assert torch.equal(samples.image.bytes_U8, dataset.image.bytes_U8)
+    assert rows[0].loss == weighed[0].loss
+
+
+def test_a_name_that_nobody_asked_is_refused_and_the_round_is_that_of_the_others() -> None:
+    def stranger(answer: Answer) -> Iterator[Answer]:
+        is_one = isinstance(answer, Update) and answer.report.name == "1"
+        yield replaced(name="stranger")(answer) if is_one and isinstance(answer, Update) else answer
+
+    attacked, rows = trained(chosen(), stranger)
+    alone, _ = trained(chosen(), without_one)
+    assert torch.equal(attacked.image.bytes_U8, alone.image.bytes_U8)
+    assert rows[0].refused["stranger"].startswith("UnexpectedUpdate: ")
+
+
+def test_a_replayed_update_counts_once() -> None:
+    def replay(answer: Answer) -> Iterator[Answer]:
+        yield answer
+        yield answer
+
+    attacked, rows = trained(chosen(), replay)
+    plain, plain_rows = trained(chosen(), honest)
+    assert torch.equal(attacked.image.bytes_U8, plain.image.bytes_U8)
+    assert [row.weight for row in rows] == [row.weight for row in plain_rows]
+
+
+def test_an_update_kept_from_the_last_round_is_refused_in_the_next() -> None:
+    kept: list[Update] = []
+
+    def replay(answer: Answer) -> Iterator[Answer]:
+        if isinstance(answer, Update) and answer.report.name == "1":
+            if kept:
+                yield kept[0]
+                return
+            kept.append(dataclasses.replace(answer, values_P=answer.values_P.clone()))
+        yield answer
+
+    _, rows = trained(chosen(), replay)
+    assert rows[0].refused == {}
+    assert rows[1].refused["1"].startswith("UnexpectedUpdate: 1: an update for round 1 in round 2")
+
+
+def test_the_order_of_the_answers_does_not_change_the_model() -> None:
+    waiting: list[Answer] = []
+
+    def reversed_order(answer: Answer) -> Iterator[Answer]:
+        if isinstance(answer, Update):
+            answer = dataclasses.replace(answer, values_P=answer.values_P.clone())
+        waiting.append(answer)
+        if len(waiting) == 3:
+            yield from reversed(waiting)
+            waiting.clear()
+
+    one, _ = trained(chosen(), reversed_order)
+    other, _ = trained(chosen(), honest)
+    assert torch.equal(one.image.bytes_U8, other.image.bytes_U8)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("weight", "-1"),
+        ("num_examples", "-1"),
+        ("weight", "1.5"),
+        ("weight", "1e400"),
+        ("loss_sum", "NaN"),
+        ("loss_sum", "1e400"),
+        ("seconds", "-1"),
+        ("name", '"../etc"'),
+        ("name", '""'),
+        ("reason", '"because"'),
+        ("metric_sums", '{"a": NaN}'),
+        ("extra", "1"),
+        ("steps", "[1]"),
+    ],
+)
+def test_a_report_out_of_bounds_is_corrupt_and_names_the_field(field: str, value: str) -> None:
+    plain = {
+        "name": '"pi"',
+        "round": "1",
+        "num_examples": "1",
+        "weight": "1",
+        "loss_sum": "1.0",
+        "micro_batch_size": "1",
+        "seconds": "1",
+        "steps": "[]",
+        "reason": '"quota"',
+    }
+
+    def text(fields: Mapping[str, str]) -> str:
+        return "{" + ", ".join(f'"{name}": {raw}' for name, raw in fields.items()) + "}"
+
+    assert records.parse(text(plain), UpdateReport).name == "pi"
+    with pytest.raises(CorruptUpdate, match=rf"UpdateReport\.(json|{field})"):
+        records.parse(text({**plain, field: value}), UpdateReport)
+
+
+def test_too_few_clients_leave_model_optimizer_scales_and_places_as_they_were() -> None:
+    settings = chosen(rounds=3, cohort={"min_clients": 3, "max_aborted_rounds": 1})
+    states: list[tuple[Any, ...]] = []
+
+    def state(training: Training) -> tuple[Any, ...]:
+        tensors, rest = training.optimizer.state()
+        plain = {name: t.tolist() for name, t in tensors.items()}
+        image = bytes(training.image.buffer())
+        return image, plain, rest, training.sum.largest, dict(training.counted), training.round
+
+    training = Training(settings, run_id=secrets.randbits(62))
+    network = Network(settings, lambda a: without_one(a) if training.round == 1 else honest(a))
+    with pytest.raises(TooFewClients, match=r"round 2: 2 of 3 clients .*pulled the plug"):
+        run(training, network, on_round=lambda _: states.append(state(training)))
+    assert states == [state(training)]
+
+
+def test_an_aborted_round_is_done_again_with_the_same_examples() -> None:
+    settings = chosen(rounds=3, cohort={"min_clients": 3})
+    calls: list[str] = []
+
+    def fails_once(answer: Answer) -> Iterator[Answer]:
+        calls.append(name_of(answer))
+        yield from without_one(answer) if len(calls) in range(4, 7) else honest(answer)
+
+    one, rows = trained(settings, fails_once)
+    other, plain_rows = trained(settings, honest)
+    assert len(calls) == 4 * 3
+    assert torch.equal(one.image.bytes_U8, other.image.bytes_U8)
+    assert [row.loss for row in rows] == [row.loss for row in plain_rows]
+
+
+def test_a_client_that_was_not_counted_gets_the_same_examples_again() -> None:
+    seen: list[float] = []
+
+    def lose_first(answer: Answer) -> Iterator[Answer]:
+        assert isinstance(answer, Update)
+        seen.append(answer.report.loss_sum)
+        yield Dropout(name="0", error=ConnectionLost("lost")) if len(seen) == 1 else answer
+
+    # A rate so small that float32 does not move: equal losses mean equal examples.
+    settings = chosen(
+        simulation={"clients": 2}, optimizer={"name": "sgd", "learning_rate": 1e-30}, rounds=2
+    )
+    trained(settings, lose_first)
+    (zero_first, one_first), (zero_second, one_second) = seen[:2], seen[2:]
+    assert zero_first == zero_second
+    assert one_first != one_second
+
+
+def test_rounds_that_abort_for_good_end_the_run_with_their_error() -> None:
+    settings = chosen(cohort={"min_clients": 3, "max_aborted_rounds": 4})
+    calls: list[str] = []
+
+    def counted(answer: Answer) -> Iterator[Answer]:
+        calls.append(name_of(answer))
+        yield from without_one(answer)
+
+    with pytest.raises(TooFewClients, match="round 1"):
+        trained(settings, counted)
+    assert len(calls) == 4 * 3
+
+
+def test_a_fault_of_the_task_on_every_client_is_the_runs_own_error() -> None:
+    def broken(answer: Answer) -> Iterator[Answer]:
+        yield Dropout(name=name_of(answer), error=BuffersChanged("training changed the buffer b"))
+
+    with pytest.raises(BuffersChanged, match="the buffer b"):
+        trained(chosen(), broken)
+
+
+def test_more_clients_asked_for_than_simulated_is_a_settings_error() -> None:
+    with pytest.raises(SettingsError, match=r"5 clients .* 3"):
+        trained(chosen(cohort={"min_clients": 5}), honest)

@@ -1,0 +1,349 @@
+"""A session that one device made fail is tried again without it, and nobody pays for a lie."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from headwater.client.app import client_app
+from headwater.common.errors import (
+    DealerCheated,
+    HeadwaterError,
+    IdentityUnknown,
+    LateUpdate,
+    RoundAborted,
+    TooFewClients,
+    TooFewSurvivors,
+    WrongShare,
+)
+from headwater.common.messages import Ready
+from headwater.common.secagg.accusations import accusation, accused_in
+from headwater.common.secagg.identity import SigningIdentity
+from headwater.common.secagg.protocol import (
+    MaskedHead,
+    Phase,
+    Request,
+    SessionNumber,
+    SharesChecked,
+    SharesDealt,
+    SharesRevealed,
+)
+from headwater.common.settings.schema import Settings
+from headwater.server.app import GridFleet
+from headwater.server.fleet import Dropout, Reply
+from headwater.server.rounds.round_row import RoundRow
+from headwater.server.rounds.run import run
+from headwater.server.rounds.training import Training
+from headwater.server.secagg.blame import (
+    FIRST_ROUNDS,
+    Evidence,
+    convicted,
+    left_out,
+    of_json,
+    to_json,
+)
+from headwater.server.secagg.parameters import Opening
+from headwater.server.secagg.retries import sum_masked
+from headwater.server.secagg.session import Cohort
+from headwater.server.secagg.unmask_phase import OpenedSum
+from headwater.simulation.engines.message_grid import InProcessGrid
+from headwater.simulation.fleet.virtual_hardware import simulated_machine
+from tests.secagg import Cast
+
+LIAR = "d002"
+RUN = 2**61 + 5
+Lie = Callable[[Any], Any]
+
+
+class CastFleet:
+    """The devices of a cast as a server's fleet; answers are changed by the lies of their names."""
+
+    def __init__(self, cast: Cast, lies: Mapping[str, Lie]) -> None:
+        self.cast, self.lies = cast, lies
+
+    def converse(
+        self, phase: Phase, requests: Mapping[str, Request], **_: Any
+    ) -> Iterator[Reply | Dropout]:
+        for name, request in requests.items():
+            session = self.cast.parties[name].session
+            try:
+                said = self.lies.get(name, lambda said: said)(session.answer(request))
+            except HeadwaterError as error:
+                yield Dropout(name=name, error=error)
+                continue
+            vector = session.vector if isinstance(said, MaskedHead) else None
+            yield Reply(name=name, said=said, beside=None if vector is None else vector.tobytes())
+
+
+class Attempts:
+    """What came of a round: its sum or its end, who was refused, and who is left out."""
+
+    def __init__(self, cast: Cast, lies: Mapping[str, Lie]) -> None:
+        self.refused: dict[str, HeadwaterError] = {}
+        self.left_out: dict[str, str] = {}
+        self.num_attempts = 0
+        self.opened: OpenedSum | None = None
+        self.aborted: RoundAborted | None = None
+
+        def open_session(cohort: Cohort) -> Opening:
+            self.num_attempts += 1
+            number = SessionNumber(1, self.num_attempts)
+            return replace(cast.opening, number=number, planned_weights=cohort.planned_weights)
+
+        weights = cast.opening.planned_weights
+        ready = {n: Ready(name=n, round=1, seconds=1.0, peak_bytes=0) for n in weights}
+        try:
+            self.opened = sum_masked(
+                Cohort(ready=ready, planned_weights=weights, metrics=(), most_examples=1),
+                CastFleet(cast, lies),  # type: ignore[arg-type] # it does nothing but converse
+                open_session=open_session,
+                bounds=None,
+                phase_seconds=1.0,
+                refuse=self.refused.__setitem__,
+                leave_out=self.left_out.update,
+            )
+        except RoundAborted as error:
+            self.aborted = error
+
+
+def changing(kind: type, change: Lie) -> Lie:
+    return lambda said: change(said) if isinstance(said, kind) else said
+
+
+def spoiled(share: bytes) -> bytes:
+    return bytes([share[0] ^ 1, *share[1:]])
+
+
+def with_stranger(num_devices: int) -> Cast:
+    cast = Cast(num_devices, mode="active")
+    device = replace(cast.parties[LIAR].device, name="sybil", identity=SigningIdentity.new("sybil"))
+    cast.join(device, weight=1, seed=1)
+    weights = {**cast.opening.planned_weights, "sybil": device.planned_weight}
+    cast.opening = replace(cast.opening, planned_weights=weights)
+    return cast
+
+
+def holds_sum_of(cast: Cast, came: Attempts, *names: str) -> None:
+    assert came.opened is not None, came.aborted
+    assert came.opened.survived == names
+    plain_P, _ = cast.plain_sum(names, came.opened)
+    np.testing.assert_array_equal(came.opened.vector_P, plain_P)
+
+
+# -- before anybody has masked: another attempt with the same updates
+
+
+def test_a_device_that_nobody_knows_costs_one_attempt_and_no_update() -> None:
+    cast = with_stranger(4)
+    came = Attempts(cast, {})
+    assert came.num_attempts == 2
+    holds_sum_of(cast, came, *cast.names)
+    assert set(came.left_out) == set(came.refused) == {"sybil"}
+    assert "4 of 5 devices refused its keys" in came.left_out["sybil"]
+
+
+def test_a_device_whose_signature_is_another_s_costs_one_attempt() -> None:
+    cast = Cast(5, mode="active")
+    device = cast.parties[LIAR].device
+    cast.join(replace(device, identity=SigningIdentity.new(LIAR)), weight=1, seed=1)
+    came = Attempts(cast, {})
+    holds_sum_of(cast, came, *(name for name in cast.names if name != LIAR))
+    assert set(came.left_out) == {LIAR}
+
+
+def test_a_dealer_whose_shares_two_of_three_find_bad_is_left_out() -> None:
+    def bad(dealt: SharesDealt) -> SharesDealt:
+        shares = tuple(s.model_copy(update={"sealed": bytes(len(s.sealed))}) for s in dealt.shares)
+        return dealt.model_copy(update={"shares": shares})
+
+    came = Attempts(Cast(3), {LIAR: changing(SharesDealt, bad)})
+    assert isinstance(came.aborted, TooFewSurvivors)
+    assert set(came.left_out) == {LIAR}
+    assert isinstance(came.refused[LIAR], HeadwaterError)  # and none of it in silence
+
+
+def test_a_holder_that_complains_of_all_others_is_left_out_and_they_are_not() -> None:
+    def complaining(checked: SharesChecked) -> SharesChecked:
+        return checked.model_copy(update={"bad_dealers": ("d000", "d001")})
+
+    came = Attempts(Cast(3), {LIAR: changing(SharesChecked, complaining)})
+    assert isinstance(came.aborted, TooFewSurvivors)
+    assert set(came.left_out) == {LIAR}
+
+
+def test_who_leaves_for_bad_shares_is_counted_though_the_round_goes_on() -> None:
+    cast = Cast(5)
+
+    def complaining(checked: SharesChecked) -> SharesChecked:
+        return checked.model_copy(update={"bad_dealers": ("d000",)})
+
+    came = Attempts(cast, {LIAR: changing(SharesChecked, complaining)})
+    holds_sum_of(cast, came, *cast.names[1:])  # of two that are level, the dealer
+    assert isinstance(came.refused["d000"], WrongShare)
+    assert LIAR in str(came.refused["d000"])
+    assert not came.left_out
+
+
+# -- behind the masks: the round is aborted
+
+
+def test_a_dealer_whose_shares_open_something_else_is_left_out() -> None:
+    def other_seed(dealt: SharesDealt) -> SharesDealt:
+        return dealt.model_copy(update={"seed_commitment": spoiled(dealt.seed_commitment)})
+
+    came = Attempts(Cast(5, mode="active"), {LIAR: changing(SharesDealt, other_seed)})
+    assert isinstance(came.aborted, DealerCheated)
+    assert came.num_attempts == 1
+    assert set(came.left_out) == {LIAR}
+
+
+def test_a_holder_of_wrong_shares_that_ends_a_session_of_three_is_left_out() -> None:
+    def wrong(told: SharesRevealed) -> SharesRevealed:
+        shares = {name: spoiled(share) for name, share in told.self_seed_shares.items()}
+        return told.model_copy(update={"self_seed_shares": shares})
+
+    came = Attempts(Cast(3, mode="active"), {LIAR: changing(SharesRevealed, wrong)})
+    assert isinstance(came.aborted, TooFewSurvivors)
+    assert set(came.left_out) == {LIAR}
+    assert came.left_out[LIAR].startswith("WrongShare")
+
+
+# -- who is not to blame
+
+
+@pytest.mark.parametrize("accused", ["d000", "d000, d001", "server", ""])
+def test_on_the_word_of_one_device_nobody_is_left_out(accused: str) -> None:
+    def lying(said: object) -> object:
+        raise IdentityUnknown(f"{accused}: not on the allow-list of {LIAR}")
+
+    came = Attempts(Cast(3, mode="active"), {LIAR: changing(SharesDealt, lying)})
+    assert isinstance(came.aborted, TooFewSurvivors)
+    assert came.left_out == {}
+    assert set(came.refused) == {LIAR}
+
+
+def test_who_vanishes_is_not_left_out() -> None:
+    def gone(said: object) -> object:
+        raise LateUpdate("the phase's time is over")
+
+    for kind in (SharesDealt, SharesChecked, MaskedHead, SharesRevealed):
+        came = Attempts(Cast(3, mode="active"), {LIAR: changing(kind, gone)})
+        assert came.aborted is not None
+        assert came.left_out == {}
+
+
+def test_a_late_answer_is_no_fault() -> None:
+    evidence = Evidence()
+    evidence.members = frozenset({"a", "b", "c"})
+    evidence.rejected("a", LateUpdate("a: too late"))
+    assert evidence.culprits(TooFewSurvivors("too few")) == {}
+
+
+def test_a_third_of_the_members_is_not_enough_and_one_more_is() -> None:
+    for num_accusers, is_left_out in ((2, False), (3, True)):
+        evidence = Evidence()
+        evidence.members = frozenset("abcdef")
+        for name in "abc"[:num_accusers]:
+            evidence.refused(name, IdentityUnknown(accusation(["f"], "not on the list")))
+        assert ("f" in evidence.culprits(TooFewSurvivors("too few"))) is is_left_out
+
+
+def test_strangers_accusations_do_not_count() -> None:
+    evidence = Evidence()
+    evidence.members = frozenset("abc")
+    for name in "wxyz":
+        evidence.refused(name, IdentityUnknown(accusation(["a"], "not on the list")))
+    assert evidence.culprits(TooFewSurvivors("too few")) == {}
+
+
+def test_an_accusation_names_whom_it_accuses_and_no_other_text_names_anybody() -> None:
+    assert accused_in(accusation(["a", "b.c-d"], "not on it: e, f")) == {"a", "b.c-d"}
+    assert accused_in("nothing of the kind") == {"nothing of the kind"}
+
+
+# -- for how long
+
+
+class LyingFleet(GridFleet):
+    """Simulated devices, one of which commits to another self seed than it deals shares of."""
+
+    def converse(
+        self,
+        phase: Phase,
+        requests: Mapping[str, Request],
+        *,
+        beside: bytes | None = None,
+        reply_bytes: int = 0,
+        timeout_seconds: float | None,
+    ) -> Iterator[Reply | Dropout]:
+        for reply in super().converse(
+            phase,
+            requests,
+            beside=beside,
+            reply_bytes=reply_bytes,
+            timeout_seconds=timeout_seconds,
+        ):
+            said = reply.said if isinstance(reply, Reply) else None
+            if isinstance(reply, Reply) and reply.name == "1" and isinstance(said, SharesDealt):
+                lie = {"seed_commitment": spoiled(said.seed_commitment)}
+                reply = replace(reply, said=said.model_copy(update=lie))
+            yield reply
+
+
+def test_a_cheat_costs_one_attempt_and_is_left_out_of_the_rounds_behind_it(tmp_path: Path) -> None:
+    settings = Settings.model_validate(
+        {
+            "task": "tests/tasks.py:TwoLayers",
+            "rounds": 2,
+            "out": tmp_path / "out",
+            "threads": 1,
+            "plan": {"accumulation_steps": 1, "micro_batch_size": 4},
+            "secure": {"aggregation": "semi-honest"},
+            "simulation": {"clients": 5},
+        }
+    )
+    grid = InProcessGrid(client_app(simulated_machine), settings)
+    grid.enter_run(RUN)
+    rows: list[RoundRow] = []
+    run(Training(settings, run_id=RUN), LyingFleet(grid), on_round=rows.append)
+    assert [row.num_aborted for row in rows] == [1, 0]
+    for row in rows:
+        assert row.num_clients == row.num_invited == 4
+        assert "DealerCheated" in row.left_out["1"]
+        assert "until round 12" in row.left_out["1"]
+    again = Training(settings, run_id=RUN)
+    assert again.resume(tmp_path / "out", LyingFleet(grid))
+    assert again.planning.culprits["1"].through_round == 1 + FIRST_ROUNDS
+
+
+def test_where_too_few_are_left_it_is_said_who_is_left_out_and_why() -> None:
+    settings = Settings.model_validate(
+        {
+            "task": "tests/tasks.py:TwoLayers",
+            "rounds": 1,
+            "threads": 1,
+            "plan": {"accumulation_steps": 1, "micro_batch_size": 4},
+            "secure": {"aggregation": "semi-honest"},
+            "cohort": {"min_clients": 5},
+            "simulation": {"clients": 5},
+        }
+    )
+    grid = InProcessGrid(client_app(simulated_machine), settings)
+    grid.enter_run(RUN)
+    with pytest.raises(TooFewClients, match="1 is left out until round 12, as DealerCheated"):
+        run(Training(settings, run_id=RUN), LyingFleet(grid), on_round=lambda row: None)
+
+
+def test_a_culprit_is_left_out_of_ten_rounds_and_of_twice_as_many_each_time_again() -> None:
+    once = convicted({}, {"a": "it lied"}, round_number=5)
+    assert set(left_out(once, ["a", "b"], round_number=5)) == {"a"}  # the round's next attempts
+    assert set(left_out(once, ["a", "b"], round_number=5 + FIRST_ROUNDS)) == {"a"}
+    assert left_out(once, ["a", "b"], round_number=6 + FIRST_ROUNDS) == {}
+    twice = convicted(once, {"a": "it lied"}, round_number=30)
+    assert twice["a"].through_round == 30 + 2 * FIRST_ROUNDS
+    assert of_json(to_json(twice)) == twice

@@ -1,0 +1,88 @@
+"""The health service and the word of a pause, on the devices' port."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+import grpc.aio
+import pytest
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
+
+from headwater.common.transport.wire_pb2 import Notice
+from tests.attacks.raw import RawDevice, serving
+
+SERVING = HealthCheckResponse.SERVING
+NOT_SERVING = HealthCheckResponse.NOT_SERVING
+
+
+async def ask(port: int, service: str = "", method: str = "Check") -> int:
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        call = channel.unary_unary(
+            f"/grpc.health.v1.Health/{method}",
+            request_serializer=HealthCheckRequest.SerializeToString,
+            response_deserializer=HealthCheckResponse.FromString,
+        )
+        answer = await call(HealthCheckRequest(service=service))
+        return int(answer.status)
+
+
+def test_the_server_is_healthy_until_it_drains() -> None:
+    async def play() -> None:
+        async with serving() as run:
+            assert await ask(run.port) == SERVING
+            assert await ask(run.port, "headwater.Stream") == SERVING
+            run.intake.drain()
+            assert await ask(run.port) == NOT_SERVING
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize(
+    ("service", "method", "code"),
+    [
+        ("another.Service", "Check", grpc.StatusCode.NOT_FOUND),
+        ("", "Watch", grpc.StatusCode.UNIMPLEMENTED),
+    ],
+)
+def test_what_is_not_served_is_said(service: str, method: str, code: grpc.StatusCode) -> None:
+    async def play() -> None:
+        async with serving() as run:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await ask(run.port, service, method)
+            assert caught.value.code() is code
+
+    asyncio.run(play())
+
+
+def test_devices_are_told_of_a_pause_and_newcomers_too() -> None:
+    async def play() -> None:
+        async with serving() as run, RawDevice(run.port, "first") as first:
+            await first.enter()
+            run.intake.pause(True)
+            assert (await first.next()).notice == Notice(is_paused=True)
+            run.intake.pause(True)  # nothing new
+            async with RawDevice(run.port, "second") as second:
+                await second.enter()
+                assert (await second.next()).notice == Notice(is_paused=True)
+            run.intake.pause(False)
+            assert (await first.next()).notice == Notice(is_paused=False)
+
+    asyncio.run(play())
+
+
+def test_what_is_noted_of_a_device_counts_its_bytes_and_its_refusals() -> None:
+    async def play() -> None:
+        async with serving() as run:
+            async with RawDevice(run.port, "device") as device:
+                await device.enter()
+                (noted,) = run.intake.attendance.devices()
+                assert noted.is_connected
+                run.intake.pause(True)
+                frame = await device.next()
+                assert noted.bytes_down >= frame.ByteSize()
+            while noted.is_connected:
+                await asyncio.sleep(0.01)
+            assert noted.last_seen is not None
+
+    asyncio.run(play())

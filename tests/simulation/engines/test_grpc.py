@@ -1,0 +1,206 @@
+"""The real server and real clients of a simulated fleet, held against the devices in process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from headwater.common.errors import SettingsError
+from headwater.common.settings.schema import Settings, load
+from headwater.server.operations.status import read_status
+from headwater.server.rounds import checkpoint
+from headwater.server.rounds.round_row import read_rows
+from headwater.server.rounds.run import MODEL
+from headwater.simulation.engines.grpc import CLIENTS, MOST_CLIENTS, check_engine
+from headwater.simulation.fleet.profiles import with_fleet
+from headwater.simulation.run import run_engine
+from tests.processes import Process, Processes, until
+
+DIGITS = ("--task", "examples/digits.py:Digits", "--optimizer", "adam", "--learning-rate", 0.01)
+DIGITS_SET = {
+    "task": "examples/digits.py:Digits",
+    "optimizer.name": "adam",
+    "optimizer.learning_rate": 0.01,
+    "threads": 1,
+}
+# Of this machine: how long it took, and what went over its wires.
+OF_THE_MACHINE = ("seconds", "seconds_split", "updates_per_hour", "bytes_up", "bytes_down")
+
+FLEET = """
+[[device]]
+count = 6
+examples_per_second = 50
+memory_bytes = 400_000_000
+upload_bytes_per_second = 1_000_000
+jitter = 0.2
+on_battery = 0.5
+availability = [1, 0.6, 0.6]
+
+[[device]]
+count = 2
+examples_per_second = 0.5
+memory_bytes = 400_000_000
+upload_bytes_per_second = 100_000
+on_battery = 0.5
+availability = [1, 1, 0]
+
+[[liar]]
+devices = [0]
+kind = "sign-flipped"
+
+[[liar]]
+devices = [1]
+kind = "nan"
+chance = 0.5
+
+[[slow_link]]
+devices = [2]
+factor = 20
+first_round = 2
+
+[[dropout]]
+share = 0.5
+chance = 0.3
+"""
+
+
+def on_the_wire(processes: Processes, *settings: object) -> None:
+    """Run a simulation to its end, which must be a good one."""
+    out = processes.folder / "wire"
+    processes.run("simulation", "--engine", "grpc", "--out", out, *settings).succeed()
+
+
+def in_process(folder: Path, overrides: dict[str, Any]) -> None:
+    """Run the same in this process, one device after the other."""
+    out = folder / "here"
+    settings = load(None, {**overrides, "simulation.compute": "one-by-one", "out": out})
+    run_engine(with_fleet(settings), on_round=lambda row: None, resume=False)
+
+
+def told(out: Path) -> list[Any]:
+    """Return what a run noted of its rounds and devices, but for what its machine took."""
+    rows = [dict(row) for row in read_rows(out)]
+    for row in rows:
+        for key in OF_THE_MACHINE:
+            del row[key]
+        row["clients"] = sorted(row["clients"], key=lambda client: int(client["name"]))
+    return rows
+
+
+def assert_same(folder: Path) -> None:
+    """Hold that both runs made the same plans, and the same model bit for bit."""
+    assert told(folder / "wire") == told(folder / "here")
+    models = [(folder / name / MODEL).read_bytes() for name in ("wire", "here")]
+    assert models[0] == models[1]
+
+
+def test_twenty_clients_over_the_wire_give_the_model_and_the_plans_of_twenty_in_process(
+    tmp_path: Path,
+) -> None:
+    with Processes(tmp_path) as processes:
+        on_the_wire(processes, *DIGITS, "--clients", 20, "--rounds", 3)
+    in_process(tmp_path, {**DIGITS_SET, "simulation.clients": 20, "rounds": 3})
+    assert_same(tmp_path)
+    assert [len(row["clients"]) for row in told(tmp_path / "wire")] == [20, 20, 20]
+
+
+def started(processes: Processes, *settings: object) -> tuple[Process, list[psutil.Process]]:
+    """Start a run; return its engine and all processes below it, once a round was counted."""
+    out = processes.folder / "wire"
+    more = ("--engine", "grpc", "--no-check", "--out", out)
+    engine = processes.start("simulation", *settings, *more)
+
+    def has_counted() -> bool:
+        assert engine.poll() is None, engine.text()
+        return (out / checkpoint.FILE).exists()
+
+    until(has_counted, what=engine.text)
+    return engine, psutil.Process(engine.pid).children(recursive=True)
+
+
+def wait_for_the_end_of(processes: list[psutil.Process]) -> None:
+    def are_gone() -> bool:
+        return not any(
+            process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+            for process in processes
+        )
+
+    until(are_gone, what=lambda: f"the end of {processes}")
+
+
+def test_a_run_whose_client_was_killed_goes_on_to_what_chance_and_faults_make_of_it_in_process(
+    tmp_path: Path,
+) -> None:
+    """Batteries, jitter, absence, lies, slow links, dropouts and deadlines are the same on both."""
+    fleet = tmp_path / "fleet.toml"
+    fleet.write_text(FLEET)
+    settings = (
+        *DIGITS, "--fleet", fleet, "--deadline", 3, "--dropout", 0.1, "--cohort-size", 5,
+        "--evaluate-on-devices",
+    )  # fmt: skip
+    with Processes(tmp_path) as processes:
+        engine, below = started(processes, *settings, "--rounds", 100_000)
+        max(below, key=psutil.Process.create_time).kill()
+        assert engine.wait() == 1, engine.text()
+        assert "ConnectionLost: the process of device 7 was ended by SIGKILL" in engine.text()
+        wait_for_the_end_of(below)
+        rounds = max(len(told(tmp_path / "wire")) + 3, 12)
+        on_the_wire(processes, "--resume", "--rounds", rounds)
+    overrides = {
+        **DIGITS_SET,
+        "simulation.fleet": fleet,
+        "rounds": rounds,
+        "cohort.deadline_seconds": 3,
+        "simulation.dropout": 0.1,
+        "cohort.size": 5,
+        "evaluation.on_devices": True,
+    }
+    in_process(tmp_path, overrides)
+    assert_same(tmp_path)
+    rows = told(tmp_path / "wire")
+    assert not any(row["num_aborted"] for row in rows)
+    assert any(row["left_out"] for row in rows)
+    assert len({row["num_invited"] for row in rows}) > 1
+    refused = [reason for row in rows for reason in row["refused"].values()]
+    assert any(reason.startswith("NonFiniteUpdate") for reason in refused)
+    assert any("has vanished" in reason for reason in refused)
+
+
+def test_status_names_who_is_awaited_and_no_process_is_left_when_the_engine_is_killed(
+    tmp_path: Path,
+) -> None:
+    with Processes(tmp_path) as processes:
+        engine, below = started(processes, *DIGITS, "--clients", 4, "--rounds", 100_000)
+        assert len(below) == 5
+        out, last = tmp_path / "wire", max(below, key=psutil.Process.create_time)
+        last.suspend()
+        until(lambda: read_status(out)["awaited"] == ["3"], what=lambda: str(read_status(out)))
+        last.resume()
+        engine.kill()
+        wait_for_the_end_of(below)
+        status = read_status(out)
+        assert (status["is_up"], status["command"]) == (False, "headwater-simulate")
+        logs = list((tmp_path / "wire" / CLIENTS).glob("*.log"))
+        assert len(logs) == 5
+        assert not any("Traceback" in log.read_text() for log in logs)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "named"),
+    [
+        ({"simulation.clients": MOST_CLIENTS + 1}, "1,000 at most, and 1,001 are asked for"),
+        ({"simulation.clients": 2, "cohort.min_clients": 3}, "needs 3 clients and there are 2"),
+        ({"simulation.compute": "fused"}, "--compute fused adds devices up"),
+        ({"tls.ca": "ca.pem"}, "speaks plain text"),
+    ],
+)
+def test_what_the_wire_cannot_do_is_refused_before_anything_starts(
+    chosen: dict[str, Any], named: str
+) -> None:
+    settings: Settings = load(None, {"simulation.engine": "grpc", **chosen})
+    with pytest.raises(SettingsError, match=named) as refused:
+        check_engine(settings)
+    assert refused.value.remedy

@@ -1,0 +1,88 @@
+"""A population of which only the cohort exists: who is not invited is never made."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from headwater.common.settings.schema import load
+from headwater.server.rounds.round_row import read_rows
+from headwater.simulation.fleet.profiles import with_fleet
+from headwater.simulation.run import run_engine
+
+OPENED = "HEADWATER_TEST_OPENED"
+
+
+class Slope:
+    """One number in, one out; each device that is opened leaves its number in a file."""
+
+    def new_model(self) -> nn.Module:
+        return nn.Linear(1, 1)
+
+    def train_examples(self, *, data: Path | None, part: int, num_parts: int) -> TensorDataset:
+        import os
+
+        if part % 7 == 6:
+            raise FileNotFoundError(f"the disk of device {part} is gone")
+        with Path(os.environ[OPENED]).open("a") as file:
+            file.write(f"{part}\n")
+        inputs = torch.linspace(-1, 1, 20).unsqueeze(1) + part % 3
+        return TensorDataset(inputs, 2 * inputs + 1)
+
+    def loss_sum(self, model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+        inputs, wanted = batch
+        return ((model(inputs) - wanted) ** 2).sum(), len(wanted)
+
+
+@pytest.fixture
+def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "opened"
+    path.touch()
+    monkeypatch.setenv(OPENED, str(path))
+    return path
+
+
+def run(out: Path, **overrides: Any) -> list[dict[str, Any]]:
+    chosen = {
+        "task": f"{__file__}:Slope",
+        "rounds": 3,
+        "threads": 1,
+        "out": out,
+        "check_task": False,
+        "optimizer.learning_rate": 0.01,
+        "plan.effective_batch_size": 40,
+        "cohort.size": 5,
+    }
+    settings = with_fleet(load(None, chosen | overrides))
+    run_engine(settings, on_round=lambda _: None, resume=False)
+    return read_rows(out)
+
+
+def test_of_a_large_population_only_the_cohort_is_made(tmp_path: Path, opened: Path) -> None:
+    rows = run(tmp_path / "out", **{"simulation.clients": 20_000})
+    invited = [client["name"] for row in rows for client in row["clients"]]
+    assert len(invited) == len(set(invited)) == 3 * 5
+    parts = set(opened.read_text().split())
+    assert parts >= set(invited)
+    # Beside them the first device, on whom the task is tried, and no other.
+    assert parts <= {*invited, "0"}
+
+
+def test_the_same_devices_do_the_same_where_all_are_made(tmp_path: Path, opened: Path) -> None:
+    """With --wire every device describes itself as it joins; who cannot gives up its place."""
+    one, other = (
+        run(tmp_path / name, **{"simulation.clients": 20, "simulation.wire": wire, "rounds": 2})
+        for name, wire in (("lazy", False), ("wire", True))
+    )
+
+    def told(rows: list[dict[str, Any]]) -> list[Any]:
+        keys = ("name", "plan", "num_examples", "seconds", "loss")
+        return [[[client[key] for key in keys] for client in row["clients"]] for row in rows]
+
+    assert told(one) == told(other)
+    assert all(len(row["clients"]) == 5 for row in one)

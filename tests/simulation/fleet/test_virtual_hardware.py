@@ -1,0 +1,105 @@
+"""The simulated fleet: the same machines on every engine, under a clock of their own."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from headwater.client.training.context import Restraint
+from headwater.client.training.probe_fit import Speed
+from headwater.common.settings.schema import Client
+from headwater.simulation.fleet.profiles import PROFILES, SimulatedDevice, device
+from headwater.simulation.fleet.virtual_hardware import SimulatedMachine, VirtualClock
+
+
+def test_a_device_is_the_same_machine_whenever_it_is_drawn() -> None:
+    first = [device(3, part) for part in range(20)]
+    device.cache_clear()
+    assert [device(3, part) for part in reversed(range(20))] == first[::-1]
+
+
+def test_another_seed_draws_another_fleet() -> None:
+    assert [device(3, part) for part in range(5)] != [device(4, part) for part in range(5)]
+
+
+def test_the_profiles_have_their_shares() -> None:
+    drawn = Counter(device(0, part).profile for part in range(4000))
+    assert math.isclose(sum(profile.share for profile in PROFILES), 1)
+    for profile in PROFILES:
+        # Four standard deviations of a binomial count.
+        deviation = math.sqrt(4000 * profile.share * (1 - profile.share))
+        assert abs(drawn[profile.name] - 4000 * profile.share) <= 4 * deviation
+
+
+def test_a_spread_stays_within_a_quarter() -> None:
+    by_name = {profile.name: profile for profile in PROFILES}
+    for part in range(200):
+        drawn = device(1, part)
+        profile = by_name[drawn.profile]
+        assert 0.8 <= drawn.relative_speed / profile.relative_speed <= 1.25
+        assert 0.79 <= drawn.memory_bytes / profile.memory_bytes <= 1.25
+
+
+def clock_of_a_line(transfer_seconds: float) -> VirtualClock:
+    speed = Speed(seconds_per_micro_batch=0.5, seconds_per_example=0.25)
+    return VirtualClock(speed, transfer_seconds=transfer_seconds)
+
+
+@pytest.mark.parametrize("sizes", [[], [1], [4, 4, 3]])
+def test_virtual_time_is_a_line_in_the_micro_batches_and_examples(sizes: list[int]) -> None:
+    clock = clock_of_a_line(8.0)
+    start = clock.seconds()
+    for size in sizes:
+        clock.worked(size)
+    assert clock.seconds() - start == 8.0 + 0.5 * len(sizes) + 0.25 * sum(sizes)
+
+
+def test_the_transfer_is_in_the_round_s_seconds_and_not_in_the_first_step_s() -> None:
+    clock = clock_of_a_line(8.0)
+    round_start, step_start = clock.seconds(), clock.seconds()
+    clock.worked(2)
+    assert clock.seconds() - step_start == 0.5 + 2 * 0.25
+    assert clock.seconds() - round_start == 8.0 + 0.5 + 2 * 0.25
+
+
+def test_model_and_update_travel_at_the_link_s_rate() -> None:
+    drawn = device(0, 7)
+    machine = SimulatedMachine(drawn, 1000)
+    start = machine.clock.seconds()
+    assert machine.clock.seconds() - start == 2 * 4 * 1000 / drawn.upload_bytes_per_second
+
+
+def test_a_machine_tells_what_was_drawn() -> None:
+    drawn = device(0, 7)
+    machine = SimulatedMachine(drawn, 1000)
+    told = machine.vitals()
+    assert machine.cores() == drawn.cores
+    assert told.memory_limit_bytes == machine.memory.limit_bytes() == drawn.memory_bytes
+    assert told.upload_bytes_per_second == drawn.upload_bytes_per_second
+    assert told.download_bytes_per_second == drawn.upload_bytes_per_second
+
+
+LAPTOP = SimulatedDevice(
+    profile="laptop",
+    cores=8,
+    relative_speed=1.0,
+    memory_bytes=2**30,
+    upload_bytes_per_second=1e6,
+    on_battery=0.5,
+)
+
+
+def test_a_device_on_battery_says_so_and_gives_what_its_owner_lets_it() -> None:
+    machine = SimulatedMachine(LAPTOP, 10, is_on_battery=True, chosen=Client(battery_share=0.3))
+    assert (machine.vitals().is_on_battery, machine.vitals().share) == (True, 0.3)
+    assert machine.restraint() == Restraint(share=0.3, reason="on battery")
+
+
+def test_a_device_on_mains_gives_all_and_one_without_a_battery_does_not_speak_of_it() -> None:
+    on_mains = SimulatedMachine(LAPTOP, 10)
+    assert (on_mains.vitals().is_on_battery, on_mains.restraint()) == (False, Restraint())
+    without = SimulatedMachine(replace(LAPTOP, on_battery=0.0), 10)
+    assert without.vitals().is_on_battery is None
