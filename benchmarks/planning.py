@@ -75,15 +75,15 @@ def measure(num_devices: int, *, times: int) -> Figures:
     for name, its_link in (("assign", link), ("assign_with_turns", turns)):
         figures[name] = seconds_of(
             lambda its_link=its_link: assign(  # type: ignore[misc]
-                devices, settings.Plan(), target=target, link=its_link
+                devices, settings.PlanSettings(), target=target, link=its_link
             ),
             times=times,
         )
     layout = build_model(load_task(TASK), seed=0).layout
     for name, deadline in (("whole_round", None), ("whole_round_with_deadline", DEADLINE_SECONDS)):
         chosen = settings.Settings(
-            plan=settings.Plan(effective_batch_size=target),
-            cohort=settings.Cohort(deadline_seconds=deadline),
+            plan=settings.PlanSettings(effective_batch_size=target),
+            cohort=settings.CohortSettings(deadline_seconds=deadline),
         )
         planning = Planning(chosen, Target(chosen.plan, max_weight_per_example=1), layout)
         figures[name] = seconds_of(

@@ -11,7 +11,7 @@ from pathlib import Path
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 
-from headwater.common.settings.schema import Tls
+from headwater.common.settings.schema import TlsSettings
 from headwater.common.system.atomic_file import OWNER_ONLY, write_whole
 from headwater.common.transport.certificates import (
     Key,
@@ -123,10 +123,10 @@ def put_signed(folder: Path, name: str, *, days: Iterable[float]) -> None:
     )
 
 
-def tls_of(folder: Path, name: str) -> Tls:
+def tls_of(folder: Path, name: str) -> TlsSettings:
     """Return the settings that name a side's files."""
     key = folder / ("server-key.pem" if name == "server" else f"{name}.pem")
-    return Tls(ca=folder / "ca.pem", certificate=folder / f"{name}.pem", key=key)
+    return TlsSettings(ca=folder / "ca.pem", certificate=folder / f"{name}.pem", key=key)
 
 
 def files(folder: Path, name: str) -> tuple[object, ...]:

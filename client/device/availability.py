@@ -24,7 +24,7 @@ from headwater.common.errors import (
     WorkingHours,
 )
 from headwater.common.model.parameters import ModelLayout
-from headwater.common.settings.schema import Client
+from headwater.common.settings.schema import ClientSettings
 from headwater.common.settings.weekly_hours import instant_of, next_change, wall_of, weekly
 
 # What a round moves beside its model and its vector: plans, reports, keys and shares of a session.
@@ -62,21 +62,21 @@ def lead_seconds(vector_bytes: int, bytes_per_second: float | None) -> float:
     return min(LEAD_SECONDS + TIMES_AS_LONG * upload, MOST_LEAD_SECONDS)
 
 
-def has_hours(chosen: Client) -> bool:
+def has_hours(chosen: ClientSettings) -> bool:
     """Whether the settings name hours in which the device is away."""
     return chosen.upload_window is not None or bool(_away_in_working_hours(chosen))
 
 
-def is_working_hours(chosen: Client, wall: dt.datetime) -> bool:
+def is_working_hours(chosen: ClientSettings, wall: dt.datetime) -> bool:
     """Whether the wall clock shows a time at which the owner needs the device."""
     return chosen.working_hours is not None and weekly(chosen.working_hours).holds(wall)
 
 
-def _away_in_working_hours(chosen: Client) -> str | None:
+def _away_in_working_hours(chosen: ClientSettings) -> str | None:
     return chosen.working_hours if chosen.working_share == 0 else None
 
 
-def why_away(chosen: Client, wall: dt.datetime) -> type[DeviceAway] | None:
+def why_away(chosen: ClientSettings, wall: dt.datetime) -> type[DeviceAway] | None:
     """Return why the hours keep the device away at a time of the wall clock; None if not."""
     if _away_in_working_hours(chosen) and is_working_hours(chosen, wall):
         return WorkingHours
@@ -86,7 +86,7 @@ def why_away(chosen: Client, wall: dt.datetime) -> type[DeviceAway] | None:
 
 
 def away_by_hours(
-    chosen: Client, at: dt.datetime, *, lead: float = 0.0, zone: dt.tzinfo | None = None
+    chosen: ClientSettings, at: dt.datetime, *, lead: float = 0.0, zone: dt.tzinfo | None = None
 ) -> Away | None:
     """Return how the hours keep the device away now or within ``lead`` seconds; None if not.
 
@@ -100,7 +100,7 @@ def away_by_hours(
 
 
 def hours_change(
-    chosen: Client, at: dt.datetime, *, zone: dt.tzinfo | None = None
+    chosen: ClientSettings, at: dt.datetime, *, zone: dt.tzinfo | None = None
 ) -> tuple[Away | None, dt.datetime | None]:
     """Return how the hours keep the device away now, and when that changes; None is never.
 
@@ -127,7 +127,7 @@ def hours_change(
 
 
 def longest_stay_seconds(
-    chosen: Client, at: dt.datetime, *, zone: dt.tzinfo | None = None
+    chosen: ClientSettings, at: dt.datetime, *, zone: dt.tzinfo | None = None
 ) -> float:
     """Return how long the hours of a week let the device be there at a stretch; inf is always.
 
@@ -188,7 +188,7 @@ class Absence:
 
     def __init__(
         self,
-        chosen: Client,
+        chosen: ClientSettings,
         *,
         name: str,
         image_bytes: int,
@@ -287,7 +287,7 @@ class Absence:
         return wall_of(self._now(), self._zone).date()
 
 
-def absence_of(chosen: Client, name: str, layout: ModelLayout) -> Absence:
+def absence_of(chosen: ClientSettings, name: str, layout: ModelLayout) -> Absence:
     """Return the absence of a device that trains a model of this layout.
 
     Raises:

@@ -69,9 +69,9 @@ class MonotonicClock:
 class ThisMachine:
     """The machine that the process runs on."""
 
-    def __init__(self, chosen: settings.Client | None = None, *, root: Path = ROOT) -> None:
+    def __init__(self, chosen: settings.ClientSettings | None = None, *, root: Path = ROOT) -> None:
         """Take the owner's settings, and the folder in which /proc and /sys lie."""
-        self._chosen = chosen or settings.Client()
+        self._chosen = chosen or settings.ClientSettings()
         self._root = root
         self._sensors = Sensors(root)
         self._judged: tuple[Vitals | None, Restraint] = (None, Restraint())

@@ -16,7 +16,7 @@ from headwater.common.settings import schema as settings
 
 
 def restraint(
-    vitals: Vitals, chosen: settings.Client, *, wall: dt.datetime | None = None
+    vitals: Vitals, chosen: settings.ClientSettings, *, wall: dt.datetime | None = None
 ) -> Restraint:
     """Return the least share that applies, and why; of equal ones the first in this order.
 
@@ -36,7 +36,7 @@ def restraint(
 
 
 def _applying(
-    vitals: Vitals, chosen: settings.Client, wall: dt.datetime | None
+    vitals: Vitals, chosen: settings.ClientSettings, wall: dt.datetime | None
 ) -> Iterator[Restraint]:
     hot, busy = vitals.temperature_celsius, vitals.busy
     is_needed = wall is not None and is_working_hours(chosen, wall) and chosen.working_share > 0

@@ -15,7 +15,7 @@ from pathlib import Path
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature
 
-from headwater.common.settings.schema import Tls
+from headwater.common.settings.schema import TlsSettings
 from headwater.common.system.atomic_file import OWNER_ONLY, write_whole
 from headwater.common.transport.certificates import (
     Key,
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 class Renewal:
     """The certificate in use, and the next one."""
 
-    def __init__(self, tls: Tls, credentials: Credentials) -> None:
+    def __init__(self, tls: TlsSettings, credentials: Credentials) -> None:
         self.credentials = credentials
         self._file: Path | None = tls.certificate if tls.certificate == tls.key else None
         self._own = credentials.leaf

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from headwater.common.errors import IdentityProblem
 from headwater.common.secagg.identity import AllowList, SigningIdentity
-from headwater.common.settings.schema import Secure
+from headwater.common.settings.schema import SecureSettings
 
 
 def host_name() -> str:
@@ -77,7 +77,7 @@ def read_enrolment(name: str, *, identity: Path | None, allow_list: Path | None)
     )
 
 
-def check_enrolment(chosen: Secure, name: str) -> None:
+def check_enrolment(chosen: SecureSettings, name: str) -> None:
     """Read the files that the settings name; better now than in the first session.
 
     Raises:

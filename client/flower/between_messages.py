@@ -24,7 +24,7 @@ from headwater.client.flower.suspended_keys import KeyFile, ParkingKey, Simulate
 from headwater.client.secagg.pending import HeldUpdate
 from headwater.client.secagg.types import Floor
 from headwater.common.flower import records
-from headwater.common.settings.schema import Client
+from headwater.common.settings.schema import ClientSettings
 
 PARKED = "parked"
 """The entry in the node's context."""
@@ -46,7 +46,7 @@ class BetweenMessages:
             self._key = SimulatedKey(name=name, run_id=context.run_id)
             return
         state, runtime = (context.node_config.get(key) for key in (STATE, RUNTIME))
-        folder = Client().state_folder if state is None else Path(str(state))
+        folder = ClientSettings().state_folder if state is None else Path(str(state))
         self._file = StateFile(folder / f"{name}-{context.run_id}.json")
         self._key = KeyFile(
             name=name,

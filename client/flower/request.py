@@ -27,7 +27,7 @@ from headwater.client.training.spool import Spool
 from headwater.client.training.trainer import HardwareOf, Identity, Resident, resident_of
 from headwater.common.errors import SettingsError
 from headwater.common.flower import records
-from headwater.common.settings.schema import Secure, Settings, from_run_config
+from headwater.common.settings.schema import SecureSettings, Settings, from_run_config
 from headwater.common.stats.linear_fit import Line
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class Asked:
         return BetweenMessages(self.context, self.identity.name, is_simulated=is_simulated)
 
     @property
-    def secure(self) -> Secure:
+    def secure(self) -> SecureSettings:
         """What the device insists on: its node's word if that is more than the run's.
 
         Behind our own stream the settings are the device's own. On Flower's engines they come with

@@ -42,7 +42,7 @@ from headwater.client.operations.task_check import told
 from headwater.client.training.trainer import Identity, Resident
 from headwater.common.errors import HeadwaterError, MissingData
 from headwater.common.model.parameters import ModelLayout
-from headwater.common.settings.schema import Client, Settings
+from headwater.common.settings.schema import ClientSettings, Settings
 from headwater.common.settings.weekly_hours import wall_of
 from headwater.common.transport.limits import PROTOCOL_VERSION
 
@@ -154,7 +154,7 @@ def has_memory_controller(root: Path) -> bool:
     return all(row.split()[-1] == "1" for row in rows if row.startswith("memory\t"))
 
 
-def folders(chosen: Client) -> Iterator[Finding]:
+def folders(chosen: ClientSettings) -> Iterator[Finding]:
     """Yield whether the device can keep its place: without it examples would count twice."""
     for folder in (chosen.state_folder, chosen.spool):
         if folder is None:
@@ -174,7 +174,9 @@ def folders(chosen: Client) -> Iterator[Finding]:
             yield good("state", f"{folder}, {decimal(free)} free")
 
 
-def hours(chosen: Client, now: dt.datetime, *, zone: dt.tzinfo | None = None) -> Iterator[Finding]:
+def hours(
+    chosen: ClientSettings, now: dt.datetime, *, zone: dt.tzinfo | None = None
+) -> Iterator[Finding]:
     """Yield what the hours that the owner has set mean now, by the clock on the wall."""
     if chosen.working_hours is not None and chosen.working_share > 0:
         share = f"{chosen.working_share:.0%} of its time"
@@ -199,7 +201,7 @@ def hours(chosen: Client, now: dt.datetime, *, zone: dt.tzinfo | None = None) ->
         yield good("hours", f"takes part {until}; it is {clock_now}")
 
 
-def room(chosen: Client, name: str, layout: ModelLayout) -> Iterator[Finding]:
+def room(chosen: ClientSettings, name: str, layout: ModelLayout) -> Iterator[Finding]:
     """Yield whether the owner's settings leave room for a round of this model."""
     try:
         absence = absence_of(chosen, name, layout)
@@ -233,7 +235,7 @@ def rate(absence: Absence) -> Iterator[Finding]:
 LONGER_HOURS = "lengthen client.upload_window, or shorten client.working_hours"
 
 
-def allowance(absence: Absence, chosen: Client) -> Iterator[Finding]:
+def allowance(absence: Absence, chosen: ClientSettings) -> Iterator[Finding]:
     """Yield what is left of the bytes of the day."""
     if chosen.bytes_per_day is None:
         return

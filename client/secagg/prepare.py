@@ -38,7 +38,7 @@ MODES = ("off", "semi-honest", "active")  # each insists on more than the one be
 # What the device insists on.
 
 
-def check_masked(chosen: settings.Secure, *, is_masked: bool, name: str, what: str) -> None:
+def check_masked(chosen: settings.SecureSettings, *, is_masked: bool, name: str, what: str) -> None:
     """Check that the server asks for nothing in clear that the device's own settings want masked.
 
     Raises:
@@ -52,8 +52,8 @@ def check_masked(chosen: settings.Secure, *, is_masked: bool, name: str, what: s
 
 
 def insisting(
-    of_run: settings.Secure, *, mode: object = None, min_members: object = None
-) -> settings.Secure:
+    of_run: settings.SecureSettings, *, mode: object = None, min_members: object = None
+) -> settings.SecureSettings:
     """Return a run's settings, raised to what the device itself insists on; never lowered.
 
     Raises:
@@ -70,7 +70,7 @@ def insisting(
     return of_run.model_copy(update={"aggregation": strictest, "min_members": least})
 
 
-def floor_of(chosen: settings.Secure) -> Floor:
+def floor_of(chosen: settings.SecureSettings) -> Floor:
     """Return what the device insists on in a session, by its own settings."""
     return Floor(
         mode="active" if chosen.aggregation == "active" else "semi-honest",
@@ -164,7 +164,7 @@ def device_of(
     run_id: int,
     task: Task,
     image: ModelImage,
-    chosen: settings.Secure,
+    chosen: settings.SecureSettings,
     enrolment: Enrolment,
 ) -> Device:
     """Return who the device is in the sessions of an update, and which update that is.

@@ -33,7 +33,7 @@ from headwater.common.data.shares import Shares
 from headwater.common.errors import BuffersChanged, ModelMismatch, NonFiniteUpdate, OutOfMemory
 from headwater.common.messages import DescribeRequest, DeviceReport, EvaluateReport, Plan, Update
 from headwater.common.model.parameters import ModelLayout, build_model
-from headwater.common.settings.schema import Client, Settings
+from headwater.common.settings.schema import ClientSettings, Settings
 from headwater.common.system.heap import give_back
 from headwater.common.task import Examples, evaluate_sums, load_task
 
@@ -68,7 +68,7 @@ def this_machine(identity: Identity, settings: Settings, layout: ModelLayout) ->
 
 
 @functools.cache
-def _this_machine(chosen: Client) -> ThisMachine:
+def _this_machine(chosen: ClientSettings) -> ThisMachine:
     """Make the machine once: what it learned of its memory stays with the process."""
     return ThisMachine(chosen)
 

@@ -50,7 +50,7 @@ class Branch(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class Optimizer(Branch):
+class OptimizerSettings(Branch):
     """The server optimizer: any class of ``torch.optim`` that needs no closure."""
 
     name: str = Field("sgd", description="class in torch.optim, in any case: sgd, adam, adamw")
@@ -60,7 +60,7 @@ class Optimizer(Branch):
     )
 
 
-class Schedule(Branch):
+class ScheduleSettings(Branch):
     """How the learning rate changes from round to round."""
 
     name: str | None = Field(None, description="class in torch.optim.lr_scheduler")
@@ -79,7 +79,7 @@ class Schedule(Branch):
     )
 
 
-class Plan(Branch):
+class PlanSettings(Branch):
     """What a client is asked to do in a round."""
 
     accumulation_steps: Annotated[int, Field(ge=1, le=4096)] | None = Field(
@@ -120,7 +120,7 @@ class Plan(Branch):
     )
 
 
-class Cohort(Branch):
+class CohortSettings(Branch):
     """Who is invited, and how long a round waits."""
 
     min_clients: Count = Field(1, description="clients without which no round starts or counts")
@@ -143,7 +143,7 @@ class Cohort(Branch):
     )
 
 
-class Secure(Branch):
+class SecureSettings(Branch):
     """Secure aggregation: the server sees the cohort's sum, and no device's (docs/security.md)."""
 
     aggregation: Literal["off", "semi-honest", "active"] = Field(
@@ -169,14 +169,14 @@ class Secure(Branch):
     )
 
 
-class Model(Branch):
+class ModelSettings(Branch):
     """The model that everybody starts from."""
 
     initial: Path | None = Field(None, description="safetensors file with the state_dict's names")
     replace_batch_norm: bool = Field(False, description="put GroupNorm in place of BatchNorm")
 
 
-class Evaluation(Branch):
+class EvaluationSettings(Branch):
     """When and where the model is tested."""
 
     every_rounds: Count = Field(1, description="rounds between tests; the last is always tested")
@@ -186,7 +186,7 @@ class Evaluation(Branch):
     )
 
 
-class Tls(Branch):
+class TlsSettings(Branch):
     """Three PEM files; all or none."""
 
     ca: Path | None = Field(None, description="the authority's certificate")
@@ -194,7 +194,7 @@ class Tls(Branch):
     key: Path | None = Field(None, description="this side's private key")
 
 
-class Server(Branch):
+class ServerSettings(Branch):
     """The aggregation server's own settings."""
 
     listen: str = Field("127.0.0.1:8500", description="HOST:PORT")
@@ -209,7 +209,7 @@ class Server(Branch):
     )
 
 
-class Client(Branch):
+class ClientSettings(Branch):
     """A device's own settings."""
 
     server: str = Field("127.0.0.1:8500", description="HOST:PORT")
@@ -264,7 +264,7 @@ class Client(Branch):
         return Path(base) / "headwater"
 
 
-class Partition(Branch):
+class PartitionSettings(Branch):
     """How one data set is dealt out to the devices of a run (docs/data.md)."""
 
     kind: str = Field(
@@ -286,7 +286,7 @@ class Partition(Branch):
         return rule_of(self.kind, examples_per_device=self.examples_per_device, seed=seed)
 
 
-class Simulation(Branch):
+class SimulationSettings(Branch):
     """Many clients on one machine."""
 
     clients: Count = Field(
@@ -340,18 +340,18 @@ class Settings(Branch):
     out: Path | None = Field(None, description="folder for model, metrics and checkpoints")
     check_task: bool = Field(True, description="try on real examples that the loss is a sum")
     insecure: bool = Field(False, description="allow plain text beyond loopback")
-    optimizer: Optimizer = Optimizer()
-    schedule: Schedule = Schedule()
-    plan: Plan = Plan()
-    cohort: Cohort = Cohort()
-    secure: Secure = Secure()
-    model: Model = Model()
-    evaluation: Evaluation = Evaluation()
-    tls: Tls = Tls()
-    server: Server = Server()
-    client: Client = Client()
-    partition: Partition = Partition()
-    simulation: Simulation = Simulation()
+    optimizer: OptimizerSettings = OptimizerSettings()
+    schedule: ScheduleSettings = ScheduleSettings()
+    plan: PlanSettings = PlanSettings()
+    cohort: CohortSettings = CohortSettings()
+    secure: SecureSettings = SecureSettings()
+    model: ModelSettings = ModelSettings()
+    evaluation: EvaluationSettings = EvaluationSettings()
+    tls: TlsSettings = TlsSettings()
+    server: ServerSettings = ServerSettings()
+    client: ClientSettings = ClientSettings()
+    partition: PartitionSettings = PartitionSettings()
+    simulation: SimulationSettings = SimulationSettings()
 
     def to_toml(self) -> str:
         """Write the tree as TOML; what is not set is left out, as TOML has no null."""

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headwater.common.errors import CertificateProblem, InsecureAddress, SettingsError
-from headwater.common.settings.schema import Tls
+from headwater.common.settings.schema import TlsSettings
 
 if TYPE_CHECKING:
     from cryptography import x509
@@ -40,7 +40,7 @@ class Credentials:
         return x509.load_pem_x509_certificate(self.certificate)
 
 
-def read_credentials(tls: Tls) -> Credentials | None:
+def read_credentials(tls: TlsSettings) -> Credentials | None:
     """Read the three files; None if none is named.
 
     Certificate and key may lie in one file, which is then named twice.
@@ -61,7 +61,7 @@ def read_credentials(tls: Tls) -> Credentials | None:
     return _checked(ca, certificate, key, tls)
 
 
-def _checked(ca: bytes, certificate: bytes, key: bytes, tls: Tls) -> Credentials:
+def _checked(ca: bytes, certificate: bytes, key: bytes, tls: TlsSettings) -> Credentials:
     from cryptography import x509
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat

@@ -44,7 +44,10 @@ class ServerOptimizer:
 
     @without_dynamo()
     def __init__(
-        self, image: ModelImage, optimizer: settings.Optimizer, schedule: settings.Schedule
+        self,
+        image: ModelImage,
+        optimizer: settings.OptimizerSettings,
+        schedule: settings.ScheduleSettings,
     ) -> None:
         _try_out(optimizer, schedule)
         self._parameters = image.trainable()
@@ -163,7 +166,7 @@ def _in_form_of(own: Any, told: Any) -> Any:
     return told
 
 
-def _try_out(optimizer: settings.Optimizer, schedule: settings.Schedule) -> None:
+def _try_out(optimizer: settings.OptimizerSettings, schedule: settings.ScheduleSettings) -> None:
     """Take two steps on a parameter of its own.
 
     Some classes of torch refuse their arguments only when they step; a run should not begin then.
@@ -219,7 +222,7 @@ def _made(kind: type[Any], first: Any, arguments: Mapping[str, Any]) -> Any:
 
 
 def _optimizer(
-    parameters: list[torch.nn.Parameter], chosen: settings.Optimizer
+    parameters: list[torch.nn.Parameter], chosen: settings.OptimizerSettings
 ) -> torch.optim.Optimizer:
     kind = _named_class(torch.optim, chosen.name, torch.optim.Optimizer)
     if kind in (torch.optim.LBFGS, torch.optim.SparseAdam):
@@ -240,7 +243,9 @@ def _optimizer(
     return optimizer
 
 
-def _scheduler(optimizer: torch.optim.Optimizer, chosen: settings.Schedule) -> Scheduler | None:
+def _scheduler(
+    optimizer: torch.optim.Optimizer, chosen: settings.ScheduleSettings
+) -> Scheduler | None:
     schedulers = torch.optim.lr_scheduler
     parts: list[Scheduler] = []
     if chosen.warmup_rounds:

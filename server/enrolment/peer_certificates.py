@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from cryptography import x509
 
 from headwater.common.errors import CertificateRevoked, HeadwaterError, IdentityRefused, StateError
-from headwater.common.settings.schema import Tls
+from headwater.common.settings.schema import TlsSettings
 from headwater.common.transport.certificates import (
     BACKDATED,
     due_at,
@@ -84,7 +84,7 @@ class Identities:
         self._asked_at: dict[str, float] = {}
 
     @classmethod
-    def of(cls, tls: Tls, credentials: Credentials | None) -> Identities:
+    def of(cls, tls: TlsSettings, credentials: Credentials | None) -> Identities:
         """Open what lies beside the authority's certificate, and warn of what is missing or due.
 
         Raises:

@@ -59,7 +59,7 @@ class SumOfGradients(FedAvg):
         optimizer: str = "sgd",
         learning_rate: float = 0.1,
         optimizer_arguments: Mapping[str, settings.Scalar] | None = None,
-        schedule: settings.Schedule | None = None,
+        schedule: settings.ScheduleSettings | None = None,
         fraction_train: float = 1.0,
         fraction_evaluate: float = 1.0,
         min_train_nodes: int = 2,
@@ -99,12 +99,12 @@ class SumOfGradients(FedAvg):
         self._sum = CohortSum(self._image.layout)
         self._optimizer = ServerOptimizer(
             self._image,
-            settings.Optimizer(
+            settings.OptimizerSettings(
                 name=optimizer,
                 learning_rate=learning_rate,
                 arguments=dict(optimizer_arguments or {}),
             ),
-            schedule or settings.Schedule(),
+            schedule or settings.ScheduleSettings(),
         )
         self._values_P = torch.zeros(self._image.layout.num_parameters)
         self._sent: ArrayRecord | None = None

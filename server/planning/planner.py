@@ -178,7 +178,7 @@ NO_LINK = Link()
 
 def assign(
     devices: Sequence[Device],
-    chosen: settings.Plan,
+    chosen: settings.PlanSettings,
     *,
     target: int,
     deadline_seconds: float | None = None,
@@ -234,7 +234,7 @@ def assign(
 
 
 def micro_batch_sizes(
-    devices: Sequence[Device], chosen: settings.Plan
+    devices: Sequence[Device], chosen: settings.PlanSettings
 ) -> tuple[Ints, list[SizeBound]]:
     """Return the largest micro-batches that the devices' memories hold, and what bound each.
 

@@ -14,7 +14,7 @@ from typing import Any
 from headwater.common.errors import EmptyUpdate, LateUpdate, TooFewClients
 from headwater.common.messages import DescribeRequest, DeviceReport, Plan, Reported
 from headwater.common.model.parameters import ModelLayout
-from headwater.common.settings.schema import Evaluation, Settings
+from headwater.common.settings.schema import EvaluationSettings, Settings
 from headwater.server.planning import plan_reasons as reasons
 from headwater.server.planning.cohort import Invited, dataset_weights
 from headwater.server.planning.device_estimates import Learned
@@ -262,6 +262,6 @@ class Planning:
                 self.learned[name] = after
 
 
-def held_out_fraction(chosen: Evaluation) -> float:
+def held_out_fraction(chosen: EvaluationSettings) -> float:
     """Return the fraction of its examples that each device holds out."""
     return chosen.held_out_fraction if chosen.on_devices else 0.0

@@ -26,7 +26,7 @@ LARGEST_CHANGE = 2.0
 # two or more, however they are shared out, so that a target at its least can rise again.
 LEAST_PER_CLIENT = 2
 
-DEFAULT_EXAMPLES = settings.Plan().effective_batch_size
+DEFAULT_EXAMPLES = settings.PlanSettings().effective_batch_size
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,7 +46,7 @@ class Gathered:
         )
 
 
-def check(plan: settings.Plan) -> None:
+def check(plan: settings.PlanSettings) -> None:
     """Check that the settings choose one target.
 
     Of the two batch sizes the examples count as set if they are not the default: a run's own
@@ -92,7 +92,7 @@ def check(plan: settings.Plan) -> None:
         )
 
 
-def target_by(plan: settings.Plan) -> TargetBy | None:
+def target_by(plan: settings.PlanSettings) -> TargetBy | None:
     """Return which of the three the settings choose; None where K is set."""
     if plan.accumulation_steps is not None:
         return None
@@ -135,7 +135,7 @@ def evened(quota: int, micro_batch_size: int) -> int:
 class Target:
     """The target of the round at hand, and what it follows from."""
 
-    def __init__(self, plan: settings.Plan, *, max_weight_per_example: int) -> None:
+    def __init__(self, plan: settings.PlanSettings, *, max_weight_per_example: int) -> None:
         """Start before the first round.
 
         Raises:
@@ -227,7 +227,7 @@ class Target:
             raise CheckpointCorrupt(f"the state of the target lacks {error}") from error
 
 
-def described(plan: settings.Plan, *, max_weight_per_example: int) -> str:
+def described(plan: settings.PlanSettings, *, max_weight_per_example: int) -> str:
     """Say in a line what a round gathers, with its arithmetic where it can be said.
 
     Raises:

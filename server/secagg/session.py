@@ -43,7 +43,7 @@ from headwater.common.secagg.rotation import (
     follow_bounds,
     unrotate_in_place,
 )
-from headwater.common.settings.schema import Secure
+from headwater.common.settings.schema import SecureSettings
 from headwater.common.system.atomic_file import write_whole
 from headwater.server.aggregation.round_sum import Summed
 from headwater.server.fleet import Dropout, Fleet
@@ -177,7 +177,7 @@ class Cohort:
 
 def opening_of(
     cohort: Cohort,
-    chosen: Secure,
+    chosen: SecureSettings,
     followed: Followed,
     *,
     run_id: int,

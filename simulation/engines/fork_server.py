@@ -32,7 +32,7 @@ from headwater.client.flower.node import Node
 from headwater.client.training.trainer import Identity, Resident, resident_of
 from headwater.client.transport.connection import Uplink, keep_up
 from headwater.common.errors import HeadwaterError, TaskError
-from headwater.common.settings.schema import Client, Settings
+from headwater.common.settings.schema import ClientSettings, Settings
 from headwater.common.system.console import start_log, stderr
 from headwater.common.system.heap import use_one_heap
 from headwater.simulation.engines.client_processes import ROUND, STATE
@@ -197,7 +197,7 @@ def _take_part(brood: Brood, part: int, port: int) -> int:
         node,
         f"127.0.0.1:{port}",
         renewal=None,
-        absence=absence_of(Client(), str(part), layout),
+        absence=absence_of(ClientSettings(), str(part), layout),
         patience_seconds=PATIENCE_SECONDS,
     )
     try:

@@ -187,14 +187,14 @@ class SimulatedMachine:
         *,
         jitter_seed: int = 0,
         is_on_battery: bool = False,
-        chosen: settings.Client | None = None,
+        chosen: settings.ClientSettings | None = None,
     ) -> None:
         """Take what was drawn of the device, and its owner's settings."""
         self._device = device
         self._num_parameters = num_parameters
         self._is_on_battery = is_on_battery
         self._vitals: tuple[float | None, Vitals] | None = None
-        self._chosen = chosen or settings.Client()
+        self._chosen = chosen or settings.ClientSettings()
         self.memory = VirtualMemory(
             limit_bytes=device.memory_bytes,
             base_bytes=IDLE_BYTES + 2 * 4 * num_parameters,

@@ -32,7 +32,7 @@ from headwater.common import messages as update
 from headwater.common.errors import HeadwaterError
 from headwater.common.flower import records
 from headwater.common.secagg import protocol as secagg
-from headwater.common.settings.schema import Tls
+from headwater.common.settings.schema import TlsSettings
 from headwater.common.transport.certificates import read_request
 from headwater.common.transport.join_token import JoinToken
 from headwater.common.transport.limits import CHUNK_BYTES, PROTOCOL_VERSION
@@ -300,7 +300,7 @@ class Conversations:
             "127.0.0.1:0",
             run_id=7,
             credentials=None,
-            identities=Identities.of(Tls(), None),
+            identities=Identities.of(TlsSettings(), None),
             staging_bytes=1 << 20,
             reconnect_seconds=60.0,
         )

@@ -12,7 +12,7 @@ from headwater.client.enrolment.signing_identity import (
     read_identity,
 )
 from headwater.common.errors import IdentityProblem
-from headwater.common.settings.schema import Secure
+from headwater.common.settings.schema import SecureSettings
 
 
 @pytest.fixture
@@ -24,7 +24,9 @@ def files(tmp_path: Path) -> dict[str, Path]:
 
 
 def enrol(name: str, identity: Path, allow_list: Path) -> None:
-    check_enrolment(Secure(aggregation="active", identity=identity, allow_list=allow_list), name)
+    check_enrolment(
+        SecureSettings(aggregation="active", identity=identity, allow_list=allow_list), name
+    )
 
 
 def test_a_device_on_its_own_allow_list_is_enrolled(files: dict[str, Path]) -> None:

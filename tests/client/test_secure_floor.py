@@ -77,13 +77,13 @@ def test_a_device_holds_a_session_to_its_own_least_number_of_members() -> None:
 
 
 def test_the_floor_is_the_device_s_own_settings() -> None:
-    chosen = settings.Secure(
+    chosen = settings.SecureSettings(
         aggregation="active", min_members=7, min_survivors=0.5, corrupted=0.2, dropout=0.3
     )
     floor = floor_of(chosen)
     assert (floor.mode, floor.min_members, floor.min_survivors) == ("active", 7, 0.5)
     assert (floor.corrupted, floor.dropout) == (0.2, 0.3)
-    assert floor_of(settings.Secure()).mode == "semi-honest"
+    assert floor_of(settings.SecureSettings()).mode == "semi-honest"
 
 
 def test_identities_come_from_the_files_that_the_node_is_configured_with(tmp_path: Path) -> None:

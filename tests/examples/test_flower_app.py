@@ -341,4 +341,4 @@ def test_gradient_sum_notices_gradients_that_were_zeroed() -> None:
 
 def test_a_rate_that_follows_a_batch_is_refused_where_no_batch_is_planned() -> None:
     with pytest.raises(SettingsError, match="batch_scaling"):
-        SumOfGradients(new_model(), schedule=settings.Schedule(batch_scaling="sqrt"))
+        SumOfGradients(new_model(), schedule=settings.ScheduleSettings(batch_scaling="sqrt"))

@@ -18,7 +18,7 @@ from headwater.client.flower.node import Node
 from headwater.client.training.trainer import Identity, resident_of, stop_asked
 from headwater.client.transport import leaving as departure
 from headwater.client.transport.connection import Uplink
-from headwater.common.settings.schema import Client, Settings
+from headwater.common.settings.schema import ClientSettings, Settings
 from headwater.server.operations.status import read_status
 from tests.processes import GatedTask, Processes, port_of, rows, until, write_task
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 
 PLAN = ("--micro-batch-size", 8, "--min-clients", 1)
 NOON = dt.datetime(2026, 11, 21, 12, tzinfo=dt.UTC)
-MIDDAY = Client(upload_window="11:00-13:00")
+MIDDAY = ClientSettings(upload_window="11:00-13:00")
 
 
 @pytest.fixture
@@ -47,7 +47,9 @@ class WallClock:
         return self.shows
 
 
-def device(task: GatedTask, port: int, clock: WallClock, chosen: Client, folder: Path) -> Uplink:
+def device(
+    task: GatedTask, port: int, clock: WallClock, chosen: ClientSettings, folder: Path
+) -> Uplink:
     """Return device 0, in this process, with a clock of its own."""
     settings = Settings(task=task.spec, threads=1, client=chosen)
     resident = resident_of(task.spec, replace_batch_norm=False, check_task=True)

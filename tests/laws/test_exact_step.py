@@ -144,8 +144,8 @@ def test_trajectory_of_sgd_is_that_of_big_batches(
     )
     optimizer = ServerOptimizer(
         run.image,
-        chosen.Optimizer(name="sgd", learning_rate=0.1, arguments={"momentum": momentum}),
-        chosen.Schedule(),
+        chosen.OptimizerSettings(name="sgd", learning_rate=0.1, arguments={"momentum": momentum}),
+        chosen.ScheduleSettings(),
     )
     for r, clients in enumerate(cohorts):
         optimizer.step(run.mean_gradient(clients, r))
@@ -171,7 +171,9 @@ def test_adam_steps_as_far_from_the_reference_as_its_eps_lets_the_gradient_s_rou
     gap_P = (found_P.double() - expected_P).abs()
     assert float(gap_P.norm()) <= RELATIVE * float(expected_P.norm())
     optimizer = ServerOptimizer(
-        run.image, chosen.Optimizer(name="adam", learning_rate=rate), chosen.Schedule()
+        run.image,
+        chosen.OptimizerSettings(name="adam", learning_rate=rate),
+        chosen.ScheduleSettings(),
     )
     optimizer.step(found_P)
     wanted_P = start_P - rate * expected_P / (expected_P.abs() + eps)

@@ -68,7 +68,7 @@ class Fleet:
         ]
         return assign(
             able,
-            chosen.Plan(),
+            chosen.PlanSettings(),
             target=self.target,
             deadline_seconds=self.deadline_seconds,
             link=self.link,

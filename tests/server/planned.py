@@ -32,8 +32,8 @@ def device(
     return Device(name=name, num_examples=num_examples, learned=learned)
 
 
-def plan(**changes: Any) -> settings.Plan:
-    return settings.Plan.model_validate(changes)
+def plan(**changes: Any) -> settings.PlanSettings:
+    return settings.PlanSettings.model_validate(changes)
 
 
 SECONDS = st.floats(1e-6, 1e3)

@@ -15,7 +15,7 @@ from headwater.server.planning.planner import Device, SizeBound, assign, micro_b
 from tests.server.planned import MIB, ROWS, device, devices_of, plan
 
 
-def size_of(one: Device, chosen: settings.Plan) -> tuple[int, SizeBound]:
+def size_of(one: Device, chosen: settings.PlanSettings) -> tuple[int, SizeBound]:
     sizes, bounds = micro_batch_sizes([one], chosen)
     return int(sizes[0]), bounds[0]
 

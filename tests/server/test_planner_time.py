@@ -62,7 +62,7 @@ def test_each_device_is_foreseen_to_finish_its_quota_when_its_plan_says(
         ),
     ],
 )
-def test_no_finish_is_told(one: Device, chosen: settings.Plan) -> None:
+def test_no_finish_is_told(one: Device, chosen: settings.PlanSettings) -> None:
     told = assign([one], chosen, target=90)["pi"]
     assert told.finish_seconds(told.micro_batch_size) is None
 

@@ -22,12 +22,12 @@ from headwater.client.device.availability import (
 )
 from headwater.client.device.byte_quota import Allowance
 from headwater.common.errors import BytesUsedUp, OutsideUploadWindow, SettingsError, WorkingHours
-from headwater.common.settings.schema import Client, load
+from headwater.common.settings.schema import ClientSettings, load
 from headwater.common.settings.weekly_hours import wall_of
 
 BERLIN = ZoneInfo("Europe/Berlin")
-NIGHTS = Client(upload_window="22:00-06:00")
-OFFICE = Client(working_hours="Mon-Fri 09:00-17:00")
+NIGHTS = ClientSettings(upload_window="22:00-06:00")
+OFFICE = ClientSettings(working_hours="Mon-Fri 09:00-17:00")
 
 
 def at(text: str) -> dt.datetime:
@@ -42,12 +42,16 @@ def at(text: str) -> dt.datetime:
         (NIGHTS, "21 12:00", "21 22:00"),
         (NIGHTS, "21 06:00", "21 22:00"),
         (OFFICE, "20 09:00", "20 17:00"),
-        (Client(upload_window="22:00-06:00", working_hours="21:00-23:00"), "21 12:00", "21 23:00"),
-        (Client(upload_window="Sun 01:00-02:00"), "22 02:00", "29 01:00"),
+        (
+            ClientSettings(upload_window="22:00-06:00", working_hours="21:00-23:00"),
+            "21 12:00",
+            "21 23:00",
+        ),
+        (ClientSettings(upload_window="Sun 01:00-02:00"), "22 02:00", "29 01:00"),
     ],
 )
 def test_outside_its_hours_a_device_is_away_until_they_begin(
-    chosen: Client, now: str, until: str
+    chosen: ClientSettings, now: str, until: str
 ) -> None:
     away = away_by_hours(chosen, at(now), zone=BERLIN)
     assert away is not None
@@ -62,16 +66,16 @@ def test_outside_its_hours_a_device_is_away_until_they_begin(
         (NIGHTS, "21 05:59:59"),
         (OFFICE, "21 12:00"),
         (OFFICE, "20 17:00"),
-        (Client(), "20 12:00"),
-        (Client(working_hours="09:00-17:00", working_share=0.25), "20 12:00"),
+        (ClientSettings(), "20 12:00"),
+        (ClientSettings(working_hours="09:00-17:00", working_share=0.25), "20 12:00"),
     ],
 )
-def test_in_its_hours_a_device_is_here(chosen: Client, now: str) -> None:
+def test_in_its_hours_a_device_is_here(chosen: ClientSettings, now: str) -> None:
     assert away_by_hours(chosen, at(now), zone=BERLIN) is None
 
 
 def test_the_reason_says_which_setting_it_is() -> None:
-    both = Client(upload_window="22:00-06:00", working_hours="09:00-17:00")
+    both = ClientSettings(upload_window="22:00-06:00", working_hours="09:00-17:00")
     assert why_away(both, dt.datetime(2026, 11, 20, 12)) is WorkingHours
     assert why_away(both, dt.datetime(2026, 11, 20, 20)) is OutsideUploadWindow
     assert why_away(both, dt.datetime(2026, 11, 20, 23)) is None
@@ -86,18 +90,20 @@ def test_before_its_hours_end_a_device_stops_early_enough_to_send() -> None:
 
 
 def test_hours_that_leave_no_time_at_all_are_an_error() -> None:
-    never = Client(upload_window="10:00-12:00", working_hours="09:00-17:00")
+    never = ClientSettings(upload_window="10:00-12:00", working_hours="09:00-17:00")
     with pytest.raises(SettingsError, match="leave this device no time"):
         Absence(never, name="pi", image_bytes=8, vector_bytes=8, now=lambda: at("20 12:00"))
 
 
 @settings(deadline=None)
 @given(
-    st.sampled_from([NIGHTS, OFFICE, Client(upload_window="Sun 01:00-02:00")]),
+    st.sampled_from([NIGHTS, OFFICE, ClientSettings(upload_window="Sun 01:00-02:00")]),
     st.datetimes(dt.datetime(2026, 1, 1), dt.datetime(2027, 1, 1)),
     st.floats(0, 3600),
 )
-def test_a_device_is_back_when_it_says(chosen: Client, naive: dt.datetime, lead: float) -> None:
+def test_a_device_is_back_when_it_says(
+    chosen: ClientSettings, naive: dt.datetime, lead: float
+) -> None:
     now = naive.replace(tzinfo=dt.UTC)
     away = away_by_hours(chosen, now, lead=lead, zone=BERLIN)
     is_outside = why_away(chosen, wall_of(now, BERLIN)) is not None
@@ -116,7 +122,7 @@ def test_what_is_remembered_of_the_hours_is_what_would_be_found_anew(
     seconds: list[int], lead: float
 ) -> None:
     clock = [dt.datetime(2026, 3, 28, 12, tzinfo=dt.UTC)]
-    both = Client(upload_window="22:00-06:30", working_hours="Sun 02:30-05:00")
+    both = ClientSettings(upload_window="22:00-06:30", working_hours="Sun 02:30-05:00")
     absence = Absence(
         both, name="pi", image_bytes=8, vector_bytes=8, now=lambda: clock[0], zone=BERLIN
     )
@@ -174,7 +180,7 @@ def test_the_day_ends_when_the_clock_on_the_wall_says_so(
 def test_a_day_that_has_no_room_for_a_round_is_an_error(tmp_path: Path) -> None:
     least = 400 + ROUND_SLACK_BYTES
     for bytes_per_day in (least, least - 1):
-        chosen = Client(bytes_per_day=bytes_per_day, state=tmp_path)
+        chosen = ClientSettings(bytes_per_day=bytes_per_day, state=tmp_path)
         if bytes_per_day == least:
             assert Absence(chosen, name="pi", image_bytes=200, vector_bytes=200).is_set
         else:
@@ -183,7 +189,9 @@ def test_a_day_that_has_no_room_for_a_round_is_an_error(tmp_path: Path) -> None:
 
 
 def test_without_settings_a_device_is_never_away(tmp_path: Path) -> None:
-    absence = Absence(Client(state=tmp_path), name="pi", image_bytes=10**9, vector_bytes=10**9)
+    absence = Absence(
+        ClientSettings(state=tmp_path), name="pi", image_bytes=10**9, vector_bytes=10**9
+    )
     absence.count(2**50)
     absence.write()
     assert not absence.is_set

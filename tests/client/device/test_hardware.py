@@ -11,7 +11,7 @@ import pytest
 from headwater.client.device.hardware import ThisMachine
 from headwater.client.training.context import Restraint
 from headwater.common.messages import Vitals
-from headwater.common.settings.schema import Client
+from headwater.common.settings.schema import ClientSettings
 from tests.client.memory.test_limits import AVAILABLE, RESIDENT, machine
 from tests.client.training.test_probe import workplace
 from tests.tasks import examples
@@ -31,7 +31,7 @@ def test_a_device_tells_what_it_knows_and_leaves_out_what_it_does_not(tmp_path: 
 
 
 def test_a_device_that_was_measured_tells_its_line_and_foresees_by_it() -> None:
-    device = ThisMachine(Client(memory_limit_bytes=2**40))
+    device = ThisMachine(ClientSettings(memory_limit_bytes=2**40))
     assert device.memory.fitting(1) is None
     speed = device.speed(workplace(examples(8)))
     assert speed.seconds_per_example > 0
@@ -42,14 +42,14 @@ def test_a_device_that_was_measured_tells_its_line_and_foresees_by_it() -> None:
 
 
 def test_the_least_limit_counts(tmp_path: Path) -> None:
-    device = ThisMachine(Client(memory_limit_bytes=MIB), root=machine(tmp_path))
+    device = ThisMachine(ClientSettings(memory_limit_bytes=MIB), root=machine(tmp_path))
     assert device.vitals().memory_limit_bytes == device.memory.limit_bytes() == MIB
 
 
 def test_a_device_on_battery_gives_and_tells_the_share_of_its_settings(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    device = ThisMachine(Client(battery_share=0.25), root=machine(tmp_path, ON_BATTERY))
+    device = ThisMachine(ClientSettings(battery_share=0.25), root=machine(tmp_path, ON_BATTERY))
     with caplog.at_level(logging.INFO):
         for _ in range(3):
             assert device.restraint() == Restraint(share=0.25, reason="on battery")

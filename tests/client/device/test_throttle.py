@@ -11,9 +11,11 @@ from hypothesis import strategies as st
 from headwater.client.device.throttle import restraint
 from headwater.client.training.context import Restraint
 from headwater.common.messages import Vitals
-from headwater.common.settings.schema import Client
+from headwater.common.settings.schema import ClientSettings
 
-CHOSEN = Client(battery_share=0.5, hot_celsius=80, hot_share=0.25, busy_above=0.75, busy_share=0.75)
+CHOSEN = ClientSettings(
+    battery_share=0.5, hot_celsius=80, hot_share=0.25, busy_above=0.75, busy_share=0.75
+)
 
 
 @pytest.mark.parametrize(
@@ -40,12 +42,12 @@ def test_of_several_the_least_share_counts() -> None:
 
 
 def test_a_share_of_one_is_no_restraint() -> None:
-    chosen = Client(battery_share=1.0, hot_share=1.0, busy_share=1.0)
+    chosen = ClientSettings(battery_share=1.0, hot_share=1.0, busy_share=1.0)
     vitals = Vitals(is_on_battery=True, temperature_celsius=90, is_throttled=True, busy=1.0)
     assert restraint(vitals, chosen) == Restraint()
 
 
-WORK = Client(working_hours="09:00-17:00", working_share=0.25, battery_share=0.5)
+WORK = ClientSettings(working_hours="09:00-17:00", working_share=0.25, battery_share=0.5)
 
 
 @pytest.mark.parametrize(
@@ -53,13 +55,13 @@ WORK = Client(working_hours="09:00-17:00", working_share=0.25, battery_share=0.5
     [
         (12, WORK, Restraint(share=0.25, reason="working hours")),
         (17, WORK, Restraint()),
-        (12, Client(working_hours="09:00-17:00", working_share=1.0), Restraint()),
+        (12, ClientSettings(working_hours="09:00-17:00", working_share=1.0), Restraint()),
         # It is away then, and gives nothing that could be told.
-        (12, Client(working_hours="09:00-17:00"), Restraint()),
+        (12, ClientSettings(working_hours="09:00-17:00"), Restraint()),
     ],
 )
 def test_working_hours_restrain_where_the_device_stays(
-    hour: int, chosen: Client, expected: Restraint
+    hour: int, chosen: ClientSettings, expected: Restraint
 ) -> None:
     wall = dt.datetime(2026, 11, 20, hour)
     assert restraint(Vitals(), chosen, wall=wall) == expected
@@ -74,13 +76,13 @@ def test_working_hours_restrain_where_the_device_stays(
         busy=st.none() | st.floats(0, 1),
     ),
     st.builds(
-        Client,
+        ClientSettings,
         battery_share=st.floats(0.001, 1),
         hot_share=st.floats(0.001, 1),
         busy_share=st.floats(0.001, 1),
     ),
 )
-def test_the_share_is_one_of_the_settings_or_all(vitals: Vitals, chosen: Client) -> None:
+def test_the_share_is_one_of_the_settings_or_all(vitals: Vitals, chosen: ClientSettings) -> None:
     found = restraint(vitals, chosen)
     assert found.share in {1.0, chosen.battery_share, chosen.hot_share, chosen.busy_share}
     assert (found.share == 1.0) == (found.reason == "quota")

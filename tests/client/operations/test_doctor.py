@@ -28,7 +28,7 @@ from headwater.client.operations.doctor import (
 )
 from headwater.client.operations.findings import Finding
 from headwater.common.model.parameters import ModelImage
-from headwater.common.settings.schema import Client, Settings
+from headwater.common.settings.schema import ClientSettings, Settings
 from tests.attacks.raw import serving
 from tests.certificates import credentials_of, make_folder, tls_of
 
@@ -122,7 +122,7 @@ def test_a_kernel_that_does_not_count_memory_is_found(
     assert has_memory_controller(tmp_path) is counts
 
 
-NIGHTS = Client(upload_window="22:00-06:00")
+NIGHTS = ClientSettings(upload_window="22:00-06:00")
 
 
 @pytest.mark.parametrize(
@@ -130,25 +130,27 @@ NIGHTS = Client(upload_window="22:00-06:00")
     [
         (NIGHTS, 12, "note", "outside the upload window until 2026-11-21T22:00+00:00"),
         (NIGHTS, 22, "good", "takes part until 2026-11-22T06:00+00:00"),
-        (Client(upload_window="00:00-24:00"), 12, "good", "takes part always"),
-        (Client(working_hours="09:00-17:00"), 12, "note", "in the working hours until"),
-        (Client(working_hours="00:00-24:00"), 12, "fault", "leave this device no time"),
+        (ClientSettings(upload_window="00:00-24:00"), 12, "good", "takes part always"),
+        (ClientSettings(working_hours="09:00-17:00"), 12, "note", "in the working hours until"),
+        (ClientSettings(working_hours="00:00-24:00"), 12, "fault", "leave this device no time"),
         (
-            Client(working_hours="09:00-17:00", working_share=0.5),
+            ClientSettings(working_hours="09:00-17:00", working_share=0.5),
             12,
             "good",
             "50% of its time: now",
         ),
     ],
 )
-def test_what_the_hours_mean_now_is_told(chosen: Client, hour: int, grade: str, text: str) -> None:
+def test_what_the_hours_mean_now_is_told(
+    chosen: ClientSettings, hour: int, grade: str, text: str
+) -> None:
     (found,) = hours(chosen, TODAY.replace(hour=hour), zone=dt.UTC)
     assert found.grade == grade
     assert text in found.text
 
 
 def test_without_hours_none_are_told() -> None:
-    assert list(hours(Client(), TODAY)) == []
+    assert list(hours(ClientSettings(), TODAY)) == []
 
 
 def test_the_bytes_of_the_day_are_told_and_too_few_for_a_round_are_a_fault(
@@ -162,26 +164,26 @@ def test_the_bytes_of_the_day_are_told_and_too_few_for_a_round_are_a_fault(
     assert few.exit_code == 1
 
 
-def told_of(chosen: Client, tmp_path: Path, *, num_parameters: int = 10) -> list[Finding]:
+def told_of(chosen: ClientSettings, tmp_path: Path, *, num_parameters: int = 10) -> list[Finding]:
     layout = ModelImage(torch.nn.Linear(num_parameters - 1, 1)).layout
     return list(room(chosen.model_copy(update={"state": tmp_path}), "pi", layout))
 
 
 def test_too_few_bytes_a_day_for_one_round_are_a_fault(tmp_path: Path) -> None:
-    (found,) = told_of(Client(bytes_per_day=1000), tmp_path)
+    (found,) = told_of(ClientSettings(bytes_per_day=1000), tmp_path)
     assert (found.topic, found.grade) == ("limits", "fault")
     assert "one round of this model takes up to" in found.text
 
 
 def test_hours_that_end_before_a_device_could_send_are_a_fault(tmp_path: Path) -> None:
-    (found,) = told_of(Client(upload_window="22:00-22:01"), tmp_path)
+    (found,) = told_of(ClientSettings(upload_window="22:00-22:01"), tmp_path)
     assert (found.topic, found.grade) == ("hours", "fault")
     assert found.text.startswith("its hours leave 1 min at a time")
 
 
 def test_hours_that_only_a_quick_link_suits_are_noted_with_its_speed(tmp_path: Path) -> None:
     million = 1_000_000
-    window = Client(upload_window="22:00-22:01:40")
+    window = ClientSettings(upload_window="22:00-22:01:40")
     (found,) = told_of(window, tmp_path, num_parameters=million)
     # The model down and twice the vector up, in the 40 s before a minute's lead.
     least = (4 * million + 2 * (4 * million + ROUND_SLACK_BYTES)) // 40
@@ -191,7 +193,7 @@ def test_hours_that_only_a_quick_link_suits_are_noted_with_its_speed(tmp_path: P
 
 @pytest.mark.parametrize("window", ["22:00-06:00", "00:00-24:00", None])
 def test_hours_with_room_for_a_round_need_no_word(window: str | None, tmp_path: Path) -> None:
-    assert told_of(Client(upload_window=window), tmp_path, num_parameters=1_000_000) == []
+    assert told_of(ClientSettings(upload_window=window), tmp_path, num_parameters=1_000_000) == []
 
 
 def looked_at(certs: Path, name: str, *, authority: Path | None = None) -> list[Finding]:
@@ -201,7 +203,8 @@ def looked_at(certs: Path, name: str, *, authority: Path | None = None) -> list[
         credentials = credentials_of(authority or certs, "server")
         async with serving(credentials=credentials) as run:
             settings = Settings(
-                client=Client(server=f"localhost:{run.port}", name="pi"), tls=tls_of(certs, name)
+                client=ClientSettings(server=f"localhost:{run.port}", name="pi"),
+                tls=tls_of(certs, name),
             )
             return await asyncio.to_thread(lambda: list(connection(settings)))
 

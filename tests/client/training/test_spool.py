@@ -33,7 +33,7 @@ from headwater.client.training.trainer import Identity, Resident
 from headwater.common.errors import EmptyUpdate
 from headwater.common.messages import Plan, Update
 from headwater.common.model.parameters import build_model
-from headwater.common.settings.schema import Client, Settings
+from headwater.common.settings.schema import ClientSettings, Settings
 from tests.processes import ROOT
 from tests.tasks import NAN_LOSS, RAISES_BACKWARD, TwoLayers, examples
 from tests.workplaces import FakeClock, FakeMemory, plan, workplace
@@ -368,7 +368,7 @@ def test_a_window_that_fails_leaves_no_spool(tmp_path: Path) -> None:
 
 
 def test_only_a_node_that_is_configured_with_a_folder_has_a_spool(tmp_path: Path) -> None:
-    run_config = Settings(client=Client(spool=tmp_path)).to_run_config()
+    run_config = Settings(client=ClientSettings(spool=tmp_path)).to_run_config()
 
     def context(**node_config: Any) -> Context:
         return Context(

@@ -130,7 +130,7 @@ def test_a_device_that_was_not_asked_has_no_pace() -> None:
 
 def test_quotas_follow_a_device_that_slows_down_five_times_within_two_rounds() -> None:
     """All finish together again: the slow one within one micro-batch and 7 % of the others."""
-    plan = settings.Plan(micro_batch_size=8)
+    plan = settings.PlanSettings(micro_batch_size=8)
     true = {str(number): Line(base=0.01, each=0.01) for number in range(6)}
     believed = dict(true)
     true["0"] = true["0"].times(5)

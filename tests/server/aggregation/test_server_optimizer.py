@@ -45,8 +45,8 @@ def server(
 ) -> ServerOptimizer:
     return ServerOptimizer(
         image,
-        settings.Optimizer.model_validate({"learning_rate": 0.05, **optimizer}),
-        settings.Schedule.model_validate(schedule or {}),
+        settings.OptimizerSettings.model_validate({"learning_rate": 0.05, **optimizer}),
+        settings.ScheduleSettings.model_validate(schedule or {}),
     )
 
 

@@ -28,8 +28,8 @@ from headwater.server.planning.target_batch import (
 )
 
 
-def plan(**changes: Any) -> settings.Plan:
-    return settings.Plan.model_validate(changes)
+def plan(**changes: Any) -> settings.PlanSettings:
+    return settings.PlanSettings.model_validate(changes)
 
 
 def target(*, most: int = 1, **changes: Any) -> Target:
@@ -108,7 +108,7 @@ def test_settings_that_contradict_each_other_are_named_with_a_remedy(case: str) 
 def test_settings_that_choose_one_target_or_none_are_taken(changes: dict[str, Any]) -> None:
     check(plan(**changes))
     # A run's settings.toml and Flower's run_config name every setting, also those left as they are.
-    check(settings.Plan.model_validate(plan(**changes).model_dump()))
+    check(settings.PlanSettings.model_validate(plan(**changes).model_dump()))
 
 
 def test_fixed_examples_are_the_target_whatever_was_gathered() -> None:

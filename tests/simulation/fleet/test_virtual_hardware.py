@@ -10,7 +10,7 @@ import pytest
 
 from headwater.client.training.context import Restraint
 from headwater.client.training.probe_fit import Speed
-from headwater.common.settings.schema import Client
+from headwater.common.settings.schema import ClientSettings
 from headwater.simulation.fleet.profiles import PROFILES, SimulatedDevice, device
 from headwater.simulation.fleet.virtual_hardware import SimulatedMachine, VirtualClock
 
@@ -93,7 +93,9 @@ LAPTOP = SimulatedDevice(
 
 
 def test_a_device_on_battery_says_so_and_gives_what_its_owner_lets_it() -> None:
-    machine = SimulatedMachine(LAPTOP, 10, is_on_battery=True, chosen=Client(battery_share=0.3))
+    machine = SimulatedMachine(
+        LAPTOP, 10, is_on_battery=True, chosen=ClientSettings(battery_share=0.3)
+    )
     assert (machine.vitals().is_on_battery, machine.vitals().share) == (True, 0.3)
     assert machine.restraint() == Restraint(share=0.3, reason="on battery")
 
