@@ -32,7 +32,7 @@ from headwater.common.model.parameters import ModelImage
 from headwater.common.secagg.protocol import Phase, Request
 from headwater.common.settings.schema import from_run_config
 from headwater.server.fleet import Dropout, Reply, Traffic
-from headwater.server.flower.registration import Roll, check_name
+from headwater.server.flower.registration import Registration, check_name
 from headwater.server.rounds.observer import Observer
 from headwater.server.rounds.round_row import RoundRow
 from headwater.server.rounds.run import UNOBSERVED, OnRound, run
@@ -90,7 +90,7 @@ class GridFleet:
     def __init__(self, grid: Grid) -> None:
         self._grid = grid
         self._own = grid if isinstance(grid, OwnGrid) else None
-        self._roll = Roll(grid)
+        self._roll = Registration(grid)
         self._flower_bytes = [0, 0]  # up, down
 
     def describe(self, request: DescribeRequest, *, min_clients: int) -> Mapping[str, DeviceReport]:

@@ -280,13 +280,13 @@ def _serve(resume: bool, config: Any, overrides: dict[str, Any]) -> None:
     check_address(
         settings.server.listen, has_tls=credentials is not None, is_insecure=settings.insecure
     )
-    from headwater.server.operations.progress import announce, conclude, watched
+    from headwater.server.operations.progress import print_result, print_settings, progress_bar
     from headwater.server.serve import serve_run
 
-    announce(settings, where=settings.server.listen)
-    with watched(settings) as on_round:
+    print_settings(settings, where=settings.server.listen)
+    with progress_bar(settings) as on_round:
         serve_run(settings, credentials, on_round=on_round, resume=resume)
-    conclude(settings)
+    print_result(settings)
 
 
 def main() -> None:

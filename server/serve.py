@@ -21,22 +21,22 @@ from headwater.common.system.console import console
 from headwater.common.system.heap import collect_only_what_is_new, use_one_heap
 from headwater.common.transport.tls import Credentials, split_address
 from headwater.server.app import server_app
-from headwater.server.enrolment.peer_certificates import Identities
+from headwater.server.enrolment.peer_certificates import CertificateVerifier
 from headwater.server.flower.grpc_grid import GrpcGrid
-from headwater.server.operations.control import REVOKE, Operation
+from headwater.server.operations.control import REVOKE, RunControl
 from headwater.server.operations.orders import Order
 from headwater.server.operations.run_lock import SERVER
 from headwater.server.rounds import checkpoint
 from headwater.server.rounds.observer import Observer, Observers, Unobserved
 from headwater.server.rounds.run import OnRound
-from headwater.server.transport.device_records import Attendance
+from headwater.server.transport.device_records import DeviceRecords
 from headwater.server.transport.enrolment_port import enrolling
-from headwater.server.transport.servicer import Intake
+from headwater.server.transport.servicer import Servicer
 
-GridOf = Callable[[Intake, Callable[[], bool]], OwnGrid]
+GridOf = Callable[[Servicer, Callable[[], bool]], OwnGrid]
 
 
-def grpc_grid(intake: Intake, may_begin: Callable[[], bool]) -> OwnGrid:
+def grpc_grid(intake: Servicer, may_begin: Callable[[], bool]) -> OwnGrid:
     """Return the grid of the devices that connect to an intake."""
     return GrpcGrid(intake, may_begin=may_begin)
 
@@ -70,8 +70,8 @@ def serve_run(
         with contextlib.suppress(OSError):  # the journal says what is wrong with the folder
             settings.out.mkdir(parents=True, exist_ok=True)
     run_id, round_number = _place(settings, resume=resume)
-    attendance = Attendance()
-    intake = Intake(
+    attendance = DeviceRecords()
+    intake = Servicer(
         settings.server.listen,
         run_id=run_id,
         credentials=credentials,
@@ -79,7 +79,7 @@ def serve_run(
         reconnect_seconds=settings.cohort.reconnect_seconds,
         spool_folder=settings.out if settings.out and settings.out.is_dir() else None,
         attendance=attendance,
-        identities=Identities.of(settings.tls, credentials),
+        identities=CertificateVerifier.of(settings.tls, credentials),
     )
     signal.signal(signal.SIGTERM, _interrupt)
     with ExitStack() as stack:
@@ -124,7 +124,7 @@ def serve_run(
 
 
 @contextmanager
-def _open(intake: Intake) -> Iterator[None]:
+def _open(intake: Servicer) -> Iterator[None]:
     """Serve the devices; say goodbye to them if the run is over."""
     is_over = False
     try:
@@ -142,11 +142,11 @@ def _open(intake: Intake) -> Iterator[None]:
 def _operated(
     settings: Settings,
     folder: Path,
-    intake: Intake,
-    attendance: Attendance,
+    intake: Servicer,
+    attendance: DeviceRecords,
     round_number: int,
     wait_ends: str,
-) -> Iterator[Operation]:
+) -> Iterator[RunControl]:
     """Look for orders and write the history, until the devices are gone."""
 
     def on_order(order: Order | None) -> None:
@@ -154,7 +154,7 @@ def _operated(
         if order is not None and order.verb == "drain":
             intake.drain()
 
-    operation = Operation(
+    operation = RunControl(
         folder,
         round_number=round_number,
         rounds=settings.rounds,
@@ -176,7 +176,7 @@ def _operated(
 
 @contextmanager
 def _measured(
-    settings: Settings, intake: Intake, operation: Operation | None
+    settings: Settings, intake: Servicer, operation: RunControl | None
 ) -> Iterator[Observer]:
     """Show metrics where they were asked for."""
     looking: Observer = Unobserved() if operation is None else operation
@@ -184,10 +184,10 @@ def _measured(
         yield looking
         return
     from headwater.common.system.metrics_server import MetricsPort
-    from headwater.server.operations.prometheus import Now, ServerMetrics
+    from headwater.server.operations.prometheus import ServerGauges, ServerMetrics
 
-    def now() -> Now:
-        return Now(
+    def now() -> ServerGauges:
+        return ServerGauges(
             num_connected=len(intake.connected()),
             bytes_up=intake.bytes_up,
             bytes_down=intake.bytes_down,

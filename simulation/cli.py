@@ -270,20 +270,20 @@ def _simulate(resume: bool, config: Any, overrides: dict[str, Any], *, is_only_s
             "out": settings.out or default_out(settings),
         }
     )
-    from headwater.server.operations.progress import announce, conclude, watched
+    from headwater.server.operations.progress import print_settings, print_result, progress_bar
 
     fleet = settings.simulation.fleet
     where = f"{settings.simulation.clients} simulated devices"
-    announce(settings, where=where if fleet is None else f"{where} of {fleet.name}")
+    print_settings(settings, where=where if fleet is None else f"{where} of {fleet.name}")
     if settings.partition.kind != "task":
         from headwater.simulation.reports.partition_table import announce_partition
 
         announce_partition(settings)
     from headwater.simulation.run import run_engine
 
-    with watched(settings) as on_round:
+    with progress_bar(settings) as on_round:
         run_engine(settings, on_round=on_round, resume=resume)
-    conclude(settings)
+    print_result(settings)
     if settings.simulation.dropout and settings.secure.aggregation != "off":
         _conclude_sessions(settings)
     if fleet is not None:

@@ -27,7 +27,7 @@ from headwater.common.transport.join_token import JoinToken
 from headwater.common.transport.tls import Credentials
 from headwater.server.enrolment.authority import Authority, make_authority
 from headwater.server.enrolment.registry import Registry
-from headwater.server.transport.enrolment_port import Request, issue
+from headwater.server.transport.enrolment_port import JoinRequest, issue
 
 HOSTS = ("localhost", "127.0.0.1")
 
@@ -76,7 +76,9 @@ def enrol(folder: Path, name: str, *, days: tuple[float, float] | None = None) -
         registry.close()
         write_whole(folder / f"{name}.pem", pem + key_pem(key), mode=OWNER_ONLY)
         return key
-    request = Request(name=name, secret=token.secret, signing_request=signing_request(name, key))
+    request = JoinRequest(
+        name=name, secret=token.secret, signing_request=signing_request(name, key)
+    )
     registry = Registry(folder)
     pem = issue(request, Authority.load(folder), registry, now=time.time())
     registry.close()

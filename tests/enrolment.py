@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from headwater.common.transport.join_token import JoinToken
-from headwater.server.enrolment.peer_certificates import Identities
+from headwater.server.enrolment.peer_certificates import CertificateVerifier
 from headwater.server.transport.enrolment_port import EnrolmentPort
 from tests.attacks.raw import serving
 from tests.certificates import (
@@ -51,7 +51,7 @@ def token_at(folder: Path, port: int, name: str = "pi", *, valid: float = 60) ->
 async def stream_server(folder: Path, **how: object):  # type: ignore[no-untyped-def]
     """Serve streams with the registry and the authority of a folder."""
     own = credentials_of(folder, "server")
-    identities = Identities.of(tls_of(folder, "server"), own)
+    identities = CertificateVerifier.of(tls_of(folder, "server"), own)
     try:
         async with serving(credentials=own, identities=identities, **how) as run:  # type: ignore[arg-type]
             yield run

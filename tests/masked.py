@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 
 from headwater.client.app import app
 from headwater.client.enrolment.signing_identity import read_enrolment
-from headwater.client.flower.node import Answer, Node
+from headwater.client.flower.node import NodeAnswer, Node
 from headwater.client.flower.request import SIMULATED
 from headwater.client.flower.state_file import WALK
-from headwater.client.training.micro_batches import Place, Walk
-from headwater.client.training.trainer import Identity, Resident, resident_of
+from headwater.client.training.micro_batches import SamplerPosition, SamplerState
+from headwater.client.training.trainer import Identity, Trainer, trainer_of
 from headwater.common.errors import HeadwaterError
 from headwater.common.flower import records
 from headwater.common.flower.grid import enter_run, numbered
@@ -33,14 +33,14 @@ from headwater.common.secagg.protocol import PHASES, KeysWanted, Request, Sessio
 from headwater.common.settings.schema import Settings
 from headwater.server.secagg.key_phases import open_session
 from headwater.server.secagg.mask_phases import MaskPhase
-from headwater.server.secagg.parameters import Opening
-from headwater.server.secagg.unmask_phase import OpenedSum
+from headwater.server.secagg.parameters import SessionSetup
+from headwater.server.secagg.unmask_phase import UnmaskedSum
 from tests.faults import FaultPlan
 
 RUN = 2**61 + 3  # run ids have 62 bits
 TASK = "tests/tasks.py:TwoLayers"
 ACTIONS = tuple(phase.action for phase in PHASES)
-START = Place()
+START = SamplerPosition()
 CLIP = 2.0**10  # far beyond what the small task comes to
 KEYS = KeysWanted(run=RUN, round=1, attempt=1, mode="semi-honest")
 
@@ -49,12 +49,12 @@ def settings_of(**changes: Any) -> Settings:
     return Settings.model_validate({"task": TASK, "check_task": False, "threads": 1, **changes})
 
 
-def resident(task: str = TASK) -> Resident:
+def resident(task: str = TASK) -> Trainer:
     """Return the process's resident of a task, which all its devices in the process share.
 
     The same task by another path has a resident of its own, as it has in another process.
     """
-    return resident_of(task, replace_batch_norm=False, check_task=False)
+    return trainer_of(task, replace_batch_norm=False, check_task=False)
 
 
 def model() -> bytes:
@@ -147,7 +147,7 @@ class NodeDevice:
         )
         self.node.enter(RUN)
 
-    def answer(self, kind: str, head: str, vector: memoryview | bytes | None = None) -> Answer:
+    def answer(self, kind: str, head: str, vector: memoryview | bytes | None = None) -> NodeAnswer:
         return self.node.answer(message_id="m", message_type=kind, head_json=head, beside=vector)
 
     def send(self, kind: str, head: str, vector: memoryview | bytes | None = None) -> Told:
@@ -200,7 +200,7 @@ class FlowerDevice:
         Raises:
             HeadwaterError: what the device answers in its stead.
         """
-        resident_of.cache_clear()
+        trainer_of.cache_clear()
         read_enrolment.cache_clear()
         context = self.context
         array = None if vector is None else records.flat_array(bytes(vector), dtype="uint8")
@@ -244,14 +244,14 @@ class Device(Protocol):
 
 
 def plain_sum(
-    part: int, asked: Plan, *, place: Place = START
+    part: int, asked: Plan, *, place: SamplerPosition = START
 ) -> tuple[NDArray[np.float64], UpdateReport]:
     """Return what a device without masks would send: whole numbers, which no sum rounds.
 
     It ends what the device of this part holds in this process.
     """
     device = AppDevice(part)
-    records.keep(device.context, WALK, Walk(place=place))
+    records.keep(device.context, WALK, SamplerState(place=place))
     told = train(device, asked.model_copy(update={"is_masked": False}))
     assert told.vector is not None
     values = np.frombuffer(told.vector, np.float32).astype(np.float64)
@@ -280,19 +280,19 @@ def ask(device: Device, request: Request, beside: bytes | None = None) -> Told:
 class Played:
     """How a session went: what was opened, who refused what, and which heads devices sent."""
 
-    opened: OpenedSum | None = None
+    opened: UnmaskedSum | None = None
     refused: dict[str, HeadwaterError] = field(default_factory=dict)
     heads: list[str] = field(default_factory=list)
 
     @property
-    def sum(self) -> OpenedSum:
+    def sum(self) -> UnmaskedSum:
         assert self.opened is not None, self.refused
         return self.opened
 
 
 def play(
     devices: Iterable[Device],
-    opening: Opening,
+    opening: SessionSetup,
     faults: FaultPlan | None = None,
     *,
     bounds: bytes | None = None,
@@ -307,7 +307,7 @@ def play(
     gone = {drop.client: drop.after for drop in (faults or FaultPlan()).drops}
     played, action = Played(), ""
     state: Any = open_session(opening)
-    while not isinstance(state, OpenedSum):
+    while not isinstance(state, UnmaskedSum):
         for name, request in state.requests().items():
             phase = next(phase for phase in PHASES if phase.request is type(request))
             action = phase.action
@@ -344,10 +344,10 @@ def opening_of(
     mode: Any = "semi-honest",
     attempt: int = 1,
     **more: Any,
-) -> Opening:
+) -> SessionSetup:
     """Return what the server chooses for a session of these devices."""
     image: ModelImage = resident().image
-    return Opening(
+    return SessionSetup(
         **{
             "run": RUN,
             "number": SessionNumber(asked.round, attempt),
@@ -362,7 +362,7 @@ def opening_of(
     )
 
 
-def sum_of(opened: OpenedSum) -> NDArray[np.float64]:
+def sum_of(opened: UnmaskedSum) -> NDArray[np.float64]:
     """Return the opened 32-bit sum as the ring has it, without an error of its own."""
     chosen = opened.session.parameters.encoding
     return opened.vector_P.view(np.int32).astype(np.float64) * 2.0**-chosen.scale_bits

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from headwater.client.secagg.session import SecureSession
-from headwater.client.secagg.types import Device, Floor, Record, Trained
+from headwater.client.secagg.types import Participant, Floor, SessionRecord, UnmaskedUpdate
 from headwater.common.errors import HeadwaterError
 from headwater.common.flower import records
 from headwater.common.messages import Told
@@ -31,8 +31,8 @@ from headwater.common.secagg.protocol import (
 from headwater.common.secagg.scalars import encode_scalars
 from headwater.server.secagg.key_phases import CheckPhase, DealPhase, KeysPhase, open_session
 from headwater.server.secagg.mask_phases import MaskPhase, SignPhase
-from headwater.server.secagg.parameters import Opening
-from headwater.server.secagg.unmask_phase import OpenedSum, UnmaskPhase
+from headwater.server.secagg.parameters import SessionSetup
+from headwater.server.secagg.unmask_phase import UnmaskedSum, UnmaskPhase
 from tests.faults import FaultPlan
 
 Phase = KeysPhase | DealPhase | CheckPhase | MaskPhase | SignPhase | UnmaskPhase
@@ -59,14 +59,14 @@ class Answering(Protocol):
 class Party:
     """A device, what it would send unmasked, and what it stored."""
 
-    device: Device
+    device: Participant
     session: Answering
     values_P: NDArray[np.float32]
     numbers: Mapping[str, float | int]
-    stored: list[Record] = field(default_factory=list)
+    stored: list[SessionRecord] = field(default_factory=list)
 
     @property
-    def record(self) -> Record:
+    def record(self) -> SessionRecord:
         """What the device stored last, the first being what it began with."""
         return self.stored[-1]
 
@@ -82,7 +82,7 @@ class Played:
     whose answers the server rejected, and all that travelled."""
 
     phase: Phase | None = None
-    opened: OpenedSum | None = None
+    opened: UnmaskedSum | None = None
     aborted: bool = False
     refused: dict[str, HeadwaterError] = field(default_factory=dict)
     rejected: dict[str, HeadwaterError] = field(default_factory=dict)
@@ -92,7 +92,7 @@ class Played:
     replies: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @property
-    def sum(self) -> OpenedSum:
+    def sum(self) -> UnmaskedSum:
         assert self.opened is not None, self.refused
         return self.opened
 
@@ -121,7 +121,7 @@ class Cast:
         self.identities = {n: SigningIdentity.new(n) for n in self.names if mode == "active"}
         allow_list = AllowList.parse("\n".join(i.line for i in self.identities.values()))
         weights = np.random.default_rng(seed).integers(1, PLANNED + 1, num_devices)
-        self.opening = Opening(
+        self.opening = SessionSetup(
             **{
                 "run": RUN,
                 "number": SessionNumber(1, 1),
@@ -151,16 +151,16 @@ class Cast:
             if random is not None:
                 fields["random"] = random(name)
             fields |= (device or {}).get(name, {})
-            self.join(Device(**fields), weight=int(weights[number]), seed=seed * 10_000 + number)
+            self.join(Participant(**fields), weight=int(weights[number]), seed=seed * 10_000 + number)
 
     def join(
-        self, device: Device, *, weight: int, seed: int, record: Record | None = None
+        self, device: Participant, *, weight: int, seed: int, record: SessionRecord | None = None
     ) -> Party:
         """Give a device an update of its own, beyond the clip bound in one coordinate of twenty."""
         random = np.random.default_rng(seed)
         values = random.normal(0, 2.0 * weight, device.num_values).astype(np.float32)
         numbers = {WEIGHT: weight, "loss_sum": float(random.normal(0, 30))}
-        return self._join(device, values, numbers, record or Record())
+        return self._join(device, values, numbers, record or SessionRecord())
 
     def give(self, name: str, values_P: NDArray[np.float32]) -> Party:
         """Give a device another vector before it takes part."""
@@ -169,17 +169,17 @@ class Cast:
 
     def _join(
         self,
-        device: Device,
+        device: Participant,
         values: NDArray[np.float32],
         numbers: Mapping[str, float | int],
-        record: Record,
+        record: SessionRecord,
     ) -> Party:
         stored = [record]
         session = SecureSession(
             device,
             record,
             remember=stored.append,
-            trained=Trained(values_P=torch.from_numpy(values.copy()), numbers=numbers),
+            trained=UnmaskedUpdate(values_P=torch.from_numpy(values.copy()), numbers=numbers),
             bounds=self.bounds,
         )
         party = Party(
@@ -201,8 +201,8 @@ class Cast:
     def play_into(self, played: Played, plan: FaultPlan) -> None:
         """Run a session, and keep what happens for those who look at it after an abort."""
         gone = {drop.client: drop.after for drop in plan.drops}
-        phase: Phase | OpenedSum = open_session(self.opening)
-        while not isinstance(phase, OpenedSum):
+        phase: Phase | UnmaskedSum = open_session(self.opening)
+        while not isinstance(phase, UnmaskedSum):
             played.phase = phase
             for name, request in phase.requests().items():
                 action = _action(request)
@@ -241,7 +241,7 @@ class Cast:
         return phase
 
     def plain_sum(
-        self, names: Iterable[str], opened: OpenedSum
+        self, names: Iterable[str], opened: UnmaskedSum
     ) -> tuple[RingVector, NDArray[np.uint64]]:
         """Return the sums of the encoded, unmasked updates and numbers of these devices."""
         chosen = opened.session.parameters

@@ -36,7 +36,7 @@ DEADLINE_SECONDS = 600.0
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 
 
-def seconds_of(text: str) -> float:
+def parse_duration(text: str) -> float:
     """Read a length of time: 90s, 30m, 12h, 90d.
 
     Raises:
@@ -57,7 +57,7 @@ def make_folder(folder: Path, *, hosts: list[str], certificates_last: str | None
     Raises:
         CertificateProblem, StateError, SettingsError: see ``make_authority``, ``Registry``.
     """
-    lasts = None if certificates_last is None else seconds_of(certificates_last)
+    lasts = None if certificates_last is None else parse_duration(certificates_last)
     written = make_authority(folder, hosts=[*hosts, *OWN_HOSTS])
     had_registry = Registry.is_in(folder)
     registry = Registry(folder, make=True)
@@ -101,7 +101,7 @@ def make_token(folder: Path, name: str, *, address: str | None, valid: str) -> s
         CertificateProblem, StateError: the folder is not what ``init`` made.
     """
     check_name(name)
-    expires_at = int(time.time() + seconds_of(valid))
+    expires_at = int(time.time() + parse_duration(valid))
     ca, server = _certificate(folder / CA_FILE), _certificate(folder / SERVER_FILE)
     if not (folder / CA_KEY_FILE).exists():
         raise CertificateProblem(

@@ -37,7 +37,7 @@ RENEWAL_SECONDS = 60.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Shown:
+class PeerCertificate:
     """What a stream's certificate says."""
 
     name: str
@@ -49,7 +49,7 @@ class Shown:
     expires_at: dt.datetime
 
     @classmethod
-    def of(cls, certificate: x509.Certificate) -> Shown:
+    def of(cls, certificate: x509.Certificate) -> PeerCertificate:
         """Read a certificate that TLS has verified."""
         made, end = certificate.not_valid_before_utc + BACKDATED, certificate.not_valid_after_utc
         return cls(
@@ -61,7 +61,7 @@ class Shown:
         )
 
     @classmethod
-    def of_pem(cls, pem: bytes) -> Shown:
+    def of_pem(cls, pem: bytes) -> PeerCertificate:
         """Read a certificate that TLS has verified.
 
         Raises:
@@ -73,7 +73,7 @@ class Shown:
             raise IdentityRefused("the certificate cannot be read") from error
 
 
-class Identities:
+class CertificateVerifier:
     """The registry and the authority, as far as they are at hand; all is called from one thread."""
 
     def __init__(
@@ -84,7 +84,7 @@ class Identities:
         self._asked_at: dict[str, float] = {}
 
     @classmethod
-    def of(cls, tls: TlsSettings, credentials: Credentials | None) -> Identities:
+    def of(cls, tls: TlsSettings, credentials: Credentials | None) -> CertificateVerifier:
         """Open what lies beside the authority's certificate, and warn of what is missing or due.
 
         Raises:
@@ -118,7 +118,7 @@ class Identities:
                 log.warning("the authority itself ends on %s: plan another", f"{end:%Y-%m-%d}")
         return cls(registry=registry, authority=authority)
 
-    def check(self, shown: Shown) -> None:
+    def check(self, shown: PeerCertificate) -> None:
         """Hold a certificate against the registry.
 
         Raises:
@@ -141,7 +141,7 @@ class Identities:
         if entry.ended is not None:
             raise CertificateRevoked(f"the certificate of {shown.name} was {entry.ended}")
 
-    def is_same_device(self, before: Shown | None, now: Shown | None) -> bool:
+    def is_same_device(self, before: PeerCertificate | None, now: PeerCertificate | None) -> bool:
         """Tell whether two streams showed one key, or the second one's was made to renew the first.
 
         Without certificates there is nothing to tell apart.
@@ -153,7 +153,7 @@ class Identities:
         entry = None if self._registry is None else self._registry.entry(now.serial)
         return entry is not None and entry.renews == before.serial
 
-    def settle(self, shown: Shown) -> None:
+    def settle(self, shown: PeerCertificate) -> None:
         """End the certificate that this one renews: its first use proves that it has arrived."""
         entry = None if self._registry is None else self._registry.entry(shown.serial)
         if self._registry is not None and entry is not None and entry.renews is not None:
@@ -164,7 +164,7 @@ class Identities:
                     "%s came with its renewed certificate; the old one is ended", shown.name
                 )
 
-    def ended(self, shown: Iterable[Shown]) -> dict[str, HeadwaterError]:
+    def ended(self, shown: Iterable[PeerCertificate]) -> dict[str, HeadwaterError]:
         """Return who of these must go, by serial: looked up only when the registry has changed."""
         if self._registry is None or not self._registry.has_changed():
             return {}
@@ -178,7 +178,7 @@ class Identities:
                 found[one.serial] = error
         return found
 
-    def renew(self, shown: Shown, signing_request: bytes) -> Certificate:
+    def renew(self, shown: PeerCertificate, signing_request: bytes) -> Certificate:
         """Sign a device's next certificate, or say why not.
 
         A device that asks again within a minute is put off without a word in the log.
@@ -195,7 +195,7 @@ class Identities:
         log.warning("%s: its certificate is renewed", shown.name)
         return Certificate(pem=pem)
 
-    def _renewed(self, shown: Shown, signing_request: bytes) -> bytes:
+    def _renewed(self, shown: PeerCertificate, signing_request: bytes) -> bytes:
         if self._authority is None or self._registry is None:
             raise IdentityRefused(
                 f"the authority's key is not on the server, and the certificate ends on "

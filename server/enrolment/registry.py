@@ -62,7 +62,7 @@ Sign = Callable[[], x509.Certificate]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Entry:
+class CertificateEntry:
     """What the registry says of one certificate."""
 
     name: str
@@ -204,10 +204,10 @@ class Registry:
 
     # What the stream does.
 
-    def entry(self, serial: str) -> Entry | None:
+    def entry(self, serial: str) -> CertificateEntry | None:
         """Return what is known of a certificate, None if it was never signed here."""
         row = self._row("SELECT name, renews, ended FROM certificates WHERE serial = ?", (serial,))
-        return None if row is None else Entry(name=row[0], renews=row[1], ended=row[2])
+        return None if row is None else CertificateEntry(name=row[0], renews=row[1], ended=row[2])
 
     def renew(self, serial: str, name: str, key: bytes, *, sign: Sign) -> bytes:
         """Sign and note the successor of a certificate; one that was never used is forgotten.

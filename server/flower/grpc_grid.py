@@ -12,8 +12,8 @@ from headwater.common.errors import HeadwaterError
 from headwater.common.flower import records
 from headwater.common.flower.grid import SILENT_SECONDS, OwnGrid, numbered
 from headwater.common.messages import DescribeRequest, Plan
-from headwater.server.transport.servicer import Intake
-from headwater.server.transport.session import Arrival, Ask
+from headwater.server.transport.servicer import Servicer
+from headwater.server.transport.session import Arrival, DeviceInstruction
 
 # What comes with a message of these types is the model, which is sent once for all of them.
 WITH_MODEL = ("train", "evaluate")
@@ -28,7 +28,7 @@ class GrpcGrid(OwnGrid):
 
     def __init__(
         self,
-        intake: Intake,
+        intake: Servicer,
         *,
         silent_seconds: float = SILENT_SECONDS,
         may_begin: Callable[[], bool] = lambda: True,
@@ -138,11 +138,11 @@ class GrpcGrid(OwnGrid):
             return self._beside_bytes.get(kind, 0)
         return 0 if records.read(message.content, Plan).is_masked else self._update_bytes
 
-    def _ask(self, message_id: str, message: Message) -> Ask:
+    def _ask(self, message_id: str, message: Message) -> DeviceInstruction:
         """Turn a message into an instruction; only an update comes back with a vector."""
         vector, kind = records.vector(message.content), message.metadata.message_type
         is_model = vector is not None and kind in WITH_MODEL
-        return Ask(
+        return DeviceInstruction(
             node_id=message.metadata.dst_node_id,
             message_id=message_id,
             message_type=kind,

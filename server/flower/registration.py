@@ -34,7 +34,7 @@ PATIENCE_SECONDS = 10.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Asked:
+class PendingDescription:
     """A device that has not answered yet; one that is known already is asked again."""
 
     node_id: int
@@ -42,7 +42,7 @@ class Asked:
     is_again: bool = False
 
 
-class Roll:
+class Registration:
     """Who is there, as each described itself."""
 
     def __init__(self, grid: Grid) -> None:
@@ -50,7 +50,7 @@ class Roll:
         self.refused: dict[int, HeadwaterError] = {}
         self._grid = grid
         self._own = grid if isinstance(grid, OwnGrid) else None
-        self._asked: dict[str, Asked] = {}
+        self._asked: dict[str, PendingDescription] = {}
 
     @property
     def is_settled(self) -> bool:
@@ -101,7 +101,9 @@ class Roll:
         pushed = set(self._grid.push_messages(messages))
         for message in messages:  # what could not be pushed is asked again
             if message.metadata.message_id in pushed:
-                asked = Asked(node_id=message.metadata.dst_node_id, at=now, is_again=is_again)
+                asked = PendingDescription(
+                    node_id=message.metadata.dst_node_id, at=now, is_again=is_again
+                )
                 self._asked[message.metadata.message_id] = asked
 
     def take(self, reply: Message) -> bool:

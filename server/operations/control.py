@@ -23,11 +23,11 @@ from headwater.common.system.json_logs import FIELDS
 from headwater.server.operations import orders
 from headwater.server.operations.history import History, figures_of
 from headwater.server.operations.orders import Drained, Order
-from headwater.server.operations.run_lock import Presence
-from headwater.server.operations.vigil import Vigil, length_of, named
+from headwater.server.operations.run_lock import RunLock
+from headwater.server.operations.vigil import LongWaitNotice, duration_text, names_text
 from headwater.server.rounds.open_round import OpenRound
 from headwater.server.rounds.round_row import RoundRow, plain, read_rows
-from headwater.server.transport.device_records import Attendance
+from headwater.server.transport.device_records import DeviceRecords
 
 log = logging.getLogger(__name__)
 
@@ -45,10 +45,10 @@ MOST_WAITING = 1000
 # Of those whom a round waits for.
 MOST_TOLD = 100
 
-Stands = Literal["waiting", "in a round", "pausing", "paused", "draining", "ended"]
+RunState = Literal["waiting", "in a round", "pausing", "paused", "draining", "ended"]
 
 
-def stands(order: Order | None, *, is_in_round: bool) -> Stands:
+def run_state(order: Order | None, *, is_in_round: bool) -> RunState:
     """Say in a word how a run stands; a round in progress ends before an order is done.
 
     | order | in a round | between rounds |
@@ -65,7 +65,7 @@ def stands(order: Order | None, *, is_in_round: bool) -> Stands:
     return "in a round" if is_in_round else "waiting"
 
 
-class Operation:
+class RunControl:
     """The thread, and what it knows; an ``Observer`` of the rounds."""
 
     def __init__(
@@ -74,7 +74,7 @@ class Operation:
         *,
         round_number: int,
         rounds: int,
-        attendance: Attendance,
+        attendance: DeviceRecords,
         on_order: Callable[[Order | None], None],
         is_alive: Callable[[], bool],
         wait_ends: str = REVOKE,
@@ -103,11 +103,11 @@ class Operation:
         self._history: History | None = None
         self._has_begun = False
         self._devices_due = 0.0
-        self._vigil = Vigil()
+        self._vigil = LongWaitNotice()
         self._waiting: deque[Callable[[History], None]] = deque()
         self._has_ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="operation", daemon=True)
-        self._presence = Presence(folder)
+        self._presence = RunLock(folder)
 
     @property
     def is_paused(self) -> bool:
@@ -220,8 +220,8 @@ class Operation:
             log.warning(
                 "round %d has waited %s for %s: %s",
                 self.round + 1,
-                length_of(seconds),
-                named(awaited, len(awaited)),
+                duration_text(seconds),
+                names_text(awaited, len(awaited)),
                 self._wait_ends,
             )
 
@@ -280,7 +280,9 @@ class Operation:
             "awaited": awaited[:MOST_TOLD],
             "num_awaited": len(awaited),
             "awaited_seconds": awaited_seconds,
-            "stands": "ended" if has_ended else stands(self._order, is_in_round=self._is_in_round),
+            "stands": "ended"
+            if has_ended
+            else run_state(self._order, is_in_round=self._is_in_round),
             "round": self.round,
             "rounds": self._rounds,
             "num_failures": self.num_failures,

@@ -20,7 +20,7 @@ from typing import Any
 
 from headwater.common.errors import StateError
 from headwater.common.system.json_logs import plain
-from headwater.server.transport.device_records import COLUMNS, Device
+from headwater.server.transport.device_records import COLUMNS, DeviceRecord
 
 FILE = "history.sqlite"
 BUSY_SECONDS = 1.0
@@ -113,7 +113,7 @@ class History:
             self._database = _open(self._path)
             self.event("put aside", f"{aside.name}: {error}")
 
-    def devices(self) -> list[Device]:
+    def devices(self) -> list[DeviceRecord]:
         """Return the devices that earlier servers knew."""
         return _devices(self._database)
 
@@ -131,7 +131,7 @@ class History:
         with self._database as database:
             _insert(database, figures)
 
-    def write_devices(self, devices: Iterable[Device]) -> None:
+    def write_devices(self, devices: Iterable[DeviceRecord]) -> None:
         """Write those that have changed since they were written last."""
         changed = {
             device.name: values
@@ -209,11 +209,11 @@ def _insert(database: sqlite3.Connection, figures: Mapping[str, Any]) -> None:
     )
 
 
-def _devices(database: sqlite3.Connection) -> list[Device]:
+def _devices(database: sqlite3.Connection) -> list[DeviceRecord]:
     found = database.execute(f"SELECT {', '.join(COLUMNS)} FROM devices ORDER BY name")
     devices = []
     for row in found:
-        device = Device(**dict(zip(COLUMNS, row, strict=True)))
+        device = DeviceRecord(**dict(zip(COLUMNS, row, strict=True)))
         device.is_connected = bool(device.is_connected)
         if device.is_on_battery is not None:
             device.is_on_battery = bool(device.is_on_battery)
@@ -224,7 +224,7 @@ def _devices(database: sqlite3.Connection) -> list[Device]:
 # What others read.
 
 
-class Reading:
+class HistorySnapshot:
     """What a history says at one moment."""
 
     def __init__(self, database: sqlite3.Connection) -> None:
@@ -247,7 +247,7 @@ class Reading:
         ]
 
 
-def read(folder: Path) -> Reading | None:
+def read(folder: Path) -> HistorySnapshot | None:
     """Read the history in ``folder``, whether or not a server writes it; None if there is none.
 
     Raises:
@@ -260,7 +260,7 @@ def read(folder: Path) -> Reading | None:
         with _reading(path) as database:
             database.execute("BEGIN")  # one moment for all tables
             (version,) = database.execute("PRAGMA user_version").fetchone()
-            return Reading(database) if version else None  # 0: it is being made
+            return HistorySnapshot(database) if version else None  # 0: it is being made
     except (sqlite3.Error, ValueError, TypeError) as error:
         raise StateError(
             f"{path} cannot be read: {error}",

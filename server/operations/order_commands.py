@@ -31,7 +31,7 @@ def give_order(folder: Path, verb: Verb) -> None:
         StateError: the folder cannot be read or written.
     """
     check_run(folder)
-    seen = presence.look(folder)
+    seen = presence.read_server_state(folder)
     is_up, go_on = seen.is_up, f"{seen.command} --resume --out {folder}"
     if not is_up and not (verb == "resume" and _is_paused(folder)):
         raise SettingsError(
@@ -60,7 +60,7 @@ def _answer(folder: Path, verb: Verb, go_on: str) -> str:
         stands = None if found is None else found.state.get("stands")
         if stands in HEARD[verb]:
             return _in_words(str(stands), folder, go_on)
-        if verb == "drain" and not presence.look(folder).is_up:
+        if verb == "drain" and not presence.read_server_state(folder).is_up:
             return f"the server has ended; go on with: {go_on}"
         time.sleep(POLL_SECONDS)
     return (

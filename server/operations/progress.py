@@ -16,7 +16,7 @@ from headwater.server.rounds.round_row import CURVES, EVENTS, ROUNDS, RoundRow, 
 from headwater.server.rounds.run import MODEL, OnRound
 
 
-def announce(settings: Settings, *, where: str) -> None:
+def print_settings(settings: Settings, *, where: str) -> None:
     """Print once what was decided: the derived numbers, so that nobody has to work them out."""
     plan, optimizer = settings.plan, settings.optimizer
     if plan.accumulation_steps is not None:
@@ -51,7 +51,7 @@ def _scaling(settings: Settings) -> str:
 
 
 @contextmanager
-def watched(settings: Settings) -> Iterator[OnRound]:
+def progress_bar(settings: Settings) -> Iterator[OnRound]:
     """Show a progress bar while the run goes on; on a pipe, print a line every tenth of the run."""
     bar = Progress(
         TextColumn("round"),
@@ -66,17 +66,17 @@ def watched(settings: Settings) -> Iterator[OnRound]:
         shown = bar.add_task("rounds", total=settings.rounds, line="waiting for clients")
 
         def on_round(row: RoundRow) -> None:
-            bar.update(shown, completed=row.round, line=line_of(row))
+            bar.update(shown, completed=row.round, line=round_line(row))
             is_due = row.round % max(settings.rounds // 10, 1) == 0 or row.round == settings.rounds
             if not console.is_terminal and is_due:
                 console.print(
-                    f"round {row.round:>4}/{settings.rounds}  {line_of(row)}", soft_wrap=True
+                    f"round {row.round:>4}/{settings.rounds}  {round_line(row)}", soft_wrap=True
                 )
 
         yield on_round
 
 
-def line_of(row: RoundRow) -> str:
+def round_line(row: RoundRow) -> str:
     """Return what a round comes down to, in one line."""
     low, high = row.k_range
     accuracy = row.metrics.get("test_accuracy")
@@ -95,7 +95,7 @@ def line_of(row: RoundRow) -> str:
     return "  ".join(parts)
 
 
-def conclude(settings: Settings) -> None:
+def print_result(settings: Settings) -> None:
     """Print the result and where the files are."""
     folder = settings.out
     if folder is None:

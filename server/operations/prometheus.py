@@ -23,7 +23,7 @@ from headwater.server.rounds.open_round import OpenRound
 from headwater.server.rounds.round_row import RoundRow
 
 PREFIX = "headwater_server_"
-MOST_LABELLED = 200
+MAX_LABELLED = 200
 IDLE_ROUNDS = 100
 # A round of a LAN takes tenths of a second, one of slow links and deadlines up to an hour.
 ROUND_SECONDS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 3600)
@@ -31,7 +31,7 @@ ACCURACY = "test_accuracy"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Now:
+class ServerGauges:
     """What is asked of the server at each scrape."""
 
     num_connected: int
@@ -76,7 +76,7 @@ def figures_of(row: RoundRow) -> dict[str, DeviceFigures]:
     }
 
 
-def labelled(
+def labelled_devices(
     before: dict[str, DeviceFigures], new: dict[str, DeviceFigures], *, round_number: int
 ) -> tuple[dict[str, DeviceFigures], int]:
     """Return the devices that have labels after a round, and how many of it have none."""
@@ -87,7 +87,7 @@ def labelled(
     }
     num_without = 0
     for name, figures in new.items():
-        if name in kept or len(kept) < MOST_LABELLED:
+        if name in kept or len(kept) < MAX_LABELLED:
             kept[name] = figures
         else:
             num_without += 1
@@ -97,7 +97,7 @@ def labelled(
 class ServerMetrics:
     """An ``Observer`` of the rounds, and what Prometheus collects from."""
 
-    def __init__(self, now: Callable[[], Now]) -> None:
+    def __init__(self, now: Callable[[], ServerGauges]) -> None:
         """Take how to ask the server how it stands."""
         self.registry = CollectorRegistry()
         self._now = now
@@ -131,7 +131,7 @@ class ServerMetrics:
             self._row = row
             self._num_rounds += 1
             self._num_examples += row.num_examples
-            self._devices, self._num_unlabelled = labelled(
+            self._devices, self._num_unlabelled = labelled_devices(
                 self._devices, figures_of(row), round_number=row.round
             )
 
@@ -188,7 +188,7 @@ def _of_devices(devices: dict[str, DeviceFigures], num_unlabelled: int) -> Itera
         yield family
     yield _gauge(
         "unlabelled_devices",
-        f"Devices of the last round without figures of their own: {MOST_LABELLED} have them",
+        f"Devices of the last round without figures of their own: {MAX_LABELLED} have them",
         num_unlabelled,
     )
 

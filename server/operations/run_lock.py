@@ -26,7 +26,7 @@ FRESH_SECONDS = 15.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Seen:
+class ServerState:
     """What is seen of a folder's server from outside."""
 
     is_up: bool
@@ -46,7 +46,7 @@ class Seen:
         return self.is_up and seconds is not None and seconds < FRESH_SECONDS
 
 
-class Presence:
+class RunLock:
     """This process's hold on a folder, until ``release``."""
 
     def __init__(self, folder: Path) -> None:
@@ -88,7 +88,7 @@ class Presence:
         os.close(self._file)
 
 
-def look(folder: Path, *, now: float | None = None) -> Seen:
+def read_server_state(folder: Path, *, now: float | None = None) -> ServerState:
     """Look from outside whether a server runs in ``folder``.
 
     Raises:
@@ -97,7 +97,7 @@ def look(folder: Path, *, now: float | None = None) -> Seen:
     try:
         file = os.open(folder / FILE, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
-        return Seen(is_up=False, heartbeat_seconds=None, about={})
+        return ServerState(is_up=False, heartbeat_seconds=None, about={})
     except OSError as error:
         raise StateError(
             f"cannot read {folder / FILE}: {error.strerror}",
@@ -117,4 +117,6 @@ def look(folder: Path, *, now: float | None = None) -> Seen:
     finally:
         os.close(file)
     age = max((time.time() if now is None else now) - beat, 0.0)
-    return Seen(is_up=is_up, heartbeat_seconds=age, about=about if isinstance(about, dict) else {})
+    return ServerState(
+        is_up=is_up, heartbeat_seconds=age, about=about if isinstance(about, dict) else {}
+    )

@@ -23,8 +23,8 @@ from headwater.common.errors import SettingsError
 from headwater.common.system.json_logs import plain, rfc3339
 from headwater.server.operations import history, orders
 from headwater.server.operations import run_lock as presence
-from headwater.server.operations.vigil import length_of, named
-from headwater.server.transport.device_records import Device
+from headwater.server.operations.vigil import duration_text, names_text
+from headwater.server.transport.device_records import DeviceRecord
 
 MOST_SHOWN = 100
 ABSENT = "-"
@@ -42,7 +42,7 @@ def read_status(folder: Path, *, now: float | None = None) -> dict[str, Any]:
     """
     check_run(folder)
     now = time.time() if now is None else now
-    seen, found = presence.look(folder, now=now), history.read(folder)
+    seen, found = presence.read_server_state(folder, now=now), history.read(folder)
     state = {} if found is None else found.state
     order = orders.standing(folder)
     devices = [] if found is None else [_device(one, seen, now) for one in found.devices]
@@ -79,7 +79,7 @@ def check_run(folder: Path) -> None:
         raise SettingsError(f"{folder} {what}", remedy="name the server's own folder: --out DIR")
 
 
-def _device(device: Device, seen: presence.Seen, now: float) -> dict[str, Any]:
+def _device(device: DeviceRecord, seen: presence.ServerState, now: float) -> dict[str, Any]:
     """Return a device as it is told; a server that was killed could not say who was gone."""
     told = asdict(device)
     if device.is_connected:
@@ -106,8 +106,8 @@ def as_table(status: dict[str, Any], folder: Path) -> RenderableType:
     parts: list[RenderableType] = [_headline(status, folder)]
     waited = status["awaited_seconds"] or 0.0
     if status["awaited"] and waited >= LONG_WAIT_SECONDS:
-        whom = escape(named(status["awaited"], status["num_awaited"]))
-        parts.append(f"it has waited {length_of(waited)} for {whom}")
+        whom = escape(names_text(status["awaited"], status["num_awaited"]))
+        parts.append(f"it has waited {duration_text(waited)} for {whom}")
     last = status["last_round"]
     if last is not None:
         loss = "not finite" if last["loss"] is None else f"{last['loss']:.4f}"
@@ -192,4 +192,4 @@ def _ago(seconds: float | None) -> str:
     """Say how long ago something was, to one figure that matters: 12 s, 3 min, 5 h, 2 d ago."""
     if seconds is None:
         return "never"
-    return f"{length_of(seconds)} ago"
+    return f"{duration_text(seconds)} ago"

@@ -15,7 +15,7 @@ MOST_NAMED = 5
 UNITS = (("d", 86_400), ("h", 3_600), ("min", 60))
 
 
-class Vigil:
+class LongWaitNotice:
     """When it is time to speak: after FIRST_SECONDS of waiting, after twice as long, and so on."""
 
     def __init__(self) -> None:
@@ -41,14 +41,14 @@ class Vigil:
         return True
 
 
-def named(names: Sequence[str], number: int) -> str:
+def names_text(names: Sequence[str], number: int) -> str:
     """Name the first few of so many: a, b, c, d, e and 12 more."""
     shown = ", ".join(names[:MOST_NAMED])
     more = number - len(names[:MOST_NAMED])
     return f"{shown} and {more} more" if more else shown
 
 
-def length_of(seconds: float) -> str:
+def duration_text(seconds: float) -> str:
     """Say a length of time to one figure that matters: 12 s, 3 min, 5 h, 2 d."""
     for unit, size in UNITS:
         if seconds >= size:

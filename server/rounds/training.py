@@ -36,7 +36,7 @@ from headwater.server.rounds import evaluation as evaluate
 from headwater.server.rounds.open_round import OpenRound
 from headwater.server.secagg import blame as culprits
 from headwater.server.secagg import session as secure_round
-from headwater.server.secagg.parameters import Opening
+from headwater.server.secagg.parameters import SessionSetup
 from headwater.server.secagg.retries import sum_masked
 
 NOTHING_FINITE = "lower --learning-rate if the model diverged, or look at the devices' data"
@@ -81,7 +81,7 @@ class Training:
         self.round = 0
         self.run_id = run_id
         self.counted: dict[str, int] = {}
-        self.followed = secure_round.Followed()
+        self.followed = secure_round.EncodingState()
         self.sessions: secure_round.SessionNumbers | None = None
 
     def resume(self, folder: Path, fleet: Fleet) -> bool:
@@ -113,7 +113,7 @@ class Training:
         self.counted = dict(progress.counted)
         self.planning.learned = learned.of_json(progress.learned)
         self.target.restore(progress.target)
-        self.followed = secure_round.Followed.of_json(progress.secure)
+        self.followed = secure_round.EncodingState.of_json(progress.secure)
         self.planning.culprits = culprits.of_json(progress.secure.get("culprits", {}))
         fleet.restore_simulated(progress.simulated)
         return True
@@ -172,7 +172,7 @@ class Training:
 
     def _close_masked(self, opened: OpenRound, fleet: Fleet) -> Summed:
         chosen = self.settings.secure
-        cohort = secure_round.Cohort.of(
+        cohort = secure_round.ReadyCohort.of(
             opened.ready,
             opened.plans,
             max_weight_per_example=max_weight_per_example(self.task),
@@ -182,8 +182,8 @@ class Training:
             self.sessions = secure_round.SessionNumbers(self.settings.out, run_id=self.run_id)
         sessions, number = self.sessions, self.round + 1
 
-        def open_session(cohort: secure_round.Cohort) -> Opening:
-            return secure_round.opening_of(
+        def open_session(cohort: secure_round.ReadyCohort) -> SessionSetup:
+            return secure_round.setup_of(
                 cohort,
                 chosen,
                 self.followed,
@@ -204,7 +204,7 @@ class Training:
             refuse=opened.refuse,
             leave_out=lambda found: self.planning.leave_out(found, round_number=number),
         )
-        done, self.followed = secure_round.summed(unmasked, self.followed)
+        done, self.followed = secure_round.decode_sum(unmasked, self.followed)
         return done
 
     def _check_enough(self, opened: OpenRound, there: Sized) -> None:

@@ -38,10 +38,15 @@ from headwater.common.secagg.protocol import (
 )
 from headwater.common.secagg.session import Session, session_of
 from headwater.server.secagg.mask_phases import MaskPhase
-from headwater.server.secagg.parameters import Opening, admitted, check_enough, parameters_of
+from headwater.server.secagg.parameters import (
+    SessionSetup,
+    check_enough,
+    check_reply,
+    parameters_of,
+)
 
 
-def open_session(opening: Opening) -> KeysPhase:
+def open_session(opening: SessionSetup) -> KeysPhase:
     """Open a session among the devices that have an update."""
     return KeysPhase(opening=opening, keys={})
 
@@ -50,7 +55,7 @@ def open_session(opening: Opening) -> KeysPhase:
 class KeysPhase:
     """Phase 0: who takes part, and with which keys."""
 
-    opening: Opening
+    opening: SessionSetup
     keys: Mapping[str, KeysAdvertised]
 
     def requests(self) -> dict[str, Request]:
@@ -74,7 +79,7 @@ class KeysPhase:
             SignatureRefused: it is not signed, in active mode. Whether the signature is right the
                 server cannot say: the devices hold the allow-list.
         """
-        keys = admitted(
+        keys = check_reply(
             reply,
             KeysAdvertised,
             sender=sender,
@@ -124,7 +129,7 @@ class KeysPhase:
 class DealPhase:
     """Phase 1: everybody shares its secrets out."""
 
-    opening: Opening
+    opening: SessionSetup
     session: Session
     dealt: Mapping[str, SharesDealt]
 
@@ -142,7 +147,7 @@ class DealPhase:
             SessionMismatch: its model, or what reached it of the roster, is another.
             CorruptUpdate: not one share for each of its holders, in their order.
         """
-        dealt = admitted(
+        dealt = check_reply(
             reply, SharesDealt, sender=sender, awaited=self.session.members, there=self.dealt
         )
         if dealt.session != self.session.digest:
@@ -169,7 +174,7 @@ class DealPhase:
 class CheckPhase:
     """Between the phases: everybody opens its shares, and names the dealers of bad ones."""
 
-    opening: Opening
+    opening: SessionSetup
     session: Session
     dealt: Mapping[str, SharesDealt]
     checked: Mapping[str, frozenset[str]]
@@ -190,7 +195,7 @@ class CheckPhase:
             LateUpdate, UnexpectedUpdate: see ``admitted``.
             CorruptUpdate: it complains of a device that dealt it nothing.
         """
-        checked = admitted(
+        checked = check_reply(
             reply, SharesChecked, sender=sender, awaited=self.dealt, there=self.checked
         )
         dealers = self.dealt.keys() & set(self.session.holders(sender)) - {sender}
@@ -210,7 +215,7 @@ class CheckPhase:
         Whoever is left with fewer than t holders leaves too, until nobody is: in a sparse graph a
         neighbourhood may thin out although the cohort is large enough.
         """
-        left = blamed(self.complaints)
+        left = resolve_complaints(self.complaints)
         members = sorted(self.checked.keys() - left.keys())
         while short := self.session.short_of_holders(members, present=members):
             threshold = self.session.parameters.threshold
@@ -233,7 +238,7 @@ class CheckPhase:
         )
 
 
-def blamed(complaints: Mapping[str, Iterable[str]]) -> dict[str, HeadwaterError]:
+def resolve_complaints(complaints: Mapping[str, Iterable[str]]) -> dict[str, HeadwaterError]:
     """Return who leaves so that no complaint (holder -> dealers) is left, and why.
 
     Of holder and dealer one is at fault, and nobody else can tell which. Whoever is part of most

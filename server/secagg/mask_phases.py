@@ -24,7 +24,7 @@ from headwater.common.secagg.protocol import (
     signatures_needed,
 )
 from headwater.common.secagg.session import Session
-from headwater.server.secagg.parameters import Opening, admitted, check_enough
+from headwater.server.secagg.parameters import SessionSetup, check_enough, check_reply
 from headwater.server.secagg.unmask_phase import Dealt, MaskedSum, UnmaskPhase, check_holders
 
 
@@ -32,7 +32,7 @@ from headwater.server.secagg.unmask_phase import Dealt, MaskedSum, UnmaskPhase, 
 class MaskPhase:
     """Phase 2: the masked vectors come in."""
 
-    opening: Opening
+    opening: SessionSetup
     session: Session
     dealt: Dealt = field(repr=False)
     members: tuple[str, ...]
@@ -44,7 +44,7 @@ class MaskPhase:
     def of(
         cls,
         *,
-        opening: Opening,
+        opening: SessionSetup,
         session: Session,
         dealt: Dealt,
         members: Sequence[str],
@@ -81,7 +81,9 @@ class MaskPhase:
             SessionMismatch: it was masked in another session.
             CorruptUpdate: vector or numbers are not as long as they should be.
         """
-        head = admitted(reply, MaskedHead, sender=sender, awaited=self.members, there=self.arrived)
+        head = check_reply(
+            reply, MaskedHead, sender=sender, awaited=self.members, there=self.arrived
+        )
         if head.session != self.session.digest:
             raise SessionMismatch(f"{sender}: its update was masked in another session")
         total = self.total
@@ -136,7 +138,7 @@ class MaskPhase:
 class SignPhase:
     """Phase 3, active mode: everybody signs the survivor set."""
 
-    opening: Opening
+    opening: SessionSetup
     session: Session
     dealt: Dealt = field(repr=False)
     total: MaskedSum
@@ -155,7 +157,7 @@ class SignPhase:
         Raises:
             LateUpdate, UnexpectedUpdate: see ``admitted``.
         """
-        told = admitted(
+        told = check_reply(
             reply, SurvivorsSigned, sender=sender, awaited=self.survived, there=self.signed
         )
         return replace(self, signed={**self.signed, sender: told.signature})

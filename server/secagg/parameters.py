@@ -30,7 +30,7 @@ R = TypeVar("R", bound=Reply)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Opening:
+class SessionSetup:
     """What the server chose for a session before it knows who takes part.
 
     ``planned_weights`` are of the devices that said they have an update, by name. ``bounds`` are
@@ -66,7 +66,7 @@ class Opening:
         return share_of(self.min_survivors, num_shared)
 
 
-def parameters_of(opening: Opening, members: Iterable[Member]) -> Parameters:
+def parameters_of(opening: SessionSetup, members: Iterable[Member]) -> Parameters:
     """Return the parameters of a session of these members.
 
     The complete graph's thresholds hold up to ``MAX_COMPLETE`` members, those of a k-regular graph
@@ -103,13 +103,13 @@ def parameters_of(opening: Opening, members: Iterable[Member]) -> Parameters:
     )
 
 
-def _encoding(opening: Opening, planned_weight: int) -> Encoding:
+def _encoding(opening: SessionSetup, planned_weight: int) -> Encoding:
     if opening.ring_bits == 16:
         return rotated_encoding(max_weight=planned_weight)
     return plan_encoding(max_weight=planned_weight, clip=opening.clip)
 
 
-def _scalars(opening: Opening, num_devices: int, largest_weight: int) -> Iterable[Scalar]:
+def _scalars(opening: SessionSetup, num_devices: int, largest_weight: int) -> Iterable[Scalar]:
     num_clips = most_clipped(opening.num_values, len(opening.bounds) + 2)
     for name, most in ((WEIGHT, largest_weight), (NUM_CLIPPED, num_clips)):
         yield plan_scalar(name, bound=float(most), num_devices=num_devices, is_count=True)
@@ -117,7 +117,7 @@ def _scalars(opening: Opening, num_devices: int, largest_weight: int) -> Iterabl
         yield plan_scalar(name, bound=bound, num_devices=num_devices)
 
 
-def admitted(
+def check_reply(
     reply: Reply, kind: type[R], *, sender: str, awaited: Container[str], there: Container[str]
 ) -> R:
     """Return a reply if it is of this phase, and its sender's first.
@@ -140,7 +140,7 @@ def admitted(
     return reply
 
 
-def check_enough(names: Sized, opening: Opening, *, what: str) -> None:
+def check_enough(names: Sized, opening: SessionSetup, *, what: str) -> None:
     """Abort if fewer are left than any session needs.
 
     Raises:

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from headwater.common.errors import HeadwaterError, RoundAborted, SessionRefused
 from headwater.server.fleet import Fleet
 from headwater.server.secagg.blame import Evidence
-from headwater.server.secagg.parameters import Opening
-from headwater.server.secagg.session import Cohort, Refuse, play
-from headwater.server.secagg.unmask_phase import OpenedSum
+from headwater.server.secagg.parameters import SessionSetup
+from headwater.server.secagg.session import ReadyCohort, Refuse, run_session
+from headwater.server.secagg.unmask_phase import UnmaskedSum
 
 log = logging.getLogger(__name__)
 
@@ -26,15 +26,15 @@ SHOWN = 3  # devices that a line of the log explains
 
 
 def sum_masked(
-    cohort: Cohort,
+    cohort: ReadyCohort,
     fleet: Fleet,
     *,
-    open_session: Callable[[Cohort], Opening],
+    open_session: Callable[[ReadyCohort], SessionSetup],
     bounds: NDArray[np.float32] | None,
     phase_seconds: float,
     refuse: Refuse,
     leave_out: Callable[[Mapping[str, str]], None],
-) -> OpenedSum:
+) -> UnmaskedSum:
     """Return the cohort's sum, of as many attempts as it takes to be rid of who can be named.
 
     ``open_session`` chooses a session's parameters, with a number of its own. ``refuse`` is told of
@@ -47,7 +47,7 @@ def sum_masked(
         opening, evidence = open_session(cohort), Evidence()
         refused: dict[str, HeadwaterError] = {}
         try:
-            opened = play(
+            opened = run_session(
                 opening,
                 fleet,
                 bounds=bounds,
@@ -72,7 +72,7 @@ def sum_masked(
             return opened
 
 
-def _log_reasons(opening: Opening, refused: Mapping[str, HeadwaterError]) -> None:
+def _log_reasons(opening: SessionSetup, refused: Mapping[str, HeadwaterError]) -> None:
     """Say why devices left: the error that ends an attempt only says that they were too few."""
     some = "; ".join(f"{error.code}: {error}" for error in list(refused.values())[:SHOWN])
     if refused:

@@ -51,8 +51,8 @@ from headwater.server.planning.target_batch import Gathered
 from headwater.server.secagg.blame import Evidence
 from headwater.server.secagg.key_phases import CheckPhase, DealPhase, open_session
 from headwater.server.secagg.mask_phases import MaskPhase
-from headwater.server.secagg.parameters import Opening
-from headwater.server.secagg.unmask_phase import OpenedSum, UnmaskPhase
+from headwater.server.secagg.parameters import SessionSetup
+from headwater.server.secagg.unmask_phase import UnmaskedSum, UnmaskPhase
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ Refuse = Callable[[str, HeadwaterError], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Followed:
+class EncodingState:
     """What follows from masked round to masked round."""
 
     clip: ClipState = field(default_factory=ClipState)
@@ -78,12 +78,12 @@ class Followed:
         }
 
     @staticmethod
-    def of_json(row: Mapping[str, Any]) -> Followed:
+    def of_json(row: Mapping[str, Any]) -> EncodingState:
         """Return what ``to_json`` gave."""
         if not row:
-            return Followed()
+            return EncodingState()
         bounds = row["bounds"]
-        return Followed(
+        return EncodingState(
             clip=ClipState(clip=row["clip"], largest_mean=row["largest_mean"]),
             bounds=None if bounds is None else np.array(bounds, dtype=np.float32),
         )
@@ -130,7 +130,7 @@ class SessionNumbers:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Cohort:
+class ReadyCohort:
     """The devices that have an update, and what their plans allow."""
 
     ready: Mapping[str, Ready]
@@ -145,7 +145,7 @@ class Cohort:
         *,
         max_weight_per_example: int,
         refuse: Refuse,
-    ) -> Cohort:
+    ) -> ReadyCohort:
         """Take those whose metrics are those of most: all numbers of a session have one name."""
         kinds = [one.metrics for one in ready.values()]
         metrics = max(sorted(set(kinds)), key=kinds.count, default=())
@@ -155,7 +155,7 @@ class Cohort:
                 alike[name] = one
             else:
                 refuse(name, UnexpectedUpdate(f"{name}: its metrics are not those of the others"))
-        return Cohort(
+        return ReadyCohort(
             ready=alike,
             planned_weights={
                 name: plans[name].weigh_as or max_weight_per_example * plans[name].most_examples
@@ -165,7 +165,7 @@ class Cohort:
             most_examples=max((plans[name].most_examples for name in alike), default=1),
         )
 
-    def without(self, names: Iterable[str]) -> Cohort:
+    def without(self, names: Iterable[str]) -> ReadyCohort:
         """Return the cohort without some of its devices."""
         gone = set(names)
         return replace(
@@ -175,15 +175,15 @@ class Cohort:
         )
 
 
-def opening_of(
-    cohort: Cohort,
+def setup_of(
+    cohort: ReadyCohort,
     chosen: SecureSettings,
-    followed: Followed,
+    followed: EncodingState,
     *,
     run_id: int,
     number: SessionNumber,
     image: ModelImage,
-) -> Opening:
+) -> SessionSetup:
     """Choose a session's parameters, as far as they do not depend on who takes part."""
     assert chosen.aggregation != "off"
     largest = max(cohort.planned_weights.values(), default=1)
@@ -192,7 +192,7 @@ def opening_of(
     if chosen.ring_bits == 16:
         seed = os.urandom(32)
         digest = hashlib.sha256(block_bounds(followed, num_values).tobytes()).digest()
-    return Opening(
+    return SessionSetup(
         run=run_id,
         number=number,
         mode=chosen.aggregation,
@@ -213,22 +213,22 @@ def opening_of(
     )
 
 
-def block_bounds(followed: Followed, num_values: int) -> NDArray[np.float32]:
+def block_bounds(followed: EncodingState, num_values: int) -> NDArray[np.float32]:
     """Return the bounds of a 16-bit ring's blocks, followed or first."""
     if followed.bounds is not None:
         return followed.bounds
     return first_bounds(Rotation(seed=bytes(32), num_coordinates=num_values))
 
 
-def play(
-    opening: Opening,
+def run_session(
+    opening: SessionSetup,
     fleet: Fleet,
     *,
     bounds: NDArray[np.float32] | None,
     phase_seconds: float,
     refuse: Refuse,
     evidence: Evidence,
-) -> OpenedSum:
+) -> UnmaskedSum:
     """Walk through a session's phases; who fails in one of them is told to ``refuse``.
 
     ``evidence`` is what shows, if the session is aborted, who is at fault.
@@ -237,7 +237,7 @@ def play(
         TooFewSurvivors, DealerCheated, NoSuchGraph: the session is aborted.
     """
     state: Any = open_session(opening)
-    while not isinstance(state, OpenedSum):
+    while not isinstance(state, UnmaskedSum):
         requests = state.requests()
         if not requests:
             state = state.close()  # which says that they are too few
@@ -287,7 +287,7 @@ def play(
     return state
 
 
-def summed(opened: OpenedSum, followed: Followed) -> tuple[Summed, Followed]:
+def decode_sum(opened: UnmaskedSum, followed: EncodingState) -> tuple[Summed, EncodingState]:
     """Divide the opened sum by its weight; return it, and what the next round follows from.
 
     Raises:
@@ -305,7 +305,7 @@ def summed(opened: OpenedSum, followed: Followed) -> tuple[Summed, Followed]:
     if chosen.rotation_seed is None:
         largest = float(np.abs(mean_P).max(initial=0.0))
         clip = follow_clip(followed.clip, largest_mean=largest, num_clipped=num_clipped)
-        after = Followed(clip=clip, bounds=followed.bounds)
+        after = EncodingState(clip=clip, bounds=followed.bounds)
     else:
         rotation = Rotation(seed=chosen.rotation_seed, num_coordinates=chosen.num_values)
         bounds = block_bounds(followed, chosen.num_values)
@@ -319,7 +319,7 @@ def summed(opened: OpenedSum, followed: Followed) -> tuple[Summed, Followed]:
             mean_norm=float(np.linalg.norm(mean_P)),
         )
         share = num_clipped / (len(opened.survived) * chosen.num_values)
-        after = Followed(
+        after = EncodingState(
             clip=followed.clip,
             bounds=follow_bounds(bounds, block_rms=rms, spread=spread, clipped=share),
         )

@@ -44,7 +44,7 @@ from headwater.common.secagg.scalars import decode_scalars
 from headwater.common.secagg.secret import Secret
 from headwater.common.secagg.session import Session
 from headwater.common.secagg.shamir import combine
-from headwater.server.secagg.parameters import Opening, admitted
+from headwater.server.secagg.parameters import SessionSetup, check_reply
 
 Dealt = Mapping[str, SharesDealt]
 
@@ -75,7 +75,7 @@ def check_holders(session: Session, dealers: Sequence[str], *, present: Sequence
 class UnmaskPhase:
     """Phase 4: the shares come in that open the sum."""
 
-    opening: Opening
+    opening: SessionSetup
     session: Session
     dealt: Dealt = field(repr=False)
     total: MaskedSum
@@ -111,7 +111,7 @@ class UnmaskPhase:
             WrongShare: one of them is not what was dealt to it: the holder saw the commitment
                 before phase 2, and did not complain.
         """
-        shares = admitted(
+        shares = check_reply(
             reply, SharesRevealed, sender=sender, awaited=self.asked, there=self.revealed
         )
         dealers = set(self.session.holders(sender))
@@ -133,7 +133,7 @@ class UnmaskPhase:
         if commitment(tag=tag, session=self.session.digest, ends=ends, share=share) != told:
             raise WrongShare(f"{holder}: its {tag} of {dealer} is not the one that was dealt to it")
 
-    def close(self, *, num_threads: int = 1) -> OpenedSum:
+    def close(self, *, num_threads: int = 1) -> UnmaskedSum:
         """Open the secrets, take off the masks, and decode the numbers.
 
         Raises:
@@ -157,7 +157,7 @@ class UnmaskPhase:
         unmask_in_place(total.scalars, streams, cipher=chosen.cipher, part=SCALARS)
         for secret in (*seeds.values(), *keys.values(), *(stream.key for stream in streams)):
             secret.erase()
-        return OpenedSum(
+        return UnmaskedSum(
             session=self.session,
             vector_P=total.vector_P,
             numbers=decode_scalars(total.scalars, chosen.scalars),
@@ -167,7 +167,7 @@ class UnmaskPhase:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class OpenedSum:
+class UnmaskedSum:
     """The cohort's sum, still in the ring, and the numbers that rode along, summed."""
 
     session: Session

@@ -8,14 +8,14 @@ import re
 from headwater.common.errors import HeadwaterError, IdentityRefused, ModelMismatch, ProtocolMismatch
 from headwater.common.transport.limits import NAME_PATTERN, PROTOCOL_VERSION
 from headwater.common.transport.wire_pb2 import Hello
-from headwater.server.enrolment.peer_certificates import Identities, Shown
+from headwater.server.enrolment.peer_certificates import CertificateVerifier, PeerCertificate
 from headwater.server.transport.session import node_id_of
 
 
 class Admission:
     """The rules by which a stream is served or refused, and who was turned away for good."""
 
-    def __init__(self, identities: Identities) -> None:
+    def __init__(self, identities: CertificateVerifier) -> None:
         self._identities = identities
         self.layout_digest: str | None = None
         """Of the model; devices with another are refused."""
@@ -25,7 +25,7 @@ class Admission:
         """Refuse whoever comes back with this session; who is started anew gets a new chance."""
         self._turned_away[node_id] = (token, error)
 
-    def check(self, hello: Hello, shown: Shown | None) -> None:
+    def check(self, hello: Hello, shown: PeerCertificate | None) -> None:
         """Check a hello; ``shown`` is the stream's certificate, None where there is no TLS.
 
         Raises:

@@ -26,14 +26,14 @@ from headwater.common.transport.limits import NAME_PATTERN
 if TYPE_CHECKING:  # torch comes with it, which status need not wait for
     from headwater.common.messages import Plan, Vitals
 
-MOST_DEVICES = 10_000
-MOST_STRANGERS = 100
+MAX_DEVICES = 10_000
+MAX_REFUSED = 100
 AWAY = {kind.__name__ for kind in (BytesUsedUp, OutsideUploadWindow, WorkingHours)}
-MOST_REASON = 500  # characters of a refusal that are kept
+MAX_REASON_CHARACTERS = 500  # characters of a refusal that are kept
 
 
 @dataclass(kw_only=True, slots=True)
-class Device:
+class DeviceRecord:
     """One device; times are seconds since 1970, and what is not known is not set."""
 
     name: str
@@ -81,23 +81,23 @@ class Device:
         if isinstance(error, ConnectionLost) and self.has_left:
             return
         self.refused_at = time.time()
-        self.refusal_code, self.refusal_text = error.code, str(error)[:MOST_REASON]
+        self.refusal_code, self.refusal_text = error.code, str(error)[:MAX_REASON_CHARACTERS]
 
 
-COLUMNS = tuple(column.name for column in fields(Device))
+COLUMNS = tuple(column.name for column in fields(DeviceRecord))
 
 
-class Attendance:
+class DeviceRecords:
     """The devices by name; any thread may note and read."""
 
     def __init__(self) -> None:
         self.num_not_noted = 0
-        self._devices: dict[str, Device] = {}
-        self._strangers: dict[str, Device] = {}
+        self._devices: dict[str, DeviceRecord] = {}
+        self._strangers: dict[str, DeviceRecord] = {}
         self._awaited: dict[str, float] = {}
         self._lock = threading.Lock()
 
-    def restore(self, known: Iterable[Device]) -> None:
+    def restore(self, known: Iterable[DeviceRecord]) -> None:
         """Take up what an earlier server knew."""
         with self._lock:
             for device in known:
@@ -108,25 +108,25 @@ class Attendance:
                     here.bytes_up += device.bytes_up
                     here.bytes_down += device.bytes_down
 
-    def devices(self) -> list[Device]:
+    def devices(self) -> list[DeviceRecord]:
         """Return all, those that were refused and never served last."""
         with self._lock:
             return [*self._devices.values(), *self._strangers.values()]
 
-    def of(self, name: str) -> Device:
+    def of(self, name: str) -> DeviceRecord:
         """Return the device that is served under a name."""
         with self._lock:
             return self._served(name)
 
-    def _served(self, name: str) -> Device:
+    def _served(self, name: str) -> DeviceRecord:
         device = self._devices.get(name)
         if device is None:
-            device = self._strangers.pop(name, None) or Device(name=name)
-            if len(self._devices) < MOST_DEVICES:
+            device = self._strangers.pop(name, None) or DeviceRecord(name=name)
+            if len(self._devices) < MAX_DEVICES:
                 self._devices[name] = device
         return device
 
-    def connected(self, name: str) -> Device:
+    def connected(self, name: str) -> DeviceRecord:
         """Note that a device is here."""
         with self._lock:
             device = self._served(name)
@@ -136,7 +136,7 @@ class Attendance:
         device.is_connected = True
         return device
 
-    def disconnected(self, device: Device) -> None:
+    def disconnected(self, device: DeviceRecord) -> None:
         """Note that it has gone."""
         device.last_seen, device.is_connected = time.time(), False
 
@@ -164,9 +164,9 @@ class Attendance:
             device = self._devices.get(name) or self._stranger(name)
             device.refuse(error)
 
-    def _stranger(self, name: str) -> Device:
-        device = self._strangers.pop(name, None) or Device(name=name)
-        while len(self._strangers) >= MOST_STRANGERS:
+    def _stranger(self, name: str) -> DeviceRecord:
+        device = self._strangers.pop(name, None) or DeviceRecord(name=name)
+        while len(self._strangers) >= MAX_REFUSED:
             del self._strangers[next(iter(self._strangers))]  # the one that is longest ago
         self._strangers[name] = device
         return device

@@ -18,12 +18,18 @@ from urllib.parse import unquote
 from headwater.common.errors import HeadwaterError, IdentityRefused, TooManyAttempts
 from headwater.common.transport.limits import PROTOCOL_VERSION
 from headwater.common.transport.wire_pb2 import Hello, Notice, ServerFrame, Welcome
-from headwater.server.enrolment.peer_certificates import Identities, Shown
+from headwater.server.enrolment.peer_certificates import CertificateVerifier, PeerCertificate
 from headwater.server.transport.admission import Admission
-from headwater.server.transport.device_records import Attendance
+from headwater.server.transport.device_records import DeviceRecords
 from headwater.server.transport.downloads import Downloads
-from headwater.server.transport.rate_limit import Frames, Ration, subscriber
-from headwater.server.transport.session import Displaced, Session, Sessions, Stream, node_id_of
+from headwater.server.transport.rate_limit import FrameLimit, RateLimit, subscriber
+from headwater.server.transport.session import (
+    ClosingStreams,
+    DeviceSession,
+    Sessions,
+    Stream,
+    node_id_of,
+)
 from headwater.server.transport.uploads import Uploads
 
 log = logging.getLogger(__name__)
@@ -35,13 +41,13 @@ class Doorway:
     def __init__(
         self,
         sessions: Sessions,
-        displaced: Displaced,
+        displaced: ClosingStreams,
         *,
         run_id: int,
         has_tls: bool,
         admission: Admission,
-        identities: Identities,
-        attendance: Attendance,
+        identities: CertificateVerifier,
+        attendance: DeviceRecords,
         uploads: Uploads,
         downloads: Downloads,
     ) -> None:
@@ -57,7 +63,7 @@ class Doorway:
         self._uploads = uploads
         self._downloads = downloads
         self._refusals = uploads.refusals
-        self._ration = Ration()
+        self._ration = RateLimit()
 
     def may_knock(self, stream: Stream) -> bool:
         """Tell whether its name or address has refusals left; if not, that is counted."""
@@ -72,7 +78,7 @@ class Doorway:
         self._ration.take(self._who(stream), time.monotonic())
         log.warning("%s refused: %s: %s", stream.peer(), error.code, error)
 
-    def welcome(self, stream: Stream, hello: Hello) -> Session:
+    def welcome(self, stream: Stream, hello: Hello) -> DeviceSession:
         """Check a hello, find or make the session, and attach the stream to it.
 
         It is called in the task that serves the stream.
@@ -96,7 +102,7 @@ class Doorway:
         if has_displaced and session is not None:
             self._displace(session, stream, is_kin=is_kin)
         if session is None:
-            session = Session(name=hello.name, node_id=node_id_of(hello.name), token=b"")
+            session = DeviceSession(name=hello.name, node_id=node_id_of(hello.name), token=b"")
             self._sessions[session.node_id] = session
         if not is_same:
             session.token = secrets.token_bytes(16)
@@ -117,12 +123,12 @@ class Doorway:
         host = stream.peer().rpartition(":")[0].partition(":")[2]
         return subscriber(unquote(host).strip("[]"))
 
-    def _shown(self, stream: Stream) -> Shown | None:
+    def _shown(self, stream: Stream) -> PeerCertificate | None:
         if not self._has_tls:
             return None
-        return Shown.of_pem(stream.auth_context().get("x509_pem_cert", [b""])[0])
+        return PeerCertificate.of_pem(stream.auth_context().get("x509_pem_cert", [b""])[0])
 
-    def _displace(self, session: Session, stream: Stream, *, is_kin: bool) -> None:
+    def _displace(self, session: DeviceSession, stream: Stream, *, is_kin: bool) -> None:
         """Let a stream take the place of the device's other one, if it has proved to be its."""
         if not self._has_tls or not is_kin:
             # Not noted as the device's refusal: it is another that came under its name.
@@ -140,11 +146,11 @@ class Doorway:
         )
 
     def _attach(
-        self, session: Session, stream: Stream, hello: Hello, *, has_displaced: bool
+        self, session: DeviceSession, stream: Stream, hello: Hello, *, has_displaced: bool
     ) -> None:
         session.stream, session.task = stream, asyncio.current_task()
         session.outbox, session.image_id = asyncio.Queue(), hello.image_id
-        session.sending_since, session.frames = None, Frames(at=time.monotonic())
+        session.sending_since, session.frames = None, FrameLimit(at=time.monotonic())
         if session.ask is not None:
             session.frames.asked(session.ask.reply_bytes)
         welcome = Welcome(

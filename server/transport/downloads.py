@@ -10,7 +10,7 @@ from functools import lru_cache, partial
 
 from headwater.common.transport.limits import CHUNK_BYTES, SMALL_IMAGE_BYTES
 from headwater.common.transport.wire_pb2 import Chunk, Image, Instruction, ServerFrame
-from headwater.server.transport.session import Ask, Session, Stream
+from headwater.server.transport.session import DeviceInstruction, DeviceSession, Stream
 
 GRPC_FRAME_BYTES = 5
 CACHED_FRAMES = 4
@@ -27,30 +27,32 @@ class Downloads:
         self._sending = asyncio.Semaphore(FRAMES_AT_ONCE)
         self._frame = lru_cache(maxsize=CACHED_FRAMES)(self._make_frame)
 
-    def send(self, session: Session, frame: ServerFrame) -> None:
+    def send(self, session: DeviceSession, frame: ServerFrame) -> None:
         """Put a frame into a session's outbox; one without a stream is sent nothing."""
         if session.stream is not None:
             session.outbox.put_nowait(partial(self.write, session.stream, frame, session))
 
-    def push(self, session: Session, ask: Ask) -> None:
+    def push(self, session: DeviceSession, ask: DeviceInstruction) -> None:
         """Put an instruction into a session's outbox, with its model if the device lacks it."""
         if session.stream is not None:
             session.outbox.put_nowait(partial(self._send_ask, session, ask, session.stream))
 
     async def write(
-        self, stream: Stream, frame: ServerFrame, session: Session | None = None
+        self, stream: Stream, frame: ServerFrame, session: DeviceSession | None = None
     ) -> None:
         """Write a frame, and count it for its device; waits where that reads slowly."""
         await self._write_bytes(stream, frame.SerializeToString(), session)
 
-    async def _write_bytes(self, stream: Stream, data: bytes, session: Session | None) -> None:
+    async def _write_bytes(
+        self, stream: Stream, data: bytes, session: DeviceSession | None
+    ) -> None:
         num_bytes = len(data) + GRPC_FRAME_BYTES
         self.num_bytes += num_bytes
         if session is not None and session.known is not None:
             session.known.bytes_down += num_bytes
         await stream.write(data)
 
-    async def offer(self, asks: Iterable[Ask]) -> None:
+    async def offer(self, asks: Iterable[DeviceInstruction]) -> None:
         """Take note of the model that goes with the asks, if any does."""
         self.forget_frames()
         images = {id(ask.image.obj): ask.image for ask in asks if ask.image is not None}
@@ -62,7 +64,9 @@ class Downloads:
         """Let go of the chunks that were serialised: the model may change."""
         self._frame.cache_clear()
 
-    async def _send_ask(self, session: Session, ask: Ask, stream: Stream) -> None:
+    async def _send_ask(
+        self, session: DeviceSession, ask: DeviceInstruction, stream: Stream
+    ) -> None:
         """Send an instruction, behind its model if the device does not have it."""
         image_id, beside = "", b""
         if session.stream is not stream or session.ask is not ask:
@@ -87,7 +91,9 @@ class Downloads:
             data = ServerFrame(instruction=instruction).SerializeToString() + beside
             await self._write_bytes(stream, data, session)
 
-    async def _send_image(self, session: Session, ask: Ask, stream: Stream) -> bool:
+    async def _send_image(
+        self, session: DeviceSession, ask: DeviceInstruction, stream: Stream
+    ) -> bool:
         """Send the model; False if its round closed meanwhile, and the model may have changed."""
         if self._image is None:
             return False

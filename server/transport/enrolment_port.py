@@ -46,7 +46,7 @@ from headwater.server.enrolment.authority import (
     Authority,
 )
 from headwater.server.enrolment.registry import Registry
-from headwater.server.transport.rate_limit import Ration, subscriber
+from headwater.server.transport.rate_limit import RateLimit, subscriber
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ MAX_AT_ONCE = 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Request:
+class JoinRequest:
     """What a device asks for with its token."""
 
     name: str
@@ -66,7 +66,7 @@ class Request:
     signing_request: bytes
 
     @classmethod
-    def of(cls, told: dict[str, Any]) -> Request:
+    def of(cls, told: dict[str, Any]) -> JoinRequest:
         """Read it from what came.
 
         Raises:
@@ -82,7 +82,7 @@ class Request:
         return cls(name=name, secret=secret, signing_request=request)
 
 
-def issue(request: Request, authority: Authority, registry: Registry, *, now: float) -> bytes:
+def issue(request: JoinRequest, authority: Authority, registry: Registry, *, now: float) -> bytes:
     """Return the certificate, in PEM, that a token entitles to.
 
     Raises:
@@ -121,7 +121,7 @@ class EnrolmentPort:
         self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self._context.minimum_version = ssl.TLSVersion.TLSv1_3
         self._context.load_cert_chain(folder / SERVER_FILE, folder / SERVER_KEY_FILE)
-        self._ration = Ration()
+        self._ration = RateLimit()
         self._talks: set[asyncio.Task[None]] = set()
         self._loop = asyncio.new_event_loop()
         self._stopping = asyncio.Event()
@@ -273,7 +273,7 @@ class EnrolmentPort:
             raise ProtocolMismatch(f"expected a request of version {VERSION}")
         if told.get("want") == "authority":
             return {"authority": certificate_pem(self._authority.certificate).decode()}
-        request = Request.of(told)
+        request = JoinRequest.of(told)
         pem = issue(request, self._authority, self._registry, now=time.time())
         log.warning("%s has joined from %s", request.name, peer)
         return {"certificate": pem.decode(), "port": self._stream_port}

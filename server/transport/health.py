@@ -19,7 +19,7 @@ SERVICE = "grpc.health.v1.Health"
 KNOWN = ("", METHOD.split("/")[1])
 
 
-class Health:
+class HealthService:
     """Says whether the server takes part in rounds."""
 
     def __init__(self) -> None:

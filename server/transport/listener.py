@@ -61,7 +61,7 @@ def bounds() -> list[tuple[str, int]]:
     ]
 
 
-class Strangers:
+class UnidentifiedConnections:
     """Counts the TLS connections that brought no stream: no certificate, a false one, or silence.
 
     gRPC tells when a connection begins, and ours is the first word of a stream; who fails in
@@ -103,7 +103,7 @@ class Strangers:
             return self._num_strangers
 
 
-class Port:
+class Listener:
     """gRPC's server; everything here runs in the intake's event loop."""
 
     def __init__(
@@ -111,7 +111,7 @@ class Port:
     ) -> None:
         self.number = 0
         self.num_reopened = 0
-        self.strangers = Strangers()
+        self.strangers = UnidentifiedConnections()
         self._address = address
         self._credentials = credentials
         self._handlers = tuple(handlers)

@@ -16,7 +16,7 @@ BURST, PER_SECOND, MAX_ADDRESSES = 20.0, 0.5, 4096
 FRAMES, FRAMES_PER_ASK, FRAMES_PER_SECOND = 1000.0, 32.0, 1.0
 
 
-class Ration:
+class RateLimit:
     """How many connections, or refusals, each address may still have."""
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class Ration:
 
 
 @dataclass(kw_only=True, slots=True)
-class Frames:
+class FrameLimit:
     """How many frames a stream may still send: tiny ones cost the server as much as large ones."""
 
     left: float = FRAMES

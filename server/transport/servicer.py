@@ -27,24 +27,31 @@ from headwater.common.errors import ConnectionLost, HeadwaterError
 from headwater.common.transport.limits import METHOD
 from headwater.common.transport.tls import Credentials
 from headwater.common.transport.wire_pb2 import Goodbye, Notice, ServerFrame
-from headwater.server.enrolment.peer_certificates import Identities
+from headwater.server.enrolment.peer_certificates import CertificateVerifier
 from headwater.server.transport.admission import Admission
-from headwater.server.transport.device_records import Attendance
+from headwater.server.transport.device_records import DeviceRecords
 from headwater.server.transport.doorway import Doorway
 from headwater.server.transport.downloads import Downloads
-from headwater.server.transport.health import Health
-from headwater.server.transport.listener import Port
-from headwater.server.transport.session import Arrival, Ask, Displaced, Sessions, Stream, Work
-from headwater.server.transport.staging import StagingRoom
+from headwater.server.transport.health import HealthService
+from headwater.server.transport.listener import Listener
+from headwater.server.transport.session import (
+    Arrival,
+    ClosingStreams,
+    DeviceInstruction,
+    Sessions,
+    Stream,
+    Work,
+)
+from headwater.server.transport.staging import StagingMemory
 from headwater.server.transport.stream import Streams
 from headwater.server.transport.uploads import Uploads, fault_frame
-from headwater.server.transport.watchdog import StreamWatch
+from headwater.server.transport.watchdog import Watchdog
 
 CLOSE_SECONDS = 5.0
 ALIVE_SECONDS = 1.0
 
 
-class Intake:
+class Servicer:
     """Serves the devices' streams in a thread of its own."""
 
     def __init__(
@@ -56,21 +63,21 @@ class Intake:
         staging_bytes: int,
         reconnect_seconds: float,
         spool_folder: Path | None = None,
-        identities: Identities | None = None,
-        attendance: Attendance | None = None,
+        identities: CertificateVerifier | None = None,
+        attendance: DeviceRecords | None = None,
     ) -> None:
-        self.attendance = attendance or Attendance()
+        self.attendance = attendance or DeviceRecords()
         self.port = 0
         self._address = address
         self._credentials = credentials
         self._sessions: Sessions = {}
-        self._displaced: Displaced = {}
+        self._displaced: ClosingStreams = {}
         self._downloads = Downloads()
-        self._room = StagingRoom(staging_bytes, spool_folder=spool_folder)
+        self._room = StagingMemory(staging_bytes, spool_folder=spool_folder)
         self._uploads = Uploads(self._room, send=self._downloads.send)
         self.arrivals = self._uploads.arrivals
         self.refusals = self._uploads.refusals
-        identities = identities or Identities()
+        identities = identities or CertificateVerifier()
         self._admission = Admission(identities)
         self._doorway = Doorway(
             self._sessions,
@@ -92,7 +99,7 @@ class Intake:
             uploads=self._uploads,
             downloads=self._downloads,
         )
-        self._watch = StreamWatch(
+        self._watch = Watchdog(
             self._sessions,
             self._displaced,
             reconnect_seconds=reconnect_seconds,
@@ -100,8 +107,8 @@ class Intake:
             uploads=self._uploads,
         )
         self._is_closing = False
-        self._health = Health()
-        self._port: Port | None = None
+        self._health = HealthService()
+        self._port: Listener | None = None
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="intake", daemon=True)
 
@@ -170,7 +177,7 @@ class Intake:
             return False
         return answered.wait(within_seconds)
 
-    def ask(self, asks: Sequence[Ask]) -> None:
+    def ask(self, asks: Sequence[DeviceInstruction]) -> None:
         """Send instructions; their answers come to ``arrivals``."""
         self._call(self._ask(asks))
 
@@ -192,7 +199,7 @@ class Intake:
         handler = grpc.stream_stream_rpc_method_handler(self._serve)
         service, method = METHOD.lstrip("/").split("/")
         streams = grpc.method_handlers_generic_handler(service, {method: handler})
-        port = Port(self._address, self._credentials, (streams, self._health.rpc_handler()))
+        port = Listener(self._address, self._credentials, (streams, self._health.rpc_handler()))
         await port.open()
         self._port, self.port = port, port.number
         self._warden = asyncio.create_task(self._watch.keep(port.strangers))
@@ -221,7 +228,7 @@ class Intake:
             self._port.brought_stream(stream.peer())
         await self._streams.serve(stream)
 
-    async def _ask(self, asks: Sequence[Ask]) -> None:
+    async def _ask(self, asks: Sequence[DeviceInstruction]) -> None:
         await self._downloads.offer(asks)
         for ask in asks:
             session = self._sessions.get(ask.node_id)

@@ -11,20 +11,20 @@ from typing import Any
 
 from headwater.common.errors import HeadwaterError
 from headwater.common.transport.wire_pb2 import Reply
-from headwater.server.enrolment.peer_certificates import Shown
-from headwater.server.transport.device_records import Device
-from headwater.server.transport.rate_limit import Frames
-from headwater.server.transport.staging import Staging
+from headwater.server.enrolment.peer_certificates import PeerCertificate
+from headwater.server.transport.device_records import DeviceRecord
+from headwater.server.transport.rate_limit import FrameLimit
+from headwater.server.transport.staging import StagedUpload
 
 Work = Coroutine[Any, Any, None]
 Stream = Any  # grpc.aio.ServicerContext, which ships without types
 
 # Asks that were let go and whose replies may still be on their way: a device is at one at a time.
-MOST_LET_GO = 8
+MAX_CANCELLED = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Ask:
+class DeviceInstruction:
     """An instruction to one device; ``image`` is the model that goes with it.
 
     ``beside`` is a small vector in its stead, which fits into the instruction's own frame.
@@ -47,18 +47,18 @@ class Arrival:
     message_id: str
     node_id: int
     head_json: str = ""
-    staging: Staging | None = None
+    staging: StagedUpload | None = None
     error: HeadwaterError | None = None
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
-class Session:
+class DeviceSession:
     """One device, over as many streams as it takes."""
 
     name: str
     node_id: int
     token: bytes
-    shown: Shown | None = None
+    shown: PeerCertificate | None = None
     """The certificate of its stream; None where there is no TLS."""
     stream: Stream | None = None
     lost_at: float = 0.0
@@ -67,20 +67,20 @@ class Session:
     task: asyncio.Task[Any] | None = None
     outbox: asyncio.Queue[Callable[[], Work]] = field(default_factory=asyncio.Queue)
     image_id: str = ""
-    frames: Frames = field(default_factory=Frames)
+    frames: FrameLimit = field(default_factory=FrameLimit)
     """Of its stream."""
-    ask: Ask | None = None
-    let_go: deque[str] = field(default_factory=lambda: deque(maxlen=MOST_LET_GO))
+    ask: DeviceInstruction | None = None
+    let_go: deque[str] = field(default_factory=lambda: deque(maxlen=MAX_CANCELLED))
     """The messages that the server itself waits for no more: replies to them cross that news."""
     reply: Reply | None = None
-    upload: Staging | None = None
-    known: Device | None = None
+    upload: StagedUpload | None = None
+    known: DeviceRecord | None = None
     """What is noted of the device."""
 
 
-Sessions = dict[int, Session]
+Sessions = dict[int, DeviceSession]
 """By node."""
-Displaced = dict[Stream, HeadwaterError | None]
+ClosingStreams = dict[Stream, HeadwaterError | None]
 """Streams that are being ended, and what their devices are told; None: to come back."""
 
 

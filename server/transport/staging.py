@@ -18,7 +18,7 @@ from headwater.common.errors import CorruptUpdate, StateError
 from headwater.common.transport.limits import CHUNK_BYTES
 
 
-class StagingRoom:
+class StagingMemory:
     """Counts the bytes that uploads hold in RAM, over all of them and over threads."""
 
     def __init__(self, limit_bytes: int, *, spool_folder: Path | None = None) -> None:
@@ -44,10 +44,10 @@ class StagingRoom:
             self.held_bytes -= num_bytes
 
 
-class Staging:
+class StagedUpload:
     """One upload on its way in."""
 
-    def __init__(self, room: StagingRoom, *, num_bytes: int, sha256: bytes) -> None:
+    def __init__(self, room: StagingMemory, *, num_bytes: int, sha256: bytes) -> None:
         """Make room.
 
         Raises:

@@ -19,11 +19,11 @@ from google.protobuf.message import DecodeError
 from headwater.common.errors import ConnectionLost, HeadwaterError, ProtocolMismatch, error_of
 from headwater.common.transport.limits import HELLO_SECONDS
 from headwater.common.transport.wire_pb2 import ClientFrame, Fault, Hello, Leave, ServerFrame
-from headwater.server.enrolment.peer_certificates import Identities
-from headwater.server.transport.device_records import Attendance
+from headwater.server.enrolment.peer_certificates import CertificateVerifier
+from headwater.server.transport.device_records import DeviceRecords
 from headwater.server.transport.doorway import Doorway
 from headwater.server.transport.downloads import GRPC_FRAME_BYTES, Downloads
-from headwater.server.transport.session import Displaced, Session, Sessions, Stream
+from headwater.server.transport.session import ClosingStreams, DeviceSession, Sessions, Stream
 from headwater.server.transport.uploads import Uploads, fault_frame
 
 log = logging.getLogger(__name__)
@@ -47,11 +47,11 @@ class Streams:
     def __init__(
         self,
         sessions: Sessions,
-        displaced: Displaced,
+        displaced: ClosingStreams,
         *,
         doorway: Doorway,
-        identities: Identities,
-        attendance: Attendance,
+        identities: CertificateVerifier,
+        attendance: DeviceRecords,
         uploads: Uploads,
         downloads: Downloads,
     ) -> None:
@@ -69,7 +69,7 @@ class Streams:
 
     async def serve(self, stream: Stream) -> None:
         """Serve one stream from its first frame to its last."""
-        session: Session | None = None
+        session: DeviceSession | None = None
         if not self._doorway.may_knock(stream):
             return  # without a word: a device of ours that was not at fault tries again
         try:
@@ -101,7 +101,7 @@ class Streams:
             if session is not None and session.stream is stream:
                 self._lose(session)
 
-    def _lose(self, session: Session) -> None:
+    def _lose(self, session: DeviceSession) -> None:
         """Keep a session without its stream: the device may come back."""
         session.stream, session.task, session.lost_at = None, None, time.monotonic()
         session.outbox, session.sending_since = asyncio.Queue(), None
@@ -117,7 +117,7 @@ class Streams:
             async with asyncio.timeout(FAULT_SECONDS):
                 await self._downloads.write(stream, fault_frame(error))
 
-    async def _write_all(self, session: Session) -> None:
+    async def _write_all(self, session: DeviceSession) -> None:
         """Send what is in the outbox, in order; write() waits where the device reads slowly."""
         outbox = session.outbox
         try:
@@ -148,7 +148,7 @@ class Streams:
             raise ProtocolMismatch("the first frame of a stream must be a hello")
         return frame.hello
 
-    async def _read_all(self, session: Session, stream: Stream) -> None:
+    async def _read_all(self, session: DeviceSession, stream: Stream) -> None:
         while (frame := await self._read(stream)) is not None:
             session.heard_at = time.monotonic()
             if not session.frames.take(session.heard_at):
@@ -173,13 +173,13 @@ class Streams:
                 case other:
                     raise ProtocolMismatch(f"a frame of kind {other} in mid-stream")
 
-    def _take_fault(self, session: Session, fault: Fault) -> None:
+    def _take_fault(self, session: DeviceSession, fault: Fault) -> None:
         ask = session.ask
         if ask is not None and fault.message_id == ask.message_id:
             code, text = fault.code[:MAX_FAULT_CODE], fault.text[:MAX_FAULT_TEXT]
             self._uploads.answer(session, error_of(code, text))
 
-    def _leave(self, session: Session, leave: Leave) -> None:
+    def _leave(self, session: DeviceSession, leave: Leave) -> None:
         """Let a device go; why one leaves for a while is counted and noted like a refusal."""
         why: HeadwaterError = ConnectionLost(f"{session.name} left")
         if leave.code:

@@ -26,8 +26,8 @@ from headwater.common.errors import (
 )
 from headwater.common.transport.limits import CHUNK_BYTES, MAX_REPLY_HEAD_BYTES, RECEIPT_EVERY_BYTES
 from headwater.common.transport.wire_pb2 import Chunk, Fault, Receipt, Reply, ServerFrame
-from headwater.server.transport.session import Arrival, Session
-from headwater.server.transport.staging import Staging, StagingRoom
+from headwater.server.transport.session import Arrival, DeviceSession
+from headwater.server.transport.staging import StagedUpload, StagingMemory
 
 log = logging.getLogger(__name__)
 
@@ -36,11 +36,11 @@ TURNS = 16
 SLOW_BYTES_PER_SECOND = CHUNK_BYTES
 SLOW_AFTER_SECONDS = 3.0
 
-Send = Callable[[Session, ServerFrame], None]
+Send = Callable[[DeviceSession, ServerFrame], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Turn:
+class UploadTurn:
     """Since when an upload has been sending, and how much of it was there then."""
 
     since: float
@@ -50,17 +50,17 @@ class Turn:
 class Uploads:
     """The uploads of all sessions; everything here runs in the intake's event loop."""
 
-    def __init__(self, room: StagingRoom, *, send: Send, turns: int = TURNS) -> None:
+    def __init__(self, room: StagingMemory, *, send: Send, turns: int = TURNS) -> None:
         self.arrivals: queue.SimpleQueue[Arrival] = queue.SimpleQueue()
         self.refusals: Counter[str] = Counter()
         self._room = room
         self._send = send
         self._num_turns = turns
-        self._turns: dict[Session, Turn] = {}
-        self._waiting: deque[Session] = deque()
+        self._turns: dict[DeviceSession, UploadTurn] = {}
+        self._waiting: deque[DeviceSession] = deque()
         self._is_giving = False
 
-    def announce(self, session: Session, reply: Reply) -> None:
+    def announce(self, session: DeviceSession, reply: Reply) -> None:
         """Take a reply's head; its vector goes on where it broke off, or begins, in its turn.
 
         One that has crossed the news that nobody waits for it is dropped: its device knows by then.
@@ -104,26 +104,28 @@ class Uploads:
     def _num_busy(self, now: float) -> int:
         return sum(not self._is_slow(session, now) for session in self._turns)
 
-    def _is_slow(self, session: Session, now: float) -> bool:
+    def _is_slow(self, session: DeviceSession, now: float) -> bool:
         turn, upload = self._turns[session], session.upload
         seconds = now - turn.since
         received = 0 if upload is None else upload.received - turn.from_bytes
         return seconds > SLOW_AFTER_SECONDS and received < seconds * SLOW_BYTES_PER_SECOND
 
-    def _begin(self, session: Session, reply: Reply, now: float) -> None:
+    def _begin(self, session: DeviceSession, reply: Reply, now: float) -> None:
         if session.upload is None:
             try:
-                session.upload = Staging(self._room, num_bytes=reply.num_bytes, sha256=reply.sha256)
+                session.upload = StagedUpload(
+                    self._room, num_bytes=reply.num_bytes, sha256=reply.sha256
+                )
             except StateError as error:
                 self.settle_with(session, error)
                 return
         received = session.upload.received
         session.heard_at = now
-        self._turns[session] = Turn(since=now, from_bytes=received)
+        self._turns[session] = UploadTurn(since=now, from_bytes=received)
         self._send(session, _receipt(reply.message_id, received))
         self._finish_if_whole(session)
 
-    def take_chunk(self, session: Session, chunk: Chunk) -> None:
+    def take_chunk(self, session: DeviceSession, chunk: Chunk) -> None:
         """Stage the next chunk, and the whole upload if it was the last."""
         upload = session.upload
         if session.reply is None or chunk.transfer_id != session.reply.message_id:
@@ -140,7 +142,7 @@ class Uploads:
             self._send(session, _receipt(chunk.transfer_id, upload.received))
         self._finish_if_whole(session)
 
-    def _finish_if_whole(self, session: Session) -> None:
+    def _finish_if_whole(self, session: DeviceSession) -> None:
         upload, reply, ask = session.upload, session.reply, session.ask
         if upload is None or reply is None or ask is None or not upload.is_whole:
             return
@@ -161,13 +163,13 @@ class Uploads:
         )
         self._end_turn(session)
 
-    def settle_with(self, session: Session, error: HeadwaterError) -> None:
+    def settle_with(self, session: DeviceSession, error: HeadwaterError) -> None:
         """Refuse a reply for good: its device hears of it, and so does the round."""
         if session.ask is not None:
             self._refuse(session, session.ask.message_id, error)
             self.answer(session, error)
 
-    def answer(self, session: Session, error: HeadwaterError) -> None:
+    def answer(self, session: DeviceSession, error: HeadwaterError) -> None:
         """Let an error stand for the session's reply, if one is awaited."""
         ask = session.ask
         session.ask = None
@@ -177,42 +179,42 @@ class Uploads:
             )
         self.drop(session)
 
-    def withdraw(self, session: Session) -> None:
+    def withdraw(self, session: DeviceSession) -> None:
         """Tell a device that nobody waits for its reply any more."""
         if session.ask is not None:
             late = LateUpdate(f"{session.name}: the round closed before its update came")
             self._send(session, fault_frame(late, session.ask.message_id))
             self.let_go(session)
 
-    def let_go(self, session: Session) -> None:
+    def let_go(self, session: DeviceSession) -> None:
         """Wait no more for a session's reply: another ask is on its way, or the device is told."""
         if session.ask is not None:
             session.let_go.append(session.ask.message_id)
         session.ask = None
         self.drop(session)
 
-    def drop(self, session: Session) -> None:
+    def drop(self, session: DeviceSession) -> None:
         """Forget what has come of a session's upload."""
         if session.upload is not None:
             session.upload.release()
         session.upload, session.reply = None, None
         self._end_turn(session)
 
-    def pause(self, session: Session) -> None:
+    def pause(self, session: DeviceSession) -> None:
         """Keep what has come, but not the turn: the stream is gone, or begins the reply anew."""
         if session in self._waiting:
             self._waiting.remove(session)
         self._turns.pop(session, None)
 
-    def _end_turn(self, session: Session) -> None:
+    def _end_turn(self, session: DeviceSession) -> None:
         self.pause(session)
         self.give_turns()
 
-    def is_sending(self, session: Session) -> bool:
+    def is_sending(self, session: DeviceSession) -> bool:
         """Whether it is the session's turn, so that chunks of it are awaited."""
         return session in self._turns
 
-    def _refuse(self, session: Session, message_id: str, error: HeadwaterError) -> None:
+    def _refuse(self, session: DeviceSession, message_id: str, error: HeadwaterError) -> None:
         self.refusals[error.code] += 1
         if session.known is not None:
             session.known.refuse(error)

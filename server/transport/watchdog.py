@@ -14,9 +14,9 @@ import logging
 import time
 
 from headwater.common.errors import ConnectionLost, LateUpdate, NoStream
-from headwater.server.enrolment.peer_certificates import Identities
-from headwater.server.transport.listener import Strangers
-from headwater.server.transport.session import Displaced, Session, Sessions
+from headwater.server.enrolment.peer_certificates import CertificateVerifier
+from headwater.server.transport.listener import UnidentifiedConnections
+from headwater.server.transport.session import ClosingStreams, DeviceSession, Sessions
 from headwater.server.transport.uploads import Uploads
 
 log = logging.getLogger(__name__)
@@ -24,16 +24,16 @@ log = logging.getLogger(__name__)
 LOOK_SECONDS = 0.25
 
 
-class StreamWatch:
+class Watchdog:
     """Looks at every session, time and again, in the intake's event loop."""
 
     def __init__(
         self,
         sessions: Sessions,
-        displaced: Displaced,
+        displaced: ClosingStreams,
         *,
         reconnect_seconds: float,
-        identities: Identities,
+        identities: CertificateVerifier,
         uploads: Uploads,
     ) -> None:
         self._sessions = sessions
@@ -43,7 +43,7 @@ class StreamWatch:
         self._uploads = uploads
         self._refusals = uploads.refusals
 
-    async def keep(self, strangers: Strangers) -> None:
+    async def keep(self, strangers: UnidentifiedConnections) -> None:
         """Keep it until the task is cancelled, whatever goes wrong."""
         while True:
             await asyncio.sleep(LOOK_SECONDS)
@@ -56,7 +56,7 @@ class StreamWatch:
             except Exception:
                 log.exception("the watch over the devices failed, and goes on")
 
-    def _look_at(self, session: Session, *, before: float) -> None:
+    def _look_at(self, session: DeviceSession, *, before: float) -> None:
         within = f"for {self._reconnect_seconds:g} s"
         if session.stream is None:
             if session.lost_at < before:
@@ -90,7 +90,7 @@ class StreamWatch:
                 self._displaced[session.stream] = error
                 session.task.cancel()
 
-    def _count(self, strangers: Strangers) -> None:
+    def _count(self, strangers: UnidentifiedConnections) -> None:
         """Count those whom gRPC refused; the log has the 1st, 2nd, 4th, 8th, ... of them."""
         before = self._refusals[NoStream.__name__]
         times = strangers.count(time.monotonic())

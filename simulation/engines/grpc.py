@@ -19,7 +19,7 @@ from headwater.common.settings.schema import Settings
 from headwater.server.flower.grpc_grid import GrpcGrid
 from headwater.server.rounds.run import OnRound
 from headwater.server.serve import serve_run
-from headwater.server.transport.servicer import Intake
+from headwater.server.transport.servicer import Servicer
 from headwater.simulation.engines.client_processes import ROUND, ClientProcesses
 from headwater.simulation.engines.grpc_grid import SimulatedGrpcGrid
 from headwater.simulation.engines.shared_round import SharedRound
@@ -57,7 +57,7 @@ def run_on_grpc(settings: Settings, *, on_round: OnRound, resume: bool) -> None:
         world = SharedRound(folder / ROUND, is_new=True)
         with ClientProcesses(settings, folder) as clients:
 
-            def grid_of(intake: Intake, may_begin: Callable[[], bool]) -> SimulatedGrpcGrid:
+            def grid_of(intake: Servicer, may_begin: Callable[[], bool]) -> SimulatedGrpcGrid:
                 return SimulatedGrpcGrid(
                     GrpcGrid(intake, may_begin=may_begin),
                     settings,

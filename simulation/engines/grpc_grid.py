@@ -19,7 +19,7 @@ from headwater.common.flower.grid import OwnGrid, numbered
 from headwater.common.messages import DescribeRequest
 from headwater.common.settings.schema import Settings
 from headwater.server.flower.grpc_grid import GrpcGrid
-from headwater.server.transport.device_records import Attendance
+from headwater.server.transport.device_records import DeviceRecords
 from headwater.server.transport.session import node_id_of
 from headwater.simulation.engines.client_processes import ClientProcesses
 from headwater.simulation.engines.presence import Presence
@@ -41,7 +41,7 @@ class SimulatedGrpcGrid(OwnGrid):
         clients: ClientProcesses,
         world: SharedRound,
         *,
-        attendance: Attendance,
+        attendance: DeviceRecords,
         start: Callable[[], None],
     ) -> None:
         super().__init__()

@@ -1,23 +1,23 @@
-"""A process that runs one run of a sweep after another: torch is loaded and data read once.
+"""A sweep's worker process: executes one run after another, so that torch loads only once.
 
-It reads the settings of a run as a JSON object a line, and answers with one for each round and one
-for the end. A run that has a checkpoint goes on from it. When its input ends the process stops, in
-mid-run as after Ctrl-C: what was committed stays. So nothing is left running when a sweep dies.
+The sweep and the worker hold the two ends of a pipe. The sweep sends the settings of a run; the
+worker answers with a ``Progress`` for each committed round and one for the run's end. SIGINT, or
+the end of the sweep's process, interrupts the run as Ctrl-C does: its committed rounds are kept.
 """
 
 from __future__ import annotations
 
-import _thread
 import json
 import logging
 import os
-import queue
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing import parent_process
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from typing import Literal
 
 from headwater.common.errors import Diverged, HeadwaterError
 from headwater.common.settings.schema import Settings
@@ -27,51 +27,58 @@ log = logging.getLogger(__name__)
 
 RESULT, LOG = "result.json", "log.txt"
 
-Ended = Literal["whole", "diverged", "failed"]
+Outcome = Literal["whole", "diverged", "failed"]
 
 
-def work(asked: TextIO, answers: TextIO) -> None:
-    """Run what is asked for until there is no more."""
-    lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-    has_ended, is_running = threading.Event(), threading.Event()
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Progress:
+    """A committed round, or with ``ended`` the end of a run, and a line of text about it."""
 
-    def listen() -> None:
-        for line in asked:
-            lines.put(line)
-        has_ended.set()
-        lines.put(None)
-        if is_running.is_set():
-            _thread.interrupt_main()
-
-    def tell(**told: Any) -> None:
-        answers.write(json.dumps(told) + "\n")
-        answers.flush()
-
-    threading.Thread(target=listen, daemon=True).start()
-    while (line := lines.get()) is not None:
-        settings = Settings.model_validate(json.loads(line))
-        assert settings.out is not None  # a sweep gives each run its folder
-        settings.out.mkdir(parents=True, exist_ok=True)
-        _log_into(settings.out / LOG)
-        is_running.set()
-        if has_ended.is_set():
-            return
-        ended, message = _run(settings, settings.out, tell)
-        is_running.clear()
-        tell(ended=ended, message=message)
+    line: str
+    round: int = 0
+    ended: Outcome | None = None
 
 
-def _run(settings: Settings, folder: Path, tell: Callable[..., None]) -> tuple[Ended, str]:
-    """Run the settings, and leave the result in their folder if it would be the same again."""
+def execute_runs(pipe: Connection) -> None:
+    """Execute each run whose settings arrive, until None or the end of the pipe arrives."""
+    from headwater.common.system.console import start_log
+
+    # A process group of its own: the terminal's Ctrl-C reaches the sweep, which then decides.
+    # SIGINT is blocked until here, and ignored where a shell started the sweep in the background.
+    os.setpgrp()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    threading.Thread(target=_interrupt_when_the_sweep_ends, daemon=True).start()
+    try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+        start_log(verbose=False)
+        while (settings := pipe.recv()) is not None:
+            pipe.send(_execute(settings, pipe))
+    except (KeyboardInterrupt, EOFError, OSError):
+        os._exit(130)  # the run's files are complete, and its threads need not be awaited
+
+
+def _interrupt_when_the_sweep_ends() -> None:
+    sweep = parent_process()
+    assert sweep is not None  # this process is a child
+    sweep.join()
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def _execute(settings: Settings, pipe: Connection) -> Progress:
+    """Execute or resume a run, and write its result unless another attempt could end otherwise."""
     from headwater.server.operations.progress import line_of
     from headwater.server.rounds.checkpoint import FILE
-    from headwater.server.rounds.round_row import RoundRow
+    from headwater.server.rounds.round_row import RoundRow, read_rows
     from headwater.simulation.run import run_engine
 
     def on_round(row: RoundRow) -> None:
-        tell(round=row.round, line=line_of(row))
+        pipe.send(Progress(round=row.round, line=line_of(row)))
 
-    ended: Ended = "whole"
+    folder = settings.out
+    assert folder is not None  # a sweep sets each run's folder
+    folder.mkdir(parents=True, exist_ok=True)
+    _redirect_output(folder / LOG)
+    ended: Outcome = "whole"
     message = ""
     try:
         run_engine(settings, on_round=on_round, resume=(folder / FILE).exists())
@@ -79,46 +86,21 @@ def _run(settings: Settings, folder: Path, tell: Callable[..., None]) -> tuple[E
         ended, message = "diverged", error.message
     except HeadwaterError as error:
         log.error("%s: %s", error.code, error.message)
-        return "failed", f"{error.code}: {error.message}"
+        return Progress(ended="failed", line=f"{error.code}: {error.message}")
     except Exception as error:
         log.exception("the run failed")
-        return "failed", f"{type(error).__name__}: {error}"
-    result = {"ended": ended, "message": message, "rounds": told_rounds(folder)}
-    write_whole(folder / RESULT, json.dumps(result).encode())
-    return ended, message
-
-
-def told_rounds(folder: Path) -> list[dict[str, Any]]:
-    """Return what a sweep needs of each round: its number, loss, weight and metrics."""
-    from headwater.server.rounds.round_row import read_rows
-
+        return Progress(ended="failed", line=f"{type(error).__name__}: {error}")
     keys = ("round", "loss", "weight", "metrics")
-    return [{key: row[key] for key in keys} for row in read_rows(folder)]
+    rounds = [{key: row[key] for key in keys} for row in read_rows(folder)]
+    result = {"ended": ended, "message": message, "rounds": rounds}
+    write_whole(folder / RESULT, json.dumps(result).encode())
+    return Progress(ended=ended, line=message)
 
 
-def _log_into(path: Path) -> None:
-    """Send all that this process prints from now on to the end of a file."""
+def _redirect_output(path: Path) -> None:
+    """Append this process's standard output and error to a file from now on."""
     with path.open("ab") as file:
         sys.stdout.flush()
         sys.stderr.flush()
         for descriptor in (1, 2):
             os.dup2(file.fileno(), descriptor)
-
-
-def main() -> None:
-    """Take orders from the standard input; the answers have a way of their own."""
-    from headwater.common.system.console import start_log
-
-    # Where the sweep was started in the background, a shell has Ctrl-C ignored, for us as well.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # a task that prints does not print into the answers
-    start_log(verbose=False)
-    try:
-        work(sys.stdin, answers)
-    except KeyboardInterrupt:
-        os._exit(130)  # the run has left its files; nothing else is to be waited for
-
-
-if __name__ == "__main__":
-    main()

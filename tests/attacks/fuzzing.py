@@ -46,10 +46,10 @@ from headwater.common.transport.wire_pb2 import (
     Reply,
     ServerFrame,
 )
-from headwater.server.enrolment.peer_certificates import Identities
-from headwater.server.transport.enrolment_port import Request
-from headwater.server.transport.servicer import Intake
-from headwater.server.transport.session import Ask, node_id_of
+from headwater.server.enrolment.peer_certificates import CertificateVerifier
+from headwater.server.transport.enrolment_port import JoinRequest
+from headwater.server.transport.servicer import Servicer
+from headwater.server.transport.session import DeviceInstruction, node_id_of
 from tests.attacks.raw import VECTOR, WAIT_SECONDS, RawDevice, head_of, layout_digest
 
 Result = TypeVar("Result")
@@ -224,7 +224,7 @@ def scripts(draw: st.DrawFn) -> list[bytes | None]:
 
 def _request(data: bytes) -> object:
     told = json.loads(data)
-    return Request.of(told) if isinstance(told, dict) else None
+    return JoinRequest.of(told) if isinstance(told, dict) else None
 
 
 def _join_token(data: bytes) -> object:
@@ -296,11 +296,11 @@ class Conversations:
         self.num_played = 0
         self.num_frames = 0
         self.endings: Counter[str] = Counter()
-        self.intake = Intake(
+        self.intake = Servicer(
             "127.0.0.1:0",
             run_id=7,
             credentials=None,
-            identities=Identities.of(TlsSettings(), None),
+            identities=CertificateVerifier.of(TlsSettings(), None),
             staging_bytes=1 << 20,
             reconnect_seconds=60.0,
         )
@@ -339,7 +339,7 @@ class Conversations:
         return stream
 
     async def _ask(self) -> None:
-        ask = Ask(
+        ask = DeviceInstruction(
             node_id=node_id_of(NAME),
             message_id=MESSAGE_ID,
             message_type="train",

@@ -34,12 +34,12 @@ from headwater.common.transport.wire_pb2 import (
     ServerFrame,
 )
 from headwater.server.app import GridFleet
-from headwater.server.enrolment.peer_certificates import Identities
+from headwater.server.enrolment.peer_certificates import CertificateVerifier
 from headwater.server.flower.grpc_grid import GrpcGrid
 from headwater.server.rounds.round_row import RoundRow
 from headwater.server.rounds.run import run as run_rounds
 from headwater.server.rounds.training import Training
-from headwater.server.transport.servicer import Intake
+from headwater.server.transport.servicer import Servicer
 
 TASK = "tests/tasks.py:TwoLayers"
 NUM_EXAMPLES = 24
@@ -61,7 +61,7 @@ def layout_digest() -> str:
 class Run:
     """A server's run in a thread of its own."""
 
-    intake: Intake
+    intake: Servicer
     training: Training
     thread: threading.Thread
     rows: list[RoundRow] = field(default_factory=list)
@@ -100,7 +100,7 @@ async def serving(
     deadline: float | None = None,
     on_devices: bool = False,
     credentials: Credentials | None = None,
-    identities: Identities | None = None,
+    identities: CertificateVerifier | None = None,
     effective_batch_size: int | None = None,
     weighting: str = "samples",
 ) -> AsyncIterator[Run]:
@@ -123,7 +123,7 @@ async def serving(
             "evaluation.on_devices": on_devices,
         },
     )
-    intake = Intake(
+    intake = Servicer(
         "127.0.0.1:0",
         run_id=RUN_ID,
         credentials=credentials,

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from headwater.client.secagg.session import SecureSession
-from headwater.client.secagg.states import Advertised
-from headwater.client.secagg.types import Floor, Record, Trained
+from headwater.client.secagg.states import AwaitingRoster
+from headwater.client.secagg.types import Floor, SessionRecord, UnmaskedUpdate
 from headwater.common.secagg.protocol import (
     MaskWanted,
     Reply,
@@ -63,7 +63,7 @@ class Colluding(SecureSession):
     """A device that lets the server put a key in its entry that everybody can compute with."""
 
     def answer(self, request: Request) -> Reply:
-        if isinstance(request, Roster) and isinstance(self._state, Advertised):
+        if isinstance(request, Roster) and isinstance(self._state, AwaitingRoster):
             keys = self._state.keys.model_copy(update={"mask_key": LOW_ORDER})
             self._state = replace(self._state, keys=keys)
         return super().answer(request)
@@ -73,9 +73,9 @@ def let_collude(cast: Cast) -> None:
     party = cast.parties[OTHER]
     party.session = Colluding(
         party.device,
-        Record(),
+        SessionRecord(),
         remember=party.stored.append,
-        trained=Trained(values_P=torch.from_numpy(party.values_P), numbers=party.numbers),
+        trained=UnmaskedUpdate(values_P=torch.from_numpy(party.values_P), numbers=party.numbers),
     )
 
 

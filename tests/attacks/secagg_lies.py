@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from headwater.client.secagg.types import Floor, Record
+from headwater.client.secagg.types import Floor, SessionRecord
 from headwater.common.secagg.fixed_point import plan_encoding
 from headwater.common.secagg.identity import SigningIdentity
 from headwater.common.secagg.protocol import (
@@ -58,7 +58,7 @@ class Seen:
 # -- phase 0
 
 
-def with_record(record: Record) -> Callable[[Cast], object]:
+def with_record(record: SessionRecord) -> Callable[[Cast], object]:
     def prepare(cast: Cast) -> None:
         device = cast.parties[VICTIM].device
         cast.join(device, weight=1, seed=0, record=record)
@@ -74,12 +74,12 @@ OPENING = [
     Attack(
         check="new session",
         action="advertise_keys",
-        prepare=with_record(Record(highest=SessionNumber(1, 1))),
+        prepare=with_record(SessionRecord(highest=SessionNumber(1, 1))),
     ),
     Attack(
         check="new session",
         action="advertise_keys",
-        prepare=with_record(Record(highest=SessionNumber(2, 1))),
+        prepare=with_record(SessionRecord(highest=SessionNumber(2, 1))),
     ),
     Attack(check="new session", action="advertise_keys", change=wanted(round=2)),
     Attack(check="new session", action="advertise_keys", change=wanted(run=1)),
@@ -94,7 +94,7 @@ OPENING = [
     Attack(
         check="fresh update",
         action="advertise_keys",
-        prepare=with_record(Record(masked=f"{VICTIM} 0", highest=SessionNumber(1, 0))),
+        prepare=with_record(SessionRecord(masked=f"{VICTIM} 0", highest=SessionNumber(1, 0))),
     ),
     Attack(
         check="own mode",

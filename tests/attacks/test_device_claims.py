@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from headwater.common.transport.wire_pb2 import Instruction, Leave
-from headwater.server.transport.device_records import MOST_REASON
+from headwater.server.transport.device_records import MAX_REASON_CHARACTERS
 from tests.attacks.raw import (
     NUM_EXAMPLES,
     RawDevice,
@@ -245,6 +245,6 @@ def test_a_device_may_say_why_it_leaves_for_a_while_and_no_more(code: str, noted
             assert len(told) < 1200
             (device,) = (one for one in run.intake.attendance.devices() if one.name == "away")
             assert device.refusal_code == noted
-            assert len(device.refusal_text or "") <= MOST_REASON
+            assert len(device.refusal_text or "") <= MAX_REASON_CHARACTERS
 
     asyncio.run(play())

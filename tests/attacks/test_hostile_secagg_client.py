@@ -26,7 +26,7 @@ from headwater.common.errors import (
 from headwater.common.secagg.identity import SigningIdentity
 from headwater.common.secagg.protocol import KeysAdvertised, SharesDealt
 from headwater.common.secagg.session_digest import keys_message
-from headwater.server.secagg.key_phases import blamed
+from headwater.server.secagg.key_phases import resolve_complaints
 from tests.attacks.secagg_liar import LIAR, MODES, OTHER, changed, spoil, sum_without
 from tests.faults import FaultPlan
 from tests.secagg import Cast, Played
@@ -202,7 +202,7 @@ def test_whoever_leaves_answers_for_every_complaint(
     complaints: dict[str, frozenset[str]],
 ) -> None:
     complaints = {holder: dealers - {holder} for holder, dealers in complaints.items()}
-    left = blamed(complaints)
+    left = resolve_complaints(complaints)
     edges = {(holder, dealer) for holder, dealers in complaints.items() for dealer in dealers}
     assert all(holder in left or dealer in left for holder, dealer in edges)
     assert all(any(name in edge for edge in edges) for name in left)
@@ -214,6 +214,6 @@ def test_one_liar_leaves_alone_whichever_side_it_lies_on(
 ) -> None:
     others -= {liar}
     complaints = {liar: others} if as_holder else {holder: frozenset({liar}) for holder in others}
-    left = blamed(complaints)
+    left = resolve_complaints(complaints)
     # A holder that complains of one alone is believed: of two, one is at fault.
     assert set(left) == (set(others) if as_holder and len(others) == 1 else {liar})

@@ -19,7 +19,7 @@ from headwater.common.errors import (
     UnexpectedUpdate,
 )
 from headwater.common.secagg.protocol import WEIGHT, MaskedHead, SharesRevealed
-from headwater.server.secagg.session import Followed, summed
+from headwater.server.secagg.session import EncodingState, decode_sum
 from headwater.server.secagg.unmask_phase import UnmaskPhase
 from tests.attacks.secagg_liar import LIAR, MODES, OTHER, changed, sum_without
 from tests.faults import FaultPlan
@@ -135,4 +135,4 @@ def test_a_masked_weight_that_makes_the_sum_s_impossible_ends_the_round_and_no_m
     played = cast.play(FaultPlan().answer("masked_update", changed(scalars=shifted), client=LIAR))
     assert played.sum.session.parameters.scalars[0].name == WEIGHT
     with pytest.raises(SumOutOfRange, match=WEIGHT):
-        summed(played.sum, Followed())
+        decode_sum(played.sum, EncodingState())

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from headwater.client.secagg.session import SecureSession
-from headwater.client.secagg.states import Advertised
-from headwater.client.secagg.types import Record, Trained
+from headwater.client.secagg.states import AwaitingRoster
+from headwater.client.secagg.types import SessionRecord, UnmaskedUpdate
 from headwater.common.errors import (
     CorruptUpdate,
     DealerCheated,
@@ -132,7 +132,7 @@ class Cheat(SecureSession):
     """A device that deals the shares of another mask key than it advertised."""
 
     def answer(self, request: Request) -> Reply:
-        if isinstance(request, Roster) and isinstance(self._state, Advertised):
+        if isinstance(request, Roster) and isinstance(self._state, AwaitingRoster):
             self._state = replace(self._state, mask_pair=new_key_pair())
         return super().answer(request)
 
@@ -141,9 +141,9 @@ def cheating(cast: Cast) -> None:
     party = cast.parties[LIAR]
     party.session = Cheat(
         party.device,
-        Record(),
+        SessionRecord(),
         remember=party.stored.append,
-        trained=Trained(values_P=torch.from_numpy(party.values_P), numbers=party.numbers),
+        trained=UnmaskedUpdate(values_P=torch.from_numpy(party.values_P), numbers=party.numbers),
     )
 
 

@@ -15,7 +15,7 @@ import pytest
 from numpy.typing import NDArray
 
 from headwater.client.secagg.session import SecureSession
-from headwater.client.secagg.states import Holding, Masked, State
+from headwater.client.secagg.states import AwaitingMaskRequest, AwaitingUnmask, SessionState
 from headwater.common.errors import OutOfPhase, SessionRefused
 from headwater.common.secagg.protocol import SEED_BYTES, KeysWanted, Reply, Request
 from tests.faults import FaultPlan
@@ -76,7 +76,7 @@ class Watched(SecureSession):
             self.shown += [repr(error), str(error)]
         return reply
 
-    def _note(self, state: State | None) -> None:
+    def _note(self, state: SessionState | None) -> None:
         for number, secret in enumerate(state.secrets() if state is not None else ()):
             if not secret.is_erased:
                 self.secrets[f"{type(state).__name__} {number}"] = bytes(secret.reveal())
@@ -251,7 +251,7 @@ def test_masks_of_two_attempts_have_nothing_in_common() -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_secrets_are_erased_as_soon_as_no_later_phase_needs_them(mode: str) -> None:
     cast = Cast(4, mode=mode)
-    states: list[State] = []
+    states: list[SessionState] = []
 
     class Keeping(SecureSession):
         def answer(self, request: Request) -> Reply:
@@ -269,11 +269,11 @@ def test_secrets_are_erased_as_soon_as_no_later_phase_needs_them(mode: str) -> N
     erased_when_masked: list[bool] = []
 
     def look(message: Any) -> Any:
-        holding = next(state for state in states if isinstance(state, Holding))
+        holding = next(state for state in states if isinstance(state, AwaitingMaskRequest))
         erased_when_masked.append(
             holding.mask_pair.private.is_erased and holding.self_seed.is_erased
         )
-        masked = next(state for state in states if isinstance(state, Masked))
+        masked = next(state for state in states if isinstance(state, AwaitingUnmask))
         assert not any(secret.is_erased for secret in masked.secrets())
         return message
 
@@ -291,7 +291,7 @@ def test_a_session_that_is_given_up_is_erased(action: str) -> None:
     cast = Cast(4)
     session = cast.parties["d001"].session
     assert isinstance(session, SecureSession)
-    kept: list[State] = []
+    kept: list[SessionState] = []
 
     def give_up(message: Any) -> Any:
         assert session._state is not None

@@ -7,14 +7,14 @@ import hashlib
 import pytest
 
 from headwater.common.errors import CorruptUpdate, StateError
-from headwater.server.transport.staging import Staging, StagingRoom
+from headwater.server.transport.staging import StagedUpload, StagingMemory
 
 DATA = bytes(range(256)) * 16
 
 
-def staged(room: StagingRoom) -> Staging:
+def staged(room: StagingMemory) -> StagedUpload:
     """Return an upload that has arrived."""
-    upload = Staging(room, num_bytes=len(DATA), sha256=hashlib.sha256(DATA).digest())
+    upload = StagedUpload(room, num_bytes=len(DATA), sha256=hashlib.sha256(DATA).digest())
     for offset in range(0, len(DATA), 1000):
         upload.add(offset, DATA[offset : offset + 1000])
     return upload
@@ -22,7 +22,7 @@ def staged(room: StagingRoom) -> Staging:
 
 @pytest.mark.parametrize("limit_bytes", [0, len(DATA) - 1, len(DATA)])
 def test_an_upload_comes_out_as_it_went_in_wherever_it_waits(limit_bytes: int) -> None:
-    room = StagingRoom(limit_bytes)
+    room = StagingMemory(limit_bytes)
     upload = staged(room)
     upload.verify()
     assert upload.is_whole
@@ -31,7 +31,7 @@ def test_an_upload_comes_out_as_it_went_in_wherever_it_waits(limit_bytes: int) -
 
 
 def test_what_is_released_twice_is_given_back_once() -> None:
-    room = StagingRoom(2 * len(DATA))
+    room = StagingMemory(2 * len(DATA))
     first, second = staged(room), staged(room)
     assert room.held_bytes == 2 * len(DATA)
     first.release()
@@ -42,7 +42,7 @@ def test_what_is_released_twice_is_given_back_once() -> None:
 
 
 def test_the_third_upload_waits_on_disk_while_there_is_room_for_two() -> None:
-    room = StagingRoom(2 * len(DATA))
+    room = StagingMemory(2 * len(DATA))
     uploads = [staged(room) for _ in range(3)]
     assert [upload.is_in_ram for upload in uploads] == [True, True, False]
     uploads[0].release()
@@ -51,11 +51,11 @@ def test_the_third_upload_waits_on_disk_while_there_is_room_for_two() -> None:
 
 def test_a_disk_without_room_is_named_before_anything_is_written() -> None:
     with pytest.raises(StateError, match="no room for an upload"):
-        Staging(StagingRoom(0), num_bytes=2**62, sha256=b"")
+        StagedUpload(StagingMemory(0), num_bytes=2**62, sha256=b"")
 
 
 def test_one_bit_that_was_turned_on_the_way_is_found() -> None:
-    upload = Staging(StagingRoom(0), num_bytes=2, sha256=hashlib.sha256(b"ab").digest())
+    upload = StagedUpload(StagingMemory(0), num_bytes=2, sha256=hashlib.sha256(b"ab").digest())
     upload.add(0, b"ac")
     with pytest.raises(CorruptUpdate, match="SHA-256"):
         upload.verify()

@@ -20,10 +20,10 @@ import pytest
 from headwater.common.transport.limits import METHOD, PROTOCOL_VERSION
 from headwater.common.transport.tls import Credentials
 from headwater.common.transport.wire_pb2 import Chunk, ClientFrame, Leave
-from headwater.server.enrolment.peer_certificates import Identities
+from headwater.server.enrolment.peer_certificates import CertificateVerifier
 from headwater.server.transport import listener as port_module
-from headwater.server.transport.listener import Strangers
-from headwater.server.transport.rate_limit import BURST, FRAMES, FRAMES_PER_ASK, Frames
+from headwater.server.transport.listener import UnidentifiedConnections
+from headwater.server.transport.rate_limit import BURST, FRAMES, FRAMES_PER_ASK, FrameLimit
 from tests.attacks.fuzzing import is_served, record, send_bytes
 from tests.attacks.raw import LIMITLESS, RawDevice, Run, cohort, serving
 from tests.certificates import credentials_of, make_folder, put_signed, revoke, tls_of
@@ -159,7 +159,7 @@ def test_strangers_with_no_or_false_certificates_get_no_stream_and_are_counted(
 
 
 def test_a_stranger_is_a_connection_that_brought_no_stream_in_time() -> None:
-    strangers = Strangers()
+    strangers = UnidentifiedConnections()
     for second in range(5):
         strangers.begun(float(second))
     for peer in ("ipv4:192.0.2.1:1", "ipv4:192.0.2.1:2", "ipv4:192.0.2.1:1"):
@@ -275,12 +275,12 @@ def test_a_million_tiny_frames_end_their_stream_and_hold_up_nobody() -> None:
 
 
 def test_an_honest_stream_has_frames_to_spare() -> None:
-    frames, now = Frames(at=0.0), 0.0
+    frames, now = FrameLimit(at=0.0), 0.0
     for _ in range(10_000):  # rounds at full speed, of a description, a reply and three chunks
         frames.asked(3 << 20)
         assert all(frames.take(now) for _ in range(5))
     assert frames.left <= FRAMES + FRAMES_PER_ASK + 6
-    idle = Frames(at=0.0)
+    idle = FrameLimit(at=0.0)
     assert sum(idle.take(0.0) for _ in range(5000)) == FRAMES
     assert idle.take(2.0)  # it comes back with time
 
@@ -316,7 +316,7 @@ def test_a_revoked_device_that_comes_again_and_again_does_not_put_off_the_others
 ) -> None:
     certs = make_folder(tmp_path, "0", "1")
     server, revoked = credentials_of(certs, "server"), credentials_of(certs, "0")
-    identities = Identities.of(tls_of(certs, "server"), server)
+    identities = CertificateVerifier.of(tls_of(certs, "server"), server)
     revoke(certs, "0")
 
     async def play() -> None:
@@ -342,7 +342,7 @@ def test_an_enrolled_device_acts_as_no_other_and_reads_no_other_s_plan(tmp_path:
 
     async def play() -> None:
         server = credentials_of(certs, "server")
-        identities = Identities.of(tls_of(certs, "server"), server)
+        identities = CertificateVerifier.of(tls_of(certs, "server"), server)
         async with (
             serving(credentials=server, identities=identities, min_clients=2) as run,
             RawDevice(run.port, "attacker", credentials=own) as attacker,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from headwater.client.training.micro_batches import Place
+from headwater.client.training.micro_batches import SamplerPosition
 from headwater.common.messages import DescribeRequest
-from headwater.server.secagg.parameters import Opening
+from headwater.server.secagg.parameters import SessionSetup
 from tests.masked import AppDevice, Device, Told, opening_of, plan, ready, resident
 
 
@@ -23,13 +23,13 @@ def trained(count: int = 4, **chosen: Any) -> list[AppDevice]:
     return found
 
 
-def opening(cohort: list[AppDevice], **chosen: Any) -> Opening:
+def opening(cohort: list[AppDevice], **chosen: Any) -> SessionSetup:
     return opening_of(cohort, plan(), **chosen)
 
 
-def place_of(device: Device) -> Place:
+def place_of(device: Device) -> SamplerPosition:
     """Return where the device's next window begins, if its pending round does not count."""
-    return Place(**device.kept()["walk"]["place"])
+    return SamplerPosition(**device.kept()["walk"]["place"])
 
 
 def describe(**changes: Any) -> str:

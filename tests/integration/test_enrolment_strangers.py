@@ -16,7 +16,7 @@ from headwater.server.transport.rate_limit import (
     BURST,
     MAX_ADDRESSES,
     PER_SECOND,
-    Ration,
+    RateLimit,
     subscriber,
 )
 from tests.certificates import (
@@ -68,7 +68,7 @@ def test_an_address_that_comes_too_often_is_not_even_shaken_hands_with(tmp_path:
 
 
 def test_a_ration_comes_back_with_time_and_forgets_addresses() -> None:
-    ration = Ration()
+    ration = RateLimit()
     assert [ration.take("a", 0.0) for _ in range(int(BURST) + 1)] == [True] * int(BURST) + [False]
     assert ration.take("b", 0.0)
     assert ration.take("a", 1 / PER_SECOND)

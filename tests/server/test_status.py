@@ -19,9 +19,9 @@ from headwater.server.cli import app
 from headwater.server.operations import orders
 from headwater.server.operations import run_lock as presence
 from headwater.server.operations.history import History, figures_of
-from headwater.server.operations.run_lock import Presence
+from headwater.server.operations.run_lock import RunLock
 from headwater.server.operations.status import LONG_WAIT_SECONDS
-from headwater.server.transport.device_records import Device
+from headwater.server.transport.device_records import DeviceRecord
 from tests.processes import ROOT
 from tests.round_rows import row
 
@@ -43,7 +43,7 @@ def folder(tmp_path: Path) -> Path:
     history.round(figures_of(asdict(row(3, "pi", "nas")), ended_at=60.0))
     history.write_devices(
         [
-            Device(
+            DeviceRecord(
                 name="pi",
                 last_seen=50.0,
                 is_connected=True,
@@ -56,7 +56,7 @@ def folder(tmp_path: Path) -> Path:
                 is_on_battery=True,
                 bytes_up=2_000_000,
             ),
-            Device(
+            DeviceRecord(
                 name="nas",
                 last_seen=0.0,
                 refused_at=0.0,
@@ -71,8 +71,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def server(folder: Path) -> Iterator[Presence]:
-    held = Presence(folder)
+def server(folder: Path) -> Iterator[RunLock]:
+    held = RunLock(folder)
     held.tell({"pid": 7, "address": "127.0.0.1:8500"})
     yield held
     held.release()
@@ -106,7 +106,7 @@ def test_status_says_for_whom_a_round_has_waited_a_minute(
 
 
 def test_of_a_server_that_is_gone_status_shows_when_and_fails(folder: Path) -> None:
-    Presence(folder).release()
+    RunLock(folder).release()
     os.utime(folder / presence.FILE, (100.0, 100.0))
     code, text = run("status", "--out", folder)
     assert code == 1
@@ -118,7 +118,7 @@ def test_of_a_server_that_is_gone_status_shows_when_and_fails(folder: Path) -> N
 
 @pytest.mark.parametrize("command", ["status", "drain"])
 def test_of_a_simulation_over_the_wire_the_simulator_goes_on(command: str, folder: Path) -> None:
-    held = Presence(folder)
+    held = RunLock(folder)
     held.tell({"command": "headwater-simulate"})
     held.release()
     _, text = run(command, "--out", folder)
@@ -138,7 +138,7 @@ def test_a_server_whose_heart_has_stopped_is_not_healthy(folder: Path) -> None:
 def test_for_machines_status_is_one_object_and_the_exit_status(
     is_up: bool, code: int, folder: Path
 ) -> None:
-    held = Presence(folder) if is_up else None
+    held = RunLock(folder) if is_up else None
     ended = CliRunner().invoke(app, ["status", "--json", "--out", str(folder)])
     if held is not None:
         held.release()

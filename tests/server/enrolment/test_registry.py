@@ -24,7 +24,7 @@ from headwater.common.errors import (
 from headwater.common.transport.certificates import Key, key_digest, new_key, signing_request
 from headwater.server.enrolment.authority import Authority
 from headwater.server.enrolment.registry import LINGER_SECONDS, REGISTRY_FILE, Registry, serial_of
-from headwater.server.transport.enrolment_port import Request, issue
+from headwater.server.transport.enrolment_port import JoinRequest, issue
 from tests.certificates import make_folder, token_for
 
 NOW = 1_000_000.0
@@ -247,7 +247,7 @@ def test_a_signing_request_for_another_name_or_of_another_kind_is_refused(
     token, authority = token_for(folder, "pi"), Authority.load(folder)
 
     def ask(request: bytes) -> bytes:
-        asked = Request(name="pi", secret=token.secret, signing_request=request)
+        asked = JoinRequest(name="pi", secret=token.secret, signing_request=request)
         return issue(asked, authority, registry, now=time.time())
 
     with pytest.raises(IdentityRefused):

@@ -14,7 +14,7 @@ from headwater.common.errors import HeadwaterError, TaskFailed
 from headwater.common.flower import records
 from headwater.common.flower.grid import OwnGrid, numbered
 from headwater.common.messages import DescribeRequest, DeviceReport
-from headwater.server.flower.registration import Roll
+from headwater.server.flower.registration import Registration
 
 REQUEST = DescribeRequest(run_seed=0, wants_speed=True, layout_digest="same", num_parameters=1)
 LEFT_OUT = REQUEST.model_copy(update={"left_out": "one example takes 3.1 s of its 2.0 s"})
@@ -78,10 +78,10 @@ class Wire(OwnGrid):
         self._answers.append(Message(error, reply_to=self._open[node]))
 
 
-def known(*nodes: int) -> tuple[Roll, Wire]:
+def known(*nodes: int) -> tuple[Registration, Wire]:
     """Return a roll in which these nodes are described."""
     wire = Wire(*nodes)
-    roll = Roll(wire)
+    roll = Registration(wire)
     roll.call(REQUEST)
     assert wire.asked() == [(node, None) for node in nodes]
     for node in nodes:
@@ -93,7 +93,7 @@ def known(*nodes: int) -> tuple[Roll, Wire]:
     return roll, wire
 
 
-def examples(roll: Roll) -> dict[int, int]:
+def examples(roll: Registration) -> dict[int, int]:
     return {node: report.num_examples for node, report in roll.reports.items()}
 
 

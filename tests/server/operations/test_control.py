@@ -15,11 +15,11 @@ from headwater.common.model.parameters import ModelLayout
 from headwater.server.aggregation.cohort_sum import CohortSum
 from headwater.server.operations import history, orders, vigil
 from headwater.server.operations import run_lock as presence
-from headwater.server.operations.control import MOST_WAITING, Operation
+from headwater.server.operations.control import MOST_WAITING, RunControl
 from headwater.server.operations.orders import Drained, Order
 from headwater.server.rounds.open_round import OpenRound
 from headwater.server.rounds.round_row import Journal
-from headwater.server.transport.device_records import Attendance
+from headwater.server.transport.device_records import DeviceRecords
 from tests.processes import until
 from tests.round_rows import row
 
@@ -29,9 +29,9 @@ class Desk:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.attendance = Attendance()
+        self.attendance = DeviceRecords()
         self.heard: list[str | None] = []
-        self.operation = Operation(
+        self.operation = RunControl(
             folder,
             round_number=0,
             rounds=9,
@@ -46,12 +46,12 @@ class Desk:
     def wait_for(self, *heard: str) -> None:
         until(lambda: self.heard == list(heard), seconds=30, what=lambda: f"{self.heard}")
 
-    def reading(self) -> history.Reading:
+    def reading(self) -> history.HistorySnapshot:
         found = history.read(self.folder)
         assert found is not None
         return found
 
-    def until_written(self, is_so: Callable[[history.Reading], bool]) -> None:
+    def until_written(self, is_so: Callable[[history.HistorySnapshot], bool]) -> None:
         def is_there() -> bool:
             found = history.read(self.folder)
             return found is not None and is_so(found)
@@ -165,9 +165,9 @@ def test_what_happens_in_the_rounds_is_written(desk: Desk) -> None:
 def test_the_end_is_written_and_the_folder_let_go(tmp_path: Path) -> None:
     desk = Desk(tmp_path)
     desk.operation.start({"pid": 1})
-    assert presence.look(tmp_path).is_well
+    assert presence.read_server_state(tmp_path).is_well
     desk.operation.stop("drained")
-    assert not presence.look(tmp_path).is_up
+    assert not presence.read_server_state(tmp_path).is_up
     found = desk.reading()
     assert found.events[0]["kind"] == "ended"
     assert found.events[0]["detail"] == "drained"
@@ -176,7 +176,7 @@ def test_the_end_is_written_and_the_folder_let_go(tmp_path: Path) -> None:
 
 def test_an_operation_that_never_started_lets_the_folder_go(tmp_path: Path) -> None:
     Desk(tmp_path).operation.stop("PortInUse")
-    assert not presence.look(tmp_path).is_up
+    assert not presence.read_server_state(tmp_path).is_up
 
 
 def test_a_disk_that_fails_is_said_once_counted_and_made_up_for(

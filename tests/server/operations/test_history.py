@@ -11,7 +11,7 @@ import pytest
 
 from headwater.common.errors import StateError
 from headwater.server.operations.history import FILE, MIGRATIONS, VERSION, History, figures_of, read
-from headwater.server.transport.device_records import Device
+from headwater.server.transport.device_records import DeviceRecord
 from tests.round_rows import masked, row
 
 
@@ -52,17 +52,17 @@ def test_a_resumed_run_drops_what_lies_behind_its_checkpoint_and_fills_gaps(tmp_
 
 def test_devices_are_read_back_and_only_changed_ones_are_written(tmp_path: Path) -> None:
     history = History(tmp_path)
-    device = Device(name="pi", battery=0.5, is_on_battery=True, bytes_up=2**53)
-    history.write_devices([device, Device(name="other")])
+    device = DeviceRecord(name="pi", battery=0.5, is_on_battery=True, bytes_up=2**53)
+    history.write_devices([device, DeviceRecord(name="other")])
     before = history._database.total_changes
-    history.write_devices([device, Device(name="other")])
+    history.write_devices([device, DeviceRecord(name="other")])
     assert history._database.total_changes == before
     device.refusal_code = "LateUpdate"
-    history.write_devices([device, Device(name="other")])
+    history.write_devices([device, DeviceRecord(name="other")])
     assert history._database.total_changes == before + 1
     history.close()
     again = History(tmp_path)
-    assert again.devices() == [Device(name="other"), device]
+    assert again.devices() == [DeviceRecord(name="other"), device]
     again.close()
 
 

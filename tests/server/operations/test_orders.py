@@ -8,7 +8,7 @@ import pytest
 
 from headwater.common.errors import StateError
 from headwater.server.operations import orders
-from headwater.server.operations.control import Stands, stands
+from headwater.server.operations.control import RunState, run_state
 from headwater.server.operations.orders import Order, Verb
 
 
@@ -57,8 +57,8 @@ def test_a_pause_outlasts_a_restart_and_a_drain_does_not() -> None:
     ],
 )
 def test_a_round_in_progress_ends_before_an_order_is_done(
-    verb: Verb | None, in_a_round: Stands, between: Stands
+    verb: Verb | None, in_a_round: RunState, between: RunState
 ) -> None:
     given = None if verb is None else order(verb)
-    assert stands(given, is_in_round=True) == in_a_round
-    assert stands(given, is_in_round=False) == between
+    assert run_state(given, is_in_round=True) == in_a_round
+    assert run_state(given, is_in_round=False) == between

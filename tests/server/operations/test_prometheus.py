@@ -14,14 +14,14 @@ from headwater.server.operations import prometheus as exporter
 from headwater.server.operations.prometheus import (
     IDLE_ROUNDS,
     DeviceFigures,
-    Now,
+    ServerGauges,
     ServerMetrics,
-    labelled,
+    labelled_devices,
 )
 from headwater.server.rounds.open_round import OpenRound
 from tests.round_rows import masked, row
 
-NOW = Now(
+NOW = ServerGauges(
     num_connected=3,
     bytes_up=10,
     bytes_down=20,
@@ -101,11 +101,11 @@ def figures(round_number: int) -> DeviceFigures:
 
 
 def test_only_so_many_devices_have_labels_and_the_others_are_counted() -> None:
-    most = exporter.MOST_LABELLED
+    most = exporter.MAX_LABELLED
     first = {f"d{number}": figures(1) for number in range(most)}
-    kept, num_without = labelled({}, first, round_number=1)
+    kept, num_without = labelled_devices({}, first, round_number=1)
     assert (kept, num_without) == (first, 0)
-    kept, num_without = labelled(
+    kept, num_without = labelled_devices(
         kept, {"d0": figures(2), "x": figures(2), "y": figures(2)}, round_number=2
     )
     assert kept == {**first, "d0": figures(2)}
@@ -114,5 +114,5 @@ def test_only_so_many_devices_have_labels_and_the_others_are_counted() -> None:
 
 def test_a_device_that_had_no_part_for_long_makes_room() -> None:
     now = 1 + IDLE_ROUNDS
-    kept, _ = labelled({"gone": figures(1), "here": figures(2)}, {}, round_number=now)
+    kept, _ = labelled_devices({"gone": figures(1), "here": figures(2)}, {}, round_number=now)
     assert kept == {"here": figures(2)}

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from headwater.common.errors import SettingsError, StateError
-from headwater.server.operations.run_lock import FILE, FRESH_SECONDS, Presence, look
+from headwater.server.operations.run_lock import FILE, FRESH_SECONDS, RunLock, read_server_state
 from tests.processes import ROOT
 
 HOLD = """
@@ -25,31 +25,31 @@ time.sleep(600)
 
 
 def test_a_folder_without_a_server_is_down(tmp_path: Path) -> None:
-    seen = look(tmp_path)
+    seen = read_server_state(tmp_path)
     assert (seen.is_up, seen.is_well, seen.heartbeat_seconds) == (False, False, None)
 
 
 def test_a_server_is_up_until_it_lets_go_and_tells_of_itself(tmp_path: Path) -> None:
-    held = Presence(tmp_path)
+    held = RunLock(tmp_path)
     held.tell({"address": "a rather long address", "pid": 1})
     held.tell({"pid": 2})
     held.beat()
-    seen = look(tmp_path)
+    seen = read_server_state(tmp_path)
     assert seen.is_well
     assert seen.about == {"pid": 2}
     held.release()
-    assert not look(tmp_path).is_up
+    assert not read_server_state(tmp_path).is_up
 
 
 def test_a_heartbeat_that_is_too_old_is_not_well(tmp_path: Path) -> None:
-    held = Presence(tmp_path)
+    held = RunLock(tmp_path)
     os.utime(tmp_path / FILE, (1000.0, 1000.0))
-    assert look(tmp_path, now=1000.0 + FRESH_SECONDS - 1).is_well
-    late = look(tmp_path, now=1000.0 + FRESH_SECONDS)
+    assert read_server_state(tmp_path, now=1000.0 + FRESH_SECONDS - 1).is_well
+    late = read_server_state(tmp_path, now=1000.0 + FRESH_SECONDS)
     assert late.is_up
     assert not late.is_well
     # A clock that was set back makes no negative age.
-    assert look(tmp_path, now=900.0).heartbeat_seconds == 0.0
+    assert read_server_state(tmp_path, now=900.0).heartbeat_seconds == 0.0
     held.release()
 
 
@@ -60,15 +60,15 @@ def test_a_killed_server_leaves_no_lock_behind(tmp_path: Path) -> None:
     ) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == b"held\n"
-        assert look(tmp_path).is_up
+        assert read_server_state(tmp_path).is_up
         with pytest.raises(SettingsError, match="another server runs in"):
-            Presence(tmp_path)
+            RunLock(tmp_path)
         other.kill()
         other.wait()
-    assert not look(tmp_path).is_up
-    Presence(tmp_path).release()
+    assert not read_server_state(tmp_path).is_up
+    RunLock(tmp_path).release()
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     with pytest.raises(StateError, match="cannot write"):
-        Presence(tmp_path / "nowhere")
+        RunLock(tmp_path / "nowhere")

@@ -13,7 +13,7 @@ import pytest
 from headwater.common.errors import StateError
 from headwater.common.messages import Step, UpdateReport
 from headwater.common.settings.schema import Settings
-from headwater.server.operations.progress import announce, line_of
+from headwater.server.operations.progress import print_settings, round_line
 from headwater.server.rounds.round_row import (
     CURVES,
     EVENTS,
@@ -247,9 +247,9 @@ def test_target_and_noise_go_to_tensorboard_where_they_are_known(tmp_path: Path)
 
 def test_the_progress_line_shows_the_noise_scale_where_it_is_followed() -> None:
     known = {"noise_scale": 1234.5, "target": 600}
-    assert "noise scale 1,234" in line_of(row(1, target_by="noise scale", **known))
-    assert "noise" not in line_of(row(1, target_by="examples", **known))
-    assert "noise" not in line_of(row(1, target_by="noise scale", target=600))
+    assert "noise scale 1,234" in round_line(row(1, target_by="noise scale", **known))
+    assert "noise" not in round_line(row(1, target_by="examples", **known))
+    assert "noise" not in round_line(row(1, target_by="noise scale", target=600))
 
 
 ANNOUNCED: dict[str, tuple[dict[str, Any], str]] = {
@@ -277,6 +277,6 @@ ANNOUNCED: dict[str, tuple[dict[str, Any], str]] = {
 def test_the_derived_numbers_are_announced(case: str, capsys: pytest.CaptureFixture[str]) -> None:
     changes, words = ANNOUNCED[case]
     task = "examples/text_transformer.py:TextTransformer"
-    announce(Settings.model_validate({"task": task, **changes}), where="here")
+    print_settings(Settings.model_validate({"task": task, **changes}), where="here")
     shown = capsys.readouterr()
     assert words in " ".join((shown.out + shown.err).split())

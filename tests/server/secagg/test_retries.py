@@ -47,10 +47,10 @@ from headwater.server.secagg.blame import (
     of_json,
     to_json,
 )
-from headwater.server.secagg.parameters import Opening
+from headwater.server.secagg.parameters import SessionSetup
 from headwater.server.secagg.retries import sum_masked
-from headwater.server.secagg.session import Cohort
-from headwater.server.secagg.unmask_phase import OpenedSum
+from headwater.server.secagg.session import ReadyCohort
+from headwater.server.secagg.unmask_phase import UnmaskedSum
 from headwater.simulation.engines.message_grid import InProcessGrid
 from headwater.simulation.fleet.virtual_hardware import simulated_machine
 from tests.secagg import Cast
@@ -87,10 +87,10 @@ class Attempts:
         self.refused: dict[str, HeadwaterError] = {}
         self.left_out: dict[str, str] = {}
         self.num_attempts = 0
-        self.opened: OpenedSum | None = None
+        self.opened: UnmaskedSum | None = None
         self.aborted: RoundAborted | None = None
 
-        def open_session(cohort: Cohort) -> Opening:
+        def open_session(cohort: ReadyCohort) -> SessionSetup:
             self.num_attempts += 1
             number = SessionNumber(1, self.num_attempts)
             return replace(cast.opening, number=number, planned_weights=cohort.planned_weights)
@@ -99,7 +99,7 @@ class Attempts:
         ready = {n: Ready(name=n, round=1, seconds=1.0, peak_bytes=0) for n in weights}
         try:
             self.opened = sum_masked(
-                Cohort(ready=ready, planned_weights=weights, metrics=(), most_examples=1),
+                ReadyCohort(ready=ready, planned_weights=weights, metrics=(), most_examples=1),
                 CastFleet(cast, lies),  # type: ignore[arg-type] # it does nothing but converse
                 open_session=open_session,
                 bounds=None,

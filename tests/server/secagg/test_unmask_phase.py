@@ -21,8 +21,8 @@ from headwater.common.secagg.protocol import MAX_COMPLETE, Member, SessionNumber
 from headwater.common.secagg.session import session_of
 from headwater.server.secagg.key_phases import KeysPhase, open_session
 from headwater.server.secagg.mask_phases import MaskPhase
-from headwater.server.secagg.parameters import Opening, parameters_of
-from headwater.server.secagg.unmask_phase import OpenedSum, UnmaskPhase
+from headwater.server.secagg.parameters import SessionSetup, parameters_of
+from headwater.server.secagg.unmask_phase import UnmaskedSum, UnmaskPhase
 from tests.faults import FaultPlan
 from tests.secagg import ACTIONS, MODEL, PLANNED, Cast, Played
 
@@ -40,7 +40,7 @@ def members(count: int, **fields: Any) -> list[Member]:
     ]
 
 
-def opening(**changes: Any) -> Opening:
+def opening(**changes: Any) -> SessionSetup:
     fields: dict[str, Any] = {
         "run": 1,
         "number": SessionNumber(1, 1),
@@ -51,7 +51,7 @@ def opening(**changes: Any) -> Opening:
         "clip": 4.0,
         **changes,
     }
-    return Opening(**fields)
+    return SessionSetup(**fields)
 
 
 @pytest.mark.parametrize("mode", ["semi-honest", "active"])
@@ -277,7 +277,7 @@ def test_in_a_sparse_graph_who_has_too_few_holders_left_leaves_before_masking() 
     played = cast.play(plan)
     assert gone
     assert "d040" not in played.requests["masked_update"]
-    assert isinstance(played.opened, OpenedSum)
+    assert isinstance(played.opened, UnmaskedSum)
     assert not gone & set(played.sum.survived)
     plain_P, _ = cast.plain_sum(played.sum.survived, played.sum)
     np.testing.assert_array_equal(played.sum.vector_P, plain_P)

@@ -8,21 +8,21 @@ from headwater.common.errors import ConnectionLost, IdentityRefused, LateUpdate,
 from headwater.common.messages import Plan, Vitals
 from headwater.server.transport import device_records as attendance
 from headwater.server.transport.device_records import (
-    MOST_REASON,
-    MOST_STRANGERS,
-    Attendance,
-    Device,
+    MAX_REASON_CHARACTERS,
+    MAX_REFUSED,
+    DeviceRecord,
+    DeviceRecords,
 )
 
 REFUSED = IdentityRefused("not that of its certificate")
 
 
-def names(known: Attendance) -> list[str]:
+def names(known: DeviceRecords) -> list[str]:
     return [device.name for device in known.devices()]
 
 
 def test_a_device_is_here_until_it_goes_and_keeps_what_was_counted() -> None:
-    known = Attendance()
+    known = DeviceRecords()
     device = known.connected("pi")
     device.bytes_up += 5
     assert device.is_connected
@@ -34,7 +34,7 @@ def test_a_device_is_here_until_it_goes_and_keeps_what_was_counted() -> None:
 
 
 def test_plan_and_sensors_are_noted() -> None:
-    device = Device(name="pi")
+    device = DeviceRecord(name="pi")
     device.planned(Plan(round=3, run_seed=0, model_version=2, quota=20, micro_batch_size=8))
     device.sensed(Vitals(memory_limit_bytes=9, temperature_celsius=50.0, battery=0.5))
     assert (device.last_round, device.accumulation_steps, device.quota) == (3, 3, 20)
@@ -42,36 +42,36 @@ def test_plan_and_sensors_are_noted() -> None:
 
 
 def test_the_last_refusal_is_kept_and_cut_to_size() -> None:
-    known = Attendance()
+    known = DeviceRecords()
     known.connected("pi")
     known.refuse("pi", REFUSED)
     known.refuse("pi", LateUpdate("x" * 10_000))
     (device,) = known.devices()
     assert device.refusal_code == "LateUpdate"
-    assert device.refusal_text == "x" * MOST_REASON
+    assert device.refusal_text == "x" * MAX_REASON_CHARACTERS
     assert device.refused_at is not None
 
 
 def test_strangers_that_were_refused_make_room_for_each_other_and_for_nobody_else() -> None:
-    known = Attendance()
+    known = DeviceRecords()
     known.connected("pi")
-    for number in range(MOST_STRANGERS + 7):
+    for number in range(MAX_REFUSED + 7):
         known.refuse(f"stranger-{number}", REFUSED)
-    assert len(names(known)) == 1 + MOST_STRANGERS
+    assert len(names(known)) == 1 + MAX_REFUSED
     assert names(known)[0] == "pi"
     assert "stranger-6" not in names(known)
     assert "stranger-7" in names(known)
 
 
 def test_a_stranger_that_is_let_in_later_is_one_device() -> None:
-    known = Attendance()
+    known = DeviceRecords()
     known.refuse("pi", REFUSED)
     assert known.connected("pi").refusal_code == "IdentityRefused"
     assert names(known) == ["pi"]
 
 
 def test_that_a_device_is_gone_does_not_hide_why_it_left_until_it_is_back() -> None:
-    known = Attendance()
+    known = DeviceRecords()
     device = known.connected("pi")
     known.refuse("pi", OutsideUploadWindow("until the evening"))
     known.refuse("pi", ConnectionLost("the device is gone"))  # a round had just planned for it
@@ -85,14 +85,14 @@ def test_that_a_device_is_gone_does_not_hide_why_it_left_until_it_is_back() -> N
 
 @pytest.mark.parametrize("name", ["", "a b", "x" * 129, "\x1b[2J", "../etc"])
 def test_what_is_no_name_is_not_noted(name: str) -> None:
-    known = Attendance()
+    known = DeviceRecords()
     known.refuse(name, REFUSED)
     assert names(known) == []
 
 
 def test_beyond_the_bound_a_device_is_served_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attendance, "MOST_DEVICES", 2)
-    known = Attendance()
+    known = DeviceRecords()
     for name in ("a", "b", "c"):
         assert known.connected(name).is_connected
     assert names(known) == ["a", "b"]
@@ -100,11 +100,11 @@ def test_beyond_the_bound_a_device_is_served_and_counted(monkeypatch: pytest.Mon
 
 
 def test_what_an_earlier_server_knew_is_added_to() -> None:
-    known = Attendance()
+    known = DeviceRecords()
     here = known.connected("pi")
     here.bytes_up = 1
-    gone = Device(name="gone", is_connected=True)
-    known.restore([Device(name="pi", first_seen=1.0, bytes_up=10, bytes_down=20), gone])
+    gone = DeviceRecord(name="gone", is_connected=True)
+    known.restore([DeviceRecord(name="pi", first_seen=1.0, bytes_up=10, bytes_down=20), gone])
     assert (here.first_seen, here.bytes_up, here.bytes_down) == (1.0, 11, 20)
     assert here.is_connected
     assert not gone.is_connected

@@ -7,8 +7,8 @@ import pytest
 
 from headwater.common.transport.wire_pb2 import Chunk, Reply, ServerFrame
 from headwater.server.transport import uploads
-from headwater.server.transport.session import Ask, Session
-from headwater.server.transport.staging import StagingRoom
+from headwater.server.transport.session import DeviceInstruction, DeviceSession
+from headwater.server.transport.staging import StagingMemory
 from headwater.server.transport.uploads import Uploads
 
 VECTOR = bytes(range(200))
@@ -20,7 +20,7 @@ class Heard:
     def __init__(self) -> None:
         self.frames: list[tuple[str, ServerFrame]] = []
 
-    def send(self, session: Session, frame: ServerFrame) -> None:
+    def send(self, session: DeviceSession, frame: ServerFrame) -> None:
         self.frames.append((session.name, frame))
 
     def turns(self) -> list[str]:
@@ -28,8 +28,8 @@ class Heard:
         return [name for name, f in self.frames if f.HasField("receipt") and not f.receipt.is_done]
 
 
-def session(number: int) -> Session:
-    ask = Ask(
+def session(number: int) -> DeviceSession:
+    ask = DeviceInstruction(
         node_id=number,
         message_id=f"message {number}",
         message_type="train",
@@ -37,23 +37,23 @@ def session(number: int) -> Session:
         image=None,
         reply_bytes=len(VECTOR),
     )
-    return Session(name=str(number), node_id=number, token=b"", ask=ask)
+    return DeviceSession(name=str(number), node_id=number, token=b"", ask=ask)
 
 
-def announce(room: Uploads, one: Session) -> None:
+def announce(room: Uploads, one: DeviceSession) -> None:
     assert one.ask is not None
     digest = hashlib.sha256(VECTOR).digest()
     room.announce(one, Reply(message_id=one.ask.message_id, num_bytes=len(VECTOR), sha256=digest))
 
 
-def send(room: Uploads, one: Session, start: int, end: int) -> None:
+def send(room: Uploads, one: DeviceSession, start: int, end: int) -> None:
     chunk = Chunk(transfer_id=f"message {one.node_id}", offset=start, data=VECTOR[start:end])
     room.take_chunk(one, chunk)
 
 
 def test_only_as_many_send_at_once_as_there_are_turns_and_the_next_follows_in_order() -> None:
     heard = Heard()
-    room = Uploads(StagingRoom(10_000), send=heard.send, turns=2)
+    room = Uploads(StagingMemory(10_000), send=heard.send, turns=2)
     sessions = [session(number) for number in range(4)]
     for one in sessions:
         announce(room, one)
@@ -66,7 +66,7 @@ def test_only_as_many_send_at_once_as_there_are_turns_and_the_next_follows_in_or
 
 
 def test_an_upload_that_waits_for_its_turn_holds_no_memory() -> None:
-    staging = StagingRoom(10_000)
+    staging = StagingMemory(10_000)
     room = Uploads(staging, send=Heard().send, turns=1)
     for number in range(5):
         announce(room, session(number))
@@ -75,7 +75,7 @@ def test_an_upload_that_waits_for_its_turn_holds_no_memory() -> None:
 
 def test_a_chunk_before_its_turn_is_refused() -> None:
     heard = Heard()
-    room = Uploads(StagingRoom(10_000), send=heard.send, turns=1)
+    room = Uploads(StagingMemory(10_000), send=heard.send, turns=1)
     first, second = session(0), session(1)
     announce(room, first)
     send(room, first, 0, 100)
@@ -88,7 +88,7 @@ def test_a_chunk_before_its_turn_is_refused() -> None:
 
 def test_an_upload_goes_on_where_it_broke_off_in_its_next_turn() -> None:
     heard = Heard()
-    room = Uploads(StagingRoom(10_000), send=heard.send, turns=1)
+    room = Uploads(StagingMemory(10_000), send=heard.send, turns=1)
     one = session(0)
     announce(room, one)
     send(room, one, 0, 120)
@@ -103,7 +103,7 @@ def test_an_upload_goes_on_where_it_broke_off_in_its_next_turn() -> None:
 
 def test_a_slow_link_does_not_keep_the_others_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     heard = Heard()
-    room = Uploads(StagingRoom(10_000), send=heard.send, turns=1)
+    room = Uploads(StagingMemory(10_000), send=heard.send, turns=1)
     slow, quick = session(0), session(1)
     announce(room, slow)
     announce(room, quick)
@@ -119,7 +119,7 @@ def test_a_slow_link_does_not_keep_the_others_waiting(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("how", ["its round closed", "another ask took its place"])
 def test_a_reply_that_crosses_the_news_that_it_is_late_is_no_fault_of_its_device(how: str) -> None:
     heard = Heard()
-    room = Uploads(StagingRoom(10_000), send=heard.send)
+    room = Uploads(StagingMemory(10_000), send=heard.send)
     slow, ask = session(0), session(0).ask
     assert ask is not None
     if how == "its round closed":
@@ -137,7 +137,7 @@ def test_a_reply_that_crosses_the_news_that_it_is_late_is_no_fault_of_its_device
 
 def test_a_reply_to_nothing_that_was_asked_is_refused() -> None:
     heard = Heard()
-    room = Uploads(StagingRoom(10_000), send=heard.send)
+    room = Uploads(StagingMemory(10_000), send=heard.send)
     one = session(0)
     room.announce(one, Reply(message_id="never asked"))
     assert room.refusals == {"UnexpectedUpdate": 1}
