@@ -42,12 +42,13 @@ from benchmarks.measure import (
 from headwater.client.device.hardware import MonotonicClock
 from headwater.client.memory.peak_model import ProcessMemory
 from headwater.client.training.accumulator import Accumulator
-from headwater.client.training.context import Workplace
-from headwater.client.training.local_update import train
-from headwater.client.training.micro_batches import Place, Window, cut, window
+from headwater.client.training.context import TrainingContext
+from headwater.client.training.local_update import train_round
+from headwater.client.training.micro_batches import SamplerPosition, Window, split, window
+from headwater.common.data.batches import batch_of
 from headwater.common.messages import Plan
 from headwater.common.model.parameters import ModelImage, build_model
-from headwater.common.task import Examples, Task, batch_of, load_task, loss_sum
+from headwater.common.task import Examples, Task, load_task, loss_sum
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,14 +86,14 @@ class Bench:
     window: Window
 
     def batches(self) -> list[tuple[int, ...]]:
-        return cut(self.window.positions, self.case.micro_batch_size)
+        return split(self.window.positions, self.case.micro_batch_size)
 
 
 def bench_of(case: Case) -> Bench:
     task = load_task(case.task)
     examples = task.train_examples(data=None, part=0, num_parts=1)
     chosen = window(
-        Place(),
+        SamplerPosition(),
         quota=case.micro_batch_size * case.accumulation_steps,
         run_seed=0,
         name="bench",
@@ -145,7 +146,7 @@ def headwater(bench: Bench) -> Callable[[], None]:
         quota=case.micro_batch_size * case.accumulation_steps,
         micro_batch_size=case.micro_batch_size,
     )
-    place = Workplace(
+    place = TrainingContext(
         task=bench.task,
         image=bench.image,
         accumulator=Accumulator(bench.image),
@@ -157,7 +158,7 @@ def headwater(bench: Bench) -> Callable[[], None]:
     )
 
     def loop() -> None:
-        train(plan, bench.window, place)
+        train_round(plan, bench.window, place)
 
     return loop
 

@@ -28,11 +28,11 @@ from benchmarks.measure import Figures, arguments, has_peer, report
 from headwater.client.device.hardware import MonotonicClock
 from headwater.client.memory.peak_model import ProcessMemory
 from headwater.client.training.accumulator import Accumulator
-from headwater.client.training.context import Workplace
-from headwater.client.training.local_update import train
-from headwater.client.training.micro_batches import Place, Window, cut, window
+from headwater.client.training.context import TrainingContext
+from headwater.client.training.local_update import train_round
+from headwater.client.training.micro_batches import SamplerPosition, Window, split, window
+from headwater.common.data.batches import batch_of
 from headwater.common.messages import Plan
-from headwater.common.task import batch_of
 
 SIZE = 32
 RAGGED, EVEN = 3 * SIZE + 5, 2 * SIZE
@@ -57,7 +57,7 @@ def single_batch(bench: Bench, positions: Sequence[int]) -> Tensor:
 def mean_of_means(bench: Bench, positions: Sequence[int]) -> Tensor:
     """Divide each micro-batch by its size and by K."""
     bench.image.model.zero_grad()
-    parts = cut(positions, SIZE)
+    parts = split(positions, SIZE)
     for part in parts:
         batch = batch_of(bench.task, bench.examples, part)
         loss: Any = bench.task.loss_sum(bench.image.model, batch)[0]
@@ -69,7 +69,7 @@ def accelerates(bench: Bench, positions: Sequence[int]) -> Tensor:
     """Let accelerate divide by K what the loop divided by the micro-batch's size."""
     from accelerate import Accelerator
 
-    parts = cut(positions, SIZE)
+    parts = split(positions, SIZE)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=len(parts))
     model = accelerator.prepare_model(bench.image.model)
     model.zero_grad()
@@ -83,7 +83,7 @@ def accelerates(bench: Bench, positions: Sequence[int]) -> Tensor:
 def ours(bench: Bench, positions: Sequence[int]) -> Tensor:
     """Sum the window as a device does and divide once, as the server does."""
     plan = Plan(round=1, run_seed=0, model_version=0, quota=RAGGED, micro_batch_size=SIZE)
-    place = Workplace(
+    place = TrainingContext(
         task=bench.task,
         image=bench.image,
         accumulator=Accumulator(bench.image),
@@ -94,7 +94,7 @@ def ours(bench: Bench, positions: Sequence[int]) -> Tensor:
         stop=lambda: False,
     )
     chosen = Window(positions=tuple(positions), epoch=0, offset=0, ends_epoch=False)
-    update = train(plan, chosen, place)
+    update = train_round(plan, chosen, place)
     return update.values_P.double() / update.report.weight
 
 
@@ -117,7 +117,7 @@ def errors(bench: Bench, offsets: Sequence[int]) -> Figures:
     found: dict[str, list[float]] = {}
     for offset in offsets:
         whole = window(
-            Place(offset=offset),
+            SamplerPosition(offset=offset),
             quota=RAGGED + EVEN,
             run_seed=0,
             name="bench",

@@ -18,11 +18,12 @@ from flwr.app import ArrayRecord, Context, Error, Message, MetricRecord, RecordD
 from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAvg
 
-from headwater.client.training.micro_batches import cut, order
-from headwater.client.training.trainer import Identity, resident_of
+from headwater.client.training.micro_batches import split, permutation
+from headwater.client.training.trainer import Identity, trainer_of
+from headwater.common.data.batches import batch_of, evaluate_sums
 from headwater.common.model.parameters import ModelImage, build_model
 from headwater.common.settings.schema import Settings
-from headwater.common.task import Examples, Task, batch_of, evaluate_sums, loss_sum
+from headwater.common.task import Examples, Task, loss_sum
 from headwater.server.rounds.evaluation import open_test_examples
 from headwater.simulation.engines.message_grid import InProcessGrid
 from headwater.simulation.fleet.virtual_hardware import simulated_machine
@@ -50,7 +51,7 @@ class Federation:
     ) -> None:
         """Load the task; the fleet and its number of devices are those of the settings."""
         assert settings.task is not None
-        self.resident = resident_of(settings.task, replace_batch_norm=False, check_task=False)
+        self.resident = trainer_of(settings.task, replace_batch_norm=False, check_task=False)
         self.task: Task = self.resident.task
         self.image: ModelImage = build_model(
             self.task, seed=settings.seed, replace_batch_norm=False
@@ -107,8 +108,8 @@ class Federation:
         largest = self._settings.plan.set_micro_batch_size
         fitting = machine.memory.fitting(largest)
         size = largest if fitting is None else max(min(largest, fitting), 1)
-        walk = order(self._settings.seed, number, identity.name, num_examples)
-        batches = cut(walk.tolist(), size)
+        walk = permutation(self._settings.seed, number, identity.name, num_examples)
+        batches = split(walk.tolist(), size)
         start = machine.clock.seconds()
         for batch in batches:
             machine.clock.worked(len(batch))

@@ -10,15 +10,12 @@ from __future__ import annotations
 import importlib.util
 import logging
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol, cast, runtime_checkable
 
-import numpy as np
-import torch
 from torch import Tensor, nn
 
-from headwater.common.data.rows import Rows
 from headwater.common.errors import EmptyDataset, MissingData, TaskError, UnknownTask
 
 log = logging.getLogger(__name__)
@@ -98,15 +95,19 @@ def _import_file(path: Path) -> Any:
         raise UnknownTask(f"{path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
-    if str(path.parent) not in sys.path:
-        sys.path.append(
-            str(path.parent)
-        )  # behind everything else: a task may import its neighbours
+    # First, so that the task's own common.py is found and not a folder of that name in the
+    # working folder; afterwards last, so that its files hide no module that is imported later.
+    folder = str(path.parent)
+    sys.path.insert(0, folder)
     try:
         spec.loader.exec_module(module)
     except Exception as error:
         del sys.modules[name]
         raise UnknownTask(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
+    finally:
+        sys.path.remove(folder)
+        if folder not in sys.path:
+            sys.path.append(folder)
     return module
 
 
@@ -131,32 +132,6 @@ def open_train_examples(task: Task, *, data: Path | None, part: int, num_parts: 
 def max_weight_per_example(task: Task) -> int:
     """Return the largest weight that one example may have; 1 unless the task says otherwise."""
     return int(getattr(task, "max_weight_per_example", 1))
-
-
-def tensors_of(task: Task, examples: Examples) -> Sequence[Tensor] | None:
-    """Return the tensors whose rows, and nothing else, are the batches; None if there are none."""
-    while isinstance(examples, Rows):
-        examples = examples.whole
-    if not isinstance(examples, torch.utils.data.TensorDataset) or hasattr(task, "collate"):
-        return None
-    found: Sequence[Tensor] | None = getattr(examples, "tensors", None)
-    return found
-
-
-def batch_of(task: Task, examples: Examples, positions: Sequence[int]) -> Any:
-    """Fetch and collate the examples at ``positions``, in that order."""
-    tensors = tensors_of(task, examples)
-    rows = np.array(positions, dtype=np.int64)
-    while isinstance(examples, Rows):
-        rows, examples = examples.in_whole(rows), examples.whole
-    if tensors is not None:
-        chosen = torch.from_numpy(rows)
-        return [tensor.index_select(0, chosen) for tensor in tensors]
-    collate = getattr(task, "collate", torch.utils.data.default_collate)
-    fetch_all = getattr(examples, "__getitems__", None)
-    if fetch_all is not None:
-        return collate(fetch_all(rows.tolist()))
-    return collate([examples[position] for position in rows.tolist()])
 
 
 def loss_sum(task: Task, model: nn.Module, batch: Any) -> tuple[Tensor, int, Metrics]:
@@ -204,20 +179,3 @@ def _number(found: Any) -> float | None:
 
 def _kind(found: object) -> str:
     return f"shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
-
-
-def evaluate_sums(
-    task: Task, model: nn.Module, examples: Examples, micro_batch_size: int
-) -> tuple[float, int, Metrics]:
-    """Return loss sum, weight and metric sums over all examples, in evaluation mode."""
-    model.eval()
-    loss_total, weight_total, totals = 0.0, 0, Metrics()
-    with torch.no_grad():
-        for start in range(0, len(examples), micro_batch_size):
-            positions = range(start, min(start + micro_batch_size, len(examples)))
-            loss, weight, metrics = loss_sum(task, model, batch_of(task, examples, positions))
-            loss_total += loss.item()
-            weight_total += weight
-            for name, value in metrics.items():
-                totals[name] = totals.get(name, 0.0) + value
-    return loss_total, weight_total, totals

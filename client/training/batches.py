@@ -1,7 +1,7 @@
 """The batches of one window: those of a small data set in memory are fetched once and cut.
 
 Where a batch is no more than rows of tensors, the rows of all micro-batches together are as good as
-those of each, and cutting them is quicker than fetching. A batch is what ``headwater.common.task.batch_of``
+those of each, and cutting them is quicker than fetching. A batch is what ``common.data.batches.batch_of``
 gives of its positions, to the bit, and begins in memory where that does: the sums of a matrix
 product may depend on whether its rows begin at a multiple of ALIGNED_BYTES.
 """
@@ -14,10 +14,11 @@ from typing import Any
 
 from torch import Tensor
 
-from headwater.common.task import Examples, Task, batch_of, tensors_of
+from headwater.common.data.batches import batch_of, dataset_tensors
+from headwater.common.task import Examples, Task
 
 # Fetched at once; far below what the guard of a device's memory takes for noise.
-MOST_BYTES = 256 << 10
+MAX_BYTES = 256 << 10
 ALIGNED_BYTES = 64  # where torch lets its tensors begin
 
 
@@ -58,11 +59,11 @@ class Batches:
     def fetch(self) -> None:
         """Fetch now what would be fetched with the first batch."""
         self._is_fetched = True
-        tensors = tensors_of(self._task, self._examples)
+        tensors = dataset_tensors(self._task, self._examples)
         if tensors is None:
             return
         num_bytes = sum(tensor.nbytes // max(len(tensor), 1) for tensor in tensors)
-        if num_bytes * len(self._positions) > MOST_BYTES:
+        if num_bytes * len(self._positions) > MAX_BYTES:
             return
         self._whole = whole = batch_of(self._task, self._examples, self._positions)
         self._every = math.lcm(*map(_aligned_every, whole))

@@ -23,23 +23,24 @@ from dataclasses import dataclass, field
 
 import torch
 
-from headwater.client.memory.peak_model import PeakMemory, is_allocation_failure, resident_bytes
-from headwater.client.training.context import Workplace
+from headwater.client.memory.peak_model import PeakMeter, is_allocation_failure, resident_bytes
+from headwater.client.training.context import TrainingContext
 from headwater.client.training.probe_fit import (
     PROBE_SECONDS,
-    Point,
-    Probed,
-    foreseen_bytes,
+    ProbePoint,
+    ProbeFit,
+    predicted_bytes,
     reason_to_stop,
 )
 from headwater.common.data.additivity import usable
+from headwater.common.data.batches import batch_of
 from headwater.common.errors import HeadwaterError, OutOfMemory, TaskFailed
 from headwater.common.system.heap import give_back
-from headwater.common.task import batch_of, loss_sum
+from headwater.common.task import loss_sum
 
 log = logging.getLogger(__name__)
 
-MOST_EXAMPLES = 256  # plan.max_micro_batch_size: the planner asks for no more
+MAX_EXAMPLES = 256  # plan.max_micro_batch_size: the planner asks for no more
 
 # At a stage the sizes are timed up to so many times, while that takes no longer than this.
 MOST_TURNS, TURNS_SECONDS = 7, 0.1
@@ -52,8 +53,8 @@ SHORT_SECONDS = 0.1
 
 
 def probe(
-    place: Workplace, limit_bytes: Callable[[], int | None], *, cores: float = math.inf
-) -> Probed:
+    place: TrainingContext, limit_bytes: Callable[[], int | None], *, cores: float = math.inf
+) -> ProbeFit:
     """Measure sizes 1, 2, 4 and so on, until ``reason_to_stop`` gives one or memory runs out.
 
     The gradients are left in the accumulator. ``cores`` is what the process may use in the long
@@ -71,7 +72,7 @@ def probe(
         kept_bytes = float(_saved_bytes(place, positions[:1]))
     except MemoryError:
         raise _does_not_fit(place) from None
-    points: tuple[Point, ...] = ()
+    points: tuple[ProbePoint, ...] = ()
     stopped = None
     while stopped is None:
         size = min(2 * points[-1].size, len(positions)) if points else 1
@@ -95,21 +96,21 @@ def probe(
             stopped = reason_to_stop(
                 points,
                 num_examples=len(positions),
-                foreseen_bytes=foreseen_bytes(points, 2 * size, kept_bytes, rest_bytes),
+                foreseen_bytes=predicted_bytes(points, 2 * size, kept_bytes, rest_bytes),
                 limit_bytes=limit_bytes(),
                 seconds=time.perf_counter() - begun,
             )
     left = PROBE_SECONDS - (time.perf_counter() - begun)
     points = _settled(place, positions, points, left, cores)
     log.info("%s probed up to %d examples: %s", place.name, points[-1].size, stopped)
-    return Probed(points=points, rest_bytes=rest_bytes, kept_bytes=kept_bytes, stopped=stopped)
+    return ProbeFit(points=points, rest_bytes=rest_bytes, kept_bytes=kept_bytes, stopped=stopped)
 
 
-def _does_not_fit(place: Workplace) -> OutOfMemory:
+def _does_not_fit(place: TrainingContext) -> OutOfMemory:
     return OutOfMemory(f"{place.name}: one example alone does not fit in memory")
 
 
-def activation_bytes(place: Workplace, positions: Sequence[int] | None = None) -> float:
+def activation_bytes(place: TrainingContext, positions: Sequence[int] | None = None) -> float:
     """Return the bytes that autograd keeps for one example more, from micro-batches of 1 and 2.
 
     Storages are counted once each, and the model's own parameters not at all.
@@ -125,8 +126,12 @@ class _ExamplesFailed(Exception):
 
 
 def _stage(
-    place: Workplace, positions: Sequence[int], before: Sequence[Point], size: int, cores: float
-) -> tuple[Point, ...]:
+    place: TrainingContext,
+    positions: Sequence[int],
+    before: Sequence[ProbePoint],
+    size: int,
+    cores: float,
+) -> tuple[ProbePoint, ...]:
     """Measure a size beside the smaller ones: its peak, and the seconds of all of them anew.
 
     Raises:
@@ -134,7 +139,7 @@ def _stage(
         _ExamplesFailed: the task raised an exception.
     """
     give_back()
-    peak = PeakMemory()
+    peak = PeakMeter()
     if before:
         _run(place, positions[:size])  # pages are taken, caches filled
     taken = _take_turns(
@@ -147,12 +152,12 @@ def _stage(
 
 
 def _settled(
-    place: Workplace,
+    place: TrainingContext,
     positions: Sequence[int],
-    points: tuple[Point, ...],
+    points: tuple[ProbePoint, ...],
     seconds: float,
     cores: float,
-) -> tuple[Point, ...]:
+) -> tuple[ProbePoint, ...]:
     """Time all sizes anew with what is left of the probe's time; on a busy machine it takes that.
 
     If there is not enough of it, or the examples fail now, the points stay as they are.
@@ -176,8 +181,8 @@ class _Seconds:
     least: list[float] = field(default_factory=list)
 
 
-def _point(size: int, seconds: _Seconds, peak_bytes: int) -> Point:
-    return Point(
+def _point(size: int, seconds: _Seconds, peak_bytes: int) -> ProbePoint:
+    return ProbePoint(
         size=size,
         seconds=statistics.median(seconds.least),
         usual_seconds=statistics.median(seconds.first),
@@ -187,7 +192,7 @@ def _point(size: int, seconds: _Seconds, peak_bytes: int) -> Point:
 
 
 def _take_turns(
-    place: Workplace,
+    place: TrainingContext,
     positions: Sequence[int],
     sizes: Sequence[int],
     most: int,
@@ -214,7 +219,7 @@ def _take_turns(
     return taken
 
 
-def _timed(place: Workplace, positions: Sequence[int], cores: float) -> float:
+def _timed(place: TrainingContext, positions: Sequence[int], cores: float) -> float:
     """Return a pass's seconds: by the wall, or what its CPU time takes in the long run, if more."""
     start, cpu_start = time.perf_counter(), time.process_time()
     _run(place, positions)
@@ -222,7 +227,7 @@ def _timed(place: Workplace, positions: Sequence[int], cores: float) -> float:
     return max(time.perf_counter() - start, cpu_seconds / cores)
 
 
-def _run(place: Workplace, positions: Sequence[int]) -> None:
+def _run(place: TrainingContext, positions: Sequence[int]) -> None:
     try:
         batch = batch_of(place.task, place.examples, positions)
         loss, _, _ = loss_sum(place.task, place.image.model, batch)
@@ -235,7 +240,7 @@ def _run(place: Workplace, positions: Sequence[int]) -> None:
         raise _ExamplesFailed(f"{type(error).__name__}: {error}") from error
 
 
-def _working(place: Workplace, *, together: int) -> list[int]:
+def _working(place: TrainingContext, *, together: int) -> list[int]:
     """Return up to 256 positions from the whole of the data, of which the first ones work together.
 
     Spread out, as a folder may be sorted by size. Where the first ones fail, those of the first few
@@ -246,7 +251,7 @@ def _working(place: Workplace, *, together: int) -> list[int]:
         MemoryError: an allocation failed.
     """
     num_examples = len(place.examples)
-    num_positions = min(num_examples, MOST_EXAMPLES)
+    num_positions = min(num_examples, MAX_EXAMPLES)
     positions = [n * num_examples // num_positions for n in range(num_positions)]
     try:
         _run(place, positions[:together])
@@ -255,7 +260,7 @@ def _working(place: Workplace, *, together: int) -> list[int]:
     return positions
 
 
-def _usable(place: Workplace, error: _ExamplesFailed) -> list[int]:
+def _usable(place: TrainingContext, error: _ExamplesFailed) -> list[int]:
     log.debug("%s: some examples failed: %s", place.name, error)
     found = usable(place.task, place.image.model, place.examples)
     place.accumulator.zero()  # the trial took the gradients out of the vector
@@ -273,7 +278,7 @@ def _rest_bytes() -> int:
     return resident_bytes()
 
 
-def _saved_bytes(place: Workplace, positions: Sequence[int]) -> int:
+def _saved_bytes(place: TrainingContext, positions: Sequence[int]) -> int:
     own = place.image.bytes_U8.untyped_storage().data_ptr()
     storages: dict[int, int] = {}
 

@@ -18,16 +18,17 @@ from torch.utils.data import Subset
 
 from headwater.client.device.hardware import Hardware, ThisMachine
 from headwater.client.memory import activation_checkpointing as checkpointing
-from headwater.client.secagg.pending import HeldUpdates
+from headwater.client.secagg.pending import PendingUpdates
 from headwater.client.training.accumulator import Accumulator
 from headwater.client.training.batches import Batches
-from headwater.client.training.context import NO_BATCHES, Workplace
-from headwater.client.training.gradient_pass import check_works, checkpointed_bytes
-from headwater.client.training.local_update import Trained, summed, told
-from headwater.client.training.micro_batches import Place, Walk, Window, held_out, window
+from headwater.client.training.context import NO_BATCHES, TrainingContext
+from headwater.client.training.gradient_pass import check_runs, checkpointed_bytes
+from headwater.client.training.local_update import LocalSum, make_update, sum_gradients
+from headwater.client.training.micro_batches import SamplerPosition, SamplerState, Window, held_out_positions, window
 from headwater.client.training.probe_fit import Speed
 from headwater.client.training.spool import Spool
 from headwater.common.data.additivity import check_additive
+from headwater.common.data.batches import evaluate_sums
 from headwater.common.data.partition_spec import Rule
 from headwater.common.data.shares import Shares
 from headwater.common.errors import BuffersChanged, ModelMismatch, NonFiniteUpdate, OutOfMemory
@@ -35,15 +36,17 @@ from headwater.common.messages import DescribeRequest, DeviceReport, EvaluateRep
 from headwater.common.model.parameters import ModelLayout, build_model
 from headwater.common.settings.schema import ClientSettings, Settings
 from headwater.common.system.heap import give_back
-from headwater.common.task import Examples, evaluate_sums, load_task
+from headwater.common.task import Examples, load_task
 
 log = logging.getLogger(__name__)
 
-HELD = 20_000  # devices whose examples stay open: a population may be any number of them
+MAX_OPEN_DATASETS = (
+    20_000  # devices whose examples stay open: a population may be any number of them
+)
 TRIED = 8  # examples that must all raise before the task is to blame and not the example
 TRIAL = Plan(round=0, run_seed=0, model_version=0, quota=1, micro_batch_size=1)
 
-stop_asked = threading.Event()
+stop_requested = threading.Event()
 """Set when the process is asked to stop: what was summed so far is sent."""
 
 
@@ -73,7 +76,7 @@ def _this_machine(chosen: ClientSettings) -> ThisMachine:
     return ThisMachine(chosen)
 
 
-class Resident:
+class Trainer:
     """A task's model and vector in this process, and the devices that share them."""
 
     def __init__(self, task_spec: str, *, replace_batch_norm: bool, check_task: bool) -> None:
@@ -81,10 +84,10 @@ class Resident:
         self.shares = Shares(self.task)
         self.image = build_model(self.task, seed=0, replace_batch_norm=replace_batch_norm)
         self.accumulator = Accumulator(self.image)
-        self.held = HeldUpdates()
+        self.held = PendingUpdates()
         self._loaded: tuple[int, int] | None = None
         self._must_check = check_task
-        self._opened = functools.lru_cache(maxsize=HELD)(self._open)
+        self._opened = functools.lru_cache(maxsize=MAX_OPEN_DATASETS)(self._open)
         self.checkpointed: set[str] = set()
         """The devices with activation checkpointing on; it stays on."""
         self._checkpointed_bytes: float | None = None
@@ -118,14 +121,14 @@ class Resident:
         place = self.workplace(examples, name, ThisMachine())
         try:
             self._foresee(place)
-            check_works(TRIAL, _first_of(place), place)
+            check_runs(TRIAL, _first_of(place), place)
         finally:
             self._remember(name)
         check_additive(self.task, self.image.model, examples)
         give_back()  # it held the gradients of a few examples at once
         self.accumulator.zero()
 
-    def _foresee(self, place: Workplace) -> None:
+    def _foresee(self, place: TrainingContext) -> None:
         """Learn, once, what an example takes with activation checkpointing.
 
         Before anything is measured without it, as that takes more; and long before memory is short.
@@ -160,7 +163,7 @@ class Resident:
         examples = self.examples(identity)
         if fraction == 0:
             return examples, Subset(examples, [])  # type: ignore[arg-type]
-        apart = held_out(len(examples), fraction=fraction, run_seed=run_seed, name=identity.name)
+        apart = held_out_positions(len(examples), fraction=fraction, run_seed=run_seed, name=identity.name)
         kept = sorted(set(range(len(examples))) - set(apart))
         return Subset(examples, kept), Subset(examples, apart)  # type: ignore[arg-type]
 
@@ -177,14 +180,14 @@ class Resident:
         hardware: Hardware,
         accumulator: Accumulator | None = None,
         batches: Batches = NO_BATCHES,
-    ) -> Workplace:
+    ) -> TrainingContext:
         """Return all that a device needs to work on a plan; the model is set up for this device."""
         self.held.make_room()
         if name in self.checkpointed:
             checkpointing.switch_on(self.image.model)
         elif self.checkpointed:
             checkpointing.switch_off(self.image.model)
-        return Workplace(
+        return TrainingContext(
             task=self.task,
             image=self.image,
             accumulator=accumulator or self.accumulator,
@@ -195,7 +198,7 @@ class Resident:
             checkpointed_bytes=self._checkpointed_bytes,
             restraint=hardware.restraint,
             vitals=hardware.vitals,
-            stop=stop_asked.is_set,
+            stop=stop_requested.is_set,
             batches=batches,
         )
 
@@ -257,10 +260,10 @@ class Resident:
         identity: Identity,
         hardware: Hardware,
         plan: Plan,
-        walk: Walk,
+        walk: SamplerState,
         *,
         spool: Spool | None = None,
-    ) -> tuple[Update, Walk]:
+    ) -> tuple[Update, SamplerState]:
         """Work on a plan; return the update and the walk with the round pending.
 
         A spool is left until the update was handed over, and removed if there is none.
@@ -268,7 +271,7 @@ class Resident:
         walk = walk.settle(plan.counted_round)
         taken, place = self.at(identity, hardware, plan, walk)
         try:
-            update = told(plan, taken, place, self.sum(plan, taken, place, spool))
+            update = make_update(plan, taken, place, self.sum(plan, taken, place, spool))
         except Exception:
             if spool is not None:
                 spool.remove()
@@ -278,15 +281,15 @@ class Resident:
         return update, walk.pend(plan.round, taken.after(num_taken, len(place.examples)))
 
     def sum(
-        self, plan: Plan, taken: Window, place: Workplace, spool: Spool | None = None
-    ) -> Trained:
+        self, plan: Plan, taken: Window, place: TrainingContext, spool: Spool | None = None
+    ) -> LocalSum:
         """Sum a window's gradients into the place's accumulator.
 
         Raises:
             HeadwaterError: see ``client.training.local_update.summed``.
         """
         try:
-            return summed(plan, taken, place, spool)
+            return sum_gradients(plan, taken, place, spool)
         except BuffersChanged:
             self._loaded = None  # the next plan brings the server's buffers back
             raise
@@ -298,19 +301,19 @@ class Resident:
         identity: Identity,
         hardware: Hardware,
         plan: Plan,
-        walk: Walk,
-    ) -> tuple[Window, Workplace]:
+        walk: SamplerState,
+    ) -> tuple[Window, TrainingContext]:
         """Return a plan's examples from a place on, and all that the device needs to sum them."""
         examples = self._trained_on(identity, plan)
         taken = _window_of(plan, walk, identity, examples)
         return taken, self.workplace(examples, identity.name, hardware)
 
-    def skip(self, identity: Identity, plan: Plan, walk: Walk) -> Walk:
+    def skip(self, identity: Identity, plan: Plan, walk: SamplerState) -> SamplerState:
         """Return the walk behind a plan's window: nothing in it could be summed, nor ever will."""
         examples = self._trained_on(identity, plan)
         walk = walk.settle(plan.counted_round)
         bad = _window_of(plan, walk, identity, examples)
-        return Walk(place=bad.after(len(bad.positions), len(examples)))
+        return SamplerState(place=bad.after(len(bad.positions), len(examples)))
 
     def evaluate(self, identity: Identity, plan: Plan) -> EvaluateReport:
         """Sum loss and metrics over the examples that the device holds out.
@@ -329,12 +332,12 @@ class Resident:
         )
 
 
-def _first_of(place: Workplace) -> Window:
+def _first_of(place: TrainingContext) -> Window:
     num_examples = len(place.examples)
-    return window(Place(), quota=TRIED, run_seed=0, name=place.name, num_examples=num_examples)
+    return window(SamplerPosition(), quota=TRIED, run_seed=0, name=place.name, num_examples=num_examples)
 
 
-def _window_of(plan: Plan, walk: Walk, identity: Identity, examples: Examples) -> Window:
+def _window_of(plan: Plan, walk: SamplerState, identity: Identity, examples: Examples) -> Window:
     return window(
         walk.place,
         quota=plan.quota,
@@ -346,6 +349,6 @@ def _window_of(plan: Plan, walk: Walk, identity: Identity, examples: Examples) -
 
 
 @functools.cache
-def resident_of(task_spec: str, *, replace_batch_norm: bool, check_task: bool) -> Resident:
+def trainer_of(task_spec: str, *, replace_batch_norm: bool, check_task: bool) -> Trainer:
     """Return this process's resident for a task, made at the first call."""
-    return Resident(task_spec, replace_batch_norm=replace_batch_norm, check_task=check_task)
+    return Trainer(task_spec, replace_batch_norm=replace_batch_norm, check_task=check_task)

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from headwater.common.data.batches import batch_of
 from headwater.common.errors import BuffersChanged, HeadwaterError, TaskNotAdditive
 from headwater.common.model.vectors import all_finite
-from headwater.common.task import Examples, Task, batch_of, loss_sum, max_weight_per_example
+from headwater.common.task import Examples, Task, loss_sum, max_weight_per_example
 
 log = logging.getLogger(__name__)
 

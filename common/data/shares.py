@@ -10,8 +10,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from headwater.common.data.batches import SubsetView
 from headwater.common.data.partition_spec import Rule
-from headwater.common.data.rows import Rows
 from headwater.common.errors import NoSuchPartition
 from headwater.common.task import Examples, Task, open_train_examples
 
@@ -41,7 +41,7 @@ class Shares:
             raise NoSuchPartition(
                 f"part {part} of {num_parts}: parts count from 0", remedy="correct --part"
             )
-        return Rows(self._whole(data), dealing.positions(part))
+        return SubsetView(self._whole(data), dealing.positions(part))
 
     def dealt(self, rule: Rule, *, data: Path | None, num_parts: int) -> Dealing:
         """Return who has which examples.

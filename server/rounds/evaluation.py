@@ -10,10 +10,11 @@ from collections.abc import Iterable
 
 from torch.utils.data import Subset
 
+from headwater.common.data.batches import evaluate_sums
 from headwater.common.errors import HeadwaterError, MissingData, TaskFailed
 from headwater.common.messages import EvaluateReport
 from headwater.common.model.parameters import ModelImage
-from headwater.common.task import Examples, Task, evaluate_sums
+from headwater.common.task import Examples, Task
 
 MICRO_BATCH_SIZE = 256
 

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headwater.common.data.batches import UnsupportedBatch
 from headwater.common.errors import LateUpdate
 from headwater.common.messages import Update
 from headwater.common.model.parameters import ModelImage
@@ -22,7 +23,7 @@ from headwater.common.model.vectors import all_finite
 from headwater.server.fleet import Dropout, UpdateOfMany
 from headwater.simulation.compute.compiled import say
 from headwater.simulation.compute.dry_run import rehearse
-from headwater.simulation.compute.example_rows import CannotGroup, Packed, Rows
+from headwater.simulation.compute.example_rows import Packed, Rows
 from headwater.simulation.compute.linear_hooks import Layers
 from headwater.simulation.compute.one_by_one import OneByOne
 from headwater.simulation.compute.passes import Block, fused, in_turn, told_by_layers, vectorised
@@ -54,7 +55,7 @@ class Grouped:
         """Try it on a device's first examples.
 
         Raises:
-            CannotGroup: the task, its model or its batches cannot be computed so.
+            UnsupportedBatch: the task, its model or its batches cannot be computed so.
         """
         self.own_vectors = own_vectors
         self._devices = devices
@@ -165,7 +166,9 @@ class Grouped:
         while len(block):
             try:
                 values_P, together = self._sum(block)
-            except CannotGroup as reason:  # what was not tried: the vectors of those who have much
+            except (
+                UnsupportedBatch
+            ) as reason:  # what was not tried: the vectors of those who have much
                 log.info("%d devices are computed one by one: %s", len(block), reason)
                 return None, rest + list(block.called)
             bad = together.is_not_finite
@@ -243,7 +246,7 @@ class Grouped:
         """Try on a device's first examples what will be done.
 
         Raises:
-            CannotGroup: it fails, or its sums are others than the task's own.
+            UnsupportedBatch: it fails, or its sums are others than the task's own.
         """
         devices, many, packed = self._devices, self._many, self._packed
         each = devices.machine(0, round_number=1).memory.line

@@ -14,23 +14,20 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headwater.client.training.trainer import HELD
-from headwater.common.task import Examples, Task, batch_of
+from headwater.client.training.trainer import MAX_OPEN_DATASETS
+from headwater.common.data.batches import UnsupportedBatch, batch_of, split_batch
+from headwater.common.task import Examples, Task
 
 Rows = NDArray[np.int64]
 
 LIMIT_BYTES = 128 << 20
 
 
-class CannotGroup(Exception):
-    """Devices cannot be computed many at once; the text says why."""
-
-
 class Packed:
     """Rows of tensors, device behind device, that become a batch of the task's own form."""
 
     def __init__(
-        self, task: Task, *, limit_bytes: int = LIMIT_BYTES, most_held: int = HELD
+        self, task: Task, *, limit_bytes: int = LIMIT_BYTES, most_held: int = MAX_OPEN_DATASETS
     ) -> None:
         self._task = task
         self._limit_bytes = limit_bytes
@@ -54,18 +51,18 @@ class Packed:
         """Fetch a device's examples, and return the row of the first.
 
         Raises:
-            CannotGroup: its batches are not rows of tensors, alike for all devices.
+            UnsupportedBatch: its batches are not rows of tensors, alike for all devices.
         """
         batch = batch_of(self._task, examples, range(len(examples)))
-        rows, rebuild = tensors_of(batch)
+        rows, rebuild = split_batch(batch)
         if any(len(row) != len(examples) for row in rows):
-            raise CannotGroup("a batch of the task is not one row of tensors for each example")
+            raise UnsupportedBatch("a batch of the task is not one row of tensors for each example")
         if self._rebuild is None:
             self._check_rows(examples, rows)
             self._rebuild = rebuild
             self._columns = [row[:0].clone() for row in rows]
         if [_kind(row) for row in rows] != [_kind(column) for column in self._columns]:
-            raise CannotGroup("the examples of two devices are of different shapes")
+            raise UnsupportedBatch("the examples of two devices are of different shapes")
         start, end = self._num_rows, self._num_rows + len(examples)
         for number, row in enumerate(rows):
             column = self._columns[number]
@@ -81,12 +78,12 @@ class Packed:
     def _check_rows(self, examples: Examples, rows: Sequence[Tensor]) -> None:
         """Check on one device that a row is what its example alone gives: no padding to a batch."""
         last = len(examples) - 1
-        alone, _ = tensors_of(batch_of(self._task, examples, (last,)))
+        alone, _ = split_batch(batch_of(self._task, examples, (last,)))
         same = [_kind(one) == _kind(row) for one, row in zip(alone, rows, strict=True)]
         if not all(same) or not all(
             torch.equal(one[0], row[last]) for one, row in zip(alone, rows, strict=True)
         ):
-            raise CannotGroup("an example looks different alone than it does in a batch")
+            raise UnsupportedBatch("an example looks different alone than it does in a batch")
 
     def take(self, rows: Rows) -> list[Tensor]:
         """Return the tensors of a batch of these rows [n, ...]."""
@@ -101,22 +98,3 @@ class Packed:
 
 def _kind(rows: Tensor) -> tuple[torch.Size, torch.dtype]:
     return rows.shape[1:], rows.dtype
-
-
-def tensors_of(batch: Any) -> tuple[list[Tensor], Callable[[Sequence[Tensor]], Any]]:
-    """Take a batch apart: its tensors, and how to put others into its form.
-
-    Raises:
-        CannotGroup: it holds something else, or a tensor without a first axis.
-    """
-    if isinstance(batch, Tensor) and batch.ndim:
-        return [batch], lambda tensors: tensors[0]
-    is_dict, is_row = type(batch) is dict, type(batch) in (list, tuple)
-    values = list(batch.values()) if is_dict else list(batch) if is_row else []
-    if not values or not all(isinstance(value, Tensor) and value.ndim for value in values):
-        raise CannotGroup(f"a batch of the task is {type(batch).__name__}, not rows of tensors")
-    if is_dict:
-        names = list(batch)
-        return values, lambda tensors: dict(zip(names, tensors, strict=True))
-    kind = type(batch)
-    return values, lambda tensors: kind(tensors)

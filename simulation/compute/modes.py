@@ -19,11 +19,11 @@ from __future__ import annotations
 
 import logging
 
+from headwater.common.data.batches import UnsupportedBatch
 from headwater.common.errors import SettingsError
 from headwater.common.settings.schema import Settings
 from headwater.common.system.console import console
 from headwater.simulation.compute.batched import Grouped
-from headwater.simulation.compute.example_rows import CannotGroup
 from headwater.simulation.compute.one_by_one import OneByOne
 from headwater.simulation.compute.worker_pool import Workers, num_workers
 from headwater.simulation.fleet.devices import Compute, Devices
@@ -50,11 +50,11 @@ def compute_of(settings: Settings, devices: Devices) -> Compute:
     own_vectors = chosen == "vectorised" or (chosen == "auto" and plan.follow_noise_scale)
     try:
         if plan.local_steps > 1:
-            raise CannotGroup("each device's local steps move a model of its own")
+            raise UnsupportedBatch("each device's local steps move a model of its own")
         if plan.follow_noise_scale and not own_vectors:
-            raise CannotGroup("the noise scale follows from each device's own norms")
+            raise UnsupportedBatch("the noise scale follows from each device's own norms")
         many = Grouped(devices, own_vectors=own_vectors)
-    except CannotGroup as reason:
+    except UnsupportedBatch as reason:
         if chosen != "auto":
             raise SettingsError(
                 f"--compute {chosen} cannot be: {reason}", remedy="leave --compute out"

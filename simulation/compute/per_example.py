@@ -20,10 +20,11 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from headwater.common.data.batches import UnsupportedBatch
 from headwater.common.model.parameters import ModelImage
 from headwater.common.task import Task
 from headwater.simulation.compute.compiled import compiled, say
-from headwater.simulation.compute.example_rows import CannotGroup, Packed
+from headwater.simulation.compute.example_rows import Packed
 from headwater.simulation.compute.gradient_norms import Squares
 from headwater.simulation.compute.linear_hooks import Layers, Told, layers_of
 
@@ -62,7 +63,7 @@ class ManyExamples:
         ``factors`` [n] scale what each example adds to the gradient.
 
         Raises:
-            CannotGroup: the task or its model cannot be run so.
+            UnsupportedBatch: the task or its model cannot be run so.
         """
         self._image.model.train()
         if self._compiled is not None:
@@ -71,7 +72,7 @@ class ManyExamples:
             except MemoryError:
                 raise
             except Exception as error:  # the compiler's, or one that comes again below
-                reason = error if isinstance(error, CannotGroup) else _sentence(error)
+                reason = error if isinstance(error, UnsupportedBatch) else _sentence(error)
                 say(f"passes are not compiled: {reason}")
                 self._compiled = None
         return self._add(self._of_each, tensors, factors, precision)
@@ -111,7 +112,7 @@ class ManyExamples:
         """Do what ``add`` does, in float32, and add the squares of what is added to ``squares``.
 
         Raises:
-            CannotGroup: the task or its model cannot be run so, or runs otherwise than it did.
+            UnsupportedBatch: the task or its model cannot be run so, or runs otherwise than it did.
         """
         self._image.model.train()
         num_examples = len(tensors[0])
@@ -130,7 +131,7 @@ class ManyExamples:
             total = loss.sum() if factors is None else (loss * factors).sum()
             total.backward()
         if not told.is_complete:
-            raise CannotGroup("the model's layers do not tell of all examples")
+            raise UnsupportedBatch("the model's layers do not tell of all examples")
         for name, copy in copies.items():
             if copy.grad is not None:
                 gradients = layers.elsewhere[name].grad
@@ -147,7 +148,7 @@ class ManyExamples:
         ``tensors`` are [R, M, ...]; what ``mask_RM`` has as 0 adds nothing.
 
         Raises:
-            CannotGroup: the task or its model cannot be run so.
+            UnsupportedBatch: the task or its model cannot be run so.
         """
         self._image.model.train()
         parameters = dict(self._summing.named_parameters())
@@ -209,7 +210,7 @@ def _named() -> Any:
     except MemoryError:
         raise
     except Exception as error:
-        raise CannotGroup(_sentence(error)) from error
+        raise UnsupportedBatch(_sentence(error)) from error
 
 
 def _sentence(error: Exception) -> str:

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from headwater.client.training.accumulator import Accumulator
-from headwater.client.training.trainer import Identity, Resident
+from headwater.client.training.trainer import Identity, Trainer
+from headwater.common.data.batches import UnsupportedBatch, batch_of
 from headwater.common.model.vectors import squared_norm
-from headwater.common.task import batch_of, loss_sum
-from headwater.simulation.compute.example_rows import CannotGroup, Packed, Rows
+from headwater.common.task import loss_sum
+from headwater.simulation.compute.example_rows import Packed, Rows
 from headwater.simulation.compute.linear_hooks import Layers
 from headwater.simulation.compute.passes import Block, told_by_layers
 from headwater.simulation.compute.per_example import ManyExamples
@@ -26,14 +27,14 @@ TOLERANCE = 1e-4
 
 
 def tried(
-    resident: Resident, identity: Identity, many: ManyExamples, packed: Packed
+    resident: Trainer, identity: Identity, many: ManyExamples, packed: Packed
 ) -> tuple[Tensor, Rows]:
     """Compare a pass over a device's first examples with the task's own sum of them.
 
     Returns that sum's loss, and the examples' rows.
 
     Raises:
-        CannotGroup: the pass fails, or they differ.
+        UnsupportedBatch: the pass fails, or they differ.
     """
     examples = resident.examples(identity)
     positions = range(min(TRIED, len(examples)))
@@ -42,7 +43,7 @@ def tried(
     batch = batch_of(resident.task, examples, positions)
     loss, weight, metrics = loss_sum(resident.task, resident.image.model, batch)
     if not torch.equal(state, torch.get_rng_state()):
-        raise CannotGroup("the model draws random numbers, and each device has its own")
+        raise UnsupportedBatch("the model draws random numbers, and each device has its own")
     resident.accumulator.zero()
     rows = np.array(positions) + packed.add(0, examples)
     sums = many.add(packed.take(rows), None, "float32")
@@ -53,7 +54,7 @@ def tried(
     told |= {f"metric {name}": value for name, value in metrics.items()}
     for name, value in told.items():
         if not math.isclose(found.get(name, math.nan), value, rel_tol=TOLERANCE, abs_tol=1e-6):
-            raise CannotGroup(f"the {name} of {TRIED} examples is another when each is alone")
+            raise UnsupportedBatch(f"the {name} of {TRIED} examples is another when each is alone")
     return loss, rows
 
 
@@ -86,7 +87,7 @@ def telling_layers(
     )
     try:
         found_P, _, norms = told_by_layers(many, packed, accumulator, layers, block)
-    except CannotGroup as reason:
+    except UnsupportedBatch as reason:
         log.info("norms are those of vectors: %s", reason)
         return None
     finally:

@@ -11,20 +11,19 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from headwater.client.device.hardware import Hardware
-from headwater.client.device.throttle import restraint
-from headwater.client.memory.peak_model import GUARD_SHARE, PeakLine
-from headwater.client.training.context import Restraint, Workplace
-from headwater.client.training.probe import MOST_EXAMPLES, activation_bytes
+from headwater.client.device.throttle import time_share
+from headwater.client.memory.peak_model import GUARD_SHARE, PeakModel
+from headwater.client.training.context import TimeShare, TrainingContext
+from headwater.client.training.probe import MAX_EXAMPLES, activation_bytes
 from headwater.client.training.probe_fit import WORKING_FACTOR, Speed
-from headwater.client.training.trainer import HELD, Identity, resident_of
+from headwater.client.training.trainer import MAX_OPEN_DATASETS, Identity, trainer_of
+from headwater.common.data.batches import UnsupportedBatch, batch_of, split_batch
 from headwater.common.errors import TaskFailed
 from headwater.common.messages import Vitals
 from headwater.common.model.parameters import ModelLayout
 from headwater.common.settings import schema as settings
 from headwater.common.settings.schema import Settings
 from headwater.common.stats.linear_fit import Line
-from headwater.common.task import batch_of
-from headwater.simulation.compute.example_rows import CannotGroup, tensors_of
 from headwater.simulation.fleet.faults import slowed
 from headwater.simulation.fleet.profiles import (
     MIB,
@@ -124,7 +123,7 @@ class VirtualMemory:
         line = self.line
         if line is None:
             return None
-        known = PeakLine(
+        known = PeakModel(
             line=line, least_each=line.each, largest_size=1, rest_bytes=self.base_bytes
         )
         return known.fitting(self._limit_bytes * GUARD_SHARE)
@@ -158,10 +157,10 @@ class VirtualMemory:
         return int(self.base_bytes + (self.bytes_per_example or 0.0) * num_examples)
 
 
-UNRESTRAINED, ON_BATTERY = Restraint(), Vitals(is_on_battery=True)
+UNRESTRAINED, ON_BATTERY = TimeShare(), Vitals(is_on_battery=True)
 
 
-@functools.lru_cache(maxsize=HELD)
+@functools.lru_cache(maxsize=MAX_OPEN_DATASETS)
 def _vitals(
     limit_bytes: int, line: Line | None, is_on_battery: bool | None, rate: float, share: float
 ) -> Vitals:
@@ -244,12 +243,12 @@ class SimulatedMachine:
         self._vitals = each, told
         return told
 
-    def restraint(self) -> Restraint:
+    def restraint(self) -> TimeShare:
         if not self._is_on_battery:
             return UNRESTRAINED
-        return restraint(ON_BATTERY, self._chosen)
+        return time_share(ON_BATTERY, self._chosen)
 
-    def speed(self, place: Workplace) -> Speed:
+    def speed(self, place: TrainingContext) -> Speed:
         """Look up the line of seconds, and count what an example more takes if that is not known.
 
         Raises:
@@ -276,16 +275,16 @@ class SimulatedMachine:
 _counted: dict[tuple[object, ...], float] = {}
 
 
-def _activation_bytes(place: Workplace) -> float:
+def _activation_bytes(place: TrainingContext) -> float:
     """Count what autograd keeps of an example, once for all devices whose first two are alike."""
     num_examples = len(place.examples)
-    second = max(num_examples // MOST_EXAMPLES, 1)
+    second = max(num_examples // MAX_EXAMPLES, 1)
     some = (0, second) if second < num_examples else (0,)
     try:
         rows = [
-            tensors_of(batch_of(place.task, place.examples, part))[0] for part in (some[:1], some)
+            split_batch(batch_of(place.task, place.examples, part))[0] for part in (some[:1], some)
         ]
-    except CannotGroup:
+    except UnsupportedBatch:
         return activation_bytes(place)
     shapes = tuple((row.shape, row.dtype) for batch in rows for row in batch)
     key = (id(place.task), id(place.image), shapes)
@@ -347,7 +346,7 @@ def machine_of(
     return machine
 
 
-@functools.lru_cache(maxsize=HELD)
+@functools.lru_cache(maxsize=MAX_OPEN_DATASETS)
 def _bytes_per_example(
     device: SimulatedDevice,
     num_parameters: int,
@@ -361,7 +360,7 @@ def _bytes_per_example(
     Counted and not measured, so it is the same on every machine; once a device and process.
     """
     machine = SimulatedMachine(device, num_parameters)
-    resident = resident_of(task, replace_batch_norm=replace_batch_norm, check_task=check_task)
+    resident = trainer_of(task, replace_batch_norm=replace_batch_norm, check_task=check_task)
     try:
         resident.measure(identity, machine)
     except TaskFailed:

@@ -13,6 +13,7 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 from headwater.common.data.additivity import check_additive
+from headwater.common.data.batches import batch_of, evaluate_sums
 from headwater.common.errors import (
     BuffersChanged,
     EmptyDataset,
@@ -21,14 +22,7 @@ from headwater.common.errors import (
     TaskNotAdditive,
     UnknownTask,
 )
-from headwater.common.task import (
-    Task,
-    batch_of,
-    evaluate_sums,
-    load_task,
-    loss_sum,
-    open_train_examples,
-)
+from headwater.common.task import Task, load_task, loss_sum, open_train_examples
 from tests.tasks import (
     NAN_GRADIENT,
     NAN_LOSS,

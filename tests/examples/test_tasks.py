@@ -16,12 +16,12 @@ from examples.image_folder import CLASSES, SIDE, ImageFolder
 from examples.tabular_csv import RANGES, TabularCsv
 from examples.text_transformer import CONTEXT, PADDING, TextTransformer, stretches
 from headwater.common.data.additivity import check_additive
+from headwater.common.data.batches import SubsetView, batch_of
 from headwater.common.data.partition_spec import rule_of
-from headwater.common.data.rows import Rows
 from headwater.common.data.shares import Shares
 from headwater.common.errors import EmptyDataset, MissingData
 from headwater.common.settings.schema import Settings, load
-from headwater.common.task import Task, batch_of, load_task, loss_sum, open_train_examples
+from headwater.common.task import Task, load_task, loss_sum, open_train_examples
 from headwater.server.rounds.round_row import RoundRow
 from headwater.simulation.run import run_engine
 
@@ -285,7 +285,7 @@ def test_a_partition_by_module_gives_a_device_whole_modules() -> None:
     modules = shares.column("module", data=None)
     rule = rule_of("column:module", examples_per_device=None, seed=0)
     found = shares.of(rule, data=None, part=3, num_parts=modules.num_values)
-    assert isinstance(found, Rows)
+    assert isinstance(found, SubsetView)
     (name,) = set(modules.values_V[modules.codes_E[found.positions]].tolist())
     text = b"".join(found.whole[position] for position in sorted(found.positions.tolist()))
     assert text == (Path(sysconfig.get_path("stdlib")) / f"{name}.py").read_bytes()

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
-from headwater.client.training.batches import ALIGNED_BYTES, MOST_BYTES, Batches
-from headwater.client.training.micro_batches import cut
-from headwater.common.data.rows import Rows
-from headwater.common.task import Task, batch_of
+from headwater.client.training.batches import ALIGNED_BYTES, MAX_BYTES, Batches
+from headwater.client.training.micro_batches import split
+from headwater.common.data.batches import SubsetView, batch_of
+from headwater.common.task import Task
 from tests.tasks import TwoLayers
 
 
@@ -56,7 +56,7 @@ def test_every_batch_is_what_is_fetched_for_it_alone(
     window = tuple(np.random.default_rng(seed).permutation(num_examples).tolist())
     batches = Batches(task, examples)
     batches.begin(window)
-    for positions in cut(window, size):
+    for positions in split(window, size):
         assert_same(batches.of(positions), batch_of(task, examples, positions))
 
 
@@ -75,7 +75,7 @@ def test_without_a_window_each_batch_is_fetched_alone() -> None:
 
 def test_a_window_that_begins_again_is_cut_from_the_same_rows() -> None:
     whole = Counting(*data(8, 16).tensors)
-    examples = Rows(whole, np.arange(7, -1, -1))
+    examples = SubsetView(whole, np.arange(7, -1, -1))
     batches = Batches(TwoLayers(), examples)
     window = (0, 2, 4, 6)
     batches.begin(window)
@@ -88,7 +88,7 @@ def test_a_window_that_begins_again_is_cut_from_the_same_rows() -> None:
 
 
 def test_much_is_not_fetched_at_once() -> None:
-    each = MOST_BYTES // 4 // 4  # a window of four fills the limit, and the labels pass it
+    each = MAX_BYTES // 4 // 4  # a window of four fills the limit, and the labels pass it
     whole = Counting(torch.ones(8, each), torch.arange(8))
     batches = Batches(TwoLayers(), whole)
     batches.begin((0, 1, 2, 3))

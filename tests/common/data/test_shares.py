@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch.utils.data import Dataset, Subset, TensorDataset
 
+from headwater.common.data.batches import SubsetView, batch_of
 from headwater.common.data.partition_spec import Rule
-from headwater.common.data.rows import Rows
 from headwater.common.data.shares import Shares
 from headwater.common.errors import EmptyDataset, MissingColumn, NoSuchPartition
-from headwater.common.task import Examples, batch_of
+from headwater.common.task import Examples
 from tests.tasks import TwoLayers, examples
 
 IID = Rule(kind="iid", seed=1)
@@ -93,7 +93,7 @@ def test_what_is_wrong_is_named() -> None:
 
 @pytest.mark.parametrize("whole", [OneByOne(), Fetching(), list(range(24))])
 def test_rows_are_fetched_as_the_whole_fetches(whole: Examples) -> None:
-    rows = Rows(whole, np.array([5, 3, 23]))
+    rows = SubsetView(whole, np.array([5, 3, 23]))
     expected = [whole[5], whole[23]]
     if isinstance(whole, Fetching):
         expected = [205, 223]
@@ -109,7 +109,7 @@ def test_rows_of_a_tensor_data_set_are_taken_at_once() -> None:
             raise AssertionError("an example was fetched alone")
 
     whole = NotOneByOne(torch.arange(24), torch.arange(24) * 10)
-    rows = Rows(Rows(whole, np.arange(23, -1, -1)), np.array([4, 2, 0]))
+    rows = SubsetView(SubsetView(whole, np.arange(23, -1, -1)), np.array([4, 2, 0]))
     first, second = batch_of(TwoLayers(), rows, (2, 1))
     assert first.tolist() == [23, 21]
     assert second.tolist() == [230, 210]
@@ -120,13 +120,13 @@ def test_a_collate_of_the_task_gets_the_rows() -> None:
         def collate(self, examples: list[Any]) -> list[Any]:
             return examples
 
-    rows = Rows(OneByOne(), np.array([7, 1]))
+    rows = SubsetView(OneByOne(), np.array([7, 1]))
     assert batch_of(Collating(), rows, range(2)) == [107, 101]
 
 
 def test_a_share_is_a_view_of_what_was_dealt_out() -> None:
     shares = Shares(Counted())
     first, again = (shares.of(IID, data=None, part=1, num_parts=3) for _ in range(2))
-    assert isinstance(first, Rows)
-    assert isinstance(again, Rows)
+    assert isinstance(first, SubsetView)
+    assert isinstance(again, SubsetView)
     assert np.shares_memory(first.positions, again.positions)

@@ -14,9 +14,10 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 from headwater.client.training.accumulator import Accumulator
+from headwater.common.data.batches import UnsupportedBatch
 from headwater.common.model.parameters import ModelImage, build_model
 from headwater.common.task import Task
-from headwater.simulation.compute.example_rows import CannotGroup, Packed
+from headwater.simulation.compute.example_rows import Packed
 from headwater.simulation.compute.gradient_norms import Squares
 from headwater.simulation.compute.linear_hooks import Layers, layers_of
 from headwater.simulation.compute.passes import Block, told_by_layers, vectorised
@@ -181,7 +182,7 @@ def test_a_layer_that_sees_no_example_is_missed() -> None:
     tensors = packed.take(rows)
     layers = many.layers(tensors)
     assert layers is not None
-    with pytest.raises(CannotGroup, match="do not tell"):
+    with pytest.raises(UnsupportedBatch, match="do not tell"):
         many.add_told(tensors, None, layers, Squares(np.array([3]), np.array([1])))
     loss, _ = Constant().loss_sum(image.model, tensors)
     assert telling_layers(loss, many, packed, rows, accumulator, most_bytes=1 << 20) is None

@@ -1,0 +1,118 @@
+"""Turns a task's examples into batches, and evaluates a model over all of them.
+
+A client's examples may be a subset of a data set that the process holds once (``SubsetView``). A
+batch of a plain ``TensorDataset`` is taken from its tensors by one indexing operation each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from headwater.common.task import Examples, Metrics, Task, loss_sum
+
+
+class SubsetView:
+    """One client's subset of a data set that the process holds once; a view.
+
+    ``torch.utils.data.Subset`` does the same with a list of Python integers. Here the positions are
+    an array, which may be a view of one array for all clients. A client then costs a few hundred
+    bytes, and ``batch_of`` indexes a ``TensorDataset`` once for a whole micro-batch.
+    """
+
+    def __init__(self, whole: Examples, positions: NDArray[np.int64]) -> None:
+        self.whole = whole
+        self.positions = positions
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    def __getitem__(self, position: int) -> Any:
+        return self.whole[int(self.positions[position])]
+
+    def __getitems__(self, positions: Sequence[int]) -> Sequence[Any]:
+        chosen: list[int] = self.in_whole(positions).tolist()
+        fetch_all = getattr(self.whole, "__getitems__", None)
+        if fetch_all is not None:
+            return list(fetch_all(chosen))
+        return [self.whole[position] for position in chosen]
+
+    def in_whole(self, positions: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the positions of these examples in the whole data set, as a new array."""
+        return self.positions[np.asarray(positions, dtype=np.int64)]
+
+
+def dataset_tensors(task: Task, examples: Examples) -> Sequence[Tensor] | None:
+    """Return the tensors whose indexed rows are exactly the batches.
+
+    None unless the data set is a ``TensorDataset`` (or views of one) and the task does not collate.
+    """
+    while isinstance(examples, SubsetView):
+        examples = examples.whole
+    if not isinstance(examples, torch.utils.data.TensorDataset) or hasattr(task, "collate"):
+        return None
+    tensors: Sequence[Tensor] | None = getattr(examples, "tensors", None)
+    return tensors
+
+
+def batch_of(task: Task, examples: Examples, positions: Sequence[int]) -> Any:
+    """Fetch and collate the examples at ``positions``, in that order."""
+    tensors = dataset_tensors(task, examples)
+    rows = np.array(positions, dtype=np.int64)
+    while isinstance(examples, SubsetView):
+        rows, examples = examples.in_whole(rows), examples.whole
+    if tensors is not None:
+        index = torch.from_numpy(rows)
+        return [tensor.index_select(0, index) for tensor in tensors]
+    collate = getattr(task, "collate", torch.utils.data.default_collate)
+    fetch_all = getattr(examples, "__getitems__", None)
+    if fetch_all is not None:
+        return collate(fetch_all(rows.tolist()))
+    return collate([examples[position] for position in rows.tolist()])
+
+
+def evaluate_sums(
+    task: Task, model: nn.Module, examples: Examples, micro_batch_size: int
+) -> tuple[float, int, Metrics]:
+    """Return loss sum, weight and metric sums over all examples, in evaluation mode."""
+    model.eval()
+    loss_total, weight_total, totals = 0.0, 0, Metrics()
+    with torch.no_grad():
+        for start in range(0, len(examples), micro_batch_size):
+            positions = range(start, min(start + micro_batch_size, len(examples)))
+            loss, weight, metrics = loss_sum(task, model, batch_of(task, examples, positions))
+            loss_total += loss.item()
+            weight_total += weight
+            for name, value in metrics.items():
+                totals[name] = totals.get(name, 0.0) + value
+    return loss_total, weight_total, totals
+
+
+class UnsupportedBatch(Exception):
+    """The examples of several clients cannot be computed in one batch; the message says why."""
+
+
+def split_batch(batch: Any) -> tuple[list[Tensor], Callable[[Sequence[Tensor]], Any]]:
+    """Return a batch's tensors, and a function that puts other tensors into the batch's form.
+
+    Raises:
+        UnsupportedBatch: it holds something else, or a tensor without a first axis.
+    """
+    if isinstance(batch, Tensor) and batch.ndim:
+        return [batch], lambda tensors: tensors[0]
+    is_dict, is_row = type(batch) is dict, type(batch) in (list, tuple)
+    values = list(batch.values()) if is_dict else list(batch) if is_row else []
+    if not values or not all(isinstance(value, Tensor) and value.ndim for value in values):
+        raise UnsupportedBatch(
+            f"a batch of the task is {type(batch).__name__}, not rows of tensors"
+        )
+    if is_dict:
+        names = list(batch)
+        return values, lambda tensors: dict(zip(names, tensors, strict=True))
+    kind = type(batch)
+    return values, lambda tensors: kind(tensors)
