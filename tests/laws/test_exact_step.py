@@ -14,9 +14,9 @@ from torch import Tensor
 from headwater.client.device.hardware import MonotonicClock
 from headwater.client.memory.peak_model import ProcessMemory
 from headwater.client.training.accumulator import Accumulator
-from headwater.client.training.context import Workplace
-from headwater.client.training.local_update import train
-from headwater.client.training.micro_batches import Place, Window, window
+from headwater.client.training.context import TrainingContext
+from headwater.client.training.local_update import train_round
+from headwater.client.training.micro_batches import SamplerPosition, Window, window
 from headwater.common.messages import Plan
 from headwater.common.model.parameters import ModelImage, build_model
 from headwater.common.settings import schema as chosen
@@ -66,7 +66,7 @@ class OneRoundAtATime:
 
     def window(self, part: int, client: Client, round_number: int) -> Window:
         return window(
-            Place(epoch=round_number),
+            SamplerPosition(epoch=round_number),
             quota=client.quota,
             run_seed=0,
             name=str(part),
@@ -88,7 +88,7 @@ class OneRoundAtATime:
                 quota=client.quota,
                 micro_batch_size=client.micro_batch_size,
             )
-            place = Workplace(
+            place = TrainingContext(
                 task=self.task,
                 image=self.image,
                 accumulator=self._accumulator,
@@ -98,7 +98,7 @@ class OneRoundAtATime:
                 memory=self._memory,
                 stop=lambda: False,
             )
-            update = train(plan, self.window(part, client, round_number), place)
+            update = train_round(plan, self.window(part, client, round_number), place)
             self._sum.check(update.values_P, name=str(part))
             self._sum.fold(update.values_P, update.report.weight)
         return self._sum.close()

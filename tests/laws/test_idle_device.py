@@ -10,8 +10,11 @@ ROOT = Path(__file__).parents[2]
 # What headwater-client imports before it connects, where its settings name no files of TLS.
 PLAIN_DEVICE = """
 import json, sys
-import headwater.client.device.availability, headwater.client.app, headwater.client.cli, headwater.client.device.hardware, headwater.client.enrolment.signing_identity, headwater.client.memory.limits
-import headwater.client.flower.node, headwater.client.training.trainer, headwater.client.transport.connection
+import headwater.client.app, headwater.client.cli
+import headwater.client.device.availability, headwater.client.device.hardware
+import headwater.client.enrolment.signing_identity, headwater.client.flower.node
+import headwater.client.memory.limits, headwater.client.training.trainer
+import headwater.client.transport.connection
 import headwater.common.system.console, headwater.common.transport.tls
 json.dump(sorted(sys.modules), sys.stdout)
 """

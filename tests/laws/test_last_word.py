@@ -15,10 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import TensorDataset
 
+from headwater.client.device.interfaces import TimeShare
 from headwater.client.memory.activation_checkpointing import switch_off, switch_on
-from headwater.client.training.context import Restraint, Workplace
-from headwater.client.training.local_update import train
-from headwater.client.training.micro_batches import Place, window
+from headwater.client.training.context import TrainingContext
+from headwater.client.training.local_update import train_round
+from headwater.client.training.micro_batches import SamplerPosition, window
 from headwater.common.errors import OutOfMemory
 from headwater.common.messages import Plan
 from headwater.common.task import Task
@@ -29,7 +30,7 @@ from tests.workplaces import FakeMemory, workplace
 RELATIVE = 1e-6
 
 
-def place_of(task: Task) -> Workplace:
+def place_of(task: Task) -> TrainingContext:
     place = workplace(task, TensorDataset(torch.zeros(1)))
     return replace(place, examples=task.train_examples(data=None, part=0, num_parts=1))
 
@@ -72,11 +73,11 @@ def test_what_is_sent_is_the_gradient_of_a_beginning_of_the_window(
         place_of(task),
         memory=memory,
         checkpointed_bytes=checkpointed_bytes,
-        restraint=lambda: Restraint(share=share, reason="busy"),
+        time_share=lambda: TimeShare(share=share, reason="busy"),
     )
     asked = plan_of(quota, size, finish)
     part = window(
-        Place(),
+        SamplerPosition(),
         quota=quota,
         num_more=asked.most_examples - quota,
         run_seed=0,
@@ -84,7 +85,7 @@ def test_what_is_sent_is_the_gradient_of_a_beginning_of_the_window(
         num_examples=NUM_EXAMPLES,
     )
     try:
-        update = train(asked, part, place)
+        update = train_round(asked, part, place)
     except OutOfMemory:
         assert 0 in sizes
         return
@@ -102,11 +103,11 @@ def test_what_is_sent_is_the_gradient_of_a_beginning_of_the_window(
 @settings(max_examples=15, deadline=None, derandomize=True)
 def test_activations_computed_twice_change_no_bit(architecture: str, quota: int, size: int) -> None:
     place = place_of(ARCHITECTURES[architecture])
-    part = window(Place(), quota=quota, run_seed=0, name="pi", num_examples=NUM_EXAMPLES)
-    kept_P = train(plan_of(quota, size), part, place).values_P.clone()
+    part = window(SamplerPosition(), quota=quota, run_seed=0, name="pi", num_examples=NUM_EXAMPLES)
+    kept_P = train_round(plan_of(quota, size), part, place).values_P.clone()
     assert switch_on(place.image.model)
     try:
-        update = train(plan_of(quota, size), part, place)
+        update = train_round(plan_of(quota, size), part, place)
     finally:
         switch_off(place.image.model)
     assert update.report.is_checkpointed

@@ -14,9 +14,9 @@ from torch import Tensor
 from headwater.client.device.hardware import MonotonicClock
 from headwater.client.memory.peak_model import ProcessMemory
 from headwater.client.training.accumulator import Accumulator
-from headwater.client.training.context import Workplace
-from headwater.client.training.local_update import train
-from headwater.client.training.micro_batches import Place, Window, window
+from headwater.client.training.context import TrainingContext
+from headwater.client.training.local_update import train_round
+from headwater.client.training.micro_batches import SamplerPosition, Window, window
 from headwater.common.messages import Plan, Vitals
 from headwater.common.model.parameters import ModelImage, build_model
 from headwater.common.settings import schema as chosen
@@ -109,7 +109,7 @@ class PlannedRound:
     def window(self, told: Assignment) -> Window:
         """Return the examples that a device takes which stands where the server believes it."""
         return window(
-            Place(offset=NUM_EXAMPLES - told.device.num_left),
+            SamplerPosition(offset=NUM_EXAMPLES - told.device.num_left),
             quota=told.quota,
             run_seed=0,
             name=told.device.name,
@@ -140,7 +140,7 @@ class PlannedRound:
                 micro_batch_size=size,
                 weigh_as=weigh_as.get(name),
             )
-            place = Workplace(
+            place = TrainingContext(
                 task=self.task,
                 image=self.image,
                 accumulator=self._accumulator,
@@ -150,7 +150,7 @@ class PlannedRound:
                 memory=self._memory,
                 stop=lambda: False,
             )
-            update = train(plan, self.window(told), place)
+            update = train_round(plan, self.window(told), place)
             # No window is cut short: the planner knows what the epoch has left.
             assert update.report.num_examples == told.quota
             self._sum.check(update.values_P, name=name)
