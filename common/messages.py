@@ -50,13 +50,13 @@ FEWEST_PART = 2
 MOST_METRIC_CHARACTERS = 64  # of a name that a masked round tells of
 
 
-class Told(BaseModel):
+class WireMessage(BaseModel):
     """Data that crosses from one side to the other."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class Vitals(Told):
+class Vitals(WireMessage):
     """What a device knows of itself at the moment; what it has no sensor for is not set."""
 
     memory_limit_bytes: Natural | None = Field(None, description="what the process may hold")
@@ -76,7 +76,7 @@ class Vitals(Told):
     )
 
 
-class Plan(Told):
+class Plan(WireMessage):
     """What one client is asked to do in one round."""
 
     round: Natural
@@ -129,7 +129,7 @@ class Plan(Told):
         return self.quota + min(self.quota // MORE_PART, room)
 
 
-class DescribeRequest(Told):
+class DescribeRequest(WireMessage):
     """What the server asks a device when it first sees it."""
 
     run_seed: Natural
@@ -142,7 +142,7 @@ class DescribeRequest(Told):
     )
 
 
-class DeviceReport(Told):
+class DeviceReport(WireMessage):
     """What a device says of itself."""
 
     name: Name
@@ -176,7 +176,7 @@ class Step:
     peak_bytes: Natural
 
 
-class UpdateReport(Told):
+class UpdateReport(WireMessage):
     """What a client says of its update beside the vector."""
 
     name: Name
@@ -214,7 +214,7 @@ class UpdateReport(Told):
         return all(step.gradient_norm is not None for step in self.steps)
 
 
-class Ready(Told):
+class ReadyReport(WireMessage):
     """What a client says when it has an update that is to be masked: nothing of what it summed.
 
     How long its micro-batches take and what they take of its memory stay visible, as what a device
@@ -233,7 +233,7 @@ class Ready(Told):
     ] = Field((), description="the names of the metrics that it has sums of, sorted")
 
 
-class EvaluateReport(Told):
+class EvaluateReport(WireMessage):
     """Sums over the examples that a device holds out."""
 
     name: Name
@@ -242,7 +242,7 @@ class EvaluateReport(Told):
     metric_sums: dict[str, Finite] = Field(default_factory=dict)
 
 
-class Reported(Protocol):
+class ReportFields(Protocol):
     """What the server reads of an ``UpdateReport``; a simulator keeps a cohort's in columns."""
 
     @property

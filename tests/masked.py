@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from headwater.client.app import app
 from headwater.client.enrolment.signing_identity import read_enrolment
-from headwater.client.flower.node import NodeAnswer, Node
+from headwater.client.flower.node import Node, NodeAnswer
 from headwater.client.flower.request import SIMULATED
 from headwater.client.flower.state_file import WALK
 from headwater.client.training.micro_batches import SamplerPosition, SamplerState
@@ -26,10 +26,10 @@ from headwater.client.training.trainer import Identity, Trainer, trainer_of
 from headwater.common.errors import HeadwaterError
 from headwater.common.flower import records
 from headwater.common.flower.grid import enter_run, numbered
-from headwater.common.messages import Plan, Ready, UpdateReport
+from headwater.common.messages import Plan, ReadyReport, UpdateReport
 from headwater.common.model.parameters import ModelImage
 from headwater.common.secagg.masked_numbers import bounds_of
-from headwater.common.secagg.protocol import PHASES, KeysWanted, Request, SessionNumber
+from headwater.common.secagg.protocol import PHASES, KeysRequest, Request, SessionNumber
 from headwater.common.settings.schema import Settings
 from headwater.server.secagg.key_phases import open_session
 from headwater.server.secagg.mask_phases import MaskPhase
@@ -42,23 +42,23 @@ TASK = "tests/tasks.py:TwoLayers"
 ACTIONS = tuple(phase.action for phase in PHASES)
 START = SamplerPosition()
 CLIP = 2.0**10  # far beyond what the small task comes to
-KEYS = KeysWanted(run=RUN, round=1, attempt=1, mode="semi-honest")
+KEYS = KeysRequest(run=RUN, round=1, attempt=1, mode="semi-honest")
 
 
 def settings_of(**changes: Any) -> Settings:
     return Settings.model_validate({"task": TASK, "check_task": False, "threads": 1, **changes})
 
 
-def resident(task: str = TASK) -> Trainer:
-    """Return the process's resident of a task, which all its devices in the process share.
+def trainer(task: str = TASK) -> Trainer:
+    """Return the process's trainer of a task, which all its devices in the process share.
 
-    The same task by another path has a resident of its own, as it has in another process.
+    The same task by another path has a trainer of its own, as it has in another process.
     """
     return trainer_of(task, replace_batch_norm=False, check_task=False)
 
 
 def model() -> bytes:
-    return bytes(resident().image.buffer())
+    return bytes(trainer().image.buffer())
 
 
 def plan(round_number: int = 1, **changes: Any) -> Plan:
@@ -140,7 +140,7 @@ class NodeDevice:
         self.path = folder / f"{self.name}-{RUN}.json"
         self.node = Node(
             app,
-            resident(task),
+            trainer(task),
             Identity(name=self.name, data=None, part=part, num_parts=8),
             settings_of(task=task, **settings),
             folder,
@@ -263,11 +263,11 @@ def train(device: Device, asked: Plan, image: bytes | None = None) -> Told:
     return device.send("train", asked.model_dump_json(), memoryview(image or model()))
 
 
-def ready(device: Device, asked: Plan) -> Ready:
+def ready(device: Device, asked: Plan) -> ReadyReport:
     """Send a masked plan."""
     told = train(device, asked)
     assert told.vector is None
-    return records.parse(told.head, Ready)
+    return records.parse(told.head, ReadyReport)
 
 
 def ask(device: Device, request: Request, beside: bytes | None = None) -> Told:
@@ -346,7 +346,7 @@ def opening_of(
     **more: Any,
 ) -> SessionSetup:
     """Return what the server chooses for a session of these devices."""
-    image: ModelImage = resident().image
+    image: ModelImage = trainer().image
     return SessionSetup(
         **{
             "run": RUN,

@@ -13,17 +13,17 @@ import torch
 from numpy.typing import NDArray
 
 from headwater.client.secagg.session import SecureSession
-from headwater.client.secagg.types import Participant, Floor, SessionRecord, UnmaskedUpdate
+from headwater.client.secagg.types import Floor, Participant, SessionRecord, UnmaskedUpdate
 from headwater.common.errors import HeadwaterError
 from headwater.common.flower import records
-from headwater.common.messages import Told
+from headwater.common.messages import WireMessage
 from headwater.common.secagg.fixed_point import RingVector, encode_in_place
 from headwater.common.secagg.identity import AllowList, SigningIdentity
 from headwater.common.secagg.protocol import (
     NUM_CLIPPED,
     PHASES,
     WEIGHT,
-    MaskedHead,
+    MaskReply,
     Reply,
     Request,
     SessionNumber,
@@ -151,7 +151,9 @@ class Cast:
             if random is not None:
                 fields["random"] = random(name)
             fields |= (device or {}).get(name, {})
-            self.join(Participant(**fields), weight=int(weights[number]), seed=seed * 10_000 + number)
+            self.join(
+                Participant(**fields), weight=int(weights[number]), seed=seed * 10_000 + number
+            )
 
     def join(
         self, device: Participant, *, weight: int, seed: int, record: SessionRecord | None = None
@@ -213,7 +215,7 @@ class Cast:
         played.opened = phase
 
     def _exchange(
-        self, phase: Phase, name: str, request: Told, played: Played, plan: FaultPlan
+        self, phase: Phase, name: str, request: WireMessage, played: Played, plan: FaultPlan
     ) -> Phase:
         action, party = _action(request), self.parties[name]
         try:
@@ -225,7 +227,7 @@ class Cast:
             played.refused[name] = error
             return phase
         vector = None
-        if isinstance(reply, MaskedHead):
+        if isinstance(reply, MaskReply):
             assert party.session.vector is not None
             vector = played.vectors[name] = party.session.vector.tobytes()
         said = _changed((reply, vector), plan, action=action, client=name, by_server=False)
@@ -262,7 +264,7 @@ class Cast:
         return total_P, scalars
 
 
-def _action(request: Told) -> str:
+def _action(request: WireMessage) -> str:
     return next(phase.action for phase in PHASES if phase.request is type(request))
 
 

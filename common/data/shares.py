@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from headwater.common.data.partition import Column, Dealing
 
 
-class Shares:
+class ClientDatasets:
     """The shares of all devices of a process; what was dealt out last is kept."""
 
     def __init__(self, task: Task) -> None:

@@ -9,12 +9,12 @@ Single-Server Aggregation with (Poly)Logarithmic Overhead", CCS 2020, algorithm 
 ==============  ============================  ===================================================
 phase           the server asks               a device answers
 ==============  ============================  ===================================================
-advertise_keys  ``KeysWanted``                ``KeysAdvertised``: two fresh X25519 keys, signed
-share_keys      ``Roster``: U1                ``SharesDealt``: sealed shares and commitments
-check_shares    ``SharesDelivered``           ``SharesChecked``: whose shares are bad
-masked_update   ``MaskWanted``: U2            ``MaskedHead``, and the masked vector beside it
-consistency     ``SurvivorsTold``: U3         ``SurvivorsSigned`` (active mode only)
-unmask          ``UnmaskWanted``: U3, U2-U3   ``SharesRevealed``: one share for each, of one kind
+advertise_keys  ``KeysRequest``                ``KeysReply``: two fresh X25519 keys, signed
+share_keys      ``Roster``: U1                ``SharesReply``: sealed shares and commitments
+check_shares    ``CheckRequest``           ``CheckReply``: whose shares are bad
+masked_update   ``MaskRequest``: U2            ``MaskReply``, and the masked vector beside it
+consistency     ``SurvivorsRequest``: U3         ``SurvivorsReply`` (active mode only)
+unmask          ``UnmaskRequest``: U3, U2-U3   ``UnmaskReply``: one share for each, of one kind
 ==============  ============================  ===================================================
 
 ``check_shares`` is not in the papers: bad shares are found before anybody has masked, and whoever
@@ -27,12 +27,13 @@ What the server learns, and against whom the protocol stands: docs/security.md.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
 from pydantic import ConfigDict, Field
 
-from headwater.common.messages import Name, Natural, Told
+from headwater.common.messages import Name, Natural, WireMessage
 from headwater.common.secagg.fixed_point import Encoding
 from headwater.common.secagg.graph import Mode
 from headwater.common.secagg.keys import (
@@ -71,7 +72,7 @@ Holders = Annotated[int, Field(ge=1, le=MAX_HOLDERS)]
 MAX_SCALARS = 64
 
 
-class Said(Told):
+class SecureMessage(WireMessage):
     """A head of secure aggregation: bytes travel as base64, and no error quotes what it holds."""
 
     model_config = ConfigDict(
@@ -101,7 +102,7 @@ def next_number(last: SessionNumber | None, *, round_number: int) -> SessionNumb
     return SessionNumber(last.round, last.attempt + 1)
 
 
-class Parameters(Said):
+class Parameters(SecureMessage):
     """What the server chose for a session; every device holds it against its own floor."""
 
     run: RunId
@@ -123,7 +124,7 @@ class Parameters(Said):
         return SessionNumber(self.round, self.attempt)
 
 
-class Member(Said):
+class Member(SecureMessage):
     """A device's entry in the roster."""
 
     name: Name
@@ -134,7 +135,7 @@ class Member(Said):
     signature: Signature | None = Field(None, repr=False)
 
 
-class KeysWanted(Said):
+class KeysRequest(SecureMessage):
     """Phase 0, server: a session opens."""
 
     run: RunId
@@ -148,7 +149,7 @@ class KeysWanted(Said):
         return SessionNumber(self.round, self.attempt)
 
 
-class KeysAdvertised(Said):
+class KeysReply(SecureMessage):
     """Phase 0, device: two fresh public keys, in active mode signed by its identity."""
 
     name: Name
@@ -158,14 +159,14 @@ class KeysAdvertised(Said):
     signature: Signature | None = Field(None, repr=False)
 
 
-class Roster(Said):
+class Roster(SecureMessage):
     """Phase 1, server: U1 and the parameters; the session's digest is made from it."""
 
     parameters: Parameters
     members: tuple[Member, ...]
 
 
-class DealtShare(Said):
+class DealtShare(SecureMessage):
     """A mask key's share and a self seed's, sealed to their holder, and commitments to both."""
 
     dealer: Name
@@ -175,7 +176,7 @@ class DealtShare(Said):
     seed_commitment: Commitment
 
 
-class SharesDealt(Said):
+class SharesReply(SecureMessage):
     """Phase 1, device: one share for each of its holders."""
 
     name: Name
@@ -184,26 +185,26 @@ class SharesDealt(Said):
     shares: Annotated[tuple[DealtShare, ...], Field(max_length=MAX_HOLDERS)]
 
 
-class SharesDelivered(Said):
+class CheckRequest(SecureMessage):
     """Between the phases, server: what was dealt to one device."""
 
     shares: Annotated[tuple[DealtShare, ...], Field(max_length=MAX_HOLDERS)]
 
 
-class SharesChecked(Said):
+class CheckReply(SecureMessage):
     """Between the phases, device: whose shares do not open, or are not what was committed to."""
 
     name: Name
     bad_dealers: Annotated[tuple[Name, ...], Field(max_length=MAX_HOLDERS)] = ()
 
 
-class MaskWanted(Said):
+class MaskRequest(SecureMessage):
     """Phase 2, server: U2, within which the pairwise masks run."""
 
     members: tuple[Name, ...]
 
 
-class MaskedHead(Said):
+class MaskReply(SecureMessage):
     """Phase 2, device: beside the masked vector, its masked numbers (little-endian uint64)."""
 
     name: Name
@@ -211,21 +212,21 @@ class MaskedHead(Said):
     scalars: Annotated[bytes, Field(max_length=8 * MAX_SCALARS, repr=False)]
 
 
-class SurvivorsTold(Said):
+class SurvivorsRequest(SecureMessage):
     """Phase 3, server: U3, and those of U2 that are not in it."""
 
     survived: tuple[Name, ...]
     dropped: tuple[Name, ...]
 
 
-class SurvivorsSigned(Said):
+class SurvivorsReply(SecureMessage):
     """Phase 3, device: its signature over the session, U2 and U3."""
 
     name: Name
     signature: Signature = Field(repr=False)
 
 
-class UnmaskWanted(Said):
+class UnmaskRequest(SecureMessage):
     """Phase 4, server: the same sets again, in active mode with the signatures on them."""
 
     survived: tuple[Name, ...]
@@ -233,7 +234,7 @@ class UnmaskWanted(Said):
     signatures: dict[Name, Signature] = Field(default_factory=dict, repr=False)
 
 
-class SharesRevealed(Said):
+class UnmaskReply(SecureMessage):
     """Phase 4, device: for each dealer whose share it holds, the share of one secret."""
 
     name: Name
@@ -241,8 +242,8 @@ class SharesRevealed(Said):
     mask_key_shares: dict[Name, Share] = Field(repr=False)
 
 
-Request = KeysWanted | Roster | SharesDelivered | MaskWanted | SurvivorsTold | UnmaskWanted
-Reply = KeysAdvertised | SharesDealt | SharesChecked | MaskedHead | SurvivorsSigned | SharesRevealed
+Request = KeysRequest | Roster | CheckRequest | MaskRequest | SurvivorsRequest | UnmaskRequest
+Reply = KeysReply | SharesReply | CheckReply | MaskReply | SurvivorsReply | UnmaskReply
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -255,12 +256,12 @@ class Phase:
 
 
 PHASES = (
-    Phase(action="advertise_keys", request=KeysWanted, reply=KeysAdvertised),
-    Phase(action="share_keys", request=Roster, reply=SharesDealt),
-    Phase(action="check_shares", request=SharesDelivered, reply=SharesChecked),
-    Phase(action="masked_update", request=MaskWanted, reply=MaskedHead),
-    Phase(action="consistency", request=SurvivorsTold, reply=SurvivorsSigned),
-    Phase(action="unmask", request=UnmaskWanted, reply=SharesRevealed),
+    Phase(action="advertise_keys", request=KeysRequest, reply=KeysReply),
+    Phase(action="share_keys", request=Roster, reply=SharesReply),
+    Phase(action="check_shares", request=CheckRequest, reply=CheckReply),
+    Phase(action="masked_update", request=MaskRequest, reply=MaskReply),
+    Phase(action="consistency", request=SurvivorsRequest, reply=SurvivorsReply),
+    Phase(action="unmask", request=UnmaskRequest, reply=UnmaskReply),
 )
 
 
@@ -306,3 +307,21 @@ def share_of(fraction: float, count: int) -> int:
 def most_clipped(num_values: int, num_scalars: int) -> int:
     """Return how many clips one device can count: of every coordinate and every masked number."""
     return num_values + num_scalars
+
+
+MAX_ACCUSED = 5
+"""Names in an accusation: of up to 128 characters each, in a text of at most 1,000."""
+
+
+def accusation(names: Sequence[str], what: str) -> str:
+    """Return an error text that accuses members of a session; at most the first five are named.
+
+    An error travels as its code and its text, over every kind of link, so the accused names come
+    first in the text. ``server.secagg.blame`` decides whether and when an accusation counts.
+    """
+    return f"{', '.join(names[:MAX_ACCUSED])}: {what}"
+
+
+def accused_in(text: str) -> frozenset[str]:
+    """Return the names that a text accuses; of any other text, words that are nobody's name."""
+    return frozenset(text.partition(": ")[0].split(", ")[:MAX_ACCUSED])

@@ -8,16 +8,17 @@ anew and try again: N tries take log2 N off the bits of the graph's failure boun
 from __future__ import annotations
 
 import functools
+import hashlib
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from headwater.common.secagg.graph import neighbours
-from headwater.common.secagg.protocol import Member, Parameters
-from headwater.common.secagg.session_digest import session_digest
+from headwater.common.secagg.protocol import KeysReply, KeysRequest, Member, Parameters
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Session:
+class SessionView:
     """Members by name in their order, the digest that salts every key, and who neighbours whom."""
 
     parameters: Parameters
@@ -50,16 +51,66 @@ class Session:
 
 def session_of(
     parameters: Parameters, members: Iterable[Member], *, model_digest: bytes
-) -> Session:
+) -> SessionView:
     """Return the session of these parameters, members and model."""
     by_name = {m.name: m for m in sorted(members, key=lambda member: member.name)}
     digest = session_digest(parameters, by_name.values(), model_digest=model_digest)
     k = parameters.num_neighbours
     graph = None if k is None else _graph(tuple(by_name), k, digest)
-    return Session(parameters=parameters, members=by_name, digest=digest, graph=graph)
+    return SessionView(parameters=parameters, members=by_name, digest=digest, graph=graph)
 
 
 @functools.lru_cache(maxsize=2)
 def _graph(names: tuple[str, ...], k: int, seed: bytes) -> Mapping[str, tuple[str, ...]]:
     """Return the graph, kept because a process that plays many devices asks for it once each."""
     return neighbours(names, num_neighbours=k, seed=seed)
+
+
+def framed(*fields: str | bytes | int) -> bytes:
+    """Join fields, each behind its length, so that no two lists of fields read the same."""
+    parts = [field if isinstance(field, bytes) else str(field).encode() for field in fields]
+    return b"".join(len(part).to_bytes(8, "little") + part for part in parts)
+
+
+def keys_message(wanted: KeysRequest, keys: KeysReply | Member) -> bytes:
+    """Return what an identity signs in phase 0."""
+    return framed(
+        "headwater keys",
+        wanted.run,
+        wanted.round,
+        wanted.attempt,
+        keys.name,
+        keys.mask_key,
+        keys.sharing_key,
+        int(keys.has_aes),
+    )
+
+
+def survivors_digest(*, session: bytes, survived: Iterable[str], dropped: Iterable[str]) -> bytes:
+    """Return the digest of a survivor set, whatever the order of the names."""
+    sets = (framed(*sorted(survived)), framed(*sorted(dropped)))
+    return hashlib.sha256(framed("headwater survivors", session, *sets)).digest()
+
+
+def survivors_message(digest: bytes) -> bytes:
+    """Return what an identity signs in phase 3."""
+    return framed("headwater survivors signed", digest)
+
+
+def session_digest(
+    parameters: Parameters, members: Iterable[Member], *, model_digest: bytes
+) -> bytes:
+    """Return the digest that salts every derived key, from all that the members must agree on.
+
+    ``SHA-256(canonical parameters, SHA-256(model bytes), SHA-256(sorted roster))``: who was shown
+    anything else derives other keys, opens no share, and its masks do not cancel.
+    """
+    canonical = json.dumps(
+        parameters.model_dump(mode="json"), sort_keys=True, separators=(",", ":"), allow_nan=False
+    )
+    entries = (
+        framed(m.name, m.mask_key, m.sharing_key, m.planned_weight, int(m.has_aes))
+        for m in sorted(members, key=lambda member: member.name)
+    )
+    roster = hashlib.sha256(framed(*entries)).digest()
+    return hashlib.sha256(framed("headwater session", canonical, model_digest, roster)).digest()

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from headwater.common.messages import Reported, Step
+from headwater.common.messages import ReportFields, Step
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,7 +86,7 @@ def _first_and_last(steps: Sequence[Step]) -> TwoSizes | None:
     return None if first is None else two_sizes(first, last)
 
 
-def sums_of(report: Reported, *, num_owned: int) -> NoiseSums:
+def sums_of(report: ReportFields, *, num_owned: int) -> NoiseSums:
     """Return one device's part in the round's sums.
 
     Its steps tell norms and weights of the sum w as it was made. With ``weigh_as`` the vector was

@@ -56,25 +56,25 @@ Result = TypeVar("Result")
 
 MESSAGE_ID = "asked"
 NAME = "fuzzed"
-HEADS: tuple[type[update.Told], ...] = (
+HEADS: tuple[type[update.WireMessage], ...] = (
     update.Plan,
     update.DescribeRequest,
     update.DeviceReport,
     update.UpdateReport,
-    update.Ready,
+    update.ReadyReport,
     update.EvaluateReport,
-    secagg.KeysWanted,
-    secagg.KeysAdvertised,
+    secagg.KeysRequest,
+    secagg.KeysReply,
     secagg.Roster,
-    secagg.SharesDealt,
-    secagg.SharesDelivered,
-    secagg.SharesChecked,
-    secagg.MaskWanted,
-    secagg.MaskedHead,
-    secagg.SurvivorsTold,
-    secagg.SurvivorsSigned,
-    secagg.UnmaskWanted,
-    secagg.SharesRevealed,
+    secagg.SharesReply,
+    secagg.CheckRequest,
+    secagg.CheckReply,
+    secagg.MaskRequest,
+    secagg.MaskReply,
+    secagg.SurvivorsRequest,
+    secagg.SurvivorsReply,
+    secagg.UnmaskRequest,
+    secagg.UnmaskReply,
 )
 
 

@@ -13,13 +13,13 @@ from headwater.client.secagg.session import SecureSession
 from headwater.client.secagg.states import AwaitingRoster
 from headwater.client.secagg.types import Floor, SessionRecord, UnmaskedUpdate
 from headwater.common.secagg.protocol import (
-    MaskWanted,
+    CheckRequest,
+    MaskRequest,
     Reply,
     Request,
     Roster,
-    SharesDelivered,
-    SurvivorsTold,
-    UnmaskWanted,
+    SurvivorsRequest,
+    UnmaskRequest,
 )
 from tests.attacks.secagg_lies import (
     LOW_ORDER,
@@ -41,11 +41,11 @@ from tests.secagg import PLANNED, Cast
 
 
 def u2(*names: str) -> Change:
-    return lambda told: MaskWanted(members=names)
+    return lambda told: MaskRequest(members=names)
 
 
-def spoil_share(told: SharesDelivered) -> SharesDelivered:
-    return SharesDelivered(
+def spoil_share(told: CheckRequest) -> CheckRequest:
+    return CheckRequest(
         shares=tuple(
             share.model_copy(update={"sealed": bytes(len(share.sealed))})
             if share.dealer == OTHER
@@ -55,8 +55,8 @@ def spoil_share(told: SharesDelivered) -> SharesDelivered:
     )
 
 
-def everybody(told: MaskWanted) -> MaskWanted:
-    return MaskWanted(members=tuple(Cast(5).names))
+def everybody(told: MaskRequest) -> MaskRequest:
+    return MaskRequest(members=tuple(Cast(5).names))
 
 
 class Colluding(SecureSession):
@@ -170,7 +170,7 @@ def of_both_phases(check: str, change: Change, **fields: Any) -> list[Attack]:
     ]
 
 
-def cut_off(told: SurvivorsTold | UnmaskWanted) -> Any:
+def cut_off(told: SurvivorsRequest | UnmaskRequest) -> Any:
     """Let the server drop so many of one survivor's neighbours that hardly a mask is left."""
     session = Seen.session
     k, t = len(session.neighbours(OTHER)), session.parameters.threshold
@@ -178,7 +178,7 @@ def cut_off(told: SurvivorsTold | UnmaskWanted) -> Any:
     return sets(without(*gone), gone)(told)
 
 
-def forged(told: UnmaskWanted) -> UnmaskWanted:
+def forged(told: UnmaskRequest) -> UnmaskRequest:
     """Sign the set with keys of the server's own."""
     names = told.signatures
     return told.model_copy(
@@ -253,7 +253,7 @@ ORDER = [
     Attack(
         check="order",
         action="check_shares",
-        change=lambda told: UnmaskWanted(survived=tuple(Cast(5).names), dropped=()),
+        change=lambda told: UnmaskRequest(survived=tuple(Cast(5).names), dropped=()),
     ),
     Attack(
         check="order",  # another roster, after the shares were dealt
@@ -263,16 +263,16 @@ ORDER = [
     Attack(
         check="order",  # shares of other dealers, after the first were opened
         action="masked_update",
-        change=lambda told: SharesDelivered(shares=()),
+        change=lambda told: CheckRequest(shares=()),
     ),
     Attack(
         check="order",  # masks among others, after it masked
         action="unmask",
-        change=lambda told: MaskWanted(members=("d000", VICTIM, OTHER)),
+        change=lambda told: MaskRequest(members=("d000", VICTIM, OTHER)),
     ),
     Attack(
         check="order",  # a signature, where nobody checks any
         action="unmask",
-        change=lambda told: SurvivorsTold(survived=told.survived, dropped=told.dropped),
+        change=lambda told: SurvivorsRequest(survived=told.survived, dropped=told.dropped),
     ),
 ]

@@ -11,17 +11,16 @@ from headwater.common.secagg.fixed_point import plan_encoding
 from headwater.common.secagg.identity import SigningIdentity
 from headwater.common.secagg.protocol import (
     WEIGHT,
-    KeysWanted,
+    CheckRequest,
+    KeysRequest,
     Member,
     Parameters,
     Roster,
     SessionNumber,
-    SharesDealt,
-    SharesDelivered,
+    SharesReply,
 )
 from headwater.common.secagg.rotation import rotated_encoding
-from headwater.common.secagg.session import Session, session_of
-from headwater.common.secagg.session_digest import keys_message
+from headwater.common.secagg.session import SessionView, keys_message, session_of
 from tests.faults import FaultPlan
 from tests.secagg import MODEL, PLANNED, Cast
 
@@ -47,7 +46,7 @@ class Attack:
 class Seen:
     """The session as the server sees it: what its later lies are made from."""
 
-    session: Session
+    session: SessionView
 
     @classmethod
     def note(cls, roster: Roster) -> Roster:
@@ -87,7 +86,7 @@ OPENING = [
         check="new session",  # replayed within the session, after its keys were made
         action="share_keys",
         change=lambda roster: [
-            KeysWanted(run=4711, round=1, attempt=0, mode="semi-honest"),
+            KeysRequest(run=4711, round=1, attempt=0, mode="semi-honest"),
             roster,
         ],
     ),
@@ -155,7 +154,7 @@ def stranger(**changes: Any) -> Member:
 def old_signature(roster: Roster) -> Any:
     """Let the server bring keys that a member signed for another attempt."""
     row = next(row for row in roster.members if row.name == OTHER)
-    old = KeysWanted(run=4711, round=1, attempt=9, mode="active")
+    old = KeysRequest(run=4711, round=1, attempt=9, mode="active")
     return entry(OTHER, signature=SIGNER.sign(keys_message(old, row)))(roster)
 
 
@@ -313,7 +312,7 @@ ROSTER = [
 # -- between the phases
 
 
-def _of_the_session(said: tuple[SharesDealt, None]) -> tuple[SharesDealt, None]:
+def _of_the_session(said: tuple[SharesReply, None]) -> tuple[SharesReply, None]:
     """Let the server take what a device dealt in another session as if it were of this one."""
     return said[0].model_copy(update={"session": Seen.session.digest}), None
 
@@ -326,7 +325,7 @@ def as_if_of_the_session(plan: FaultPlan, names: Iterable[str]) -> FaultPlan:
 
 
 def shares(change: Callable[[list[Any]], list[Any]]) -> Change:
-    return lambda told: SharesDelivered(shares=tuple(change(list(told.shares))))
+    return lambda told: CheckRequest(shares=tuple(change(list(told.shares))))
 
 
 DELIVERY = [

@@ -24,8 +24,8 @@ from headwater.common.errors import (
     UnexpectedUpdate,
 )
 from headwater.common.secagg.identity import SigningIdentity
-from headwater.common.secagg.protocol import KeysAdvertised, SharesDealt
-from headwater.common.secagg.session_digest import keys_message
+from headwater.common.secagg.protocol import KeysReply, SharesReply
+from headwater.common.secagg.session import keys_message
 from headwater.server.secagg.key_phases import resolve_complaints
 from tests.attacks.secagg_liar import LIAR, MODES, OTHER, changed, spoil, sum_without
 from tests.faults import FaultPlan
@@ -55,9 +55,9 @@ def test_keys_that_are_no_keys_or_under_another_s_name_are_rejected(
 
 def test_another_s_keys_are_rejected() -> None:
     cast = Cast(5)
-    first: list[KeysAdvertised] = []
+    first: list[KeysReply] = []
 
-    def note(said: tuple[KeysAdvertised, None]) -> tuple[KeysAdvertised, None]:
+    def note(said: tuple[KeysReply, None]) -> tuple[KeysReply, None]:
         first.append(said[0])
         return said
 
@@ -100,7 +100,7 @@ def test_one_identity_cannot_sign_for_another_name() -> None:
         wanted.append(message)
         return message
 
-    def signed(keys: KeysAdvertised) -> bytes:
+    def signed(keys: KeysReply) -> bytes:
         return cast.identities[OTHER].sign(keys_message(wanted[0], keys))
 
     plan = (
@@ -121,7 +121,7 @@ def test_one_identity_cannot_sign_for_another_name() -> None:
 def bad_share(*holders: str, **fields: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Change what is dealt to these holders, or to all."""
 
-    def shares(dealt: SharesDealt) -> tuple[Any, ...]:
+    def shares(dealt: SharesReply) -> tuple[Any, ...]:
         return tuple(
             share.model_copy(update={n: value(share) for n, value in fields.items()})
             if not holders or share.holder in holders

@@ -18,7 +18,7 @@ from headwater.common.errors import (
     SumOutOfRange,
     UnexpectedUpdate,
 )
-from headwater.common.secagg.protocol import WEIGHT, MaskedHead, SharesRevealed
+from headwater.common.secagg.protocol import WEIGHT, MaskReply, UnmaskReply
 from headwater.server.secagg.session import EncodingState, decode_sum
 from headwater.server.secagg.unmask_phase import UnmaskPhase
 from tests.attacks.secagg_liar import LIAR, MODES, OTHER, changed, sum_without
@@ -75,9 +75,9 @@ def test_an_answer_that_comes_twice_counts_once(action: str) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_a_vector_that_comes_after_its_owner_was_declared_dropped_is_rejected(mode: str) -> None:
     cast = Cast(6, mode=mode)
-    late: list[tuple[MaskedHead, bytes]] = []
+    late: list[tuple[MaskReply, bytes]] = []
 
-    def hold_back(said: tuple[MaskedHead, bytes]) -> list[Any]:
+    def hold_back(said: tuple[MaskReply, bytes]) -> list[Any]:
         late.append(said)
         return []
 
@@ -101,7 +101,7 @@ def test_a_vector_that_comes_after_its_owner_was_declared_dropped_is_rejected(mo
 
 def test_a_phase_s_answer_before_its_time_is_rejected() -> None:
     cast = Cast(5)
-    early = SharesRevealed(name=LIAR, self_seed_shares={}, mask_key_shares={})
+    early = UnmaskReply(name=LIAR, self_seed_shares={}, mask_key_shares={})
     played = cast.play(
         FaultPlan().answer("masked_update", lambda said: [(early, None), said], client=LIAR)
     )
@@ -127,7 +127,7 @@ def test_a_masked_weight_that_makes_the_sum_s_impossible_ends_the_round_and_no_m
 ) -> None:
     cast = Cast(5)
 
-    def shifted(head: MaskedHead) -> bytes:
+    def shifted(head: MaskReply) -> bytes:
         elements = np.frombuffer(head.scalars, "<u8").copy()
         elements[:1] += np.uint64(added % 2**64)  # modulo 2^64, as the ring is
         return elements.tobytes()

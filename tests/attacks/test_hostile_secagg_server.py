@@ -20,8 +20,8 @@ from headwater.common.errors import (
     SurvivorsChanged,
     SurvivorsNotAgreed,
 )
-from headwater.common.secagg.protocol import UnmaskWanted
-from headwater.common.secagg.session_digest import survivors_digest, survivors_message
+from headwater.common.secagg.protocol import UnmaskRequest
+from headwater.common.secagg.session import survivors_digest, survivors_message
 from tests.attacks.secagg_late_lies import (
     MASKS,
     ORDER,
@@ -129,7 +129,7 @@ def test_two_survivor_sets_for_two_halves_are_agreed_by_neither() -> None:
 def test_signatures_of_members_that_are_no_survivors_do_not_count() -> None:
     cast = Cast(6, mode="active")
 
-    def padded(told: UnmaskWanted) -> UnmaskWanted:
+    def padded(told: UnmaskRequest) -> UnmaskRequest:
         digest = survivors_digest(
             session=Seen.session.digest, survived=told.survived, dropped=told.dropped
         )

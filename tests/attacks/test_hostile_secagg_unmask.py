@@ -20,7 +20,7 @@ from headwater.common.errors import (
     WrongShare,
 )
 from headwater.common.secagg.keys import new_key_pair
-from headwater.common.secagg.protocol import Reply, Request, Roster, SurvivorsSigned
+from headwater.common.secagg.protocol import Reply, Request, Roster, SurvivorsReply
 from headwater.server.secagg.unmask_phase import UnmaskPhase
 from tests.attacks.secagg_liar import LIAR, MODES, changed, spoil, sum_without
 from tests.faults import FaultPlan
@@ -37,7 +37,7 @@ def test_one_device_that_signs_something_else_does_not_end_the_session() -> None
 
 def test_a_signature_of_one_who_did_not_survive_is_rejected() -> None:
     cast = Cast(7, mode="active")
-    stray = SurvivorsSigned(name=LIAR, signature=bytes(64))
+    stray = SurvivorsReply(name=LIAR, signature=bytes(64))
     plan = (
         FaultPlan()
         .drop(client=LIAR, after="check_shares")

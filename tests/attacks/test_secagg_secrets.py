@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from headwater.client.secagg.session import SecureSession
 from headwater.client.secagg.states import AwaitingMaskRequest, AwaitingUnmask, SessionState
 from headwater.common.errors import OutOfPhase, SessionRefused
-from headwater.common.secagg.protocol import SEED_BYTES, KeysWanted, Reply, Request
+from headwater.common.secagg.protocol import SEED_BYTES, KeysRequest, Reply, Request
 from tests.faults import FaultPlan
 from tests.secagg import RUN, Cast, Played
 
@@ -71,7 +71,7 @@ class Watched(SecureSession):
         self.shown += [repr(fields), f"{self._state}"]
         self._note(self._state)
         try:
-            super().answer(KeysWanted(run=RUN, round=1, attempt=0, mode="active"))
+            super().answer(KeysRequest(run=RUN, round=1, attempt=0, mode="active"))
         except SessionRefused as error:  # an error's text travels to the server
             self.shown += [repr(error), str(error)]
         return reply

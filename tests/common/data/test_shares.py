@@ -12,7 +12,7 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 
 from headwater.common.data.batches import SubsetView, batch_of
 from headwater.common.data.partition_spec import Rule
-from headwater.common.data.shares import Shares
+from headwater.common.data.shares import ClientDatasets
 from headwater.common.errors import EmptyDataset, MissingColumn, NoSuchPartition
 from headwater.common.task import Examples
 from tests.tasks import TwoLayers, examples
@@ -52,7 +52,7 @@ class Fetching(OneByOne):
 
 def test_the_whole_is_opened_once_for_all_devices() -> None:
     task = Counted()
-    shares = Shares(task)
+    shares = ClientDatasets(task)
     for part in range(5):
         shares.of(IID, data=Path("rows"), part=part, num_parts=5)
     assert task.opened == [(Path("rows"), 0, 1)]
@@ -60,7 +60,7 @@ def test_the_whole_is_opened_once_for_all_devices() -> None:
 
 def test_the_shares_of_all_devices_are_the_whole() -> None:
     task = Counted()
-    shares = Shares(task)
+    shares = ClientDatasets(task)
     held = [shares.of(IID, data=None, part=part, num_parts=5) for part in range(5)]
     rows = [tuple(map(float, (*inputs, target))) for share in held for inputs, target, _ in
             (share[position] for position in range(len(share)))]  # fmt: skip
@@ -74,7 +74,7 @@ def test_the_shares_of_all_devices_are_the_whole() -> None:
 
 def test_without_a_rule_the_task_splits_its_own() -> None:
     task = Counted()
-    found = Shares(task).of(None, data=None, part=3, num_parts=5)
+    found = ClientDatasets(task).of(None, data=None, part=3, num_parts=5)
     assert isinstance(found, TensorDataset)
     assert task.opened == [(None, 3, 5)]
 
@@ -82,13 +82,15 @@ def test_without_a_rule_the_task_splits_its_own() -> None:
 def test_what_is_wrong_is_named() -> None:
     for part in (-1, 2):
         with pytest.raises(NoSuchPartition, match="parts count from 0"):
-            Shares(Counted()).of(IID, data=None, part=part, num_parts=2)
+            ClientDatasets(Counted()).of(IID, data=None, part=part, num_parts=2)
     with pytest.raises(NoSuchPartition, match=r"24 examples .* 25 devices"):
-        Shares(Counted()).of(IID, data=None, part=0, num_parts=25)
+        ClientDatasets(Counted()).of(IID, data=None, part=0, num_parts=25)
     with pytest.raises(MissingColumn, match="no column 'author'"):
-        Shares(Counted()).of(Rule(kind="column", column="author"), data=None, part=0, num_parts=2)
+        ClientDatasets(Counted()).of(
+            Rule(kind="column", column="author"), data=None, part=0, num_parts=2
+        )
     with pytest.raises(EmptyDataset):
-        Shares(Counted(0)).of(IID, data=None, part=0, num_parts=1)
+        ClientDatasets(Counted(0)).of(IID, data=None, part=0, num_parts=1)
 
 
 @pytest.mark.parametrize("whole", [OneByOne(), Fetching(), list(range(24))])
@@ -125,7 +127,7 @@ def test_a_collate_of_the_task_gets_the_rows() -> None:
 
 
 def test_a_share_is_a_view_of_what_was_dealt_out() -> None:
-    shares = Shares(Counted())
+    shares = ClientDatasets(Counted())
     first, again = (shares.of(IID, data=None, part=1, num_parts=3) for _ in range(2))
     assert isinstance(first, SubsetView)
     assert isinstance(again, SubsetView)

@@ -15,24 +15,24 @@ from headwater.common.flower import records
 from headwater.common.secagg.fixed_point import plan_encoding
 from headwater.common.secagg.protocol import (
     PHASES,
-    KeysWanted,
+    KeysRequest,
     Member,
     Parameters,
     Reply,
     Request,
     SessionNumber,
-    SharesRevealed,
+    UnmaskReply,
     complete_threshold,
     next_number,
     share_of,
     signatures_needed,
 )
 from headwater.common.secagg.scalars import plan_scalar
-from headwater.common.secagg.session import session_of
-from headwater.common.secagg.session_digest import (
+from headwater.common.secagg.session import (
     framed,
     keys_message,
     session_digest,
+    session_of,
     survivors_digest,
 )
 from tests.faults import FaultPlan
@@ -136,7 +136,7 @@ def test_the_session_s_digest_depends_on_all_that_members_must_agree_on() -> Non
 
 
 def test_what_an_identity_signs_depends_on_session_name_and_keys() -> None:
-    wanted = KeysWanted(run=1, round=2, attempt=3, mode="active")
+    wanted = KeysRequest(run=1, round=2, attempt=3, mode="active")
     member = members()[1]
     messages = {
         keys_message(w, m)
@@ -204,7 +204,7 @@ def test_every_message_of_a_session_survives_json_and_hides_its_shares() -> None
 def test_neither_a_repr_nor_an_error_quotes_a_share() -> None:
     share = bytes(range(100, 132))
     text = base64.urlsafe_b64encode(share).decode()
-    revealed = SharesRevealed(name="ann", self_seed_shares={"bob": share}, mask_key_shares={})
+    revealed = UnmaskReply(name="ann", self_seed_shares={"bob": share}, mask_key_shares={})
     shown = [repr(revealed), str(revealed)]
     for broken in (
         f'{{"name": "ann", "self_seed_shares": "{text}"}}',
@@ -212,7 +212,7 @@ def test_neither_a_repr_nor_an_error_quotes_a_share() -> None:
         f'{{"name": "{text}"}}',
     ):
         with pytest.raises(CorruptUpdate) as caught:
-            records.parse(broken, SharesRevealed)
+            records.parse(broken, UnmaskReply)
         shown += [str(caught.value), repr(caught.value), repr(caught.value.__cause__)]
     for form in (text, text[:20], share.hex(), repr(share)[2:-1]):
         assert not any(form in line for line in shown)
