@@ -16,19 +16,19 @@ import torch
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
-from headwater.client.device.bandwidth import link_in
-from headwater.client.flower.request import SIMULATED, Asked, asked_of, spool_of
+from headwater.client.device.bandwidth import read_bandwidth
+from headwater.client.flower.request import SIMULATED, DeviceRequest, read_request, spool_of
 from headwater.client.flower.state_file import PACE, SECURE, WALK, record_of
-from headwater.client.secagg.pending import HeldUpdate
+from headwater.client.secagg.pending import PendingUpdate
 from headwater.client.secagg.prepare import (
-    check_masked,
-    device_of,
-    discreet,
+    check_masking,
     floor_of,
-    ready_of,
-    trained_of,
+    hide_details,
+    participant_of,
+    ready_message,
+    unmasked_update,
 )
-from headwater.client.secagg.types import Record
+from headwater.client.secagg.types import SessionRecord
 from headwater.client.training.trainer import HardwareOf, this_machine
 from headwater.common.errors import CorruptUpdate, EmptyUpdate, HeadwaterError
 from headwater.common.flower import records
@@ -45,10 +45,12 @@ def client_app(hardware_of: HardwareOf) -> ClientApp:
     """Return a ClientApp whose devices run on the given hardware, real or simulated."""
     app = ClientApp()
 
-    def answering(answer: Callable[[Asked], RecordDict]) -> Callable[[Message, Context], Message]:
+    def answering(
+        answer: Callable[[DeviceRequest], RecordDict],
+    ) -> Callable[[Message, Context], Message]:
         def reply(message: Message, context: Context) -> Message:
             try:
-                content = answer(asked_of(message, context, hardware_of))
+                content = answer(read_request(message, context, hardware_of))
             except Exception as error:
                 if not isinstance(error, HeadwaterError):
                     log.exception("the task or the device failed")
@@ -71,11 +73,11 @@ def client_app(hardware_of: HardwareOf) -> ClientApp:
 # What is answered.
 
 
-def _describe(asked: Asked) -> RecordDict:
+def _describe(asked: DeviceRequest) -> RecordDict:
     request = records.read(asked.message.content, DescribeRequest)
     if request.left_out is not None:
         log.info("%s has no part in this round: %s", asked.identity.name, request.left_out)
-    report = asked.resident.describe(asked.identity, asked.hardware, request)
+    report = asked.trainer.describe(asked.identity, asked.hardware, request)
     told = pace.told(report)
     # As the server does: the pace at which it was seen to work counts, unless it was too slow.
     if told is not None and (asked.pace is None or request.left_out is not None):
@@ -83,29 +85,29 @@ def _describe(asked: Asked) -> RecordDict:
     return records.content_of(_with_link(report, asked.context))
 
 
-def _train(asked: Asked) -> RecordDict:
-    context, resident, identity = asked.context, asked.resident, asked.identity
+def _train(asked: DeviceRequest) -> RecordDict:
+    context, trainer, identity = asked.context, asked.trainer, asked.identity
     plan = records.read(asked.message.content, Plan)
-    resident.held.begin(run_id=context.run_id, round_number=plan.round, name=identity.name)
+    trainer.held.begin(run_id=context.run_id, round_number=plan.round, name=identity.name)
     _leave_session(asked, plan)
-    check_masked(asked.secure, is_masked=plan.is_masked, name=identity.name, what="an update")
+    check_masking(asked.secure, is_masked=plan.is_masked, name=identity.name, what="an update")
     _load(asked, plan)
     spool = spool_of(context, identity.name)
-    with discreet(plan, identity.name):
+    with hide_details(plan, identity.name):
         try:
-            update, walk = resident.train(identity, asked.hardware, plan, asked.walk, spool=spool)
+            update, walk = trainer.train(identity, asked.hardware, plan, asked.walk, spool=spool)
         except EmptyUpdate:
-            records.keep(context, WALK, resident.skip(identity, plan, asked.walk))
+            records.keep(context, WALK, trainer.skip(identity, plan, asked.walk))
             raise
         records.keep(context, WALK, walk)
         update = dataclasses.replace(update, report=_with_link(update.report, context))
         if plan.is_masked:
             _hold(asked, plan, update)
-            return records.content_of(ready_of(update.report, asked.pace))
+            return records.content_of(ready_message(update.report, asked.pace))
     return records.update_content(update, as_view=records.is_view(asked.message.content))
 
 
-def _leave_session(asked: Asked, plan: Plan) -> None:
+def _leave_session(asked: DeviceRequest, plan: Plan) -> None:
     """Where no process stays: let go what waits for a session, take up what was forced to disk."""
     if records.is_view(asked.message.content):
         return
@@ -114,26 +116,26 @@ def _leave_session(asked: Asked, plan: Plan) -> None:
         asked.between.prepare()
 
 
-def _hold(asked: Asked, plan: Plan, update: Update) -> None:
+def _hold(asked: DeviceRequest, plan: Plan, update: Update) -> None:
     """Keep an update in this process for a secure session, and follow the device's own pace."""
-    context, resident, identity = asked.context, asked.resident, asked.identity
+    context, trainer, identity = asked.context, asked.trainer, asked.identity
     if asked.pace is not None:
         records.keep(context, PACE, pace.followed(asked.pace, update.report.steps))
-    examples, _ = resident.split(identity, run_seed=plan.run_seed, fraction=plan.held_out_fraction)
-    device = device_of(
+    examples, _ = trainer.split(identity, run_seed=plan.run_seed, fraction=plan.held_out_fraction)
+    device = participant_of(
         plan,
         asked.walk,
         name=identity.name,
         run_id=context.run_id,
-        task=resident.task,
-        image=resident.image,
+        task=trainer.task,
+        image=trainer.image,
         chosen=asked.secure,
         enrolment=asked.enrolment,
     )
-    trained = trained_of(
-        update, plan, device, num_owned=len(examples), norm=resident.accumulator.gradient_norm()
+    trained = unmasked_update(
+        update, plan, device, num_owned=len(examples), norm=trainer.accumulator.gradient_norm()
     )
-    held = HeldUpdate(
+    held = PendingUpdate(
         device,
         record_of(records.kept(context, SECURE)),
         trained,
@@ -141,21 +143,21 @@ def _hold(asked: Asked, plan: Plan, update: Update) -> None:
         is_view=records.is_view(asked.message.content),
     )
     if held.is_view:  # a grid of ours: this process answers the session's messages too
-        resident.held.hold(held)
+        trainer.held.hold(held)
     else:
         asked.between.hold(held)
 
 
-def _in_phase(phase: Phase, asked: Asked) -> RecordDict:
+def _in_phase(phase: Phase, asked: DeviceRequest) -> RecordDict:
     content, context, between = asked.message.content, asked.context, asked.between
     is_between = between.is_waiting
     held = (
         between.held(floor=floor_of(asked.secure), enrolment=asked.enrolment)
         if is_between
-        else asked.resident.held.of(context.run_id, asked.identity.name)
+        else asked.trainer.held.of(context.run_id, asked.identity.name)
     )
 
-    def remember(record: Record) -> None:
+    def remember(record: SessionRecord) -> None:
         records.keep(context, SECURE, record)
         if record.masked == held.device.update_id:  # its examples are spent, whatever comes
             records.keep(context, WALK, asked.walk.passed())
@@ -174,24 +176,24 @@ def _in_phase(phase: Phase, asked: Asked) -> RecordDict:
     return records.content_of(reply, array)
 
 
-def _evaluate(asked: Asked) -> RecordDict:
+def _evaluate(asked: DeviceRequest) -> RecordDict:
     plan = records.read(asked.message.content, Plan)
-    check_masked(
+    check_masking(
         asked.secure,
         is_masked=False,
         name=asked.identity.name,
         what="the loss on what it holds out",
     )
     _load(asked, plan)
-    return records.content_of(asked.resident.evaluate(asked.identity, plan))
+    return records.content_of(asked.trainer.evaluate(asked.identity, plan))
 
 
-def _load(asked: Asked, plan: Plan) -> None:
+def _load(asked: DeviceRequest, plan: Plan) -> None:
     """Take over the model that came with a plan."""
     image = records.vector(asked.message.content)
     if image is None:
         raise CorruptUpdate(f"round {plan.round}: a plan without a model")
-    asked.resident.load_model(asked.context.run_id, plan.model_version, image)
+    asked.trainer.load_model(asked.context.run_id, plan.model_version, image)
 
 
 # What the node knows.
@@ -199,7 +201,7 @@ def _load(asked: Asked, plan: Plan) -> None:
 
 def _with_link(report: Report, context: Context) -> Report:
     """Add what the node saw of its link; Flower's own engines tell nothing of theirs."""
-    link = link_in(context.node_config)
+    link = read_bandwidth(context.node_config)
     seen = {name: rate for name, rate in dataclasses.asdict(link).items() if rate is not None}
     return report.model_copy(update={"vitals": report.vitals.model_copy(update=seen)})
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 if TYPE_CHECKING:
-    from headwater.client.operations.counters import Tally
-    from headwater.client.training.trainer import Identity, Resident
+    from headwater.client.operations.counters import Counters
+    from headwater.client.training.trainer import Identity, Trainer
     from headwater.common.settings.schema import Settings
 
 
@@ -64,12 +64,12 @@ def show_identity(config: Path | None, overrides: dict[str, Any]) -> None:
 
 def check_task(config: Path | None, overrides: dict[str, Any]) -> None:
     """Try the task on this device's data, and say what the device knows of itself."""
-    from headwater.client.operations.task_check import show
+    from headwater.client.operations.task_check import show_task_check
     from headwater.common.settings.schema import load
 
     settings = load(config, overrides)
-    resident, identity = _open(settings)
-    show(settings, resident, identity)
+    trainer, identity = _open(settings)
+    show_task_check(settings, trainer, identity)
 
 
 def see_doctor(config: Path | None, overrides: dict[str, Any]) -> None:
@@ -78,17 +78,17 @@ def see_doctor(config: Path | None, overrides: dict[str, Any]) -> None:
     from headwater.client.operations.findings import show
     from headwater.common.settings.schema import load
 
-    if not show(examine(load(config, overrides), _open)):
+    if not show_task_check(examine(load(config, overrides), _open)):
         raise typer.Exit(1)
 
 
-def _open(settings: Settings) -> tuple[Resident, Identity]:
+def _open(settings: Settings) -> tuple[Trainer, Identity]:
     """Load the task and this device's data, before anything is connected."""
     import torch
 
     from headwater.client.device.hardware import ThisMachine
     from headwater.client.enrolment.signing_identity import host_name
-    from headwater.client.training.trainer import Identity, resident_of
+    from headwater.client.training.trainer import Identity, trainer_of
     from headwater.common.errors import MissingData, SettingsError
     from headwater.common.system.heap import use_one_heap
 
@@ -108,12 +108,12 @@ def _open(settings: Settings) -> tuple[Resident, Identity]:
         num_parts=chosen.num_parts,
         rule=settings.partition.rule(seed=settings.seed),
     )
-    resident = resident_of(
+    trainer = trainer_of(
         settings.task,
         replace_batch_norm=settings.model.replace_batch_norm,
         check_task=settings.check_task,
     )
-    return resident, identity
+    return trainer, identity
 
 
 def take_part(config: Path | None, overrides: dict[str, Any]) -> None:
@@ -134,13 +134,13 @@ def take_part(config: Path | None, overrides: dict[str, Any]) -> None:
         from headwater.common.system.metrics_server import check_metrics_address
 
         check_metrics_address(settings.client.metrics, is_insecure=settings.insecure)
-    resident, identity = _open(settings)
+    trainer, identity = _open(settings)
     check_enrolment(settings.secure, identity.name)
-    resident.examples(identity)
+    trainer.examples(identity)
     from headwater.client.app import app as own_app
-    from headwater.client.device.availability import absence_of
+    from headwater.client.device.availability import availability_of
     from headwater.client.flower.node import Node
-    from headwater.client.transport.connection import Uplink, keep_up
+    from headwater.client.transport.connection import Connection, stay_connected
     from headwater.common.system.console import console
 
     renewal = None
@@ -148,25 +148,25 @@ def take_part(config: Path | None, overrides: dict[str, Any]) -> None:
         from headwater.client.enrolment.renewal import Renewal
 
         renewal = Renewal(settings.tls, credentials)
-    node = Node(own_app, resident, identity, settings, settings.client.state_folder)
-    uplink = Uplink(
+    node = Node(own_app, trainer, identity, settings, settings.client.state_folder)
+    uplink = Connection(
         node,
         settings.client.server,
         renewal=renewal,
-        absence=absence_of(settings.client, identity.name, resident.image.layout),
+        absence=availability_of(settings.client, identity.name, trainer.image.layout),
         patience_seconds=math.inf if settings.client.stay else settings.client.patience_seconds,
     )
     console.print(
-        f"{identity.name}: {len(resident.examples(identity))} examples, "
+        f"{identity.name}: {len(trainer.examples(identity))} examples, "
         f"server {settings.client.server}",
         soft_wrap=True,
     )
     _show_metrics(settings, node.tally)
-    asyncio.run(keep_up(uplink, stay=settings.client.stay))
+    asyncio.run(stay_connected(uplink, stay=settings.client.stay))
     console.print(f"{identity.name}: done")
 
 
-def _show_metrics(settings: Settings, tally: Tally) -> None:
+def _show_metrics(settings: Settings, tally: Counters) -> None:
     """Open the port of the metrics, if it was asked for; it ends with the process."""
     if settings.client.metrics is None:
         return

@@ -22,7 +22,7 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
-from headwater.client.enrolment.port_client import ask
+from headwater.client.enrolment.port_client import send_request
 from headwater.common.errors import (
     AuthorityMismatch,
     CertificateProblem,
@@ -50,7 +50,7 @@ KEY_FILE = ".device-key.pem"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Joined:
+class JoinResult:
     """What a join has left on the device."""
 
     name: str
@@ -62,7 +62,7 @@ class Joined:
     files: tuple[Path, ...] = field(default=())
 
 
-def join(token: JoinToken, folder: Path) -> Joined:
+def join(token: JoinToken, folder: Path) -> JoinResult:
     """Get a certificate for a token and keep it in ``folder``, with the settings to start with.
 
     Raises:
@@ -75,7 +75,7 @@ def join(token: JoinToken, folder: Path) -> Joined:
     _check_folder(folder, token.name)
     ca = _authority(token)
     key = _own_key(folder)
-    answer, server_now = ask(
+    answer, server_now = send_request(
         token,
         {
             "want": "certificate",
@@ -89,7 +89,7 @@ def join(token: JoinToken, folder: Path) -> Joined:
     host, _ = split_address(token.address)
     server = f"[{host}]:{answer['port']}" if ":" in host else f"{host}:{answer['port']}"
     files = _keep(folder, ca, certificate, key, server=server, name=token.name)
-    return Joined(
+    return JoinResult(
         name=token.name,
         folder=folder,
         server=server,
@@ -122,7 +122,7 @@ def _check_folder(folder: Path, name: str) -> None:
 
 def _authority(token: JoinToken) -> x509.Certificate:
     """Be shown the authority, over a connection that nothing secret goes over."""
-    answer, _ = ask(token, {"want": "authority"}, ca=None)
+    answer, _ = send_request(token, {"want": "authority"}, ca=None)
     try:
         ca = x509.load_pem_x509_certificate(str(answer["authority"]).encode())
     except (KeyError, ValueError) as error:

@@ -34,7 +34,7 @@ MAX_ANSWER_BYTES = 32_768
 NOT_YET, EXPIRED, WRONG_HOST, WRONG_ADDRESS = 9, 10, 62, 64
 
 
-def ask(
+def send_request(
     token: JoinToken, told: dict[str, Any], *, ca: x509.Certificate | None
 ) -> tuple[dict[str, Any], float]:
     """Send one line and return the answer, and the server's time with it.

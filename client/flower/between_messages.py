@@ -21,7 +21,7 @@ from headwater.client.enrolment.signing_identity import Enrolment
 from headwater.client.flower.state_file import READERS, SECURE, StateFile, record_of
 from headwater.client.flower.suspended import park, state_of, unpark
 from headwater.client.flower.suspended_keys import KeyFile, ParkingKey, SimulatedKey
-from headwater.client.secagg.pending import HeldUpdate
+from headwater.client.secagg.pending import PendingUpdate
 from headwater.client.secagg.types import Floor
 from headwater.common.flower import records
 from headwater.common.settings.schema import ClientSettings
@@ -90,7 +90,7 @@ class BetweenMessages:
         if records.forget(self._context, PARKED):
             self._key.erase()
 
-    def hold(self, update: HeldUpdate) -> None:
+    def hold(self, update: PendingUpdate) -> None:
         """Let a fresh update wait for its session.
 
         Raises:
@@ -99,7 +99,7 @@ class BetweenMessages:
         records.keep_bytes(self._context, PARKED, park(update.session, self._key.make()))
         self.note()
 
-    def held(self, *, floor: Floor, enrolment: Enrolment) -> HeldUpdate:
+    def held(self, *, floor: Floor, enrolment: Enrolment) -> PendingUpdate:
         """Take up the update that waits here.
 
         Raises:
@@ -117,7 +117,7 @@ class BetweenMessages:
             enrolment=enrolment,
         )
         record = record_of(records.kept(self._context, SECURE))
-        return HeldUpdate(
+        return PendingUpdate(
             device,
             record,
             trained,
@@ -126,7 +126,7 @@ class BetweenMessages:
             state=state_of(parked, device, record),
         )
 
-    def wait(self, update: HeldUpdate) -> None:
+    def wait(self, update: PendingUpdate) -> None:
         """Let an update wait for the next phase, or drop it if its session is over."""
         if update.is_over:
             self.drop()

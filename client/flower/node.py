@@ -15,22 +15,22 @@ from pathlib import Path
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
-from headwater.client.device.bandwidth import Link
+from headwater.client.device.bandwidth import Bandwidth
 from headwater.client.flower.request import ALLOW_LIST, IDENTITY, SPOOL, spool_of
 from headwater.client.flower.state_file import StateFile
-from headwater.client.operations.counters import Tally
-from headwater.client.training.trainer import Identity, Resident, stop_asked
+from headwater.client.operations.counters import Counters
+from headwater.client.training.trainer import Identity, Trainer, stop_requested
 from headwater.common.errors import CorruptUpdate, HeadwaterError, StateError, error_of, travelling
 from headwater.common.flower import records
 from headwater.common.flower.grid import enter_run, numbered
-from headwater.common.messages import Ready, UpdateReport
+from headwater.common.messages import ReadyReport, UpdateReport
 from headwater.common.settings.schema import Settings
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Answer:
+class NodeAnswer:
     """A reply's head and vector, or the error that stands for it."""
 
     message_id: str
@@ -45,15 +45,15 @@ class Node:
     def __init__(
         self,
         app: ClientApp,
-        resident: Resident,
+        trainer: Trainer,
         identity: Identity,
         settings: Settings,
         state_folder: Path,
     ) -> None:
-        self.resident = resident
+        self.trainer = trainer
         self.name = identity.name
-        self.link = Link()
-        self.tally = Tally()
+        self.link = Bandwidth()
+        self.tally = Counters()
         self._app = app
         self._run_config = settings.to_run_config()
         self._node_config: dict[str, str | int | float | bool] = {
@@ -97,7 +97,7 @@ class Node:
 
     def leave(self) -> None:
         """Leave the run: what its secure sessions left in memory is erased."""
-        self.resident.held.forget(self.name)
+        self.trainer.held.forget(self.name)
 
     def answer(
         self,
@@ -106,7 +106,7 @@ class Node:
         message_type: str,
         head_json: str,
         beside: memoryview | bytes | None,
-    ) -> Answer:
+    ) -> NodeAnswer:
         """Run the ClientApp on an instruction. It takes as long as training takes.
 
         ``beside`` is the model, or whatever else came with it. What the device keeps is on disk
@@ -121,15 +121,15 @@ class Node:
             reply = self._app(message, self._context)
             self._keep(self._context)
         except StateError as error:
-            return Answer(message_id=message_id, error=error)
+            return NodeAnswer(message_id=message_id, error=error)
         except Exception as error:  # of Flower's: a type of message that it does not know
             log.exception("the instruction could not be carried out")
-            return Answer(message_id=message_id, error=error_of(*travelling(error)))
+            return NodeAnswer(message_id=message_id, error=error_of(*travelling(error)))
         if reply.has_error():
-            return Answer(message_id=message_id, error=records.refused(reply))
+            return NodeAnswer(message_id=message_id, error=records.refused(reply))
         if message_type == "train":
             self._count(reply.content)
-        return Answer(
+        return NodeAnswer(
             message_id=message_id,
             head_json=records.head_json(reply.content),
             vector=records.vector(reply.content) or b"",
@@ -140,7 +140,7 @@ class Node:
         is_masked = "steps" not in json.loads(records.head_json(content))
         with contextlib.suppress(CorruptUpdate):
             if is_masked:
-                self.tally.trained(records.read(content, Ready))
+                self.tally.trained(records.read(content, ReadyReport))
             else:
                 self.tally.trained(records.read(content, UpdateReport))
 
@@ -158,12 +158,12 @@ class Node:
     @property
     def awaits_session(self) -> bool:
         """Whether the device has an update whose secure session is not over."""
-        return self.resident.held.is_awaiting(self.name)
+        return self.trainer.held.is_awaiting(self.name)
 
     def interrupt(self) -> None:
         """Let the work in progress end after the micro-batch that it is at."""
-        stop_asked.set()
+        stop_requested.set()
 
     def resume(self) -> None:
         """Let work begin again."""
-        stop_asked.clear()
+        stop_requested.clear()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from flwr.app import Context, Message
 
-from headwater.client.device.hardware import Hardware
+from headwater.client.device.interfaces import Hardware
 from headwater.client.enrolment.signing_identity import (
     Enrolment,
     host_name,
@@ -21,10 +21,10 @@ from headwater.client.enrolment.signing_identity import (
     simulated_enrolment,
 )
 from headwater.client.flower.state_file import PACE, WALK, pace_of, walk_of
-from headwater.client.secagg.prepare import insisting
-from headwater.client.training.micro_batches import Walk
+from headwater.client.secagg.prepare import strictest_settings
+from headwater.client.training.micro_batches import SamplerState
 from headwater.client.training.spool import Spool
-from headwater.client.training.trainer import HardwareOf, Identity, Resident, resident_of
+from headwater.client.training.trainer import HardwareOf, Identity, Trainer, trainer_of
 from headwater.common.errors import SettingsError
 from headwater.common.flower import records
 from headwater.common.settings.schema import SecureSettings, Settings, from_run_config
@@ -47,7 +47,7 @@ INSISTS, MIN_MEMBERS = "secure-aggregation", "min-members"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Asked:
+class DeviceRequest:
     """A message, and the device that it is for."""
 
     message: Message
@@ -57,7 +57,7 @@ class Asked:
     hardware_of: HardwareOf
 
     @property
-    def resident(self) -> Resident:
+    def trainer(self) -> Trainer:
         """The task's model and data in this process; they are loaded when first asked for.
 
         Raises:
@@ -66,7 +66,7 @@ class Asked:
         settings = self.settings
         if settings.task is None:
             raise SettingsError("no task is set", remedy="name it with --task FILE.py:Class")
-        return resident_of(
+        return trainer_of(
             settings.task,
             replace_batch_norm=settings.model.replace_batch_norm,
             check_task=settings.check_task,
@@ -87,7 +87,7 @@ class Asked:
         Behind our own stream the settings are the device's own. On Flower's engines they come with
         the run, from whoever submits it.
         """
-        return insisting(
+        return strictest_settings(
             self.settings.secure,
             mode=self.context.node_config.get(INSISTS),
             min_members=self.context.node_config.get(MIN_MEMBERS),
@@ -115,10 +115,10 @@ class Asked:
     @property
     def hardware(self) -> Hardware:
         """The machine under the device, real or simulated."""
-        return self.hardware_of(self.identity, self.settings, self.resident.image.layout)
+        return self.hardware_of(self.identity, self.settings, self.trainer.image.layout)
 
     @property
-    def walk(self) -> Walk:
+    def walk(self) -> SamplerState:
         """The device's walk through its examples."""
         return walk_of(records.kept(self.context, WALK))
 
@@ -128,7 +128,7 @@ class Asked:
         return pace_of(records.kept(self.context, PACE))
 
 
-def asked_of(message: Message, context: Context, hardware_of: HardwareOf) -> Asked:
+def read_request(message: Message, context: Context, hardware_of: HardwareOf) -> DeviceRequest:
     """Read for which device a message is, and under which settings.
 
     Raises:
@@ -137,7 +137,7 @@ def asked_of(message: Message, context: Context, hardware_of: HardwareOf) -> Ask
     settings = from_run_config(context.run_config)
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
-    return Asked(
+    return DeviceRequest(
         message=message,
         context=context,
         settings=settings,

@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from headwater.client.secagg.types import Record
-from headwater.client.training.micro_batches import Place, Walk
+from headwater.client.secagg.types import SessionRecord
+from headwater.client.training.micro_batches import SamplerPosition, SamplerState
 from headwater.common.errors import StateError
 from headwater.common.stats.linear_fit import Line
 from headwater.common.system.atomic_file import write_whole
@@ -26,20 +26,20 @@ WALK, SECURE, PACE = "walk", "secure", "pace"
 Plain = Mapping[str, Any]
 
 
-def walk_of(plain: Plain | None) -> Walk:
+def walk_of(plain: Plain | None) -> SamplerState:
     """Return the walk through the examples; at its start if none was kept."""
     if plain is None:
-        return Walk()
-    return Walk(
-        place=Place(**plain["place"]),
+        return SamplerState()
+    return SamplerState(
+        place=SamplerPosition(**plain["place"]),
         pending_round=plain["pending_round"],
-        pending_place=Place(**plain["pending_place"]),
+        pending_place=SamplerPosition(**plain["pending_place"]),
     )
 
 
-def record_of(plain: Plain | None) -> Record:
+def record_of(plain: Plain | None) -> SessionRecord:
     """Return the record of the run's secure sessions; empty if none was kept."""
-    return Record() if plain is None else Record.of(plain)
+    return SessionRecord() if plain is None else SessionRecord.of(plain)
 
 
 def pace_of(plain: Plain | None) -> Line | None:

@@ -22,34 +22,41 @@ from pydantic import ConfigDict, Field
 
 from headwater.client.enrolment.signing_identity import Enrolment
 from headwater.client.secagg.session import SecureSession
-from headwater.client.secagg.states import Advertised, Dealt, HeldShare, Holding, Masked, State
-from headwater.client.secagg.types import Device, Floor, Record, Trained
+from headwater.client.secagg.states import (
+    AwaitingMaskRequest,
+    AwaitingRoster,
+    AwaitingShares,
+    AwaitingUnmask,
+    DealerShares,
+    SessionState,
+)
+from headwater.client.secagg.types import Floor, Participant, SessionRecord, UnmaskedUpdate
 from headwater.common.errors import SealBroken, UpdateNotHeld
 from headwater.common.messages import Name, Natural
 from headwater.common.secagg.keys import SESSION_BYTES, KeyPair, public_key_of, seal, unseal
 from headwater.common.secagg.protocol import (
     Digest,
     Key,
-    KeysAdvertised,
-    KeysWanted,
+    KeysReply,
+    KeysRequest,
     Roster,
     RunId,
-    Said,
+    SecureMessage,
     Share,
     Weight,
 )
 from headwater.common.secagg.secret import Secret
-from headwater.common.secagg.session import Session, session_of
+from headwater.common.secagg.session import SessionView, session_of
 
 T = TypeVar("T")
 
 LENGTH_BYTES = 4  # of the head, before it; the update's values lie behind it
 
 
-class Parked(Said):
+class Parked(SecureMessage):
     """Where a session stands, and what is left of its secrets."""
 
-    model_config = ConfigDict(**{**Said.model_config, "ser_json_inf_nan": "constants"})
+    model_config = ConfigDict(**{**SecureMessage.model_config, "ser_json_inf_nan": "constants"})
 
     name: Name
     run: RunId
@@ -61,8 +68,8 @@ class Parked(Said):
     has_aes: bool
     numbers: dict[str, int | float] = Field(repr=False)
     state: str = "NoneType"
-    wanted: KeysWanted | None = None
-    keys: KeysAdvertised | None = None
+    wanted: KeysRequest | None = None
+    keys: KeysReply | None = None
     roster: Roster | None = None
     mask_key: Key | None = Field(None, repr=False)
     sharing_key: Key | None = Field(None, repr=False)
@@ -105,26 +112,26 @@ def park(session: SecureSession, key: Secret) -> bytes:
         whole[:] = bytes(len(whole))
 
 
-def _fields(state: State | None) -> Mapping[str, object]:
+def _fields(state: SessionState | None) -> Mapping[str, object]:
     """Return what only this state has."""
     match state:
         case None:
             return {}
-        case Advertised():
+        case AwaitingRoster():
             return {
                 "wanted": state.wanted,
                 "keys": state.keys,
                 "mask_key": _bytes(state.mask_pair.private),
                 "sharing_key": _bytes(state.sharing_pair.private),
             }
-        case Dealt():
+        case AwaitingShares():
             return {
                 "roster": _roster(state.session),
                 "mask_key": _bytes(state.mask_pair.private),
                 "sharing_key": _bytes(state.sharing_pair.private),
                 "self_seed": _bytes(state.self_seed),
             }
-        case Holding():
+        case AwaitingMaskRequest():
             return {
                 "roster": _roster(state.session),
                 "mask_key": _bytes(state.mask_pair.private),
@@ -132,7 +139,7 @@ def _fields(state: State | None) -> Mapping[str, object]:
                 "held": _shares(state.held),
                 "bad_dealers": tuple(sorted(state.bad_dealers)),
             }
-        case Masked():
+        case AwaitingUnmask():
             return {
                 "roster": _roster(state.session),
                 "held": _shares(state.held),
@@ -145,13 +152,13 @@ def _bytes(secret: Secret) -> bytes:
     return bytes(secret.reveal())
 
 
-def _shares(held: Mapping[str, HeldShare]) -> dict[str, tuple[bytes, bytes]]:
+def _shares(held: Mapping[str, DealerShares]) -> dict[str, tuple[bytes, bytes]]:
     return {
         dealer: (_bytes(share.mask_key), _bytes(share.self_seed)) for dealer, share in held.items()
     }
 
 
-def _roster(session: Session) -> Roster:
+def _roster(session: SessionView) -> Roster:
     return Roster(parameters=session.parameters, members=tuple(session.members.values()))
 
 
@@ -164,7 +171,7 @@ def _salt(run: int) -> bytes:
 
 def unpark(
     sealed: bytes, key: Secret, *, name: str, run: int, floor: Floor, enrolment: Enrolment
-) -> tuple[Device, Trained, Parked]:
+) -> tuple[Participant, UnmaskedUpdate, Parked]:
     """Open what ``park`` closed: whose session it is, and the update in memory of its own.
 
     Raises:
@@ -181,7 +188,7 @@ def unpark(
     parked = Parked.model_validate_json(bytes(whole[LENGTH_BYTES:end]))
     values_P = torch.from_numpy(np.frombuffer(whole[end:], "<f4").astype(np.float32))
     opened.erase()
-    device = Device(
+    device = Participant(
         name=name,
         run=run,
         round=parked.round,
@@ -194,14 +201,14 @@ def unpark(
         allow_list=enrolment.allow_list,
         has_aes=parked.has_aes,
     )
-    return device, Trained(values_P=values_P, numbers=parked.numbers), parked
+    return device, UnmaskedUpdate(values_P=values_P, numbers=parked.numbers), parked
 
 
-def state_of(parked: Parked, device: Device, record: Record) -> State | None:
+def state_of(parked: Parked, device: Participant, record: SessionRecord) -> SessionState | None:
     """Return where the session stands, with the record of what the device answered since."""
     match parked.state:
         case "Advertised":
-            return Advertised(
+            return AwaitingRoster(
                 device=device,
                 record=record,
                 wanted=_there(parked.wanted),
@@ -210,7 +217,7 @@ def state_of(parked: Parked, device: Device, record: Record) -> State | None:
                 sharing_pair=_pair(parked.sharing_key),
             )
         case "Dealt":
-            return Dealt(
+            return AwaitingShares(
                 device=device,
                 record=record,
                 session=_session(parked, device),
@@ -219,7 +226,7 @@ def state_of(parked: Parked, device: Device, record: Record) -> State | None:
                 self_seed=Secret(_there(parked.self_seed)),
             )
         case "Holding":
-            return Holding(
+            return AwaitingMaskRequest(
                 device=device,
                 record=record,
                 session=_session(parked, device),
@@ -229,7 +236,7 @@ def state_of(parked: Parked, device: Device, record: Record) -> State | None:
                 bad_dealers=frozenset(parked.bad_dealers),
             )
         case "Masked":
-            return Masked(
+            return AwaitingUnmask(
                 device=device,
                 record=record,
                 session=_session(parked, device),
@@ -244,14 +251,14 @@ def _pair(private: bytes | None) -> KeyPair:
     return KeyPair(private=secret, public=public_key_of(secret))
 
 
-def _session(parked: Parked, device: Device) -> Session:
+def _session(parked: Parked, device: Participant) -> SessionView:
     roster = _there(parked.roster)
     return session_of(roster.parameters, roster.members, model_digest=device.model_digest)
 
 
-def _held(parked: Parked) -> dict[str, HeldShare]:
+def _held(parked: Parked) -> dict[str, DealerShares]:
     return {
-        dealer: HeldShare(mask_key=Secret(of_key), self_seed=Secret(of_seed))
+        dealer: DealerShares(mask_key=Secret(of_key), self_seed=Secret(of_seed))
         for dealer, (of_key, of_seed) in parked.held.items()
     }
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from cryptography import x509
 
 from headwater.client.enrolment.signing_identity import check_enrolment, host_name
-from headwater.client.operations.findings import Finding, fault, good, named, note
+from headwater.client.operations.findings import Finding, fault, fault_of, good, note
 from headwater.common.errors import HeadwaterError
 from headwater.common.settings.schema import Settings
 from headwater.common.transport.certificates import name_in
@@ -25,7 +25,7 @@ LINK_SECONDS = 10.0
 SLOW_LINK_SECONDS = 0.5
 
 
-def connection(settings: Settings) -> Iterator[Finding]:
+def check_connection(settings: Settings) -> Iterator[Finding]:
     """Yield what the link and the certificates are good for, as far as a handshake shows."""
     chosen = settings.client
     name = chosen.name or host_name()
@@ -35,10 +35,10 @@ def connection(settings: Settings) -> Iterator[Finding]:
         check_enrolment(settings.secure, name)
         host, port = split_address(chosen.server)
     except HeadwaterError as error:
-        yield named("TLS", error)
+        yield fault_of("TLS", error)
         return
     if credentials is not None:
-        yield certificate(credentials.leaf, name, dt.datetime.now(dt.UTC))
+        yield check_certificate(credentials.leaf, name, dt.datetime.now(dt.UTC))
     began = time.monotonic()
     try:
         with socket.create_connection((host, port), LINK_SECONDS) as plain:
@@ -50,7 +50,7 @@ def connection(settings: Settings) -> Iterator[Finding]:
                 else note("link", answers, "a slow link: updates take long; see docs/install.md")
             )
             if credentials is not None:
-                yield handshake(plain, host, settings)
+                yield check_handshake(plain, host, settings)
     except OSError as error:
         yield fault(
             "link",
@@ -59,7 +59,7 @@ def connection(settings: Settings) -> Iterator[Finding]:
         )
 
 
-def certificate(leaf: x509.Certificate, name: str, now: dt.datetime) -> Finding:
+def check_certificate(leaf: x509.Certificate, name: str, now: dt.datetime) -> Finding:
     """Judge this device's own certificate, whose dates are known to be good today."""
     bears = name_in(leaf.subject)
     if bears != name:
@@ -79,7 +79,7 @@ def certificate(leaf: x509.Certificate, name: str, now: dt.datetime) -> Finding:
     )
 
 
-def handshake(plain: socket.socket, host: str, settings: Settings) -> Finding:
+def check_handshake(plain: socket.socket, host: str, settings: Settings) -> Finding:
     """Shake hands as the client does, and wait for the server's first bytes: it took us then."""
     tls = settings.tls
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)

@@ -6,14 +6,14 @@ from bisect import bisect_left
 from collections import Counter
 from dataclasses import dataclass, field
 
-from headwater.common.messages import Ready, UpdateReport
+from headwater.common.messages import ReadyReport, UpdateReport
 
 # A fast laptop's window takes a tenth of a second, a Raspberry Pi's up to its deadline.
 UPDATE_SECONDS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
 
 
 @dataclass(kw_only=True, slots=True)
-class Tally:
+class Counters:
     """Counts since the process began. One thread writes each; who reads may be a moment behind."""
 
     is_connected: bool = False
@@ -42,7 +42,7 @@ class Tally:
         """Take note that the stream is gone."""
         self.is_connected = False
 
-    def trained(self, report: UpdateReport | Ready) -> None:
+    def trained(self, report: UpdateReport | ReadyReport) -> None:
         """Count an update.
 
         Of a masked one no examples, micro-batches or reason: the page that shows this may be read
@@ -51,7 +51,7 @@ class Tally:
         self.num_updates += 1
         self.seconds += report.seconds
         self.num_within[bisect_left(UPDATE_SECONDS, report.seconds)] += 1
-        if isinstance(report, Ready):
+        if isinstance(report, ReadyReport):
             self.peak_bytes = report.peak_bytes
             return
         self.peak_bytes = max((step.peak_bytes for step in report.steps), default=0)

@@ -24,8 +24,8 @@ from rich.filesize import decimal
 
 from headwater.client.device.availability import (
     LEAD_SECONDS,
-    Absence,
-    absence_of,
+    Availability,
+    availability_of,
     clock_text,
     has_hours,
     hours_change,
@@ -34,19 +34,19 @@ from headwater.client.device.availability import (
 )
 from headwater.client.device.hardware import ThisMachine
 from headwater.client.device.sensors import has_aes
-from headwater.client.memory.limits import ROOT, Limit
+from headwater.client.memory.limits import ROOT, MemoryLimit
 from headwater.client.memory.peak_model import resident_bytes
-from headwater.client.operations.connectivity import connection
-from headwater.client.operations.findings import Finding, fault, good, named, note
-from headwater.client.operations.task_check import told
-from headwater.client.training.trainer import Identity, Resident
+from headwater.client.operations.connectivity import check_connection
+from headwater.client.operations.findings import Finding, fault, fault_of, good, note
+from headwater.client.operations.task_check import measurements
+from headwater.client.training.trainer import Identity, Trainer
 from headwater.common.errors import HeadwaterError, MissingData
 from headwater.common.model.parameters import ModelLayout
 from headwater.common.settings.schema import ClientSettings, Settings
 from headwater.common.settings.weekly_hours import wall_of
 from headwater.common.transport.limits import PROTOCOL_VERSION
 
-OpenTask = Callable[[Settings], tuple[Resident, Identity]]
+OpenTask = Callable[[Settings], tuple[Trainer, Identity]]
 
 PACKAGES = ("headwater", "torch", "flwr", "grpcio", "cryptography", "numpy", "protobuf")
 
@@ -63,16 +63,18 @@ TIMEX_BYTES = 256  # the structure has 208 on 64-bit machines
 def examine(settings: Settings, open_task: OpenTask) -> Iterator[Finding]:
     """Yield what is found, in the order in which it is to be mended."""
     machine = ThisMachine(settings.client)
-    yield from versions()
-    yield clock(dt.datetime.now(dt.UTC), is_kept=clock_is_kept())
-    yield memory(machine.limits.all(), resident_bytes(), has_controller=has_memory_controller(ROOT))
-    yield from folders(settings.client)
-    yield from hours(settings.client, utc_now())
-    yield from connection(settings)
-    yield from training(settings, open_task, machine)
+    yield from check_versions()
+    yield check_clock(dt.datetime.now(dt.UTC), is_kept=is_clock_kept())
+    yield check_memory(
+        machine.limits.all(), resident_bytes(), has_controller=has_memory_controller(ROOT)
+    )
+    yield from check_folders(settings.client)
+    yield from check_hours(settings.client, utc_now())
+    yield from check_connection(settings)
+    yield from check_training(settings, open_task, machine)
 
 
-def versions() -> Iterator[Finding]:
+def check_versions() -> Iterator[Finding]:
     """Yield what is installed; a torch for CUDA works, and fills the disk for nothing."""
     found = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in PACKAGES)
     yield good(
@@ -90,7 +92,7 @@ def versions() -> Iterator[Finding]:
         yield good("versions", "no instructions for AES: masks are made by the slower ChaCha20")
 
 
-def clock(now: dt.datetime, *, is_kept: bool | None) -> Finding:
+def check_clock(now: dt.datetime, *, is_kept: bool | None) -> Finding:
     """Judge the clock: certificates count by it, and a wrong one refuses every server."""
     shown = f"{now:%Y-%m-%d %H:%M:%S} UTC"
     if now < FIRST_DAY:
@@ -108,16 +110,16 @@ def clock(now: dt.datetime, *, is_kept: bool | None) -> Finding:
     return good("clock", shown + (", kept by NTP" if is_kept else ""))
 
 
-def clock_is_kept() -> bool | None:
+def is_clock_kept() -> bool | None:
     """Whether the kernel's clock is kept by NTP; None where the kernel does not say."""
     if not sys.platform.startswith("linux"):
         return None
-    told = ctypes.create_string_buffer(TIMEX_BYTES)  # modes 0: read only
-    state = ctypes.CDLL(None).adjtimex(told)
+    measurements = ctypes.create_string_buffer(TIMEX_BYTES)  # modes 0: read only
+    state = ctypes.CDLL(None).adjtimex(measurements)
     return None if state < 0 else state != TIME_ERROR
 
 
-def memory(limits: list[Limit], held_bytes: int, *, has_controller: bool) -> Finding:
+def check_memory(limits: list[MemoryLimit], held_bytes: int, *, has_controller: bool) -> Finding:
     """Judge the memory limits, of which the least counts."""
     least = min(limits, key=lambda limit: limit.num_bytes)
     text = f"up to {decimal(least.num_bytes)}, by {least.source}"
@@ -154,7 +156,7 @@ def has_memory_controller(root: Path) -> bool:
     return all(row.split()[-1] == "1" for row in rows if row.startswith("memory\t"))
 
 
-def folders(chosen: ClientSettings) -> Iterator[Finding]:
+def check_folders(chosen: ClientSettings) -> Iterator[Finding]:
     """Yield whether the device can keep its place: without it examples would count twice."""
     for folder in (chosen.state_folder, chosen.spool):
         if folder is None:
@@ -174,7 +176,7 @@ def folders(chosen: ClientSettings) -> Iterator[Finding]:
             yield good("state", f"{folder}, {decimal(free)} free")
 
 
-def hours(
+def check_hours(
     chosen: ClientSettings, now: dt.datetime, *, zone: dt.tzinfo | None = None
 ) -> Iterator[Finding]:
     """Yield what the hours that the owner has set mean now, by the clock on the wall."""
@@ -187,7 +189,7 @@ def hours(
     try:
         away, change = hours_change(chosen, now, zone=zone)
     except HeadwaterError as error:
-        yield named("hours", error)
+        yield fault_of("hours", error)
         return
     clock_now = clock_text(now, zone)
     if away is not None:
@@ -201,18 +203,18 @@ def hours(
         yield good("hours", f"takes part {until}; it is {clock_now}")
 
 
-def room(chosen: ClientSettings, name: str, layout: ModelLayout) -> Iterator[Finding]:
+def check_room(chosen: ClientSettings, name: str, layout: ModelLayout) -> Iterator[Finding]:
     """Yield whether the owner's settings leave room for a round of this model."""
     try:
-        absence = absence_of(chosen, name, layout)
+        absence = availability_of(chosen, name, layout)
     except HeadwaterError as error:
-        yield named("limits", error)
+        yield fault_of("limits", error)
         return
-    yield from allowance(absence, chosen)
-    yield from rate(absence)
+    yield from check_bytes_today(absence, chosen)
+    yield from check_rate(absence)
 
 
-def rate(absence: Absence) -> Iterator[Finding]:
+def check_rate(absence: Availability) -> Iterator[Finding]:
     """Yield what the link must carry, so that a round fits into the hours, if that is much."""
     least = absence.least_bytes_per_second()
     longest = f"its hours leave {absence.longest_stay_seconds() / 60:,.3g} min at a time"
@@ -235,7 +237,7 @@ def rate(absence: Absence) -> Iterator[Finding]:
 LONGER_HOURS = "lengthen client.upload_window, or shorten client.working_hours"
 
 
-def allowance(absence: Absence, chosen: ClientSettings) -> Iterator[Finding]:
+def check_bytes_today(absence: Availability, chosen: ClientSettings) -> Iterator[Finding]:
     """Yield what is left of the bytes of the day."""
     if chosen.bytes_per_day is None:
         return
@@ -251,15 +253,17 @@ def allowance(absence: Absence, chosen: ClientSettings) -> Iterator[Finding]:
         )
 
 
-def training(settings: Settings, open_task: OpenTask, machine: ThisMachine) -> Iterator[Finding]:
+def check_training(
+    settings: Settings, open_task: OpenTask, machine: ThisMachine
+) -> Iterator[Finding]:
     """Yield whether the task runs on this device's data, and how fast."""
     try:
-        resident, identity = open_task(settings)
-        yield from room(settings.client, identity.name, resident.image.layout)
-        examples = resident.examples(identity)
-        resident.check(examples, identity.name)
+        trainer, identity = open_task(settings)
+        yield from check_room(settings.client, identity.name, trainer.image.layout)
+        examples = trainer.examples(identity)
+        trainer.check(examples, identity.name)
         yield good("task", f"{settings.task}, {len(examples)} examples, its loss is a sum")
-        for topic, text in told(resident, identity, machine):
+        for topic, text in measurements(trainer, identity, machine):
             yield good(topic, text)
     except HeadwaterError as error:
-        yield named("data" if isinstance(error, MissingData) else "task", error)
+        yield fault_of("data" if isinstance(error, MissingData) else "task", error)

@@ -39,7 +39,7 @@ def fault(topic: str, text: str, remedy: str) -> Finding:
     return Finding(topic=topic, text=text, grade="fault", remedy=remedy)
 
 
-def named(topic: str, error: HeadwaterError) -> Finding:
+def fault_of(topic: str, error: HeadwaterError) -> Finding:
     """Return a fault that has a name and a remedy of its own."""
     return fault(topic, f"{error.code}: {error.message}", error.remedy)
 

@@ -16,7 +16,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.metrics_core import Metric
 
-from headwater.client.operations.counters import UPDATE_SECONDS, Tally
+from headwater.client.operations.counters import UPDATE_SECONDS, Counters
 from headwater.common.messages import Vitals
 
 PREFIX = "headwater_client_"
@@ -26,7 +26,7 @@ class ClientMetrics:
     """What Prometheus collects from."""
 
     def __init__(
-        self, tally: Tally, vitals: Callable[[], Vitals], limit_bytes: Callable[[], int | None]
+        self, tally: Counters, vitals: Callable[[], Vitals], limit_bytes: Callable[[], int | None]
     ) -> None:
         """Take the counts, and how to ask the sensors and the memory limits."""
         self.registry = CollectorRegistry()

@@ -8,37 +8,37 @@ from rich.filesize import decimal
 
 from headwater.client.device.hardware import ThisMachine
 from headwater.client.device.sensors import readings
-from headwater.client.training.trainer import Identity, Resident
+from headwater.client.training.trainer import Identity, Trainer
 from headwater.common.settings.schema import Settings
 from headwater.common.system.console import console
 
 
-def show(settings: Settings, resident: Resident, identity: Identity) -> None:
+def show_task_check(settings: Settings, trainer: Trainer, identity: Identity) -> None:
     """Try the task on this device's data, and print what is found.
 
     Raises:
         HeadwaterError: the task does not run, its loss is not a sum, or it does not fit.
     """
-    examples = resident.examples(identity)
+    examples = trainer.examples(identity)
     console.print(f"task        {settings.task}")
     console.print(f"examples    {len(examples)}")
     console.print(
-        f"model       {resident.image.layout.num_parameters:,} parameters, "
-        f"{decimal(resident.image.layout.num_bytes)}"
+        f"model       {trainer.image.layout.num_parameters:,} parameters, "
+        f"{decimal(trainer.image.layout.num_bytes)}"
     )
-    resident.check(examples, identity.name)
+    trainer.check(examples, identity.name)
     console.print("loss        is a sum over examples")
-    for topic, text in told(resident, identity, ThisMachine(settings.client)):
+    for topic, text in measurements(trainer, identity, ThisMachine(settings.client)):
         console.print(f"{topic:<11} {text}", soft_wrap=True)
 
 
-def told(
-    resident: Resident, identity: Identity, hardware: ThisMachine
+def measurements(
+    trainer: Trainer, identity: Identity, hardware: ThisMachine
 ) -> Iterator[tuple[str, str]]:
     """Yield what a device knows of itself and measures, by topic."""
     least = hardware.limits.least()
     yield "memory", f"up to {decimal(least.num_bytes)}, by {least.source}"
-    speed = resident.measure(identity, hardware)
+    speed = trainer.measure(identity, hardware)
     line = hardware.memory.line
     if line is not None:
         yield (
@@ -64,7 +64,7 @@ def told(
     )
     sensed = hardware.vitals()
     yield "sensors", ", ".join(readings(sensed)) or "none"
-    restraint = hardware.restraint()
+    restraint = hardware.time_share()
     yield (
         "gives",
         (

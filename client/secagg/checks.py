@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from headwater.client.secagg.types import Device, Record, Trained
+from headwater.client.secagg.types import Participant, SessionRecord, UnmaskedUpdate
 from headwater.common.errors import (
     BadPublicKey,
     BothSharesAsked,
@@ -45,15 +45,14 @@ from headwater.common.secagg.fixed_point import check_finite
 from headwater.common.secagg.protocol import (
     LEAST_MEMBERS,
     NUM_CLIPPED,
+    CheckRequest,
     Parameters,
-    SharesDelivered,
-    SurvivorsTold,
-    UnmaskWanted,
+    SurvivorsRequest,
+    UnmaskRequest,
     share_of,
     signatures_needed,
 )
-from headwater.common.secagg.session import Session
-from headwater.common.secagg.session_digest import survivors_digest, survivors_message
+from headwater.common.secagg.session import SessionView, survivors_digest, survivors_message
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,7 +139,7 @@ CHECKS = _rows(
 # fmt: on
 
 
-def check_unmasked(device: Device, record: Record) -> None:
+def check_unmasked(device: Participant, record: SessionRecord) -> None:
     """Check that the update went into no session before."""
     if record.masked == device.update_id:
         raise UpdateAlreadyMasked(
@@ -148,7 +147,7 @@ def check_unmasked(device: Device, record: Record) -> None:
         )
 
 
-def check_delivery(delivered: SharesDelivered, session: Session, device: Device) -> None:
+def check_delivery(delivered: CheckRequest, session: SessionView, device: Participant) -> None:
     """Check that the shares are this device's, from its own dealers, once each."""
     dealers = [share.dealer for share in delivered.shares]
     if len(set(dealers)) != len(dealers) or not set(dealers) <= set(session.holders(device.name)):
@@ -157,7 +156,9 @@ def check_delivery(delivered: SharesDelivered, session: Session, device: Device)
         raise RosterRefused(f"{device.name}: shares for another holder")
 
 
-def check_opened(good: Iterable[str], bad: Iterable[str], session: Session, device: Device) -> None:
+def check_opened(
+    good: Iterable[str], bad: Iterable[str], session: SessionView, device: Participant
+) -> None:
     """Check that it is not this device itself that is in another session than the others."""
     num_good, num_bad = len(set(good) - {device.name}), len(set(bad))
     if device.name in set(bad) or (num_bad and not num_good):
@@ -170,10 +171,10 @@ def check_opened(good: Iterable[str], bad: Iterable[str], session: Session, devi
 def check_members(
     members: Sequence[str],
     *,
-    session: Session,
+    session: SessionView,
     opened: Iterable[str],
     bad_dealers: frozenset[str],
-    device: Device,
+    device: Participant,
 ) -> None:
     """Check U2: with whom the pairwise masks will cancel."""
     chosen, held = frozenset(members), frozenset(opened)
@@ -196,7 +197,7 @@ def check_members(
         )
 
 
-def check_update(trained: Trained, chosen: Parameters, device: Device) -> None:
+def check_update(trained: UnmaskedUpdate, chosen: Parameters, device: Participant) -> None:
     """Check the update itself, before anything of it is changed."""
     names = {scalar.name for scalar in chosen.scalars} - {NUM_CLIPPED}
     if names != trained.numbers.keys():
@@ -219,7 +220,7 @@ def check_update(trained: Trained, chosen: Parameters, device: Device) -> None:
 
 
 def check_bounds(
-    bounds: NDArray[np.float32] | None, chosen: Parameters, device: Device, *, num_blocks: int
+    bounds: NDArray[np.float32] | None, chosen: Parameters, device: Participant, *, num_blocks: int
 ) -> NDArray[np.float32]:
     """Check the block bounds of a 16-bit ring against the digest that all members agreed on."""
     if bounds is None or hashlib.sha256(bounds.tobytes()).digest() != chosen.bounds_digest:
@@ -232,12 +233,12 @@ def check_bounds(
 
 
 def check_survivors(
-    told: SurvivorsTold | UnmaskWanted,
+    told: SurvivorsRequest | UnmaskRequest,
     *,
-    session: Session,
+    session: SessionView,
     members: Iterable[str],
-    device: Device,
-    record: Record,
+    device: Participant,
+    record: SessionRecord,
 ) -> bytes:
     """Check U3 against U2 and what was answered before; return the set's digest."""
     survived, dropped, shared = set(told.survived), set(told.dropped), set(members)
@@ -274,7 +275,7 @@ def check_survivors(
 
 
 def check_signatures(
-    wanted: UnmaskWanted, *, digest: bytes, session: Session, device: Device
+    wanted: UnmaskRequest, *, digest: bytes, session: SessionView, device: Participant
 ) -> None:
     """Check that enough members signed exactly this set; signatures of others do not count."""
     if device.allow_list is None:

@@ -14,8 +14,13 @@ from numpy.typing import NDArray
 
 from headwater.client.secagg import checks as secure_checks
 from headwater.client.secagg import roster_checks
-from headwater.client.secagg.states import Advertised, Dealt, HeldShare, Holding
-from headwater.client.secagg.types import Device, Record
+from headwater.client.secagg.states import (
+    AwaitingMaskRequest,
+    AwaitingRoster,
+    AwaitingShares,
+    DealerShares,
+)
+from headwater.client.secagg.types import Participant, SessionRecord
 from headwater.common.errors import SealBroken
 from headwater.common.secagg.keys import agree, commitment, new_key_pair, seal, unseal
 from headwater.common.secagg.protocol import (
@@ -23,23 +28,22 @@ from headwater.common.secagg.protocol import (
     SEED_BYTES,
     SELF_SEED,
     SELF_SEED_SHARE,
+    CheckReply,
+    CheckRequest,
     DealtShare,
-    KeysAdvertised,
-    KeysWanted,
+    KeysReply,
+    KeysRequest,
     Roster,
-    SharesChecked,
-    SharesDealt,
-    SharesDelivered,
+    SharesReply,
 )
 from headwater.common.secagg.secret import Secret
-from headwater.common.secagg.session import session_of
-from headwater.common.secagg.session_digest import keys_message
+from headwater.common.secagg.session import keys_message, session_of
 from headwater.common.secagg.shamir import split
 
 
 def advertise(
-    device: Device, record: Record, wanted: KeysWanted
-) -> tuple[Advertised, KeysAdvertised]:
+    device: Participant, record: SessionRecord, wanted: KeysRequest
+) -> tuple[AwaitingRoster, KeysReply]:
     """Phase 0: make two key pairs for this session alone.
 
     Raises:
@@ -47,7 +51,7 @@ def advertise(
     """
     roster_checks.check_opening(wanted, device, record)
     mask_pair, sharing_pair = new_key_pair(device.random), new_key_pair(device.random)
-    keys = KeysAdvertised(
+    keys = KeysReply(
         name=device.name,
         mask_key=mask_pair.public,
         sharing_key=sharing_pair.public,
@@ -56,7 +60,7 @@ def advertise(
     if wanted.mode == "active" and device.identity is not None:
         signature = device.identity.sign(keys_message(wanted, keys))
         keys = keys.model_copy(update={"signature": signature})
-    state = Advertised(
+    state = AwaitingRoster(
         device=device,
         record=replace(record, highest=wanted.number),
         wanted=wanted,
@@ -67,7 +71,7 @@ def advertise(
     return state, keys
 
 
-def deal(state: Advertised, roster: Roster) -> tuple[Dealt, SharesDealt]:
+def deal(state: AwaitingRoster, roster: Roster) -> tuple[AwaitingShares, SharesReply]:
     """Phase 1: share the mask key and the self seed among the holders.
 
     Raises:
@@ -84,7 +88,7 @@ def deal(state: Advertised, roster: Roster) -> tuple[Dealt, SharesDealt]:
         num_holders=len(holders),
         random=device.random,
     )
-    dealt = Dealt(
+    dealt = AwaitingShares(
         device=device,
         record=state.record,
         session=session,
@@ -92,7 +96,7 @@ def deal(state: Advertised, roster: Roster) -> tuple[Dealt, SharesDealt]:
         sharing_pair=state.sharing_pair,
         self_seed=self_seed,
     )
-    answer = SharesDealt(
+    answer = SharesReply(
         name=device.name,
         session=session.digest,
         seed_commitment=commitment(
@@ -109,7 +113,7 @@ def deal(state: Advertised, roster: Roster) -> tuple[Dealt, SharesDealt]:
     return dealt, answer
 
 
-def _sealed(state: Dealt, holder: str, shares: NDArray[np.uint8]) -> DealtShare:
+def _sealed(state: AwaitingShares, holder: str, shares: NDArray[np.uint8]) -> DealtShare:
     """Seal one holder's two shares [2, 32], and commit to each."""
     session, ends = state.session, (state.device.name, holder)
     key = agree(
@@ -136,7 +140,7 @@ def _sealed(state: Dealt, holder: str, shares: NDArray[np.uint8]) -> DealtShare:
     )
 
 
-def check(state: Dealt, delivered: SharesDelivered) -> tuple[Holding, SharesChecked]:
+def check(state: AwaitingShares, delivered: CheckRequest) -> tuple[AwaitingMaskRequest, CheckReply]:
     """Between the phases: open the shares, and name the dealers of those that are bad.
 
     Raises:
@@ -149,7 +153,7 @@ def check(state: Dealt, delivered: SharesDelivered) -> tuple[Holding, SharesChec
     bad = opened.keys() - held.keys()
     secure_checks.check_opened(held, bad, session, device)
     state.sharing_pair.private.erase()
-    holding = Holding(
+    holding = AwaitingMaskRequest(
         device=device,
         record=state.record,
         session=session,
@@ -158,10 +162,10 @@ def check(state: Dealt, delivered: SharesDelivered) -> tuple[Holding, SharesChec
         held=held,
         bad_dealers=frozenset(bad),
     )
-    return holding, SharesChecked(name=device.name, bad_dealers=tuple(sorted(bad)))
+    return holding, CheckReply(name=device.name, bad_dealers=tuple(sorted(bad)))
 
 
-def _opened(state: Dealt, dealt: DealtShare) -> HeldShare | None:
+def _opened(state: AwaitingShares, dealt: DealtShare) -> DealerShares | None:
     """Open one dealer's box; None if it does not open, or holds what was not committed to."""
     session, ends = state.session, (dealt.dealer, state.device.name)
     key = agree(
@@ -178,7 +182,7 @@ def _opened(state: Dealt, dealt: DealtShare) -> HeldShare | None:
     finally:
         key.erase()
     view = both.reveal()
-    share = HeldShare(mask_key=Secret(view[:SEED_BYTES]), self_seed=Secret(view[SEED_BYTES:]))
+    share = DealerShares(mask_key=Secret(view[:SEED_BYTES]), self_seed=Secret(view[SEED_BYTES:]))
     both.erase()
     matches = all(
         commitment(tag=tag, session=session.digest, ends=ends, share=found.reveal()) == told

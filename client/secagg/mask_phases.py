@@ -19,35 +19,40 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwater.client.secagg import checks
-from headwater.client.secagg.states import Holding, Masked, Ready, Revealed
-from headwater.client.secagg.types import Trained
+from headwater.client.secagg.states import (
+    AwaitingMaskRequest,
+    AwaitingUnmask,
+    ReadyToMask,
+    SessionFinished,
+)
+from headwater.client.secagg.types import UnmaskedUpdate
 from headwater.common.errors import OutOfPhase
 from headwater.common.secagg.fixed_point import RingVector, encode_in_place
 from headwater.common.secagg.keys import agree, pairwise_sign, self_mask_key
 from headwater.common.secagg.masking import SCALARS, VECTOR, Stream, mask_in_place
 from headwater.common.secagg.protocol import (
     NUM_CLIPPED,
-    MaskedHead,
-    MaskWanted,
-    SharesRevealed,
-    SurvivorsSigned,
-    SurvivorsTold,
-    UnmaskWanted,
+    MaskReply,
+    MaskRequest,
+    SurvivorsReply,
+    SurvivorsRequest,
+    UnmaskReply,
+    UnmaskRequest,
 )
 from headwater.common.secagg.rotation import Rotation, rotate_in_place
 from headwater.common.secagg.scalars import encode_scalars
-from headwater.common.secagg.session_digest import survivors_message
+from headwater.common.secagg.session import survivors_message
 
-S = TypeVar("S", bound=Masked | Revealed)
+S = TypeVar("S", bound=AwaitingUnmask | SessionFinished)
 
 
 def commit(
-    state: Holding,
-    wanted: MaskWanted,
-    trained: Trained,
+    state: AwaitingMaskRequest,
+    wanted: MaskRequest,
+    trained: UnmaskedUpdate,
     *,
     bounds: NDArray[np.float32] | None = None,
-) -> Ready:
+) -> ReadyToMask:
     """Phase 2, before anything is changed: the update belongs to this session from here on.
 
     ``bounds`` are the block bounds of a 16-bit ring.
@@ -70,7 +75,7 @@ def commit(
     if chosen.rotation_seed is not None:
         rotation = Rotation(seed=chosen.rotation_seed, num_coordinates=chosen.num_values)
         bounds = checks.check_bounds(bounds, chosen, device, num_blocks=rotation.num_blocks)
-    return Ready(
+    return ReadyToMask(
         device=device,
         record=replace(state.record, masked=device.update_id),
         holding=state,
@@ -82,8 +87,8 @@ def commit(
 
 
 def mask(
-    state: Ready, trained: Trained, *, num_threads: int = 1
-) -> tuple[Masked, MaskedHead, RingVector]:
+    state: ReadyToMask, trained: UnmaskedUpdate, *, num_threads: int = 1
+) -> tuple[AwaitingUnmask, MaskReply, RingVector]:
     """Phase 2: encode the update and mask it, in its own memory; return that memory as the ring's.
 
     The float32 values are gone afterwards, and so are the secrets that made the masks.
@@ -95,20 +100,20 @@ def mask(
     mask_in_place(scalars, state.streams, cipher=cipher, part=SCALARS)
     for secret in state.mask_secrets():
         secret.erase()
-    masked = Masked(
+    masked = AwaitingUnmask(
         device=state.device,
         record=state.record,
         session=session,
         members=state.members,
         held=state.holding.held,
     )
-    head = MaskedHead(
+    head = MaskReply(
         name=state.device.name, session=session.digest, scalars=scalars.astype("<u8").tobytes()
     )
     return masked, head, vector
 
 
-def _streams(state: Holding, members: frozenset[str]) -> tuple[Stream, ...]:
+def _streams(state: AwaitingMaskRequest, members: frozenset[str]) -> tuple[Stream, ...]:
     """Return the self mask, and the pairwise masks with the neighbours in U2."""
     session, name = state.session, state.device.name
     own = Stream(key=self_mask_key(state.self_seed, session=session.digest, name=name), sign=1)
@@ -129,7 +134,7 @@ def _streams(state: Holding, members: frozenset[str]) -> tuple[Stream, ...]:
     return (own, *pairwise)
 
 
-def _encoded(state: Ready, trained: Trained) -> tuple[RingVector, NDArray[np.uint64]]:
+def _encoded(state: ReadyToMask, trained: UnmaskedUpdate) -> tuple[RingVector, NDArray[np.uint64]]:
     """Encode vector and numbers; what was clipped of either is counted among the numbers."""
     chosen, random = state.holding.session.parameters, None
     if state.rotation is not None and state.bounds is not None:
@@ -151,8 +156,8 @@ def _encoded(state: Ready, trained: Trained) -> tuple[RingVector, NDArray[np.uin
 
 
 def sign(
-    state: Masked | Revealed, told: SurvivorsTold
-) -> tuple[Masked | Revealed, SurvivorsSigned]:
+    state: AwaitingUnmask | SessionFinished, told: SurvivorsRequest
+) -> tuple[AwaitingUnmask | SessionFinished, SurvivorsReply]:
     """Phase 3, active mode: put the own name under the survivor set.
 
     Raises:
@@ -163,22 +168,24 @@ def sign(
         raise OutOfPhase(f"{device.name}: there is no consistency phase in semi-honest mode")
     digest = _agreed(state, told)
     signature = identity.sign(survivors_message(digest))
-    return _answering(state, digest), SurvivorsSigned(name=device.name, signature=signature)
+    return _answering(state, digest), SurvivorsReply(name=device.name, signature=signature)
 
 
-def reveal(state: Masked | Revealed, wanted: UnmaskWanted) -> tuple[Revealed, SharesRevealed]:
+def reveal(
+    state: AwaitingUnmask | SessionFinished, wanted: UnmaskRequest
+) -> tuple[SessionFinished, UnmaskReply]:
     """Phase 4: give one share of each dealer: of the self seed if it survived, else of the key.
 
     Raises:
         SessionRefused: see ``client.secagg.checks.CHECKS``.
     """
     digest = _agreed(state, wanted)
-    if isinstance(state, Revealed):  # the same set again
+    if isinstance(state, SessionFinished):  # the same set again
         return state, state.answer
     if state.session.parameters.mode == "active":
         checks.check_signatures(wanted, digest=digest, session=state.session, device=state.device)
     survived, dropped = set(wanted.survived), set(wanted.dropped)
-    answer = SharesRevealed(
+    answer = UnmaskReply(
         name=state.device.name,
         self_seed_shares={
             d: bytes(s.self_seed.reveal()) for d, s in state.held.items() if d in survived
@@ -189,7 +196,7 @@ def reveal(state: Masked | Revealed, wanted: UnmaskWanted) -> tuple[Revealed, Sh
     )
     for secret in state.secrets():
         secret.erase()
-    revealed = Revealed(
+    revealed = SessionFinished(
         device=state.device,
         record=_answering(state, digest).record,
         session=state.session,
@@ -199,7 +206,9 @@ def reveal(state: Masked | Revealed, wanted: UnmaskWanted) -> tuple[Revealed, Sh
     return revealed, answer
 
 
-def _agreed(state: Masked | Revealed, told: SurvivorsTold | UnmaskWanted) -> bytes:
+def _agreed(
+    state: AwaitingUnmask | SessionFinished, told: SurvivorsRequest | UnmaskRequest
+) -> bytes:
     return checks.check_survivors(
         told,
         session=state.session,

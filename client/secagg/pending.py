@@ -15,28 +15,34 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from headwater.client.secagg.types import Device, Record, Trained
+from headwater.client.secagg.types import Participant, SessionRecord, UnmaskedUpdate
 from headwater.common.errors import CorruptUpdate, HeadwaterError, UpdateNotHeld
 from headwater.common.secagg.fixed_point import RingVector
-from headwater.common.secagg.protocol import MaskedHead, Reply, Request, SurvivorsTold, UnmaskWanted
+from headwater.common.secagg.protocol import (
+    MaskReply,
+    Reply,
+    Request,
+    SurvivorsRequest,
+    UnmaskRequest,
+)
 
 if TYPE_CHECKING:
     from headwater.client.secagg.session import SecureSession
-    from headwater.client.secagg.states import State
+    from headwater.client.secagg.states import SessionState
 
 
-class HeldUpdate:
+class PendingUpdate:
     """An update that awaits its session, or is in one."""
 
     def __init__(
         self,
-        device: Device,
-        record: Record,
-        trained: Trained,
+        device: Participant,
+        record: SessionRecord,
+        trained: UnmaskedUpdate,
         *,
         num_threads: int,
         is_view: bool,
-        state: State | None = None,
+        state: SessionState | None = None,
     ) -> None:
         """Begin with the record of what the device answered in this run so far.
 
@@ -50,7 +56,7 @@ class HeldUpdate:
         self.is_view = is_view
         self.is_over = False
         """Whether the device did all that its session asks of it, or has left it."""
-        self._remember: Callable[[Record], None] | None = None
+        self._remember: Callable[[SessionRecord], None] | None = None
         self._session = SecureSession(
             device,
             record,
@@ -70,9 +76,9 @@ class HeldUpdate:
         request: Request,
         *,
         bounds: memoryview | bytes | None,
-        remember: Callable[[Record], None],
+        remember: Callable[[SessionRecord], None],
     ) -> tuple[Reply, RingVector | None]:
-        """Answer a phase's message; with a ``MaskedHead`` comes the masked vector.
+        """Answer a phase's message; with a ``MaskReply`` comes the masked vector.
 
         ``bounds`` are those of a 16-bit ring's blocks, little-endian float32. ``remember`` stores
         the record before anything is masked or returned.
@@ -93,16 +99,16 @@ class HeldUpdate:
             raise
         finally:
             self._remember = None
-        self.is_over = isinstance(request, UnmaskWanted)
-        if isinstance(request, SurvivorsTold | UnmaskWanted):
+        self.is_over = isinstance(request, UnmaskRequest)
+        if isinstance(request, SurvivorsRequest | UnmaskRequest):
             session.vector = None  # this device is a survivor: the server has the vector
-        if not isinstance(reply, MaskedHead):
+        if not isinstance(reply, MaskReply):
             return reply, None
         if session.vector is None:
             raise UpdateNotHeld(f"{self.device.name}: its masked update was handed over before")
         return reply, session.vector
 
-    def _store(self, record: Record) -> None:
+    def _store(self, record: SessionRecord) -> None:
         assert self._remember is not None
         self._remember(record)
 
@@ -115,18 +121,18 @@ class HeldUpdate:
         self._session.close()
 
 
-def _float32(data: memoryview | bytes, device: Device) -> NDArray[np.float32]:
+def _float32(data: memoryview | bytes, device: Participant) -> NDArray[np.float32]:
     if len(data) % 4:
         raise CorruptUpdate(f"{device.name}: {len(data)} bytes are no whole number of float32")
     return np.frombuffer(data, "<f4").astype(np.float32)
 
 
-class HeldUpdates:
+class PendingUpdates:
     """The updates that await their sessions in one process, at most one of each device."""
 
     def __init__(self) -> None:
-        self._held: dict[str, HeldUpdate] = {}
-        self._in_accumulator: HeldUpdate | None = None
+        self._held: dict[str, PendingUpdate] = {}
+        self._in_accumulator: PendingUpdate | None = None
 
     def begin(self, *, run_id: int, round_number: int, name: str) -> None:
         """Take note of a new plan: what its device held, and what was of other rounds, is over."""
@@ -137,11 +143,11 @@ class HeldUpdates:
             or one.device.name == name
         )
 
-    def hold(self, update: HeldUpdate) -> None:
+    def hold(self, update: PendingUpdate) -> None:
         """Keep an update that lies in the accumulator's memory."""
         self._held[update.device.name] = self._in_accumulator = update
 
-    def of(self, run_id: int, name: str) -> HeldUpdate:
+    def of(self, run_id: int, name: str) -> PendingUpdate:
         """Return the update that a device holds for a run.
 
         Raises:
@@ -169,7 +175,7 @@ class HeldUpdates:
         """Erase what a device's session left, and let its update go."""
         self._drop(one for one in self._held.values() if one.device.name == name)
 
-    def _drop(self, updates: Iterable[HeldUpdate]) -> None:
+    def _drop(self, updates: Iterable[PendingUpdate]) -> None:
         for update in list(updates):
             update.close()
             del self._held[update.device.name]

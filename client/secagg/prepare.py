@@ -1,6 +1,6 @@
 """What a device tells of an update that is to be masked, what rides masked, what it insists on.
 
-Training is over before a secure session opens. ``Ready`` says that the update is there, and nothing
+Training is over before a secure session opens. ``ReadyReport`` says that the update is there, and nothing
 of what it came to; weight, loss, metrics and norms leave the device as masked numbers alone. Where
 the update waits, and is masked: ``client.secagg.pending``.
 """
@@ -14,8 +14,8 @@ from contextlib import contextmanager
 
 from headwater.client.device.sensors import has_aes
 from headwater.client.enrolment.signing_identity import Enrolment
-from headwater.client.secagg.types import Device, Floor, Trained
-from headwater.client.training.micro_batches import Walk
+from headwater.client.secagg.types import Floor, Participant, UnmaskedUpdate
+from headwater.client.training.micro_batches import SamplerState
 from headwater.common.errors import (
     CountOutOfRange,
     MaskingRequired,
@@ -23,7 +23,13 @@ from headwater.common.errors import (
     TaskError,
     UpdateRefused,
 )
-from headwater.common.messages import MOST_METRIC_CHARACTERS, Plan, Ready, Update, UpdateReport
+from headwater.common.messages import (
+    MOST_METRIC_CHARACTERS,
+    Plan,
+    ReadyReport,
+    Update,
+    UpdateReport,
+)
 from headwater.common.model.parameters import ModelImage
 from headwater.common.secagg.masked_numbers import MOST_METRICS, numbers_of
 from headwater.common.settings import schema as settings
@@ -38,7 +44,9 @@ MODES = ("off", "semi-honest", "active")  # each insists on more than the one be
 # What the device insists on.
 
 
-def check_masked(chosen: settings.SecureSettings, *, is_masked: bool, name: str, what: str) -> None:
+def check_masking(
+    chosen: settings.SecureSettings, *, is_masked: bool, name: str, what: str
+) -> None:
     """Check that the server asks for nothing in clear that the device's own settings want masked.
 
     Raises:
@@ -51,7 +59,7 @@ def check_masked(chosen: settings.SecureSettings, *, is_masked: bool, name: str,
         )
 
 
-def insisting(
+def strictest_settings(
     of_run: settings.SecureSettings, *, mode: object = None, min_members: object = None
 ) -> settings.SecureSettings:
     """Return a run's settings, raised to what the device itself insists on; never lowered.
@@ -85,7 +93,7 @@ def floor_of(chosen: settings.SecureSettings) -> Floor:
 
 
 @contextmanager
-def discreet(plan: Plan, name: str) -> Iterator[None]:
+def hide_details(plan: Plan, name: str) -> Iterator[None]:
     """Let no refusal of a masked plan's update quote what was summed, but in the device's log."""
     try:
         yield
@@ -98,13 +106,13 @@ def discreet(plan: Plan, name: str) -> Iterator[None]:
         ) from error
 
 
-def ready_of(report: UpdateReport, pace: Line | None) -> Ready:
+def ready_message(report: UpdateReport, pace: Line | None) -> ReadyReport:
     """Return what may be told of an update that is to be masked.
 
     Raises:
         TaskError: see ``trained_of``.
     """
-    return Ready(
+    return ReadyReport(
         name=report.name,
         round=report.round,
         seconds=report.seconds,
@@ -116,9 +124,9 @@ def ready_of(report: UpdateReport, pace: Line | None) -> Ready:
     )
 
 
-def trained_of(
-    update: Update, plan: Plan, device: Device, *, num_owned: int, norm: float
-) -> Trained:
+def unmasked_update(
+    update: Update, plan: Plan, device: Participant, *, num_owned: int, norm: float
+) -> UnmaskedUpdate:
     """Return the vector with the numbers that ride along.
 
     ``num_owned`` are the examples that the device draws from, ``norm`` is the vector's.
@@ -137,7 +145,7 @@ def trained_of(
     noise = (
         sums_of(report, num_owned=num_owned) if is_noise_told else NoiseSums(weight=report.weight)
     )
-    return Trained(
+    return UnmaskedUpdate(
         values_P=update.values_P,
         numbers=numbers_of(
             report, metrics=_metrics_of(report), noise=noise, squared_norm=norm * norm
@@ -156,9 +164,9 @@ def _metrics_of(report: UpdateReport) -> tuple[str, ...]:
     return names
 
 
-def device_of(
+def participant_of(
     plan: Plan,
-    walk: Walk,
+    walk: SamplerState,
     *,
     name: str,
     run_id: int,
@@ -166,13 +174,13 @@ def device_of(
     image: ModelImage,
     chosen: settings.SecureSettings,
     enrolment: Enrolment,
-) -> Device:
+) -> Participant:
     """Return who the device is in the sessions of an update, and which update that is.
 
     ``walk`` is the one behind the training: the window went from its place to the pending one. The
     image must be the one that was trained.
     """
-    return Device(
+    return Participant(
         name=name,
         run=run_id,
         round=plan.round,
@@ -187,7 +195,7 @@ def device_of(
     )
 
 
-def update_id(run_id: int, plan: Plan, walk: Walk) -> str:
+def update_id(run_id: int, plan: Plan, walk: SamplerState) -> str:
     """Name an update by run, model and examples: the same for the same sum, restarted or not."""
     place, pending = walk.place, walk.pending_place
     return (

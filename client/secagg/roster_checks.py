@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from headwater.client.secagg.checks import check_unmasked
-from headwater.client.secagg.types import Device, Record
+from headwater.client.secagg.types import Participant, SessionRecord
 from headwater.common.errors import (
     CohortTooSmall,
     IdentityUnknown,
@@ -23,26 +23,26 @@ from headwater.common.errors import (
     ThresholdTooHigh,
     ThresholdTooLow,
 )
-from headwater.common.secagg.accusations import accusation
 from headwater.common.secagg.fixed_point import plan_encoding
 from headwater.common.secagg.graph import GraphSize, Mode, check_graph_size
 from headwater.common.secagg.protocol import (
     LEAST_MEMBERS,
     NUM_CLIPPED,
     WEIGHT,
-    KeysAdvertised,
-    KeysWanted,
+    KeysReply,
+    KeysRequest,
     Member,
     Parameters,
     Roster,
+    accusation,
     complete_threshold,
     most_clipped,
 )
 from headwater.common.secagg.rotation import rotated_encoding
-from headwater.common.secagg.session_digest import keys_message
+from headwater.common.secagg.session import keys_message
 
 
-def check_opening(wanted: KeysWanted, device: Device, record: Record) -> None:
+def check_opening(wanted: KeysRequest, device: Participant, record: SessionRecord) -> None:
     """Check what opens a session."""
     if (wanted.run, wanted.round) != (device.run, device.round):
         raise SessionReplayed(
@@ -65,7 +65,7 @@ def check_opening(wanted: KeysWanted, device: Device, record: Record) -> None:
 
 
 def check_roster(
-    roster: Roster, *, wanted: KeysWanted, keys: KeysAdvertised, device: Device
+    roster: Roster, *, wanted: KeysRequest, keys: KeysReply, device: Participant
 ) -> None:
     """Check U1 and the parameters, before anything is derived from them."""
     chosen = roster.parameters
@@ -86,7 +86,7 @@ def check_roster(
     _check_numbers(chosen, num_members, device)
 
 
-def _check_members(members: Sequence[Member], *, keys: KeysAdvertised, device: Device) -> None:
+def _check_members(members: Sequence[Member], *, keys: KeysReply, device: Participant) -> None:
     least = max(LEAST_MEMBERS, device.floor.min_members)
     if len(members) < least:
         raise CohortTooSmall(
@@ -115,7 +115,7 @@ def _check_members(members: Sequence[Member], *, keys: KeysAdvertised, device: D
         )
 
 
-def _check_identities(members: Iterable[Member], wanted: KeysWanted, device: Device) -> None:
+def _check_identities(members: Iterable[Member], wanted: KeysRequest, device: Participant) -> None:
     if device.allow_list is None:
         raise MaskingTooWeak(f"{device.name}: active mode without an allow-list")
     unknown, unsigned = [], []
@@ -134,7 +134,7 @@ def _check_identities(members: Iterable[Member], wanted: KeysWanted, device: Dev
         )
 
 
-def check_thresholds(chosen: Parameters, num_members: int, device: Device) -> None:
+def check_thresholds(chosen: Parameters, num_members: int, device: Participant) -> None:
     """Check t, and k if the graph is sparse, against n."""
     t, k = chosen.threshold, chosen.num_neighbours
     if k is not None:
@@ -168,7 +168,7 @@ def _check_graph(
     )
 
 
-def _check_ring(chosen: Parameters, members: Sequence[Member], device: Device) -> None:
+def _check_ring(chosen: Parameters, members: Sequence[Member], device: Participant) -> None:
     floor, encoding = device.floor, chosen.encoding
     if chosen.num_values != device.num_values:
         raise ModelMismatch(
@@ -204,7 +204,7 @@ def _check_ring(chosen: Parameters, members: Sequence[Member], device: Device) -
         raise MaskingTooWeak(f"{device.name}: {chosen.cipher}, though not all members have it")
 
 
-def _check_numbers(chosen: Parameters, num_members: int, device: Device) -> None:
+def _check_numbers(chosen: Parameters, num_members: int, device: Participant) -> None:
     by_name = {scalar.name: scalar for scalar in chosen.scalars}
     if len(by_name) != len(chosen.scalars):
         raise MaskingTooWeak(f"{device.name}: a masked number stands twice")

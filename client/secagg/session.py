@@ -18,26 +18,26 @@ from numpy.typing import NDArray
 from headwater.client.secagg import key_phases as secure_shares
 from headwater.client.secagg import mask_phases as secure_update
 from headwater.client.secagg.states import (
-    Advertised,
-    Dealt,
-    Holding,
-    Masked,
-    Revealed,
-    State,
+    AwaitingMaskRequest,
+    AwaitingRoster,
+    AwaitingShares,
+    AwaitingUnmask,
+    SessionFinished,
+    SessionState,
     erase,
 )
-from headwater.client.secagg.types import Device, Record, Trained
+from headwater.client.secagg.types import Participant, SessionRecord, UnmaskedUpdate
 from headwater.common.errors import OutOfPhase
 from headwater.common.secagg.fixed_point import RingVector
 from headwater.common.secagg.protocol import (
-    KeysWanted,
-    MaskWanted,
+    CheckRequest,
+    KeysRequest,
+    MaskRequest,
     Reply,
     Request,
     Roster,
-    SharesDelivered,
-    SurvivorsTold,
-    UnmaskWanted,
+    SurvivorsRequest,
+    UnmaskRequest,
 )
 
 
@@ -46,12 +46,12 @@ class SecureSession:
 
     def __init__(
         self,
-        device: Device,
-        record: Record,
+        device: Participant,
+        record: SessionRecord,
         *,
-        remember: Callable[[Record], None],
-        trained: Trained,
-        state: State | None = None,
+        remember: Callable[[SessionRecord], None],
+        trained: UnmaskedUpdate,
+        state: SessionState | None = None,
         bounds: NDArray[np.float32] | None = None,
         num_threads: int = 1,
     ) -> None:
@@ -59,7 +59,7 @@ class SecureSession:
 
         ``remember`` stores a record for good before it returns. ``state`` is where another process
         left the session (``client.flower.suspended``). ``bounds`` are the block bounds of a 16-bit ring; they
-        come with ``MaskWanted`` and may be set until then.
+        come with ``MaskRequest`` and may be set until then.
         """
         self.vector: RingVector | None = None
         self.bounds = bounds
@@ -72,22 +72,22 @@ class SecureSession:
         self._answered: dict[type[Request], tuple[Request, Reply]] = {}
 
     @property
-    def record(self) -> Record:
+    def record(self) -> SessionRecord:
         """What was stored last."""
         return self._record
 
     @property
-    def device(self) -> Device:
+    def device(self) -> Participant:
         """Who this is, with which update."""
         return self._device
 
     @property
-    def trained(self) -> Trained:
+    def trained(self) -> UnmaskedUpdate:
         """The update: without its values once it is masked."""
         return self._trained
 
     @property
-    def state(self) -> State | None:
+    def state(self) -> SessionState | None:
         """Where the session stands; None before its first message."""
         return self._state
 
@@ -97,7 +97,7 @@ class SecureSession:
         return self._record.masked == self._device.update_id
 
     def answer(self, request: Request) -> Reply:
-        """Check a message and answer it; behind ``MaskWanted`` the masked update is ``vector``.
+        """Check a message and answer it; behind ``MaskRequest`` the masked update is ``vector``.
 
         Raises:
             SessionRefused: see ``client.secagg.checks.CHECKS``; nothing was answered.
@@ -110,33 +110,33 @@ class SecureSession:
         before = self._state
         state, reply = self._step(request)
         self._store(state)
-        if isinstance(request, KeysWanted):
+        if isinstance(request, KeysRequest):
             self._answered.clear()
             if before is not None:
                 erase(before)
         self._answered[type(request)] = (request, reply)
         return reply
 
-    def _store(self, state: State) -> None:
+    def _store(self, state: SessionState) -> None:
         """Move on to a state, after its record was stored."""
         if state.record != self._record:
             self._remember(state.record)
             self._record = state.record
         self._state = state
 
-    def _step(self, request: Request) -> tuple[State, Reply]:
+    def _step(self, request: Request) -> tuple[SessionState, Reply]:
         match request, self._state:
-            case KeysWanted(), _:
+            case KeysRequest(), _:
                 return secure_shares.advertise(self._device, self._record, request)
-            case Roster(), Advertised() as state:
+            case Roster(), AwaitingRoster() as state:
                 return secure_shares.deal(state, request)
-            case SharesDelivered(), Dealt() as state:
+            case CheckRequest(), AwaitingShares() as state:
                 return secure_shares.check(state, request)
-            case MaskWanted(), Holding() as state:
+            case MaskRequest(), AwaitingMaskRequest() as state:
                 return self._mask(state, request)
-            case SurvivorsTold(), (Masked() | Revealed()) as state:
+            case SurvivorsRequest(), (AwaitingUnmask() | SessionFinished()) as state:
                 return secure_update.sign(state, request)
-            case UnmaskWanted(), (Masked() | Revealed()) as state:
+            case UnmaskRequest(), (AwaitingUnmask() | SessionFinished()) as state:
                 return secure_update.reveal(state, request)
             case _:
                 raise OutOfPhase(
@@ -144,7 +144,7 @@ class SecureSession:
                     f"{type(self._state).__name__ if self._state else 'nothing'}"
                 )
 
-    def _mask(self, state: Holding, wanted: MaskWanted) -> tuple[State, Reply]:
+    def _mask(self, state: AwaitingMaskRequest, wanted: MaskRequest) -> tuple[SessionState, Reply]:
         ready = secure_update.commit(state, wanted, self._trained, bounds=self.bounds)
         self._store(ready)  # if this fails nothing was masked, and the message may come again
         masked, head, self.vector = secure_update.mask(

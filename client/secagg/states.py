@@ -12,23 +12,23 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from headwater.client.secagg.types import Device, Record
+from headwater.client.secagg.types import Participant, SessionRecord
 from headwater.common.secagg.keys import KeyPair
 from headwater.common.secagg.masking import Stream
-from headwater.common.secagg.protocol import KeysAdvertised, KeysWanted, SharesRevealed
+from headwater.common.secagg.protocol import KeysReply, KeysRequest, UnmaskReply
 from headwater.common.secagg.rotation import Rotation
 from headwater.common.secagg.secret import Secret
-from headwater.common.secagg.session import Session
+from headwater.common.secagg.session import SessionView
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Advertised:
+class AwaitingRoster:
     """Behind phase 0: two fresh key pairs."""
 
-    device: Device
-    record: Record
-    wanted: KeysWanted
-    keys: KeysAdvertised
+    device: Participant
+    record: SessionRecord
+    wanted: KeysRequest
+    keys: KeysReply
     mask_pair: KeyPair
     sharing_pair: KeyPair
 
@@ -37,12 +37,12 @@ class Advertised:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Dealt:
+class AwaitingShares:
     """Behind phase 1: the session is known, and the own secrets are shared out."""
 
-    device: Device
-    record: Record
-    session: Session
+    device: Participant
+    record: SessionRecord
+    session: SessionView
     mask_pair: KeyPair
     sharing_pair: KeyPair
     self_seed: Secret
@@ -52,7 +52,7 @@ class Dealt:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class HeldShare:
+class DealerShares:
     """What a device holds of a dealer: a share of each of its two secrets."""
 
     mask_key: Secret
@@ -60,15 +60,15 @@ class HeldShare:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Holding:
+class AwaitingMaskRequest:
     """Before phase 2: the others' shares are here, and good but for ``bad_dealers``."""
 
-    device: Device
-    record: Record
-    session: Session
+    device: Participant
+    record: SessionRecord
+    session: SessionView
     mask_pair: KeyPair
     self_seed: Secret
-    held: Mapping[str, HeldShare]
+    held: Mapping[str, DealerShares]
     bad_dealers: frozenset[str]
 
     def secrets(self) -> Iterator[Secret]:
@@ -77,12 +77,12 @@ class Holding:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Ready:
+class ReadyToMask:
     """In phase 2, when everything was checked and nothing is masked yet."""
 
-    device: Device
-    record: Record
-    holding: Holding
+    device: Participant
+    record: SessionRecord
+    holding: AwaitingMaskRequest
     members: tuple[str, ...]
     streams: tuple[Stream, ...]
     rotation: Rotation | None
@@ -99,42 +99,49 @@ class Ready:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Masked:
+class AwaitingUnmask:
     """Behind phase 2: the update is masked; only the others' shares are still needed."""
 
-    device: Device
-    record: Record
-    session: Session
+    device: Participant
+    record: SessionRecord
+    session: SessionView
     members: tuple[str, ...]
-    held: Mapping[str, HeldShare]
+    held: Mapping[str, DealerShares]
 
     def secrets(self) -> Iterator[Secret]:
         yield from _both(self.held)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Revealed:
+class SessionFinished:
     """Behind phase 4: nothing is left to tell."""
 
-    device: Device
-    record: Record
-    session: Session
+    device: Participant
+    record: SessionRecord
+    session: SessionView
     members: tuple[str, ...]
-    answer: SharesRevealed = field(repr=False)
+    answer: UnmaskReply = field(repr=False)
 
     def secrets(self) -> Iterator[Secret]:
         yield from ()
 
 
-State = Advertised | Dealt | Holding | Ready | Masked | Revealed
+SessionState = (
+    AwaitingRoster
+    | AwaitingShares
+    | AwaitingMaskRequest
+    | ReadyToMask
+    | AwaitingUnmask
+    | SessionFinished
+)
 
 
-def _both(held: Mapping[str, HeldShare]) -> Iterator[Secret]:
+def _both(held: Mapping[str, DealerShares]) -> Iterator[Secret]:
     for share in held.values():
         yield from (share.mask_key, share.self_seed)
 
 
-def erase(state: State) -> None:
+def erase(state: SessionState) -> None:
     """Overwrite whatever secrets a state still has."""
     for secret in state.secrets():
         secret.erase()

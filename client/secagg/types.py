@@ -37,7 +37,7 @@ class Floor:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Device:
+class Participant:
     """A device that has an update of one round, and would give it into a session.
 
     ``update_id`` names the examples that were summed and the model: the same for the same sum, also
@@ -59,7 +59,7 @@ class Device:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Record:
+class SessionRecord:
     """What must outlive the process, for one run; there is no secret in it.
 
     It is stored before the answer that it belongs to is sent. ``answered`` is the session's digest
@@ -71,7 +71,7 @@ class Record:
     answered: tuple[str, str] | None = None
 
     @classmethod
-    def of(cls, plain: Mapping[str, Any]) -> Record:
+    def of(cls, plain: Mapping[str, Any]) -> SessionRecord:
         """Read back what ``dataclasses.asdict`` wrote, also when it went through JSON."""
         highest, answered = plain["highest"], plain["answered"]
         return cls(
@@ -82,7 +82,7 @@ class Record:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Trained:
+class UnmaskedUpdate:
     """A finished update before it is masked; the vector's memory is masked in place.
 
     ``numbers`` are all that rides along but ``num_clipped``, by the names in the parameters.

@@ -20,10 +20,10 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
-from headwater.client.device.availability import Absence, Away
+from headwater.client.device.availability import Availability, AwayPeriod
 from headwater.client.flower.node import Node
-from headwater.client.transport.exchange import ModelBroken, StreamBroken, Work
-from headwater.client.transport.leaving import Departure, leave_for
+from headwater.client.transport.exchange import Exchange, ModelBroken, StreamBroken
+from headwater.client.transport.leaving import LeavePolicy, leave_frame
 from headwater.common.errors import ConnectionLost, CorruptUpdate, ProtocolMismatch, error_of
 from headwater.common.transport.limits import (
     CHANNEL,
@@ -67,7 +67,7 @@ RETRIED = (
 Call = Any  # grpc.aio.StreamStreamCall, which ships without types
 
 
-class Uplink:
+class Connection:
     """Keeps a node connected until the run ends or it is asked to stop."""
 
     def __init__(
@@ -76,7 +76,7 @@ class Uplink:
         address: str,
         *,
         renewal: Renewal | None,
-        absence: Absence,
+        absence: Availability,
         patience_seconds: float,
     ) -> None:
         self.tally = node.tally
@@ -86,9 +86,9 @@ class Uplink:
         self._absence = absence
         self._patience_seconds = patience_seconds
         self._session = b""
-        self._work = Work(node, self._write_of_work)
-        self._departure = Departure(node, self._work, absence)
-        self._away: Away | None = None
+        self._work = Exchange(node, self._write_of_work)
+        self._departure = LeavePolicy(node, self._work, absence)
+        self._away: AwayPeriod | None = None
         self._has_left = False
         self._call: Call | None = None
         self._writing = asyncio.Lock()
@@ -232,7 +232,7 @@ class Uplink:
         hello = Hello(
             protocol_version=PROTOCOL_VERSION,
             name=self._node.name,
-            layout_digest=self._node.resident.image.layout.digest,
+            layout_digest=self._node.trainer.image.layout.digest,
             session=self._session,
             image_id=self._work.image_id,
         )
@@ -286,7 +286,7 @@ class Uplink:
             if self._has_left:
                 continue
             if (away := self._departure.declines(frame)) is not None:
-                await self._leave(leave_for(away))
+                await self._leave(leave_frame(away))
                 continue
             match frame.WhichOneof("kind"):
                 case "image":
@@ -366,7 +366,7 @@ class Uplink:
                 await self._call.done_writing()
 
 
-async def keep_up(uplink: Uplink, *, stay: bool) -> None:
+async def stay_connected(uplink: Connection, *, stay: bool) -> None:
     """Run an uplink until its run has ended, or for good with ``stay``; SIGTERM ends it gracefully.
 
     Raises:

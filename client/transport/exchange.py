@@ -16,7 +16,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 
-from headwater.client.flower.node import Answer, Node
+from headwater.client.flower.node import Node, NodeAnswer
 from headwater.common.errors import (
     LateUpdate,
     ModelMismatch,
@@ -47,7 +47,7 @@ class ModelBroken(Exception):
     """The model that arrived is not the one that was announced; another stream brings it anew."""
 
 
-class Work:
+class Exchange:
     """One device's work: at most one model, one instruction and one upload at a time."""
 
     def __init__(self, node: Node, write: Callable[[ClientFrame], Awaitable[None]]) -> None:
@@ -62,7 +62,7 @@ class Work:
         self._working_on = ""
         self._is_asked_for_phase = False
         self._asked_here = ""
-        self._answer: Answer | None = None
+        self._answer: NodeAnswer | None = None
         self._upload: _Upload | None = None
 
     @property
@@ -80,13 +80,13 @@ class Work:
             self._upload.give_up()
 
     async def begin_image(self, image: Image) -> None:
-        """Make ready to receive a model, straight into the resident model's memory.
+        """Make ready to receive a model, straight into the model's memory.
 
         Raises:
             ModelMismatch: it has another size.
         """
         await self.end()
-        memory = self._node.resident.image.buffer()
+        memory = self._node.trainer.image.buffer()
         if image.num_bytes != len(memory):
             raise ModelMismatch(
                 f"the server's model has {image.num_bytes:,} bytes, this device's {len(memory):,}"
@@ -176,7 +176,7 @@ class Work:
     async def _do(self, instruction: Instruction) -> None:
         beside: memoryview | bytes | None = instruction.beside or None
         if instruction.image_id:
-            beside = self._node.resident.image.buffer()
+            beside = self._node.trainer.image.buffer()
         answer = await asyncio.to_thread(
             self._node.answer,
             message_id=instruction.message_id,
@@ -198,7 +198,7 @@ class Work:
         if self._doing is not None and not self._doing.done():
             self._node.interrupt()
 
-    def _begin_upload(self, answer: Answer) -> None:
+    def _begin_upload(self, answer: NodeAnswer) -> None:
         self._upload = upload = _Upload(answer)
         upload.task = asyncio.create_task(self._send_answer(upload))
 
@@ -255,7 +255,7 @@ class Work:
 class _Upload:
     """An answer on its way out, over one stream."""
 
-    def __init__(self, answer: Answer) -> None:
+    def __init__(self, answer: NodeAnswer) -> None:
         self.answer = answer
         self.task: asyncio.Task[None] | None = None
         self.receipts: asyncio.Queue[Receipt | None] = asyncio.Queue()

@@ -10,9 +10,9 @@ import asyncio
 import contextlib
 import time
 
-from headwater.client.device.availability import Absence, Away
+from headwater.client.device.availability import Availability, AwayPeriod
 from headwater.client.flower.node import Node
-from headwater.client.transport.exchange import Work
+from headwater.client.transport.exchange import Exchange
 from headwater.common.transport.wire_pb2 import Leave, ServerFrame
 
 STOP_GRACE_SECONDS = 30.0
@@ -22,26 +22,26 @@ LOOK_SECONDS = 1.0
 LONGEST_WAIT_SECONDS = 30.0
 
 
-class Departure:
+class LeavePolicy:
     """When a device is to leave, and what is to be done before."""
 
-    def __init__(self, node: Node, work: Work, absence: Absence) -> None:
+    def __init__(self, node: Node, work: Exchange, absence: Availability) -> None:
         self._node = node
         self._work = work
         self._absence = absence
 
-    def keeps_away(self) -> Away | None:
+    def keeps_away(self) -> AwayPeriod | None:
         """Return why a device that is not connected should not be; None if it may connect."""
         lead = self._absence.lead_seconds(self._node.link.upload_bytes_per_second)
         by_hours = self._absence.by_hours(lead=lead)
         return by_hours or self._absence.by_bytes(self._absence.round_bytes)
 
-    def wait_seconds(self, away: Away) -> float:
+    def wait_seconds(self, away: AwayPeriod) -> float:
         """Return how long to wait before the clock is looked at again."""
         left = self._absence.seconds_until(away.until)
         return min(left, LONGEST_WAIT_SECONDS)
 
-    async def due(self) -> Away:
+    async def due(self) -> AwayPeriod:
         """Wait until the device is to leave for a while, and return why.
 
         In the middle of a round that is when its hours are about to end, or no byte of the day is
@@ -59,7 +59,7 @@ class Departure:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._work.went_idle.wait(), LOOK_SECONDS)
 
-    def declines(self, frame: ServerFrame) -> Away | None:
+    def declines(self, frame: ServerFrame) -> AwayPeriod | None:
         """Return why what a frame begins is not to be begun: the day's bytes do not suffice."""
         match frame.WhichOneof("kind"):
             case "image":
@@ -78,14 +78,14 @@ class Departure:
         """
         await self._finish(STOP_GRACE_SECONDS)
 
-    async def finish_until(self, away: Away) -> Leave:
+    async def finish_until(self, away: AwayPeriod) -> Leave:
         """Stop summing, and wait likewise, but no longer than to the moment at which it is away."""
         self._node.interrupt()
         seconds = self._absence.seconds_until(away.since)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._finish(seconds)
-        return leave_for(away)
+        return leave_frame(away)
 
     async def _finish(self, grace_seconds: float) -> None:
         await self._work.finish(grace_seconds)
@@ -95,6 +95,6 @@ class Departure:
         await self._work.finish(grace_seconds)
 
 
-def leave_for(away: Away) -> Leave:
+def leave_frame(away: AwayPeriod) -> Leave:
     """Return the frame by which the server hears why a device leaves for a while."""
     return Leave(code=away.error.code, text=away.error.message)

@@ -27,10 +27,10 @@ from typing import Any
 
 import torch
 
-from headwater.client.device.availability import absence_of
+from headwater.client.device.availability import availability_of
 from headwater.client.flower.node import Node
-from headwater.client.training.trainer import Identity, Resident, resident_of
-from headwater.client.transport.connection import Uplink, keep_up
+from headwater.client.training.trainer import Identity, Trainer, trainer_of
+from headwater.client.transport.connection import Connection, stay_connected
 from headwater.common.errors import HeadwaterError, TaskError
 from headwater.common.settings.schema import ClientSettings, Settings
 from headwater.common.system.console import start_log, stderr
@@ -51,7 +51,7 @@ class Brood:
     """All that the devices of a run have in common."""
 
     settings: Settings
-    resident: Resident
+    trainer: Trainer
     folder: Path
     is_verbose: bool
 
@@ -116,12 +116,12 @@ def _brood(told: dict[str, Any]) -> Brood:
     own = settings.client.model_copy(update={"spool": None})
     settings = settings.model_copy(update={"client": own})
     assert settings.task is not None  # the server has loaded it
-    resident = resident_of(
+    trainer = trainer_of(
         settings.task, replace_batch_norm=settings.model.replace_batch_norm, check_task=False
     )
     return Brood(
         settings=settings,
-        resident=resident,
+        trainer=trainer,
         folder=Path(told["folder"]),
         is_verbose=told["is_verbose"],
     )
@@ -156,7 +156,7 @@ def _failure(brood: Brood) -> Failure | None:
     for part in range(brood.num_devices):
         identity = brood.identity(part)
         try:
-            brood.resident.check(brood.resident.examples(identity), identity.name)
+            brood.trainer.check(brood.trainer.examples(identity), identity.name)
         except TaskError as error:
             return [error.code, error.message]
         except HeadwaterError:
@@ -189,19 +189,19 @@ def _take_part(brood: Brood, part: int, port: int) -> int:
     _write_to(brood.folder / f"{part}.log")
     threading.Thread(target=_end_with_the_engine, name="engine", daemon=True).start()
     start_log(verbose=brood.is_verbose)
-    settings, layout = brood.settings, brood.resident.image.layout
+    settings, layout = brood.settings, brood.trainer.image.layout
     torch.set_num_threads(settings.threads or 1)
     app = simulated_app(settings, part, SharedRound(brood.folder / ROUND))
-    node = Node(app, brood.resident, brood.identity(part), settings, brood.folder / STATE)
-    uplink = Uplink(
+    node = Node(app, brood.trainer, brood.identity(part), settings, brood.folder / STATE)
+    uplink = Connection(
         node,
         f"127.0.0.1:{port}",
         renewal=None,
-        absence=absence_of(ClientSettings(), str(part), layout),
+        absence=availability_of(ClientSettings(), str(part), layout),
         patience_seconds=PATIENCE_SECONDS,
     )
     try:
-        asyncio.run(keep_up(uplink, stay=False))
+        asyncio.run(stay_connected(uplink, stay=False))
     except HeadwaterError as error:
         stderr.print(f"{error.code}: {error.message}", markup=False, soft_wrap=True)
         return error.exit_status

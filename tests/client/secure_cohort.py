@@ -8,7 +8,7 @@ from typing import Any
 from headwater.client.training.micro_batches import SamplerPosition
 from headwater.common.messages import DescribeRequest
 from headwater.server.secagg.parameters import SessionSetup
-from tests.masked import AppDevice, Device, Told, opening_of, plan, ready, resident
+from tests.masked import AppDevice, Device, Told, opening_of, plan, ready, trainer
 
 
 def devices(count: int = 4, **chosen: Any) -> list[AppDevice]:
@@ -33,7 +33,7 @@ def place_of(device: Device) -> SamplerPosition:
 
 
 def describe(**changes: Any) -> str:
-    layout = resident().image.layout
+    layout = trainer().image.layout
     return DescribeRequest(
         run_seed=0,
         wants_speed=True,

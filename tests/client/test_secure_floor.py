@@ -34,7 +34,7 @@ from tests.masked import (
     plan,
     play,
     ready,
-    resident,
+    trainer,
     train,
 )
 
@@ -49,13 +49,13 @@ pytestmark = pytest.mark.usefixtures("a_process_of_its_own")
 @pytest.mark.parametrize("chosen", [SEMI_HONEST, ACTIVE])
 def test_a_device_that_insists_on_masks_sends_nothing_in_clear(chosen: dict[str, str]) -> None:
     device = AppDevice(0, secure=chosen)
-    before = len(resident().task.seen)  # type: ignore[attr-defined]
+    before = len(trainer().task.seen)  # type: ignore[attr-defined]
     with pytest.raises(MaskingRequired, match="an update is asked for in clear"):
         train(device, plan(is_masked=False))
     held_out = plan(is_masked=False, held_out_fraction=0.25)
     with pytest.raises(MaskingRequired, match="holds out"):
         device.send("evaluate", held_out.model_dump_json(), memoryview(model()))
-    assert len(resident().task.seen) == before  # type: ignore[attr-defined]
+    assert len(trainer().task.seen) == before  # type: ignore[attr-defined]
     assert device.kept() == {}
 
 
@@ -159,7 +159,7 @@ def test_an_update_that_no_session_can_take_is_refused_without_a_number_of_it(
 ) -> None:
     (tmp_path / "bad_masked.py").write_text(BAD_TASK)
     device = NodeDevice(0, tmp_path, task=f"{tmp_path}/bad_masked.py:{task}")
-    image = bytes(device.node.resident.image.buffer())
+    image = bytes(device.node.trainer.image.buffer())
     with pytest.raises(error) as caught:
         train(device, asked, image)
     told = caught.value.message

@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headwater.client.secagg.prepare import update_id
-from headwater.client.training.micro_batches import Place, Walk, Window
+from headwater.client.training.micro_batches import SamplerPosition, SamplerState, Window
 from headwater.common.errors import OutOfPhase, TooFewSurvivors, UpdateAlreadyMasked, UpdateNotHeld
 from headwater.common.secagg.protocol import (
-    MaskWanted,
-    SharesDelivered,
-    SurvivorsTold,
-    UnmaskWanted,
+    MaskRequest,
+    CheckRequest,
+    SurvivorsRequest,
+    UnmaskRequest,
 )
 from tests.client.secure_cohort import Between, opening, place_of, trained
 from tests.faults import FaultPlan
@@ -49,12 +49,12 @@ pytestmark = pytest.mark.usefixtures("a_process_of_its_own")
 def test_a_phase_out_of_order_is_refused() -> None:
     cohort = trained(3)
     with pytest.raises(OutOfPhase):
-        ask(cohort[0], SharesDelivered(shares=()))
+        ask(cohort[0], CheckRequest(shares=()))
     play(cohort, opening(cohort), until="share_keys")
     for request in (
-        MaskWanted(members=("d0", "d1", "d2")),
-        SurvivorsTold(survived=("d0", "d1", "d2"), dropped=()),
-        UnmaskWanted(survived=("d0", "d1", "d2"), dropped=()),
+        MaskRequest(members=("d0", "d1", "d2")),
+        SurvivorsRequest(survived=("d0", "d1", "d2"), dropped=()),
+        UnmaskRequest(survived=("d0", "d1", "d2"), dropped=()),
     ):
         with pytest.raises(OutOfPhase):
             ask(cohort[0], request)
@@ -101,14 +101,14 @@ def test_a_process_that_was_started_anew_is_out_of_the_session_and_spends_nothin
     else:
         assert isinstance(played.refused["d0"], UpdateNotHeld)
     ready(between.device, plan(2))
-    assert place_of(between.device) == Place(offset=8 if is_masked else 0)
+    assert place_of(between.device) == SamplerPosition(offset=8 if is_masked else 0)
 
 
 # Which examples are spent.
 
 
 def test_an_update_that_was_masked_is_spent_though_its_round_fails() -> None:
-    behind = plain_sum(0, plan(), place=Place(offset=8))[0]
+    behind = plain_sum(0, plan(), place=SamplerPosition(offset=8))[0]
     expected = [behind, *(plain_sum(part, plan())[0] for part in range(1, 4))]
     cohort = trained(4)
     faults = FaultPlan()
@@ -143,7 +143,7 @@ def test_what_the_server_says_of_the_round_moves_a_spent_place_no_further() -> N
     play(cohort, opening(cohort))
     for counted in (None, 1):
         ready(cohort[0], plan(2, counted_round=counted))
-        assert place_of(cohort[0]) == Place(offset=8)
+        assert place_of(cohort[0]) == SamplerPosition(offset=8)
 
 
 @given(
@@ -156,7 +156,7 @@ def test_two_updates_have_one_name_if_and_only_if_they_are_of_the_same_model_and
     def named(epoch: int, offset: int, num_taken: int, version: int) -> tuple[str, object]:
         window = Window(positions=(), epoch=epoch, offset=offset, ends_epoch=False)
         num_taken = min(num_taken, 10 - offset)  # a window ends with its epoch
-        walk = Walk(place=Place(epoch=epoch, offset=offset)).pend(
+        walk = SamplerState(place=SamplerPosition(epoch=epoch, offset=offset)).pend(
             version + 1, window.after(num_taken, 10)
         )
         identity = (epoch, offset, num_taken, version)

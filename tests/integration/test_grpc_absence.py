@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from headwater.client.app import app as own_app
-from headwater.client.device.availability import LEAD_SECONDS, ROUND_SLACK_BYTES, Absence
+from headwater.client.device.availability import LEAD_SECONDS, ROUND_SLACK_BYTES, Availability
 from headwater.client.flower.node import Node
-from headwater.client.training.trainer import Identity, resident_of, stop_asked
+from headwater.client.training.trainer import Identity, trainer_of, stop_requested
 from headwater.client.transport import leaving as departure
-from headwater.client.transport.connection import Uplink
+from headwater.client.transport.connection import Connection
 from headwater.common.settings.schema import ClientSettings, Settings
 from headwater.server.operations.status import read_status
 from tests.processes import GatedTask, Processes, port_of, rows, until, write_task
@@ -49,14 +49,14 @@ class WallClock:
 
 def device(
     task: GatedTask, port: int, clock: WallClock, chosen: ClientSettings, folder: Path
-) -> Uplink:
+) -> Connection:
     """Return device 0, in this process, with a clock of its own."""
     settings = Settings(task=task.spec, threads=1, client=chosen)
-    resident = resident_of(task.spec, replace_batch_norm=False, check_task=True)
+    trainer = trainer_of(task.spec, replace_batch_norm=False, check_task=True)
     identity = Identity(name="0", data=None, part=0, num_parts=2)
-    resident.examples(identity)
-    layout = resident.image.layout
-    absence = Absence(
+    trainer.examples(identity)
+    layout = trainer.image.layout
+    absence = Availability(
         chosen,
         name="0",
         image_bytes=layout.num_bytes,
@@ -64,8 +64,8 @@ def device(
         now=clock.now,
         zone=dt.UTC,
     )
-    return Uplink(
-        Node(own_app, resident, identity, settings, folder),
+    return Connection(
+        Node(own_app, trainer, identity, settings, folder),
         f"127.0.0.1:{port}",
         renewal=None,
         absence=absence,
@@ -92,7 +92,7 @@ def test_a_device_sends_what_it_has_before_its_hours_end_and_comes_back_in_the_n
         def play() -> None:
             task.wait_until_reached()
             clock.shows = NOON + dt.timedelta(seconds=3600 - LEAD_SECONDS)
-            until(stop_asked.is_set, what=lambda: "the device to stop summing")
+            until(stop_requested.is_set, what=lambda: "the device to stop summing")
             task.open()
             server.wait_for("0 left for a while: OutsideUploadWindow")
             until(lambda: seen(out)["refusal_code"] is not None, what=lambda: "it to be noted")

@@ -22,7 +22,7 @@ from headwater.client.flower.suspended_keys import (
     is_in_memory,
     memory_folder,
 )
-from headwater.client.training.micro_batches import Place
+from headwater.client.training.micro_batches import SamplerPosition
 from headwater.common.errors import (
     CohortTooSmall,
     MaskingRequired,
@@ -35,7 +35,7 @@ from headwater.common.errors import (
     UpdateNotHeld,
 )
 from headwater.common.flower import records
-from headwater.common.secagg.protocol import MaskWanted, SurvivorsTold, UnmaskWanted
+from headwater.common.secagg.protocol import MaskRequest, SurvivorsRequest, UnmaskRequest
 from headwater.common.secagg.rotation import Rotation, first_bounds
 from headwater.common.secagg.secret import Secret
 from tests.faults import FaultPlan
@@ -54,9 +54,9 @@ from tests.masked import (
     plan,
     play,
     ready,
-    resident,
     sum_of,
     train,
+    trainer,
 )
 
 ALL = ("d0", "d1", "d2")
@@ -90,8 +90,8 @@ def trained(cohort: list[FlowerDevice]) -> list[FlowerDevice]:
     return cohort
 
 
-def place_of(device: Device) -> Place:
-    return Place(**device.kept()["walk"]["place"])
+def place_of(device: Device) -> SamplerPosition:
+    return SamplerPosition(**device.kept()["walk"]["place"])
 
 
 class Then:
@@ -122,7 +122,7 @@ def test_the_opened_sum_is_that_of_the_updates(mode: str, tmp_path: Path) -> Non
 
 
 def test_the_numbers_of_a_sixteen_bit_ring_are_those_of_devices_that_stay(tmp_path: Path) -> None:
-    num_values = resident().image.layout.num_parameters
+    num_values = trainer().image.layout.num_parameters
     rotation = Rotation(seed=bytes(range(32)), num_coordinates=num_values)
     bounds = first_bounds(rotation, bound=64.0).tobytes()
     numbers = []
@@ -177,22 +177,22 @@ def test_a_supernode_started_anew_is_out_of_the_session_and_spends_nothing_twice
     else:
         assert isinstance(played.refused["d0"], UpdateNotHeld)
     ready(cohort[0], plan(2))
-    assert place_of(cohort[0]) == Place(offset=8 if is_masked else 0)
+    assert place_of(cohort[0]) == SamplerPosition(offset=8 if is_masked else 0)
 
 
 def test_a_context_from_before_the_masks_masks_nothing_again(tmp_path: Path) -> None:
     cohort = trained(devices(tmp_path, 3))
     play(cohort, opening_of(cohort, plan()), until="check_shares")
     before = cohort[0].between
-    assert ask(cohort[0], MaskWanted(members=ALL)).vector is not None
+    assert ask(cohort[0], MaskRequest(members=ALL)).vector is not None
     behind = cohort[0].between
     cohort[0].between = before
     with pytest.raises(UpdateAlreadyMasked):
-        ask(cohort[0], MaskWanted(members=ALL))
+        ask(cohort[0], MaskRequest(members=ALL))
     with pytest.raises(UpdateAlreadyMasked):
         ask(cohort[0], KEYS.model_copy(update={"attempt": 2}))
     cohort[0].between = behind
-    ask(cohort[0], UnmaskWanted(survived=ALL, dropped=()))
+    ask(cohort[0], UnmaskRequest(survived=ALL, dropped=()))
 
 
 def test_a_context_from_before_a_survivor_set_was_signed_signs_no_other(tmp_path: Path) -> None:
@@ -200,11 +200,11 @@ def test_a_context_from_before_a_survivor_set_was_signed_signs_no_other(tmp_path
     names = tuple(device.name for device in cohort)
     play(cohort, opening_of(cohort, plan(), mode="active"), until="masked_update")
     before = cohort[0].between
-    ask(cohort[0], SurvivorsTold(survived=names, dropped=()))
+    ask(cohort[0], SurvivorsRequest(survived=names, dropped=()))
     cohort[0].between = before
-    ask(cohort[0], SurvivorsTold(survived=names, dropped=()))
+    ask(cohort[0], SurvivorsRequest(survived=names, dropped=()))
     with pytest.raises(SurvivorsChanged):
-        ask(cohort[0], SurvivorsTold(survived=names[:4], dropped=names[4:]))
+        ask(cohort[0], SurvivorsRequest(survived=names[:4], dropped=names[4:]))
 
 
 def test_nothing_is_masked_unless_the_record_is_on_disk(tmp_path: Path) -> None:
@@ -214,10 +214,10 @@ def test_nothing_is_masked_unless_the_record_is_on_disk(tmp_path: Path) -> None:
     part = cohort[0].path.with_name(cohort[0].path.name + ".part")
     part.mkdir()  # a disk that takes nothing
     with pytest.raises(StateError):
-        ask(cohort[0], MaskWanted(members=ALL))
+        ask(cohort[0], MaskRequest(members=ALL))
     assert cohort[0].path.read_bytes() == before
     part.rmdir()
-    assert ask(cohort[0], MaskWanted(members=ALL)).vector is not None
+    assert ask(cohort[0], MaskRequest(members=ALL)).vector is not None
 
 
 # Where it waits, and how long.
@@ -230,11 +230,11 @@ def test_the_key_is_its_owner_s_alone_and_is_gone_with_the_session(tmp_path: Pat
     play(cohort, opening_of(cohort, plan()), until="masked_update")
     assert all(len(device.keys) == 1 for device in cohort)
     for device in cohort:
-        ask(device, UnmaskWanted(survived=ALL, dropped=()))
+        ask(device, UnmaskRequest(survived=ALL, dropped=()))
         assert device.keys == []
         assert PARKED not in device.context.state
     with pytest.raises(UpdateNotHeld):
-        ask(cohort[0], UnmaskWanted(survived=ALL, dropped=()))
+        ask(cohort[0], UnmaskRequest(survived=ALL, dropped=()))
 
 
 @pytest.mark.parametrize("is_masked", [True, False])
@@ -248,7 +248,7 @@ def test_the_next_plan_ends_what_an_aborted_session_left(is_masked: bool, tmp_pa
     assert len(device.keys) == is_masked
     device.between = left  # whoever kept a copy has nothing
     with pytest.raises(UpdateNotHeld):
-        ask(device, UnmaskWanted(survived=ALL, dropped=()))
+        ask(device, UnmaskRequest(survived=ALL, dropped=()))
 
 
 def test_another_s_or_a_changed_session_is_not_taken_up(tmp_path: Path) -> None:
@@ -308,7 +308,7 @@ def test_a_device_without_a_place_for_keys_says_so_before_it_trains(tmp_path: Pa
     device = FlowerDevice(0, tmp_path, runtime=str(tmp_path / "file"))
     with pytest.raises(StateError):
         ready(device, plan())
-    assert resident().task.seen == []  # type: ignore[attr-defined]
+    assert trainer().task.seen == []  # type: ignore[attr-defined]
 
 
 def test_a_new_key_takes_the_place_of_the_old_one_and_a_link_is_not_followed(

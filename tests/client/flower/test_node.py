@@ -10,10 +10,10 @@ import pytest
 
 from headwater.client.enrolment.signing_identity import make_identity
 from headwater.client.secagg.session import SecureSession
-from headwater.client.training.trainer import resident_of
+from headwater.client.training.trainer import trainer_of
 from headwater.common.errors import SessionReplayed, StateError, UpdateNotHeld
 from headwater.common.flower import records
-from headwater.common.secagg.protocol import MaskWanted
+from headwater.common.secagg.protocol import MaskRequest
 from tests.attacks.test_secagg_secrets import forms
 from tests.masked import (
     KEYS,
@@ -178,12 +178,12 @@ class Watched:
 
 
 def session_of(device: Device) -> SecureSession:
-    resident = (
-        device.node.resident
+    trainer = (
+        device.node.trainer
         if isinstance(device, NodeDevice)
-        else resident_of(TASK, replace_batch_norm=False, check_task=False)
+        else trainer_of(TASK, replace_batch_norm=False, check_task=False)
     )
-    return resident.held.of(RUN, device.name)._session
+    return trainer.held.of(RUN, device.name)._session
 
 
 def test_no_secret_is_in_a_log_a_state_file_a_context_or_a_repr(
@@ -272,8 +272,8 @@ def test_a_masked_vector_goes_out_as_a_view_of_the_memory_in_which_it_was_summed
     for one in cohort:
         ready(one, plan())
     play(cohort, opening_of(cohort, plan()), until="masked_update")
-    told = ask(device, MaskWanted(members=NAMES))
-    memory = device.node.resident.accumulator.values_P.numpy().data.cast("B")
+    told = ask(device, MaskRequest(members=NAMES))
+    memory = device.node.trainer.accumulator.values_P.numpy().data.cast("B")
     assert isinstance(told.vector, memoryview)
     assert told.vector == memory
     memory[0] = (memory[0] + 1) % 256

@@ -16,15 +16,15 @@ from typer.testing import CliRunner
 
 from headwater.client.cli import app
 from headwater.client.device.availability import ROUND_SLACK_BYTES
-from headwater.client.memory.limits import Limit
-from headwater.client.operations.connectivity import connection
+from headwater.client.memory.limits import MemoryLimit
+from headwater.client.operations.connectivity import check_connection
 from headwater.client.operations.doctor import (
     FIRST_DAY,
-    clock,
+    check_clock,
     has_memory_controller,
-    hours,
-    memory,
-    room,
+    check_hours,
+    check_memory,
+    check_room,
 )
 from headwater.client.operations.findings import Finding
 from headwater.common.model.parameters import ModelImage
@@ -94,19 +94,19 @@ def test_a_device_without_a_task_cannot_take_part(tmp_path: Path, listening: str
 
 def test_a_clock_that_was_never_set_is_a_fault_and_one_that_is_not_kept_a_note() -> None:
     epoch = dt.datetime.fromtimestamp(0, dt.UTC)
-    assert clock(epoch, is_kept=None).grade == "fault"
-    assert clock(FIRST_DAY, is_kept=None).grade == "good"
-    assert clock(TODAY, is_kept=False).grade == "note"
-    assert clock(TODAY, is_kept=True).grade == "good"
+    assert check_clock(epoch, is_kept=None).grade == "fault"
+    assert check_clock(FIRST_DAY, is_kept=None).grade == "good"
+    assert check_clock(TODAY, is_kept=False).grade == "note"
+    assert check_clock(TODAY, is_kept=True).grade == "good"
 
 
 def test_memory_without_a_limit_is_a_note_and_a_limit_that_is_reached_a_fault() -> None:
-    machine = Limit(num_bytes=8 * GIB, source="machine")
-    cgroup = Limit(num_bytes=GIB, source="cgroup's memory.max")
-    assert memory([machine], GIB // 2, has_controller=True).grade == "note"
-    assert memory([machine, cgroup], GIB // 2, has_controller=True).grade == "good"
-    assert memory([machine, cgroup], GIB, has_controller=True).grade == "fault"
-    unlimited = memory([machine], GIB // 2, has_controller=False)
+    machine = MemoryLimit(num_bytes=8 * GIB, source="machine")
+    cgroup = MemoryLimit(num_bytes=GIB, source="cgroup's memory.max")
+    assert check_memory([machine], GIB // 2, has_controller=True).grade == "note"
+    assert check_memory([machine, cgroup], GIB // 2, has_controller=True).grade == "good"
+    assert check_memory([machine, cgroup], GIB, has_controller=True).grade == "fault"
+    unlimited = check_memory([machine], GIB // 2, has_controller=False)
     assert "cgroup_enable=memory" in unlimited.remedy
 
 
@@ -144,13 +144,13 @@ NIGHTS = ClientSettings(upload_window="22:00-06:00")
 def test_what_the_hours_mean_now_is_told(
     chosen: ClientSettings, hour: int, grade: str, text: str
 ) -> None:
-    (found,) = hours(chosen, TODAY.replace(hour=hour), zone=dt.UTC)
+    (found,) = check_hours(chosen, TODAY.replace(hour=hour), zone=dt.UTC)
     assert found.grade == grade
     assert text in found.text
 
 
 def test_without_hours_none_are_told() -> None:
-    assert list(hours(ClientSettings(), TODAY)) == []
+    assert list(check_hours(ClientSettings(), TODAY)) == []
 
 
 def test_the_bytes_of_the_day_are_told_and_too_few_for_a_round_are_a_fault(
@@ -166,7 +166,7 @@ def test_the_bytes_of_the_day_are_told_and_too_few_for_a_round_are_a_fault(
 
 def told_of(chosen: ClientSettings, tmp_path: Path, *, num_parameters: int = 10) -> list[Finding]:
     layout = ModelImage(torch.nn.Linear(num_parameters - 1, 1)).layout
-    return list(room(chosen.model_copy(update={"state": tmp_path}), "pi", layout))
+    return list(check_room(chosen.model_copy(update={"state": tmp_path}), "pi", layout))
 
 
 def test_too_few_bytes_a_day_for_one_round_are_a_fault(tmp_path: Path) -> None:
@@ -206,7 +206,7 @@ def looked_at(certs: Path, name: str, *, authority: Path | None = None) -> list[
                 client=ClientSettings(server=f"localhost:{run.port}", name="pi"),
                 tls=tls_of(certs, name),
             )
-            return await asyncio.to_thread(lambda: list(connection(settings)))
+            return await asyncio.to_thread(lambda: list(check_connection(settings)))
 
     return asyncio.run(play())
 

@@ -8,9 +8,9 @@ import pytest
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from headwater.client.operations.counters import UPDATE_SECONDS, Tally
+from headwater.client.operations.counters import UPDATE_SECONDS, Counters
 from headwater.client.operations.prometheus import ClientMetrics
-from headwater.common.messages import Ready, Step, UpdateReport, Vitals
+from headwater.common.messages import ReadyReport, Step, UpdateReport, Vitals
 
 
 def report(seconds: float, num_steps: int = 2, **changes: Any) -> UpdateReport:
@@ -29,7 +29,7 @@ def report(seconds: float, num_steps: int = 2, **changes: Any) -> UpdateReport:
     return UpdateReport(**{**told, **changes})
 
 
-def samples(tally: Tally, vitals: Vitals, limit_bytes: int | None) -> dict[str, float]:
+def samples(tally: Counters, vitals: Vitals, limit_bytes: int | None) -> dict[str, float]:
     metrics = ClientMetrics(tally, lambda: vitals, lambda: limit_bytes)
     found = {}
     for family in text_string_to_metric_families(generate_latest(metrics.registry).decode()):
@@ -40,7 +40,7 @@ def samples(tally: Tally, vitals: Vitals, limit_bytes: int | None) -> dict[str, 
 
 
 def test_updates_add_up() -> None:
-    tally = Tally()
+    tally = Counters()
     tally.trained(report(0.2))
     tally.trained(report(4.0, num_steps=3, reason="deadline"))
     found = samples(tally, Vitals(), 1000)
@@ -66,14 +66,14 @@ def test_updates_add_up() -> None:
 @pytest.mark.parametrize("place", range(len(UPDATE_SECONDS) + 1))
 def test_an_update_counts_for_the_first_bound_that_it_keeps(place: int) -> None:
     bounds = [*UPDATE_SECONDS, 2 * UPDATE_SECONDS[-1]]
-    tally = Tally()
+    tally = Counters()
     tally.trained(report(bounds[place]))
     assert tally.num_within.index(1) == place
 
 
 def test_of_a_masked_update_no_count_is_shown() -> None:
-    tally = Tally()
-    tally.trained(Ready(name="pi", round=1, seconds=1.0, peak_bytes=9))
+    tally = Counters()
+    tally.trained(ReadyReport(name="pi", round=1, seconds=1.0, peak_bytes=9))
     found = samples(tally, Vitals(), None)
     assert (found["updates_total"], found["peak_bytes"]) == (1, 9)
     assert (found["micro_batches_total"], found["examples_total"]) == (0, 0)
@@ -81,7 +81,7 @@ def test_of_a_masked_update_no_count_is_shown() -> None:
 
 
 def test_the_first_connection_is_no_reconnect() -> None:
-    tally = Tally()
+    tally = Counters()
     tally.connected()
     assert (tally.num_reconnects, tally.is_connected) == (0, True)
     tally.disconnected()
@@ -91,8 +91,8 @@ def test_the_first_connection_is_no_reconnect() -> None:
 
 
 def test_a_sensor_that_is_not_there_has_no_metric() -> None:
-    found = samples(Tally(), Vitals(temperature_celsius=51.5), None)
+    found = samples(Counters(), Vitals(temperature_celsius=51.5), None)
     assert found["temperature_celsius"] == 51.5
     assert "battery_ratio" not in found
     assert "memory_limit_bytes" not in found
-    assert samples(Tally(), Vitals(battery=0.5), None)["battery_ratio"] == 0.5
+    assert samples(Counters(), Vitals(battery=0.5), None)["battery_ratio"] == 0.5

@@ -13,8 +13,14 @@ import pytest
 import torch
 
 from headwater.client.secagg.session import SecureSession
-from headwater.client.secagg.states import Advertised, Dealt, Holding, Masked, Revealed
-from headwater.client.secagg.types import Record, Trained
+from headwater.client.secagg.states import (
+    AwaitingMaskRequest,
+    AwaitingRoster,
+    AwaitingShares,
+    AwaitingUnmask,
+    SessionFinished,
+)
+from headwater.client.secagg.types import SessionRecord, UnmaskedUpdate
 from headwater.common.errors import (
     CountOutOfRange,
     HeadwaterError,
@@ -29,11 +35,11 @@ from headwater.common.secagg.fixed_point import encode_in_place
 from headwater.common.secagg.protocol import (
     NUM_CLIPPED,
     WEIGHT,
-    KeysWanted,
-    MaskWanted,
+    CheckRequest,
+    KeysRequest,
+    MaskRequest,
     Request,
     SessionNumber,
-    SharesDelivered,
 )
 from tests.faults import FaultPlan
 from tests.secagg import PLANNED, RUN, Cast, Played
@@ -63,8 +69,8 @@ def watch(cast: Cast, look: Callable[[str, Request], None]) -> FaultPlan:
 def test_the_states_follow_the_phases() -> None:
     cast, seen = Cast(4), []
     cast.play(watch(cast, lambda _, message: seen.append(type(session_of(cast)._state))))
-    assert seen == [type(None), Advertised, Dealt, Holding, Masked]
-    assert isinstance(session_of(cast)._state, Revealed)
+    assert seen == [type(None), AwaitingRoster, AwaitingShares, AwaitingMaskRequest, AwaitingUnmask]
+    assert isinstance(session_of(cast)._state, SessionFinished)
 
 
 def test_the_masked_update_lies_in_the_update_s_own_memory() -> None:
@@ -82,7 +88,7 @@ def test_masking_takes_little_memory_beyond_the_vector() -> None:
     cast = Cast(6, num_values=num_values)
     peaks: list[int] = []
 
-    def measured(message: MaskWanted) -> MaskWanted:
+    def measured(message: MaskRequest) -> MaskRequest:
         tracemalloc.start()
         session_of(cast).answer(message)
         peaks.append(tracemalloc.get_traced_memory()[1])
@@ -127,7 +133,7 @@ def test_a_record_comes_back_from_json() -> None:
     cast = Cast(3)
     cast.play()
     for record in cast.parties[ME].stored:
-        assert Record.of(json.loads(json.dumps(asdict(record)))) == record
+        assert SessionRecord.of(json.loads(json.dumps(asdict(record)))) == record
 
 
 @pytest.mark.parametrize("action", ["advertise_keys", "masked_update", "unmask"])
@@ -136,7 +142,7 @@ def test_nothing_is_answered_or_masked_while_the_record_cannot_be_stored(action:
     party = cast.parties[ME]
     is_full = False
 
-    def store(record: Record) -> None:
+    def store(record: SessionRecord) -> None:
         if is_full:
             raise StateError("the disk is full")
         party.stored.append(record)
@@ -144,9 +150,9 @@ def test_nothing_is_answered_or_masked_while_the_record_cannot_be_stored(action:
     values_P = torch.from_numpy(party.values_P.copy())
     session = SecureSession(
         party.device,
-        Record(),
+        SessionRecord(),
         remember=store,
-        trained=Trained(values_P=values_P, numbers=party.numbers),
+        trained=UnmaskedUpdate(values_P=values_P, numbers=party.numbers),
     )
     party.session = session
 
@@ -187,9 +193,9 @@ def test_an_update_that_cannot_be_masked_is_unchanged_and_unspent(
     values_P = torch.tensor(values)
     session = SecureSession(
         party.device,
-        Record(),
+        SessionRecord(),
         remember=party.stored.append,
-        trained=Trained(values_P=values_P, numbers={**party.numbers, **numbers}),
+        trained=UnmaskedUpdate(values_P=values_P, numbers={**party.numbers, **numbers}),
     )
     party.session = session
     played = cast.play()
@@ -233,7 +239,7 @@ def test_an_update_that_was_masked_goes_into_no_other_session(is_restarted: bool
     party = cast.parties[ME]
     if is_restarted:  # the process is new, the examples and the record are not
         cast.join(party.device, weight=1, seed=1, record=party.record)
-    wanted = KeysWanted(run=RUN, round=1, attempt=2, mode="semi-honest")
+    wanted = KeysRequest(run=RUN, round=1, attempt=2, mode="semi-honest")
     with pytest.raises(UpdateAlreadyMasked, match="d001 0"):
         session_of(cast).answer(wanted)
     # With new examples it takes part.
@@ -255,7 +261,7 @@ def test_a_restarted_device_refuses_the_session_that_it_was_in() -> None:
     assert isinstance(played.refused[ME], OutOfPhase)
     assert ME not in played.sum.survived
     with pytest.raises(SessionReplayed):
-        session_of(cast).answer(KeysWanted(run=RUN, round=1, attempt=1, mode="semi-honest"))
+        session_of(cast).answer(KeysRequest(run=RUN, round=1, attempt=1, mode="semi-honest"))
 
 
 def test_clips_of_coordinates_and_of_numbers_are_counted_under_the_mask() -> None:
@@ -295,7 +301,7 @@ def test_shares_of_dealers_who_left_are_told_to_nobody() -> None:
     cast = Cast(6)
     played = cast.play(FaultPlan().drop(client="d004", after="share_keys"))
     assert "d004" not in played.requests["masked_update"][ME].members
-    delivered: SharesDelivered = played.requests["check_shares"][ME]
+    delivered: CheckRequest = played.requests["check_shares"][ME]
     assert "d004" in {share.dealer for share in delivered.shares}
     for reply in played.replies["unmask"].values():
         assert "d004" not in {*reply.self_seed_shares, *reply.mask_key_shares}

@@ -11,15 +11,15 @@ import pytest
 
 from headwater.client.app import client_app
 from headwater.client.device.hardware import ThisMachine
+from headwater.client.device.interfaces import Speed
 from headwater.client.flower.state_file import pace_of
-from headwater.client.training.context import Workplace
-from headwater.client.training.micro_batches import Place
-from headwater.client.training.probe_fit import Speed
+from headwater.client.training.context import TrainingContext
+from headwater.client.training.micro_batches import SamplerPosition
 from headwater.common.errors import CorruptUpdate, SessionMismatch, UpdateNotHeld
-from headwater.common.messages import Ready, Step
+from headwater.common.messages import ReadyReport, Step
 from headwater.common.secagg.fixed_point import decode_mean
 from headwater.common.secagg.masked_numbers import LOSS, NUM_EXAMPLES
-from headwater.common.secagg.protocol import NUM_CLIPPED, WEIGHT, MaskWanted, UnmaskWanted
+from headwater.common.secagg.protocol import NUM_CLIPPED, WEIGHT, MaskRequest, UnmaskRequest
 from headwater.common.secagg.rotation import STEPS, Rotation, first_bounds, unrotate_in_place
 from headwater.common.stats import training_speed as pace
 from headwater.common.stats.linear_fit import Line
@@ -35,9 +35,9 @@ from tests.masked import (
     plan,
     play,
     ready,
-    resident,
     sum_of,
     train,
+    trainer,
 )
 from tests.workplaces import FakeClock
 
@@ -50,7 +50,7 @@ pytestmark = pytest.mark.usefixtures("a_process_of_its_own")
 def test_a_masked_plan_is_answered_with_readiness_alone() -> None:
     told = train(AppDevice(0), plan())
     assert told.vector is None
-    assert json.loads(told.head).keys() <= set(Ready.model_fields)
+    assert json.loads(told.head).keys() <= set(ReadyReport.model_fields)
     clear = train(AppDevice(0), plan(is_masked=False))
     assert clear.vector is not None
     hidden = {"num_examples", "weight", "loss_sum", "metric_sums", "steps", "num_left"}
@@ -101,7 +101,7 @@ def test_a_sum_scaled_to_what_a_device_owns_is_masked_as_such() -> None:
 
 def test_a_ring_of_sixteen_bits_takes_its_bounds_from_beside_the_message() -> None:
     expected = sum(plain_sum(part, plan())[0] for part in range(3))
-    num_values = resident().image.layout.num_parameters
+    num_values = trainer().image.layout.num_parameters
     rotation = Rotation(seed=bytes(range(32)), num_coordinates=num_values)
     bounds = first_bounds(rotation, bound=64.0)
     cohort = trained(3)
@@ -124,7 +124,7 @@ def test_a_ring_of_sixteen_bits_takes_its_bounds_from_beside_the_message() -> No
 def test_bounds_that_are_not_those_agreed_on_mask_nothing(
     beside: bytes | None, error: type[Exception]
 ) -> None:
-    num_values = resident().image.layout.num_parameters
+    num_values = trainer().image.layout.num_parameters
     bounds = first_bounds(Rotation(seed=bytes(32), num_coordinates=num_values))
     cohort = trained(3)
     chosen = opening(
@@ -132,7 +132,7 @@ def test_bounds_that_are_not_those_agreed_on_mask_nothing(
     )
     played = play(cohort, chosen, bounds=beside, until="masked_update")
     assert {type(found) for found in played.refused.values()} == {error}
-    assert all(place_of(device) == Place() for device in cohort)
+    assert all(place_of(device) == SamplerPosition() for device in cohort)
 
 
 def _digest(data: bytes) -> bytes:
@@ -149,7 +149,7 @@ class Steady(ThisMachine):
         super().__init__()
         self.clock = FakeClock()
 
-    def speed(self, place: Workplace) -> Speed:
+    def speed(self, place: TrainingContext) -> Speed:
         return Speed(
             seconds_per_micro_batch=0.0, seconds_per_example=2.0, fastest_micro_batch_size=None
         )
@@ -187,7 +187,7 @@ def test_an_update_is_masked_where_it_was_summed_unless_another_device_needs_the
     def look(told: Told) -> None:
         assert told.vector is not None
         masked = np.frombuffer(told.vector, np.uint8)
-        seen.append(np.shares_memory(masked, resident().accumulator.values_P.numpy()))
+        seen.append(np.shares_memory(masked, trainer().accumulator.values_P.numpy()))
 
     cohort = [Between(device, "masked_update", look) for device in trained(3)]
     play(cohort, opening_of(cohort, plan()))
@@ -207,7 +207,7 @@ def test_a_probe_in_mid_session_leaves_the_update_as_it_was() -> None:
 def test_a_probe_behind_the_masks_leaves_the_masked_vector_as_it_was() -> None:
     cohort = trained(3)
     play(cohort, opening(cohort), until="masked_update")
-    wanted = MaskWanted(members=("d0", "d1", "d2"))
+    wanted = MaskRequest(members=("d0", "d1", "d2"))
     before = bytes(ask(cohort[2], wanted).vector or b"")
     cohort[2].send("query.describe", describe())
     assert bytes(ask(cohort[2], wanted).vector or b"") == before
@@ -215,11 +215,11 @@ def test_a_probe_behind_the_masks_leaves_the_masked_vector_as_it_was() -> None:
 
 def test_a_survivor_lets_its_vector_go_when_the_server_says_that_it_has_it() -> None:
     cohort = trained(3)
-    held = resident().held.of(RUN, "d0")
+    held = trainer().held.of(RUN, "d0")
     play(cohort, opening(cohort), until="masked_update")
-    wanted = MaskWanted(members=("d0", "d1", "d2"))
+    wanted = MaskRequest(members=("d0", "d1", "d2"))
     assert ask(cohort[0], wanted).vector is not None
-    ask(cohort[0], UnmaskWanted(survived=("d0", "d1", "d2"), dropped=()))
+    ask(cohort[0], UnmaskRequest(survived=("d0", "d1", "d2"), dropped=()))
     assert held.is_over
     with pytest.raises(UpdateNotHeld):
         ask(cohort[0], wanted)

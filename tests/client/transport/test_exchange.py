@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from headwater.client.app import app
-from headwater.client.device.bandwidth import Link
+from headwater.client.device.bandwidth import Bandwidth
 from headwater.client.flower.node import Node
-from headwater.client.training.trainer import Identity, Resident
-from headwater.client.transport.exchange import ModelBroken, StreamBroken, Work
+from headwater.client.training.trainer import Identity, Trainer
+from headwater.client.transport.exchange import Exchange, ModelBroken, StreamBroken
 from headwater.common.errors import ModelMismatch, ProtocolMismatch
 from headwater.common.messages import Plan
 from headwater.common.settings.schema import load
@@ -64,13 +64,13 @@ class Device:
         (folder / NAME).write_text(TASK)
         spec = f"{folder}/{NAME}:Large"
         settings = load(None, {"task": spec, "check_task": False})
-        resident = Resident(spec, replace_batch_norm=False, check_task=False)
+        trainer = Trainer(spec, replace_batch_norm=False, check_task=False)
         identity = Identity(name="pi", data=None, part=0, num_parts=1)
-        self.node = Node(app, resident, identity, settings, folder)
+        self.node = Node(app, trainer, identity, settings, folder)
         self.node.enter(1)
         self.stream = Stream()
-        self.work = Work(self.node, self.stream.write)
-        self.model = bytes(resident.image.buffer())
+        self.work = Exchange(self.node, self.stream.write)
+        self.model = bytes(trainer.image.buffer())
         self.image = Image(
             image_id="m", num_bytes=len(self.model), sha256=hashlib.sha256(self.model).digest()
         )
@@ -186,7 +186,7 @@ def test_a_model_that_arrived_changed_is_not_trained_on(tmp_path: Path) -> None:
     device = Device(tmp_path)
     with pytest.raises(ModelBroken):
         run(device, story)
-    assert device.node.link == Link()
+    assert device.node.link == Bandwidth()
 
 
 def test_a_model_of_another_size_is_refused(tmp_path: Path) -> None:
