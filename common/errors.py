@@ -1,97 +1,18 @@
-"""The errors of the project, one class for each thing that a caller can do about it.
-
-::
-
-    HeadwaterError
-    ├── SettingsError           fix the command line or the settings file
-    │   ├── UnknownTask             the --task file or class is not there
-    │   ├── MissingData             the --data path is not there or cannot be read
-    │   ├── EmptyDataset            the device has no example
-    │   ├── MissingColumn           the examples do not tell what they are to be dealt out by
-    │   ├── NoSuchPartition         too few examples or labels for so many devices
-    │   ├── PortInUse               --listen names a port that somebody else holds
-    │   ├── InsecureAddress         no TLS beyond loopback
-    │   ├── CertificateProblem      a TLS file is missing, unreadable or of the wrong kind
-    │   ├── JoinTokenBroken         not a join token, or not whole
-    │   ├── NameTaken               a device of this name is enrolled
-    │   ├── ClockWrong              the clock is outside of what a certificate is valid for
-    │   ├── IdentityProblem         an identity or an allow-list is not what it should be
-    │   └── NoSuchGraph             no sparse graph bears the assumed corruption and dropout
-    ├── TaskError               fix the task file
-    │   ├── TaskNotAdditive         loss_sum([a, b]) is not loss_sum([a]) + loss_sum([b])
-    │   ├── BatchDependentLayer     BatchNorm and its kin
-    │   ├── BuffersChanged          training changes a buffer of the model
-    │   ├── UnsupportedModel        parameters that are not float32, or none at all
-    │   └── TaskFailed              the task raised an exception on every example
-    ├── DeviceRefused           this client cannot take part as it is
-    │   ├── ModelMismatch           its model is laid out otherwise than the server's
-    │   ├── ProtocolMismatch        it speaks another version of the wire
-    │   ├── IdentityRefused         its name is invalid, taken, or not that of its certificate
-    │   ├── CertificateRevoked      the operator has ended its certificate
-    │   ├── AuthorityMismatch       another authority than its join token names
-    │   ├── JoinTokenUnknown        never made, void, or for another name
-    │   ├── JoinTokenExpired        it came too late
-    │   └── JoinTokenUsed           it lets in one device, and has done so
-    ├── DeviceAway              its owner's settings keep it away; it comes back by itself
-    │   ├── OutsideUploadWindow     its link is not to be used now
-    │   ├── WorkingHours            its owner needs it
-    │   └── BytesUsedUp             its link's bytes of today do not suffice for a round
-    ├── UpdateRefused           drop this update, the round goes on
-    │   ├── CorruptUpdate           digest, order of chunks or framing is wrong
-    │   ├── OversizeUpdate          longer than the model's own layout allows
-    │   ├── NonFiniteUpdate         NaN or infinity in the vector or the sums
-    │   ├── CountOutOfRange         counts that the plan cannot have led to
-    │   ├── EmptyUpdate             no finite example behind it
-    │   ├── LateUpdate              the deadline passed before it came
-    │   ├── UnexpectedUpdate        replayed, never asked for, or under another's name
-    │   ├── WrongShare              a share that is not the one its dealer committed to
-    │   └── SealBroken              a sealed share that its key does not open
-    ├── SessionRefused          a device does not answer a message of a secure session
-    │   ├── CohortTooSmall          fewer than three members, or than its own minimum
-    │   ├── RosterRefused           a name or a key twice, or its own entry changed
-    │   ├── IdentityUnknown         a member that is not on its allow-list
-    │   ├── SignatureRefused        not that member's signature over exactly this
-    │   ├── BadPublicKey            an agreement with it would be known to everybody
-    │   ├── ThresholdTooLow         fewer shares would open a secret than the rule allows
-    │   ├── ThresholdTooHigh        the expected dropouts would leave too few to open the sum
-    │   ├── MaskingTooWeak          mode, ring or clip bound below its own floor
-    │   ├── RingCanWrap             the whole cohort's sum might not fit the ring
-    │   ├── SessionReplayed         not newer than every session it has seen
-    │   ├── SessionMismatch         others were shown another model, roster or parameters
-    │   ├── ComplaintIgnored        a dealer stays whose share was bad
-    │   ├── MaskingRequired         a plan without masks, which its own settings ask for
-    │   ├── UpdateNotHeld           its process has no update for the session
-    │   ├── UpdateAlreadyMasked     this update went into a session before
-    │   ├── OutOfPhase              a message that it does not await now
-    │   ├── SecretErased            the session's keys are gone
-    │   ├── SurvivorsRefused        not a large enough part of those who shared
-    │   ├── BothSharesAsked         a client as survived and as dropped
-    │   ├── SurvivorsChanged        a second survivor set in one session
-    │   └── SurvivorsNotAgreed      too few signatures on the survivor set
-    ├── RoundAborted            nothing was committed; the round may be tried again
-    │   ├── TooFewClients           fewer answers than --min-clients
-    │   ├── TooFewSurvivors         too few are left to open the masked sum
-    │   ├── DealerCheated           a device's shares do not open what it committed to
-    │   └── SumOutOfRange           the sum is more than the plans allow: a device lied
-    ├── StateError              the disk
-    │   ├── CheckpointCorrupt       it cannot be read back
-    │   └── CheckpointFailed        it cannot be written (disk full, read-only)
-    ├── Diverged                the model is no longer finite
-    ├── OutOfMemory             not even one example fits
-    ├── WorkerDied              a process that computed simulated devices is gone
-    └── ConnectionLost          retry later
-        ├── EnrolmentClosed         the enrolment port is not open
-        ├── NoStream                it came to the port and never opened a stream
-        └── TooManyAttempts         the server has had enough of this name or address
+"""The project's errors: one class for each thing that a caller can do about an error.
 
 A message says what was expected, what was found and where; ``remedy`` says what to do about it.
-Only the class name and message of these errors may travel to the other side; of any other
-exception the class name alone does.
+The name of the class is the error's code: it travels to the other side, and is counted there.
+Only the code and the message travel, and of an exception that is not defined here only the name.
 """
+
+# ruff: noqa: D204
+# Each class is two to five lines without blank lines between, so that a branch reads as a table.
+
+from __future__ import annotations
 
 
 class HeadwaterError(Exception):
-    """An error with a name, a cause and a remedy."""
+    """An error with a code, a message and a remedy."""
 
     remedy = ""
     exit_status = 1
@@ -110,465 +31,291 @@ class HeadwaterError(Exception):
         return type(self).__name__
 
 
+# fmt: off
+
+# Settings: fix the command line or the settings file. -------------------------------------------
+
 class SettingsError(HeadwaterError):
     """A setting is missing, unknown or out of range."""
-
     remedy = "see --help for the flags, and docs/settings.md for the settings file"
     exit_status = 2
-
-
 class UnknownTask(SettingsError):
-    """The task file or the class in it is not there."""
-
+    """The task file, or the class in it, does not exist or cannot be imported."""
     is_private = True
     remedy = "name it as --task path/to/my_task.py:MyTask"
-
-
 class MissingData(SettingsError):
-    """The data path is not there or cannot be read."""
-
+    """The data path does not exist or cannot be read."""
     is_private = True
     remedy = "point --data at this device's own file or folder"
-
-
 class EmptyDataset(SettingsError):
     """The device has no example to train on."""
-
     is_private = True
     remedy = "check --data: the task found no example there"
-
-
 class MissingColumn(SettingsError):
-    """The examples do not tell the labels, or the column, that a partition goes by."""
-
-    is_private = True  # it quotes the task's own exception
+    """The examples do not have the labels, or the column, that a partition needs."""
+    is_private = True  # the message quotes the task's own exception
     remedy = "give the task a method columns(examples) that returns it by name, see docs/data.md"
-
-
 class NoSuchPartition(SettingsError):
-    """The examples cannot be dealt out to the devices as the partition asks."""
-
+    """There are too few examples, labels or values to partition the data set as requested."""
     remedy = "ask for fewer devices, or for another --partition (docs/data.md)"
-
-
 class PortInUse(SettingsError):
     """Another process holds the port."""
-
     remedy = "choose another port with --listen HOST:PORT, or stop the process that holds this one"
-
-
 class InsecureAddress(SettingsError):
-    """An address beyond loopback without TLS."""
-
+    """The address is not a loopback address, and TLS is not configured."""
     remedy = (
         "make certificates with `headwater-server init`, enrol each device with a token of "
         "`headwater-server enroll NAME`, and start both sides as these say; or say --insecure if "
         "you accept that anyone may read and join"
     )
-
-
 class CertificateProblem(SettingsError):
-    """A TLS file is missing, unreadable or of the wrong kind."""
-
+    """A TLS file is missing, unreadable, expired or of the wrong kind."""
     remedy = (
-        "make the server's certificate anew with `headwater-server init`, a device's with a join "
+        "make a new server certificate with `headwater-server init`, a device's with a join "
         "token of `headwater-server enroll NAME`"
     )
-
-
 class JoinTokenBroken(SettingsError):
-    """A text that is not a join token, or not all of one."""
-
+    """The text is not a join token, or only part of one."""
     remedy = "copy the whole line that `headwater-server enroll NAME` printed"
-
-
 class NameTaken(SettingsError):
-    """A device of this name is enrolled, and its certificate counts."""
-
-    remedy = "choose another name, or end that one's certificate: `headwater-server revoke NAME`"
-
-
+    """A device of this name is enrolled, and its certificate is valid."""
+    remedy = "choose another name, or end its certificate: `headwater-server revoke NAME`"
 class ClockWrong(SettingsError):
-    """This machine's clock is outside of the time for which a certificate is valid."""
-
-    remedy = "set this machine's clock, and the server's if it is the one that is off"
-
-
+    """This machine's clock is outside the validity period of a certificate."""
+    remedy = "set this machine's clock, and the server's if that one is wrong"
 class IdentityProblem(SettingsError):
-    """An identity or an allow-list is not what it should be."""
-
+    """An identity file or an allow-list is malformed."""
     is_private = True
     remedy = "make one with `headwater-client identity`; a line of the allow-list is NAME BASE64"
-
-
 class NoSuchGraph(SettingsError):
-    """No sparse graph of masks bears the corruption and dropout that are assumed."""
-
+    """No sparse mask graph tolerates the assumed corruption and dropout."""
     remedy = "assume less (secure.corrupted, secure.dropout), or invite no more: --cohort-size 64"
 
+# Task: fix the task file. -----------------------------------------------------------------------
 
 class TaskError(HeadwaterError):
     """The task file breaks one of the rules of ``headwater.common.task.Task``."""
-
-    is_private = True  # it quotes losses and weights of single examples
+    is_private = True  # the message quotes losses and weights of single examples
     remedy = "see docs/task.md for what a task must keep to"
-
-
 class TaskNotAdditive(TaskError):
     """The loss of two examples together is not the sum of their losses."""
-
     remedy = "return the sum of the per-example losses and what it was summed over, never a mean"
-
-
 class BatchDependentLayer(TaskError):
-    """A layer whose output for one example depends on the rest of the batch."""
-
+    """The output of a layer for one example depends on the rest of the batch."""
     remedy = "use GroupNorm or LayerNorm, or let --replace-batch-norm put GroupNorm in its place"
-
-
 class BuffersChanged(TaskError):
-    """Training changed a buffer; buffers belong to the server."""
-
+    """Training changed a buffer of the model; buffers belong to the server."""
     remedy = "keep running statistics out of the model: only gradients travel to the server"
-
-
 class UnsupportedModel(TaskError):
-    """A model that cannot be trained through one float32 vector."""
-
+    """The model has no trainable parameter, or one that is not float32."""
     remedy = "build the model in float32; ask for bfloat16 arithmetic with --precision bfloat16"
-
-
 class TaskFailed(TaskError):
-    """The task raised an exception on every example it was given."""
-
+    """The task raised an exception on every example that was tried."""
     remedy = "try the task on its data alone with `headwater-client check`"
 
+# Device refused: this client cannot take part as it is. -----------------------------------------
 
 class DeviceRefused(HeadwaterError):
     """This client cannot take part as it is."""
-
-
 class ModelMismatch(DeviceRefused):
-    """The client's model is laid out otherwise than the server's."""
-
+    """The client's model has another layout than the server's."""
     remedy = "give server and client the same task file and the same --replace-batch-norm"
-
-
 class ProtocolMismatch(DeviceRefused):
-    """The other side speaks another version of the wire."""
-
+    """The other side speaks another version of the protocol, or breaks its rules."""
     remedy = "install the same version of headwater on both sides"
-
-
 class IdentityRefused(DeviceRefused):
-    """The client's name is invalid, taken, or not the one in its certificate."""
-
+    """The client's name is invalid, taken, or not the name in its certificate."""
     remedy = "give each device a --name of its own, the one its certificate was made for"
-
-
 class CertificateRevoked(DeviceRefused):
-    """The device's certificate counts no more."""
-
+    """The operator has revoked the device's certificate."""
     remedy = (
         "ask the operator for a new join token: `headwater-server enroll NAME`, then "
         "`headwater-client join`"
     )
-
-
 class AuthorityMismatch(DeviceRefused):
-    """The authority that was shown is not the one that the join token names."""
-
+    """The server showed another certificate authority than the one in the join token."""
     remedy = (
-        "somebody may be in between, or the server has another authority now: ask the operator, "
-        "by other ways than this network, for a new token"
+        "somebody may intercept the connection, or the server has a new authority: ask the "
+        "operator for a new token, over another channel than this network"
     )
-
-
 class JoinTokenUnknown(DeviceRefused):
-    """A token that was never made here, was replaced or revoked, or is for another name."""
-
+    """This server never made the token, replaced or revoked it, or made it for another name."""
     remedy = "ask the operator for a new one: `headwater-server enroll NAME`"
-
-
 class JoinTokenExpired(DeviceRefused):
-    """The token's time has passed."""
-
+    """The token has expired."""
     remedy = "ask the operator for a new one: `headwater-server enroll NAME`, with a longer --valid"
-
-
 class JoinTokenUsed(DeviceRefused):
-    """The token has let a device in; it is good for one."""
-
+    """The token has enrolled a device; it is valid for one device only."""
     remedy = (
         "if that was not you, somebody else had the token: the operator should revoke the name. "
         "Ask for a new one: `headwater-server enroll NAME`"
     )
 
+# Device away: the owner's settings keep the device away for a while. ----------------------------
 
 class DeviceAway(HeadwaterError):
-    """The device is kept away by its owner's settings, and comes back by itself."""
-
-    remedy = "nothing is to be done: the device comes back by itself"
-
-
+    """The owner's settings keep the device away; it connects again by itself."""
+    remedy = "nothing needs to be done: the device connects again by itself"
 class OutsideUploadWindow(DeviceAway):
-    """The device's link is not to be used now."""
-
-
+    """The owner's settings do not allow use of the network link at this hour."""
 class WorkingHours(DeviceAway):
-    """The device's owner needs it."""
-
-
+    """The owner's settings do not allow training at this hour."""
 class BytesUsedUp(DeviceAway):
-    """What is left of the day's bytes does not suffice for a round."""
+    """The rest of the day's byte quota is too small for a round."""
 
+# Update refused: drop this update; the round goes on without it. --------------------------------
 
 class UpdateRefused(HeadwaterError):
-    """An update that must not enter the sum; the round goes on without it."""
-
-
+    """This update must not enter the sum; the round goes on without it."""
 class CorruptUpdate(UpdateRefused):
-    """The bytes that arrived are not the bytes that were announced."""
-
-
+    """A message is malformed, or its digest, chunk order or framing is wrong."""
 class OversizeUpdate(UpdateRefused):
-    """More bytes than the model's layout allows."""
-
-
+    """More bytes arrived than the model's layout allows."""
 class NonFiniteUpdate(UpdateRefused):
-    """NaN or infinity in the vector or in its sums."""
-
-
+    """The vector, or a sum in the report, is NaN or infinite."""
 class CountOutOfRange(UpdateRefused):
-    """Counts that the plan cannot have led to."""
-
-
+    """The report has counts that the plan cannot have led to."""
 class EmptyUpdate(UpdateRefused):
-    """An update without a finite example behind it."""
-
+    """The update was computed from no finite example."""
     remedy = "look at the device's data: every example it tried gave a loss or gradient of NaN"
-
-
 class LateUpdate(UpdateRefused):
-    """The round's deadline passed before the update came."""
-
+    """The round's deadline passed before the update arrived."""
     remedy = "lengthen --deadline, or let the planner choose the quotas"
-
-
 class UnexpectedUpdate(UpdateRefused):
-    """An update that was replayed, was never asked for, or came under another's name."""
-
-
+    """The update was replayed, never requested, or sent under another client's name."""
 class WrongShare(UpdateRefused):
-    """A share that is not the one its dealer committed to; its holder is at fault."""
-
-
+    """A share differs from its dealer's commitment; the holder that sent it is at fault."""
 class SealBroken(UpdateRefused):
-    """A sealed share that the key of its dealer and holder does not open."""
+    """A sealed share does not open with the key of its dealer and holder."""
 
+# Session refused: a device does not answer a message of a secure session. -----------------------
 
 class SessionRefused(HeadwaterError):
     """A device does not answer a message of a secure session.
 
-    What it gave until then opens nothing of it; ``client.secagg.checks`` lists the checks.
+    The messages that it sent before reveal nothing of its update; ``client.secagg.checks`` lists
+    the checks.
     """
-
-
 class CohortTooSmall(SessionRefused):
-    """Fewer members than three, or than the device's own minimum."""
-
+    """The session has fewer than three members, or fewer than the device's own minimum."""
     remedy = "wait for more devices: a sum of two tells each the other's update"
-
-
 class RosterRefused(SessionRefused):
-    """A name or a key stands twice in the roster, or the device's own entry was changed."""
-
-
+    """The roster has a name or a key twice, or changes the device's own entry."""
 class IdentityUnknown(SessionRefused):
-    """A member of the session that is not on the device's allow-list."""
-
+    """A member of the session is not on the device's allow-list."""
     remedy = "add its line to the allow-list of every device, or keep it out of the run"
-
-
 class SignatureRefused(SessionRefused):
-    """A signature that is missing, or is not that member's over exactly this."""
-
-    remedy = "find out who changed the keys on their way: the member, or the server"
-
-
+    """A signature is missing, or is not that member's over exactly these bytes."""
+    remedy = "find out whether the member or the server changed the keys on their way"
 class BadPublicKey(SessionRefused):
-    """A public key of the wrong length, or of low order: the agreement would be no secret."""
-
-
+    """A public key has the wrong length or low order, so that the agreed key would be no secret."""
 class ThresholdTooLow(SessionRefused):
-    """Threshold and neighbours under which too few could open a secret."""
-
-
+    """With this threshold and number of neighbours, too few members could open a secret."""
 class ThresholdTooHigh(SessionRefused):
-    """Threshold and neighbours under which the expected dropouts would often close the sum."""
-
-
+    """With this threshold and number of neighbours, expected dropouts often block the sum."""
 class MaskingTooWeak(SessionRefused):
-    """Parameters of the server's choice that are below the device's own floor."""
-
-
+    """The server chose a mode, ring or clip bound below the device's own minimum."""
 class RingCanWrap(SessionRefused):
     """The sum of the whole cohort might not fit the ring."""
-
-
 class SessionReplayed(SessionRefused):
-    """A session that is not newer than every one that the device has seen."""
-
-
+    """The session is not newer than every session that the device has seen."""
 class SessionMismatch(SessionRefused):
-    """Others were shown another model, another roster or other parameters."""
-
-
+    """Other members were shown another model, roster or parameter set."""
 class ComplaintIgnored(SessionRefused):
-    """A dealer stays in the session whose share the device found bad."""
-
-
+    """The session keeps a dealer whose share the device reported as bad."""
 class MaskingRequired(SessionRefused):
-    """The server would see the device's own sums, and the device's settings ask for masks."""
-
+    """The plan would show the server the device's own sums; the device's settings forbid it."""
     remedy = "start the server with --secure-aggregation, or this device without it"
-
-
 class UpdateNotHeld(SessionRefused):
-    """The device's process has no update of this round; it may have been started anew since."""
-
-
+    """The device's process holds no update of this round; it may have been restarted since."""
 class UpdateAlreadyMasked(SessionRefused):
-    """The update went into a session before: it may never go into another."""
-
+    """The update was masked in an earlier session and may never be masked in another."""
     remedy = "train on new examples: two sums with one update in both differ by the dropouts"
-
-
 class OutOfPhase(SessionRefused):
-    """A message that the device does not await now."""
-
-
+    """The device does not expect this message now."""
 class SecretErased(SessionRefused):
     """The key was erased: its session has ended on this device."""
-
-
 class SurvivorsRefused(SessionRefused):
-    """Survivors who did not share, or too few of those who did."""
-
-
+    """The survivors did not all share keys, or are too few of the members that did."""
 class BothSharesAsked(SessionRefused):
-    """A client is named as survived and as dropped: both its shares would open its update."""
-
-
+    """A member is named as survived and as dropped: both its shares would open its update."""
 class SurvivorsChanged(SessionRefused):
-    """A second survivor set in a session for which the device has answered one."""
-
-
+    """The server sent a second survivor set in a session where the device answered one."""
 class SurvivorsNotAgreed(SessionRefused):
-    """Too few valid signatures on the survivor set."""
+    """Too few members signed the survivor set."""
 
+# Round aborted: nothing was committed; the round may be tried again. ----------------------------
 
 class RoundAborted(HeadwaterError):
     """The round was not committed: model, optimizer and places are as before it."""
-
-
 class TooFewClients(RoundAborted):
     """Fewer clients answered than --min-clients."""
-
     remedy = "lower --min-clients, lengthen --deadline, or look at why the clients were refused"
-
-
 class TooFewSurvivors(RoundAborted):
-    """Too few devices are left in the session to open the masked sum."""
-
+    """Too few members are left in the session to open the masked sum."""
     remedy = (
         "the log says why devices left; the next attempt takes new examples. If they are slow, "
         "lengthen the phases' deadline"
     )
-
-
 class DealerCheated(RoundAborted):
-    """Good shares of a device's secret that do not open what the device committed to."""
-
-    remedy = "the next rounds go on without the devices that are named: look what runs on them"
-
+    """Correct shares of a device's secret do not open what the device committed to."""
+    remedy = "the next rounds exclude the devices that are named: check what runs on them"
     def __init__(
         self, message: str, *, remedy: str | None = None, dealers: tuple[str, ...] = ()
     ) -> None:
         super().__init__(message, remedy=remedy)
         self.dealers = dealers
-
-
 class SumOutOfRange(RoundAborted):
-    """A masked sum beyond what the plans allow; the masks hide whose lie it is."""
-
+    """A masked sum is larger than the plans allow; the masks hide which device is at fault."""
     remedy = (
-        "a device does not keep to the protocol; invite other cohorts, and see with which of them "
-        "it happens"
+        "a device breaks the protocol; invite other cohorts, and see with which of them it happens"
     )
 
+# State: the disk. -------------------------------------------------------------------------------
 
 class StateError(HeadwaterError):
-    """State on disk could not be read or written."""
-
-
+    """State on disk cannot be read or written."""
 class CheckpointCorrupt(StateError):
-    """The checkpoint cannot be read back."""
-
-    remedy = "restore it from a backup, or start anew with another --out"
-
-
+    """The checkpoint cannot be read."""
+    remedy = "restore it from a backup, or start a new run with another --out"
 class CheckpointFailed(StateError):
-    """The checkpoint could not be written; the one before it is untouched."""
-
+    """The checkpoint cannot be written; the previous one is untouched."""
     remedy = "free space under --out and go on with --resume: the last committed round is kept"
 
+# The run or a process ends. ---------------------------------------------------------------------
 
 class Diverged(HeadwaterError):
     """A step led to parameters that are not finite; the checkpoint before it is kept."""
-
     remedy = "lower --learning-rate, and go on from the checkpoint with --resume"
-
-
 class OutOfMemory(HeadwaterError):
-    """Not even one example fits in the memory that the device may use."""
-
+    """A micro-batch of one example does not fit in the memory that the device may use."""
     remedy = "give the device more memory, or train a smaller model"
-
-
 class WorkerDied(HeadwaterError):
-    """A process that computed simulated devices ended before its time."""
-
+    """A process that computes simulated devices ended unexpectedly."""
     remedy = (
-        "its own words stand above; after SIGKILL the machine may have run out of memory: take "
+        "its own output is above; after SIGKILL the machine may have run out of memory: use "
         "fewer --workers. The rounds before are kept: go on with --resume"
     )
 
+# Connection lost: retry later. ------------------------------------------------------------------
 
 class ConnectionLost(HeadwaterError):
-    """The other side is not to be reached."""
-
+    """The other side cannot be reached."""
     remedy = "check the address and that the server runs"
-
-
 class EnrolmentClosed(ConnectionLost):
-    """Nobody listens at the enrolment port."""
-
+    """No server listens at the enrolment port."""
     remedy = (
-        "the port is open while headwater-server runs and a join token is out that is neither used "
+        "the port is open while headwater-server runs and a join token exists that is neither used "
         "nor expired: check these, and the address in the token (`headwater-server enroll NAME "
         "--address HOST:PORT`)"
     )
-
-
 class NoStream(ConnectionLost):
-    """A connection to the server's port that never opened a stream, as strangers' do not."""
-
-
+    """A connection to the server's port never opened a stream, as a stranger's does not."""
 class TooManyAttempts(ConnectionLost):
     """The server, or its enrolment port, turned this address away for a while."""
-
     remedy = "wait a minute and try again"
+
+# fmt: on
 
 
 def _subclasses(root: type[HeadwaterError]) -> list[type[HeadwaterError]]:
@@ -576,10 +323,10 @@ def _subclasses(root: type[HeadwaterError]) -> list[type[HeadwaterError]]:
 
 
 def error_of(code: str, message: str) -> HeadwaterError:
-    """Rebuild an error that travelled as its class name and message.
+    """Rebuild an error from the code and message that the other side sent.
 
-    An unknown ``code`` gives a plain ``HeadwaterError`` that quotes it: versions may differ. What
-    the other side wrote stays on its line of a log.
+    An unknown ``code`` gives a plain ``HeadwaterError`` that quotes it: versions may differ.
+    Line breaks and control characters become spaces, so the text stays on one line of a log.
     """
     code, message = (
         "".join(sign if sign.isprintable() else " " for sign in text) for text in (code, message)
@@ -590,9 +337,10 @@ def error_of(code: str, message: str) -> HeadwaterError:
 
 
 def travelling(error: BaseException) -> tuple[str, str]:
-    """Return the (code, message) of an error that may be shown to the other side.
+    """Return the code and the message of an error as the other side may see them.
 
-    The message of an exception that is not ours may quote private data; it stays here.
+    The message of a private error, or of an exception that is not ours, may quote private data and
+    is replaced.
     """
     if isinstance(error, HeadwaterError) and not error.is_private:
         return error.code, error.message
