@@ -7,6 +7,7 @@ they are.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -26,9 +27,13 @@ PATIENCE_SECONDS = 180
 
 # A head that computes nothing and two workers of one core each, until the standard input ends. The
 # address is the last line. (``Cluster.shutdown`` would forget another Ray of this machine as well.)
+# Ray notes the address in its usual folder, which nobody has made on a fresh machine.
 CLUSTER = """
-import sys
+import os, sys
+from ray._private.utils import get_ray_address_file
 from ray.cluster_utils import Cluster
+
+os.makedirs(os.path.dirname(get_ray_address_file(None)), exist_ok=True)
 
 alike = {"include_dashboard": False, "include_log_monitor": False}
 head = {"num_cpus": 0, "temp_dir": sys.argv[1], **alike}
@@ -137,8 +142,14 @@ def cluster() -> Iterator[tuple[str, Started]]:
         try:
             process = it.run("-c", CLUSTER, folder / Path("ray"), folder=Path(folder))
             assert process.stdout is not None
-            address = next((line.strip() for line in process.stdout if line.count(":") == 1), "")
-            assert address, "no cluster"
+            lines: list[str] = []
+            for line in process.stdout:
+                lines.append(line)
+                if re.fullmatch(r"[\d.]+:\d+", line.strip()):
+                    break
+            else:
+                raise AssertionError("no cluster: " + "".join(lines))
+            address = lines[-1].strip()
             yield address, it
             finish(process)
             it.until_nothing_runs()

@@ -5,7 +5,6 @@ import json
 import os
 import socket
 import subprocess
-import sys
 import time
 import tomllib
 import urllib.request
@@ -20,10 +19,11 @@ from pydantic import BaseModel
 
 from headwater.client.enrolment.signing_identity import make_identity
 from headwater.common.settings.schema import Settings, from_run_config
-from headwater.server.rounds.round_row import read_rows
+from headwater.server.operations.round_log import read_rows
 from headwater.server.rounds.run import MODEL
 from headwater.simulation.fleet.random_events import vanishes_at
 from headwater.simulation.run import run_engine
+from tests.venvs import make_venv
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_SECONDS = 180
@@ -67,6 +67,7 @@ flower_supernode()
 class Deployment:
     """A SuperLink and its SuperNodes on loopback, with a home of their own.
 
+    Headwater is not installed where they run: they have it from the bundle that `flwr run` sends.
     SuperLink and SuperNodes start processes in turn, some in sessions of their own: a mark in the
     environment finds them all.
     """
@@ -78,6 +79,7 @@ class Deployment:
         self._logs: dict[int, Path] = {}
         self._nodes: dict[int, subprocess.Popen[bytes]] = {}
         self._port, *self._node_ports = free_ports(1 + NUM_NODES)
+        self._bin = make_venv(folder / "venv")
         self._environment = os.environ | {
             "MARK": self._mark,
             "FLWR_HOME": str(folder / "home"),
@@ -85,10 +87,12 @@ class Deployment:
             "FLWR_DISABLE_UPDATE_CHECK": "1",
             "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
             "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1",
-            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+            "PATH": f"{self._bin}{os.pathsep}{os.environ['PATH']}",
         }
 
     def start(self) -> None:
+        without = subprocess.run([self._bin / "python", "-c", "import headwater"], cwd=self.folder)
+        assert without.returncode != 0
         address = f"127.0.0.1:{self._port}"
         (self.folder / "home").mkdir()
         (self.folder / "home" / "config.toml").write_text(
@@ -125,7 +129,7 @@ class Deployment:
             config = [f"partition-id={part} num-partitions={NUM_NODES}"]
             config += [f'{key}="{path}"' for key, path in files.items()]
             self._nodes[part] = self.run(
-                sys.executable, "-c", SUPERNODE, when,
+                str(self._bin / "python"), "-c", SUPERNODE, when,
                 "--insecure", "--superlink", f"127.0.0.1:{self._port}",
                 "--host", "127.0.0.1", "--port", str(port), "--node-config", " ".join(config),
             )  # fmt: skip
