@@ -40,7 +40,7 @@ from dataclasses import dataclass, replace
 from benchmarks.fedavg import Round, epoch_seconds, run_fedavg
 from benchmarks.measure import ROOT, Figures, arguments, report
 from headwater.common.settings.schema import Settings, load
-from headwater.server.rounds.round_row import RoundRow, plain
+from headwater.server.rounds.round_row import RoundRow
 from headwater.simulation.fleet.profiles import device_of, with_fleet
 from headwater.simulation.reports.fleet_summary import idle_time
 from headwater.simulation.run import run_engine

@@ -24,7 +24,7 @@ from headwater.common.messages import (
     DeviceReport,
     EvaluateReport,
     Plan,
-    Ready,
+    ReadyReport,
     Update,
     UpdateReport,
 )
@@ -33,16 +33,17 @@ from headwater.common.secagg.protocol import Phase, Request
 from headwater.common.settings.schema import from_run_config
 from headwater.server.fleet import Dropout, Reply, Traffic
 from headwater.server.flower.registration import Registration, check_name
-from headwater.server.rounds.observer import Observer
+from headwater.server.operations.round_log import RoundLog
+from headwater.server.rounds.observer import Observer, Observers
 from headwater.server.rounds.round_row import RoundRow
-from headwater.server.rounds.run import UNOBSERVED, OnRound, run
+from headwater.server.rounds.run import OnRound, run
 from headwater.server.rounds.training import Training
 
 log = logging.getLogger(__name__)
 # Of all loggers, Flower's engines show their own alone, with what descends from it.
 flower_log = logging.getLogger("flwr.headwater")
 
-Answer = TypeVar("Answer", bound=Update | Ready | EvaluateReport | Reply)
+Answer = TypeVar("Answer", bound=Update | ReadyReport | EvaluateReport | Reply)
 
 JOIN_POLL_SECONDS = 0.05
 FIRST_NOTICE_SECONDS, WAITING_NOTICE_SECONDS = 10.0, 60.0
@@ -62,7 +63,8 @@ def server_app(
             torch.set_num_threads(settings.threads)
         training = Training(settings, run_id=context.run_id)
         fleet = GridFleet(grid)
-        run(training, fleet, on_round=on_round, resume=resume, observer=observer or UNOBSERVED)
+        observers = Observers(RoundLog(), *([observer] if observer is not None else []))
+        run(training, fleet, on_round=on_round, resume=resume, observer=observers)
 
     return app
 
@@ -119,10 +121,10 @@ class GridFleet:
 
     def train(
         self, plans: Mapping[str, Plan], image: ModelImage, *, timeout_seconds: float | None
-    ) -> Iterator[Update | Ready | Dropout]:
-        def read(name: str, content: RecordDict) -> Update | Ready:
+    ) -> Iterator[Update | ReadyReport | Dropout]:
+        def read(name: str, content: RecordDict) -> Update | ReadyReport:
             if plans[name].is_masked:
-                ready = records.read(content, Ready)
+                ready = records.read(content, ReadyReport)
                 _check_in_time(ready, timeout_seconds)
                 return ready
             update = records.read_update(content)
@@ -262,7 +264,7 @@ class GridFleet:
             restore(state)
 
 
-def _check_in_time(report: Ready | UpdateReport, timeout_seconds: float | None) -> None:
+def _check_in_time(report: ReadyReport | UpdateReport, timeout_seconds: float | None) -> None:
     """Hold a virtual clock's seconds against the deadline, as the grid does the real ones.
 
     Raises:

@@ -15,15 +15,15 @@ from headwater.common.messages import (
     DeviceReport,
     EvaluateReport,
     Plan,
-    Ready,
-    Reported,
+    ReadyReport,
+    ReportFields,
     Update,
 )
 from headwater.common.model.parameters import ModelImage
 from headwater.common.secagg import protocol as secagg
 from headwater.common.secagg.protocol import Phase, Request
 from headwater.common.stats.gradient_noise import NoiseSums
-from headwater.server.aggregation.round_reports import Told
+from headwater.server.aggregation.round_sum import ReportColumns
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,13 +34,13 @@ class Dropout:
     error: HeadwaterError
 
 
-class Reports(Sequence[Reported], ABC):
+class Reports(Sequence[ReportFields], ABC):
     """The reports of several devices, which can be read one by one and all at once."""
 
     @property
     @abstractmethod
-    def told(self) -> Told:
-        """What they tell, in columns."""
+    def columns(self) -> ReportColumns:
+        """The reports as columns."""
 
     @abstractmethod
     def noise(self, owned: Mapping[str, int]) -> NoiseSums:
@@ -99,7 +99,7 @@ class Fleet(Protocol):
 
     def train(
         self, plans: Mapping[str, Plan], image: ModelImage, *, timeout_seconds: float | None
-    ) -> Iterator[Update | UpdateOfMany | Ready | Dropout]:
+    ) -> Iterator[Update | UpdateOfMany | ReadyReport | Dropout]:
         """Send plans and model, and yield each answer as it comes: Ready where a plan is masked.
 
         An update's vector is valid until the next one is asked for.

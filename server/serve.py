@@ -27,7 +27,7 @@ from headwater.server.operations.control import REVOKE, RunControl
 from headwater.server.operations.orders import Order
 from headwater.server.operations.run_lock import SERVER
 from headwater.server.rounds import checkpoint
-from headwater.server.rounds.observer import Observer, Observers, Unobserved
+from headwater.server.rounds.observer import Observer, Observers
 from headwater.server.rounds.run import OnRound
 from headwater.server.transport.device_records import DeviceRecords
 from headwater.server.transport.enrolment_port import enrolling
@@ -179,7 +179,7 @@ def _measured(
     settings: Settings, intake: Servicer, operation: RunControl | None
 ) -> Iterator[Observer]:
     """Show metrics where they were asked for."""
-    looking: Observer = Unobserved() if operation is None else operation
+    looking: Observer = Observers() if operation is None else operation
     if settings.server.metrics is None:
         yield looking
         return

@@ -270,7 +270,7 @@ def _simulate(resume: bool, config: Any, overrides: dict[str, Any], *, is_only_s
             "out": settings.out or default_out(settings),
         }
     )
-    from headwater.server.operations.progress import print_settings, print_result, progress_bar
+    from headwater.server.operations.progress import print_result, print_settings, progress_bar
 
     fleet = settings.simulation.fleet
     where = f"{settings.simulation.clients} simulated devices"
@@ -294,7 +294,7 @@ def _simulate(resume: bool, config: Any, overrides: dict[str, Any], *, is_only_s
 def _conclude_sessions(settings: Settings) -> None:
     """Print how many secure sessions were aborted, beside how many were to be expected."""
     from headwater.common.system.console import console
-    from headwater.server.rounds.round_row import read_rows
+    from headwater.server.operations.round_log import read_rows
     from headwater.simulation.reports.session_aborts import sessions_line
 
     if settings.out is not None:
@@ -305,7 +305,7 @@ def _conclude_sessions(settings: Settings) -> None:
 def _conclude_fleet(settings: Settings) -> None:
     """Print how long the devices waited for one another, and how full their memory was."""
     from headwater.common.system.console import console
-    from headwater.server.rounds.round_row import read_rows
+    from headwater.server.operations.round_log import read_rows
     from headwater.simulation.fleet.profiles import device_of
     from headwater.simulation.reports.fleet_summary import fullest, idle_line, memory_line
 
@@ -321,7 +321,7 @@ def _conclude_fleet(settings: Settings) -> None:
 def _conclude_faults(settings: Settings) -> None:
     """Print what became of the faults that were injected, if any were."""
     from headwater.common.system.console import console
-    from headwater.server.rounds.round_row import read_rows
+    from headwater.server.operations.round_log import read_rows
     from headwater.simulation.reports.fault_summary import fault_lines
 
     if settings.out is not None:

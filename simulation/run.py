@@ -15,6 +15,7 @@ import torch
 from headwater.common.errors import SettingsError
 from headwater.common.settings.schema import Settings
 from headwater.common.system.heap import keep_freed
+from headwater.server.operations.round_log import RoundLog
 from headwater.server.rounds.run import OnRound, run
 from headwater.server.rounds.training import Training
 from headwater.simulation.engines.in_process import LocalFleet
@@ -56,7 +57,7 @@ def run_engine(settings: Settings, *, on_round: OnRound, resume: bool) -> None:
         fleet = LocalFleet(settings, run_id=run_id)
         keep_freed()
         with contextlib.closing(fleet), _rare_collections():
-            run(training, fleet, on_round=on_round, resume=resume)
+            run(training, fleet, on_round=on_round, resume=resume, observer=RoundLog())
         return
     _run_on_messages(settings, run_id, on_round=on_round, resume=resume)
 
@@ -83,9 +84,9 @@ def _run_on_messages(settings: Settings, run_id: int, *, on_round: OnRound, resu
     from headwater.client.app import client_app
     from headwater.server.app import server_app
     from headwater.simulation.engines.message_grid import InProcessGrid
-    from headwater.simulation.fleet.virtual_hardware import simulated_machine
+    from headwater.simulation.fleet.virtual_hardware import virtual_hardware
 
-    grid = InProcessGrid(client_app(simulated_machine), settings)
+    grid = InProcessGrid(client_app(virtual_hardware), settings)
     grid.enter_run(run_id)
     context = Context(
         run_id=run_id,

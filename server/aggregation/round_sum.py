@@ -1,39 +1,107 @@
-"""What a round came to: the cohort's sums, whoever added them up, in clear or under masks."""
+"""A round's sums: the reports of its updates as columns, and the result of adding them up."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 from torch import Tensor
 
+from headwater.common.messages import ReportFields
 from headwater.common.stats.gradient_noise import NoiseSums
-from headwater.server.planning.target_batch import Gathered
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Summed:
-    """A cohort's sums, divided once by their weight.
+class RoundSum:
+    """A round's sums over its updates, in plain text or unmasked, and the mean gradient.
 
-    ``mean_P`` is the mean gradient; ``names`` are the devices whose updates are in it.
-    ``num_clipped`` counts what a fixed-point range cut off, and is None where there is none.
+    ``mean_P`` is divided once, by ``weight``, which the updates sent. ``summed_weight`` is what
+    their losses were summed over; it differs from ``weight`` only with dataset weighting. ``names``
+    are the clients whose updates are included. ``num_clipped`` counts the values that a fixed-point
+    range cut off; None without masking.
     """
 
     names: tuple[str, ...]
     mean_P: Tensor = field(repr=False)
     weight: int
+    num_examples: float
+    summed_weight: float
     loss_sum: float
     metric_sums: Mapping[str, float]
-    gathered: Gathered
     noise: NoiseSums | None
     num_clipped: int | None = None
-
-    @property
-    def num_examples(self) -> int:
-        """The examples behind the sum."""
-        return round(self.gathered.num_examples)
 
     @property
     def loss(self) -> float:
         """The mean loss per unit of weight."""
         return self.loss_sum / self.weight
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReportColumns:
+    """The reports of several updates as columns, with an entry for each client.
+
+    A metric's column has entries only for the clients that report it. ``sent_weight`` is the weight
+    of an update, ``summed_weight`` the weight that its loss was summed over, according to its steps;
+    they differ only with dataset weighting.
+    """
+
+    round: int
+    names: Sequence[str]
+    num_examples: Sequence[int]
+    num_steps: Sequence[int]
+    sent_weight: Sequence[int]
+    summed_weight: Sequence[int]
+    loss_sum: Sequence[float]
+    metric_sums: Mapping[str, Sequence[float]]
+    seconds: Sequence[float]
+
+    @staticmethod
+    def of(*reports: ReportFields) -> ReportColumns:
+        """Return the columns of reports of one round; at least one report."""
+        metrics = {name for report in reports for name in report.metric_sums}
+        return ReportColumns(
+            round=reports[0].round,
+            names=[report.name for report in reports],
+            num_examples=[report.num_examples for report in reports],
+            num_steps=[report.num_steps for report in reports],
+            sent_weight=[report.weight for report in reports],
+            summed_weight=[report.summed_weight for report in reports],
+            loss_sum=[report.loss_sum for report in reports],
+            metric_sums={
+                name: [one.metric_sums[name] for one in reports if name in one.metric_sums]
+                for name in sorted(metrics)
+            },
+            seconds=[report.seconds for report in reports],
+        )
+
+
+def total_loss(parts: Iterable[ReportColumns]) -> float:
+    """Add up the losses, rounded once, so that the result does not depend on their order."""
+    return math.fsum(chain.from_iterable(part.loss_sum for part in parts))
+
+
+def total_metrics(parts: Sequence[ReportColumns]) -> dict[str, float]:
+    """Add up each metric, rounded once."""
+    names = sorted({name for part in parts for name in part.metric_sums})
+    return {
+        name: math.fsum(chain.from_iterable(part.metric_sums.get(name, ()) for part in parts))
+        for name in names
+    }
+
+
+def total_summed_weight(parts: Iterable[ReportColumns], *, max_weight_per_example: int) -> int:
+    """Add up the weights that the losses were summed over.
+
+    A client's claim counts up to the task's bound for its number of examples. Where its steps have
+    no weight, the weight that it sent counts.
+    """
+    return sum(
+        min(summed or sent, num_examples * max_weight_per_example)
+        for part in parts
+        for num_examples, sent, summed in zip(
+            part.num_examples, part.sent_weight, part.summed_weight, strict=True
+        )
+    )

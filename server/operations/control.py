@@ -22,11 +22,13 @@ from headwater.common.messages import DeviceReport
 from headwater.common.system.json_logs import FIELDS
 from headwater.server.operations import orders
 from headwater.server.operations.history import History, figures_of
-from headwater.server.operations.orders import Drained, Order
+from headwater.server.operations.orders import Order
+from headwater.server.operations.round_log import read_rows, row_to_dict
 from headwater.server.operations.run_lock import RunLock
 from headwater.server.operations.vigil import LongWaitNotice, duration_text, names_text
+from headwater.server.rounds.observer import Drained, Observer
 from headwater.server.rounds.open_round import OpenRound
-from headwater.server.rounds.round_row import RoundRow, plain, read_rows
+from headwater.server.rounds.round_row import RoundRow
 from headwater.server.transport.device_records import DeviceRecords
 
 log = logging.getLogger(__name__)
@@ -65,7 +67,7 @@ def run_state(order: Order | None, *, is_in_round: bool) -> RunState:
     return "in a round" if is_in_round else "waiting"
 
 
-class RunControl:
+class RunControl(Observer):
     """The thread, and what it knows; an ``Observer`` of the rounds."""
 
     def __init__(
@@ -178,7 +180,7 @@ class RunControl:
 
     def committed(self, row: RoundRow) -> None:
         self._is_in_round, self.round = False, row.round
-        figures = figures_of(plain(row), ended_at=time.time())
+        figures = figures_of(row_to_dict(row), ended_at=time.time())
         self._note(lambda history: history.round(figures))
         fields = {
             "round": row.round,

@@ -37,10 +37,6 @@ class Order:
     at: float
 
 
-class Drained(Exception):
-    """No further round is to begin, and the server is to end. No error: it was asked for."""
-
-
 def give(folder: Path, verb: Verb, *, now: float | None = None) -> Order:
     """Leave an order for the server.
 

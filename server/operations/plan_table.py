@@ -10,7 +10,7 @@ from rich.table import Table
 
 from headwater.common.errors import SettingsError
 from headwater.common.system.console import console
-from headwater.server.rounds.round_row import ROUNDS, read_rows
+from headwater.server.operations.round_log import ROUNDS, read_rows
 
 
 def show_plan(folder: Path, *, round_number: int | None, explain: bool) -> None:

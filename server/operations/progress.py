@@ -11,8 +11,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from headwater.common.settings.schema import Settings
 from headwater.common.system.console import console
 from headwater.common.task import load_task, max_weight_per_example
+from headwater.server.operations.round_log import CURVES, EVENTS, ROUNDS, read_rows
 from headwater.server.planning.target_batch import described
-from headwater.server.rounds.round_row import CURVES, EVENTS, ROUNDS, RoundRow, read_rows
+from headwater.server.rounds.round_row import RoundRow
 from headwater.server.rounds.run import MODEL, OnRound
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Histogram
@@ -18,7 +18,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
 from headwater.common.errors import RoundAborted
-from headwater.common.messages import DeviceReport
+from headwater.server.rounds.observer import Observer
 from headwater.server.rounds.open_round import OpenRound
 from headwater.server.rounds.round_row import RoundRow
 
@@ -94,7 +94,7 @@ def labelled_devices(
     return kept, num_without
 
 
-class ServerMetrics:
+class ServerMetrics(Observer):
     """An ``Observer`` of the rounds, and what Prometheus collects from."""
 
     def __init__(self, now: Callable[[], ServerGauges]) -> None:
@@ -114,8 +114,6 @@ class ServerMetrics:
             registry=self.registry,
         )
         self.registry.register(self)
-
-    def begun(self, round_number: int, reports: Mapping[str, DeviceReport]) -> None: ...
 
     def closed(self, opened: OpenRound) -> None:
         with self._lock:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from headwater.common.messages import DeviceReport, Ready, Reported, Vitals
+from headwater.common.messages import DeviceReport, ReadyReport, ReportFields, Vitals
 from headwater.common.stats import training_speed as pace
 from headwater.common.stats.linear_fit import Line
 
@@ -71,7 +71,7 @@ class Learned:
         """Take note that the device is not there: when it comes back, it tells its vitals anew."""
         return self if self.is_outdated else replace(self, is_outdated=True)
 
-    def trained(self, report: Reported) -> Learned:
+    def trained(self, report: ReportFields) -> Learned:
         """Follow the pace that an update shows, and the vitals that it tells."""
         line, told = self.line, report.vitals
         if line is None and told is self.vitals:
@@ -86,7 +86,7 @@ class Learned:
         """Say whether the device told of the same memory: all that a plan with K set follows."""
         return told is self.vitals or _MEMORY(told) == _MEMORY(self.vitals)
 
-    def shown(self, ready: Ready) -> Learned:
+    def shown(self, ready: ReadyReport) -> Learned:
         """Take over the pace and the vitals of a device that keeps its steps to itself."""
         line, told = self.line, (ready.seconds_per_micro_batch, ready.seconds_per_example)
         if line is not None and told[0] is not None and told[1] is not None:
@@ -105,7 +105,7 @@ class Learned:
         share = min(self.deadline_share * IN_TIME_FACTOR, DEADLINE_SHARE)
         return replace(self, deadline_share=share, times_late=0)
 
-    def counted(self, report: Reported) -> Learned:
+    def counted(self, report: ReportFields) -> Learned:
         """Move on in the epoch: the device's update is part of a sum that was committed."""
         num_left = report.num_left or None
         return self if num_left == self.num_left else replace(self, num_left=num_left)

@@ -7,22 +7,21 @@ The decisions are pure functions elsewhere (``headwater.server.planning.round_pl
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from headwater.common.errors import EmptyUpdate, LateUpdate, TooFewClients
-from headwater.common.messages import DescribeRequest, DeviceReport, Plan, Reported
+from headwater.common.errors import EmptyUpdate, HeadwaterError, LateUpdate, TooFewClients
+from headwater.common.messages import DescribeRequest, DeviceReport, Plan, ReadyReport, ReportFields
 from headwater.common.model.parameters import ModelLayout
 from headwater.common.settings.schema import EvaluationSettings, Settings
 from headwater.server.planning import plan_reasons as reasons
 from headwater.server.planning.cohort import Invited, dataset_weights
 from headwater.server.planning.device_estimates import Learned
+from headwater.server.planning.exclusions import Exclusion, exclude, excluded_in
 from headwater.server.planning.inviting import Guests, Inviting
 from headwater.server.planning.planner import Assignment, Kind, Link, assign
 from headwater.server.planning.target_batch import Target
-from headwater.server.rounds.open_round import OpenRound
-from headwater.server.secagg.blame import LeftOut, convicted, left_out
 
 log = logging.getLogger(__name__)
 
@@ -58,13 +57,13 @@ class Planning:
         self._bounded: set[str] = set()
         self._unbelieved: set[str] = set()
         self._asked_anyway: set[str] = set()
-        self.culprits: dict[str, LeftOut] = {}
+        self.excluded: dict[str, Exclusion] = {}
 
     def leave_out(self, found: Mapping[str, str], *, round_number: int) -> None:
         """Leave who made a secure session fail out of what follows (``server.secagg.blame``)."""
-        self.culprits = convicted(self.culprits, found, round_number=round_number)
+        self.excluded = exclude(self.excluded, found, round_number=round_number)
         for name, why in found.items():
-            through = self.culprits[name].through_round
+            through = self.excluded[name].through_round
             log.warning("%s is left out through round %d: %s", name, through, why)
 
     def describe_request(self, *, left_out: str | None = None) -> DescribeRequest:
@@ -99,7 +98,7 @@ class Planning:
             update_bytes=4 * self._layout.num_parameters,
             turn_seconds=turn_seconds,
         )
-        culprits = left_out(self.culprits, reports, round_number=round_number)
+        culprits = excluded_in(self.excluded, reports, round_number=round_number)
         guests = self._inviting.guests(
             reports, self.learned, culprits=culprits, link=link, round_number=round_number
         )
@@ -228,32 +227,39 @@ class Planning:
             reason=reasons.of_plan(assignment, finish_seconds=finish) + evened,
         )
 
-    def learn(self, opened: OpenRound) -> None:
-        """Follow the devices' pace, vitals and lateness, whether or not the round will count."""
-        accepted = opened.accepted
-        for name in opened.plans:
+    def learn(
+        self,
+        names: Iterable[str],
+        *,
+        accepted: Mapping[str, ReportFields],
+        ready: Mapping[str, ReadyReport],
+        refused: Mapping[str, HeadwaterError],
+    ) -> None:
+        """Follow the invited clients' speed, vitals and lateness, whether or not the round counts.
+
+        ``accepted`` are the reports of the updates, ``ready`` those of masked updates, ``refused``
+        the errors of the clients without an update.
+        """
+        for name in names:
             learned = before = self.learned[name]
-            report = accepted.get(name)
-            if report is None:
-                learned = self._without_update(learned, name, opened)
-            elif not self._is_k_set or not learned.holds_as_much(report.vitals):
-                learned = learned.trained(report)
-            if not isinstance(opened.refused.get(name), LateUpdate):
+            report, error = accepted.get(name), refused.get(name)
+            if report is not None:
+                if not self._is_k_set or not learned.holds_as_much(report.vitals):
+                    learned = learned.trained(report)
+            elif name in ready:
+                learned = learned.shown(ready[name])
+            elif isinstance(error, EmptyUpdate):
+                learned = learned.skipped()
+            if not isinstance(error, LateUpdate):
                 learned = learned.in_time()
-            # Who is too slow for one example was foreseen to be late: it says nothing of its link.
+            # A client that is too slow for one example was expected to be late: its lateness says
+            # nothing of its link.
             elif name not in self._asked_anyway:
                 learned = learned.late()
             if learned is not before:
                 self.learned[name] = learned
 
-    def _without_update(self, learned: Learned, name: str, opened: OpenRound) -> Learned:
-        """Follow a device whose update is masked, or is missing."""
-        if name in opened.ready:
-            return learned.shown(opened.ready[name])
-        is_empty = isinstance(opened.refused.get(name), EmptyUpdate)
-        return learned.skipped() if is_empty else learned
-
-    def count(self, accepted: Mapping[str, Reported]) -> None:
+    def count(self, accepted: Mapping[str, ReportFields]) -> None:
         """Move on in the epochs of the devices whose updates were committed."""
         for name, report in accepted.items():
             before = self.learned[name]

@@ -30,16 +30,16 @@ DEFAULT_EXAMPLES = settings.PlanSettings().effective_batch_size
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Gathered:
+class BatchTotals:
     """What rounds have gathered: sums, or sums in which each round fades by DECAY."""
 
     num_examples: float = 0.0
     summed_weight: float = 0.0  # what the losses were summed over
     sent_weight: float = 0.0  # what the updates weighed; another only with dataset weighting
 
-    def after(self, later: Gathered) -> Gathered:
+    def after(self, later: BatchTotals) -> BatchTotals:
         """Return the fading sums behind one more round."""
-        return Gathered(
+        return BatchTotals(
             num_examples=DECAY * self.num_examples + later.num_examples,
             summed_weight=DECAY * self.summed_weight + later.summed_weight,
             sent_weight=DECAY * self.sent_weight + later.sent_weight,
@@ -146,7 +146,7 @@ class Target:
         self._max_weight = max_weight_per_example
         self.by = target_by(plan)
         self.noise_scale = NoiseScale()
-        self._seen = Gathered()
+        self._seen = BatchTotals()
         self._followed = plan.effective_batch_size
         self._num_invited = 1
 
@@ -174,13 +174,13 @@ class Target:
         """Return the micro-batch size for a quota: as planned, or so that it tells the noise."""
         return evened(quota, planned) if self.by == "noise scale" else planned
 
-    def ratio(self, round_gathered: Gathered) -> float:
+    def ratio(self, round_gathered: BatchTotals) -> float:
         """Return what a round gathered over what is set: of tokens where they are set."""
         if self._plan.tokens_per_update is not None:
             return round_gathered.summed_weight / self._plan.tokens_per_update
         return round_gathered.num_examples / self._plan.effective_batch_size
 
-    def commit(self, round_gathered: Gathered, noise: RoundNoise | None) -> None:
+    def commit(self, round_gathered: BatchTotals, noise: RoundNoise | None) -> None:
         """Take in a round that counts."""
         current = self.num_examples
         self._seen = self._seen.after(round_gathered)
@@ -214,7 +214,7 @@ class Target:
         if not state:
             return
         try:
-            self._seen = Gathered(
+            self._seen = BatchTotals(
                 num_examples=state["num_examples"],
                 summed_weight=state["summed_weight"],
                 sent_weight=state["sent_weight"],

@@ -10,10 +10,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from headwater.common.errors import CountOutOfRange, HeadwaterError, UnexpectedUpdate, UpdateRefused
-from headwater.common.messages import Plan, Ready, Reported, Update
+from headwater.common.messages import Plan, ReadyReport, ReportFields, Update
 from headwater.common.stats.gradient_noise import NoiseSums, sums_of
 from headwater.server.aggregation.cohort_sum import CohortSum
-from headwater.server.aggregation.round_reports import Told
+from headwater.server.aggregation.round_sum import ReportColumns
 from headwater.server.fleet import Dropout, UpdateOfMany
 
 log = logging.getLogger(__name__)
@@ -34,11 +34,11 @@ class OpenRound:
         """Take the plans, the empty sum, and how many examples each device owns."""
         self.plans = plans
         self.num_left_out = num_left_out
-        self.accepted: dict[str, Reported] = {}
-        self._told: list[Told] = []
+        self.accepted: dict[str, ReportFields] = {}
+        self._columns: list[ReportColumns] = []
         self._noise: list[NoiseSums] = []
-        self._not_laid: list[Reported] = []
-        self.ready: dict[str, Ready] = {}
+        self._not_laid: list[ReportFields] = []
+        self.ready: dict[str, ReadyReport] = {}
         self.refused: dict[str, HeadwaterError] = {}
         self.refusals: Counter[str] = Counter()  # what the round itself refused
         self._total = total
@@ -46,10 +46,10 @@ class OpenRound:
         self._owned = owned
 
     @property
-    def told(self) -> Sequence[Told]:
-        """What those who were accepted told."""
+    def columns(self) -> Sequence[ReportColumns]:
+        """What those who were accepted columns."""
         self._lay_in_columns()
-        return self._told
+        return self._columns
 
     @property
     def noise(self) -> Sequence[NoiseSums]:
@@ -61,19 +61,19 @@ class OpenRound:
         """Lay what single devices told in columns: all at once, not each between two updates."""
         reports, self._not_laid = self._not_laid, []
         if reports:
-            self._told.append(Told.of(*reports))
+            self._columns.append(ReportColumns.of(*reports))
             self._noise += [sums_of(one, num_owned=self._owned[one.name]) for one in reports]
 
     def refuse(self, name: str, error: HeadwaterError) -> None:
         """Count why a device is not in the round."""
         self.refused[name] = error
 
-    def take(self, answer: Update | UpdateOfMany | Ready | Dropout) -> None:
+    def take(self, answer: Update | UpdateOfMany | ReadyReport | Dropout) -> None:
         """Check an answer and fold it, or count why not."""
         if isinstance(answer, Dropout):
             self.refuse(answer.name, answer.error)
             return
-        if isinstance(answer, Ready):
+        if isinstance(answer, ReadyReport):
             self._take_ready(answer)
             return
         if isinstance(answer, UpdateOfMany):
@@ -95,9 +95,9 @@ class OpenRound:
 
     def _take_many(self, answer: UpdateOfMany) -> None:
         """Take a sum of many updates, whole or not at all."""
-        told = answer.reports.told
+        columns = answer.reports.columns
         try:
-            if not self._fits(told):
+            if not self._fits(columns):
                 for report in answer.reports:
                     self._check(report)  # which says what is wrong with whom
             name = f"{len(answer.reports)} devices"
@@ -108,27 +108,27 @@ class OpenRound:
             for report in answer.reports:
                 self.refuse(report.name, error)
             return
-        self._total.fold(answer.values_P, sum(told.sent_weight), peaks)
-        self.accepted |= zip(told.names, answer.reports, strict=True)
-        self._told.append(told)
+        self._total.fold(answer.values_P, sum(columns.sent_weight), peaks)
+        self.accepted |= zip(columns.names, answer.reports, strict=True)
+        self._columns.append(columns)
         self._noise.append(answer.reports.noise(self._owned))
 
-    def _fits(self, told: Told) -> bool:
+    def _fits(self, columns: ReportColumns) -> bool:
         """Say whether many devices tell what their plans allow, as ``_check`` has it of one."""
-        names = set(told.names)
-        if len(names) < len(told.names) or not names <= self.plans.keys() - self.accepted.keys():
+        names = set(columns.names)
+        if len(names) < len(columns.names) or not names <= self.plans.keys() - self.accepted.keys():
             return False
-        plans = [self.plans[name] for name in told.names]
+        plans = [self.plans[name] for name in columns.names]
         distinct = {id(plan): plan for plan in plans}  # many devices share one
-        if any(plan.round != told.round for plan in distinct.values()):
+        if any(plan.round != columns.round for plan in distinct.values()):
             return False
-        columns = (map(id, plans), told.num_examples, told.sent_weight, told.num_steps)
+        columns = (map(id, plans), columns.num_examples, columns.sent_weight, columns.num_steps)
         return all(
             self._fault(distinct[key], *numbers) is None
             for key, *numbers in set(zip(*columns, strict=True))
         )
 
-    def _take_ready(self, ready: Ready) -> None:
+    def _take_ready(self, ready: ReadyReport) -> None:
         try:
             self._check_expected(ready, self.ready)
         except UpdateRefused as error:
@@ -139,23 +139,23 @@ class OpenRound:
         self.ready[ready.name] = ready
 
     def _check_expected(
-        self, told: Ready | Reported, there: Mapping[str, Ready | Reported]
+        self, told: ReadyReport | ReportFields, there: Mapping[str, ReadyReport | ReportFields]
     ) -> Plan:
         """Return the plan that an answer belongs to.
 
         Raises:
             UnexpectedUpdate: nobody asked for it, or it is here already.
         """
-        plan = self.plans.get(told.name)
-        if plan is None or told.name in there:
-            raise UnexpectedUpdate(f"{told.name}: no update of it is awaited")
-        if told.round != plan.round:
+        plan = self.plans.get(columns.name)
+        if plan is None or columns.name in there:
+            raise UnexpectedUpdate(f"{columns.name}: no update of it is awaited")
+        if columns.round != plan.round:
             raise UnexpectedUpdate(
-                f"{told.name}: an update for round {told.round} in round {plan.round}"
+                f"{columns.name}: an update for round {columns.round} in round {plan.round}"
             )
         return plan
 
-    def _check(self, report: Reported) -> None:
+    def _check(self, report: ReportFields) -> None:
         """Hold a report against its plan.
 
         Raises:

@@ -23,16 +23,14 @@ from headwater.common.model.parameters import state_dict
 from headwater.common.model.tensor_file import write_tensors
 from headwater.common.settings.schema import SETTINGS_FILE, Settings
 from headwater.common.system.atomic_file import whole_file
-from headwater.server.aggregation.round_sum import Summed
+from headwater.server.aggregation.round_sum import RoundSum
 from headwater.server.fleet import Fleet
-from headwater.server.operations.orders import Drained
 from headwater.server.rounds import checkpoint
 from headwater.server.rounds import evaluation as evaluate
-from headwater.server.rounds.observer import Observer, Unobserved
+from headwater.server.rounds.observer import Drained, Observer, Observers
 from headwater.server.rounds.open_round import OpenRound
 from headwater.server.rounds.round_row import (
     ClientRows,
-    Journal,
     MaskedClientRow,
     RoundRow,
     masked_client_row,
@@ -44,7 +42,7 @@ log = logging.getLogger(__name__)
 MODEL = "model.safetensors"
 
 OnRound = Callable[[RoundRow], None]
-UNOBSERVED = Unobserved()
+NO_OBSERVER = Observers()
 
 
 def run(
@@ -53,7 +51,7 @@ def run(
     *,
     on_round: OnRound,
     resume: bool = False,
-    observer: Observer = UNOBSERVED,
+    observer: Observer = NO_OBSERVER,
 ) -> None:
     """Run all rounds of ``training.settings`` and leave the model and its metrics in ``out``.
 
@@ -65,7 +63,7 @@ def run(
     settings = training.settings
     folder = settings.out
     if folder is None:
-        _run_rounds(training, fleet, None, on_round, observer)
+        _run_rounds(training, fleet, on_round, observer)
         return
     if resume and training.resume(folder, fleet):
         log.info("resumed behind round %d", training.round)
@@ -76,39 +74,35 @@ def run(
             f"{folder} holds the checkpoint of another run",
             remedy="go on with it by --resume, or choose another --out",
         )
-    journal = Journal(folder, resumed_round=training.round)
+    observer.started(folder, round_number=training.round)
     _write_settings(folder, settings)
     try:
-        _run_rounds(training, fleet, journal, on_round, observer)
+        _run_rounds(training, fleet, on_round, observer)
     except BaseException:
         try:
             _step_back(training, folder)
-            _leave_files(training, journal, folder)
+            _save_model(folder, training)
         except HeadwaterError as error:
-            # The error that ended the run is the one to show; this one may be its echo.
+            # The error that ended the run is the one to show; this one may follow from it.
             log.warning("%s: %s", error.code, error)
         raise
-    _leave_files(training, journal, folder)
+    else:
+        _save_model(folder, training)
+    finally:
+        observer.ended()
 
 
 def _step_back(training: Training, folder: Path) -> None:
-    """Return to the model of the last checkpoint: a step may have been half taken, or not kept."""
-    found = checkpoint.load(folder)
-    training.round = 0 if found is None else found[0].round
-    if found is not None:
-        training.image.bytes_U8.copy_(found[1])
-
-
-def _leave_files(training: Training, journal: Journal, folder: Path) -> None:
-    if training.round:
-        _save_model(folder, training)
-    journal.close()
+    """Return to the model of the last checkpoint: a step may be half taken, or not stored."""
+    saved = checkpoint.load(folder)
+    training.round = 0 if saved is None else saved[0].round
+    if saved is not None:
+        training.image.bytes_U8.copy_(saved[1])
 
 
 def _run_rounds(
     training: Training,
     fleet: Fleet,
-    journal: Journal | None,
     on_round: OnRound,
     observer: Observer,
 ) -> None:
@@ -128,8 +122,8 @@ def _run_rounds(
             continue
         row = replace(row, num_aborted=num_aborted)
         num_aborted = 0
-        if journal is not None and settings.out is not None:
-            journal.append(row)
+        observer.stepped(row)
+        if settings.out is not None:
             tensors, rest = training.optimizer.state()
             checkpoint.save(
                 settings.out,
@@ -170,7 +164,7 @@ def _run_round(training: Training, fleet: Fleet, observer: Observer) -> RoundRow
         fold_seconds += time.perf_counter() - start
     watch.lap("train", less=fold_seconds)
     watch.split["fold"] = fold_seconds
-    planning.learn(opened)
+    planning.learn(plans, accepted=opened.accepted, ready=opened.ready, refused=opened.refused)
     try:
         _raise_common_fault(opened)
         done = training.close_round(opened, fleet)
@@ -187,7 +181,7 @@ def _run_round(training: Training, fleet: Fleet, observer: Observer) -> RoundRow
         round=training.round,
         num_clients=len(done.names),
         num_invited=len(plans),
-        num_examples=done.num_examples,
+        num_examples=round(done.num_examples),
         weight=done.weight,
         loss=done.loss,
         metrics=metrics,
@@ -196,7 +190,7 @@ def _run_round(training: Training, fleet: Fleet, observer: Observer) -> RoundRow
         seconds_split=watch.split,
         slowest_client_seconds=max(
             [
-                *(max(told.seconds) for told in opened.told),
+                *(max(part.seconds) for part in opened.columns),
                 *(ready.seconds for ready in opened.ready.values()),
             ]
         ),
@@ -220,7 +214,7 @@ def _run_round(training: Training, fleet: Fleet, observer: Observer) -> RoundRow
     )
 
 
-def _masked_rows(opened: OpenRound, done: Summed) -> list[MaskedClientRow]:
+def _masked_rows(opened: OpenRound, done: RoundSum) -> list[MaskedClientRow]:
     return [
         masked_client_row(opened.ready[name], opened.plans[name])
         for name in done.names
@@ -237,7 +231,7 @@ def _raise_common_fault(opened: OpenRound) -> None:
 
 
 def _evaluate(
-    training: Training, fleet: Fleet, opened: OpenRound, done: Summed
+    training: Training, fleet: Fleet, opened: OpenRound, done: RoundSum
 ) -> dict[str, float]:
     """Return the round's metrics: training sums always, test and held-out when they are due."""
     metrics = {f"train_{name}": value / done.weight for name, value in done.metric_sums.items()}
@@ -285,6 +279,9 @@ def _write_settings(folder: Path, settings: Settings) -> None:
 
 
 def _save_model(folder: Path, training: Training) -> None:
+    """Write the model, unless no round was committed."""
+    if not training.round:
+        return
     try:
         with whole_file(folder / MODEL) as part:
             write_tensors(part, state_dict(training.image))

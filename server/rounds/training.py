@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sized
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -22,19 +23,23 @@ from headwater.common.model.parameters import build_model, load_initial
 from headwater.common.model.vectors import all_finite, squared_norm
 from headwater.common.settings.schema import Settings
 from headwater.common.task import load_task, max_weight_per_example
-from headwater.server.aggregation import round_reports as told
 from headwater.server.aggregation.cohort_sum import CohortSum
-from headwater.server.aggregation.round_sum import Summed
+from headwater.server.aggregation.round_sum import (
+    RoundSum,
+    total_loss,
+    total_metrics,
+    total_summed_weight,
+)
 from headwater.server.aggregation.server_optimizer import ServerOptimizer, rate_factor
 from headwater.server.fleet import Fleet
 from headwater.server.planning import device_estimates as learned
+from headwater.server.planning import exclusions
 from headwater.server.planning.noise_scale import RoundNoise, round_noise, total
 from headwater.server.planning.round_plans import Planned, Planning, held_out_fraction
-from headwater.server.planning.target_batch import Target
+from headwater.server.planning.target_batch import BatchTotals, Target
 from headwater.server.rounds import checkpoint
 from headwater.server.rounds import evaluation as evaluate
 from headwater.server.rounds.open_round import OpenRound
-from headwater.server.secagg import blame as culprits
 from headwater.server.secagg import session as secure_round
 from headwater.server.secagg.parameters import SessionSetup
 from headwater.server.secagg.retries import sum_masked
@@ -114,7 +119,7 @@ class Training:
         self.planning.learned = learned.of_json(progress.learned)
         self.target.restore(progress.target)
         self.followed = secure_round.EncodingState.of_json(progress.secure)
-        self.planning.culprits = culprits.of_json(progress.secure.get("culprits", {}))
+        self.planning.excluded = exclusions.from_json(progress.secure.get("culprits", {}))
         fleet.restore_simulated(progress.simulated)
         return True
 
@@ -146,7 +151,7 @@ class Training:
             num_left_out=planned.num_too_slow,
         )
 
-    def close_round(self, opened: OpenRound, fleet: Fleet) -> Summed:
+    def close_round(self, opened: OpenRound, fleet: Fleet) -> RoundSum:
         """Divide the cohort's sum once by its weight; a masked one is opened in a secure session.
 
         Raises:
@@ -160,17 +165,19 @@ class Training:
             self._check_enough(opened, done.names)
             return done
         bound = max_weight_per_example(self.task)
-        return Summed(
+        columns = opened.columns
+        return RoundSum(
             names=tuple(opened.accepted),
             mean_P=self.sum.close(),
             weight=self.sum.weight,
-            loss_sum=told.loss_sum(opened.told),
-            metric_sums=told.metric_sums(opened.told),
-            gathered=told.gathered(opened.told, max_weight_per_example=bound),
+            num_examples=sum(chain.from_iterable(part.num_examples for part in columns)),
+            summed_weight=total_summed_weight(columns, max_weight_per_example=bound),
+            loss_sum=total_loss(columns),
+            metric_sums=total_metrics(columns),
             noise=total(opened.noise),
         )
 
-    def _close_masked(self, opened: OpenRound, fleet: Fleet) -> Summed:
+    def _close_masked(self, opened: OpenRound, fleet: Fleet) -> RoundSum:
         chosen = self.settings.secure
         cohort = secure_round.ReadyCohort.of(
             opened.ready,
@@ -227,19 +234,24 @@ class Training:
                 remedy=NOTHING_FINITE if nothing_finite else None,
             )
 
-    def commit(self, done: Summed, opened: OpenRound) -> Committed:
+    def commit(self, done: RoundSum, opened: OpenRound) -> Committed:
         """Take the step; the round counts from here on.
 
         Raises:
             Diverged: the step led to parameters that are not finite.
         """
+        sums = BatchTotals(
+            num_examples=done.num_examples,
+            summed_weight=done.summed_weight,
+            sent_weight=done.weight,
+        )
         noise = None
         if done.noise is not None and self.settings.plan.local_steps == 1:
             # Local steps move the model between the two batch sizes.
             noise = round_noise(done.noise, squared_mean=squared_norm(done.mean_P))
         rate = self.optimizer.step(
             done.mean_P,
-            rate_factor(self.settings.schedule.batch_scaling, self.target.ratio(done.gathered)),
+            rate_factor(self.settings.schedule.batch_scaling, self.target.ratio(sums)),
         )
         if not all_finite(self.image.values_P):
             raise Diverged(
@@ -249,7 +261,7 @@ class Training:
         self.counted |= dict.fromkeys(done.names, self.round)
         self.planning.count(opened.accepted)
         target = self.target.num_examples if self.target.by else None
-        self.target.commit(done.gathered, noise)
+        self.target.commit(sums, noise)
         return Committed(
             learning_rate=rate,
             target=target,
@@ -271,7 +283,7 @@ class Training:
             target=self.target.state(),
             secure={
                 **self.followed.to_json(),
-                "culprits": culprits.to_json(self.planning.culprits),
+                "culprits": exclusions.to_json(self.planning.excluded),
             },
             simulated=fleet.simulated_state(),
         )

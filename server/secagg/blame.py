@@ -1,8 +1,8 @@
 """Who made a secure session fail, and for how long it has no part in what follows.
 
-One device that does not keep to the protocol could abort every round. Whoever is found out in a
-round that was aborted is therefore left out of its further attempts and of the rounds behind them:
-ten the first time, and twice as many each time again. It comes back, as a device may be mended.
+One device that does not keep to the protocol could abort every round. A device that is found to be
+at fault for an aborted round is therefore excluded from its further attempts and from the following
+rounds (``headwater.server.planning.exclusions``).
 
 A hostile device may also accuse others, so nobody is left out on the word of a few:
 
@@ -23,9 +23,7 @@ be: these are an honest device's mishaps as well, or hidden by the masks.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Collection, Mapping
 
 from headwater.common.errors import (
     DealerCheated,
@@ -35,11 +33,9 @@ from headwater.common.errors import (
     RoundAborted,
     SignatureRefused,
 )
-from headwater.common.secagg.accusations import accused_in
+from headwater.common.secagg.protocol import accused_in
 
-FIRST_ROUNDS = 10
-MOST_DOUBLINGS = 16
-MOST_CHARACTERS = 200  # of what a device that is left out is told
+MAX_REASON_CHARACTERS = 200
 
 ACCUSING = (IdentityUnknown, SignatureRefused)
 
@@ -87,50 +83,7 @@ class Evidence:
                     holder,
                     f"it complained of the shares of {len(dealers)} of {len(self.members)} devices",
                 )
-        return {name: why[:MOST_CHARACTERS] for name, why in found.items()}
+        return {name: why[:MAX_REASON_CHARACTERS] for name, why in found.items()}
 
     def _is_enough(self, names: Collection[str]) -> bool:
         return 3 * len(set(names) & self.members) > len(self.members)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LeftOut:
-    """A device that was found out: through which round it has no part, and how often it was."""
-
-    through_round: int
-    times: int
-    why: str
-
-
-Culprits = Mapping[str, LeftOut]
-
-
-def convicted(
-    known: Culprits, found: Mapping[str, str], *, round_number: int
-) -> dict[str, LeftOut]:
-    """Return who is left out, now that these were found out in an attempt at a round."""
-    after = dict(known)
-    for name, why in found.items():
-        times = after[name].times + 1 if name in after else 1
-        rounds = FIRST_ROUNDS << min(times - 1, MOST_DOUBLINGS)
-        after[name] = LeftOut(through_round=round_number + rounds, times=times, why=why)
-    return after
-
-
-def left_out(known: Culprits, names: Container[str], *, round_number: int) -> dict[str, str]:
-    """Return which of these devices have no part in a round, and why."""
-    return {
-        name: f"until round {known[name].through_round + 1}, as {known[name].why}"[:MOST_CHARACTERS]
-        for name in known
-        if name in names and round_number <= known[name].through_round
-    }
-
-
-def to_json(known: Culprits) -> dict[str, dict[str, Any]]:
-    """Return plain data for the checkpoint."""
-    return {name: asdict(one) for name, one in known.items()}
-
-
-def of_json(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, LeftOut]:
-    """Return what ``to_json`` gave."""
-    return {name: LeftOut(**row) for name, row in rows.items()}

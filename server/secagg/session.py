@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 
 from headwater.common.errors import CheckpointCorrupt, HeadwaterError, StateError, UnexpectedUpdate
-from headwater.common.messages import Plan, Ready
+from headwater.common.messages import Plan, ReadyReport
 from headwater.common.model.parameters import ModelImage
 from headwater.common.secagg import masked_numbers
 from headwater.common.secagg.fixed_point import ClipState, decode_mean, follow_clip
@@ -45,9 +45,8 @@ from headwater.common.secagg.rotation import (
 )
 from headwater.common.settings.schema import SecureSettings
 from headwater.common.system.atomic_file import write_whole
-from headwater.server.aggregation.round_sum import Summed
+from headwater.server.aggregation.round_sum import RoundSum
 from headwater.server.fleet import Dropout, Fleet
-from headwater.server.planning.target_batch import Gathered
 from headwater.server.secagg.blame import Evidence
 from headwater.server.secagg.key_phases import CheckPhase, DealPhase, open_session
 from headwater.server.secagg.mask_phases import MaskPhase
@@ -133,14 +132,14 @@ class SessionNumbers:
 class ReadyCohort:
     """The devices that have an update, and what their plans allow."""
 
-    ready: Mapping[str, Ready]
+    ready: Mapping[str, ReadyReport]
     planned_weights: Mapping[str, int]
     metrics: tuple[str, ...]
     most_examples: int
 
     @staticmethod
     def of(
-        ready: Mapping[str, Ready],
+        ready: Mapping[str, ReadyReport],
         plans: Mapping[str, Plan],
         *,
         max_weight_per_example: int,
@@ -287,7 +286,7 @@ def run_session(
     return state
 
 
-def decode_sum(opened: UnmaskedSum, followed: EncodingState) -> tuple[Summed, EncodingState]:
+def decode_sum(opened: UnmaskedSum, followed: EncodingState) -> tuple[RoundSum, EncodingState]:
     """Divide the opened sum by its weight; return it, and what the next round follows from.
 
     Raises:
@@ -324,17 +323,14 @@ def decode_sum(opened: UnmaskedSum, followed: EncodingState) -> tuple[Summed, En
             bounds=follow_bounds(bounds, block_rms=rms, spread=spread, clipped=share),
         )
     return (
-        Summed(
+        RoundSum(
             names=opened.survived,
             mean_P=torch.from_numpy(mean_P),
             weight=weight,
             loss_sum=numbers[masked_numbers.LOSS],
             metric_sums=metrics_in(numbers),
-            gathered=Gathered(
-                num_examples=numbers[masked_numbers.NUM_EXAMPLES],
-                summed_weight=numbers[masked_numbers.SUMMED_WEIGHT],
-                sent_weight=weight,
-            ),
+            num_examples=numbers[masked_numbers.NUM_EXAMPLES],
+            summed_weight=numbers[masked_numbers.SUMMED_WEIGHT],
             noise=noise_in(numbers),
             num_clipped=num_clipped,
         ),

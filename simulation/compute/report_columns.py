@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from headwater.common.messages import Step, StopReason, Vitals
 from headwater.common.stats.gradient_noise import NoiseSums, solved, sums_of
-from headwater.server.aggregation.round_reports import Told
+from headwater.server.aggregation.round_sum import ReportColumns
 from headwater.server.fleet import Reports
 from headwater.server.planning.noise_scale import total
 from headwater.simulation.compute.example_rows import Rows
@@ -74,11 +74,11 @@ class Together(Reports):
         return np.array([one.plan.weigh_as for one in called], dtype=np.float64) / self.weight
 
     @cached_property
-    def told(self) -> Told:
+    def columns(self) -> ReportColumns:
         """See ``headwater.server.fleet.Reports``."""
         one, ratio = self.foreseen, 1.0 if self.ratio is None else self.ratio
         summed = self.weight.astype(np.int64).tolist()
-        return Told(
+        return ReportColumns(
             round=one.called[0].plan.round,
             names=[called.name for called in one.called],
             num_examples=one.num_examples.tolist(),
@@ -96,7 +96,7 @@ class Together(Reports):
 
     def noise(self, owned: Mapping[str, int]) -> NoiseSums:
         """See ``headwater.server.fleet.Reports``."""
-        told, norms = self.told, self.norms
+        told, norms = self.columns, self.norms
         if norms is None:
             return NoiseSums(weight=float(sum(told.sent_weight)))
         last = np.cumsum(self.foreseen.num_steps) - 1
@@ -187,7 +187,7 @@ class Together(Reports):
 
 
 class Report:
-    """One device's report: a ``common.messages.Reported``."""
+    """One device's report: a ``common.messages.ReportFields``."""
 
     __slots__ = ("_at", "_of")
 
@@ -197,27 +197,27 @@ class Report:
 
     @property
     def name(self) -> str:
-        return self._of.told.names[self._at]
+        return self._of.columns.names[self._at]
 
     @property
     def round(self) -> int:
-        return self._of.told.round
+        return self._of.columns.round
 
     @property
     def num_examples(self) -> int:
-        return self._of.told.num_examples[self._at]
+        return self._of.columns.num_examples[self._at]
 
     @property
     def weight(self) -> int:
-        return self._of.told.sent_weight[self._at]
+        return self._of.columns.sent_weight[self._at]
 
     @property
     def loss_sum(self) -> float:
-        return self._of.told.loss_sum[self._at]
+        return self._of.columns.loss_sum[self._at]
 
     @property
     def metric_sums(self) -> Mapping[str, float]:
-        return {name: sums[self._at] for name, sums in self._of.told.metric_sums.items()}
+        return {name: sums[self._at] for name, sums in self._of.columns.metric_sums.items()}
 
     @property
     def micro_batch_size(self) -> int:
@@ -229,7 +229,7 @@ class Report:
 
     @property
     def seconds(self) -> float:
-        return self._of.told.seconds[self._at]
+        return self._of.columns.seconds[self._at]
 
     @property
     def steps(self) -> Sequence[Step]:
@@ -237,11 +237,11 @@ class Report:
 
     @property
     def num_steps(self) -> int:
-        return self._of.told.num_steps[self._at]
+        return self._of.columns.num_steps[self._at]
 
     @property
     def summed_weight(self) -> int:
-        return self._of.told.summed_weight[self._at]
+        return self._of.columns.summed_weight[self._at]
 
     @property
     def has_norms(self) -> bool:

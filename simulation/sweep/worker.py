@@ -1,7 +1,7 @@
 """A sweep's worker process: executes one run after another, so that torch loads only once.
 
 The sweep and the worker hold the two ends of a pipe. The sweep sends the settings of a run; the
-worker answers with a ``Progress`` for each committed round and one for the run's end. SIGINT, or
+worker answers with a ``RunProgress`` for each committed round and one for the run's end. SIGINT, or
 the end of the sweep's process, interrupts the run as Ctrl-C does: its committed rounds are kept.
 """
 
@@ -31,7 +31,7 @@ Outcome = Literal["whole", "diverged", "failed"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Progress:
+class RunProgress:
     """A committed round, or with ``ended`` the end of a run, and a line of text about it."""
 
     line: str
@@ -40,7 +40,7 @@ class Progress:
 
 
 def execute_runs(pipe: Connection) -> None:
-    """Execute each run whose settings arrive, until None or the end of the pipe arrives."""
+    """Execute each run whose settings arrive, until the sweep closes the pipe."""
     from headwater.common.system.console import start_log
 
     # A process group of its own: the terminal's Ctrl-C reaches the sweep, which then decides.
@@ -51,9 +51,11 @@ def execute_runs(pipe: Connection) -> None:
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
         start_log(verbose=False)
-        while (settings := pipe.recv()) is not None:
-            pipe.send(_execute(settings, pipe))
-    except (KeyboardInterrupt, EOFError, OSError):
+        while True:
+            pipe.send(_execute(pipe.recv(), pipe))
+    except EOFError:
+        return
+    except (KeyboardInterrupt, OSError):
         os._exit(130)  # the run's files are complete, and its threads need not be awaited
 
 
@@ -64,15 +66,16 @@ def _interrupt_when_the_sweep_ends() -> None:
     os.kill(os.getpid(), signal.SIGINT)
 
 
-def _execute(settings: Settings, pipe: Connection) -> Progress:
+def _execute(settings: Settings, pipe: Connection) -> RunProgress:
     """Execute or resume a run, and write its result unless another attempt could end otherwise."""
-    from headwater.server.operations.progress import line_of
+    from headwater.server.operations.progress import round_line
+    from headwater.server.operations.round_log import read_rows
     from headwater.server.rounds.checkpoint import FILE
-    from headwater.server.rounds.round_row import RoundRow, read_rows
+    from headwater.server.rounds.round_row import RoundRow
     from headwater.simulation.run import run_engine
 
     def on_round(row: RoundRow) -> None:
-        pipe.send(Progress(round=row.round, line=line_of(row)))
+        pipe.send(RunProgress(round=row.round, line=round_line(row)))
 
     folder = settings.out
     assert folder is not None  # a sweep sets each run's folder
@@ -86,15 +89,15 @@ def _execute(settings: Settings, pipe: Connection) -> Progress:
         ended, message = "diverged", error.message
     except HeadwaterError as error:
         log.error("%s: %s", error.code, error.message)
-        return Progress(ended="failed", line=f"{error.code}: {error.message}")
+        return RunProgress(ended="failed", line=f"{error.code}: {error.message}")
     except Exception as error:
         log.exception("the run failed")
-        return Progress(ended="failed", line=f"{type(error).__name__}: {error}")
+        return RunProgress(ended="failed", line=f"{type(error).__name__}: {error}")
     keys = ("round", "loss", "weight", "metrics")
     rounds = [{key: row[key] for key in keys} for row in read_rows(folder)]
     result = {"ended": ended, "message": message, "rounds": rounds}
     write_whole(folder / RESULT, json.dumps(result).encode())
-    return Progress(ended=ended, line=message)
+    return RunProgress(ended=ended, line=message)
 
 
 def _redirect_output(path: Path) -> None:

@@ -47,7 +47,7 @@ POINTS = {
     "acknowledged, not folded": _server("rounds.open_round:OpenRound.take"),
     "folded": _server("rounds.open_round:OpenRound.take", "behind"),
     "stepped": _server("rounds.training:Training.commit", "behind"),
-    "noted": _server("rounds.round_row:Journal.append", "behind"),
+    "noted": _server("operations.round_log:RoundLog.stepped", "behind"),
     "before the checkpoint": _server("rounds.checkpoint:save"),
     "in the checkpoint": _server("rounds.checkpoint:write_tensors", "in"),
     "behind the checkpoint": _server("rounds.checkpoint:save", "behind"),

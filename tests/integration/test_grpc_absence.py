@@ -15,7 +15,8 @@ import pytest
 from headwater.client.app import app as own_app
 from headwater.client.device.availability import LEAD_SECONDS, ROUND_SLACK_BYTES, Availability
 from headwater.client.flower.node import Node
-from headwater.client.training.trainer import Identity, trainer_of, stop_requested
+from headwater.client.training.context import Identity
+from headwater.client.training.trainer import trainer_of, stop_requested
 from headwater.client.transport import leaving as departure
 from headwater.client.transport.connection import Connection
 from headwater.common.settings.schema import ClientSettings, Settings

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from headwater.common.data.partition_spec import rule_of
-from headwater.common.data.shares import Shares
+from headwater.common.data.shares import ClientDatasets
 from headwater.common.task import load_task
 from headwater.server.planning.cohort import select
 from tests.processes import Process, Processes, model_digest, port_of, rows, write_task
@@ -145,7 +145,7 @@ def test_devices_that_a_partition_deals_to_make_the_simulators_model(tmp_path: P
         found = simulated(processes, *settings, *dealt[:2], task=task)
         assert model_digest(tmp_path / "out") == found
     rule = rule_of("dirichlet:0.5", examples_per_device=None, seed=3)
-    shares = Shares(load_task(task))
+    shares = ClientDatasets(load_task(task))
     sizes = [len(shares.of(rule, data=None, part=part, num_parts=2)) for part in range(2)]
     first = {
         client["name"]: client["num_examples"] for client in rows(tmp_path / "out")[0]["clients"]

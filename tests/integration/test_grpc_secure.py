@@ -40,12 +40,12 @@ import os, signal, time
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
-from headwater.client.secagg.pending import HeldUpdate, HeldUpdates
+from headwater.client.secagg.pending import PendingUpdate, PendingUpdates
 from headwater.common.secagg.protocol import PHASES
 
 FOLDER = {folder!r}
 ACTIONS = {{phase.request: phase.action for phase in PHASES}}
-answer, begin = HeldUpdate.answer, HeldUpdates.begin
+answer, begin = PendingUpdate.answer, PendingUpdates.begin
 
 
 def answer_or_kill(self, request, **more):
@@ -66,7 +66,7 @@ def begin_when_open(self, *, run_id, round_number, name):
     begin(self, run_id=run_id, round_number=round_number, name=name)
 
 
-HeldUpdate.answer, HeldUpdates.begin = answer_or_kill, begin_when_open
+PendingUpdate.answer, PendingUpdates.begin = answer_or_kill, begin_when_open
 
 
 class Task:

@@ -11,7 +11,7 @@ import pytest
 
 from headwater.common.errors import SettingsError
 from headwater.common.settings.schema import Settings, load
-from headwater.server.rounds.round_row import read_rows
+from headwater.server.operations.round_log import read_rows
 from headwater.server.rounds.run import MODEL
 from headwater.simulation.engines.ray_cluster import ADDRESS, joined
 from headwater.simulation.fleet.profiles import with_fleet

@@ -14,7 +14,7 @@ from examples.synthetic import EXAMPLES_PER_DEVICE, NUM_CLASSES, RightLabels, Sy
 from headwater.common.data.additivity import check_additive
 from headwater.common.settings.schema import load
 from headwater.common.task import load_task
-from headwater.server.rounds.round_row import read_rows
+from headwater.server.operations.round_log import read_rows
 from headwater.simulation.fleet.profiles import read_fleet, with_fleet
 from headwater.simulation.run import run_engine
 

@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 from headwater.common.model.parameters import build_model, state_dict
 from headwater.common.settings.schema import Settings, load
 from headwater.common.task import load_task
-from headwater.server.rounds.round_row import read_rows
+from headwater.server.operations.round_log import read_rows
 from headwater.server.rounds.run import MODEL
-from headwater.simulation.fleet.faults import Moment, slowed
+from headwater.simulation.fleet.faults import Moment, link_slowdown
 from headwater.simulation.fleet.profiles import device_of, faults_of, with_fleet
 from headwater.simulation.reports.fault_summary import fault_lines
 from headwater.simulation.run import run_engine
@@ -135,7 +135,7 @@ def test_a_slow_link_takes_its_factor_of_time_in_its_rounds_only(tmp_path: Path)
     assert first == pytest.approx(last, rel=1e-9)
     assert slow - first == pytest.approx(49 * transfer, rel=1e-6)
     moment = Moment(seed=0, num_devices=6, part=3, round=2)
-    assert slowed(faults_of(settings), moment) == 50
+    assert link_slowdown(faults_of(settings), moment) == 50
 
 
 def test_a_link_that_is_too_slow_for_the_deadline_comes_too_late(tmp_path: Path) -> None:

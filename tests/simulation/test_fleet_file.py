@@ -24,9 +24,9 @@ from headwater.simulation.fleet.random_events import (
     are_on_battery,
     battery_seed,
     is_on_battery,
-    is_there,
+    is_connected,
 )
-from headwater.simulation.fleet.virtual_hardware import SimulatedMachine
+from headwater.simulation.fleet.virtual_hardware import VirtualHardware
 
 ROOT = Path(__file__).parents[2]
 OWN = "examples_per_second = 10\nmemory_bytes = 1000\nupload_bytes_per_second = 500\n"
@@ -72,7 +72,7 @@ def test_examples_per_second_hold_for_every_size_of_model(
     tmp_path: Path, num_parameters: int
 ) -> None:
     settings = fleet(tmp_path, f"[[device]]\nmicro_batch_seconds = 0.25\n{OWN}")
-    clock = SimulatedMachine(device_of(settings, 0), num_parameters).clock
+    clock = VirtualHardware(device_of(settings, 0), num_parameters).clock
     clock.seconds()  # the transfer is behind the first look
     start = clock.seconds()
     clock.worked(5)
@@ -83,7 +83,7 @@ def test_without_a_file_the_fleet_is_drawn_by_the_seed() -> None:
     settings = load(None, {"seed": SEED})
     assert [device_of(settings, part) for part in range(9)] == [device(SEED, p) for p in range(9)]
     assert with_fleet(settings) == settings
-    assert all(is_there(settings, part, round_number=1, look=0) for part in range(9))
+    assert all(is_connected(settings, part, round_number=1, look=0) for part in range(9))
 
 
 def test_settings_with_a_fleet_survive_toml_and_flower_s_run_config(tmp_path: Path) -> None:
@@ -110,14 +110,14 @@ def test_no_jitter_is_a_factor_of_exactly_one() -> None:
 
 def test_a_device_is_there_in_the_fraction_of_rounds_that_is_set(tmp_path: Path) -> None:
     settings = fleet(tmp_path, f"[[device]]\navailability = 0.3\n{OWN}")
-    there = sum(is_there(settings, 0, round_number=n, look=0) for n in range(4000))
+    there = sum(is_connected(settings, 0, round_number=n, look=0) for n in range(4000))
     # Four standard deviations of a binomial count.
     assert abs(there - 1200) <= 4 * (4000 * 0.3 * 0.7) ** 0.5
 
 
 def test_a_trace_of_availability_has_an_entry_a_round_and_is_repeated(tmp_path: Path) -> None:
     settings = fleet(tmp_path, f"[[device]]\navailability = [1, 0, 0.5]\n{OWN}")
-    there = [is_there(settings, 0, round_number=n, look=0) for n in range(1, 1201)]
+    there = [is_connected(settings, 0, round_number=n, look=0) for n in range(1, 1201)]
     assert all(there[0::3])
     assert not any(there[1::3])
     # Four standard deviations of a binomial count.
@@ -126,7 +126,7 @@ def test_a_trace_of_availability_has_an_entry_a_round_and_is_repeated(tmp_path: 
 
 def test_a_later_look_is_one_entry_further_in_the_trace(tmp_path: Path) -> None:
     settings = fleet(tmp_path, f"[[device]]\navailability = [0, 0, 1]\n{OWN}")
-    looks = [is_there(settings, 0, round_number=1, look=look) for look in range(6)]
+    looks = [is_connected(settings, 0, round_number=1, look=look) for look in range(6)]
     assert looks == [False, False, True, False, False, True]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from headwater.common.settings.schema import Settings, load
-from headwater.server.rounds.round_row import read_rows
+from headwater.server.operations.round_log import read_rows
 from headwater.server.rounds.run import MODEL
 from headwater.simulation.fleet.profiles import with_fleet
 from headwater.simulation.fleet.random_events import is_on_battery

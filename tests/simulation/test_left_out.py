@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from headwater.common.settings.schema import Settings, load
-from headwater.server.rounds.round_row import RoundRow, read_rows
+from headwater.server.operations.round_log import read_rows
+from headwater.server.rounds.round_row import RoundRow
 from headwater.server.rounds.run import MODEL
 from headwater.simulation.fleet.profiles import read_fleet_file
 from headwater.simulation.run import run_engine
@@ -164,7 +165,7 @@ def test_what_is_forgotten_of_devices_is_told_again_as_it_was(
         read_fleet_file.cache_clear()
         rows = simulate(chosen)
         told.append([(row.left_out, row.refused, [c.plan for c in row.clients]) for row in rows])
-        monkeypatch.setattr("headwater.simulation.fleet.devices.LEAST_HELD", 0)
+        monkeypatch.setattr("headwater.simulation.fleet.devices.MIN_CACHE_SIZE", 0)
     assert any(left_out for left_out, *_ in told[0])
     assert told[0] == told[1]
     models = [(tmp_path / name / MODEL).read_bytes() for name in ("kept", "forgotten")]

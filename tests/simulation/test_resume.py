@@ -15,8 +15,8 @@ import pytest
 
 from headwater.common.errors import CheckpointCorrupt, SettingsError
 from headwater.common.settings.schema import Settings
+from headwater.server.operations.round_log import ROUNDS, read_rows
 from headwater.server.rounds.checkpoint import FILE
-from headwater.server.rounds.round_row import ROUNDS, read_rows
 from headwater.server.rounds.run import MODEL
 from headwater.simulation.run import run_engine
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from headwater.common.settings.schema import Settings, load
-from headwater.server.rounds.round_row import read_rows
+from headwater.server.operations.round_log import read_rows
 from headwater.server.rounds.run import MODEL
 from headwater.simulation.run import run_engine
 

@@ -10,7 +10,7 @@ import pytest
 
 from headwater.common.settings.schema import Settings, load
 from headwater.common.task import load_task, open_train_examples
-from headwater.server.rounds.round_row import read_rows
+from headwater.server.operations.round_log import read_rows
 from headwater.simulation.fleet.profiles import device_of, with_fleet
 from headwater.simulation.reports.fleet_summary import SETTLING_ROUNDS, fullest, idle_time
 from headwater.simulation.run import run_engine

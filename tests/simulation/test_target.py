@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from headwater.common.settings.schema import Settings
-from headwater.server.rounds.round_row import RoundRow, read_rows
+from headwater.server.operations.round_log import read_rows
+from headwater.server.rounds.round_row import RoundRow
 from headwater.server.rounds.run import MODEL
 from headwater.simulation.run import run_engine
 

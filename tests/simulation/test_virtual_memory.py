@@ -7,19 +7,20 @@ from typing import Any
 
 import pytest
 
-from headwater.client.device.hardware import Hardware
+from headwater.client.device.interfaces import Hardware
 from headwater.client.memory.peak_model import GUARD_SHARE
-from headwater.client.training.trainer import Identity, resident_of
+from headwater.client.training.context import Identity
+from headwater.client.training.trainer import trainer_of
 from headwater.common.model.parameters import ModelLayout
 from headwater.common.settings.schema import Settings, load
 from headwater.common.stats.linear_fit import Line
-from headwater.server.rounds.round_row import read_rows
+from headwater.server.operations.round_log import read_rows
 from headwater.simulation.fleet.profiles import SimulatedDevice
 from headwater.simulation.fleet.virtual_hardware import (
     IDLE_BYTES,
-    SimulatedMachine,
+    VirtualHardware,
     VirtualMemory,
-    simulated_machine,
+    virtual_hardware,
 )
 from headwater.simulation.reports.fleet_summary import fullest, memory_line
 from headwater.simulation.run import run_engine
@@ -83,33 +84,33 @@ def test_checkpointing_lowers_the_line_and_slows_the_clock_by_a_third() -> None:
         examples_per_second=1,
         micro_batch_seconds=0,
     )
-    machine = SimulatedMachine(device, 0)
+    machine = VirtualHardware(device, 0)
     machine.memory.bytes_per_example = 100.0
     machine.clock.worked(3)
     assert machine.clock.seconds() == 3
-    machine.memory.relieve(40.0)
+    machine.memory.use_checkpointing(40.0)
     assert machine.memory.line == Line(base=float(IDLE_BYTES), each=40.0)
     machine.clock.worked(3)
     assert machine.clock.seconds() == 3 + 3 * 4 / 3
 
 
 def machine_of(part: int, settings: Settings) -> tuple[Identity, Hardware]:
-    resident = resident_of(TASK, replace_batch_norm=False, check_task=True)
-    layout: ModelLayout = resident.image.layout
+    trainer = trainer_of(TASK, replace_batch_norm=False, check_task=True)
+    layout: ModelLayout = trainer.image.layout
     identity = Identity(name=str(part), data=None, part=part, num_parts=3)
-    return identity, simulated_machine(identity, settings, layout)
+    return identity, virtual_hardware(identity, settings, layout)
 
 
 def test_a_machine_made_for_a_plan_knows_its_memory_as_one_made_to_describe_itself() -> None:
     settings = load(None, {"task": TASK, "simulation.clients": 3})
     _, untold = machine_of(1, settings)
     identity, told = machine_of(1, settings)
-    resident = resident_of(TASK, replace_batch_norm=False, check_task=True)
-    resident.measure(identity, told)
+    trainer = trainer_of(TASK, replace_batch_norm=False, check_task=True)
+    trainer.measure(identity, told)
     assert untold.vitals() == told.vitals()
     line = untold.memory.line
     assert line is not None
-    num_bytes = 2 * 4 * resident.image.layout.num_parameters
+    num_bytes = 2 * 4 * trainer.image.layout.num_parameters
     assert line.base == IDLE_BYTES + num_bytes
     # Beside the three there are views, losses and labels of some bytes an example.
     assert KEPT_BYTES <= line.each / 2 <= 1.02 * KEPT_BYTES

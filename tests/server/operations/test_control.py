@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 
 from headwater.common.errors import NonFiniteUpdate, TooFewClients
-from headwater.common.messages import DeviceReport, Plan, Ready, Vitals
+from headwater.common.messages import DeviceReport, Plan, ReadyReport, Vitals
 from headwater.common.model.parameters import ModelLayout
 from headwater.server.aggregation.cohort_sum import CohortSum
 from headwater.server.operations import history, orders, vigil
 from headwater.server.operations import run_lock as presence
 from headwater.server.operations.control import MOST_WAITING, RunControl
-from headwater.server.operations.orders import Drained, Order
+from headwater.server.operations.orders import Order
+from headwater.server.rounds.observer import Drained
 from headwater.server.rounds.open_round import OpenRound
-from headwater.server.rounds.round_row import Journal
 from headwater.server.transport.device_records import DeviceRecords
 from tests.processes import until
 from tests.round_rows import row
@@ -139,13 +139,15 @@ def test_a_drain_that_is_done_does_not_end_the_next_server(tmp_path: Path) -> No
 
 
 def test_what_happens_in_the_rounds_is_written(desk: Desk) -> None:
-    Journal(desk.folder, resumed_round=0).close()
+    round_log = RoundLog()
+    round_log.started(desk.folder, round_number=0)
+    round_log.ended()
     plan = Plan(round=1, run_seed=0, model_version=0, quota=20, micro_batch_size=8)
     report = DeviceReport(name="pi", num_examples=9, layout_digest="x", vitals=Vitals(battery=0.5))
     desk.operation.begun(1, {report.name: report})
     desk.until_written(lambda found: found.state.get("stands") == "in a round")
     opened = opened_round({"pi": plan, "late": plan})
-    opened.ready["pi"] = Ready(name="pi", round=1, seconds=2.0, peak_bytes=7)
+    opened.ready["pi"] = ReadyReport(name="pi", round=1, seconds=2.0, peak_bytes=7)
     opened.refuse("late", NonFiniteUpdate("late: NaN"))
     desk.operation.closed(opened)
     desk.operation.aborted(TooFewClients("one of two"))

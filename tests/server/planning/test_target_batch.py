@@ -11,14 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headwater.common.errors import CheckpointCorrupt, SettingsError
-from headwater.common.messages import Step, UpdateReport
 from headwater.common.settings import schema as settings
-from headwater.server.aggregation.round_reports import Told, gathered
 from headwater.server.planning.noise_scale import DECAY, RoundNoise
 from headwater.server.planning.target_batch import (
     LARGEST_CHANGE,
     LEAST_PER_CLIENT,
-    Gathered,
+    BatchTotals,
     Target,
     check,
     described,
@@ -36,30 +34,12 @@ def target(*, most: int = 1, **changes: Any) -> Target:
     return Target(plan(**changes), max_weight_per_example=most)
 
 
-def of(num_examples: int, weight: float) -> Gathered:
-    return Gathered(num_examples=num_examples, summed_weight=weight, sent_weight=weight)
+def of(num_examples: int, weight: float) -> BatchTotals:
+    return BatchTotals(num_examples=num_examples, summed_weight=weight, sent_weight=weight)
 
 
 def noise(scale: float) -> RoundNoise:
     return RoundNoise(variance=scale, squared_gradient=1.0, heterogeneity=0.0, measured_share=1.0)
-
-
-def report(*, num_examples: int, weights: list[int], sent: int | None = None) -> UpdateReport:
-    steps = tuple(
-        Step(num_examples=1, weight=w, loss=1.0, gradient_norm=1.0, seconds=0.5, peak_bytes=0)
-        for w in weights
-    )
-    return UpdateReport(
-        name="pi",
-        round=1,
-        num_examples=num_examples,
-        weight=sum(weights) if sent is None else sent,
-        loss_sum=1.0,
-        micro_batch_size=1,
-        seconds=1.0,
-        steps=steps,
-        reason="quota",
-    )
 
 
 CONTRADICTIONS = {
@@ -165,7 +145,7 @@ def test_with_dataset_weighting_the_noise_scale_is_in_the_weight_that_was_sent()
     for _ in range(20):
         seen = followed.open(num_invited=4)
         followed.commit(
-            Gathered(num_examples=seen, summed_weight=seen, sent_weight=5 * seen), noise(1000.0)
+            BatchTotals(num_examples=seen, summed_weight=seen, sent_weight=5 * seen), noise(1000.0)
         )
     assert followed.open(num_invited=4) == 200
 
@@ -223,20 +203,10 @@ def test_only_a_followed_noise_scale_changes_the_cut() -> None:
 
 
 def test_the_ratio_that_scales_the_rate_is_in_the_unit_that_was_set() -> None:
-    summed = Gathered(num_examples=30, summed_weight=900, sent_weight=7)
+    summed = BatchTotals(num_examples=30, summed_weight=900, sent_weight=7)
     assert target(effective_batch_size=60).ratio(summed) == 0.5
     assert target(tokens_per_update=450).ratio(summed) == 2.0
     assert target(accumulation_steps=2, effective_batch_size=10).ratio(summed) == 3.0
-
-
-def test_what_was_gathered_is_told_by_the_steps_and_bounded_by_the_task() -> None:
-    scaled = report(num_examples=3, weights=[10, 20], sent=500)
-    lying = report(num_examples=2, weights=[2**53], sent=64)
-    silent = report(num_examples=1, weights=[], sent=7)
-    parts = [Told.of(one) for one in (scaled, lying, silent)]
-    assert gathered(parts, max_weight_per_example=32) == Gathered(
-        num_examples=6, summed_weight=30 + 64 + 7, sent_weight=500 + 64 + 7
-    )
 
 
 def test_the_state_goes_through_json_and_goes_on_as_if_unbroken() -> None:

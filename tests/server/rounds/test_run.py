@@ -30,7 +30,7 @@ from headwater.common.messages import (
     DeviceReport,
     EvaluateReport,
     Plan,
-    Ready,
+    ReadyReport,
     Update,
     UpdateReport,
 )
@@ -43,7 +43,7 @@ from headwater.server.rounds.round_row import RoundRow
 from headwater.server.rounds.run import run
 from headwater.server.rounds.training import Training
 from headwater.simulation.engines.message_grid import InProcessGrid
-from headwater.simulation.fleet.virtual_hardware import simulated_machine
+from headwater.simulation.fleet.virtual_hardware import virtual_hardware
 
 Answer = Update | Dropout
 Tamper = Callable[[Answer], Iterator[Answer]]
@@ -53,7 +53,7 @@ class Network:
     """Real devices, and a wire that may change what they say."""
 
     def __init__(self, settings: Settings, tamper: Tamper) -> None:
-        grid = InProcessGrid(client_app(simulated_machine), settings)
+        grid = InProcessGrid(client_app(virtual_hardware), settings)
         grid.enter_run(secrets.randbits(62))
         self._fleet = GridFleet(grid)
         self._tamper = tamper
@@ -71,7 +71,7 @@ class Network:
         self, plans: Mapping[str, Plan], image: ModelImage, *, timeout_seconds: float | None
     ) -> Iterator[Answer]:
         for answer in self._fleet.train(plans, image, timeout_seconds=timeout_seconds):
-            assert not isinstance(answer, Ready)
+            assert not isinstance(answer, ReadyReport)
             yield from self._tamper(answer)
 
     def converse(

@@ -21,38 +21,33 @@ from headwater.common.errors import (
     TooFewSurvivors,
     WrongShare,
 )
-from headwater.common.messages import Ready
-from headwater.common.secagg.accusations import accusation, accused_in
+from headwater.common.messages import ReadyReport
 from headwater.common.secagg.identity import SigningIdentity
 from headwater.common.secagg.protocol import (
-    MaskedHead,
+    CheckReply,
+    MaskReply,
     Phase,
     Request,
     SessionNumber,
-    SharesChecked,
-    SharesDealt,
-    SharesRevealed,
+    SharesReply,
+    UnmaskReply,
+    accusation,
+    accused_in,
 )
 from headwater.common.settings.schema import Settings
 from headwater.server.app import GridFleet
 from headwater.server.fleet import Dropout, Reply
+from headwater.server.planning.exclusions import FIRST_ROUNDS
 from headwater.server.rounds.round_row import RoundRow
 from headwater.server.rounds.run import run
 from headwater.server.rounds.training import Training
-from headwater.server.secagg.blame import (
-    FIRST_ROUNDS,
-    Evidence,
-    convicted,
-    left_out,
-    of_json,
-    to_json,
-)
+from headwater.server.secagg.blame import Evidence
 from headwater.server.secagg.parameters import SessionSetup
 from headwater.server.secagg.retries import sum_masked
 from headwater.server.secagg.session import ReadyCohort
 from headwater.server.secagg.unmask_phase import UnmaskedSum
 from headwater.simulation.engines.message_grid import InProcessGrid
-from headwater.simulation.fleet.virtual_hardware import simulated_machine
+from headwater.simulation.fleet.virtual_hardware import virtual_hardware
 from tests.secagg import Cast
 
 LIAR = "d002"
@@ -76,7 +71,7 @@ class CastFleet:
             except HeadwaterError as error:
                 yield Dropout(name=name, error=error)
                 continue
-            vector = session.vector if isinstance(said, MaskedHead) else None
+            vector = session.vector if isinstance(said, MaskReply) else None
             yield Reply(name=name, said=said, beside=None if vector is None else vector.tobytes())
 
 
@@ -96,7 +91,7 @@ class Attempts:
             return replace(cast.opening, number=number, planned_weights=cohort.planned_weights)
 
         weights = cast.opening.planned_weights
-        ready = {n: Ready(name=n, round=1, seconds=1.0, peak_bytes=0) for n in weights}
+        ready = {n: ReadyReport(name=n, round=1, seconds=1.0, peak_bytes=0) for n in weights}
         try:
             self.opened = sum_masked(
                 ReadyCohort(ready=ready, planned_weights=weights, metrics=(), most_examples=1),
@@ -157,21 +152,21 @@ def test_a_device_whose_signature_is_another_s_costs_one_attempt() -> None:
 
 
 def test_a_dealer_whose_shares_two_of_three_find_bad_is_left_out() -> None:
-    def bad(dealt: SharesDealt) -> SharesDealt:
+    def bad(dealt: SharesReply) -> SharesReply:
         shares = tuple(s.model_copy(update={"sealed": bytes(len(s.sealed))}) for s in dealt.shares)
         return dealt.model_copy(update={"shares": shares})
 
-    came = Attempts(Cast(3), {LIAR: changing(SharesDealt, bad)})
+    came = Attempts(Cast(3), {LIAR: changing(SharesReply, bad)})
     assert isinstance(came.aborted, TooFewSurvivors)
     assert set(came.left_out) == {LIAR}
     assert isinstance(came.refused[LIAR], HeadwaterError)  # and none of it in silence
 
 
 def test_a_holder_that_complains_of_all_others_is_left_out_and_they_are_not() -> None:
-    def complaining(checked: SharesChecked) -> SharesChecked:
+    def complaining(checked: CheckReply) -> CheckReply:
         return checked.model_copy(update={"bad_dealers": ("d000", "d001")})
 
-    came = Attempts(Cast(3), {LIAR: changing(SharesChecked, complaining)})
+    came = Attempts(Cast(3), {LIAR: changing(CheckReply, complaining)})
     assert isinstance(came.aborted, TooFewSurvivors)
     assert set(came.left_out) == {LIAR}
 
@@ -179,10 +174,10 @@ def test_a_holder_that_complains_of_all_others_is_left_out_and_they_are_not() ->
 def test_who_leaves_for_bad_shares_is_counted_though_the_round_goes_on() -> None:
     cast = Cast(5)
 
-    def complaining(checked: SharesChecked) -> SharesChecked:
+    def complaining(checked: CheckReply) -> CheckReply:
         return checked.model_copy(update={"bad_dealers": ("d000",)})
 
-    came = Attempts(cast, {LIAR: changing(SharesChecked, complaining)})
+    came = Attempts(cast, {LIAR: changing(CheckReply, complaining)})
     holds_sum_of(cast, came, *cast.names[1:])  # of two that are level, the dealer
     assert isinstance(came.refused["d000"], WrongShare)
     assert LIAR in str(came.refused["d000"])
@@ -193,21 +188,21 @@ def test_who_leaves_for_bad_shares_is_counted_though_the_round_goes_on() -> None
 
 
 def test_a_dealer_whose_shares_open_something_else_is_left_out() -> None:
-    def other_seed(dealt: SharesDealt) -> SharesDealt:
+    def other_seed(dealt: SharesReply) -> SharesReply:
         return dealt.model_copy(update={"seed_commitment": spoiled(dealt.seed_commitment)})
 
-    came = Attempts(Cast(5, mode="active"), {LIAR: changing(SharesDealt, other_seed)})
+    came = Attempts(Cast(5, mode="active"), {LIAR: changing(SharesReply, other_seed)})
     assert isinstance(came.aborted, DealerCheated)
     assert came.num_attempts == 1
     assert set(came.left_out) == {LIAR}
 
 
 def test_a_holder_of_wrong_shares_that_ends_a_session_of_three_is_left_out() -> None:
-    def wrong(told: SharesRevealed) -> SharesRevealed:
+    def wrong(told: UnmaskReply) -> UnmaskReply:
         shares = {name: spoiled(share) for name, share in told.self_seed_shares.items()}
         return told.model_copy(update={"self_seed_shares": shares})
 
-    came = Attempts(Cast(3, mode="active"), {LIAR: changing(SharesRevealed, wrong)})
+    came = Attempts(Cast(3, mode="active"), {LIAR: changing(UnmaskReply, wrong)})
     assert isinstance(came.aborted, TooFewSurvivors)
     assert set(came.left_out) == {LIAR}
     assert came.left_out[LIAR].startswith("WrongShare")
@@ -221,7 +216,7 @@ def test_on_the_word_of_one_device_nobody_is_left_out(accused: str) -> None:
     def lying(said: object) -> object:
         raise IdentityUnknown(f"{accused}: not on the allow-list of {LIAR}")
 
-    came = Attempts(Cast(3, mode="active"), {LIAR: changing(SharesDealt, lying)})
+    came = Attempts(Cast(3, mode="active"), {LIAR: changing(SharesReply, lying)})
     assert isinstance(came.aborted, TooFewSurvivors)
     assert came.left_out == {}
     assert set(came.refused) == {LIAR}
@@ -231,7 +226,7 @@ def test_who_vanishes_is_not_left_out() -> None:
     def gone(said: object) -> object:
         raise LateUpdate("the phase's time is over")
 
-    for kind in (SharesDealt, SharesChecked, MaskedHead, SharesRevealed):
+    for kind in (SharesReply, CheckReply, MaskReply, UnmaskReply):
         came = Attempts(Cast(3, mode="active"), {LIAR: changing(kind, gone)})
         assert came.aborted is not None
         assert came.left_out == {}
@@ -289,7 +284,7 @@ class LyingFleet(GridFleet):
             timeout_seconds=timeout_seconds,
         ):
             said = reply.said if isinstance(reply, Reply) else None
-            if isinstance(reply, Reply) and reply.name == "1" and isinstance(said, SharesDealt):
+            if isinstance(reply, Reply) and reply.name == "1" and isinstance(said, SharesReply):
                 lie = {"seed_commitment": spoiled(said.seed_commitment)}
                 reply = replace(reply, said=said.model_copy(update=lie))
             yield reply
@@ -307,7 +302,7 @@ def test_a_cheat_costs_one_attempt_and_is_left_out_of_the_rounds_behind_it(tmp_p
             "simulation": {"clients": 5},
         }
     )
-    grid = InProcessGrid(client_app(simulated_machine), settings)
+    grid = InProcessGrid(client_app(virtual_hardware), settings)
     grid.enter_run(RUN)
     rows: list[RoundRow] = []
     run(Training(settings, run_id=RUN), LyingFleet(grid), on_round=rows.append)
@@ -318,7 +313,7 @@ def test_a_cheat_costs_one_attempt_and_is_left_out_of_the_rounds_behind_it(tmp_p
         assert "until round 12" in row.left_out["1"]
     again = Training(settings, run_id=RUN)
     assert again.resume(tmp_path / "out", LyingFleet(grid))
-    assert again.planning.culprits["1"].through_round == 1 + FIRST_ROUNDS
+    assert again.planning.excluded["1"].through_round == 1 + FIRST_ROUNDS
 
 
 def test_where_too_few_are_left_it_is_said_who_is_left_out_and_why() -> None:
@@ -333,17 +328,7 @@ def test_where_too_few_are_left_it_is_said_who_is_left_out_and_why() -> None:
             "simulation": {"clients": 5},
         }
     )
-    grid = InProcessGrid(client_app(simulated_machine), settings)
+    grid = InProcessGrid(client_app(virtual_hardware), settings)
     grid.enter_run(RUN)
     with pytest.raises(TooFewClients, match="1 is left out until round 12, as DealerCheated"):
         run(Training(settings, run_id=RUN), LyingFleet(grid), on_round=lambda row: None)
-
-
-def test_a_culprit_is_left_out_of_ten_rounds_and_of_twice_as_many_each_time_again() -> None:
-    once = convicted({}, {"a": "it lied"}, round_number=5)
-    assert set(left_out(once, ["a", "b"], round_number=5)) == {"a"}  # the round's next attempts
-    assert set(left_out(once, ["a", "b"], round_number=5 + FIRST_ROUNDS)) == {"a"}
-    assert left_out(once, ["a", "b"], round_number=6 + FIRST_ROUNDS) == {}
-    twice = convicted(once, {"a": "it lied"}, round_number=30)
-    assert twice["a"].through_round == 30 + 2 * FIRST_ROUNDS
-    assert of_json(to_json(twice)) == twice

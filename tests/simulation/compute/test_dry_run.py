@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from headwater.client.training.micro_batches import Place, Walk
+from headwater.client.training.micro_batches import SamplerPosition, SamplerState
 from headwater.common.messages import Plan
 from headwater.common.settings.schema import load
 from headwater.simulation.compute.dry_run import rehearse
-from headwater.simulation.fleet.devices import Called, Devices
+from headwater.simulation.fleet.devices import ClientPlan, Devices
 from headwater.simulation.fleet.profiles import with_fleet
 from tests.tasks import TwoLayers
 
@@ -79,7 +79,7 @@ def cohorts(draw: st.DrawFn) -> list[dict[str, Any]]:
     ]
 
 
-def called_of(asked: list[dict[str, Any]]) -> list[Called]:
+def called_of(asked: list[dict[str, Any]]) -> list[ClientPlan]:
     found = []
     for part, one in enumerate(asked):
         quota, size = one["quota"], one["micro_batch_size"]
@@ -95,7 +95,7 @@ def called_of(asked: list[dict[str, Any]]) -> list[Called]:
             deadline_seconds=None if deadline is None else max(seconds + deadline, 0.1),
             share=one["share"],
         )
-        found.append(Called(str(part), part, plan))
+        found.append(ClientPlan(str(part), part, plan))
     return found
 
 
@@ -103,7 +103,7 @@ def seen(devices: Devices, asked: list[dict[str, Any]]) -> dict[str, tuple[objec
     """Return all that is foreseen of each device, and its place."""
     called = called_of(asked)
     for part, told in enumerate(asked):
-        devices.walks[part] = Walk(place=Place(epoch=1, offset=told["offset"]))
+        devices.positions[part] = SamplerState(place=SamplerPosition(epoch=1, offset=told["offset"]))
     found = rehearse(devices, called)
     assert (found.alone, found.dropouts) == ([], [])
     all_of = found.foreseen
@@ -116,7 +116,7 @@ def seen(devices: Devices, asked: list[dict[str, Any]]) -> dict[str, tuple[objec
         seconds = (one.seconds.tolist(), one.step_seconds.tolist())
         foreseen[device.name] = (
             *(column.tolist() for column in columns),
-            *(*seconds, one.reasons, one.vitals, devices.walks[device.part]),
+            *(*seconds, one.reasons, one.vitals, devices.positions[device.part]),
         )
     return foreseen
 

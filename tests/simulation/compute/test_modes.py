@@ -21,7 +21,7 @@ from torch.utils.data import TensorDataset
 
 from headwater.common.errors import SettingsError
 from headwater.common.settings.schema import load
-from headwater.server.rounds.round_row import read_rows
+from headwater.server.operations.round_log import read_rows
 from headwater.server.rounds.run import MODEL
 from headwater.simulation.fleet.profiles import with_fleet
 from headwater.simulation.run import run_engine

@@ -10,7 +10,7 @@ from headwater.common.settings.schema import load
 from headwater.common.task import Examples
 from headwater.server.fleet import Dropout
 from headwater.simulation.compute.one_by_one import MOST_TOGETHER, OneByOne
-from headwater.simulation.fleet.devices import Called, Devices
+from headwater.simulation.fleet.devices import ClientPlan, Devices
 from headwater.simulation.fleet.profiles import with_fleet
 from tests.tasks import TwoLayers
 
@@ -34,9 +34,9 @@ def made(kind: type[Devices]) -> Devices:
 
 def answers(one_by_one: OneByOne, devices: Devices) -> list[Update | Dropout]:
     plan = Plan(round=1, run_seed=0, model_version=0, quota=4, micro_batch_size=2)
-    called = [Called(str(part), part, plan) for part in range(NUM_DEVICES)]
+    called = [ClientPlan(str(part), part, plan) for part in range(NUM_DEVICES)]
     found: list[Update | Dropout] = []
-    image = devices.resident.image
+    image = devices.trainer.image
     for answer in one_by_one.train(called, image, run_id=1, timeout_seconds=None):
         assert isinstance(answer, Update | Dropout)
         if isinstance(answer, Update):  # the vector is another's soon

@@ -6,19 +6,19 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headwater.client.training.micro_batches import SHORT, Place, Walk, window
+from headwater.client.training.micro_batches import SHORT, SamplerPosition, SamplerState, window
 from headwater.common.messages import Plan
 from headwater.simulation.compute.window_columns import windows_of
-from headwater.simulation.fleet.devices import Called
-from headwater.simulation.fleet.position_columns import Walks
+from headwater.simulation.fleet.devices import ClientPlan
+from headwater.simulation.fleet.position_columns import PositionColumns
 
 NUM_DEVICES = 6
 
 
 @st.composite
-def cohorts(draw: st.DrawFn) -> tuple[list[Called], Walks, list[int]]:
+def cohorts(draw: st.DrawFn) -> tuple[list[ClientPlan], PositionColumns, list[int]]:
     """Draw devices at any place of theirs, some of whose data sets are long, or shrank since."""
-    called, walks, owned = [], Walks(NUM_DEVICES), []
+    called, walks, owned = [], PositionColumns(NUM_DEVICES), []
     for part in draw(st.permutations(range(NUM_DEVICES))):
         finish = draw(st.none() | st.just(5.0))
         plan = Plan(
@@ -31,12 +31,12 @@ def cohorts(draw: st.DrawFn) -> tuple[list[Called], Walks, list[int]]:
             finish_seconds=finish,
         )
         places = [
-            Place(epoch=draw(st.integers(0, 3)), offset=draw(st.integers(0, SHORT + 40)))
+            SamplerPosition(epoch=draw(st.integers(0, 3)), offset=draw(st.integers(0, SHORT + 40)))
             for _ in range(2)
         ]
         pending = draw(st.none() | st.just(2))
-        walks[part] = Walk(place=places[0], pending_round=pending, pending_place=places[1])
-        called.append(Called(str(part), part, plan))
+        walks[part] = SamplerState(place=places[0], pending_round=pending, pending_place=places[1])
+        called.append(ClientPlan(str(part), part, plan))
         owned.append(draw(st.integers(1, SHORT + 30)))
     return called, walks, owned
 
@@ -44,7 +44,7 @@ def cohorts(draw: st.DrawFn) -> tuple[list[Called], Walks, list[int]]:
 @settings(deadline=None, max_examples=25)
 @given(cohorts())
 def test_the_windows_of_many_are_those_of_each(
-    cohort: tuple[list[Called], Walks, list[int]],
+    cohort: tuple[list[ClientPlan], PositionColumns, list[int]],
 ) -> None:
     called, walks, owned = cohort
     found = windows_of(called, walks, np.array(owned))

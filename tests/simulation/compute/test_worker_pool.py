@@ -20,11 +20,12 @@ from headwater.common.messages import Plan, Update
 from headwater.common.model.parameters import build_model
 from headwater.common.settings.schema import Settings, load
 from headwater.server.fleet import Dropout
-from headwater.server.rounds.round_row import RoundRow, read_rows
+from headwater.server.operations.round_log import read_rows
+from headwater.server.rounds.round_row import RoundRow
 from headwater.server.rounds.run import MODEL
 from headwater.simulation.compute.one_by_one import OneByOne
 from headwater.simulation.compute.worker_pool import Workers
-from headwater.simulation.fleet.devices import Called, Devices
+from headwater.simulation.fleet.devices import ClientPlan, Devices
 from headwater.simulation.run import run_engine
 
 NUM_DEVICES = 6
@@ -99,7 +100,7 @@ def test_two_workers_give_the_model_and_the_lines_of_one_process(tmp_path: Path)
     assert len(found[0][1][0]["clients"]) == NUM_DEVICES - 2
 
 
-def called(round_number: int) -> list[Called]:
+def called(round_number: int) -> list[ClientPlan]:
     plans = (
         Plan(
             round=round_number,
@@ -111,7 +112,7 @@ def called(round_number: int) -> list[Called]:
         )
         for _ in range(NUM_DEVICES)
     )
-    return [Called(str(part), part, plan) for part, plan in enumerate(plans)]
+    return [ClientPlan(str(part), part, plan) for part, plan in enumerate(plans)]
 
 
 @pytest.fixture(scope="module")

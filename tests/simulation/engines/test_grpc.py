@@ -10,9 +10,9 @@ import pytest
 
 from headwater.common.errors import SettingsError
 from headwater.common.settings.schema import Settings, load
+from headwater.server.operations.round_log import read_rows
 from headwater.server.operations.status import read_status
 from headwater.server.rounds import checkpoint
-from headwater.server.rounds.round_row import read_rows
 from headwater.server.rounds.run import MODEL
 from headwater.simulation.engines.grpc import CLIENTS, MOST_CLIENTS, check_engine
 from headwater.simulation.fleet.profiles import with_fleet

@@ -13,7 +13,7 @@ from flwr.serverapp.strategy import FedAvg
 from headwater.common.errors import SettingsError
 from headwater.common.settings.schema import Settings, load
 from headwater.simulation.engines.message_grid import InProcessGrid
-from headwater.simulation.fleet.nodes import MOST_LOOKS
+from headwater.simulation.fleet.devices import MAX_LOOKS
 from headwater.simulation.fleet.random_events import round_now
 
 NEVER_TOGETHER = """
@@ -34,7 +34,7 @@ def settings_of(folder: Path) -> Settings:
 
 def test_devices_that_are_never_there_together_end_the_run_by_name(tmp_path: Path) -> None:
     grid = InProcessGrid(ClientApp(), settings_of(tmp_path))
-    for look in range(MOST_LOOKS):
+    for look in range(MAX_LOOKS):
         assert len(list(grid.get_node_ids())) == 1, look
     with pytest.raises(SettingsError, match=r"round 1: 1,000 looks .* at least 2 are needed"):
         grid.get_node_ids()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from headwater.common.settings.schema import load
-from headwater.server.rounds.round_row import read_rows
+from headwater.server.operations.round_log import read_rows
 from headwater.simulation.fleet.profiles import with_fleet
 from headwater.simulation.run import run_engine
 

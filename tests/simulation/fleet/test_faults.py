@@ -20,11 +20,11 @@ from headwater.simulation.fleet.faults import (
     LiarFault,
     Moment,
     SlowLinkFault,
-    lie,
-    lies,
+    falsify,
+    falsifications,
     read_faults,
-    slowed,
-    vanishes,
+    link_slowdown,
+    unanswered_stage,
 )
 from headwater.simulation.fleet.profiles import faults_of, with_fleet
 from headwater.simulation.fleet.random_events import vanishes_at
@@ -43,7 +43,7 @@ def struck(fault: Fault, *, seed: int = 0, num: int = 100, round_number: int = 1
 
 
 def lied(**fault: Any) -> torch.Tensor:
-    return lie(VALUES_P, [LiarFault(devices=(0,), **fault)], moment())
+    return falsify(VALUES_P, [LiarFault(devices=(0,), **fault)], moment())
 
 
 def test_named_devices_are_struck_in_their_rounds_both_inclusive() -> None:
@@ -80,7 +80,7 @@ def test_a_chance_is_drawn_anew_for_each_device_and_round_and_repeats_itself() -
 
 def test_an_attempt_draws_the_chance_of_a_dropout_anew() -> None:
     faults = FleetFaults(dropout=(DropoutFault(devices=(0,), chance=0.5),))
-    drawn = {vanishes(faults, moment(), attempt=attempt) for attempt in range(20)}
+    drawn = {unanswered_stage(faults, moment(), attempt=attempt) for attempt in range(20)}
     assert drawn == {None, "train"}
 
 
@@ -92,9 +92,9 @@ def test_of_several_dropouts_the_earliest_phase_counts() -> None:
             DropoutFault(devices=(0,), phase="share_keys"),
         )
     )
-    assert vanishes(faults, moment(0)) == "query.share_keys"
-    assert vanishes(faults, moment(1)) == "evaluate"
-    assert vanishes(faults, moment(2)) is None
+    assert unanswered_stage(faults, moment(0)) == "query.share_keys"
+    assert unanswered_stage(faults, moment(1)) == "evaluate"
+    assert unanswered_stage(faults, moment(2)) is None
 
 
 def test_the_stages_of_a_round_are_those_of_a_secure_session_between_training_and_test() -> None:
@@ -108,8 +108,8 @@ def test_slow_links_of_one_device_multiply() -> None:
             SlowLinkFault(share=1.0, factor=2, last_round=1),
         )
     )
-    assert (slowed(faults, moment(0)), slowed(faults, moment(1))) == (6.0, 2.0)
-    assert (slowed(faults, moment(0, 2)), slowed(faults, moment(1, 2))) == (3.0, 1.0)
+    assert (link_slowdown(faults, moment(0)), link_slowdown(faults, moment(1))) == (6.0, 2.0)
+    assert (link_slowdown(faults, moment(0, 2)), link_slowdown(faults, moment(1, 2))) == (3.0, 1.0)
 
 
 def test_a_flipped_sign_and_a_factor_are_exact() -> None:
@@ -127,7 +127,7 @@ def test_one_value_that_is_not_finite_is_put_among_the_others(kind: str) -> None
 def test_random_lies_have_the_norm_of_the_update_and_differ_by_device_and_round() -> None:
     honest_P = torch.randn(1000, generator=torch.Generator().manual_seed(1))
     noise = [LiarFault(share=1.0, kind="random")]
-    found = [lie(honest_P, noise, moment(part, n)) for part, n in ((0, 1), (1, 1), (0, 2))]
+    found = [falsify(honest_P, noise, moment(part, n)) for part, n in ((0, 1), (1, 1), (0, 2))]
     for told_P in found:
         assert float(told_P.norm()) == pytest.approx(float(honest_P.norm()), rel=1e-5)
         # The cosine of two independent directions has a deviation of 1 / sqrt(P).
@@ -135,13 +135,13 @@ def test_random_lies_have_the_norm_of_the_update_and_differ_by_device_and_round(
         assert abs(cosine) <= 5 / 1000**0.5
     assert not torch.equal(found[0], found[1])
     assert not torch.equal(found[0], found[2])
-    assert torch.equal(found[0], lie(honest_P, noise, moment(0, 1)))
+    assert torch.equal(found[0], falsify(honest_P, noise, moment(0, 1)))
 
 
 def test_a_random_lie_about_nothing_is_nothing() -> None:
     noise = [LiarFault(share=1.0, kind="random")]
-    assert torch.equal(lie(torch.zeros(5), noise, moment()), torch.zeros(5))
-    assert len(lie(torch.zeros(0), noise, moment())) == 0
+    assert torch.equal(falsify(torch.zeros(5), noise, moment()), torch.zeros(5))
+    assert len(falsify(torch.zeros(0), noise, moment())) == 0
 
 
 def test_lies_are_told_one_upon_the_other_and_the_honest_vector_is_left_alone() -> None:
@@ -149,16 +149,16 @@ def test_lies_are_told_one_upon_the_other_and_the_honest_vector_is_left_alone() 
     flipped = LiarFault(devices=(0,), kind="sign-flipped")
     faults = FleetFaults(liar=(twice, flipped, LiarFault(devices=(1,), kind="nan")))
     honest_P = VALUES_P.clone()
-    assert torch.equal(lie(honest_P, lies(faults, moment()), moment()), -2 * VALUES_P)
+    assert torch.equal(falsify(honest_P, falsifications(faults, moment()), moment()), -2 * VALUES_P)
     assert torch.equal(honest_P, VALUES_P)
-    assert lie(honest_P, lies(faults, moment(2)), moment(2)) is honest_P
+    assert falsify(honest_P, falsifications(faults, moment(2)), moment(2)) is honest_P
 
 
 def test_no_faults_strike_nobody() -> None:
     assert not NO_FAULTS
-    assert vanishes(NO_FAULTS, moment()) is None
-    assert slowed(NO_FAULTS, moment()) == 1.0
-    assert lies(NO_FAULTS, moment()) == ()
+    assert unanswered_stage(NO_FAULTS, moment()) is None
+    assert link_slowdown(NO_FAULTS, moment()) == 1.0
+    assert falsifications(NO_FAULTS, moment()) == ()
 
 
 # The file.
@@ -178,8 +178,8 @@ def test_faults_of_the_fleet_s_file_and_of_their_own_add_up(tmp_path: Path) -> N
     text = '[[slow_link]]\nshare = 1\nfactor = 3\n[[liar]]\ndevices = [2]\nkind = "random"\n'
     settings = settings_with(tmp_path, text, **{"simulation.fleet": fleet})
     faults = faults_of(settings)
-    assert [slowed(faults, moment(part, num=4)) for part in range(4)] == [3, 6, 3, 3]
-    assert [bool(lies(faults, moment(part, num=4))) for part in range(4)] == [0, 0, 1, 0]
+    assert [link_slowdown(faults, moment(part, num=4)) for part in range(4)] == [3, 6, 3, 3]
+    assert [bool(falsifications(faults, moment(part, num=4))) for part in range(4)] == [0, 0, 1, 0]
 
 
 def test_a_dropout_by_the_file_joins_those_by_chance(tmp_path: Path) -> None:

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from headwater.common.errors import SettingsError
 from headwater.common.settings.schema import Settings, load
-from headwater.server.rounds.round_row import read_rows
+from headwater.server.operations.round_log import read_rows
 from headwater.simulation.fleet.profiles import with_fleet
-from headwater.simulation.fleet.random_events import is_there
+from headwater.simulation.fleet.random_events import is_connected
 from headwater.simulation.fleet.traces import Shares, Spans, read_trace
 from headwater.simulation.run import run_engine
 
@@ -27,7 +27,7 @@ def fleet(folder: Path, trace: str, *, count: int, more: str = "") -> Settings:
 
 
 def there(settings: Settings, part: int, rounds: range) -> list[int]:
-    return [n for n in rounds if is_there(settings, part, round_number=n, look=0)]
+    return [n for n in rounds if is_connected(settings, part, round_number=n, look=0)]
 
 
 def test_a_trace_of_shares_holds_for_each_device_of_the_table_and_begins_anew(

@@ -8,11 +8,10 @@ from dataclasses import replace
 
 import pytest
 
-from headwater.client.training.context import Restraint
-from headwater.client.training.probe_fit import Speed
+from headwater.client.device.interfaces import Speed, TimeShare
 from headwater.common.settings.schema import ClientSettings
 from headwater.simulation.fleet.profiles import PROFILES, SimulatedDevice, device
-from headwater.simulation.fleet.virtual_hardware import SimulatedMachine, VirtualClock
+from headwater.simulation.fleet.virtual_hardware import VirtualHardware, VirtualClock
 
 
 def test_a_device_is_the_same_machine_whenever_it_is_drawn() -> None:
@@ -67,14 +66,14 @@ def test_the_transfer_is_in_the_round_s_seconds_and_not_in_the_first_step_s() ->
 
 def test_model_and_update_travel_at_the_link_s_rate() -> None:
     drawn = device(0, 7)
-    machine = SimulatedMachine(drawn, 1000)
+    machine = VirtualHardware(drawn, 1000)
     start = machine.clock.seconds()
     assert machine.clock.seconds() - start == 2 * 4 * 1000 / drawn.upload_bytes_per_second
 
 
 def test_a_machine_tells_what_was_drawn() -> None:
     drawn = device(0, 7)
-    machine = SimulatedMachine(drawn, 1000)
+    machine = VirtualHardware(drawn, 1000)
     told = machine.vitals()
     assert machine.cores() == drawn.cores
     assert told.memory_limit_bytes == machine.memory.limit_bytes() == drawn.memory_bytes
@@ -93,15 +92,15 @@ LAPTOP = SimulatedDevice(
 
 
 def test_a_device_on_battery_says_so_and_gives_what_its_owner_lets_it() -> None:
-    machine = SimulatedMachine(
+    machine = VirtualHardware(
         LAPTOP, 10, is_on_battery=True, chosen=ClientSettings(battery_share=0.3)
     )
     assert (machine.vitals().is_on_battery, machine.vitals().share) == (True, 0.3)
-    assert machine.restraint() == Restraint(share=0.3, reason="on battery")
+    assert machine.time_share() == TimeShare(share=0.3, reason="on battery")
 
 
 def test_a_device_on_mains_gives_all_and_one_without_a_battery_does_not_speak_of_it() -> None:
-    on_mains = SimulatedMachine(LAPTOP, 10)
-    assert (on_mains.vitals().is_on_battery, on_mains.restraint()) == (False, Restraint())
-    without = SimulatedMachine(replace(LAPTOP, on_battery=0.0), 10)
+    on_mains = VirtualHardware(LAPTOP, 10)
+    assert (on_mains.vitals().is_on_battery, on_mains.time_share()) == (False, TimeShare())
+    without = VirtualHardware(replace(LAPTOP, on_battery=0.0), 10)
     assert without.vitals().is_on_battery is None

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from flwr.app import Context, Message, RecordDict
 
-from headwater.client.flower.request import asked_of
-from headwater.client.training.trainer import this_machine
+from headwater.client.device.hardware import this_machine
+from headwater.client.flower.request import read_request
 from headwater.common.errors import MissingColumn, NoSuchPartition
 from headwater.common.flower.grid import enter_run
 from headwater.common.settings.schema import Settings, load
@@ -153,6 +153,6 @@ def test_under_flower_a_node_s_part_is_dealt_by_the_run_s_configuration() -> Non
         run_config=settings.to_run_config(),
     )
     enter_run(1)
-    asked = asked_of(Message(RecordDict(), 1, "train"), context, this_machine)
+    asked = read_request(Message(RecordDict(), 1, "train"), context, this_machine)
     assert asked.identity.rule == settings.partition.rule(seed=5)
     assert (asked.identity.part, asked.identity.num_parts) == (3, 7)

@@ -1,4 +1,4 @@
-"""Sweeps as one starts them: kept, cut, taken up again, and with nothing left running."""
+"""Sweeps as a user starts them: complete, interrupted, resumed, and without leftover processes."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from headwater.server.operations.round_log import read_rows
 from headwater.server.rounds.checkpoint import FILE
-from headwater.server.rounds.round_row import read_rows
 from headwater.server.rounds.run import MODEL
 from headwater.simulation.sweep.worker import LOG, RESULT
 
@@ -56,8 +56,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left() -> Iterator[None]:
-    """End what a failed test left running."""
+def end_all_processes() -> Iterator[None]:
+    """Kill the processes that a failed test left running."""
     yield
     for process in STARTED:
         if process.poll() is None:
@@ -91,7 +91,7 @@ def start(folder: Path, out: str, *more: str, **env: str) -> subprocess.Popen[st
     return process
 
 
-def said(process: subprocess.Popen[str]) -> str:
+def output_of(process: subprocess.Popen[str]) -> str:
     output, _ = process.communicate(timeout=PATIENCE_SECONDS)
     return output
 
@@ -101,30 +101,30 @@ def models(out: Path) -> dict[str, bytes]:
     return {name: path.read_bytes() for name, path in found.items()}
 
 
-def waited(process: subprocess.Popen[str]) -> Iterator[None]:
-    """Yield until it is enough, as long as the process runs and patience lasts."""
+def while_running(process: subprocess.Popen[str]) -> Iterator[None]:
+    """Yield again and again until the caller breaks; fail if the process ends or time runs out."""
     end = time.monotonic() + PATIENCE_SECONDS
     while process.poll() is None and time.monotonic() < end:
         yield
         time.sleep(0.02)
-    pytest.fail("what was waited for did not come")
+    pytest.fail("the process ended, or took too long")
 
 
-def cut(folder: Path, out: str, how: int) -> subprocess.Popen[str]:
+def interrupt(folder: Path, out: str, signal_number: int) -> subprocess.Popen[str]:
     """Start a sweep, send it a signal in the middle of a run, and wait for its processes to end.
 
-    They are in sessions of their own: the signal comes to the sweep alone.
+    The signal goes to the sweep alone, not to its workers.
     """
     hold = folder / "hold"
     env = {"SLOW_SECONDS": "0.1", "HELD_BY": str(hold)}
     process = start(folder, out, "--jobs", "1", **env)
-    for _ in waited(process):
+    for _ in while_running(process):
         if any(len(read_rows(run)) >= 2 for run in (folder / out).glob("*/*")):
             break
-    hold.touch()  # from here on the run does not end by itself
+    hold.touch()  # from now on the run cannot finish
     workers = psutil.Process(process.pid).children()
     assert workers
-    process.send_signal(how)
+    process.send_signal(signal_number)
     _, alive = psutil.wait_procs(workers, timeout=PATIENCE_SECONDS)
     assert not alive
     hold.unlink()
@@ -132,34 +132,36 @@ def cut(folder: Path, out: str, how: int) -> subprocess.Popen[str]:
 
 
 @pytest.mark.slow
-def test_a_sweep_that_was_cut_goes_on_to_the_models_of_the_unbroken_one(folder: Path) -> None:
+def test_an_interrupted_sweep_resumes_to_the_models_of_the_uninterrupted_one(folder: Path) -> None:
     whole = start(folder, "whole", "--jobs", "1")
-    output = said(whole)
+    output = output_of(whole)
     assert whole.returncode == 0, output
     assert len(models(folder / "whole")) == 2
     assert "learning_rate" in output
     for name in ("points.csv", "runs.csv", "sweep.png"):
         assert (folder / "whole" / name).exists()
 
-    stopped = cut(folder, "cut", signal.SIGINT)
-    assert "the same command goes on" in said(stopped)
+    stopped = interrupt(folder, "interrupted", signal.SIGINT)
+    assert "the same command continues" in output_of(stopped)
     assert stopped.returncode == 130
-    assert not list((folder / "cut").glob(f"*/*/{RESULT}"))
+    assert not list((folder / "interrupted").glob(f"*/*/{RESULT}"))
 
-    resumed = start(folder, "cut", "--jobs", "2")
-    output = said(resumed)
+    resumed = start(folder, "interrupted", "--jobs", "2")
+    output = output_of(resumed)
     assert resumed.returncode == 0, output
-    assert models(folder / "cut") == models(folder / "whole")
+    assert models(folder / "interrupted") == models(folder / "whole")
 
-    written = {path: path.stat().st_mtime_ns for path in (folder / "cut").glob("*/*/*")}
-    assert "2 runs are done" in said(start(folder, "cut"))
-    assert {path: path.stat().st_mtime_ns for path in (folder / "cut").glob("*/*/*")} == written
+    written = {path: path.stat().st_mtime_ns for path in (folder / "interrupted").glob("*/*/*")}
+    assert "2 runs are done" in output_of(start(folder, "interrupted"))
+    assert {
+        path: path.stat().st_mtime_ns for path in (folder / "interrupted").glob("*/*/*")
+    } == written
 
 
 @pytest.mark.slow
-def test_the_processes_of_a_sweep_that_is_killed_end_and_keep_their_rounds(folder: Path) -> None:
-    killed = cut(folder, "out", signal.SIGKILL)
-    said(killed)
+def test_the_workers_of_a_killed_sweep_end_and_keep_their_rounds(folder: Path) -> None:
+    killed = interrupt(folder, "out", signal.SIGKILL)
+    output_of(killed)
     assert killed.returncode == -signal.SIGKILL
     (run,) = (folder / "out").glob("*/*")
     assert (run / FILE).exists()
@@ -167,45 +169,45 @@ def test_the_processes_of_a_sweep_that_is_killed_end_and_keep_their_rounds(folde
 
 
 @pytest.mark.slow
-def test_a_process_that_dies_costs_its_run_which_the_next_call_does(folder: Path) -> None:
+def test_a_worker_that_dies_fails_only_its_run_and_the_next_call_repeats_it(folder: Path) -> None:
     (folder / "die").touch()
     first = start(folder, "out", "--jobs", "1", DIES_AT=str(folder / "die"))
-    output = said(first)
+    output = output_of(first)
     assert first.returncode == 1, output
-    assert output.count("its process ended with status 9") == 2  # as it happens, and at the end
+    assert output.count("its process ended with status 9") == 2  # when it happens, and at the end
     assert "1 of 2 runs are done" in output
-    assert said(start(folder, "out", "--jobs", "1")).count("whole") == 1
+    assert output_of(start(folder, "out", "--jobs", "1")).count("whole") == 1
     assert len(models(folder / "out")) == 2
 
 
 @pytest.mark.slow
-def test_runs_that_diverge_are_a_result_and_are_not_tried_again(folder: Path) -> None:
+def test_a_diverged_run_is_a_result_and_is_not_repeated(folder: Path) -> None:
     more = ["--grid", "optimizer.learning_rate=0.01,1e38", "--seeds", "3", "--jobs", "1"]
     first = start(folder, "out", *more)
-    output = said(first)
+    output = output_of(first)
     assert first.returncode == 0, output
     assert "1 diverged" in output
     assert len(list((folder / "out").glob(f"*/seed-3/{LOG}"))) == 2
-    assert "2 runs are done" in said(start(folder, "out", *more))
+    assert "2 runs are done" in output_of(start(folder, "out", *more))
 
 
 @pytest.mark.slow
-def test_two_sweeps_in_one_folder_are_refused_and_bad_input_is_named(folder: Path) -> None:
+def test_a_second_sweep_in_one_folder_and_bad_arguments_are_refused(folder: Path) -> None:
     first = start(folder, "out", "--jobs", "1", SLOW_SECONDS="0.1")
-    for _ in waited(first):
+    for _ in while_running(first):
         if list((folder / "out").glob(f"*/*/{LOG}")):
             break
     second = start(folder, "out")
-    assert "another process is at the sweep" in said(second)
+    assert "another process executes the sweep" in output_of(second)
     assert second.returncode == 2
     first.send_signal(signal.SIGINT)
-    said(first)
+    output_of(first)
     assert first.returncode == 130
-    for given, named in (
+    for given, message in (
         (["--seeds", "a"], "expected numbers"),
         (["--grid", "rounds"], "KEY=VALUE"),
         (["--grid", "rounds=0"], "rounds: "),
     ):
         bad = start(folder, "out", *given)
-        assert named in said(bad)
+        assert message in output_of(bad)
         assert bad.returncode == 2

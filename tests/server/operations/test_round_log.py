@@ -1,0 +1,177 @@
+"""The round log writes a run's rows, events and curves, and reads its rows back."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headwater.common.errors import StateError
+from headwater.server.operations.round_log import (
+    CURVES,
+    EVENTS,
+    NOISE,
+    ROUNDS,
+    RoundLog,
+    read_rows,
+)
+from tests.round_rows import row
+
+CLIENTS = ("pi", "laptop")
+
+
+def opened(folder: Path, round_number: int = 0) -> RoundLog:
+    round_log = RoundLog()
+    round_log.started(folder, round_number=round_number)
+    return round_log
+
+
+def written(folder: Path, rounds: int) -> None:
+    round_log = opened(folder)
+    for number in range(1, rounds + 1):
+        round_log.stepped(row(number, *CLIENTS))
+    round_log.ended()
+
+
+def test_a_row_is_read_back_as_it_was_written(tmp_path: Path) -> None:
+    written(tmp_path, 2)
+    first, second = read_rows(tmp_path)
+    assert (first["round"], second["round"]) == (1, 2)
+    assert first["clients"][0]["step_gradient_norm"] == [1.0, 1.5]
+    assert first["clients"][0]["loss"] == 0.5
+    assert first["clients"][0]["peak_bytes"] == 100
+
+
+@pytest.mark.parametrize("resumed", [0, 1])
+def test_rows_after_the_resumed_round_are_dropped(tmp_path: Path, resumed: int) -> None:
+    written(tmp_path, 3)
+    opened(tmp_path, resumed).ended()
+    assert [found["round"] for found in read_rows(tmp_path)] == [*range(1, min(resumed, 3) + 1)]
+
+
+def test_a_line_cut_off_by_a_crash_is_skipped_and_written_again(tmp_path: Path) -> None:
+    written(tmp_path, 2)
+    file = tmp_path / ROUNDS
+    file.write_text(file.read_text()[:-20])
+    round_log = opened(tmp_path, 1)
+    round_log.stepped(row(2, *CLIENTS))
+    round_log.ended()
+    assert [json.loads(line)["round"] for line in file.read_text().splitlines()] == [1, 2]
+
+
+def test_reopening_the_log_never_leaves_fewer_rows_on_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kept rows are written beside the old ones: a full disk must not cost the history."""
+    written(tmp_path, 3)
+    before = (tmp_path / ROUNDS).read_text()
+
+    def full(*_: Any, **__: Any) -> str:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("headwater.server.operations.round_log.json.dumps", full)
+    with pytest.raises(StateError, match="No space left"):
+        opened(tmp_path, 2)
+    assert (tmp_path / ROUNDS).read_text() == before
+
+
+def test_a_file_in_the_folders_place_is_a_state_error(tmp_path: Path) -> None:
+    (tmp_path / "out").write_text("")
+    with pytest.raises(StateError):
+        opened(tmp_path / "out")
+
+
+def drawn(folder: Path) -> tuple[int, int]:
+    """Return width and height of the plot, read from its PNG header."""
+    content = (folder / CURVES).read_bytes()
+    assert content[:8] == b"\x89PNG\r\n\x1a\n"
+    width, height = struct.unpack(">II", content[16:24])
+    return width, height
+
+
+def test_the_curves_are_drawn(tmp_path: Path) -> None:
+    written(tmp_path, 3)
+    width, height = drawn(tmp_path)
+    assert width > height > 100
+
+
+@pytest.mark.parametrize("loss", [-1.0, float("nan")])
+def test_the_curves_are_drawn_whatever_the_loss(tmp_path: Path, loss: float) -> None:
+    round_log = opened(tmp_path)
+    for number in (1, 2):
+        round_log.stepped(row(number, *CLIENTS, loss=loss, metrics={}))
+    round_log.ended()
+    drawn(tmp_path)
+
+
+def test_the_batch_has_a_panel_of_its_own_only_where_the_noise_scale_was_followed(
+    tmp_path: Path,
+) -> None:
+    sizes = []
+    for name, target_by in (("fixed", "examples"), ("followed", "noise scale")):
+        round_log = opened(tmp_path / name)
+        for number, scale in ((1, None), (2, 40.0), (3, 90.0)):
+            round_log.stepped(
+                row(number, *CLIENTS, target=5, target_by=target_by, noise_scale=scale)
+            )
+        round_log.ended()
+        sizes.append(drawn(tmp_path / name))
+    assert sizes[1][0] > sizes[0][0]
+
+
+def test_rows_of_before_there_was_a_target_are_drawn_all_the_same(tmp_path: Path) -> None:
+    written(tmp_path, 2)
+    lines = [json.loads(line) for line in (tmp_path / ROUNDS).read_text().splitlines()]
+    for line in lines:
+        for name in ("target", "target_by", *NOISE):
+            del line[name]
+    (tmp_path / ROUNDS).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / CURVES).unlink()
+    opened(tmp_path, 2).ended()
+    drawn(tmp_path)
+
+
+def test_a_plot_that_cannot_be_written_does_not_hide_the_error_before_it(tmp_path: Path) -> None:
+    round_log = opened(tmp_path)
+    round_log.stepped(row(1, *CLIENTS))
+    (tmp_path / CURVES).mkdir()
+    round_log.ended()
+
+
+def test_a_run_without_a_round_draws_nothing(tmp_path: Path) -> None:
+    opened(tmp_path).ended()
+    assert not (tmp_path / CURVES).exists()
+
+
+def test_tensorboard_events_are_written(tmp_path: Path) -> None:
+    written(tmp_path, 1)
+    (events,) = (tmp_path / EVENTS).iterdir()
+    content = events.read_bytes()
+    assert b"test_accuracy" in content
+    assert b"effective_batch_size" in content
+    # Nobody could measure the noise: a zero in its place would be a claim.
+    assert not [name for name in NOISE if name.encode() in content]
+
+
+def test_target_and_noise_go_to_tensorboard_where_they_are_known(tmp_path: Path) -> None:
+    round_log = opened(tmp_path)
+    round_log.stepped(
+        row(
+            1,
+            *CLIENTS,
+            target=5,
+            target_by="examples",
+            noise_scale=40.0,
+            gradient_variance=2.0,
+            squared_gradient=0.05,
+            heterogeneity=-0.1,
+            measured_share=0.5,
+        )
+    )
+    round_log.ended()
+    (events,) = (tmp_path / EVENTS).iterdir()
+    content = events.read_bytes()
+    assert [name for name in ("target", *NOISE) if name.encode() not in content] == []

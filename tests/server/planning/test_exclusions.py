@@ -1,0 +1,31 @@
+"""A client that made a secure session fail is excluded from the following rounds, and returns."""
+
+from __future__ import annotations
+
+from headwater.server.planning.exclusions import (
+    FIRST_ROUNDS,
+    MAX_REASON_CHARACTERS,
+    exclude,
+    excluded_in,
+    from_json,
+    to_json,
+)
+
+
+def test_a_client_is_excluded_for_ten_rounds_and_for_twice_as_many_each_further_time() -> None:
+    once = exclude({}, {"a": "it lied"}, round_number=5)
+    assert set(excluded_in(once, ["a", "b"], round_number=5)) == {"a"}  # the round's next attempts
+    assert set(excluded_in(once, ["a", "b"], round_number=5 + FIRST_ROUNDS)) == {"a"}
+    assert excluded_in(once, ["a", "b"], round_number=6 + FIRST_ROUNDS) == {}
+    twice = exclude(once, {"a": "it lied"}, round_number=30)
+    assert twice["a"].through_round == 30 + 2 * FIRST_ROUNDS
+
+
+def test_exclusions_come_back_from_the_checkpoint_as_they_were() -> None:
+    known = exclude({}, {"a": "it lied", "b": "so did it"}, round_number=7)
+    assert from_json(to_json(known)) == known
+
+
+def test_a_reason_is_no_longer_than_a_describe_request_allows() -> None:
+    known = exclude({}, {"a": "x" * 1000}, round_number=1)
+    assert len(excluded_in(known, ["a"], round_number=2)["a"]) == MAX_REASON_CHARACTERS
