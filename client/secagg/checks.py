@@ -1,21 +1,23 @@
-"""Everything that a device checks before it answers in a secure session, in one place.
+"""The checks that a client runs before it answers a request of a secure session.
 
-A hostile server can make a session fail, as it can by being silent; it must not be able to make a
-device show its update. Each line of ``CHECKS`` is one way to try, and the named error that refuses
-it; tests/attacks/test_hostile_secagg_server.py tries them all. A refusal comes before the answer,
-so what the server holds by then opens nothing.
+A hostile server can always make a session fail, for example by staying silent; it must not be able
+to make a client reveal its update. Each row of ``CHECKS`` is one way to try and the named error that
+refuses it; tests/attacks/test_hostile_secagg_server.py tries them all. A check runs before the
+reply, so what the server holds at a refusal opens nothing. The checks of the first two phases are
+in ``client.secagg.roster_checks``.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from headwater.client.secagg.states import AwaitingMaskRequest, AwaitingUnmask, SessionFinished
 from headwater.client.secagg.types import Participant, SessionRecord, UnmaskedUpdate
 from headwater.common.errors import (
     BadPublicKey,
@@ -57,7 +59,7 @@ from headwater.common.secagg.session import SessionView, survivors_digest, survi
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Check:
-    """What must hold in which phase, and the error that says it does not."""
+    """One check: its name, its phase, the error that reports a violation, and the condition."""
 
     name: str
     action: str
@@ -72,228 +74,224 @@ def _rows(*rows: tuple[str, str, type[HeadwaterError], str]) -> tuple[Check, ...
 # fmt: off
 CHECKS = _rows(
     ("new session", "advertise_keys", SessionReplayed,
-     "the session is newer than any that it has seen, and of its update's round"),
+     "the session is newer than every session in the record, and of the update's round"),
     ("fresh update", "advertise_keys", UpdateAlreadyMasked,
-     "the update went into no session before"),
+     "the update was masked in no earlier session"),
     ("own mode", "advertise_keys", MaskingTooWeak,
-     "the mode is no weaker than its own, and it has what active mode takes"),
+     "the mode is at least the client's own; active mode has an identity and an allow-list"),
     ("same session", "share_keys", SessionReplayed,
-     "the roster is of the run, round, attempt and mode of its keys"),
+     "the roster has the run, round, attempt and mode that the keys were made for"),
     ("enough members", "share_keys", CohortTooSmall,
-     "there are 3 members, and its own minimum"),
+     "the roster has at least 3 members, and the client's own minimum"),
     ("unique members", "share_keys", RosterRefused,
-     "no name and no key stands twice"),
+     "no name and no key appears twice"),
     ("own entry", "share_keys", RosterRefused,
-     "its entry is exactly what it advertised, with its own plan's weight"),
+     "the client's entry has exactly the keys that it advertised and its own plan's weight"),
     ("known members", "share_keys", IdentityUnknown,
-     "every member is on its allow-list (active)"),
+     "every member is on the client's allow-list (active)"),
     ("signed keys", "share_keys", SignatureRefused,
      "every member's identity signed its keys for this session (active)"),
     ("sharing keys", "share_keys", BadPublicKey,
-     "no sharing key leads to an agreement that everybody can compute"),
+     "no sharing key gives a shared secret that everybody can compute"),
     ("threshold", "share_keys", ThresholdTooLow,
      "t, and k of a sparse graph, meet the rule for n"),
     ("reachable threshold", "share_keys", ThresholdTooHigh,
-     "t holders can be left after the dropouts that it assumes"),
+     "t holders can be left after the dropouts that the client assumes"),
     ("whole vector", "share_keys", ModelMismatch,
-     "all its coordinates are masked"),
+     "the session masks all coordinates of the update"),
     ("ring and clip", "share_keys", MaskingTooWeak,
-     "ring, clip bound, cipher, graph and masked counts are within its floor"),
+     "ring, clip bound, cipher, graph and masked counts are within the client's floor"),
     ("no overflow", "share_keys", RingCanWrap,
      "the sum of all planned weights fits the ring"),
     ("own dealers", "check_shares", RosterRefused,
-     "shares are its own, from its dealers, once each"),
+     "the shares are for this client, from its own dealers, one from each"),
     ("same model", "check_shares", SessionMismatch,
-     "a share of another opens: the others saw the same model and roster"),
+     "a share of another member opens: that member saw the same model and roster"),
     ("complaints", "masked_update", ComplaintIgnored,
-     "no dealer stays whose share was bad"),
+     "U2 has no dealer whose shares the client reported as bad"),
     ("maskers", "masked_update", RosterRefused,
-     "U2 is of those who dealt, once each, and it is in U2"),
+     "U2 has only members that dealt shares, each once, and this client"),
     ("enough maskers", "masked_update", CohortTooSmall,
-     "U2 has 3 members, its own minimum, and t of its holders"),
+     "U2 has at least 3 members, the client's own minimum, and t of its holders"),
     ("mask keys", "masked_update", BadPublicKey,
-     "no mask key leads to an agreement that everybody can compute"),
+     "no mask key gives a shared secret that everybody can compute"),
     ("own numbers", "masked_update", ModelMismatch,
-     "the masked numbers are those that its task gives"),
+     "the masked numbers are those that the client's task returns"),
     ("own weight", "masked_update", CountOutOfRange,
-     "its weight is within its plan"),
+     "the update's weight is within the client's plan"),
     ("finite", "masked_update", NonFiniteUpdate,
      "the vector and the numbers are finite"),
     ("block bounds", "masked_update", SessionMismatch,
-     "a 16-bit ring's bounds are those that all agreed on"),
+     "the bounds of a 16-bit ring are those in the session's parameters"),
     ("one share each", "consistency, unmask", BothSharesAsked,
-     "nobody both survived and dropped"),
+     "no member is in both the survived and the dropped set"),
     ("survivors", "consistency, unmask", SurvivorsRefused,
-     "survived and dropped are U2, once each, and it survived"),
+     "the two sets are together U2, each member once, and this client survived"),
     ("enough survivors", "consistency, unmask", SurvivorsRefused,
-     "3 survived, its own minimum, and its own share of U2"),
+     "at least 3 members survived, the client's own minimum, and its own fraction of U2"),
     ("holders", "consistency, unmask", SurvivorsRefused,
-     "of each survivor t holders survived"),
+     "t holders of each survivor survived"),
     ("one survivor set", "consistency, unmask", SurvivorsChanged,
-     "it is the only one of the session that it answers"),
+     "the client has answered no other survivor set in this session"),
     ("signed survivors", "unmask", SurvivorsNotAgreed,
      "enough members signed exactly this set (active)"),
     ("order", "any", OutOfPhase,
-     "the message is the one that it awaits"),
+     "the request is the one that the client's state waits for"),
 )
 # fmt: on
 
 
 def check_unmasked(device: Participant, record: SessionRecord) -> None:
-    """Check that the update went into no session before."""
+    """Check that the update was masked in no earlier session."""
     if record.masked == device.update_id:
         raise UpdateAlreadyMasked(
             f"{device.name}: the update {device.update_id} was masked before, in {record.highest}"
         )
 
 
-def check_delivery(delivered: CheckRequest, session: SessionView, device: Participant) -> None:
-    """Check that the shares are this device's, from its own dealers, once each."""
-    dealers = [share.dealer for share in delivered.shares]
+def check_delivery(request: CheckRequest, session: SessionView, device: Participant) -> None:
+    """Check that the shares are for this client, from its own dealers, one from each."""
+    dealers = [share.dealer for share in request.shares]
     if len(set(dealers)) != len(dealers) or not set(dealers) <= set(session.holders(device.name)):
-        raise RosterRefused(f"{device.name}: shares from dealers that are not its own, or twice")
-    if any(share.holder != device.name for share in delivered.shares):
-        raise RosterRefused(f"{device.name}: shares for another holder")
+        raise RosterRefused(
+            f"{device.name}: received shares twice from one dealer, or from a dealer not its own"
+        )
+    if any(share.holder != device.name for share in request.shares):
+        raise RosterRefused(f"{device.name}: received shares for another holder")
 
 
 def check_opened(
     good: Iterable[str], bad: Iterable[str], session: SessionView, device: Participant
 ) -> None:
-    """Check that it is not this device itself that is in another session than the others."""
+    """Check that some share opens: if none does, this client is the one with another session."""
     num_good, num_bad = len(set(good) - {device.name}), len(set(bad))
     if device.name in set(bad) or (num_bad and not num_good):
         raise SessionMismatch(
-            f"{device.name}: no share of {num_bad} opens in session {session.digest.hex()[:16]}: "
-            "the others were shown another model, another roster or other parameters"
+            f"{device.name}: none of {num_bad} shares opens in session "
+            f"{session.digest.hex()[:16]}: the other members were shown another model, another "
+            "roster or other parameters"
         )
 
 
-def check_members(
-    members: Sequence[str],
-    *,
-    session: SessionView,
-    opened: Iterable[str],
-    bad_dealers: frozenset[str],
-    device: Participant,
-) -> None:
-    """Check U2: with whom the pairwise masks will cancel."""
-    chosen, held = frozenset(members), frozenset(opened)
-    if len(chosen) != len(members) or not chosen <= session.members.keys():
-        raise RosterRefused(f"{device.name}: U2 names somebody twice, or from outside the roster")
-    if device.name not in chosen:
-        raise RosterRefused(f"{device.name}: it is asked to mask, and is not in U2")
-    if chosen & bad_dealers:
+def check_members(members: tuple[str, ...], state: AwaitingMaskRequest) -> None:
+    """Check U2, the members whose pairwise masks cancel in the sum."""
+    device, session = state.device, state.session
+    u2 = frozenset(members)
+    if len(u2) != len(members) or not u2 <= session.members.keys():
+        raise RosterRefused(f"{device.name}: U2 has a name twice, or one from outside the roster")
+    if device.name not in u2:
+        raise RosterRefused(f"{device.name}: got a request to mask, but U2 does not list it")
+    if u2 & state.bad_dealers:
         raise ComplaintIgnored(
-            f"{device.name}: {', '.join(sorted(chosen & bad_dealers))} gave it bad shares and stays"
+            f"{device.name}: U2 keeps {', '.join(sorted(u2 & state.bad_dealers))}, which gave it "
+            "bad shares"
         )
-    missing = (chosen & set(session.holders(device.name))) - held
+    missing = (u2 & set(session.holders(device.name))) - state.shares.keys()
     if missing:
         raise RosterRefused(f"{device.name}: no shares came from {', '.join(sorted(missing)[:3])}")
     least = max(LEAST_MEMBERS, device.floor.min_members)
-    if len(chosen) < least or session.short_of_holders([device.name], present=chosen):
+    if len(u2) < least or session.short_of_holders([device.name], present=u2):
         raise CohortTooSmall(
-            f"{device.name}: {len(chosen)} members would mask; at least {least} must, and "
-            f"{session.parameters.threshold} of its own holders"
+            f"{device.name}: U2 has {len(u2)} members; at least {least} are required, and "
+            f"{session.parameters.threshold} of this client's holders"
         )
 
 
-def check_update(trained: UnmaskedUpdate, chosen: Parameters, device: Participant) -> None:
-    """Check the update itself, before anything of it is changed."""
-    names = {scalar.name for scalar in chosen.scalars} - {NUM_CLIPPED}
-    if names != trained.numbers.keys():
+def check_update(update: UnmaskedUpdate, parameters: Parameters, device: Participant) -> None:
+    """Check the update itself, before any of it is changed."""
+    names = {scalar.name for scalar in parameters.scalars} - {NUM_CLIPPED}
+    if names != update.numbers.keys():
         raise ModelMismatch(
-            f"{device.name}: masked numbers {sorted(names)}, the update has "
-            f"{sorted(trained.numbers)}"
+            f"{device.name}: the session masks the numbers {sorted(names)}, the update has "
+            f"{sorted(update.numbers)}"
         )
-    if trained.values_P.numel() != device.num_values:
+    if update.values_P.numel() != device.num_values:
         raise ModelMismatch(
-            f"{device.name}: {trained.values_P.numel():,} coordinates, expected "
+            f"{device.name}: the update has {update.values_P.numel():,} coordinates, expected "
             f"{device.num_values:,}"
         )
-    if not 0 < trained.weight <= device.planned_weight:
+    if not 0 < update.weight <= device.planned_weight:
         raise CountOutOfRange(
-            f"{device.name}: the weight is not within its plan's {device.planned_weight:,}"
+            f"{device.name}: the weight is not within the plan's {device.planned_weight:,}"
         )
-    if not all(math.isfinite(value) for value in trained.numbers.values()):
-        raise NonFiniteUpdate(f"{device.name}: a sum that would ride along is not finite")
-    check_finite(trained.values_P.numpy())
+    if not all(math.isfinite(value) for value in update.numbers.values()):
+        raise NonFiniteUpdate(f"{device.name}: a number to be masked is not finite")
+    check_finite(update.values_P.numpy())
 
 
 def check_bounds(
-    bounds: NDArray[np.float32] | None, chosen: Parameters, device: Participant, *, num_blocks: int
+    bounds: NDArray[np.float32] | None,
+    parameters: Parameters,
+    device: Participant,
+    *,
+    num_blocks: int,
 ) -> NDArray[np.float32]:
-    """Check the block bounds of a 16-bit ring against the digest that all members agreed on."""
-    if bounds is None or hashlib.sha256(bounds.tobytes()).digest() != chosen.bounds_digest:
+    """Check the block bounds of a 16-bit ring against the digest in the session's parameters."""
+    if bounds is None or hashlib.sha256(bounds.tobytes()).digest() != parameters.bounds_digest:
         raise SessionMismatch(f"{device.name}: the block bounds are not those of the parameters")
     floor = device.floor
-    is_within = (bounds >= floor.min_clip) & (bounds <= floor.max_clip)  # not so of a NaN
+    is_within = (bounds >= floor.min_clip) & (bounds <= floor.max_clip)  # False for NaN
     if bounds.shape != (num_blocks,) or not bool(is_within.all()):
-        raise MaskingTooWeak(f"{device.name}: block bounds outside its floor, or not one a block")
+        raise MaskingTooWeak(
+            f"{device.name}: there is not one bound per block, or one is outside the client's floor"
+        )
     return bounds
 
 
 def check_survivors(
-    told: SurvivorsRequest | UnmaskRequest,
-    *,
-    session: SessionView,
-    members: Iterable[str],
-    device: Participant,
-    record: SessionRecord,
+    request: SurvivorsRequest | UnmaskRequest, state: AwaitingUnmask | SessionFinished
 ) -> bytes:
-    """Check U3 against U2 and what was answered before; return the set's digest."""
-    survived, dropped, shared = set(told.survived), set(told.dropped), set(members)
-    both = survived & dropped
-    if both:
+    """Check U3 against U2 and against an earlier answer; return the survivor set's digest."""
+    device, session, floor = state.device, state.session, state.device.floor
+    survived, dropped, u2 = set(request.survived), set(request.dropped), set(state.members)
+    if both := survived & dropped:
         raise BothSharesAsked(f"{device.name}: {', '.join(sorted(both)[:3])} survived and dropped")
-    if (
-        survived | dropped != shared
-        or len(survived) != len(told.survived)
-        or len(dropped) != len(told.dropped)
-    ):
+    num_named = len(request.survived) + len(request.dropped)
+    if survived | dropped != u2 or num_named != len(u2):
         raise SurvivorsRefused(
-            f"{device.name}: survived and dropped are not, once each, the {len(shared)} who shared"
+            f"{device.name}: survived and dropped are not together the {len(u2)} members of U2, "
+            "each once"
         )
     if device.name not in survived:
-        raise SurvivorsRefused(f"{device.name}: it masked an update, and is not a survivor")
-    floor = device.floor
-    least = max(LEAST_MEMBERS, floor.min_members, share_of(floor.min_survivors, len(shared)))
+        raise SurvivorsRefused(f"{device.name}: it masked its update, but is not a survivor")
+    least = max(LEAST_MEMBERS, floor.min_members, share_of(floor.min_survivors, len(u2)))
     if len(survived) < least:
         raise SurvivorsRefused(
-            f"{device.name}: {len(survived)} of {len(shared)} survived, at least {least} must"
+            f"{device.name}: {len(survived)} of {len(u2)} members survived, at least {least} are "
+            "required"
         )
-    short = session.short_of_holders(told.survived, present=survived)
-    if short:
+    if isolated := session.short_of_holders(request.survived, present=survived):
         raise SurvivorsRefused(
-            f"{device.name}: fewer than {session.parameters.threshold} holders of {short[0]} "
-            "survived: its neighbourhood would stand alone"
+            f"{device.name}: fewer than {session.parameters.threshold} holders of {isolated[0]} "
+            "survived, so its update could be isolated"
         )
     digest = survivors_digest(session=session.digest, survived=survived, dropped=dropped)
-    answered = record.answered
+    answered = state.record.answered
     if answered is not None and answered[0] == session.digest.hex() and answered[1] != digest.hex():
-        raise SurvivorsChanged(f"{device.name}: a second survivor set in one session")
+        raise SurvivorsChanged(f"{device.name}: got a second survivor set in one session")
     return digest
 
 
 def check_signatures(
-    wanted: UnmaskRequest, *, digest: bytes, session: SessionView, device: Participant
+    request: UnmaskRequest, *, digest: bytes, session: SessionView, device: Participant
 ) -> None:
-    """Check that enough members signed exactly this set; signatures of others do not count."""
+    """Check that enough members signed exactly this survivor set; only survivors' count."""
     if device.allow_list is None:
-        raise MaskingTooWeak(f"{device.name}: active mode without an allow-list")
-    survived, message = set(wanted.survived), survivors_message(digest)
+        raise MaskingTooWeak(f"{device.name}: active mode needs an allow-list")
+    survived, message = set(request.survived), survivors_message(digest)
     num_valid = 0
-    for name, signature in wanted.signatures.items():
+    for name, signature in request.signatures.items():
         if name not in survived:
             continue
         try:
             device.allow_list.verify(name, message, signature)
         except (IdentityUnknown, SignatureRefused):
-            continue  # one member that lies must not end the session
+            continue  # a single lying member must not end the session
         num_valid += 1
     needed = signatures_needed(
         session.parameters, len(session.members), corrupted=device.floor.corrupted
     )
     if num_valid < needed:
         raise SurvivorsNotAgreed(
-            f"{device.name}: {num_valid} valid signatures on the survivor set, {needed} are needed"
+            f"{device.name}: the survivor set has {num_valid} valid signatures, {needed} are needed"
         )

@@ -1,33 +1,34 @@
-"""Who shares a mask with whom in a large cohort: a sparse graph, and how sparse it may be.
+"""The sparse mask graph of a large cohort: its edges, its size, and its probabilities of failure.
 
-In a complete graph each device adds n - 1 masks. A graph of k neighbours each, k growing like the
-logarithm of n, is as good but for failures as rare as wished (Bell et al., "Secure Single-Server
-Aggregation with (Poly)Logarithmic Overhead", CCS 2020, section 3). The devices stand in a circle in
-an order drawn from a public seed, and each has the k/2 before and the k/2 behind it as neighbours
-(Harary's graph on a random permutation). Of n devices at most C = ceil(corrupted n) are in league
-with the server and at most D = ceil(dropout n) drop out, independently of the seed. What can fail:
+In a complete graph each device adds n - 1 masks. A graph with k neighbours each, where k grows like
+log n, is as good except for failures as rare as required (Bell et al., "Secure Single-Server
+Aggregation with (Poly)Logarithmic Overhead", CCS 2020, section 3). The devices form a circle in an
+order drawn from a public seed; the neighbours of each are the k/2 before and the k/2 after it
+(Harary's graph on a random permutation). Of n devices at most C = ceil(corrupted n) collude with
+the server and at most D = ceil(dropout n) drop out, independently of the seed. The failures are:
 
 insecure
     Some device has so many corrupted neighbours that they open both or the wrong one of its
-    secrets. Semi-honest: t of them hold t shares. Active: a lying server may ask some of the honest
-    neighbours for the one share and some for the other, corrupted ones give both; with X corrupted
-    it sees k + X shares and needs 2t. X is hypergeometric (n - 1, C, k); all n devices are summed.
+    secrets. Semi-honest: t of them hold t shares. Active: a malicious server may request the one
+    share from some honest neighbours and the other share from the rest, and corrupted neighbours
+    give both; with X corrupted it gets k + X shares and needs 2t. X is hypergeometric
+    (n - 1, C, k); the probabilities of all n devices are summed.
 disconnected
-    Without the corrupted and the dropped the graph falls apart, and the server learns the sums of
-    its parts. On the circle that takes two disjoint runs of k/2 missing devices; all pairs of runs
-    are summed.
+    Without the corrupted and the dropped devices the graph falls apart, and the server learns the
+    sums of its parts. On the circle that takes two disjoint runs of k/2 missing devices; the
+    probabilities of all pairs of runs are summed.
 unrecoverable
-    Some device has fewer than t surviving neighbours, its share stays closed, and the round is
-    aborted. The dropped around a survivor are hypergeometric (n - 1, D, k), around one that dropped
-    out (n - 1, D - 1, k); all n devices are summed.
+    Some device has fewer than t surviving neighbours, its secret cannot be recovered, and the round
+    is aborted. The number of dropped neighbours is hypergeometric (n - 1, D, k) for a survivor and
+    (n - 1, D - 1, k) for a dropped device; the probabilities of all n devices are summed.
 
 The first two must each be at most 2^-(sigma + 1), together 2^-sigma; the third at most 2^-eta. All
-of it is computed in integers, without rounding.
+counts are exact integers.
 
-Who can choose the seed can try many. The seed is the session's digest, in which everybody's fresh
-keys went: N tries of a lying server (with other keys for its own devices, say) take log2 N off
-sigma. Sparse graphs in active mode therefore deserve ``security_bits`` above 40, or a cohort of at
-most 64, whose graph is complete.
+Whoever chooses the seed can try many. The seed is the session's digest, which depends on the fresh
+keys of all members: N tries of a malicious server (for example with new keys for its own devices)
+take log2 N off sigma. Sparse graphs in active mode therefore deserve ``security_bits`` above 40, or
+a cohort of at most 64 members, whose graph is complete.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Literal
 
 from headwater.common.errors import NoSuchGraph, ThresholdTooHigh, ThresholdTooLow
@@ -50,7 +52,7 @@ Mode = Literal["semi-honest", "active"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GraphSize:
-    """k neighbours for each device, t of whose shares bring a secret back."""
+    """k neighbours for each device; t of their shares recover its secret."""
 
     num_neighbours: int
     threshold: int
@@ -58,11 +60,22 @@ class GraphSize:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FailureBounds:
-    """Upper bounds of what can go wrong, as log2 of a probability (-inf: it cannot)."""
+    """Upper bounds of the failure probabilities, as log2 (-inf: the failure is impossible)."""
 
     insecure_bits: float
     disconnected_bits: float
     unrecoverable_bits: float
+
+
+@functools.lru_cache(maxsize=4096)
+def ceil_fraction(fraction: float, total: int) -> int:
+    """Return the least integer that is at least ``fraction`` of ``total``.
+
+    The fraction is taken as the decimal number that it prints as, so no float rounding enters: 0.07
+    of 100 is 7, though the float product is 7.000000000000001. Every count that follows from a
+    fraction of corrupted, dropped or surviving members comes from here, on both sides.
+    """
+    return math.ceil(Fraction(str(fraction)) * total)
 
 
 @functools.cache
@@ -78,14 +91,14 @@ def graph_size(
 ) -> GraphSize:
     """Return the smallest (k, t) that meets the bounds: the least even k, and its least t.
 
-    As t is a whole number the bounds are a saw-tooth in k, and a single k may meet them by chance
-    (244 of 1,000 do and 246 do not, with a third corrupted and a tenth dropped out in active mode).
-    A k is taken if the next even one does as well.
+    Because t is an integer the bounds are a saw-tooth in k, and a single k may meet them by chance:
+    of 1,000 devices, a third corrupted and a tenth dropped in active mode, k = 244 meets them and
+    k = 246 does not. A k is accepted if the next even one meets the bounds too.
 
     Raises:
-        NoSuchGraph: none does with k < num_devices and k <= max_neighbours, the most holders that
-            a secret can have.
-        ValueError: fewer than two devices, or shares that are not in 0..1.
+        NoSuchGraph: no k < num_devices with k <= max_neighbours, the most holders that a secret can
+            have, meets them.
+        ValueError: fewer than two devices, or fractions that are not in 0..1.
     """
     odds = _Odds.of(num_devices, corrupted=corrupted, dropout=dropout, mode=mode)
 
@@ -99,18 +112,18 @@ def graph_size(
         if t is not None and (k + 2 >= num_devices or threshold(k + 2) is not None):
             return GraphSize(num_neighbours=k, threshold=t)
     raise NoSuchGraph(
-        f"no sparse graph of {num_devices} devices and at most {max_neighbours} neighbours bears "
-        f"{corrupted:.0%} corrupted and {dropout:.0%} dropped out in {mode} mode"
+        f"no sparse graph of {num_devices} devices with at most {max_neighbours} neighbours "
+        f"tolerates {corrupted:.1%} corrupted and {dropout:.1%} dropped out in {mode} mode"
     )
 
 
 def failure_bounds(
     size: GraphSize, *, num_devices: int, corrupted: float, dropout: float, mode: Mode
 ) -> FailureBounds:
-    """Return what can go wrong with a (k, t), under the caller's own assumptions.
+    """Return the failure bounds of a (k, t) under the caller's own assumptions.
 
     Raises:
-        ValueError: as ``graph_size``, or k and t with 1 <= t <= k < num_devices not holding.
+        ValueError: as ``graph_size``, or not 1 <= t <= k < num_devices.
     """
     odds = _Odds.of(num_devices, corrupted=corrupted, dropout=dropout, mode=mode)
     k, t = size.num_neighbours, size.threshold
@@ -136,11 +149,11 @@ def check_graph_size(
     """Refuse a (k, t) that does not meet the bounds under the caller's own assumptions.
 
     Raises:
-        ThresholdTooLow: secrets would be opened, or the graph fall apart, too often; or k and t
-            are no sizes of a graph at all.
+        ThresholdTooLow: secrets would be opened, or the graph would fall apart, too often; or
+            there is no graph of this k and t.
         ThresholdTooHigh: the round would be aborted too often.
     """
-    said = (
+    sizes = (
         f"{size.threshold} shares of {size.num_neighbours} neighbours among {num_devices} devices"
     )
     try:
@@ -148,20 +161,20 @@ def check_graph_size(
             size, num_devices=num_devices, corrupted=corrupted, dropout=dropout, mode=mode
         )
     except ValueError as error:
-        raise ThresholdTooLow(f"{said}: no sizes of a graph") from error
-    assumed = f"with {corrupted:.0%} corrupted and {dropout:.0%} dropped out in {mode} mode"
-    for what, bits in (
-        ("open somebody's secret", bounds.insecure_bits),
-        ("leave the graph in parts", bounds.disconnected_bits),
+        raise ThresholdTooLow(f"{sizes}: there is no such graph") from error
+    assumed = f"with {corrupted:.1%} corrupted and {dropout:.1%} dropped out in {mode} mode"
+    for failure, bits in (
+        ("open a device's secret", bounds.insecure_bits),
+        ("split the graph into parts", bounds.disconnected_bits),
     ):
         if bits > -(security_bits + 1):
             raise ThresholdTooLow(
-                f"{said} {what} with a probability of up to 2^{bits:.1f}, {assumed}; at most "
+                f"{sizes} {failure} with a probability of up to 2^{bits:.1f}, {assumed}; at most "
                 f"2^-{security_bits + 1} was expected"
             )
     if bounds.unrecoverable_bits > -correctness_bits:
         raise ThresholdTooHigh(
-            f"{said} fail to open the sum with a probability of up to "
+            f"{sizes} fail to open the sum with a probability of up to "
             f"2^{bounds.unrecoverable_bits:.1f}, {assumed}; at most 2^-{correctness_bits} was "
             "expected"
         )
@@ -170,9 +183,9 @@ def check_graph_size(
 def neighbours(
     names: Sequence[str], *, num_neighbours: int, seed: bytes
 ) -> dict[str, tuple[str, ...]]:
-    """Return each device's neighbours, sorted; the same for everybody who knows names and seed.
+    """Return each device's neighbours, sorted; every process with the same names and seed agrees.
 
-    The order of ``names`` does not matter: devices stand in the order of SHA-256(seed, name).
+    The order of ``names`` does not matter: the circle is ordered by SHA-256(seed, name).
     ``num_neighbours`` >= len(names) - 1 gives the complete graph.
 
     Raises:
@@ -180,16 +193,16 @@ def neighbours(
             is not complete.
     """
     if len(set(names)) != len(names):
-        raise ValueError("a name stands twice in the graph")
+        raise ValueError("a name is twice in the graph")
     circle = sorted(names, key=lambda name: hashlib.sha256(seed + name.encode()).digest())
     half, is_odd = divmod(num_neighbours, 2)
     if num_neighbours >= len(circle) - 1:
         return {name: tuple(sorted(set(names) - {name})) for name in sorted(names)}
     if is_odd or half < 1:
-        raise ValueError(f"{num_neighbours} neighbours do not stand evenly on both sides")
-    near = [offset for offset in range(-half, half + 1) if offset]
+        raise ValueError(f"{num_neighbours} neighbours cannot be split evenly between both sides")
+    offsets = [offset for offset in range(-half, half + 1) if offset]
     return {
-        name: tuple(sorted(circle[(at + offset) % len(circle)] for offset in near))
+        name: tuple(sorted(circle[(at + offset) % len(circle)] for offset in offsets))
         for at, name in sorted(enumerate(circle), key=lambda place: place[1])
     }
 
@@ -207,15 +220,12 @@ class _Odds:
     def of(cls, num_devices: int, *, corrupted: float, dropout: float, mode: Mode) -> _Odds:
         if num_devices < 2 or not 0 <= corrupted <= 1 or not 0 <= dropout <= 1:
             raise ValueError(
-                f"{num_devices} devices with shares of {corrupted} corrupted and {dropout} dropped"
+                f"{num_devices} devices, fractions of {corrupted} corrupted and {dropout} dropped"
             )
-        # Up, but not for a rounding error: 0.07 x 100 is 7.000000000000001.
-        num_corrupted = math.ceil(corrupted * num_devices - 1e-6)
-        num_dropped = math.ceil(dropout * num_devices - 1e-6)
         return cls(
             n=num_devices,
-            num_corrupted=min(num_corrupted, num_devices - 1),
-            num_dropped=min(num_dropped, num_devices - 1),
+            num_corrupted=min(ceil_fraction(corrupted, num_devices), num_devices - 1),
+            num_dropped=min(ceil_fraction(dropout, num_devices), num_devices - 1),
             is_active=mode == "active",
         )
 
@@ -228,7 +238,7 @@ class _Odds:
         """Return the least t for which ``insecure`` is at most -bits; it may be more than k."""
         allowed = math.comb(self.n - 1, k)
         tail = 0
-        least = 0  # of corrupted neighbours that may not be had
+        least = 0  # the least number of corrupted neighbours that breaks a secret
         for i, ways in _ways_down(self.n - 1, self.num_corrupted, k):
             tail += ways
             if (self.n * tail) << bits > allowed:
@@ -245,14 +255,14 @@ class _Odds:
         return _log2_ratio(ways, math.comb(self.n, num_missing))
 
     def unrecoverable(self, k: int, t: int) -> float:
-        # A device that dropped out has one dropped device fewer around it.
+        # For a device that dropped out, one dropped device fewer is among the others.
         ways = (self.n - self.num_dropped) * self._too_few(k, t, self.num_dropped)
         if self.num_dropped:
             ways += self.num_dropped * self._too_few(k, t, self.num_dropped - 1)
         return _log2_ratio(ways, math.comb(self.n - 1, k))
 
     def _too_few(self, k: int, t: int, num_dropped: int) -> int:
-        """Count the neighbourhoods in which so many dropped out that fewer than t are left."""
+        """Count the neighbourhoods in which fewer than t devices survive."""
         return sum(w for i, w in _ways_down(self.n - 1, num_dropped, k) if k - i < t)
 
 

@@ -26,7 +26,6 @@ What the server learns, and against whom the protocol stands: docs/security.md.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
@@ -35,7 +34,7 @@ from pydantic import ConfigDict, Field
 
 from headwater.common.messages import Name, Natural, WireMessage
 from headwater.common.secagg.fixed_point import Encoding
-from headwater.common.secagg.graph import Mode
+from headwater.common.secagg.graph import Mode, ceil_fraction
 from headwater.common.secagg.keys import (
     COMMITMENT_BYTES,
     KEY_BYTES,
@@ -268,8 +267,9 @@ PHASES = (
 def complete_threshold(num_members: int, mode: Mode) -> int:
     """Return the least t of a complete graph: floor(n/2) + 1, in active mode floor(2n/3) + 1.
 
-    Each holder gives one of a device's two shares. With t > n/2 no split of n honest holders yields
-    both; with t > 2n/3 none does though a third of the holders give both (2t > n + n/3).
+    Each holder reveals one of a device's two shares. With t > n/2 no split of n honest holders
+    yields both secrets; with t > 2n/3 none does even if a third of the holders reveal both shares
+    (2t > n + n/3).
 
     =======  ===========  ======
     members  semi-honest  active
@@ -282,26 +282,15 @@ def complete_threshold(num_members: int, mode: Mode) -> int:
     return (2 * num_members) // 3 + 1 if mode == "active" else num_members // 2 + 1
 
 
-def signatures_needed(parameters: Parameters, num_members: int, *, corrupted: float) -> int:
+def signatures_needed(threshold: int, num_members: int, *, corrupted: float) -> int:
     """Return how many signatures on one survivor set prove that no other set has as many.
 
-    Complete graph: t. Sparse graph: more than (1 + corrupted) n / 2 of all n members, because two
-    sets with so many signers each share more than ``corrupted`` n of them, so an honest one, which
-    signs but once. (t of any members would not do there: t may be fewer than the corrupted.) With
-    a third corrupted this is the complete graph's two thirds.
+    The quorum is (n + C) // 2 + 1 of all n members, where C = ceil(corrupted n). Two sets of so
+    many signers overlap in more than C members, so in an honest member, and that signs only once.
+    It is never below the threshold t, and t alone would not do: in a sparse graph t may be smaller
+    than C. A complete graph with C <= n/3 needs no more than t: 2t > n + n/3.
     """
-    if parameters.num_neighbours is None:
-        return parameters.threshold
-    quorum = math.floor((1 + corrupted) * num_members / 2) + 1
-    return max(parameters.threshold, quorum)
-
-
-def share_of(fraction: float, count: int) -> int:
-    """Return the least whole number that is at least ``fraction`` of ``count``.
-
-    Rounding errors below 1e-9 are taken off: 0.7 of 10 is 7, though the product lies above it.
-    """
-    return math.ceil(fraction * count - 1e-9)
+    return max(threshold, (num_members + ceil_fraction(corrupted, num_members)) // 2 + 1)
 
 
 def most_clipped(num_values: int, num_scalars: int) -> int:

@@ -15,15 +15,15 @@ import numpy as np
 from headwater.common.errors import CorruptUpdate, HeadwaterError, SessionMismatch, TooFewSurvivors
 from headwater.common.secagg.fixed_point import RingVector
 from headwater.common.secagg.protocol import (
-    MaskedHead,
-    MaskWanted,
+    MaskReply,
+    MaskRequest,
     Reply,
     Request,
-    SurvivorsSigned,
-    SurvivorsTold,
+    SurvivorsReply,
+    SurvivorsRequest,
     signatures_needed,
 )
-from headwater.common.secagg.session import Session
+from headwater.common.secagg.session import SessionView
 from headwater.server.secagg.parameters import SessionSetup, check_enough, check_reply
 from headwater.server.secagg.unmask_phase import Dealt, MaskedSum, UnmaskPhase, check_holders
 
@@ -33,7 +33,7 @@ class MaskPhase:
     """Phase 2: the masked vectors come in."""
 
     opening: SessionSetup
-    session: Session
+    session: SessionView
     dealt: Dealt = field(repr=False)
     members: tuple[str, ...]
     left: Mapping[str, HeadwaterError]
@@ -45,7 +45,7 @@ class MaskPhase:
         cls,
         *,
         opening: SessionSetup,
-        session: Session,
+        session: SessionView,
         dealt: Dealt,
         members: Sequence[str],
         left: Mapping[str, HeadwaterError],
@@ -69,7 +69,7 @@ class MaskPhase:
 
     def requests(self) -> dict[str, Request]:
         """Return whom to ask what."""
-        return dict.fromkeys(self.members, MaskWanted(members=self.members))
+        return dict.fromkeys(self.members, MaskRequest(members=self.members))
 
     def take(
         self, sender: str, reply: Reply, vector: memoryview | bytes | None = None
@@ -82,7 +82,7 @@ class MaskPhase:
             CorruptUpdate: vector or numbers are not as long as they should be.
         """
         head = check_reply(
-            reply, MaskedHead, sender=sender, awaited=self.members, there=self.arrived
+            reply, MaskReply, sender=sender, awaited=self.members, there=self.arrived
         )
         if head.session != self.session.digest:
             raise SessionMismatch(f"{sender}: its update was masked in another session")
@@ -139,7 +139,7 @@ class SignPhase:
     """Phase 3, active mode: everybody signs the survivor set."""
 
     opening: SessionSetup
-    session: Session
+    session: SessionView
     dealt: Dealt = field(repr=False)
     total: MaskedSum
     survived: tuple[str, ...]
@@ -148,7 +148,7 @@ class SignPhase:
 
     def requests(self) -> dict[str, Request]:
         """Return whom to ask what."""
-        told = SurvivorsTold(survived=self.survived, dropped=self.dropped)
+        told = SurvivorsRequest(survived=self.survived, dropped=self.dropped)
         return dict.fromkeys(self.survived, told)
 
     def take(self, sender: str, reply: Reply) -> SignPhase:
@@ -158,7 +158,7 @@ class SignPhase:
             LateUpdate, UnexpectedUpdate: see ``admitted``.
         """
         told = check_reply(
-            reply, SurvivorsSigned, sender=sender, awaited=self.survived, there=self.signed
+            reply, SurvivorsReply, sender=sender, awaited=self.survived, there=self.signed
         )
         return replace(self, signed={**self.signed, sender: told.signature})
 
@@ -169,7 +169,7 @@ class SignPhase:
             TooFewSurvivors: too few signed for the devices to go on, or to open every mask.
         """
         needed = signatures_needed(
-            self.session.parameters,
+            self.session.parameters.threshold,
             len(self.session.members),
             corrupted=self.opening.corrupted,
         )

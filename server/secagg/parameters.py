@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from headwater.common.errors import LateUpdate, TooFewSurvivors, UnexpectedUpdate
 from headwater.common.secagg.fixed_point import Encoding, RingBits, plan_encoding
-from headwater.common.secagg.graph import SECURITY_BITS, Mode, graph_size
+from headwater.common.secagg.graph import SECURITY_BITS, Mode, ceil_fraction, graph_size
 from headwater.common.secagg.protocol import (
     LEAST_MEMBERS,
     MAX_COMPLETE,
@@ -21,7 +21,6 @@ from headwater.common.secagg.protocol import (
     SessionNumber,
     complete_threshold,
     most_clipped,
-    share_of,
 )
 from headwater.common.secagg.rotation import rotated_encoding
 from headwater.common.secagg.scalars import Scalar, plan_scalar
@@ -63,7 +62,7 @@ class SessionSetup:
 
     def least_survivors(self, num_shared: int) -> int:
         """Return how many of those who shared must survive, for the devices to agree."""
-        return share_of(self.min_survivors, num_shared)
+        return ceil_fraction(self.min_survivors, num_shared)
 
 
 def parameters_of(opening: SessionSetup, members: Iterable[Member]) -> Parameters:

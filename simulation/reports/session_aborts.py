@@ -14,8 +14,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from headwater.common.secagg.graph import Mode
-from headwater.common.secagg.protocol import MAX_COMPLETE, PHASES, complete_threshold, share_of
+from headwater.common.secagg.graph import Mode, ceil_fraction
+from headwater.common.secagg.protocol import MAX_COMPLETE, PHASES, complete_threshold
 from headwater.common.settings.schema import Settings
 
 ACTIONS = tuple(phase.action for phase in PHASES)
@@ -25,7 +25,10 @@ STEPS = len(ACTIONS) + 1  # training is the first
 def abort_probability(
     num_invited: int, *, dropout: float, mode: Mode, min_members: int, min_survivors: float
 ) -> float:
-    """Return the chance that a session of the complete graph is aborted."""
+    """Return the probability that a session of the complete graph is aborted.
+
+    Exact while ``secure.corrupted`` is at most a third: the signatures then need no more than t.
+    """
     # (left, U1, U2) -> chance; U1 and U2 are 0 until they are fixed.
     states = {(num_invited, 0, 0): 1.0}
     aborted = 0.0
@@ -59,7 +62,7 @@ def _goes_on(
     if action in ("advertise_keys", "share_keys", "check_shares"):
         return left >= min_members and left >= threshold
     if action == "masked_update":
-        return left >= max(min_members, threshold, share_of(min_survivors, u2))
+        return left >= max(min_members, threshold, ceil_fraction(min_survivors, u2))
     return left >= threshold
 
 

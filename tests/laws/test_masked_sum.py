@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from headwater.client.secagg.types import Floor
 from headwater.common.errors import TooFewSurvivors
 from headwater.common.secagg.fixed_point import decode_mean
-from headwater.common.secagg.graph import Mode
-from headwater.common.secagg.protocol import WEIGHT, SessionNumber, complete_threshold, share_of
+from headwater.common.secagg.graph import Mode, ceil_fraction
+from headwater.common.secagg.protocol import WEIGHT, SessionNumber, complete_threshold
 from headwater.common.secagg.rotation import Rotation, unrotate_in_place
 from headwater.common.secagg.scalars import decode_scalars
 from tests.faults import FaultPlan
@@ -54,7 +54,7 @@ def survivors(names: list[str], drops: Drops, mode: Mode) -> list[str] | None:
 
     threshold = complete_threshold(len(there("advertise_keys")), mode)
     u2, u3 = there("check_shares"), there("masked_update")
-    if len(u2) < max(3, threshold) or len(u3) < max(3, threshold, share_of(0.7, len(u2))):
+    if len(u2) < max(3, threshold) or len(u3) < max(3, threshold, ceil_fraction(0.7, len(u2))):
         return None
     enough = [action for action in phases(mode)[4:] if len(there(action)) >= threshold]
     return u3 if len(enough) == len(phases(mode)[4:]) else None

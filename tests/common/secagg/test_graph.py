@@ -1,4 +1,4 @@
-"""Sparse graphs: the sizes of the specification, and bounds held against counting every case."""
+"""Sparse graphs: sizes of the specification, and failure bounds against counting every case."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from headwater.common.secagg.graph import (
     FailureBounds,
     GraphSize,
     Mode,
+    ceil_fraction,
     check_graph_size,
     failure_bounds,
     graph_size,
@@ -50,7 +51,7 @@ def test_sizes_are_those_of_the_specification(
 
 
 @pytest.mark.parametrize(("n", "corrupted", "dropout", "mode", "size"), CASES)
-def test_the_sizes_pass_the_check_and_smaller_or_other_ones_do_not(
+def test_the_check_accepts_these_sizes_and_refuses_smaller_ones(
     n: int, corrupted: float, dropout: float, mode: Mode, size: GraphSize
 ) -> None:
     def check(k: int, t: int) -> None:
@@ -64,7 +65,7 @@ def test_the_sizes_pass_the_check_and_smaller_or_other_ones_do_not(
 
     k, t = size.num_neighbours, size.threshold
     check(k, t)
-    with pytest.raises(ThresholdTooLow, match="open somebody's secret"):
+    with pytest.raises(ThresholdTooLow, match="open a device's secret"):
         check(k, t - 1)
     with pytest.raises(ThresholdTooHigh, match="fail to open the sum"):
         check(k, k)
@@ -151,7 +152,7 @@ def test_the_graph_falls_apart_no_more_often_than_the_bound_says(
     assert (apart == 0) == (bound == -math.inf)
 
 
-def test_nothing_can_go_wrong_when_nobody_is_corrupted_or_drops_out() -> None:
+def test_failures_are_impossible_without_corruption_and_dropout() -> None:
     found = failure_bounds(
         GraphSize(num_neighbours=4, threshold=1),
         num_devices=100,
@@ -164,18 +165,23 @@ def test_nothing_can_go_wrong_when_nobody_is_corrupted_or_drops_out() -> None:
     )
 
 
-def test_more_holders_than_a_secret_can_have_are_no_graph() -> None:
+def test_a_graph_never_has_more_neighbours_than_a_secret_has_holders() -> None:
     with pytest.raises(NoSuchGraph, match=f"at most {MAX_HOLDERS} neighbours"):
         graph_size(1000, corrupted=0.1, dropout=0.3, mode="active")  # 462 neighbours
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_nobody_left_is_no_graph(mode: Mode) -> None:
+def test_no_graph_tolerates_that_all_devices_are_missing(mode: Mode) -> None:
     with pytest.raises(NoSuchGraph, match=mode):
         graph_size(100, corrupted=0.5, dropout=0.6, mode=mode)
 
 
-def test_a_partial_device_counts_as_a_whole_one() -> None:
+@given(st.integers(0, 1000), st.integers(0, 10**6))
+def test_a_fraction_of_a_count_is_rounded_up_exactly(thousandths: int, count: int) -> None:
+    assert ceil_fraction(thousandths / 1000, count) == -(-thousandths * count // 1000)
+
+
+def test_a_fraction_of_the_devices_is_rounded_up_to_a_whole_device() -> None:
     # A twentieth of 130 is 6.5, taken as 7; a hundredth of 700 is 7, not 8.
     odd = failure_bounds(
         GraphSize(num_neighbours=20, threshold=7),
@@ -197,17 +203,17 @@ def test_a_partial_device_counts_as_a_whole_one() -> None:
     assert even.insecure_bits == -math.inf
 
 
-@pytest.mark.parametrize("share", [-0.1, 1.1, math.nan])
-def test_shares_without_meaning_are_refused(share: float) -> None:
-    with pytest.raises(ValueError, match="shares"):
-        graph_size(100, corrupted=share, dropout=0.1, mode="active")
-    with pytest.raises(ValueError, match="shares"):
-        graph_size(100, corrupted=0.1, dropout=share, mode="active")
+@pytest.mark.parametrize("fraction", [-0.1, 1.1, math.nan])
+def test_a_fraction_outside_0_to_1_is_refused(fraction: float) -> None:
+    with pytest.raises(ValueError, match="fractions"):
+        graph_size(100, corrupted=fraction, dropout=0.1, mode="active")
+    with pytest.raises(ValueError, match="fractions"):
+        graph_size(100, corrupted=0.1, dropout=fraction, mode="active")
 
 
 @pytest.mark.parametrize(("k", "t"), [(0, 0), (4, 0), (4, 5), (100, 60), (-2, -2)])
-def test_sizes_of_no_graph_do_not_pass(k: int, t: int) -> None:
-    with pytest.raises(ThresholdTooLow, match="no sizes"):
+def test_a_k_and_t_that_no_graph_has_are_refused(k: int, t: int) -> None:
+    with pytest.raises(ThresholdTooLow, match="no such graph"):
         check_graph_size(
             GraphSize(num_neighbours=k, threshold=t),
             num_devices=100,
@@ -217,9 +223,9 @@ def test_sizes_of_no_graph_do_not_pass(k: int, t: int) -> None:
         )
 
 
-def test_a_graph_that_may_fall_apart_does_not_pass() -> None:
-    # Nobody drops out of this count: 40 missing of 100 leave parts between runs of two.
-    with pytest.raises(ThresholdTooLow, match="in parts"):
+def test_a_graph_that_may_fall_apart_is_refused() -> None:
+    # 40 missing of 100 devices leave parts between runs of two missing devices.
+    with pytest.raises(ThresholdTooLow, match="into parts"):
         check_graph_size(
             GraphSize(num_neighbours=4, threshold=1),
             num_devices=100,
@@ -233,7 +239,7 @@ NAMES = st.sets(st.text("abcdef", min_size=1, max_size=4), min_size=3, max_size=
 
 
 @given(NAMES, st.integers(1, 15), st.binary(max_size=32))
-def test_everybody_has_k_neighbours_who_have_it_too(
+def test_each_device_has_k_neighbours_and_the_relation_is_mutual(
     names: set[str], half: int, seed: bytes
 ) -> None:
     graph = neighbours(sorted(names), num_neighbours=2 * half, seed=seed)
@@ -246,7 +252,7 @@ def test_everybody_has_k_neighbours_who_have_it_too(
     assert neighbours(sorted(names, reverse=True), num_neighbours=2 * half, seed=seed) == graph
 
 
-def test_the_seed_decides_who_is_near_whom() -> None:
+def test_the_seed_decides_the_neighbours() -> None:
     names = [f"d{i}" for i in range(100)]
     graphs = [neighbours(names, num_neighbours=10, seed=bytes([i])) for i in range(200)]
     together = sum("d1" in graph["d0"] for graph in graphs)
@@ -256,7 +262,7 @@ def test_the_seed_decides_who_is_near_whom() -> None:
     assert len({graph["d0"] for graph in graphs}) > 190
 
 
-def test_as_many_neighbours_as_there_are_others_are_all_others() -> None:
+def test_n_minus_1_neighbours_are_all_other_devices() -> None:
     names = ["a", "b", "c", "d"]
     for k in (3, 4, 7):
         graph = neighbours(names, num_neighbours=k, seed=SEED)
@@ -264,7 +270,7 @@ def test_as_many_neighbours_as_there_are_others_are_all_others() -> None:
 
 
 @pytest.mark.parametrize("k", [0, 1, 3, -2])
-def test_an_uneven_neighbourhood_is_refused(k: int) -> None:
+def test_an_odd_number_of_neighbours_is_refused(k: int) -> None:
     with pytest.raises(ValueError, match="both sides"):
         neighbours([f"d{i}" for i in range(10)], num_neighbours=k, seed=SEED)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import typing
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -13,7 +14,9 @@ from hypothesis import strategies as st
 from headwater.common.errors import CorruptUpdate, RingCanWrap
 from headwater.common.flower import records
 from headwater.common.secagg.fixed_point import plan_encoding
+from headwater.common.secagg.graph import Mode
 from headwater.common.secagg.protocol import (
+    MAX_COMPLETE,
     PHASES,
     KeysRequest,
     Member,
@@ -24,7 +27,6 @@ from headwater.common.secagg.protocol import (
     UnmaskReply,
     complete_threshold,
     next_number,
-    share_of,
     signatures_needed,
 )
 from headwater.common.secagg.scalars import plan_scalar
@@ -85,14 +87,30 @@ def test_thresholds_are_those_of_the_table() -> None:
     assert found == [(3, 2, 3), (10, 6, 7), (64, 33, 43)]
 
 
-@given(st.integers(3, 2000), st.floats(0, 0.33))
-def test_two_survivor_sets_cannot_both_have_enough_signatures(n: int, corrupted: float) -> None:
-    sparse = parameters(num_neighbours=2, threshold=2)
-    needed = signatures_needed(sparse, n, corrupted=corrupted)
-    # Two sets of signers among n members share at least 2 x needed - n, more than the corrupted.
-    assert 2 * needed - n > corrupted * n
-    complete = parameters(threshold=complete_threshold(min(n, 64), "active"))
-    assert 2 * signatures_needed(complete, min(n, 64), corrupted=0.33) - min(n, 64) > min(n, 64) / 3
+@pytest.mark.parametrize("percent", ["0", "0.5", "1", "5", "7", "10", "20", "33", "40"])
+def test_two_quorums_overlap_in_more_than_the_corrupted(percent: str) -> None:
+    fraction = Fraction(percent) / 100
+    for n in range(3, 2001):
+        num_corrupted = -(-fraction.numerator * n // fraction.denominator)
+        quorum = signatures_needed(2, n, corrupted=float(fraction))
+        # Two sets of ``quorum`` signers among n members have at least 2 quorum - n in common.
+        assert 2 * quorum - n > num_corrupted
+        assert 2 * (quorum - 1) - n <= num_corrupted, "one signature fewer would do"
+
+
+@pytest.mark.parametrize("mode", ["semi-honest", "active"])
+def test_signatures_needed_are_never_fewer_than_the_threshold(mode: Mode) -> None:
+    for n in range(3, MAX_COMPLETE + 1):
+        threshold = complete_threshold(n, mode)
+        for corrupted in (0.0, 0.005, 0.05, 0.1, 0.2, 0.33, 0.9):
+            assert signatures_needed(threshold, n, corrupted=corrupted) >= threshold
+        if mode == "active":
+            assert signatures_needed(threshold, n, corrupted=0.1) == threshold
+
+
+def test_signatures_needed_are_exact_where_floats_are_not() -> None:
+    # 1.005 x 1,000 is 1004.9999999999999 in floats, which gave a quorum of 1,005.
+    assert signatures_needed(2, 2000, corrupted=0.005) == 1006
 
 
 @given(
@@ -173,11 +191,6 @@ def test_session_numbers_only_rise() -> None:
         numbers.append(next_number(numbers[-1], round_number=round_number))
     assert numbers == sorted(set(numbers))
     assert numbers[:3] == [SessionNumber(4, 1), SessionNumber(4, 2), SessionNumber(4, 3)]
-
-
-def test_a_share_of_a_count_is_rounded_up_and_not_by_a_rounding_error() -> None:
-    assert [share_of(0.7, count) for count in (3, 10, 20, 11)] == [3, 7, 14, 8]
-    assert share_of(0.1 * 3, 10) == 3
 
 
 def test_every_message_belongs_to_one_phase() -> None:
