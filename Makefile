@@ -1,20 +1,25 @@
-# Two commands: `make demo` trains a model on a hundred simulated devices, `make test` runs every check.
+# Two commands: `make demo` trains a model on a hundred simulated devices, `make test` runs the quick checks.
+# `make test-slow` runs the rest: processes, sockets, Ray, and hypothesis with fresh random seeds.
 
 PYTHON ?= python3
 VENV ?= .venv
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
+PYTEST := $(VENV)/bin/python -m pytest -n 2 --dist worksteal
 # A CPU build of torch; the default index would bring gigabytes of CUDA on amd64.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 TORCH ?= $(shell $(PYTHON) -c "import platform; print('torch>=2.6,<2.11' if platform.machine() == 'aarch64' else 'torch>=2.6,<2.14')")
 
-.PHONY: demo test lint types install install-client install-dev docs proto constraints clean
+.PHONY: demo test test-slow lint types install install-client install-dev docs proto constraints clean
 
 demo: $(VENV)/.demo
 	$(VENV)/bin/headwater-simulate --task examples/digits.py:Digits --clients 100 --rounds 60 \
 		--optimizer adam --learning-rate 0.01 --micro-batch-size 4
 
 test: $(VENV)/.dev lint types
-	$(VENV)/bin/python -m pytest -n 2 --dist worksteal
+	$(PYTEST) -m "not slow"
+
+test-slow: $(VENV)/.dev
+	$(PYTEST) -m "slow or hypothesis" --hypothesis-profile=fresh
 
 lint: $(VENV)/.dev
 	$(VENV)/bin/ruff format --check .
