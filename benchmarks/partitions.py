@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.measure import Figures, arguments, report
-from headwater.common.data.partition import Column, deal
-from headwater.common.data.partition_spec import rule_of
+from headwater.common.data.partition import Column, partition_examples
+from headwater.common.data.partition_spec import parse_rule
 
 NUM_LABELS, NUM_AUTHORS, NUM_DEALT = 10, 6000, 1000
 POPULATION, EXAMPLES_EACH = 1_000_000, 20
@@ -44,17 +44,17 @@ def columns(num_examples: int) -> dict[str | None, Column | None]:
 
 
 def drawn(kind: str, by_name: dict[str | None, Column | None], num_examples: int) -> None:
-    rule = rule_of(kind, examples_per_device=EXAMPLES_EACH, seed=SEED)
+    rule = parse_rule(kind, examples_per_device=EXAMPLES_EACH, seed=SEED)
     assert rule is not None
-    dealing = deal(rule, by_name[rule.column], num_examples=num_examples, num_devices=POPULATION)
+    dealing = partition_examples(rule, by_name[rule.column], num_examples=num_examples, num_devices=POPULATION)
     for device in range(0, POPULATION, POPULATION // 1000):
         dealing.positions(device)
 
 
 def dealt(kind: str, by_name: dict[str | None, Column | None], num_examples: int) -> None:
-    rule = rule_of(kind, examples_per_device=None, seed=SEED)
+    rule = parse_rule(kind, examples_per_device=None, seed=SEED)
     assert rule is not None
-    dealing = deal(rule, by_name[rule.column], num_examples=num_examples, num_devices=NUM_DEALT)
+    dealing = partition_examples(rule, by_name[rule.column], num_examples=num_examples, num_devices=NUM_DEALT)
     for device in range(NUM_DEALT):
         dealing.positions(device)
 

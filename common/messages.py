@@ -1,7 +1,7 @@
-"""What the two sides say to each other in a round: plan, report of a device, and update.
+"""The messages of a round: plans, device reports, and the report that goes with an update.
 
-The plain data of both are pydantic models, frozen and bounded: they are checked once, where they
-arrive, and trusted after that. The vector itself is never part of them; it travels beside.
+Messages are frozen pydantic models with bounded fields: they are checked once, on arrival, and
+trusted after that. An update's vector is not part of its report; it travels separately.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from torch import Tensor
 from headwater.common.settings.schema import Seconds
 
 Natural = Annotated[int, Field(ge=0, le=2**53)]
-# Far beyond what float32 can lead to (2^53 losses of 2^128 are below 10^55), and small enough for
-# the server to square, and to sum over any cohort, without an overflow.
-LARGEST = 1e100
-Finite = Annotated[float, Field(ge=-LARGEST, le=LARGEST, allow_inf_nan=False)]
-NotNegative = Annotated[float, Field(ge=0, le=LARGEST, allow_inf_nan=False)]
+# Far above what float32 can lead to (2^53 losses of 2^128 are below 10^55), and small enough for
+# the server to square, and to sum over any cohort, without overflow.
+MAX_VALUE = 1e100
+Finite = Annotated[float, Field(ge=-MAX_VALUE, le=MAX_VALUE, allow_inf_nan=False)]
+NotNegative = Annotated[float, Field(ge=0, le=MAX_VALUE, allow_inf_nan=False)]
 Duration = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
-Share = Annotated[float, Field(ge=0, le=1)]
+Proportion = Annotated[float, Field(ge=0, le=1)]
 Rate = Annotated[float, Field(gt=0, le=1e15)]
 Name = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 
@@ -40,44 +40,51 @@ StopReason = Literal[
     "short of memory",
 ]
 
-# A report names each accumulation step, and must fit in one frame of the wire.
-MOST_STEPS = 4096
-# How far a device may be from its quota where the round is bound by time. A pace changes by up to a
-# fifth from one round to the next: a quarter more is what a fifth faster does in the time. Half
-# bounds what is lost where T was foreseen badly; a device yet slower is waited for.
-MORE_PART = 4
-FEWEST_PART = 2
-MOST_METRIC_CHARACTERS = 64  # of a name that a masked round tells of
+# A report lists each accumulation step, and must fit in one frame of the wire format.
+MAX_STEPS = 4096
+# With ``finish_seconds`` a device may do quota / 4 more examples, or as few as quota / 2. Its speed
+# changes by up to a fifth from one round to the next, and a device that is a fifth faster does a
+# quarter more in the same time. Half the quota bounds the loss if the time was predicted badly; the
+# server waits for a device that is slower than that.
+EXTRA_DIVISOR = 4
+MIN_DIVISOR = 2
+MAX_METRIC_CHARACTERS = 64  # of a metric's name in a masked round
 
 
 class WireMessage(BaseModel):
-    """Data that crosses from one side to the other."""
+    """The base of every message between client and server: frozen, with no unknown fields."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class Vitals(WireMessage):
-    """What a device knows of itself at the moment; what it has no sensor for is not set."""
+    """A device's sensor readings and limits; None where the device has no sensor."""
 
-    memory_limit_bytes: Natural | None = Field(None, description="what the process may hold")
+    memory_limit_bytes: Natural | None = Field(None, description="memory that the process may use")
     base_bytes: Natural | None = Field(None, description="peak of base + bytes per example x size")
     bytes_per_example: NotNegative | None = None
-    memory_pressure: Share | None = Field(None, description="of time stalled, PSI some, 10 s")
-    cpu_pressure: Share | None = Field(None, description="of time stalled, PSI some, 10 s")
-    busy: Share | None = Field(None, description="of the machine's cores, taken by others")
+    memory_pressure: Proportion | None = Field(
+        None, description="fraction of time stalled (PSI some, 10 s)"
+    )
+    cpu_pressure: Proportion | None = Field(
+        None, description="fraction of time stalled (PSI some, 10 s)"
+    )
+    busy: Proportion | None = Field(
+        None, description="fraction of the cores that other processes use"
+    )
     temperature_celsius: Annotated[float, Field(ge=-100, le=1000)] | None = None
     is_throttled: bool | None = None
-    battery: Share | None = Field(None, description="its charge")
+    battery: Proportion | None = Field(None, description="charge, as a fraction")
     is_on_battery: bool | None = None
-    upload_bytes_per_second: Rate | None = Field(None, description="as seen at the last upload")
+    upload_bytes_per_second: Rate | None = Field(None, description="measured at the last upload")
     download_bytes_per_second: Rate | None = None
     share: Annotated[float, Field(gt=0, le=1)] = Field(
-        1.0, description="of its time that the device gives, by its own settings"
+        1.0, description="fraction of its time that the device gives, by its own settings"
     )
 
 
 class Plan(WireMessage):
-    """What one client is asked to do in one round."""
+    """One client's instructions for one round."""
 
     round: Natural
     run_seed: Natural
@@ -90,23 +97,23 @@ class Plan(WireMessage):
     deadline_seconds: Seconds | None = None
     finish_seconds: Seconds | None = Field(
         None,
-        description="when the quota is foreseen to be done; a device whose pace is another stops "
-        "then, with fewer examples or more",
+        description="predicted time for the quota; a slower or faster device stops then, with "
+        "fewer or more examples",
     )
     counted_round: Natural | None = Field(
-        None, description="the last round whose sum this client's update is part of"
+        None, description="the last round whose sum contains an update of this client"
     )
     held_out_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
     share: Annotated[float, Field(gt=0, le=1)] | None = Field(
         None,
-        description="of the device's time that the quota counts on; not set: K is, and nothing "
-        "is taken off",
+        description="fraction of the device's time that the quota assumes; not set where K is "
+        "fixed, and then the device does not reduce its quota",
     )
     weigh_as: Annotated[int, Field(ge=1, le=2**40)] | None = Field(
-        None, description="scale the sum to this weight; not set: it weighs what it was summed over"
+        None, description="scale the sum to this weight; not set: the sum keeps its own"
     )
     is_masked: bool = Field(
-        False, description="answer Ready, keep the update, and await a secure session"
+        False, description="answer ReadyReport, keep the update, and wait for a secure session"
     )
     reason: Annotated[str, Field(max_length=320)] = "as set"
 
@@ -116,21 +123,21 @@ class Plan(WireMessage):
         return -(-self.quota // self.micro_batch_size)
 
     @property
-    def fewest_examples(self) -> int:
-        """What is done before ``finish_seconds`` ends a window."""
-        return self.quota if self.finish_seconds is None else -(-self.quota // FEWEST_PART)
+    def min_examples(self) -> int:
+        """Return the fewest examples after which ``finish_seconds`` may end the update."""
+        return self.quota if self.finish_seconds is None else -(-self.quota // MIN_DIVISOR)
 
     @property
-    def most_examples(self) -> int:
-        """The quota, and with ``finish_seconds`` a part more, within MOST_STEPS micro-batches."""
+    def max_examples(self) -> int:
+        """Return the quota; with ``finish_seconds`` a quarter more, within MAX_STEPS steps."""
         if self.finish_seconds is None:
             return self.quota
-        room = max(MOST_STEPS - self.accumulation_steps, 0) * self.micro_batch_size
-        return self.quota + min(self.quota // MORE_PART, room)
+        room = max(MAX_STEPS - self.accumulation_steps, 0) * self.micro_batch_size
+        return self.quota + min(self.quota // EXTRA_DIVISOR, room)
 
 
 class DescribeRequest(WireMessage):
-    """What the server asks a device when it first sees it."""
+    """The server's request for a device's description, at its first connection."""
 
     run_seed: Natural
     wants_speed: bool
@@ -138,12 +145,12 @@ class DescribeRequest(WireMessage):
     num_parameters: Natural
     held_out_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
     left_out: Annotated[str, Field(max_length=200)] | None = Field(
-        None, description="why the device that is asked again has no part in the round"
+        None, description="why the device, when described again, is excluded from the round"
     )
 
 
 class DeviceReport(WireMessage):
-    """What a device says of itself."""
+    """A device's description of itself."""
 
     name: Name
     num_examples: Annotated[int, Field(ge=1, le=2**40)]
@@ -153,7 +160,7 @@ class DeviceReport(WireMessage):
     seconds_per_micro_batch: Duration | None = Field(None, description="a in a + b x size")
     seconds_per_example: Duration | None = Field(None, description="b in a + b x size")
     fastest_micro_batch_size: Annotated[int, Field(ge=1, le=2**31)] | None = Field(
-        None, description="beyond it an example takes no less time"
+        None, description="larger micro-batches take no less time per example"
     )
 
 
@@ -161,8 +168,8 @@ class DeviceReport(WireMessage):
 class Step:
     """One accumulation step of an update, measured.
 
-    Checked where its report arrives, as all that is told. The device makes it without checks: it is
-    made behind each micro-batch, where a small model's own work takes a tenth of a millisecond.
+    Checked on arrival like every message. The device constructs it without checks: it does so after
+    each micro-batch, and a small model's own work takes only a tenth of a millisecond.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
@@ -171,13 +178,13 @@ class Step:
     weight: Natural
     loss: Finite
     gradient_norm: NotNegative | None = None
-    """Of the vector summed so far; None: not measured."""
+    """Norm of the vector summed so far; None if it was not measured."""
     seconds: NotNegative
     peak_bytes: Natural
 
 
 class UpdateReport(WireMessage):
-    """What a client says of its update beside the vector."""
+    """What a client reports about its update, in addition to the vector."""
 
     name: Name
     round: Natural
@@ -186,39 +193,37 @@ class UpdateReport(WireMessage):
     loss_sum: Finite
     metric_sums: dict[str, Finite] = Field(default_factory=dict)
     micro_batch_size: Natural
-    num_refused: Natural = Field(0, description="examples left out for a NaN or an exception")
+    num_refused: Natural = Field(0, description="examples excluded for a NaN or an exception")
     seconds: NotNegative
     steps: tuple[Step, ...]
     reason: StopReason
     vitals: Vitals = Vitals()
     num_left: Natural | None = Field(
-        None, description="examples that its epoch has left behind this window"
+        None, description="examples left in the epoch after this update"
     )
-    is_checkpointed: bool = Field(
-        False, description="activations were computed twice, to save memory"
-    )
+    is_checkpointed: bool = Field(False, description="activations were recomputed to save memory")
 
     @property
     def num_steps(self) -> int:
-        """K, as it was."""
+        """The number of accumulation steps done, K."""
         return len(self.steps)
 
     @property
     def summed_weight(self) -> int:
-        """What the losses were summed over, as the steps tell it."""
+        """The weight that the losses were summed over, from the steps."""
         return sum(step.weight for step in self.steps)
 
     @property
     def has_norms(self) -> bool:
-        """Whether the steps tell norms, of which the gradient noise follows."""
+        """Whether all steps have gradient norms, from which the gradient noise follows."""
         return all(step.gradient_norm is not None for step in self.steps)
 
 
 class ReadyReport(WireMessage):
-    """What a client says when it has an update that is to be masked: nothing of what it summed.
+    """A client's message that it has an update to be masked; it holds none of the sums.
 
-    How long its micro-batches take and what they take of its memory stay visible, as what a device
-    can do, and not how many there were.
+    Seconds and memory of its micro-batches are visible, as they describe the device's capacity. The
+    number of micro-batches is not.
     """
 
     name: Name
@@ -229,12 +234,12 @@ class ReadyReport(WireMessage):
     seconds_per_micro_batch: Duration | None = Field(None, description="a in a + b x size")
     seconds_per_example: Duration | None = Field(None, description="b in a + b x size")
     metrics: Annotated[
-        tuple[Annotated[str, Field(max_length=MOST_METRIC_CHARACTERS)], ...], Field(max_length=48)
-    ] = Field((), description="the names of the metrics that it has sums of, sorted")
+        tuple[Annotated[str, Field(max_length=MAX_METRIC_CHARACTERS)], ...], Field(max_length=48)
+    ] = Field((), description="sorted names of the metrics that the client has sums of")
 
 
 class EvaluateReport(WireMessage):
-    """Sums over the examples that a device holds out."""
+    """Sums over a device's held-out examples."""
 
     name: Name
     weight: Natural
@@ -243,7 +248,7 @@ class EvaluateReport(WireMessage):
 
 
 class ReportFields(Protocol):
-    """What the server reads of an ``UpdateReport``; a simulator keeps a cohort's in columns."""
+    """The fields of ``UpdateReport`` that the server reads; a simulator keeps them in columns."""
 
     @property
     def name(self) -> str: ...
@@ -283,7 +288,7 @@ class ReportFields(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Update:
-    """One client's update: a float32 vector of sums and what is known of it."""
+    """One client's update: a float32 vector of sums, and its report."""
 
     values_P: Tensor = field(repr=False)
     report: UpdateReport

@@ -1,8 +1,8 @@
-"""What a user writes: a task, in a file that imports torch and nothing of ours.
+"""The task that a user writes: its interface, loading its file, and calling it safely.
 
-A task builds the model, opens a device's private examples and sums a loss. Everything else of the
-project rests on that sum being additive, so ``common.data.additivity`` tries it on real examples before
-the first round and names the likely mistake.
+A task builds the model, opens a device's private examples and sums a loss. Its file imports torch
+and nothing of this project. Training relies on that sum being additive, so
+``common.data.additivity`` checks it on real examples before the first round.
 """
 
 from __future__ import annotations
@@ -47,22 +47,22 @@ class Task(Protocol):
         ...
 
     def train_examples(self, *, data: Path | None, part: int, num_parts: int) -> Examples:
-        """Open the private examples: ``data`` is the device's path, parts are for simulations."""
+        """Open the private examples: ``data`` is the device's path, parts are for simulation."""
         ...
 
     def loss_sum(self, model: nn.Module, batch: Any) -> LossSum:
-        """Return the summed loss, the weight it was summed over and, if wanted, metric sums."""
+        """Return the summed loss, the weight it was summed over and, optionally, metric sums."""
         ...
 
 
 def load_task(spec: str) -> Task:
-    """Load ``FILE.py:Class`` and make one instance.
+    """Load ``FILE.py:Class`` and construct one instance.
 
-    A relative FILE is looked up in the working folder, then beside the installed packages.
+    A relative FILE is searched in the working folder, then next to the installed packages.
 
     Raises:
         UnknownTask: no such file, no such class, or the file fails to import.
-        TaskError: the class cannot be made without arguments, or lacks a method of ``Task``.
+        TaskError: the class cannot be constructed without arguments, or lacks a method of ``Task``.
     """
     file_name, separator, class_name = spec.rpartition(":")
     if not separator or not file_name or not class_name:
@@ -78,7 +78,7 @@ def load_task(spec: str) -> Task:
     try:
         task = task_class()
     except Exception as error:
-        raise TaskError(f"{spec} cannot be made: {type(error).__name__}: {error}") from error
+        raise TaskError(f"{spec} cannot be constructed: {type(error).__name__}: {error}") from error
     missing = [m for m in ("new_model", "train_examples", "loss_sum") if not hasattr(task, m)]
     if missing:
         raise TaskError(f"the task {spec} has no method {', '.join(missing)}")
@@ -115,9 +115,9 @@ def open_train_examples(task: Task, *, data: Path | None, part: int, num_parts: 
     """Open a device's examples.
 
     Raises:
-        MissingData: the task raised an OSError or a ValueError: the path is not there, cannot be
-            read, or does not hold what it should.
-        EmptyDataset: there are none.
+        MissingData: the task raised an OSError or a ValueError: the path does not exist, cannot be
+            read, or has unexpected content.
+        EmptyDataset: there is no example.
     """
     try:
         examples = task.train_examples(data=data, part=part, num_parts=num_parts)
@@ -135,47 +135,48 @@ def max_weight_per_example(task: Task) -> int:
 
 
 def loss_sum(task: Task, model: nn.Module, batch: Any) -> tuple[Tensor, int, Metrics]:
-    """Call the task's ``loss_sum`` and give its answer one form.
+    """Call the task's ``loss_sum`` and return loss, weight and metric sums.
 
     Raises:
-        TaskError: it is not a scalar tensor, a whole weight of 0 or more and sums by name.
+        TaskError: the result is not a scalar tensor, an integer weight of at least 0 and,
+            optionally, a dict of metric sums.
     """
-    answer = task.loss_sum(model, batch)
-    if not isinstance(answer, tuple) or len(answer) not in (2, 3):
+    result = task.loss_sum(model, batch)
+    if not isinstance(result, tuple) or len(result) not in (2, 3):
         raise TaskError(
             "loss_sum must return (loss_sum, weight) or (loss_sum, weight, metric sums)"
         )
-    loss, weight = answer[0], answer[1]
+    loss, weight = result[0], result[1]
     if not isinstance(loss, Tensor) or loss.ndim != 0:
         raise TaskError(f"loss_sum must return a scalar tensor first, found {_kind(loss)}")
-    whole = float(weight) if type(weight) is int else _number(weight)
-    if whole is None or not whole.is_integer() or whole < 0:
+    number = float(weight) if type(weight) is int else _number(weight)
+    if number is None or not number.is_integer() or number < 0:
         raise TaskError(
             f"the weight must be a whole number of examples or tokens, found {weight!r}"
         )
-    if len(answer) == 2:
-        return loss, int(whole), Metrics()
-    sums = answer[2]
+    if len(result) == 2:
+        return loss, int(number), Metrics()
+    sums = result[2]
     if not isinstance(sums, Mapping):
         raise TaskError(f"the metric sums must be a dict by name, found {_kind(sums)}")
     metrics = Metrics()
     for name, value in sums.items():
-        number = _number(value)
-        if number is None:
+        metric = _number(value)
+        if metric is None:
             raise TaskError(f"the metric {name} must be a number, found {_kind(value)}")
-        metrics[str(name)] = number
-    return loss, int(whole), metrics
+        metrics[str(name)] = metric
+    return loss, int(number), metrics
 
 
-def _number(found: Any) -> float | None:
+def _number(value: Any) -> float | None:
     """Return a number, or a tensor of one element, as a float; None for anything else."""
-    if isinstance(found, str):
+    if isinstance(value, str):
         return None
     try:
-        return float(found.item() if isinstance(found, Tensor) else found)
+        return float(value.item() if isinstance(value, Tensor) else value)
     except (TypeError, ValueError, RuntimeError):
         return None
 
 
-def _kind(found: object) -> str:
-    return f"shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+def _kind(value: object) -> str:
+    return f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__

@@ -1,1 +1,1 @@
-"""Data sets: partitions, shares, micro-batches, and the check that a loss is a sum."""
+"""Data sets: how they are partitioned among clients, batched, and checked for an additive loss."""

@@ -1,7 +1,7 @@
-"""Whether a task's loss is a sum: tried on real examples before the first round.
+"""Checks on a few real examples, before the first round, that a task's loss is a sum.
 
-The commonest mistakes (a mean returned, batch statistics, padding counted) are found and named with
-the two numbers that should have been equal.
+It finds the most common mistakes (a mean is returned, batch statistics, padding is counted) and
+names them with the two numbers that should be equal.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ ADDITIVE_TOLERANCE = 2.0**-10
 def check_additive(task: Task, model: nn.Module, examples: Examples) -> None:
     """Check on up to four real examples that the loss, its weight and its gradient are sums.
 
-    Each example alone, each neighbouring pair, and all together are compared. A model that draws
-    random numbers in training (dropout) is compared in evaluation mode, as its draws differ from
-    call to call. The model itself is left as it was; one example alone can show nothing and passes.
-    Examples that raise, or give a NaN, are passed over: training leaves them out as well.
+    Compares each example alone, each adjacent pair, and all together. A model that draws random
+    numbers in training (dropout) is compared in evaluation mode, because its draws differ from call
+    to call. The model itself is not changed. A single example always passes. Examples that raise,
+    or give a NaN, are skipped, as they are in training.
 
     Raises:
-        TaskNotAdditive: with the two numbers that should have been equal and the likely cause.
+        TaskNotAdditive: with the two numbers that should be equal and the likely cause.
         BuffersChanged: the forward pass in training mode changed a buffer.
     """
     model = copy.deepcopy(model)
@@ -66,20 +66,20 @@ Measured = tuple[float, int, Tensor]
 
 def usable(task: Task, model: nn.Module, examples: Examples) -> list[int]:
     """Return up to four of the first sixteen positions that give a finite loss and gradient."""
-    found: list[int] = []
+    usable_positions: list[int] = []
     for position in range(min(16, len(examples))):
         try:
             loss, _, gradient_P = _measured(task, model, batch_of(task, examples, [position]))
         except HeadwaterError:
             raise
         except Exception as error:
-            log.debug("example %d is passed over: %s: %s", position, type(error).__name__, error)
+            log.debug("example %d is skipped: %s: %s", position, type(error).__name__, error)
             continue
         if math.isfinite(loss) and all_finite(gradient_P):
-            found.append(position)
-        if len(found) == 4:
+            usable_positions.append(position)
+        if len(usable_positions) == 4:
             break
-    return found
+    return usable_positions
 
 
 def _measured(task: Task, model: nn.Module, batch: Any) -> Measured:
@@ -115,7 +115,7 @@ def _is_random(task: Task, model: nn.Module, batch: Any) -> bool:
 
 
 def _compare(together: Measured, alone: Sequence[Measured], *, size: int) -> None:
-    """Hold one batch of ``size`` examples against the sums of its examples taken alone."""
+    """Compare one batch of ``size`` examples with the sums over its examples taken alone."""
     weight = sum(single[1] for single in alone)
     if together[1] != weight:
         raise TaskNotAdditive(

@@ -1,7 +1,7 @@
-"""What a data set says of its examples beside what the model sees: a label, an author, a region.
+"""Finds a column of a data set, such as its labels, authors or regions, for a partition.
 
-A partition goes by one such column. A task names its columns itself, in a method ``columns``; what
-the usual data sets call their labels is found without it. No example is opened for it.
+A task names its columns in a method ``columns``; the labels of common data sets are found without
+it. No example is opened.
 """
 
 from __future__ import annotations
@@ -18,52 +18,52 @@ from headwater.common.data.partition_spec import LABEL
 from headwater.common.errors import MissingColumn
 from headwater.common.task import Examples, Task
 
-# What data sets call their labels: torchvision's say targets.
+# The names that data sets give their labels; torchvision's use targets.
 LABEL_ATTRIBUTES = ("label", "labels", "targets")
-WHOLE_NUMBERS, TEXTS = "biu", "US"
+INTEGER_KINDS, TEXT_KINDS = "biu", "US"
 
 
 def column_of(task: Task, examples: Examples, name: str) -> Column:
-    """Return a column of the examples, its values numbered in their own order from 0.
+    """Return a column of the examples; its sorted values are numbered from 0.
 
-    Looked for, in this order: ``task.columns(examples)[name]``; the second of a ``TensorDataset``'s
-    tensors, if it holds one whole number an example, as ``label``; ``examples[name]`` if it is one
-    of the data set's ``column_names``, as Hugging Face's have them; an attribute ``name`` of the
-    data set, for ``label`` also ``labels`` or ``targets``. Of a ``Subset`` that of its data set.
+    Searched in this order: ``task.columns(examples)[name]``; for ``label``, the second tensor of a
+    ``TensorDataset`` if it holds one integer per example; ``examples[name]`` if the data set lists
+    it in ``column_names``, as Hugging Face's do; an attribute ``name`` of the data set, for
+    ``label`` also ``labels`` or ``targets``. For a ``Subset``, its data set is searched.
 
     Raises:
-        MissingColumn: it is nowhere, or has not one whole number or text for each example.
+        MissingColumn: there is no such column, or it has not one integer or text for each example.
     """
     kind = type(task).__name__
-    told = _told(task, examples)
-    values = told[name] if told is not None and name in told else _found(examples, name)
+    named = _task_columns(task, examples)
+    values = named[name] if named is not None and name in named else _own_column(examples, name)
     if values is None:
-        others = f"; there are {', '.join(map(str, told))}" if told else ""
+        others = f"; there are {', '.join(map(str, named))}" if named else ""
         raise MissingColumn(f"the examples of {kind} have no column {name!r}{others}")
     return _numbered(values, len(examples), where=f"the column {name!r} of {kind}")
 
 
-def _told(task: Task, examples: Examples) -> Mapping[str, Any] | None:
-    """Return what the task itself says, if it has a method for it."""
+def _task_columns(task: Task, examples: Examples) -> Mapping[str, Any] | None:
+    """Return the columns that the task's own method gives; None if it has no such method."""
     columns = getattr(task, "columns", None)
     if columns is None:
         return None
     kind = type(task).__name__
     try:
-        told = columns(examples)
+        named = columns(examples)
     except Exception as error:
         raise MissingColumn(f"{kind}.columns: {type(error).__name__}: {error}") from error
-    if not isinstance(told, Mapping):
+    if not isinstance(named, Mapping):
         raise MissingColumn(
-            f"{kind}.columns must return a dict by name, found {type(told).__name__}"
+            f"{kind}.columns must return a dict by name, found {type(named).__name__}"
         )
-    return told
+    return named
 
 
-def _found(examples: Examples, name: str) -> Any:
-    """Return a column that the data set itself has; None if it has none of this name."""
+def _own_column(examples: Examples, name: str) -> Any:
+    """Return the data set's own column; None if it has none of this name."""
     if isinstance(examples, Subset):
-        values = _found(cast(Examples, examples.dataset), name)
+        values = _own_column(cast(Examples, examples.dataset), name)
         return None if values is None else _array(values)[np.asarray(examples.indices, np.int64)]
     if isinstance(examples, TensorDataset) and name == LABEL and len(examples.tensors) > 1:
         second = examples.tensors[1]
@@ -85,13 +85,13 @@ def _numbered(values: Any, num_examples: int, *, where: str) -> Column:
             f"{where} must have one value for each of {num_examples:,} examples, found "
             f"{' x '.join(map(str, array.shape)) or 'one value'}"
         )
-    if array.dtype.kind not in WHOLE_NUMBERS + TEXTS:
+    if array.dtype.kind not in INTEGER_KINDS + TEXT_KINDS:
         raise MissingColumn(
-            f"{where} must hold whole numbers or texts, found {array.dtype}",
-            remedy="let the task's columns(examples) return classes of it, see docs/data.md",
+            f"{where} must hold integers or texts, found {array.dtype}",
+            remedy="let the task's columns(examples) return its classes, see docs/data.md",
         )
-    found, codes = np.unique(array.reshape(-1), return_inverse=True)
-    return Column(codes_E=codes.reshape(-1).astype(np.int64), values_V=found)
+    distinct, codes = np.unique(array.reshape(-1), return_inverse=True)
+    return Column(codes_E=codes.reshape(-1).astype(np.int64), values_V=distinct)
 
 
 def _array(values: Any) -> np.ndarray[Any, Any]:

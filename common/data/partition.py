@@ -1,20 +1,20 @@
-"""Who gets which examples: the positions in a data set that a partition deals out to each device.
+"""Partitions a data set among devices: the positions of each device's examples.
 
-There are two ways. *Dealt out once*: each example is on exactly one device, and none is left
-without any. It is worked out for all devices at once and kept as two arrays, of E positions and of
-D + 1 starts, with D <= E. *Drawn*: with ``examples_per_device`` a device draws its own examples,
-different from one another, and others may draw the same. That takes nothing but the device's
-number, so there may be a million of them, of which only those exist that are asked for.
+There are two kinds. *Disjoint*: each example is on exactly one device, and each device has at least
+one. It is computed for all devices at once and stored as two arrays, of E positions and of D + 1
+starts, with D <= E. *Sampled*: with ``examples_per_device`` a device draws distinct examples of its
+own, and other devices may draw the same. That needs only the device's number, so a population of a
+million costs nothing until a device's examples are requested.
 
-Everything is a pure function of the rule, its seed, the column, the number of examples, and that of
-devices: no process has to tell another.
+A partition is a pure function of the rule, its seed, the column, and the numbers of examples and
+devices, so all processes compute the same one.
 
-Sources: labels by shares from Dirichlet, Yurochkin et al. 2019, section 4, and Li et al. 2022
-(NIID-Bench), where sizes by Dirichlet are too; the mix of a device that draws, Hsu et al. 2019;
-labels per device, McMahan et al. 2017, section 3. Where these cut by shares that were drawn from a
-Dirichlet distribution, here one example after another is drawn from its urn (Blackwell and MacQueen
-1973). That is a multinomial draw by Dirichlet shares, and takes time and memory by the number of
-examples, whatever the number of devices and labels.
+Sources: labels by Dirichlet proportions, Yurochkin et al. 2019, section 4, and Li et al. 2022
+(NIID-Bench), where sizes by Dirichlet are too; the label mix of a sampling device, Hsu et al. 2019;
+labels per device, McMahan et al. 2017, section 3. They cut by proportions drawn from a Dirichlet
+distribution; here the examples are drawn one after another from its urn (Blackwell and MacQueen
+1973). That is a multinomial draw with Dirichlet proportions, and takes time and memory proportional
+to the number of examples, whatever the number of devices and labels.
 """
 
 from __future__ import annotations
@@ -26,82 +26,84 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from headwater.common.data.label_shards import owners_by_labels
-from headwater.common.data.partition_spec import DRAW, FEWER, Rule
-from headwater.common.data.portable_random import Chance, Shares, Whole
+from headwater.common.data.label_shards import assign_label_shards
+from headwater.common.data.partition_spec import DRAW_INSTEAD, USE_FEWER_DEVICES, PartitionRule
+from headwater.common.data.portable_random import FloatArray, IntArray, PortableRandom
 from headwater.common.errors import NoSuchPartition
 
 # Dimensions: E examples, D devices, V different values of a column.
 
-# Weights are rounded to whole numbers, of which the largest is this: see common.chance.
-LARGEST_WEIGHT = 2.0**36
+# Weights are rounded to integers up to this one, so that all machines cut alike (portable_random).
+MAX_WEIGHT = 2.0**36
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Column:
-    """What one column says of each example: ``values_V[codes_E[example]]``."""
+    """One column of a data set: example e has the value ``values_V[codes_E[e]]``."""
 
-    codes_E: Whole
+    codes_E: IntArray
     values_V: np.ndarray[Any, Any]
 
     @property
     def num_values(self) -> int:
-        """How many different values there are."""
+        """The number of different values."""
         return len(self.values_V)
 
-    def examples_by_value(self, order_E: Whole) -> tuple[Whole, Whole]:
-        """Return the examples sorted by value, alike ones as in ``order_E``, and V + 1 starts."""
+    def examples_by_value(self, order_E: IntArray) -> tuple[IntArray, IntArray]:
+        """Return the examples sorted by value, equal ones as in ``order_E``, and V + 1 starts."""
         sorted_E = order_E[np.argsort(self.codes_E[order_E], kind="stable")]
         sizes_V = np.bincount(self.codes_E, minlength=self.num_values)
         return sorted_E, _starts(sizes_V)
 
 
-class Dealing(Protocol):
-    """What each device has."""
+class Partition(Protocol):
+    """The examples of each device."""
 
     @property
     def num_devices(self) -> int:
-        """How many devices there are."""
+        """The number of devices."""
         ...
 
-    def positions(self, device: int) -> Whole:
-        """Return the positions of a device's examples in the whole data set: at least one."""
+    def positions(self, device: int) -> IntArray:
+        """Return the positions of a device's examples in the whole data set, at least one."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DealtOnce:
+class DisjointPartition:
     """Each example is on one device; device d has ``order_E[starts_D1[d] : starts_D1[d + 1]]``.
 
-    ``num_moved`` of them were taken from the largest devices for those that had none.
+    ``num_moved`` examples were moved from the largest devices to devices that had none.
     """
 
-    order_E: Whole
-    starts_D1: Whole
+    order_E: IntArray
+    starts_D1: IntArray
     num_moved: int = 0
 
     @property
     def num_devices(self) -> int:
         return len(self.starts_D1) - 1
 
-    def positions(self, device: int) -> Whole:
-        """See ``Dealing``; a view of the common array."""
+    def positions(self, device: int) -> IntArray:
+        """See ``Partition``; a view of the common array."""
         return self.order_E[self.starts_D1[device] : self.starts_D1[device + 1]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Drawn:
-    """Each device draws its own examples when it is asked for."""
+class SampledPartition:
+    """Each device's examples are drawn when they are requested."""
 
     num_devices: int
-    draw: Callable[[int], Whole]
+    draw: Callable[[int], IntArray]
 
-    def positions(self, device: int) -> Whole:
+    def positions(self, device: int) -> IntArray:
         return self.draw(device)
 
 
-def deal(rule: Rule, column: Column | None, *, num_examples: int, num_devices: int) -> Dealing:
-    """Deal the examples out; the column is the one that the rule names, if it names one.
+def partition_examples(
+    rule: PartitionRule, column: Column | None, *, num_examples: int, num_devices: int
+) -> Partition:
+    """Partition the examples by a rule; the column is the one that the rule names, if any.
 
     Raises:
         NoSuchPartition: there are too few examples, labels or values for so many devices.
@@ -110,120 +112,122 @@ def deal(rule: Rule, column: Column | None, *, num_examples: int, num_devices: i
         return _drawn(rule, column, rule.examples_per_device, num_examples, num_devices)
     if num_devices > num_examples:
         raise NoSuchPartition(
-            f"{num_examples:,} examples cannot be dealt out to {num_devices:,} devices",
-            remedy=f"{FEWER}, or {DRAW}",
+            f"{num_examples:,} examples cannot be partitioned among {num_devices:,} devices",
+            remedy=f"{USE_FEWER_DEVICES}, or {DRAW_INSTEAD}",
         )
-    chance = Chance("dealt", rule.seed, rule.kind, num_devices)
+    rng = PortableRandom("dealt", rule.seed, rule.kind, num_devices)
     if rule.kind == "quantity" and rule.law == "lognormal":
-        return _by_weight(_lognormal(chance, num_devices, rule.amount), num_examples, chance)
+        return _by_weight(_lognormal(rng, num_devices, rule.amount), num_examples, rng)
     if rule.kind == "iid":
         starts_D1 = np.arange(num_devices + 1, dtype=np.int64) * num_examples // num_devices
-        return DealtOnce(order_E=chance.order(num_examples), starts_D1=starts_D1)
+        return DisjointPartition(order_E=rng.permutation(num_examples), starts_D1=starts_D1)
     if rule.kind == "quantity":
         column = Column(codes_E=np.zeros(num_examples, dtype=np.int64), values_V=np.zeros(1))
     assert column is not None
     if rule.kind == "labels":
-        sorted_E, starts_V1 = column.examples_by_value(chance.order(num_examples))
-        owners_E = owners_by_labels(sorted_E, starts_V1, int(rule.amount), num_devices, chance)
+        sorted_E, starts_V1 = column.examples_by_value(rng.permutation(num_examples))
+        devices_E = assign_label_shards(sorted_E, starts_V1, int(rule.amount), num_devices, rng)
     elif rule.kind == "column":
-        owners_E = _by_value(column, num_devices, chance)
+        devices_E = _by_value(column, num_devices, rng)
     else:
-        owners_E = _by_urn(column, rule.amount, num_devices, chance)
-    return none_empty(owners_E, num_devices, chance)
+        devices_E = _by_urn(column, rule.amount, num_devices, rng)
+    return fill_empty_devices(devices_E, num_devices, rng)
 
 
-# Dealt out once.
+# Disjoint partitions.
 
 
-def none_empty(owners_E: Whole, num_devices: int, chance: Chance) -> DealtOnce:
-    """Sort the examples by owner; who has none gets one, at random, of those who have the most."""
-    order_E = chance.order(len(owners_E))
-    order_E = order_E[np.argsort(owners_E[order_E], kind="stable")]
-    sizes_D = np.bincount(owners_E, minlength=num_devices)
-    poor = np.flatnonzero(sizes_D == 0)
-    if len(poor):
-        # An example's height is its number on its device: the highest are taken off first, so it
-        # is always one of the largest devices that loses one, and never its last.
+def fill_empty_devices(
+    devices_E: IntArray, num_devices: int, rng: PortableRandom
+) -> DisjointPartition:
+    """Sort the examples by device; each empty device gets a random one of a largest device."""
+    order_E = rng.permutation(len(devices_E))
+    order_E = order_E[np.argsort(devices_E[order_E], kind="stable")]
+    sizes_D = np.bincount(devices_E, minlength=num_devices)
+    empty_D = np.flatnonzero(sizes_D == 0)
+    if len(empty_D):
+        # An example's height is its index on its device. The highest are moved first, so always one
+        # of the largest devices loses an example, and never its last.
         heights_E = np.arange(len(order_E)) - np.repeat(_starts(sizes_D)[:-1], sizes_D)
-        taken = order_E[np.argsort(-heights_E, kind="stable")[: len(poor)]]
-        owners_E = owners_E.copy()
-        owners_E[taken] = poor
-        order_E = order_E[np.argsort(owners_E[order_E], kind="stable")]
-        sizes_D = np.bincount(owners_E, minlength=num_devices)
-    return DealtOnce(order_E=order_E, starts_D1=_starts(sizes_D), num_moved=len(poor))
+        moved = order_E[np.argsort(-heights_E, kind="stable")[: len(empty_D)]]
+        devices_E = devices_E.copy()
+        devices_E[moved] = empty_D
+        order_E = order_E[np.argsort(devices_E[order_E], kind="stable")]
+        sizes_D = np.bincount(devices_E, minlength=num_devices)
+    return DisjointPartition(order_E=order_E, starts_D1=_starts(sizes_D), num_moved=len(empty_D))
 
 
-def _lognormal(chance: Chance, count: int, sigma: float) -> Shares:
-    """Return lognormal numbers of mean 1."""
-    return np.asarray(np.exp(sigma * chance.normals(count) - sigma * sigma / 2))
+def _lognormal(rng: PortableRandom, count: int, sigma: float) -> FloatArray:
+    """Return lognormal floats with mean 1."""
+    return np.asarray(np.exp(sigma * rng.normals(count) - sigma * sigma / 2))
 
 
-def _by_weight(weights_D: Shares, num_examples: int, chance: Chance) -> DealtOnce:
-    """Give one example to each device, and cut the others by weight."""
-    whole_D = np.rint(weights_D / weights_D.max() * LARGEST_WEIGHT).astype(np.int64)
-    cuts_D1 = _starts(whole_D)
+def _by_weight(weights_D: FloatArray, num_examples: int, rng: PortableRandom) -> DisjointPartition:
+    """Give one example to each device, and divide the rest by weight."""
+    weights_int_D = np.rint(weights_D / weights_D.max() * MAX_WEIGHT).astype(np.int64)
+    cuts_D1 = _starts(weights_int_D)
     num_devices = len(weights_D)
-    beyond_D1 = np.floor(cuts_D1 / cuts_D1[-1] * (num_examples - num_devices)).astype(np.int64)
-    starts_D1 = np.arange(num_devices + 1, dtype=np.int64) + beyond_D1
-    return DealtOnce(order_E=chance.order(num_examples), starts_D1=starts_D1)
+    extra_D1 = np.floor(cuts_D1 / cuts_D1[-1] * (num_examples - num_devices)).astype(np.int64)
+    starts_D1 = np.arange(num_devices + 1, dtype=np.int64) + extra_D1
+    return DisjointPartition(order_E=rng.permutation(num_examples), starts_D1=starts_D1)
 
 
-def _urn(ages_E: Whole, concentration: float, chance: Chance) -> Whole:
-    """Return for each draw from an urn the first draw of its colour, as a place in the array.
+def _urn(ages_E: IntArray, concentration: float, rng: PortableRandom) -> IntArray:
+    """Return, for each draw from an urn, the array index of the first draw of its colour.
 
-    ``ages_E`` counts the draws before each, from 0 in each urn; several urns stand one behind the
-    other. With the chance c / (c + age) a draw is of a fresh colour, else it has that of an earlier
-    one, each as likely. Blackwell and MacQueen 1973: these are draws by shares from Dirichlet(c).
+    ``ages_E`` counts the earlier draws from the same urn; the array holds several urns in sequence.
+    With probability c / (c + age) a draw has a new colour; otherwise it repeats the colour of a
+    uniformly chosen earlier draw. These are draws with proportions from Dirichlet(c) (Blackwell and
+    MacQueen 1973).
     """
     count = len(ages_E)
-    places_E = np.arange(count, dtype=np.int64)
-    is_fresh_E = chance.shares(count) * (concentration + ages_E) < concentration
-    is_fresh_E |= ages_E == 0
-    earlier_E = places_E - ages_E + chance.below(np.maximum(ages_E, 1), count)
-    roots_E = np.where(is_fresh_E, places_E, earlier_E)
-    while True:  # at most log2 of the longest way back, as each step doubles what it goes
+    index_E = np.arange(count, dtype=np.int64)
+    is_new_E = rng.uniform(count) * (concentration + ages_E) < concentration
+    is_new_E |= ages_E == 0
+    earlier_E = index_E - ages_E + rng.integers(np.maximum(ages_E, 1), count)
+    roots_E = np.where(is_new_E, index_E, earlier_E)
+    while True:  # at most log2 of the longest chain: each step doubles the distance
         further_E = roots_E[roots_E]
         if np.array_equal(further_E, roots_E):
             return roots_E
         roots_E = further_E
 
 
-def _by_urn(column: Column, alpha: float, num_devices: int, chance: Chance) -> Whole:
-    """Deal each value's examples out by shares of its own from Dirichlet(alpha, ..., alpha)."""
+def _by_urn(column: Column, alpha: float, num_devices: int, rng: PortableRandom) -> IntArray:
+    """Divide each value's examples by its own proportions from Dirichlet(alpha, ..., alpha)."""
     num_examples = len(column.codes_E)
     sorted_E, starts_V1 = column.examples_by_value(np.arange(num_examples))
     sizes_V = np.diff(starts_V1)
     ages_E = np.arange(num_examples) - np.repeat(starts_V1[:-1], sizes_V)
-    roots_E = _urn(ages_E, alpha * num_devices, chance)
-    owners_E = np.empty(num_examples, dtype=np.int64)
-    owners_E[sorted_E] = chance.below(num_devices, num_examples)[roots_E]
-    return owners_E
+    roots_E = _urn(ages_E, alpha * num_devices, rng)
+    devices_E = np.empty(num_examples, dtype=np.int64)
+    devices_E[sorted_E] = rng.integers(num_devices, num_examples)[roots_E]
+    return devices_E
 
 
-def _by_value(column: Column, num_devices: int, chance: Chance) -> Whole:
-    """Give all examples of a value to one device, each device as many values, give or take one."""
+def _by_value(column: Column, num_devices: int, rng: PortableRandom) -> IntArray:
+    """Give all examples of a value to one device; devices differ by at most one value."""
     if column.num_values < num_devices:
         raise NoSuchPartition(
-            f"the column has {column.num_values:,} values, which are too few for {num_devices:,} "
-            "devices",
-            remedy=f"{FEWER}, or {DRAW}",
+            f"the column has {column.num_values:,} values, too few for {num_devices:,} devices",
+            remedy=f"{USE_FEWER_DEVICES}, or {DRAW_INSTEAD}",
         )
-    ranks_V = np.argsort(chance.order(column.num_values))
+    ranks_V = np.argsort(rng.permutation(column.num_values))
     return np.asarray(ranks_V[column.codes_E] % num_devices)
 
 
-def _starts(sizes: Whole) -> Whole:
-    """Return 0 and the sums of the first one, two, ... sizes."""
+def _starts(sizes: IntArray) -> IntArray:
+    """Return 0 and the cumulative sums of the sizes."""
     return np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(sizes)])
 
 
-# Drawn by each device.
+# Sampled partitions.
 
 
 def _drawn(
-    rule: Rule, column: Column | None, per_device: int, num_examples: int, num_devices: int
-) -> Drawn:
-    """Return what each device draws, whatever the others have."""
+    rule: PartitionRule, column: Column | None, per_device: int, num_examples: int, num_devices: int
+) -> SampledPartition:
+    """Return the partition in which each device draws ``per_device`` examples independently."""
     if per_device > num_examples:
         raise NoSuchPartition(
             f"each device should draw {per_device:,} different examples, and there are "
@@ -231,17 +235,17 @@ def _drawn(
             remedy="lower --examples-per-device",
         )
 
-    def chance_of(device: int) -> Chance:
-        return Chance("drawn", rule.seed, rule.kind, device)
+    def rng_of(device: int) -> PortableRandom:
+        return PortableRandom("drawn", rule.seed, rule.kind, device)
 
     if column is None:
         size_of = _size_of(rule, per_device, num_examples)
 
-        def draw(device: int) -> Whole:
-            chance = chance_of(device)
-            return chance.some(size_of(chance), num_examples)
+        def draw(device: int) -> IntArray:
+            rng = rng_of(device)
+            return rng.sample(size_of(rng), num_examples)
 
-        return Drawn(num_devices=num_devices, draw=draw)
+        return SampledPartition(num_devices=num_devices, draw=draw)
     if rule.kind == "labels" and rule.amount > min(column.num_values, per_device):
         raise NoSuchPartition(
             f"each device should have {rule.amount:,.0f} labels; there are {column.num_values:,}, "
@@ -249,15 +253,15 @@ def _drawn(
             remedy="ask for fewer labels on each, or raise --examples-per-device",
         )
     sorted_E, starts_V1 = column.examples_by_value(np.arange(num_examples))
-    values_V = Chance("values", rule.seed, rule.kind).order(column.num_values)
+    values_V = PortableRandom("values", rule.seed, rule.kind).permutation(column.num_values)
 
-    def draw_by_value(device: int) -> Whole:
-        """Draw of each value as many as the rule says, or all that it has."""
-        chance = chance_of(device)
+    def draw_by_value(device: int) -> IntArray:
+        """Draw the rule's number of examples of each value, or all that the value has."""
+        rng = rng_of(device)
         if rule.kind == "dirichlet":
-            counts = _mix(column.codes_E, column.num_values * rule.amount, per_device, chance)
+            counts = _mix(column.codes_E, column.num_values * rule.amount, per_device, rng)
         elif rule.kind == "labels":
-            values = chance.some(int(rule.amount), column.num_values).tolist()
+            values = rng.sample(int(rule.amount), column.num_values).tolist()
             counts = {
                 value: per_device // len(values) + (at < per_device % len(values))
                 for at, value in enumerate(values)
@@ -266,36 +270,38 @@ def _drawn(
             counts = {int(values_V[device % column.num_values]): per_device}
         return np.concatenate(
             [
-                sorted_E[start + chance.some(min(count, end - start), end - start)]
+                sorted_E[start + rng.sample(min(count, end - start), end - start)]
                 for value, count in counts.items()
                 for start, end in (starts_V1[value : value + 2].tolist(),)
             ]
         )
 
-    return Drawn(num_devices=num_devices, draw=draw_by_value)
+    return SampledPartition(num_devices=num_devices, draw=draw_by_value)
 
 
-def _size_of(rule: Rule, mean: int, num_examples: int) -> Callable[[Chance], int]:
-    """Return the number of examples that a device draws, from 1 to all, by the law of its rule."""
+def _size_of(rule: PartitionRule, mean: int, num_examples: int) -> Callable[[PortableRandom], int]:
+    """Return a function that draws a device's number of examples, from 1 to all, by the rule."""
 
-    def size(chance: Chance) -> int:
+    def size(rng: PortableRandom) -> int:
         if rule.kind == "iid":
             return mean
         if rule.law == "lognormal":
-            factor = float(_lognormal(chance, 1, rule.amount)[0])
+            factor = float(_lognormal(rng, 1, rule.amount)[0])
         else:
-            factor = chance.gamma(rule.amount) / rule.amount
+            factor = rng.gamma(rule.amount) / rule.amount
         return max(min(math.floor(mean * factor + 0.5), num_examples), 1)
 
     return size
 
 
-def _mix(codes_E: Whole, concentration: float, count: int, chance: Chance) -> dict[int, int]:
-    """Return how many examples of each value a device draws, by its own mix.
+def _mix(
+    codes_E: IntArray, concentration: float, count: int, rng: PortableRandom
+) -> dict[int, int]:
+    """Return the number of examples of each value that a device draws.
 
-    The mix is from Dirichlet(concentration x the values' shares of all examples).
+    Its mix is drawn from Dirichlet(concentration x the values' fractions of all examples).
     """
-    roots = _urn(np.arange(count, dtype=np.int64), concentration, chance)
-    values = codes_E[chance.below(len(codes_E), count)][roots]
-    found, counts = np.unique(values, return_counts=True)
-    return dict(zip(found.tolist(), counts.tolist(), strict=True))
+    roots = _urn(np.arange(count, dtype=np.int64), concentration, rng)
+    values = codes_E[rng.integers(len(codes_E), count)][roots]
+    distinct, counts = np.unique(values, return_counts=True)
+    return dict(zip(distinct.tolist(), counts.tolist(), strict=True))

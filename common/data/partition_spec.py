@@ -1,17 +1,17 @@
-"""How a task's examples are dealt out to the devices of a run, as one writes it: ``dirichlet:0.3``.
+"""Parses the text of a partition, such as ``dirichlet:0.3``, into a rule.
 
 ======================  ==========================================================================
 ``task``                as the task itself splits them in ``train_examples``
 ``iid``                 evenly, and at random
-``dirichlet:ALPHA``     each label by shares of its own, from Dirichlet(ALPHA); 0.5 if not given
-``labels:N``            N labels on each device; 2 if not given
-``column:NAME``         by a column: all that one author wrote is on one device
-``quantity:SIGMA``      at random, in sizes that are lognormal; 1 if not given
-``quantity:dirichlet:BETA``  the same in sizes by Dirichlet(BETA)
+``dirichlet:ALPHA``     each label by its own proportions from Dirichlet(ALPHA); default 0.5
+``labels:N``            N labels on each device; default 2
+``column:NAME``         by a column: for example, all texts of one author are on one device
+``quantity:SIGMA``      at random, with lognormal sizes; default 1
+``quantity:dirichlet:BETA``  at random, with sizes by Dirichlet(BETA); default 0.5
 ======================  ==========================================================================
 
-``dirichlet`` and ``labels`` take the name of another column than ``label`` behind a second colon.
-What the words lead to is worked out in ``common.data.partition``.
+``dirichlet`` and ``labels`` take the name of another column than ``label`` after a second colon.
+``common.data.partition`` computes the partition of a rule.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ EXPECTED = (
     "expected task, iid, dirichlet:ALPHA, labels:N, column:NAME, quantity:SIGMA or "
     "quantity:dirichlet:BETA"
 )
-# What one may do where there are too few examples for a partition.
-FEWER = "ask for fewer devices (--clients, --num-parts)"
-DRAW = "let each draw its own: --examples-per-device N, and devices share examples"
-LARGEST = 1e6
-LARGEST_SIGMA = 5.0
-MOST_LABELS = 1_000_000
+# Remedies if there are too few examples for a partition.
+USE_FEWER_DEVICES = "ask for fewer devices (--clients, --num-parts)"
+DRAW_INSTEAD = "let each draw its own: --examples-per-device N, and devices share examples"
+MAX_AMOUNT = 1e6
+MAX_SIGMA = 5.0
+MAX_LABELS = 1_000_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Rule:
-    """A partition, and the seed by which every process deals it out alike.
+class PartitionRule:
+    """A parsed partition, and the seed with which every process computes the same one.
 
-    ``amount`` is ALPHA, N, SIGMA or BETA, and has no meaning in the kinds without one. With
-    ``examples_per_device`` each device draws so many of all examples for itself, whatever the
-    others have; without it every example is on exactly one device.
+    ``amount`` is ALPHA, N, SIGMA or BETA, and unused in the kinds without one. With
+    ``examples_per_device`` each device draws so many of all examples, independently of the others;
+    without it every example is on exactly one device.
     """
 
     kind: Kind
@@ -55,58 +55,60 @@ class Rule:
     seed: int = 0
 
 
-def rule_of(text: str, *, examples_per_device: int | None, seed: int) -> Rule | None:
-    """Return the rule that a text stands for; None for ``task``, which needs none.
+def parse_rule(text: str, *, examples_per_device: int | None, seed: int) -> PartitionRule | None:
+    """Return the rule of a text; None for ``task``, which needs none.
 
     Raises:
-        ValueError: it is none of the texts above, or a number is out of range.
+        ValueError: the text is none of those above, or a number is out of range.
     """
-    name, *given = text.split(":")
-    if name == TASK and not given:
+    name, *words = text.split(":")
+    if name == TASK and not words:
         if examples_per_device is not None:
-            raise ValueError("the task's own split knows no number of examples per device")
+            raise ValueError("the task's own split takes no number of examples per device")
         return None
-    read = _READERS.get(name)
-    if read is None:
+    parse = _READERS.get(name)
+    if parse is None:
         raise ValueError(EXPECTED)
-    return replace(read(given), examples_per_device=examples_per_device, seed=seed)
+    return replace(parse(words), examples_per_device=examples_per_device, seed=seed)
 
 
-def _iid(given: Sequence[str]) -> Rule:
-    _take(given, 0)
-    return Rule(kind="iid")
+def _iid(words: Sequence[str]) -> PartitionRule:
+    _take(words, 0)
+    return PartitionRule(kind="iid")
 
 
-def _dirichlet(given: Sequence[str]) -> Rule:
-    alpha, column = _take(given, 2)
-    return Rule(kind="dirichlet", amount=_positive(alpha or "0.5"), column=column or LABEL)
+def _dirichlet(words: Sequence[str]) -> PartitionRule:
+    alpha, column = _take(words, 2)
+    return PartitionRule(kind="dirichlet", amount=_positive(alpha or "0.5"), column=column or LABEL)
 
 
-def _labels(given: Sequence[str]) -> Rule:
-    number, column = _take(given, 2)
-    if number and not (number.isascii() and number.isdigit() and 0 < int(number) <= MOST_LABELS):
-        raise ValueError(f"labels:{number}: expected a whole number from 1")
-    return Rule(kind="labels", amount=int(number or "2"), column=column or LABEL)
+def _labels(words: Sequence[str]) -> PartitionRule:
+    number, column = _take(words, 2)
+    if number and not (number.isascii() and number.isdigit() and 0 < int(number) <= MAX_LABELS):
+        raise ValueError(f"labels:{number}: expected an integer from 1")
+    return PartitionRule(kind="labels", amount=int(number or "2"), column=column or LABEL)
 
 
-def _column(given: Sequence[str]) -> Rule:
-    (column,) = _take(given, 1)
+def _column(words: Sequence[str]) -> PartitionRule:
+    (column,) = _take(words, 1)
     if not column:
         raise ValueError("expected the column's name, as in column:author")
-    return Rule(kind="column", column=column)
+    return PartitionRule(kind="column", column=column)
 
 
-def _quantity(given: Sequence[str]) -> Rule:
-    if given and given[0] in ("lognormal", "dirichlet"):
-        law, amount = _take(given, 2)
+def _quantity(words: Sequence[str]) -> PartitionRule:
+    if words and words[0] in ("lognormal", "dirichlet"):
+        law, amount = _take(words, 2)
         if law == "dirichlet":
-            return Rule(kind="quantity", law="dirichlet", amount=_positive(amount or "0.5"))
-        given = given[1:]
-    (sigma,) = _take(given, 1)
-    return Rule(kind="quantity", amount=_positive(sigma or "1", at_most=LARGEST_SIGMA))
+            return PartitionRule(
+                kind="quantity", law="dirichlet", amount=_positive(amount or "0.5")
+            )
+        words = words[1:]
+    (sigma,) = _take(words, 1)
+    return PartitionRule(kind="quantity", amount=_positive(sigma or "1", at_most=MAX_SIGMA))
 
 
-_READERS: dict[str, Callable[[Sequence[str]], Rule]] = {
+_READERS: dict[str, Callable[[Sequence[str]], PartitionRule]] = {
     "iid": _iid,
     "dirichlet": _dirichlet,
     "labels": _labels,
@@ -115,14 +117,14 @@ _READERS: dict[str, Callable[[Sequence[str]], Rule]] = {
 }
 
 
-def _take(given: Sequence[str], most: int) -> tuple[str, ...]:
-    """Return ``most`` words, empty where there are fewer; more are a ValueError."""
-    if len(given) > most:
-        raise ValueError(f"{given[most]!r} is too much: {EXPECTED}")
-    return (*given, *[""] * (most - len(given)))
+def _take(words: Sequence[str], max_words: int) -> tuple[str, ...]:
+    """Return the words, padded with "" to ``max_words``; more words are a ValueError."""
+    if len(words) > max_words:
+        raise ValueError(f"{words[max_words]!r} is one word too many: {EXPECTED}")
+    return (*words, *[""] * (max_words - len(words)))
 
 
-def _positive(text: str, *, at_most: float = LARGEST) -> float:
+def _positive(text: str, *, at_most: float = MAX_AMOUNT) -> float:
     try:
         number = float(text)
     except ValueError:

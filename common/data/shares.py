@@ -1,7 +1,7 @@
-"""Each device's examples: as the task splits them, or as a partition deals them out.
+"""Opens each client's examples: as the task itself splits them, or by a partition.
 
-For a partition the task is opened whole, once a process, as part 0 of 1. A device's share is then a
-view of that (``common.data.rows``), so it costs next to nothing, however many devices there are.
+For a partition, the process opens the whole data set once, as part 0 of 1. A client's examples are
+then a view of it (``common.data.batches.SubsetView``), which costs a few hundred bytes.
 """
 
 from __future__ import annotations
@@ -11,52 +11,54 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headwater.common.data.batches import SubsetView
-from headwater.common.data.partition_spec import Rule
+from headwater.common.data.partition_spec import PartitionRule
 from headwater.common.errors import NoSuchPartition
 from headwater.common.task import Examples, Task, open_train_examples
 
 if TYPE_CHECKING:
-    from headwater.common.data.partition import Column, Dealing
+    from headwater.common.data.partition import Column, Partition
 
 
 class ClientDatasets:
-    """The shares of all devices of a process; what was dealt out last is kept."""
+    """The data sets of all clients of a process; caches the whole data set and one partition."""
 
     def __init__(self, task: Task) -> None:
         self._task = task
         self._whole = lru_cache(maxsize=1)(self._open_whole)
-        self._dealt = lru_cache(maxsize=1)(self._deal)
+        self._partition = lru_cache(maxsize=1)(self._compute)
 
-    def of(self, rule: Rule | None, *, data: Path | None, part: int, num_parts: int) -> Examples:
-        """Return the examples of a device.
+    def of(
+        self, rule: PartitionRule | None, *, data: Path | None, part: int, num_parts: int
+    ) -> Examples:
+        """Return the examples of one client.
 
         Raises:
             EmptyDataset, MissingData: see ``open_train_examples``.
-            MissingColumn, NoSuchPartition: see ``dealt``.
+            MissingColumn, NoSuchPartition: see ``partition``.
         """
         if rule is None:
             return open_train_examples(self._task, data=data, part=part, num_parts=num_parts)
-        dealing = self.dealt(rule, data=data, num_parts=num_parts)
+        partition = self.partition(rule, data=data, num_parts=num_parts)
         if not 0 <= part < num_parts:
             raise NoSuchPartition(
                 f"part {part} of {num_parts}: parts count from 0", remedy="correct --part"
             )
-        return SubsetView(self._whole(data), dealing.positions(part))
+        return SubsetView(self._whole(data), partition.positions(part))
 
-    def dealt(self, rule: Rule, *, data: Path | None, num_parts: int) -> Dealing:
-        """Return who has which examples.
+    def partition(self, rule: PartitionRule, *, data: Path | None, num_parts: int) -> Partition:
+        """Return the partition of all examples among ``num_parts`` clients.
 
         Raises:
-            MissingColumn: the examples do not tell the column that the rule goes by.
+            MissingColumn: the examples do not have the column that the rule needs.
             NoSuchPartition: there are too few examples, labels or values.
         """
-        return self._dealt(rule, data, num_parts)
+        return self._partition(rule, data, num_parts)
 
     def column(self, name: str, *, data: Path | None) -> Column:
         """Return a column of all examples.
 
         Raises:
-            MissingColumn: there is none of this name.
+            MissingColumn: there is no column of this name.
         """
         from headwater.common.data.columns import column_of
 
@@ -65,11 +67,11 @@ class ClientDatasets:
     def _open_whole(self, data: Path | None) -> Examples:
         return open_train_examples(self._task, data=data, part=0, num_parts=1)
 
-    def _deal(self, rule: Rule, data: Path | None, num_parts: int) -> Dealing:
-        # Loaded here, as a device whose task splits its own data has no use for it.
-        from headwater.common.data.partition import deal
+    def _compute(self, rule: PartitionRule, data: Path | None, num_parts: int) -> Partition:
+        # Imported here: a device whose task splits its own data never needs it.
+        from headwater.common.data.partition import partition_examples
 
-        return deal(
+        return partition_examples(
             rule,
             None if rule.column is None else self.column(rule.column, data=data),
             num_examples=len(self._whole(data)),

@@ -1,1 +1,1 @@
-"""The bridge between our messages and Flower's."""
+"""Conversion between our messages and Flower's, and the Grid that our transports share."""

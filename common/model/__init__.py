@@ -1,1 +1,1 @@
-"""The model as one flat vector, and as a file."""
+"""The model as one flat vector and as a safetensors file."""

@@ -1,1 +1,1 @@
-"""The mathematics that both halves of secure aggregation share."""
+"""Secure aggregation: the messages and the mathematics that clients and server share."""

@@ -1,1 +1,1 @@
-"""Estimates: straight lines, training speed, gradient noise."""
+"""Estimates from measurements: straight lines, training speed, gradient noise."""

@@ -1,1 +1,1 @@
-"""Files, logs, memory and ports of the machine that this process runs on."""
+"""The machine that a process runs on: files, logs, console, memory and the metrics port."""

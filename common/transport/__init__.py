@@ -1,1 +1,1 @@
-"""The wire format, its limits, certificates and TLS."""
+"""The wire format between device and server, its limits, certificates and TLS."""

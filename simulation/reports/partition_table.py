@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 from rich.table import Table
 from rich.text import Text
 
-from headwater.client.training.trainer import resident_of
+from headwater.client.training.trainer import trainer_of
 from headwater.common.data.columns import column_of
-from headwater.common.data.partition import Column, DealtOnce
+from headwater.common.data.partition import Column, DisjointPartition
 from headwater.common.data.partition_spec import LABEL
-from headwater.common.data.shares import Shares
+from headwater.common.data.shares import ClientDatasets
 from headwater.common.errors import MissingColumn, SettingsError
 from headwater.common.settings.schema import Settings
 from headwater.common.system.console import console
@@ -58,7 +58,7 @@ def held_by_each(settings: Settings) -> Iterator[Held]:
                 yield _held(None, everything)
         return
     shares = _shares(settings)
-    dealing = shares.dealt(rule, data=None, num_parts=number)
+    dealing = shares.partition(rule, data=None, num_parts=number)
     try:
         column = shares.column(rule.column or LABEL, data=None)
     except MissingColumn:
@@ -93,8 +93,8 @@ def line(settings: Settings) -> str:
     if kinds[-1] > 0:
         said += f"; {_range(kinds)} values of {(rule and rule.column) or LABEL}"
     if rule is not None:
-        dealing = _shares(settings).dealt(rule, data=None, num_parts=number)
-        if isinstance(dealing, DealtOnce) and dealing.num_moved:
+        dealing = _shares(settings).partition(rule, data=None, num_parts=number)
+        if isinstance(dealing, DisjointPartition) and dealing.num_moved:
             said += f"; {dealing.num_moved:,} would have had none, and got one of the largest's"
     return said
 
@@ -132,16 +132,16 @@ def _range(numbers: list[int]) -> str:
     return f"{first:,}" if first == last else f"{first:,} to {last:,}"
 
 
-def _shares(settings: Settings) -> Shares:
+def _shares(settings: Settings) -> ClientDatasets:
     """Return the shares of this process' devices, if they are in this process."""
     if settings.simulation.engine == "in-process":
-        resident = resident_of(
+        trainer = trainer_of(
             _task(settings),
             replace_batch_norm=settings.model.replace_batch_norm,
             check_task=settings.check_task,
         )
-        return resident.shares
-    return Shares(load_task(_task(settings)))
+        return trainer.datasets
+    return ClientDatasets(load_task(_task(settings)))
 
 
 def _task(settings: Settings) -> str:

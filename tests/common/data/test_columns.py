@@ -27,7 +27,7 @@ class WithColumns(TwoLayers):
 
 
 class Pictures(Dataset[int]):
-    """A data set as torchvision has them: nothing is opened for its labels."""
+    """A data set like torchvision's: its labels are known without opening an example."""
 
     def __init__(self, **attributes: Any) -> None:
         vars(self).update(attributes)
@@ -40,7 +40,7 @@ class Pictures(Dataset[int]):
 
 
 class Frame(Pictures):
-    """A data set as Hugging Face has them."""
+    """A data set like Hugging Face's."""
 
     column_names = ("label", "author")
 
@@ -63,7 +63,7 @@ FOUND: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("case", FOUND)
-def test_a_data_set_s_own_column_is_found(case: str) -> None:
+def test_the_column_of_a_common_data_set_is_found(case: str) -> None:
     data, name = FOUND[case]
     column = column_of(TwoLayers(), data, name)
     codes = column.codes_E.tolist()
@@ -73,18 +73,18 @@ def test_a_data_set_s_own_column_is_found(case: str) -> None:
     assert column.num_values == len(set(codes)) >= 2
 
 
-def test_values_are_numbered_in_their_own_order() -> None:
+def test_values_are_numbered_in_sorted_order() -> None:
     column = column_of(TwoLayers(), TENSORS, "label")
     assert column.codes_E.tolist() == [1, 0, 1, 2]
     assert column.values_V.tolist() == [1, 3, 7]
 
 
-def test_a_task_that_names_its_columns_is_asked_first() -> None:
+def test_a_column_of_the_task_takes_precedence() -> None:
     task = WithColumns(lambda examples: {"label": ["x"] * len(examples)})
     assert column_of(task, TENSORS, "label").values_V.tolist() == ["x"]
 
 
-def test_what_a_task_does_not_name_is_looked_for_in_the_data_set() -> None:
+def test_a_column_that_the_task_lacks_is_taken_from_the_data_set() -> None:
     task = WithColumns({"author": ["a"] * 4})
     assert column_of(task, TENSORS, "label").num_values == 3
 
@@ -114,7 +114,7 @@ MISSING: dict[str, tuple[Any, Any, str, str]] = {
 
 
 @pytest.mark.parametrize("case", MISSING)
-def test_what_is_no_column_is_named(case: str) -> None:
+def test_a_missing_or_malformed_column_is_named(case: str) -> None:
     task, data, name, words = MISSING[case]
     with pytest.raises(MissingColumn, match=words) as caught:
         column_of(task, data, name)

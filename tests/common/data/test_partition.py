@@ -1,4 +1,4 @@
-"""Who gets which examples: laws of every partition, and the distributions that it stands for."""
+"""Partitions: laws that hold for every kind, and the distributions that they draw from."""
 
 from __future__ import annotations
 
@@ -13,9 +13,15 @@ from hypothesis import assume, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from headwater.common.data.partition import Column, Dealing, DealtOnce, deal, none_empty
-from headwater.common.data.partition_spec import rule_of
-from headwater.common.data.portable_random import Chance
+from headwater.common.data.partition import (
+    Column,
+    DisjointPartition,
+    Partition,
+    fill_empty_devices,
+    partition_examples,
+)
+from headwater.common.data.partition_spec import parse_rule
+from headwater.common.data.portable_random import PortableRandom
 from headwater.common.errors import NoSuchPartition
 
 KINDS = [
@@ -38,39 +44,41 @@ def column_of(codes: list[int] | np.ndarray) -> Column:
     return Column(codes_E=numbered.astype(np.int64), values_V=values)
 
 
-def dealt(
+def partitioned(
     kind: str,
     codes: list[int] | np.ndarray,
     num_devices: int,
     *,
     seed: int = 0,
     examples_per_device: int | None = None,
-) -> Dealing:
-    rule = rule_of(kind, examples_per_device=examples_per_device, seed=seed)
+) -> Partition:
+    rule = parse_rule(kind, examples_per_device=examples_per_device, seed=seed)
     assert rule is not None
     column = None if rule.column is None else column_of(codes)
-    return deal(rule, column, num_examples=len(codes), num_devices=num_devices)
+    return partition_examples(rule, column, num_examples=len(codes), num_devices=num_devices)
 
 
-def dealt_once(kind: str, codes: list[int] | np.ndarray, num_devices: int, **how: int) -> DealtOnce:
-    dealing = dealt(kind, codes, num_devices, **how)
-    assert isinstance(dealing, DealtOnce)
-    return dealing
+def disjoint(
+    kind: str, codes: list[int] | np.ndarray, num_devices: int, **how: int
+) -> DisjointPartition:
+    partition = partitioned(kind, codes, num_devices, **how)
+    assert isinstance(partition, DisjointPartition)
+    return partition
 
 
-def sizes(dealing: Dealing) -> list[int]:
-    return [len(dealing.positions(device)) for device in range(dealing.num_devices)]
+def sizes(partition: Partition) -> list[int]:
+    return [len(partition.positions(device)) for device in range(partition.num_devices)]
 
 
-def labels_held(dealing: Dealing, codes: np.ndarray, device: int) -> Counter[int]:
-    return Counter(codes[dealing.positions(device)].tolist())
+def labels_held(partition: Partition, codes: np.ndarray, device: int) -> Counter[int]:
+    return Counter(codes[partition.positions(device)].tolist())
 
 
 CODES = st.lists(st.integers(0, 6), min_size=1, max_size=120)
 
 
 def possible(kind: str, codes: list[int], num_devices: int) -> bool:
-    """Whether each device can have its labels, or an author of its own."""
+    """Return whether each device can have its labels, or an author of its own."""
     of_each = Counter(codes)
     if kind.startswith("column"):
         return num_devices <= len(of_each)
@@ -85,16 +93,16 @@ def possible(kind: str, codes: list[int], num_devices: int) -> bool:
 @pytest.mark.parametrize("kind", KINDS)
 @given(codes=CODES, seed=st.integers(0, 9), data=st.data())
 @hypothesis_settings(deadline=None, max_examples=60)
-def test_every_example_is_on_one_device_and_no_device_is_empty_or_it_cannot_be(
+def test_every_example_is_on_one_device_and_no_device_is_empty(
     kind: str, codes: list[int], seed: int, data: st.DataObject
 ) -> None:
     num_devices = data.draw(st.integers(1, len(codes) + 1))
     if not possible(kind, codes, num_devices):
         with pytest.raises(NoSuchPartition):
-            dealt(kind, codes, num_devices, seed=seed)
+            partitioned(kind, codes, num_devices, seed=seed)
         return
-    dealing = dealt(kind, codes, num_devices, seed=seed)
-    everywhere = [dealing.positions(device).tolist() for device in range(num_devices)]
+    partition = partitioned(kind, codes, num_devices, seed=seed)
+    everywhere = [partition.positions(device).tolist() for device in range(num_devices)]
     assert sorted(chain.from_iterable(everywhere)) == list(range(len(codes)))
     assert all(everywhere)
 
@@ -106,15 +114,15 @@ def test_every_example_is_on_one_device_and_no_device_is_empty_or_it_cannot_be(
     data=st.data(),
 )
 @hypothesis_settings(deadline=None, max_examples=60)
-def test_a_device_that_draws_has_different_examples_and_at_least_one(
+def test_a_sampling_device_has_distinct_examples_and_at_least_one(
     kind: str, codes: list[int], num_devices: int, data: st.DataObject
 ) -> None:
     least = len(set(codes)) if kind.startswith("labels") else 1
     if kind == "labels:2":
         assume(least > 1)
     examples_per_device = data.draw(st.integers(least, len(codes)))
-    dealing = dealt(kind, codes, num_devices, examples_per_device=examples_per_device)
-    own = dealing.positions(data.draw(st.integers(0, num_devices - 1))).tolist()
+    partition = partitioned(kind, codes, num_devices, examples_per_device=examples_per_device)
+    own = partition.positions(data.draw(st.integers(0, num_devices - 1))).tolist()
     assert 1 <= len(own) == len(set(own))
     assert set(own) <= set(range(len(codes)))
     if not kind.startswith("quantity"):
@@ -123,13 +131,11 @@ def test_a_device_that_draws_has_different_examples_and_at_least_one(
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("examples_per_device", [None, 4])
-def test_a_seed_deals_alike_and_another_otherwise(
-    kind: str, examples_per_device: int | None
-) -> None:
+def test_a_seed_determines_the_partition(kind: str, examples_per_device: int | None) -> None:
     codes = np.arange(400) % 10
     drawn = [
         [
-            dealt(kind, codes, 10, seed=seed, examples_per_device=examples_per_device)
+            partitioned(kind, codes, 10, seed=seed, examples_per_device=examples_per_device)
             .positions(device)
             .tolist()
             for device in range(10)
@@ -141,67 +147,67 @@ def test_a_seed_deals_alike_and_another_otherwise(
 
 @given(st.integers(1, 300), st.integers(0, 300))
 @hypothesis_settings(deadline=None, max_examples=50)
-def test_even_shares_differ_by_one_example_at_most(num_devices: int, num_more: int) -> None:
-    found = sizes(dealt("iid", np.zeros(num_devices + num_more), num_devices))
+def test_iid_sizes_differ_by_at_most_one_example(num_devices: int, num_more: int) -> None:
+    found = sizes(partitioned("iid", np.zeros(num_devices + num_more), num_devices))
     assert max(found) - min(found) <= 1
 
 
 @given(CODES, st.integers(1, 30), st.integers(1, 4))
 @hypothesis_settings(deadline=None, max_examples=100)
-def test_each_device_has_just_so_many_labels_wherever_that_can_be(
+def test_each_device_has_the_given_number_of_labels_wherever_possible(
     codes: list[int], num_devices: int, per_device: int
 ) -> None:
     kind = f"labels:{per_device}"
     if not possible(kind, codes, num_devices):
         return
-    dealing = dealt(kind, codes, num_devices)
-    held = [labels_held(dealing, np.array(codes), device) for device in range(num_devices)]
+    partition = partitioned(kind, codes, num_devices)
+    held = [labels_held(partition, np.array(codes), device) for device in range(num_devices)]
     assert {len(labels) for labels in held} == {per_device}
 
 
-def test_labels_are_cut_into_shards_as_equal_as_may_be() -> None:
+def test_shards_of_a_label_are_of_nearly_equal_size() -> None:
     # 30, 20 and 10 examples for 2 labels on each of 6 devices: 12 shards of 5.
     codes = np.repeat([0, 1, 2], [30, 20, 10])
-    dealing = dealt("labels:2", codes, 6)
-    held = [labels_held(dealing, codes, device) for device in range(6)]
+    partition = partitioned("labels:2", codes, 6)
+    held = [labels_held(partition, codes, device) for device in range(6)]
     assert sorted(sum(labels.values()) for labels in held) == [10] * 6
     assert {count for labels in held for count in labels.values()} == {5}
 
 
-def test_a_value_is_on_one_device_whole_and_devices_have_as_many_values() -> None:
+def test_a_value_is_on_one_device_and_devices_have_equally_many_values() -> None:
     codes = np.repeat(np.arange(10), np.arange(1, 11))
-    dealing = dealt("column:author", codes, 4)
-    held = [labels_held(dealing, codes, device) for device in range(4)]
+    partition = partitioned("column:author", codes, 4)
+    held = [labels_held(partition, codes, device) for device in range(4)]
     assert sum(held, Counter()) == Counter(codes.tolist())
     assert sorted(len(authors) for authors in held) == [2, 2, 3, 3]
     assert sum(len(authors) for authors in held) == 10
 
 
-def test_more_devices_than_authors_draw_of_one_author_each() -> None:
+def test_sampling_devices_draw_from_one_author_each() -> None:
     codes = np.repeat(np.arange(10), 30)
-    dealing = dealt("column:author", codes, 25, examples_per_device=4)
-    of = [labels_held(dealing, codes, device) for device in range(25)]
+    partition = partitioned("column:author", codes, 25, examples_per_device=4)
+    of = [labels_held(partition, codes, device) for device in range(25)]
     assert all(list(authors.values()) == [4] for authors in of)
     assert Counter(author for authors in of for author in authors).keys() == set(range(10))
 
 
-# What they stand for.
+# The distributions.
 
 
 def normal_bound(num_claims: int) -> float:
-    """How many standard errors one of so many means may be off, by the union bound."""
+    """Return the largest deviation of so many means, in standard errors, by the union bound."""
     return math.sqrt(2 * math.log(2 * num_claims / RARE))
 
 
 @pytest.mark.parametrize("alpha", [0.1, 0.5, 5.0])
-def test_counts_of_a_label_have_the_variance_that_dirichlet_shares_give(alpha: float) -> None:
+def test_counts_of_a_label_have_the_variance_of_dirichlet_proportions(alpha: float) -> None:
     num_devices, num_labels, of_each = 40, 200, 400
     codes = np.repeat(np.arange(num_labels), of_each)
-    dealing = dealt_once(f"dirichlet:{alpha}", codes, num_devices)
-    assert dealing.num_moved == 0
+    partition = disjoint(f"dirichlet:{alpha}", codes, num_devices)
+    assert partition.num_moved == 0
     counts = np.zeros((num_labels, num_devices))
     for device in range(num_devices):
-        counts[:, device] = np.bincount(codes[dealing.positions(device)], minlength=num_labels)
+        counts[:, device] = np.bincount(codes[partition.positions(device)], minlength=num_labels)
     # The variance of a Dirichlet-multinomial count (Mosimann 1962).
     share, total = 1 / num_devices, alpha * num_devices
     variance = of_each * share * (1 - share) * (of_each + total) / (1 + total)
@@ -214,11 +220,11 @@ def test_counts_of_a_label_have_the_variance_that_dirichlet_shares_give(alpha: f
     assert of_labels.mean() < of_each**2 * share * (1 - share) / 2
 
 
-def test_a_label_s_shares_have_the_distribution_of_numpy_s_dirichlet_draws() -> None:
+def test_a_label_s_proportions_have_the_distribution_of_numpy_s_dirichlet() -> None:
     num_devices, num_labels, of_each, alpha = 10, 1000, 60, 0.3
     codes = np.repeat(np.arange(num_labels), of_each)
-    dealing = dealt_once(f"dirichlet:{alpha}", codes, num_devices)
-    ours = np.bincount(codes[dealing.positions(0)], minlength=num_labels)
+    partition = disjoint(f"dirichlet:{alpha}", codes, num_devices)
+    ours = np.bincount(codes[partition.positions(0)], minlength=num_labels)
     generator = np.random.default_rng(0)
     shares = generator.dirichlet([alpha] * num_devices, size=num_labels)
     theirs = generator.multinomial(of_each, shares)[:, 0]
@@ -228,13 +234,15 @@ def test_a_label_s_shares_have_the_distribution_of_numpy_s_dirichlet_draws() -> 
     assert np.abs(apart).max() < 2 * math.sqrt(math.log(2 / RARE) / (2 * num_labels))
 
 
-def test_a_drawn_mix_is_dirichlet_around_the_labels_shares_of_all() -> None:
+def test_a_sampled_mix_is_dirichlet_around_the_labels_overall_fractions() -> None:
     # Hsu et al. 2019: the mix q is from Dirichlet(c p), so Var q = p (1 - p) / (1 + c).
     alpha, per_device, num_devices = 0.5, 100, 1000
     codes = np.repeat([0, 1], [3000, 1000])
-    dealing = dealt(f"dirichlet:{alpha}", codes, num_devices, examples_per_device=per_device)
+    partition = partitioned(
+        f"dirichlet:{alpha}", codes, num_devices, examples_per_device=per_device
+    )
     first = np.array(
-        [labels_held(dealing, codes, device)[0] for device in range(num_devices)], dtype=float
+        [labels_held(partition, codes, device)[0] for device in range(num_devices)], dtype=float
     )
     concentration, share = alpha * 2, 0.75
     mean = per_device * share
@@ -245,9 +253,9 @@ def test_a_drawn_mix_is_dirichlet_around_the_labels_shares_of_all() -> None:
     assert abs(squares.mean() - variance) < bound * squares.std()
 
 
-def test_lognormal_sizes_have_the_logarithm_s_deviation() -> None:
+def test_lognormal_sizes_have_the_given_standard_deviation() -> None:
     num_devices, sigma = 1000, 1.0
-    found = np.array(sizes(dealt("quantity:1", np.zeros(500_000), num_devices)), dtype=float)
+    found = np.array(sizes(partitioned("quantity:1", np.zeros(500_000), num_devices)), dtype=float)
     logarithms = np.log(found)
     # The standard error of a normal sample's deviation; rounding to whole examples, here some
     # 500 a device, is far below it.
@@ -255,45 +263,47 @@ def test_lognormal_sizes_have_the_logarithm_s_deviation() -> None:
 
 
 @pytest.mark.parametrize("law", ["quantity:1", "quantity:dirichlet:0.5"])
-def test_drawn_sizes_have_the_mean_that_is_asked_for(law: str) -> None:
+def test_sampled_sizes_have_the_given_mean(law: str) -> None:
     num_devices, mean = 4000, 50
-    found = np.array(sizes(dealt(law, np.zeros(100_000), num_devices, examples_per_device=mean)))
+    found = np.array(
+        sizes(partitioned(law, np.zeros(100_000), num_devices, examples_per_device=mean))
+    )
     # Rounding moves the mean by less than half an example, and so does "at least one".
     standard_error = found.std() / math.sqrt(num_devices)
     assert abs(found.mean() - mean) < normal_bound(2) * standard_error + 1
 
 
-def test_devices_without_any_get_one_of_the_largest_s_and_are_counted() -> None:
-    dealing = none_empty(np.repeat([1, 3], [30, 28]), 6, Chance(0))
+def test_empty_devices_get_an_example_of_the_largest_and_are_counted() -> None:
+    partition = fill_empty_devices(np.repeat([1, 3], [30, 28]), 6, PortableRandom(0))
     # Device 1 gives two until both have 28, then they give in turn.
-    assert sizes(dealing) == [1, 27, 1, 27, 1, 1]
-    assert dealing.num_moved == 4
-    assert sorted(dealing.order_E.tolist()) == list(range(58))
+    assert sizes(partition) == [1, 27, 1, 27, 1, 1]
+    assert partition.num_moved == 4
+    assert sorted(partition.order_E.tolist()) == list(range(58))
 
 
-# What cannot be.
+# Impossible partitions.
 
 
 @pytest.mark.parametrize(
     ("kind", "num_devices", "examples_per_device", "words"),
     [
-        ("iid", 41, None, "40 examples cannot be dealt out to 41 devices"),
-        ("dirichlet", 41, None, "40 examples cannot be dealt out to 41 devices"),
+        ("iid", 41, None, "40 examples cannot be partitioned among 41 devices"),
+        ("dirichlet", 41, None, "40 examples cannot be partitioned among 41 devices"),
         ("iid", 2, 41, "should draw 41 different examples, and there are 40"),
         ("labels:5", 2, None, "should have 5 labels, and there are 4"),
-        ("labels:1", 3, None, "hold 3 at the most, and there are 4"),
+        ("labels:1", 3, None, "hold at most 3 labels, and there are 4"),
         ("labels:2", 30, None, "need 60 shards, and these examples can be cut into 40"),
         ("labels:5", 2, 20, "should have 5 labels; there are 4"),
         ("labels:3", 2, 2, "each draws 2 examples"),
-        ("column:author", 5, None, "4 values, which are too few for 5 devices"),
+        ("column:author", 5, None, "4 values, too few for 5 devices"),
     ],
 )
-def test_what_cannot_be_is_an_error_with_a_remedy(
+def test_an_impossible_partition_is_an_error_with_a_remedy(
     kind: str, num_devices: int, examples_per_device: int | None, words: str
 ) -> None:
     codes = np.arange(40) % 4
     with pytest.raises(NoSuchPartition, match=words) as caught:
-        dealt(kind, codes, num_devices, examples_per_device=examples_per_device)
+        partitioned(kind, codes, num_devices, examples_per_device=examples_per_device)
     assert caught.value.remedy
 
 
@@ -301,8 +311,8 @@ def test_what_cannot_be_is_an_error_with_a_remedy(
 def test_a_thousand_of_a_million_devices_take_little_memory(kind: str) -> None:
     codes = np.arange(60_000) % 10
     tracemalloc.start()
-    dealing = dealt(kind, codes, 10**6, examples_per_device=20)
-    opened = [dealing.positions(device) for device in range(0, 10**6, 10**3)]
+    partition = partitioned(kind, codes, 10**6, examples_per_device=20)
+    opened = [partition.positions(device) for device in range(0, 10**6, 10**3)]
     _, peak_bytes = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert len(opened) == 1000

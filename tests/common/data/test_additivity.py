@@ -1,0 +1,225 @@
+"""The check of additivity refuses means, padding, batch statistics and changed buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import TensorDataset
+
+from headwater.common.data.additivity import check_additive
+from headwater.common.errors import BuffersChanged, TaskNotAdditive
+from headwater.common.task import Task
+from tests.tasks import (
+    NAN_GRADIENT,
+    NAN_LOSS,
+    RAISES_BACKWARD,
+    RAISES_FORWARD,
+    TwoLayers,
+    examples,
+)
+
+
+def check(task: Task, data: TensorDataset | None = None) -> None:
+    torch.manual_seed(0)
+    check_additive(task, task.new_model(), data or examples(6))
+
+
+class Given(TwoLayers):
+    """A task with a given loss function and, optionally, a given model."""
+
+    def __init__(self, loss: Callable[..., Any], model: Callable[[], nn.Module] | None = None):
+        super().__init__()
+        self.loss, self.model = loss, model
+
+    def new_model(self) -> nn.Module:
+        return super().new_model() if self.model is None else self.model()
+
+    def loss_sum(self, model: nn.Module, batch: Sequence[Tensor]) -> Any:
+        return self.loss(model, batch)
+
+
+def squares(model: nn.Module, batch: Sequence[Tensor]) -> Any:
+    return (model(batch[0]).squeeze(1) - batch[1]).square().sum(), len(batch[0])
+
+
+def test_a_loss_sum_passes() -> None:
+    check(TwoLayers())
+
+
+def test_a_mean_is_refused_and_called_a_mean() -> None:
+    def mean(model: nn.Module, batch: Sequence[Tensor]) -> Any:
+        loss, weight = squares(model, batch)
+        return loss / weight, weight
+
+    with pytest.raises(TaskNotAdditive, match="probably a mean is returned"):
+        check(Given(mean))
+
+
+def test_a_mean_that_claims_a_weight_of_one_is_refused() -> None:
+    def mean(model: nn.Module, batch: Sequence[Tensor]) -> Any:
+        return squares(model, batch)[0] / len(batch[0]), 1
+
+    with pytest.raises(TaskNotAdditive, match="together weigh 1, one by one 2"):
+        check(Given(mean))
+
+
+class Centred(nn.Module):
+    """Subtracts the batch's mean, as BatchNorm does."""
+
+    def forward(self, hidden_BH: Tensor) -> Tensor:
+        return hidden_BH - hidden_BH.mean(0, keepdim=True) / 2
+
+
+def test_a_layer_that_mixes_the_batch_is_refused() -> None:
+    mixing = Given(squares, lambda: nn.Sequential(nn.Linear(3, 2), Centred(), nn.Linear(2, 1)))
+    with pytest.raises(TaskNotAdditive, match="a layer mixes the examples of a batch"):
+        check(mixing)
+
+
+class GradientMixed(nn.Module):
+    """Keeps the values and mixes the gradients of the batch."""
+
+    def forward(self, hidden_BH: Tensor) -> Tensor:
+        mean_H = hidden_BH.mean(0, keepdim=True)
+        return hidden_BH + (mean_H - mean_H.detach())
+
+
+def test_a_layer_that_mixes_only_the_gradients_is_refused() -> None:
+    mixing = Given(
+        squares, lambda: nn.Sequential(nn.Linear(3, 2), GradientMixed(), nn.Linear(2, 1))
+    )
+    with pytest.raises(TaskNotAdditive, match="the gradient of 2 examples together"):
+        check(mixing)
+
+
+def padded(num_tokens: Sequence[int]) -> TensorDataset:
+    """Rows of integer tokens in 1..4, padded with 0 to a common length."""
+    rows = torch.zeros(len(num_tokens), max(num_tokens), dtype=torch.int64)
+    for row, length in zip(rows, num_tokens, strict=True):
+        row[:length] = torch.arange(length) % 4 + 1
+    return TensorDataset(rows)
+
+
+def trimmed(examples: Sequence[tuple[Tensor]]) -> Tensor:
+    """Collate rows to the longest of them."""
+    rows = torch.stack([example[0] for example in examples])
+    return rows[:, : int((rows > 0).sum(1).max())]
+
+
+class Tokens(TwoLayers):
+    """Predicts each token from itself; ``in_loss`` and ``in_weight`` say whether padding counts."""
+
+    max_weight_per_example = 5
+
+    def __init__(self, *, in_weight: bool = False, in_loss: bool = False) -> None:
+        super().__init__()
+        self.in_weight, self.in_loss = in_weight, in_loss
+
+    def new_model(self) -> nn.Module:
+        return nn.Sequential(nn.Embedding(5, 5))
+
+    def collate(self, examples: Sequence[tuple[Tensor]]) -> Tensor:
+        return trimmed(examples)
+
+    def loss_sum(self, model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+        ignored = -100 if self.in_loss else 0
+        logits = model(batch).flatten(0, 1)
+        loss = functional.cross_entropy(
+            logits, batch.flatten(), ignore_index=ignored, reduction="sum"
+        )
+        return loss, batch.numel() if self.in_weight else int((batch > 0).sum())
+
+
+def test_tokens_without_their_padding_pass() -> None:
+    check(Tokens(), padded([5, 2, 3, 1]))
+
+
+def test_padding_in_the_weight_is_refused() -> None:
+    with pytest.raises(TaskNotAdditive, match="padding is counted in the weight"):
+        check(Tokens(in_weight=True), padded([5, 2, 3, 1]))
+
+
+def test_padding_in_the_loss_is_refused() -> None:
+    with pytest.raises(TaskNotAdditive, match="padding enters the loss"):
+        check(Tokens(in_loss=True), padded([5, 2, 3, 1]))
+
+
+def test_a_weight_above_the_tasks_own_bound_is_refused_with_the_bound() -> None:
+    with pytest.raises(TaskNotAdditive, match=r"weighs 6, more than .* of 5") as caught:
+        check(Tokens(), padded([2, 6]))
+    assert "max_weight_per_example" in caught.value.remedy
+
+
+def test_a_model_with_dropout_passes() -> None:
+    check(Given(squares, lambda: nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Linear(8, 1))))
+
+
+def test_a_mean_is_found_in_a_model_with_dropout() -> None:
+    def mean(model: nn.Module, batch: Sequence[Tensor]) -> Any:
+        return squares(model, batch)[0] / len(batch[0]), len(batch[0])
+
+    random = Given(mean, lambda: nn.Sequential(nn.Linear(3, 1), nn.Dropout(0.5)))
+    with pytest.raises(TaskNotAdditive, match="mean"):
+        check(random)
+
+
+def test_a_single_example_passes() -> None:
+    check(TwoLayers(), examples(1))
+
+
+def test_the_check_changes_neither_model_nor_gradients_nor_random_state() -> None:
+    task = TwoLayers()
+    model = task.new_model().eval()
+    before = [p.detach().clone() for p in model.parameters()]
+    state = torch.get_rng_state()
+    check_additive(task, model, examples(6))
+    assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+    assert all(p.grad is None for p in model.parameters())
+    assert not model.training
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+class Counting(nn.Module):
+    """Keeps a running count in a buffer, in place or by assigning a new tensor."""
+
+    count: Tensor
+
+    def __init__(self, *, in_place: bool) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(1))
+        self.in_place = in_place
+
+    def forward(self, inputs_BI: Tensor) -> Tensor:
+        if self.training:
+            if self.in_place:
+                self.count += 1
+            else:
+                self.count = self.count + 1
+        return inputs_BI
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_buffer_that_training_changes_is_refused_by_name(in_place: bool) -> None:
+    counting = Given(squares, lambda: nn.Sequential(Counting(in_place=in_place), nn.Linear(3, 1)))
+    with pytest.raises(BuffersChanged, match=r"0\.count"):
+        check(counting)
+
+
+@pytest.mark.parametrize("kind", [NAN_LOSS, NAN_GRADIENT, RAISES_BACKWARD, RAISES_FORWARD])
+def test_an_example_that_training_would_skip_is_skipped(kind: int) -> None:
+    check(TwoLayers(), examples(6, kinds=[kind, 0, kind]))
+
+
+def test_a_mean_is_found_after_examples_that_fail() -> None:
+    class Mean(TwoLayers):
+        def loss_sum(self, model: nn.Module, batch: Sequence[Tensor]) -> tuple[Tensor, int]:
+            loss, weight = super().loss_sum(model, batch)
+            return loss / weight, weight
+
+    with pytest.raises(TaskNotAdditive, match="mean"):
+        check(Mean(), examples(12, kinds=[NAN_LOSS, RAISES_FORWARD] * 3))

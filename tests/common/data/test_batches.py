@@ -1,0 +1,79 @@
+"""Batches of subset views: the right examples, in one indexing operation where possible."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset, Subset, TensorDataset
+
+from headwater.common.data.batches import SubsetView, batch_of, evaluate_sums
+from headwater.common.task import Examples, loss_sum
+from tests.tasks import TwoLayers, examples
+
+
+class OneByOne(Dataset[Any]):
+    """Not a ``TensorDataset``: each example is fetched by a Python integer."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, position: int) -> int:
+        assert type(position) is int
+        return 100 + position
+
+
+class Fetching(OneByOne):
+    def __getitems__(self, positions: list[int]) -> list[int]:
+        assert all(type(position) is int for position in positions)
+        return [200 + position for position in positions]
+
+
+@pytest.mark.parametrize("whole", [OneByOne(), Fetching(), list(range(24))])
+def test_a_subset_view_fetches_as_the_whole_data_set_does(whole: Examples) -> None:
+    rows = SubsetView(whole, np.array([5, 3, 23]))
+    expected = [whole[5], whole[23]]
+    if isinstance(whole, Fetching):
+        expected = [205, 223]
+    assert batch_of(TwoLayers(), rows, [0, 2]).tolist() == expected
+    assert batch_of(TwoLayers(), Subset(rows, [2, 0]), [1, 0]).tolist() == expected  # type: ignore[arg-type]
+    assert [rows[0], rows[2]] == [whole[5], whole[23]]
+    assert len(rows) == 3
+
+
+def test_a_batch_of_a_tensor_data_set_is_indexed_at_once() -> None:
+    class NotOneByOne(TensorDataset):
+        def __getitem__(self, position: Any) -> Any:
+            raise AssertionError("an example was fetched alone")
+
+    whole = NotOneByOne(torch.arange(24), torch.arange(24) * 10)
+    rows = SubsetView(SubsetView(whole, np.arange(23, -1, -1)), np.array([4, 2, 0]))
+    first, second = batch_of(TwoLayers(), rows, (2, 1))
+    assert first.tolist() == [23, 21]
+    assert second.tolist() == [230, 210]
+
+
+def test_the_task_s_collate_gets_the_examples_of_a_view() -> None:
+    class Collating(TwoLayers):
+        def collate(self, examples: list[Any]) -> list[Any]:
+            return examples
+
+    rows = SubsetView(OneByOne(), np.array([7, 1]))
+    assert batch_of(Collating(), rows, range(2)) == [107, 101]
+
+
+def test_evaluation_sums_equal_those_of_one_large_batch() -> None:
+    task, data = TwoLayers(), examples(10)
+    torch.manual_seed(1)
+    model = task.new_model()
+    whole = loss_sum(task, model, batch_of(task, data, range(10)))
+    assert evaluate_sums(task, model, data, 3) == (whole[0].item(), 10, {})
+
+
+def test_a_plain_list_of_examples_is_collated() -> None:
+    rows = [(torch.tensor([float(p)]), p) for p in range(5)]
+    values, numbers = batch_of(TwoLayers(), rows, [3, 1])
+    assert torch.equal(values, torch.tensor([[3.0], [1.0]]))
+    assert numbers.tolist() == [3, 1]
