@@ -1,7 +1,7 @@
-"""The device as a Flower ClientApp: describe, train, evaluate, and a secure session's phases.
+"""The client as a Flower ClientApp: describe, train, evaluate, and the phases of a secure session.
 
 The same app runs in the simulator, behind our own gRPC stream, in Flower's Ray simulation and on
-SuperNodes. Flower's types stop here.
+SuperNodes. Only this file and ``client.flower`` use Flower's types.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
 from headwater.client.device.bandwidth import read_bandwidth
+from headwater.client.device.hardware import this_machine
 from headwater.client.flower.request import SIMULATED, DeviceRequest, read_request, spool_of
-from headwater.client.flower.state_file import PACE, SECURE, WALK, record_of
-from headwater.client.secagg.pending import PendingUpdate
+from headwater.client.flower.state_file import SAMPLER, SECURE, SPEED, read_record
+from headwater.client.secagg.pending import PendingUpdate, pending_in
 from headwater.client.secagg.prepare import (
     check_masking,
     floor_of,
@@ -29,12 +30,12 @@ from headwater.client.secagg.prepare import (
     unmasked_update,
 )
 from headwater.client.secagg.types import SessionRecord
-from headwater.client.training.trainer import HardwareOf, this_machine
+from headwater.client.training.context import HardwareOf
 from headwater.common.errors import CorruptUpdate, EmptyUpdate, HeadwaterError
 from headwater.common.flower import records
 from headwater.common.messages import DescribeRequest, DeviceReport, Plan, Update, UpdateReport
 from headwater.common.secagg.protocol import PHASES, Phase
-from headwater.common.stats import training_speed as pace
+from headwater.common.stats import training_speed
 
 log = logging.getLogger(__name__)
 
@@ -42,15 +43,15 @@ Report = TypeVar("Report", DeviceReport, UpdateReport)
 
 
 def client_app(hardware_of: HardwareOf) -> ClientApp:
-    """Return a ClientApp whose devices run on the given hardware, real or simulated."""
+    """Return a ClientApp whose clients run on the given hardware, real or simulated."""
     app = ClientApp()
 
-    def answering(
-        answer: Callable[[DeviceRequest], RecordDict],
+    def handled_by(
+        handle: Callable[[DeviceRequest], RecordDict],
     ) -> Callable[[Message, Context], Message]:
         def reply(message: Message, context: Context) -> Message:
             try:
-                content = answer(read_request(message, context, hardware_of))
+                content = handle(read_request(message, context, hardware_of))
             except Exception as error:
                 if not isinstance(error, HeadwaterError):
                     log.exception("the task or the device failed")
@@ -62,148 +63,140 @@ def client_app(hardware_of: HardwareOf) -> ClientApp:
 
         return reply
 
-    app.query("describe")(answering(_describe))
-    app.train()(answering(_train))
-    app.evaluate()(answering(_evaluate))
+    app.query("describe")(handled_by(_describe))
+    app.train()(handled_by(_train))
+    app.evaluate()(handled_by(_evaluate))
     for phase in PHASES:
-        app.query(phase.action)(answering(partial(_in_phase, phase)))
+        app.query(phase.action)(handled_by(partial(_answer_phase, phase)))
     return app
 
 
-# What is answered.
+def _describe(request: DeviceRequest) -> RecordDict:
+    describe = records.read(request.message.content, DescribeRequest)
+    if describe.left_out is not None:
+        log.info("this round excludes %s: %s", request.identity.name, describe.left_out)
+    report = request.trainer.describe(request.identity, request.hardware, describe)
+    measured = training_speed.told(report)
+    # As on the server: a speed seen in training replaces a measured one, unless it was too slow.
+    if measured is not None and (request.speed is None or describe.left_out is not None):
+        records.keep(request.context, SPEED, measured)
+    return records.content_of(_with_link(report, request.context))
 
 
-def _describe(asked: DeviceRequest) -> RecordDict:
-    request = records.read(asked.message.content, DescribeRequest)
-    if request.left_out is not None:
-        log.info("%s has no part in this round: %s", asked.identity.name, request.left_out)
-    report = asked.trainer.describe(asked.identity, asked.hardware, request)
-    told = pace.told(report)
-    # As the server does: the pace at which it was seen to work counts, unless it was too slow.
-    if told is not None and (asked.pace is None or request.left_out is not None):
-        records.keep(asked.context, PACE, told)
-    return records.content_of(_with_link(report, asked.context))
-
-
-def _train(asked: DeviceRequest) -> RecordDict:
-    context, trainer, identity = asked.context, asked.trainer, asked.identity
-    plan = records.read(asked.message.content, Plan)
-    trainer.held.begin(run_id=context.run_id, round_number=plan.round, name=identity.name)
-    _leave_session(asked, plan)
-    check_masking(asked.secure, is_masked=plan.is_masked, name=identity.name, what="an update")
-    _load(asked, plan)
+def _train(request: DeviceRequest) -> RecordDict:
+    context, trainer, identity = request.context, request.trainer, request.identity
+    content = request.message.content
+    plan = records.read(content, Plan)
+    pending_in(trainer.accumulator).start_plan(
+        run_id=context.run_id, round_number=plan.round, name=identity.name
+    )
+    if not records.is_view(content):  # an engine where no process stays
+        request.suspended.discard()
+        if plan.is_masked:
+            request.suspended.prepare()
+    check_masking(request.secure, is_masked=plan.is_masked, name=identity.name, what="an update")
+    _load_model(request, plan)
     spool = spool_of(context, identity.name)
     with hide_details(plan, identity.name):
         try:
-            update, walk = trainer.train(identity, asked.hardware, plan, asked.walk, spool=spool)
+            update, sampler = trainer.train(
+                identity, request.hardware, plan, request.sampler, spool=spool
+            )
         except EmptyUpdate:
-            records.keep(context, WALK, trainer.skip(identity, plan, asked.walk))
+            records.keep(context, SAMPLER, trainer.skip(identity, plan, request.sampler))
             raise
-        records.keep(context, WALK, walk)
+        records.keep(context, SAMPLER, sampler)
         update = dataclasses.replace(update, report=_with_link(update.report, context))
         if plan.is_masked:
-            _hold(asked, plan, update)
-            return records.content_of(ready_message(update.report, asked.pace))
-    return records.update_content(update, as_view=records.is_view(asked.message.content))
+            _add_pending(request, plan, update)
+            return records.content_of(ready_message(update.report, request.speed))
+    return records.update_content(update, as_view=records.is_view(content))
 
 
-def _leave_session(asked: DeviceRequest, plan: Plan) -> None:
-    """Where no process stays: let go what waits for a session, take up what was forced to disk."""
-    if records.is_view(asked.message.content):
-        return
-    asked.between.drop()
-    if plan.is_masked:
-        asked.between.prepare()
-
-
-def _hold(asked: DeviceRequest, plan: Plan, update: Update) -> None:
-    """Keep an update in this process for a secure session, and follow the device's own pace."""
-    context, trainer, identity = asked.context, asked.trainer, asked.identity
-    if asked.pace is not None:
-        records.keep(context, PACE, pace.followed(asked.pace, update.report.steps))
+def _add_pending(request: DeviceRequest, plan: Plan, update: Update) -> None:
+    """Keep an update for its secure session, and follow the training speed that it shows."""
+    context, trainer, identity = request.context, request.trainer, request.identity
+    if request.speed is not None:
+        speed = training_speed.followed(request.speed, update.report.steps)
+        records.keep(context, SPEED, speed)
     examples, _ = trainer.split(identity, run_seed=plan.run_seed, fraction=plan.held_out_fraction)
     device = participant_of(
         plan,
-        asked.walk,
+        request.sampler,
         name=identity.name,
         run_id=context.run_id,
         task=trainer.task,
         image=trainer.image,
-        chosen=asked.secure,
-        enrolment=asked.enrolment,
+        secure=request.secure,
+        enrolment=request.enrolment,
     )
-    trained = unmasked_update(
-        update, plan, device, num_owned=len(examples), norm=trainer.accumulator.gradient_norm()
-    )
-    held = PendingUpdate(
+    pending = PendingUpdate(
         device,
-        record_of(records.kept(context, SECURE)),
-        trained,
+        read_record(records.kept(context, SECURE)),
+        unmasked_update(
+            update, plan, device, num_owned=len(examples), norm=trainer.accumulator.gradient_norm()
+        ),
         num_threads=torch.get_num_threads(),
-        is_view=records.is_view(asked.message.content),
+        is_view=records.is_view(request.message.content),
     )
-    if held.is_view:  # a grid of ours: this process answers the session's messages too
-        trainer.held.hold(held)
+    if pending.is_view:  # a grid of ours: this process answers the session's requests too
+        pending_in(trainer.accumulator).add(pending, trainer.accumulator)
     else:
-        asked.between.hold(held)
+        request.suspended.add(pending)
 
 
-def _in_phase(phase: Phase, asked: DeviceRequest) -> RecordDict:
-    content, context, between = asked.message.content, asked.context, asked.between
-    is_between = between.is_waiting
-    held = (
-        between.held(floor=floor_of(asked.secure), enrolment=asked.enrolment)
-        if is_between
-        else asked.trainer.held.of(context.run_id, asked.identity.name)
+def _answer_phase(phase: Phase, request: DeviceRequest) -> RecordDict:
+    content, context, suspended = request.message.content, request.context, request.suspended
+    is_suspended = suspended.exists
+    pending = (
+        suspended.resume(floor=floor_of(request.secure), enrolment=request.enrolment)
+        if is_suspended
+        else pending_in(request.trainer.accumulator).get(context.run_id, request.identity.name)
     )
 
-    def remember(record: SessionRecord) -> None:
+    def store(record: SessionRecord) -> None:
         records.keep(context, SECURE, record)
-        if record.masked == held.device.update_id:  # its examples are spent, whatever comes
-            records.keep(context, WALK, asked.walk.passed())
-        if is_between:
-            between.note()
+        if record.masked == pending.device.update_id:  # its examples count as used in any case
+            records.keep(context, SAMPLER, request.sampler.passed())
+        if is_suspended:
+            suspended.write_state_file()
 
-    reply, vector = held.answer(
-        records.read(content, phase.request), bounds=records.vector(content), remember=remember
+    reply, vector = pending.answer(
+        records.read(content, phase.request), bounds=records.vector(content), store=store
     )
-    if is_between:
-        between.wait(held)
+    if is_suspended:
+        suspended.suspend(pending)
     if vector is None:
         return records.content_of(reply)
     memory = vector.data.cast("B")
-    array = records.flat_array(memory if held.is_view else bytes(memory), dtype=str(vector.dtype))
+    array = records.flat_array(
+        memory if pending.is_view else bytes(memory), dtype=str(vector.dtype)
+    )
     return records.content_of(reply, array)
 
 
-def _evaluate(asked: DeviceRequest) -> RecordDict:
-    plan = records.read(asked.message.content, Plan)
+def _evaluate(request: DeviceRequest) -> RecordDict:
+    plan = records.read(request.message.content, Plan)
     check_masking(
-        asked.secure,
-        is_masked=False,
-        name=asked.identity.name,
-        what="the loss on what it holds out",
+        request.secure, is_masked=False, name=request.identity.name, what="the held-out loss"
     )
-    _load(asked, plan)
-    return records.content_of(asked.trainer.evaluate(asked.identity, plan))
+    _load_model(request, plan)
+    return records.content_of(request.trainer.evaluate(request.identity, plan))
 
 
-def _load(asked: DeviceRequest, plan: Plan) -> None:
-    """Take over the model that came with a plan."""
-    image = records.vector(asked.message.content)
+def _load_model(request: DeviceRequest, plan: Plan) -> None:
+    """Load the model that came with a plan."""
+    image = records.vector(request.message.content)
     if image is None:
-        raise CorruptUpdate(f"round {plan.round}: a plan without a model")
-    asked.trainer.load_model(asked.context.run_id, plan.model_version, image)
-
-
-# What the node knows.
+        raise CorruptUpdate(f"round {plan.round}: the plan came without a model")
+    request.trainer.load_model(request.context.run_id, plan.model_version, image)
 
 
 def _with_link(report: Report, context: Context) -> Report:
-    """Add what the node saw of its link; Flower's own engines tell nothing of theirs."""
+    """Add the link's rates that the node measured; Flower's own engines measure none."""
     link = read_bandwidth(context.node_config)
-    seen = {name: rate for name, rate in dataclasses.asdict(link).items() if rate is not None}
-    return report.model_copy(update={"vitals": report.vitals.model_copy(update=seen)})
+    rates = {name: rate for name, rate in dataclasses.asdict(link).items() if rate is not None}
+    return report.model_copy(update={"vitals": report.vitals.model_copy(update=rates)})
 
 
 app = client_app(this_machine)

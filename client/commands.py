@@ -1,24 +1,25 @@
-"""What the commands of ``headwater-client`` do, once their flags are read.
+"""Runs the subcommands of ``headwater-client`` with the settings that ``cli.py`` has read.
 
-Each imports what it needs itself: torch comes with the task, gRPC with the connection, and an idle
-device holds nothing of the other commands.
+Each function imports what it needs: torch comes with the task, gRPC with the connection, and an
+idle device holds no module of the other subcommands in memory.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
 if TYPE_CHECKING:
     from headwater.client.operations.counters import Counters
-    from headwater.client.training.trainer import Identity, Trainer
+    from headwater.client.training.context import Identity
+    from headwater.client.training.trainer import Trainer
     from headwater.common.settings.schema import Settings
 
 
 def join_with(text: str, folder: Path) -> None:
-    """Join with a token, or with that on the standard input for ``-``, and say how to go on."""
+    """Join with a token (``-``: from the standard input), and print how to start the client."""
     import sys
 
     from headwater.client.enrolment.join import CLOCK_SECONDS, SETTINGS_FILE, join
@@ -45,50 +46,48 @@ def join_with(text: str, folder: Path) -> None:
     )
 
 
-def show_identity(config: Path | None, overrides: dict[str, Any]) -> None:
-    """Show this device's line of the allow-list; make its identity if it has none."""
+def show_identity(settings: Settings) -> None:
+    """Print this device's line of the allow-list; make its identity if it has none."""
     from headwater.client.enrolment.signing_identity import host_name, make_identity
     from headwater.common.errors import SettingsError
-    from headwater.common.settings.schema import load
     from headwater.common.system.console import stderr
 
-    settings = load(config, overrides)
     path = settings.secure.identity
     if path is None:
-        raise SettingsError("no file is named", remedy="say where it lies: --identity FILE")
+        raise SettingsError("no identity file is set", remedy="name it with --identity FILE")
     found, is_new = make_identity(path, settings.client.name or host_name())
     if is_new:
-        stderr.print(f"made {path}: keep it on this device, and bring the line to all others")
+        stderr.print(
+            f"made {path}: keep the file on this device, and copy the line to all other devices"
+        )
     typer.echo(found.line)
 
 
-def check_task(config: Path | None, overrides: dict[str, Any]) -> None:
-    """Try the task on this device's data, and say what the device knows of itself."""
+def check_task(settings: Settings) -> None:
+    """Run the task on this device's data, and print what the device measures of itself."""
     from headwater.client.operations.task_check import show_task_check
-    from headwater.common.settings.schema import load
 
-    settings = load(config, overrides)
     trainer, identity = _open(settings)
     show_task_check(settings, trainer, identity)
 
 
-def see_doctor(config: Path | None, overrides: dict[str, Any]) -> None:
-    """Say what could keep this device from taking part; exit with 1 if something does."""
+def run_doctor(settings: Settings) -> None:
+    """Print what could keep this device from taking part; exit with 1 if there is a fault."""
     from headwater.client.operations.doctor import examine
     from headwater.client.operations.findings import show
-    from headwater.common.settings.schema import load
 
-    if not show_task_check(examine(load(config, overrides), _open)):
+    if not show(examine(settings, _open)):
         raise typer.Exit(1)
 
 
 def _open(settings: Settings) -> tuple[Trainer, Identity]:
-    """Load the task and this device's data, before anything is connected."""
+    """Load the task and name this device, before it connects."""
     import torch
 
     from headwater.client.device.hardware import ThisMachine
     from headwater.client.enrolment.signing_identity import host_name
-    from headwater.client.training.trainer import Identity, trainer_of
+    from headwater.client.training.context import Identity
+    from headwater.client.training.trainer import trainer_of
     from headwater.common.errors import MissingData, SettingsError
     from headwater.common.system.heap import use_one_heap
 
@@ -116,16 +115,14 @@ def _open(settings: Settings) -> tuple[Trainer, Identity]:
     return trainer, identity
 
 
-def take_part(config: Path | None, overrides: dict[str, Any]) -> None:
-    """Take part until the run ends, the device is asked to stop, or patience is at its end."""
+def take_part(settings: Settings) -> None:
+    """Take part until the run ends, the device is asked to stop, or its patience ends."""
     import asyncio
     import math
 
     from headwater.client.enrolment.signing_identity import check_enrolment
-    from headwater.common.settings.schema import load
     from headwater.common.transport.tls import check_address, read_credentials
 
-    settings = load(config, overrides)
     credentials = read_credentials(settings.tls)
     check_address(
         settings.client.server, has_tls=credentials is not None, is_insecure=settings.insecure
@@ -161,13 +158,13 @@ def take_part(config: Path | None, overrides: dict[str, Any]) -> None:
         f"server {settings.client.server}",
         soft_wrap=True,
     )
-    _show_metrics(settings, node.tally)
+    _show_metrics(settings, node.counters)
     asyncio.run(stay_connected(uplink, stay=settings.client.stay))
     console.print(f"{identity.name}: done")
 
 
-def _show_metrics(settings: Settings, tally: Counters) -> None:
-    """Open the port of the metrics, if it was asked for; it ends with the process."""
+def _show_metrics(settings: Settings, counters: Counters) -> None:
+    """Serve the metrics until the process ends, if an address is set."""
     if settings.client.metrics is None:
         return
     from headwater.client.device.sensors import Sensors
@@ -177,7 +174,7 @@ def _show_metrics(settings: Settings, tally: Counters) -> None:
     from headwater.common.system.metrics_server import MetricsPort
 
     limits = MemoryLimits(settings.client.memory_limit_bytes)
-    # Sensors of its own: those of the device are looked at from the thread that trains.
-    metrics = ClientMetrics(tally, Sensors().vitals, limits.least_bytes)
+    # Its own sensors: the training thread reads the device's.
+    metrics = ClientMetrics(counters, Sensors().vitals, limits.lowest_bytes)
     port = MetricsPort(settings.client.metrics, metrics.registry)
     console.print(f"metrics at {port.url}", soft_wrap=True)

@@ -20,9 +20,10 @@ from headwater.client.app import app
 from headwater.client.enrolment.signing_identity import read_enrolment
 from headwater.client.flower.node import Node, NodeAnswer
 from headwater.client.flower.request import SIMULATED
-from headwater.client.flower.state_file import WALK
+from headwater.client.flower.state_file import SAMPLER
+from headwater.client.training.context import Identity
 from headwater.client.training.micro_batches import SamplerPosition, SamplerState
-from headwater.client.training.trainer import Identity, Trainer, trainer_of
+from headwater.client.training.trainer import Trainer, trainer_of
 from headwater.common.errors import HeadwaterError
 from headwater.common.flower import records
 from headwater.common.flower.grid import enter_run, numbered
@@ -148,7 +149,7 @@ class NodeDevice:
         self.node.enter(RUN)
 
     def answer(self, kind: str, head: str, vector: memoryview | bytes | None = None) -> NodeAnswer:
-        return self.node.answer(message_id="m", message_type=kind, head_json=head, beside=vector)
+        return self.node.answer(message_id="m", message_type=kind, head_json=head, payload=vector)
 
     def send(self, kind: str, head: str, vector: memoryview | bytes | None = None) -> Told:
         """Send a message to the device.
@@ -251,7 +252,7 @@ def plain_sum(
     It ends what the device of this part holds in this process.
     """
     device = AppDevice(part)
-    records.keep(device.context, WALK, SamplerState(place=place))
+    records.keep(device.context, SAMPLER, SamplerState(place=place))
     told = train(device, asked.model_copy(update={"is_masked": False}))
     assert told.vector is not None
     values = np.frombuffer(told.vector, np.float32).astype(np.float64)
@@ -356,7 +357,7 @@ def opening_of(
             "num_values": image.layout.num_parameters,
             "planned_weights": {d.name: asked.weigh_as or asked.quota for d in devices},
             "clip": CLIP,
-            "bounds": bounds_of((), largest_weight=asked.quota, most_examples=asked.quota),
+            "bounds": bounds_of((), largest_weight=asked.quota, max_examples=asked.quota),
             **more,
         }
     )

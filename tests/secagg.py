@@ -180,8 +180,8 @@ class Cast:
         session = SecureSession(
             device,
             record,
-            remember=stored.append,
-            trained=UnmaskedUpdate(values_P=torch.from_numpy(values.copy()), numbers=numbers),
+            store=stored.append,
+            update=UnmaskedUpdate(values_P=torch.from_numpy(values.copy()), numbers=numbers),
             bounds=self.bounds,
         )
         party = Party(

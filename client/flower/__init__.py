@@ -1,1 +1,1 @@
-"""The device as a Flower ClientApp on a SuperNode."""
+"""The client as a Flower ClientApp: requests, state, suspended updates."""

@@ -1,8 +1,8 @@
-"""The accumulator for a training loop that is somebody else's, such as that of a Flower app.
+"""Sums gradients in a user's own training loop, for example in a Flower app's ClientApp.
 
-Make it once the model holds the round's parameters, run ``loss.backward()`` for each micro-batch
-with a *summed* loss, and send ``tensors()`` with the weight summed over. ``server.flower.sum_of_gradients`` adds
-what all clients sent.
+Create a ``GradientSum`` once the model holds the round's parameters, run ``loss.backward()`` for
+each micro-batch with a *summed* loss, and send ``tensors()`` with the weight that the loss was
+summed over. ``server.flower.sum_of_gradients`` adds the sums of all clients.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from headwater.common.model.parameters import ModelImage
 
 
 class GradientSum:
-    """The sum of the gradients of every backward pass since it was made."""
+    """The sum of the gradients of every backward pass since this object was created."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Move the model into one block of memory, with one vector for its gradients.
+        """Move the model's parameters into one block of memory, and its gradients into one vector.
 
         Raises:
             BatchDependentLayer, UnsupportedModel: see ``ModelImage``.
@@ -30,10 +30,10 @@ class GradientSum:
     def tensors(self) -> dict[str, Tensor]:
         """Return each trainable parameter's summed gradient by its name, as views of the vector.
 
-        A parameter that no backward pass has reached has a sum of zero.
+        The sum of a parameter that no backward pass has reached is zero.
 
         Raises:
-            TaskError: the loop still steps an optimizer, or zeroes the gradients.
+            TaskError: the loop steps an optimizer, or zeroes the gradients.
         """
         if self._parameter_versions() != self._versions:
             raise TaskError(

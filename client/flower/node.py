@@ -1,7 +1,7 @@
-"""A device between its stream and its ClientApp: instructions in, replies out.
+"""Runs the ClientApp for one device: takes the stream's instructions and returns its answers.
 
-It builds Flower's messages and keeps the node's context. What the device keeps for the run goes to
-disk before the answer that it belongs to is sent (``client.flower.state_file``).
+The node builds Flower's messages and keeps the node's context. It writes the context's entries to
+the state file (``client.flower.state_file``) before an answer is sent.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from headwater.client.device.bandwidth import Bandwidth
 from headwater.client.flower.request import ALLOW_LIST, IDENTITY, SPOOL, spool_of
 from headwater.client.flower.state_file import StateFile
 from headwater.client.operations.counters import Counters
-from headwater.client.training.trainer import Identity, Trainer, stop_requested
+from headwater.client.secagg.pending import pending_in
+from headwater.client.training.context import Identity
+from headwater.client.training.trainer import Trainer, stop_requested
 from headwater.common.errors import CorruptUpdate, HeadwaterError, StateError, error_of, travelling
 from headwater.common.flower import records
 from headwater.common.flower.grid import enter_run, numbered
@@ -31,7 +33,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeAnswer:
-    """A reply's head and vector, or the error that stands for it."""
+    """The answer to one instruction: a head and a vector, or the error that replaces them."""
 
     message_id: str
     head_json: str = ""
@@ -40,7 +42,7 @@ class NodeAnswer:
 
 
 class Node:
-    """One device's ClientApp, kept in memory from round to round."""
+    """One device's ClientApp, its model and its context, kept in memory from round to round."""
 
     def __init__(
         self,
@@ -53,7 +55,7 @@ class Node:
         self.trainer = trainer
         self.name = identity.name
         self.link = Bandwidth()
-        self.tally = Counters()
+        self.counters = Counters()
         self._app = app
         self._run_config = settings.to_run_config()
         self._node_config: dict[str, str | int | float | bool] = {
@@ -61,24 +63,23 @@ class Node:
             "partition-id": identity.part,
             "num-partitions": identity.num_parts,
         }
-        if identity.data is not None:
-            self._node_config["data"] = str(identity.data)
-        for key, path in (
-            (SPOOL, settings.client.spool),
-            (IDENTITY, settings.secure.identity),
-            (ALLOW_LIST, settings.secure.allow_list),
-        ):
-            if path is not None:
-                self._node_config[key] = str(path)
+        paths = {
+            "data": identity.data,
+            SPOOL: settings.client.spool,
+            IDENTITY: settings.secure.identity,
+            ALLOW_LIST: settings.secure.allow_list,
+        }
+        self._node_config |= {key: str(path) for key, path in paths.items() if path is not None}
         self._state_folder = state_folder
         self._context: Context | None = None
         self._file: StateFile | None = None
+        self._pending = pending_in(trainer.accumulator)
 
     def enter(self, run_id: int) -> None:
-        """Take part in a run; take up what was kept for it, if anything was.
+        """Join a run, with the entries of its state file, if there is one.
 
         Raises:
-            StateError: it cannot be read.
+            StateError: the state file cannot be read.
         """
         if self._context is not None and self._context.run_id == run_id:
             return
@@ -92,12 +93,12 @@ class Node:
             run_config=self._run_config,
         )
         self._file = StateFile(self._state_folder / f"{self.name}-{run_id}.json")
-        for name, kept in self._file.read().items():
-            records.keep(self._context, name, kept)
+        for name, plain in self._file.read().items():
+            records.keep(self._context, name, plain)
 
     def leave(self) -> None:
-        """Leave the run: what its secure sessions left in memory is erased."""
-        self.trainer.held.forget(self.name)
+        """Leave the run: erase what its secure sessions left in memory."""
+        self._pending.discard(self.name)
 
     def answer(
         self,
@@ -105,24 +106,24 @@ class Node:
         message_id: str,
         message_type: str,
         head_json: str,
-        beside: memoryview | bytes | None,
+        payload: memoryview | bytes | None,
     ) -> NodeAnswer:
-        """Run the ClientApp on an instruction. It takes as long as training takes.
+        """Run the ClientApp on an instruction; this takes as long as training takes.
 
-        ``beside`` is the model, or whatever else came with it. What the device keeps is on disk
-        when this returns; if it cannot be, the answer is that error and nothing else.
+        ``payload`` is the model, or other binary data of the instruction. The state file is on disk
+        when this returns; if it cannot be written, the answer is that error and nothing else.
         """
         assert self._context is not None
         self._context.node_config.update(self.link.as_config())
         try:
-            array = None if beside is None else records.flat_array(beside, dtype="uint8")
+            array = None if payload is None else records.flat_array(payload, dtype="uint8")
             message = Message(records.content_with_head(head_json, array), 1, message_type)
             numbered(message)
             reply = self._app(message, self._context)
-            self._keep(self._context)
+            self._write_state_file(self._context)
         except StateError as error:
             return NodeAnswer(message_id=message_id, error=error)
-        except Exception as error:  # of Flower's: a type of message that it does not know
+        except Exception as error:  # Flower's own: a message type that it does not know
             log.exception("the instruction could not be carried out")
             return NodeAnswer(message_id=message_id, error=error_of(*travelling(error)))
         if reply.has_error():
@@ -136,20 +137,20 @@ class Node:
         )
 
     def _count(self, content: RecordDict) -> None:
-        """Count an update; one that the server will not be able to read either is not counted."""
+        """Count an update, unless its report is one that the server will not be able to read."""
         is_masked = "steps" not in json.loads(records.head_json(content))
         with contextlib.suppress(CorruptUpdate):
             if is_masked:
-                self.tally.trained(records.read(content, ReadyReport))
+                self.counters.add_update(records.read(content, ReadyReport))
             else:
-                self.tally.trained(records.read(content, UpdateReport))
+                self.counters.add_update(records.read(content, UpdateReport))
 
-    def _keep(self, context: Context) -> None:
+    def _write_state_file(self, context: Context) -> None:
         assert self._file is not None
         self._file.write({name: records.kept(context, name) for name in sorted(context.state)})
 
-    def handed_over(self) -> None:
-        """Remove the spool of an update that the server has, whole."""
+    def remove_spool(self) -> None:
+        """Remove the spool of an update that the server has completely received."""
         assert self._context is not None
         spool = spool_of(self._context, self.name)
         if spool is not None:
@@ -157,13 +158,13 @@ class Node:
 
     @property
     def awaits_session(self) -> bool:
-        """Whether the device has an update whose secure session is not over."""
-        return self.trainer.held.is_awaiting(self.name)
+        """Whether the device has an update whose secure session has not ended."""
+        return self._pending.is_waiting(self.name)
 
     def interrupt(self) -> None:
-        """Let the work in progress end after the micro-batch that it is at."""
+        """End the running training after its current micro-batch."""
         stop_requested.set()
 
     def resume(self) -> None:
-        """Let work begin again."""
+        """Allow training again."""
         stop_requested.clear()

@@ -1,7 +1,7 @@
-"""For whom a message is, and what its node says of that device.
+"""Reads which device a Flower message is for, and that device's own settings.
 
-A node's configuration is the machine's own: behind our stream it is made from the device's settings
-(``client.flower.node``), on a SuperNode it is what ``--node-config`` says.
+A node's configuration belongs to the machine. Behind our stream it is made from the device's
+settings (``client.flower.node``); on a SuperNode it is ``--node-config``.
 """
 
 from __future__ import annotations
@@ -20,35 +20,35 @@ from headwater.client.enrolment.signing_identity import (
     read_enrolment,
     simulated_enrolment,
 )
-from headwater.client.flower.state_file import PACE, WALK, pace_of, walk_of
+from headwater.client.flower.state_file import SAMPLER, SPEED, read_sampler, read_speed
 from headwater.client.secagg.prepare import strictest_settings
+from headwater.client.training.context import HardwareOf, Identity
 from headwater.client.training.micro_batches import SamplerState
 from headwater.client.training.spool import Spool
-from headwater.client.training.trainer import HardwareOf, Identity, Trainer, trainer_of
+from headwater.client.training.trainer import Trainer, trainer_of
 from headwater.common.errors import SettingsError
 from headwater.common.flower import records
-from headwater.common.settings.schema import SecureSettings, Settings, from_run_config
+from headwater.common.settings.schema import SecureSettings, Settings
+from headwater.common.settings.sources import from_run_config
 from headwater.common.stats.linear_fit import Line
 
 if TYPE_CHECKING:
-    from headwater.client.flower.between_messages import BetweenMessages
+    from headwater.client.flower.suspended import SuspendedUpdate
 
-# The mark in a node's configuration that devices and server are one simulation: nothing is hidden.
+# Keys of a node's configuration.
 SIMULATED = "simulated"
-
-# In a node's configuration: the folder in which a half-summed update outlives a power cut.
+"""Set if clients and server are one simulation, where nothing is hidden."""
 SPOOL = "spool"
-
-# Likewise: the files of its identity, and of the identities that it trusts.
+"""The folder in which a half-summed update survives a power cut."""
 IDENTITY, ALLOW_LIST = "identity", "allow-list"
-
-# Likewise, on a SuperNode: what it insists on whatever the run says (``Asked.secure``).
-INSISTS, MIN_MEMBERS = "secure-aggregation", "min-members"
+"""The files of the device's signing identity, and of the identities that it trusts."""
+SECURE_MODE, MIN_MEMBERS = "secure-aggregation", "min-members"
+"""On a SuperNode: the minimum that the device requires, whatever the run says."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceRequest:
-    """A message, and the device that it is for."""
+    """A message, with the device that it is for and the settings that apply to it."""
 
     message: Message
     context: Context
@@ -58,7 +58,7 @@ class DeviceRequest:
 
     @property
     def trainer(self) -> Trainer:
-        """The task's model and data in this process; they are loaded when first asked for.
+        """The task's model and data in this process, loaded at the first use.
 
         Raises:
             SettingsError: no task is set.
@@ -73,31 +73,29 @@ class DeviceRequest:
         )
 
     @property
-    def between(self) -> BetweenMessages:
-        """What waits for the next message where no process does."""
-        from headwater.client.flower.between_messages import BetweenMessages
+    def suspended(self) -> SuspendedUpdate:
+        """The device's update in the context, for engines where no process stays."""
+        from headwater.client.flower.suspended import SuspendedUpdate
 
         is_simulated = SIMULATED in self.context.node_config
-        return BetweenMessages(self.context, self.identity.name, is_simulated=is_simulated)
+        return SuspendedUpdate(self.context, self.identity.name, is_simulated=is_simulated)
 
     @property
     def secure(self) -> SecureSettings:
-        """What the device insists on: its node's word if that is more than the run's.
+        """The stricter of the run's and the node's secure aggregation settings.
 
-        Behind our own stream the settings are the device's own. On Flower's engines they come with
-        the run, from whoever submits it.
+        Behind our own stream the settings are the device's own. On Flower's engines they arrive
+        with the run, from the user who submits it.
         """
         return strictest_settings(
             self.settings.secure,
-            mode=self.context.node_config.get(INSISTS),
+            mode=self.context.node_config.get(SECURE_MODE),
             min_members=self.context.node_config.get(MIN_MEMBERS),
         )
 
     @property
     def enrolment(self) -> Enrolment:
-        """The device's identity and allow-list, with whose files its node is configured.
-
-        They are the machine's own, as the spool is.
+        """The device's identity and allow-list, from the files in the node's configuration.
 
         Raises:
             IdentityProblem: a file is not what it should be.
@@ -114,25 +112,25 @@ class DeviceRequest:
 
     @property
     def hardware(self) -> Hardware:
-        """The machine under the device, real or simulated."""
+        """The device's machine, real or simulated."""
         return self.hardware_of(self.identity, self.settings, self.trainer.image.layout)
 
     @property
-    def walk(self) -> SamplerState:
-        """The device's walk through its examples."""
-        return walk_of(records.kept(self.context, WALK))
+    def sampler(self) -> SamplerState:
+        """The state of the device's sampler: its place among its examples."""
+        return read_sampler(records.kept(self.context, SAMPLER))
 
     @property
-    def pace(self) -> Line | None:
-        """The seconds of a micro-batch, as told and followed; None if they were not asked."""
-        return pace_of(records.kept(self.context, PACE))
+    def speed(self) -> Line | None:
+        """The seconds of a micro-batch as reported and then followed; None if never measured."""
+        return read_speed(records.kept(self.context, SPEED))
 
 
 def read_request(message: Message, context: Context, hardware_of: HardwareOf) -> DeviceRequest:
-    """Read for which device a message is, and under which settings.
+    """Return a message with its device and settings.
 
     Raises:
-        SettingsError: they are impossible.
+        SettingsError: the settings are not valid.
     """
     settings = from_run_config(context.run_config)
     if settings.threads is not None:
@@ -159,9 +157,9 @@ def _identity(context: Context, settings: Settings) -> Identity:
 
 
 def spool_of(context: Context, name: str) -> Spool | None:
-    """Return the device's spool, if its node is configured with a folder for one.
+    """Return the device's spool; None if the node's configuration has no folder for it.
 
-    The folder is the machine's own and no setting of the run, so that no simulated device has it.
+    The folder is a setting of the machine and not of the run, so simulated devices have none.
     """
     folder = context.node_config.get(SPOOL)
     return None if folder is None else Spool(Path(str(folder)), name=name, run_id=context.run_id)

@@ -1,8 +1,9 @@
-"""What a device keeps for a run: its place, its record of secure sessions, its pace.
+"""The state file: what a client must remember for a run after a restart.
 
-In memory it lies in Flower's context. A real device writes it to a file as well, before the answer
-that it belongs to leaves: after a restart the device goes on where the server's count says, and an
-update that was masked is never masked again. There is no secret in it.
+It holds the sampler state, the record of secure sessions and the measured training speed, and no
+secret. In memory the same entries are in Flower's context. A real device writes them to a file
+before the reply that they belong to leaves. After a restart it continues at the examples that the
+server counted, and never masks an update again that it masked before.
 """
 
 from __future__ import annotations
@@ -21,13 +22,14 @@ from headwater.common.system.atomic_file import write_whole
 
 log = logging.getLogger(__name__)
 
-WALK, SECURE, PACE = "walk", "secure", "pace"
+SAMPLER, SECURE, SPEED = "walk", "secure", "pace"
+"""The entries' names in the context and in the file."""
 
 Plain = Mapping[str, Any]
 
 
-def walk_of(plain: Plain | None) -> SamplerState:
-    """Return the walk through the examples; at its start if none was kept."""
+def read_sampler(plain: Plain | None) -> SamplerState:
+    """Return the sampler's state; at the first example if there is no entry."""
     if plain is None:
         return SamplerState()
     return SamplerState(
@@ -37,64 +39,63 @@ def walk_of(plain: Plain | None) -> SamplerState:
     )
 
 
-def record_of(plain: Plain | None) -> SessionRecord:
-    """Return the record of the run's secure sessions; empty if none was kept."""
+def read_record(plain: Plain | None) -> SessionRecord:
+    """Return the record of the run's secure sessions; empty if there is no entry."""
     return SessionRecord() if plain is None else SessionRecord.of(plain)
 
 
-def pace_of(plain: Plain | None) -> Line | None:
-    """Return the seconds of a micro-batch as a line in its size; None if they were not asked."""
+def read_speed(plain: Plain | None) -> Line | None:
+    """Return the seconds of a micro-batch as a line in its size; None if it was never measured."""
     return None if plain is None else Line(base=float(plain["base"]), each=float(plain["each"]))
 
 
 READERS: Mapping[str, Callable[[Plain], object]] = {
-    WALK: walk_of,
-    SECURE: record_of,
-    PACE: pace_of,
+    SAMPLER: read_sampler,
+    SECURE: read_record,
+    SPEED: read_speed,
 }
 
 
 class StateFile:
-    """One device's file in a run."""
+    """One client's state file in one run."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._written: dict[str, Any] = {}
 
     def read(self) -> dict[str, Any]:
-        """Return what was written last; nothing if there is no file.
+        """Return the entries; empty if there is no file.
 
         Raises:
-            StateError: it cannot be read back.
+            StateError: the file cannot be read, or an entry is not valid.
         """
         try:
-            told = json.loads(self.path.read_text())
-            for name, plain in told.items():
+            entries = json.loads(self.path.read_text())
+            for name, plain in entries.items():
                 READERS[name](plain)
         except FileNotFoundError:
             return {}
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise StateError(
-                f"what the device keeps in {self.path} cannot be read: "
-                f"{type(error).__name__}: {error}",
+                f"the state file {self.path} cannot be read: {type(error).__name__}: {error}",
                 remedy="delete the file: the device then starts at its first example, and no "
                 "longer knows which of its updates were masked",
             ) from error
-        self._written = told
-        return dict(told)
+        self._written = entries
+        return dict(entries)
 
-    def write(self, kept: Mapping[str, Any]) -> None:
-        """Write what is kept, forced to disk, unless it is there already.
+    def write(self, entries: Mapping[str, Any]) -> None:
+        """Write the entries and force them to disk, unless the file has them already.
 
         Raises:
-            StateError: it could not be written; what was there before still is.
+            StateError: they could not be written; the previous file is intact.
         """
-        if kept == self._written:
+        if entries == self._written:
             return
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(self.path, json.dumps(kept).encode())
+            write_whole(self.path, json.dumps(entries).encode())
         except OSError as error:
             log.warning("%s cannot be written: %s", self.path, error.strerror)
-            raise StateError(f"the device cannot keep its place: {error.strerror}") from error
-        self._written = dict(kept)
+            raise StateError(f"the device cannot write its state file: {error.strerror}") from error
+        self._written = dict(entries)

@@ -1,26 +1,33 @@
-"""A secure session as bytes, for the time between two messages.
+"""Stores an update between two Flower messages, sealed, until its secure session has ended.
 
-Behind our own grids a session stays in the memory of one process. On Flower's own engines the next
-message may be answered by another process, and what the last one knew has to be handed to it: the
-update as long as it is not masked, and of the secrets those that later phases need. It is sealed
-whole (ChaCha20-Poly1305, fresh nonce, run and name authenticated beside it) under a key that lies
-elsewhere (``client.flower.suspended_keys``): who holds the bytes alone holds nothing, and once the key is
-erased nobody can open any copy of them.
+A SuperNode starts a new process for each message, and Ray uses any of its workers, so no process
+keeps an update from one phase to the next. Only the node's context goes from process to process; a
+SuperNode keeps it in its memory and sends it nowhere. This module therefore writes the session into
+the context: the update until it is masked, and the secrets that later phases need. The bytes are
+sealed as a whole (ChaCha20-Poly1305, fresh nonce, run and client name authenticated) under a key
+that is stored elsewhere (``client.flower.suspended_keys``). The bytes alone reveal nothing, and
+once the key is erased nobody can open any copy of them.
 
-The record of what was masked and answered is not taken from these bytes: whoever brought old ones
-back would have an update masked twice. It comes from the device's state file.
+The record of masked and answered sessions and the sampler state are not taken from these bytes:
+an old copy of them could make the client mask an update twice. They are forced to the state file
+before a reply leaves, as behind ``headwater-client``, and read from there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TypeVar
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 import torch
-from pydantic import ConfigDict, Field
+from flwr.app import Context
+from pydantic import ConfigDict, Field, ValidationError
 
 from headwater.client.enrolment.signing_identity import Enrolment
+from headwater.client.flower.state_file import READERS, SECURE, StateFile, read_record
+from headwater.client.flower.suspended_keys import KeyFile, SealingKey, SimulatedKey
+from headwater.client.secagg.pending import PendingUpdate
 from headwater.client.secagg.session import SecureSession
 from headwater.client.secagg.states import (
     AwaitingMaskRequest,
@@ -32,6 +39,7 @@ from headwater.client.secagg.states import (
 )
 from headwater.client.secagg.types import Floor, Participant, SessionRecord, UnmaskedUpdate
 from headwater.common.errors import SealBroken, UpdateNotHeld
+from headwater.common.flower import records
 from headwater.common.messages import Name, Natural
 from headwater.common.secagg.keys import SESSION_BYTES, KeyPair, public_key_of, seal, unseal
 from headwater.common.secagg.protocol import (
@@ -47,14 +55,129 @@ from headwater.common.secagg.protocol import (
 )
 from headwater.common.secagg.secret import Secret
 from headwater.common.secagg.session import SessionView, session_of
+from headwater.common.settings.schema import ClientSettings
 
-T = TypeVar("T")
+SUSPENDED = "parked"
+"""The name of the context's entry."""
 
-LENGTH_BYTES = 4  # of the head, before it; the update's values lie behind it
+# Keys of a SuperNode's configuration: the folders of its state files and of its sealing keys.
+STATE, RUNTIME = "state", "runtime"
+
+LENGTH_BYTES = 4  # the length of the JSON head, before it; the update's values follow the head
 
 
-class Parked(SecureMessage):
-    """Where a session stands, and what is left of its secrets."""
+class SuspendedUpdate:
+    """One client's update in its node's context, from one message to the next."""
+
+    def __init__(self, context: Context, name: str, *, is_simulated: bool) -> None:
+        """``is_simulated``: clients and server are one simulation, and no file is written."""
+        self._context = context
+        self._name = name
+        self._file: StateFile | None = None
+        self._key: SealingKey
+        if is_simulated:
+            self._key = SimulatedKey(name=name, run_id=context.run_id)
+            return
+        state, runtime = (context.node_config.get(key) for key in (STATE, RUNTIME))
+        folder = ClientSettings().state_folder if state is None else Path(str(state))
+        self._file = StateFile(folder / f"{name}-{context.run_id}.json")
+        key_folder = None if runtime is None else Path(str(runtime))
+        self._key = KeyFile(name=name, run_id=context.run_id, folder=key_folder)
+
+    @property
+    def exists(self) -> bool:
+        """Whether the context holds an update."""
+        return records.kept_bytes(self._context, SUSPENDED) is not None
+
+    def prepare(self) -> None:
+        """Load the state file and check, before hours of training, that all files can be written.
+
+        Raises:
+            StateError: the state file cannot be read or written, or there is no folder for keys.
+        """
+        self._load_state_file()
+        self.write_state_file()
+        self._key.check()
+
+    def _load_state_file(self) -> None:
+        """Copy the state file into the context: the file is never older than the context."""
+        if self._file is not None:
+            for name, plain in self._file.read().items():
+                records.keep(self._context, name, plain)
+
+    def write_state_file(self) -> None:
+        """Force the context's entries to the state file.
+
+        Raises:
+            StateError: it could not be written.
+        """
+        if self._file is not None:
+            entries = {name: records.kept(self._context, name) for name in READERS}
+            self._file.write({name: plain for name, plain in entries.items() if plain is not None})
+
+    def discard(self) -> None:
+        """Remove the update, if there is one, and erase its key."""
+        if records.forget(self._context, SUSPENDED):
+            self._key.erase()
+
+    def add(self, update: PendingUpdate) -> None:
+        """Suspend a new update before its session, under a new key.
+
+        Raises:
+            StateError: the key or the state file could not be written.
+        """
+        self._write(update, self._key.make())
+        self.write_state_file()
+
+    def resume(self, *, floor: Floor, enrolment: Enrolment) -> PendingUpdate:
+        """Return the suspended update with its session's state.
+
+        Raises:
+            UpdateNotHeld: there is none, or its key is erased.
+            StateError: the state file cannot be read.
+        """
+        self._load_state_file()
+        sealed = records.kept_bytes(self._context, SUSPENDED) or b""
+        stored, values_P = unseal_session(
+            sealed, self._key.read(), name=self._name, run=self._context.run_id
+        )
+        device = Participant(
+            name=self._name,
+            run=self._context.run_id,
+            round=stored.round,
+            model_digest=stored.model_digest,
+            num_values=stored.num_values,
+            planned_weight=stored.planned_weight,
+            update_id=stored.update_id,
+            floor=floor,
+            identity=enrolment.identity,
+            allow_list=enrolment.allow_list,
+            has_aes=stored.has_aes,
+        )
+        record = read_record(records.kept(self._context, SECURE))
+        return PendingUpdate(
+            device,
+            record,
+            UnmaskedUpdate(values_P=values_P, numbers=stored.numbers),
+            num_threads=torch.get_num_threads(),
+            is_view=False,
+            state=_decode_state(stored, device, record),
+        )
+
+    def suspend(self, update: PendingUpdate) -> None:
+        """Store an update until the next phase, or remove it if its session is over."""
+        if update.is_over:
+            self.discard()
+        else:
+            self._write(update, self._key.read())
+        update.close()
+
+    def _write(self, update: PendingUpdate, key: Secret) -> None:
+        records.keep_bytes(self._context, SUSPENDED, seal_session(update.session, key))
+
+
+class SuspendedSession(SecureMessage):
+    """The JSON head of the sealed bytes: the update's description and the session's state."""
 
     model_config = ConfigDict(**{**SecureMessage.model_config, "ser_json_inf_nan": "constants"})
 
@@ -67,7 +190,7 @@ class Parked(SecureMessage):
     update_id: str
     has_aes: bool
     numbers: dict[str, int | float] = Field(repr=False)
-    state: str = "NoneType"
+    state: Literal["NoneType", "Advertised", "Dealt", "Holding", "Masked"] = "NoneType"
     wanted: KeysRequest | None = None
     keys: KeysReply | None = None
     roster: Roster | None = None
@@ -79,16 +202,10 @@ class Parked(SecureMessage):
     members: tuple[Name, ...] = ()
 
 
-# To bytes.
-
-
-def park(session: SecureSession, key: Secret) -> bytes:
-    """Return a session that awaits its next message, sealed.
-
-    The session itself is left as it is.
-    """
-    device, trained = session.device, session.trained
-    parked = Parked.model_validate(
+def seal_session(session: SecureSession, key: Secret) -> bytes:
+    """Return a session between two requests as sealed bytes. The session itself is unchanged."""
+    device, update = session.device, session.update
+    stored = SuspendedSession.model_validate(
         {
             "name": device.name,
             "run": device.run,
@@ -98,171 +215,121 @@ def park(session: SecureSession, key: Secret) -> bytes:
             "planned_weight": device.planned_weight,
             "update_id": device.update_id,
             "has_aes": device.has_aes,
-            "numbers": dict(trained.numbers),
-            "state": type(session.state).__name__,
-            **_fields(session.state),
+            "numbers": dict(update.numbers),
+            **_encode_state(session.state),
         }
     )
-    head = parked.model_dump_json(exclude_none=True).encode()
-    values = trained.values_P.numpy().astype("<f4", copy=False).data.cast("B")
-    whole = bytearray().join((len(head).to_bytes(LENGTH_BYTES, "little"), head, values))
+    head = stored.model_dump_json(exclude_none=True).encode()
+    values = update.values_P.numpy().astype("<f4", copy=False).data.cast("B")
+    plain = bytearray().join((len(head).to_bytes(LENGTH_BYTES, "little"), head, values))
     try:
-        return seal(key, whole, session=_salt(device.run), ends=(device.name, device.name))
+        return seal(key, plain, session=_salt(device.run), ends=(device.name, device.name))
     finally:
-        whole[:] = bytes(len(whole))
+        plain[:] = bytes(len(plain))
 
 
-def _fields(state: SessionState | None) -> Mapping[str, object]:
-    """Return what only this state has."""
-    match state:
-        case None:
-            return {}
-        case AwaitingRoster():
-            return {
-                "wanted": state.wanted,
-                "keys": state.keys,
-                "mask_key": _bytes(state.mask_pair.private),
-                "sharing_key": _bytes(state.sharing_pair.private),
-            }
-        case AwaitingShares():
-            return {
-                "roster": _roster(state.session),
-                "mask_key": _bytes(state.mask_pair.private),
-                "sharing_key": _bytes(state.sharing_pair.private),
-                "self_seed": _bytes(state.self_seed),
-            }
-        case AwaitingMaskRequest():
-            return {
-                "roster": _roster(state.session),
-                "mask_key": _bytes(state.mask_pair.private),
-                "self_seed": _bytes(state.self_seed),
-                "held": _shares(state.held),
-                "bad_dealers": tuple(sorted(state.bad_dealers)),
-            }
-        case AwaitingUnmask():
-            return {
-                "roster": _roster(state.session),
-                "held": _shares(state.held),
-                "members": state.members,
-            }
-    raise AssertionError(f"a session never rests as {type(state).__name__}")
+def unseal_session(
+    sealed: bytes, key: Secret, *, name: str, run: int
+) -> tuple[SuspendedSession, torch.Tensor]:
+    """Open the bytes of ``seal_session``; return the head, and the update's values as a copy.
 
-
-def _bytes(secret: Secret) -> bytes:
-    return bytes(secret.reveal())
-
-
-def _shares(held: Mapping[str, DealerShares]) -> dict[str, tuple[bytes, bytes]]:
-    return {
-        dealer: (_bytes(share.mask_key), _bytes(share.self_seed)) for dealer, share in held.items()
-    }
-
-
-def _roster(session: SessionView) -> Roster:
-    return Roster(parameters=session.parameters, members=tuple(session.members.values()))
+    Raises:
+        UpdateNotHeld: the bytes are of another run, client or version, were changed, or their key
+            is erased.
+    """
+    try:
+        opened = unseal(key, sealed, session=_salt(run), ends=(name, name))
+        plain = opened.reveal()
+        end = LENGTH_BYTES + int.from_bytes(plain[:LENGTH_BYTES], "little")
+        stored = SuspendedSession.model_validate_json(bytes(plain[LENGTH_BYTES:end]))
+    except (SealBroken, ValidationError):  # the latter quotes what it found: not chained
+        raise UpdateNotHeld(f"{name}: the update stored for the next phase does not open") from None
+    values_P = torch.from_numpy(np.frombuffer(plain[end:], "<f4").astype(np.float32))
+    opened.erase()
+    return stored, values_P
 
 
 def _salt(run: int) -> bytes:
     return run.to_bytes(SESSION_BYTES, "big")
 
 
-# And back.
+# A session's state. Each field has a name in the JSON head and a decoder of its stored value.
+
+STATES: Mapping[str, type[SessionState]] = {
+    "Advertised": AwaitingRoster,
+    "Dealt": AwaitingShares,
+    "Holding": AwaitingMaskRequest,
+    "Masked": AwaitingUnmask,
+}
 
 
-def unpark(
-    sealed: bytes, key: Secret, *, name: str, run: int, floor: Floor, enrolment: Enrolment
-) -> tuple[Participant, UnmaskedUpdate, Parked]:
-    """Open what ``park`` closed: whose session it is, and the update in memory of its own.
-
-    Raises:
-        UpdateNotHeld: it is another run's or device's, was changed, or its key is gone.
-    """
-    try:
-        opened = unseal(key, sealed, session=_salt(run), ends=(name, name))
-    except SealBroken as error:
-        raise UpdateNotHeld(
-            f"{name}: what was kept of its update for the next phase does not open"
-        ) from error
-    whole = opened.reveal()
-    end = LENGTH_BYTES + int.from_bytes(whole[:LENGTH_BYTES], "little")
-    parked = Parked.model_validate_json(bytes(whole[LENGTH_BYTES:end]))
-    values_P = torch.from_numpy(np.frombuffer(whole[end:], "<f4").astype(np.float32))
-    opened.erase()
-    device = Participant(
-        name=name,
-        run=run,
-        round=parked.round,
-        model_digest=parked.model_digest,
-        num_values=parked.num_values,
-        planned_weight=parked.planned_weight,
-        update_id=parked.update_id,
-        floor=floor,
-        identity=enrolment.identity,
-        allow_list=enrolment.allow_list,
-        has_aes=parked.has_aes,
-    )
-    return device, UnmaskedUpdate(values_P=values_P, numbers=parked.numbers), parked
+def _encode_state(state: SessionState | None) -> dict[str, object]:
+    if state is None:
+        return {}
+    state_name = next(name for name, kind in STATES.items() if kind is type(state))
+    fields = {
+        key: _encode(getattr(state, field))
+        for field, (key, _) in FIELDS.items()
+        if hasattr(state, field)
+    }
+    return {"state": state_name, **fields}
 
 
-def state_of(parked: Parked, device: Participant, record: SessionRecord) -> SessionState | None:
-    """Return where the session stands, with the record of what the device answered since."""
-    match parked.state:
-        case "Advertised":
-            return AwaitingRoster(
-                device=device,
-                record=record,
-                wanted=_there(parked.wanted),
-                keys=_there(parked.keys),
-                mask_pair=_pair(parked.mask_key),
-                sharing_pair=_pair(parked.sharing_key),
-            )
-        case "Dealt":
-            return AwaitingShares(
-                device=device,
-                record=record,
-                session=_session(parked, device),
-                mask_pair=_pair(parked.mask_key),
-                sharing_pair=_pair(parked.sharing_key),
-                self_seed=Secret(_there(parked.self_seed)),
-            )
-        case "Holding":
-            return AwaitingMaskRequest(
-                device=device,
-                record=record,
-                session=_session(parked, device),
-                mask_pair=_pair(parked.mask_key),
-                self_seed=Secret(_there(parked.self_seed)),
-                held=_held(parked),
-                bad_dealers=frozenset(parked.bad_dealers),
-            )
-        case "Masked":
-            return AwaitingUnmask(
-                device=device,
-                record=record,
-                session=_session(parked, device),
-                members=parked.members,
-                held=_held(parked),
-            )
-    return None
+def _encode(value: object) -> object:
+    match value:
+        case Secret():
+            return bytes(value.reveal())
+        case KeyPair():
+            return bytes(value.private.reveal())
+        case DealerShares():
+            return _encode(value.mask_key), _encode(value.self_seed)
+        case SessionView():
+            return Roster(parameters=value.parameters, members=tuple(value.members.values()))
+        case frozenset():
+            return tuple(sorted(value))
+        case dict():
+            return {name: _encode(shares) for name, shares in value.items()}
+    return value
 
 
-def _pair(private: bytes | None) -> KeyPair:
-    secret = Secret(_there(private))
+def _decode_state(
+    stored: SuspendedSession, device: Participant, record: SessionRecord
+) -> SessionState | None:
+    kind = STATES.get(stored.state)
+    if kind is None:
+        return None
+    fields = {
+        field: decode(getattr(stored, key), device)
+        for field, (key, decode) in FIELDS.items()
+        if field in kind.__dataclass_fields__
+    }
+    return kind(device=device, record=record, **fields)
+
+
+def _decode_pair(private: bytes) -> KeyPair:
+    secret = Secret(private)
     return KeyPair(private=secret, public=public_key_of(secret))
 
 
-def _session(parked: Parked, device: Participant) -> SessionView:
-    roster = _there(parked.roster)
+def _decode_session(roster: Roster, device: Participant) -> SessionView:
     return session_of(roster.parameters, roster.members, model_digest=device.model_digest)
 
 
-def _held(parked: Parked) -> dict[str, DealerShares]:
+def _decode_shares(stored: Mapping[str, tuple[bytes, bytes]]) -> dict[str, DealerShares]:
     return {
-        dealer: DealerShares(mask_key=Secret(of_key), self_seed=Secret(of_seed))
-        for dealer, (of_key, of_seed) in parked.held.items()
+        dealer: DealerShares(mask_key=Secret(mask_key), self_seed=Secret(self_seed))
+        for dealer, (mask_key, self_seed) in stored.items()
     }
 
 
-def _there(value: T | None) -> T:
-    assert value is not None, "the seal holds, and so does what park wrote"
-    return value
+FIELDS: Mapping[str, tuple[str, Callable[[Any, Participant], Any]]] = {
+    "request": ("wanted", lambda request, _: request),
+    "keys": ("keys", lambda keys, _: keys),
+    "session": ("roster", _decode_session),
+    "mask_pair": ("mask_key", lambda private, _: _decode_pair(private)),
+    "sharing_pair": ("sharing_key", lambda private, _: _decode_pair(private)),
+    "self_seed": ("self_seed", lambda seed, _: Secret(seed)),
+    "shares": ("held", lambda shares, _: _decode_shares(shares)),
+    "bad_dealers": ("bad_dealers", lambda names, _: frozenset(names)),
+    "members": ("members", lambda names, _: names),
+}

@@ -1,12 +1,11 @@
-"""The keys under which updates wait between two messages on Flower's own engines.
+"""The keys that seal suspended updates, each in a file that is in memory and not on a disk.
 
-The bytes that wait (``client.flower.suspended``) lie in the SuperNode's memory, and whoever reaches its local
-port can have them. Their key is in none of it: 32 random bytes for each update, in a file that its
-owner alone can read, in a folder whose content is memory (tmpfs) and no disk. It is overwritten and
-removed when the update's session is over or the next plan comes, and what was sealed under it is
-closed for good then. A key that is left behind, because the run ended in mid-session, opens nothing
-once the SuperNode has ended, and is gone when the machine is started anew. Memory may be swapped
-out; that is not ours to encrypt.
+The sealed bytes (``client.flower.suspended``) are in the SuperNode's memory, where any process that
+reaches its local port can fetch them. Their key is elsewhere: 32 random bytes per update, in a file
+that only its owner can read, in a folder whose content is memory (tmpfs). The key is overwritten
+and removed when the update's session ends or the next plan comes; then nothing can open the bytes.
+If a run ends in the middle of a session, its key remains. It opens nothing once the SuperNode has
+ended, and is gone after a reboot. Swap may still write memory to a disk; that is out of scope.
 """
 
 from __future__ import annotations
@@ -26,55 +25,39 @@ MOUNTS = Path("/proc/self/mountinfo")
 IN_MEMORY = ("tmpfs", "ramfs")
 FOLDER = "headwater-{uid}"
 REMEDY = (
-    'name a folder that is in memory in --node-config, runtime="/FOLDER"; one on a disk is taken '
-    "too, if it is named"
+    'name a folder that is in memory in --node-config, runtime="/FOLDER"; a folder on a disk is '
+    "accepted too, if it is named"
 )
 
 
-class ParkingKey(Protocol):
-    """The key of one device's update, where later processes find it."""
+class SealingKey(Protocol):
+    """The key of one client's suspended update, where later processes find it."""
 
     def check(self) -> None:
-        """Check that there is a place for a key.
-
-        Raises:
-            StateError: there is none.
-        """
+        """Check that a key can be stored; StateError if there is no folder for it."""
         ...
 
     def make(self) -> Secret:
-        """Make a new key in place of any other.
-
-        Raises:
-            StateError: there is no place for it.
-        """
+        """Make a new key in place of any other; StateError if it cannot be stored."""
         ...
 
     def read(self) -> Secret:
-        """Return the key.
-
-        Raises:
-            UpdateNotHeld: there is none any more.
-        """
+        """Return the key; UpdateNotHeld if there is none."""
         ...
 
     def erase(self) -> None:
-        """Overwrite and remove the key, if there is one.
-
-        Raises:
-            StateError: it cannot be removed.
-        """
+        """Overwrite and remove the key, if there is one; StateError if it cannot be removed."""
         ...
 
 
 class KeyFile:
-    """A real device's."""
+    """A real device's key, in a file."""
 
     def __init__(self, *, name: str, run_id: int, folder: Path | None) -> None:
-        """``folder`` is the one that the device's operator named; None: one in memory is found."""
+        """``folder`` is the operator's choice; None selects ``memory_folder``."""
         self._name = name
         self._file = f"{name}-{run_id}.key"
-        self._chosen = folder
+        self._folder = folder
 
     def check(self) -> None:
         self._path()
@@ -93,17 +76,16 @@ class KeyFile:
 
     def read(self) -> Secret:
         try:
-            found = bytearray(self._path().read_bytes())
+            return Secret.over(bytearray(self._path().read_bytes()))
         except OSError as error:
             raise UpdateNotHeld(
-                f"{self._name}: the key to its update of this round is gone"
+                f"{self._name}: the key of its update of this round is erased"
             ) from error
-        return Secret.over(found)
 
     def erase(self) -> None:
         path = self._path()
         with (
-            contextlib.suppress(OSError),  # there is none, or only the name of one
+            contextlib.suppress(OSError),  # there is no such file, or it is a link
             open(os.open(path, os.O_WRONLY | os.O_NOFOLLOW), "wb") as file,
         ):
             file.write(bytes(KEY_BYTES))
@@ -113,19 +95,17 @@ class KeyFile:
             raise StateError(f"{path} cannot be removed: {error.strerror}") from error
 
     def _path(self) -> Path:
-        return (self._chosen_folder() if self._chosen is not None else memory_folder()) / self._file
-
-    def _chosen_folder(self) -> Path:
-        assert self._chosen is not None
+        if self._folder is None:
+            return memory_folder() / self._file
         try:
-            self._chosen.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
-            raise StateError(f"{self._chosen} cannot be made: {error.strerror}") from error
-        return self._chosen
+            raise StateError(f"{self._folder} cannot be made: {error.strerror}") from error
+        return self._folder / self._file
 
 
 class SimulatedKey:
-    """A simulated device's: whoever simulates plays all devices, and nothing is hidden from it."""
+    """A simulated client's key, from its name: one party runs all clients, nothing is hidden."""
 
     def __init__(self, *, name: str, run_id: int) -> None:
         self._seed = f"headwater simulated parking {run_id} {name}".encode()
@@ -144,24 +124,25 @@ class SimulatedKey:
 
 
 def memory_folder() -> Path:
-    """Return this user's own folder in memory, made if need be.
+    """Return this user's own folder in memory, made if it does not exist.
 
     Raises:
-        StateError: no such folder can be had.
+        StateError: there is no folder in memory, or others than this user can reach it.
     """
-    told = os.environ.get("XDG_RUNTIME_DIR")
-    for parent in ([Path(told)] if told else []) + [Path("/dev/shm")]:
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    for parent in ([Path(runtime)] if runtime else []) + [Path("/dev/shm")]:
         if not parent.is_dir() or not is_in_memory(parent):
             continue
         folder = parent / FOLDER.format(uid=os.geteuid())
         try:
             folder.mkdir(mode=0o700, exist_ok=True)
-            found = folder.lstat()
+            entry = folder.lstat()
         except OSError:
             continue
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        is_own = entry.st_uid == os.geteuid() and not entry.st_mode & 0o077
+        if not stat.S_ISDIR(entry.st_mode) or not is_own:
             raise StateError(
-                f"{folder} is not this user's alone, and keys are to lie there",
+                f"{folder} must belong to this user alone, because it is to hold keys",
                 remedy=f"remove it, or: {REMEDY}",
             )
         return folder
@@ -169,14 +150,14 @@ def memory_folder() -> Path:
 
 
 def is_in_memory(folder: Path, mounts: Path = MOUNTS) -> bool:
-    """Tell whether a folder's content is memory, by the table of mounts; False if there is none."""
+    """Whether the table of mounts says that a folder's content is memory; False without a table."""
     kinds: dict[Path, str] = {}
     try:
         for line in mounts.read_text().splitlines():
-            before, _, behind = line.partition(" - ")
-            point = before.split()[4].encode().decode("unicode_escape")
-            kinds[Path(point)] = behind.split()[0]  # a later mount covers an earlier one
+            mount, _, filesystem = line.partition(" - ")
+            point = mount.split()[4].encode().decode("unicode_escape")
+            kinds[Path(point)] = filesystem.split()[0]  # a later mount covers an earlier one
     except (OSError, IndexError):
         return False
-    place = folder.resolve()
-    return next((kinds[p] in IN_MEMORY for p in (place, *place.parents) if p in kinds), False)
+    path = folder.resolve()
+    return next((kinds[p] in IN_MEMORY for p in (path, *path.parents) if p in kinds), False)

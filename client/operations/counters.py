@@ -1,4 +1,4 @@
-"""What a device counts of itself while it runs: a few numbers, whether or not anyone asks."""
+"""Counters of a running client: connections, updates and bytes, with or without a metrics port."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ UPDATE_SECONDS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
 
 @dataclass(kw_only=True, slots=True)
 class Counters:
-    """Counts since the process began. One thread writes each; who reads may be a moment behind."""
+    """Counts since the process started. Each has one writing thread; readers may lag a little."""
 
     is_connected: bool = False
     num_reconnects: int = 0
-    """Connections made anew, after the first."""
+    """Connections after the first."""
     sent_bytes: int = 0
     received_bytes: int = 0
     num_updates: int = 0
     num_micro_batches: int = 0
     num_examples: int = 0
     peak_bytes: int = 0
-    """Of the last update."""
+    """Peak memory of the last update."""
     seconds: float = 0.0
-    """Of all updates."""
+    """Training time of all updates."""
     num_within: list[int] = field(default_factory=lambda: [0] * (len(UPDATE_SECONDS) + 1))
-    """Updates by the bound of ``UPDATE_SECONDS`` that they kept, and behind those the rest."""
+    """Updates per bucket of ``UPDATE_SECONDS``; the last entry counts the slower ones."""
     stops: Counter[str] = field(default_factory=Counter)
     _had_contact: bool = False
 
@@ -39,14 +39,14 @@ class Counters:
         self._had_contact = self.is_connected = True
 
     def disconnected(self) -> None:
-        """Take note that the stream is gone."""
+        """Note that the stream has ended."""
         self.is_connected = False
 
-    def trained(self, report: UpdateReport | ReadyReport) -> None:
+    def add_update(self, report: UpdateReport | ReadyReport) -> None:
         """Count an update.
 
-        Of a masked one no examples, micro-batches or reason: the page that shows this may be read
-        by those from whom masks hide them.
+        A masked update adds no examples, micro-batches or stop reason: the server's operator may be
+        able to read this page, and the masks hide these numbers from the server.
         """
         self.num_updates += 1
         self.seconds += report.seconds

@@ -1,6 +1,6 @@
-"""The device's Prometheus metrics: its tally, and what its sensors say at a scrape.
+"""The client's Prometheus metrics: its counters, and its sensors' values at the time of a scrape.
 
-Imported only where metrics were asked for; what there is no sensor for has no metric.
+Imported only if metrics are requested. A sensor that does not exist has no metric.
 """
 
 from __future__ import annotations
@@ -23,55 +23,54 @@ PREFIX = "headwater_client_"
 
 
 class ClientMetrics:
-    """What Prometheus collects from."""
+    """The collector that Prometheus's library reads at each scrape."""
 
     def __init__(
-        self, tally: Counters, vitals: Callable[[], Vitals], limit_bytes: Callable[[], int | None]
+        self,
+        counters: Counters,
+        vitals: Callable[[], Vitals],
+        limit_bytes: Callable[[], int | None],
     ) -> None:
-        """Take the counts, and how to ask the sensors and the memory limits."""
+        """``vitals`` reads the sensors, ``limit_bytes`` the lowest memory limit."""
         self.registry = CollectorRegistry()
-        self._tally = tally
+        self._counters = counters
         self._vitals = vitals
         self._limit_bytes = limit_bytes
         self.registry.register(self)
 
     def collect(self) -> Iterable[Metric]:
-        """Yield all families."""
-        tally, vitals = self._tally, self._vitals()
+        """Yield all metric families."""
+        counters, vitals = self._counters, self._vitals()
         gauges = (
-            ("is_connected", "1 while the server serves this device", int(tally.is_connected)),
-            (
-                "peak_bytes",
-                "Most memory that the process held in the last update",
-                tally.peak_bytes,
-            ),
-            ("memory_limit_bytes", "What the process may hold", self._limit_bytes()),
-            ("temperature_celsius", "Of the hottest part of the CPU", vitals.temperature_celsius),
+            ("is_connected", "1 while this device is connected", int(counters.is_connected)),
+            ("peak_bytes", "Peak memory of the process in the last update", counters.peak_bytes),
+            ("memory_limit_bytes", "Memory that the process may use", self._limit_bytes()),
+            ("temperature_celsius", "The CPU's hottest sensor", vitals.temperature_celsius),
             ("battery_ratio", "Charge of the battery, 0 to 1", vitals.battery),
         )
         for name, meaning, value in gauges:
             if value is not None:
                 yield GaugeMetricFamily(PREFIX + name, meaning, value=value)
-        counters = (
-            ("reconnects", "Connections made anew, after the first", tally.num_reconnects),
-            ("micro_batches", "Of updates that were not masked", tally.num_micro_batches),
-            ("examples", "Summed, of updates that were not masked", tally.num_examples),
-            ("updates", "Updates summed", tally.num_updates),
-            ("sent_bytes", "Bytes to the server", tally.sent_bytes),
-            ("received_bytes", "Bytes from the server", tally.received_bytes),
+        totals = (
+            ("reconnects", "Connections after the first", counters.num_reconnects),
+            ("micro_batches", "Micro-batches of unmasked updates", counters.num_micro_batches),
+            ("examples", "Examples summed in unmasked updates", counters.num_examples),
+            ("updates", "Updates summed", counters.num_updates),
+            ("sent_bytes", "Bytes sent to the server", counters.sent_bytes),
+            ("received_bytes", "Bytes received from the server", counters.received_bytes),
         )
-        for name, meaning, number in counters:
+        for name, meaning, number in totals:
             yield CounterMetricFamily(PREFIX + name, meaning, value=number)
         stops = CounterMetricFamily(
-            f"{PREFIX}stops", "Why an update ended where it did", labels=["reason"]
+            f"{PREFIX}stops", "Unmasked updates by the reason why they ended", labels=["reason"]
         )
-        for reason, number in sorted(tally.stops.copy().items()):
+        for reason, number in sorted(counters.stops.copy().items()):
             stops.add_metric([reason], number)
         yield stops
         bounds = [*map(str, map(float, UPDATE_SECONDS)), "+Inf"]
         yield HistogramMetricFamily(
             f"{PREFIX}update_seconds",
-            "What an update took",
-            buckets=list(zip(bounds, accumulate(tally.num_within), strict=True)),
-            sum_value=tally.seconds,
+            "Training time of an update",
+            buckets=list(zip(bounds, accumulate(counters.num_within), strict=True)),
+            sum_value=counters.seconds,
         )

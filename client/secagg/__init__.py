@@ -1,1 +1,1 @@
-"""The device's half of secure aggregation."""
+"""The client's half of secure aggregation."""

@@ -1,8 +1,8 @@
 """The checks that a client runs before it answers a request of a secure session.
 
 A hostile server can always make a session fail, for example by staying silent; it must not be able
-to make a client reveal its update. Each row of ``CHECKS`` is one way to try and the named error that
-refuses it; tests/attacks/test_hostile_secagg_server.py tries them all. A check runs before the
+to make a client reveal its update. Each row of ``CHECKS`` is one way to try, and the named error
+that refuses it; tests/attacks/test_hostile_secagg_server.py tries them all. A check runs before the
 reply, so what the server holds at a refusal opens nothing. The checks of the first two phases are
 in ``client.secagg.roster_checks``.
 """
@@ -44,6 +44,7 @@ from headwater.common.errors import (
     UpdateAlreadyMasked,
 )
 from headwater.common.secagg.fixed_point import check_finite
+from headwater.common.secagg.graph import ceil_fraction
 from headwater.common.secagg.protocol import (
     LEAST_MEMBERS,
     NUM_CLIPPED,
@@ -51,7 +52,6 @@ from headwater.common.secagg.protocol import (
     Parameters,
     SurvivorsRequest,
     UnmaskRequest,
-    share_of,
     signatures_needed,
 )
 from headwater.common.secagg.session import SessionView, survivors_digest, survivors_message
@@ -254,7 +254,7 @@ def check_survivors(
         )
     if device.name not in survived:
         raise SurvivorsRefused(f"{device.name}: it masked its update, but is not a survivor")
-    least = max(LEAST_MEMBERS, floor.min_members, share_of(floor.min_survivors, len(u2)))
+    least = max(LEAST_MEMBERS, floor.min_members, ceil_fraction(floor.min_survivors, len(u2)))
     if len(survived) < least:
         raise SurvivorsRefused(
             f"{device.name}: {len(survived)} of {len(u2)} members survived, at least {least} are "
@@ -289,7 +289,7 @@ def check_signatures(
             continue  # a single lying member must not end the session
         num_valid += 1
     needed = signatures_needed(
-        session.parameters, len(session.members), corrupted=device.floor.corrupted
+        session.parameters.threshold, len(session.members), corrupted=device.floor.corrupted
     )
     if num_valid < needed:
         raise SurvivorsNotAgreed(

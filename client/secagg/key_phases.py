@@ -1,8 +1,8 @@
-"""The device's half of secure aggregation before anything is masked: keys, shares, complaints.
+"""The client's replies before it masks: it advertises keys, deals shares and checks shares.
 
-Each function takes the state and the server's message, checks it (``client.secagg.checks``), and
-returns the next state and the answer. Who leaves here has shown public keys, ciphertexts and
-commitments, and its update can go into another session.
+Each function takes the state and the server's request, runs the checks (``client.secagg.checks``),
+and returns the next state and the reply. A client that drops out in these phases has shown only
+public keys, ciphertexts and commitments, and its update can go into another session.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from headwater.client.secagg import checks as secure_checks
-from headwater.client.secagg import roster_checks
+from headwater.client.secagg import checks, roster_checks
 from headwater.client.secagg.states import (
     AwaitingMaskRequest,
     AwaitingRoster,
@@ -41,15 +40,15 @@ from headwater.common.secagg.session import keys_message, session_of
 from headwater.common.secagg.shamir import split
 
 
-def advertise(
-    device: Participant, record: SessionRecord, wanted: KeysRequest
+def advertise_keys(
+    device: Participant, record: SessionRecord, request: KeysRequest
 ) -> tuple[AwaitingRoster, KeysReply]:
     """Phase 0: make two key pairs for this session alone.
 
     Raises:
         SessionRefused: see ``client.secagg.checks.CHECKS``.
     """
-    roster_checks.check_opening(wanted, device, record)
+    roster_checks.check_opening(request, device, record)
     mask_pair, sharing_pair = new_key_pair(device.random), new_key_pair(device.random)
     keys = KeysReply(
         name=device.name,
@@ -57,13 +56,13 @@ def advertise(
         sharing_key=sharing_pair.public,
         has_aes=device.has_aes,
     )
-    if wanted.mode == "active" and device.identity is not None:
-        signature = device.identity.sign(keys_message(wanted, keys))
+    if request.mode == "active" and device.identity is not None:
+        signature = device.identity.sign(keys_message(request, keys))
         keys = keys.model_copy(update={"signature": signature})
     state = AwaitingRoster(
         device=device,
-        record=replace(record, highest=wanted.number),
-        wanted=wanted,
+        record=replace(record, highest=request.number),
+        request=request,
         keys=keys,
         mask_pair=mask_pair,
         sharing_pair=sharing_pair,
@@ -71,14 +70,14 @@ def advertise(
     return state, keys
 
 
-def deal(state: AwaitingRoster, roster: Roster) -> tuple[AwaitingShares, SharesReply]:
-    """Phase 1: share the mask key and the self seed among the holders.
+def share_keys(state: AwaitingRoster, roster: Roster) -> tuple[AwaitingShares, SharesReply]:
+    """Phase 1: split the mask key and the self seed into shares, one of each for every holder.
 
     Raises:
         SessionRefused, ModelMismatch: see ``client.secagg.checks.CHECKS``.
     """
     device = state.device
-    roster_checks.check_roster(roster, wanted=state.wanted, keys=state.keys, device=device)
+    roster_checks.check_roster(roster, request=state.request, keys=state.keys, device=device)
     session = session_of(roster.parameters, roster.members, model_digest=device.model_digest)
     self_seed = Secret(device.random(SEED_BYTES))
     holders = session.holders(device.name)
@@ -88,7 +87,7 @@ def deal(state: AwaitingRoster, roster: Roster) -> tuple[AwaitingShares, SharesR
         num_holders=len(holders),
         random=device.random,
     )
-    dealt = AwaitingShares(
+    next_state = AwaitingShares(
         device=device,
         record=state.record,
         session=session,
@@ -96,7 +95,7 @@ def deal(state: AwaitingRoster, roster: Roster) -> tuple[AwaitingShares, SharesR
         sharing_pair=state.sharing_pair,
         self_seed=self_seed,
     )
-    answer = SharesReply(
+    reply = SharesReply(
         name=device.name,
         session=session.digest,
         seed_commitment=commitment(
@@ -106,29 +105,48 @@ def deal(state: AwaitingRoster, roster: Roster) -> tuple[AwaitingShares, SharesR
             share=self_seed.reveal(),
         ),
         shares=tuple(
-            _sealed(dealt, holder, pair) for holder, pair in zip(holders, shares, strict=True)
+            _seal(next_state, holder, pair) for holder, pair in zip(holders, shares, strict=True)
         ),
     )
     shares.fill(0)
-    return dealt, answer
+    return next_state, reply
 
 
-def _sealed(state: AwaitingShares, holder: str, shares: NDArray[np.uint8]) -> DealtShare:
+def check_shares(
+    state: AwaitingShares, request: CheckRequest
+) -> tuple[AwaitingMaskRequest, CheckReply]:
+    """Between phases 1 and 2: open the received shares, and name the dealers of bad ones.
+
+    Raises:
+        RosterRefused, SessionMismatch: see ``client.secagg.checks.CHECKS``.
+    """
+    device, session = state.device, state.session
+    checks.check_delivery(request, session, device)
+    opened = {share.dealer: _open(state, share) for share in request.shares}
+    good = {dealer: shares for dealer, shares in opened.items() if shares is not None}
+    bad = opened.keys() - good.keys()
+    checks.check_opened(good, bad, session, device)
+    state.sharing_pair.private.erase()
+    next_state = AwaitingMaskRequest(
+        device=device,
+        record=state.record,
+        session=session,
+        mask_pair=state.mask_pair,
+        self_seed=state.self_seed,
+        shares=good,
+        bad_dealers=frozenset(bad),
+    )
+    return next_state, CheckReply(name=device.name, bad_dealers=tuple(sorted(bad)))
+
+
+def _seal(state: AwaitingShares, holder: str, shares: NDArray[np.uint8]) -> DealtShare:
     """Seal one holder's two shares [2, 32], and commit to each."""
-    session, ends = state.session, (state.device.name, holder)
-    key = agree(
-        state.sharing_pair.private,
-        session.members[holder].sharing_key,
-        session=session.digest,
-        purpose="share",
-        ends=ends,
-    )
-    sealed = seal(
-        key, shares.tobytes(), session=session.digest, ends=ends, random=state.device.random
-    )
+    digest, ends = state.session.digest, (state.device.name, holder)
+    key = _sealing_key(state, holder, ends)
+    sealed = seal(key, shares.tobytes(), session=digest, ends=ends, random=state.device.random)
     key.erase()
     of_key, of_seed = (
-        commitment(tag=tag, session=session.digest, ends=ends, share=share.tobytes())
+        commitment(tag=tag, session=digest, ends=ends, share=share.tobytes())
         for tag, share in zip((MASK_KEY_SHARE, SELF_SEED_SHARE), shares, strict=True)
     )
     return DealtShare(
@@ -140,55 +158,35 @@ def _sealed(state: AwaitingShares, holder: str, shares: NDArray[np.uint8]) -> De
     )
 
 
-def check(state: AwaitingShares, delivered: CheckRequest) -> tuple[AwaitingMaskRequest, CheckReply]:
-    """Between the phases: open the shares, and name the dealers of those that are bad.
-
-    Raises:
-        RosterRefused, SessionMismatch: see ``client.secagg.checks.CHECKS``.
-    """
-    device, session = state.device, state.session
-    secure_checks.check_delivery(delivered, session, device)
-    opened = {share.dealer: _opened(state, share) for share in delivered.shares}
-    held = {dealer: share for dealer, share in opened.items() if share is not None}
-    bad = opened.keys() - held.keys()
-    secure_checks.check_opened(held, bad, session, device)
-    state.sharing_pair.private.erase()
-    holding = AwaitingMaskRequest(
-        device=device,
-        record=state.record,
-        session=session,
-        mask_pair=state.mask_pair,
-        self_seed=state.self_seed,
-        held=held,
-        bad_dealers=frozenset(bad),
-    )
-    return holding, CheckReply(name=device.name, bad_dealers=tuple(sorted(bad)))
-
-
-def _opened(state: AwaitingShares, dealt: DealtShare) -> DealerShares | None:
-    """Open one dealer's box; None if it does not open, or holds what was not committed to."""
-    session, ends = state.session, (dealt.dealer, state.device.name)
-    key = agree(
-        state.sharing_pair.private,
-        session.members[dealt.dealer].sharing_key,
-        session=session.digest,
-        purpose="share",
-        ends=ends,
-    )
+def _open(state: AwaitingShares, dealt: DealtShare) -> DealerShares | None:
+    """Open one dealer's sealed shares; None if they do not open or do not match the commitments."""
+    digest, ends = state.session.digest, (dealt.dealer, state.device.name)
+    key = _sealing_key(state, dealt.dealer, ends)
     try:
-        both = unseal(key, dealt.sealed, session=session.digest, ends=ends)
+        both = unseal(key, dealt.sealed, session=digest, ends=ends)
     except SealBroken:
         return None
     finally:
         key.erase()
     view = both.reveal()
-    share = DealerShares(mask_key=Secret(view[:SEED_BYTES]), self_seed=Secret(view[SEED_BYTES:]))
+    shares = DealerShares(mask_key=Secret(view[:SEED_BYTES]), self_seed=Secret(view[SEED_BYTES:]))
     both.erase()
     matches = all(
-        commitment(tag=tag, session=session.digest, ends=ends, share=found.reveal()) == told
-        for tag, found, told in (
-            (MASK_KEY_SHARE, share.mask_key, dealt.key_commitment),
-            (SELF_SEED_SHARE, share.self_seed, dealt.seed_commitment),
+        commitment(tag=tag, session=digest, ends=ends, share=share.reveal()) == expected
+        for tag, share, expected in (
+            (MASK_KEY_SHARE, shares.mask_key, dealt.key_commitment),
+            (SELF_SEED_SHARE, shares.self_seed, dealt.seed_commitment),
         )
     )
-    return share if matches else None
+    return shares if matches else None
+
+
+def _sealing_key(state: AwaitingShares, peer: str, ends: tuple[str, str]) -> Secret:
+    """Return the key for shares between this client and a peer; ``ends`` is (dealer, holder)."""
+    return agree(
+        state.sharing_pair.private,
+        state.session.members[peer].sharing_key,
+        session=state.session.digest,
+        purpose="share",
+        ends=ends,
+    )

@@ -1,13 +1,13 @@
-"""The device's half of secure aggregation from the masks on: mask, sign, reveal.
+"""The client's replies from masking on: it masks its update, signs survivors and reveals shares.
 
-A state for each phase (``client.secagg.states``), and a function between each two: it takes the
-state and the server's message, checks it (``client.secagg.checks``), and returns the next state and
-the answer; the vector alone is changed, where it lies. Network, clock and disk are the caller's,
-and so is the order in which things are made to last: ``state.record`` must be stored before the
-answer is sent, and that of ``commit`` before the vector is touched (``client.secagg.session``).
+Each function takes the state and the server's request, runs the checks (``client.secagg.checks``),
+and returns the next state and the reply. Only the vector is changed in place. The caller
+(``client.secagg.session``) owns network, clock and disk. It must store ``state.record`` before it
+sends the reply, and the record of ``commit_update`` before ``mask_update`` changes the vector.
 
-What the server learns from a device that ends here at any phase: public keys, ciphertexts,
-commitments, a vector that looks random, and of each other device a share of one of its two secrets.
+What the server learns from a client that drops out in any of these phases: public keys,
+ciphertexts, commitments, a vector that looks random, and of each other member a share of one of its
+two secrets.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ from headwater.common.secagg.rotation import Rotation, rotate_in_place
 from headwater.common.secagg.scalars import encode_scalars
 from headwater.common.secagg.session import survivors_message
 
-S = TypeVar("S", bound=AwaitingUnmask | SessionFinished)
+MaskedState = TypeVar("MaskedState", bound=AwaitingUnmask | SessionFinished)
 
 
-def commit(
+def commit_update(
     state: AwaitingMaskRequest,
-    wanted: MaskRequest,
-    trained: UnmaskedUpdate,
+    request: MaskRequest,
+    update: UnmaskedUpdate,
     *,
     bounds: NDArray[np.float32] | None = None,
 ) -> ReadyToMask:
-    """Phase 2, before anything is changed: the update belongs to this session from here on.
+    """Phase 2, before anything is changed: bind the update to this session.
 
     ``bounds`` are the block bounds of a 16-bit ring.
 
@@ -61,59 +61,104 @@ def commit(
         SessionRefused, ModelMismatch, CountOutOfRange, NonFiniteUpdate: see
             ``client.secagg.checks.CHECKS``.
     """
-    device, chosen = state.device, state.session.parameters
-    checks.check_members(
-        wanted.members,
-        session=state.session,
-        opened=state.held,
-        bad_dealers=state.bad_dealers,
-        device=device,
-    )
+    device, parameters = state.device, state.session.parameters
+    checks.check_members(request.members, state)
     checks.check_unmasked(device, state.record)
-    checks.check_update(trained, chosen, device)
+    checks.check_update(update, parameters, device)
     rotation = None
-    if chosen.rotation_seed is not None:
-        rotation = Rotation(seed=chosen.rotation_seed, num_coordinates=chosen.num_values)
-        bounds = checks.check_bounds(bounds, chosen, device, num_blocks=rotation.num_blocks)
+    if parameters.rotation_seed is not None:
+        rotation = Rotation(seed=parameters.rotation_seed, num_coordinates=parameters.num_values)
+        bounds = checks.check_bounds(bounds, parameters, device, num_blocks=rotation.num_blocks)
     return ReadyToMask(
         device=device,
         record=replace(state.record, masked=device.update_id),
-        holding=state,
-        members=wanted.members,
-        streams=_streams(state, frozenset(wanted.members)),
+        previous=state,
+        members=request.members,
+        streams=_mask_streams(state, frozenset(request.members)),
         rotation=rotation,
         bounds=bounds,
     )
 
 
-def mask(
-    state: ReadyToMask, trained: UnmaskedUpdate, *, num_threads: int = 1
+def mask_update(
+    state: ReadyToMask, update: UnmaskedUpdate, *, num_threads: int = 1
 ) -> tuple[AwaitingUnmask, MaskReply, RingVector]:
-    """Phase 2: encode the update and mask it, in its own memory; return that memory as the ring's.
+    """Phase 2: encode and mask the update in its own memory; return that memory as ring elements.
 
-    The float32 values are gone afterwards, and so are the secrets that made the masks.
+    Afterwards the float32 values are overwritten and the secrets behind the masks are erased.
     """
-    session = state.holding.session
-    vector, scalars = _encoded(state, trained)
+    session = state.previous.session
+    vector, scalars = _encode(state, update)
     cipher = session.parameters.cipher
     mask_in_place(vector, state.streams, cipher=cipher, part=VECTOR, num_threads=num_threads)
     mask_in_place(scalars, state.streams, cipher=cipher, part=SCALARS)
     for secret in state.mask_secrets():
         secret.erase()
-    masked = AwaitingUnmask(
+    next_state = AwaitingUnmask(
         device=state.device,
         record=state.record,
         session=session,
         members=state.members,
-        held=state.holding.held,
+        shares=state.previous.shares,
     )
-    head = MaskReply(
+    reply = MaskReply(
         name=state.device.name, session=session.digest, scalars=scalars.astype("<u8").tobytes()
     )
-    return masked, head, vector
+    return next_state, reply, vector
 
 
-def _streams(state: AwaitingMaskRequest, members: frozenset[str]) -> tuple[Stream, ...]:
+def sign_survivors(
+    state: MaskedState, request: SurvivorsRequest
+) -> tuple[MaskedState, SurvivorsReply]:
+    """Phase 3, active mode only: sign the survivor set.
+
+    Raises:
+        SessionRefused: see ``client.secagg.checks.CHECKS``.
+    """
+    device, identity = state.device, state.device.identity
+    if state.session.parameters.mode != "active" or identity is None:
+        raise OutOfPhase(f"{device.name}: semi-honest mode has no consistency phase")
+    digest = checks.check_survivors(request, state)
+    reply = SurvivorsReply(name=device.name, signature=identity.sign(survivors_message(digest)))
+    return _with_answered_set(state, digest), reply
+
+
+def reveal_shares(
+    state: AwaitingUnmask | SessionFinished, request: UnmaskRequest
+) -> tuple[SessionFinished, UnmaskReply]:
+    """Phase 4: reveal one share per dealer: of its self seed if it survived, else of its mask key.
+
+    Raises:
+        SessionRefused: see ``client.secagg.checks.CHECKS``.
+    """
+    digest = checks.check_survivors(request, state)
+    if isinstance(state, SessionFinished):  # the same set again: repeat the reply
+        return state, state.reply
+    if state.session.parameters.mode == "active":
+        checks.check_signatures(request, digest=digest, session=state.session, device=state.device)
+    survived, dropped = set(request.survived), set(request.dropped)
+    reply = UnmaskReply(
+        name=state.device.name,
+        self_seed_shares={
+            d: bytes(s.self_seed.reveal()) for d, s in state.shares.items() if d in survived
+        },
+        mask_key_shares={
+            d: bytes(s.mask_key.reveal()) for d, s in state.shares.items() if d in dropped
+        },
+    )
+    for secret in state.secrets():
+        secret.erase()
+    finished = SessionFinished(
+        device=state.device,
+        record=_with_answered_set(state, digest).record,
+        session=state.session,
+        members=state.members,
+        reply=reply,
+    )
+    return finished, reply
+
+
+def _mask_streams(state: AwaitingMaskRequest, members: frozenset[str]) -> tuple[Stream, ...]:
     """Return the self mask, and the pairwise masks with the neighbours in U2."""
     session, name = state.session, state.device.name
     own = Stream(key=self_mask_key(state.self_seed, session=session.digest, name=name), sign=1)
@@ -134,90 +179,28 @@ def _streams(state: AwaitingMaskRequest, members: frozenset[str]) -> tuple[Strea
     return (own, *pairwise)
 
 
-def _encoded(state: ReadyToMask, trained: UnmaskedUpdate) -> tuple[RingVector, NDArray[np.uint64]]:
-    """Encode vector and numbers; what was clipped of either is counted among the numbers."""
-    chosen, random = state.holding.session.parameters, None
+def _encode(state: ReadyToMask, update: UnmaskedUpdate) -> tuple[RingVector, NDArray[np.uint64]]:
+    """Encode vector and numbers; clipped entries of both are counted in ``num_clipped``."""
+    parameters, random = state.previous.session.parameters, None
     if state.rotation is not None and state.bounds is not None:
         rotate_in_place(
-            trained.values_P,
+            update.values_P,
             rotation=state.rotation,
             bounds=state.bounds,
-            max_weight=chosen.encoding.max_weight,
+            max_weight=parameters.encoding.max_weight,
         )
         random = np.random.default_rng(int.from_bytes(state.device.random(32), "little"))
     vector, num_clipped = encode_in_place(
-        trained.values_P, weight=trained.weight, encoding=chosen.encoding, random=random
+        update.values_P, weight=update.weight, encoding=parameters.encoding, random=random
     )
-    numbers = {**trained.numbers, NUM_CLIPPED: 0}
-    _, num_numbers = encode_scalars(numbers, chosen.scalars)
-    numbers[NUM_CLIPPED] = num_clipped + num_numbers
-    scalars, _ = encode_scalars(numbers, chosen.scalars)
+    numbers = {**update.numbers, NUM_CLIPPED: 0}
+    _, num_clipped_numbers = encode_scalars(numbers, parameters.scalars)
+    numbers[NUM_CLIPPED] = num_clipped + num_clipped_numbers
+    scalars, _ = encode_scalars(numbers, parameters.scalars)
     return vector, scalars
 
 
-def sign(
-    state: AwaitingUnmask | SessionFinished, told: SurvivorsRequest
-) -> tuple[AwaitingUnmask | SessionFinished, SurvivorsReply]:
-    """Phase 3, active mode: put the own name under the survivor set.
-
-    Raises:
-        SessionRefused: see ``client.secagg.checks.CHECKS``.
-    """
-    device, identity = state.device, state.device.identity
-    if state.session.parameters.mode != "active" or identity is None:
-        raise OutOfPhase(f"{device.name}: there is no consistency phase in semi-honest mode")
-    digest = _agreed(state, told)
-    signature = identity.sign(survivors_message(digest))
-    return _answering(state, digest), SurvivorsReply(name=device.name, signature=signature)
-
-
-def reveal(
-    state: AwaitingUnmask | SessionFinished, wanted: UnmaskRequest
-) -> tuple[SessionFinished, UnmaskReply]:
-    """Phase 4: give one share of each dealer: of the self seed if it survived, else of the key.
-
-    Raises:
-        SessionRefused: see ``client.secagg.checks.CHECKS``.
-    """
-    digest = _agreed(state, wanted)
-    if isinstance(state, SessionFinished):  # the same set again
-        return state, state.answer
-    if state.session.parameters.mode == "active":
-        checks.check_signatures(wanted, digest=digest, session=state.session, device=state.device)
-    survived, dropped = set(wanted.survived), set(wanted.dropped)
-    answer = UnmaskReply(
-        name=state.device.name,
-        self_seed_shares={
-            d: bytes(s.self_seed.reveal()) for d, s in state.held.items() if d in survived
-        },
-        mask_key_shares={
-            d: bytes(s.mask_key.reveal()) for d, s in state.held.items() if d in dropped
-        },
-    )
-    for secret in state.secrets():
-        secret.erase()
-    revealed = SessionFinished(
-        device=state.device,
-        record=_answering(state, digest).record,
-        session=state.session,
-        members=state.members,
-        answer=answer,
-    )
-    return revealed, answer
-
-
-def _agreed(
-    state: AwaitingUnmask | SessionFinished, told: SurvivorsRequest | UnmaskRequest
-) -> bytes:
-    return checks.check_survivors(
-        told,
-        session=state.session,
-        members=state.members,
-        device=state.device,
-        record=state.record,
-    )
-
-
-def _answering(state: S, digest: bytes) -> S:
+def _with_answered_set(state: MaskedState, digest: bytes) -> MaskedState:
+    """Return the state with a record of the survivor set that the client answered."""
     answered = (state.session.digest.hex(), digest.hex())
     return replace(state, record=replace(state.record, answered=answered))

@@ -1,21 +1,23 @@
-"""The updates of a process that await a secure session, or are in one.
+"""Keeps updates in memory until their secure sessions have ended.
 
-The vector stays where it was summed, in the accumulator's memory, and is masked there. It is copied
-only when somebody else is about to use that memory: another device of the same process, or this
-one's own probe. Each phase is a message of its own (``headwater.common.secagg.protocol.protocol.PHASES``), which the update's
-``SecureSession`` answers. Whatever a session leaves in memory is erased when a new plan comes, or
-when the run is left.
+The vector stays in the accumulator's memory and is masked there. It is copied only when that memory
+is about to be used again: by another client in the same process, or by this client's probe. Each
+phase is a message of its own (``common.secagg.protocol.PHASES``), which the update's
+``SecureSession`` answers. The secrets of a session are erased when a new plan arrives, or when the
+client leaves the run.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headwater.client.secagg.types import Participant, SessionRecord, UnmaskedUpdate
+from headwater.client.training.accumulator import Accumulator
 from headwater.common.errors import CorruptUpdate, HeadwaterError, UpdateNotHeld
 from headwater.common.secagg.fixed_point import RingVector
 from headwater.common.secagg.protocol import (
@@ -27,98 +29,95 @@ from headwater.common.secagg.protocol import (
 )
 
 if TYPE_CHECKING:
-    from headwater.client.secagg.session import SecureSession
     from headwater.client.secagg.states import SessionState
 
 
 class PendingUpdate:
-    """An update that awaits its session, or is in one."""
+    """An update before or during its secure session."""
 
     def __init__(
         self,
         device: Participant,
         record: SessionRecord,
-        trained: UnmaskedUpdate,
+        update: UnmaskedUpdate,
         *,
         num_threads: int,
         is_view: bool,
         state: SessionState | None = None,
     ) -> None:
-        """Begin with the record of what the device answered in this run so far.
+        """Start with the record of this run's earlier sessions.
 
-        ``is_view`` says that the grid takes vectors as views of this process's memory. ``state`` is
-        where another process left the session.
+        ``is_view`` says that the grid reads vectors as views of this process's memory. ``state``
+        continues a session from another process.
         """
-        # Here, as most devices are asked for nothing masked: it is 0.5 MB of an idle one.
+        # Imported here, as most clients never mask: it costs 0.5 MB of an idle client's memory.
         from headwater.client.secagg.session import SecureSession
 
         self.device = device
         self.is_view = is_view
         self.is_over = False
-        """Whether the device did all that its session asks of it, or has left it."""
-        self._remember: Callable[[SessionRecord], None] | None = None
-        self._session = SecureSession(
+        """Whether the client has answered the session's last request, or has left the session."""
+        self._is_closed = False
+        self._store: Callable[[SessionRecord], None] | None = None
+        self.session = SecureSession(
             device,
             record,
-            remember=self._store,
-            trained=trained,
+            store=self._store_record,
+            update=update,
             state=state,
             num_threads=num_threads,
         )
-
-    @property
-    def session(self) -> SecureSession:
-        """The update's way into a masked sum."""
-        return self._session
 
     def answer(
         self,
         request: Request,
         *,
         bounds: memoryview | bytes | None,
-        remember: Callable[[SessionRecord], None],
+        store: Callable[[SessionRecord], None],
     ) -> tuple[Reply, RingVector | None]:
-        """Answer a phase's message; with a ``MaskReply`` comes the masked vector.
+        """Answer a phase's request; a ``MaskReply`` comes with the masked vector.
 
-        ``bounds`` are those of a 16-bit ring's blocks, little-endian float32. ``remember`` stores
-        the record before anything is masked or returned.
+        ``bounds`` are the block bounds of a 16-bit ring, little-endian float32. ``store`` makes the
+        record durable before anything is masked or returned.
 
         Raises:
             HeadwaterError: see ``SecureSession.answer``; nothing is answered then.
             CorruptUpdate: the bounds are not a whole number of float32.
-            UpdateNotHeld: the masked vector was let go, as the server has it.
+            UpdateNotHeld: the masked vector was released, because the server has it.
         """
-        session = self._session
+        session = self.session
         if bounds is not None:
             session.bounds = _float32(bounds, self.device)
-        self._remember = remember
+        self._store = store
         try:
             reply = session.answer(request)
         except HeadwaterError:
             self.is_over = True
             raise
         finally:
-            self._remember = None
+            self._store = None
         self.is_over = isinstance(request, UnmaskRequest)
         if isinstance(request, SurvivorsRequest | UnmaskRequest):
-            session.vector = None  # this device is a survivor: the server has the vector
+            session.vector = None  # this client is a survivor: the server has its vector
         if not isinstance(reply, MaskReply):
             return reply, None
         if session.vector is None:
-            raise UpdateNotHeld(f"{self.device.name}: its masked update was handed over before")
+            raise UpdateNotHeld(f"{self.device.name}: the server already has the masked update")
         return reply, session.vector
 
-    def _store(self, record: SessionRecord) -> None:
-        assert self._remember is not None
-        self._remember(record)
+    def _store_record(self, record: SessionRecord) -> None:
+        assert self._store is not None
+        self._store(record)
 
     def move_out(self) -> None:
-        """Leave the memory in which the update was summed to somebody else."""
-        self._session.move_out()
+        """Copy the update out of the accumulator's memory, which is about to be used again."""
+        if not self._is_closed:
+            self.session.move_out()
 
     def close(self) -> None:
-        """Erase what is left of the session."""
-        self._session.close()
+        """Erase the session's remaining secrets."""
+        self._is_closed = True
+        self.session.close()
 
 
 def _float32(data: memoryview | bytes, device: Participant) -> NDArray[np.float32]:
@@ -128,56 +127,56 @@ def _float32(data: memoryview | bytes, device: Participant) -> NDArray[np.float3
 
 
 class PendingUpdates:
-    """The updates that await their sessions in one process, at most one of each device."""
+    """The pending updates in one process, at most one per client."""
 
     def __init__(self) -> None:
-        self._held: dict[str, PendingUpdate] = {}
-        self._in_accumulator: PendingUpdate | None = None
+        self._by_name: dict[str, PendingUpdate] = {}
 
-    def begin(self, *, run_id: int, round_number: int, name: str) -> None:
-        """Take note of a new plan: what its device held, and what was of other rounds, is over."""
-        self._drop(
-            one
-            for one in self._held.values()
-            if (one.device.run, one.device.round) != (run_id, round_number)
-            or one.device.name == name
+    def start_plan(self, *, run_id: int, round_number: int, name: str) -> None:
+        """Discard the client's previous update, and every update of another round."""
+        self._discard(
+            update
+            for update in self._by_name.values()
+            if (update.device.run, update.device.round) != (run_id, round_number)
+            or update.device.name == name
         )
 
-    def hold(self, update: PendingUpdate) -> None:
-        """Keep an update that lies in the accumulator's memory."""
-        self._held[update.device.name] = self._in_accumulator = update
+    def add(self, update: PendingUpdate, accumulator: Accumulator) -> None:
+        """Keep an update in the accumulator's memory; it is copied if that is needed again."""
+        self._by_name[update.device.name] = update
+        accumulator.lend(update.move_out)
 
-    def of(self, run_id: int, name: str) -> PendingUpdate:
-        """Return the update that a device holds for a run.
+    def get(self, run_id: int, name: str) -> PendingUpdate:
+        """Return a client's pending update of a run.
 
         Raises:
-            UpdateNotHeld: there is none in this process.
+            UpdateNotHeld: this process has none.
         """
-        found = self._held.get(name)
-        if found is None or found.device.run != run_id:
+        update = self._by_name.get(name)
+        if update is None or update.device.run != run_id:
             raise UpdateNotHeld(
-                f"{name}: this process holds no update for a session of the run: it was started "
-                "since, or the round is over"
+                f"{name}: this process holds no update for a session of the run: the process was "
+                "restarted, or the round is over"
             )
-        return found
+        return update
 
-    def is_awaiting(self, name: str) -> bool:
-        """Whether a device holds an update whose session is not over."""
-        return name in self._held and not self._held[name].is_over
+    def is_waiting(self, name: str) -> bool:
+        """Whether a client has an update whose session has not ended."""
+        return name in self._by_name and not self._by_name[name].is_over
 
-    def make_room(self) -> None:
-        """Copy out the update that lies in the accumulator's memory: that is about to be used."""
-        if self._in_accumulator is not None:
-            self._in_accumulator.move_out()
-            self._in_accumulator = None
+    def discard(self, name: str) -> None:
+        """Erase a client's session and drop its update."""
+        self._discard(update for update in self._by_name.values() if update.device.name == name)
 
-    def forget(self, name: str) -> None:
-        """Erase what a device's session left, and let its update go."""
-        self._drop(one for one in self._held.values() if one.device.name == name)
-
-    def _drop(self, updates: Iterable[PendingUpdate]) -> None:
+    def _discard(self, updates: Iterable[PendingUpdate]) -> None:
         for update in list(updates):
             update.close()
-            del self._held[update.device.name]
-            if self._in_accumulator is update:
-                self._in_accumulator = None
+            del self._by_name[update.device.name]
+
+
+_pending: WeakKeyDictionary[Accumulator, PendingUpdates] = WeakKeyDictionary()
+
+
+def pending_in(accumulator: Accumulator) -> PendingUpdates:
+    """Return the pending updates of the clients that sum into this accumulator."""
+    return _pending.setdefault(accumulator, PendingUpdates())

@@ -1,8 +1,8 @@
-"""What a device tells of an update that is to be masked, what rides masked, what it insists on.
+"""Prepares an update for masking: the client's own requirements, and what may be sent in clear.
 
-Training is over before a secure session opens. ``ReadyReport`` says that the update is there, and nothing
-of what it came to; weight, loss, metrics and norms leave the device as masked numbers alone. Where
-the update waits, and is masked: ``client.secagg.pending``.
+Training ends before a secure session opens. ``ReadyReport`` says only that the update is ready;
+weight, loss, metrics and norms leave the client as masked numbers alone. ``client.secagg.pending``
+keeps the update until its session.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from headwater.common.errors import (
     UpdateRefused,
 )
 from headwater.common.messages import (
-    MOST_METRIC_CHARACTERS,
+    MAX_METRIC_CHARACTERS,
     Plan,
     ReadyReport,
     Update,
     UpdateReport,
 )
 from headwater.common.model.parameters import ModelImage
-from headwater.common.secagg.masked_numbers import MOST_METRICS, numbers_of
+from headwater.common.secagg.masked_numbers import MAX_METRICS, numbers_of
 from headwater.common.settings import schema as settings
 from headwater.common.stats.gradient_noise import NoiseSums, sums_of
 from headwater.common.stats.linear_fit import Line
@@ -39,62 +39,62 @@ from headwater.common.task import Task, max_weight_per_example
 
 log = logging.getLogger(__name__)
 
-MODES = ("off", "semi-honest", "active")  # each insists on more than the one before it
+MODES = ("off", "semi-honest", "active")  # from the weakest to the strictest
 
-# What the device insists on.
+# The client's own settings.
 
 
 def check_masking(
-    chosen: settings.SecureSettings, *, is_masked: bool, name: str, what: str
+    secure: settings.SecureSettings, *, is_masked: bool, name: str, what: str
 ) -> None:
-    """Check that the server asks for nothing in clear that the device's own settings want masked.
+    """Check that the server requests nothing in clear that the client's settings require masked.
 
     Raises:
         MaskingRequired: it does.
     """
-    if chosen.aggregation != "off" and not is_masked:
+    if secure.aggregation != "off" and not is_masked:
         raise MaskingRequired(
-            f"{name}: {what} is asked for in clear, and this device insists on "
-            f"{chosen.aggregation} secure aggregation"
+            f"{name}: the server requests {what} in clear, and this device requires "
+            f"{secure.aggregation} secure aggregation"
         )
 
 
 def strictest_settings(
-    of_run: settings.SecureSettings, *, mode: object = None, min_members: object = None
+    run: settings.SecureSettings, *, mode: object = None, min_members: object = None
 ) -> settings.SecureSettings:
-    """Return a run's settings, raised to what the device itself insists on; never lowered.
+    """Return the run's settings, raised to the node's own minimum; they are never lowered.
 
     Raises:
-        SettingsError: ``mode`` or ``min_members`` is none.
+        SettingsError: ``mode`` or ``min_members`` is not a valid value.
     """
     if mode is None and min_members is None:
-        return of_run
+        return run
     if mode is not None and mode not in MODES:
-        raise SettingsError(f"secure-aggregation={mode!r} of the node is none of {MODES}")
+        raise SettingsError(f"the node's secure-aggregation is {mode!r}, expected one of {MODES}")
     if min_members is not None and not isinstance(min_members, int):
-        raise SettingsError(f"min-members={min_members!r} of the node is no number")
-    strictest = max(of_run.aggregation, mode or "off", key=MODES.index)
-    least = max(of_run.min_members, min_members or 0)
-    return of_run.model_copy(update={"aggregation": strictest, "min_members": least})
+        raise SettingsError(f"the node's min-members is {min_members!r}, expected a whole number")
+    strictest = max(run.aggregation, mode or "off", key=MODES.index)
+    least = max(run.min_members, min_members or 0)
+    return run.model_copy(update={"aggregation": strictest, "min_members": least})
 
 
-def floor_of(chosen: settings.SecureSettings) -> Floor:
-    """Return what the device insists on in a session, by its own settings."""
+def floor_of(secure: settings.SecureSettings) -> Floor:
+    """Return the security floor that the client's settings define."""
     return Floor(
-        mode="active" if chosen.aggregation == "active" else "semi-honest",
-        min_members=chosen.min_members,
-        min_survivors=chosen.min_survivors,
-        corrupted=chosen.corrupted,
-        dropout=chosen.dropout,
+        mode="active" if secure.aggregation == "active" else "semi-honest",
+        min_members=secure.min_members,
+        min_survivors=secure.min_survivors,
+        corrupted=secure.corrupted,
+        dropout=secure.dropout,
     )
 
 
-# What is told of an update, and what rides masked beside it.
+# What leaves the client in clear, and what is masked.
 
 
 @contextmanager
 def hide_details(plan: Plan, name: str) -> Iterator[None]:
-    """Let no refusal of a masked plan's update quote what was summed, but in the device's log."""
+    """Strip a masked plan's refusals of all figures; the full text goes to the client's own log."""
     try:
         yield
     except UpdateRefused as error:
@@ -106,11 +106,11 @@ def hide_details(plan: Plan, name: str) -> Iterator[None]:
         ) from error
 
 
-def ready_message(report: UpdateReport, pace: Line | None) -> ReadyReport:
-    """Return what may be told of an update that is to be masked.
+def ready_message(report: UpdateReport, speed: Line | None) -> ReadyReport:
+    """Return the report that may be sent in clear about an update that will be masked.
 
     Raises:
-        TaskError: see ``trained_of``.
+        TaskError: see ``unmasked_update``.
     """
     return ReadyReport(
         name=report.name,
@@ -118,8 +118,8 @@ def ready_message(report: UpdateReport, pace: Line | None) -> ReadyReport:
         seconds=report.seconds,
         peak_bytes=max((step.peak_bytes for step in report.steps), default=0),
         vitals=report.vitals,
-        seconds_per_micro_batch=None if pace is None else pace.base,
-        seconds_per_example=None if pace is None else pace.each,
+        seconds_per_micro_batch=None if speed is None else speed.base,
+        seconds_per_example=None if speed is None else speed.each,
         metrics=_metrics_of(report),
     )
 
@@ -127,38 +127,33 @@ def ready_message(report: UpdateReport, pace: Line | None) -> ReadyReport:
 def unmasked_update(
     update: Update, plan: Plan, device: Participant, *, num_owned: int, norm: float
 ) -> UnmaskedUpdate:
-    """Return the vector with the numbers that ride along.
+    """Return the vector and the numbers that are to be masked.
 
-    ``num_owned`` are the examples that the device draws from, ``norm`` is the vector's.
+    ``num_owned`` is the number of the client's examples, ``norm`` the vector's Euclidean norm.
 
     Raises:
-        CountOutOfRange: the weight is beyond the plan's; better said before a session opens.
-        TaskError: more metrics than a session has room for, or longer names.
+        CountOutOfRange: the weight is larger than the plan's; reported before a session opens.
+        TaskError: there are more metrics, or longer names, than a session has room for.
     """
     report = update.report
     if not 0 < report.weight <= device.planned_weight:
         raise CountOutOfRange(
-            f"{device.name}: weight {report.weight:,}, its plan allows {device.planned_weight:,}"
+            f"{device.name}: the weight is {report.weight:,}, the plan allows "
+            f"{device.planned_weight:,}"
         )
-    # Local steps move the model between the two batch sizes that tell the noise.
-    is_noise_told = plan.local_steps == 1
-    noise = (
-        sums_of(report, num_owned=num_owned) if is_noise_told else NoiseSums(weight=report.weight)
-    )
-    return UnmaskedUpdate(
-        values_P=update.values_P,
-        numbers=numbers_of(
-            report, metrics=_metrics_of(report), noise=noise, squared_norm=norm * norm
-        ),
-    )
+    # The noise scale compares two batch sizes at one model; local steps move the model in between.
+    has_noise = plan.local_steps == 1
+    noise = sums_of(report, num_owned=num_owned) if has_noise else NoiseSums(weight=report.weight)
+    numbers = numbers_of(report, metrics=_metrics_of(report), noise=noise, squared_norm=norm * norm)
+    return UnmaskedUpdate(values_P=update.values_P, numbers=numbers)
 
 
 def _metrics_of(report: UpdateReport) -> tuple[str, ...]:
     names = tuple(sorted(report.metric_sums))
-    if len(names) > MOST_METRICS or any(len(name) > MOST_METRIC_CHARACTERS for name in names):
+    if len(names) > MAX_METRICS or any(len(name) > MAX_METRIC_CHARACTERS for name in names):
         raise TaskError(
-            f"{len(names)} metrics: masked rounds have room for {MOST_METRICS}, with names of up "
-            f"to {MOST_METRIC_CHARACTERS} characters",
+            f"the task returns {len(names)} metrics: masked rounds have room for {MAX_METRICS}, "
+            f"with names of up to {MAX_METRIC_CHARACTERS} characters",
             remedy="return fewer metric sums from loss_sum, or give them shorter names",
         )
     return names
@@ -166,19 +161,19 @@ def _metrics_of(report: UpdateReport) -> tuple[str, ...]:
 
 def participant_of(
     plan: Plan,
-    walk: SamplerState,
+    sampler: SamplerState,
     *,
     name: str,
     run_id: int,
     task: Task,
     image: ModelImage,
-    chosen: settings.SecureSettings,
+    secure: settings.SecureSettings,
     enrolment: Enrolment,
 ) -> Participant:
-    """Return who the device is in the sessions of an update, and which update that is.
+    """Return the client's identity, floor and update id for the sessions of one update.
 
-    ``walk`` is the one behind the training: the window went from its place to the pending one. The
-    image must be the one that was trained.
+    ``sampler`` is the state after training: the update's examples go from its place to the pending
+    place. ``image`` must still hold the model that the client trained.
     """
     return Participant(
         name=name,
@@ -187,17 +182,17 @@ def participant_of(
         model_digest=hashlib.sha256(image.buffer()).digest(),
         num_values=image.layout.num_parameters,
         planned_weight=plan.weigh_as or max_weight_per_example(task) * plan.most_examples,
-        update_id=update_id(run_id, plan, walk),
-        floor=floor_of(chosen),
+        update_id=update_id(run_id, plan, sampler),
+        floor=floor_of(secure),
         identity=enrolment.identity,
         allow_list=enrolment.allow_list,
         has_aes=has_aes(),
     )
 
 
-def update_id(run_id: int, plan: Plan, walk: SamplerState) -> str:
-    """Name an update by run, model and examples: the same for the same sum, restarted or not."""
-    place, pending = walk.place, walk.pending_place
+def update_id(run_id: int, plan: Plan, sampler: SamplerState) -> str:
+    """Name an update by run, model and examples: the same sum has the same id after a restart."""
+    place, pending = sampler.place, sampler.pending_place
     return (
         f"run {run_id}, model {plan.model_version}, examples {place.epoch}:{place.offset} to "
         f"{pending.epoch}:{pending.offset}"

@@ -1,9 +1,9 @@
-"""One device's part in secure sessions: each message of the server in its turn, answered once.
+"""Answers the server's requests in the secure sessions of one update, each request once.
 
-The shell around the pure functions of ``client.secagg.key_phases`` and ``client.secagg.mask_phases``. It
-holds the state, has the record stored before an answer leaves, gives a message that comes again the
-same answer again, and erases what is left when a session ends. One of these belongs to one update:
-as long as that is not masked it may go through several sessions, of which each has new keys.
+``SecureSession`` wraps the pure functions of ``client.secagg.key_phases`` and
+``client.secagg.mask_phases``. It holds the state, has the record stored before a reply leaves,
+repeats the same reply if a request is repeated, and erases the remaining secrets when a session
+ends. Until the update is masked it may go through several sessions; each has new keys.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from headwater.client.secagg import key_phases as secure_shares
-from headwater.client.secagg import mask_phases as secure_update
+from headwater.client.secagg import key_phases, mask_phases
 from headwater.client.secagg.states import (
     AwaitingMaskRequest,
     AwaitingRoster,
@@ -42,127 +41,111 @@ from headwater.common.secagg.protocol import (
 
 
 class SecureSession:
-    """The device's side of one update's way into a masked sum."""
+    """The secure sessions of one update, seen from its client."""
 
     def __init__(
         self,
         device: Participant,
         record: SessionRecord,
         *,
-        remember: Callable[[SessionRecord], None],
-        trained: UnmaskedUpdate,
+        store: Callable[[SessionRecord], None],
+        update: UnmaskedUpdate,
         state: SessionState | None = None,
         bounds: NDArray[np.float32] | None = None,
         num_threads: int = 1,
     ) -> None:
-        """Begin with an update, and with the record of what the device answered in this run.
+        """Start with an update and the record of this run's earlier sessions.
 
-        ``remember`` stores a record for good before it returns. ``state`` is where another process
-        left the session (``client.flower.suspended``). ``bounds`` are the block bounds of a 16-bit ring; they
-        come with ``MaskRequest`` and may be set until then.
+        ``store`` makes a record durable before it returns. ``state`` continues a session from
+        another process (``client.flower.suspended``). ``bounds`` are the block bounds of a 16-bit
+        ring; they arrive with ``MaskRequest`` and may be set until then.
         """
+        self.device = device
+        self.record = record
+        """The record that was stored last."""
+        self.update = update
+        """The update; without its values once it is masked."""
+        self.state = state
+        """The current state; None before the first request."""
         self.vector: RingVector | None = None
+        """The masked update, after ``MaskRequest``."""
         self.bounds = bounds
-        self._device = device
-        self._record = record
-        self._remember = remember
-        self._trained = trained
+        self._store = store
         self._num_threads = num_threads
-        self._state = state
-        self._answered: dict[type[Request], tuple[Request, Reply]] = {}
-
-    @property
-    def record(self) -> SessionRecord:
-        """What was stored last."""
-        return self._record
-
-    @property
-    def device(self) -> Participant:
-        """Who this is, with which update."""
-        return self._device
-
-    @property
-    def trained(self) -> UnmaskedUpdate:
-        """The update: without its values once it is masked."""
-        return self._trained
-
-    @property
-    def state(self) -> SessionState | None:
-        """Where the session stands; None before its first message."""
-        return self._state
+        self._replies: dict[type[Request], tuple[Request, Reply]] = {}
 
     @property
     def is_spent(self) -> bool:
-        """Whether the update was masked: it may go into no other session, nor may its examples."""
-        return self._record.masked == self._device.update_id
+        """Whether the update was masked: it and its examples may go into no other session."""
+        return self.record.masked == self.device.update_id
 
     def answer(self, request: Request) -> Reply:
-        """Check a message and answer it; behind ``MaskRequest`` the masked update is ``vector``.
+        """Check a request and answer it; after ``MaskRequest`` the masked update is ``vector``.
 
         Raises:
             SessionRefused: see ``client.secagg.checks.CHECKS``; nothing was answered.
-            CountOutOfRange, NonFiniteUpdate, ModelMismatch: of the update itself.
+            CountOutOfRange, NonFiniteUpdate, ModelMismatch: the update itself cannot be masked.
             StateError: the record could not be stored; nothing was answered.
         """
-        asked, told = self._answered.get(type(request), (None, None))
-        if told is not None and asked == request:
-            return told
-        before = self._state
+        last_request, last_reply = self._replies.get(type(request), (None, None))
+        if last_reply is not None and request == last_request:
+            return last_reply
+        before = self.state
         state, reply = self._step(request)
-        self._store(state)
+        self._move_to(state)
         if isinstance(request, KeysRequest):
-            self._answered.clear()
+            self._replies.clear()
             if before is not None:
                 erase(before)
-        self._answered[type(request)] = (request, reply)
+        self._replies[type(request)] = (request, reply)
         return reply
 
-    def _store(self, state: SessionState) -> None:
-        """Move on to a state, after its record was stored."""
-        if state.record != self._record:
-            self._remember(state.record)
-            self._record = state.record
-        self._state = state
+    def _move_to(self, state: SessionState) -> None:
+        """Store the state's record, then make it the current state."""
+        if state.record != self.record:
+            self._store(state.record)
+            self.record = state.record
+        self.state = state
 
     def _step(self, request: Request) -> tuple[SessionState, Reply]:
-        match request, self._state:
+        match request, self.state:
             case KeysRequest(), _:
-                return secure_shares.advertise(self._device, self._record, request)
+                return key_phases.advertise_keys(self.device, self.record, request)
             case Roster(), AwaitingRoster() as state:
-                return secure_shares.deal(state, request)
+                return key_phases.share_keys(state, request)
             case CheckRequest(), AwaitingShares() as state:
-                return secure_shares.check(state, request)
+                return key_phases.check_shares(state, request)
             case MaskRequest(), AwaitingMaskRequest() as state:
                 return self._mask(state, request)
             case SurvivorsRequest(), (AwaitingUnmask() | SessionFinished()) as state:
-                return secure_update.sign(state, request)
+                return mask_phases.sign_survivors(state, request)
             case UnmaskRequest(), (AwaitingUnmask() | SessionFinished()) as state:
-                return secure_update.reveal(state, request)
+                return mask_phases.reveal_shares(state, request)
             case _:
+                state_name = type(self.state).__name__ if self.state else "no session"
                 raise OutOfPhase(
-                    f"{self._device.name}: {type(request).__name__} after "
-                    f"{type(self._state).__name__ if self._state else 'nothing'}"
+                    f"{self.device.name}: unexpected {type(request).__name__} in {state_name}"
                 )
 
-    def _mask(self, state: AwaitingMaskRequest, wanted: MaskRequest) -> tuple[SessionState, Reply]:
-        ready = secure_update.commit(state, wanted, self._trained, bounds=self.bounds)
-        self._store(ready)  # if this fails nothing was masked, and the message may come again
-        masked, head, self.vector = secure_update.mask(
-            ready, self._trained, num_threads=self._num_threads
+    def _mask(self, state: AwaitingMaskRequest, request: MaskRequest) -> tuple[SessionState, Reply]:
+        ready = mask_phases.commit_update(state, request, self.update, bounds=self.bounds)
+        self._move_to(ready)  # if storing fails, nothing is masked and the request may be repeated
+        masked, reply, self.vector = mask_phases.mask_update(
+            ready, self.update, num_threads=self._num_threads
         )
-        self._trained = replace(self._trained, values_P=torch.empty(0))  # the values are gone
-        return masked, head
+        self.update = replace(self.update, values_P=torch.empty(0))  # the values are overwritten
+        return masked, reply
 
     def move_out(self) -> None:
-        """Copy the update, masked or not, out of memory that somebody else is about to use."""
+        """Copy the update, masked or not, out of memory that is about to be reused."""
         if self.vector is not None:
             self.vector = self.vector.copy()
         else:
-            self._trained = replace(self._trained, values_P=self._trained.values_P.clone())
+            self.update = replace(self.update, values_P=self.update.values_P.clone())
 
     def close(self) -> None:
-        """Erase what is left of the session; only ``record`` and ``vector`` remain."""
-        if self._state is not None:
-            erase(self._state)
-        self._state = None
-        self._answered.clear()
+        """Erase the remaining secrets; only ``record`` and ``vector`` are kept."""
+        if self.state is not None:
+            erase(self.state)
+        self.state = None
+        self._replies.clear()

@@ -1,7 +1,7 @@
-"""The states of a device in a secure session, one for each phase, and which secrets each still has.
+"""The states of a client's secure session, named for the message that each one waits for.
 
-Secrets are in memory only, behind reprs that show nothing, and a phase hands on none that no later
-phase needs; what erasing can mean in Python is said in ``headwater.common.secagg.protocol.secret``.
+A state holds exactly the secrets that later phases need. Secrets are in memory only, and their repr
+shows nothing. ``common.secagg.secret`` says what erasing can mean in Python.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from headwater.common.secagg.session import SessionView
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AwaitingRoster:
-    """Behind phase 0: two fresh key pairs."""
+    """After phase 0: the client made two key pairs."""
 
     device: Participant
     record: SessionRecord
-    wanted: KeysRequest
+    request: KeysRequest
     keys: KeysReply
     mask_pair: KeyPair
     sharing_pair: KeyPair
@@ -38,7 +38,7 @@ class AwaitingRoster:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AwaitingShares:
-    """Behind phase 1: the session is known, and the own secrets are shared out."""
+    """After phase 1: the session is known, and the client has sent shares of its two secrets."""
 
     device: Participant
     record: SessionRecord
@@ -53,7 +53,7 @@ class AwaitingShares:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DealerShares:
-    """What a device holds of a dealer: a share of each of its two secrets."""
+    """One dealer's shares at this client: a share of each of the dealer's two secrets."""
 
     mask_key: Secret
     self_seed: Secret
@@ -61,66 +61,66 @@ class DealerShares:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AwaitingMaskRequest:
-    """Before phase 2: the others' shares are here, and good but for ``bad_dealers``."""
+    """Before phase 2: the client has opened its shares; those of ``bad_dealers`` were not good."""
 
     device: Participant
     record: SessionRecord
     session: SessionView
     mask_pair: KeyPair
     self_seed: Secret
-    held: Mapping[str, DealerShares]
+    shares: Mapping[str, DealerShares]
     bad_dealers: frozenset[str]
 
     def secrets(self) -> Iterator[Secret]:
         yield from (self.mask_pair.private, self.self_seed)
-        yield from _both(self.held)
+        yield from _secrets_of(self.shares)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReadyToMask:
-    """In phase 2, when everything was checked and nothing is masked yet."""
+    """In phase 2: all checks passed, and nothing is masked yet."""
 
     device: Participant
     record: SessionRecord
-    holding: AwaitingMaskRequest
+    previous: AwaitingMaskRequest
     members: tuple[str, ...]
     streams: tuple[Stream, ...]
     rotation: Rotation | None
     bounds: NDArray[np.float32] | None = field(repr=False)
 
     def mask_secrets(self) -> Iterator[Secret]:
-        """Yield what the masks are made from: nobody needs it once the update is masked."""
+        """Yield the secrets that the masks are made from; masking is their last use."""
         yield from (stream.key for stream in self.streams)
-        yield from (self.holding.mask_pair.private, self.holding.self_seed)
+        yield from (self.previous.mask_pair.private, self.previous.self_seed)
 
     def secrets(self) -> Iterator[Secret]:
         yield from self.mask_secrets()
-        yield from _both(self.holding.held)
+        yield from _secrets_of(self.previous.shares)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AwaitingUnmask:
-    """Behind phase 2: the update is masked; only the others' shares are still needed."""
+    """After phase 2: the update is masked; only the other members' shares are still needed."""
 
     device: Participant
     record: SessionRecord
     session: SessionView
     members: tuple[str, ...]
-    held: Mapping[str, DealerShares]
+    shares: Mapping[str, DealerShares]
 
     def secrets(self) -> Iterator[Secret]:
-        yield from _both(self.held)
+        yield from _secrets_of(self.shares)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SessionFinished:
-    """Behind phase 4: nothing is left to tell."""
+    """After phase 4: the client has revealed its shares, and repeats only that reply."""
 
     device: Participant
     record: SessionRecord
     session: SessionView
     members: tuple[str, ...]
-    answer: UnmaskReply = field(repr=False)
+    reply: UnmaskReply = field(repr=False)
 
     def secrets(self) -> Iterator[Secret]:
         yield from ()
@@ -136,12 +136,12 @@ SessionState = (
 )
 
 
-def _both(held: Mapping[str, DealerShares]) -> Iterator[Secret]:
-    for share in held.values():
-        yield from (share.mask_key, share.self_seed)
+def _secrets_of(shares: Mapping[str, DealerShares]) -> Iterator[Secret]:
+    for pair in shares.values():
+        yield from (pair.mask_key, pair.self_seed)
 
 
 def erase(state: SessionState) -> None:
-    """Overwrite whatever secrets a state still has."""
+    """Overwrite the secrets that a state still holds."""
     for secret in state.secrets():
         secret.erase()

@@ -1,4 +1,4 @@
-"""What a device brings into a secure session: who it is, what it insists on, what it remembers."""
+"""A client's inputs to a secure session: its update, security floor and session record."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from headwater.common.secagg.protocol import LEAST_MEMBERS, WEIGHT, SessionNumbe
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Floor:
-    """The device's own settings, below which no server's choice may go.
+    """The client's own minimum security settings. It refuses a session with weaker parameters.
 
-    ``corrupted`` and ``dropout`` are the shares of the members that the device assumes to collude
-    with the server and to vanish, ``bits`` is -log2 of the failure it bears: they decide which
-    sparse graphs are dense enough.
-    ``min_survivors`` is the share of those who dealt shares that must be in the sum.
+    ``corrupted`` and ``dropout`` are the fractions of members that the client assumes to collude
+    with the server and to drop out, ``bits`` is -log2 of the failure probability that it accepts:
+    the three decide which sparse graphs are dense enough.
+    ``min_survivors`` is the fraction of U2 that must be in the sum.
     """
 
     mode: Mode = "semi-honest"
@@ -38,10 +38,10 @@ class Floor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Participant:
-    """A device that has an update of one round, and would give it into a session.
+    """A client with one update, in the secure sessions of one round.
 
-    ``update_id`` names the examples that were summed and the model: the same for the same sum, also
-    after a restart. ``planned_weight`` is the largest weight that its plan allows.
+    ``update_id`` names the model and the examples that were summed: the same sum has the same id,
+    also after a restart. ``planned_weight`` is the largest weight that the client's plan allows.
     """
 
     name: str
@@ -60,10 +60,11 @@ class Participant:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SessionRecord:
-    """What must outlive the process, for one run; there is no secret in it.
+    """What must outlive the process, for one run; it holds no secret.
 
-    It is stored before the answer that it belongs to is sent. ``answered`` is the session's digest
-    and that of the survivor set for which the device has signed or revealed shares, in hex.
+    A record is stored before the reply that it belongs to is sent. ``highest`` is the last session
+    that was opened, ``masked`` the id of the last masked update. ``answered`` is the digest of the
+    session and of the survivor set that the client signed or revealed shares for, in hex.
     """
 
     highest: SessionNumber | None = None
@@ -72,7 +73,7 @@ class SessionRecord:
 
     @classmethod
     def of(cls, plain: Mapping[str, Any]) -> SessionRecord:
-        """Read back what ``dataclasses.asdict`` wrote, also when it went through JSON."""
+        """Build a record from the output of ``dataclasses.asdict``, also after JSON."""
         highest, answered = plain["highest"], plain["answered"]
         return cls(
             highest=None if highest is None else SessionNumber(**highest),
@@ -83,9 +84,9 @@ class SessionRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnmaskedUpdate:
-    """A finished update before it is masked; the vector's memory is masked in place.
+    """A finished update before it is masked. Masking happens in the memory of ``values_P``.
 
-    ``numbers`` are all that rides along but ``num_clipped``, by the names in the parameters.
+    ``numbers`` are all masked numbers except ``num_clipped``, by their names in the parameters.
     """
 
     values_P: Tensor = field(repr=False)
@@ -93,5 +94,5 @@ class UnmaskedUpdate:
 
     @property
     def weight(self) -> int:
-        """What the vector was summed over."""
+        """The update's weight: what the vector was summed over."""
         return int(self.numbers[WEIGHT])

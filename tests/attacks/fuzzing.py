@@ -4,7 +4,7 @@ Three targets, from the inside out:
 
 - ``decode``: each decoder of bytes that come from the other side. It must give a value or the named
   error, and nothing else.
-- ``Conversations``: whole streams of frames, valid and mutated, through the real intake, over a
+- ``Conversations``: whole streams of frames, valid and mutated, through the real servicer, over a
   stream without a socket: a thousand a second. Behind each, the stream has ended or goes on by the
   rules, nothing is held, and an update that came through is the one that was sent.
 - ``Wire``: bytes of a real connection (HTTP/2 and all), mutated and sent over a socket.
@@ -46,8 +46,8 @@ from headwater.common.transport.wire_pb2 import (
     Reply,
     ServerFrame,
 )
+from headwater.server.enrolment.join_request import JoinRequest
 from headwater.server.enrolment.peer_certificates import CertificateVerifier
-from headwater.server.transport.enrolment_port import JoinRequest
 from headwater.server.transport.servicer import Servicer
 from headwater.server.transport.session import DeviceInstruction, node_id_of
 from tests.attacks.raw import VECTOR, WAIT_SECONDS, RawDevice, head_of, layout_digest
@@ -224,7 +224,7 @@ def scripts(draw: st.DrawFn) -> list[bytes | None]:
 
 def _request(data: bytes) -> object:
     told = json.loads(data)
-    return JoinRequest.of(told) if isinstance(told, dict) else None
+    return JoinRequest.of_json(told) if isinstance(told, dict) else None
 
 
 def _join_token(data: bytes) -> object:
@@ -258,7 +258,7 @@ def decode(data: bytes) -> Counter[str]:
     return taken
 
 
-# Conversations with the intake.
+# Conversations with the servicer.
 
 
 @dataclass(kw_only=True)
@@ -290,35 +290,35 @@ class ScriptedStream:
 
 
 class Conversations:
-    """An intake to talk to, and the checks behind each conversation."""
+    """An servicer to talk to, and the checks behind each conversation."""
 
     def __init__(self) -> None:
         self.num_played = 0
         self.num_frames = 0
         self.endings: Counter[str] = Counter()
-        self.intake = Servicer(
+        self.servicer = Servicer(
             "127.0.0.1:0",
             run_id=7,
             credentials=None,
-            identities=CertificateVerifier.of(TlsSettings(), None),
+            verifier=CertificateVerifier.of(TlsSettings(), None),
             staging_bytes=1 << 20,
             reconnect_seconds=60.0,
         )
-        self.intake.expect_layout(layout_digest())
+        self.servicer.require_layout(layout_digest())
 
     def __enter__(self) -> Conversations:
-        self.intake.start()
+        self.servicer.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.intake.stop(say_goodbye=False)
+        self.servicer.stop(say_goodbye=False)
 
     def play(self, script: Sequence[bytes | None]) -> None:
-        """Let the intake hear a script, and check what it is left with.
+        """Let the servicer hear a script, and check what it is left with.
 
         Raises:
             AssertionError: it holds something, or took an update that was not sent.
-            Exception: the intake let through what it should have caught.
+            Exception: the servicer let through what it should have caught.
         """
         self.num_played += 1
         self.num_frames += sum(frame is not None for frame in script)
@@ -330,12 +330,12 @@ class Conversations:
         self._in_loop(self._leave_all())
 
     def _in_loop(self, work: Coroutine[Any, Any, Result]) -> Result:
-        return asyncio.run_coroutine_threadsafe(work, self.intake._loop).result(60)
+        return asyncio.run_coroutine_threadsafe(work, self.servicer._loop).result(60)
 
     async def _talk(self, script: list[bytes | None]) -> ScriptedStream:
         # Each from an address of its own, as refusals are rationed by address.
         stream = ScriptedStream(script=script, ask=self._ask, port=self.num_played)
-        await self.intake._serve(None, stream)
+        await self.servicer._serve(None, stream)
         return stream
 
     async def _ask(self) -> None:
@@ -347,12 +347,12 @@ class Conversations:
             image=None,
             reply_bytes=len(VECTOR),
         )
-        await self.intake._ask([ask])
+        await self.servicer._send_instructions([ask])
 
     def _check_arrivals(self) -> None:
         with contextlib.suppress(queue.Empty):
             while True:
-                arrival = self.intake.arrivals.get_nowait()
+                arrival = self.servicer.arrivals.get_nowait()
                 assert (arrival.error is None) != (arrival.staging is None)
                 if arrival.staging is not None:
                     assert arrival.staging.num_bytes == len(VECTOR)
@@ -364,17 +364,17 @@ class Conversations:
 
     async def _leave_all(self) -> None:
         """Let all devices be gone, and check that nothing is held for them."""
-        intake = self.intake
-        for session in list(intake._sessions.values()):
+        servicer = self.servicer
+        for session in list(servicer._sessions.values()):
             assert session.stream is None
-            intake._uploads.drop(session)
-        intake._sessions.clear()
-        assert intake._room.held_bytes == 0
-        assert not intake._uploads._turns
-        assert not intake._uploads._waiting
-        assert not intake._displaced
+            servicer._uploads.discard(session)
+        servicer._sessions.clear()
+        assert servicer._staging.held_bytes == 0
+        assert not servicer._uploads._started
+        assert not servicer._uploads._waiting
+        assert not servicer._closing
         await asyncio.sleep(0)
-        assert not [writer for writer in intake._streams._writers if not writer.done()]
+        assert not [writer for writer in servicer._streams._writers if not writer.done()]
 
 
 # The wire itself.

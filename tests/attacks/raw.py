@@ -20,7 +20,7 @@ import grpc.aio
 import torch
 
 from headwater.common.model.parameters import build_model
-from headwater.common.settings.schema import load
+from headwater.common.settings.sources import load
 from headwater.common.task import load_task
 from headwater.common.transport.limits import CHUNK_BYTES, METHOD, PROTOCOL_VERSION
 from headwater.common.transport.tls import Credentials
@@ -33,8 +33,8 @@ from headwater.common.transport.wire_pb2 import (
     Reply,
     ServerFrame,
 )
-from headwater.server.app import GridFleet
 from headwater.server.enrolment.peer_certificates import CertificateVerifier
+from headwater.server.flower.grid_fleet import GridFleet
 from headwater.server.flower.grpc_grid import GrpcGrid
 from headwater.server.rounds.round_row import RoundRow
 from headwater.server.rounds.run import run as run_rounds
@@ -61,7 +61,7 @@ def layout_digest() -> str:
 class Run:
     """A server's run in a thread of its own."""
 
-    intake: Servicer
+    servicer: Servicer
     training: Training
     thread: threading.Thread
     rows: list[RoundRow] = field(default_factory=list)
@@ -69,11 +69,11 @@ class Run:
 
     @property
     def port(self) -> int:
-        return self.intake.port
+        return self.servicer.port
 
     @property
     def refusals(self) -> Counter[str]:
-        return self.intake.refusals
+        return self.servicer.refusals
 
     def model(self) -> bytes:
         """Return the model as it is now."""
@@ -100,7 +100,7 @@ async def serving(
     deadline: float | None = None,
     on_devices: bool = False,
     credentials: Credentials | None = None,
-    identities: CertificateVerifier | None = None,
+    verifier: CertificateVerifier | None = None,
     effective_batch_size: int | None = None,
     weighting: str = "samples",
 ) -> AsyncIterator[Run]:
@@ -123,26 +123,28 @@ async def serving(
             "evaluation.on_devices": on_devices,
         },
     )
-    intake = Servicer(
+    servicer = Servicer(
         "127.0.0.1:0",
         run_id=RUN_ID,
         credentials=credentials,
-        identities=identities,
+        verifier=verifier,
         staging_bytes=1 << 20,
         reconnect_seconds=reconnect_seconds,
     )
-    intake.start()
-    run = Run(intake=intake, training=Training(settings, run_id=RUN_ID), thread=threading.Thread())
+    servicer.start()
+    run = Run(
+        servicer=servicer, training=Training(settings, run_id=RUN_ID), thread=threading.Thread()
+    )
     run.thread = threading.Thread(target=_serve, args=(run, silent_seconds), daemon=True)
     try:
         yield run
     finally:
-        await asyncio.to_thread(intake.stop, say_goodbye=False)
+        await asyncio.to_thread(servicer.stop, say_goodbye=False)
 
 
 def _serve(run: Run, silent_seconds: float) -> None:
     try:
-        grid = GrpcGrid(run.intake, silent_seconds=silent_seconds)
+        grid = GrpcGrid(run.servicer, silent_seconds=silent_seconds)
         grid.enter_run(RUN_ID)
         run_rounds(run.training, GridFleet(grid), on_round=run.rows.append)
     except BaseException as error:

@@ -63,9 +63,9 @@ class Colluding(SecureSession):
     """A device that lets the server put a key in its entry that everybody can compute with."""
 
     def answer(self, request: Request) -> Reply:
-        if isinstance(request, Roster) and isinstance(self._state, AwaitingRoster):
-            keys = self._state.keys.model_copy(update={"mask_key": LOW_ORDER})
-            self._state = replace(self._state, keys=keys)
+        if isinstance(request, Roster) and isinstance(self.state, AwaitingRoster):
+            keys = self.state.keys.model_copy(update={"mask_key": LOW_ORDER})
+            self.state = replace(self.state, keys=keys)
         return super().answer(request)
 
 
@@ -74,8 +74,8 @@ def let_collude(cast: Cast) -> None:
     party.session = Colluding(
         party.device,
         SessionRecord(),
-        remember=party.stored.append,
-        trained=UnmaskedUpdate(values_P=torch.from_numpy(party.values_P), numbers=party.numbers),
+        store=party.stored.append,
+        update=UnmaskedUpdate(values_P=torch.from_numpy(party.values_P), numbers=party.numbers),
     )
 
 

@@ -243,7 +243,7 @@ def test_a_device_may_say_why_it_leaves_for_a_while_and_no_more(code: str, noted
             told = run.rows[0].refused["away"]
             assert told.startswith(f"{noted}: ")
             assert len(told) < 1200
-            (device,) = (one for one in run.intake.attendance.devices() if one.name == "away")
+            (device,) = (one for one in run.servicer.device_records.devices() if one.name == "away")
             assert device.refusal_code == noted
             assert len(device.refusal_text or "") <= MAX_REASON_CHARACTERS
 

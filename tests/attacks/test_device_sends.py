@@ -135,7 +135,7 @@ def test_a_hostile_update_is_refused_and_the_round_goes_on(
             assert row.refused["attacker"].startswith(code)
             assert [client.name for client in row.clients] == ["honest"]
             assert run.model() == model
-            assert run.intake.staged_bytes == 0
+            assert run.servicer.staged_bytes == 0
 
     asyncio.run(play())
 

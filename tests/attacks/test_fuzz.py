@@ -37,8 +37,8 @@ REACHED = {
 
 @pytest.fixture(scope="module")
 def conversations() -> Iterator[Conversations]:
-    with Conversations() as intake:
-        yield intake
+    with Conversations() as servicer:
+        yield servicer
 
 
 @settings(max_examples=150, **SHORT)  # type: ignore[arg-type]
@@ -61,7 +61,7 @@ def test_whatever_a_stream_says_nothing_is_held_and_nothing_false_is_taken(
 
 
 def test_mutated_connections_leave_the_server_serving(conversations: Conversations) -> None:
-    port = conversations.intake.port
+    port = conversations.servicer.port
 
     async def play() -> None:
         recorded = await record(port)

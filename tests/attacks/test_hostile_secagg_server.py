@@ -48,11 +48,11 @@ from tests.secagg import Cast, Played
 
 # Checks that share an error and a phase are told apart by what the error says.
 SAYS = {
-    "unique members": "stands twice",
+    "unique members": "appears twice",
     "own dealers": "shares",
     "survivors": "surviv",
     "enough survivors": "at least",
-    "holders": "stand alone",
+    "holders": "isolated",
 }
 BY_NAME = {check.name: check for check in CHECKS}
 ATTACKS = [*OPENING, *ROSTER, *DELIVERY, *MASKS, *SURVIVORS, *ORDER]

@@ -132,8 +132,8 @@ class Cheat(SecureSession):
     """A device that deals the shares of another mask key than it advertised."""
 
     def answer(self, request: Request) -> Reply:
-        if isinstance(request, Roster) and isinstance(self._state, AwaitingRoster):
-            self._state = replace(self._state, mask_pair=new_key_pair())
+        if isinstance(request, Roster) and isinstance(self.state, AwaitingRoster):
+            self.state = replace(self.state, mask_pair=new_key_pair())
         return super().answer(request)
 
 
@@ -142,8 +142,8 @@ def cheating(cast: Cast) -> None:
     party.session = Cheat(
         party.device,
         SessionRecord(),
-        remember=party.stored.append,
-        trained=UnmaskedUpdate(values_P=torch.from_numpy(party.values_P), numbers=party.numbers),
+        store=party.stored.append,
+        update=UnmaskedUpdate(values_P=torch.from_numpy(party.values_P), numbers=party.numbers),
     )
 
 

@@ -66,10 +66,10 @@ class Watched(SecureSession):
 
     def answer(self, request: Request) -> Reply:
         reply = super().answer(request)
-        self.shown += [repr(self), repr(reply), str(reply), repr(self._state), repr(self.record)]
+        self.shown += [repr(self), repr(reply), str(reply), repr(self.state), repr(self.record)]
         fields = {n: v for n, v in vars(self).items() if n not in ("shown", "secrets")}
-        self.shown += [repr(fields), f"{self._state}"]
-        self._note(self._state)
+        self.shown += [repr(fields), f"{self.state}"]
+        self._note(self.state)
         try:
             super().answer(KeysRequest(run=RUN, round=1, attempt=0, mode="active"))
         except SessionRefused as error:  # an error's text travels to the server
@@ -106,7 +106,7 @@ def test_no_secret_is_in_a_repr_a_log_a_record_an_error_or_a_message(
         honest = party.session
         assert isinstance(honest, SecureSession)
         session = Watched(
-            party.device, honest.record, remember=party.stored.append, trained=honest._trained
+            party.device, honest.record, store=party.stored.append, update=honest.update
         )
         session.shown, session.secrets = [], {}
         party.session = watched[name] = session
@@ -256,15 +256,15 @@ def test_secrets_are_erased_as_soon_as_no_later_phase_needs_them(mode: str) -> N
     class Keeping(SecureSession):
         def answer(self, request: Request) -> Reply:
             reply = super().answer(request)
-            assert self._state is not None
-            states.append(self._state)
+            assert self.state is not None
+            states.append(self.state)
             return reply
 
     party = cast.parties["d001"]
     honest = party.session
     assert isinstance(honest, SecureSession)
     party.session = Keeping(
-        party.device, honest.record, remember=party.stored.append, trained=honest._trained
+        party.device, honest.record, store=party.stored.append, update=honest.update
     )
     erased_when_masked: list[bool] = []
 
@@ -294,8 +294,8 @@ def test_a_session_that_is_given_up_is_erased(action: str) -> None:
     kept: list[SessionState] = []
 
     def give_up(message: Any) -> Any:
-        assert session._state is not None
-        kept.append(session._state)
+        assert session.state is not None
+        kept.append(session.state)
         session.close()
         return message
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from headwater.common.settings.schema import load
+from headwater.common.settings.sources import load
 from headwater.server.enrolment.commands import SETTINGS_FILE, make_folder
 from tests.attacks.raw import WAIT_SECONDS, cohort
 
@@ -18,12 +18,12 @@ def test_who_holds_up_a_round_without_a_deadline_is_told_by_name_until_it_is_gon
             await attacker.plan()
             await honest.update(await honest.plan())
             async with asyncio.timeout(WAIT_SECONDS):
-                while run.intake.attendance.awaited()[0] != ["attacker"]:
+                while run.servicer.device_records.awaited()[0] != ["attacker"]:
                     await asyncio.sleep(0.02)
             attacker._call.cancel()  # as `headwater-server revoke attacker` ends its stream
             await run.end()
             assert [client.name for client in run.rows[0].clients] == ["honest"]
-            assert run.intake.attendance.awaited()[0] == []
+            assert run.servicer.device_records.awaited()[0] == []
 
     asyncio.run(play())
 

@@ -23,7 +23,7 @@ from headwater.common.transport.wire_pb2 import Chunk, ClientFrame, Leave
 from headwater.server.enrolment.peer_certificates import CertificateVerifier
 from headwater.server.transport import listener as port_module
 from headwater.server.transport.listener import UnidentifiedConnections
-from headwater.server.transport.rate_limit import BURST, FRAMES, FRAMES_PER_ASK, FrameLimit
+from headwater.server.transport.rate_limit import BURST, FRAMES, FRAMES_PER_INSTRUCTION, FrameLimit
 from tests.attacks.fuzzing import is_served, record, send_bytes
 from tests.attacks.raw import LIMITLESS, RawDevice, Run, cohort, serving
 from tests.certificates import credentials_of, make_folder, put_signed, revoke, tls_of
@@ -147,7 +147,7 @@ def test_strangers_with_no_or_false_certificates_get_no_stream_and_are_counted(
                         await device.enter()
                     codes.append(refusal.value.code())
             assert codes == [grpc.StatusCode.UNAVAILABLE] * 4
-            assert run.intake.connected() == []
+            assert run.servicer.connected() == []
             async with RawDevice(run.port, "0", credentials=ours) as device:
                 await device.enter()
                 # gRPC tries again by itself, so there may be more of them than we sent.
@@ -161,14 +161,14 @@ def test_strangers_with_no_or_false_certificates_get_no_stream_and_are_counted(
 def test_a_stranger_is_a_connection_that_brought_no_stream_in_time() -> None:
     strangers = UnidentifiedConnections()
     for second in range(5):
-        strangers.begun(float(second))
+        strangers.note_connection(float(second))
     for peer in ("ipv4:192.0.2.1:1", "ipv4:192.0.2.1:2", "ipv4:192.0.2.1:1"):
-        strangers.brought_stream(peer)
+        strangers.note_stream(peer)
     late = 5.0 + port_module.HANDSHAKE_SECONDS
     assert strangers.count(2.0) == 0
     assert strangers.count(late) == 3
-    strangers.begun(late)
-    strangers.brought_stream("ipv4:192.0.2.1:3")
+    strangers.note_connection(late)
+    strangers.note_stream("ipv4:192.0.2.1:3")
     assert strangers.count(late) == 3
     assert strangers.count(2 * late) == 3
 
@@ -207,11 +207,11 @@ def test_a_request_that_fells_grpc_s_server_costs_no_stream_and_the_port_opens_a
             recorded = await record(run.port)
             felling = recorded.replace(METHOD.encode(), METHOD.encode()[:-1] + b"\xff")
             assert felling != recorded
-            port = run.intake._port
+            port = run.servicer._listener
             assert port is not None
             for times in (1, 2):
                 await send_bytes(run.port, felling)
-                await until(lambda times=times: port.num_reopened == times)  # type: ignore[misc]
+                await until(lambda times=times: port.num_restarts == times)  # type: ignore[misc]
                 assert await is_served(run.port)
             await honest.update(plan)
             await run.end()
@@ -241,7 +241,7 @@ def test_a_compressed_frame_is_refused_however_small() -> None:
                     grpc.StatusCode.UNIMPLEMENTED,
                     grpc.StatusCode.INTERNAL,
                 )
-            assert run.intake.bytes_up == 0
+            assert run.servicer.bytes_up == 0
             assert await is_served(run.port)
 
     asyncio.run(play())
@@ -279,7 +279,7 @@ def test_an_honest_stream_has_frames_to_spare() -> None:
     for _ in range(10_000):  # rounds at full speed, of a description, a reply and three chunks
         frames.asked(3 << 20)
         assert all(frames.take(now) for _ in range(5))
-    assert frames.left <= FRAMES + FRAMES_PER_ASK + 6
+    assert frames.left <= FRAMES + FRAMES_PER_INSTRUCTION + 6
     idle = FrameLimit(at=0.0)
     assert sum(idle.take(0.0) for _ in range(5000)) == FRAMES
     assert idle.take(2.0)  # it comes back with time
@@ -316,11 +316,11 @@ def test_a_revoked_device_that_comes_again_and_again_does_not_put_off_the_others
 ) -> None:
     certs = make_folder(tmp_path, "0", "1")
     server, revoked = credentials_of(certs, "server"), credentials_of(certs, "0")
-    identities = CertificateVerifier.of(tls_of(certs, "server"), server)
+    verifier = CertificateVerifier.of(tls_of(certs, "server"), server)
     revoke(certs, "0")
 
     async def play() -> None:
-        async with serving(credentials=server, identities=identities) as run:
+        async with serving(credentials=server, verifier=verifier) as run:
             async with RawDevice(run.port, "0", credentials=revoked) as device:
                 await device.hello()
                 assert await device.refused() == "CertificateRevoked"
@@ -342,9 +342,9 @@ def test_an_enrolled_device_acts_as_no_other_and_reads_no_other_s_plan(tmp_path:
 
     async def play() -> None:
         server = credentials_of(certs, "server")
-        identities = CertificateVerifier.of(tls_of(certs, "server"), server)
+        verifier = CertificateVerifier.of(tls_of(certs, "server"), server)
         async with (
-            serving(credentials=server, identities=identities, min_clients=2) as run,
+            serving(credentials=server, verifier=verifier, min_clients=2) as run,
             RawDevice(run.port, "attacker", credentials=own) as attacker,
             RawDevice(run.port, "honest", credentials=credentials_of(certs, "honest")) as honest,
         ):
@@ -429,7 +429,7 @@ def test_nobody_stops_a_round_with_a_deadline_by_stalling(
                 ["honest"],
                 ["honest"],
             ]
-            assert run.intake.staged_bytes == 0
+            assert run.servicer.staged_bytes == 0
 
     asyncio.run(play())
 
@@ -448,7 +448,7 @@ def test_a_shape_bomb_is_refused_before_anything_is_set_aside(announced: dict[st
             await honest.describe()
             await attacker.reply(await attacker.plan(), "{}", b"", **announced)
             assert (await attacker.fault()).code == "OversizeUpdate"
-            assert run.intake.staged_bytes == 0
+            assert run.servicer.staged_bytes == 0
             await honest.update(await honest.plan())
             await run.end()
 

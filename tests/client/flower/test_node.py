@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from headwater.client.enrolment.signing_identity import make_identity
+from headwater.client.secagg.pending import pending_in
 from headwater.client.secagg.session import SecureSession
 from headwater.client.training.trainer import trainer_of
 from headwater.common.errors import SessionReplayed, StateError, UpdateNotHeld
@@ -169,9 +170,9 @@ class Watched:
     def send(self, kind: str, head: str, vector: memoryview | bytes | None = None) -> Told:
         told = self._device.send(kind, head, vector)
         session = session_of(self._device)
-        for number, secret in enumerate(session._state.secrets() if session._state else ()):
+        for number, secret in enumerate(session.state.secrets() if session.state else ()):
             if not secret.is_erased:
-                key = f"{self.name} {type(session._state).__name__} {number}"
+                key = f"{self.name} {type(session.state).__name__} {number}"
                 self._secrets[key] = bytes(secret.reveal())
         self.shown += [repr(session), repr(vars(session)), json.dumps(self.kept())]
         return told
@@ -183,7 +184,7 @@ def session_of(device: Device) -> SecureSession:
         if isinstance(device, NodeDevice)
         else trainer_of(TASK, replace_batch_norm=False, check_task=False)
     )
-    return trainer.held.of(RUN, device.name)._session
+    return pending_in(trainer.accumulator).get(RUN, device.name).session
 
 
 def test_no_secret_is_in_a_log_a_state_file_a_context_or_a_repr(
@@ -233,7 +234,7 @@ def test_secrets_are_erased_when_a_new_plan_comes_and_when_the_run_is_left(tmp_p
         kept = device.kept().get("secure")
         attempt = 1 if kept is None else kept["highest"]["attempt"] + 1
         ask(device, KEYS.model_copy(update={"attempt": attempt}))
-        state = session_of(device)._state
+        state = session_of(device).state
         assert state is not None
         secrets = list(state.secrets())
         assert secrets

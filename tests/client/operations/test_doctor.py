@@ -21,10 +21,10 @@ from headwater.client.operations.connectivity import check_connection
 from headwater.client.operations.doctor import (
     FIRST_DAY,
     check_clock,
-    has_memory_controller,
     check_hours,
     check_memory,
     check_room,
+    has_memory_controller,
 )
 from headwater.client.operations.findings import Finding
 from headwater.common.model.parameters import ModelImage

@@ -29,8 +29,8 @@ def report(seconds: float, num_steps: int = 2, **changes: Any) -> UpdateReport:
     return UpdateReport(**{**told, **changes})
 
 
-def samples(tally: Counters, vitals: Vitals, limit_bytes: int | None) -> dict[str, float]:
-    metrics = ClientMetrics(tally, lambda: vitals, lambda: limit_bytes)
+def samples(counters: Counters, vitals: Vitals, limit_bytes: int | None) -> dict[str, float]:
+    metrics = ClientMetrics(counters, lambda: vitals, lambda: limit_bytes)
     found = {}
     for family in text_string_to_metric_families(generate_latest(metrics.registry).decode()):
         for sample in family.samples:
@@ -40,10 +40,10 @@ def samples(tally: Counters, vitals: Vitals, limit_bytes: int | None) -> dict[st
 
 
 def test_updates_add_up() -> None:
-    tally = Counters()
-    tally.trained(report(0.2))
-    tally.trained(report(4.0, num_steps=3, reason="deadline"))
-    found = samples(tally, Vitals(), 1000)
+    counters = Counters()
+    counters.add_update(report(0.2))
+    counters.add_update(report(4.0, num_steps=3, reason="deadline"))
+    found = samples(counters, Vitals(), 1000)
     expected = {
         "updates_total": 2,
         "micro_batches_total": 5,
@@ -66,28 +66,28 @@ def test_updates_add_up() -> None:
 @pytest.mark.parametrize("place", range(len(UPDATE_SECONDS) + 1))
 def test_an_update_counts_for_the_first_bound_that_it_keeps(place: int) -> None:
     bounds = [*UPDATE_SECONDS, 2 * UPDATE_SECONDS[-1]]
-    tally = Counters()
-    tally.trained(report(bounds[place]))
-    assert tally.num_within.index(1) == place
+    counters = Counters()
+    counters.add_update(report(bounds[place]))
+    assert counters.num_within.index(1) == place
 
 
 def test_of_a_masked_update_no_count_is_shown() -> None:
-    tally = Counters()
-    tally.trained(ReadyReport(name="pi", round=1, seconds=1.0, peak_bytes=9))
-    found = samples(tally, Vitals(), None)
+    counters = Counters()
+    counters.add_update(ReadyReport(name="pi", round=1, seconds=1.0, peak_bytes=9))
+    found = samples(counters, Vitals(), None)
     assert (found["updates_total"], found["peak_bytes"]) == (1, 9)
     assert (found["micro_batches_total"], found["examples_total"]) == (0, 0)
     assert not any(name.startswith("stops_total") for name in found)
 
 
 def test_the_first_connection_is_no_reconnect() -> None:
-    tally = Counters()
-    tally.connected()
-    assert (tally.num_reconnects, tally.is_connected) == (0, True)
-    tally.disconnected()
-    assert not tally.is_connected
-    tally.connected()
-    assert tally.num_reconnects == 1
+    counters = Counters()
+    counters.connected()
+    assert (counters.num_reconnects, counters.is_connected) == (0, True)
+    counters.disconnected()
+    assert not counters.is_connected
+    counters.connected()
+    assert counters.num_reconnects == 1
 
 
 def test_a_sensor_that_is_not_there_has_no_metric() -> None:

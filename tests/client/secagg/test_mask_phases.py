@@ -68,15 +68,15 @@ def watch(cast: Cast, look: Callable[[str, Request], None]) -> FaultPlan:
 
 def test_the_states_follow_the_phases() -> None:
     cast, seen = Cast(4), []
-    cast.play(watch(cast, lambda _, message: seen.append(type(session_of(cast)._state))))
+    cast.play(watch(cast, lambda _, message: seen.append(type(session_of(cast).state))))
     assert seen == [type(None), AwaitingRoster, AwaitingShares, AwaitingMaskRequest, AwaitingUnmask]
-    assert isinstance(session_of(cast)._state, SessionFinished)
+    assert isinstance(session_of(cast).state, SessionFinished)
 
 
 def test_the_masked_update_lies_in_the_update_s_own_memory() -> None:
     cast = Cast(4)
     session = session_of(cast)
-    before = session._trained.values_P
+    before = session.update.values_P
     cast.play()
     assert session.vector is not None
     assert session.vector.__array_interface__["data"][0] == before.data_ptr()
@@ -151,8 +151,8 @@ def test_nothing_is_answered_or_masked_while_the_record_cannot_be_stored(action:
     session = SecureSession(
         party.device,
         SessionRecord(),
-        remember=store,
-        trained=UnmaskedUpdate(values_P=values_P, numbers=party.numbers),
+        store=store,
+        update=UnmaskedUpdate(values_P=values_P, numbers=party.numbers),
     )
     party.session = session
 
@@ -194,8 +194,8 @@ def test_an_update_that_cannot_be_masked_is_unchanged_and_unspent(
     session = SecureSession(
         party.device,
         SessionRecord(),
-        remember=party.stored.append,
-        trained=UnmaskedUpdate(values_P=values_P, numbers={**party.numbers, **numbers}),
+        store=party.stored.append,
+        update=UnmaskedUpdate(values_P=values_P, numbers={**party.numbers, **numbers}),
     )
     party.session = session
     played = cast.play()

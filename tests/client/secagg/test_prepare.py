@@ -11,9 +11,9 @@ import pytest
 
 from headwater.client.app import client_app
 from headwater.client.device.hardware import ThisMachine
-from headwater.client.device.interfaces import Speed
-from headwater.client.flower.state_file import pace_of
-from headwater.client.training.context import TrainingContext
+from headwater.client.device.interfaces import Speed, SpeedProbe
+from headwater.client.flower.state_file import read_speed
+from headwater.client.secagg.pending import pending_in
 from headwater.client.training.micro_batches import SamplerPosition
 from headwater.common.errors import CorruptUpdate, SessionMismatch, UpdateNotHeld
 from headwater.common.messages import ReadyReport, Step
@@ -39,7 +39,7 @@ from tests.masked import (
     train,
     trainer,
 )
-from tests.workplaces import FakeClock
+from tests.training_contexts import FakeClock
 
 pytestmark = pytest.mark.usefixtures("a_process_of_its_own")
 
@@ -149,7 +149,7 @@ class Steady(ThisMachine):
         super().__init__()
         self.clock = FakeClock()
 
-    def speed(self, place: TrainingContext) -> Speed:
+    def speed(self, probe: SpeedProbe) -> Speed:
         return Speed(
             seconds_per_micro_batch=0.0, seconds_per_example=2.0, fastest_micro_batch_size=None
         )
@@ -162,7 +162,7 @@ def test_a_device_follows_its_own_pace_and_tells_it() -> None:
     assert (unasked.seconds_per_micro_batch, unasked.seconds_per_example) == (None, None)
     device.send("query.describe", describe())
     told = Line(base=0.0, each=2.0)
-    assert pace_of(device.kept()["pace"]) == told
+    assert read_speed(device.kept()["pace"]) == told
     step = Step(num_examples=4, weight=4, loss=0, gradient_norm=0, seconds=4, peak_bytes=0)
     expected = pace.followed(told, [step, step])
     found = ready(device, plan())
@@ -173,9 +173,9 @@ def test_a_device_follows_its_own_pace_and_tells_it() -> None:
     )
     # Asked again it keeps to what was seen, unless it was left out as too slow.
     device.send("query.describe", describe())
-    assert pace_of(device.kept()["pace"]) == expected
+    assert read_speed(device.kept()["pace"]) == expected
     device.send("query.describe", describe(left_out="too slow"))
-    assert pace_of(device.kept()["pace"]) == told
+    assert read_speed(device.kept()["pace"]) == told
 
 
 # Whose memory it lies in.
@@ -215,7 +215,7 @@ def test_a_probe_behind_the_masks_leaves_the_masked_vector_as_it_was() -> None:
 
 def test_a_survivor_lets_its_vector_go_when_the_server_says_that_it_has_it() -> None:
     cohort = trained(3)
-    held = trainer().held.of(RUN, "d0")
+    held = pending_in(trainer().accumulator).get(RUN, "d0")
     play(cohort, opening(cohort), until="masked_update")
     wanted = MaskRequest(members=("d0", "d1", "d2"))
     assert ask(cohort[0], wanted).vector is not None

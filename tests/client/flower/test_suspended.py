@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from headwater.client.enrolment.signing_identity import make_identity
-from headwater.client.flower.between_messages import PARKED
+from headwater.client.flower.suspended import SUSPENDED
 from headwater.client.flower.suspended_keys import (
     KeyFile,
     SimulatedKey,
@@ -232,7 +232,7 @@ def test_the_key_is_its_owner_s_alone_and_is_gone_with_the_session(tmp_path: Pat
     for device in cohort:
         ask(device, UnmaskRequest(survived=ALL, dropped=()))
         assert device.keys == []
-        assert PARKED not in device.context.state
+        assert SUSPENDED not in device.context.state
     with pytest.raises(UpdateNotHeld):
         ask(cohort[0], UnmaskRequest(survived=ALL, dropped=()))
 
@@ -254,11 +254,11 @@ def test_the_next_plan_ends_what_an_aborted_session_left(is_masked: bool, tmp_pa
 def test_another_s_or_a_changed_session_is_not_taken_up(tmp_path: Path) -> None:
     cohort = trained(devices(tmp_path, 3))
     contexts = [device.context for device in cohort]
-    sealed = records.kept_bytes(contexts[0], PARKED)
+    sealed = records.kept_bytes(contexts[0], SUSPENDED)
     assert sealed is not None
     changed = bytes([*sealed[:-1], sealed[-1] ^ 1])
     for context, wrong in ((contexts[0], changed), (contexts[1], sealed)):
-        records.keep_bytes(context, PARKED, wrong)
+        records.keep_bytes(context, SUSPENDED, wrong)
     for device, context in zip(cohort, contexts, strict=True):
         device.keep(context)
     for device in cohort[:2]:
