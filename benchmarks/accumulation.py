@@ -154,7 +154,7 @@ def headwater(bench: Bench) -> Callable[[], None]:
         name="bench",
         clock=MonotonicClock(),
         memory=ProcessMemory(),
-        stop=lambda: False,
+        should_stop=lambda: False,
     )
 
     def loop() -> None:

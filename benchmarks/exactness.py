@@ -91,7 +91,7 @@ def ours(bench: Bench, positions: Sequence[int]) -> Tensor:
         name="bench",
         clock=MonotonicClock(),
         memory=ProcessMemory(),
-        stop=lambda: False,
+        should_stop=lambda: False,
     )
     chosen = Window(positions=tuple(positions), epoch=0, offset=0, ends_epoch=False)
     update = train_round(plan, chosen, place)

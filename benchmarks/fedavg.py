@@ -18,15 +18,16 @@ from flwr.app import ArrayRecord, Context, Error, Message, MetricRecord, RecordD
 from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAvg
 
-from headwater.client.training.micro_batches import split, permutation
-from headwater.client.training.trainer import Identity, trainer_of
+from headwater.client.training.context import Identity
+from headwater.client.training.micro_batches import permutation, split
+from headwater.client.training.trainer import trainer_of
 from headwater.common.data.batches import batch_of, evaluate_sums
 from headwater.common.model.parameters import ModelImage, build_model
 from headwater.common.settings.schema import Settings
 from headwater.common.task import Examples, Task, loss_sum
 from headwater.server.rounds.evaluation import open_test_examples
 from headwater.simulation.engines.message_grid import InProcessGrid
-from headwater.simulation.fleet.virtual_hardware import simulated_machine
+from headwater.simulation.fleet.virtual_hardware import virtual_hardware
 
 LATE = 1000  # above Flower's own error codes
 TEST_MICRO_BATCH = 256
@@ -51,8 +52,8 @@ class Federation:
     ) -> None:
         """Load the task; the fleet and its number of devices are those of the settings."""
         assert settings.task is not None
-        self.resident = trainer_of(settings.task, replace_batch_norm=False, check_task=False)
-        self.task: Task = self.resident.task
+        self.trainer = trainer_of(settings.task, replace_batch_norm=False, check_task=False)
+        self.task: Task = self.trainer.task
         self.image: ModelImage = build_model(
             self.task, seed=settings.seed, replace_batch_norm=False
         )
@@ -84,7 +85,7 @@ class Federation:
         part = int(context.node_config["partition-id"])
         num_parts = int(context.node_config["num-partitions"])
         identity = Identity(name=str(part), data=None, part=part, num_parts=num_parts)
-        examples = self.resident.examples(identity)
+        examples = self.trainer.examples(identity)
         number = int(message.content.config_records["config"]["server-round"])  # type: ignore[arg-type] # Flower puts it there
         seconds, batches = self.epoch(identity, len(examples), number)
         self.finishes.append(seconds)
@@ -104,7 +105,7 @@ class Federation:
         self, identity: Identity, num_examples: int, number: int
     ) -> tuple[float, list[tuple[int, ...]]]:
         """Return how long a device takes for an epoch, and its micro-batches."""
-        machine = simulated_machine(identity, self._settings, self.image.layout)
+        machine = virtual_hardware(identity, self._settings, self.image.layout)
         largest = self._settings.plan.set_micro_batch_size
         fitting = machine.memory.fitting(largest)
         size = largest if fitting is None else max(min(largest, fitting), 1)
@@ -137,7 +138,7 @@ def epoch_seconds(settings: Settings) -> list[float]:
     seconds = []
     for part in range(num_parts):
         identity = Identity(name=str(part), data=None, part=part, num_parts=num_parts)
-        examples = federation.resident.examples(identity)
+        examples = federation.trainer.examples(identity)
         seconds.append(federation.epoch(identity, len(examples), 1)[0])
     return sorted(seconds)
 

@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from headwater.client.device.byte_quota import Allowance
+from headwater.client.device.byte_quota import ByteQuota
 from headwater.common.errors import (
     BytesUsedUp,
     DeviceAway,
@@ -32,7 +32,7 @@ ROUND_SLACK_BYTES = 64 << 10
 
 # For the micro-batch at hand and the phases of a secure session.
 LEAD_SECONDS = 60.0
-MOST_LEAD_SECONDS = 1800.0
+MAX_LEAD_SECONDS = 1800.0
 # A link is seldom as quick as it was last seen.
 TIMES_AS_LONG = 2.0
 
@@ -43,7 +43,7 @@ LOOKED_AHEAD = dt.timedelta(days=8)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Away:
+class AwayPeriod:
     """Why the device stays away, and the instants between which it does."""
 
     error: DeviceAway
@@ -59,7 +59,7 @@ def lead_seconds(vector_bytes: int, bytes_per_second: float | None) -> float:
     A vector of 40 MB takes 200 s at 200 kB/s: seven minutes and forty seconds before.
     """
     upload = 0.0 if bytes_per_second is None else vector_bytes / bytes_per_second
-    return min(LEAD_SECONDS + TIMES_AS_LONG * upload, MOST_LEAD_SECONDS)
+    return min(LEAD_SECONDS + TIMES_AS_LONG * upload, MAX_LEAD_SECONDS)
 
 
 def has_hours(chosen: ClientSettings) -> bool:
@@ -87,7 +87,7 @@ def why_away(chosen: ClientSettings, wall: dt.datetime) -> type[DeviceAway] | No
 
 def away_by_hours(
     chosen: ClientSettings, at: dt.datetime, *, lead: float = 0.0, zone: dt.tzinfo | None = None
-) -> Away | None:
+) -> AwayPeriod | None:
     """Return how the hours keep the device away now or within ``lead`` seconds; None if not.
 
     Raises:
@@ -101,7 +101,7 @@ def away_by_hours(
 
 def hours_change(
     chosen: ClientSettings, at: dt.datetime, *, zone: dt.tzinfo | None = None
-) -> tuple[Away | None, dt.datetime | None]:
+) -> tuple[AwayPeriod | None, dt.datetime | None]:
     """Return how the hours keep the device away now, and when that changes; None is never.
 
     Raises:
@@ -123,7 +123,7 @@ def hours_change(
         )
     what = "in the working hours" if kind is WorkingHours else "outside the upload window"
     error = kind(f"{what} until {clock_text(change, zone)}")
-    return Away(error=error, since=at, until=change), change
+    return AwayPeriod(error=error, since=at, until=change), change
 
 
 def longest_stay_seconds(
@@ -145,7 +145,7 @@ def longest_stay_seconds(
     return longest
 
 
-def least_bytes_per_second(stay_seconds: float, *, down_bytes: int, up_bytes: int) -> float:
+def min_bytes_per_second(stay_seconds: float, *, down_bytes: int, up_bytes: int) -> float:
     """Return what a link must carry for a round in so long a stay: 0 if it never ends, inf if none.
 
     The model comes down, and the device stops ``lead_seconds`` before the end to send its vector.
@@ -156,8 +156,8 @@ def least_bytes_per_second(stay_seconds: float, *, down_bytes: int, up_bytes: in
 
 
 def away_by_bytes(
-    allowance: Allowance, at: dt.datetime, *, needed: int, zone: dt.tzinfo | None = None
-) -> Away | None:
+    allowance: ByteQuota, at: dt.datetime, *, needed: int, zone: dt.tzinfo | None = None
+) -> AwayPeriod | None:
     """Return how the bytes of the day keep the device away, which needs so many; None if not."""
     today = wall_of(at, zone).date()
     if needed <= allowance.left(today):
@@ -169,7 +169,7 @@ def away_by_bytes(
         f"{used:,} of today's {most:,} bytes are used, and {needed:,} more are needed: away until "
         f"{clock_text(until, zone)}"
     )
-    return Away(error=error, since=at, until=until)
+    return AwayPeriod(error=error, since=at, until=until)
 
 
 def clock_text(at: dt.datetime, zone: dt.tzinfo | None) -> str:
@@ -183,7 +183,7 @@ def utc_now() -> dt.datetime:
     return dt.datetime.now(dt.UTC)
 
 
-class Absence:
+class Availability:
     """The owner's settings, the clock, and the bytes that the device has moved."""
 
     def __init__(
@@ -208,7 +208,7 @@ class Absence:
         self._vector_bytes = vector_bytes
         self._now = now
         self._zone = zone
-        self._allowance: Allowance | None = None
+        self._allowance: ByteQuota | None = None
         if chosen.bytes_per_day is not None:
             if chosen.bytes_per_day < self.round_bytes:
                 raise SettingsError(
@@ -217,8 +217,8 @@ class Absence:
                     remedy="allow more, or train a smaller model",
                 )
             path = chosen.state_folder / f"{name}.bytes.json"
-            self._allowance = Allowance(path, bytes_per_day=chosen.bytes_per_day)
-        self._away: Away | None = None
+            self._allowance = ByteQuota(path, bytes_per_day=chosen.bytes_per_day)
+        self._away: AwayPeriod | None = None
         self._closing: dt.datetime | None = None
         self._found_at = self._holds_until = now()  # nothing was found so far
         self.by_hours()  # do they leave any time?
@@ -242,13 +242,13 @@ class Absence:
 
     def least_bytes_per_second(self) -> float:
         """Return what the link must carry for a round in its longest stay."""
-        return least_bytes_per_second(
+        return min_bytes_per_second(
             self.longest_stay_seconds(),
             down_bytes=self.round_bytes - self.update_bytes,
             up_bytes=self.update_bytes,
         )
 
-    def by_hours(self, *, lead: float = 0.0) -> Away | None:
+    def by_hours(self, *, lead: float = 0.0) -> AwayPeriod | None:
         """Return how the hours keep the device away now, or within ``lead`` seconds.
 
         Asked each second, so what was found holds until it changes, or the clock is set back.
@@ -263,7 +263,7 @@ class Absence:
             return None
         return hours_change(self._chosen, self._closing, zone=self._zone)[0]
 
-    def by_bytes(self, needed: int) -> Away | None:
+    def by_bytes(self, needed: int) -> AwayPeriod | None:
         """Return how the bytes of the day keep a device away that needs so many more."""
         if self._allowance is None:
             return None
@@ -287,11 +287,11 @@ class Absence:
         return wall_of(self._now(), self._zone).date()
 
 
-def absence_of(chosen: ClientSettings, name: str, layout: ModelLayout) -> Absence:
+def availability_of(chosen: ClientSettings, name: str, layout: ModelLayout) -> Availability:
     """Return the absence of a device that trains a model of this layout.
 
     Raises:
         SettingsError, StateError: see ``Absence``.
     """
     vector_bytes = 4 * layout.num_parameters
-    return Absence(chosen, name=name, image_bytes=layout.num_bytes, vector_bytes=vector_bytes)
+    return Availability(chosen, name=name, image_bytes=layout.num_bytes, vector_bytes=vector_bytes)

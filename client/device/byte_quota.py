@@ -21,19 +21,19 @@ from headwater.common.system.atomic_file import write_whole
 log = logging.getLogger(__name__)
 
 WRITE_SECONDS = 5.0
-MOST_DAYS = 8
+MAX_DAYS = 8
 
 Days = Mapping[dt.date, int]
 
 
-def counted(days: Days, day: dt.date, num_bytes: int) -> dict[dt.date, int]:
+def with_bytes_added(days: Days, day: dt.date, num_bytes: int) -> dict[dt.date, int]:
     """Return the bytes of each day, with more on one: of the days the last that were counted on."""
     rest = {other: before for other, before in days.items() if other != day}
-    kept = list(rest.items())[1 - MOST_DAYS :]
+    kept = list(rest.items())[1 - MAX_DAYS :]
     return {**dict(kept), day: days.get(day, 0) + num_bytes}
 
 
-class Allowance:
+class ByteQuota:
     """The bytes of the last days, in memory and in a file."""
 
     def __init__(self, path: Path, *, bytes_per_day: int) -> None:
@@ -59,7 +59,7 @@ class Allowance:
 
     def count(self, day: dt.date, num_bytes: int) -> None:
         """Count bytes; they are on disk within ``WRITE_SECONDS`` if counting goes on."""
-        self._days = counted(self._days, day, num_bytes)
+        self._days = with_bytes_added(self._days, day, num_bytes)
         self._is_written = False
         if time.monotonic() - self._written_at >= WRITE_SECONDS:
             self.write()

@@ -10,14 +10,14 @@ import datetime as dt
 from collections.abc import Iterator
 
 from headwater.client.device.availability import is_working_hours
-from headwater.client.training.context import Restraint
+from headwater.client.device.interfaces import TimeShare
 from headwater.common.messages import StopReason, Vitals
 from headwater.common.settings import schema as settings
 
 
-def restraint(
+def time_share(
     vitals: Vitals, chosen: settings.ClientSettings, *, wall: dt.datetime | None = None
-) -> Restraint:
+) -> TimeShare:
     """Return the least share that applies, and why; of equal ones the first in this order.
 
     | the device is | when | it gives |
@@ -32,12 +32,12 @@ def restraint(
     of 0 it is not here in those hours (``headwater.client.device.hardware.availability``).
     """
     claims = _applying(vitals, chosen, wall)
-    return min(claims, key=lambda one: one.share, default=Restraint())
+    return min(claims, key=lambda one: one.share, default=TimeShare())
 
 
 def _applying(
     vitals: Vitals, chosen: settings.ClientSettings, wall: dt.datetime | None
-) -> Iterator[Restraint]:
+) -> Iterator[TimeShare]:
     hot, busy = vitals.temperature_celsius, vitals.busy
     is_needed = wall is not None and is_working_hours(chosen, wall) and chosen.working_share > 0
     claims: tuple[tuple[bool, float, StopReason], ...] = (
@@ -49,4 +49,4 @@ def _applying(
     )
     for applies, share, reason in claims:
         if applies and share < 1:
-            yield Restraint(share=share, reason=reason)
+            yield TimeShare(share=share, reason=reason)

@@ -27,8 +27,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from headwater.client.memory.peak_model import WORKING_FACTOR
 from headwater.client.memory.recompute import run, shown_to
-from headwater.client.training.probe_fit import WORKING_FACTOR
 
 # A Sequential of so few operations is one block among others; a longer one is cut into groups.
 FEW_OPERATIONS = 4

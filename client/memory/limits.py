@@ -30,7 +30,7 @@ ROOT = Path("/")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Limit:
+class MemoryLimit:
     """The resident bytes that the process may reach, and what binds it to them."""
 
     num_bytes: int
@@ -56,22 +56,22 @@ class MemoryLimits:
         self._own_bytes = own_bytes
         self._root = root
         self._seconds = seconds
-        self._least: Limit | None = None
+        self._least: MemoryLimit | None = None
         self._read_again_at = -math.inf
 
-    def all(self) -> list[Limit]:
+    def all(self) -> list[MemoryLimit]:
         """Read every limit now."""
         status = _sizes(self._root / "proc/self/status", "VmRSS", "VmData", "VmSize")
         resident = status.get("VmRSS") or resident_bytes()
-        limits = [Limit(num_bytes=resident + _available_bytes(self._root), source="machine")]
+        limits = [MemoryLimit(num_bytes=resident + _available_bytes(self._root), source="machine")]
         for folder in cgroup_folders(self._root, "memory"):
             limits += _cgroup_limits(folder, resident)
         limits += _resource_limits(self._root, status, resident)
         if self._own_bytes is not None:
-            limits.append(Limit(num_bytes=self._own_bytes, source="memory limit as set"))
+            limits.append(MemoryLimit(num_bytes=self._own_bytes, source="memory limit as set"))
         return limits
 
-    def least(self) -> Limit:
+    def lowest(self) -> MemoryLimit:
         """Return the least of them, as it was at most ``READ_EVERY_SECONDS`` ago."""
         now = self._seconds()
         if self._least is None or now >= self._read_again_at:
@@ -80,9 +80,9 @@ class MemoryLimits:
             self._read_again_at = now + max(READ_EVERY_SECONDS, taken / READING_SHARE)
         return self._least
 
-    def least_bytes(self) -> int:
+    def lowest_bytes(self) -> int:
         """Return the bytes of ``least``."""
-        return self.least().num_bytes
+        return self.lowest().num_bytes
 
 
 def usable_cores(root: Path = ROOT) -> float:
@@ -122,7 +122,7 @@ def _available_bytes(root: Path) -> int:
     return psutil.virtual_memory().available
 
 
-def _cgroup_limits(folder: Path, resident: int) -> Iterator[Limit]:
+def _cgroup_limits(folder: Path, resident: int) -> Iterator[MemoryLimit]:
     """Yield the limits of one cgroup.
 
     Above memory.high nobody is killed, but every allocation is held up until the group is below.
@@ -138,10 +138,12 @@ def _cgroup_limits(folder: Path, resident: int) -> Iterator[Limit]:
         _, _, behind = f"\n{_text(folder / 'memory.stat')}".partition(f"\n{idle_row} ")
         idle = int(behind.split(maxsplit=1)[0]) if behind else 0
         held = max(usage - idle, 0)
-        yield Limit(num_bytes=max(resident + limit - held, 0), source=f"cgroup's {limit_file}")
+        yield MemoryLimit(
+            num_bytes=max(resident + limit - held, 0), source=f"cgroup's {limit_file}"
+        )
 
 
-def _resource_limits(root: Path, status: dict[str, int], resident: int) -> Iterator[Limit]:
+def _resource_limits(root: Path, status: dict[str, int], resident: int) -> Iterator[MemoryLimit]:
     rows = _text(root / "proc/self/limits").splitlines()
     for name, title, counted in (
         ("RLIMIT_DATA", "Max data size", "VmData"),
@@ -151,7 +153,7 @@ def _resource_limits(root: Path, status: dict[str, int], resident: int) -> Itera
             soft = row.removeprefix(title).split()[0] if row.startswith(title) else "unlimited"
             if soft.isdigit() and counted in status:
                 room = int(soft) - status[counted]
-                yield Limit(num_bytes=max(resident + room, 0), source=name)
+                yield MemoryLimit(num_bytes=max(resident + room, 0), source=name)
 
 
 def _cgroup_cores(root: Path) -> Iterator[float]:

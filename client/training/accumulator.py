@@ -1,12 +1,13 @@
 """The accumulator: one contiguous float32 vector whose slices are the parameters' gradients.
 
-Autograd adds into ``param.grad`` in place when it is there, so summing K micro-batches costs no
-copy, no optimizer and no division: after the last backward pass the vector *is* the update.
+Autograd adds into an existing ``param.grad`` in place. Summing K micro-batches therefore needs no
+copy, no optimizer and no division: after the last backward pass the vector is the update.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -27,11 +28,22 @@ class Accumulator:
             self.values_P[start:end].view(parameter.shape)
             for parameter, (start, end) in zip(self._parameters, image.layout.spans, strict=True)
         ]
-        self._places = [view.data_ptr() for view in self._views]
+        self._addresses = [view.data_ptr() for view in self._views]
+        self._move_out: Callable[[], None] | None = None
         self.zero()
 
+    def lend(self, move_out: Callable[[], None]) -> None:
+        """Leave the vector's memory to an update until ``reclaim``, which calls ``move_out``."""
+        self._move_out = move_out
+
+    def reclaim(self) -> None:
+        """Take the vector's memory back: the update that uses it copies its values first."""
+        if self._move_out is not None:
+            self._move_out()
+            self._move_out = None
+
     def zero(self) -> None:
-        """Empty the vector and hand its slices to the parameters."""
+        """Set the vector to zero and make its slices the parameters' gradients."""
         self.values_P.zero_()
         for parameter, view in zip(self._parameters, self._views, strict=True):
             parameter.grad = view
@@ -39,9 +51,9 @@ class Accumulator:
     def gradient_norm(self) -> float:
         """Return the Euclidean norm of the vector; it is finite if and only if the vector is.
 
-        In chunks, as a float32 sum over all of it was 4e-5 off for 4.9 million coordinates.
-        Squares of float32 overflow near 1.8e19, so an infinite sum of squares is looked at again in
-        float64, where every finite float32 has a finite square.
+        Summed in chunks: one float32 sum over 4.9 million coordinates had an error of 4e-5. Squares
+        of float32 overflow near 1.8e19, so an infinite sum of squares is computed again in float64,
+        where every finite float32 has a finite square.
         """
         squared = math.fsum([torch.dot(chunk, chunk).item() for chunk in self._chunks])
         if not math.isfinite(squared):
@@ -49,14 +61,14 @@ class Accumulator:
         return math.sqrt(squared) if squared >= 0 else math.nan
 
     def check_views(self) -> None:
-        """Check that every gradient still is a slice of the vector.
+        """Check that every gradient is still a slice of the vector.
 
         Raises:
-            TaskError: the task replaced a ``grad``, so its sum would be lost.
+            TaskError: the task replaced a ``grad``, so the sum is lost.
         """
-        for parameter, place in zip(self._parameters, self._places, strict=True):
+        for parameter, address in zip(self._parameters, self._addresses, strict=True):
             grad: Tensor | None = parameter.grad
-            if grad is None or grad.data_ptr() != place:
+            if grad is None or grad.data_ptr() != address:
                 raise TaskError(
                     "loss_sum replaced the gradients of the model, and the sum so far is lost",
                     remedy="leave zero_grad, backward and optimizers out of loss_sum",

@@ -1,9 +1,9 @@
-"""The batches of one window: those of a small data set in memory are fetched once and cut.
+"""Batches of one window; those of a small in-memory data set are fetched once and sliced.
 
-Where a batch is no more than rows of tensors, the rows of all micro-batches together are as good as
-those of each, and cutting them is quicker than fetching. A batch is what ``common.data.batches.batch_of``
-gives of its positions, to the bit, and begins in memory where that does: the sums of a matrix
-product may depend on whether its rows begin at a multiple of ALIGNED_BYTES.
+If a batch consists of rows of tensors only, the rows of all micro-batches can be fetched together,
+and slicing them is faster than fetching each. Every batch equals that of ``batch_of``
+(``headwater.common.data.batches``) to the bit, and starts at the same memory alignment: the sums of
+a matrix product may depend on whether its rows start at a multiple of ALIGNED_BYTES.
 """
 
 from __future__ import annotations
@@ -17,47 +17,47 @@ from torch import Tensor
 from headwater.common.data.batches import batch_of, dataset_tensors
 from headwater.common.task import Examples, Task
 
-# Fetched at once; far below what the guard of a device's memory takes for noise.
+# Fetched at once; far below NOISE_BYTES of the memory model (client/memory/peak_model.py).
 MAX_BYTES = 256 << 10
-ALIGNED_BYTES = 64  # where torch lets its tensors begin
+ALIGNED_BYTES = 64  # torch aligns its tensors to this
 
 
 class Batches:
-    """The batches of the window that a device is at."""
+    """The batches of the window that a client is training on."""
 
     def __init__(self, task: Task, examples: Examples) -> None:
         self._task = task
         self._examples = examples
         self._positions: Sequence[int] = ()
-        self._whole: list[Tensor] | None = None
-        self._is_fetched = True  # of no window
-        self._every = 1
-        self._at = 0
+        self._window_rows: list[Tensor] | None = None
+        self._is_fetched = True  # there is no window yet
+        self._alignment = 1
+        self._next = 0
 
-    def are_of(self, task: Task, examples: Examples) -> bool:
-        """Tell whether these are the batches of a task and its examples."""
+    def belong_to(self, task: Task, examples: Examples) -> bool:
+        """Return whether these are batches of this task and these examples."""
         return self._task is task and self._examples is examples
 
     def begin(self, positions: Sequence[int]) -> None:
-        """Take note of the window's examples, in their order; the same again changes nothing."""
+        """Begin a window with these examples, in their order; the same object again keeps rows."""
         if positions is not self._positions:
-            self._positions, self._whole, self._is_fetched = positions, None, False
-        self._at = 0
+            self._positions, self._window_rows, self._is_fetched = positions, None, False
+        self._next = 0
 
     def of(self, positions: Sequence[int]) -> Any:
-        """Return the batch of these examples; quickest if they are those behind the last ones."""
+        """Return the batch of these examples; fastest if they follow the previous batch."""
         if not self._is_fetched:
             self.fetch()
-        whole, start = self._whole, self._at
-        if whole is not None:
+        window_rows, start = self._window_rows, self._next
+        if window_rows is not None:
             end = start + len(positions)
-            if start % self._every == 0 and self._positions[start:end] == positions:
-                self._at = end
-                return [rows[start:end] for rows in whole]
+            if start % self._alignment == 0 and self._positions[start:end] == positions:
+                self._next = end
+                return [rows[start:end] for rows in window_rows]
         return batch_of(self._task, self._examples, positions)
 
     def fetch(self) -> None:
-        """Fetch now what would be fetched with the first batch."""
+        """Fetch the window's rows now instead of with its first batch."""
         self._is_fetched = True
         tensors = dataset_tensors(self._task, self._examples)
         if tensors is None:
@@ -65,12 +65,12 @@ class Batches:
         num_bytes = sum(tensor.nbytes // max(len(tensor), 1) for tensor in tensors)
         if num_bytes * len(self._positions) > MAX_BYTES:
             return
-        self._whole = whole = batch_of(self._task, self._examples, self._positions)
-        self._every = math.lcm(*map(_aligned_every, whole))
+        self._window_rows = rows = batch_of(self._task, self._examples, self._positions)
+        self._alignment = math.lcm(*map(_aligned_rows, rows))
 
 
-def _aligned_every(rows: Tensor) -> int:
-    """Return of how many rows each begins where a tensor of its own would; of whole numbers any."""
+def _aligned_rows(rows: Tensor) -> int:
+    """Return n such that every n-th row is aligned as a new tensor's; 1 for integers."""
     if not (rows.is_floating_point() or rows.is_complex()):
         return 1
     return ALIGNED_BYTES // math.gcd(rows.nbytes // len(rows), ALIGNED_BYTES)

@@ -1,85 +1,48 @@
-"""All that a device needs to work on a plan: task, model, examples, clock, and an eye on itself.
-
-Clock, memory and restraint are the machine's (``headwater.client.device.hardware.hardware``) or a simulated device's
-(``headwater.simulation.fleet.virtual_hardware.virtual_hardware``).
-"""
+"""The context of a client's training: task, model, examples, and the device's clock and memory."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol, cast
+from pathlib import Path
+from typing import cast
 
+from headwater.client.device.interfaces import Clock, Hardware, Memory, TimeShare
+from headwater.client.memory.activation_checkpointing import is_on, switch_on
 from headwater.client.training.accumulator import Accumulator
 from headwater.client.training.batches import Batches
-from headwater.common.messages import StopReason, Vitals
-from headwater.common.model.parameters import ModelImage
-from headwater.common.stats.linear_fit import Line
+from headwater.common.data.partition_spec import PartitionRule
+from headwater.common.messages import Vitals
+from headwater.common.model.parameters import ModelImage, ModelLayout
+from headwater.common.settings.schema import Settings
 from headwater.common.task import Examples, Task
 
-
-class Clock(Protocol):
-    """Time as the device sees it; a simulated device has one of its own."""
-
-    def seconds(self) -> float:
-        """Return seconds since an arbitrary start."""
-        ...
-
-    def worked(self, num_examples: int) -> None:
-        """Take note that a micro-batch of this size was done."""
-        ...
-
-
-class Memory(Protocol):
-    """What micro-batches take of the memory that there is."""
-
-    @property
-    def line(self) -> Line | None:
-        """Peak bytes of the process as a line in the micro-batch size; None before any is known."""
-        ...
-
-    def limit_bytes(self) -> int | None:
-        """Return the bytes that the process may hold now, or None if nothing limits it."""
-        ...
-
-    def fitting(self, num_examples: int) -> int | None:
-        """Return the largest micro-batch that fits by prediction, with a margin; None if unknown.
-
-        0 where not even one example does. ``num_examples`` is what is to be taken if it fits.
-        """
-        ...
-
-    def begin(self, num_examples: int) -> None:
-        """Take note that a micro-batch of this size begins."""
-        ...
-
-    def end(self, num_examples: int) -> int:
-        """Learn from the micro-batch that just ended; return the peak bytes of the time."""
-        ...
-
-    def relieve(self, bytes_per_example: float | None) -> None:
-        """Take note that activation checkpointing is on, and what an example takes with it.
-
-        By prediction, and not known if None. What was dropped is to be given back at once from now
-        on. Again with the same figure it changes nothing.
-        """
-        ...
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Restraint:
-    """How much of its time a device gives, and why not all of it."""
+class Identity:
+    """Which client this is, and which examples are its own."""
 
-    share: float = 1.0
-    reason: StopReason = "quota"
+    name: str
+    data: Path | None
+    part: int
+    num_parts: int
+    rule: PartitionRule | None = None
+    """Partitions the data set; None if the task itself splits its data."""
+
+
+HardwareOf = Callable[[Identity, Settings, ModelLayout], Hardware]
+"""Returns the machine of a client: the real one, or a simulated one."""
 
 
 NO_BATCHES = Batches(cast(Task, None), ())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Workplace:
-    """All that a device needs to work on a plan."""
+class TrainingContext:
+    """All that a client needs to carry out a plan."""
 
     task: Task
     image: ModelImage
@@ -88,16 +51,47 @@ class Workplace:
     name: str
     clock: Clock
     memory: Memory
-    stop: Callable[[], bool]
+    should_stop: Callable[[], bool]
     checkpointed_bytes: float | None = None
-    """Of one example with activation checkpointing, by prediction; not set: not known, or there is
-    nothing to checkpoint."""
-    restraint: Callable[[], Restraint] = Restraint
+    """Predicted bytes per example with activation checkpointing; None if it was not measured, or
+    the model has no blocks to checkpoint."""
+    time_share: Callable[[], TimeShare] = TimeShare
     vitals: Callable[[], Vitals] = Vitals
     batches: Batches = field(default=NO_BATCHES, repr=False)
-    """Of the task and the examples; made anew if they are of others."""
+    """Batches of ``task`` and ``examples``; replaced at construction if they belong to others."""
 
     def __post_init__(self) -> None:
-        """Be ready for the first window."""
-        if not self.batches.are_of(self.task, self.examples):
+        if not self.batches.belong_to(self.task, self.examples):
             object.__setattr__(self, "batches", Batches(self.task, self.examples))
+
+    def fitting_with_checkpointing(self, num_examples: int) -> int | None:
+        """Switch activation checkpointing on if that saves memory; return how many examples fit.
+
+        0 if it saves none, or if not one fits even so. Its bytes per example were measured before
+        memory was short (``headwater.client.training.task_trial``).
+        """
+        line, predicted = self.memory.line, self.checkpointed_bytes
+        if predicted is None or line is None or predicted >= line.each:
+            return 0
+        was_on = is_on(self.image.model)
+        switch_on(self.image.model)
+        self.memory.use_checkpointing(predicted)
+        fitting = self.memory.fitting(num_examples)
+        if not was_on:
+            log.warning(
+                "%s: not one example fits in memory; %s fit with activation checkpointing, now on",
+                self.name,
+                fitting,
+            )
+        return fitting
+
+    def why_one_does_not_fit(self) -> str:
+        """Describe the predicted bytes of one example, and the limit."""
+        line, limit = self.memory.line, self.memory.limit_bytes()
+        needed = "more" if line is None else f"{line.at(1) / 2**20:,.0f} MiB"
+        given = "what there is" if limit is None else f"{limit / 2**20:,.0f} MiB"
+        text = f"one example alone does not fit: by prediction it takes {needed}"
+        if is_on(self.image.model):
+            return f"{text} with activation checkpointing of {given}"
+        helps = "would not help" if self.checkpointed_bytes else "has no blocks, or is not measured"
+        return f"{text} of {given}, and activation checkpointing {helps}"

@@ -1,6 +1,6 @@
-"""One round's work on a device: sum the gradients of K micro-batches, exactly, and report.
+"""A client's work in one round: sum the gradients of K micro-batches exactly, and report.
 
-With ``local_steps > 1`` the device takes H steps of plain SGD on means of its own sums (McMahan et
+With ``local_steps > 1`` the client takes H steps of plain SGD on means of its own sums (McMahan et
 al. 2017, algorithm 1) and sends weight x (parameters before - after), which the server treats as a
 gradient.
 """
@@ -17,10 +17,10 @@ from torch import Tensor
 
 from headwater.client.memory.activation_checkpointing import is_on_in
 from headwater.client.training.accumulation import WindowSum, sum_window
-from headwater.client.training.context import Workplace
-from headwater.client.training.micro_batches import Window, cut
+from headwater.client.training.context import TrainingContext
+from headwater.client.training.micro_batches import Window, split
 from headwater.client.training.spool import Spool
-from headwater.client.training.stop_rules import Watch
+from headwater.client.training.stop_rules import StopRules
 from headwater.common.errors import BuffersChanged, EmptyUpdate, NonFiniteUpdate
 from headwater.common.messages import Plan, Update, UpdateReport
 from headwater.common.model.vectors import CHUNK, all_finite
@@ -29,77 +29,83 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Trained:
-    """What a window came to, before anything is told of it."""
+class LocalSum:
+    """A window's gradient sum before it becomes an update."""
 
     values_P: Tensor
     total: WindowSum
     start_seconds: float
 
 
-def train(plan: Plan, window: Window, place: Workplace, spool: Spool | None = None) -> Update:
+def train_round(
+    plan: Plan, window: Window, context: TrainingContext, spool: Spool | None = None
+) -> Update:
     """Sum the window's gradients and return the update, a view of the accumulator's vector.
 
     Raises:
-        EmptyUpdate, OutOfMemory, NonFiniteUpdate, HeadwaterError: see ``summed`` and ``told``.
+        HeadwaterError: see ``sum_gradients`` and ``make_update``.
     """
-    return told(plan, window, place, summed(plan, window, place, spool))
+    return make_update(plan, window, context, sum_gradients(plan, window, context, spool))
 
 
-def summed(plan: Plan, window: Window, place: Workplace, spool: Spool | None = None) -> Trained:
+def sum_gradients(
+    plan: Plan, window: Window, context: TrainingContext, spool: Spool | None = None
+) -> LocalSum:
     """Sum the window's gradients into the accumulator.
 
-    At the plan's deadline, when asked to stop, or where the device's owner wants it to do less, it
-    returns the k < K micro-batches that it has. What a spool holds of the same window is not summed
-    again; the seconds since then count.
+    Returns the k < K micro-batches done so far at the plan's deadline, on a request to stop, or if
+    the device's owner wants it to do less. What the spool holds of the same window is not summed
+    again; the time since the window began counts.
 
     Raises:
         OutOfMemory: one example alone does not fit.
         BuffersChanged, TaskFailed, TaskError, NonFiniteUpdate: see ``headwater.common.errors``.
     """
-    start_seconds = place.clock.seconds()
-    image = place.image
+    start_seconds = context.clock.seconds()
+    image = context.image
     if not all([module.training for module in image.modules]):  # noqa: C419 - half of the time
         image.model.train()
     buffers = [(name, buffer, buffer._version) for name, buffer in image.buffers()]
     if plan.local_steps == 1:
-        start_seconds, total = _sum_whole(plan, window, place, spool, start_seconds)
-        values_P = place.accumulator.values_P
+        start_seconds, total = _sum_or_resume(plan, window, context, spool, start_seconds)
+        values_P = context.accumulator.values_P
     else:
         if spool is not None:
-            _say_that_it_is_not_spooled()
-        watch = Watch(plan, place, start_seconds)
-        values_P, total = take_local_steps(plan, window, place, watch)
+            _warn_not_spooled()
+        rules = StopRules(plan, context, start_seconds)
+        values_P, total = take_local_steps(plan, window, context, rules)
     now = dict(image.buffers()) if buffers else {}
     for name, buffer, version in buffers:
         if now.get(name) is not buffer or buffer._version != version:
             raise BuffersChanged(f"training changed the buffer {name}")
-    return Trained(values_P=values_P, total=total, start_seconds=start_seconds)
+    return LocalSum(values_P=values_P, total=total, start_seconds=start_seconds)
 
 
-def told(plan: Plan, window: Window, place: Workplace, trained: Trained) -> Update:
-    """Weigh what was summed as the plan wants it, and say what it is.
+def make_update(
+    plan: Plan, window: Window, context: TrainingContext, local_sum: LocalSum
+) -> Update:
+    """Scale the sum to the plan's weight and attach its report.
 
     Raises:
-        EmptyUpdate: no example gave a finite loss and gradient.
-        NonFiniteUpdate: it overflows float32 at the plan's weight.
+        EmptyUpdate: no example had a finite loss and gradient.
+        NonFiniteUpdate: the sum overflows float32 at the plan's weight.
     """
-    total, values_P = trained.total, trained.values_P
+    total, values_P = local_sum.total, local_sum.values_P
     if total.weight == 0:
         raise EmptyUpdate(
-            f"{place.name}, round {plan.round}: none of {len(window.positions)} examples gave a "
+            f"{context.name}, round {plan.round}: none of {len(window.positions)} examples had a "
             f"finite loss and gradient"
         )
     weight = plan.weigh_as or total.weight
     if not scale(values_P, by=weight, over=total.weight):
         raise NonFiniteUpdate(
-            f"{place.name}, round {plan.round}: the sum over {total.weight} overflows float32 as "
-            f"one of weight {weight}"
+            f"{context.name}, round {plan.round}: the sum over weight {total.weight} overflows "
+            f"float32 when scaled to weight {weight}"
         )
     ratio = weight / total.weight
     num_seen = window.offset + total.num_examples + len(total.refused)
     report = UpdateReport(
-        name=place.name,
+        name=context.name,
         round=plan.round,
         num_examples=total.num_examples,
         weight=weight,
@@ -107,39 +113,44 @@ def told(plan: Plan, window: Window, place: Workplace, trained: Trained) -> Upda
         metric_sums={name: value * ratio for name, value in total.metric_sums.items()},
         micro_batch_size=total.micro_batch_size,
         num_refused=len(total.refused),
-        seconds=place.clock.seconds() - trained.start_seconds,
+        seconds=context.clock.seconds() - local_sum.start_seconds,
         steps=tuple(total.steps),
         reason="epoch end" if total.reason == "quota" and window.ends_epoch else total.reason,
-        vitals=place.vitals(),
-        num_left=max(len(place.examples) - num_seen, 0),
-        is_checkpointed=is_on_in(place.image.modules),
+        vitals=context.vitals(),
+        num_left=max(len(context.examples) - num_seen, 0),
+        is_checkpointed=is_on_in(context.image.modules),
     )
     return Update(values_P=values_P, report=report)
 
 
-def _sum_whole(
-    plan: Plan, window: Window, place: Workplace, spool: Spool | None, start_seconds: float
+def _sum_or_resume(
+    plan: Plan,
+    window: Window,
+    context: TrainingContext,
+    spool: Spool | None,
+    start_seconds: float,
 ) -> tuple[float, WindowSum]:
-    """Sum a window at once, on from where the spool has it; return when it began, and the total."""
+    """Sum a window, from where its spool file ends; return when the window began, and the sum."""
     if spool is None:
-        return start_seconds, sum_window(plan, window, place, Watch(plan, place, start_seconds))
-    kept = spool.opened(plan, window, place, start_seconds)
-    begun = kept.take_up()
-    watch = Watch(plan, place, kept.start_seconds)
-    total = sum_window(plan, window, place, watch, begun=begun, keep_safe=kept.keep)
-    return kept.start_seconds, total
+        rules = StopRules(plan, context, start_seconds)
+        return start_seconds, sum_window(plan, window, context, rules)
+    spooled = spool.open(plan, window, context, start_seconds)
+    resumed = spooled.load()
+    rules = StopRules(plan, context, spooled.start_seconds)
+    total = sum_window(plan, window, context, rules, resumed=resumed, after_each=spooled.save)
+    return spooled.start_seconds, total
 
 
 @functools.cache
-def _say_that_it_is_not_spooled() -> None:
-    log.warning("with local steps a window is not spooled: a power cut costs the round")
+def _warn_not_spooled() -> None:
+    log.warning("with local steps a window is not spooled: a power cut loses the round's work")
 
 
 def scale(values_P: Tensor, *, by: int, over: int) -> bool:
-    """Multiply a vector by the ratio of two weights, in place; False if it overflows.
+    """Multiply a vector by the ratio of two weights, in place; return False if it overflows.
 
     Each coordinate is rounded once, from float64: the result is within 0.5 ulp of the exact one,
-    but for the rounding of float64 itself (a 2^28th of it). A ratio of 1 changes no bit.
+    but for the rounding of float64 itself (2^-28 of it). A ratio of 1 changes no bit.
     """
     if by == over:
         return True
@@ -151,37 +162,41 @@ def scale(values_P: Tensor, *, by: int, over: int) -> bool:
 
 
 def take_local_steps(
-    plan: Plan, window: Window, place: Workplace, watch: Watch
+    plan: Plan, window: Window, context: TrainingContext, rules: StopRules
 ) -> tuple[Tensor, WindowSum]:
-    """Take H local steps and return weight x (before - after) with the totals of all steps."""
-    image = place.image
+    """Take H local steps; return weight x (before - after) and the totals over all steps.
+
+    Raises:
+        NonFiniteUpdate: the steps diverged.
+    """
+    image = context.image
     before_P = image.values_P.clone()
     optimizer = torch.optim.SGD(image.trainable(), lr=plan.local_learning_rate)
     size = math.ceil(plan.accumulation_steps / plan.local_steps) * plan.micro_batch_size
     total = WindowSum(micro_batch_size=plan.micro_batch_size)
     try:
-        for positions in cut(window.positions, size):
+        for positions in split(window.positions, size):
             part = Window(
                 positions=positions,
                 epoch=window.epoch,
                 offset=window.offset + total.num_examples,
                 ends_epoch=False,
             )
-            done = sum_window(plan, part, place, watch, before=total)
-            if done.weight:
-                place.accumulator.values_P.div_(done.weight)
+            step_sum = sum_window(plan, part, context, rules, before=total)
+            if step_sum.weight:
+                context.accumulator.values_P.div_(step_sum.weight)
                 optimizer.step()
-            total = _joined(total, done)
-            if done.reason != "quota":
+            total = _joined(total, step_sum)
+            if step_sum.reason != "quota":
                 break
-        # The vector is free again: it takes the difference.
-        values_P = torch.sub(before_P, image.values_P, out=place.accumulator.values_P)
+        # The accumulator's vector is free now and takes the difference.
+        values_P = torch.sub(before_P, image.values_P, out=context.accumulator.values_P)
         values_P.mul_(total.weight)
     finally:
         image.values_P.copy_(before_P)
     if not all_finite(values_P):
         raise NonFiniteUpdate(
-            f"{place.name}, round {plan.round}: the local steps diverged",
+            f"{context.name}, round {plan.round}: the local steps diverged",
             remedy="lower --local-learning-rate or --local-steps",
         )
     return values_P, total
@@ -197,9 +212,9 @@ def _joined(first: WindowSum, second: WindowSum) -> WindowSum:
             n: first.metric_sums.get(n, 0.0) + second.metric_sums.get(n, 0.0) for n in sorted(names)
         },
         steps=first.steps + second.steps,
-        taken=first.taken + second.taken,
+        done=first.done + second.done,
         refused=first.refused + second.refused,
-        num_cut_smaller=first.num_cut_smaller + second.num_cut_smaller,
+        num_reductions=first.num_reductions + second.num_reductions,
         micro_batch_size=min(first.micro_batch_size, second.micro_batch_size),
         reason=second.reason,
     )

@@ -1,7 +1,7 @@
-"""How far the probe's micro-batches grow, and what their seconds and peaks come to.
+"""Decides how far a probe's micro-batches grow, and fits its measured seconds and peak bytes.
 
-Pure functions of the measured points. A doubling is tried only where its peak, foreseen from the
-points before, stays short of the limit.
+Pure functions of the measured points. A size is doubled only if the peak predicted from the points
+before stays below the limit.
 """
 
 from __future__ import annotations
@@ -10,71 +10,59 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from headwater.client.memory.peak_model import NOISE_BYTES, PeakLine
+from headwater.client.device.interfaces import Speed
+from headwater.client.memory.peak_model import NOISE_BYTES, WORKING_FACTOR, PeakModel
 from headwater.common.stats.linear_fit import Line, fitted
 
-# Of the memory limit, for what a doubling may take beyond what was foreseen. With activations of
-# 4 MB and more the second pass peaks at four fifths of the highest of ten, by the heap's fragments.
+# Share of the memory limit that a predicted peak may fill. With activations of 4 MB and more the
+# second pass peaks at four fifths of the highest of ten passes, due to heap fragmentation.
 SAFE_SHARE = 0.8
 
-# In all, though sizes 1 and 2 are measured however slow the device is.
+# For the whole probe, though sizes 1 and 2 are measured however slow the device is.
 PROBE_SECONDS = 2.0
 
-# A size is faster if an example takes this share less; three doublings without that end the probe.
-# Two would end it at 8 for a transformer and a CNN that take a quarter less time at 16.
+# A size is faster if an example takes this share less time; three doublings without that end the
+# probe. Two would end it at 8 for a transformer and a CNN that take a quarter less time at 16.
 GAIN = 0.03
 STALLED_DOUBLINGS = 3
 
-# Passes that usually take so many times their least are disturbed by other work.
+# Passes that usually take so many times their minimum are disturbed by other work.
 DISTURBED = 1.5
 
-# As long as a micro-batch would take less than this at the pace of the best smaller one, dispatch
-# may rule it, whatever its own pace: on a busy machine one example of a small model takes 0.2 ms on
-# one core, and two take 30 ms when two cores wait for one another.
+# While a micro-batch would take less than this at the pace of the best smaller size, dispatch may
+# dominate it, whatever its own pace: on a busy machine one example of a small model takes 0.2 ms on
+# one core, and two take 30 ms when two cores wait for each other.
 DISPATCH_SECONDS = 0.02
 
-# Beside the activations kept for the backward pass, their gradients and temporaries live a while:
-# measured peaks grew by 1.3 (transformer of 2 blocks) to 2.2 (CNN) times what autograd keeps.
-WORKING_FACTOR = 2.0
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Speed:
-    """A micro-batch of size s takes a + b s seconds; beyond the fastest size b falls no more."""
-
-    seconds_per_micro_batch: float
-    seconds_per_example: float
-    fastest_micro_batch_size: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Point:
-    """One size, measured several times: medians, the least seconds, and the highest peak."""
+class ProbePoint:
+    """Measurements of one micro-batch size: medians, the minimum time, and the highest peak."""
 
     size: int
-    seconds: float  # without most interruptions
-    usual_seconds: float  # with what there is of them
+    seconds: float  # median without most interruptions
+    usual_seconds: float  # median with interruptions
     least_seconds: float
     peak_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Probed:
-    """What a probe showed: at least one point, the sizes growing; and why it went no further."""
+class ProbeFit:
+    """A probe's result: at least one point, in growing sizes, and why the probe ended."""
 
-    points: tuple[Point, ...]
+    points: tuple[ProbePoint, ...]
     rest_bytes: int
     kept_bytes: float
     stopped: str
 
     @property
     def speed(self) -> Speed:
-        """The line through the seconds, and the size beyond which an example takes no less.
+        """The line through the seconds, and the size above which an example takes no less time.
 
-        Seconds without interruptions give the line its shape; by how much the usual ones lie above
-        them in all, other work slows the device. The fastest size is not known where it is the last
-        that was measured, nor where other work disturbs the measurement: then larger ones are to be
-        taken, which lose less if it was another one.
+        Seconds without interruptions define the line's shape; it is scaled by how much longer the
+        usual ones are in all, because other work slows the device. The fastest size is unknown if
+        it is the largest one measured, or if other work disturbs the measurement: the planner then
+        prefers larger sizes, which lose less if the fastest is another one.
         """
         shape = fitted([(p.size, p.seconds, 1.0) for p in self.points])
         usual = math.fsum(p.usual_seconds for p in self.points)
@@ -90,9 +78,9 @@ class Probed:
         )
 
     @property
-    def peaks(self) -> PeakLine:
-        """The line over the peaks, for the device's memory to go on from."""
-        return PeakLine(
+    def peaks(self) -> PeakModel:
+        """The line over the peaks, from which the device's memory model starts."""
+        return PeakModel(
             line=peak_line(self.points, self.kept_bytes),
             least_each=self.kept_bytes,
             largest_size=self.points[-1].size,
@@ -101,24 +89,24 @@ class Probed:
 
 
 def reason_to_stop(
-    points: Sequence[Point],
+    points: Sequence[ProbePoint],
     *,
     num_examples: int,
-    foreseen_bytes: float,
+    next_bytes: float,
     limit_bytes: int | None,
     seconds: float,
 ) -> str | None:
-    """Say why no larger size is to be measured, or None.
+    """Return why no larger size is measured; None if the next one is.
 
-    ``foreseen_bytes`` is the peak of the next size, ``seconds`` is what the probe took so far. The
-    next stage takes a first pass and one turn of all sizes, six times the last size's time.
+    ``next_bytes`` is the predicted peak of the next size, ``seconds`` is the probe's time so far.
+    The next stage takes a first pass and one turn of all sizes, six times the last size's time.
     """
     last = points[-1]
     if last.size >= num_examples:
-        return f"{num_examples} examples are all that there are, or that a plan asks for"
-    if limit_bytes is not None and foreseen_bytes > limit_bytes * SAFE_SHARE:
+        return f"the device has, or a plan asks for, no more than {num_examples} examples"
+    if limit_bytes is not None and next_bytes > limit_bytes * SAFE_SHARE:
         return (
-            f"the next would take {foreseen_bytes / 2**20:.0f} MiB, above {SAFE_SHARE:.0%} of the "
+            f"the next would take {next_bytes / 2**20:.0f} MiB, above {SAFE_SHARE:.0%} of the "
             f"limit of {limit_bytes / 2**20:.0f} MiB"
         )
     fastest = _fastest(points)
@@ -131,28 +119,28 @@ def reason_to_stop(
     return None
 
 
-def foreseen_bytes(
-    points: Sequence[Point], size: int, kept_bytes: float, rest_bytes: float
+def predicted_bytes(
+    points: Sequence[ProbePoint], size: int, kept_bytes: float, rest_bytes: float
 ) -> float:
-    """Foresee the peak of a larger size: by the line, or by the last two points, if that is more.
+    """Predict a larger size's peak: by the line, or by the last two points if that is more.
 
-    Behind a single point the other is what is resident at size 0.
+    After a single point the second one is the resident memory at size 0.
     """
     last = points[-1]
     before = (points[-2].size, points[-2].peak_bytes) if points[1:] else (0, rest_bytes)
-    steep = (last.peak_bytes - before[1]) / (last.size - before[0])
+    slope = (last.peak_bytes - before[1]) / (last.size - before[0])
     return max(
         peak_line(points, kept_bytes).at(size),
-        last.peak_bytes + steep * (size - last.size),
+        last.peak_bytes + slope * (size - last.size),
     )
 
 
-def peak_line(points: Sequence[Point], kept_bytes: float) -> Line:
-    """Lay a line over the peaks: none of them is above it.
+def peak_line(points: Sequence[ProbePoint], kept_bytes: float) -> Line:
+    """Fit a line that no measured peak exceeds.
 
-    Of the slopes that the peaks allow, give or take the noise of their measurement, it has the one
-    nearest to ``WORKING_FACTOR`` times what autograd keeps for an example, and at least what
-    autograd keeps: a small model's bytes are there, though the allocator had them already.
+    Of the slopes that the peaks allow within measurement noise, it has the one nearest to
+    ``WORKING_FACTOR`` times what autograd keeps for an example, and at least what autograd keeps: a
+    small model uses those bytes even if the allocator had them already.
     """
     each = WORKING_FACTOR * kept_bytes
     if points[1:]:
@@ -163,11 +151,11 @@ def peak_line(points: Sequence[Point], kept_bytes: float) -> Line:
     return Line(base=max(base, 0.0), each=each)
 
 
-def _fastest(points: Sequence[Point]) -> Point:
-    """Return the last point that takes ``GAIN`` less per example than the fastest before it.
+def _fastest(points: Sequence[ProbePoint]) -> ProbePoint:
+    """Return the last point that takes ``GAIN`` less time per example than the fastest before it.
 
-    The larger one has the benefit of the doubt: its least seconds count. Micro-batches that are too
-    large cost a tenth or two of the pace (caches), ones that are too small a multiple (dispatch).
+    The larger size's minimum counts, which favours it: too large a micro-batch costs a tenth or two
+    of the pace (caches), too small a one costs a multiple (dispatch).
     """
     best = points[0]
     for point in points:

@@ -1,11 +1,11 @@
-"""What ends a window: a request, the deadline, the round's finish, or the device's own restraint.
+"""Rules that end a window: a stop request, the deadline, the finish time, the device's time share.
 
-A quota is chosen so that all devices finish together, at the pace that each had in its last rounds;
-the pace itself changes by up to a fifth from one round to the next. So a plan of the planner's says
-when the quota is foreseen to be done, and the window ends with the example that ends nearest to
-that, its last micro-batch cut to it. Nearest, and not before: at the pace that was foreseen it is
-the quota, to the example, and those who are slower and faster make up for one another. Within what
-a plan allows: ``Plan.fewest_examples`` to ``most_examples``.
+The planner chooses quotas so that all clients finish together, at the pace of their last rounds.
+The pace changes by up to a fifth from one round to the next. A plan therefore says at what time the
+quota should be done (``finish_seconds``), and the window ends at the example that is done nearest
+to that time; the last micro-batch is shortened for it. At the predicted pace this is exactly the
+quota, and slower and faster clients offset each other. The number of examples stays between the
+plan's ``min_examples`` and ``max_examples``.
 """
 
 from __future__ import annotations
@@ -13,66 +13,68 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from headwater.client.training.context import Restraint, Workplace
+from headwater.client.device.interfaces import TimeShare
+from headwater.client.training.context import TrainingContext
 from headwater.common.messages import Plan, Step, StopReason
 
-RECENT_STEPS = 8  # the slowest of these says how long the next may take
-SENSE_SECONDS = 1.0  # between two looks at battery, heat and load, each of which costs time
+RECENT_STEPS = 8  # the pace, and the slowest step, are taken from so many of the last steps
+SENSE_SECONDS = 1.0  # between two readings of battery, heat and load, each of which takes time
 
 
-class Watch:
-    """Looks, between micro-batches, for a reason to send what is there."""
+class StopRules:
+    """Decides between micro-batches whether the window ends."""
 
-    def __init__(self, plan: Plan, place: Workplace, start_seconds: float) -> None:
+    def __init__(self, plan: Plan, context: TrainingContext, start_seconds: float) -> None:
         self._plan = plan
-        self._place = place
+        self._context = context
         self._start_seconds = start_seconds
-        self._restraint = Restraint()
-        self._allowed = math.inf
+        self._time_share = TimeShare()
+        self._max_examples = math.inf
         self._sense_at = -math.inf
-        self._feel()
+        self._read_time_share()
 
     def reason_to_stop(
         self, steps: Sequence[Step], *, num_done: int, num_next: int
     ) -> StopReason | None:
-        """Return why the next micro-batch, of ``num_next`` examples, is not to be begun.
+        """Return why the next micro-batch, of ``num_next`` examples, may not begin, or None.
 
-        Asked to stop; the micro-batch would end after the deadline, by the slowest of the last
-        ``steps``; or it would pass what the device gives at the moment, by its settings.
+        Reasons: a request to stop; the micro-batch would end after the deadline if it took as long
+        as the slowest of the last ``steps``; it would exceed the examples of the device's current
+        time share.
         """
-        if self._place.stop():
+        if self._context.should_stop():
             return "asked to stop"
         if self._plan.deadline_seconds is not None:
             slowest = max((step.seconds for step in steps[-RECENT_STEPS:]), default=0.0)
-            now = self._place.clock.seconds()
+            now = self._context.clock.seconds()
             if now - self._start_seconds + slowest > self._plan.deadline_seconds:
                 return "deadline"
-        self._feel()
-        return self._restraint.reason if num_done + num_next > self._allowed else None
+        self._read_time_share()
+        return self._time_share.reason if num_done + num_next > self._max_examples else None
 
-    def _feel(self) -> None:
-        """Let the device say, about once a second, what share of the quota it gives.
+    def _read_time_share(self) -> None:
+        """Read the device's time share, about once a second, and limit the examples by it.
 
-        Quota x (share / the share that the plan counts on). Where the plan counts on none, K was
-        set by hand, and nothing is taken off.
+        The limit is quota x (share / the share that the plan assumes). A plan that assumes none has
+        its K set by hand, and is not limited.
         """
-        counted = self._plan.share
-        if counted is None or (now := self._place.clock.seconds()) < self._sense_at:
+        assumed = self._plan.share
+        if assumed is None or (now := self._context.clock.seconds()) < self._sense_at:
             return
         self._sense_at = now + SENSE_SECONDS
-        self._restraint = self._place.restraint()
-        given = self._restraint.share
-        self._allowed = self._plan.quota * given / counted if given < counted else math.inf
+        self._time_share = self._context.time_share()
+        share = self._time_share.share
+        self._max_examples = self._plan.quota * share / assumed if share < assumed else math.inf
 
 
 def num_until_finish(
     plan: Plan, steps: Sequence[Step], *, passed_seconds: float, num_done: int
 ) -> int | None:
-    """Return how many examples more bring a window nearest to its finish.
+    """Return how many more examples end the window nearest to its finish time.
 
-    ``passed_seconds`` are those since it began, and ``num_done`` its examples so far. By the pace
-    of the last ``steps`` together; and as many at least as the plan's fewest. None where the plan
-    has no finish, or nothing can be told of the pace.
+    By the pace of the last ``steps`` together, and at least up to the plan's fewest examples.
+    ``passed_seconds`` is the time since the window began, and ``num_done`` its examples so far.
+    None if the plan has no finish time, or the pace is unknown.
     """
     if plan.finish_seconds is None:
         return None
@@ -82,6 +84,6 @@ def num_until_finish(
         return None
     left_seconds = max(plan.finish_seconds - passed_seconds, 0.0)
     nearest = left_seconds / seconds * sum(step.num_examples for step in recent)
-    if not math.isfinite(nearest):  # a clock that hardly moved
+    if not math.isfinite(nearest):  # the clock hardly moved
         return None
-    return max(round(nearest), plan.fewest_examples - num_done, 0)
+    return max(round(nearest), plan.min_examples - num_done, 0)

@@ -1,7 +1,8 @@
-"""A simulated device at work: clock, memory and battery of its own, and real gradients.
+"""The virtual hardware of a simulated device: clock, memory, link and battery of its profile.
 
-The planner cannot tell it from a real one: it tells the same vitals, its micro-batches take seconds
-and bytes by a line in their size, and one that would cross its memory limit fails.
+The gradients are real. A micro-batch takes virtual seconds and bytes that are linear in its size,
+and fails if it would exceed the memory limit. The device reports the same vitals as a real one, so
+the planner cannot distinguish them.
 """
 
 from __future__ import annotations
@@ -10,45 +11,41 @@ import functools
 from collections.abc import Callable
 from dataclasses import replace
 
-from headwater.client.device.hardware import Hardware
+from headwater.client.device.interfaces import Hardware, Speed, SpeedProbe, TimeShare
 from headwater.client.device.throttle import time_share
-from headwater.client.memory.peak_model import GUARD_SHARE, PeakModel
-from headwater.client.training.context import TimeShare, TrainingContext
-from headwater.client.training.probe import MAX_EXAMPLES, activation_bytes
-from headwater.client.training.probe_fit import WORKING_FACTOR, Speed
-from headwater.client.training.trainer import MAX_OPEN_DATASETS, Identity, trainer_of
+from headwater.client.memory.peak_model import WORKING_FACTOR
+from headwater.client.training.context import Identity
+from headwater.client.training.probe import MAX_EXAMPLES
+from headwater.client.training.trainer import MAX_OPEN_DATASETS, trainer_of
 from headwater.common.data.batches import UnsupportedBatch, batch_of, split_batch
 from headwater.common.errors import TaskFailed
 from headwater.common.messages import Vitals
 from headwater.common.model.parameters import ModelLayout
-from headwater.common.settings import schema as settings
-from headwater.common.settings.schema import Settings
+from headwater.common.settings.schema import ClientSettings, Settings
 from headwater.common.stats.linear_fit import Line
-from headwater.simulation.fleet.faults import slowed
-from headwater.simulation.fleet.profiles import (
-    MIB,
-    SimulatedDevice,
-    device_of,
-    faults_of,
-    moment_of,
-)
+from headwater.simulation.fleet.faults import link_slowdown
+from headwater.simulation.fleet.fleet_spec import fleet_spec
+from headwater.simulation.fleet.profiles import MIB, SimulatedDevice
 from headwater.simulation.fleet.random_events import Jitter, is_on_battery, jitter_seed, round_now
+from headwater.simulation.fleet.virtual_memory import VirtualMemory
 
-# What Python, torch and this client hold before any model: about 250 MB on amd64 and arm64.
+# Memory of Python, torch and the client without a model: about 250 MB on amd64 and arm64.
 IDLE_BYTES = 250 * MIB
 
-# A laptop's seconds per example on a model of P parameters: 6 P operations at 5e9 a second, and
-# the dispatch of some fifty operators per micro-batch.
+# A laptop's seconds per example on a model of P parameters: 6 P operations at 5e9 per second, and
+# the dispatch of about fifty operators per micro-batch.
 OPERATIONS_PER_PARAMETER = 6
 OPERATIONS_PER_SECOND = 5e9
 DISPATCH_SECONDS = 4e-4
 
-# With activation checkpointing the forward pass, a third of the work, is done twice.
-CHECKPOINTED_SECONDS = 4 / 3
+# Activation checkpointing repeats the forward pass, a third of the work.
+CHECKPOINTING_SLOWDOWN = 4 / 3
+
+FULL_TIME, ON_BATTERY = TimeShare(), Vitals(is_on_battery=True)
 
 
 class VirtualClock:
-    """Seconds that pass only when a micro-batch is done."""
+    """A clock that advances only when a micro-batch is done."""
 
     def __init__(
         self,
@@ -56,128 +53,36 @@ class VirtualClock:
         jitter: Jitter | None = None,
         *,
         transfer_seconds: float = 0.0,
-        slowed: Callable[[], float] = lambda: 1.0,
+        slowdown: Callable[[], float] = lambda: 1.0,
     ) -> None:
-        """Take the line of seconds, what disturbs it, and how much longer a micro-batch takes."""
+        """``slowdown`` and ``jitter`` return factors of the seconds that ``speed`` gives."""
         self._line = Line(base=speed.seconds_per_micro_batch, each=speed.seconds_per_example)
         self._jitter = jitter
         self._seconds = 0.0
-        self._all_transfer_seconds = self._transfer_seconds = transfer_seconds
-        self._slowed = slowed
+        self._transfer_seconds = self._remaining_transfer_seconds = transfer_seconds
+        self._slowdown = slowdown
 
     def begin_round(self) -> None:
-        """Be as at the start; what disturbs it goes on."""
-        self._seconds, self._transfer_seconds = 0.0, self._all_transfer_seconds
+        """Reset to zero seconds; the jitter is not reset."""
+        self._seconds, self._remaining_transfer_seconds = 0.0, self._transfer_seconds
 
     def seconds(self) -> float:
-        """Return the time; the model and the update travel behind the first look at the clock.
+        """Return the time; after the first call it includes the transfer of model and update.
 
-        So a round's seconds hold the transfer, as they do for the server, and a step's do not.
+        So a round's seconds contain the transfer, as the server measures them, and a step's do not.
         """
         now = self._seconds
-        self._seconds += self._transfer_seconds
-        self._transfer_seconds = 0.0
+        self._seconds += self._remaining_transfer_seconds
+        self._remaining_transfer_seconds = 0.0
         return now
 
     def worked(self, num_examples: int) -> None:
-        seconds = self._line.at(num_examples) * self._slowed()
+        seconds = self._line.at(num_examples) * self._slowdown()
         self._seconds += seconds * (self._jitter.next_factor() if self._jitter else 1.0)
 
 
-class VirtualMemory:
-    """The memory of a simulated device: peaks by a line in the micro-batch size, and a limit.
-
-    The line is the truth here, so nothing is learned from what happens. It may be unknown, where
-    none of the task's examples could be measured: then every micro-batch fits.
-    """
-
-    def __init__(self, *, limit_bytes: int, base_bytes: int) -> None:
-        self.bytes_per_example: float | None = None
-        self.is_relieved = False
-        self._limit_bytes = limit_bytes
-        self.base_bytes = base_bytes
-        self._failed_at = 0
-        self._fits: tuple[float | None, int | None] = (None, None)
-
-    @property
-    def line(self) -> Line | None:
-        if self.bytes_per_example is None:
-            return None
-        return Line(base=float(self.base_bytes), each=self.bytes_per_example)
-
-    def begin_round(self, bytes_per_example: float | None) -> None:
-        """Be as at the start, where an example takes so many bytes."""
-        self.bytes_per_example, self.is_relieved, self._failed_at = bytes_per_example, False, 0
-
-    def limit_bytes(self) -> int | None:
-        return self._limit_bytes
-
-    def fitting(self, num_examples: int) -> int | None:
-        """See ``client.training.context.Memory``; by the rule of a process (``headwater.client.memory.peak_model.peak_model``)."""
-        each = self.bytes_per_example
-        if each != self._fits[0]:  # asked before each micro-batch, and the line hardly ever moves
-            self._fits = each, self._fitting()
-        return self._fits[1]
-
-    def _fitting(self) -> int | None:
-        line = self.line
-        if line is None:
-            return None
-        known = PeakModel(
-            line=line, least_each=line.each, largest_size=1, rest_bytes=self.base_bytes
-        )
-        return known.fitting(self._limit_bytes * GUARD_SHARE)
-
-    def begin(self, num_examples: int) -> None:
-        """Take note that a micro-batch of this size begins.
-
-        Raises:
-            MemoryError: it would cross the limit.
-        """
-        peak_bytes = self._peak_bytes(num_examples)
-        if peak_bytes > self._limit_bytes:
-            self._failed_at = max(self._failed_at, peak_bytes)
-            raise MemoryError(
-                f"{num_examples} examples take {peak_bytes / MIB:.1f} MiB of a simulated limit of "
-                f"{self._limit_bytes / MIB:.1f}"
-            )
-
-    def end(self, num_examples: int) -> int:
-        """Return the peak of the micro-batch, or that of one that failed before, which is more."""
-        peak_bytes = max(self._peak_bytes(num_examples), self._failed_at)
-        self._failed_at = 0
-        return peak_bytes
-
-    def relieve(self, bytes_per_example: float | None) -> None:
-        self.is_relieved = True
-        if self.bytes_per_example is not None and bytes_per_example is not None:
-            self.bytes_per_example = min(self.bytes_per_example, bytes_per_example)
-
-    def _peak_bytes(self, num_examples: int) -> int:
-        return int(self.base_bytes + (self.bytes_per_example or 0.0) * num_examples)
-
-
-UNRESTRAINED, ON_BATTERY = TimeShare(), Vitals(is_on_battery=True)
-
-
-@functools.lru_cache(maxsize=MAX_OPEN_DATASETS)
-def _vitals(
-    limit_bytes: int, line: Line | None, is_on_battery: bool | None, rate: float, share: float
-) -> Vitals:
-    """Return what a device tells of itself: the same object as long as it is the same."""
-    return Vitals(
-        memory_limit_bytes=limit_bytes,
-        base_bytes=None if line is None else int(line.base),
-        bytes_per_example=None if line is None else line.each,
-        is_on_battery=is_on_battery,
-        upload_bytes_per_second=rate,
-        download_bytes_per_second=rate,
-        share=share,
-    )
-
-
-class SimulatedMachine:
-    """A device's hardware in one round: virtual clock and memory, and perhaps a battery."""
+class VirtualHardware:
+    """Implements ``client.device.interfaces.Hardware`` for one simulated device in one round."""
 
     def __init__(
         self,
@@ -186,46 +91,46 @@ class SimulatedMachine:
         *,
         jitter_seed: int = 0,
         is_on_battery: bool = False,
-        chosen: settings.ClientSettings | None = None,
+        client_settings: ClientSettings | None = None,
     ) -> None:
-        """Take what was drawn of the device, and its owner's settings."""
+        """Take the device's figures, the random draws of the round, and its owner's settings."""
         self._device = device
         self._num_parameters = num_parameters
         self._is_on_battery = is_on_battery
         self._vitals: tuple[float | None, Vitals] | None = None
-        self._chosen = chosen or settings.ClientSettings()
+        self._client_settings = client_settings or ClientSettings()
         self.memory = VirtualMemory(
             limit_bytes=device.memory_bytes,
             base_bytes=IDLE_BYTES + 2 * 4 * num_parameters,
         )
         self.clock = VirtualClock(
-            self.timing(),
+            self.constant_speed(),
             Jitter(device.jitter, jitter_seed) if device.jitter else None,
             transfer_seconds=self.transfer_seconds,
-            slowed=lambda: CHECKPOINTED_SECONDS if self.memory.is_relieved else 1.0,
+            slowdown=lambda: CHECKPOINTING_SLOWDOWN if self.memory.uses_checkpointing else 1.0,
         )
 
     def begin_round(self, bytes_per_example: float | None) -> None:
-        """Be as at the start of a round, where an example takes so many bytes.
+        """Reset to the state at a round's start, with this many bytes per example.
 
-        For a steady machine: of another the jitter of the round would be another's.
+        Only for a device without jitter: its draws belong to one round.
         """
         self.clock.begin_round()
         self.memory.begin_round(bytes_per_example)
 
     @property
     def is_steady(self) -> bool:
-        """Whether a micro-batch of a size takes as long each time."""
+        """Whether a micro-batch of a given size always takes the same time."""
         return self._device.jitter == 0
 
     @property
     def on_battery(self) -> float:
-        """The share of rounds in which it has no mains."""
+        """The share of rounds in which the device runs on its battery."""
         return self._device.on_battery
 
     @property
     def transfer_seconds(self) -> float:
-        """What the model takes to come and the update to go."""
+        """The seconds in which the model arrives and the update leaves."""
         return 2 * 4 * self._num_parameters / self._device.upload_bytes_per_second
 
     def cores(self) -> float:
@@ -235,31 +140,31 @@ class SimulatedMachine:
         each = self.memory.bytes_per_example
         if self._vitals is not None and self._vitals[0] == each:
             return self._vitals[1]
-        # A device that is never on battery has none, and no sensor that would say so.
-        is_on_battery = self._is_on_battery if self._device.on_battery else None
-        line, share = self.memory.line, self.restraint().share
+        # A device that is never on battery has no battery sensor, and reports None.
+        battery = self._is_on_battery if self._device.on_battery else None
+        line, share = self.memory.line, self.time_share().share
         limit, rate = self._device.memory_bytes, self._device.upload_bytes_per_second
-        told = _vitals(limit, line, is_on_battery, rate, share)
-        self._vitals = each, told
-        return told
+        vitals = _vitals(limit, line, battery, rate, share)
+        self._vitals = each, vitals
+        return vitals
 
-    def restraint(self) -> TimeShare:
+    def time_share(self) -> TimeShare:
         if not self._is_on_battery:
-            return UNRESTRAINED
-        return time_share(ON_BATTERY, self._chosen)
+            return FULL_TIME
+        return time_share(ON_BATTERY, self._client_settings)
 
-    def speed(self, place: TrainingContext) -> Speed:
-        """Look up the line of seconds, and count what an example more takes if that is not known.
+    def speed(self, probe: SpeedProbe) -> Speed:
+        """Return the profile's speed; count the bytes per example first if they are unknown.
 
         Raises:
-            TaskFailed: none of the first examples can be trained on.
+            TaskFailed: the task fails on each of the first examples.
         """
         if self.memory.bytes_per_example is None:
-            self.memory.bytes_per_example = _activation_bytes(place) * WORKING_FACTOR
-        return self.timing()
+            self.memory.bytes_per_example = _activation_bytes(probe) * WORKING_FACTOR
+        return self.constant_speed()
 
-    def timing(self) -> Speed:
-        """Return the line of seconds."""
+    def constant_speed(self) -> Speed:
+        """Return the device's speed without jitter and slowdown."""
         device = self._device
         dispatch, rate = device.micro_batch_seconds, device.examples_per_second
         if dispatch is None:
@@ -272,70 +177,85 @@ class SimulatedMachine:
         )
 
 
-_counted: dict[tuple[object, ...], float] = {}
-
-
-def _activation_bytes(place: TrainingContext) -> float:
-    """Count what autograd keeps of an example, once for all devices whose first two are alike."""
-    num_examples = len(place.examples)
-    second = max(num_examples // MAX_EXAMPLES, 1)
-    some = (0, second) if second < num_examples else (0,)
-    try:
-        rows = [
-            split_batch(batch_of(place.task, place.examples, part))[0] for part in (some[:1], some)
-        ]
-    except UnsupportedBatch:
-        return activation_bytes(place)
-    shapes = tuple((row.shape, row.dtype) for batch in rows for row in batch)
-    key = (id(place.task), id(place.image), shapes)
-    if key not in _counted:
-        _counted[key] = activation_bytes(place)
-    return _counted[key]
-
-
-def simulated_machine(identity: Identity, settings: Settings, layout: ModelLayout) -> Hardware:
-    """Return the hardware of a simulated device, in the round that the grid is at."""
-    part, number = identity.part, round_now()
-    return machine_of(
-        identity,
-        settings,
-        layout,
-        is_on_battery=is_on_battery(settings, part, round_number=number),
-        jitter_seed=(
-            jitter_seed(settings, part, round_number=number)
-            if device_of(settings, part).jitter
-            else 0
-        ),
-        slow=slowed(faults_of(settings), moment_of(settings, part, round_number=number)),
+@functools.lru_cache(maxsize=MAX_OPEN_DATASETS)
+def _vitals(
+    limit_bytes: int, line: Line | None, is_on_battery: bool | None, rate: float, share: float
+) -> Vitals:
+    """Return a device's vitals: the same object for equal arguments."""
+    return Vitals(
+        memory_limit_bytes=limit_bytes,
+        base_bytes=None if line is None else int(line.base),
+        bytes_per_example=None if line is None else line.each,
+        is_on_battery=is_on_battery,
+        upload_bytes_per_second=rate,
+        download_bytes_per_second=rate,
+        share=share,
     )
 
 
-def machine_of(
+_activation_bytes_of_shapes: dict[tuple[object, ...], float] = {}
+
+
+def _activation_bytes(probe: SpeedProbe) -> float:
+    """Return the bytes that autograd keeps per example: counted once per shape of two examples."""
+    num_examples = len(probe.examples)
+    second = max(num_examples // MAX_EXAMPLES, 1)
+    positions = (0, second) if second < num_examples else (0,)
+    try:
+        batches = [
+            split_batch(batch_of(probe.task, probe.examples, some))[0]
+            for some in (positions[:1], positions)
+        ]
+    except UnsupportedBatch:
+        return probe.activation_bytes()
+    shapes = tuple((tensor.shape, tensor.dtype) for batch in batches for tensor in batch)
+    key = (id(probe.task), id(probe.image), shapes)
+    if key not in _activation_bytes_of_shapes:
+        _activation_bytes_of_shapes[key] = probe.activation_bytes()
+    return _activation_bytes_of_shapes[key]
+
+
+def virtual_hardware(identity: Identity, settings: Settings, layout: ModelLayout) -> Hardware:
+    """Return a simulated device's hardware in the round of ``random_events.round_now``."""
+    fleet, part, number = fleet_spec(settings), identity.part, round_now()
+    has_jitter = fleet.device(part).jitter > 0
+    return build_hardware(
+        identity,
+        settings,
+        layout,
+        is_on_battery=is_on_battery(fleet, part, round_number=number),
+        jitter_seed=jitter_seed(fleet, part, round_number=number) if has_jitter else 0,
+        slowdown=link_slowdown(fleet.faults, fleet.moment(part, round_number=number)),
+    )
+
+
+def build_hardware(
     identity: Identity,
     settings: Settings,
     layout: ModelLayout,
     *,
     is_on_battery: bool,
     jitter_seed: int = 0,
-    slow: float = 1.0,
-) -> SimulatedMachine:
-    """Return a device's hardware in a round of which that was drawn.
+    slowdown: float = 1.0,
+) -> VirtualHardware:
+    """Return a device's hardware with the random draws of a round.
 
-    ``slow`` is how many times as slow its link is.
+    ``slowdown`` is how many times as long a transfer takes.
     """
-    device = slowed_down = device_of(settings, identity.part)
-    if slow != 1:
-        rate = device.upload_bytes_per_second / slow
-        slowed_down = replace(device, upload_bytes_per_second=rate)
-    machine = SimulatedMachine(
-        slowed_down,
+    device = fleet_spec(settings).device(identity.part)
+    current = device
+    if slowdown != 1:
+        rate = device.upload_bytes_per_second / slowdown
+        current = replace(device, upload_bytes_per_second=rate)
+    hardware = VirtualHardware(
+        current,
         layout.num_parameters,
         jitter_seed=jitter_seed,
         is_on_battery=is_on_battery,
-        chosen=settings.client,
+        client_settings=settings.client,
     )
-    assert settings.task is not None  # the app has it loaded
-    machine.memory.bytes_per_example = _bytes_per_example(
+    assert settings.task is not None  # the app has loaded it
+    hardware.memory.bytes_per_example = _bytes_per_example(
         device,
         layout.num_parameters,
         identity,
@@ -343,7 +263,7 @@ def machine_of(
         settings.model.replace_batch_norm,
         settings.check_task,
     )
-    return machine
+    return hardware
 
 
 @functools.lru_cache(maxsize=MAX_OPEN_DATASETS)
@@ -355,14 +275,14 @@ def _bytes_per_example(
     replace_batch_norm: bool,
     check_task: bool,
 ) -> float | None:
-    """Return what an example more takes, by the device's first ones; None if none of them works.
+    """Return the bytes of one more example, by the device's first ones; None if all of them fail.
 
-    Counted and not measured, so it is the same on every machine; once a device and process.
+    Counted and not measured, so it is the same on every machine; once per device and process.
     """
-    machine = SimulatedMachine(device, num_parameters)
-    resident = trainer_of(task, replace_batch_norm=replace_batch_norm, check_task=check_task)
+    hardware = VirtualHardware(device, num_parameters)
+    trainer = trainer_of(task, replace_batch_norm=replace_batch_norm, check_task=check_task)
     try:
-        resident.measure(identity, machine)
+        trainer.measure(identity, hardware)
     except TaskFailed:
         return None
-    return machine.memory.bytes_per_example
+    return hardware.memory.bytes_per_example

@@ -96,7 +96,7 @@ class OneRoundAtATime:
                 name=str(part),
                 clock=MonotonicClock(),
                 memory=self._memory,
-                stop=lambda: False,
+                should_stop=lambda: False,
             )
             update = train_round(plan, self.window(part, client, round_number), place)
             self._sum.check(update.values_P, name=str(part))

@@ -25,7 +25,7 @@ from headwater.common.messages import Plan
 from headwater.common.task import Task
 from tests import reference
 from tests.laws.architectures import ARCHITECTURES, NUM_EXAMPLES
-from tests.workplaces import FakeMemory, workplace
+from tests.training_contexts import FakeMemory, workplace
 
 RELATIVE = 1e-6
 
@@ -79,7 +79,7 @@ def test_what_is_sent_is_the_gradient_of_a_beginning_of_the_window(
     part = window(
         SamplerPosition(),
         quota=quota,
-        num_more=asked.most_examples - quota,
+        num_more=asked.max_examples - quota,
         run_seed=0,
         name="pi",
         num_examples=NUM_EXAMPLES,
@@ -95,7 +95,7 @@ def test_what_is_sent_is_the_gradient_of_a_beginning_of_the_window(
     gap = float((update.values_P.double() - exact_P).norm())
     assert gap <= RELATIVE * float(exact_P.norm())
     assert update.report.weight == sum(step.weight for step in update.report.steps)
-    assert update.report.num_examples <= asked.most_examples
+    assert update.report.num_examples <= asked.max_examples
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

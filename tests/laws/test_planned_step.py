@@ -148,7 +148,7 @@ class PlannedRound:
                 name=name,
                 clock=MonotonicClock(),
                 memory=self._memory,
-                stop=lambda: False,
+                should_stop=lambda: False,
             )
             update = train_round(plan, self.window(told), place)
             # No window is cut short: the planner knows what the epoch has left.

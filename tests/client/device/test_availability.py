@@ -12,17 +12,18 @@ from hypothesis import strategies as st
 
 from headwater.client.device.availability import (
     LEAD_SECONDS,
-    MOST_LEAD_SECONDS,
+    MAX_LEAD_SECONDS,
     ROUND_SLACK_BYTES,
-    Absence,
+    Availability,
     away_by_bytes,
     away_by_hours,
     lead_seconds,
     why_away,
 )
-from headwater.client.device.byte_quota import Allowance
+from headwater.client.device.byte_quota import ByteQuota
 from headwater.common.errors import BytesUsedUp, OutsideUploadWindow, SettingsError, WorkingHours
-from headwater.common.settings.schema import ClientSettings, load
+from headwater.common.settings.schema import ClientSettings
+from headwater.common.settings.sources import load
 from headwater.common.settings.weekly_hours import wall_of
 
 BERLIN = ZoneInfo("Europe/Berlin")
@@ -92,7 +93,7 @@ def test_before_its_hours_end_a_device_stops_early_enough_to_send() -> None:
 def test_hours_that_leave_no_time_at_all_are_an_error() -> None:
     never = ClientSettings(upload_window="10:00-12:00", working_hours="09:00-17:00")
     with pytest.raises(SettingsError, match="leave this device no time"):
-        Absence(never, name="pi", image_bytes=8, vector_bytes=8, now=lambda: at("20 12:00"))
+        Availability(never, name="pi", image_bytes=8, vector_bytes=8, now=lambda: at("20 12:00"))
 
 
 @settings(deadline=None)
@@ -123,7 +124,7 @@ def test_what_is_remembered_of_the_hours_is_what_would_be_found_anew(
 ) -> None:
     clock = [dt.datetime(2026, 3, 28, 12, tzinfo=dt.UTC)]
     both = ClientSettings(upload_window="22:00-06:30", working_hours="Sun 02:30-05:00")
-    absence = Absence(
+    absence = Availability(
         both, name="pi", image_bytes=8, vector_bytes=8, now=lambda: clock[0], zone=BERLIN
     )
     for step in seconds:
@@ -136,7 +137,7 @@ def test_what_is_remembered_of_the_hours_is_what_would_be_found_anew(
 def test_the_lead_grows_with_the_upload_and_has_an_end() -> None:
     assert lead_seconds(40_000_000, None) == LEAD_SECONDS
     assert lead_seconds(40_000_000, 200_000.0) == LEAD_SECONDS + 2 * 200
-    assert lead_seconds(40_000_000, 1.0) == MOST_LEAD_SECONDS
+    assert lead_seconds(40_000_000, 1.0) == MAX_LEAD_SECONDS
 
 
 @pytest.mark.parametrize(
@@ -145,7 +146,7 @@ def test_the_lead_grows_with_the_upload_and_has_an_end() -> None:
 def test_a_round_is_begun_only_if_the_bytes_of_the_day_suffice(
     tmp_path: Path, used: int, is_away: bool
 ) -> None:
-    allowance = Allowance(tmp_path / "bytes.json", bytes_per_day=1000)
+    allowance = ByteQuota(tmp_path / "bytes.json", bytes_per_day=1000)
     allowance.count(dt.date(2026, 11, 21), used)
     away = away_by_bytes(allowance, at("21 23:00"), needed=700, zone=BERLIN)
     assert (away is not None) == is_away
@@ -167,7 +168,7 @@ def test_the_day_ends_when_the_clock_on_the_wall_says_so(
 ) -> None:
     place = ZoneInfo(zone)
     instant = dt.datetime.fromisoformat(now).replace(tzinfo=place)
-    allowance = Allowance(tmp_path / "bytes.json", bytes_per_day=1)
+    allowance = ByteQuota(tmp_path / "bytes.json", bytes_per_day=1)
     allowance.count(instant.date(), 1)
     away = away_by_bytes(allowance, instant, needed=1, zone=place)
     assert away is not None
@@ -182,20 +183,20 @@ def test_a_day_that_has_no_room_for_a_round_is_an_error(tmp_path: Path) -> None:
     for bytes_per_day in (least, least - 1):
         chosen = ClientSettings(bytes_per_day=bytes_per_day, state=tmp_path)
         if bytes_per_day == least:
-            assert Absence(chosen, name="pi", image_bytes=200, vector_bytes=200).is_set
+            assert Availability(chosen, name="pi", image_bytes=200, vector_bytes=200).is_set
         else:
             with pytest.raises(SettingsError, match="one round of this model takes up to 65,936"):
-                Absence(chosen, name="pi", image_bytes=200, vector_bytes=200)
+                Availability(chosen, name="pi", image_bytes=200, vector_bytes=200)
 
 
 def test_without_settings_a_device_is_never_away(tmp_path: Path) -> None:
-    absence = Absence(
+    absence = Availability(
         ClientSettings(state=tmp_path), name="pi", image_bytes=10**9, vector_bytes=10**9
     )
     absence.count(2**50)
     absence.write()
     assert not absence.is_set
-    assert absence.by_hours(lead=MOST_LEAD_SECONDS) is None
+    assert absence.by_hours(lead=MAX_LEAD_SECONDS) is None
     assert absence.by_bytes(absence.round_bytes) is None
     assert list(tmp_path.iterdir()) == []
 

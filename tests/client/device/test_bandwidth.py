@@ -11,25 +11,33 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headwater.client.app import app
-from headwater.client.device.bandwidth import DOWNLOAD, LATEST, TIMED_BYTES, UPLOAD, Link, link_in
+from headwater.client.device.bandwidth import (
+    DOWNLOAD,
+    LATEST,
+    TIMED_BYTES,
+    UPLOAD,
+    Bandwidth,
+    read_bandwidth,
+)
 from headwater.client.flower.node import Node
-from headwater.client.training.trainer import Identity, Resident
+from headwater.client.training.context import Identity
+from headwater.client.training.trainer import Trainer
 from headwater.common.messages import DescribeRequest, DeviceReport, Vitals
-from headwater.common.settings.schema import load
+from headwater.common.settings.sources import load
 
 MIB = 2**20
 
 
 def test_the_first_transfer_is_believed_and_a_later_one_by_half_in_seconds_per_byte() -> None:
-    link = Link().sent(4 * MIB, 2.0)
-    assert link == Link(upload_bytes_per_second=2 * MIB)
+    link = Bandwidth().sent(4 * MIB, 2.0)
+    assert link == Bandwidth(upload_bytes_per_second=2 * MIB)
     slower = link.sent(4 * MIB, 8.0)
     assert slower.upload_bytes_per_second == pytest.approx(MIB / (LATEST * 2 + (1 - LATEST) * 0.5))
 
 
 def test_each_way_has_its_own_rate() -> None:
-    link = Link().sent(MIB, 1.0).received(MIB, 0.25)
-    assert link == Link(upload_bytes_per_second=MIB, download_bytes_per_second=4 * MIB)
+    link = Bandwidth().sent(MIB, 1.0).received(MIB, 0.25)
+    assert link == Bandwidth(upload_bytes_per_second=MIB, download_bytes_per_second=4 * MIB)
 
 
 @pytest.mark.parametrize(
@@ -37,28 +45,28 @@ def test_each_way_has_its_own_rate() -> None:
     [(TIMED_BYTES - 1, 1.0), (0, 0.0), (MIB, -1.0), (MIB, math.nan), (MIB, math.inf)],
 )
 def test_what_cannot_be_timed_leaves_the_rate_as_it_was(num_bytes: int, seconds: float) -> None:
-    known = Link(upload_bytes_per_second=3.0, download_bytes_per_second=4.0)
-    for link in (Link(), known):
+    known = Bandwidth(upload_bytes_per_second=3.0, download_bytes_per_second=4.0)
+    for link in (Bandwidth(), known):
         assert link.sent(num_bytes, seconds) == link
         assert link.received(num_bytes, seconds) == link
 
 
 @given(st.lists(st.tuples(st.integers(0, 2**50), st.floats(0, 1e9)), max_size=10))
 def test_whatever_was_seen_makes_a_valid_report(transfers: list[tuple[int, float]]) -> None:
-    link = Link()
+    link = Bandwidth()
     for num_bytes, seconds in transfers:
         link = link.sent(num_bytes, seconds)
     Vitals(upload_bytes_per_second=link.upload_bytes_per_second)
-    assert link_in(link.as_config()) == link
+    assert read_bandwidth(link.as_config()) == link
 
 
 @pytest.mark.parametrize("absurd", [math.nan, math.inf, -1.0, 0.0, 1e300, "fast", True, 7])
 def test_a_configuration_that_makes_no_sense_tells_nothing(absurd: object) -> None:
-    assert link_in({UPLOAD: absurd, DOWNLOAD: absurd}) == Link()
+    assert read_bandwidth({UPLOAD: absurd, DOWNLOAD: absurd}) == Bandwidth()
 
 
-def described(node: Node, resident: Resident) -> Vitals:
-    layout = resident.image.layout
+def described(node: Node, trainer: Trainer) -> Vitals:
+    layout = trainer.image.layout
     request = DescribeRequest(
         run_seed=0,
         wants_speed=False,
@@ -78,12 +86,12 @@ def described(node: Node, resident: Resident) -> Vitals:
 def test_a_node_tells_the_rates_that_it_saw_and_nothing_before(tmp_path: Path) -> None:
     spec = "tests/tasks.py:TwoLayers"
     settings = load(None, {"task": spec, "check_task": False})
-    resident = Resident(spec, replace_batch_norm=False, check_task=False)
+    trainer = Trainer(spec, replace_batch_norm=False, check_task=False)
     identity = Identity(name="pi", data=None, part=0, num_parts=1)
-    node = Node(app, resident, identity, settings, tmp_path)
+    node = Node(app, trainer, identity, settings, tmp_path)
     node.enter(7)
-    before = described(node, resident)
+    before = described(node, trainer)
     assert (before.upload_bytes_per_second, before.download_bytes_per_second) == (None, None)
     node.link = node.link.sent(MIB, 0.5).received(MIB, 0.125)
-    after = described(node, resident)
+    after = described(node, trainer)
     assert (after.upload_bytes_per_second, after.download_bytes_per_second) == (2 * MIB, 8 * MIB)

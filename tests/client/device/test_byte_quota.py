@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headwater.client.device.byte_quota import MOST_DAYS, Allowance, counted
+from headwater.client.device.byte_quota import MAX_DAYS, ByteQuota, with_bytes_added
 from headwater.common.errors import StateError
 
 TODAY = dt.date(2026, 11, 21)
@@ -18,8 +18,8 @@ YESTERDAY = TODAY - dt.timedelta(days=1)
 BEFORE_NTP = dt.date(1970, 1, 1)
 
 
-def allowance(path: Path) -> Allowance:
-    return Allowance(path, bytes_per_day=1000)
+def allowance(path: Path) -> ByteQuota:
+    return ByteQuota(path, bytes_per_day=1000)
 
 
 def test_what_was_used_today_is_known_after_a_restart(tmp_path: Path) -> None:
@@ -56,9 +56,9 @@ def test_the_days_that_were_counted_on_last_are_kept(moved: list[tuple[dt.date, 
     days: dict[dt.date, int] = {}
     for day, num_bytes in moved:
         before = days.get(day, 0)
-        days = counted(days, day, num_bytes)
+        days = with_bytes_added(days, day, num_bytes)
         assert days[day] == before + num_bytes
-    last = list(dict.fromkeys(day for day, _ in reversed(moved)))[:MOST_DAYS]
+    last = list(dict.fromkeys(day for day, _ in reversed(moved)))[:MAX_DAYS]
     assert set(days) == set(last)
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from headwater.client.device.hardware import ThisMachine
-from headwater.client.training.context import Restraint
+from headwater.client.device.interfaces import TimeShare
+from headwater.client.training.probe import ExampleProbe
 from headwater.common.messages import Vitals
 from headwater.common.settings.schema import ClientSettings
 from tests.client.memory.test_limits import AVAILABLE, RESIDENT, machine
@@ -33,7 +34,7 @@ def test_a_device_tells_what_it_knows_and_leaves_out_what_it_does_not(tmp_path: 
 def test_a_device_that_was_measured_tells_its_line_and_foresees_by_it() -> None:
     device = ThisMachine(ClientSettings(memory_limit_bytes=2**40))
     assert device.memory.fitting(1) is None
-    speed = device.speed(workplace(examples(8)))
+    speed = device.speed(ExampleProbe(workplace(examples(8))))
     assert speed.seconds_per_example > 0
     told, line = device.vitals(), device.memory.line
     assert line is not None
@@ -52,7 +53,7 @@ def test_a_device_on_battery_gives_and_tells_the_share_of_its_settings(
     device = ThisMachine(ClientSettings(battery_share=0.25), root=machine(tmp_path, ON_BATTERY))
     with caplog.at_level(logging.INFO):
         for _ in range(3):
-            assert device.restraint() == Restraint(share=0.25, reason="on battery")
+            assert device.time_share() == TimeShare(share=0.25, reason="on battery")
     told = device.vitals()
     assert (told.share, told.battery, told.is_on_battery) == (0.25, 0.4, True)
     assert caplog.messages == ["this device gives 25 % of its time, on battery"]

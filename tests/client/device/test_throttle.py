@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headwater.client.device.throttle import restraint
-from headwater.client.training.context import Restraint
+from headwater.client.device.interfaces import TimeShare
+from headwater.client.device.throttle import time_share
 from headwater.common.messages import Vitals
 from headwater.common.settings.schema import ClientSettings
 
@@ -21,30 +21,30 @@ CHOSEN = ClientSettings(
 @pytest.mark.parametrize(
     ("vitals", "expected"),
     [
-        (Vitals(), Restraint()),
-        (Vitals(is_on_battery=True), Restraint(share=0.5, reason="on battery")),
-        (Vitals(is_on_battery=False, battery=0.01), Restraint()),
-        (Vitals(temperature_celsius=80), Restraint(share=0.25, reason="hot")),
-        (Vitals(temperature_celsius=79.9), Restraint()),
-        (Vitals(is_throttled=True), Restraint(share=0.25, reason="throttled")),
-        (Vitals(is_throttled=False), Restraint()),
-        (Vitals(busy=0.75), Restraint(share=0.75, reason="busy")),
-        (Vitals(busy=0.74), Restraint()),
+        (Vitals(), TimeShare()),
+        (Vitals(is_on_battery=True), TimeShare(share=0.5, reason="on battery")),
+        (Vitals(is_on_battery=False, battery=0.01), TimeShare()),
+        (Vitals(temperature_celsius=80), TimeShare(share=0.25, reason="hot")),
+        (Vitals(temperature_celsius=79.9), TimeShare()),
+        (Vitals(is_throttled=True), TimeShare(share=0.25, reason="throttled")),
+        (Vitals(is_throttled=False), TimeShare()),
+        (Vitals(busy=0.75), TimeShare(share=0.75, reason="busy")),
+        (Vitals(busy=0.74), TimeShare()),
     ],
 )
-def test_each_sensor_restrains_by_its_own_setting(vitals: Vitals, expected: Restraint) -> None:
-    assert restraint(vitals, CHOSEN) == expected
+def test_each_sensor_restrains_by_its_own_setting(vitals: Vitals, expected: TimeShare) -> None:
+    assert time_share(vitals, CHOSEN) == expected
 
 
 def test_of_several_the_least_share_counts() -> None:
     vitals = Vitals(is_on_battery=True, temperature_celsius=90, is_throttled=True, busy=1.0)
-    assert restraint(vitals, CHOSEN) == Restraint(share=0.25, reason="hot")
+    assert time_share(vitals, CHOSEN) == TimeShare(share=0.25, reason="hot")
 
 
 def test_a_share_of_one_is_no_restraint() -> None:
     chosen = ClientSettings(battery_share=1.0, hot_share=1.0, busy_share=1.0)
     vitals = Vitals(is_on_battery=True, temperature_celsius=90, is_throttled=True, busy=1.0)
-    assert restraint(vitals, chosen) == Restraint()
+    assert time_share(vitals, chosen) == TimeShare()
 
 
 WORK = ClientSettings(working_hours="09:00-17:00", working_share=0.25, battery_share=0.5)
@@ -53,18 +53,18 @@ WORK = ClientSettings(working_hours="09:00-17:00", working_share=0.25, battery_s
 @pytest.mark.parametrize(
     ("hour", "chosen", "expected"),
     [
-        (12, WORK, Restraint(share=0.25, reason="working hours")),
-        (17, WORK, Restraint()),
-        (12, ClientSettings(working_hours="09:00-17:00", working_share=1.0), Restraint()),
+        (12, WORK, TimeShare(share=0.25, reason="working hours")),
+        (17, WORK, TimeShare()),
+        (12, ClientSettings(working_hours="09:00-17:00", working_share=1.0), TimeShare()),
         # It is away then, and gives nothing that could be told.
-        (12, ClientSettings(working_hours="09:00-17:00"), Restraint()),
+        (12, ClientSettings(working_hours="09:00-17:00"), TimeShare()),
     ],
 )
 def test_working_hours_restrain_where_the_device_stays(
-    hour: int, chosen: ClientSettings, expected: Restraint
+    hour: int, chosen: ClientSettings, expected: TimeShare
 ) -> None:
     wall = dt.datetime(2026, 11, 20, hour)
-    assert restraint(Vitals(), chosen, wall=wall) == expected
+    assert time_share(Vitals(), chosen, wall=wall) == expected
 
 
 @given(
@@ -83,6 +83,6 @@ def test_working_hours_restrain_where_the_device_stays(
     ),
 )
 def test_the_share_is_one_of_the_settings_or_all(vitals: Vitals, chosen: ClientSettings) -> None:
-    found = restraint(vitals, chosen)
+    found = time_share(vitals, chosen)
     assert found.share in {1.0, chosen.battery_share, chosen.hot_share, chosen.busy_share}
     assert (found.share == 1.0) == (found.reason == "quota")

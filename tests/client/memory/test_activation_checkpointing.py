@@ -20,8 +20,8 @@ from headwater.client.memory.activation_checkpointing import (
     switch_off,
     switch_on,
 )
+from headwater.client.memory.peak_model import WORKING_FACTOR
 from headwater.client.memory.recompute import Pass
-from headwater.client.training.probe_fit import WORKING_FACTOR
 from headwater.common.errors import TaskError
 from tests.processes import ROOT
 
@@ -366,7 +366,7 @@ import json, sys
 import torch
 from torch import nn
 from headwater.client.memory.activation_checkpointing import switch_on
-from headwater.client.memory.peak_model import PeakMemory
+from headwater.client.memory.peak_model import PeakMeter
 from headwater.common.system.heap import keep_mmap_threshold
 
 torch.set_num_threads(1)
@@ -379,7 +379,7 @@ model(inputs[:1]).sum().backward()
 model.zero_grad()
 if sys.argv[1] == "on":
     switch_on(model)
-peak = PeakMemory()
+peak = PeakMeter()
 before = peak.peak_bytes()
 model(inputs).square().sum().backward()
 has_dynamo = "torch._dynamo" in sys.modules

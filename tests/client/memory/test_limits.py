@@ -8,7 +8,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from headwater.client.memory.limits import READ_EVERY_SECONDS, Limit, MemoryLimits, usable_cores
+from headwater.client.memory.limits import (
+    READ_EVERY_SECONDS,
+    MemoryLimit,
+    MemoryLimits,
+    usable_cores,
+)
 from tests.machines import write
 
 MIB = 2**20
@@ -129,19 +134,19 @@ def test_a_limit_stays_where_it_is_when_the_process_grows(tmp_path: Path) -> Non
 def test_the_owner_s_limit_counts_if_it_is_the_lowest(
     tmp_path: Path, own_bytes: int, least: int
 ) -> None:
-    assert MemoryLimits(own_bytes, root=machine(tmp_path)).least_bytes() == least
+    assert MemoryLimits(own_bytes, root=machine(tmp_path)).lowest_bytes() == least
 
 
 def test_a_lowered_limit_is_seen_soon_and_read_no_oftener_than_that(tmp_path: Path) -> None:
     now = [0.0]
     root = machine(tmp_path)
     limits = MemoryLimits(root=root, seconds=lambda: now[0])
-    assert limits.least() == Limit(num_bytes=AVAILABLE + RESIDENT, source="machine")
+    assert limits.lowest() == MemoryLimit(num_bytes=AVAILABLE + RESIDENT, source="machine")
     machine(root, {"proc/meminfo": "MemAvailable: 1024 kB\n"})
     now[0] = 0.9 * READ_EVERY_SECONDS
-    assert limits.least_bytes() == AVAILABLE + RESIDENT
+    assert limits.lowest_bytes() == AVAILABLE + RESIDENT
     now[0] = READ_EVERY_SECONDS
-    assert limits.least_bytes() == MIB + RESIDENT
+    assert limits.lowest_bytes() == MIB + RESIDENT
 
 
 def test_where_reading_takes_long_the_limits_are_read_less_often(tmp_path: Path) -> None:
@@ -154,16 +159,16 @@ def test_where_reading_takes_long_the_limits_are_read_less_often(tmp_path: Path)
 
     root = machine(tmp_path)
     limits = MemoryLimits(root=root, seconds=seconds)
-    limits.least()
+    limits.lowest()
     machine(root, {"proc/meminfo": "MemAvailable: 1024 kB\n"})
     looks = 0
-    while limits.least_bytes() != MIB + RESIDENT:
+    while limits.lowest_bytes() != MIB + RESIDENT:
         looks += 1
     assert looks == pytest.approx(50, abs=2)
 
 
 def test_this_machine_has_a_limit_within_its_memory() -> None:
-    assert 0 < MemoryLimits().least_bytes() <= psutil.virtual_memory().total
+    assert 0 < MemoryLimits().lowest_bytes() <= psutil.virtual_memory().total
 
 
 @pytest.mark.parametrize(

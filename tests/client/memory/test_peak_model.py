@@ -15,8 +15,8 @@ from headwater.client.memory.peak_model import (
     GUARD_SHARE,
     NOISE_BYTES,
     RELAXED,
-    PeakLine,
-    PeakMemory,
+    PeakMeter,
+    PeakModel,
     ProcessMemory,
     is_allocation_failure,
     resident_bytes,
@@ -29,8 +29,8 @@ MIB = 2**20
 
 def peaks(
     *, base: float = 300 * MIB, each: float = MIB, largest_size: int = 64, surplus: float = 0
-) -> PeakLine:
-    return PeakLine(
+) -> PeakModel:
+    return PeakModel(
         line=Line(base=base, each=each),
         least_each=each / 2,
         largest_size=largest_size,
@@ -44,7 +44,7 @@ def peaks(
 
 def test_the_peak_is_what_was_held_at_once_and_a_reset_forgets_it() -> None:
     size = 64 * MIB
-    peak = PeakMemory()
+    peak = PeakMeter()
     before = peak.peak_bytes()
     held = torch.ones(size // 4)
     del held

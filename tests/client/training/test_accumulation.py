@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from headwater.client.training.micro_batches import cut
+from headwater.client.training.micro_batches import split
 from headwater.common.errors import EmptyUpdate, TaskError
 from tests.tasks import (
     HUGE_GRADIENT,
@@ -23,7 +23,7 @@ from tests.tasks import (
     TwoLayers,
     examples,
 )
-from tests.workplaces import plan, sums, trained, workplace
+from tests.training_contexts import plan, sums, trained, workplace
 
 
 @settings(deadline=None, max_examples=40)
@@ -99,7 +99,7 @@ class RaisesAlone(TwoLayers):
 def test_a_task_that_raises_during_the_search_for_a_nan_loses_no_other_micro_batch() -> None:
     place = workplace(RaisesAlone(), examples(8, kinds=[NAN_LOSS]))
     update = trained(place, plan(8, 4))
-    assert set(cut(range(8), 4)[1]) <= set(range(8))
+    assert set(split(range(8), 4)[1]) <= set(range(8))
     assert update.report.num_examples + update.report.num_refused == 8
     # Of the first micro-batch only {2, 3} can be tried apart; 0 and 1 fail alone.
     assert torch.equal(update.values_P, sums(place, range(2, 8)))

@@ -1,37 +1,86 @@
-"""Trying a task on real examples, one by one, before anything is summed."""
+"""``backward`` adds the gradients that ``Tensor.backward`` adds, to the bit."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import torch
+from torch import Tensor, nn
 
-from headwater.client.training.gradient_pass import check_works
-from headwater.common.errors import OutOfMemory, TaskFailed, travelling
-from tests.tasks import RAISES_BACKWARD, RAISES_FORWARD, TwoLayers, examples
-from tests.workplaces import plan, whole, workplace
-
-
-def test_check_works_shows_the_exception_of_a_task_that_fails_on_all() -> None:
-    data = examples(3, kinds=[RAISES_FORWARD] * 3)
-    with pytest.raises(TaskFailed, match="all of 3 examples failed: ValueError: a value"):
-        check_works(plan(3, 1), whole(data, 3), workplace(TwoLayers(), data))
+from headwater.client.training import gradient_pass
+from headwater.client.training.gradient_pass import InvalidGradients, backward
 
 
-def test_check_works_passes_over_examples_that_fail_where_others_work() -> None:
-    data = examples(3, kinds=[RAISES_FORWARD, RAISES_BACKWARD])
-    place = workplace(TwoLayers(), data)
-    check_works(plan(3, 1), whole(data, 3), place)
-    assert not place.accumulator.values_P.any()
+def model(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    made = nn.Sequential(nn.Linear(7, 9), nn.Tanh(), nn.Dropout(0.3), nn.Linear(9, 3))
+    for parameter in made.parameters():
+        parameter.grad = torch.full_like(parameter, 0.125)
+    return made
 
 
-def test_check_works_says_when_one_example_does_not_fit() -> None:
-    data = examples(3)
-    with pytest.raises(OutOfMemory, match="pi: one example alone"):
-        check_works(plan(3, 1), whole(data, 3), workplace(TwoLayers(max_micro_batch=0), data))
+def loss_of(one: nn.Module) -> Tensor:
+    torch.manual_seed(5)
+    loss: Tensor = one(torch.randn(4, 7)).square().sum()
+    return loss
 
 
-def test_what_the_exception_of_a_task_says_stays_on_the_device() -> None:
-    data = examples(1, kinds=[RAISES_FORWARD])
-    with pytest.raises(TaskFailed) as caught:
-        check_works(plan(1, 1), whole(data, 1), workplace(TwoLayers(), data))
-    assert "a value" in str(caught.value)
-    assert "a value" not in "".join(travelling(caught.value))
+def gradients(one: nn.Module) -> list[Tensor | None]:
+    return [parameter.grad for parameter in one.parameters()]
+
+
+def test_its_gradients_equal_those_of_tensor_backward() -> None:
+    ours, public = model(1), model(1)
+    before = gradients(ours)
+    backward(loss_of(ours))
+    loss_of(public).backward()  # type: ignore[no-untyped-call]
+    for one, other in zip(gradients(ours), gradients(public), strict=True):
+        assert one is not None
+        assert other is not None
+        assert torch.equal(one, other)
+    assert all(a is b for a, b in zip(gradients(ours), before, strict=True))  # added in place
+
+
+def test_the_graph_is_freed_after_the_pass() -> None:
+    loss = loss_of(model(1))
+    backward(loss)
+    with pytest.raises(InvalidGradients, match="second time"):
+        backward(loss)
+
+
+def test_a_loss_without_a_graph_is_refused() -> None:
+    with pytest.raises(InvalidGradients, match="does not require grad"):
+        backward(torch.ones(()))
+
+
+def test_a_float64_loss_uses_tensor_backward() -> None:
+    leaf = torch.tensor([2.0, 3.0], dtype=torch.float64, requires_grad=True)
+    backward((leaf * leaf).sum())
+    assert leaf.grad is not None
+    assert leaf.grad.tolist() == [4.0, 6.0]
+
+
+@pytest.mark.parametrize("does", ["raises", "adds nothing"])
+def test_tensor_backward_is_used_if_the_engine_differs(
+    does: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def other(*args: Any, **kwargs: Any) -> None:
+        if does == "raises":
+            raise TypeError("run_backward() got an unexpected keyword argument")
+
+    class Engine:
+        run_backward = staticmethod(other)
+
+    engine = torch.autograd.Variable._execution_engine
+    monkeypatch.setattr(torch.autograd.Variable, "_execution_engine", Engine)
+    gradient_pass._autograd_engine.cache_clear()
+    leaf = torch.tensor([2.0, 3.0], requires_grad=True)
+    try:
+        assert gradient_pass._autograd_engine() is None
+        monkeypatch.setattr(torch.autograd.Variable, "_execution_engine", engine)
+        backward((leaf * leaf).sum())
+    finally:
+        gradient_pass._autograd_engine.cache_clear()
+    assert leaf.grad is not None
+    assert leaf.grad.tolist() == [4.0, 6.0]

@@ -14,19 +14,19 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from headwater.client.training.context import Workplace
-from headwater.client.training.local_update import train
-from headwater.client.training.micro_batches import Place, cut, window
+from headwater.client.training.context import TrainingContext
+from headwater.client.training.local_update import train_round
+from headwater.client.training.micro_batches import SamplerPosition, split, window
 from headwater.common.errors import BuffersChanged, NonFiniteUpdate, TaskError
 from tests.tasks import HUGE_GRADIENT, NAN_LOSS, TwoLayers, examples, gradient_sum
-from tests.workplaces import plan, sums, trained, workplace
+from tests.training_contexts import plan, sums, trained, workplace
 
 
 def test_a_window_at_the_end_of_an_epoch_says_so() -> None:
     data = examples(10)
     place = workplace(TwoLayers(), data)
-    short = window(Place(offset=8), quota=4, run_seed=0, name="pi", num_examples=10)
-    update = train(plan(4, 4), short, place)
+    short = window(SamplerPosition(offset=8), quota=4, run_seed=0, name="pi", num_examples=10)
+    update = train_round(plan(4, 4), short, place)
     assert (update.report.reason, update.report.num_examples) == ("epoch end", 2)
 
 
@@ -94,7 +94,7 @@ def test_a_buffer_that_training_changes_is_named(how: str) -> None:
         trained(workplace(WithCount(), examples(4)), plan(4, 2))
 
 
-def plain_sgd(place: Workplace, cuts: Sequence[Sequence[int]], rate: float) -> Tensor:
+def plain_sgd(place: TrainingContext, cuts: Sequence[Sequence[int]], rate: float) -> Tensor:
     """Take one step per cut on the mean of its gradients, in float64."""
     assert isinstance(place.examples, TensorDataset)
     values_P = place.image.values_P.double()
@@ -108,7 +108,7 @@ def plain_sgd(place: Workplace, cuts: Sequence[Sequence[int]], rate: float) -> T
 def test_local_steps_equal_a_plain_loop_of_sgd(size: int) -> None:
     place = workplace(TwoLayers(), examples(12))
     before_P = place.image.values_P.double().clone()
-    after_P = plain_sgd(place, cut(range(12), 4), 2.0**-6)
+    after_P = plain_sgd(place, split(range(12), 4), 2.0**-6)
     asked = plan(12, size, local_steps=3, local_learning_rate=2.0**-6)
     update = trained(place, asked)
     expected_P = 12 * (before_P - after_P)
@@ -154,7 +154,7 @@ def test_each_step_records_its_loss_norm_seconds_and_peak_memory() -> None:
     report = trained(place, plan(10, 4)).report
     summed: list[int] = []
     losses = []
-    for step, positions in zip(report.steps, cut(range(10), 4), strict=True):
+    for step, positions in zip(report.steps, split(range(10), 4), strict=True):
         summed += positions
         losses.append(step.loss * step.weight)
         norm = float(np.linalg.norm(sums(place, summed).double().numpy()))
@@ -168,10 +168,10 @@ def test_each_step_records_its_loss_norm_seconds_and_peak_memory() -> None:
 
 def test_the_report_says_what_the_epoch_has_left_behind_the_examples_taken() -> None:
     place = workplace(TwoLayers(), examples(10))
-    first = window(Place(offset=3), quota=4, run_seed=0, name="pi", num_examples=10)
-    assert train(plan(4, 4), first, place).report.num_left == 3
-    last = window(Place(offset=7), quota=4, run_seed=0, name="pi", num_examples=10)
-    assert train(plan(4, 4), last, place).report.num_left == 0
+    first = window(SamplerPosition(offset=3), quota=4, run_seed=0, name="pi", num_examples=10)
+    assert train_round(plan(4, 4), first, place).report.num_left == 3
+    last = window(SamplerPosition(offset=7), quota=4, run_seed=0, name="pi", num_examples=10)
+    assert train_round(plan(4, 4), last, place).report.num_left == 0
 
 
 def test_examples_that_were_left_out_are_not_left() -> None:
@@ -219,5 +219,5 @@ def test_metrics_are_scaled_with_the_sum() -> None:
 def test_a_sum_that_overflows_where_it_is_scaled_is_refused() -> None:
     # One coordinate is 2e38; float32 ends at 3.4e38.
     place = workplace(TwoLayers(), examples(4, kinds=[HUGE_GRADIENT]))
-    with pytest.raises(NonFiniteUpdate, match="overflows float32 as one of weight 8"):
+    with pytest.raises(NonFiniteUpdate, match="overflows float32 when scaled to weight 8"):
         trained(place, plan(4, 4, weigh_as=8))

@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from headwater.client.training.micro_batches import (
-    Place,
-    Walk,
+    SamplerPosition,
+    SamplerState,
     Window,
-    cut,
-    held_out,
-    order,
-    orders,
-    walk_seed,
+    held_out_positions,
+    permutation,
+    permutations,
+    sampler_seed,
+    split,
     window,
 )
 
@@ -31,19 +31,19 @@ NUM_EXAMPLES = st.integers(1, 40)
 QUOTA = st.integers(1, 60)
 
 
-def take(place: Place, quota: int, num_examples: int, *, seed: int = 1) -> Window:
+def take(place: SamplerPosition, quota: int, num_examples: int, *, seed: int = 1) -> Window:
     return window(place, quota=quota, run_seed=seed, name="pi", num_examples=num_examples)
 
 
 @given(NUM_EXAMPLES, QUOTA, st.integers(0, 3))
 def test_a_round_never_holds_an_example_twice(num_examples: int, quota: int, epoch: int) -> None:
-    taken = take(Place(epoch=epoch), quota, num_examples).positions
+    taken = take(SamplerPosition(epoch=epoch), quota, num_examples).positions
     assert len(set(taken)) == len(taken) == min(quota, num_examples)
 
 
 @given(NUM_EXAMPLES, st.lists(QUOTA, min_size=1, max_size=40))
 def test_no_example_comes_again_before_all_were_seen(num_examples: int, quotas: list[int]) -> None:
-    place, seen = Place(), Counter[int]()
+    place, seen = SamplerPosition(), Counter[int]()
     for quota in quotas:
         taken = take(place, quota, num_examples)
         seen.update(taken.positions)
@@ -56,11 +56,11 @@ def test_no_example_comes_again_before_all_were_seen(num_examples: int, quotas: 
 def test_a_window_cut_short_goes_on_behind_what_was_taken(
     num_examples: int, quota: int, data: st.DataObject
 ) -> None:
-    first = take(Place(), quota, num_examples)
+    first = take(SamplerPosition(), quota, num_examples)
     num_taken = data.draw(st.integers(1, len(first.positions)))
     rest = take(first.after(num_taken, num_examples), num_examples, num_examples)
     if rest.epoch == 0:
-        whole = tuple(order(1, 0, "pi", num_examples).tolist())
+        whole = tuple(permutation(1, 0, "pi", num_examples).tolist())
         assert first.positions[:num_taken] + rest.positions == whole
     else:
         assert num_taken == num_examples
@@ -71,9 +71,14 @@ def test_what_a_window_has_beyond_the_quota_is_what_comes_next(
     num_examples: int, quota: int, num_more: int
 ) -> None:
     taken = window(
-        Place(), quota=quota, num_more=num_more, run_seed=1, name="pi", num_examples=num_examples
+        SamplerPosition(),
+        quota=quota,
+        num_more=num_more,
+        run_seed=1,
+        name="pi",
+        num_examples=num_examples,
     )
-    assert taken.positions == take(Place(), quota + num_more, num_examples).positions
+    assert taken.positions == take(SamplerPosition(), quota + num_more, num_examples).positions
     assert taken.ends_epoch == (num_examples < quota)
 
 
@@ -81,13 +86,13 @@ def test_what_a_window_has_beyond_the_quota_is_what_comes_next(
 def test_a_window_ends_the_epoch_only_if_it_is_shorter_than_the_quota(
     num_examples: int, quota: int
 ) -> None:
-    taken = take(Place(), quota, num_examples)
+    taken = take(SamplerPosition(), quota, num_examples)
     assert taken.ends_epoch == (len(taken.positions) < quota)
 
 
 def test_the_order_changes_with_epoch_seed_and_name() -> None:
     orders = {
-        tuple(order(seed, epoch, name, 20).tolist())
+        tuple(permutation(seed, epoch, name, 20).tolist())
         for seed in (0, 1)
         for epoch in (0, 1)
         for name in ("a", "b")
@@ -97,10 +102,14 @@ def test_the_order_changes_with_epoch_seed_and_name() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 2**40), st.integers(0, 40)), min_size=1, max_size=12))
 def test_orders_drawn_together_are_those_drawn_alone(devices: list[tuple[int, int]]) -> None:
-    seeds = np.array([walk_seed(1, str(number)) for number in range(len(devices))], dtype=np.uint64)
+    seeds = np.array(
+        [sampler_seed(1, str(number)) for number in range(len(devices))], dtype=np.uint64
+    )
     epochs, counts = np.array(devices).T
-    alone = [order(1, epoch, str(number), count) for number, (epoch, count) in enumerate(devices)]
-    assert orders(seeds, epochs, counts).tolist() == np.concatenate(alone).tolist()
+    alone = [
+        permutation(1, epoch, str(number), count) for number, (epoch, count) in enumerate(devices)
+    ]
+    assert permutations(seeds, epochs, counts).tolist() == np.concatenate(alone).tolist()
 
 
 def test_an_order_is_that_of_splitmix64_s_numbers() -> None:
@@ -112,9 +121,9 @@ def test_an_order_is_that_of_splitmix64_s_numbers() -> None:
             z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
             yield z ^ (z >> 31)
 
-    of_epoch = next(islice(numbers(walk_seed(7, "pi")), 3, None))
+    of_epoch = next(islice(numbers(sampler_seed(7, "pi")), 3, None))
     drawn = list(islice(numbers(of_epoch), 200))
-    assert order(7, 3, "pi", 200).tolist() == sorted(range(200), key=drawn.__getitem__)
+    assert permutation(7, 3, "pi", 200).tolist() == sorted(range(200), key=drawn.__getitem__)
 
 
 SPREAD = 6  # standard deviations that a draw may lie off: one of chance in 5e8
@@ -130,9 +139,9 @@ def excess(counts: NDArray[np.int64]) -> float:
 
 def many_orders(num_examples: int, *, num_devices: int, num_epochs: int) -> NDArray[np.int64]:
     """Return orders [device, epoch, place]."""
-    seeds = [walk_seed(1, str(device)) for device in range(num_devices)]
+    seeds = [sampler_seed(1, str(device)) for device in range(num_devices)]
     shape = num_devices, num_epochs
-    drawn = orders(
+    drawn = permutations(
         np.repeat(np.array(seeds, dtype=np.uint64), num_epochs),
         np.tile(np.arange(num_epochs), num_devices),
         np.full(num_devices * num_epochs, num_examples),
@@ -172,40 +181,40 @@ def test_the_orders_of_epochs_and_of_devices_have_nothing_to_do_with_each_other(
 
 
 def test_an_aborted_round_gets_the_same_examples_again() -> None:
-    first = take(Place(), 4, 10)
-    walk = Walk().pend(1, first.after(4, 10))
+    first = take(SamplerPosition(), 4, 10)
+    walk = SamplerState().pend(1, first.after(4, 10))
     again = take(walk.settle(None).place, 4, 10)
     assert again == first
 
 
 def test_a_counted_round_moves_the_walk_on() -> None:
-    first = take(Place(), 4, 10)
-    walk = Walk().pend(7, first.after(4, 10)).settle(7)
-    assert walk == Walk(place=Place(epoch=0, offset=4))
+    first = take(SamplerPosition(), 4, 10)
+    walk = SamplerState().pend(7, first.after(4, 10)).settle(7)
+    assert walk == SamplerState(place=SamplerPosition(epoch=0, offset=4))
 
 
 def test_a_round_counted_long_ago_does_not_move_a_later_pending_place() -> None:
-    walk = Walk(place=Place(offset=4)).pend(9, Place(offset=8))
-    assert walk.settle(7).place == Place(offset=4)
+    walk = SamplerState(place=SamplerPosition(offset=4)).pend(9, SamplerPosition(offset=8))
+    assert walk.settle(7).place == SamplerPosition(offset=4)
 
 
 def test_settling_twice_moves_the_walk_once() -> None:
-    walk = Walk().pend(3, Place(offset=5))
-    assert walk.settle(3).settle(3).place == Place(offset=5)
+    walk = SamplerState().pend(3, SamplerPosition(offset=5))
+    assert walk.settle(3).settle(3).place == SamplerPosition(offset=5)
 
 
 @given(st.integers(0, 2**40), st.integers(0, 2**40), st.none() | st.integers(0, 2**53))
 def test_a_place_survives_json(epoch: int, offset: int, pending: int | None) -> None:
-    walk = Walk(
-        place=Place(epoch=epoch, offset=offset),
+    walk = SamplerState(
+        place=SamplerPosition(epoch=epoch, offset=offset),
         pending_round=pending,
-        pending_place=Place(epoch=epoch, offset=offset + 1),
+        pending_place=SamplerPosition(epoch=epoch, offset=offset + 1),
     )
     told = json.loads(json.dumps(dataclasses.asdict(walk)))
-    back = Walk(
-        place=Place(**told["place"]),
+    back = SamplerState(
+        place=SamplerPosition(**told["place"]),
         pending_round=told["pending_round"],
-        pending_place=Place(**told["pending_place"]),
+        pending_place=SamplerPosition(**told["pending_place"]),
     )
     assert back == walk
 
@@ -214,7 +223,7 @@ def test_a_place_survives_json(epoch: int, offset: int, pending: int | None) -> 
 def test_a_data_set_that_shrank_still_gives_examples_that_exist(
     num_examples: int, offset: int, quota: int
 ) -> None:
-    taken = take(Place(offset=offset), quota, num_examples)
+    taken = take(SamplerPosition(offset=offset), quota, num_examples)
     assert taken.positions
     assert set(taken.positions) <= set(range(num_examples))
     assert taken.epoch == (1 if offset >= num_examples else 0)
@@ -224,7 +233,7 @@ def test_a_data_set_that_shrank_still_gives_examples_that_exist(
 def test_cutting_keeps_every_position_and_only_the_last_micro_batch_is_short(
     positions: list[int], size: int
 ) -> None:
-    groups = cut(positions, size)
+    groups = split(positions, size)
     assert [p for group in groups for p in group] == positions
     assert all(len(group) == size for group in groups[:-1])
     assert all(0 < len(group) <= size for group in groups[-1:])
@@ -235,6 +244,6 @@ def test_cutting_keeps_every_position_and_only_the_last_micro_batch_is_short(
 def test_held_out_examples_are_the_fraction_rounded_down_and_leave_one(
     num_examples: int, fraction: float
 ) -> None:
-    apart = held_out(num_examples, fraction=fraction, run_seed=0, name="pi")
+    apart = held_out_positions(num_examples, fraction=fraction, run_seed=0, name="pi")
     assert len(set(apart)) == len(apart) == min(int(num_examples * fraction), num_examples - 1)
     assert set(apart) <= set(range(num_examples))

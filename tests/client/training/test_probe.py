@@ -16,20 +16,19 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from headwater.client.device.hardware import MonotonicClock
-from headwater.client.memory.peak_model import NOISE_BYTES, ProcessMemory
+from headwater.client.memory.peak_model import NOISE_BYTES, WORKING_FACTOR, ProcessMemory
 from headwater.client.training.accumulator import Accumulator
-from headwater.client.training.context import Workplace
-from headwater.client.training.probe import activation_bytes, probe
+from headwater.client.training.context import TrainingContext
+from headwater.client.training.probe import ExampleProbe
 from headwater.client.training.probe_fit import (
     DISPATCH_SECONDS,
     GAIN,
     PROBE_SECONDS,
     SAFE_SHARE,
-    WORKING_FACTOR,
-    Point,
-    Probed,
-    foreseen_bytes,
+    ProbeFit,
+    ProbePoint,
     peak_line,
+    predicted_bytes,
     reason_to_stop,
 )
 from headwater.common.errors import OutOfMemory, TaskFailed
@@ -42,10 +41,10 @@ MIB = 2**20
 ROOT = Path(__file__).parents[3]
 
 
-def workplace(data: TensorDataset, task: Task | None = None) -> Workplace:
+def workplace(data: TensorDataset, task: Task | None = None) -> TrainingContext:
     task = task or TwoLayers()
     image = build_model(task, seed=0)
-    return Workplace(
+    return TrainingContext(
         task=task,
         image=image,
         accumulator=Accumulator(image),
@@ -53,17 +52,18 @@ def workplace(data: TensorDataset, task: Task | None = None) -> Workplace:
         name="pi",
         clock=MonotonicClock(),
         memory=ProcessMemory(),
-        stop=lambda: False,
+        should_stop=lambda: False,
     )
 
 
-def unlimited() -> None:
-    return None
+def probe(context: TrainingContext, *, cores: float = math.inf) -> ProbeFit:
+    """Probe without a memory limit."""
+    return ExampleProbe(context).fit(lambda: None, cores=cores)
 
 
-def points(seconds: Line, peaks: Line, sizes: list[int]) -> tuple[Point, ...]:
+def points(seconds: Line, peaks: Line, sizes: list[int]) -> tuple[ProbePoint, ...]:
     return tuple(
-        Point(
+        ProbePoint(
             size=size,
             seconds=seconds.at(size),
             usual_seconds=seconds.at(size),
@@ -83,7 +83,7 @@ PEAKS = Line(base=300 * MIB, each=8 * MIB)
 
 
 def stopped(
-    found: tuple[Point, ...],
+    found: tuple[ProbePoint, ...],
     *,
     num_examples: int = 256,
     foreseen: float = 0,
@@ -93,7 +93,7 @@ def stopped(
     return reason_to_stop(
         found,
         num_examples=num_examples,
-        foreseen_bytes=foreseen,
+        next_bytes=foreseen,
         limit_bytes=limit,
         seconds=seconds,
     )
@@ -110,7 +110,7 @@ def test_while_nothing_is_in_the_way_the_size_grows() -> None:
 def test_it_ends_with_the_examples() -> None:
     reason = stopped(points(DISPATCHED, PEAKS, [1, 2, 3]), num_examples=3)
     assert reason is not None
-    assert "3 examples are all" in reason
+    assert "no more than 3 examples" in reason
 
 
 def test_it_ends_before_a_size_that_would_come_near_the_limit() -> None:
@@ -155,7 +155,7 @@ def test_no_measured_peak_is_above_the_line_and_its_slope_holds_what_autograd_ke
     base: float, each: float, kept: float, count: int, noise: list[float]
 ) -> None:
     found = tuple(
-        Point(
+        ProbePoint(
             size=size,
             seconds=1,
             usual_seconds=1,
@@ -194,24 +194,24 @@ def test_one_size_alone_has_the_slope_of_its_activations() -> None:
 def test_peaks_on_a_line_foresee_the_next_at_least(sizes: list[int]) -> None:
     found = points(DISPATCHED, PEAKS, sizes)
     size = 2 * sizes[-1]
-    foreseen = foreseen_bytes(found, size, 4 * MIB, rest_bytes=PEAKS.base)
+    foreseen = predicted_bytes(found, size, 4 * MIB, rest_bytes=PEAKS.base)
     assert PEAKS.at(size) <= foreseen <= PEAKS.at(size) + NOISE_BYTES * size
 
 
 def test_peaks_that_bend_upwards_are_foreseen_by_the_last_two() -> None:
     """Small sizes hide behind a buffer of fixed size, and then the peak grows by 8 MiB each."""
     bent = tuple(
-        Point(size=size, seconds=1, usual_seconds=1, least_seconds=1, peak_bytes=peak * MIB)
+        ProbePoint(size=size, seconds=1, usual_seconds=1, least_seconds=1, peak_bytes=peak * MIB)
         for size, peak in ((1, 400), (2, 400), (4, 400), (8, 432))
     )
-    assert foreseen_bytes(bent, 16, 1 * MIB, rest_bytes=300 * MIB) >= (432 + 8 * 8) * MIB
+    assert predicted_bytes(bent, 16, 1 * MIB, rest_bytes=300 * MIB) >= (432 + 8 * 8) * MIB
 
 
 # What it says of the speed.
 
 
-def probed(found: tuple[Point, ...]) -> Probed:
-    return Probed(points=found, rest_bytes=0, kept_bytes=1, stopped="")
+def probed(found: tuple[ProbePoint, ...]) -> ProbeFit:
+    return ProbeFit(points=found, rest_bytes=0, kept_bytes=1, stopped="")
 
 
 def test_seconds_on_a_line_give_the_line_and_the_largest_size_is_not_known_to_be_the_fastest() -> (
@@ -226,7 +226,7 @@ def test_seconds_on_a_line_give_the_line_and_the_largest_size_is_not_known_to_be
 def test_the_fastest_size_is_the_last_that_gained() -> None:
     seconds = {1: 0.010, 2: 0.016, 4: 0.030, 8: 0.030 * 2 * (1 - GAIN / 2), 16: 0.3}
     found = tuple(
-        Point(size=n, seconds=s, usual_seconds=s, least_seconds=s, peak_bytes=1)
+        ProbePoint(size=n, seconds=s, usual_seconds=s, least_seconds=s, peak_bytes=1)
         for n, s in seconds.items()
     )
     assert probed(found).speed.fastest_micro_batch_size == 4
@@ -237,7 +237,7 @@ def test_the_fastest_size_is_not_known_on_a_busy_machine(usual: float, fastest: 
     """Sizes above 4 take no less; the least seconds are those of a machine left alone."""
     seconds = {1: 0.010, 2: 0.016, 4: 0.030, 8: 0.060, 16: 0.3}
     found = tuple(
-        Point(size=n, seconds=s, usual_seconds=usual * s, least_seconds=s, peak_bytes=1)
+        ProbePoint(size=n, seconds=s, usual_seconds=usual * s, least_seconds=s, peak_bytes=1)
         for n, s in seconds.items()
     )
     assert probed(found).speed.fastest_micro_batch_size == fastest
@@ -245,7 +245,7 @@ def test_the_fastest_size_is_not_known_on_a_busy_machine(usual: float, fastest: 
 
 def test_interruptions_slow_the_line_and_leave_its_shape() -> None:
     found = tuple(
-        Point(
+        ProbePoint(
             size=size,
             seconds=DISPATCHED.at(size),
             usual_seconds=3 * DISPATCHED.at(size),
@@ -268,7 +268,7 @@ def test_interruptions_slow_the_line_and_leave_its_shape() -> None:
 def test_a_small_model_is_measured_up_to_all_examples_however_few(
     num_examples: int, sizes: list[int]
 ) -> None:
-    found = probe(workplace(examples(num_examples)), unlimited)
+    found = probe(workplace(examples(num_examples)))
     measured = [p.size for p in found.points]
     assert measured == sizes[: len(measured)]
     assert len(measured) == len(sizes) or num_examples > 2
@@ -285,30 +285,30 @@ def test_an_example_that_fails_does_not_keep_the_device_from_being_measured(
     kind: int, position: int
 ) -> None:
     kinds = [0] * position + [kind]
-    found = probe(workplace(examples(24, kinds=kinds)), unlimited)
+    found = probe(workplace(examples(24, kinds=kinds)))
     assert found.speed.seconds_per_example > 0
 
 
 def test_the_gradients_are_still_summed_into_the_vector_behind_a_failing_example() -> None:
     place = workplace(examples(24, kinds=[RAISES_FORWARD]))
-    probe(place, unlimited)
+    probe(place)
     place.accumulator.check_views()
 
 
 def test_a_device_that_runs_out_of_memory_at_eight_examples_is_measured_with_fewer() -> None:
-    found = probe(workplace(examples(24), TwoLayers(max_micro_batch=4)), unlimited)
+    found = probe(workplace(examples(24), TwoLayers(max_micro_batch=4)))
     assert [p.size for p in found.points] == [1, 2, 4]
     assert found.stopped == "memory ran out at 8 examples"
 
 
 def test_a_device_on_which_no_example_fits_says_so() -> None:
     with pytest.raises(OutOfMemory, match="one example alone"):
-        probe(workplace(examples(24), TwoLayers(max_micro_batch=0)), unlimited)
+        probe(workplace(examples(24), TwoLayers(max_micro_batch=0)))
 
 
 def test_a_task_that_fails_on_all_first_examples_is_named() -> None:
     with pytest.raises(TaskFailed):
-        probe(workplace(examples(24, kinds=[RAISES_FORWARD] * 24)), unlimited)
+        probe(workplace(examples(24, kinds=[RAISES_FORWARD] * 24)))
 
 
 class Wide(TwoLayers):
@@ -324,7 +324,7 @@ class Wide(TwoLayers):
 
 
 def test_an_example_keeps_at_least_its_widest_activation() -> None:
-    kept = activation_bytes(workplace(examples(4), Wide()))
+    kept = ExampleProbe(workplace(examples(4), Wide())).activation_bytes()
     inputs, activation = 4 * 3, 4 * Wide.width
     assert activation <= kept <= 2 * (inputs + activation)
     assert kept > 4 * NUM_HIDDEN
@@ -342,8 +342,9 @@ class Wider(TwoLayers):
         return model(batch[0]).repeat(1, self.width // 8).square().sum(), len(batch[0])
 
 
+@pytest.mark.slow
 def test_a_large_activation_is_in_the_line() -> None:
-    found = probe(workplace(examples(16), Wider()), unlimited)
+    found = probe(workplace(examples(16), Wider()))
     line = found.peaks.line
     assert len(found.points) >= 2
     assert line.each >= found.kept_bytes >= 4 * Wider.width
@@ -357,8 +358,8 @@ import torch
 from pathlib import Path
 torch.set_num_threads(1)
 from headwater.client.device.hardware import ThisMachine
-from headwater.client.memory.peak_model import PeakMemory
-from headwater.client.training.probe import probe
+from headwater.client.memory.peak_model import PeakMeter
+from headwater.client.training.probe import ExampleProbe
 from tests.client.training.test_probe import Wider, workplace
 from tests.tasks import examples
 
@@ -368,9 +369,9 @@ data = int(rows["VmData"].split()[0]) * 1024
 room = int(sys.argv[1]) * 2**20
 resource.setrlimit(resource.RLIMIT_DATA, (data + room, data + room))
 machine = ThisMachine()
-least = machine.limits.least()
-peak = PeakMemory()
-found = probe(place, machine.limits.least_bytes)
+least = machine.limits.lowest()
+peak = PeakMeter()
+found = ExampleProbe(place).fit(machine.limits.lowest_bytes, cores=2.0)
 machine.memory.known = found.peaks
 print(json.dumps({
     "source": least.source,
@@ -383,6 +384,7 @@ print(json.dumps({
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA counts on Linux")
 @pytest.mark.parametrize("room_mib", [150, 400])
 def test_a_confined_process_is_probed_within_its_limit(room_mib: int) -> None:
@@ -410,6 +412,6 @@ def test_a_share_of_a_core_counts_though_short_passes_run_at_full_speed() -> Non
 
     The walls of both probes differ by what else the machine does, and never by a hundred.
     """
-    free = probe(workplace(examples(24)), unlimited, cores=1.0)
-    held = probe(workplace(examples(24)), unlimited, cores=1e-3)
+    free = probe(workplace(examples(24)), cores=1.0)
+    held = probe(workplace(examples(24)), cores=1e-3)
     assert held.points[0].seconds > 100 * free.points[0].seconds

@@ -25,18 +25,18 @@ from torch import Tensor, nn
 
 from headwater.client.device.hardware import ThisMachine
 from headwater.client.flower.request import SIMULATED, SPOOL, spool_of
-from headwater.client.training.context import Workplace
-from headwater.client.training.local_update import train
-from headwater.client.training.micro_batches import Walk, Window
+from headwater.client.training.context import Identity, TrainingContext
+from headwater.client.training.local_update import train_round
+from headwater.client.training.micro_batches import SamplerState, Window
 from headwater.client.training.spool import Spool
-from headwater.client.training.trainer import Identity, Resident
+from headwater.client.training.trainer import Trainer
 from headwater.common.errors import EmptyUpdate
 from headwater.common.messages import Plan, Update
 from headwater.common.model.parameters import build_model
 from headwater.common.settings.schema import ClientSettings, Settings
 from tests.processes import ROOT
 from tests.tasks import NAN_LOSS, RAISES_BACKWARD, TwoLayers, examples
-from tests.workplaces import FakeClock, FakeMemory, plan, workplace
+from tests.training_contexts import FakeClock, FakeMemory, plan, workplace
 
 RUN = 7
 
@@ -64,20 +64,20 @@ class CutOff(TwoLayers):
 
 def spool(folder: Path, **how: Any) -> Spool:
     return Spool(
-        folder, name="pi", run_id=RUN, **{"every_seconds": 0.0, "largest_share": math.inf, **how}
+        folder, name="pi", run_id=RUN, **{"every_seconds": 0.0, "max_share": math.inf, **how}
     )
 
 
-def device(*, cut_at: int | None = None, kinds: Sequence[int] = (), **more: Any) -> Workplace:
+def device(*, cut_at: int | None = None, kinds: Sequence[int] = (), **more: Any) -> TrainingContext:
     return workplace(CutOff(cut_at=cut_at), examples(24, kinds=kinds), **more)
 
 
-def window_of(place: Workplace, quota: int) -> Window:
+def window_of(place: TrainingContext, quota: int) -> Window:
     return Window(positions=tuple(range(quota)), epoch=0, offset=0, ends_epoch=False)
 
 
-def done(place: Workplace, asked: Plan, kept: Spool | None = None) -> Update:
-    return train(asked, window_of(place, asked.quota), place, kept)
+def done(place: TrainingContext, asked: Plan, kept: Spool | None = None) -> Update:
+    return train_round(asked, window_of(place, asked.quota), place, kept)
 
 
 def cut_off(folder: Path, asked: Plan, *, at: int, **how: Any) -> None:
@@ -86,7 +86,7 @@ def cut_off(folder: Path, asked: Plan, *, at: int, **how: Any) -> None:
         done(device(cut_at=at), asked, spool(folder, **how))
 
 
-def seen_by(place: Workplace) -> list[int]:
+def seen_by(place: TrainingContext) -> list[int]:
     assert isinstance(place.task, CutOff)
     return place.task.seen
 
@@ -177,7 +177,7 @@ OTHERS: dict[str, Callable[[Plan], tuple[Plan, dict[str, Any]]]] = {
 
 
 @pytest.mark.parametrize("reason", OTHERS)
-def test_what_belongs_to_something_else_is_thrown_away_and_the_log_says_why(
+def test_what_belongs_to_something_else_is_deleted_and_the_log_says_why(
     reason: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     asked = plan(22, 4)
@@ -186,13 +186,13 @@ def test_what_belongs_to_something_else_is_thrown_away_and_the_log_says_why(
     place = device()
     part = replace(window_of(place, 22), **changes)
     with caplog.at_level(logging.WARNING):
-        found = train(other, part, place, spool(tmp_path)).values_P
-    assert any("thrown away" in text and reason in text for text in caplog.messages)
-    assert torch.equal(found, train(other, part, device()).values_P)
+        found = train_round(other, part, place, spool(tmp_path)).values_P
+    assert any("is deleted" in text and reason in text for text in caplog.messages)
+    assert torch.equal(found, train_round(other, part, device()).values_P)
     assert sum(seen_by(place)) == 22
 
 
-def test_the_spool_of_another_model_is_thrown_away(
+def test_the_spool_of_another_model_is_deleted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     asked = plan(22, 4)
@@ -204,7 +204,7 @@ def test_the_spool_of_another_model_is_thrown_away(
     assert sum(seen_by(place)) == 22
 
 
-def test_the_spool_of_another_layout_is_thrown_away(
+def test_the_spool_of_another_layout_is_deleted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     cut_off(tmp_path, plan(22, 4), at=2)
@@ -230,13 +230,13 @@ def test_whatever_byte_is_damaged_the_sum_is_exact(at: float, change: int, cuts:
 
 
 @pytest.mark.parametrize("left", [b"", b"\x00" * 8, b"\xff" * 64, b'\x02\0\0\0\0\0\0\0{}{"a":[]}'])
-def test_a_file_of_another_kind_is_thrown_away(
+def test_a_file_of_another_kind_is_deleted(
     left: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     kept = spool(tmp_path, every_seconds=1e9)
     kept.path.write_bytes(left)
     assert done(device(), plan(22, 4), kept).report.num_examples == 22
-    assert "is thrown away: it is damaged" in caplog.text
+    assert "is deleted: it is damaged" in caplog.text
     assert not kept.path.exists()
 
 
@@ -247,7 +247,7 @@ def test_a_disk_that_cannot_be_written_costs_the_spool_and_one_warning(
     found = done(device(), plan(22, 4), spool(tmp_path / "file"))
     assert_same(found, done(device(), plan(22, 4)))
     (warning,) = caplog.messages
-    assert warning.startswith("pi, round 1: the spool cannot be written, and a power cut would")
+    assert warning.startswith("pi, round 1: the spool cannot be written, so a power cut would")
 
 
 def test_what_a_run_left_a_week_ago_is_removed_and_nothing_else(tmp_path: Path) -> None:
@@ -300,7 +300,7 @@ def test_writing_takes_a_small_share_of_the_time_however_slow_the_disk(tmp_path:
     asked = plan(22, 1)
     place = replace(device(cut_at=10), clock=SlowDisk())
     with pytest.raises(PowerCut):
-        done(place, asked, spool(tmp_path, largest_share=1 / 20))
+        done(place, asked, spool(tmp_path, max_share=1 / 20))
     again = device()
     done(again, asked, spool(tmp_path))
     # Two looks and a second of work a micro-batch: behind the first, and behind the eighth.
@@ -338,7 +338,7 @@ def test_the_seconds_that_passed_count_against_the_deadline(
 def test_asked_to_stop_it_sends_what_is_in_the_spool(tmp_path: Path) -> None:
     asked = plan(24, 4)
     cut_off(tmp_path, asked, at=3)
-    place = device(stop=lambda: True)
+    place = device(should_stop=lambda: True)
     update = done(place, asked, spool(tmp_path))
     assert (update.report.reason, update.report.num_examples) == ("asked to stop", 12)
     assert seen_by(place) == []
@@ -356,14 +356,14 @@ def test_local_steps_are_not_spooled_and_that_is_said_once(
 
 
 def test_a_window_that_fails_leaves_no_spool(tmp_path: Path) -> None:
-    home = Resident("tests/tasks.py:TwoLayers", replace_batch_norm=False, check_task=False)
+    home = Trainer("tests/tasks.py:TwoLayers", replace_batch_norm=False, check_task=False)
     kept = spool(tmp_path)
     kept.path.write_bytes(b"of a window in which nothing could be summed")
     home.task = workplace(CutOff(), examples(1)).task
     home.task.loss_sum = lambda model, batch: (torch.tensor(torch.nan), 1)  # type: ignore[method-assign]
     identity = Identity(name="pi", data=None, part=0, num_parts=1)
     with pytest.raises(EmptyUpdate):
-        home.train(identity, ThisMachine(), plan(4, 4), Walk(), spool=kept)
+        home.train(identity, ThisMachine(), plan(4, 4), SamplerState(), spool=kept)
     assert not kept.path.exists()
 
 
@@ -391,13 +391,14 @@ from pathlib import Path
 import torch
 torch.set_num_threads(1)
 from headwater.client.device.hardware import ThisMachine
-from headwater.client.training.micro_batches import Walk
-from headwater.client.training.trainer import Identity, Resident
+from headwater.client.training.micro_batches import SamplerState
+from headwater.client.training.context import Identity
+from headwater.client.training.trainer import Trainer
 from headwater.client.training.spool import Spool
 from headwater.common.messages import Plan
 
 folder, kill_at = Path(sys.argv[1]), int(sys.argv[2])
-home = Resident("tests/laws/architectures.py:Ragged", replace_batch_norm=False, check_task=False)
+home = Trainer("tests/laws/architectures.py:Ragged", replace_batch_norm=False, check_task=False)
 plain, num_seen = home.task.loss_sum, [0]
 
 def loss_sum(model, batch):
@@ -408,9 +409,9 @@ def loss_sum(model, batch):
 
 object.__setattr__(home.task, "loss_sum", loss_sum)
 plan = Plan(round=1, run_seed=3, model_version=0, quota=38, micro_batch_size=4)
-kept = Spool(folder, name="pi", run_id=1, every_seconds=0.0, largest_share=1e9)
+kept = Spool(folder, name="pi", run_id=1, every_seconds=0.0, max_share=1e9)
 identity = Identity(name="pi", data=None, part=0, num_parts=1)
-update, _ = home.train(identity, ThisMachine(), plan, Walk(), spool=kept)
+update, _ = home.train(identity, ThisMachine(), plan, SamplerState(), spool=kept)
 print(num_seen[0], update.report.weight, update.values_P.numpy().tobytes().hex())
 """
 

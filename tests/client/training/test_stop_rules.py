@@ -11,14 +11,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headwater.client.device.interfaces import TimeShare
 from headwater.client.training.accumulation import sum_window
-from headwater.client.training.context import Restraint
-from headwater.client.training.local_update import train
-from headwater.client.training.micro_batches import Place, window
-from headwater.client.training.stop_rules import Watch, num_until_finish
-from headwater.common.messages import MOST_STEPS, Plan, Step, Update
+from headwater.client.training.local_update import train_round
+from headwater.client.training.micro_batches import SamplerPosition, window
+from headwater.client.training.stop_rules import StopRules, num_until_finish
+from headwater.common.messages import MAX_STEPS, Plan, Step, Update
 from tests.tasks import TwoLayers, examples
-from tests.workplaces import FakeClock, plan, sums, trained, whole, workplace
+from tests.training_contexts import FakeClock, plan, sums, trained, whole, workplace
 
 
 def test_at_the_deadline_the_micro_batches_that_fit_are_sent_exactly_weighted() -> None:
@@ -38,7 +38,7 @@ def test_a_deadline_that_just_fits_cuts_nothing_off() -> None:
 
 def test_asked_to_stop_it_sends_what_it_has() -> None:
     task = TwoLayers()
-    place = workplace(task, examples(20), stop=lambda: len(task.seen) >= 2)
+    place = workplace(task, examples(20), should_stop=lambda: len(task.seen) >= 2)
     update = trained(place, plan(20, 4))
     assert (update.report.reason, update.report.weight) == ("asked to stop", 8)
     assert torch.equal(update.values_P, sums(place, range(8)))
@@ -51,10 +51,10 @@ class Mood:
         self._shares = shares
         self.num_asked = 0
 
-    def __call__(self) -> Restraint:
+    def __call__(self) -> TimeShare:
         share = self._shares[min(self.num_asked, len(self._shares) - 1)]
         self.num_asked += 1
-        return Restraint(share=share, reason="on battery" if share < 1 else "quota")
+        return TimeShare(share=share, reason="on battery" if share < 1 else "quota")
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ class Mood:
 def test_a_device_that_gives_less_than_its_plan_counts_on_ends_there(
     counted: float, given: float, num_examples: int
 ) -> None:
-    place = workplace(TwoLayers(), examples(24), restraint=Mood(given))
+    place = workplace(TwoLayers(), examples(24), time_share=Mood(given))
     update = trained(place, plan(24, 4, share=counted))
     assert update.report.weight == update.report.num_examples == num_examples
     assert update.report.reason == ("quota" if num_examples == 24 else "on battery")
@@ -80,7 +80,7 @@ def test_a_device_that_gives_less_than_its_plan_counts_on_ends_there(
 
 def test_where_the_plan_counts_on_no_share_nothing_is_taken_off() -> None:
     mood = Mood(0.01)
-    place = workplace(TwoLayers(), examples(24), restraint=mood)
+    place = workplace(TwoLayers(), examples(24), time_share=mood)
     update = trained(place, plan(24, 4))
     assert (update.report.weight, update.report.reason) == (24, "quota")
     assert mood.num_asked == 0
@@ -88,13 +88,13 @@ def test_where_the_plan_counts_on_no_share_nothing_is_taken_off() -> None:
 
 def test_a_device_that_goes_on_battery_in_mid_window_stops_there() -> None:
     # Four seconds to a micro-batch: asked at 0 s, 4 s and 8 s. Half of 24 is reached by then.
-    place = workplace(TwoLayers(), examples(24), restraint=Mood(1.0, 1.0, 1.0, 0.5))
+    place = workplace(TwoLayers(), examples(24), time_share=Mood(1.0, 1.0, 1.0, 0.5))
     update = trained(place, plan(24, 4, share=1.0))
     assert (update.report.num_examples, update.report.reason) == (12, "on battery")
 
 
 def test_a_device_that_is_back_on_mains_does_its_whole_quota() -> None:
-    place = workplace(TwoLayers(), examples(24), restraint=Mood(0.5, 0.5, 1.0))
+    place = workplace(TwoLayers(), examples(24), time_share=Mood(0.5, 0.5, 1.0))
     update = trained(place, plan(24, 4, share=1.0))
     assert (update.report.num_examples, update.report.reason) == (24, "quota")
 
@@ -105,14 +105,14 @@ def test_the_device_is_asked_about_once_a_second_however_short_the_micro_batches
             self.now += 0.125 * num_examples
 
     mood = Mood(1.0)
-    place = replace(workplace(TwoLayers(), examples(24), restraint=mood), clock=Fast())
+    place = replace(workplace(TwoLayers(), examples(24), time_share=mood), clock=Fast())
     trained(place, plan(24, 1, share=1.0))
     # 24 micro-batches end at 1/8 s to 3 s; the last one has none behind it to be asked for.
     assert mood.num_asked == 3
 
 
 def test_restraint_counts_over_all_local_steps() -> None:
-    place = workplace(TwoLayers(), examples(24), restraint=Mood(0.5))
+    place = workplace(TwoLayers(), examples(24), time_share=Mood(0.5))
     asked = plan(24, 4, share=1.0, local_steps=3, local_learning_rate=2.0**-6)
     update = trained(place, asked)
     assert (update.report.num_examples, update.report.reason) == (12, "on battery")
@@ -134,14 +134,14 @@ def paced(asked: Plan, *paces: float, num_examples: int = 100) -> Update:
     """Train at these paces, on a device that stands at its epoch's beginning."""
     place = workplace(TwoLayers(), examples(num_examples))
     taken = window(
-        Place(),
+        SamplerPosition(),
         quota=asked.quota,
-        num_more=asked.most_examples - asked.quota,
+        num_more=asked.max_examples - asked.quota,
         run_seed=0,
         name=place.name,
         num_examples=num_examples,
     )
-    update = train(asked, taken, replace(place, clock=Paced(*paces)))
+    update = train_round(asked, taken, replace(place, clock=Paced(*paces)))
     assert torch.equal(update.values_P, sums(place, taken.positions[: update.report.weight]))
     return update
 
@@ -189,12 +189,12 @@ def test_a_window_that_goes_on_after_a_restart_ends_where_the_unbroken_one_does(
     """What was worked on before counts, however long the device was away."""
     asked, task = plan(40, 8, finish_seconds=40.0), TwoLayers()
     place = replace(workplace(task, examples(40)), clock=Paced(1.25))
-    cut_short = replace(place, stop=lambda: len(task.seen) >= 2)
+    cut_short = replace(place, should_stop=lambda: len(task.seen) >= 2)
     taken = whole(examples(40), asked.quota)
-    begun = sum_window(asked, taken, cut_short, Watch(asked, cut_short, 0.0))
+    begun = sum_window(asked, taken, cut_short, StopRules(asked, cut_short, 0.0))
     assert begun.num_examples == 16
     place.clock.worked(80)
-    total = sum_window(asked, taken, place, Watch(asked, place, 0.0), begun=begun)
+    total = sum_window(asked, taken, place, StopRules(asked, place, 0.0), resumed=begun)
     assert (total.num_examples, total.reason) == (32, "finish")
 
 
@@ -208,7 +208,7 @@ def test_the_deadline_comes_before_the_finish() -> None:
 
 
 def test_a_device_that_gives_less_than_counted_on_does_not_go_on_until_the_finish() -> None:
-    place = workplace(TwoLayers(), examples(40), restraint=Mood(0.5))
+    place = workplace(TwoLayers(), examples(40), time_share=Mood(0.5))
     update = trained(place, plan(40, 4, share=1.0, finish_seconds=40.0))
     assert (update.report.num_examples, update.report.reason) == (20, "on battery")
 
@@ -240,7 +240,7 @@ def test_a_window_ends_between_its_fewest_and_its_most_whatever_the_pace(
 ) -> None:
     asked = plan(quota, min(size, quota), finish_seconds=finish)
     report = paced(asked, *paces).report
-    assert asked.fewest_examples <= report.num_examples <= asked.most_examples
+    assert asked.min_examples <= report.num_examples <= asked.max_examples
     assert (report.reason == "finish") == (report.num_examples < quota)
 
 
@@ -260,8 +260,8 @@ def test_at_a_steady_pace_it_ends_within_half_an_example_of_the_finish_or_at_a_b
     ends_near = abs(report.seconds - finish) <= pace / 2 * (1 + 1e-9)
     is_over = report.seconds > finish
     first = report.steps[0].num_examples
-    at_least = is_over and report.num_examples in {asked.fewest_examples, first}
-    at_most = not is_over and report.num_examples == asked.most_examples
+    at_least = is_over and report.num_examples in {asked.min_examples, first}
+    at_most = not is_over and report.num_examples == asked.max_examples
     assert ends_near or at_least or at_most
 
 
@@ -296,10 +296,10 @@ def test_the_rule_asks_for_no_more_than_the_time_holds_but_for_the_fewest(
         return
     assert finish is not None
     assert seconds > 0
-    assert found >= max(asked.fewest_examples - num_done, 0)
+    assert found >= max(asked.min_examples - num_done, 0)
     pace = seconds / sum(n for n, _ in recent)
     past = passed + found * pace - finish
-    is_fewest = found == max(asked.fewest_examples - num_done, 0)
+    is_fewest = found == max(asked.min_examples - num_done, 0)
     assert is_fewest or past <= pace / 2 + 1e-9 * (finish + found * pace)
 
 
@@ -308,12 +308,12 @@ def test_the_most_of_a_plan_is_its_quota_and_a_quarter_in_as_many_steps_as_a_rep
     quota: int, size: int, finish: float | None
 ) -> None:
     asked = plan(quota, size, finish_seconds=finish)
-    more = asked.most_examples - quota
+    more = asked.max_examples - quota
     if finish is None:
-        assert (asked.fewest_examples, more) == (quota, 0)
+        assert (asked.min_examples, more) == (quota, 0)
         return
-    assert 2 * asked.fewest_examples in (quota, quota + 1)
+    assert 2 * asked.min_examples in (quota, quota + 1)
     assert 0 <= more <= quota / 4
     num_steps = asked.accumulation_steps + math.ceil(more / size)
-    assert num_steps <= max(MOST_STEPS, asked.accumulation_steps)
-    assert more == quota // 4 or num_steps == max(MOST_STEPS, asked.accumulation_steps)
+    assert num_steps <= max(MAX_STEPS, asked.accumulation_steps)
+    assert more == quota // 4 or num_steps == max(MAX_STEPS, asked.accumulation_steps)

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from headwater.client.device.hardware import ThisMachine
-from headwater.client.training.micro_batches import Place, Walk
-from headwater.client.training.trainer import Identity, Resident
+from headwater.client.training.context import Identity
+from headwater.client.training.micro_batches import SamplerPosition, SamplerState
+from headwater.client.training.trainer import Trainer
 from headwater.common.errors import BuffersChanged, EmptyUpdate, ModelMismatch
 from headwater.common.messages import DescribeRequest, Plan
 from headwater.common.model.parameters import build_model
@@ -61,23 +62,23 @@ def plan(round_number: int = 1, quota: int = 8, counted_round: int | None = None
     )
 
 
-def resident(spec: str = "tests/tasks.py:TwoLayers", *, check_task: bool = False) -> Resident:
-    return Resident(spec, replace_batch_norm=False, check_task=check_task)
+def trainer(spec: str = "tests/tasks.py:TwoLayers", *, check_task: bool = False) -> Trainer:
+    return Trainer(spec, replace_batch_norm=False, check_task=check_task)
 
 
 def test_buffers_that_one_device_changed_are_brought_back_for_the_next(tmp_path: Path) -> None:
     (tmp_path / "faulty_buffers.py").write_text(TASK_FILE)
-    home = resident(f"{tmp_path}/faulty_buffers.py:Faulty")
+    home = trainer(f"{tmp_path}/faulty_buffers.py:Faulty")
     image = bytes(home.image.buffer())
     home.load_model(1, 0, image)
     with pytest.raises(BuffersChanged):
-        home.train(identity(1), ThisMachine(), plan(), Walk())
+        home.train(identity(1), ThisMachine(), plan(), SamplerState())
     home.load_model(1, 0, image)
     assert bytes(home.image.buffer()) == image
 
 
 def test_a_model_of_the_same_version_is_loaded_once_and_of_another_run_again() -> None:
-    home = resident()
+    home = trainer()
     first = bytes(build_model(TwoLayers(), seed=1).buffer())
     other = bytes(build_model(TwoLayers(), seed=2).buffer())
     home.load_model(1, 0, first)
@@ -88,7 +89,7 @@ def test_a_model_of_the_same_version_is_loaded_once_and_of_another_run_again() -
 
 
 def test_a_model_that_failed_to_load_does_not_count_as_loaded() -> None:
-    home = resident()
+    home = trainer()
     image = bytes(build_model(TwoLayers(), seed=1).buffer())
     home.load_model(1, 0, image)
     with pytest.raises(ModelMismatch):
@@ -98,22 +99,22 @@ def test_a_model_that_failed_to_load_does_not_count_as_loaded() -> None:
 
 
 def test_the_walk_goes_on_only_when_the_round_was_counted() -> None:
-    home = resident()
-    _, walk = home.train(identity(0), ThisMachine(), plan(1), Walk())
-    assert (walk.place, walk.pending_place) == (Place(), Place(offset=8))
+    home = trainer()
+    _, walk = home.train(identity(0), ThisMachine(), plan(1), SamplerState())
+    assert (walk.place, walk.pending_place) == (SamplerPosition(), SamplerPosition(offset=8))
     _, again = home.train(identity(0), ThisMachine(), plan(2), walk)
-    assert again.place == Place()
+    assert again.place == SamplerPosition()
     _, after = home.train(identity(0), ThisMachine(), plan(3, counted_round=2), again)
-    assert after.place == Place(offset=8)
+    assert after.place == SamplerPosition(offset=8)
 
 
 def test_a_device_whose_examples_are_all_bad_still_passes_the_check(tmp_path: Path) -> None:
     """They are its own affair: its updates are refused as empty, the task is not to blame."""
     (tmp_path / "all_bad.py").write_text(TASK_FILE)
-    home = resident(f"{tmp_path}/all_bad.py:AllBad", check_task=True)
+    home = trainer(f"{tmp_path}/all_bad.py:AllBad", check_task=True)
     home.examples(identity(0))
     with pytest.raises(EmptyUpdate):
-        home.train(identity(0), ThisMachine(), plan(), Walk())
+        home.train(identity(0), ThisMachine(), plan(), SamplerState())
 
 
 def test_another_layout_is_a_mismatch() -> None:
@@ -121,11 +122,11 @@ def test_another_layout_is_a_mismatch() -> None:
         run_seed=0, wants_speed=False, layout_digest="another", num_parameters=1
     )
     with pytest.raises(ModelMismatch, match="the server's has 1 in another"):
-        resident().describe(identity(0), ThisMachine(), request)
+        trainer().describe(identity(0), ThisMachine(), request)
 
 
 def test_measuring_the_speed_leaves_no_gradient_behind() -> None:
-    home = resident()
+    home = trainer()
     request = DescribeRequest(
         run_seed=0, wants_speed=True, layout_digest=home.image.layout.digest, num_parameters=11
     )
@@ -137,7 +138,7 @@ def test_measuring_the_speed_leaves_no_gradient_behind() -> None:
 
 
 def test_held_out_examples_are_never_trained_on() -> None:
-    home = resident()
+    home = trainer()
     train, apart = home.split(identity(0), run_seed=3, fraction=0.25)
     assert (len(train), len(apart)) == (18, 6)
     rows = {tuple(torch.cat([part.flatten() for part in train[n]]).tolist()) for n in range(18)}

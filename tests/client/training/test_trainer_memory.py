@@ -1,4 +1,4 @@
-"""Devices in one process of which one is short of memory: what it does is its own affair."""
+"""Activation checkpointing is switched on for the client that needs it, and for no other."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from headwater.client.training.context import Clock, Memory, Restraint, Workplace
-from headwater.client.training.micro_batches import Walk
-from headwater.client.training.probe_fit import Speed
-from headwater.client.training.trainer import Identity, Resident
+from headwater.client.device.interfaces import Clock, Memory, Speed, SpeedProbe, TimeShare
+from headwater.client.training.context import Identity
+from headwater.client.training.micro_batches import SamplerState
+from headwater.client.training.trainer import Trainer
 from headwater.common.errors import OutOfMemory
 from headwater.common.messages import Plan, Vitals
-from tests.workplaces import FakeClock, FakeMemory
+from tests.training_contexts import FakeClock, FakeMemory
 
 TASK = """
 import torch
@@ -32,7 +32,7 @@ class Deep:
 
 # Of an example of nine layers of four: three groups hold their inputs, 16 bytes each, and of the
 # three inputs in a group one is held already; twice that for the group at work.
-FORESEEN = 3 * 16 + 2 * (2 * 16)
+PREDICTED_BYTES = 3 * 16 + 2 * (2 * 16)
 
 
 @dataclass(kw_only=True)
@@ -49,10 +49,10 @@ class Machine:
     def vitals(self) -> Vitals:
         return Vitals()
 
-    def restraint(self) -> Restraint:
-        return Restraint()
+    def time_share(self) -> TimeShare:
+        return TimeShare()
 
-    def speed(self, place: Workplace) -> Speed:
+    def speed(self, probe: SpeedProbe) -> Speed:
         if self.fails:
             self.fails -= 1
             raise OutOfMemory("one example alone does not fit")
@@ -60,9 +60,9 @@ class Machine:
 
 
 @pytest.fixture
-def home(tmp_path: Path) -> Resident:
+def home(tmp_path: Path) -> Trainer:
     (tmp_path / "deep.py").write_text(TASK)
-    return Resident(f"{tmp_path}/deep.py:Deep", replace_batch_norm=False, check_task=True)
+    return Trainer(f"{tmp_path}/deep.py:Deep", replace_batch_norm=False, check_task=True)
 
 
 def identity(part: int) -> Identity:
@@ -72,31 +72,31 @@ def identity(part: int) -> Identity:
 PLAN = Plan(round=1, run_seed=0, model_version=0, quota=8, micro_batch_size=4)
 
 
-def is_checkpointed(home: Resident, part: int, machine: Machine) -> bool:
-    return home.train(identity(part), machine, PLAN, Walk())[0].report.is_checkpointed
+def is_checkpointed(home: Trainer, part: int, machine: Machine) -> bool:
+    return home.train(identity(part), machine, PLAN, SamplerState())[0].report.is_checkpointed
 
 
-def test_a_device_that_is_short_of_memory_computes_twice_and_the_others_do_not(
-    home: Resident,
+def test_only_the_client_short_of_memory_uses_checkpointing(
+    home: Trainer,
 ) -> None:
-    short = FakeMemory(lambda n: 1000 + 2 * FORESEEN, each=1000.0)
+    short = FakeMemory(lambda n: 1000 + 2 * PREDICTED_BYTES, each=1000.0)
     ample = Machine(memory=FakeMemory(lambda n: None))
     assert not is_checkpointed(home, 0, ample)
     assert is_checkpointed(home, 1, Machine(memory=short))
-    assert (short.relieved, short.begun) == ([FORESEEN], [2, 2, 2, 2])
+    assert (short.checkpointed_to, short.begun) == ([PREDICTED_BYTES], [2, 2, 2, 2])
     assert not is_checkpointed(home, 0, ample)
     assert is_checkpointed(home, 1, Machine(memory=FakeMemory(lambda n: None)))
 
 
-def test_a_device_that_cannot_be_measured_otherwise_is_measured_computing_twice(
-    home: Resident,
+def test_a_client_whose_probe_fails_is_measured_with_checkpointing(
+    home: Trainer,
 ) -> None:
     memory = FakeMemory(lambda n: None)
     home.measure(identity(0), Machine(memory=memory, fails=1))
-    assert memory.relieved == [FORESEEN]
+    assert memory.checkpointed_to == [PREDICTED_BYTES]
     assert is_checkpointed(home, 0, Machine(memory=memory))
 
 
-def test_a_device_that_cannot_be_measured_at_all_is_out_of_memory(home: Resident) -> None:
+def test_a_client_whose_second_probe_fails_is_out_of_memory(home: Trainer) -> None:
     with pytest.raises(OutOfMemory):
         home.measure(identity(0), Machine(memory=FakeMemory(lambda n: None), fails=2))

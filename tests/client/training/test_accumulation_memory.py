@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from headwater.client.memory.activation_checkpointing import is_on
 from headwater.common.errors import EmptyUpdate, OutOfMemory
-from headwater.common.messages import MOST_STEPS
+from headwater.common.messages import MAX_STEPS
 from tests.tasks import NAN_GRADIENT, NAN_LOSS, TwoLayers, examples
-from tests.workplaces import FakeMemory, plan, sums, trained, workplace
+from tests.training_contexts import FakeMemory, plan, sums, trained, workplace
 
 # A FakeMemory with room for n examples: its base is 1,000 bytes, and each takes 10.
 ROOM = [1000 + 10 * n for n in range(32)]
@@ -156,7 +156,7 @@ def test_checkpointing_stays_on_when_memory_is_there_again() -> None:
     place = workplace(TwoLayers(), examples(12), memory=memory, checkpointed_bytes=4.0)
     assert trained(place, plan(12, 4)).report.is_checkpointed
     assert trained(place, plan(12, 4)).report.is_checkpointed
-    assert memory.relieved == [4.0]
+    assert memory.checkpointed_to == [4.0]
 
 
 @pytest.mark.parametrize(
@@ -199,13 +199,13 @@ def test_local_steps_that_were_taken_before_memory_ran_short_are_sent() -> None:
 
 
 def test_a_window_of_more_micro_batches_than_a_report_holds_ends_there() -> None:
-    quota = 2 * MOST_STEPS
+    quota = 2 * MAX_STEPS
     place = workplace(TwoLayers(), examples(quota), memory=FakeMemory(rooms(1)))
     update = trained(place, plan(quota, 2))
-    assert len(update.report.steps) == MOST_STEPS
-    assert (update.report.reason, update.report.weight) == ("short of memory", MOST_STEPS)
-    assert update.report.num_left == quota - MOST_STEPS
-    assert torch.equal(update.values_P, sums(place, range(MOST_STEPS)))
+    assert len(update.report.steps) == MAX_STEPS
+    assert (update.report.reason, update.report.weight) == ("short of memory", MAX_STEPS)
+    assert update.report.num_left == quota - MAX_STEPS
+    assert torch.equal(update.values_P, sums(place, range(MAX_STEPS)))
 
 
 class FitsCheckpointed(TwoLayers):

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
+from headwater.client.device.interfaces import Memory
 from headwater.client.memory.peak_model import ProcessMemory
 from headwater.client.training.accumulator import Accumulator
-from headwater.client.training.context import Memory, Workplace
-from headwater.client.training.local_update import train
+from headwater.client.training.context import TrainingContext
+from headwater.client.training.local_update import train_round
 from headwater.client.training.micro_batches import Window
 from headwater.common.messages import Plan, Update
 from headwater.common.model.parameters import build_model
@@ -45,7 +46,7 @@ class FakeMemory:
     ) -> None:
         self.line: Line | None = Line(base=base, each=each)
         self.begun: list[int] = []
-        self.relieved: list[float | None] = []
+        self.checkpointed_to: list[float | None] = []
         self._limits = limits
 
     def limit_bytes(self) -> int | None:
@@ -66,8 +67,8 @@ class FakeMemory:
         assert self.line is not None
         return int(self.line.at(num_examples))
 
-    def relieve(self, bytes_per_example: float | None) -> None:
-        self.relieved.append(bytes_per_example)
+    def use_checkpointing(self, bytes_per_example: float | None) -> None:
+        self.checkpointed_to.append(bytes_per_example)
         if self.line is not None and bytes_per_example is not None:
             self.line = Line(base=self.line.base, each=bytes_per_example)
 
@@ -76,12 +77,12 @@ def workplace(
     task: Task,
     data: TensorDataset,
     *,
-    stop: Callable[[], bool] = lambda: False,
+    should_stop: Callable[[], bool] = lambda: False,
     memory: Memory | None = None,
     **more: Any,
-) -> Workplace:
+) -> TrainingContext:
     image = build_model(task, seed=3)
-    return Workplace(
+    return TrainingContext(
         task=task,
         image=image,
         accumulator=Accumulator(image),
@@ -89,7 +90,7 @@ def workplace(
         name="pi",
         clock=FakeClock(),
         memory=memory or ProcessMemory(),
-        stop=stop,
+        should_stop=should_stop,
         **more,
     )
 
@@ -110,12 +111,12 @@ def whole(data: TensorDataset, quota: int) -> Window:
     return Window(positions=tuple(range(len(data)))[:quota], epoch=0, offset=0, ends_epoch=False)
 
 
-def sums(place: Workplace, positions: Sequence[int]) -> Tensor:
+def sums(place: TrainingContext, positions: Sequence[int]) -> Tensor:
     assert isinstance(place.examples, TensorDataset)
     expected = gradient_sum(place.image.values_P, place.examples, positions)
     return torch.from_numpy(expected).float()
 
 
-def trained(place: Workplace, asked: Plan) -> Update:
+def trained(place: TrainingContext, asked: Plan) -> Update:
     assert isinstance(place.examples, TensorDataset)
-    return train(asked, whole(place.examples, asked.quota), place)
+    return train_round(asked, whole(place.examples, asked.quota), place)
