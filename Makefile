@@ -59,7 +59,8 @@ proto:
 	cd common/transport && ../../$(VENV)/bin/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. wire.proto
 
 docs:
-	$(VENV)/bin/python -m headwater.common.settings.schema > docs/settings.md
+	$(VENV)/bin/python docs/write_tree.py
+	$(VENV)/bin/python -m headwater.common.settings.catalog > docs/settings.md
 
 # One file for all platforms; torch has its own rules above.
 constraints:

@@ -1,188 +1,67 @@
-"""``headwater-simulate``: the whole system on one machine, many clients, no sockets."""
+"""The command line of ``headwater-simulate``: many clients on one machine, and sweeps of runs."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from headwater.common.settings import flags
-from headwater.common.settings.sources import arguments, numbers, overrides, refuse_before_command
+from headwater.common.settings.flags import (
+    Config,
+    Resume,
+    SettingsCommand,
+    Verbose,
+    key_values,
+    new_app,
+    numbers,
+    overrides,
+    read_settings,
+)
 
 if TYPE_CHECKING:
     from headwater.common.settings.schema import Settings
 
-app = typer.Typer(add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False)
-
-PANEL = "Simulation"
+app = new_app("headwater-simulate")
 
 
 @app.callback(invoke_without_command=True)
 def simulate(
     context: typer.Context,
-    task: flags.TaskSpec = None,
-    clients: Annotated[
-        int | None,
-        typer.Option(
-            "--clients",
-            help="Simulated devices, named 0 to N-1. [default: 100]",
-            rich_help_panel=PANEL,
-        ),
-    ] = None,
-    fleet: Annotated[
-        Path | None,
-        typer.Option(
-            "--fleet",
-            metavar="FLEET.toml",
-            help="The devices one by one: speed, memory, link, availability (docs/fleet.md). "
-            "Not given: drawn from five profiles by the seed.",
-            rich_help_panel=PANEL,
-        ),
-    ] = None,
-    engine: Annotated[
-        str | None,
-        typer.Option(
-            "--engine",
-            help="in-process. grpc: the real server, and a process for each device that speaks "
-            "the real wire to it; for tens to hundreds of devices. flower-ray: the same apps on "
-            "Flower's Ray engine. [default: in-process]",
-            rich_help_panel=PANEL,
-        ),
-    ] = None,
-    compute: Annotated[
-        str | None,
-        typer.Option(
-            "--compute",
-            metavar="WAY",
-            help="fused: one pass over all devices' examples, for their sum. vectorised: many "
-            "devices in a pass, each with a vector and norms of its own. one-by-one: the same bits "
-            "as the wire. auto: the fastest that gives what is asked for. [default: auto]",
-            rich_help_panel=PANEL,
-        ),
-    ] = None,
-    workers: Annotated[
-        str | None,
-        typer.Option(
-            "--workers",
-            metavar="N",
-            help="Processes that compute devices one by one, with the same bits as one; auto: the "
-            "usable cores. [default: 1]",
-            rich_help_panel=PANEL,
-        ),
-    ] = None,
-    compile_passes: Annotated[
-        bool | None,
-        typer.Option(
-            "--compile",
-            help="Let torch.compile make the passes over many devices: half a minute more at the "
-            "start, which seldom pays (docs/simulation.md).",
-            rich_help_panel=PANEL,
-        ),
-    ] = None,
-    wire: Annotated[
-        bool | None,
-        typer.Option(
-            "--wire",
-            help="One device after another, by Flower's messages; every plan and update goes "
-            "through the wire's frames, encoded and decoded.",
-            rich_help_panel=PANEL,
-        ),
-    ] = None,
-    dropout: Annotated[
-        float | None,
-        typer.Option(
-            "--dropout",
-            metavar="P",
-            help="The chance that an invited device vanishes, at a random point of its training or "
-            "of a secure session. [default: 0]",
-            rich_help_panel=PANEL,
-        ),
-    ] = None,
-    partition: flags.Partition = None,
-    examples_per_device: flags.ExamplesPerDevice = None,
+    config: Config = None,
+    resume: Resume = False,
     show_partition: Annotated[
         bool,
         typer.Option(
             "--show-partition",
-            help="Show which device has what, and train nothing.",
-            rich_help_panel=PANEL,
+            help="Print the examples of each device, and train nothing.",
+            rich_help_panel="Simulation",
         ),
     ] = False,
-    faults: Annotated[
-        Path | None,
-        typer.Option(
-            "--faults",
-            metavar="FAULTS.toml",
-            help="What goes wrong on purpose: dropouts at a phase, slow links, devices that lie "
-            "(docs/fleet.md).",
-            rich_help_panel=PANEL,
-        ),
-    ] = None,
-    rounds: flags.Rounds = None,
-    seed: flags.Seed = None,
-    optimizer: flags.OptimizerName = None,
-    learning_rate: flags.LearningRate = None,
-    optimizer_argument: flags.OptimizerArgument = None,
-    schedule: flags.ScheduleName = None,
-    schedule_argument: flags.ScheduleArgument = None,
-    warmup_rounds: flags.WarmupRounds = None,
-    batch_scaling: flags.BatchScaling = None,
-    accumulation_steps: flags.AccumulationSteps = None,
-    micro_batch_size: flags.MicroBatchSize = None,
-    effective_batch_size: flags.EffectiveBatchSize = None,
-    tokens_per_update: flags.TokensPerUpdate = None,
-    follow_noise_scale: flags.FollowNoiseScale = None,
-    max_effective_batch_size: flags.MaxEffectiveBatchSize = None,
-    local_steps: flags.LocalSteps = None,
-    local_learning_rate: flags.LocalLearningRate = None,
-    precision: flags.Precision = None,
-    cohort_size: flags.CohortSize = None,
-    min_clients: flags.MinClients = None,
-    deadline: flags.Deadline = None,
-    invite_within: flags.InviteWithin = None,
-    weighting: flags.Weighting = None,
-    secure_aggregation: flags.SecureAggregation = None,
-    ring_bits: flags.RingBits = None,
-    min_members: flags.MinMembers = None,
-    evaluate_on_devices: flags.HeldOut = None,
-    evaluate_every: flags.EvaluateEvery = None,
-    initial_model: flags.InitialModel = None,
-    replace_batch_norm: flags.ReplaceBatchNorm = None,
-    check: flags.Check = None,
-    threads: flags.Threads = None,
-    out: flags.Out = None,
-    resume: flags.Resume = False,
-    config: flags.Config = None,
-    verbose: flags.Verbose = False,
+    verbose: Verbose = False,
 ) -> None:
-    """Simulate many clients on this machine, under a virtual clock.
+    r"""Simulate many clients on this machine, under a virtual clock.
 
-    The devices have different speed, memory and links; the server's rounds and the devices' code
-    are those that run over the network. With K set and one thread they give the same model there,
-    bit for bit; of more than 32 devices with `--compute one-by-one`.
+    The devices differ in speed, memory and links. The server's rounds and the devices' code are the
+    ones that run over the network. With K set and one thread a simulated run gives the same model
+    as a real one, bit for bit; for more than 32 devices use --compute one-by-one.
 
-    Try it: `headwater-simulate --task examples/digits.py:Digits --optimizer adam
-    --learning-rate 0.01`
+    Try it: headwater-simulate --task examples/digits.py:Digits \
+        --optimizer adam --learning-rate 0.01
     """
-    if context.invoked_subcommand is not None:
-        refuse_before_command(context)
-        return
-    from headwater.common.system.console import errors_shown, start_log
-
-    start_log(verbose=verbose)
-    with errors_shown():
-        _simulate(resume, config, overrides(context.params), is_only_shown=show_partition)
+    if context.invoked_subcommand is None:
+        settings = read_settings(context, config, resume=resume, verbose=verbose)
+        _simulate(settings, resume=resume, is_only_shown=show_partition)
 
 
-@app.command()
+@app.command(cls=SettingsCommand)
 def sweep(
     context: typer.Context,
     file: Annotated[
         Path | None,
         typer.Argument(
-            metavar="[SWEEP.toml]", help="A settings file with a table \\[sweep] (docs/sweep.md)."
+            metavar="[SWEEP.toml]", help="A settings file with a table [sweep] (docs/sweep.md)."
         ),
     ] = None,
     grid: Annotated[
@@ -190,73 +69,66 @@ def sweep(
         typer.Option(
             "--grid",
             metavar="SETTING=V1,V2",
-            help="A setting and its values, as optimizer.learning_rate=0.1,0.03. May be repeated: "
-            "every combination is run.",
+            help="A setting and its values, e.g. optimizer.learning_rate=0.1,0.03. May be "
+            "repeated: every combination is run.",
         ),
     ] = None,
     seeds: Annotated[
         str | None,
-        typer.Option("--seeds", metavar="0,1,2", help="Each combination's. [default: 0,1,2]"),
+        typer.Option(
+            "--seeds", metavar="0,1,2", help="The seeds of each combination. [default: 0,1,2]"
+        ),
     ] = None,
     metric: Annotated[
         str | None,
         typer.Option(
             "--metric",
-            help="What combinations are compared by. [default: test_accuracy, test_loss or loss]",
+            metavar="NAME",
+            help="The metric to compare by. [default: test_accuracy, test_loss or loss]",
         ),
     ] = None,
     jobs: Annotated[
         int | None,
-        typer.Option("--jobs", min=1, help="Runs at a time. [default: the usable cores]"),
+        typer.Option(
+            "--jobs", metavar="N", min=1, help="Runs at a time. [default: the usable cores]"
+        ),
     ] = None,
-    task: flags.TaskSpec = None,
-    clients: Annotated[
-        int | None, typer.Option("--clients", help="Simulated devices. [default: 100]")
-    ] = None,
-    rounds: flags.Rounds = None,
     out: Annotated[
         Path | None,
         typer.Option(
             "--out", metavar="DIR", help="Folder of the runs. [default: runs/sweep-SWEEP]"
         ),
     ] = None,
-    verbose: flags.Verbose = False,
+    verbose: Verbose = False,
 ) -> None:
-    """Run every combination of some settings with several seeds, and compare them.
+    r"""Run every combination of some settings with several seeds, and compare the results.
 
-    The same command again runs what is not done yet: runs that have ended are kept, and one that
-    was cut goes on from its checkpoint.
+    The same command again runs only what is missing: completed runs are kept, and an interrupted
+    run continues from its checkpoint.
 
-    Try it: `headwater-simulate sweep --task examples/digits.py:Digits --rounds 20
-    --grid optimizer.name=adam --grid optimizer.learning_rate=0.01,0.003`
+    Try it: headwater-simulate sweep --task examples/digits.py:Digits --rounds 20 \
+        --grid optimizer.name=adam --grid optimizer.learning_rate=0.01,0.003
     """
-    from headwater.common.system.console import errors_shown, start_log
+    from headwater.common.system.console import start_log
+    from headwater.simulation.sweep.command import run_sweep
 
     start_log(verbose=verbose)
-    with errors_shown():
-        from headwater.simulation.sweep.command import run_sweep
-
-        is_done = run_sweep(
-            file,
-            grid=arguments(grid) or {},
-            seeds=numbers(seeds),
-            metric=metric,
-            jobs=jobs or len(os.sched_getaffinity(0)),
-            out=out,
-            overrides={
-                key: value for key, value in overrides(context.params).items() if key != "out"
-            },
-        )
+    is_done = run_sweep(
+        file,
+        grid=key_values(grid or []),
+        seeds=numbers(seeds) if seeds is not None else None,
+        metric=metric,
+        jobs=jobs or len(os.sched_getaffinity(0)),
+        out=out,
+        overrides=overrides(context),
+    )
     if not is_done:
         raise typer.Exit(1)
 
 
-def _simulate(resume: bool, config: Any, overrides: dict[str, Any], *, is_only_shown: bool) -> None:
-    from headwater.common.settings.schema import load_run
+def _simulate(settings: Settings, *, resume: bool, is_only_shown: bool) -> None:
     from headwater.common.system.console import default_out
-
-    settings = load_run(config, overrides, resume=resume)
-    from headwater.simulation.fleet.profiles import with_fleet
+    from headwater.simulation.fleet.fleet_spec import with_fleet
 
     settings = with_fleet(settings)
     if is_only_shown:
@@ -306,13 +178,13 @@ def _conclude_fleet(settings: Settings) -> None:
     """Print how long the devices waited for one another, and how full their memory was."""
     from headwater.common.system.console import console
     from headwater.server.operations.round_log import read_rows
-    from headwater.simulation.fleet.profiles import device_of
+    from headwater.simulation.fleet.fleet_spec import fleet_spec
     from headwater.simulation.reports.fleet_summary import fullest, idle_line, memory_line
 
     if settings.out is None:
         return
     rows = read_rows(settings.out)
-    found = fullest(rows, lambda name: device_of(settings, int(name)).memory_bytes)
+    found = fullest(rows, lambda name: fleet_spec(settings).device(int(name)).memory_bytes)
     console.print(f"  {'idle':<12}{idle_line(rows)}", soft_wrap=True)
     if found is not None:
         console.print(f"  {'memory':<12}{memory_line(found)}", soft_wrap=True)

@@ -1,370 +1,309 @@
-"""The command-line flags that more than one command has, each defined once.
+"""Generates the command-line options from the settings tree, and the help of the three commands.
 
-A flag that is not given is ``None`` and leaves the settings file's value, or the default, in place;
-``headwater.common.settings.schema.sources`` says where each lies in the settings.
-Nothing heavy is imported here: ``--help`` must come at once.
+typer builds the commands from ``SettingsGroup`` and ``SettingsCommand``. These add an option for
+every setting that names the command in ``schema.py``; ``overrides`` returns the values by dotted
+keys. ``--help`` shows the options that most people need, ``--help-all`` every option. The tree, and
+pydantic with it, is loaded with the first option, so that commands without settings start faster.
 """
 
 from __future__ import annotations
 
+from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+import click
 import typer
+from typer.core import TyperCommand, TyperGroup, TyperOption
 
-TASK = "Task"
-TRAINING = "Training"
-PLAN = "What each client does"
-RUN = "The run"
-SECURE = "Secure aggregation (docs/security.md)"
-TLS = "TLS (all three files on both sides, or none on loopback)"
+from headwater import __version__
+from headwater.common.errors import HeadwaterError, SettingsError
+
+if TYPE_CHECKING:
+    from headwater.common.settings.catalog import Setting
+    from headwater.common.settings.schema import Settings
+
+SET = "set"
+OWN_PANEL = "Options"
+OTHER_PANEL = "Other"
+# Keys of click's ctx.meta.
+SHOWS_ALL = "headwater.shows_all"
+HAS_SUBCOMMAND = "headwater.has_subcommand"
 
 Config = Annotated[
     Path | None,
-    typer.Option("--config", help="TOML settings file; flags override it.", rich_help_panel=RUN),
-]
-TaskSpec = Annotated[
-    str | None,
-    typer.Option(
-        "--task",
-        metavar="FILE.py:Class",
-        help="The task: its model, its data and its loss. A file of yours.",
-        rich_help_panel=TASK,
-    ),
-]
-Partition = Annotated[
-    str | None,
-    typer.Option(
-        "--partition",
-        metavar="KIND",
-        help="Deal one data set out: iid, dirichlet:ALPHA, labels:N, column:NAME, quantity:SIGMA "
-        "(docs/data.md). [default: task, as the task itself splits it]",
-        rich_help_panel=TASK,
-    ),
-]
-ExamplesPerDevice = Annotated[
-    int | None,
-    typer.Option(
-        "--examples-per-device",
-        help="With --partition: each device draws so many for itself, and devices share examples. "
-        "Not given: each example is on one device.",
-        rich_help_panel=TASK,
-    ),
-]
-Check = Annotated[
-    bool | None,
-    typer.Option(
-        "--check/--no-check",
-        help="Try on real examples that the task's loss is a sum. [default: check]",
-        rich_help_panel=TASK,
-    ),
-]
-ReplaceBatchNorm = Annotated[
-    bool | None,
-    typer.Option(
-        "--replace-batch-norm/--keep-batch-norm",
-        help="Put GroupNorm in place of BatchNorm, which mixes examples. Same on both sides.",
-        rich_help_panel=TASK,
-    ),
-]
-InitialModel = Annotated[
-    Path | None,
-    typer.Option(
-        "--initial-model",
-        help="Start from this model.safetensors instead of the seed.",
-        rich_help_panel=TASK,
-    ),
-]
-Rounds = Annotated[
-    int | None,
-    typer.Option("--rounds", help="Server steps to take. [default: 30]", rich_help_panel=TRAINING),
-]
-Seed = Annotated[
-    int | None,
-    typer.Option(
-        "--seed",
-        help="Of the model's start, the partition, the order of examples, the cohorts. "
-        "[default: 0]",
-        rich_help_panel=TRAINING,
-    ),
-]
-OptimizerName = Annotated[
-    str | None,
-    typer.Option(
-        "--optimizer",
-        help="Any optimizer of torch.optim: sgd, adam, adamw, ... [default: sgd]",
-        rich_help_panel=TRAINING,
-    ),
-]
-LearningRate = Annotated[
-    float | None,
-    typer.Option("--learning-rate", help="Of the server. [default: 0.1]", rich_help_panel=TRAINING),
-]
-OptimizerArgument = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--optimizer-argument",
-        metavar="KEY=VALUE",
-        help="Another argument of the optimizer, e.g. momentum=0.9. May be repeated.",
-        rich_help_panel=TRAINING,
-    ),
-]
-ScheduleName = Annotated[
-    str | None,
-    typer.Option(
-        "--schedule",
-        help="A scheduler of torch.optim.lr_scheduler, e.g. CosineAnnealingLR.",
-        rich_help_panel=TRAINING,
-    ),
-]
-ScheduleArgument = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--schedule-argument",
-        metavar="KEY=VALUE",
-        help="An argument of the scheduler, e.g. T_max=100. May be repeated.",
-        rich_help_panel=TRAINING,
-    ),
-]
-WarmupRounds = Annotated[
-    int | None,
-    typer.Option(
-        "--warmup-rounds", help="Rounds of linear warmup. [default: 0]", rich_help_panel=TRAINING
-    ),
-]
-BatchScaling = Annotated[
-    str | None,
-    typer.Option(
-        "--batch-scaling",
-        help="Let the rate grow with the batch that a round gathers, over --effective-batch-size "
-        "(or --tokens-per-update): none, linear or sqrt. [default: none]",
-        rich_help_panel=TRAINING,
-    ),
-]
-AccumulationSteps = Annotated[
-    int | None,
-    typer.Option(
-        "--accumulation-steps",
-        help="K, micro-batches per update, the same for all. Not given: the planner decides by "
-        "each device's speed.",
-        rich_help_panel=PLAN,
-    ),
-]
-MicroBatchSize = Annotated[
-    int | None,
-    typer.Option(
-        "--micro-batch-size",
-        help="Examples per micro-batch. Not given: by each device's memory (16 with a set K).",
-        rich_help_panel=PLAN,
-    ),
-]
-EffectiveBatchSize = Annotated[
-    int | None,
-    typer.Option(
-        "--effective-batch-size",
-        help="Examples per round over the whole cohort, which the planner shares out. "
-        "[default: 512]",
-        rich_help_panel=PLAN,
-    ),
-]
-TokensPerUpdate = Annotated[
-    int | None,
-    typer.Option(
-        "--tokens-per-update",
-        help="The same in tokens, or whatever the task's weight counts: examples follow from the "
-        "mean weight of an example.",
-        rich_help_panel=PLAN,
-    ),
-]
-FollowNoiseScale = Annotated[
-    bool | None,
-    typer.Option(
-        "--follow-noise-scale/--no-follow-noise-scale",
-        help="Start from --effective-batch-size and gather what the gradient noise scale says "
-        "(docs/batch.md). [default: no]",
-        rich_help_panel=PLAN,
-    ),
-]
-MaxEffectiveBatchSize = Annotated[
-    int | None,
-    typer.Option(
-        "--max-effective-batch-size",
-        help="The most examples per round that the noise scale may ask for. [default: 65536]",
-        rich_help_panel=PLAN,
-    ),
-]
-LocalSteps = Annotated[
-    int | None,
-    typer.Option(
-        "--local-steps",
-        help="H > 1: each client takes H steps of SGD of its own per round (use a server "
-        "learning rate of 1). [default: 1]",
-        rich_help_panel=PLAN,
-    ),
-]
-LocalLearningRate = Annotated[
-    float | None,
-    typer.Option(
-        "--local-learning-rate", help="Of those local steps. [default: 0.1]", rich_help_panel=PLAN
-    ),
-]
-Precision = Annotated[
-    str | None,
-    typer.Option(
-        "--precision",
-        help="Of the forward pass: float32 or bfloat16. Sums are float32. [default: float32]",
-        rich_help_panel=PLAN,
-    ),
-]
-CohortSize = Annotated[
-    int | None,
-    typer.Option(
-        "--cohort-size", help="Clients invited per round. Not given: all.", rich_help_panel=RUN
-    ),
-]
-MinClients = Annotated[
-    int | None,
-    typer.Option(
-        "--min-clients",
-        help="Clients without which no round starts or counts. [default: 1]",
-        rich_help_panel=RUN,
-    ),
-]
-InviteWithin = Annotated[
-    int | None,
-    typer.Option(
-        "--invite-within",
-        metavar="ROUNDS",
-        help="A client that is too slow for the deadline is still asked once in so many rounds. "
-        "[default: 10]",
-        rich_help_panel=RUN,
-    ),
-]
-Weighting = Annotated[
-    str | None,
-    typer.Option(
-        "--weighting",
-        help="What a client's update weighs: samples, what it was summed over, or dataset, the "
-        "examples that the client owns. [default: samples]",
-        rich_help_panel=RUN,
-    ),
-]
-Deadline = Annotated[
-    float | None,
-    typer.Option(
-        "--deadline",
-        metavar="SECONDS",
-        help="A round closes then with those who have answered. Not given: wait for all.",
-        rich_help_panel=RUN,
-    ),
-]
-HeldOut = Annotated[
-    bool | None,
-    typer.Option(
-        "--evaluate-on-devices/--no-evaluate-on-devices",
-        help="Devices hold out a tenth of their examples and test on it. [default: no]",
-        rich_help_panel=RUN,
-    ),
-]
-EvaluateEvery = Annotated[
-    int | None,
-    typer.Option(
-        "--evaluate-every", help="Rounds between tests. [default: 1]", rich_help_panel=RUN
-    ),
-]
-Threads = Annotated[
-    int | None,
-    typer.Option(
-        "--threads",
-        help="Of torch. The same number gives the same bits. Not given: 1 in the simulator, all "
-        "usable cores elsewhere.",
-        rich_help_panel=RUN,
-    ),
-]
-Out = Annotated[
-    Path | None,
-    typer.Option(
-        "--out",
-        metavar="DIR",
-        help="Folder for model, metrics, plot and checkpoint. [default: runs/TASK-TIME]",
-        rich_help_panel=RUN,
-    ),
+    typer.Option("--config", metavar="FILE", help="TOML file of settings; flags override it."),
 ]
 Resume = Annotated[
     bool,
-    typer.Option(
-        "--resume",
-        help="Go on from the checkpoint in --out, exactly, with the settings that are there.",
-        rich_help_panel=RUN,
-    ),
+    typer.Option("--resume", help="Continue from the checkpoint in --out, with its settings."),
 ]
 Verbose = Annotated[
-    bool, typer.Option("--verbose", "-v", help="Log what is done.", rich_help_panel=RUN)
+    bool, typer.Option("--verbose", "-v", help="Log each step.", rich_help_panel=OTHER_PANEL)
 ]
 LogFormat = Annotated[
     Literal["text", "json"] | None,
     typer.Option(
         "--log-format",
         metavar="text|json",
-        help="json: all that is logged or printed is one JSON object a line, on the standard "
+        help="json: write what is printed and logged as one JSON object a line, on the standard "
         "error stream. [default: text]",
-        rich_help_panel=RUN,
+        rich_help_panel=OTHER_PANEL,
     ),
 ]
-SecureAggregation = Annotated[
-    str | None,
-    typer.Option(
-        "--secure-aggregation",
-        metavar="off|semi-honest|active",
-        help="Show the server the cohort's sum and no device's update; active: with identities, "
-        "against a server that cheats. [default: off]",
-        rich_help_panel=SECURE,
-    ),
-]
-RingBits = Annotated[
-    int | None,
-    typer.Option(
-        "--ring-bits",
-        metavar="16|32",
-        help="Of a masked coordinate; 16 halves the traffic and rounds coarser. [default: 32]",
-        rich_help_panel=SECURE,
-    ),
-]
-MinMembers = Annotated[
-    int | None,
-    typer.Option(
-        "--min-members",
-        help="Devices that a secure session has at least, 3 or more. [default: 3]",
-        rich_help_panel=SECURE,
-    ),
-]
-TlsCa = Annotated[
-    Path | None,
-    typer.Option("--tls-ca", help="The authority's certificate (PEM).", rich_help_panel=TLS),
-]
-TlsCertificate = Annotated[
-    Path | None,
-    typer.Option("--tls-certificate", help="This side's certificate (PEM).", rich_help_panel=TLS),
-]
-TlsKey = Annotated[
-    Path | None,
-    typer.Option("--tls-key", help="This side's private key (PEM).", rich_help_panel=TLS),
-]
-Insecure = Annotated[
-    bool | None,
-    typer.Option(
-        "--insecure",
-        help="Plain text beyond loopback: anyone on the way may read, change and join.",
-        rich_help_panel=TLS,
-    ),
-]
-Metrics = Annotated[
-    str | None,
-    typer.Option(
-        "--metrics",
-        metavar="HOST:PORT",
-        help="Show Prometheus metrics at http://HOST:PORT/metrics, in plain text: beyond loopback "
-        "it needs --insecure. Not given: there are none.",
-        rich_help_panel=RUN,
-    ),
-]
+
+
+def new_app(name: str) -> typer.Typer:
+    """Return the typer application of one of the three commands, as ``headwater-server``."""
+    return typer.Typer(
+        name=name,
+        cls=SettingsGroup,
+        add_completion=False,
+        rich_markup_mode=None,  # rich takes 0.1 s longer, and its boxes 20 of 80 columns
+        pretty_exceptions_enable=False,
+    )
+
+
+def read_settings(
+    context: typer.Context,
+    config: Path | None,
+    *,
+    resume: bool = False,
+    verbose: bool = False,
+    log_format: Literal["text", "json"] | None = None,
+    **fixed: Any,
+) -> Settings:
+    """Start the log and return a command's settings; ``fixed`` wins over file and flags.
+
+    Raises:
+        SettingsError: as ``sources.load_run``, or a KEY=VALUE without its ``=``.
+    """
+    from headwater.common.settings.sources import load_run
+    from headwater.common.system.console import start_log
+
+    start_log(verbose=verbose, log_format=log_format)
+    return load_run(config, overrides(context) | fixed, resume=resume)
+
+
+def overrides(context: typer.Context) -> dict[str, Any]:
+    """Return the settings of a command's flags, by dotted keys, as ``sources.load`` takes them.
+
+    Raises:
+        SettingsError: a KEY=VALUE without its ``=``.
+    """
+    from headwater.common.settings.catalog import all_settings
+
+    given: dict[str, Any] = dict(context.obj)
+    given.update(map(_split, given.pop(SET, ())))
+    return {key: _converted(all_settings().get(key), value) for key, value in given.items()}
+
+
+def key_values(pairs: list[str]) -> dict[str, Any]:
+    """Read KEY=VALUE texts; numbers, true, false and lists with commas are read as such.
+
+    Raises:
+        SettingsError: a text without ``=``, or with nothing before it.
+    """
+    return {key: _value(text) for key, text in map(_split, pairs)}
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """Read whole numbers with commas between them.
+
+    Raises:
+        SettingsError: one of them is no whole number.
+    """
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise SettingsError(f"expected numbers as in 0,1,2, found {text!r}") from None
+
+
+def _split(pair: str) -> tuple[str, str]:
+    key, separator, text = pair.partition("=")
+    if not separator or not key:
+        raise SettingsError(f"expected KEY=VALUE, found {pair!r}")
+    return key, text
+
+
+def _value(text: str) -> Any:
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    if "," in text:
+        return [_value(part) for part in text.split(",")]
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def _converted(setting: Setting | None, value: Any) -> Any:
+    """Convert a flag's text where pydantic would keep it: in tables, and numbers among choices."""
+    if isinstance(value, tuple):
+        return key_values([*value])
+    if setting is None:
+        return _value(value)  # a key of a table, as optimizer.arguments.momentum
+    return {str(choice): choice for choice in setting.value.choices}.get(value, value)
+
+
+def _option_of(setting: Setting) -> TyperOption:
+    is_switch = setting.value.types == [bool]
+    default = "" if setting.default in (None, {}) else f"default: {setting.default}"
+    if is_switch:
+        words = setting.flag.replace("--", "").split("/")
+        words = ["on", "off"] if words[1].startswith("no-") else words
+        default = f"default: {words[not setting.default]}"
+    notes = "; ".join(note for note in (setting.value.limits_text, default) if note)
+    meaning = f"{setting.meaning[0].upper()}{setting.meaning[1:].removesuffix('.')}."
+    return TyperOption(
+        param_decls=[setting.flag, setting.key.replace(".", "__")],
+        type=bool if is_switch else str,
+        is_flag=is_switch,
+        multiple=setting.value.types == [dict],
+        metavar=None if is_switch else setting.value.metavar,
+        help=f"{meaning} [{notes}]" if notes else meaning,
+        rich_help_panel=OWN_PANEL if setting.is_short else setting.panel,
+    )
+
+
+def _show_all(ctx: click.Context, _parameter: click.Parameter, is_given: bool) -> None:
+    if is_given:
+        ctx.meta[SHOWS_ALL] = True
+        click.echo(ctx.get_help(), color=ctx.color)
+        ctx.exit()
+
+
+def _show_version(ctx: click.Context, _parameter: click.Parameter, is_given: bool) -> None:
+    if is_given:
+        click.echo(f"headwater {__version__}")
+        ctx.exit()
+
+
+SET_OPTION = TyperOption(
+    param_decls=["--set"],
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Any setting of docs/settings.md, e.g. plan.memory_fraction=0.7. May be repeated.",
+    rich_help_panel=OTHER_PANEL,
+)
+HELP_ALL_OPTION = TyperOption(
+    param_decls=["--help-all"],
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_show_all,
+    help="Show every option and exit.",
+)
+VERSION_OPTION = TyperOption(
+    param_decls=["--version"],
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_show_version,
+    help="Show the version and exit.",
+)
+
+
+class _WithSettings(click.Command):
+    """A command with an option for each setting whose field names the command."""
+
+    @cached_property
+    def _options(self) -> dict[str, TyperOption]:
+        """The generated options by the dotted key of their setting, in the order of the help."""
+        from headwater.common.settings.catalog import all_settings
+        from headwater.common.settings.schema import PANELS
+
+        command = (self.name or "").removeprefix("headwater-")
+        settings = [each for each in all_settings().values() if command in each.commands]
+        settings.sort(key=lambda each: PANELS.index(each.panel))
+        return {each.key: _option_of(each) for each in settings} | {SET: SET_OPTION}
+
+    def _settings_options(self, _ctx: click.Context) -> dict[str, TyperOption]:
+        return self._options
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        """Return the generated options, then the command's own, then --help-all and --help."""
+        *own, help_option = super().get_params(ctx)
+        return [*self._settings_options(ctx).values(), *own, HELP_ALL_OPTION, help_option]
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse the flags; those of settings move to ``ctx.obj``, by dotted keys."""
+        try:
+            rest = super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            from headwater.common.settings.sources import replacement_of
+
+            message = error.format_message() + replacement_of(error.option_name)
+            raise click.UsageError(message, ctx) from error
+        options = self._settings_options(ctx)
+        given = {key: ctx.params.pop(option.name or "", None) for key, option in options.items()}
+        ctx.obj = {key: value for key, value in given.items() if value not in (None, ())}
+        return rest
+
+    def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write what the command does; an example keeps its lines, so that it can be copied."""
+        formatter.write_paragraph()
+        with formatter.indentation():
+            formatter.write_text((self.help or "").replace("Try it:", "\b\nTry it:"))
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the important options, or with --help-all every option, by panel."""
+        panels: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is not None:
+                panel = getattr(parameter, "rich_help_panel", None) or OWN_PANEL
+                panels.setdefault(panel, []).append(record)
+        for panel, records in panels.items():
+            if panel == OWN_PANEL or SHOWS_ALL in ctx.meta:
+                with formatter.section(click.style(panel, bold=True)):
+                    formatter.write_dl(records)
+
+
+class SettingsCommand(_WithSettings, TyperCommand):
+    """A subcommand that reads settings."""
+
+
+class SettingsGroup(_WithSettings, TyperGroup):
+    """One of the three commands: it reads settings, and has subcommands."""
+
+    def _settings_options(self, ctx: click.Context) -> dict[str, TyperOption]:
+        return {} if HAS_SUBCOMMAND in ctx.meta else self._options
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        """Return the options, with --version."""
+        return [*super().get_params(ctx), VERSION_OPTION]
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse the flags; before a subcommand without any, the settings are not even loaded."""
+        if args and args[0] in self.commands:
+            ctx.meta[HAS_SUBCOMMAND] = True
+        return super().parse_args(ctx, args)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find the subcommand; refuse flags before it, which would have no effect."""
+        name, command, rest = super().resolve_command(ctx, args)
+        given = [*ctx.obj, *(key for key, value in ctx.params.items() if value)]
+        if given:
+            raise click.UsageError(f"put flags after {name}: before it they have no effect", ctx)
+        return name, command, rest
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the options, then each subcommand with the first paragraph of its help."""
+        super().format_options(ctx, formatter)
+        with formatter.section(click.style("Commands", bold=True)):
+            helps = {name: command.help or "" for name, command in self.commands.items()}
+            formatter.write_dl([(name, text.partition("\n\n")[0]) for name, text in helps.items()])
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command; show an error with its remedy and exit with its status."""
+        try:
+            return super().invoke(ctx)
+        except (HeadwaterError, KeyboardInterrupt) as error:
+            from headwater.common.system.console import show_error
+
+            raise typer.Exit(show_error(error)) from error

@@ -1,51 +1,118 @@
-"""Every setting of the project, one frozen tree for server, client and simulator.
+"""Declares every setting of the project, once, as one frozen pydantic tree.
 
-One TOML file serves all three commands; a flag on the command line overrides the file. The tree
-also travels as Flower's flat ``run_config`` (dotted keys), so that the same apps find the same
-settings whichever engine runs them.
+A field holds all that is known of a setting: key, type, range, unit, default, meaning and flag.
+``flags.py`` generates the command line from this tree, ``sources.py`` reads the TOML file and the
+flags into it, and ``catalog.py`` writes docs/settings.md from it. To add a setting, add a field.
+
+The tree also travels as Flower's flat ``run_config`` (dotted keys), so that the same apps find the
+same settings on every engine.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import tomllib
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
-import tomli_w
 from pydantic import (
     AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
-    ValidationError,
-    model_validator,
+    ValidationInfo,
+    field_validator,
 )
 
-from headwater.common.data.partition_spec import Rule, rule_of
-from headwater.common.errors import SettingsError
+from headwater.common.data.partition_spec import PartitionRule, parse_rule
 from headwater.common.settings.weekly_hours import weekly
 
 SETTINGS_FILE = "settings.toml"
 
-Scalar = bool | int | float | str
-Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
-Part = Annotated[float, Field(gt=0, le=1)]
-Seconds = Annotated[float, Field(gt=0, le=30 * 86_400, allow_inf_nan=False)]
+# The commands that have a flag; a branch names them for all of its fields.
+RUNS = "server simulate"
+DEVICE = "client check doctor"
+
+# The headings of --help-all, in this order.
+TASK = "Task"
+DEVICE_PANEL = "This device"
+SERVER = "The server"
+SIMULATION = "Simulation"
+TRAINING = "Training"
+PLAN = "What each client computes"
+RUN = "The run"
+SECURE = "Secure aggregation (docs/security.md)"
+TLS = "TLS (all three files on both sides, or none on loopback)"
+PANELS = (TASK, DEVICE_PANEL, SERVER, SIMULATION, TRAINING, PLAN, RUN, SECURE, TLS)
 
 
-def _hours(text: str) -> str:
-    weekly(text)  # ValueError if these are no windows of the week
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """The word for a flag's value in --help: SECONDS, DIR, HOST:PORT."""
+
+    name: str
+
+
+def _check_hours(text: str) -> str:
+    weekly(text)  # ValueError if the text holds no windows of the week
     return text
 
 
-Hours = Annotated[str, AfterValidator(_hours)]
+def _check_partition(text: str) -> str:
+    parse_rule(text, examples_per_device=None, seed=0)  # ValueError if it is no partition
+    return text
+
+
+Scalar = bool | int | float | str
+Count = Annotated[int, Field(ge=1, le=2**31 - 1), Unit("N")]
+Steps = Annotated[int, Field(ge=1, le=4096), Unit("K")]
+Bytes = Annotated[int, Field(ge=1, le=2**53), Unit("BYTES")]
+Rate = Annotated[float, Field(gt=0, allow_inf_nan=False), Unit("RATE")]
+Part = Annotated[float, Field(gt=0, le=1), Unit("SHARE")]
+Fraction = Annotated[float, Field(ge=0, le=1), Unit("SHARE")]
+Probability = Annotated[float, Field(ge=0, lt=1), Unit("P")]
+Seconds = Annotated[float, Field(gt=0, le=30 * 86_400, allow_inf_nan=False), Unit("SECONDS")]
+Address = Annotated[str, Unit("HOST:PORT")]
+Name = Annotated[str, Unit("NAME")]
+Folder = Annotated[Path, Unit("DIR")]
+File = Annotated[Path, Unit("FILE")]
+Kind = Annotated[str, AfterValidator(_check_partition), Unit("KIND")]
+Hours = Annotated[str, AfterValidator(_check_hours), Unit("HH:MM-HH:MM")]
+
+
+def setting(
+    default: Any,
+    meaning: str,
+    flag: str | None = None,
+    *,
+    on: str | None = None,
+    panel: str | None = None,
+    short: bool = False,
+    **limits: Any,
+) -> Any:
+    """Return a pydantic field that also describes its command-line flag.
+
+    Args:
+        default: the value if neither the file nor the command line sets one; None is "not set".
+        meaning: what the setting does; shown by --help-all and docs/settings.md.
+        flag: by default the key, as in ``--min-clients`` or ``--insecure/--no-insecure``.
+        on: the commands that have the flag, by default the branch's; "" for no flag.
+        panel: the heading of the flag in --help-all, by default the branch's.
+        short: whether --help shows the flag too.
+        limits: ge, gt, le and lt, as in pydantic.
+    """
+    extra = {"flag": flag, "on": on, "panel": panel, "short": short}
+    return Field(default, description=meaning, json_schema_extra=extra, **limits)
+
+
+def branch(settings: type[Branch], panel: str, *, on: str) -> Any:
+    """Return the field of a branch: the heading of its flags, and the commands that have them."""
+    return Field(default_factory=settings, json_schema_extra={"panel": panel, "on": on})
 
 
 class Branch(BaseModel):
-    """A branch of the tree: frozen, and unknown keys are an error rather than ignored."""
+    """A branch of the tree: frozen; an unknown key is an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -53,211 +120,252 @@ class Branch(BaseModel):
 class OptimizerSettings(Branch):
     """The server optimizer: any class of ``torch.optim`` that needs no closure."""
 
-    name: str = Field("sgd", description="class in torch.optim, in any case: sgd, adam, adamw")
-    learning_rate: float = Field(0.1, gt=0, allow_inf_nan=False, description="its lr")
-    arguments: dict[str, Scalar | list[float]] = Field(
-        default_factory=dict, description="its other arguments, e.g. momentum = 0.9"
+    name: Name = setting("sgd", "class of torch.optim: sgd, adam, adamw", "--optimizer", short=True)
+    learning_rate: Rate = setting(0.1, "learning rate of the server optimizer", short=True)
+    arguments: dict[str, Scalar | list[float]] = setting(
+        {}, "another argument of the optimizer, e.g. momentum=0.9", "--optimizer-argument"
     )
 
 
 class ScheduleSettings(Branch):
     """How the learning rate changes from round to round."""
 
-    name: str | None = Field(None, description="class in torch.optim.lr_scheduler")
-    arguments: dict[str, Scalar | list[int]] = Field(
-        default_factory=dict, description="its arguments, e.g. T_max = 100"
+    name: Name | None = setting(
+        None, "class of torch.optim.lr_scheduler, e.g. CosineAnnealingLR", "--schedule"
     )
-    batch_scaling: Literal["none", "linear", "sqrt"] = Field(
-        "none",
-        description="the rate grows with the effective batch over plan.effective_batch_size, "
-        "linearly or by its square root",
+    arguments: dict[str, Scalar | list[int]] = setting(
+        {}, "an argument of the schedule, e.g. T_max=100", "--schedule-argument"
     )
-    warmup_rounds: int = Field(
-        0,
-        ge=0,
-        description="rounds of linear growth of the rate, from 1/(warmup + 1) of it",
+    batch_scaling: Literal["none", "linear", "sqrt"] = setting(
+        "none", "scale the learning rate with effective batch / plan.effective_batch_size"
+    )
+    warmup_rounds: int = setting(
+        0, "rounds of linear growth of the learning rate, from 1/(rounds + 1) of it", ge=0
     )
 
 
 class PlanSettings(Branch):
-    """What a client is asked to do in a round."""
+    """What each client computes in a round."""
 
-    accumulation_steps: Annotated[int, Field(ge=1, le=4096)] | None = Field(
-        None, description="K, the same for all, 4096 at most; not set: the planner decides"
+    accumulation_steps: Steps | None = setting(
+        None, "micro-batches per update, the same for all; not set: by device speed", short=True
     )
-    micro_batch_size: Count | None = Field(
-        None, description="examples per micro-batch; not set: the planner decides by memory"
+    micro_batch_size: Count | None = setting(
+        None, "examples per micro-batch; not set: by device memory, 16 with a set K", short=True
     )
-    set_micro_batch_size: Count = Field(
-        16, description="the micro-batch size where K is set and no size is"
+    set_micro_batch_size: Count = setting(
+        16, "examples per micro-batch if only K (accumulation_steps) is set", on=""
     )
-    effective_batch_size: Count = Field(
-        512, description="examples the planner gathers per round over the whole cohort"
+    effective_batch_size: Count = setting(
+        512, "examples per round over the whole cohort, which the planner divides"
     )
-    tokens_per_update: Count | None = Field(
-        None, description="weight instead of examples: tokens that the planner gathers per round"
+    tokens_per_update: Count | None = setting(
+        None, "the same in tokens, or in whatever the task's weight counts"
     )
-    follow_noise_scale: bool = Field(
-        False, description="gather as many examples as the gradient noise scale says"
+    follow_noise_scale: bool = setting(
+        False, "adapt the examples per round to the gradient noise scale (docs/batch.md)"
     )
-    max_effective_batch_size: Count = Field(
-        65_536, description="the most examples that the noise scale may ask for"
+    max_effective_batch_size: Count = setting(
+        65_536, "most examples per round when following the gradient noise scale"
     )
-    max_micro_batch_size: Count = Field(
-        256, description="beyond this a CPU gains no speed from larger micro-batches"
+    max_micro_batch_size: Count = setting(
+        256, "most examples per micro-batch; larger ones are no faster on a CPU", on=""
     )
-    memory_fraction: float = Field(
-        0.8, gt=0, le=1, description="share of a device's memory limit that the planner fills"
+    memory_fraction: Part = setting(
+        0.8, "share of a device's memory limit that the planner fills", on=""
     )
-    local_steps: Annotated[int, Field(ge=1, le=4096)] = Field(
-        1, description="H > 1: fewer, longer rounds of H local SGD steps each"
+    local_steps: Steps = setting(
+        1, "local SGD steps per round; above 1, use a server learning rate of 1"
     )
-    local_learning_rate: float = Field(
-        0.1, gt=0, allow_inf_nan=False, description="of those local steps"
-    )
-    precision: Literal["float32", "bfloat16"] = Field(
-        "float32", description="of the forward pass; sums are float32 always"
+    local_learning_rate: Rate = setting(0.1, "learning rate of the local steps")
+    precision: Literal["float32", "bfloat16"] = setting(
+        "float32", "precision of the forward pass; sums are always float32"
     )
 
 
 class CohortSettings(Branch):
-    """Who is invited, and how long a round waits."""
+    """Which clients are invited, and how long a round waits."""
 
-    min_clients: Count = Field(1, description="clients without which no round starts or counts")
-    size: Count | None = Field(None, description="clients invited per round; not set: all")
-    deadline_seconds: Seconds | None = Field(None, description="not set: wait for all")
-    max_aborted_rounds: Count = Field(
-        5, description="aborted rounds in a row after which the run gives up"
+    min_clients: Count = setting(1, "fewest clients for a round to start and count", short=True)
+    size: Count | None = setting(None, "clients invited per round; not set: all", "--cohort-size")
+    deadline_seconds: Seconds | None = setting(
+        None, "a round ends then with the updates it has; not set: wait for all", "--deadline"
     )
-    weighting: Literal["samples", "dataset"] = Field(
-        "samples",
-        description="what an update weighs: what it was summed over, or what its device owns",
+    max_aborted_rounds: Count = setting(
+        5, "aborted rounds in a row after which the run gives up", on=""
     )
-    invite_within_rounds: Count = Field(
+    weighting: Literal["samples", "dataset"] = setting(
+        "samples", "weight of an update: what it was summed over, or all its client owns"
+    )
+    invite_within_rounds: Count = setting(
         10,
-        description="a device that is too slow for the deadline, or came late three times in a "
-        "row, is still asked once in so many",
+        "a client too slow for the deadline, or late three times in a row, is still invited once "
+        "in so many rounds",
+        "--invite-within",
     )
-    reconnect_seconds: Seconds = Field(
-        60.0, description="how long a client that vanished may take to come back in a round"
+    reconnect_seconds: Seconds = setting(
+        60.0, "how long a client that lost its connection in a round may take to return", on=""
     )
 
 
 class SecureSettings(Branch):
-    """Secure aggregation: the server sees the cohort's sum, and no device's (docs/security.md)."""
+    """Secure aggregation: the server sees the cohort's sum, and no single update."""
 
-    aggregation: Literal["off", "semi-honest", "active"] = Field(
-        "off", description="active: identities, signed keys and signed survivors besides"
+    aggregation: Literal["off", "semi-honest", "active"] = setting(
+        "off",
+        "the server sees the cohort's sum, no single update; active: even a server that cheats",
+        "--secure-aggregation",
+        on=f"{RUNS} client doctor",
+        short=True,
     )
-    ring_bits: Literal[16, 32] = Field(32, description="16 halves the traffic, and rounds coarser")
-    min_members: Annotated[int, Field(ge=3)] = Field(
-        3, description="of a session; a device refuses one with fewer than its own"
+    ring_bits: Literal[16, 32] = setting(
+        32, "bits of a masked coordinate; 16 halves the traffic and rounds coarser"
     )
-    min_survivors: Annotated[float, Field(gt=0, le=1)] = Field(
-        0.7, description="share of a session's members without whom a device reveals nothing"
+    min_members: int = setting(
+        3, "fewest devices in a session that a device accepts", on=f"{RUNS} client", ge=3
     )
-    corrupted: Annotated[float, Field(ge=0, lt=1)] = Field(
-        0.1, description="share of devices assumed to collude, above 64 in a cohort"
+    min_survivors: Part = setting(
+        0.7, "share of a session's members below which a device reveals nothing", on=""
     )
-    dropout: Annotated[float, Field(ge=0, lt=1)] = Field(
-        0.1, description="share of devices assumed to vanish, above 64 in a cohort"
+    corrupted: Probability = setting(
+        0.1, "share of devices assumed to collude, in cohorts above 64", on=""
     )
-    phase_seconds: Seconds = Field(20.0, description="how long the server waits in each phase")
-    identity: Path | None = Field(None, description="this device's signing identity (active)")
-    allow_list: Path | None = Field(
-        None, description="names and public keys that this device trusts (active)"
+    dropout: Probability = setting(
+        0.1, "share of devices assumed to drop out, in cohorts above 64", on=""
+    )
+    phase_seconds: Seconds = setting(20.0, "how long the server waits in each phase", on="")
+    identity: File | None = setting(
+        None, "this device's signing identity, for active", on="client doctor identity"
+    )
+    allow_list: File | None = setting(
+        None,
+        "lines NAME KEY of the identities that this device trusts, for active; do not get it "
+        "through the server",
+        on="client doctor",
     )
 
 
 class ModelSettings(Branch):
-    """The model that everybody starts from."""
+    """The model that training starts from."""
 
-    initial: Path | None = Field(None, description="safetensors file with the state_dict's names")
-    replace_batch_norm: bool = Field(False, description="put GroupNorm in place of BatchNorm")
+    initial: File | None = setting(
+        None,
+        "file of weights to start from (safetensors); not set: by the seed",
+        "--initial-model",
+        on=RUNS,
+    )
+    replace_batch_norm: bool = setting(
+        False,
+        "use GroupNorm in place of BatchNorm, which mixes examples; the same on both sides",
+        "--replace-batch-norm/--keep-batch-norm",
+    )
 
 
 class EvaluationSettings(Branch):
     """When and where the model is tested."""
 
-    every_rounds: Count = Field(1, description="rounds between tests; the last is always tested")
-    on_devices: bool = Field(False, description="also on examples that the devices hold out")
-    held_out_fraction: float = Field(
-        0.1, gt=0, lt=1, description="of a device's own examples, if on_devices"
+    every_rounds: Count = setting(
+        1, "rounds between tests; the last round is always tested", "--evaluate-every"
+    )
+    on_devices: bool = setting(
+        False,
+        "test also on examples that the devices hold out",
+        "--evaluate-on-devices/--no-evaluate-on-devices",
+    )
+    held_out_fraction: float = setting(
+        0.1, "share of a device's examples that is held out, if on_devices", on="", gt=0, lt=1
     )
 
 
 class TlsSettings(Branch):
     """Three PEM files; all or none."""
 
-    ca: Path | None = Field(None, description="the authority's certificate")
-    certificate: Path | None = Field(None, description="this side's")
-    key: Path | None = Field(None, description="this side's private key")
+    ca: File | None = setting(None, "the authority's certificate", "--tls-ca")
+    certificate: File | None = setting(None, "this side's certificate", "--tls-certificate")
+    key: File | None = setting(None, "this side's private key", "--tls-key")
+
+
+METRICS = "where to serve Prometheus metrics, in plain text (not only on loopback: --insecure)"
 
 
 class ServerSettings(Branch):
     """The aggregation server's own settings."""
 
-    listen: str = Field("127.0.0.1:8500", description="HOST:PORT")
-    enrolment_listen: str | None = Field(
-        None, description="HOST:PORT for devices that join; not set: the next port after `listen`"
+    listen: Address = setting(
+        "127.0.0.1:8500", "where clients connect; port 0 takes a free port", short=True
     )
-    metrics: str | None = Field(
-        None, description="HOST:PORT of the Prometheus metrics, plain text; not set: none"
+    enrolment_listen: Address | None = setting(
+        None, "where devices join while a join token is valid; not set: the port after `listen`"
     )
-    staging_bytes: Count = Field(
-        64 * 2**20, description="uploads in flight held in RAM; beyond it they go to a spool file"
+    metrics: Address | None = setting(None, METRICS)
+    staging_bytes: Bytes = setting(
+        64 * 2**20, "memory for uploads in progress; the rest goes to a spool file", on=""
     )
 
 
 class ClientSettings(Branch):
     """A device's own settings."""
 
-    server: str = Field("127.0.0.1:8500", description="HOST:PORT")
-    name: str | None = Field(None, description="not set: the host's name")
-    data: Path | None = Field(None, description="this device's own file or folder")
-    part: int = Field(0, ge=0, description="of a task that splits bundled data: which part")
-    num_parts: Count = Field(1, description="of how many parts")
-    state: Path | None = Field(None, description="folder for the device's place in its examples")
-    memory_limit_bytes: Annotated[int, Field(ge=1, le=2**53)] | None = Field(
-        None, description="a limit below the machine's own"
+    server: Address = setting(
+        "127.0.0.1:8500", "the aggregation server", on="client doctor", short=True
     )
-    spool: Path | None = Field(
-        None, description="folder in which a half-summed update outlives a power cut"
+    name: Name | None = setting(
+        None, "the device's unique name; not set: the host's", on=f"{DEVICE} identity", short=True
     )
-    battery_share: Part = Field(
-        0.5, description="of the time that the planner may count on, on battery"
-    )
-    hot_celsius: float = Field(80.0, ge=0, le=200, description="from this on the device is hot")
-    hot_share: Part = Field(0.5, description="of its time when hot, or throttled")
-    busy_above: float = Field(
-        0.75, ge=0, le=1, description="share of the cores taken by others that makes it busy"
-    )
-    busy_share: Part = Field(
-        1.0, description="of its time when busy; its pace, and so its quota, falls in any case"
-    )
-    upload_window: Hours | None = Field(
+    data: Path | None = setting(None, "this device's own file or folder of examples", short=True)
+    part: int = setting(0, "this device's part of bundled data, from 0", ge=0, short=True)
+    num_parts: Count = setting(1, "parts that the task splits bundled data into", short=True)
+    state: Folder | None = setting(
         None,
-        description="when it may use its link, by this machine's clock: 22:00-06:00, or Mon-Fri "
+        "keeps the device's position in its examples; not set: ~/.local/state/headwater",
+        on="client doctor",
+    )
+    memory_limit_bytes: Bytes | None = setting(
+        None, "use no more memory; not set: what machine and cgroup allow", "--memory-limit"
+    )
+    spool: Folder | None = setting(
+        None, "keeps a half-summed update through a power cut; not set: it is lost", on="client"
+    )
+    battery_share: Part = setting(
+        0.5, "share of the time that the planner may count on, on battery", on="client check"
+    )
+    hot_celsius: float = setting(80.0, "temperature of a hot device", on="", ge=0, le=200)
+    hot_share: Part = setting(0.5, "share of its time when hot, or throttled", on="")
+    busy_above: Fraction = setting(
+        0.75, "share of the cores taken by other programs that makes the device busy", on=""
+    )
+    busy_share: Part = setting(
+        1.0, "share of its time when busy; its speed, and so its quota, falls in any case", on=""
+    )
+    upload_window: Hours | None = setting(
+        None,
+        "when it may use its link, by this machine's clock: 22:00-06:00, or Mon-Fri "
         "18:00-08:00, Sat-Sun 00:00-24:00; not set: always (docs/install.md)",
+        on="client doctor",
     )
-    bytes_per_day: Annotated[int, Field(ge=1, le=2**53)] | None = Field(
-        None, description="sent and received, from midnight to midnight by this machine's clock"
+    working_hours: Hours | None = setting(
+        None, "when its owner needs it, written as the upload window is", on="client doctor"
     )
-    working_hours: Hours | None = Field(
-        None, description="when its owner needs it, written as the upload window is"
+    working_share: Fraction = setting(
+        0.0, "of its time in working hours; 0: it leaves for as long as they last", on=""
     )
-    working_share: Annotated[float, Field(ge=0, le=1)] = Field(
-        0.0, description="of its time in working hours; 0: it leaves for as long as they last"
+    bytes_per_day: Bytes | None = setting(
+        None,
+        "send and receive no more from midnight to midnight, by this machine's clock; then stay "
+        "away until the next day",
+        on="client doctor",
     )
-    metrics: str | None = Field(
-        None, description="HOST:PORT of the Prometheus metrics, plain text; not set: none"
+    metrics: Address | None = setting(None, METRICS, on="client")
+    stay: bool = setting(
+        False, "wait for the next run when one has ended", "--stay/--leave", on="client", short=True
     )
-    stay: bool = Field(False, description="wait for the next run when one has ended")
-    patience_seconds: Seconds = Field(600.0, description="without contact, before giving up")
+    patience_seconds: Seconds = setting(
+        600.0, "give up after so long without contact", "--patience", on="client"
+    )
 
     @property
     def state_folder(self) -> Path:
-        """The folder for the device's place, by default where XDG wants state."""
+        """The folder for the device's position; by default where XDG puts state."""
         if self.state is not None:
             return self.state
         base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
@@ -265,188 +373,131 @@ class ClientSettings(Branch):
 
 
 class PartitionSettings(Branch):
-    """How one data set is dealt out to the devices of a run (docs/data.md)."""
+    """How one data set is partitioned over the devices of a run (docs/data.md)."""
 
-    kind: str = Field(
+    kind: Kind = setting(
         "task",
-        description="task: as the task splits it; iid, dirichlet:ALPHA, labels:N, column:NAME, "
-        "quantity:SIGMA or quantity:dirichlet:BETA",
+        "how to split one data set over the devices: iid, dirichlet:ALPHA, labels:N, column:NAME "
+        "or quantity:SIGMA (docs/data.md); task: as the task does",
+        "--partition",
+        short=True,
     )
-    examples_per_device: Count | None = Field(
-        None, description="each device draws so many, and devices share; not set: dealt out once"
+    examples_per_device: Count | None = setting(
+        None, "each device draws so many, and devices share; not set: each example once"
     )
 
-    @model_validator(mode="after")
-    def _is_one(self) -> Self:
-        self.rule(seed=0)  # ValueError if it is none
-        return self
+    @field_validator("examples_per_device")
+    @classmethod
+    def _check_examples(cls, number: int | None, info: ValidationInfo) -> int | None:
+        # ValueError if the partition, which was checked before, takes no such number.
+        parse_rule(info.data.get("kind", "iid"), examples_per_device=number, seed=0)
+        return number
 
-    def rule(self, *, seed: int) -> Rule | None:
-        """Return what is set, with the run's seed; None where the task splits its own data."""
-        return rule_of(self.kind, examples_per_device=self.examples_per_device, seed=seed)
+    def rule(self, *, seed: int) -> PartitionRule | None:
+        """Return the partition with the run's seed; None if the task splits its own data."""
+        return parse_rule(self.kind, examples_per_device=self.examples_per_device, seed=seed)
 
 
 class SimulationSettings(Branch):
     """Many clients on one machine."""
 
-    clients: Count = Field(
-        100, description="devices, named 0 to N-1; with a fleet, as many as its file says"
+    clients: Count = setting(
+        100,
+        "simulated devices; with a fleet, as many as its file has",
+        on="simulate sweep",
+        short=True,
     )
-    fleet: Path | None = Field(
-        None, description="TOML file of the devices (docs/fleet.md); not set: drawn by the seed"
+    fleet: Annotated[Path, Unit("FLEET.toml")] | None = setting(
+        None,
+        "the devices' speed, memory, link and availability (docs/fleet.md); not set: drawn by the "
+        "seed",
+        short=True,
     )
-    dropout: Annotated[float, Field(ge=0, lt=1)] = Field(
-        0.0, description="chance that an invited device vanishes, in training or in a secure phase"
+    dropout: Probability = setting(
+        0.0, "probability that an invited device drops out, in training or in a secure phase"
     )
-    faults: Path | None = Field(
-        None, description="TOML file of dropouts, slow links and liars (docs/fleet.md)"
+    faults: Annotated[Path, Unit("FAULTS.toml")] | None = setting(
+        None, "faults to inject: dropouts at a phase, slow links, lying devices (docs/fleet.md)"
     )
-    engine: Literal["in-process", "grpc", "flower-ray"] = Field(
+    engine: Literal["in-process", "grpc", "flower-ray"] = setting(
         "in-process",
-        description="in-process; grpc: a server and a process per device, over the real wire; or "
-        "flower-ray: Flower's Ray workers",
+        "how the devices run; grpc: a server and a process per device, over the real wire; "
+        "flower-ray: on Flower's Ray workers",
     )
-    compute: Literal["auto", "one-by-one", "vectorised", "fused"] = Field(
+    compute: Literal["auto", "one-by-one", "vectorised", "fused"] = setting(
         "auto",
-        description="auto, one-by-one (the same bits as the wire), vectorised (many devices in a "
-        "pass, each with its own norms) or fused (their sum alone)",
+        "how the devices compute; one-by-one: the same bits as the wire; vectorised: many devices "
+        "in a pass, each with its own norms; fused: their sum alone; auto: the fastest that fits",
     )
-    workers: Count | Literal["auto"] = Field(
-        1,
-        description="processes that compute devices one by one; auto: as many as usable cores "
-        "(docs/simulation.md)",
+    workers: Count | Literal["auto"] = setting(
+        1, "processes that compute devices one by one; auto: one per usable core"
     )
-    compile: bool = Field(
-        False,
-        description="let torch.compile make the passes over many devices; needs a C++ compiler "
-        "(docs/simulation.md)",
+    compile: bool = setting(
+        False, "let torch.compile make the passes over many devices; needs a C++ compiler", on=""
     )
-    wire: bool = Field(
-        False, description="push every plan and update through encoding and decoding"
-    )
+    wire: bool = setting(False, "push every plan and update through encoding and decoding")
 
 
 class Settings(Branch):
     """The whole tree."""
 
-    task: str | None = Field(None, description="FILE.py:Class")
-    seed: int = Field(
-        0, ge=0, le=2**53, description="of the model, the examples' order, the cohorts"
+    task: Annotated[str, Unit("FILE.py:Class")] | None = setting(
+        None, "your model, data and loss", on=f"{RUNS} {DEVICE} sweep", panel=TASK, short=True
     )
-    rounds: Count = Field(30, description="server steps")
-    threads: Count | None = Field(
-        None, description="of torch; not set: 1 in the simulator, all usable cores elsewhere"
+    seed: int = setting(
+        0,
+        "seed of the initial model, the partition, the order of examples and the cohorts",
+        on=f"{RUNS} {DEVICE}",
+        panel=TRAINING,
+        ge=0,
+        le=2**53,
     )
-    out: Path | None = Field(None, description="folder for model, metrics and checkpoints")
-    check_task: bool = Field(True, description="try on real examples that the loss is a sum")
-    insecure: bool = Field(False, description="allow plain text beyond loopback")
-    optimizer: OptimizerSettings = OptimizerSettings()
-    schedule: ScheduleSettings = ScheduleSettings()
-    plan: PlanSettings = PlanSettings()
-    cohort: CohortSettings = CohortSettings()
-    secure: SecureSettings = SecureSettings()
-    model: ModelSettings = ModelSettings()
-    evaluation: EvaluationSettings = EvaluationSettings()
-    tls: TlsSettings = TlsSettings()
-    server: ServerSettings = ServerSettings()
-    client: ClientSettings = ClientSettings()
-    partition: PartitionSettings = PartitionSettings()
-    simulation: SimulationSettings = SimulationSettings()
+    rounds: Count = setting(30, "server steps", on=f"{RUNS} sweep", panel=TRAINING, short=True)
+    threads: Count | None = setting(
+        None,
+        "threads of torch; equal numbers give equal bits; not set: 1 in the simulator, all usable "
+        "cores elsewhere",
+        on=f"{RUNS} {DEVICE}",
+        panel=RUN,
+    )
+    out: Folder | None = setting(
+        None, "for model, metrics and checkpoints", on=RUNS, panel=RUN, short=True
+    )
+    check_task: bool = setting(
+        True,
+        "test on real examples that the task's loss is a sum",
+        "--check/--no-check",
+        on="client simulate",
+        panel=TASK,
+    )
+    insecure: bool = setting(
+        False,
+        "allow plain text beyond loopback: anyone on the way may read, change and join",
+        on="server client doctor",
+        panel=TLS,
+    )
+    optimizer: OptimizerSettings = branch(OptimizerSettings, TRAINING, on=RUNS)
+    schedule: ScheduleSettings = branch(ScheduleSettings, TRAINING, on=RUNS)
+    plan: PlanSettings = branch(PlanSettings, PLAN, on=RUNS)
+    cohort: CohortSettings = branch(CohortSettings, RUN, on=RUNS)
+    secure: SecureSettings = branch(SecureSettings, SECURE, on=RUNS)
+    model: ModelSettings = branch(ModelSettings, TASK, on=f"{RUNS} {DEVICE}")
+    evaluation: EvaluationSettings = branch(EvaluationSettings, RUN, on=RUNS)
+    tls: TlsSettings = branch(TlsSettings, TLS, on="server client doctor")
+    server: ServerSettings = branch(ServerSettings, SERVER, on="server")
+    client: ClientSettings = branch(ClientSettings, DEVICE_PANEL, on=DEVICE)
+    partition: PartitionSettings = branch(PartitionSettings, TASK, on=f"simulate {DEVICE}")
+    simulation: SimulationSettings = branch(SimulationSettings, SIMULATION, on="simulate")
 
     def to_toml(self) -> str:
-        """Write the tree as TOML; what is not set is left out, as TOML has no null."""
+        """Return the tree as TOML; settings that are not set are left out, as TOML has no null."""
+        import tomli_w
+
         return tomli_w.dumps(_without_none(self.model_dump(mode="json")))
 
     def to_run_config(self) -> dict[str, Scalar]:
         """Flatten the tree to Flower's run_config: dotted keys, scalar values."""
         return dict(_flatten(_without_none(self.model_dump(mode="json")), prefix=""))
-
-
-def load(config: Path | None, overrides: Mapping[str, Any]) -> Settings:
-    """Read the settings file, if any, and lay the given dotted overrides over it.
-
-    An override of ``None`` means that the flag was not given.
-
-    Raises:
-        SettingsError: the file is not there, is not TOML, or holds an unknown or impossible value.
-    """
-    tree: dict[str, Any] = {}
-    if config is not None:
-        try:
-            tree = tomllib.loads(config.read_text())
-        except OSError as error:
-            raise SettingsError(
-                f"cannot read the settings file {config}: {error.strerror}"
-            ) from error
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise SettingsError(f"{config} is not a TOML file: {error}") from error
-    for dotted, value in overrides.items():
-        if value is not None:
-            _put(tree, dotted, value)
-    return _validated(tree, source=str(config or "the command line"))
-
-
-def load_run(config: Path | None, overrides: Mapping[str, Any], *, resume: bool) -> Settings:
-    """Read the settings of a run; a resumed run takes up those that it left in its folder.
-
-    Raises:
-        SettingsError: as ``load``, or a resumed run without a folder to resume from.
-    """
-    if resume and config is None:
-        out = overrides.get("out")
-        if out is None:
-            raise SettingsError(
-                "--resume needs --out", remedy="name the folder of the run: --out DIR"
-            )
-        left = Path(out) / SETTINGS_FILE
-        config = left if left.exists() else None
-    return load(config, overrides)
-
-
-def from_run_config(flat: Mapping[str, Any]) -> Settings:
-    """Rebuild the tree from Flower's flat run_config; the inverse of ``to_run_config``.
-
-    A string that is empty means "not set", as Flower's pyproject needs every key to exist.
-    """
-    tree: dict[str, Any] = {}
-    for dotted, value in flat.items():
-        if value != "":
-            _put(tree, dotted, value)
-    return _validated(_with_lists(tree), source="run_config")
-
-
-def _validated(tree: Mapping[str, Any], *, source: str) -> Settings:
-    try:
-        return Settings.model_validate(tree)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(step) for step in first["loc"])
-        given = "" if first["type"] == "missing" else f" (found {first['input']!r})"
-        said = first["msg"].lower().removeprefix("value error, ")
-        raise SettingsError(f"{source}: {where}: {said}{given}") from error
-
-
-def _put(tree: dict[str, Any], dotted: str, value: Any) -> None:
-    *branches, leaf = dotted.split(".")
-    for branch in branches:
-        child = tree.setdefault(branch, {})
-        if not isinstance(child, dict):
-            raise SettingsError(f"{branch} is a value, but {dotted} is set below it")
-        tree = child
-    tree[leaf] = value
-
-
-def _with_lists(tree: dict[str, Any]) -> dict[str, Any]:
-    """Turn the keys 0, 1, ... that a list was flattened to back into the list."""
-    rebuilt: dict[str, Any] = {}
-    for key, value in tree.items():
-        rebuilt[key] = value
-        if isinstance(value, dict):
-            is_list = bool(value) and value.keys() == {str(at) for at in range(len(value))}
-            rebuilt[key] = (
-                [value[str(at)] for at in range(len(value))] if is_list else _with_lists(value)
-            )
-    return rebuilt
 
 
 def _without_none(tree: dict[str, Any]) -> dict[str, Any]:
@@ -467,36 +518,3 @@ def _flatten(tree: Mapping[str, Any], *, prefix: str) -> Iterator[tuple[str, Sca
                 yield f"{prefix}{key}.{position}", item
         else:
             yield prefix + key, value
-
-
-def to_markdown() -> str:
-    """Return docs/settings.md: every setting with its default and meaning."""
-    lines = [
-        "# Settings",
-        "",
-        "One TOML file serves all three commands (`--config FILE`); a flag overrides it. A run",
-        "leaves its own in `settings.toml`, to be repeated from. `make docs` writes this page.",
-    ]
-    pages: dict[str, type[Branch]] = {"": Settings, **_branches()}
-    for name, branch in pages.items():
-        lines += ["", f"## [{name}]" if name else "## Top level", ""]
-        lines += ["| key | default | meaning |", "| --- | --- | --- |"]
-        for key, field in branch.model_fields.items():
-            if key in _branches() and not name:
-                continue
-            default = field.get_default(call_default_factory=True)
-            shown = "not set" if default is None else f"`{json.dumps(default)}`"
-            lines.append(f"| `{key}` | {shown} | {field.description or ''} |")
-    return "\n".join(lines) + "\n"
-
-
-def _branches() -> dict[str, type[Branch]]:
-    return {
-        key: field.annotation
-        for key, field in Settings.model_fields.items()
-        if isinstance(field.annotation, type) and issubclass(field.annotation, Branch)
-    }
-
-
-if __name__ == "__main__":
-    print(to_markdown(), end="")

@@ -1,154 +1,183 @@
-"""What a command was given, as settings: flags turned into dotted names and values of their types.
+"""Reads the settings from a TOML file, from command-line overrides and from Flower's run_config.
 
-A flag that was not given is ``None`` here too, and sets nothing.
+Each problem becomes a ``SettingsError`` with the source, the setting's key and flag, the expected
+and the found value, and a remedy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import tomllib
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
-import typer
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from headwater.common.errors import SettingsError
+from headwater.common.settings.catalog import all_settings, branches
+from headwater.common.settings.schema import SETTINGS_FILE, Settings
 
-SETTING_OF = {
-    "task": "task",
-    "partition": "partition.kind",
-    "examples_per_device": "partition.examples_per_device",
-    "check": "check_task",
-    "replace_batch_norm": "model.replace_batch_norm",
-    "initial_model": "model.initial",
-    "rounds": "rounds",
-    "seed": "seed",
-    "optimizer": "optimizer.name",
-    "learning_rate": "optimizer.learning_rate",
-    "optimizer_argument": "optimizer.arguments",
-    "schedule": "schedule.name",
-    "schedule_argument": "schedule.arguments",
-    "warmup_rounds": "schedule.warmup_rounds",
-    "batch_scaling": "schedule.batch_scaling",
-    "accumulation_steps": "plan.accumulation_steps",
-    "micro_batch_size": "plan.micro_batch_size",
-    "effective_batch_size": "plan.effective_batch_size",
-    "tokens_per_update": "plan.tokens_per_update",
-    "follow_noise_scale": "plan.follow_noise_scale",
-    "max_effective_batch_size": "plan.max_effective_batch_size",
-    "local_steps": "plan.local_steps",
-    "local_learning_rate": "plan.local_learning_rate",
-    "precision": "plan.precision",
-    "cohort_size": "cohort.size",
-    "min_clients": "cohort.min_clients",
-    "deadline": "cohort.deadline_seconds",
-    "invite_within": "cohort.invite_within_rounds",
-    "weighting": "cohort.weighting",
-    "evaluate_on_devices": "evaluation.on_devices",
-    "evaluate_every": "evaluation.every_rounds",
-    "secure_aggregation": "secure.aggregation",
-    "ring_bits": "secure.ring_bits",
-    "min_members": "secure.min_members",
-    "identity": "secure.identity",
-    "allow_list": "secure.allow_list",
-    "threads": "threads",
-    "out": "out",
-    "tls_ca": "tls.ca",
-    "tls_certificate": "tls.certificate",
-    "tls_key": "tls.key",
-    "insecure": "insecure",
-    "listen": "server.listen",
-    "enrolment_listen": "server.enrolment_listen",
-    "server_metrics": "server.metrics",
-    "client_metrics": "client.metrics",
-    "clients": "simulation.clients",
-    "dropout": "simulation.dropout",
-    "fleet": "simulation.fleet",
-    "faults": "simulation.faults",
-    "compute": "simulation.compute",
-    "workers": "simulation.workers",
-    "compile_passes": "simulation.compile",
-    "wire": "simulation.wire",
-    "engine": "simulation.engine",
-    "server": "client.server",
-    "data": "client.data",
-    "name": "client.name",
-    "part": "client.part",
-    "num_parts": "client.num_parts",
-    "memory_limit_bytes": "client.memory_limit_bytes",
-    "battery_share": "client.battery_share",
-    "upload_window": "client.upload_window",
-    "bytes_per_day": "client.bytes_per_day",
-    "working_hours": "client.working_hours",
-    "state": "client.state",
-    "spool": "client.spool",
-    "stay": "client.stay",
-    "patience": "client.patience_seconds",
-}
-"""Where each flag lies in the settings."""
+COMMAND_LINE = "the command line"
+MAX_SHOWN = 10
 
-REPEATED = ("optimizer_argument", "schedule_argument")
+# Settings of earlier versions: the value without effect, and what to use instead.
+REMOVED: dict[str, tuple[Any, str]] = {}
 
 
-def refuse_before_command(context: typer.Context) -> None:
-    """Refuse flags that stand before a subcommand, where they would be lost in silence."""
-    given = sorted(name for name, value in context.params.items() if value)
-    if given:
-        flag = "--" + given[0].replace("_", "-")
-        command = context.invoked_subcommand
-        raise typer.BadParameter(f"{flag} stands before {command}: put flags behind the command")
+def load(config: Path | None, overrides: Mapping[str, Any]) -> Settings:
+    """Read the settings file, if any, and lay the given dotted overrides over it.
 
-
-def overrides(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Turn a command's parameters into dotted settings; those that are no settings are left out.
+    An override of ``None`` means that the flag was not given.
 
     Raises:
-        SettingsError: a KEY=VALUE without its ``=``.
+        SettingsError: the file is missing or not TOML; a setting is unknown or its value wrong.
     """
-    return {
-        SETTING_OF[name]: arguments(value) if name in REPEATED else value
-        for name, value in given.items()
-        if name in SETTING_OF
-    }
-
-
-def arguments(pairs: list[str] | None) -> dict[str, Any] | None:
-    """Read repeated KEY=VALUE flags; numbers, true and false are read as such.
-
-    Raises:
-        SettingsError: no ``=`` in it.
-    """
-    if not pairs:
-        return None
-    read: dict[str, Any] = {}
-    for pair in pairs:
-        key, separator, text = pair.partition("=")
-        if not separator or not key:
-            raise SettingsError(f"expected KEY=VALUE, found {pair!r}")
-        read[key] = _value(text)
-    return read
-
-
-def numbers(text: str | None) -> tuple[int, ...] | None:
-    """Read whole numbers with commas between them.
-
-    Raises:
-        SettingsError: one of them is none.
-    """
-    if text is None:
-        return None
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise SettingsError(f"expected numbers as in 0,1,2, found {text!r}") from None
-
-
-def _value(text: str) -> Any:
-    if text.lower() in ("true", "false"):
-        return text.lower() == "true"
-    if "," in text:
-        return [_value(part) for part in text.split(",")]
-    for kind in (int, float):
+    tree: dict[str, Any] = {}
+    if config is not None:
         try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text
+            tree = tomllib.loads(config.read_text())
+        except OSError as error:
+            raise SettingsError(
+                f"cannot read the settings file {config}: {error.strerror}"
+            ) from error
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise SettingsError(f"{config} is not a TOML file: {error}") from error
+    given = {key: value for key, value in overrides.items() if value is not None}
+    for key, value in given.items():
+        _put(tree, key, value)
+    return _validated(tree, file=str(config), overridden=given)
+
+
+def load_run(config: Path | None, overrides: Mapping[str, Any], *, resume: bool) -> Settings:
+    """Read the settings of a run; a resumed run takes up those that it left in its folder.
+
+    Raises:
+        SettingsError: as ``load``, or a resumed run without a folder to resume from.
+    """
+    if resume and config is None:
+        out = overrides.get("out")
+        if out is None:
+            raise SettingsError(
+                "--resume needs --out", remedy="name the folder of the run: --out DIR"
+            )
+        left = Path(out) / SETTINGS_FILE
+        config = left if left.exists() else None
+    return load(config, overrides)
+
+
+def from_run_config(flat: Mapping[str, Any]) -> Settings:
+    """Rebuild the tree from Flower's flat run_config; the inverse of ``to_run_config``.
+
+    A string that is empty means "not set", as Flower's pyproject needs every key to exist.
+    """
+    tree: dict[str, Any] = {}
+    for key, value in flat.items():
+        if value != "":
+            _put(tree, key, value)
+    return _validated(_with_lists(tree), file="run_config")
+
+
+def replacement_of(flag: str) -> str:
+    """Return what replaces the flag of a removed setting, for an error message; "" if nothing."""
+    removed = {f"--{key.rpartition('.')[2].replace('_', '-')}": key for key in REMOVED}
+    return f" It was removed: {REMOVED[removed[flag]][1]}." if flag in removed else ""
+
+
+def _validated(tree: dict[str, Any], *, file: str, overridden: Iterable[str] = ()) -> Settings:
+    for key, (inert, _) in REMOVED.items():
+        section, _, leaf = key.partition(".")
+        values = tree.get(section)
+        if isinstance(values, dict) and leaf in values and values[leaf] == inert:
+            del values[leaf]  # as a run of an earlier version left it
+    try:
+        return Settings.model_validate(tree)
+    except ValidationError as error:
+        problems: dict[str, tuple[str, str]] = {}
+        for details in error.errors():
+            key = _key_of(details)
+            is_flag = any(_is_within(key, other) or _is_within(other, key) for other in overridden)
+            # A union has an error for each of its types: the first says what is expected.
+            problems.setdefault(key, _problem(key, details, COMMAND_LINE if is_flag else file))
+        raise _settings_error([*problems.values()]) from error
+
+
+def _is_within(key: str, other: str) -> bool:
+    return f"{key}.".startswith(f"{other}.")
+
+
+def _key_of(details: ErrorDetails) -> str:
+    """Return the dotted key of an error, without the types of a union that pydantic adds."""
+    steps = [str(step) for step in details["loc"]]
+    for length in range(1, len(steps)):
+        setting = all_settings().get(".".join(steps[:length]))
+        if setting is not None:
+            return ".".join(steps[: length + (setting.value.types == [dict])])
+    return ".".join(steps)
+
+
+def _problem(key: str, details: ErrorDetails, source: str) -> tuple[str, str]:
+    """Return what is wrong with a setting, and the remedy."""
+    if key in REMOVED:
+        return f"{source}: {key} was removed", REMOVED[key][1]
+    if details["type"] == "extra_forbidden":
+        nearest = _nearest(key)
+        question = f"; did you mean {nearest}?" if nearest else ""
+        return (
+            f"{source}: {key} is not a setting{question}",
+            "correct the name or remove the setting; docs/settings.md lists all settings",
+        )
+    setting = all_settings().get(key) or all_settings().get(key.rpartition(".")[0])
+    expected = "a table of settings" if setting is None else setting.value.expected
+    wrong = f"expected {expected}"
+    if details["type"] == "value_error":
+        wrong = details["msg"].removeprefix("Value error, ")
+    name = key if setting is None or setting.key != key else setting.name
+    where = "see --help-all" if source == COMMAND_LINE else f"in {source}; see docs/settings.md"
+    return (
+        f"{source}: {name}: {wrong}, found {details['input']!r:.200}",
+        f"give it such a value: {where}",
+    )
+
+
+def _nearest(key: str) -> str | None:
+    """Return the setting or branch whose name is nearest to a key that is none."""
+    keys = [*all_settings(), *(each for each in branches() if not _is_within(key, each))]
+    leaf = key.rpartition(".")[2]
+    same_leaf = [other for other in keys if other.rpartition(".")[2] == leaf]
+    return next(iter(same_leaf or get_close_matches(key, keys, n=1)), None)
+
+
+def _settings_error(problems: list[tuple[str, str]]) -> SettingsError:
+    first, remedy = problems[0]
+    if len(problems) == 1:
+        return SettingsError(first, remedy=remedy)
+    lines = "".join(f"\n  {message}" for message, _ in problems[:MAX_SHOWN])
+    remedies = dict.fromkeys(remedy for _, remedy in problems[:MAX_SHOWN])
+    return SettingsError(f"{len(problems)} settings are wrong:{lines}", remedy="; ".join(remedies))
+
+
+def _put(tree: dict[str, Any], dotted: str, value: Any) -> None:
+    *sections, leaf = dotted.split(".")
+    for section in sections:
+        child = tree.setdefault(section, {})
+        if not isinstance(child, dict):
+            raise SettingsError(
+                f"{section}: expected a table, as {dotted} is set in it, found {child!r}"
+            )
+        tree = child
+    tree[leaf] = value
+
+
+def _with_lists(tree: dict[str, Any]) -> dict[str, Any]:
+    """Turn the keys 0, 1, ... that a list was flattened to back into the list."""
+    rebuilt: dict[str, Any] = {}
+    for key, value in tree.items():
+        rebuilt[key] = value
+        if isinstance(value, dict):
+            is_list = bool(value) and value.keys() == {str(at) for at in range(len(value))}
+            rebuilt[key] = (
+                [value[str(at)] for at in range(len(value))] if is_list else _with_lists(value)
+            )
+    return rebuilt

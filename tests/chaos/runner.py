@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from headwater.common.settings.schema import load
+from headwater.common.settings.sources import load
 from headwater.common.task import load_task
 from headwater.server.operations import orders
 from headwater.server.operations.status import read_status

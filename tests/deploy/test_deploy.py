@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import yaml
 
-from headwater.common.settings.schema import load
+from headwater.common.settings.sources import load
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"

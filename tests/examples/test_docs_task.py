@@ -17,7 +17,7 @@ from headwater.common.errors import (
     TaskNotAdditive,
 )
 from headwater.common.model.parameters import ModelImage
-from headwater.common.settings.schema import load
+from headwater.common.settings.sources import load
 from headwater.common.task import Task, load_task, open_train_examples
 from headwater.server.rounds.round_row import RoundRow
 from headwater.simulation.run import run_engine

@@ -8,7 +8,7 @@ import pytest
 from safetensors.torch import load_file
 
 from headwater.common.errors import Diverged, SettingsError
-from headwater.common.settings.schema import load
+from headwater.common.settings.sources import load
 from headwater.server.rounds.run import MODEL
 from headwater.simulation.run import run_engine
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from headwater.common.settings.schema import Settings, load
+from headwater.common.settings.schema import Settings
+from headwater.common.settings.sources import load
 from headwater.server.operations.round_log import read_rows
 from headwater.server.rounds.round_row import RoundRow
 from headwater.server.rounds.run import MODEL

@@ -2,7 +2,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from headwater.common.settings.schema import Settings, load
+from headwater.common.settings.schema import Settings
+from headwater.common.settings.sources import load
 from headwater.server.operations.round_log import read_rows
 from headwater.server.rounds.run import MODEL
 from headwater.simulation.run import run_engine

@@ -21,7 +21,7 @@ sys.stderr.write(json.dumps(sorted(sys.modules)))
 
 FIRST_ROUND = """
 import json, sys
-from headwater.common.settings.schema import load
+from headwater.common.settings.sources import load
 from headwater.simulation.run import run_engine
 chosen = {{
     "task": "examples/digits.py:Digits",
@@ -48,7 +48,7 @@ def loaded(code: str) -> set[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("words", [["--help"], ["sweep", "--help"]], ids=["simulate", "sweep"])
 def test_help_loads_nothing_that_trains(words: list[str]) -> None:
-    heavy = {"torch", "numpy", "pydantic", "flwr", "grpc", "cryptography", "sklearn", "matplotlib"}
+    heavy = {"torch", "numpy", "flwr", "grpc", "cryptography", "sklearn", "matplotlib"}
     assert not loaded(HELP.format(words=words)) & heavy
 
 

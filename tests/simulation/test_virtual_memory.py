@@ -12,7 +12,8 @@ from headwater.client.memory.peak_model import GUARD_SHARE
 from headwater.client.training.context import Identity
 from headwater.client.training.trainer import trainer_of
 from headwater.common.model.parameters import ModelLayout
-from headwater.common.settings.schema import Settings, load
+from headwater.common.settings.schema import Settings
+from headwater.common.settings.sources import load
 from headwater.common.stats.linear_fit import Line
 from headwater.server.operations.round_log import read_rows
 from headwater.simulation.fleet.profiles import SimulatedDevice

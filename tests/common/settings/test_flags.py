@@ -1,44 +1,224 @@
+"""The options that are generated from the settings tree, and the help of the three commands."""
+
 from __future__ import annotations
 
-import inspect
+import re
+import shlex
+from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
+from click import Command, Context, Group, Option
+from typer.main import get_command
+from typer.testing import CliRunner
 
+from headwater import __version__
 from headwater.client import cli as client_cli
 from headwater.common.errors import SettingsError
-from headwater.common.settings.schema import load
-from headwater.common.settings.sources import SETTING_OF, overrides
+from headwater.common.settings.catalog import all_settings
+from headwater.common.settings.flags import key_values, numbers, overrides
+from headwater.common.settings.sources import load
 from headwater.server import cli as server_cli
 from headwater.simulation import cli as simulation_cli
 
-COMMANDS = [server_cli.serve, client_cli.take_part, client_cli.check, simulation_cli.simulate]
-NOT_SETTINGS = {"context", "config", "resume", "verbose", "log_format", "show_partition"}
+APPS = {
+    "headwater-server": server_cli.app,
+    "headwater-client": client_cli.app,
+    "headwater-simulate": simulation_cli.app,
+}
+COMMANDS = {
+    "server": (server_cli.app, []),
+    "client": (client_cli.app, []),
+    "check": (client_cli.app, ["check"]),
+    "doctor": (client_cli.app, ["doctor"]),
+    "identity": (client_cli.app, ["identity"]),
+    "simulate": (simulation_cli.app, []),
+    "sweep": (simulation_cli.app, ["sweep"]),
+}
+VALUES: dict[type, str] = {int: "3", float: "0.5", bool: "", str: "x", Path: "x", dict: "a=1"}
+
+
+@pytest.fixture(autouse=True)
+def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+
+
+def output(app: typer.Typer, *words: str) -> str:
+    ended = CliRunner().invoke(app, [*words])
+    assert ended.exit_code == 0, ended.output
+    return ended.output
+
+
+def parsed(command: str, *words: str) -> dict[str, Any]:
+    """Return the settings that a command line gives, without running the command."""
+    app, path = COMMANDS[command]
+    group = get_command(app)
+    context: Context = group.make_context("headwater", [*path, *words])
+    if path:
+        assert isinstance(group, Group)
+        context = group.commands[path[0]].make_context(path[0], [*words], parent=context)
+    return overrides(context)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("app", APPS.values(), ids=APPS)
+def test_help_has_at_most_sixty_lines_of_eighty_columns(app: typer.Typer) -> None:
+    lines = output(app, "--help").splitlines()
+    assert len(lines) <= 60
+    assert max(map(len, lines)) <= 80
+
+
+@pytest.mark.parametrize("app", APPS.values(), ids=APPS)
+def test_help_names_every_subcommand_and_how_to_see_all_options(app: typer.Typer) -> None:
+    text = output(app, "--help")
+    command = get_command(app)
+    assert isinstance(command, Group)
+    assert [name for name in command.commands if f"\n  {name} " not in text] == []
+    assert "--help-all" in text
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_flag_is_a_setting(command: object) -> None:
-    assert callable(command)
-    assert set(inspect.signature(command).parameters) - NOT_SETTINGS <= SETTING_OF.keys()
+def test_help_all_shows_every_flag_with_its_default(command: str) -> None:
+    app, words = COMMANDS[command]
+    text = " ".join(output(app, *words, "--help-all").split())
+    settings = [each for each in all_settings().values() if command in each.commands]
+    assert settings
+    assert [each.key for each in settings if each.flag.replace("/", " / ") not in text] == []
+    numbers_shown = [each for each in settings if isinstance(each.default, int | float)]
+    assert [
+        each.key
+        for each in numbers_shown
+        if not isinstance(each.default, bool) and f"default: {each.default}]" not in text
+    ] == []
 
 
-@pytest.mark.parametrize("dotted", SETTING_OF.values())
-def test_every_setting_of_a_flag_is_in_the_tree(dotted: str) -> None:
-    node = load(None, {})
-    for key in dotted.split("."):
-        node = getattr(node, key)
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_flag_sets_its_setting(command: str) -> None:
+    for setting in all_settings().values():
+        if command not in setting.commands:
+            continue
+        choice = str(setting.value.choices[-1]) if setting.value.choices else ""
+        value = choice or VALUES[setting.value.types[0]]
+        words = [setting.flag.partition("/")[0], *([value] if value else [])]
+        assert parsed(command, *words).keys() == {setting.key}, setting.key
 
 
-def test_flags_that_were_not_given_leave_the_settings_alone() -> None:
-    assert load(None, overrides(dict.fromkeys(SETTING_OF))) == load(None, {})
+def test_flags_that_are_not_given_set_nothing() -> None:
+    assert parsed("simulate") == {}
+    assert load(None, parsed("server")) == load(None, {})
+
+
+def test_flags_become_values_of_the_settings_types() -> None:
+    words = "--rounds 7 --deadline 2.5 --no-check --ring-bits 16 --workers auto --fleet a.toml"
+    settings = load(None, parsed("simulate", *words.split()))
+    assert (settings.rounds, settings.cohort.deadline_seconds) == (7, 2.5)
+    assert not settings.check_task
+    assert settings.secure.ring_bits == 16
+    assert settings.simulation.workers == "auto"
+    assert settings.simulation.fleet == Path("a.toml")
+
+
+def test_a_name_made_of_digits_stays_a_name() -> None:
+    assert load(None, parsed("client", "--name", "07")).client.name == "07"
+
+
+def test_set_reaches_settings_without_a_flag_and_keys_of_a_table() -> None:
+    words = "--set plan.memory_fraction=0.7 --set secure.ring_bits=16 --set optimizer.arguments.b=1"
+    settings = load(None, parsed("server", *words.split()))
+    assert settings.plan.memory_fraction == 0.7
+    assert settings.secure.ring_bits == 16
+    assert settings.optimizer.arguments == {"b": 1}
 
 
 def test_repeated_arguments_are_read_as_numbers_words_and_lists() -> None:
-    given = {"optimizer_argument": ["momentum=0.9", "nesterov=true", "betas=0.9,0.99"]}
-    assert overrides(given) == {
+    pairs = ["momentum=0.9", "nesterov=true", "betas=0.9,0.99"]
+    words = [word for pair in pairs for word in ("--optimizer-argument", pair)]
+    assert parsed("server", *words) == {
         "optimizer.arguments": {"momentum": 0.9, "nesterov": True, "betas": [0.9, 0.99]}
     }
 
 
-def test_an_argument_without_its_value_is_named() -> None:
+@pytest.mark.parametrize(
+    ("pair", "expected"),
+    [
+        ("momentum=0.9", {"momentum": 0.9}),
+        ("nesterov=True", {"nesterov": True}),
+        ("step_size=10", {"step_size": 10}),
+        ("betas=0.9,0.99", {"betas": [0.9, 0.99]}),
+        ("anneal_strategy=linear", {"anneal_strategy": "linear"}),
+        ("eps=1e-8", {"eps": 1e-8}),
+    ],
+)
+def test_a_key_value_text_is_read_by_its_form(pair: str, expected: dict[str, Any]) -> None:
+    assert key_values([pair]) == expected
+
+
+@pytest.mark.parametrize("pair", ["momentum", "=3", ""])
+def test_a_text_without_key_or_value_is_a_settings_error(pair: str) -> None:
     with pytest.raises(SettingsError, match="KEY=VALUE"):
-        overrides({"optimizer_argument": ["momentum"]})
+        key_values([pair])
+
+
+def test_numbers_are_read_with_commas_between_them() -> None:
+    assert numbers("0,1,2") == (0, 1, 2)
+    with pytest.raises(SettingsError, match="found '0,x'"):
+        numbers("0,x")
+
+
+@pytest.mark.parametrize("app", APPS.values(), ids=APPS)
+def test_version_is_the_package_s(app: typer.Typer) -> None:
+    assert output(app, "--version") == f"headwater {__version__}\n"
+
+
+def test_flags_before_a_subcommand_are_refused() -> None:
+    for words in (["--rounds", "3", "sweep"], ["--resume", "sweep"], ["--set", "a=1", "sweep"]):
+        ended = CliRunner().invoke(simulation_cli.app, words)
+        assert ended.exit_code == 2
+        assert "put flags after sweep" in ended.output
+
+
+def test_a_mistyped_flag_gets_the_nearest_one() -> None:
+    ended = CliRunner().invoke(simulation_cli.app, ["--roundz", "3"])
+    assert ended.exit_code == 2
+    assert "--rounds" in ended.output
+
+
+def test_an_error_of_the_settings_is_shown_with_its_remedy_and_exit_status_2() -> None:
+    ended = CliRunner().invoke(simulation_cli.app, ["--rounds", "0"])
+    assert ended.exit_code == 2
+    shown = " ".join(ended.output.split())
+    assert "SettingsError: the command line: rounds (--rounds): expected a whole number" in shown
+    assert "remedy: " in shown
+
+
+def commands_of(app: typer.Typer) -> list[Command]:
+    group = get_command(app)
+    assert isinstance(group, Group)
+    return [group, *group.commands.values()]
+
+
+@pytest.mark.parametrize("app", APPS.values(), ids=APPS)
+def test_examples_in_the_help_are_command_lines_that_parse(app: typer.Typer) -> None:
+    for command in commands_of(app):
+        _, found, example = (command.help or "").partition("Try it: ")
+        if not found:
+            continue
+        lines = [re.split(r", and|>>", example.replace("\\\n", " "))[0]]
+        program, *words = shlex.split(" ".join(lines))
+        group = get_command(APPS[program])
+        context = group.make_context(program, [*words])
+        assert context.params is not None
+        if words[0] == command.name:
+            command.make_context(words[0], words[1:], parent=context)
+
+
+def test_an_own_option_and_a_generated_one_never_share_a_name() -> None:
+    for app in APPS.values():
+        for command in commands_of(app):
+            options = [
+                flag
+                for each in command.get_params(Context(command))
+                if isinstance(each, Option)
+                for flag in [*each.opts, *each.secondary_opts]
+            ]
+            assert len(options) == len(set(options)), command.name

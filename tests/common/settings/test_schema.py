@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -13,8 +12,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from headwater.common.errors import SettingsError
-from headwater.common.settings.schema import Settings, from_run_config, load
-from headwater.common.settings.sources import arguments
+from headwater.common.settings.schema import Settings
+from headwater.common.settings.sources import from_run_config, load
 
 NAME = st.text(st.characters(codec="ascii", categories=["Ll", "Nd"]), min_size=1).filter(
     lambda text: text[0].isalpha()
@@ -98,28 +97,6 @@ def test_an_override_beats_the_file_and_none_leaves_it(tmp_path: Path) -> None:
     assert (tree.rounds, tree.seed) == (9, 4)
 
 
-@pytest.mark.parametrize(
-    ("text", "named"),
-    [
-        ("rouns = 3", "rouns"),
-        ("[plan]\nmicrobatch = 3", "plan.microbatch"),
-        ("rounds = 'many'", "rounds"),
-        ("rounds = 0", "rounds"),
-        ("[optimizer]\nlearning_rate = -1.0", "optimizer.learning_rate"),
-        ("[optimizer]\nlearning_rate = nan", "optimizer.learning_rate"),
-        ("[cohort]\ndeadline_seconds = inf", "cohort.deadline_seconds"),
-        ("[plan]\nprecision = 'float16'", "plan.precision"),
-        ("optimizer = 'adam'", "optimizer"),
-        ("seed = -1", "seed"),
-    ],
-)
-def test_a_wrong_setting_is_named(tmp_path: Path, text: str, named: str) -> None:
-    file = tmp_path / "settings.toml"
-    file.write_text(text)
-    with pytest.raises(SettingsError, match=f"settings.toml: {named}: "):
-        load(file, {})
-
-
 @pytest.mark.parametrize("content", [b"rounds = ", b"= 3", b"\xff\xfe", b"a = 1\na = 2"])
 def test_a_file_that_is_not_toml_is_a_settings_error(tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "settings.toml"
@@ -148,29 +125,6 @@ def test_an_override_below_a_value_of_the_file_is_a_settings_error(tmp_path: Pat
 def test_settings_cannot_be_changed_in_place() -> None:
     with pytest.raises(ValidationError):
         Settings().rounds = 3  # type: ignore[misc]
-
-
-@pytest.mark.parametrize(
-    ("pair", "expected"),
-    [
-        ("momentum=0.9", {"momentum": 0.9}),
-        ("nesterov=True", {"nesterov": True}),
-        ("step_size=10", {"step_size": 10}),
-        ("betas=0.9,0.99", {"betas": [0.9, 0.99]}),
-        ("anneal_strategy=linear", {"anneal_strategy": "linear"}),
-        ("eps=1e-8", {"eps": 1e-8}),
-    ],
-)
-def test_a_key_value_flag_is_read_as_what_it_looks_like(
-    pair: str, expected: dict[str, Any]
-) -> None:
-    assert arguments([pair]) == expected
-
-
-@pytest.mark.parametrize("pair", ["momentum", "=3", ""])
-def test_a_flag_without_key_or_value_is_a_settings_error(pair: str) -> None:
-    with pytest.raises(SettingsError, match="KEY=VALUE"):
-        arguments([pair])
 
 
 @given(st.floats(allow_nan=False))

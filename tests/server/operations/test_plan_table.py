@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from headwater.common.settings.schema import load
+from headwater.common.settings.sources import load
 from headwater.common.system.console import console
 from headwater.server.cli import app
 from headwater.simulation.run import run_engine

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from headwater.common.messages import DeviceReport, Plan, Vitals
 from headwater.common.model.parameters import build_model
-from headwater.common.settings.schema import Settings, load
+from headwater.common.settings.schema import Settings
+from headwater.common.settings.sources import load
 from headwater.common.stats.linear_fit import Line
 from headwater.server.planning.round_plans import Planning
 from headwater.server.planning.target_batch import Target

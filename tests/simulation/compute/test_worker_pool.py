@@ -18,7 +18,8 @@ from torch.utils.data import TensorDataset
 from headwater.common.errors import EmptyUpdate, SettingsError, WorkerDied
 from headwater.common.messages import Plan, Update
 from headwater.common.model.parameters import build_model
-from headwater.common.settings.schema import Settings, load
+from headwater.common.settings.schema import Settings
+from headwater.common.settings.sources import load
 from headwater.server.fleet import Dropout
 from headwater.server.operations.round_log import read_rows
 from headwater.server.rounds.round_row import RoundRow

@@ -11,7 +11,8 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAvg
 
 from headwater.common.errors import SettingsError
-from headwater.common.settings.schema import Settings, load
+from headwater.common.settings.schema import Settings
+from headwater.common.settings.sources import load
 from headwater.simulation.engines.message_grid import InProcessGrid
 from headwater.simulation.fleet.devices import MAX_LOOKS
 from headwater.simulation.fleet.random_events import round_now

@@ -13,7 +13,8 @@ from headwater.client.device.hardware import this_machine
 from headwater.client.flower.request import read_request
 from headwater.common.errors import MissingColumn, NoSuchPartition
 from headwater.common.flower.grid import enter_run
-from headwater.common.settings.schema import Settings, load
+from headwater.common.settings.schema import Settings
+from headwater.common.settings.sources import load
 from headwater.server.rounds.round_row import RoundRow
 from headwater.server.rounds.run import MODEL
 from headwater.simulation.reports.partition_table import held_by_each, line
