@@ -337,17 +337,15 @@ class ClientSettings(Branch):
     busy_share: Part = setting(
         1.0, "share of its time when busy; its speed, and so its quota, falls in any case", on=""
     )
-    upload_window: Hours | None = setting(
+    active_hours: Hours | None = setting(
         None,
-        "when it may use its link, by this machine's clock: 22:00-06:00, or Mon-Fri "
-        "18:00-08:00, Sat-Sun 00:00-24:00; not set: always (docs/install.md)",
+        "when the device takes part, by this machine's clock: 22:00-06:00, or Mon-Fri "
+        "18:00-08:00, Sat-Sun 00:00-24:00; outside these hours it disconnects; not set: always "
+        "(docs/install.md)",
         on="client doctor",
     )
-    working_hours: Hours | None = setting(
-        None, "when its owner needs it, written as the upload window is", on="client doctor"
-    )
-    working_share: Fraction = setting(
-        0.0, "of its time in working hours; 0: it leaves for as long as they last", on=""
+    inactive_share: Fraction = setting(
+        0.0, "share of its time outside the active hours; 0: it disconnects", on=""
     )
     bytes_per_day: Bytes | None = setting(
         None,

@@ -1,12 +1,13 @@
-"""Times of the week by the clock on the wall, as a device's owner writes them: ``22:00-06:00``.
+"""Parses hours of the week, such as ``Mon-Fri 22:00-06:00``, and finds when they begin and end.
 
-A text is one or more windows, with a comma between: ``[DAYS] BEGIN-END``. DAYS is a day or a range
-of them (``Sat``, ``Mon-Fri``, ``Fri-Mon``), all if there are none; BEGIN and END are ``HH:MM`` or
-``HH:MM:SS``, END may be ``24:00``. BEGIN belongs to the window and END does not. A window whose END
-is before its BEGIN ends on the next day, and belongs to the day on which it began.
+A text is one or more windows, separated by commas: ``[DAYS] BEGIN-END``. DAYS is a day or a range
+of days (``Sat``, ``Mon-Fri``, ``Fri-Mon``); without it the window is on every day. BEGIN and END
+are ``HH:MM`` or ``HH:MM:SS``, and END may be ``24:00``. BEGIN is inclusive and END exclusive. A
+window whose END is before its BEGIN ends on the next day; DAYS are the days on which it begins.
 
-Only the wall clock is asked, so a window lasts an hour less or more on the days on which the clock
-is set forward or back; an hour that comes twice is in it twice, and one that is left out never is.
+The hours are those of the wall clock. On the days on which the clock is set forward or back, a
+window is therefore an hour shorter or longer; an hour that occurs twice is inside twice, and an
+hour that is skipped is never inside.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ WINDOW = re.compile(
 CLOCK = re.compile(r"(\d{2}):(\d{2})(?::(\d{2}))?")
 EXAMPLE = "expected windows as in 22:00-06:00 or Mon-Fri 18:00-08:00, Sat-Sun 00:00-24:00"
 
-# A week, and a day for a window that is under way.
-FARTHEST_DAYS = 8
+# A week, and a day for a window that has already begun.
+MAX_DAYS_AHEAD = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Window:
+class WeeklyWindow:
     """One window: the days on which it begins (0 is Monday), and seconds of the wall clock."""
 
     days: frozenset[int]
@@ -38,7 +39,7 @@ class Window:
     end: int
 
     def holds(self, wall: dt.datetime) -> bool:
-        """Whether a time of the wall clock is in it."""
+        """Return whether a wall clock time is in the window."""
         second = wall.hour * 3600 + wall.minute * 60 + wall.second
         day = wall.weekday()
         if self.begin < self.end:
@@ -48,29 +49,14 @@ class Window:
         return second < self.end and (day - 1) % 7 in self.days
 
 
-@lru_cache(maxsize=16)
-def weekly(text: str) -> Weekly:
-    """Read windows, as ``Weekly.parse``; a text that was read before costs nothing."""
-    return Weekly.parse(text)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Weekly:
-    """Windows of the week; a time is in it if it is in one of them."""
+class WeeklyHours:
+    """Windows of the week; a time is inside if it is in one of them."""
 
-    windows: tuple[Window, ...]
-
-    @classmethod
-    def parse(cls, text: str) -> Weekly:
-        """Read windows.
-
-        Raises:
-            ValueError: the text is not made as the module says; the message says how.
-        """
-        return cls(windows=tuple(_window(part.strip()) for part in text.lower().split(",")))
+    windows: tuple[WeeklyWindow, ...]
 
     def holds(self, wall: dt.datetime) -> bool:
-        """Whether a time of the wall clock is in one of the windows."""
+        """Return whether a wall clock time is in one of the windows."""
         return any(window.holds(wall) for window in self.windows)
 
     def clocks(self) -> set[int]:
@@ -80,18 +66,28 @@ class Weekly:
         }
 
 
-def _window(text: str) -> Window:
-    found = WINDOW.fullmatch(text)
-    if found is None:
+@lru_cache(maxsize=16)
+def weekly(text: str) -> WeeklyHours:
+    """Parse a text.
+
+    Raises:
+        ValueError: the text does not have the form above; the message gives an example.
+    """
+    return WeeklyHours(windows=tuple(_window(part.strip()) for part in text.lower().split(",")))
+
+
+def _window(text: str) -> WeeklyWindow:
+    match = WINDOW.fullmatch(text)
+    if match is None:
         raise ValueError(EXAMPLE)
-    begin, end = _clock(found["begin"]), _clock(found["end"])
+    begin, end = _clock(match["begin"]), _clock(match["end"])
     if begin in (end, DAY_SECONDS):
         raise ValueError(f"{EXAMPLE}; {text} is empty, and a whole day is 00:00-24:00")
     days = frozenset(range(7))
-    if found["first"] is not None:
-        first, last = (_day(found[name] or found["first"]) for name in ("first", "last"))
-        days = frozenset((first + more) % 7 for more in range((last - first) % 7 + 1))
-    return Window(days=days, begin=begin, end=end)
+    if match["first"] is not None:
+        first, last = (_day(match[name] or match["first"]) for name in ("first", "last"))
+        days = frozenset((first + offset) % 7 for offset in range((last - first) % 7 + 1))
+    return WeeklyWindow(days=days, begin=begin, end=end)
 
 
 def _day(text: str) -> int:
@@ -101,9 +97,9 @@ def _day(text: str) -> int:
 
 
 def _clock(text: str) -> int:
-    found = CLOCK.fullmatch(text)
-    if found is not None:
-        hours, minutes, seconds = (int(part or 0) for part in found.groups())
+    match = CLOCK.fullmatch(text)
+    if match is not None:
+        hours, minutes, seconds = (int(part or 0) for part in match.groups())
         total = hours * 3600 + minutes * 60 + seconds
         if minutes < 60 and seconds < 60 and total <= DAY_SECONDS:
             return total
@@ -111,69 +107,65 @@ def _clock(text: str) -> int:
 
 
 def wall_of(at: dt.datetime, zone: dt.tzinfo | None) -> dt.datetime:
-    """Return what the clock on the wall shows at an instant; no zone is the machine's own."""
+    """Return the wall clock time at an instant; without a zone, the machine's own."""
     return at.astimezone(zone)
 
 
 def instant_of(wall: dt.datetime, zone: dt.tzinfo | None) -> dt.datetime:
     """Return the instant, in UTC, at which the wall clock shows a (naive) time.
 
-    Of a time that comes twice the one that ``fold`` says; one that is left out is taken by the
-    offset before (fold 0) or behind (1) the change.
+    ``fold`` selects between two instants with the same time. A time that the clock skips is
+    converted by the offset before (fold 0) or after (fold 1) the change.
     """
     return wall.replace(tzinfo=zone).astimezone(dt.UTC)
 
 
 def next_change(
-    is_so: Callable[[dt.datetime], bool],
+    holds: Callable[[dt.datetime], bool],
     clocks: set[int],
     at: dt.datetime,
     zone: dt.tzinfo | None = None,
 ) -> dt.datetime | None:
-    """Return the first instant behind ``at`` at which what is said of the wall clock changes.
+    """Return the first instant after ``at`` at which ``holds`` of the wall clock changes.
 
-    ``is_so`` may change at the seconds of a day in ``clocks``, and where the wall clock itself is
-    set; the answer is exact to the second. None if nothing changes within a week and a day.
+    ``holds`` may change only at the seconds of a day in ``clocks``, and where the wall clock is
+    set forward or back. The result is exact to the second; None without a change in eight days.
     """
-    was = is_so(wall_of(at, zone))
+    before = holds(wall_of(at, zone))
     for instant in _instants(clocks, at, zone):
-        if is_so(wall_of(instant, zone)) != was:
+        if holds(wall_of(instant, zone)) != before:
             return instant
     return None
 
 
 def _instants(clocks: set[int], at: dt.datetime, zone: dt.tzinfo | None) -> Iterator[dt.datetime]:
-    """Yield, in order, all instants behind ``at`` at which something may change."""
+    """Yield, in order, all instants after ``at`` at which the hours can begin or end."""
     today = wall_of(at, zone).replace(
         tzinfo=None, hour=0, minute=0, second=0, microsecond=0, fold=0
     )
-    found = {
+    candidates = {
         instant_of((today + dt.timedelta(days=day, seconds=clock)).replace(fold=fold), zone)
-        for day in range(FARTHEST_DAYS + 1)
+        for day in range(MAX_DAYS_AHEAD + 1)
         for clock in clocks | {0}
         for fold in (0, 1)
     }
-    start = at.astimezone(dt.UTC)
-    before = start
-    for instant in sorted(instant for instant in found if instant > start):
-        if _offset(before, zone) != _offset(instant, zone):
-            yield _clock_was_set(before, instant, zone)
+    previous = start = at.astimezone(dt.UTC)
+    for instant in sorted(instant for instant in candidates if instant > start):
+        if _offset(previous, zone) != _offset(instant, zone):
+            yield _clock_change(previous, instant, zone)
         yield instant
-        before = instant
+        previous = instant
 
 
 def _offset(at: dt.datetime, zone: dt.tzinfo | None) -> dt.timedelta | None:
     return wall_of(at, zone).utcoffset()
 
 
-def _clock_was_set(before: dt.datetime, behind: dt.datetime, zone: dt.tzinfo | None) -> dt.datetime:
-    """Return the first whole second with the offset from UTC that ``behind`` has."""
-    old = _offset(before, zone)
-    low = before.replace(microsecond=0)
-    while behind - low > dt.timedelta(seconds=1):
-        middle = (low + (behind - low) / 2).replace(microsecond=0)
-        if _offset(middle, zone) == old:
-            low = middle
-        else:
-            behind = middle
-    return behind
+def _clock_change(low: dt.datetime, high: dt.datetime, zone: dt.tzinfo | None) -> dt.datetime:
+    """Return the first whole second after ``low`` with the offset from UTC that ``high`` has."""
+    old = _offset(low, zone)
+    low = low.replace(microsecond=0)
+    while high - low > dt.timedelta(seconds=1):
+        middle = (low + (high - low) / 2).replace(microsecond=0)
+        low, high = (middle, high) if _offset(middle, zone) == old else (low, middle)
+    return high

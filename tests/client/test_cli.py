@@ -1,4 +1,4 @@
-"""What a person sees who tries a task on a device."""
+"""The output of ``headwater-client check`` and ``identity``, and errors before a connection."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from headwater.common.secagg.identity import AllowList
 TASK = "tests/tasks.py:TwoLayers"
 
 
-def test_check_shows_what_limits_the_device_what_a_task_takes_and_what_it_gives() -> None:
+def test_check_shows_the_memory_limit_the_task_s_cost_and_the_device_s_speed() -> None:
     threads = torch.get_num_threads()
     try:
         found = CliRunner().invoke(
@@ -34,13 +34,13 @@ def test_check_shows_what_limits_the_device_what_a_task_takes_and_what_it_gives(
     assert "of its time" in found.output
 
 
-def test_check_takes_no_memory_limit_of_nothing() -> None:
+def test_check_refuses_a_memory_limit_of_zero() -> None:
     found = CliRunner().invoke(app, ["check", "--task", TASK, "--memory-limit", "0"])
     assert found.exit_code == 2
 
 
 def identity(path: Path, name: str = "pi") -> str:
-    """Run the command, and return what it printed for others to use."""
+    """Run the command, and return its line for the allow-lists."""
     found = CliRunner().invoke(app, ["identity", "--identity", str(path), "--name", name])
     assert found.exit_code == 0, found.output
     return found.stdout
@@ -56,7 +56,9 @@ def test_an_identity_is_made_once_and_shown_again(tmp_path: Path) -> None:
     assert line != identity(tmp_path / "other.pem")
 
 
-def test_an_identity_s_private_key_is_its_owner_s_alone_and_is_never_shown(tmp_path: Path) -> None:
+def test_an_identity_s_private_key_is_readable_by_its_owner_only_and_never_shown(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "pi.pem"
     command = ["identity", "--identity", str(path), "--name", "pi"]
     shown = [CliRunner().invoke(app, command).output for _ in range(2)]
@@ -66,7 +68,7 @@ def test_an_identity_s_private_key_is_its_owner_s_alone_and_is_never_shown(tmp_p
     assert not any(key[:16] in text or key[-16:] in text or "PRIVATE" in text for text in shown)
 
 
-def test_what_is_no_identity_is_not_overwritten_by_one(tmp_path: Path) -> None:
+def test_another_file_is_never_overwritten_by_an_identity(tmp_path: Path) -> None:
     path = tmp_path / "thesis.txt"
     path.write_text("mine")
     found = CliRunner().invoke(app, ["identity", "--identity", str(path), "--name", "pi"])
@@ -76,7 +78,7 @@ def test_what_is_no_identity_is_not_overwritten_by_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620])
-def test_an_identity_that_is_open_to_others_is_refused_until_it_is_not(
+def test_an_identity_that_other_users_may_read_is_refused_until_its_mode_is_600(
     mode: int, tmp_path: Path
 ) -> None:
     path = tmp_path / "pi.pem"
@@ -91,7 +93,7 @@ def test_an_identity_that_is_open_to_others_is_refused_until_it_is_not(
     identity(path)
 
 
-def test_an_identity_needs_a_file_and_a_name_that_can_be_one(tmp_path: Path) -> None:
+def test_an_identity_needs_a_file_and_a_valid_name(tmp_path: Path) -> None:
     assert CliRunner().invoke(app, ["identity"]).exit_code == 2
     path = tmp_path / "pi.pem"
     found = CliRunner().invoke(app, ["identity", "--identity", str(path), "--name", "a pi"])
@@ -100,7 +102,7 @@ def test_an_identity_needs_a_file_and_a_name_that_can_be_one(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("lacking", ["--identity", "--allow-list", "own line"])
-def test_active_mode_without_its_files_ends_before_anything_is_connected(
+def test_active_mode_without_its_files_ends_before_the_device_connects(
     lacking: str, tmp_path: Path
 ) -> None:
     mine, others, allow_list = (tmp_path / name for name in ("mine", "others", "allow-list"))

@@ -1,4 +1,4 @@
-"""Windows of the week are those of the clock on the wall, also on the days on which it is set."""
+"""Hours of the week follow the wall clock, also on days on which it is set forward or back."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headwater.common.settings.weekly_hours import (
-    FARTHEST_DAYS,
-    Weekly,
+    MAX_DAYS_AHEAD,
     next_change,
     wall_of,
     weekly,
@@ -70,10 +69,10 @@ def hours(found: dt.datetime | None, day: dt.datetime) -> float:
         ("18:00-24:00", ["Wed 23:59:59"], ["Thu 00:00"]),
     ],
 )
-def test_a_window_holds_its_begin_and_not_its_end(
+def test_a_window_includes_its_begin_and_excludes_its_end(
     text: str, inside: list[str], outside: list[str]
 ) -> None:
-    read = Weekly.parse(text)
+    read = weekly(text)
     assert [when for when in inside if not read.holds(wall(when))] == []
     assert [when for when in outside if read.holds(wall(when))] == []
 
@@ -84,19 +83,19 @@ def test_a_window_holds_its_begin_and_not_its_end(
      "Mo 01:00-02:00", "Mon-Fry 01:00-02:00", "01:00-02:00,", "00:00-24:01",
      "Mon Tue 01:00-02:00", "१२:00-13:00"],
 )  # fmt: skip
-def test_what_is_no_window_is_refused_with_an_example(text: str) -> None:
+def test_a_malformed_window_is_refused_with_an_example(text: str) -> None:
     with pytest.raises(ValueError, match="expected windows as in 22:00-06:00"):
-        Weekly.parse(text)
+        weekly(text)
 
 
-def test_an_hour_that_the_clock_leaves_out_is_in_no_window() -> None:
+def test_an_hour_that_the_clock_skips_is_in_no_window() -> None:
     night = weekly("02:00-03:00")
     change = next_change(night.holds, night.clocks(), SPRING - dt.timedelta(hours=2), BERLIN)
     # The day before it ended at 03:00, which is 02:00 in UTC; the next is in summer time.
     assert hours(change, SPRING) == 24.0
 
 
-def test_a_night_has_an_hour_less_or_more_when_the_clock_is_set() -> None:
+def test_a_night_is_an_hour_shorter_or_longer_when_the_clock_is_set() -> None:
     night = weekly("00:00-06:00")
     lengths = []
     for day in (SPRING, AUTUMN):
@@ -106,7 +105,7 @@ def test_a_night_has_an_hour_less_or_more_when_the_clock_is_set() -> None:
     assert lengths == [5.0, 7.0]
 
 
-def test_a_window_that_ends_in_the_hour_that_comes_twice_opens_twice() -> None:
+def test_a_window_that_ends_in_a_repeated_hour_opens_twice() -> None:
     night, at, found = weekly("01:00-02:30"), AUTUMN - dt.timedelta(hours=6), []
     for _ in range(4):
         change = next_change(night.holds, night.clocks(), at, BERLIN)
@@ -143,7 +142,7 @@ def texts(draw: st.DrawFn) -> str:
     ),
     st.integers(-72, 72),
 )
-def test_the_next_change_is_the_first(
+def test_no_change_precedes_the_next_change(
     text: str, zone: dt.tzinfo, day: dt.datetime, hour: int
 ) -> None:
     read, at = weekly(text), day + dt.timedelta(hours=hour)
@@ -152,11 +151,11 @@ def test_the_next_change_is_the_first(
         return read.holds(wall_of(instant, zone))
 
     change = next_change(read.holds, read.clocks(), at, zone)
-    until = at + dt.timedelta(days=FARTHEST_DAYS) if change is None else change
-    # Windows and clocks change at multiples of five minutes: what is so there is so until the next.
+    until = at + dt.timedelta(days=MAX_DAYS_AHEAD) if change is None else change
+    # Windows and clocks change at multiples of five minutes only, so checking those is enough.
     steps = range(int((until - at) / MINUTE) + 1)
-    looked_at = [at + MINUTE * step for step in steps if step % 5 == 0 or step == 1]
-    assert {is_in(instant) for instant in looked_at if instant < until} <= {is_in(at)}
+    checked = [at + MINUTE * step for step in steps if step % 5 == 0 or step == 1]
+    assert {is_in(instant) for instant in checked if instant < until} <= {is_in(at)}
     if change is not None:
         assert is_in(change) != is_in(at)
         assert is_in(change - dt.timedelta(seconds=1)) == is_in(at)
@@ -164,7 +163,7 @@ def test_the_next_change_is_the_first(
 
 @pytest.fixture
 def in_berlin(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Let this machine's own clock be that of Berlin."""
+    """Set this machine's own time zone to Berlin."""
     monkeypatch.setenv("TZ", "Europe/Berlin")
     time.tzset()
     yield
@@ -175,7 +174,9 @@ def in_berlin(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.usefixtures("in_berlin")
 @pytest.mark.parametrize("text", ["02:00-03:00", "01:00-02:30", "22:00-06:00", "Sun 00:00-12:00"])
 @pytest.mark.parametrize("day", [SPRING, AUTUMN])
-def test_the_machine_s_own_zone_is_as_good_as_a_named_one(text: str, day: dt.datetime) -> None:
+def test_the_machine_s_own_zone_gives_the_same_hours_as_a_named_zone(
+    text: str, day: dt.datetime
+) -> None:
     read = weekly(text)
     for hour in range(-30, 31):
         at = day + dt.timedelta(hours=hour)
