@@ -1,9 +1,9 @@
-"""A sweep: every combination of some settings, each with several seeds, a run for each.
+"""The runs of a sweep: every combination of the grid's settings with every seed.
 
-A sweep's file is a settings file with a table ``[sweep]`` (``docs/sweep.md``). Each run has a
-folder of its own, whose name holds a digest of all that the run depends on: its settings, and the
-content of the task's file and of those of the fleet and its faults. So a sweep that is started
-again takes up what it finds of the same runs, and results of other settings never mix with its own.
+A sweep's file is a settings file with a table ``[sweep]`` (``docs/sweep.md``). Each run has its own
+folder. The folder's name contains a digest of everything that the run depends on: its settings, and
+the contents of the task's file, the fleet's file and the faults' file. So a repeated sweep finds
+the runs that are done, and results of different settings never mix.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from headwater.common.errors import SettingsError
-from headwater.common.settings.schema import Settings, load
-from headwater.simulation.fleet.profiles import with_fleet
+from headwater.common.settings.schema import Settings
+from headwater.common.settings.sources import load
+from headwater.simulation.fleet.fleet_spec import with_fleet
 
-MOST_RUNS = 10_000
-SLUG_CHARACTERS = 80
+MAX_RUNS = 10_000
+MAX_SLUG_CHARACTERS = 80
 
 Point = dict[str, Any]
-"""What tells one combination from another: dotted settings and their values."""
+"""One combination of the grid: dotted settings and their values."""
 
 
 class Sweep(BaseModel):
@@ -47,8 +48,8 @@ class Sweep(BaseModel):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SweptRun:
-    """One run: a combination of settings, a seed, and the folder that it leaves its files in."""
+class SweepRun:
+    """One run: a point of the grid, a seed, and the settings that follow from both."""
 
     point: Point
     seed: int
@@ -62,10 +63,10 @@ class SweptRun:
 
 
 def read_sweep(path: Path | None) -> tuple[dict[str, Any], Sweep]:
-    """Return the settings' tree of a sweep's file, and its table ``[sweep]``.
+    """Return the settings tree of a sweep's file, and its table ``[sweep]``.
 
     Raises:
-        SettingsError: the file is not there, is not TOML, or the table is wrong.
+        SettingsError: the file does not exist, is not TOML, or the table is wrong.
     """
     if path is None:
         return {}, Sweep()
@@ -79,23 +80,23 @@ def read_sweep(path: Path | None) -> tuple[dict[str, Any], Sweep]:
         return tree, Sweep.model_validate(tree.pop("sweep", {}))
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(str(step) for step in ("sweep", *first["loc"]))
+        key = ".".join(str(step) for step in ("sweep", *first["loc"]))
         raise SettingsError(
-            f"{path}: {where}: {first['msg'].lower()} (found {first['input']!r:.200})",
+            f"{path}: {key}: {first['msg'].lower()} (found {first['input']!r:.200})",
             remedy="see docs/sweep.md for the table's keys",
         ) from error
 
 
-def planned(
+def plan_runs(
     tree: Mapping[str, Any], sweep: Sweep, overrides: Mapping[str, Any], *, out: Path
-) -> list[SweptRun]:
-    """Return the runs of a sweep: the grid's last setting and then the seeds change fastest.
+) -> list[SweepRun]:
+    """Return the runs of a sweep; the seeds vary fastest, then the grid's last setting.
 
-    ``overrides`` are dotted settings that hold for all runs, over the tree; the grid wins.
+    ``overrides`` are dotted settings of all runs: they win over the tree, and the grid over them.
 
     Raises:
-        SettingsError: a setting is unknown or out of range; one that a sweep sets by itself; more
-            than ``MOST_RUNS`` runs, or two that are the same.
+        SettingsError: a setting is unknown, out of range, or reserved for the sweep (seed, out);
+            there are more than ``MAX_RUNS`` runs, or two equal ones.
     """
     for key in ("seed", "out"):
         if key in tree or key in sweep.grid or overrides.get(key) is not None:
@@ -106,12 +107,13 @@ def planned(
     num_runs = len(sweep.seeds)
     for values in sweep.grid.values():
         num_runs *= len(values)
-    if num_runs > MOST_RUNS:
+    if num_runs > MAX_RUNS:
         raise SettingsError(
-            f"the grid comes to {num_runs:,} runs, at most {MOST_RUNS:,}", remedy="sweep fewer"
+            f"the sweep has {num_runs:,} runs, and {MAX_RUNS:,} is the limit",
+            remedy="give fewer values or seeds",
         )
     runs = [
-        _planned(tree, overrides, point, seed, out)
+        _run_of(tree, overrides, point, seed, out)
         for point in points(sweep.grid)
         for seed in sweep.seeds
     ]
@@ -123,36 +125,36 @@ def planned(
 
 
 def points(grid: Mapping[str, Sequence[Any]]) -> Iterator[Point]:
-    """Yield the cartesian product of a grid's values; of an empty grid, one point with nothing."""
+    """Yield the cartesian product of the grid's values; an empty grid has one empty point."""
     for values in itertools.product(*grid.values()):
         yield dict(zip(grid, values, strict=True))
 
 
-def _planned(
+def _run_of(
     tree: Mapping[str, Any], overrides: Mapping[str, Any], point: Point, seed: int, out: Path
-) -> SweptRun:
-    # ``load`` lays the dotted keys into the tree's own dictionaries.
-    laid = {**copy.deepcopy(dict(tree)), **overrides, **point, "seed": seed}
+) -> SweepRun:
+    # A copy, because ``load`` writes the dotted keys into the tree's own dictionaries.
+    merged = {**copy.deepcopy(dict(tree)), **overrides, **point, "seed": seed}
     name = slug(point) or "as-it-is"
     try:
-        settings = with_fleet(load(None, laid))
+        settings = with_fleet(load(None, merged))
     except SettingsError as error:
-        said = error.message.removeprefix("the command line: ")
-        raise SettingsError(f"the sweep at {name}: {said}", remedy=error.remedy) from error
+        message = error.message.removeprefix("the command line: ")
+        raise SettingsError(f"the sweep at {name}: {message}", remedy=error.remedy) from error
     folder = out / f"{name}-{digest(settings)}" / f"seed-{seed}"
-    return SweptRun(point=point, seed=seed, settings=settings.model_copy(update={"out": folder}))
+    return SweepRun(point=point, seed=seed, settings=settings.model_copy(update={"out": folder}))
 
 
 def slug(point: Point) -> str:
-    """Return a point as part of a folder's name, cut to ``SLUG_CHARACTERS``."""
+    """Return a point as part of a folder's name, at most ``MAX_SLUG_CHARACTERS`` long."""
     words = [f"{key.rpartition('.')[2]}={value}" for key, value in point.items()]
-    return re.sub(r"[^A-Za-z0-9._=+,-]+", "_", ",".join(words))[:SLUG_CHARACTERS].strip("._,-")
+    return re.sub(r"[^A-Za-z0-9._=+,-]+", "_", ",".join(words))[:MAX_SLUG_CHARACTERS].strip("._,-")
 
 
 def digest(settings: Settings) -> str:
-    """Return what names a run's settings but for its seed, and the files that it reads, in hex."""
-    told = settings.model_dump(mode="json", exclude={"seed", "out"})
-    sha = hashlib.sha256(json.dumps(told, sort_keys=True).encode())
+    """Return ten hex digits over the settings, except seed and folder, and the files they name."""
+    tree = settings.model_dump(mode="json", exclude={"seed", "out"})
+    sha = hashlib.sha256(json.dumps(tree, sort_keys=True).encode())
     task = Path(settings.task.rpartition(":")[0]) if settings.task is not None else None
     for path in (task, settings.simulation.fleet, settings.simulation.faults):
         content = path.read_bytes() if path is not None and path.is_file() else b""

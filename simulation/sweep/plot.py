@@ -1,4 +1,4 @@
-"""A sweep's plot: the metric over the rounds, and where each point of the grid ended."""
+"""The plot of a sweep: the metric by round, and its last value for each point of the grid."""
 
 from __future__ import annotations
 
@@ -15,63 +15,58 @@ from headwater.simulation.sweep.results import LOSS, Summary, short_names
 log = logging.getLogger(__name__)
 
 PLOT = "sweep.png"
-SHOWN = 10  # points, the best ones, that have a colour and a name
+NUM_SHOWN = 10  # the best points, each with a colour and a name
 
 
-def draw_sweep(folder: Path, summed: Sequence[Summary], metric: str) -> Path | None:
-    """Draw the best points' curves, mean over the seeds and their range, and all last values.
+def draw_sweep(folder: Path, summaries: Sequence[Summary], metric: str) -> Path | None:
+    """Draw the best points' curves (mean and range over the seeds) and their last values.
 
-    None if there is nothing to draw, or nothing to draw it with.
+    Returns None if no point has a value, or if matplotlib is not installed.
     """
-    drawn = [one for one in summed if one.values][:SHOWN]
-    if not drawn:
+    with_values = [one for one in summaries if one.values]
+    shown = with_values[:NUM_SHOWN]
+    if not shown:
         return None
     if importlib.util.find_spec("matplotlib") is None:
-        log.warning("no %s: pip install 'headwater[server]' draws one", PLOT)
+        log.warning("no %s: it needs matplotlib (pip install 'headwater[server]')", PLOT)
         return None
     os.environ.setdefault("MPLBACKEND", "Agg")
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, max(3.4, 1.2 + 0.3 * len(drawn))), layout="constrained")
-    curves, ends = figure.subplots(1, 2)
-    names = short_names([one.point for one in summed])
-    for place, one in enumerate(drawn):
-        colour = f"C{place}"
-        _draw_curve(curves, one, metric, colour)
-        _draw_end(ends, one, place, colour)
-    shown = metric.replace("_", " ")
-    of_all = len([one for one in summed if one.values])
-    best = f", the best {SHOWN} of {of_all}" if of_all > SHOWN else ""
-    curves.set(title=f"{shown}: mean and range over seeds", xlabel="round")
+    figure = Figure(figsize=(11, max(3.4, 1.2 + 0.3 * len(shown))), layout="constrained")
+    curves, last_values = figure.subplots(1, 2)
+    names = short_names([one.point for one in summaries])
+    for row, one in enumerate(shown):
+        _draw_curve(curves, one, metric, f"C{row}")
+        last_values.plot(one.values, [row] * len(one.values), "o", color=f"C{row}", alpha=0.4)
+        last_values.plot([one.mean], [row], "|", color=f"C{row}", markersize=16, markeredgewidth=2)
+    title = metric.replace("_", " ")
+    total = len(with_values)
+    best = f", the best {NUM_SHOWN} of {total}" if total > NUM_SHOWN else ""
+    curves.set(title=f"{title}: mean and range over seeds", xlabel="round")
     if metric.endswith(LOSS):
         curves.set_yscale("log")
-    ends.set(title=f"{shown} at the end{best}", yticks=range(len(drawn)))
-    ends.set_yticklabels([named(one.point, names) for one in drawn])
-    ends.invert_yaxis()
-    for axes in (curves, ends):
+    last_values.set(title=f"{title} at the end{best}", yticks=range(len(shown)))
+    last_values.set_yticklabels([describe_point(one.point, names) for one in shown])
+    last_values.invert_yaxis()
+    for axes in (curves, last_values):
         axes.spines[["top", "right"]].set_visible(False)
     path = folder / PLOT
     figure.savefig(path, dpi=120)
     return path
 
 
-def named(point: Point, names: dict[str, str]) -> str:
-    """Return a point in words."""
+def describe_point(point: Point, names: dict[str, str]) -> str:
+    """Return a point in words: each setting that varies, with its value."""
     return ", ".join(f"{name} {point[key]}" for key, name in names.items()) or "as it is"
 
 
 def _draw_curve(axes: Any, one: Summary, metric: str, colour: str) -> None:
-    """Draw the mean at the rounds that all seeds have a value for."""
-    found = [dict(result.curves.get(metric, ())) for result in one.results]
-    found = [curve for curve in found if curve]
-    rounds = sorted(set.intersection(*(set(curve) for curve in found)))
-    columns = [[curve[number] for curve in found] for number in rounds]
+    """Draw the mean and the range at the rounds for which every seed has a value."""
+    curves = [curve for result in one.results if (curve := result.curves.get(metric))]
+    rounds = sorted(set.intersection(*(set(curve) for curve in curves)))
+    columns = [[curve[number] for curve in curves] for number in rounds]
     axes.plot(rounds, [sum(column) / len(column) for column in columns], color=colour)
-    if len(found) > 1:
+    if len(curves) > 1:
         low, high = [min(column) for column in columns], [max(column) for column in columns]
         axes.fill_between(rounds, low, high, color=colour, alpha=0.2, linewidth=0)
-
-
-def _draw_end(axes: Any, one: Summary, place: int, colour: str) -> None:
-    axes.plot(one.values, [place] * len(one.values), "o", color=colour, alpha=0.4)
-    axes.plot([one.mean], [place], "|", color=colour, markersize=16, markeredgewidth=2)

@@ -1,4 +1,4 @@
-"""What a sweep came to: each run's last metrics, and over the seeds of a point mean and spread."""
+"""The results of a sweep: each run's metrics, their mean and spread for each point, CSV files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 from headwater.common.errors import SettingsError, StateError
 from headwater.common.system.atomic_file import write_whole
-from headwater.simulation.sweep.grid import Point, SweptRun
+from headwater.simulation.sweep.grid import Point, SweepRun
 from headwater.simulation.sweep.worker import RESULT
 
 LOSS = "loss"
@@ -24,128 +24,114 @@ RUNS_FILE, POINTS_FILE = "runs.csv", "points.csv"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Result:
-    """A run that has ended: as it should, or by diverging, which it would do again.
+    """A run that is complete, or that diverged, as it would again.
 
-    ``curves`` are the points (round, value) of each metric, the training loss among them; what is
-    not finite is left out.
+    ``curves`` maps each metric, and the training loss, to its values by round, without those that
+    are not finite.
     """
 
-    run: SweptRun
+    run: SweepRun
     has_diverged: bool
-    rounds: int
-    curves: Mapping[str, tuple[tuple[int, float], ...]]
+    num_rounds: int
+    curves: Mapping[str, Mapping[int, float]]
 
     def last(self, metric: str) -> float | None:
-        """Return the last value of a metric; None if it has none, or has diverged."""
+        """Return the last value of a metric; None if it has no value or the run diverged."""
         curve = self.curves.get(metric)
-        return curve[-1][1] if curve and not self.has_diverged else None
+        return list(curve.values())[-1] if curve and not self.has_diverged else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Summary:
-    """A point of the grid: what its seeds came to in one metric.
-
-    ``spread`` is the sample's standard deviation; None with fewer than two values.
-    """
+    """The results of one point of the grid; ``values`` are the seeds' last values of the metric."""
 
     point: Point
     num_runs: int
-    num_diverged: int
-    values: tuple[float, ...]
     results: tuple[Result, ...]
+    values: tuple[float, ...]
+
+    @property
+    def num_diverged(self) -> int:
+        """The number of seeds that diverged."""
+        return sum(result.has_diverged for result in self.results)
 
     @property
     def mean(self) -> float | None:
-        """The mean over the seeds; None without any."""
-        return math.fsum(self.values) / len(self.values) if self.values else None
+        """The mean over the seeds; None without any value."""
+        return statistics.fmean(self.values) if self.values else None
 
     @property
     def spread(self) -> float | None:
-        """The standard deviation over the seeds."""
+        """The sample standard deviation over the seeds; None with fewer than two values."""
         return statistics.stdev(self.values) if len(self.values) > 1 else None
 
 
-def result_of(run: SweptRun) -> Result | None:
-    """Return what a run left; None if it has not ended.
+def read_result(run: SweepRun) -> Result | None:
+    """Return the result that a run has written; None if the run has not ended.
 
     Raises:
-        StateError: the file is there and cannot be read.
+        StateError: the file exists and cannot be read.
     """
     path = run.folder / RESULT
     try:
-        told = json.loads(path.read_text())
+        result = json.loads(path.read_text())
+        rounds = result["rounds"]
+        curves: dict[str, dict[int, float]] = {}
+        for row in rounds:
+            for name, value in {LOSS: row["loss"], **row["metrics"]}.items():
+                if value is not None:
+                    curves.setdefault(name, {})[row["round"]] = value
         return Result(
             run=run,
-            has_diverged=told["ended"] == "diverged",
-            rounds=told["rounds"][-1]["round"] if told["rounds"] else 0,
-            curves=_curves(told["rounds"]),
+            has_diverged=result["ended"] == "diverged",
+            num_rounds=rounds[-1]["round"] if rounds else 0,
+            curves=curves,
         )
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise StateError(
-            f"{path} cannot be read: {error}", remedy="remove it: its run is then done again"
+            f"{path} cannot be read: {error}", remedy="remove the file, and the run is done again"
         ) from error
 
 
-def _curves(rounds: Sequence[Mapping[str, Any]]) -> dict[str, tuple[tuple[int, float], ...]]:
-    curves: dict[str, list[tuple[int, float]]] = {}
-    for row in rounds:
-        for name, value in {LOSS: row["loss"], **row["metrics"]}.items():
-            if value is not None:
-                curves.setdefault(name, []).append((row["round"], value))
-    return {name: tuple(curve) for name, curve in curves.items()}
-
-
-def metric_of(results: Sequence[Result], asked: str | None) -> str:
-    """Return the metric by which points are compared: the one asked for, or the best there is.
+def choose_metric(results: Sequence[Result], preferred: str | None) -> str:
+    """Return the metric that compares points: the preferred one, or the first of ``PREFERRED``.
 
     Raises:
-        SettingsError: no run has the one that was asked for.
+        SettingsError: no run has the preferred metric.
     """
-    found = {name for result in results for name in result.curves}
-    if asked is not None and found and asked not in found:
+    names = {name for result in results for name in result.curves}
+    if preferred is not None and names and preferred not in names:
         raise SettingsError(
-            f"no run has the metric {asked!r}", remedy=f"take one of {', '.join(sorted(found))}"
+            f"no run has the metric {preferred!r}", remedy=f"take one of {', '.join(sorted(names))}"
         )
-    return asked or next((name for name in PREFERRED if name in found), LOSS)
+    return preferred or next((name for name in PREFERRED if name in names), LOSS)
 
 
-def is_less_better(metric: str) -> bool:
-    """Whether the smaller value is the better one: it is of losses."""
-    return metric.endswith(LOSS)
-
-
-def summaries(runs: Sequence[SweptRun], results: Sequence[Result], metric: str) -> list[Summary]:
-    """Return the points of a sweep, best first; those without a value come last, as they stand."""
-    by_point: dict[str, list[SweptRun]] = {}
+def summarize(runs: Sequence[SweepRun], results: Sequence[Result], metric: str) -> list[Summary]:
+    """Return a summary of each point, best first; points without a value come last."""
+    runs_of: dict[str, list[SweepRun]] = {}
     for run in runs:
-        by_point.setdefault(_key(run), []).append(run)
-    found = [
-        _summary(members, [r for r in results if _key(r.run) == key], metric)
-        for key, members in by_point.items()
+        runs_of.setdefault(json.dumps(run.point), []).append(run)
+    results_of: dict[str, list[Result]] = {point: [] for point in runs_of}
+    for result in results:
+        results_of[json.dumps(result.run.point)].append(result)
+    summaries = [
+        Summary(
+            point=members[0].point,
+            num_runs=len(members),
+            results=tuple(results_of[key]),
+            values=tuple(v for r in results_of[key] if (v := r.last(metric)) is not None),
+        )
+        for key, members in runs_of.items()
     ]
-    sign = 1 if is_less_better(metric) else -1
-    return sorted(found, key=lambda one: math.inf if one.mean is None else sign * one.mean)
-
-
-def _key(run: SweptRun) -> str:
-    return json.dumps(run.point)
-
-
-def _summary(runs: Sequence[SweptRun], results: Sequence[Result], metric: str) -> Summary:
-    values = [value for result in results if (value := result.last(metric)) is not None]
-    return Summary(
-        point=runs[0].point,
-        num_runs=len(runs),
-        num_diverged=sum(result.has_diverged for result in results),
-        values=tuple(values),
-        results=tuple(results),
-    )
+    sign = 1 if metric.endswith(LOSS) else -1  # a smaller loss is better, a larger accuracy
+    return sorted(summaries, key=lambda one: math.inf if one.mean is None else sign * one.mean)
 
 
 def short_names(points: Sequence[Point]) -> dict[str, str]:
-    """Return a title for each setting that varies: its last word, where that is its own."""
+    """Return a title for each setting that varies: its last word, or all of it where two agree."""
     keys = [key for key in points[0] if len({str(point[key]) for point in points}) > 1]
     words = [key.rpartition(".")[2] for key in keys]
     return {
@@ -154,51 +140,44 @@ def short_names(points: Sequence[Point]) -> dict[str, str]:
 
 
 def write_tables(
-    folder: Path, summed: Sequence[Summary], results: Sequence[Result], metric: str
+    folder: Path, summaries: Sequence[Summary], results: Sequence[Result], metric: str
 ) -> None:
-    """Write one CSV of the runs and one of the points.
+    """Write ``runs.csv``, a row per run, and ``points.csv``, a row per point.
 
     Raises:
         StateError: the folder cannot be written.
     """
-    keys = list(summed[0].point)
     names = sorted({name for result in results for name in result.curves})
-    runs = [
+    runs: list[list[tuple[str, Any]]] = [
         [
-            *(result.run.point[key] for key in keys),
-            result.run.seed,
-            "diverged" if result.has_diverged else "whole",
-            result.rounds,
-            *(result.last(name) for name in names),
-            result.run.folder,
+            *result.run.point.items(),
+            ("seed", result.run.seed),
+            ("ended", "diverged" if result.has_diverged else "whole"),
+            ("rounds", result.num_rounds),
+            *((name, result.last(name)) for name in names),
+            ("folder", result.run.folder),
         ]
         for result in results
     ]
-    points = [
+    points: list[list[tuple[str, Any]]] = [
         [
-            *(one.point[key] for key in keys),
-            len(one.values),
-            one.num_runs,
-            one.num_diverged,
-            one.mean,
-            one.spread,
-            min(one.values, default=None),
-            max(one.values, default=None),
+            *one.point.items(),
+            ("seeds", len(one.values)),
+            ("planned", one.num_runs),
+            ("diverged", one.num_diverged),
+            (f"{metric}_mean", one.mean),
+            (f"{metric}_spread", one.spread),
+            (f"{metric}_min", min(one.values, default=None)),
+            (f"{metric}_max", max(one.values, default=None)),
         ]
-        for one in summed
+        for one in summaries
     ]
-    counts = ["seeds", "planned", "diverged"]
-    measures = [f"{metric}_{what}" for what in ("mean", "spread", "min", "max")]
     try:
-        _write(folder / RUNS_FILE, [*keys, "seed", "ended", "rounds", *names, "folder"], runs)
-        _write(folder / POINTS_FILE, [*keys, *counts, *measures], points)
+        for path, rows in ((folder / RUNS_FILE, runs), (folder / POINTS_FILE, points)):
+            text = io.StringIO()
+            writer = csv.writer(text, lineterminator="\n")
+            writer.writerow(name for name, _ in rows[0])
+            writer.writerows([value for _, value in row] for row in rows)  # None: an empty cell
+            write_whole(path, text.getvalue().encode())
     except OSError as error:
         raise StateError(f"cannot write the tables in {folder}: {error.strerror}") from error
-
-
-def _write(path: Path, header: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(header)
-    writer.writerows(rows)  # csv writes nothing for None
-    write_whole(path, text.getvalue().encode())
