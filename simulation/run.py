@@ -1,6 +1,6 @@
-"""The engines of the simulator: this process, the real wire, or Flower's Ray workers.
+"""Runs the settings on their engine: in this process, as gRPC processes, or on Flower's Ray.
 
-The server's rounds and the devices' code are the same on each.
+The server's rounds and the devices' code are the same on each engine.
 """
 
 from __future__ import annotations
@@ -19,66 +19,72 @@ from headwater.server.operations.round_log import RoundLog
 from headwater.server.rounds.run import OnRound, run
 from headwater.server.rounds.training import Training
 from headwater.simulation.engines.in_process import LocalFleet
-from headwater.simulation.fleet.profiles import with_fleet
+from headwater.simulation.fleet.fleet_spec import with_fleet
 
-MOST_NEW_OBJECTS = 500_000
+MAX_NEW_OBJECTS = 500_000
 
 
 def run_engine(settings: Settings, *, on_round: OnRound, resume: bool) -> None:
-    """Run the settings on the engine that they name."""
+    """Run the settings on the engine that they name.
+
+    Raises:
+        SettingsError: the engine does not support ``workers`` or ``resume``.
+        HeadwaterError: see ``headwater.common.errors``.
+    """
     torch.set_num_threads(settings.threads or 1)
-    is_direct = not settings.simulation.wire and settings.secure.aggregation == "off"
-    is_chosen = settings.simulation.workers != 1 or settings.simulation.compile
-    if is_chosen and not (settings.simulation.engine == "in-process" and is_direct):
+    engine, is_masked = settings.simulation.engine, settings.secure.aggregation != "off"
+    if settings.simulation.workers != 1 and (engine != "in-process" or is_masked):
         raise SettingsError(
-            "worker processes and compiled passes compute devices for --engine in-process alone, "
-            "and not where their updates travel as messages (--wire, masked updates)",
-            remedy="leave --workers and --compile out",
+            "worker processes compute devices for --engine in-process alone, and not with masked "
+            "updates, which are exchanged as messages",
+            remedy="leave --workers out",
         )
-    if settings.simulation.engine == "flower-ray":
+    if engine == "flower-ray":
         if resume:
             raise SettingsError(
-                "Flower's Ray engine keeps the devices' places in its own memory",
+                "Flower's Ray engine keeps the devices' positions in its own memory",
                 remedy="resume with --engine in-process",
             )
         from headwater.simulation.engines.flower_ray import run_on_ray
 
         run_on_ray(settings, on_round=on_round)
-        return
-    if settings.simulation.engine == "grpc":
+    elif engine == "grpc":
         from headwater.simulation.engines.grpc import run_on_grpc
 
         run_on_grpc(settings, on_round=on_round, resume=resume)
-        return
-    run_id = secrets.randbits(62)
-    if is_direct:
-        settings = with_fleet(settings)
-        training = Training(settings, run_id=run_id)
-        fleet = LocalFleet(settings, run_id=run_id)
-        keep_freed()
-        with contextlib.closing(fleet), _rare_collections():
-            run(training, fleet, on_round=on_round, resume=resume, observer=RoundLog())
-        return
-    _run_on_messages(settings, run_id, on_round=on_round, resume=resume)
+    elif is_masked:
+        _run_on_messages(settings, on_round=on_round, resume=resume)
+    else:
+        _run_in_process(settings, on_round=on_round, resume=resume)
+
+
+def _run_in_process(settings: Settings, *, on_round: OnRound, resume: bool) -> None:
+    """Run the rounds with direct calls to the devices; Flower is not loaded."""
+    settings, run_id = with_fleet(settings), secrets.randbits(62)
+    training = Training(settings, run_id=run_id)
+    fleet = LocalFleet(settings, run_id=run_id)
+    keep_freed()
+    with contextlib.closing(fleet), _rare_collections():
+        run(training, fleet, on_round=on_round, resume=resume, observer=RoundLog())
 
 
 @contextlib.contextmanager
 def _rare_collections() -> Iterator[None]:
-    """Let Python look for reference cycles rarely: a round makes objects for each device.
+    """Make Python's cycle collector run rarely, because a round creates objects for each device.
 
-    Those of ten thousand devices had every collection look through all of them: half of the time.
+    With ten thousand devices every collection visited all of them, and took half of the time.
     """
     before = gc.get_threshold()
-    gc.set_threshold(MOST_NEW_OBJECTS, 10, 10)
+    gc.set_threshold(MAX_NEW_OBJECTS, 10, 10)
     try:
         yield
     finally:
         gc.set_threshold(*before)
-        gc.collect()  # of many runs in one process each left its devices' data behind
+        gc.collect()  # else the devices' data of a finished run stays in memory
 
 
-def _run_on_messages(settings: Settings, run_id: int, *, on_round: OnRound, resume: bool) -> None:
-    """Run the two apps as they are, with every message in process; only here Flower is loaded."""
+def _run_on_messages(settings: Settings, *, on_round: OnRound, resume: bool) -> None:
+    """Run Flower's ServerApp and ClientApp on a grid that delivers messages in this process."""
     from flwr.app import Context, RecordDict
 
     from headwater.client.app import client_app
@@ -86,6 +92,7 @@ def _run_on_messages(settings: Settings, run_id: int, *, on_round: OnRound, resu
     from headwater.simulation.engines.message_grid import InProcessGrid
     from headwater.simulation.fleet.virtual_hardware import virtual_hardware
 
+    run_id = secrets.randbits(62)
     grid = InProcessGrid(client_app(virtual_hardware), settings)
     grid.enter_run(run_id)
     context = Context(

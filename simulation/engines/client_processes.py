@@ -1,11 +1,11 @@
-"""The processes of simulated devices, as the engine sees them: started, watched and ended.
+"""The processes of simulated devices, as the engine grpc starts, watches and ends them.
 
-A nursery (``headwater.simulation.run.fork_server``) imports torch and loads the task once, and every device is forked
-from it: with the memory of what is imported shared, a process per device costs what it writes.
+A fork server (``simulation.engines.fork_server``) imports torch and loads the task once, and forks
+every device. Devices share the memory of what is imported, so a process costs only what it writes.
 
-The engine holds one end of a pipe whose other end is the standard input of them all. Whatever ends
-the engine closes it, and every one of them ends: nothing is left behind by an error, Ctrl-C or
-SIGKILL. A process group of their own keeps the terminal's Ctrl-C from them: the engine decides.
+The engine holds one end of a pipe whose other end is the standard input of all these processes. The
+pipe closes when the engine ends, by an error, Ctrl-C or SIGKILL, and then every process ends. They
+have their own process group, so that the terminal's Ctrl-C reaches only the engine.
 """
 
 from __future__ import annotations
@@ -26,46 +26,48 @@ from headwater.common.settings.schema import Settings
 
 log = logging.getLogger(__name__)
 
-STATE, ROUND, NURSERY_LOG = "state", "round", "nursery.log"
+STATE, ROUND, FORK_SERVER_LOG = "state", "round", "fork_server.log"
 
-FAREWELL_SECONDS = 10.0  # for the devices to read the server's goodbye and leave
+LEAVE_SECONDS = 10.0  # for the devices to read the server's goodbye and leave
 END_SECONDS = 5.0
 
-# The nursery finds what this process finds, from wherever that was started.
-COMMAND = "import sys; sys.path[:] = {path!r}; from headwater.simulation.engines.fork_server import main; main()"
+# The fork server uses this process's import path, whichever way this process was started.
+COMMAND = (
+    "import sys; sys.path[:] = {path!r}; "
+    "from headwater.simulation.engines.fork_server import main; main()"
+)
 
 
 class ClientProcesses:
-    """One nursery and its devices, for as long as the context is entered."""
+    """The fork server and its devices, for as long as the context is entered."""
 
     def __init__(self, settings: Settings, folder: Path) -> None:
-        """Begin to load torch and the task; ``folder`` gets a log for each device."""
+        """Start the fork server, which loads torch and the task; ``folder`` holds all logs."""
         self.dismissed: set[int] = set()
-        """The devices that the server has turned away."""
+        """The devices that the server has refused."""
         self.state_folder = folder / STATE
         self._folder = folder
         self._ended: dict[int, int] = {}
-        self._heard = b""
-        with (folder / NURSERY_LOG).open("ab") as own_log:
-            self._nursery = subprocess.Popen(
+        self._unread = b""
+        with (folder / FORK_SERVER_LOG).open("ab") as own_log:
+            self._fork_server = subprocess.Popen(
                 [sys.executable, "-P", "-c", COMMAND.format(path=sys.path)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=own_log,
-                # grpc would write each broken connection to the logs in words of its own.
+                # grpc would log each broken connection in its own words.
                 env={**os.environ, "GRPC_VERBOSITY": "NONE"},
                 process_group=0,
             )
-        assert self._nursery.stdin is not None
-        assert self._nursery.stdout is not None
-        self._orders, self._news = self._nursery.stdin, self._nursery.stdout
-        os.set_blocking(self._news.fileno(), False)
-        is_verbose = logging.getLogger().isEnabledFor(logging.INFO)
-        self._order(
+        assert self._fork_server.stdin is not None
+        assert self._fork_server.stdout is not None
+        self._orders, self._replies = self._fork_server.stdin, self._fork_server.stdout
+        os.set_blocking(self._replies.fileno(), False)
+        self._send(
             {
                 "settings": settings.model_dump(mode="json"),
                 "folder": str(folder),
-                "is_verbose": is_verbose,
+                "is_verbose": logging.getLogger().isEnabledFor(logging.INFO),
             }
         )
 
@@ -78,72 +80,73 @@ class ClientProcesses:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Wait for the devices to leave, as the server has said goodbye; after an error end them.
+        """Wait for the devices to leave after the server's goodbye; after an error, end them.
 
-        Those that do not leave in good order are counted in the log.
+        Logs the number of devices that ended in an error.
         """
         try:
             if error is None:
-                self._see_off()
+                self._wait_until_all_left()
         finally:
             self._end()
 
     def start(self, port: int) -> None:
-        """Fork the devices, which connect to this port of the loopback."""
-        self._order({"port": port})
+        """Fork the devices, which connect to this port of the loopback interface."""
+        self._send({"port": port})
 
     def dismiss(self, part: int) -> None:
-        """Take note that the server has turned a device away: it ends, and is not missed."""
+        """Record that the server has refused a device, which may therefore end."""
         self.dismissed.add(part)
-        log.warning("device %d is turned away; why stands in %s", part, self._log_of(part))
+        log.warning("device %d is refused; its log is %s", part, self._log_of(part))
 
     def check(self) -> None:
-        """Hold that every device's process is there.
+        """Check that every device's process is alive.
 
         Raises:
-            ConnectionLost: one has ended, or the nursery has.
-            HeadwaterError: why the task or its data could not be loaded.
+            ConnectionLost: a device's process has ended, or the fork server has.
+            HeadwaterError: the task or its data could not be loaded.
         """
-        self._listen()
+        self._read_replies()
         for part in self._ended.keys() - self.dismissed:
             file = self._log_of(part)
             raise ConnectionLost(
-                f"the process of device {part} {_how(self._ended[part])}{_last_line(file)}",
+                f"the process of device {part} {_describe(self._ended[part])}{_last_line(file)}",
                 remedy=f"see {file}; fewer --clients take less memory",
             )
-        if self._nursery.poll() is not None and not self._ended:
-            file = self._folder / NURSERY_LOG
+        if self._fork_server.poll() is not None and not self._ended:
+            file = self._folder / FORK_SERVER_LOG
             raise ConnectionLost(
                 "the process that starts the devices "
-                f"{_how(self._nursery.returncode)}{_last_line(file)}",
+                f"{_describe(self._fork_server.returncode)}{_last_line(file)}",
                 remedy=f"see {file}",
             )
 
     def _log_of(self, part: int) -> Path:
         return self._folder / f"{part}.log"
 
-    def _order(self, order: dict[str, Any]) -> None:
-        with contextlib.suppress(BrokenPipeError):  # it has ended: ``check`` says so
+    def _send(self, order: dict[str, Any]) -> None:
+        with contextlib.suppress(
+            BrokenPipeError
+        ):  # the fork server has ended: ``check`` reports it
             self._orders.write(json.dumps(order).encode() + b"\n")
             self._orders.flush()
 
-    def _listen(self) -> None:
-        """Take the news of the nursery that is here."""
-        while said := self._news.read():
-            *lines, self._heard = (self._heard + said).split(b"\n")
+    def _read_replies(self) -> None:
+        """Read the fork server's replies that have arrived."""
+        while data := self._replies.read():
+            *lines, self._unread = (self._unread + data).split(b"\n")
             for line in lines:
-                news = json.loads(line)
-                if "failed" in news:
-                    raise error_of(*news["failed"])
-                self._ended[news["ended"]] = news["status"]
+                reply = json.loads(line)
+                if "failed" in reply:
+                    raise error_of(*reply["failed"])
+                self._ended[reply["ended"]] = reply["status"]
 
-    def _see_off(self) -> None:
-        """Wait until the devices have left."""
+    def _wait_until_all_left(self) -> None:
         try:
-            self._nursery.wait(FAREWELL_SECONDS)
+            self._fork_server.wait(LEAVE_SECONDS)
         except subprocess.TimeoutExpired:
-            log.warning("not all devices have left within %g s: ended", FAREWELL_SECONDS)
-        self._listen()
+            log.warning("some devices have not left within %g s; they are ended", LEAVE_SECONDS)
+        self._read_replies()
         failed = [part for part in self._ended.keys() - self.dismissed if self._ended[part]]
         if failed:
             log.warning(
@@ -151,29 +154,30 @@ class ClientProcesses:
             )
 
     def _end(self) -> None:
-        """Close the pipe on which all of them hang, and wait for the last."""
+        """Close the pipe, which ends all processes, and wait for the fork server."""
         with contextlib.suppress(BrokenPipeError):
             self._orders.close()
         try:
-            self._nursery.wait(END_SECONDS)
+            self._fork_server.wait(END_SECONDS)
         except subprocess.TimeoutExpired:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._nursery.pid, signal.SIGKILL)
-            self._nursery.wait()
-        self._news.close()
+                os.killpg(self._fork_server.pid, signal.SIGKILL)
+            self._fork_server.wait()
+        self._replies.close()
 
 
-def _how(status: int) -> str:
+def _describe(status: int) -> str:
+    """Return how a process ended, in words."""
     if status < 0:
         return f"was ended by {signal.Signals(-status).name}"
     return f"ended with status {status}"
 
 
 def _last_line(file: Path) -> str:
-    """Return the last line of a log, if there is one."""
+    """Return the last line of a log, or nothing if there is none."""
     try:
-        lines = file.read_text(errors="replace").split("\n")
+        text = file.read_text(errors="replace")
     except OSError:
         return ""
-    said = [line.strip() for line in lines if line.strip()]
-    return f": {said[-1][:500]}" if said else ""
+    lines = [line.strip() for line in text.split("\n") if line.strip()]
+    return f": {lines[-1][:500]}" if lines else ""

@@ -1,12 +1,12 @@
-"""Where simulated devices come from: torch and the task are loaded once, then a fork per device.
+"""The fork server of ``--engine grpc``: loads torch and the task once, then forks every device.
 
-``headwater.simulation.run.client_processes`` starts it, sends it the run and then the port, one line of JSON
-each, and hears a line of JSON of each device that has ended.
+``client_processes`` starts it and sends two lines of JSON: the run, then the server's port. The
+fork server answers with a line for an error of the task, and one for each device that has ended.
 
-What must not be shared comes behind the fork: each device opens its own data, holds its own model
-and vector (pages are copied as they are written), and makes its own grpc objects and threads, which
-would not live through a fork. Before it there is no thread but the first. The task is tried on real
-examples in a process of its own, so that nothing of that is inherited.
+State that devices must not share is created after the fork: each device opens its data, gets its
+own copy of model and vector (pages are copied when they are written), and creates its own grpc
+objects and threads, which do not survive a fork. Before the fork there is only one thread. The task
+is checked on real examples in a separate child, so that devices inherit nothing of the check.
 """
 
 from __future__ import annotations
@@ -29,26 +29,27 @@ import torch
 
 from headwater.client.device.availability import availability_of
 from headwater.client.flower.node import Node
-from headwater.client.training.trainer import Identity, Trainer, trainer_of
+from headwater.client.training.context import Identity
+from headwater.client.training.trainer import Trainer, trainer_of
 from headwater.client.transport.connection import Connection, stay_connected
 from headwater.common.errors import HeadwaterError, TaskError
 from headwater.common.settings.schema import ClientSettings, Settings
 from headwater.common.system.console import start_log, stderr
 from headwater.common.system.heap import use_one_heap
 from headwater.simulation.engines.client_processes import ROUND, STATE
-from headwater.simulation.engines.device_app import simulated_app
+from headwater.simulation.engines.device_app import process_app
 from headwater.simulation.engines.shared_round import SharedRound
 
 REAP_SECONDS = 0.05
-PATIENCE_SECONDS = 60.0  # of a device whose server is on the same machine
+PATIENCE_SECONDS = 60.0  # for the server, which is on the same machine
+CHECK_FAILED = 3  # exit status of the child that checks the task, after it has reported why
 
-Failure = list[str]
-"""The code and the message of an error."""
+Send = Callable[[dict[str, Any]], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Brood:
-    """All that the devices of a run have in common."""
+class ForkedRun:
+    """The state that the devices of a run inherit from the fork server."""
 
     settings: Settings
     trainer: Trainer
@@ -57,119 +58,100 @@ class Brood:
 
     @property
     def num_devices(self) -> int:
-        """How many there are."""
+        """The number of devices."""
         return self.settings.simulation.clients
 
     def identity(self, part: int) -> Identity:
-        """Return who a device is: the same on every engine."""
+        """Return a device's name and its part of the data, the same on every engine."""
         rule = self.settings.partition.rule(seed=self.settings.seed)
         return Identity(name=str(part), data=None, part=part, num_parts=self.num_devices, rule=rule)
 
 
 def main() -> None:
-    """Load what is told, fork the devices, and end with the last of them or with the engine."""
-    news = os.dup(sys.stdout.fileno())
+    """Load the task, fork the devices, and end with the last of them or with the engine."""
+    replies = os.dup(sys.stdout.fileno())
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # a task may print
     torch.set_num_threads(1)
     use_one_heap()
-    orders = _orders()
 
-    def tell(told: dict[str, Any]) -> None:
-        os.write(news, json.dumps(told).encode() + b"\n")
+    def send(message: dict[str, Any]) -> None:
+        os.write(replies, json.dumps(message).encode() + b"\n")
 
-    told = next(orders)
+    order = json.loads(sys.stdin.readline())
     try:
-        brood = _brood(told)
+        run = _load(order)
     except HeadwaterError as error:
-        tell({"failed": [error.code, error.message]})
+        send({"failed": [error.code, error.message]})
         return
-    failure = _tried(brood) if told["settings"]["check_task"] else None
-    if failure is not None:
-        tell({"failed": failure})
+    if order["settings"]["check_task"] and not _check_in_child(run, send):
         return
-    told = next(orders, {})
-    if not told:
+    line = sys.stdin.readline()
+    if not line:
         return
+    port = json.loads(line)["port"]
     gc.collect()
-    gc.freeze()  # else each collection would write into every object, and so copy its page
+    gc.freeze()  # a collection would write into every object, and so copy its page
     parts = {}
-    for part in range(brood.num_devices):
-        parts[_fork(lambda: _take_part(brood, part, told["port"]))] = part  # noqa: B023 - at once
-    _watch(parts, tell)
+    for part in range(run.num_devices):
+        parts[_fork(lambda: _run_device(run, part, port))] = part  # noqa: B023 - called at once
+    _report_ends(parts, send)
 
 
-def _orders() -> Iterator[dict[str, Any]]:
-    """Yield the lines of the standard input, until the engine is gone."""
-    rest = b""
-    while said := os.read(sys.stdin.fileno(), 1 << 16):
-        *lines, rest = (rest + said).split(b"\n")
-        yield from map(json.loads, lines)
-
-
-def _brood(told: dict[str, Any]) -> Brood:
+def _load(order: dict[str, Any]) -> ForkedRun:
     """Load the task and build its model.
 
     Raises:
-        HeadwaterError: see ``client.training.trainer.Resident``.
+        HeadwaterError: see ``client.training.trainer.Trainer``.
     """
-    settings = Settings.model_validate({**told["settings"], "check_task": False})
-    own = settings.client.model_copy(update={"spool": None})
-    settings = settings.model_copy(update={"client": own})
+    settings = Settings.model_validate({**order["settings"], "check_task": False})
+    client = settings.client.model_copy(update={"spool": None})
+    settings = settings.model_copy(update={"client": client})
     assert settings.task is not None  # the server has loaded it
     trainer = trainer_of(
         settings.task, replace_batch_norm=settings.model.replace_batch_norm, check_task=False
     )
-    return Brood(
+    return ForkedRun(
         settings=settings,
         trainer=trainer,
-        folder=Path(told["folder"]),
-        is_verbose=told["is_verbose"],
+        folder=Path(order["folder"]),
+        is_verbose=order["is_verbose"],
     )
 
 
-# The task, once.
+def _check_in_child(run: ForkedRun, send: Send) -> bool:
+    """Check the task in a child process; send the error and return False if the check fails."""
+
+    def check() -> int:
+        error = _task_error(run)
+        if error is None:
+            return 0
+        send({"failed": [error.code, error.message]})
+        return CHECK_FAILED
+
+    _, wait_status = os.waitpid(_fork(check), 0)
+    status = os.waitstatus_to_exitcode(wait_status)
+    if status not in (0, CHECK_FAILED):
+        message = f"the process that checked the task ended with status {status}"
+        send({"failed": ["TaskFailed", message]})
+    return status == 0
 
 
-def _tried(brood: Brood) -> Failure | None:
-    """Try the task on the first device that has examples; return what is wrong with it, if so."""
-    here, there = os.pipe()
-
-    def tell() -> int:
-        failure = _failure(brood)
-        if failure is not None:
-            os.write(there, json.dumps(failure).encode())
-        return 0
-
-    child = _fork(tell)
-    os.close(there)
-    with os.fdopen(here, "rb") as heard:
-        said = heard.read()
-    _, status = os.waitpid(child, 0)
-    if said:
-        failure: Failure = json.loads(said)
-        return failure
-    code = os.waitstatus_to_exitcode(status)
-    return ["TaskFailed", f"the process that tried it ended with {code}"] if code else None
-
-
-def _failure(brood: Brood) -> Failure | None:
-    for part in range(brood.num_devices):
-        identity = brood.identity(part)
+def _task_error(run: ForkedRun) -> TaskError | None:
+    """Check the task on the first device that has examples; return the error, if any."""
+    for part in range(run.num_devices):
+        identity = run.identity(part)
         try:
-            brood.trainer.check(brood.trainer.examples(identity), identity.name)
+            run.trainer.check(run.trainer.examples(identity), identity.name)
         except TaskError as error:
-            return [error.code, error.message]
+            return error
         except HeadwaterError:
-            continue  # a device without data: it says so itself when it is asked
+            continue  # this device cannot open its data: it reports so when it describes itself
         return None
     return None
 
 
-# A device.
-
-
 def _fork(work: Callable[[], int]) -> int:
-    """Run ``work`` in a child of its own, which ends with the status that it returns."""
+    """Run ``work`` in a child, which exits with the returned status; return the child's id."""
     child = os.fork()
     if child:
         return child
@@ -181,19 +163,22 @@ def _fork(work: Callable[[], int]) -> int:
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(status)  # what the nursery has open is not this one's to close
+        os._exit(status)  # without the exit handlers of the fork server
 
 
-def _take_part(brood: Brood, part: int, port: int) -> int:
-    """Be a device until the run ends: its own data, model and connection. Return its status."""
-    _write_to(brood.folder / f"{part}.log")
-    threading.Thread(target=_end_with_the_engine, name="engine", daemon=True).start()
-    start_log(verbose=brood.is_verbose)
-    settings, layout = brood.settings, brood.trainer.image.layout
+def _run_device(run: ForkedRun, part: int, port: int) -> int:
+    """Run one device until the run ends; return its exit status."""
+    log_file = os.open(run.folder / f"{part}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(log_file, stream.fileno())
+    os.close(log_file)
+    threading.Thread(target=_exit_with_the_engine, name="engine", daemon=True).start()
+    start_log(verbose=run.is_verbose)
+    settings, layout = run.settings, run.trainer.image.layout
     torch.set_num_threads(settings.threads or 1)
-    app = simulated_app(settings, part, SharedRound(brood.folder / ROUND))
-    node = Node(app, brood.trainer, brood.identity(part), settings, brood.folder / STATE)
-    uplink = Connection(
+    app = process_app(settings, part, SharedRound(run.folder / ROUND))
+    node = Node(app, run.trainer, run.identity(part), settings, run.folder / STATE)
+    connection = Connection(
         node,
         f"127.0.0.1:{port}",
         renewal=None,
@@ -201,50 +186,39 @@ def _take_part(brood: Brood, part: int, port: int) -> int:
         patience_seconds=PATIENCE_SECONDS,
     )
     try:
-        asyncio.run(stay_connected(uplink, stay=False))
+        asyncio.run(stay_connected(connection, stay=False))
     except HeadwaterError as error:
         stderr.print(f"{error.code}: {error.message}", markup=False, soft_wrap=True)
         return error.exit_status
     return 0
 
 
-def _write_to(file: Path) -> None:
-    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    for stream in (sys.stdout, sys.stderr):
-        os.dup2(descriptor, stream.fileno())
-    os.close(descriptor)
-
-
-def _end_with_the_engine() -> None:
-    """End this process when the engine has gone, however it went."""
+def _exit_with_the_engine() -> None:
+    """End this process as soon as the engine's process has ended, for whatever reason."""
     while os.read(sys.stdin.fileno(), 1):
         pass
     os._exit(1)
 
 
-# All of them.
-
-
-def _watch(parts: dict[int, int], tell: Callable[[dict[str, Any]], None]) -> None:
-    """Tell of each device that ends; return when all have, and end them if the engine is gone."""
+def _report_ends(parts: dict[int, int], send: Send) -> None:
+    """Report each device that ends; kill the devices if the engine has ended."""
     while parts:
-        gone, _, _ = select.select([sys.stdin.fileno()], [], [], REAP_SECONDS)
-        if gone:
+        closed, _, _ = select.select([sys.stdin.fileno()], [], [], REAP_SECONDS)
+        if closed:
             for child in parts:
                 os.kill(child, signal.SIGKILL)
             return
-        for child, status in _reaped():
-            part = parts.pop(child)
-            tell({"ended": part, "status": os.waitstatus_to_exitcode(status)})
+        for child, wait_status in _ended_children():
+            send({"ended": parts.pop(child), "status": os.waitstatus_to_exitcode(wait_status)})
 
 
-def _reaped() -> Iterator[tuple[int, int]]:
-    """Yield the children that have ended."""
+def _ended_children() -> Iterator[tuple[int, int]]:
+    """Yield the children that have ended, with their wait status."""
     while True:
         try:
-            child, status = os.waitpid(-1, os.WNOHANG)
+            child, wait_status = os.waitpid(-1, os.WNOHANG)
         except ChildProcessError:
             return
         if not child:
             return
-        yield child, status
+        yield child, wait_status

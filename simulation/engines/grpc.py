@@ -1,9 +1,9 @@
-"""The real server and N real clients on this machine: every byte of a run goes over gRPC.
+"""The engine grpc: the real server and N client processes on this machine, connected by gRPC.
 
-The server is that of ``headwater-server``, the devices speak the wire of ``headwater-client``, each
-in a process of its own. Only what a simulation is about is not real: clock, memory, battery and
-link of a device are those of its profile, and chance takes part as the seed says. So the planner
-makes the plans that it makes in process, and the model has the bits of ``--compute one-by-one``.
+The server is that of ``headwater-server``, and each device is a process that speaks the protocol of
+``headwater-client``. Clock, memory, battery and link of a device are simulated from its profile,
+and random events follow from the seed. So the planner makes the same plans as in process, and the
+model has the same bits as with ``--compute one-by-one``.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ from headwater.server.transport.servicer import Servicer
 from headwater.simulation.engines.client_processes import ROUND, ClientProcesses
 from headwater.simulation.engines.grpc_grid import SimulatedGrpcGrid
 from headwater.simulation.engines.shared_round import SharedRound
-from headwater.simulation.fleet.profiles import with_fleet
+from headwater.simulation.fleet.fleet_spec import with_fleet
 
-CLIENTS = "clients"  # the folder in ``out`` with the devices' logs and places
+CLIENTS = "clients"  # the folder in ``out`` with the devices' logs and state files
 
-# Each is a process: beyond, the in-process engine simulates more on the same machine.
-MOST_CLIENTS = 1000
+# Each client is a process; on the same machine the in-process engine simulates more.
+MAX_CLIENTS = 1000
 
-# A deadline is held against what devices tell of their virtual clocks, and these have no streams
-# that could be revoked.
-WAIT_ENDS = (
+# The deadline is compared with the devices' virtual seconds, and simulated devices have no
+# certificate that could be revoked.
+LONG_WAIT_ADVICE = (
     "it ends when they have answered, as the clock of --deadline is virtual here; Ctrl-C, and "
-    "--resume with the same --out, asks them anew"
+    "--resume with the same --out, repeats the round"
 )
 
 
 def run_on_grpc(settings: Settings, *, on_round: OnRound, resume: bool) -> None:
-    """Run the settings with ``settings.simulation.clients`` clients over the wire.
+    """Run the settings with ``settings.simulation.clients`` client processes.
 
-    They are named 0 to N-1 and connect to a free port of the loopback, in plain text. When this
-    returns or raises, none of their processes is left.
+    They are named 0 to N-1 and connect to a free port of the loopback interface without TLS. When
+    this returns or raises, none of the processes is left.
 
     Raises:
-        SettingsError: the settings ask for what cannot be so simulated.
+        SettingsError: this engine cannot simulate the settings.
         ConnectionLost: a client's process has ended in mid-run.
         HeadwaterError: see ``headwater.common.errors``.
     """
@@ -53,18 +53,18 @@ def run_on_grpc(settings: Settings, *, on_round: OnRound, resume: bool) -> None:
     check_engine(settings)
     listen = settings.server.model_copy(update={"listen": "127.0.0.1:0"})
     settings = settings.model_copy(update={"server": listen, "threads": settings.threads or 1})
-    with _folder(settings) as folder, _sigterm_kept():
-        world = SharedRound(folder / ROUND, is_new=True)
+    with _client_folder(settings) as folder, _sigterm_restored():
+        shared_round = SharedRound(folder / ROUND, is_new=True)
         with ClientProcesses(settings, folder) as clients:
 
-            def grid_of(intake: Servicer, may_begin: Callable[[], bool]) -> SimulatedGrpcGrid:
+            def make_grid(servicer: Servicer, may_begin: Callable[[], bool]) -> SimulatedGrpcGrid:
                 return SimulatedGrpcGrid(
-                    GrpcGrid(intake, may_begin=may_begin),
+                    GrpcGrid(servicer, may_begin=may_begin),
                     settings,
                     clients,
-                    world,
-                    attendance=intake.attendance,
-                    start=lambda: clients.start(intake.port),
+                    shared_round,
+                    device_records=servicer.device_records,
+                    start=lambda: clients.start(servicer.port),
                 )
 
             serve_run(
@@ -72,23 +72,23 @@ def run_on_grpc(settings: Settings, *, on_round: OnRound, resume: bool) -> None:
                 None,
                 on_round=on_round,
                 resume=resume,
-                grid_of=grid_of,
+                make_grid=make_grid,
                 command="headwater-simulate",
-                wait_ends=WAIT_ENDS,
+                long_wait_advice=LONG_WAIT_ADVICE,
             )
 
 
 def check_engine(settings: Settings) -> None:
-    """Refuse what this engine cannot do, before anything is started.
+    """Refuse settings that this engine cannot simulate, before any process is started.
 
     Raises:
-        SettingsError: saying what to take instead.
+        SettingsError: with the setting to use instead.
     """
     chosen = settings.simulation
-    if chosen.clients > MOST_CLIENTS:
+    if chosen.clients > MAX_CLIENTS:
         raise SettingsError(
-            f"--engine grpc gives each client a process, {MOST_CLIENTS:,} at most, and "
-            f"{chosen.clients:,} are asked for",
+            f"--engine grpc gives each client a process and allows {MAX_CLIENTS:,}; --clients is "
+            f"{chosen.clients:,}",
             remedy="lower --clients, or take --engine in-process",
         )
     if settings.cohort.min_clients > chosen.clients:
@@ -98,19 +98,20 @@ def check_engine(settings: Settings) -> None:
         )
     if chosen.compute in ("vectorised", "fused"):
         raise SettingsError(
-            f"--compute {chosen.compute} adds devices up that have processes of their own",
+            f"--compute {chosen.compute} computes many devices in one pass, and here each device "
+            "is a process",
             remedy="leave --compute out, or take --engine in-process",
         )
     if settings.tls.ca or settings.tls.certificate or settings.tls.key:
         raise SettingsError(
-            "--engine grpc speaks plain text on the loopback, and TLS is set",
+            "--engine grpc connects over the loopback without TLS, and TLS is set",
             remedy="leave [tls] out: a simulated fleet has no certificates",
         )
 
 
 @contextmanager
-def _folder(settings: Settings) -> Iterator[Path]:
-    """Make the folder of the devices' logs and places; where nothing is kept, for this run only."""
+def _client_folder(settings: Settings) -> Iterator[Path]:
+    """Create the folder of the devices' logs and state; without ``out``, a temporary one."""
     if settings.out is None:
         with tempfile.TemporaryDirectory(prefix="headwater-") as name:
             yield Path(name)
@@ -124,8 +125,8 @@ def _folder(settings: Settings) -> Iterator[Path]:
 
 
 @contextmanager
-def _sigterm_kept() -> Iterator[None]:
-    """Put back how this process takes SIGTERM: the server sets it for itself."""
+def _sigterm_restored() -> Iterator[None]:
+    """Restore this process's SIGTERM handler, which the server replaces."""
     before = signal.getsignal(signal.SIGTERM)
     try:
         yield

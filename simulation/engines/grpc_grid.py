@@ -1,8 +1,9 @@
-"""The gRPC grid before simulated devices: real frames under a virtual clock.
+"""The grid of ``--engine grpc``: a gRPC grid of simulated devices under a virtual clock.
 
-Time is the devices' virtual one, so no answer is waited for in vain and none is too late here
-(``headwater.server.app`` holds the told seconds against the deadline), and nobody's turn takes time. Those
-whom the fleet's file has away are connected all the same, and are asked nothing.
+Messages travel as real frames, but time is the devices' virtual time. So every reply is awaited and
+none is late here (the server compares the reported seconds with the deadline), and no time is
+measured for adding an update. A device that is unavailable by the fleet's file stays connected, but
+no message is sent to it.
 """
 
 from __future__ import annotations
@@ -22,26 +23,27 @@ from headwater.server.flower.grpc_grid import GrpcGrid
 from headwater.server.transport.device_records import DeviceRecords
 from headwater.server.transport.session import node_id_of
 from headwater.simulation.engines.client_processes import ClientProcesses
-from headwater.simulation.engines.presence import Presence
+from headwater.simulation.engines.message_grid import ConnectedDevices
 from headwater.simulation.engines.shared_round import SharedRound
+from headwater.simulation.fleet.devices import FIRST_NODE_ID, FLEET_STATE
 from headwater.simulation.fleet.faults import TRAIN
-from headwater.simulation.fleet.nodes import FIRST_NODE_ID, GRID
+from headwater.simulation.fleet.fleet_spec import fleet_spec
 
 POLL_SECONDS = 0.002
-LOOK_SECONDS = 0.1  # whether all processes are there still
+CHECK_SECONDS = 0.1  # between two checks that all processes are alive
 
 
 class SimulatedGrpcGrid(OwnGrid):
-    """N simulated devices behind a gRPC grid; they are started when they are first looked for."""
+    """N simulated devices of a gRPC grid; the first ``get_node_ids`` starts them."""
 
     def __init__(
         self,
         inner: GrpcGrid,
         settings: Settings,
         clients: ClientProcesses,
-        world: SharedRound,
+        shared_round: SharedRound,
         *,
-        attendance: DeviceRecords,
+        device_records: DeviceRecords,
         start: Callable[[], None],
     ) -> None:
         super().__init__()
@@ -49,43 +51,45 @@ class SimulatedGrpcGrid(OwnGrid):
         self._num_devices = settings.simulation.clients
         self._part_of = {node_id_of(str(part)): part for part in range(self._num_devices)}
         self._node_of = {part: node for node, part in self._part_of.items()}
-        self._presence = Presence(settings)
-        self._present: set[int] = set()
+        self._devices = ConnectedDevices(
+            fleet_spec(settings), min_clients=settings.cohort.min_clients
+        )
+        self._available: set[int] = set()
         self._waiting: dict[str, Message] = {}
         self._clients = clients
-        self._world = world
-        self._attendance = attendance
+        self._shared_round = shared_round
+        self._device_records = device_records
         self._start = start
         self._has_started = False
-        self._next_look = 0.0
+        self._next_check = 0.0
 
-    # Who is there.
+    # Nodes.
 
     def get_node_ids(self) -> Iterable[int]:
-        """Return the nodes that are there for the round behind the last one.
+        """Return the nodes that are available for the round after the last one.
 
         Waits until the round may begin and, the first time, until every device is connected.
 
         Raises:
-            HeadwaterError: see ``Presence.look`` and ``ClientProcesses.check``.
+            HeadwaterError: see ``ConnectedDevices.look`` and ``ClientProcesses.check``.
         """
         if not self._has_started:
             self._start()
             self._has_started = True
             while len(list(self._inner.get_node_ids())) < self._num_devices:
-                self._rest()
+                self._wait()
         while not self._inner.may_begin():
-            self._rest()
-        here = [part for part in self._presence.look() if part not in self._clients.dismissed]
-        self._present = {self._node_of[part] for part in here}
-        return self._present
+            self._wait()
+        parts = [part for part in self._devices.look() if part not in self._clients.dismissed]
+        self._available = {self._node_of[part] for part in parts}
+        return self._available
 
-    def _rest(self) -> None:
-        """Wait a moment, and see to it that the processes are still there."""
+    def _wait(self) -> None:
+        """Wait a moment, and check that the processes are alive."""
         time.sleep(POLL_SECONDS)
         now = time.monotonic()
-        if now >= self._next_look:
-            self._next_look = now + LOOK_SECONDS
+        if now >= self._next_check:
+            self._next_check = now + CHECK_SECONDS
             self._clients.check()
 
     def may_begin(self) -> bool:
@@ -110,28 +114,26 @@ class SimulatedGrpcGrid(OwnGrid):
     # Messages.
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Keep messages until their replies are asked for."""
+        """Store messages; ``pull_messages`` sends them."""
         pushed = {numbered(message): message for message in messages}
         self._waiting |= pushed
         return list(pushed)
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterator[Message]:
-        """Send what waits for devices that are there, and yield the replies as they come.
+        """Send the stored messages of available devices, and yield the replies as they arrive.
 
-        A device that is asked anew what it is answers before the next round, as what it is then;
-        one that is away, when it is back. All others have answered when this ends.
+        Returns when all these devices have replied. A message to an unavailable device stays
+        stored until the device is available again.
 
         Raises:
             ConnectionLost: a device's process has ended.
         """
-        asked = [message_id for message_id in message_ids if self._is_there(message_id)]
-        sent = [
-            self._waiting.pop(message_id) for message_id in asked if message_id in self._waiting
-        ]
-        awaited = set(asked)
+        message_ids = [message_id for message_id in message_ids if self._is_reachable(message_id)]
+        sent = [self._waiting.pop(id_) for id_ in message_ids if id_ in self._waiting]
+        awaited = set(message_ids)
         for number in {int(m.metadata.group_id) for m in sent if _is_plan(m)}:
-            self._presence.plans_sent(number)
-            self._world.number = number
+            self._devices.begin_round(number)
+            self._shared_round.number = number
         self._inner.push_messages(sent)
         while awaited:
             before = len(awaited)
@@ -139,52 +141,52 @@ class SimulatedGrpcGrid(OwnGrid):
                 awaited.discard(reply.metadata.reply_to_message_id)
                 yield reply
             if len(awaited) == before:
-                self._rest()
+                self._wait()
 
-    def _is_there(self, message_id: str) -> bool:
+    def _is_reachable(self, message_id: str) -> bool:
         message = self._waiting.get(message_id)
-        return message is None or message.metadata.dst_node_id in self._present
+        return message is None or message.metadata.dst_node_id in self._available
 
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> Iterator[Message]:
-        """Send messages and yield the replies as they come; the timeout is the virtual clock's."""
+        """Send messages and yield the replies; ``timeout`` is in seconds of the virtual clock."""
         message_ids = self.push_messages(messages)
-        asked = [self._waiting[id_].metadata.dst_node_id for id_ in message_ids]
-        self._attendance.awaits(str(self._part_of[node_id]) for node_id in asked)
+        nodes = [self._waiting[id_].metadata.dst_node_id for id_ in message_ids]
+        self._device_records.set_awaited(str(self._part_of[node_id]) for node_id in nodes)
         try:
             for reply in self.pull_messages(message_ids):
-                self._attendance.answered(str(self._part_of[reply.metadata.src_node_id]))
+                self._device_records.note_answer(str(self._part_of[reply.metadata.src_node_id]))
                 yield reply
         finally:
-            self._attendance.awaits([])
+            self._device_records.set_awaited([])
 
-    # What a checkpoint keeps of the devices: as the in-process grid keeps it.
+    # The devices' state in a checkpoint, in the same form as the in-process grid's.
 
     def simulated_state(self) -> dict[str, Any]:
-        """Return what each device has kept on disk, and the last round.
+        """Return the state that each device has saved on disk, and the last round.
 
         Raises:
             StateError: a device's file cannot be read.
         """
-        kept = {part: self._state_file(part).read() for part in range(self._num_devices)}
-        state = {str(FIRST_NODE_ID + part): found for part, found in kept.items() if found}
-        return state | {GRID: {"last_round": self._presence.last_round}}
+        states = {part: self._state_file(part).read() for part in range(self._num_devices)}
+        saved = {str(FIRST_NODE_ID + part): state for part, state in states.items() if state}
+        return saved | {FLEET_STATE: {"last_round": self._devices.last_round}}
 
     def restore_simulated(self, state: Mapping[str, Any]) -> None:
-        """Lay down what ``simulated_state`` gave, where the devices will find it.
+        """Write what ``simulated_state`` returned to the files that the devices will read.
 
         Raises:
-            StateError: it cannot be written; or the devices have begun already.
+            StateError: a file cannot be written, or the devices run already.
         """
         if self._has_started:
-            raise StateError("the devices cannot be put back while they run")
-        for key, kept in state.items():
-            if key == GRID:
-                self._presence.plans_sent(kept["last_round"])
-                self._world.number = kept["last_round"]
+            raise StateError("the devices' state cannot be restored while they run")
+        for key, device_state in state.items():
+            if key == FLEET_STATE:
+                self._devices.begin_round(device_state["last_round"])
+                self._shared_round.number = device_state["last_round"]
             else:
-                self._state_file(int(key) - FIRST_NODE_ID).write(kept)
+                self._state_file(int(key) - FIRST_NODE_ID).write(device_state)
 
     def _state_file(self, part: int) -> StateFile:
         return StateFile(self._clients.state_folder / f"{part}-{self.run.run_id}.json")

@@ -1,14 +1,13 @@
-"""A Flower Grid without sockets: messages run one after another in this process.
+"""A Flower Grid without sockets: messages are delivered one after another in this process.
 
-Replies are computed as they are asked for, so a thousand clients need the memory of one. Each node
-keeps a Context of its own, as under Flower. Any ClientApp may be on it and any strategy of Flower's
-before it.
+A reply is computed when it is read, so a thousand clients need the memory of one. Each node keeps a
+Context of its own, as under Flower. Any ClientApp can run on it, under any Flower strategy.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from flwr.app import Context, Message, RecordDict
@@ -21,25 +20,59 @@ from headwater.common.flower.grid import OwnGrid, numbered
 from headwater.common.settings.schema import Settings
 from headwater.common.transport.limits import framed_bytes
 from headwater.server.flower.registration import DESCRIBE
-from headwater.simulation.engines.lying import as_told
-from headwater.simulation.engines.presence import Presence
-from headwater.simulation.engines.vanishing import LastAsked, refusal_of
-from headwater.simulation.engines.wire import through_wire
+from headwater.simulation.engines.device_app import TrainAttempt, falsified_reply, vanished_reply
+from headwater.simulation.fleet.devices import FIRST_NODE_ID, FLEET_STATE, MAX_LOOKS
 from headwater.simulation.fleet.faults import STAGES
-from headwater.simulation.fleet.nodes import FIRST_NODE_ID, GRID
-from headwater.simulation.fleet.profiles import with_fleet
-from headwater.simulation.fleet.random_events import at_round
+from headwater.simulation.fleet.fleet_spec import FleetSpec, fleet_spec, with_fleet
+from headwater.simulation.fleet.random_events import at_round, is_connected
+
+
+class ConnectedDevices:
+    """Draws which devices are connected when a round's cohort is selected."""
+
+    def __init__(self, fleet: FleetSpec, *, min_clients: int) -> None:
+        self.last_round = 0
+        """The last round whose plans were sent."""
+        self._fleet = fleet
+        self._min_clients = min_clients
+        self._num_looks = 0
+
+    def begin_round(self, number: int) -> None:
+        """Record that the plans of a round were sent: the next look belongs to another round."""
+        self.last_round, self._num_looks = number, 0
+
+    def look(self) -> Sequence[int]:
+        """Return the devices that are connected for the round after the last one, a new draw.
+
+        Raises:
+            SettingsError: MAX_LOOKS looks for the same round did not find enough devices.
+        """
+        parts = range(self._fleet.num_devices)
+        if self._fleet.fleet_file is None:
+            return parts
+        number = self.last_round + 1
+        look, self._num_looks = self._num_looks, self._num_looks + 1
+        if look == MAX_LOOKS:
+            raise SettingsError(
+                f"round {number}: {look:,} looks at the fleet found too few clients "
+                f"at once, at least {self._min_clients} are needed",
+                remedy="lower --min-clients, or raise availability in the fleet's file",
+            )
+        return [
+            part
+            for part in parts
+            if is_connected(self._fleet, part, round_number=number, look=look)
+        ]
 
 
 class InProcessGrid(OwnGrid):
     """N nodes that run one ClientApp in this process."""
 
     def __init__(self, app: ClientApp, settings: Settings) -> None:
-        """Make the nodes of a run.
+        """Create the nodes of a run.
 
         Raises:
-            SettingsError: a round would wait for more clients than there are, or the fleet's file
-                is wrong.
+            SettingsError: a round needs more clients than there are, or the fleet's file is wrong.
         """
         super().__init__()
         settings = with_fleet(settings)
@@ -51,29 +84,29 @@ class InProcessGrid(OwnGrid):
             )
         self._app = app
         self._settings = settings
+        self._fleet = fleet_spec(settings)
         self._run_config = settings.to_run_config()
-        self._num_nodes = settings.simulation.clients
         self._contexts: dict[int, Context] = {}
         self._waiting: dict[str, Message] = {}
         self._bytes_up = 0
         self._bytes_down = 0
-        self._presence = Presence(settings)
-        self._present: Collection[int] = range(clients)
-        self._asked: defaultdict[int, LastAsked] = defaultdict(LastAsked)
+        self._devices = ConnectedDevices(self._fleet, min_clients=needed)
+        self._connected: Collection[int] = range(clients)
+        self._attempts: defaultdict[int, TrainAttempt] = defaultdict(TrainAttempt)
 
     def num_bytes(self) -> tuple[int, int]:
-        """Return what would have gone over the wire."""
+        """Return the bytes that the messages would have taken on the wire, up and down."""
         return self._bytes_up, self._bytes_down
 
     def get_node_ids(self) -> Iterable[int]:
-        """Return the nodes that are there for the round behind the last one.
+        """Return the nodes that are connected for the round after the last one.
 
         Raises:
-            SettingsError: it was asked MOST_LOOKS times for the same round.
+            SettingsError: see ``ConnectedDevices.look``.
         """
-        here = self._presence.look()
-        self._present = frozenset(here)
-        return [FIRST_NODE_ID + part for part in here]
+        connected = self._devices.look()
+        self._connected = frozenset(connected)
+        return [FIRST_NODE_ID + part for part in connected]
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         pushed = {numbered(message): message for message in messages}
@@ -83,55 +116,44 @@ class InProcessGrid(OwnGrid):
     def pull_messages(self, message_ids: Iterable[str]) -> Iterator[Message]:
         """Yield the replies to messages that were pushed.
 
-        A device that is asked what it is, and is away, answers when it is back.
+        A device that is not connected describes itself once it is connected again.
         """
         for message_id in list(message_ids):
-            if self._is_reached_by(self._waiting[message_id]):
+            if self._is_reachable(self._waiting[message_id]):
                 yield self._deliver(self._waiting.pop(message_id))
 
-    def _is_reached_by(self, message: Message) -> bool:
-        is_question = message.metadata.message_type == DESCRIBE
+    def _is_reachable(self, message: Message) -> bool:
         part = message.metadata.dst_node_id - FIRST_NODE_ID
-        return not is_question or part in self._present
+        return message.metadata.message_type != DESCRIBE or part in self._connected
 
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> Iterator[Message]:
-        """Run the messages in the order in which they are; the timeout is the virtual clock's."""
+        """Deliver the messages in order; ``timeout`` is in seconds of the virtual clock."""
         for message in messages:
             numbered(message)
             yield self._deliver(message)
 
     def _deliver(self, message: Message) -> Message:
-        node_id = message.metadata.dst_node_id
-        context = self._context(node_id)
-        is_training = message.metadata.message_type.startswith("train")
+        node_id, kind = message.metadata.dst_node_id, message.metadata.message_type
+        part, context = node_id - FIRST_NODE_ID, self._context(node_id)
+        is_training = kind.startswith("train")
         if is_training:
-            self._presence.plans_sent(_round_of(message))
-            self._asked[node_id] = self._asked[node_id].again(self._presence.last_round)
+            self._devices.begin_round(_round_of(message))
+            self._attempts[node_id] = self._attempts[node_id].invited(self._devices.last_round)
         self._bytes_down += _num_bytes(message.content)
-        if self._settings.simulation.wire:
-            message.content = through_wire(message.content)
-        if self._has_vanished(node_id, message.metadata.message_type):
-            return refusal_of(node_id - FIRST_NODE_ID, message)
-        number = self._presence.last_round if is_training else self._presence.last_round + 1
+        if kind in STAGES and self._attempts[node_id].has_vanished(self._fleet, part, kind):
+            return vanished_reply(part, message)
+        number = self._devices.last_round if is_training else self._devices.last_round + 1
         with at_round(number):
             reply = self._app(message, context)
         if is_training:
-            part, run_id = node_id - FIRST_NODE_ID, self.run.run_id
-            reply = as_told(message, reply, self._settings, part, run_id=run_id, number=number)
+            reply = falsified_reply(
+                message, reply, self._settings, part, run_id=self.run.run_id, number=number
+            )
         if reply.has_content():
             self._bytes_up += _num_bytes(reply.content)
-            if self._settings.simulation.wire:
-                reply.content = through_wire(reply.content)
         return reply
-
-    def _has_vanished(self, node_id: int, message_type: str) -> bool:
-        """Tell whether a device answers no more in the round that it was asked to train in."""
-        if message_type not in STAGES:
-            return False
-        part = node_id - FIRST_NODE_ID
-        return self._asked[node_id].has_vanished(self._settings, part, message_type)
 
     def _context(self, node_id: int) -> Context:
         if node_id not in self._contexts:
@@ -141,7 +163,7 @@ class InProcessGrid(OwnGrid):
                 node_id=node_id,
                 node_config={
                     "partition-id": part,
-                    "num-partitions": self._num_nodes,
+                    "num-partitions": self._fleet.num_devices,
                     SIMULATED: True,
                 },
                 state=RecordDict(),
@@ -150,34 +172,34 @@ class InProcessGrid(OwnGrid):
         return self._contexts[node_id]
 
     def simulated_state(self) -> dict[str, Any]:
-        """Return what each node keeps in its context, for the checkpoint, and the last round."""
+        """Return the state in each node's context, and the last round, for the checkpoint."""
         state: dict[str, Any] = {
             str(node_id): {name: records.kept(context, name) for name in context.state}
             for node_id, context in self._contexts.items()
         }
-        return state | {GRID: {"last_round": self._presence.last_round}}
+        return state | {FLEET_STATE: {"last_round": self._devices.last_round}}
 
     def restore_simulated(self, state: Mapping[str, Any]) -> None:
-        """Take up what ``simulated_state`` gave."""
-        for key, kept_there in state.items():
-            if key == GRID:
-                self._presence.plans_sent(kept_there["last_round"])
+        """Restore what ``simulated_state`` returned."""
+        for key, node_state in state.items():
+            if key == FLEET_STATE:
+                self._devices.begin_round(node_state["last_round"])
                 continue
             context = self._context(int(key))
-            for name, kept in kept_there.items():
-                records.keep(context, name, kept)
+            for name, value in node_state.items():
+                records.keep(context, name, value)
 
 
 def _round_of(message: Message) -> int:
-    """Return the round of a plan: our server sends it as the group, Flower's strategies within."""
+    """Return a plan's round: Headwater sends it as the group id, Flower's strategies inside."""
     if message.metadata.group_id.isdecimal():
         return int(message.metadata.group_id)
-    told = [record.get("server-round") for record in message.content.config_records.values()]
-    return next((number for number in told if isinstance(number, int)), 1)
+    numbers = [record.get("server-round") for record in message.content.config_records.values()]
+    return next((number for number in numbers if isinstance(number, int)), 1)
 
 
 def _num_bytes(content: RecordDict) -> int:
-    """Return what a message would take on the wire; of another's app, what its arrays take."""
+    """Return a message's bytes on the wire; only those of its arrays, if it is not Headwater's."""
     if records.HEAD in content:
         return framed_bytes(len(records.head_json(content)), len(records.vector(content) or b""))
     return sum(

@@ -1,7 +1,7 @@
-"""The Ray that simulated devices run on: somebody's cluster, or one of our own on this machine.
+"""The Ray cluster of simulated devices: an existing one, or a temporary one on this machine.
 
-Flower takes a Ray that is joined already as it is. So what every worker needs is said here, once:
-where Python looks for modules, and that nothing is looked up on other machines.
+Flower uses the cluster that the process has already joined. So this module sets up what every
+worker needs: Python's import path, and no look-ups on other machines.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from headwater.common.errors import SettingsError
 from headwater.common.settings.schema import Settings
 from headwater.common.system.console import console
 
-# Read by Flower and Ray when they are imported or started: no look-up leaves the machine, and Ray
-# neither counts its users, nor warns of GPUs that nobody has, nor starts anew behind a shutdown.
+# Flower and Ray read these when they are imported or started: no look-up leaves the machine; Ray
+# reports no usage statistics, does not warn of missing GPUs and does not restart after a shutdown.
 QUIET = {
     "FLWR_TELEMETRY_ENABLED": "0",
     "FLWR_DISABLE_UPDATE_CHECK": "1",
@@ -31,18 +31,23 @@ QUIET = {
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
 }
 ADDRESS, PYTHONPATH = "RAY_ADDRESS", "PYTHONPATH"
-# A socket's path may have 107 characters and Ray needs some 70 of them: no long TMPDIR will do.
+# A socket's path is limited to 107 characters, of which Ray needs about 70; TMPDIR may be too long.
 RAY_FOLDER_PARENT = "/tmp"
-# Ray itself would try for two minutes.
-ANSWER_SECONDS = 5.0
+# Ray itself would retry for two minutes.
+CONNECT_SECONDS = 5.0
+COMMON_OPTIONS: dict[str, Any] = {
+    "include_dashboard": False,
+    "logging_level": "ERROR",
+    "log_to_driver": True,
+}
 
 
 @contextmanager
 def joined(settings: Settings, folder: Path) -> Iterator[None]:
-    """Be joined to the cluster that RAY_ADDRESS names; without one to a Ray of our own.
+    """Join the cluster at RAY_ADDRESS; without that variable, start Ray on this machine.
 
-    One of our own keeps its files in ``folder`` and ends with this context. Of a cluster nothing
-    ends but our own workers.
+    A Ray started here keeps its files in ``folder`` and ends with this context. In a cluster only
+    the workers of this run end.
 
     Raises:
         SettingsError: the cluster cannot be joined, or none of its machines has the cores for one
@@ -53,42 +58,38 @@ def joined(settings: Settings, folder: Path) -> Iterator[None]:
     address = os.environ.get(ADDRESS, "")
     try:
         if address in ("", "local"):
-            with _found_here():
-                ray.init(**_own(settings, folder), **_alike())
+            with _inherited_import_path():
+                ray.init(**_local_options(settings, folder), **COMMON_OPTIONS)
         else:
             _check_address(address)
             _join(address)
-            _check_room(settings, address)
+            _check_cores(settings, address)
         yield
     finally:
         ray.shutdown()
 
 
 def cpus_per_client(settings: Settings) -> int:
-    """Return the cores that a worker reserves: its threads.
+    """Return the cores that a worker reserves: as many as it has threads.
 
-    Of a Ray of our own no more than there are, or there would be no worker at all.
+    On this machine at most the cores that exist; otherwise no worker would start.
     """
     threads = settings.threads or 1
-    is_own = os.environ.get(ADDRESS, "") in ("", "local")
-    return min(threads, os.cpu_count() or 1) if is_own else threads
+    is_local = os.environ.get(ADDRESS, "") in ("", "local")
+    return min(threads, os.cpu_count() or 1) if is_local else threads
 
 
-def _alike() -> dict[str, Any]:
-    return {"include_dashboard": False, "logging_level": "ERROR", "log_to_driver": True}
-
-
-def _own(settings: Settings, folder: Path) -> dict[str, Any]:
-    # Not "auto": a Ray that somebody else has started on this machine is none of our business.
+def _local_options(settings: Settings, folder: Path) -> dict[str, Any]:
+    # Not "auto", which would join a Ray that another user has started on this machine.
     cpus = min(os.cpu_count() or 1, settings.simulation.clients * cpus_per_client(settings))
     return {"address": "local", "num_cpus": cpus, "_temp_dir": str(folder / "ray")}
 
 
 @contextmanager
-def _found_here() -> Iterator[None]:
-    """Let the processes that are started here find what this one finds."""
+def _inherited_import_path() -> Iterator[None]:
+    """Give the processes that are started here this process's import path."""
     before = os.environ.get(PYTHONPATH)
-    os.environ[PYTHONPATH] = _path()
+    os.environ[PYTHONPATH] = _import_path()
     try:
         yield
     finally:
@@ -98,66 +99,66 @@ def _found_here() -> Iterator[None]:
             os.environ[PYTHONPATH] = before
 
 
-def _path() -> str:
+def _import_path() -> str:
     return os.pathsep.join(str(Path(entry).absolute()) for entry in sys.path)
 
 
 def _join(address: str) -> None:
     import ray
 
-    environment = {PYTHONPATH: _path()}
-    environment |= {name: value for name, value in QUIET.items() if name.startswith("FLWR_")}
+    quiet = {name: value for name, value in QUIET.items() if name.startswith("FLWR_")}
+    environment = {PYTHONPATH: _import_path(), **quiet}
     try:
-        ray.init(address=address, runtime_env={"env_vars": environment}, **_alike())
+        ray.init(address=address, runtime_env={"env_vars": environment}, **COMMON_OPTIONS)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise _not_joined(address, str(error).partition("\n")[0]) from error
 
 
 def _check_address(address: str) -> None:
-    """Hold that somebody listens there.
+    """Check that a process listens at the address.
 
     Raises:
-        SettingsError: nobody does, or it is an address of another kind.
+        SettingsError: none does, or the address has another form.
     """
     if "://" in address:
-        raise _not_joined(address, "it is no HOST:PORT")
+        raise _not_joined(address, "it is not HOST:PORT")
     host, colon, port = address.rpartition(":")
     if not colon or not port.isdecimal():
-        return  # "auto", or what Ray says of it
+        return  # "auto", or an error that Ray reports
     try:
-        socket.create_connection((host.strip("[]"), int(port)), ANSWER_SECONDS).close()
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
     except (OSError, OverflowError) as error:
         raise _not_joined(address, str(error)) from error
 
 
-def _not_joined(address: str, why: str) -> SettingsError:
+def _not_joined(address: str, reason: str) -> SettingsError:
     return SettingsError(
-        f"the Ray cluster at {ADDRESS}={address} cannot be joined: {why}",
+        f"the Ray cluster at {ADDRESS}={address} cannot be joined: {reason}",
         remedy="start the simulator on a machine of the cluster (`ray start`, `ray status`), with "
         f"the head's HOST:PORT as {ADDRESS} and the cluster's versions of Python and Ray; or "
         f"unset {ADDRESS}",
     )
 
 
-def _check_room(settings: Settings, address: str) -> None:
-    """Say how many clients run at once.
+def _check_cores(settings: Settings, address: str) -> None:
+    """Print how many clients run at once.
 
     Raises:
-        SettingsError: not even one does.
+        SettingsError: no machine has the cores for one client.
     """
     import ray
 
-    wanted = cpus_per_client(settings)
+    needed = cpus_per_client(settings)
     nodes = ray.nodes()  # type: ignore[no-untyped-call]
     cores = [node["Resources"].get("CPU", 0.0) for node in nodes if node["Alive"]]
-    at_once = sum(int(number // wanted) for number in cores)
+    at_once = sum(int(number // needed) for number in cores)
     if not at_once:
         raise SettingsError(
-            f"no machine of the Ray cluster at {address} has {wanted} cores for one client; they "
+            f"no machine of the Ray cluster at {address} has {needed} cores for one client; they "
             f"have {', '.join(f'{number:g}' for number in cores)}",
             remedy="lower --threads, or start them with more: ray start --num-cpus N",
         )
-    workers = sum(number >= wanted for number in cores)
+    workers = sum(number >= needed for number in cores)
     console.print(
         f"Ray cluster at {escape(address)}: {at_once} clients at a time on {workers} nodes",
         soft_wrap=True,

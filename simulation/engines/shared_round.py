@@ -1,9 +1,9 @@
-"""The round that a simulated world is at, where server and devices are processes of their own.
+"""The current round, shared by the server and the devices' processes of ``--engine grpc``.
 
-A device that is asked to describe itself is not told for which round: over the wire none needs to
-be. A simulated one does, as chance decides in which rounds it is on battery. So this number lies in
-a file of eight bytes that all processes map. It is written before the messages of its round leave,
-and read when one of them has come: no lock is needed.
+A request to describe itself does not tell a device which round it is for. A simulated device needs
+the round, which determines whether it is on battery. So the number is in a file of eight bytes that
+all processes map. It is written before the messages of its round are sent, and read after one of
+them has arrived, so no lock is needed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class SharedRound:
     """The last round whose plans were sent; 0 before the first."""
 
     def __init__(self, path: Path, *, is_new: bool = False) -> None:
-        """Map the file, made anew by the process that writes."""
+        """Map the file; the process that writes the number creates it."""
         if is_new:
             path.write_bytes(NUMBER.pack(0))
         with path.open("r+b") as file:

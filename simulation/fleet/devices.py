@@ -1,4 +1,4 @@
-"""The simulated devices: one model and one vector in this process, each device's data and place."""
+"""The simulated devices of one process: they share one trainer; each has its data and position."""
 
 from __future__ import annotations
 
@@ -9,36 +9,43 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from headwater.client.device.hardware import Hardware
-from headwater.client.training.trainer import HELD, Identity, Resident, resident_of
+from headwater.client.device.interfaces import Hardware
+from headwater.client.training.context import Identity
+from headwater.client.training.trainer import MAX_OPEN_DATASETS, Trainer, trainer_of
 from headwater.common.errors import SettingsError
 from headwater.common.messages import DescribeRequest, DeviceReport, Plan, Update
 from headwater.common.model.parameters import ModelImage
 from headwater.common.settings.schema import Settings
 from headwater.common.task import Examples
 from headwater.server.fleet import Dropout, UpdateOfMany
-from headwater.simulation.fleet.faults import LiarFault, lies
-from headwater.simulation.fleet.hardware_columns import Ints, Machines
-from headwater.simulation.fleet.position_columns import Walks
-from headwater.simulation.fleet.profiles import device_of, faults_of, moment_of
+from headwater.simulation.fleet.faults import LiarFault, falsifications
+from headwater.simulation.fleet.fleet_spec import fleet_spec
+from headwater.simulation.fleet.hardware_columns import HardwareColumns, Ints
+from headwater.simulation.fleet.position_columns import PositionColumns
 from headwater.simulation.fleet.random_events import at_round, is_on_battery
 from headwater.simulation.fleet.virtual_hardware import (
-    SimulatedMachine,
-    machine_of,
-    simulated_machine,
+    VirtualHardware,
+    build_hardware,
+    virtual_hardware,
 )
 
 log = logging.getLogger(__name__)
 
-# Of so many devices what was looked up is kept in any case (``Devices.most_held``).
-LEAST_HELD = 4000
+# Device 0 is Flower's node 1000, which is also its key in checkpoints.
+FIRST_NODE_ID = 1000
+# The key of the fleet's own entry among the nodes' states in a checkpoint.
+FLEET_STATE = "grid"
+# After this many looks with too few devices, no round will ever find enough of them.
+MAX_LOOKS = 1000
+# The per-device caches hold at least this many devices (``Devices.cache_size``).
+MIN_CACHE_SIZE = 4000
 
-# A machine that is the same in each round, and what an example takes there when a round begins.
-_Steady = tuple[SimulatedMachine, float | None]
+# Hardware without random draws, and its bytes per example at the start of a round.
+_SteadyHardware = tuple[VirtualHardware, float | None]
 
 
-class Called(NamedTuple):
-    """A device that has a plan; its name is its number."""
+class ClientPlan(NamedTuple):
+    """A device's plan for a round; the client's name is the device's number."""
 
     name: str
     part: int
@@ -46,132 +53,133 @@ class Called(NamedTuple):
 
 
 class Compute(Protocol):
-    """A way to compute what the called devices answer."""
+    """A way to compute the updates of planned devices."""
 
     def train(
         self,
-        called: Sequence[Called],
+        called: Sequence[ClientPlan],
         image: ModelImage,
         *,
         run_id: int,
         timeout_seconds: float | None,
     ) -> Iterator[Update | UpdateOfMany | Dropout]:
-        """Yield the devices' answers; a vector is valid until the next answer is asked for."""
+        """Yield the devices' replies; a vector is valid until the next reply is requested."""
         ...
 
 
 class Devices:
-    """N devices, named 0 to N-1; of each there is no more than was asked for."""
+    """N devices, named 0 to N-1; a device's data and hardware are created when first needed."""
 
     def __init__(self, settings: Settings) -> None:
-        """Load the task and build its model.
+        """Prepare the devices; the task is loaded when it is first needed.
 
         Raises:
             SettingsError: there is no task.
-            HeadwaterError: see ``headwater.common.task.load_task`` and ``common.model.parameters.build_model``.
         """
         if settings.task is None:
             raise SettingsError("no task is set", remedy="name it with --task FILE.py:Class")
         self.settings = settings
+        self.fleet = fleet_spec(settings)
         self.num_devices = settings.simulation.clients
         self._rule = settings.partition.rule(seed=settings.seed)
-        self.walks = Walks(self.num_devices)
-        self._owned: Ints = np.zeros(self.num_devices, dtype=np.int64)
-        self._steady: dict[tuple[int, bool], _Steady] = {}
+        self.positions = PositionColumns(self.num_devices)
+        self._num_training_examples: Ints = np.zeros(self.num_devices, dtype=np.int64)
+        self._steady: dict[tuple[int, bool], _SteadyHardware] = {}
         size = settings.cohort.size
-        self.most_held = HELD if size is None else min(HELD, max(2 * size, LEAST_HELD))
-        """Devices of which is kept what was looked up: of a sample nobody is back for long."""
-        self.machines = Machines(
-            self.num_devices, self._machine, run_seed=settings.seed, most_held=self.most_held
+        self.cache_size = MAX_OPEN_DATASETS
+        """Size of the per-device caches. With sampling a device rarely returns soon."""
+        if size is not None:
+            self.cache_size = min(MAX_OPEN_DATASETS, max(2 * size, MIN_CACHE_SIZE))
+        self.hardware_columns = HardwareColumns(
+            self.num_devices,
+            self._build_hardware,
+            run_seed=settings.seed,
+            cache_size=self.cache_size,
         )
 
     @functools.cached_property
-    def resident(self) -> Resident:
-        """The task, the model and the vector, which all devices share."""
+    def trainer(self) -> Trainer:
+        """The task, the model and the gradient vector, which all devices share."""
         chosen = self.settings
         assert chosen.task is not None  # see __init__
-        resident = resident_of(
+        trainer = trainer_of(
             chosen.task,
             replace_batch_norm=chosen.model.replace_batch_norm,
             check_task=chosen.check_task,
         )
-        resident.hold(self.most_held)
-        return resident
+        trainer.keep_open(self.cache_size)
+        return trainer
 
     def identity(self, part: int) -> Identity:
-        """Return who a device is."""
+        """Return a device's name and its part of the data."""
         return Identity(
             name=str(part), data=None, part=part, num_parts=self.num_devices, rule=self._rule
         )
 
     def examples(self, part: int) -> Examples:
-        """Open a device's examples; those of the last ``most_held`` devices stay open."""
-        return self.resident.examples(self.identity(part))
+        """Open a device's examples; those of the last ``cache_size`` devices stay open."""
+        return self.trainer.examples(self.identity(part))
 
-    def machine(self, part: int, *, round_number: int) -> Hardware:
-        """Return a device's hardware in a round; it may be the one of another round, begun anew."""
-        if self.has_slow_links or device_of(self.settings, part).jitter:
-            return self._drawn_machine(part, round_number)
-        is_weak = is_on_battery(self.settings, part, round_number=round_number)
-        known = self._steady.get((part, is_weak))
-        if known is not None:
-            machine, bytes_per_example = known
-            machine.begin_round(bytes_per_example)
-            return machine
-        machine = self._machine(part, is_weak)
-        if len(self._steady) >= self.most_held:
+    def hardware(self, part: int, *, round_number: int) -> Hardware:
+        """Return a device's hardware at the start of a round; a cached object may be reused."""
+        if self.has_slow_links or self.fleet.device(part).jitter:
+            with at_round(round_number):
+                layout = self.trainer.image.layout
+                return virtual_hardware(self.identity(part), self.settings, layout)
+        on_battery = is_on_battery(self.fleet, part, round_number=round_number)
+        cached = self._steady.get((part, on_battery))
+        if cached is not None:
+            hardware, bytes_per_example = cached
+            hardware.begin_round(bytes_per_example)
+            return hardware
+        hardware = self._build_hardware(part, on_battery)
+        if len(self._steady) >= self.cache_size:
             self._steady.clear()
-        self._steady[part, is_weak] = machine, machine.memory.bytes_per_example
-        return machine
+        self._steady[part, on_battery] = hardware, hardware.memory.bytes_per_example
+        return hardware
 
-    def _drawn_machine(self, part: int, round_number: int) -> Hardware:
-        with at_round(round_number):
-            return simulated_machine(self.identity(part), self.settings, self.resident.image.layout)
-
-    def _machine(self, part: int, is_on_battery: bool) -> SimulatedMachine:
-        layout = self.resident.image.layout
-        return machine_of(self.identity(part), self.settings, layout, is_on_battery=is_on_battery)
+    def _build_hardware(self, part: int, on_battery: bool) -> VirtualHardware:
+        layout = self.trainer.image.layout
+        return build_hardware(self.identity(part), self.settings, layout, is_on_battery=on_battery)
 
     def training_examples(self, part: int, plan: Plan) -> Examples:
-        """Return what a device trains on: all that it has, less what it holds out."""
+        """Return the examples that a device trains on: all without the held-out ones."""
         if plan.held_out_fraction == 0:
             return self.examples(part)
-        kept, _ = self.resident.split(
+        training, _ = self.trainer.split(
             self.identity(part), run_seed=plan.run_seed, fraction=plan.held_out_fraction
         )
-        return kept
+        return training
 
-    def owned(self, parts: Ints, plan: Plan) -> Ints:
-        """Return how many examples devices train on."""
-        for part in parts[self._owned[parts] == 0].tolist():
-            self._owned[part] = len(self.training_examples(part, plan))
-        return self._owned[parts]
+    def num_training_examples(self, parts: Ints, plan: Plan) -> Ints:
+        """Return the number of examples that each of these devices trains on."""
+        for part in parts[self._num_training_examples[parts] == 0].tolist():
+            self._num_training_examples[part] = len(self.training_examples(part, plan))
+        return self._num_training_examples[parts]
 
     @functools.cached_property
     def has_slow_links(self) -> bool:
-        """Whether links are slower in some rounds than in others."""
-        return bool(faults_of(self.settings).slow_link)
+        """Whether a fault slows down some links in some rounds."""
+        return bool(self.fleet.faults.slow_link)
 
     @functools.cached_property
     def has_liars(self) -> bool:
-        """Whether some devices lie in some rounds."""
-        return bool(faults_of(self.settings).liar)
+        """Whether some devices falsify their updates in some rounds."""
+        return bool(self.fleet.faults.liar)
 
-    def lies(self, part: int, *, round_number: int) -> tuple[LiarFault, ...]:
-        """Return the lies that a device tells in a round."""
+    def falsifications(self, part: int, *, round_number: int) -> tuple[LiarFault, ...]:
+        """Return how a device falsifies its update in a round."""
         if not self.has_liars:
             return ()
-        return lies(
-            faults_of(self.settings), moment_of(self.settings, part, round_number=round_number)
-        )
+        return falsifications(self.fleet.faults, self.fleet.moment(part, round_number=round_number))
 
     def describe(self, part: int, request: DescribeRequest, *, round_number: int) -> DeviceReport:
-        """Let a device say what it is.
+        """Return a device's report about itself.
 
         Raises:
-            HeadwaterError: see ``Resident.describe``.
+            HeadwaterError: see ``Trainer.describe``.
         """
         if request.left_out is not None:
-            log.info("%d has no part in this round: %s", part, request.left_out)
-        machine = self.machine(part, round_number=round_number)
-        return self.resident.describe(self.identity(part), machine, request)
+            log.info("device %d is not invited to this round: %s", part, request.left_out)
+        hardware = self.hardware(part, round_number=round_number)
+        return self.trainer.describe(self.identity(part), hardware, request)

@@ -1,16 +1,16 @@
-"""What goes wrong on purpose in a simulated fleet: devices that vanish, crawl or lie.
+"""Faults injected into a simulated fleet: devices that vanish, have slow links or lie.
 
-A file says whom it strikes, when, and how (``docs/fleet.md``). What happens is a pure function of
-the faults and of a ``Moment``: the run's seed, the device and the round. So a run repeats itself,
-and each way of computing a round injects the same. Faults of the network and of processes are
-another matter, and no part of the product: the tests have a proxy for them.
+A TOML file says which devices a fault affects, when, and how (``docs/fleet.md``). What happens is a
+pure function of the faults and of a ``Moment``: the run's seed, the device and the round. So a run
+is repeatable, and every way of computing a round injects the same faults. Faults of the network and
+of processes are not simulated; the project's tests inject them with a proxy.
 
-A liar changes the vector that it sends and nothing beside it: its counts, losses and norms are
-those of the honest update, as a liar that wants to get through would tell them.
+A liar changes the vector that it sends and nothing else: its counts, losses and norms are those of
+the honest update, as an attacker who wants to pass the checks would send them.
 
-Kinds of lies, after Blanchard et al. 2017 ("Machine Learning with Adversaries", section 5) and what
-broken devices do: ``sign-flipped`` is -x, ``scaled`` is c x, ``random`` is normal noise of the norm
-of x, ``nan`` and ``infinite`` put one such value at a place that is drawn.
+The kinds of falsified updates follow Blanchard et al. 2017 ("Machine Learning with Adversaries",
+section 5) and what broken devices send: ``sign-flipped`` is -x, ``scaled`` is c x, ``random`` is
+normal noise with the norm of x, ``nan`` and ``infinite`` put one such value at a random position.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from headwater.client.training.micro_batches import seed_of
-from headwater.simulation.fleet.toml_tables import read_tables, wrong
+from headwater.simulation.fleet.toml_tables import file_error, read_tables
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,12 +48,12 @@ DropoutPhase = Literal[
 
 
 def stage_of(phase: str) -> str:
-    """Return the type of the message by which a device is asked for a phase."""
+    """Return the type of the message that asks a device for a phase."""
     return phase if phase in (TRAIN, EVALUATE) else f"query.{phase}"
 
 
-# What an invited device is asked in a round, in this order; between the first and the last are
-# ``headwater.common.secagg.protocol.protocol.PHASES``, which would load torch for a look at their names.
+# The messages that an invited device receives in a round, in order. All but the first and the last
+# are ``headwater.common.secagg.protocol.PHASES``, whose import would load torch for their names.
 STAGES = tuple(stage_of(phase) for phase in get_args(DropoutPhase))
 SECURE_STAGES = STAGES[1:-1]
 RoundNumber = Annotated[int, Field(ge=1, le=2**31 - 1)]
@@ -61,7 +61,7 @@ RoundNumber = Annotated[int, Field(ge=1, le=2**31 - 1)]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Moment:
-    """A device in a round of a run: all that a fault depends on."""
+    """A device in a round of a run: everything that a fault depends on."""
 
     seed: int
     num_devices: int
@@ -70,7 +70,7 @@ class Moment:
 
 
 class Fault(BaseModel):
-    """Whom a fault strikes and when: these devices or that share of all, in these rounds."""
+    """The devices (named, or a share of all) and the rounds that a fault affects."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -81,70 +81,70 @@ class Fault(BaseModel):
     chance: Annotated[float, Field(gt=0, le=1)] = 1.0
 
     @model_validator(mode="after")
-    def _is_aimed(self) -> Self:
+    def _check_target(self) -> Self:
         if (self.devices is None) == (self.share is None):
             raise ValueError("expected devices or share, and one of them only")
         if self.last_round is not None and self.last_round < self.first_round:
             raise ValueError(f"last_round {self.last_round} is before first_round")
         return self
 
-    def strikes(self, moment: Moment, *drawn_by: object) -> bool:
-        """Say whether it strikes a device in a round.
+    def applies(self, moment: Moment, *extra_seeds: object) -> bool:
+        """Return whether the fault affects a device in a round.
 
-        The devices of a share are the same in all rounds: as many as share x devices rounds to, and
-        one at the least. A chance is drawn anew for each device, round and ``drawn_by``.
+        The devices of a share are the same in all rounds: share x devices, rounded, and at least
+        one. The chance is drawn for each device, round and ``extra_seeds``.
         """
         if moment.round < self.first_round:
             return False
         if self.last_round is not None and moment.round > self.last_round:
             return False
         if self.devices is not None:
-            is_meant = moment.part in self.devices
+            is_target = moment.part in self.devices
         else:
-            is_meant = bool(_struck(self, moment.seed, moment.num_devices)[moment.part])
-        if not is_meant or self.chance == 1:
-            return is_meant
-        seed = seed_of("fault", self.words, moment.seed, moment.part, moment.round, *drawn_by)
+            is_target = bool(_targets(self, moment.seed, moment.num_devices)[moment.part])
+        if not is_target or self.chance == 1:
+            return is_target
+        seed = seed_of("fault", self.key, moment.seed, moment.part, moment.round, *extra_seeds)
         return bool(np.random.default_rng(seed).random() < self.chance)
 
     @property
-    def words(self) -> str:
-        """What tells this fault from another: two alike strike alike."""
+    def key(self) -> str:
+        """The class and the values, which seed the random draws: equal faults act alike."""
         return f"{type(self).__name__} {self.model_dump_json()}"
 
 
 class DropoutFault(Fault):
-    """Devices that answer no more from a message of the round on."""
+    """Devices that stop answering from one message of the round on."""
 
     phase: DropoutPhase = "train"
 
     @property
     def stage(self) -> str:
-        """The type of the first message that is not answered."""
+        """The type of the first message without an answer."""
         return stage_of(self.phase)
 
 
 class SlowLinkFault(Fault):
-    """Devices whose link, up and down, is so many times as slow."""
+    """Devices whose upload and download take ``factor`` times as long."""
 
     factor: Annotated[float, Field(gt=1, le=1e6)]
 
 
 class LiarFault(Fault):
-    """Devices that send another vector than the one they summed."""
+    """Devices that send a falsified vector instead of the one that they have summed."""
 
     kind: LieKind
     factor: Annotated[float, Field(ge=-1e30, le=1e30)] | None = None
 
     @model_validator(mode="after")
-    def _is_whole(self) -> Self:
+    def _check_factor(self) -> Self:
         if (self.factor is not None) != (self.kind == "scaled"):
             raise ValueError("factor goes with the kind scaled, and only with it")
         return self
 
 
 class FleetFaults(BaseModel):
-    """All that goes wrong in a run, by the names of the file's tables."""
+    """All faults of a run; the fields are the names of the file's tables."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -160,63 +160,63 @@ class FleetFaults(BaseModel):
         )
 
     def __bool__(self) -> bool:
-        return bool(self.dropout or self.slow_link or self.liar)
+        return bool(self.all)
 
     @property
     def all(self) -> tuple[Fault, ...]:
-        """Every fault, whatever its kind."""
+        """The faults of all kinds."""
         return (*self.dropout, *self.slow_link, *self.liar)
 
 
 NO_FAULTS = FleetFaults()
 
 
-# What happens.
+# Effects.
 
 
-def vanishes(faults: FleetFaults, moment: Moment, *, attempt: int = 0) -> str | None:
-    """Return the first of ``STAGES`` that a device does not answer in a round, if any.
+def unanswered_stage(faults: FleetFaults, moment: Moment, *, attempt: int = 0) -> str | None:
+    """Return the first of ``STAGES`` that a device leaves unanswered in a round; None if none.
 
-    A round that is tried again is another ``attempt``, for which chances are drawn anew.
+    A repeated round is another ``attempt``, with new random draws.
     """
-    return first_stage([fault.stage for fault in faults.dropout if fault.strikes(moment, attempt)])
+    return first_stage([fault.stage for fault in faults.dropout if fault.applies(moment, attempt)])
 
 
 def first_stage(stages: Sequence[str]) -> str | None:
-    """Return the earliest of some stages; None if there is none."""
+    """Return the earliest of some stages; None without any."""
     return min(stages, key=STAGES.index, default=None)
 
 
-def slowed(faults: FleetFaults, moment: Moment) -> float:
-    """Return how many times as slow a device's link is in a round; factors multiply."""
+def link_slowdown(faults: FleetFaults, moment: Moment) -> float:
+    """Return how many times as long a device's transfers take in a round; factors multiply."""
     factor = 1.0
     for fault in faults.slow_link:
-        if fault.strikes(moment):
+        if fault.applies(moment):
             factor *= fault.factor
     return factor
 
 
-def lies(faults: FleetFaults, moment: Moment) -> tuple[LiarFault, ...]:
-    """Return the lies that a device tells in a round, in the order of the file; mostly none."""
-    return tuple(fault for fault in faults.liar if fault.strikes(moment))
+def falsifications(faults: FleetFaults, moment: Moment) -> tuple[LiarFault, ...]:
+    """Return how a device falsifies its update in a round, in the order of the file."""
+    return tuple(fault for fault in faults.liar if fault.applies(moment))
 
 
-def lie(values_P: Tensor, told: Sequence[LiarFault], moment: Moment) -> Tensor:
-    """Return the vector that a device sends instead of ``values_P``, one lie upon the other.
+def falsify(values_P: Tensor, faults: Sequence[LiarFault], moment: Moment) -> Tensor:
+    """Return the vector that a device sends instead of ``values_P``; the faults act in sequence.
 
-    A new vector, or ``values_P`` itself where nothing is told. What a factor takes beyond float32
-    becomes infinite.
+    The result is a new vector, or ``values_P`` itself without faults. A scaled value beyond the
+    range of float32 becomes infinite.
     """
-    for fault in told:
-        values_P = _lie(values_P, fault, moment)
+    for fault in faults:
+        values_P = _falsify(values_P, fault, moment)
     return values_P
 
 
-def _lie(values_P: Tensor, fault: LiarFault, moment: Moment) -> Tensor:
+def _falsify(values_P: Tensor, fault: LiarFault, moment: Moment) -> Tensor:
     if fault.kind == "sign-flipped":
         return values_P.neg()
     if fault.kind == "scaled":
-        assert fault.factor is not None  # checked in the file
+        assert fault.factor is not None  # ``_check_factor``
         return values_P.mul(fault.factor)
     seed = seed_of("lie", fault.kind, moment.seed, moment.part, moment.round)
     generator = np.random.default_rng(seed)
@@ -226,33 +226,32 @@ def _lie(values_P: Tensor, fault: LiarFault, moment: Moment) -> Tensor:
         changed_P *= values_P.norm() / changed_P.norm().clamp(min=1e-30)
         return changed_P
     if len(changed_P):
-        where = int(generator.integers(len(changed_P)))
-        changed_P[where] = float("nan") if fault.kind == "nan" else float("inf")
+        position = int(generator.integers(len(changed_P)))
+        changed_P[position] = float("nan") if fault.kind == "nan" else float("inf")
     return changed_P
 
 
 @lru_cache(maxsize=64)
-def _struck(fault: Fault, seed: int, num_devices: int) -> NDArray[np.bool_]:
-    """Return a mark for each device of a fleet: a byte a device, drawn once a process."""
+def _targets(fault: Fault, seed: int, num_devices: int) -> NDArray[np.bool_]:
+    """Return a flag for each device: whether it belongs to the fault's share. Drawn once."""
     assert fault.share is not None
-    marks = np.zeros(num_devices, dtype=np.bool_)
+    flags = np.zeros(num_devices, dtype=np.bool_)
     count = max(round(fault.share * num_devices), 1)
-    generator = np.random.default_rng(seed_of("struck", fault.words, seed))
-    marks[generator.choice(num_devices, size=count, replace=False)] = True
-    return marks
-
-
-# The file.
+    generator = np.random.default_rng(seed_of("struck", fault.key, seed))
+    flags[generator.choice(num_devices, size=count, replace=False)] = True
+    return flags
 
 
 @lru_cache(maxsize=8)
 def read_faults(path: Path) -> FleetFaults:
-    """Read a faults' file, once a process.
+    """Read a faults file, once per process.
 
     Raises:
-        SettingsError: see ``read_tables``; or there is no table in it.
+        SettingsError: see ``read_tables``; or the file has no table.
     """
-    found = read_tables(path, FleetFaults, what="faults' file")
-    if not found:
-        raise wrong(path, "expected a table [[dropout]], [[slow_link]] or [[liar]], found none")
-    return found
+    faults = read_tables(path, FleetFaults, name="faults file")
+    if not faults:
+        raise file_error(
+            path, "expected a table [[dropout]], [[slow_link]] or [[liar]], found none"
+        )
+    return faults

@@ -1,8 +1,8 @@
-"""Which devices a simulated fleet has: drawn from five profiles, or as a TOML file says.
+"""The devices of a simulated fleet: drawn from five profiles, or listed in a TOML file.
 
-A drawn fleet depends on the run's seed and the device's number, with a spread of a quarter around
-each figure, so that device 17 is the same machine on every engine. A file's devices have the very
-figures that stand in it (``docs/fleet.md``). What goes wrong in it may stand there as well.
+A drawn device depends on the run's seed and its number, and varies by a quarter around its
+profile's figures; so device 17 is the same on every engine. The devices of a file have exactly the
+file's figures (``docs/fleet.md``). The file may list faults as well.
 """
 
 from __future__ import annotations
@@ -17,29 +17,20 @@ import numpy as np
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from headwater.client.training.micro_batches import seed_of
-from headwater.common.errors import SettingsError
-from headwater.common.settings.schema import Settings
-from headwater.simulation.fleet.faults import (
-    EVALUATE,
-    NO_FAULTS,
-    TRAIN,
-    FleetFaults,
-    Moment,
-    read_faults,
-)
-from headwater.simulation.fleet.toml_tables import read_tables, wrong
-from headwater.simulation.fleet.traces import ALWAYS, Availability, Shares, read_trace
+from headwater.simulation.fleet.faults import FleetFaults
+from headwater.simulation.fleet.toml_tables import file_error, read_tables
+from headwater.simulation.fleet.traces import ALWAYS, Availability, RoundShares, read_trace
 
 MIB = 2**20
-LARGEST_FLEET, LONGEST_TRACE = 100_000, 10_000
+MAX_DEVICES, MAX_ENTRIES = 100_000, 10_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Profile:
-    """One kind of device.
+    """A kind of device, and its share of a drawn fleet.
 
-    Speeds are relative to a laptop's, memory is what the client may use, ``on_battery`` the share
-    of rounds in which a device that has a battery runs on it.
+    ``relative_speed`` is relative to a laptop, ``memory_bytes`` is the client's memory limit, and
+    ``on_battery`` the share of rounds in which the device runs on its battery.
     """
 
     name: str
@@ -63,13 +54,17 @@ PROFILES = (
     Profile(name="pi-zero2-512mb", share=0.10, cores=4, relative_speed=0.06,
             memory_bytes=360 * MIB, upload_bytes_per_second=0.6e6),
 )  # fmt: skip
+OWN_FIGURES = Profile(
+    name="own figures", share=0, cores=1, relative_speed=1, memory_bytes=0,
+    upload_bytes_per_second=0,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SimulatedDevice:
-    """One device's figures.
+    """The figures of one device.
 
-    Where ``examples_per_second`` or ``micro_batch_seconds`` is None, it follows from the relative
+    If ``examples_per_second`` or ``micro_batch_seconds`` is None, it follows from the relative
     speed and the model's size.
     """
 
@@ -85,36 +80,12 @@ class SimulatedDevice:
     on_battery: float = 0.0
 
 
-def device_of(settings: Settings, part: int) -> SimulatedDevice:
-    """Return the device of this number: from the fleet's file if there is one, else drawn."""
-    path = settings.simulation.fleet
-    return device(settings.seed, part) if path is None else read_fleet(path)[part]
-
-
-def faults_of(settings: Settings) -> FleetFaults:
-    """Return what goes wrong in a run: by the fleet's file, and by the faults' own."""
-    chosen, found = settings.simulation, NO_FAULTS
-    if chosen.fleet is not None:
-        found = read_fleet_file(chosen.fleet)[1]
-    return found if chosen.faults is None else found + read_faults(chosen.faults)
-
-
-def moment_of(settings: Settings, part: int, *, round_number: int) -> Moment:
-    """Return what a device's faults depend on in a round; the settings are ``with_fleet``'s."""
-    return Moment(
-        seed=settings.seed,
-        num_devices=settings.simulation.clients,
-        part=part,
-        round=round_number,
-    )
-
-
 @lru_cache(maxsize=100_000)
-def device(run_seed: int, part: int) -> SimulatedDevice:
+def draw_device(run_seed: int, part: int) -> SimulatedDevice:
     """Draw the device of this number."""
     generator = np.random.default_rng(seed_of("fleet", run_seed, part))
     kind = PROFILES[generator.choice(len(PROFILES), p=[p.share for p in PROFILES])]
-    spread = generator.uniform(0.8, 1.25, size=3).tolist()  # numpy's numbers are slow to count with
+    spread = generator.uniform(0.8, 1.25, size=3).tolist()  # arithmetic on numpy's scalars is slow
     return SimulatedDevice(
         profile=kind.name,
         cores=kind.cores,
@@ -125,99 +96,33 @@ def device(run_seed: int, part: int) -> SimulatedDevice:
     )
 
 
-def with_fleet(settings: Settings) -> Settings:
-    """Return the settings with as many clients as the fleet's file has devices, if there is one.
+def _entries(value: Any) -> tuple[float, ...] | str:
+    """Return a probability, or a list of them, as a tuple; a trace's file name is returned as is.
 
     Raises:
-        SettingsError: a file is wrong, another number of clients is set, a fault strikes nobody, or
-            the engine cannot simulate what a file asks for.
+        ValueError: an entry is wrong; the message says which.
     """
-    chosen = settings.simulation
-    if chosen.fleet is not None:
-        devices = read_fleet(chosen.fleet)
-        if "clients" in chosen.model_fields_set and chosen.clients != len(devices):
-            raise SettingsError(
-                f"{chosen.fleet} has {len(devices)} devices, and simulation.clients is set to "
-                f"{chosen.clients}",
-                remedy="leave --clients out, or change the counts in the file",
-            )
-        if not all(one.availability.is_always for one in devices):
-            _check_engine(settings, f"{chosen.fleet} sets availability")
-        chosen = chosen.model_copy(update={"clients": len(devices)})
-        settings = settings.model_copy(update={"simulation": chosen})
-    _check_faults(settings)
-    return settings
-
-
-def _check_engine(settings: Settings, what: str) -> None:
-    engine = settings.simulation.engine
-    if engine == "flower-ray":
-        raise SettingsError(
-            f"{what}, which the engine {engine} does not simulate",
-            remedy="take --engine in-process or grpc, or a file without it",
-        )
-
-
-def _check_faults(settings: Settings) -> None:
-    """Refuse faults that could strike nobody, or nobody on this engine.
-
-    Raises:
-        SettingsError: a device that is not there, a phase that no round of this run has, or a fault
-            that the engine does not simulate.
-    """
-    faults = faults_of(settings)
-    num_devices = settings.simulation.clients
-    for fault in faults.all:
-        strange = [part for part in fault.devices or () if part >= num_devices]
-        if strange:
-            raise SettingsError(
-                f"a fault names device {strange[0]}, and there are {num_devices}, 0 to "
-                f"{num_devices - 1}",
-                remedy="name devices that there are, or a share of them",
-            )
-    for dropout in faults.dropout:
-        is_secure = dropout.phase not in (TRAIN, EVALUATE)
-        if is_secure and settings.secure.aggregation == "off":
-            raise SettingsError(
-                f"a dropout at {dropout.phase}, a phase of secure aggregation, which is off",
-                remedy="set --secure-aggregation, or take the phase train",
-            )
-        if dropout.phase == EVALUATE and not settings.evaluation.on_devices:
-            raise SettingsError(
-                "a dropout at evaluate, and nothing is evaluated on devices",
-                remedy="set --evaluate-on-devices, or take the phase train",
-            )
-    if faults.liar:
-        _check_engine(settings, "there are liars")
-
-
-def _entries(found: Any) -> tuple[float, ...] | str:
-    """Turn a share of rounds, or a list of them, into a list; the name of a trace stays a name.
-
-    Raises:
-        ValueError: saying which entry is wrong.
-    """
-    if isinstance(found, str):
-        return found
-    entries = found if isinstance(found, list) else [found]
-    if not 0 < len(entries) <= LONGEST_TRACE:
-        raise ValueError(f"expected 1 to {LONGEST_TRACE:,} entries, found {len(entries):,}")
+    if isinstance(value, str):
+        return value
+    entries = value if isinstance(value, list) else [value]
+    if not 0 < len(entries) <= MAX_ENTRIES:
+        raise ValueError(f"expected 1 to {MAX_ENTRIES:,} entries, found {len(entries):,}")
     for number, entry in enumerate(entries, 1):
-        where = f"entry {number} " if isinstance(found, list) else ""
+        place = f"entry {number} " if isinstance(value, list) else ""
         if type(entry) not in (int, float) or not 0 <= entry <= 1:
-            raise ValueError(f"{where}must be a number from 0 to 1")
+            raise ValueError(f"{place}must be a number from 0 to 1")
     if max(entries) == 0:
-        raise ValueError("the device is never there")
+        raise ValueError("the device is never available")
     return tuple(map(float, entries))
 
 
 class DeviceTable(BaseModel):
-    """A ``[[device]]`` table: a profile, or figures of its own, or both."""
+    """A ``[[device]]`` table: a profile, own figures, or a profile with some figures replaced."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     profile: Literal["laptop", "pi5-8gb", "pi4-4gb", "pi4-2gb", "pi-zero2-512mb"] | None = None
-    count: Annotated[int, Field(ge=1, le=LARGEST_FLEET)] = 1
+    count: Annotated[int, Field(ge=1, le=MAX_DEVICES)] = 1
     examples_per_second: Annotated[float, Field(ge=1e-6, le=1e9)] | None = None
     memory_bytes: Annotated[int, Field(ge=1, le=2**53)] | None = None
     upload_bytes_per_second: Annotated[float, Field(ge=100, le=1e12)] | None = None
@@ -229,7 +134,7 @@ class DeviceTable(BaseModel):
     on_battery: Annotated[float, Field(ge=0, le=1)] | None = None
 
 
-class _File(FleetFaults):
+class _FleetFile(FleetFaults):
     device: Annotated[tuple[DeviceTable, ...], Field(min_length=1)]
 
 
@@ -237,59 +142,61 @@ def read_fleet(path: Path) -> tuple[SimulatedDevice, ...]:
     """Return the devices of a fleet's file, in its order.
 
     Raises:
-        SettingsError: the file or a trace that it names is not there, or is wrong.
+        SettingsError: the file, or a trace that it names, does not exist or is wrong.
     """
     return read_fleet_file(path)[0]
 
 
 @lru_cache(maxsize=8)
 def read_fleet_file(path: Path) -> tuple[tuple[SimulatedDevice, ...], FleetFaults]:
-    """Read a fleet's file, once a process: its devices, and what goes wrong with them.
+    """Read a fleet's file, once per process: its devices and its faults.
 
     Raises:
         SettingsError: see ``read_fleet``.
     """
-    file = read_tables(path, _File, what="fleet file")
-    num_devices = sum(told.count for told in file.device)
-    if num_devices > LARGEST_FLEET:
-        raise wrong(path, f"count: {num_devices:,} devices in all, at most {LARGEST_FLEET:,}")
+    file = read_tables(path, _FleetFile, name="fleet file")
+    num_devices = sum(table.count for table in file.device)
+    if num_devices > MAX_DEVICES:
+        raise file_error(path, f"count: {num_devices:,} devices in all, at most {MAX_DEVICES:,}")
     faults = FleetFaults(dropout=file.dropout, slow_link=file.slow_link, liar=file.liar)
     return tuple(_devices(file, path)), faults
 
 
-def _devices(file: _File, path: Path) -> Iterator[SimulatedDevice]:
-    profiles = {profile.name: profile for profile in PROFILES}
-    for number, told in enumerate(file.device, 1):
-        kind = None if told.profile is None else profiles[told.profile]
-        own = ("examples_per_second", "memory_bytes", "upload_bytes_per_second")
-        missing = [key for key in own if getattr(told, key) is None]
-        if kind is None and missing:
-            raise wrong(
+def _devices(file: _FleetFile, path: Path) -> Iterator[SimulatedDevice]:
+    profiles = {one.name: one for one in PROFILES}
+    for number, table in enumerate(file.device, 1):
+        profile = None if table.profile is None else profiles[table.profile]
+        required = ("examples_per_second", "memory_bytes", "upload_bytes_per_second")
+        missing = [key for key in required if getattr(table, key) is None]
+        if profile is None and missing:
+            raise file_error(
                 path,
-                f"device number {number}: expected a profile, or all of {', '.join(own)}; "
+                f"device number {number}: expected a profile, or all of {', '.join(required)}; "
                 f"found no {', '.join(missing)}",
             )
+        chosen = profile or OWN_FIGURES
         base = SimulatedDevice(
-            profile="own figures" if kind is None else kind.name,
-            cores=1.0 if kind is None else kind.cores,
-            relative_speed=1.0 if kind is None else kind.relative_speed,
-            memory_bytes=0 if kind is None else kind.memory_bytes,
-            upload_bytes_per_second=0.0 if kind is None else kind.upload_bytes_per_second,
-            on_battery=0.0 if kind is None else kind.on_battery,
+            profile=chosen.name,
+            cores=chosen.cores,
+            relative_speed=chosen.relative_speed,
+            memory_bytes=chosen.memory_bytes,
+            upload_bytes_per_second=chosen.upload_bytes_per_second,
+            on_battery=chosen.on_battery,
         )
-        one = replace(base, **told.model_dump(exclude_none=True, exclude=NOT_OF_A_DEVICE))
-        for availability in _availability(told, path, number):
-            yield replace(one, availability=availability)
+        device = replace(base, **table.model_dump(exclude_none=True, exclude=TABLE_ONLY_KEYS))
+        for availability in _availability(table, path, number):
+            yield replace(device, availability=availability)
 
 
-NOT_OF_A_DEVICE = {"profile", "count", "availability", "round_seconds"}
+TABLE_ONLY_KEYS = {"profile", "count", "availability", "round_seconds"}
 
 
-def _availability(told: DeviceTable, path: Path, number: int) -> tuple[Availability, ...]:
-    """Return when each device of a table is there; a trace lies beside the fleet's file."""
-    if isinstance(told.availability, str):
-        trace = path.parent / told.availability
-        return read_trace(trace, num_devices=told.count, round_seconds=told.round_seconds)
-    if told.round_seconds is not None:
-        raise wrong(path, f"device number {number}: round_seconds, and no trace that is in seconds")
-    return (Shares(told.availability),) * told.count
+def _availability(table: DeviceTable, path: Path, number: int) -> tuple[Availability, ...]:
+    """Return the availability of each device of a table; a trace is in the fleet file's folder."""
+    if isinstance(table.availability, str):
+        trace = path.parent / table.availability
+        return read_trace(trace, num_devices=table.count, round_seconds=table.round_seconds)
+    if table.round_seconds is not None:
+        message = f"device number {number}: round_seconds is set without a trace in seconds"
+        raise file_error(path, message)
+    return (RoundShares(table.availability),) * table.count

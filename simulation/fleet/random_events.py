@@ -1,8 +1,8 @@
-"""What chance decides of a simulated device: who is there, who is on battery, who is held up.
+"""Random events of simulated devices: availability, battery, jitter, and vanishing in mid-round.
 
-Every draw is a pure function of the run's seed, the device's number, the round, and the look or the
-micro-batch within it; the machine that simulates has no part in any. So a run can be repeated, and
-one that is taken up again draws what the unbroken run would have drawn.
+Every draw is a pure function of the run's seed, the device's number, the round, and the look or
+micro-batch within it; the simulating machine has no influence. So a run is repeatable, and a
+resumed run draws what the uninterrupted run would have drawn.
 """
 
 from __future__ import annotations
@@ -16,27 +16,25 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from headwater.client.training.micro_batches import Seeds, drawn, seed_of
-from headwater.client.training.trainer import HELD
-from headwater.common.settings.schema import Settings
-from headwater.simulation.fleet import faults
-from headwater.simulation.fleet.faults import SECURE_STAGES, TRAIN
-from headwater.simulation.fleet.profiles import device_of, faults_of, moment_of
+from headwater.client.training.micro_batches import Seeds, seed_of, splitmix64
+from headwater.client.training.trainer import MAX_OPEN_DATASETS
+from headwater.simulation.fleet.faults import SECURE_STAGES, TRAIN, first_stage, unanswered_stage
+from headwater.simulation.fleet.fleet_spec import FleetSpec
 
-# ``seed_of`` gives as many, each as likely as another.
-SEEDS = 2.0**63
-# Of numbers of 64 bits those below are dropped that a float cannot hold.
-DROPPED, DRAWS = 11, 2.0**53
+# The number of seeds that ``seed_of`` may return, all equally likely.
+NUM_SEEDS = 2.0**63
+# A float holds 53 of a random number's 64 bits; the lower 11 are dropped.
+DROPPED_BITS, NUM_DRAWS = 11, 2.0**53
 
 Floats = NDArray[np.float64]
 
-# Flower's ClientApp makes a device's hardware without a word of the round; the grid knows it.
+# The round of the hardware that Flower's ClientApp builds. The app does not know it; the grid does.
 _round: ContextVar[int] = ContextVar("round", default=1)
 
 
 @contextmanager
 def at_round(number: int) -> Iterator[None]:
-    """Let the hardware that is made here be that of this round."""
+    """Let hardware that is built in this context be that of round ``number``."""
     token = _round.set(number)
     try:
         yield
@@ -45,86 +43,82 @@ def at_round(number: int) -> Iterator[None]:
 
 
 def round_now() -> int:
-    """Return the round that is set by ``at_round``; 1 if none is."""
+    """Return the round that ``at_round`` has set; 1 without it."""
     return _round.get()
 
 
-def is_there(settings: Settings, part: int, *, round_number: int, look: int) -> bool:
-    """Say whether a device is there when the round's cohort is chosen, at the n-th look from 0.
+def is_connected(fleet: FleetSpec, part: int, *, round_number: int, look: int) -> bool:
+    """Return whether a device is connected at the n-th look for a round's cohort, from 0.
 
-    A server that finds too few looks again: the draw is made anew, one entry further in the trace.
+    A server that finds too few devices looks again: a new draw, with the next entry of the trace.
     """
-    share = device_of(settings, part).availability.at(round_number - 1 + look)
-    return _happens(share, "availability", settings.seed, part, round_number, look)
+    share = fleet.device(part).availability.at(round_number - 1 + look)
+    return _happens(share, "availability", fleet.seed, part, round_number, look)
 
 
-def is_on_battery(settings: Settings, part: int, *, round_number: int) -> bool:
-    """Say whether a device has no mains in a round."""
-    share = device_of(settings, part).on_battery
-    return share > 0 and (
-        drawn(battery_seed(settings.seed, part), round_number) >> DROPPED < share * DRAWS
-    )
+def is_on_battery(fleet: FleetSpec, part: int, *, round_number: int) -> bool:
+    """Return whether a device runs on its battery in a round."""
+    share = fleet.device(part).on_battery
+    if share == 0:
+        return False
+    draw = splitmix64(battery_seed(fleet.seed, part), round_number) >> DROPPED_BITS
+    return draw < share * NUM_DRAWS
 
 
 def are_on_battery(seeds_D: Seeds, shares_D: Floats, *, round_number: int) -> NDArray[np.bool_]:
-    """Say of many devices what ``is_on_battery`` says of one; by their ``battery_seed``."""
-    numbers_D = drawn(seeds_D, np.array([round_number], dtype=np.uint64)) >> DROPPED
-    found: NDArray[np.bool_] = numbers_D < shares_D * DRAWS
-    return found
+    """Return ``is_on_battery`` of many devices, by their ``battery_seed`` and ``on_battery``."""
+    draws_D = splitmix64(seeds_D, np.array([round_number], dtype=np.uint64)) >> DROPPED_BITS
+    flags_D: NDArray[np.bool_] = draws_D < shares_D * NUM_DRAWS
+    return flags_D
 
 
-@lru_cache(maxsize=HELD)
+@lru_cache(maxsize=MAX_OPEN_DATASETS)
 def battery_seed(run_seed: int, part: int) -> int:
-    """Return the seed of all that decides when a device is on battery."""
+    """Return the seed of a device's ``is_on_battery`` in all rounds."""
     return seed_of("battery", run_seed, part)
 
 
-def may_vanish(settings: Settings) -> bool:
-    """Say whether a device may ever vanish in the middle of a round."""
-    return settings.simulation.dropout > 0 or bool(faults_of(settings).dropout)
+def may_vanish(fleet: FleetSpec) -> bool:
+    """Return whether any device may ever vanish in the middle of a round."""
+    return fleet.dropout > 0 or bool(fleet.faults.dropout)
 
 
-def vanishes_at(settings: Settings, part: int, *, round_number: int, attempt: int) -> str | None:
-    """Return the message that an invited device does not answer any more in a round, if any.
+def vanishes_at(fleet: FleetSpec, part: int, *, round_number: int, attempt: int) -> str | None:
+    """Return the first message that an invited device leaves unanswered in a round; None if none.
 
-    It vanishes by chance (``simulation.dropout``) or by the faults' file, whichever comes first.
+    It vanishes at random (``simulation.dropout``) or by a fault, at the earlier of the two.
     """
-    at_random = _vanishes_at_random(settings, part, round_number, attempt)
-    moment = moment_of(settings, part, round_number=round_number)
-    by_file = faults.vanishes(faults_of(settings), moment, attempt=attempt)
-    return faults.first_stage([stage for stage in (at_random, by_file) if stage is not None])
+    at_random = _vanishes_at_random(fleet, part, round_number, attempt)
+    moment = fleet.moment(part, round_number=round_number)
+    by_fault = unanswered_stage(fleet.faults, moment, attempt=attempt)
+    return first_stage([stage for stage in (at_random, by_fault) if stage is not None])
 
 
-def _vanishes_at_random(
-    settings: Settings, part: int, round_number: int, attempt: int
-) -> str | None:
-    """Draw whether a device vanishes, at a point drawn evenly from training and secure phases.
+def _vanishes_at_random(fleet: FleetSpec, part: int, round_number: int, attempt: int) -> str | None:
+    """Draw whether a device vanishes, at a stage drawn from training and the secure phases.
 
-    The phases count if updates are masked. A round that is tried again is drawn anew.
+    The secure phases count if updates are masked. A repeated round is another draw.
     """
-    share = settings.simulation.dropout
-    if not _happens(share, "dropout", settings.seed, part, round_number, attempt):
+    if not _happens(fleet.dropout, "dropout", fleet.seed, part, round_number, attempt):
         return None
-    stages = [TRAIN]
-    if settings.secure.aggregation != "off":
-        stages += SECURE_STAGES
-    seed = seed_of("vanishes", settings.seed, part, round_number, attempt)
+    stages = [TRAIN, *SECURE_STAGES] if fleet.is_masked else [TRAIN]
+    seed = seed_of("vanishes", fleet.seed, part, round_number, attempt)
     return stages[np.random.default_rng(seed).integers(len(stages))]
 
 
-def jitter_seed(settings: Settings, part: int, *, round_number: int) -> int:
+def jitter_seed(fleet: FleetSpec, part: int, *, round_number: int) -> int:
     """Return the seed of a device's jitter in a round."""
-    return seed_of("jitter", settings.seed, part, round_number)
+    return seed_of("jitter", fleet.seed, part, round_number)
 
 
-def _happens(share: float, *parts: object) -> bool:
-    return share == 1 or (share > 0 and seed_of(*parts) < share * SEEDS)
+def _happens(probability: float, *seed_parts: object) -> bool:
+    return probability == 1 or (probability > 0 and seed_of(*seed_parts) < probability * NUM_SEEDS)
 
 
 class Jitter:
-    """Factors by which micro-batches take longer or shorter: lognormal, of mean 1.
+    """Random factors of the seconds of micro-batches: lognormal with mean 1.
 
-    exp(s z - s^2 / 2) with z normal; the n-th factor depends on the seed and n alone.
+    exp(s z - s^2 / 2) with z normal; the n-th factor depends only on the seed and n.
     """
 
     def __init__(self, relative: float, seed: int) -> None:
@@ -132,7 +126,7 @@ class Jitter:
         self._generator = np.random.default_rng(seed) if relative else None
 
     def next_factor(self) -> float:
-        """Return the factor of the next micro-batch; exactly 1 where there is no jitter."""
+        """Return the factor of the next micro-batch; exactly 1 without jitter."""
         if self._generator is None:
             return 1.0
         normal = float(self._generator.standard_normal())

@@ -1,6 +1,6 @@
-"""Files of TOML tables that describe a simulation: read once, and every mistake named.
+"""Reads TOML files that describe a simulation, and names every mistake in them.
 
-A message names the file, the table by its number from 1, as one counts them, and the key.
+A message names the file, the table by its number from 1, and the key.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ REMEDY = "see docs/fleet.md for the file's keys and their ranges"
 Tables = TypeVar("Tables", bound=BaseModel)
 
 
-def read_tables(path: Path, kind: type[Tables], *, what: str) -> Tables:
-    """Read a file into ``kind``; ``what`` is what an error calls it.
+def read_tables(path: Path, kind: type[Tables], *, name: str) -> Tables:
+    """Read a file as a ``kind``; errors call the file ``name``.
 
     Raises:
-        SettingsError: the file is not there, is not TOML, or has a wrong, missing or unknown key.
+        SettingsError: the file does not exist, is not TOML, or has a wrong, missing or unknown key.
     """
     try:
         tree = tomllib.loads(path.read_text())
     except OSError as error:
-        raise SettingsError(f"cannot read the {what} {path}: {error.strerror}") from error
+        raise SettingsError(f"cannot read the {name} {path}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise SettingsError(f"{path} is not a TOML file: {error}") from error
     try:
@@ -35,19 +35,20 @@ def read_tables(path: Path, kind: type[Tables], *, what: str) -> Tables:
     except ValidationError as error:
         first = error.errors()[0]
         is_clear = first["type"] == "missing" or isinstance(first["input"], dict)
-        given = "" if is_clear else f" (found {first['input']!r:.200})"
-        said = first["msg"].lower().removeprefix("value error, ")
-        raise wrong(path, f"{_place(first['loc'])}: {said}{given}") from error
+        value = "" if is_clear else f" (found {first['input']!r:.200})"
+        message = first["msg"].lower().removeprefix("value error, ")
+        raise file_error(path, f"{_place(first['loc'])}: {message}{value}") from error
 
 
-def wrong(path: Path, what: str) -> SettingsError:
-    """Return the error that says what is wrong with a file."""
-    return SettingsError(f"{path}: {what}", remedy=REMEDY)
+def file_error(path: Path, message: str) -> SettingsError:
+    """Return the error for a mistake in a file."""
+    return SettingsError(f"{path}: {message}", remedy=REMEDY)
 
 
 def _place(loc: tuple[int | str, ...]) -> str:
+    """Return the place of a mistake, like ``device number 2: jitter``."""
     if len(loc) < 2:
         return ".".join(map(str, loc))
-    table, at, *keys = loc
-    number = at + 1 if isinstance(at, int) else at
+    table, index, *keys = loc
+    number = index + 1 if isinstance(index, int) else index
     return ": ".join([f"{table} number {number}", *map(str, keys)])

@@ -1,14 +1,14 @@
-"""When the devices of a fleet are there: a share of each round, or the rounds of a trace.
+"""Availability of simulated devices: a probability for each round, or the rounds of a trace.
 
-A trace is a CSV file of one of three kinds, told apart by its header (``docs/fleet.md``)::
+A trace is a CSV file of one of three kinds, which its header identifies (``docs/fleet.md``)::
 
-    round,share                      every device of the table, with this chance
+    round,share                      the probability for every device of the table
     device,first_round,last_round    both inclusive, rounds from 1
-    device,from_seconds,to_seconds   half-open; each round stands for ``round_seconds`` of it
+    device,from_seconds,to_seconds   half-open; a round covers ``round_seconds`` of the trace
 
-Each is read as entries numbered from 0 and begins anew behind its last one. A trace's seconds pass
-with the rounds and not with the virtual clock, so that who is there depends neither on the model
-nor on how a round is computed.
+A trace becomes a list of entries, numbered from 0, that repeats after the last one. Rounds, and not
+the virtual clock, advance a trace's seconds, so that availability depends neither on the model nor
+on the way a round is computed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 
 from headwater.common.errors import SettingsError
 
-MOST_ROWS, MOST_ENTRIES = 1_000_000, 10_000_000
+MAX_ROWS, MAX_ENTRIES = 1_000_000, 10_000_000
 
 BY_ROUND = ("round", "share")
 BY_ROUNDS = ("device", "first_round", "last_round")
@@ -30,65 +30,65 @@ BY_SECONDS = ("device", "from_seconds", "to_seconds")
 
 
 @dataclass(frozen=True, slots=True)
-class Shares:
-    """The chance of being there, entry by entry, repeated."""
+class RoundShares:
+    """The probability of being available in each entry; the list of entries repeats."""
 
     entries: tuple[float, ...] = (1.0,)
 
     def at(self, index: int) -> float:
-        """Return the chance at an entry, counted from 0."""
+        """Return the probability in an entry, counted from 0."""
         return self.entries[index % len(self.entries)]
 
     @property
     def is_always(self) -> bool:
-        """Whether the device is there in every round."""
+        """Whether the device is available in every round."""
         return min(self.entries) == 1
 
 
 @dataclass(frozen=True, slots=True)
 class Spans:
-    """The entries at which a device is there: half-open spans that neither meet nor overlap."""
+    """The entries in which a device is available: half-open spans with gaps between them."""
 
     starts: tuple[int, ...]
     ends: tuple[int, ...]
     period: int
 
     def at(self, index: int) -> float:
-        """Return 1 where the device is there, else 0."""
+        """Return 1 if the device is available in an entry, else 0."""
         entry = index % self.period
         last = bisect_right(self.starts, entry) - 1
         return 1.0 if last >= 0 and entry < self.ends[last] else 0.0
 
     @property
     def is_always(self) -> bool:
-        """Whether the device is there in every round."""
+        """Whether the device is available in every round."""
         return (self.starts, self.ends) == ((0,), (self.period,))
 
 
-Availability = Shares | Spans
-ALWAYS = Shares()
+Availability = RoundShares | Spans
+ALWAYS = RoundShares()
 
 
 def read_trace(
     path: Path, *, num_devices: int, round_seconds: float | None
 ) -> tuple[Availability, ...]:
-    """Read a trace: the availability of each device of a table, by its number there from 0.
+    """Read a trace: the availability of each device of a table, numbered from 0 in the table.
 
     Raises:
-        SettingsError: the file cannot be read, a line is wrong, a device is never there, or
-            ``round_seconds`` is missing or out of place. It names file and line.
+        SettingsError: the file cannot be read, a line is wrong, a device is never available, or
+            ``round_seconds`` is missing or not needed. The message names file and line.
     """
     try:
         with path.open(newline="", encoding="utf-8") as file:
             rows = _Rows(path, csv.reader(file, strict=True))
             if (round_seconds is not None) != (rows.header == BY_SECONDS):
                 is_needed = rows.header == BY_SECONDS
-                raise rows.wrong(
+                raise rows.error(
                     f"round_seconds is {'not set' if is_needed else 'set'}, and the trace is "
                     f"{'' if is_needed else 'not '}in seconds"
                 )
             if rows.header == BY_ROUND:
-                return (_shares(rows),) * num_devices
+                return (_round_shares(rows),) * num_devices
             return _spans(rows, num_devices, round_seconds)
     except OSError as error:
         raise SettingsError(f"cannot read the trace {path}: {error.strerror}") from error
@@ -97,7 +97,7 @@ def read_trace(
 
 
 class _Rows:
-    """The rows of a trace behind its header, with their place for what is said of them."""
+    """The rows of a trace after its header; remembers the line number for error messages."""
 
     def __init__(self, path: Path, reader: Iterator[list[str]]) -> None:
         self._path = path
@@ -106,23 +106,23 @@ class _Rows:
         self.header = tuple(cell.strip() for cell in next(reader, []))
         if self.header not in (BY_ROUND, BY_ROUNDS, BY_SECONDS):
             kinds = "; ".join(map(",".join, (BY_ROUND, BY_ROUNDS, BY_SECONDS)))
-            raise self.wrong(f"expected one of the headers {kinds}; found {','.join(self.header)}")
+            raise self.error(f"expected one of the headers {kinds}; found {','.join(self.header)}")
 
     def __iter__(self) -> Iterator[list[float]]:
-        """Yield the numbers of each row; blank lines are passed over.
+        """Yield the numbers of each row; blank lines are skipped.
 
         Raises:
-            SettingsError: another number of cells than the header's, no finite number, or more than
-                ``MOST_ROWS``.
+            SettingsError: a row has more or fewer cells than the header, or a cell that is not a
+                finite number; or there are more than ``MAX_ROWS`` rows.
         """
         for cells in self._reader:
             self._line += 1
             if not cells:
                 continue
-            if self._line - 1 > MOST_ROWS:
-                raise self.wrong(f"more than {MOST_ROWS:,} rows")
+            if self._line - 1 > MAX_ROWS:
+                raise self.error(f"more than {MAX_ROWS:,} rows")
             if len(cells) != len(self.header):
-                raise self.wrong(f"expected {len(self.header)} values, found {len(cells)}")
+                raise self.error(f"expected {len(self.header)} values, found {len(cells)}")
             yield [self._number(cell) for cell in cells]
 
     def _number(self, cell: str) -> float:
@@ -131,64 +131,66 @@ class _Rows:
         except ValueError:
             number = math.nan
         if not math.isfinite(number):
-            raise self.wrong(f"expected a number, found {cell.strip()!r:.40}")
+            raise self.error(f"expected a number, found {cell.strip()!r:.40}")
         return number
 
-    def wrong(self, what: str) -> SettingsError:
-        """Return the error that names the line at hand."""
+    def error(self, message: str) -> SettingsError:
+        """Return an error that names the current line."""
         return SettingsError(
-            f"{self._path}: line {self._line}: {what}",
+            f"{self._path}: line {self._line}: {message}",
             remedy="see docs/fleet.md for the three kinds of traces",
         )
 
 
-def _shares(rows: _Rows) -> Shares:
+def _round_shares(rows: _Rows) -> RoundShares:
     entries: list[float] = []
     for number, share in rows:
         if number != len(entries) + 1:
-            raise rows.wrong(f"expected round {len(entries) + 1}, found {number:g}")
+            raise rows.error(f"expected round {len(entries) + 1}, found {number:g}")
         if not 0 <= share <= 1:
-            raise rows.wrong(f"the share must be from 0 to 1, found {share:g}")
+            raise rows.error(f"the share must be from 0 to 1, found {share:g}")
         entries.append(share)
     if not any(entries):
-        raise rows.wrong("the devices are never there")
-    return Shares(tuple(entries))
+        raise rows.error("the devices are never available")
+    return RoundShares(tuple(entries))
 
 
 def _spans(rows: _Rows, num_devices: int, round_seconds: float | None) -> tuple[Availability, ...]:
-    found: list[list[tuple[int, int]]] = [[] for _ in range(num_devices)]
+    spans_of: list[list[tuple[int, int]]] = [[] for _ in range(num_devices)]
     period = 0
     for device, begin, end in rows:
         if not device.is_integer() or not 0 <= device < num_devices:
-            raise rows.wrong(f"the device must be 0 to {num_devices - 1}, found {device:g}")
+            raise rows.error(f"the device must be 0 to {num_devices - 1}, found {device:g}")
         if round_seconds is None:
             start, stop = _entries_of_rounds(rows, begin, end)
         else:
             start, stop = _entries_of_seconds(rows, begin, end, round_seconds)
             period = max(period, math.ceil(end / round_seconds))
         period = max(period, stop)
-        if period > MOST_ENTRIES:
-            raise rows.wrong(f"the trace is longer than {MOST_ENTRIES:,} rounds")
+        if period > MAX_ENTRIES:
+            raise rows.error(f"the trace is longer than {MAX_ENTRIES:,} rounds")
         if start < stop:
-            found[int(device)].append((start, stop))
-    for device, spans in enumerate(found):
+            spans_of[int(device)].append((start, stop))
+    for device, spans in enumerate(spans_of):
         if not spans:
-            raise rows.wrong(f"device {device} is there at the start of no round of the trace")
-    return tuple(_merged(spans, period) for spans in found)
+            raise rows.error(
+                f"device {device} is not available at the start of any round of the trace"
+            )
+    return tuple(_merged(spans, period) for spans in spans_of)
 
 
 def _entries_of_rounds(rows: _Rows, first: float, last: float) -> tuple[int, int]:
     if not (first.is_integer() and last.is_integer() and 1 <= first <= last):
-        raise rows.wrong(f"expected whole rounds, 1 <= first <= last; found {first:g} and {last:g}")
+        raise rows.error(f"expected whole rounds, 1 <= first <= last; found {first:g} and {last:g}")
     return int(first) - 1, int(last)
 
 
 def _entries_of_seconds(
     rows: _Rows, begin: float, end: float, round_seconds: float
 ) -> tuple[int, int]:
-    """Return the entries whose start, n x ``round_seconds``, lies in [begin, end)."""
+    """Return the entries whose start, n x ``round_seconds``, is in [begin, end)."""
     if not 0 <= begin < end:
-        raise rows.wrong(f"expected 0 <= from < to, found {begin:g} and {end:g}")
+        raise rows.error(f"expected 0 <= from < to, found {begin:g} and {end:g}")
     return math.ceil(begin / round_seconds), math.ceil(end / round_seconds)
 
 

@@ -1,8 +1,8 @@
-"""What became of the faults that were injected: what was refused, and what went into the sum.
+"""Summarizes the injected faults of a run: which updates were refused, and which were summed.
 
-Read from the rows of rounds.jsonl and from the faults themselves, which say again what they did. So
-it holds for a run that was taken up again, and for each way of computing a round. Attempts that
-were aborted leave no row; how many there were is said.
+It reads the rows of rounds.jsonl, and draws again which faults affected each device. So it is right
+for a resumed run, and for each way of computing a round. Aborted attempts leave no row; the summary
+only counts them.
 """
 
 from __future__ import annotations
@@ -14,88 +14,79 @@ from typing import Any
 
 from headwater.common.errors import ConnectionLost, LateUpdate
 from headwater.common.settings.schema import Settings
-from headwater.simulation.fleet.faults import FleetFaults, lies, slowed
-from headwater.simulation.fleet.profiles import faults_of, moment_of
+from headwater.simulation.fleet.faults import falsifications, link_slowdown
+from headwater.simulation.fleet.fleet_spec import fleet_spec
 
-WENT_IN = "went in"
+SUMMED = "went in"
 
 
 @dataclass(kw_only=True, slots=True)
-class _Struck:
-    """Which devices one kind of fault struck, and what became of their answers."""
+class FaultCount:
+    """The devices that one kind of fault has affected, and the outcomes of their replies."""
 
     names: set[str] = field(default_factory=set)
-    fates: Counter[str] = field(default_factory=Counter)
+    outcomes: Counter[str] = field(default_factory=Counter)
 
-    def count(self, name: str, fate: str) -> None:
+    def add(self, name: str, outcome: str) -> None:
+        """Count one reply of a device."""
         self.names.add(name)
-        self.fates[fate] += 1
+        self.outcomes[outcome] += 1
 
     @property
     def devices(self) -> str:
+        """The number of devices, in words."""
         return f"{len(self.names)} device{'' if len(self.names) == 1 else 's'}"
 
 
 def fault_lines(rows: Sequence[Mapping[str, Any]], settings: Settings) -> list[tuple[str, str]]:
-    """Return a title and a line for each kind of fault that a run had; none if it had none."""
-    faults = faults_of(settings)
+    """Return a title and a line for each kind of fault in a run; nothing without faults."""
+    fleet = fleet_spec(settings)
+    faults = fleet.faults
     if not faults:
         return []
-    liars: dict[str, _Struck] = {}
-    slow, gone, num_invited = _Struck(), _Struck(), 0
+    liars: dict[str, FaultCount] = {}
+    slow, num_vanished, num_invited = FaultCount(), 0, 0
     for row in rows:
-        for name, fate in _fates(row):
+        for name, outcome in _outcomes(row):
             num_invited += 1
-            moment = moment_of(settings, int(name), round_number=row["round"])
-            for kind in {told.kind for told in lies(faults, moment)}:
-                liars.setdefault(kind, _Struck()).count(name, fate)
-            if slowed(faults, moment) > 1:
-                slow.count(name, fate)
-            if fate == ConnectionLost.__name__:
-                gone.count(name, fate)
-    return list(_lines(faults, liars, slow, gone, num_invited, _num_aborted(rows)))
-
-
-def _fates(row: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield each invited device of a round, with the error that its answer was refused by."""
-    for client in (*row["clients"], *row.get("masked_clients", [])):
-        yield client["name"], WENT_IN
-    for name, why in row["refused"].items():
-        if name.isdecimal():  # else it is said of a second answer of the same device
-            yield name, why.partition(":")[0]
-
-
-def _num_aborted(rows: Sequence[Mapping[str, Any]]) -> int:
-    return sum(row.get("num_aborted", 0) for row in rows)
-
-
-def _lines(
-    faults: FleetFaults,
-    liars: Mapping[str, _Struck],
-    slow: _Struck,
-    gone: _Struck,
-    num_invited: int,
-    num_aborted: int,
-) -> Iterator[tuple[str, str]]:
+            num_vanished += outcome == ConnectionLost.__name__
+            moment = fleet.moment(int(name), round_number=row["round"])
+            for kind in {fault.kind for fault in falsifications(faults, moment)}:
+                liars.setdefault(kind, FaultCount()).add(name, outcome)
+            if link_slowdown(faults, moment) > 1:
+                slow.add(name, outcome)
+    lines = []
     if faults.liar:
-        told = "; ".join(
-            f"{kind}: {struck.devices}, {_of(struck.fates)}"
-            for kind, struck in sorted(liars.items())
-        )
-        yield "liars", told or "none was invited"
+        kinds = [
+            f"{kind}: {count.devices}, {_count_outcomes(count.outcomes)}"
+            for kind, count in sorted(liars.items())
+        ]
+        lines.append(("liars", "; ".join(kinds) or "none was invited"))
     if faults.dropout:
-        lost = gone.fates.total()
-        yield "dropouts", f"{lost} of {num_invited} invitations were not answered to the end"
+        dropouts = f"{num_vanished} of {num_invited} invitations ended with a lost device"
+        lines.append(("dropouts", dropouts))
     if faults.slow_link:
-        late = slow.fates[LateUpdate.__name__]
-        yield "slow links", f"{slow.devices}, answers: {slow.fates.total()}, too late: {late}"
+        late = slow.outcomes[LateUpdate.__name__]
+        replies = f"{slow.devices}, replies: {slow.outcomes.total()}, too late: {late}"
+        lines.append(("slow links", replies))
+    num_aborted = sum(row.get("num_aborted", 0) for row in rows)
     if num_aborted:
-        yield "aborted", f"{num_aborted} attempts of rounds, of which nothing is counted above"
+        lines.append(("aborted", f"{num_aborted} attempts of rounds, not counted above"))
+    return lines
 
 
-def _of(fates: Counter[str]) -> str:
-    """Say how many updates went into the sum, and by which error the others were refused."""
+def _outcomes(row: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield each invited device of a round, with SUMMED or the error that refused its update."""
+    for client in (*row["clients"], *row.get("masked_clients", [])):
+        yield client["name"], SUMMED
+    for name, reason in row["refused"].items():
+        if name.isdecimal():  # other names stand for a second update of the same device
+            yield name, reason.partition(":")[0]
+
+
+def _count_outcomes(outcomes: Counter[str]) -> str:
+    """Return how many updates were summed, and how many each error refused."""
     words = []
-    for fate, count in sorted(fates.items()):
-        words.append(f"{count} {fate}" if fate == WENT_IN else f"{count} refused ({fate})")
+    for outcome, count in sorted(outcomes.items()):
+        words.append(f"{count} {outcome}" if outcome == SUMMED else f"{count} refused ({outcome})")
     return ", ".join(reversed(words))

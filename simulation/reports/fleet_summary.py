@@ -1,7 +1,6 @@
-"""What a run on a fleet came to: how long the devices stood idle, and how full they were.
+"""Summarizes a run on a fleet: the devices' idle time and their peak memory.
 
-Read from the rows of rounds.jsonl, so that it holds for a run that was taken up again, and for any
-engine.
+It reads the rows of rounds.jsonl, so it is right for a resumed run and for every engine.
 """
 
 from __future__ import annotations
@@ -13,59 +12,60 @@ from typing import Any
 
 from headwater.common.errors import OutOfMemory
 
-# Rounds in which quotas settle to what was measured; the idle time is that of the rounds behind.
+# In the first rounds the quotas adapt to the measured speeds; their idle time is not counted.
 SETTLING_ROUNDS = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Idle:
-    """How long a round's devices waited for the last of them.
+class IdleTime:
+    """How long a round's devices waited for the slowest device.
 
-    ``share`` is 1 - mean(finish) / T over the devices that the planner was free to give more or
-    less to, T or ``free_seconds`` the last finish among them; None where there was no such device.
-    The others are counted apart, with the last finish of those bound by one micro-batch, which may
-    lie behind T: ``share_of_all`` counts everybody, and waits for them too.
+    ``share`` is 1 - mean(finish) / T over the free devices: those whose quota the planner could
+    raise or lower. T, or ``free_seconds``, is the last finish of these; without free devices
+    ``share`` is None. The other devices are counted separately. A device that computes the minimum,
+    a micro-batch of one example, may finish after T; ``share_of_all`` includes all devices and
+    waits for the last of all.
     """
 
     share: float | None
     share_of_all: float
     free_seconds: float
     num_free: int
-    num_bound_by_data: int
-    num_bound_by_micro_batch: int
-    micro_batch_seconds: float
+    num_limited_by_data: int
+    num_at_minimum: int
+    minimum_seconds: float
 
 
-def idle_time(row: Mapping[str, Any]) -> Idle:
+def idle_time(row: Mapping[str, Any]) -> IdleTime:
     """Return the idle time of a row of rounds.jsonl.
 
-    Bound by its own data is a device that was asked for all its examples, or all that its epoch has
-    left; by one micro-batch one that was asked for a single example, as no plan asks for less. A
-    device that dropped out is not in the row's clients and does not count.
+    A device is limited by its data if its plan is for all its examples, or for the rest of its
+    epoch. It is at the minimum if its plan is for a single example. A device that dropped out is
+    not among the row's clients and does not count.
     """
-    everybody, free, least, num_data = [], [], [], 0
+    everybody, free, minimum, num_data = [], [], [], 0
     for client in _clients(row):
         seconds, plan = client["seconds"], client["plan"]
         everybody.append(seconds)
         if "all its " in plan or client["reason"] == "epoch end":
             num_data += 1
         elif client["num_examples"] == 1 and not plan.startswith("K set"):
-            least.append(seconds)
+            minimum.append(seconds)
         else:
             free.append(seconds)
-    return Idle(
+    return IdleTime(
         share=_idle(free) if free else None,
         share_of_all=_idle(everybody),
         free_seconds=max(free, default=0.0),
         num_free=len(free),
-        num_bound_by_data=num_data,
-        num_bound_by_micro_batch=len(least),
-        micro_batch_seconds=max(least, default=0.0),
+        num_limited_by_data=num_data,
+        num_at_minimum=len(minimum),
+        minimum_seconds=max(minimum, default=0.0),
     )
 
 
 def _clients(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the clients of a row; of those of a masked round, what was asked is what is known."""
+    """Return the clients of a row; those of a masked round with their planned examples."""
     masked = [
         {**client, "num_examples": client["planned_examples"], "reason": "quota"}
         for client in row.get("masked_clients", [])
@@ -75,28 +75,28 @@ def _clients(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 def _idle(seconds: Sequence[float]) -> float:
     last = max(seconds, default=0.0)
-    # The mean may round to above the largest.
+    # By rounding, the mean may exceed the largest value.
     return max(1 - math.fsum(seconds) / len(seconds) / last, 0.0) if last else 0.0
 
 
 def idle_line(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Say in a line what the rounds behind the third come to, or all if there are not so many."""
+    """Return a line on the idle time after SETTLING_ROUNDS; of all rounds if there are fewer."""
     settled = [row for row in rows if row["round"] > SETTLING_ROUNDS] or list(rows)
     idle = [idle_time(row) for row in settled]
     shares = [one.share for one in idle if one.share is not None]
     if not shares:
-        return "no device that was free to be given more or less"
+        return "no device whose quota the planner could raise or lower"
     rounds = f"rounds {settled[0]['round']} to {settled[-1]['round']}"
     last = idle[-1]
     line = f"{_mean(shares):.1%}, mean over {rounds}; in the last "
-    line += f"{last.num_free} devices were done by {last.free_seconds:.2f} s; apart: "
-    line += f"{last.num_bound_by_data} bound by their own data"
-    if last.num_bound_by_micro_batch:
+    line += f"{last.num_free} devices were done by {last.free_seconds:.2f} s; not counted: "
+    line += f"{last.num_limited_by_data} limited by their own data"
+    if last.num_at_minimum:
         line += (
-            f", {last.num_bound_by_micro_batch} by one micro-batch of one example (the last of "
-            f"them after {last.micro_batch_seconds:.2f} s)"
+            f", {last.num_at_minimum} at the minimum of one example (the last of "
+            f"them after {last.minimum_seconds:.2f} s)"
         )
-    if any(one.num_bound_by_data or one.num_bound_by_micro_batch for one in idle):
+    if any(one.num_limited_by_data or one.num_at_minimum for one in idle):
         line += f"; with them {_mean([one.share_of_all for one in idle]):.1%}"
     return line
 
@@ -106,8 +106,8 @@ def _mean(values: Sequence[float]) -> float:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Fullest:
-    """The device that came nearest to its memory limit, and those for which it was too low."""
+class PeakMemory:
+    """The device with the highest peak relative to its limit, and the devices over their limit."""
 
     name: str
     peak_bytes: int
@@ -115,14 +115,16 @@ class Fullest:
     over: frozenset[str]
     """Devices with a micro-batch that crossed their limit."""
     too_small: frozenset[str]
-    """Devices that had no room for a single example, and did not begin."""
+    """Devices whose memory does not fit a single example, and which therefore did not train."""
 
 
-def fullest(rows: Sequence[Mapping[str, Any]], limit_bytes: Callable[[str], int]) -> Fullest | None:
-    """Return the fullest device of a run; None if no device has answered.
+def peak_memory(
+    rows: Sequence[Mapping[str, Any]], limit_bytes: Callable[[str], int]
+) -> PeakMemory | None:
+    """Return the peak memory of a run; None if no device has replied.
 
-    A micro-batch that crossed the limit failed, was done again in smaller ones, and counts with
-    what it would have taken (``VirtualMemory``).
+    A micro-batch over the limit fails and is repeated in smaller ones, but counts with the memory
+    that it would have taken (``VirtualMemory``).
     """
     peaks: dict[str, int] = {}
     too_small: set[str] = set()
@@ -130,12 +132,14 @@ def fullest(rows: Sequence[Mapping[str, Any]], limit_bytes: Callable[[str], int]
         for client in _clients(row):
             peaks[client["name"]] = max(peaks.get(client["name"], 0), client["peak_bytes"])
         too_small |= {
-            name for name, why in row["refused"].items() if why.startswith(OutOfMemory.__name__)
+            name
+            for name, reason in row["refused"].items()
+            if reason.startswith(OutOfMemory.__name__)
         }
     if not peaks:
         return None
     name = max(peaks, key=lambda name: peaks[name] / limit_bytes(name))
-    return Fullest(
+    return PeakMemory(
         name=name,
         peak_bytes=peaks[name],
         limit_bytes=limit_bytes(name),
@@ -144,19 +148,19 @@ def fullest(rows: Sequence[Mapping[str, Any]], limit_bytes: Callable[[str], int]
     )
 
 
-def memory_line(found: Fullest) -> str:
-    """Say in a line how full the fullest device was, and how many were ever over their limit."""
+def memory_line(peak: PeakMemory) -> str:
+    """Return a line about the fullest device and the number of devices over their limit."""
     line = (
-        f"device {found.name} was the fullest, at {found.peak_bytes / found.limit_bytes:.0%} of "
-        f"{found.limit_bytes / 2**20:,.0f} MiB; {_counted(found.over)} ever over the limit"
+        f"device {peak.name} was the fullest, at {peak.peak_bytes / peak.limit_bytes:.0%} of "
+        f"{peak.limit_bytes / 2**20:,.0f} MiB; {_counted(peak.over)} ever over the limit"
     )
-    if found.too_small:
-        line += f"; {_counted(found.too_small)} too small for a single example"
+    if peak.too_small:
+        line += f"; {_counted(peak.too_small)} too small for a single example"
     return line
 
 
 def _counted(names: frozenset[str]) -> str:
-    """Return a number of devices, with the first names."""
+    """Return the number of devices, with the first names."""
     if not names:
         return "0"
     first = sorted(names, key=lambda name: (len(name), name))

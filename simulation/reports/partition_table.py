@@ -1,7 +1,6 @@
-"""Who holds what: a line before a run whose data a partition deals out, and a table on request.
+"""Describes the partition of the data: a line before a run, and a table with ``--show-partition``.
 
-It is worked out before the first round, so a partition that cannot be is an error before anything
-has begun.
+The partition is computed before the first round, so an impossible one fails before the run starts.
 """
 
 from __future__ import annotations
@@ -25,25 +24,25 @@ from headwater.common.settings.schema import Settings
 from headwater.common.system.console import console
 from headwater.common.task import load_task, open_train_examples
 
-# Devices that the line speaks of; more would tell no more.
-LOOKED_AT = 1000
-ROWS, VALUES_IN_ROW = 20, 12
+# The line describes the first devices; more would take longer and change little.
+MAX_DEVICES_IN_LINE = 1000
+MAX_ROWS, MAX_VALUES_IN_ROW = 20, 12
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Held:
-    """What one device holds: how many examples, and how many of each value that it has."""
+class DeviceExamples:
+    """The number of one device's examples, and of those with each value of a column."""
 
     num_examples: int
     by_value: tuple[tuple[str, int], ...]
-    """The most frequent value first; empty where the examples have no such column."""
+    """The most frequent value first; empty if the examples have no such column."""
 
 
-def held_by_each(settings: Settings) -> Iterator[Held]:
-    """Yield what each simulated device holds, from device 0 on.
+def examples_of_devices(settings: Settings) -> Iterator[DeviceExamples]:
+    """Yield the examples of each simulated device, from device 0 on.
 
     Raises:
-        HeadwaterError: the task or its data are not there, or the partition cannot be.
+        HeadwaterError: the task or its data do not exist, or the partition is impossible.
     """
     rule = settings.partition.rule(seed=settings.seed)
     number = settings.simulation.clients
@@ -51,78 +50,80 @@ def held_by_each(settings: Settings) -> Iterator[Held]:
         task = load_task(_task(settings))
         for part in range(number):
             examples = open_train_examples(task, data=None, part=part, num_parts=number)
-            everything = np.arange(len(examples))
+            positions = np.arange(len(examples))
             try:
-                yield _held(column_of(task, examples, LABEL), everything)
+                yield _count_values(column_of(task, examples, LABEL), positions)
             except MissingColumn:
-                yield _held(None, everything)
+                yield _count_values(None, positions)
         return
-    shares = _shares(settings)
-    dealing = shares.partition(rule, data=None, num_parts=number)
+    datasets = _datasets(settings)
+    partition = datasets.partition(rule, data=None, num_parts=number)
     try:
-        column = shares.column(rule.column or LABEL, data=None)
+        column = datasets.column(rule.column or LABEL, data=None)
     except MissingColumn:
         column = None
     for part in range(number):
-        yield _held(column, dealing.positions(part))
+        yield _count_values(column, partition.positions(part))
 
 
-def _held(column: Column | None, positions: NDArray[np.int64]) -> Held:
+def _count_values(column: Column | None, positions: NDArray[np.int64]) -> DeviceExamples:
     if column is None:
-        return Held(num_examples=len(positions), by_value=())
+        return DeviceExamples(num_examples=len(positions), by_value=())
     codes, counts = np.unique(column.codes_E[positions], return_counts=True)
     named = zip(column.values_V[codes].tolist(), counts.tolist(), strict=True)
     by_value = sorted(((str(value), count) for value, count in named), key=lambda pair: -pair[1])
-    return Held(num_examples=len(positions), by_value=tuple(by_value))
+    return DeviceExamples(num_examples=len(positions), by_value=tuple(by_value))
 
 
-def line(settings: Settings) -> str:
-    """Say in a line what the devices hold: the first thousand of them, if there are more.
+def partition_line(settings: Settings) -> str:
+    """Return a line about the devices' examples: the first thousand devices, if there are more.
 
     Raises:
-        HeadwaterError: see ``held_by_each``.
+        HeadwaterError: see ``examples_of_devices``.
     """
     number = settings.simulation.clients
-    held = list(islice(held_by_each(settings), LOOKED_AT))
-    sizes = sorted(one.num_examples for one in held)
-    said = f"{_range(sizes)} examples a device, median {sizes[len(sizes) // 2]:,}"
-    if number > len(held):
-        said = f"of {number:,} devices the first {len(held):,} have {said}"
+    devices = list(islice(examples_of_devices(settings), MAX_DEVICES_IN_LINE))
+    sizes = sorted(one.num_examples for one in devices)
+    text = f"{_range(sizes)} examples a device, median {sizes[len(sizes) // 2]:,}"
+    if number > len(devices):
+        text = f"of {number:,} devices the first {len(devices):,} have {text}"
     rule = settings.partition.rule(seed=settings.seed)
-    kinds = sorted(len(one.by_value) for one in held)
+    kinds = sorted(len(one.by_value) for one in devices)
     if kinds[-1] > 0:
-        said += f"; {_range(kinds)} values of {(rule and rule.column) or LABEL}"
+        text += f"; {_range(kinds)} values of {(rule and rule.column) or LABEL}"
     if rule is not None:
-        dealing = _shares(settings).partition(rule, data=None, num_parts=number)
-        if isinstance(dealing, DisjointPartition) and dealing.num_moved:
-            said += f"; {dealing.num_moved:,} would have had none, and got one of the largest's"
-    return said
+        partition = _datasets(settings).partition(rule, data=None, num_parts=number)
+        if isinstance(partition, DisjointPartition) and partition.num_moved:
+            text += f"; {partition.num_moved:,} empty devices got an example of the largest"
+    return text
 
 
 def announce_partition(settings: Settings) -> None:
-    """Print what the devices hold, in a line.
+    """Print a line about the devices' examples.
 
     Raises:
-        HeadwaterError: see ``held_by_each``.
+        HeadwaterError: see ``examples_of_devices``.
     """
-    said = f"partition {settings.partition.kind}: {line(settings)}"
-    console.print(said, soft_wrap=True, markup=False, emoji=False)
+    text = f"partition {settings.partition.kind}: {partition_line(settings)}"
+    console.print(text, soft_wrap=True, markup=False, emoji=False)
 
 
-def show(settings: Settings) -> None:
-    """Print what the first devices hold, one by one, and the line.
+def show_partition(settings: Settings) -> None:
+    """Print a table of the first devices' examples, and the line.
 
     Raises:
-        HeadwaterError: see ``held_by_each``.
+        HeadwaterError: see ``examples_of_devices``.
     """
     rule = settings.partition.rule(seed=settings.seed)
     table = Table(box=None, pad_edge=False)
     for title in ("device", "examples", (rule and rule.column) or LABEL):
         table.add_column(Text(title))
-    for device, held in enumerate(islice(held_by_each(settings), ROWS)):
-        shown = ", ".join(f"{value}: {count:,}" for value, count in held.by_value[:VALUES_IN_ROW])
-        more = ", ..." if len(held.by_value) > VALUES_IN_ROW else ""
-        table.add_row(str(device), f"{held.num_examples:,}", Text(shown + more))
+    for device, one in enumerate(islice(examples_of_devices(settings), MAX_ROWS)):
+        shown = ", ".join(
+            f"{value}: {count:,}" for value, count in one.by_value[:MAX_VALUES_IN_ROW]
+        )
+        more = ", ..." if len(one.by_value) > MAX_VALUES_IN_ROW else ""
+        table.add_row(str(device), f"{one.num_examples:,}", Text(shown + more))
     console.print(table)
     announce_partition(settings)
 
@@ -132,8 +133,8 @@ def _range(numbers: list[int]) -> str:
     return f"{first:,}" if first == last else f"{first:,} to {last:,}"
 
 
-def _shares(settings: Settings) -> ClientDatasets:
-    """Return the shares of this process' devices, if they are in this process."""
+def _datasets(settings: Settings) -> ClientDatasets:
+    """Return the data sets of the devices: those in use, if the devices are in this process."""
     if settings.simulation.engine == "in-process":
         trainer = trainer_of(
             _task(settings),

@@ -1,11 +1,11 @@
-"""How often a secure session is aborted when devices vanish: counted, and computed.
+"""How many secure sessions were aborted because devices vanished: counted, and as expected.
 
-A device vanishes with the chance p in a round, at a point drawn evenly from training and the
-phases (``headwater.simulation.fleet.virtual_hardware.random_events.vanishes_at``). Of those who are left behind i of S steps, the next takes
-each with the chance h = (p / S) / (1 - p i / S), so the numbers of those who are left are a chain
-of binomials. The session goes on as long as the rules of ``server.secagg.parameters`` hold; what is
-summed up here is the chance that one of them does not. It holds for the complete graph, where every
-member holds a share of every secret.
+A device vanishes with probability p in a round, at a step drawn evenly from training and the secure
+phases (``simulation.fleet.random_events.vanishes_at``). A device that is still present after i of S
+steps vanishes at the next step with probability h = (p / S) / (1 - p i / S), so the numbers of
+present devices form a chain of binomials. The session continues as long as the rules of
+``server.secagg.parameters`` hold; this module sums the probability that a rule fails. It holds for
+the complete graph, where every member has a share of every secret.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ def abort_probability(
 
     Exact while ``secure.corrupted`` is at most a third: the signatures then need no more than t.
     """
-    # (left, U1, U2) -> chance; U1 and U2 are 0 until they are fixed.
+    # (present, U1, U2) -> probability; U1 and U2 are 0 until their phase.
     states = {(num_invited, 0, 0): 1.0}
     aborted = 0.0
     for step, action in enumerate(("train", *ACTIONS)):
         hazard = (dropout / STEPS) / (1 - dropout * step / STEPS)
         after: dict[tuple[int, int, int], float] = {}
-        for (left, first, second), chance in states.items():
-            for stay in range(left + 1):
-                moved = chance * _binomial(left, stay, 1 - hazard)
+        for (present, first, second), probability in states.items():
+            for stay in range(present + 1):
+                moved = probability * _binomial(present, stay, 1 - hazard)
                 u1 = stay if action == "advertise_keys" else first
                 u2 = stay if action == "check_shares" else second
-                if _goes_on(action, stay, u1, u2, mode, min_members, min_survivors):
+                if _continues(action, stay, u1, u2, mode, min_members, min_survivors):
                     key = (stay, u1, u2)
                     after[key] = after.get(key, 0.0) + moved
                 else:
@@ -49,25 +49,25 @@ def abort_probability(
     return min(aborted, 1.0)
 
 
-def _binomial(count: int, chosen: int, chance: float) -> float:
-    return math.comb(count, chosen) * chance**chosen * (1 - chance) ** (count - chosen)
+def _binomial(n: int, k: int, p: float) -> float:
+    return math.comb(n, k) * p**k * (1 - p) ** (n - k)
 
 
-def _goes_on(
-    action: str, left: int, u1: int, u2: int, mode: Mode, min_members: int, min_survivors: float
+def _continues(
+    action: str, present: int, u1: int, u2: int, mode: Mode, min_members: int, min_survivors: float
 ) -> bool:
     if action == "train":
         return True
     threshold = complete_threshold(u1, mode)
     if action in ("advertise_keys", "share_keys", "check_shares"):
-        return left >= min_members and left >= threshold
+        return present >= min_members and present >= threshold
     if action == "masked_update":
-        return left >= max(min_members, threshold, ceil_fraction(min_survivors, u2))
-    return left >= threshold
+        return present >= max(min_members, threshold, ceil_fraction(min_survivors, u2))
+    return present >= threshold
 
 
 def sessions_line(rows: Sequence[Mapping[str, Any]], settings: Settings) -> str:
-    """Say in a line how many of a run's sessions were aborted, and what was to be expected."""
+    """Return how many of a run's sessions were aborted, and the expected share."""
     aborted = sum(row["num_aborted"] for row in rows)
     number = aborted + len(rows)
     line = f"{aborted} of {number} aborted ({aborted / number:.1%})" if number else "none"
