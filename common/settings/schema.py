@@ -102,7 +102,7 @@ def setting(
         short: whether --help shows the flag too.
         limits: ge, gt, le and lt, as in pydantic.
     """
-    extra = {"flag": flag, "on": on, "panel": panel, "short": short}
+    extra: dict[str, Any] = {"flag": flag, "on": on, "panel": panel, "short": short}
     return Field(default, description=meaning, json_schema_extra=extra, **limits)
 
 
@@ -321,7 +321,10 @@ class ClientSettings(Branch):
         on="client doctor",
     )
     memory_limit_bytes: Bytes | None = setting(
-        None, "use no more memory; not set: what machine and cgroup allow", "--memory-limit"
+        None,
+        "use no more memory; not set: what machine and cgroup allow",
+        "--memory-limit",
+        short=True,
     )
     spool: Folder | None = setting(
         None, "keeps a half-summed update through a power cut; not set: it is lost", on="client"
@@ -343,6 +346,7 @@ class ClientSettings(Branch):
         "18:00-08:00, Sat-Sun 00:00-24:00; outside these hours it disconnects; not set: always "
         "(docs/install.md)",
         on="client doctor",
+        short=True,
     )
     inactive_share: Fraction = setting(
         0.0, "share of its time outside the active hours; 0: it disconnects", on=""

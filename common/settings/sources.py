@@ -23,7 +23,11 @@ COMMAND_LINE = "the command line"
 MAX_SHOWN = 10
 
 # Settings of earlier versions: the value without effect, and what to use instead.
-REMOVED: dict[str, tuple[Any, str]] = {}
+REMOVED: dict[str, tuple[Any, str]] = {
+    "client.upload_window": (None, "use client.active_hours (--active-hours), with the same text"),
+    "client.working_hours": (None, "use client.active_hours (--active-hours): the other hours"),
+    "client.working_share": (0.0, "use client.inactive_share together with client.active_hours"),
+}
 
 
 def load(config: Path | None, overrides: Mapping[str, Any]) -> Settings:

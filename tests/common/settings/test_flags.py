@@ -36,6 +36,8 @@ COMMANDS = {
     "simulate": (simulation_cli.app, []),
     "sweep": (simulation_cli.app, ["sweep"]),
 }
+ROOT = Path(__file__).parents[3]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 VALUES: dict[type, str] = {int: "3", float: "0.5", bool: "", str: "x", Path: "x", dict: "a=1"}
 
 
@@ -212,13 +214,37 @@ def test_examples_in_the_help_are_command_lines_that_parse(app: typer.Typer) -> 
             command.make_context(words[0], words[1:], parent=context)
 
 
-def test_an_own_option_and_a_generated_one_never_share_a_name() -> None:
-    for app in APPS.values():
-        for command in commands_of(app):
-            options = [
-                flag
-                for each in command.get_params(Context(command))
-                if isinstance(each, Option)
-                for flag in [*each.opts, *each.secondary_opts]
-            ]
-            assert len(options) == len(set(options)), command.name
+def flags_of(command: Command) -> list[str]:
+    options = [each for each in command.get_params(Context(command)) if isinstance(each, Option)]
+    return [flag for option in options for flag in [*option.opts, *option.secondary_opts]]
+
+
+@pytest.mark.parametrize("app", APPS.values(), ids=APPS)
+def test_no_two_options_of_a_command_share_a_flag(app: typer.Typer) -> None:
+    for command in commands_of(app):
+        flags = flags_of(command)
+        assert len(flags) == len(set(flags)), command.name
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
+def test_a_page_s_command_lines_have_flags_that_exist(page: Path) -> None:
+    known = {flag for app in APPS.values() for each in commands_of(app) for flag in flags_of(each)}
+    text = page.read_text().replace("\\\n", " ")
+    lines = re.findall(r"headwater-(?:server|client|simulate)\b[^`|\n]*", text)
+    used = {flag for line in lines for flag in re.findall(r" (--[a-z][a-z-]+)", line)}
+    assert used <= known
+
+
+@pytest.mark.parametrize(
+    ("app", "flag", "replacement"),
+    [
+        (client_cli.app, "--upload-window", "--active-hours"),
+        (client_cli.app, "--working-hours", "--active-hours"),
+    ],
+)
+def test_a_removed_flag_says_what_replaced_it(
+    app: typer.Typer, flag: str, replacement: str
+) -> None:
+    ended = CliRunner().invoke(app, [flag, "22:00-06:00"])
+    assert ended.exit_code == 2
+    assert f"was removed: use client.active_hours ({replacement})" in " ".join(ended.output.split())
