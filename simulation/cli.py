@@ -132,15 +132,12 @@ def _simulate(settings: Settings, *, resume: bool, is_only_shown: bool) -> None:
 
     settings = with_fleet(settings)
     if is_only_shown:
-        from headwater.simulation.reports.partition_table import show
+        from headwater.simulation.reports.partition_table import show_partition
 
-        show(settings)
+        show_partition(settings)
         return
     settings = settings.model_copy(
-        update={
-            "threads": settings.threads or 1,
-            "out": settings.out or default_out(settings),
-        }
+        update={"threads": settings.threads or 1, "out": settings.out or default_out(settings)}
     )
     from headwater.server.operations.progress import print_result, print_settings, progress_bar
 
@@ -156,49 +153,28 @@ def _simulate(settings: Settings, *, resume: bool, is_only_shown: bool) -> None:
     with progress_bar(settings) as on_round:
         run_engine(settings, on_round=on_round, resume=resume)
     print_result(settings)
-    if settings.simulation.dropout and settings.secure.aggregation != "off":
-        _conclude_sessions(settings)
-    if fleet is not None:
-        _conclude_fleet(settings)
-    _conclude_faults(settings)
+    _print_summary(settings)
 
 
-def _conclude_sessions(settings: Settings) -> None:
-    """Print how many secure sessions were aborted, beside how many were to be expected."""
-    from headwater.common.system.console import console
-    from headwater.server.operations.round_log import read_rows
-    from headwater.simulation.reports.session_aborts import sessions_line
-
-    if settings.out is not None:
-        line = sessions_line(read_rows(settings.out), settings)
-        console.print(f"  {'sessions':<12}{line}", soft_wrap=True)
-
-
-def _conclude_fleet(settings: Settings) -> None:
-    """Print how long the devices waited for one another, and how full their memory was."""
+def _print_summary(settings: Settings) -> None:
+    """Print aborted sessions, waiting times, memory and injected faults, if the run had any."""
     from headwater.common.system.console import console
     from headwater.server.operations.round_log import read_rows
     from headwater.simulation.fleet.fleet_spec import fleet_spec
-    from headwater.simulation.reports.fleet_summary import fullest, idle_line, memory_line
-
-    if settings.out is None:
-        return
-    rows = read_rows(settings.out)
-    found = fullest(rows, lambda name: fleet_spec(settings).device(int(name)).memory_bytes)
-    console.print(f"  {'idle':<12}{idle_line(rows)}", soft_wrap=True)
-    if found is not None:
-        console.print(f"  {'memory':<12}{memory_line(found)}", soft_wrap=True)
-
-
-def _conclude_faults(settings: Settings) -> None:
-    """Print what became of the faults that were injected, if any were."""
-    from headwater.common.system.console import console
-    from headwater.server.operations.round_log import read_rows
     from headwater.simulation.reports.fault_summary import fault_lines
+    from headwater.simulation.reports.fleet_summary import idle_line, memory_line, peak_memory
+    from headwater.simulation.reports.session_aborts import sessions_line
 
-    if settings.out is not None:
-        for title, line in fault_lines(read_rows(settings.out), settings):
-            console.print(f"  {title:<12}{line}", soft_wrap=True)
+    assert settings.out is not None
+    rows, lines = read_rows(settings.out), []
+    if settings.simulation.dropout and settings.secure.aggregation != "off":
+        lines.append(("sessions", sessions_line(rows, settings)))
+    if settings.simulation.fleet is not None:
+        peak = peak_memory(rows, lambda name: fleet_spec(settings).device(int(name)).memory_bytes)
+        lines.append(("idle", idle_line(rows)))
+        lines += [] if peak is None else [("memory", memory_line(peak))]
+    for title, line in [*lines, *fault_lines(rows, settings)]:
+        console.print(f"  {title:<12}{line}", soft_wrap=True)
 
 
 def main() -> None:

@@ -15,7 +15,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from headwater.common.settings.schema import Branch, Settings, Unit
+from headwater.common.settings.fields import Branch, Unit
+from headwater.common.settings.schema import Settings
 
 # A larger limit only keeps a number within its integer type: not shown.
 MAX_SHOWN = 2**31 - 2

@@ -2,8 +2,8 @@
 
 typer builds the commands from ``SettingsGroup`` and ``SettingsCommand``. These add an option for
 every setting that names the command in ``schema.py``; ``overrides`` returns the values by dotted
-keys. ``--help`` shows the options that most people need, ``--help-all`` every option. The tree, and
-pydantic with it, is loaded with the first option, so that commands without settings start faster.
+keys. ``--help`` shows the options that most people need, ``--help-all`` every option. The tree
+is loaded with the first option, so that importing the command line stays cheap.
 """
 
 from __future__ import annotations
@@ -26,9 +26,7 @@ if TYPE_CHECKING:
 SET = "set"
 OWN_PANEL = "Options"
 OTHER_PANEL = "Other"
-# Keys of click's ctx.meta.
-SHOWS_ALL = "headwater.shows_all"
-HAS_SUBCOMMAND = "headwater.has_subcommand"
+SHOWS_ALL = "headwater.shows_all"  # a key of click's ctx.meta
 
 Config = Annotated[
     Path | None,
@@ -168,41 +166,33 @@ def _option_of(setting: Setting) -> TyperOption:
     )
 
 
-def _show_all(ctx: click.Context, _parameter: click.Parameter, is_given: bool) -> None:
+def _show_and_exit(ctx: click.Context, option: click.Parameter, is_given: bool) -> None:
     if is_given:
         ctx.meta[SHOWS_ALL] = True
-        click.echo(ctx.get_help(), color=ctx.color)
+        text = f"headwater {__version__}" if option is VERSION_OPTION else ctx.get_help()
+        click.echo(text, color=ctx.color)
         ctx.exit()
 
 
-def _show_version(ctx: click.Context, _parameter: click.Parameter, is_given: bool) -> None:
-    if is_given:
-        click.echo(f"headwater {__version__}")
-        ctx.exit()
+def _showing_option(flag: str, help_text: str) -> TyperOption:
+    return TyperOption(
+        param_decls=[flag],
+        is_flag=True,
+        is_eager=True,
+        expose_value=False,
+        callback=_show_and_exit,
+        help=help_text,
+    )
 
 
+HELP_ALL_OPTION = _showing_option("--help-all", "Show every option and exit.")
+VERSION_OPTION = _showing_option("--version", "Show the version and exit.")
 SET_OPTION = TyperOption(
     param_decls=["--set"],
     multiple=True,
     metavar="KEY=VALUE",
     help="Any setting of docs/settings.md, e.g. plan.memory_fraction=0.7. May be repeated.",
     rich_help_panel=OTHER_PANEL,
-)
-HELP_ALL_OPTION = TyperOption(
-    param_decls=["--help-all"],
-    is_flag=True,
-    is_eager=True,
-    expose_value=False,
-    callback=_show_all,
-    help="Show every option and exit.",
-)
-VERSION_OPTION = TyperOption(
-    param_decls=["--version"],
-    is_flag=True,
-    is_eager=True,
-    expose_value=False,
-    callback=_show_version,
-    help="Show the version and exit.",
 )
 
 
@@ -220,13 +210,10 @@ class _WithSettings(click.Command):
         settings.sort(key=lambda each: PANELS.index(each.panel))
         return {each.key: _option_of(each) for each in settings} | {SET: SET_OPTION}
 
-    def _settings_options(self, _ctx: click.Context) -> dict[str, TyperOption]:
-        return self._options
-
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
         """Return the generated options, then the command's own, then --help-all and --help."""
         *own, help_option = super().get_params(ctx)
-        return [*self._settings_options(ctx).values(), *own, HELP_ALL_OPTION, help_option]
+        return [*self._options.values(), *own, HELP_ALL_OPTION, help_option]
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse the flags; those of settings move to ``ctx.obj``, by dotted keys."""
@@ -237,8 +224,7 @@ class _WithSettings(click.Command):
 
             message = error.format_message() + replacement_of(error.option_name)
             raise click.UsageError(message, ctx) from error
-        options = self._settings_options(ctx)
-        given = {key: ctx.params.pop(option.name or "", None) for key, option in options.items()}
+        given = {key: ctx.params.pop(each.name or "", None) for key, each in self._options.items()}
         ctx.obj = {key: value for key, value in given.items() if value not in (None, ())}
         return rest
 
@@ -269,18 +255,9 @@ class SettingsCommand(_WithSettings, TyperCommand):
 class SettingsGroup(_WithSettings, TyperGroup):
     """One of the three commands: it reads settings, and has subcommands."""
 
-    def _settings_options(self, ctx: click.Context) -> dict[str, TyperOption]:
-        return {} if HAS_SUBCOMMAND in ctx.meta else self._options
-
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
         """Return the options, with --version."""
         return [*super().get_params(ctx), VERSION_OPTION]
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse the flags; before a subcommand without any, the settings are not even loaded."""
-        if args and args[0] in self.commands:
-            ctx.meta[HAS_SUBCOMMAND] = True
-        return super().parse_args(ctx, args)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]

@@ -1,0 +1,82 @@
+"""How a setting is declared: its value's type and unit, its meaning and its command-line flag."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from headwater.common.data.partition_spec import parse_rule
+from headwater.common.settings.weekly_hours import weekly
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """The word for a flag's value in --help: SECONDS, DIR, HOST:PORT."""
+
+    name: str
+
+
+def _check_hours(text: str) -> str:
+    weekly(text)  # ValueError if the text holds no windows of the week
+    return text
+
+
+def _check_partition(text: str) -> str:
+    parse_rule(text, examples_per_device=None, seed=0)  # ValueError if it is no partition
+    return text
+
+
+Scalar = bool | int | float | str
+Count = Annotated[int, Field(ge=1, le=2**31 - 1), Unit("N")]
+Steps = Annotated[int, Field(ge=1, le=4096), Unit("K")]
+Bytes = Annotated[int, Field(ge=1, le=2**53), Unit("BYTES")]
+Rate = Annotated[float, Field(gt=0, allow_inf_nan=False), Unit("RATE")]
+Part = Annotated[float, Field(gt=0, le=1), Unit("SHARE")]
+Fraction = Annotated[float, Field(ge=0, le=1), Unit("SHARE")]
+Probability = Annotated[float, Field(ge=0, lt=1), Unit("P")]
+Seconds = Annotated[float, Field(gt=0, le=30 * 86_400, allow_inf_nan=False), Unit("SECONDS")]
+Address = Annotated[str, Unit("HOST:PORT")]
+Name = Annotated[str, Unit("NAME")]
+Folder = Annotated[Path, Unit("DIR")]
+File = Annotated[Path, Unit("FILE")]
+Kind = Annotated[str, AfterValidator(_check_partition), Unit("KIND")]
+Hours = Annotated[str, AfterValidator(_check_hours), Unit("HH:MM-HH:MM")]
+
+
+def setting(
+    default: Any,
+    meaning: str,
+    flag: str | None = None,
+    *,
+    on: str | None = None,
+    panel: str | None = None,
+    short: bool = False,
+    **limits: Any,
+) -> Any:
+    """Return a pydantic field that also describes its command-line flag.
+
+    Args:
+        default: the value if neither the file nor the command line sets one; None is "not set".
+        meaning: what the setting does; shown by --help-all and docs/settings.md.
+        flag: by default the key, as in ``--min-clients`` or ``--insecure/--no-insecure``.
+        on: the commands that have the flag, by default the branch's; "" for no flag.
+        panel: the heading of the flag in --help-all, by default the branch's.
+        short: whether --help shows the flag too.
+        limits: ge, gt, le and lt, as in pydantic.
+    """
+    extra: dict[str, Any] = {"flag": flag, "on": on, "panel": panel, "short": short}
+    return Field(default, description=meaning, json_schema_extra=extra, **limits)
+
+
+def branch(settings: type[Branch], panel: str, *, on: str) -> Any:
+    """Return the field of a branch: the heading of its flags, and the commands that have them."""
+    return Field(default_factory=settings, json_schema_extra={"panel": panel, "on": on})
+
+
+class Branch(BaseModel):
+    """A branch of the tree: frozen; an unknown key is an error."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
