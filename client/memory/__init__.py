@@ -1,1 +1,1 @@
-"""Makes training fit into the device's memory."""
+"""Fits training into the device's memory: limits, predicted peaks, activation checkpointing."""

@@ -1,11 +1,11 @@
-"""What the process may use: cores, and bytes of memory.
+"""The limits of the process: cores, and bytes of memory.
 
-Every memory limit is told as resident bytes of this process, so that the least of them counts and
-none moves when the process itself grows: what it holds now and what is still free under the limit.
-Limits of a cgroup are those of its memory controller (kernel's admin-guide/cgroup-v2.rst and
-cgroup-v1/memory.rst); pages of files that nobody has used lately are given back before anybody is
-killed and do not count as used, as in Kubernetes' working set. RLIMIT_DATA and RLIMIT_AS count
-virtual memory (getrlimit(2)); what of it is not touched makes their limit look lower, never higher.
+Every memory limit is given as resident bytes of this process: what it holds now plus what is still
+free under the limit. The smallest one therefore applies, and none changes when the process itself
+grows. Limits of a cgroup are those of its memory controller (the kernel's admin-guide/cgroup-v2.rst
+and cgroup-v1/memory.rst); pages of files not used lately are reclaimed before a process is killed
+and do not count as used, as in Kubernetes' working set. RLIMIT_DATA and RLIMIT_AS count virtual
+memory (getrlimit(2)); the untouched part of it makes their limit look lower, never higher.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 
 from headwater.client.memory.peak_model import resident_bytes
 
-# A lowered limit is seen as soon as this; where reading them takes long, at the cost of 2 %.
+# A lowered limit is noticed after so long; if reading takes long, it may cost 2 % of the time.
 READ_EVERY_SECONDS, READING_SHARE = 0.05, 0.02
 
 UNLIMITED_BYTES = 2**60  # version 1 writes "no limit" as a number just below 2^63
@@ -31,7 +31,7 @@ ROOT = Path("/")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryLimit:
-    """The resident bytes that the process may reach, and what binds it to them."""
+    """The resident bytes that the process may reach, and the source of the limit."""
 
     num_bytes: int
     source: str
@@ -43,7 +43,7 @@ class MemoryLimit:
 
 
 class MemoryLimits:
-    """All limits of this process's memory; what is no limit is not in the list."""
+    """All memory limits of this process."""
 
     def __init__(
         self,
@@ -52,11 +52,11 @@ class MemoryLimits:
         root: Path = ROOT,
         seconds: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Take the owner's own limit, and the folder in which /proc and /sys lie."""
+        """Take the owner's own limit, and the folder that holds /proc and /sys."""
         self._own_bytes = own_bytes
         self._root = root
         self._seconds = seconds
-        self._least: MemoryLimit | None = None
+        self._lowest: MemoryLimit | None = None
         self._read_again_at = -math.inf
 
     def all(self) -> list[MemoryLimit]:
@@ -72,29 +72,29 @@ class MemoryLimits:
         return limits
 
     def lowest(self) -> MemoryLimit:
-        """Return the least of them, as it was at most ``READ_EVERY_SECONDS`` ago."""
+        """Return the lowest limit, read at most ``READ_EVERY_SECONDS`` ago."""
         now = self._seconds()
-        if self._least is None or now >= self._read_again_at:
-            self._least = min(self.all(), key=lambda limit: limit.num_bytes)
-            taken = self._seconds() - now
-            self._read_again_at = now + max(READ_EVERY_SECONDS, taken / READING_SHARE)
-        return self._least
+        if self._lowest is None or now >= self._read_again_at:
+            self._lowest = min(self.all(), key=lambda limit: limit.num_bytes)
+            spent = self._seconds() - now
+            self._read_again_at = now + max(READ_EVERY_SECONDS, spent / READING_SHARE)
+        return self._lowest
 
     def lowest_bytes(self) -> int:
-        """Return the bytes of ``least``."""
+        """Return the bytes of ``lowest``."""
         return self.lowest().num_bytes
 
 
 def usable_cores(root: Path = ROOT) -> float:
-    """Return the cores that the process may use; a cgroup may grant a fraction of one."""
+    """Return how many cores the process may use; a cgroup may grant a fraction of one."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return min([float(usable or 1), *_cgroup_cores(root)])
 
 
 def cgroup_folders(root: Path, controller: str) -> Iterator[Path]:
-    """Yield the folders of the process's cgroups and of all above them, for one controller.
+    """Yield the folders of one controller: the process's cgroup and all of its parents.
 
-    Version 2 stands at /sys/fs/cgroup, or beside version 1 at /sys/fs/cgroup/unified.
+    Version 2 is mounted at /sys/fs/cgroup, or with version 1 at /sys/fs/cgroup/unified.
     """
     top = root / "sys/fs/cgroup"
     for line in _text(root / "proc/self/cgroup").splitlines():
@@ -113,11 +113,11 @@ def cgroup_folders(root: Path, controller: str) -> Iterator[Path]:
 
 
 def _available_bytes(root: Path) -> int:
-    """Return what the machine can give without swapping."""
+    """Return what the machine can provide without swapping."""
     available = _sizes(root / "proc/meminfo", "MemAvailable").get("MemAvailable")
     if available is not None:
         return available
-    import psutil  # where that is not Linux: 1 MB of an idle device
+    import psutil  # only outside Linux: it costs an idle device 1 MB
 
     return psutil.virtual_memory().available
 
@@ -125,7 +125,7 @@ def _available_bytes(root: Path) -> int:
 def _cgroup_limits(folder: Path, resident: int) -> Iterator[MemoryLimit]:
     """Yield the limits of one cgroup.
 
-    Above memory.high nobody is killed, but every allocation is held up until the group is below.
+    Above memory.high nothing is killed, but every allocation waits until the group is below.
     """
     for limit_file, usage_file, idle_row in (
         ("memory.max", "memory.current", "inactive_file"),
@@ -135,12 +135,10 @@ def _cgroup_limits(folder: Path, resident: int) -> Iterator[MemoryLimit]:
         limit, usage = _number(folder / limit_file), _number(folder / usage_file)
         if limit is None or limit >= UNLIMITED_BYTES or usage is None:
             continue
-        _, _, behind = f"\n{_text(folder / 'memory.stat')}".partition(f"\n{idle_row} ")
-        idle = int(behind.split(maxsplit=1)[0]) if behind else 0
-        held = max(usage - idle, 0)
-        yield MemoryLimit(
-            num_bytes=max(resident + limit - held, 0), source=f"cgroup's {limit_file}"
-        )
+        _, _, rest = f"\n{_text(folder / 'memory.stat')}".partition(f"\n{idle_row} ")
+        idle = int(rest.split(maxsplit=1)[0]) if rest else 0
+        room = limit - max(usage - idle, 0)
+        yield MemoryLimit(num_bytes=max(resident + room, 0), source=f"cgroup's {limit_file}")
 
 
 def _resource_limits(root: Path, status: dict[str, int], resident: int) -> Iterator[MemoryLimit]:
@@ -157,7 +155,7 @@ def _resource_limits(root: Path, status: dict[str, int], resident: int) -> Itera
 
 
 def _cgroup_cores(root: Path) -> Iterator[float]:
-    """Yield the CPU quota of the process's cgroups, version 2 and version 1, where there is one."""
+    """Yield the CPU quotas of the process's cgroups, version 2 and version 1."""
     for folder in cgroup_folders(root, "cpu"):
         v2 = _text(folder / "cpu.max").split()
         if len(v2) == 2 and v2[0] != "max":
@@ -168,17 +166,17 @@ def _cgroup_cores(root: Path) -> Iterator[float]:
 
 
 def _sizes(file: Path, *names: str) -> dict[str, int]:
-    """Read rows ``Name: 123 kB`` of a file of /proc, in bytes; those that are not there are not."""
+    """Read rows ``Name: 123 kB`` of a file of /proc, in bytes; missing rows are left out."""
     text, sizes = _text(file), {}
     for name in names:
-        _, found, behind = text.partition(f"{name}:")
+        _, found, rest = text.partition(f"{name}:")
         if found:
-            sizes[name] = int(behind.split(maxsplit=1)[0]) * 1024
+            sizes[name] = int(rest.split(maxsplit=1)[0]) * 1024
     return sizes
 
 
 def _number(file: Path) -> int | None:
-    """Read a whole number of 0 or more; None where there is none, as with ``max`` or -1."""
+    """Read a whole number of 0 or more; None for anything else, such as ``max`` or -1."""
     text = _text(file).strip()
     return int(text) if text.isdigit() else None
 

@@ -1,15 +1,15 @@
-"""What micro-batches take of the process's memory: measured, fitted to a line, and foreseen.
+"""Predicts the peak memory of micro-batches, and measures the peak of the process.
 
-The peak of the process is base + each x size. The probe lays the line (``client.training.probe``), and every
-micro-batch after it corrects the line, upwards at once and downwards slowly: a kill by the kernel
-cannot be caught, it can only be foreseen.
+The peak is modelled as base + each x size. The probe fits the line
+(``headwater.client.training.probe``), and every later micro-batch corrects it, upwards at once and
+downwards slowly: a kill by the kernel cannot be caught, only predicted.
 
-An allocator keeps much of what was freed (glibc up to hundreds of MB, for a transformer in
-micro-batches of 256), so a small micro-batch behind a large one peaks as high as the large one did.
-What a peak says of its own size it says only in so far as it rose above what was resident when its
-micro-batch began. And what one size left free rarely suits another: a CNN in micro-batches of 30 to
-84 examples by turns peaked at 525 MB, where 84 alone take 400. Close to the limit freed memory is
-given back before the size changes, which takes a tenth of the time of a micro-batch.
+An allocator keeps much of the memory that was freed (glibc up to hundreds of MB, for a transformer
+in micro-batches of 256), so a small micro-batch after a large one peaks as high as the large one.
+A peak says something about its own size only by as much as it rose above the resident memory at its
+micro-batch's start. Memory freed by one size rarely suits another: a CNN in micro-batches of 30 to
+84 examples in turn peaked at 525 MB, where 84 alone take 400. Close to the limit freed memory is
+therefore returned before the size changes, which takes a tenth of a micro-batch's time.
 """
 
 from __future__ import annotations
@@ -25,53 +25,53 @@ from dataclasses import dataclass, replace
 from headwater.common.stats.linear_fit import Line
 from headwater.common.system.heap import give_back, keep_mmap_threshold
 
-# Of the limit; the planner fills 0.8 of it (plan.memory_fraction), and what was foreseen may be off
-# by the half of the rest before the device takes less than it was asked for.
+# Share of the limit that may be filled. The planner plans for 0.8 (plan.memory_fraction), so a
+# prediction may be wrong by half of the rest before the device does less than its quota.
 GUARD_SHARE = 0.9
 
-# How much of what a line foresees too much is taken off it per micro-batch.
+# The share of an overestimate that is corrected per micro-batch.
 RELAXED = 1 / 16
 
-# The kernel counts pages in batches of some dozens per core, huge pages come at 2 MiB each, and
-# equal passes of a small model leave the allocator's heap up to so much larger or smaller.
+# The kernel counts pages in batches of some dozens per core, huge pages have 2 MiB each, and equal
+# passes of a small model leave the allocator's heap larger or smaller by up to this.
 NOISE_BYTES = 4 << 20
 
-# Freed memory is given back at most so often: it takes 5 to 20 ms, and the pages come back by
-# faults.
+# Freed memory is returned at most this often: it takes 5 to 20 ms, and the pages are faulted in
+# again.
 GIVE_BACK_EVERY_SECONDS = 1.0
 
 LARGEST_SIZE = 2**31  # of a plan's micro-batch
 
-# Autograd's saved activations are not all: their gradients and temporaries live a while too. Measured
-# peaks grew by 1.3 (transformer of 2 blocks) to 2.2 (CNN) times what autograd keeps.
+# Besides the activations that autograd keeps, their gradients and temporaries live for a while:
+# measured peaks grew by 1.3 (transformer of 2 blocks) to 2.2 (CNN) times what autograd keeps.
 WORKING_FACTOR = 2.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PeakModel:
-    """What is known of the peaks: a line in the size, and what it was learned from."""
+    """A line of peak bytes in the micro-batch size, and what it was learned from."""
 
     line: Line
-    # Autograd keeps so much for each example; no peak is lower.
+    # What autograd keeps for each example; no peak is lower.
     least_each: float
-    # Nothing larger was ever measured: beyond it the line is an extrapolation.
+    # The largest size measured; beyond it the line is an extrapolation.
     largest_size: int
-    # Resident without freed memory when the line was laid, and beyond that since.
+    # Resident bytes without freed memory when the line was fitted, and the growth since.
     rest_bytes: int
     surplus_bytes: float = 0.0
 
     @property
     def now(self) -> Line:
-        """The line as it stands, with what the process holds beside since it was laid."""
+        """The line with the memory that the process has gained since it was fitted."""
         return Line(base=self.line.base + self.surplus_bytes, each=self.line.each)
 
-    def learned(self, *, size: int, held_size: int, begun_bytes: int, peak_bytes: int) -> PeakModel:
+    def updated(self, *, size: int, held_size: int, begun_bytes: int, peak_bytes: int) -> PeakModel:
         """Correct the line by one micro-batch's peak.
 
-        A peak above the line is believed at once. Where the micro-batch itself took it, the slope
-        is too low, or, at sizes below the largest, more is resident besides. Where as much was
-        resident before, memory freed by a micro-batch of up to ``held_size`` explains some of it,
-        and only the rest counts. Of what a peak is below the line a sixteenth is believed, and
+        A peak above the line corrects it at once. If the micro-batch itself caused the peak, the
+        slope is too low; at sizes below the largest one, more is resident instead. If as much was
+        resident before, memory freed by a micro-batch of up to ``held_size`` explains part of it,
+        and only the rest counts. Of a peak below the line a sixteenth of the difference counts, and
         nothing within the noise.
         """
         miss = peak_bytes - self.now.at(size)
@@ -87,15 +87,15 @@ class PeakModel:
         each = max(self.line.each + miss / size, self.least_each)
         return replace(self, line=replace(self.line, each=each), largest_size=size)
 
-    def rested(self, rest_bytes: int) -> PeakModel:
-        """Take note of what is resident between micro-batches when freed memory is given back."""
+    def at_rest(self, rest_bytes: int) -> PeakModel:
+        """Set the surplus from the resident bytes after freed memory was returned."""
         return replace(self, surplus_bytes=float(max(rest_bytes - self.rest_bytes, 0)))
 
-    def relieved(self, each: float, rest_bytes: int) -> PeakModel:
-        """Return the line where an example takes ``each`` by prediction, if that is less.
+    def with_checkpointing(self, each: float, rest_bytes: int) -> PeakModel:
+        """Return the line for a predicted ``each`` bytes per example, if that is less.
 
-        The base is at least what is resident now. Nothing of any size was measured so: the next
-        peaks decide.
+        The base is at least what is resident now. No size was measured like this; the next peaks
+        correct the line.
         """
         if each >= self.line.each:
             return self
@@ -103,7 +103,7 @@ class PeakModel:
         return PeakModel(line=line, least_each=0.0, largest_size=1, rest_bytes=rest_bytes)
 
     def fitting(self, limit_bytes: float) -> int:
-        """Return the largest size whose peak stays within the bytes; 0 where not even one does."""
+        """Return the largest size whose peak stays within the limit; 0 if no example fits."""
         room = limit_bytes - self.now.base
         if room < self.line.each:
             return 0
@@ -111,7 +111,7 @@ class PeakModel:
 
 
 class ProcessMemory:
-    """The memory of this process."""
+    """The memory of this process; implements ``headwater.client.device.interfaces.Memory``."""
 
     def __init__(
         self,
@@ -124,11 +124,11 @@ class ProcessMemory:
         self._seconds = seconds
         self._peak = PeakMeter()
         self._begun_bytes = 0
-        self._largest_begun = 0  # since memory was given back
+        self._largest_begun = 0  # since freed memory was returned
         self._last_size = 0  # since then too
         self._last_peak_bytes = 0
         self._give_back_at = 0.0
-        self._relieved_to: float | None = None
+        self._checkpointed_bytes: float | None = None
 
     @property
     def line(self) -> Line | None:
@@ -138,27 +138,26 @@ class ProcessMemory:
         return self._limit_bytes()
 
     def fitting(self, num_examples: int) -> int | None:
-        """See ``client.training.context.Memory``; ``GUARD_SHARE`` of the limit may be filled.
+        """See ``Memory``; ``GUARD_SHARE`` of the limit may be filled.
 
-        Freed memory is given back to the machine, and what then is resident is looked at anew,
-        before the answer is less than what was taken lately, and where another size would overstep
-        if it could use nothing of what the last one left free.
+        Freed memory is returned to the machine, and the resident bytes are read again, before the
+        answer becomes smaller than a recent micro-batch, and when another size would exceed the
+        limit if it could reuse nothing that the last one freed.
         """
         known, limit_bytes = self.known, self._limit_bytes()
         if known is None or limit_bytes is None:
             return None
-        most_bytes = limit_bytes * GUARD_SHARE
-        size = known.fitting(most_bytes)
+        guarded_bytes = limit_bytes * GUARD_SHARE
+        size = known.fitting(guarded_bytes)
         is_less = size < self._largest_begun and self._seconds() >= self._give_back_at
         is_other = 0 < self._last_size != num_examples and (
-            self._last_peak_bytes + known.now.each * num_examples > most_bytes
+            self._last_peak_bytes + known.now.each * num_examples > guarded_bytes
         )
         if is_less or is_other:
-            give_back()
-            self._largest_begun = self._last_size = 0  # nothing freed is held any more
+            self._give_back()
             self._give_back_at = self._seconds() + GIVE_BACK_EVERY_SECONDS
-            self.known = known = known.rested(resident_bytes())
-            size = known.fitting(most_bytes)
+            self.known = known = known.at_rest(resident_bytes())
+            size = known.fitting(guarded_bytes)
         return size
 
     def begin(self, num_examples: int) -> None:
@@ -170,7 +169,7 @@ class ProcessMemory:
         peak_bytes = self._peak.peak_bytes()
         self._last_size, self._last_peak_bytes = num_examples, peak_bytes
         if self.known is not None:
-            self.known = self.known.learned(
+            self.known = self.known.updated(
                 size=num_examples,
                 held_size=self._largest_begun,
                 begun_bytes=self._begun_bytes,
@@ -179,47 +178,48 @@ class ProcessMemory:
         return peak_bytes
 
     def use_checkpointing(self, bytes_per_example: float | None) -> None:
-        """See ``client.training.context.Memory``."""
         keep_mmap_threshold()
-        give_back()
-        self._largest_begun = self._last_size = 0
+        self._give_back()
         if self.known is None or bytes_per_example is None:
             return
-        if bytes_per_example != self._relieved_to:
-            self.known = self.known.relieved(bytes_per_example, resident_bytes())
-            self._relieved_to = bytes_per_example
+        if bytes_per_example != self._checkpointed_bytes:
+            self.known = self.known.with_checkpointing(bytes_per_example, resident_bytes())
+            self._checkpointed_bytes = bytes_per_example
+
+    def _give_back(self) -> None:
+        give_back()
+        self._largest_begun = self._last_size = 0  # no freed memory is held any more
 
 
-# The peak is the process's in both; to read it for the thread alone waits for no other thread.
+# The peak is the process's in both; reading the thread's own waits for no other thread.
 _RUSAGE = getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)
 _RUSAGE_UNIT = 1 if sys.platform == "darwin" else 1024
 
 
 class PeakMeter:
-    """The process's peak resident memory since it was made, or since ``reset``.
+    """Measures the process's peak resident memory since construction, or since ``reset``.
 
-    Linux resets its mark when 5 is written to /proc/self/clear_refs; elsewhere the mark is that of
-    the process's whole life. A process inherits the mark of the one that launched it as a floor
-    under what ``getrusage`` tells; where that floor is above its own, /proc is read instead, which
-    takes longer.
+    Linux resets its mark when 5 is written to /proc/self/clear_refs; elsewhere the mark covers the
+    process's whole life. A process inherits its parent's mark as a lower bound of ``getrusage``. If
+    that bound is above its own peak, /proc is read instead, which takes longer.
     """
 
     def __init__(self) -> None:
         self._clear: int | None = None
-        self._is_floored = False
+        self._is_bounded = False
         with contextlib.suppress(OSError):
             self._clear = os.open("/proc/self/clear_refs", os.O_WRONLY | os.O_CLOEXEC)
             self.reset()
-            self._is_floored = self.peak_bytes() > 1.1 * _status_bytes("VmHWM")
+            self._is_bounded = self.peak_bytes() > 1.1 * _status_bytes("VmHWM")
 
     def reset(self) -> None:
-        """Let the peak be what is resident now."""
+        """Set the peak to what is resident now."""
         if self._clear is not None:
             os.pwrite(self._clear, b"5", 0)
 
     def peak_bytes(self) -> int:
         """Return the peak since the last reset."""
-        if self._is_floored:
+        if self._is_bounded:
             return _status_bytes("VmHWM")
         return resource.getrusage(_RUSAGE).ru_maxrss * _RUSAGE_UNIT
 
@@ -229,24 +229,24 @@ class PeakMeter:
 
 
 def resident_bytes() -> int:
-    """Return what the process holds in memory now."""
+    """Return the resident memory of the process."""
     try:
         return _status_bytes("VmRSS")
     except OSError:
-        import psutil  # where that is not Linux: 1 MB of an idle device
+        import psutil  # only outside Linux: it costs an idle device 1 MB
 
         return psutil.Process().memory_info().rss
 
 
 def is_allocation_failure(error: BaseException) -> bool:
-    """Tell an allocation failure, which torch raises as a RuntimeError, from any other error.
+    """Return whether an exception is an allocation failure, which torch raises as a RuntimeError.
 
-    oneDNN, which computes convolutions, says no more than that it could not create something.
+    oneDNN, which computes convolutions, only says that it could not create something.
     """
-    told = str(error)
+    text = str(error)
     return isinstance(error, MemoryError) or (
         isinstance(error, RuntimeError)
-        and ("can't allocate memory" in told or told.startswith("could not create a "))
+        and ("can't allocate memory" in text or text.startswith("could not create a "))
     )
 
 

@@ -21,7 +21,7 @@ from headwater.client.memory.activation_checkpointing import (
     switch_on,
 )
 from headwater.client.memory.peak_model import WORKING_FACTOR
-from headwater.client.memory.recompute import Pass
+from headwater.client.memory.recompute import RecomputedPass
 from headwater.common.errors import TaskError
 from tests.processes import ROOT
 
@@ -305,9 +305,9 @@ class FewerTheSecondTime(OtherShapes):
 @pytest.mark.parametrize(
     ("model", "text"),
     [
-        (InPlaceBehind(), "changed in place behind the block"),
-        (nn.ModuleDict({"a": OtherShapes()}), "other shapes the second time"),
-        (nn.ModuleDict({"a": FewerTheSecondTime()}), "another the second time"),
+        (InPlaceBehind(), "changed in place after the block"),
+        (nn.ModuleDict({"a": OtherShapes()}), "other shapes than the first"),
+        (nn.ModuleDict({"a": FewerTheSecondTime()}), "differs from the first"),
     ],
 )
 def test_a_block_that_cannot_be_run_again_is_a_task_error_that_says_why(
@@ -323,7 +323,7 @@ def test_a_block_that_cannot_be_run_again_is_a_task_error_that_says_why(
 @pytest.mark.parametrize("name", MODELS)
 def test_the_passes_of_a_block_are_gone_with_the_backward_pass(name: str) -> None:
     def passes() -> int:
-        return sum(type(one) is Pass for one in gc.get_objects())
+        return sum(type(one) is RecomputedPass for one in gc.get_objects())
 
     model, inputs = made(name)
     switch_on(model)

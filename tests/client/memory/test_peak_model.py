@@ -153,7 +153,7 @@ def test_a_peak_that_the_micro_batch_took_itself_is_foreseen_from_then_on(
     size: int, largest: int, peak: int, surplus: float
 ) -> None:
     known = peaks(largest_size=largest, surplus=surplus)
-    found = known.learned(size=size, held_size=size, begun_bytes=0, peak_bytes=peak)
+    found = known.updated(size=size, held_size=size, begun_bytes=0, peak_bytes=peak)
     assert found.now.at(size) >= peak - 1
     assert found.line.each >= known.least_each
     assert found.surplus_bytes >= 0
@@ -166,7 +166,7 @@ def test_what_a_peak_denies_is_believed_slowly_and_never_below_the_peak(
 ) -> None:
     known = peaks(surplus=surplus * MIB)
     expected = known.now.at(size)
-    found = known.learned(size=size, held_size=size, begun_bytes=peak, peak_bytes=peak)
+    found = known.updated(size=size, held_size=size, begun_bytes=peak, peak_bytes=peak)
     if peak < expected:
         assert peak - 1 <= found.now.at(size) <= expected
         assert expected - found.now.at(size) <= RELAXED * (expected - peak) + 1
@@ -175,54 +175,54 @@ def test_what_a_peak_denies_is_believed_slowly_and_never_below_the_peak(
 def test_memory_that_a_larger_micro_batch_freed_raises_nothing() -> None:
     known = peaks(base=300 * MIB, each=MIB, largest_size=64)
     held = int(known.now.at(64))
-    assert known.learned(size=1, held_size=64, begun_bytes=held, peak_bytes=held) == known
+    assert known.updated(size=1, held_size=64, begun_bytes=held, peak_bytes=held) == known
 
 
 def test_of_what_is_held_only_what_no_micro_batch_explains_counts() -> None:
     known = peaks(base=300 * MIB, each=MIB, largest_size=64)
     held = int(known.now.at(64)) + 100 * MIB
-    found = known.learned(size=1, held_size=64, begun_bytes=held, peak_bytes=held)
+    found = known.updated(size=1, held_size=64, begun_bytes=held, peak_bytes=held)
     assert found.surplus_bytes == pytest.approx(100 * MIB)
 
 
 def test_one_high_peak_is_forgotten_by_a_sixteenth_at_a_time() -> None:
     known = peaks(largest_size=64)
     usual = int(known.now.at(32))
-    found = known.learned(size=32, held_size=32, begun_bytes=usual, peak_bytes=usual + 500 * MIB)
+    found = known.updated(size=32, held_size=32, begun_bytes=usual, peak_bytes=usual + 500 * MIB)
     count = math.ceil(math.log(NOISE_BYTES / (500 * MIB)) / math.log(1 - RELAXED))
     for _ in range(count):
-        found = found.learned(size=32, held_size=32, begun_bytes=usual, peak_bytes=usual)
+        found = found.updated(size=32, held_size=32, begun_bytes=usual, peak_bytes=usual)
     assert usual <= found.now.at(32) <= usual + NOISE_BYTES
 
 
 def test_beyond_the_largest_size_the_slope_is_learned_and_below_it_what_is_resident() -> None:
     known = peaks(base=300 * MIB, each=MIB, largest_size=64)
-    steeper = known.learned(size=128, held_size=128, begun_bytes=0, peak_bytes=556 * MIB)
+    steeper = known.updated(size=128, held_size=128, begun_bytes=0, peak_bytes=556 * MIB)
     assert steeper.line == Line(base=300 * MIB, each=2 * MIB)
-    fuller = known.learned(size=32, held_size=32, begun_bytes=0, peak_bytes=364 * MIB)
+    fuller = known.updated(size=32, held_size=32, begun_bytes=0, peak_bytes=364 * MIB)
     assert (fuller.line, fuller.surplus_bytes) == (known.line, 32 * MIB)
 
 
 def test_what_is_resident_behind_a_giving_back_replaces_the_surplus() -> None:
     known = peaks(base=300 * MIB, surplus=200 * MIB)
-    assert known.rested(310 * MIB).surplus_bytes == 10 * MIB
-    assert known.rested(290 * MIB).surplus_bytes == 0
+    assert known.at_rest(310 * MIB).surplus_bytes == 10 * MIB
+    assert known.at_rest(290 * MIB).surplus_bytes == 0
 
 
 def test_with_checkpointing_an_example_takes_what_was_predicted_until_a_peak_says_otherwise() -> (
     None
 ):
     known = peaks(base=300 * MIB, each=4 * MIB, surplus=100 * MIB)
-    relieved = known.relieved(MIB, rest_bytes=310 * MIB)
+    relieved = known.with_checkpointing(MIB, rest_bytes=310 * MIB)
     assert relieved.now == Line(base=310 * MIB, each=MIB)
     peak = int(relieved.now.at(8)) + 80 * MIB
-    learned = relieved.learned(size=8, held_size=8, begun_bytes=0, peak_bytes=peak)
+    learned = relieved.updated(size=8, held_size=8, begun_bytes=0, peak_bytes=peak)
     assert learned.now == Line(base=310 * MIB, each=11 * MIB)
 
 
 def test_checkpointing_that_takes_no_less_relieves_nothing() -> None:
     known = peaks(each=MIB)
-    assert known.relieved(MIB, rest_bytes=0) == known
+    assert known.with_checkpointing(MIB, rest_bytes=0) == known
 
 
 @dataclass
@@ -253,7 +253,7 @@ def test_no_sequence_of_sizes_talks_a_true_line_up_or_down(run: list[tuple[int, 
     for size, noise in run:
         begun, peak = process.run(size, noise)
         held = max(held, size)
-        known = known.learned(size=size, held_size=held, begun_bytes=begun, peak_bytes=peak)
+        known = known.updated(size=size, held_size=held, begun_bytes=begun, peak_bytes=peak)
         assert known.now == Line(base=300 * MIB, each=MIB)
 
 
@@ -267,7 +267,7 @@ def test_whatever_was_believed_no_peak_is_above_what_was_learned_from_it(
     for size, noise in run:
         begun, peak = process.run(size, noise)
         held = max(held, size)
-        known = known.learned(size=size, held_size=held, begun_bytes=begun, peak_bytes=peak)
+        known = known.updated(size=size, held_size=held, begun_bytes=begun, peak_bytes=peak)
         assert known.now.at(held) >= peak - NOISE_BYTES
         assert known.line.each <= max(1 + fragments, believed) * MIB * (1 + 1e-9)
 
