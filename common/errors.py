@@ -37,7 +37,7 @@ class HeadwaterError(Exception):
 
 class SettingsError(HeadwaterError):
     """A setting is missing, unknown or out of range."""
-    remedy = "see --help for the flags, and docs/settings.md for the settings file"
+    remedy = "see --help-all for the flags, and docs/settings.md for the settings file"
     exit_status = 2
 class UnknownTask(SettingsError):
     """The task file, or the class in it, does not exist or cannot be imported."""
@@ -156,10 +156,8 @@ class JoinTokenUsed(DeviceRefused):
 class DeviceAway(HeadwaterError):
     """The owner's settings keep the device away; it connects again by itself."""
     remedy = "nothing needs to be done: the device connects again by itself"
-class OutsideUploadWindow(DeviceAway):
-    """The owner's settings do not allow use of the network link at this hour."""
-class WorkingHours(DeviceAway):
-    """The owner's settings do not allow training at this hour."""
+class OutsideActiveHours(DeviceAway):
+    """The device is outside the active hours that its owner set."""
 class BytesUsedUp(DeviceAway):
     """The rest of the day's byte quota is too small for a round."""
 

@@ -13,7 +13,7 @@ from typing import Annotated, ClassVar, Literal, Protocol
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
-from headwater.common.settings.schema import Seconds
+from headwater.common.settings.fields import Seconds
 
 Natural = Annotated[int, Field(ge=0, le=2**53)]
 # Far above what float32 can lead to (2^53 losses of 2^128 are below 10^55), and small enough for
@@ -36,7 +36,7 @@ StopReason = Literal[
     "hot",
     "throttled",
     "busy",
-    "working hours",
+    "inactive hours",
     "short of memory",
 ]
 

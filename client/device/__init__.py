@@ -1,1 +1,1 @@
-"""The machine: hardware, sensors, and the limits that its owner sets."""
+"""The device's hardware and sensors, and its owner's limits on time and bytes."""

@@ -1,9 +1,8 @@
-"""How many bytes a device has moved today, kept over restarts, against what its owner allows.
+"""The bytes that the device has moved today, kept over restarts, and its owner's limit per day.
 
-Days are those of the wall clock. The last few are kept, so that a machine without a clock of its
-own, which wakes up in the past and is set right a moment later, neither forgets what it used today
-nor gets today's bytes twice. What a power cut forgets is what was moved in the last
-``WRITE_SECONDS``.
+Days are those of the wall clock. The last few days are kept: a machine without a battery-backed
+clock starts with an old date and is corrected a moment later, and neither loses today's count nor
+gets a second quota. A power cut loses the count of the last ``WRITE_SECONDS``.
 """
 
 from __future__ import annotations
@@ -27,20 +26,20 @@ Days = Mapping[dt.date, int]
 
 
 def with_bytes_added(days: Days, day: dt.date, num_bytes: int) -> dict[dt.date, int]:
-    """Return the bytes of each day, with more on one: of the days the last that were counted on."""
-    rest = {other: before for other, before in days.items() if other != day}
-    kept = list(rest.items())[1 - MAX_DAYS :]
-    return {**dict(kept), day: days.get(day, 0) + num_bytes}
+    """Return the bytes of each day with more on ``day``; only the last MAX_DAYS are kept."""
+    others = {other: count for other, count in days.items() if other != day}
+    recent = list(others.items())[1 - MAX_DAYS :]
+    return {**dict(recent), day: days.get(day, 0) + num_bytes}
 
 
 class ByteQuota:
-    """The bytes of the last days, in memory and in a file."""
+    """The bytes of the last days, in memory and in a file, and the limit per day."""
 
     def __init__(self, path: Path, *, bytes_per_day: int) -> None:
-        """Take up what the file has; there need be none.
+        """Read the file if it exists.
 
         Raises:
-            StateError: it is there, and cannot be read back.
+            StateError: it exists and cannot be read.
         """
         self.bytes_per_day = bytes_per_day
         self._path = path
@@ -50,7 +49,7 @@ class ByteQuota:
         self._written_at = -WRITE_SECONDS
 
     def used(self, day: dt.date) -> int:
-        """Return the bytes that were moved on a day."""
+        """Return the bytes moved on a day."""
         return self._days.get(day, 0)
 
     def left(self, day: dt.date) -> int:
@@ -58,25 +57,25 @@ class ByteQuota:
         return max(self.bytes_per_day - self.used(day), 0)
 
     def count(self, day: dt.date, num_bytes: int) -> None:
-        """Count bytes; they are on disk within ``WRITE_SECONDS`` if counting goes on."""
+        """Count bytes; they are on disk within ``WRITE_SECONDS`` if counting continues."""
         self._days = with_bytes_added(self._days, day, num_bytes)
         self._is_written = False
         if time.monotonic() - self._written_at >= WRITE_SECONDS:
             self.write()
 
     def write(self) -> None:
-        """Write what was counted since the last time; a disk that does not take it is told of."""
+        """Write the counts if they changed; a failure is logged once."""
         if self._is_written:
             return
         self._written_at = time.monotonic()
-        told = {day.isoformat(): used for day, used in self._days.items()}
+        counts = {day.isoformat(): used for day, used in self._days.items()}
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(self._path, json.dumps(told).encode())
+            write_whole(self._path, json.dumps(counts).encode())
         except OSError as error:
             if not self._is_failing:
                 log.warning(
-                    "%s cannot be written (%s): a restart would forget the bytes of today",
+                    "%s cannot be written (%s): a restart would lose today's count of bytes",
                     self._path,
                     error.strerror,
                 )
@@ -87,15 +86,15 @@ class ByteQuota:
 
 def _read(path: Path) -> dict[dt.date, int]:
     try:
-        told = json.loads(path.read_text())
-        days = {dt.date.fromisoformat(day): used for day, used in told.items()}
+        counts = json.loads(path.read_text())
+        days = {dt.date.fromisoformat(day): used for day, used in counts.items()}
         if not all(type(used) is int and used >= 0 for used in days.values()):
-            raise ValueError("a count that is no count")
+            raise ValueError("a count is not a whole number of 0 or more")
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, AttributeError, TypeError) as error:
         raise StateError(
-            f"the bytes that were moved today cannot be read from {path}: {error}",
+            f"today's count of bytes cannot be read from {path}: {error}",
             remedy="delete the file: the device then counts today's bytes from zero",
         ) from error
     return days

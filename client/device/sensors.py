@@ -1,7 +1,7 @@
-"""What the machine tells of itself: pressure, load of others, heat, throttling, battery and mains.
+"""Reads the machine's sensors: pressure, load, temperature, throttling, battery and mains.
 
-All of it is read from files of the kernel; what there is no file for is absent, never zero, and so
-is what a file says that cannot be. Sources, in the kernel's documentation:
+All readings come from files of the kernel. A missing file gives an absent reading, never zero, and
+so does an impossible value. Sources, in the kernel's documentation:
 
 | sensor | files |
 | --- | --- |
@@ -10,10 +10,10 @@ is what a file says that cannot be. Sources, in the kernel's documentation:
 | temperature | /sys/class/hwmon, /sys/class/thermal (ABI/testing/sysfs-class-thermal) |
 | throttling | a Raspberry Pi's firmware; counters of x86; cooling devices of the CPU |
 | battery, mains | /sys/class/power_supply (ABI/testing/sysfs-class-power) |
-| instructions for AES | /proc/cpuinfo |
+| AES instructions | /proc/cpuinfo |
 
-On other systems than Linux the battery comes from psutil, and nothing else does. (All Macs that
-torch runs on have instructions for AES.)
+Outside Linux psutil reads the battery, and nothing else is read. (All Macs that torch runs on have
+AES instructions.)
 """
 
 from __future__ import annotations
@@ -32,41 +32,41 @@ log = logging.getLogger(__name__)
 
 LOOK_EVERY_SECONDS = 1.0
 
-# Counters that rose since an older look say nothing of now.
+# Throttle counters that rose since an older reading say nothing about now.
 RECENT_SECONDS = 60.0
 
-# A chip or zone of these names, or with "cpu" or "soc" in its name, is the CPU's. The mainboard's
-# (acpitz) is not: many report a constant.
+# A chip or zone with one of these names, or with "cpu" or "soc" in its name, measures the CPU. The
+# mainboard's (acpitz) does not: many report a constant.
 CPU_SENSORS = {"coretemp", "k8temp", "k10temp", "zenpower", "x86_pkg_temp"}
 PLAUSIBLE_CELSIUS = (-40.0, 150.0)
 
 # Of get_throttled (raspberrypi.com, "vcgencmd"): bit 1 the clock is capped, bit 2 throttled, bit 3
-# above the soft temperature limit. Bit 0 is the supply's voltage; from bit 16 on is the past.
+# above the soft temperature limit. Bit 0 is the supply's voltage; bits from 16 on are history.
 PI_THROTTLED = 0b1110
 
 
 class Sensors:
-    """Looks at the machine at most once a second; in between it remembers."""
+    """Reads the machine's sensors at most once a second; keeps the readings in between."""
 
     def __init__(self, root: Path = ROOT, *, seconds: Callable[[], float] = time.monotonic) -> None:
-        """Take the folder in which /proc and /sys lie; the counters' first look is now."""
+        """Take the folder that holds /proc and /sys; the counters are first read now."""
         self._root = root
         self._seconds = seconds
         self._files = _Files()
         self._load = _load(root, self._files)
         self._counts = _throttle_counts(root, self._files)
-        self._looked_at = seconds()
-        self._told: Vitals | None = None
+        self._read_at = seconds()
+        self._vitals: Vitals | None = None
 
     def vitals(self) -> Vitals:
-        """Return what the sensors say; the same object until they are looked at again."""
+        """Return the readings; the same object until the sensors are read again."""
         now = self._seconds()
-        if self._told is None or now - self._looked_at >= LOOK_EVERY_SECONDS:
-            self._told = self._look(now - self._looked_at)
-            self._looked_at = now
-        return self._told
+        if self._vitals is None or now - self._read_at >= LOOK_EVERY_SECONDS:
+            self._vitals = self._read(now - self._read_at)
+            self._read_at = now
+        return self._vitals
 
-    def _look(self, seconds: float) -> Vitals:
+    def _read(self, seconds: float) -> Vitals:
         charge, is_on_battery = _battery(self._root, self._files)
         return Vitals(
             memory_pressure=_pressure(self._root, "memory", self._files),
@@ -79,26 +79,26 @@ class Sensors:
         )
 
     def _busy(self) -> float | None:
-        """Return the share of all cores' time since the last look that others took."""
+        """Return the share of all cores' time that other processes took since the last reading."""
         before, self._load = self._load, _load(self._root, self._files)
         if before is None or self._load is None:
             return None
         total, busy, own = (b - a for a, b in zip(before, self._load, strict=True))
         if total <= 0 or busy < 0 or own < 0:
-            return None  # too soon, or a core went or came
+            return None  # read too soon, or a core was added or removed
         return min(max(busy - own, 0) / total, 1.0)
 
     def _is_throttled(self, seconds: float) -> bool | None:
-        """Tell whether any source says that the CPU's clock is held down; None without one."""
+        """Return whether any source says that the CPU's clock is reduced; None without a source."""
         before, self._counts = self._counts, _throttle_counts(self._root, self._files)
-        said = list(_says_throttled(self._root, self._files))
+        claims = list(_throttle_claims(self._root, self._files))
         if self._counts is not None and before is not None and seconds <= RECENT_SECONDS:
-            said.append(self._counts > before)
-        return any(said) if said else None
+            claims.append(self._counts > before)
+        return any(claims) if claims else None
 
 
 def readings(vitals: Vitals) -> Iterator[str]:
-    """Yield what the sensors say in words; of those that are not there, nothing."""
+    """Yield each available reading in words."""
     for text, value in (
         ("{:.0%} of the time short of memory", vitals.memory_pressure),
         ("{:.0%} of the time short of cores", vitals.cpu_pressure),
@@ -117,10 +117,10 @@ def readings(vitals: Vitals) -> Iterator[str]:
 
 
 class _Files:
-    """Reads the sensors' files; one that is there and makes no sense is logged once."""
+    """Reads the sensors' files; an invalid one is logged once."""
 
     def __init__(self) -> None:
-        self._noted: set[Path] = set()
+        self._logged: set[Path] = set()
 
     def text(self, file: Path) -> str | None:
         try:
@@ -132,12 +132,12 @@ class _Files:
             return None
 
     def number(self, file: Path, low: float, high: float) -> float | None:
-        """Read a number; None where there is none between the two, ends included."""
+        """Read a number; None unless there is one from ``low`` to ``high``, both included."""
         text = self.text(file)
         return None if text is None else self.checked(file, text, low, high)
 
     def checked(self, file: Path, text: str, low: float, high: float) -> float | None:
-        """Parse a number of a file's text, see ``number``."""
+        """Parse a number from a file's text, see ``number``."""
         try:
             number = float(text)
         except ValueError:
@@ -148,21 +148,21 @@ class _Files:
         return None
 
     def leave_out(self, file: Path, why: str) -> None:
-        if file not in self._noted:
-            self._noted.add(file)
+        if file not in self._logged:
+            self._logged.add(file)
             log.warning("the sensor %s is left out: %s", file, why)
 
 
 def _pressure(root: Path, resource: str, files: _Files) -> float | None:
-    """Return the share of the last 10 s in which something waited for the resource.
+    """Return the share of the last 10 s in which a task waited for the resource.
 
-    The most that the machine or one of the process's cgroups tells.
+    The largest value of the machine's and the process's cgroups.
     """
-    told = [
+    sources = [
         root / "proc/pressure" / resource,
         *(folder / f"{resource}.pressure" for folder in cgroup_folders(root, resource)),
     ]
-    shares = [share for file in told if (share := _some_avg10(file, files)) is not None]
+    shares = [share for file in sources if (share := _some_avg10(file, files)) is not None]
     return max(shares, default=None)
 
 
@@ -176,7 +176,7 @@ def _some_avg10(file: Path, files: _Files) -> float | None:
 
 
 def has_aes(root: Path = ROOT) -> bool:
-    """Whether each core has instructions for AES; a Raspberry Pi 4 has none."""
+    """Return whether every core has AES instructions; a Raspberry Pi 4 has none."""
     if sys.platform == "darwin":
         return True
     text = _Files().text(root / "proc/cpuinfo") or ""
@@ -185,20 +185,20 @@ def has_aes(root: Path = ROOT) -> bool:
 
 
 def _load(root: Path, files: _Files) -> tuple[int, int, int] | None:
-    """Return the ticks of all cores, those in which they worked, and those for this process.
+    """Return the ticks of all cores, the busy ones, and those of this process.
 
-    What a hypervisor took for its other guests (steal) counts as work; guests of this machine are
-    in the user's time already.
+    Time that a hypervisor gave to other guests (steal) counts as busy; this machine's own guests
+    are in its user time already.
     """
     system, own = files.text(root / "proc/stat"), files.text(root / "proc/self/stat")
     if system is None or own is None:
         return None
     try:
         user, nice, kernel, idle, wait, irq, softirq, steal = map(int, system.split()[1:9])
-        # Behind the name in brackets, which may hold spaces: fields 3 and on; utime is the 14th.
+        # After the name in brackets, which may hold spaces: fields 3 and on; utime is the 14th.
         utime, stime = map(int, own.rpartition(")")[2].split()[11:13])
     except ValueError:
-        files.leave_out(root / "proc/stat", "not laid out as proc(5) says")
+        files.leave_out(root / "proc/stat", "its format differs from proc(5)")
         return None
     busy = user + nice + kernel + irq + softirq + steal
     return busy + idle + wait, busy, utime + stime
@@ -207,8 +207,8 @@ def _load(root: Path, files: _Files) -> tuple[int, int, int] | None:
 def _hottest(root: Path, files: _Files) -> float | None:
     """Return the temperature of the hottest part of the CPU, in degrees Celsius."""
     low, high = (1000 * celsius for celsius in PLAUSIBLE_CELSIUS)
-    found = [files.number(file, low, high) for file in _thermometers(root, files)]
-    return max((milli / 1000 for milli in found if milli is not None), default=None)
+    readings = [files.number(file, low, high) for file in _thermometers(root, files)]
+    return max((milli / 1000 for milli in readings if milli is not None), default=None)
 
 
 def _thermometers(root: Path, files: _Files) -> Iterator[Path]:
@@ -224,8 +224,8 @@ def _is_of_cpu(name: str | None) -> bool:
     return name is not None and (name in CPU_SENSORS or "cpu" in name or "soc" in name)
 
 
-def _says_throttled(root: Path, files: _Files) -> Iterator[bool]:
-    """Yield what a Pi's firmware says, and whether a cooling device holds the CPU's clock down.
+def _throttle_claims(root: Path, files: _Files) -> Iterator[bool]:
+    """Yield whether a Pi's firmware, and each cooling device of the CPU, reduces the clock.
 
     scaling_max_freq below cpuinfo_max_freq is no sign of it: an owner sets that too.
     """
@@ -245,7 +245,7 @@ def _says_throttled(root: Path, files: _Files) -> Iterator[bool]:
 
 
 def _throttle_counts(root: Path, files: _Files) -> float | None:
-    """Return how often the cores and packages of an x86 CPU were throttled for heat, in all."""
+    """Return how often an x86 CPU was throttled for heat, summed over cores and packages."""
     counts = [
         files.number(file, 0, 2**64)
         for file in (root / "sys/devices/system/cpu").glob(
@@ -257,13 +257,13 @@ def _throttle_counts(root: Path, files: _Files) -> float | None:
 
 
 def _battery(root: Path, files: _Files) -> tuple[float | None, bool | None]:
-    """Return the mean charge of the machine's batteries, and whether it runs on them.
+    """Return the mean charge of the batteries, and whether the machine runs on them.
 
-    The batteries of mice and keyboards have the scope "Device" and are not the machine's.
+    Batteries of mice and keyboards, with scope "Device", do not count.
     """
     supplies = root / "sys/class/power_supply"
     if root == ROOT and sys.platform != "linux":
-        return _battery_elsewhere()
+        return _battery_by_psutil()
     charges: list[float] = []
     states: set[str] = set()
     is_plugged: list[bool] = []
@@ -294,8 +294,8 @@ def _is_on_battery(states: set[str], is_plugged: list[bool]) -> bool | None:
     return True if is_plugged else None
 
 
-def _battery_elsewhere() -> tuple[float | None, bool | None]:
-    import psutil  # 1 MB of an idle device
+def _battery_by_psutil() -> tuple[float | None, bool | None]:
+    import psutil  # here, because it costs an idle device 1 MB
 
     battery = psutil.sensors_battery()
     if battery is None:

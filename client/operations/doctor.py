@@ -1,9 +1,9 @@
-"""What ``headwater-client doctor`` looks at: all that could keep this device from taking part.
+"""``headwater-client doctor``: checks everything that could keep this device from taking part.
 
-Each check looks at one thing, and says what it found and what to do. Nothing is changed, and no
-hello is sent to the server, where a second stream under this device's name would be in the way of
-the first. So what the server alone knows (whether the name is revoked, or its model another) is not
-found here; it stands in the client's log when it connects.
+Each check examines one thing and reports a finding and a remedy. Nothing is changed. No hello is
+sent to the server, because a second stream under this device's name could displace the first. So
+the doctor does not find what only the server knows, such as a revoked name or another model; the
+client's log reports that when it connects.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from headwater.client.device.availability import (
     Availability,
     availability_of,
     clock_text,
-    has_hours,
+    has_inactive_hours,
     hours_change,
-    is_working_hours,
+    is_active,
     utc_now,
 )
 from headwater.client.device.hardware import ThisMachine
@@ -39,7 +39,8 @@ from headwater.client.memory.peak_model import resident_bytes
 from headwater.client.operations.connectivity import check_connection
 from headwater.client.operations.findings import Finding, fault, fault_of, good, note
 from headwater.client.operations.task_check import measurements
-from headwater.client.training.trainer import Identity, Trainer
+from headwater.client.training.context import Identity
+from headwater.client.training.trainer import Trainer
 from headwater.common.errors import HeadwaterError, MissingData
 from headwater.common.model.parameters import ModelLayout
 from headwater.common.settings.schema import ClientSettings, Settings
@@ -50,21 +51,21 @@ OpenTask = Callable[[Settings], tuple[Trainer, Identity]]
 
 PACKAGES = ("headwater", "torch", "flwr", "grpcio", "cryptography", "numpy", "protobuf")
 
-# Before this the project was not there: a clock that says so was never set.
+# Older than this project: a clock that shows an earlier date was never set.
 FIRST_DAY = dt.datetime(2026, 1, 1, tzinfo=dt.UTC)
-# What a link carries at least that needs no word: 1 Mbit/s.
+# 1 Mbit/s: a round that needs no faster link is not worth a note.
 USUAL_BYTES_PER_SECOND = 125_000.0
 
-# Of Linux' adjtimex(2): the clock is not kept by NTP.
+# Linux adjtimex(2): the return value if NTP does not synchronise the clock.
 TIME_ERROR = 5
 TIMEX_BYTES = 256  # the structure has 208 on 64-bit machines
 
 
 def examine(settings: Settings, open_task: OpenTask) -> Iterator[Finding]:
-    """Yield what is found, in the order in which it is to be mended."""
+    """Yield the findings, in the order in which to act on them."""
     machine = ThisMachine(settings.client)
     yield from check_versions()
-    yield check_clock(dt.datetime.now(dt.UTC), is_kept=is_clock_kept())
+    yield check_clock(dt.datetime.now(dt.UTC), is_synchronised=is_clock_synchronised())
     yield check_memory(
         machine.limits.all(), resident_bytes(), has_controller=has_memory_controller(ROOT)
     )
@@ -75,25 +76,27 @@ def examine(settings: Settings, open_task: OpenTask) -> Iterator[Finding]:
 
 
 def check_versions() -> Iterator[Finding]:
-    """Yield what is installed; a torch for CUDA works, and fills the disk for nothing."""
-    found = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in PACKAGES)
+    """Yield the installed versions; a torch built for CUDA works, but wastes disk space."""
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in PACKAGES)
     yield good(
         "versions",
-        f"{found}; Python {platform.python_version()} on {platform.machine()}; "
+        f"{versions}; Python {platform.python_version()} on {platform.machine()}; "
         f"wire {PROTOCOL_VERSION}",
     )
     if torch.version.cuda is not None:
         yield note(
             "versions",
-            "this torch was built for CUDA, which is never used here",
-            "install again with deploy/install-client.sh, which takes a build for CPUs",
+            "this torch was built for CUDA, which Headwater never uses",
+            "install again with deploy/install-client.sh, which installs a build for CPUs",
         )
     if not has_aes():
-        yield good("versions", "no instructions for AES: masks are made by the slower ChaCha20")
+        yield good(
+            "versions", "the CPU has no AES instructions: masks use ChaCha20, which is slower"
+        )
 
 
-def check_clock(now: dt.datetime, *, is_kept: bool | None) -> Finding:
-    """Judge the clock: certificates count by it, and a wrong one refuses every server."""
+def check_clock(now: dt.datetime, *, is_synchronised: bool | None) -> Finding:
+    """Check the clock: with a wrong one, no server's certificate is valid."""
     shown = f"{now:%Y-%m-%d %H:%M:%S} UTC"
     if now < FIRST_DAY:
         return fault(
@@ -101,38 +104,38 @@ def check_clock(now: dt.datetime, *, is_kept: bool | None) -> Finding:
             f"{shown}: the clock was never set",
             "connect to the network and wait for NTP: timedatectl set-ntp true",
         )
-    if is_kept is False:
+    if is_synchronised is False:
         return note(
             "clock",
-            f"{shown}, and nothing keeps it right",
+            f"{shown}, and nothing synchronises it",
             "timedatectl set-ntp true, or install systemd-timesyncd",
         )
-    return good("clock", shown + (", kept by NTP" if is_kept else ""))
+    return good("clock", shown + (", synchronised by NTP" if is_synchronised else ""))
 
 
-def is_clock_kept() -> bool | None:
-    """Whether the kernel's clock is kept by NTP; None where the kernel does not say."""
+def is_clock_synchronised() -> bool | None:
+    """Whether NTP synchronises the kernel's clock; None if the kernel does not say."""
     if not sys.platform.startswith("linux"):
         return None
-    measurements = ctypes.create_string_buffer(TIMEX_BYTES)  # modes 0: read only
-    state = ctypes.CDLL(None).adjtimex(measurements)
+    timex = ctypes.create_string_buffer(TIMEX_BYTES)  # modes = 0: read only
+    state = ctypes.CDLL(None).adjtimex(timex)
     return None if state < 0 else state != TIME_ERROR
 
 
-def check_memory(limits: list[MemoryLimit], held_bytes: int, *, has_controller: bool) -> Finding:
-    """Judge the memory limits, of which the least counts."""
-    least = min(limits, key=lambda limit: limit.num_bytes)
-    text = f"up to {decimal(least.num_bytes)}, by {least.source}"
-    if least.num_bytes <= held_bytes:
+def check_memory(limits: list[MemoryLimit], used_bytes: int, *, has_controller: bool) -> Finding:
+    """Check the lowest of the memory limits against the memory already in use."""
+    lowest = min(limits, key=lambda limit: limit.num_bytes)
+    text = f"up to {decimal(lowest.num_bytes)}, by {lowest.source}"
+    if lowest.num_bytes <= used_bytes:
         return fault(
             "memory",
-            f"{text}, and {decimal(held_bytes)} are held before any task is loaded",
+            f"{text}, and {decimal(used_bytes)} are in use before any task is loaded",
             "raise that limit, or free memory on the machine",
         )
     if {limit.source for limit in limits} == {"machine"}:
         return note(
             "memory",
-            f"{text}: no limit keeps it from taking all that is free",
+            f"{text}: no limit keeps it from using all free memory",
             "set client.memory_limit_bytes, or MemoryMax= of the service"
             + ("" if has_controller else f"; for that {CONTROLLER_OFF}"),
         )
@@ -143,12 +146,12 @@ def check_memory(limits: list[MemoryLimit], held_bytes: int, *, has_controller: 
 
 CONTROLLER_OFF = (
     "the kernel must count memory: add cgroup_enable=memory to its command line (on a Raspberry Pi "
-    "/boot/firmware/cmdline.txt) and restart, as MemoryMax= has no effect without"
+    "/boot/firmware/cmdline.txt) and restart; MemoryMax= has no effect without it"
 )
 
 
 def has_memory_controller(root: Path) -> bool:
-    """Whether the kernel counts the memory of cgroups; Raspberry Pi OS is delivered without."""
+    """Whether the kernel counts the memory of cgroups; Raspberry Pi OS does not by default."""
     try:
         rows = (root / "proc/cgroups").read_text().splitlines()
     except OSError:
@@ -156,9 +159,9 @@ def has_memory_controller(root: Path) -> bool:
     return all(row.split()[-1] == "1" for row in rows if row.startswith("memory\t"))
 
 
-def check_folders(chosen: ClientSettings) -> Iterator[Finding]:
-    """Yield whether the device can keep its place: without it examples would count twice."""
-    for folder in (chosen.state_folder, chosen.spool):
+def check_folders(client: ClientSettings) -> Iterator[Finding]:
+    """Yield whether the device can write its state: without it, examples would count twice."""
+    for folder in (client.state_folder, client.spool):
         if folder is None:
             continue
         try:
@@ -177,78 +180,74 @@ def check_folders(chosen: ClientSettings) -> Iterator[Finding]:
 
 
 def check_hours(
-    chosen: ClientSettings, now: dt.datetime, *, zone: dt.tzinfo | None = None
+    client: ClientSettings, now: dt.datetime, *, zone: dt.tzinfo | None = None
 ) -> Iterator[Finding]:
-    """Yield what the hours that the owner has set mean now, by the clock on the wall."""
-    if chosen.working_hours is not None and chosen.working_share > 0:
-        share = f"{chosen.working_share:.0%} of its time"
-        what = "now" if is_working_hours(chosen, wall_of(now, zone)) else "not now"
-        yield good("hours", f"in working hours it gives {share}: {what}")
-    if not has_hours(chosen):
+    """Yield whether the owner's hours let the device take part now, by its local time."""
+    if client.active_hours is not None and client.inactive_share > 0:
+        share = f"{client.inactive_share:.0%} of its time"
+        when = "not now" if is_active(client, wall_of(now, zone)) else "now"
+        yield good("hours", f"outside its active hours it gives {share}: {when}")
+    if not has_inactive_hours(client):
         return
-    try:
-        away, change = hours_change(chosen, now, zone=zone)
-    except HeadwaterError as error:
-        yield fault_of("hours", error)
-        return
+    away, change = hours_change(client, now, zone=zone)
     clock_now = clock_text(now, zone)
     if away is not None:
         yield note(
             "hours",
             f"{away.error}; it is {clock_now}",
-            "wait, or change client.upload_window and client.working_hours",
+            "wait, or change client.active_hours",
         )
     else:
         until = "always" if change is None else f"until {clock_text(change, zone)}"
         yield good("hours", f"takes part {until}; it is {clock_now}")
 
 
-def check_room(chosen: ClientSettings, name: str, layout: ModelLayout) -> Iterator[Finding]:
-    """Yield whether the owner's settings leave room for a round of this model."""
+def check_room(client: ClientSettings, name: str, layout: ModelLayout) -> Iterator[Finding]:
+    """Yield whether the owner's byte quota and hours leave room for a round of this model."""
     try:
-        absence = availability_of(chosen, name, layout)
+        availability = availability_of(client, name, layout)
     except HeadwaterError as error:
         yield fault_of("limits", error)
         return
-    yield from check_bytes_today(absence, chosen)
-    yield from check_rate(absence)
+    yield from check_bytes_today(availability, client)
+    yield from check_rate(availability)
 
 
-def check_rate(absence: Availability) -> Iterator[Finding]:
-    """Yield what the link must carry, so that a round fits into the hours, if that is much."""
-    least = absence.least_bytes_per_second()
-    longest = f"its hours leave {absence.longest_stay_seconds() / 60:,.3g} min at a time"
+def check_rate(availability: Availability) -> Iterator[Finding]:
+    """Yield the link speed that a round needs to fit into the hours, if it is a high one."""
+    least = availability.min_bytes_per_second()
+    longest = f"its hours leave {availability.longest_stay_seconds() / 60:,.3g} min at a time"
     if least == math.inf:
         yield fault(
             "hours",
-            f"{longest}, and a device stops {LEAD_SECONDS:.0f} s and more before they end: none is "
-            "ever used",
+            f"{longest}, and a device stops {LEAD_SECONDS:.0f} s and more before they end: it "
+            "would never take part",
             LONGER_HOURS,
         )
     elif least > USUAL_BYTES_PER_SECOND:
         yield note(
             "hours",
-            f"{longest}: a round of {decimal(absence.round_bytes)} fits only where the link "
+            f"{longest}: a round of {decimal(availability.round_bytes)} fits only if the link "
             f"carries {decimal(int(least))} a second",
             LONGER_HOURS,
         )
 
 
-LONGER_HOURS = "lengthen client.upload_window, or shorten client.working_hours"
+LONGER_HOURS = "lengthen client.active_hours"
 
 
-def check_bytes_today(absence: Availability, chosen: ClientSettings) -> Iterator[Finding]:
-    """Yield what is left of the bytes of the day."""
-    if chosen.bytes_per_day is None:
+def check_bytes_today(availability: Availability, client: ClientSettings) -> Iterator[Finding]:
+    """Yield how many of today's bytes are used, and whether a round still fits."""
+    if client.bytes_per_day is None:
         return
-    round_bytes = decimal(absence.round_bytes)
-    away = absence.by_bytes(absence.round_bytes)
+    round_bytes = decimal(availability.round_bytes)
+    away = availability.by_bytes(availability.round_bytes)
     if away is not None:
         yield note("bytes", str(away.error), "wait, or raise client.bytes_per_day")
     else:
         yield good(
             "bytes",
-            f"{decimal(absence.used_today())} of today's {decimal(chosen.bytes_per_day)} are "
+            f"{decimal(availability.used_today())} of today's {decimal(client.bytes_per_day)} are "
             f"used, and a round takes up to {round_bytes}",
         )
 

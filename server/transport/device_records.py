@@ -1,8 +1,9 @@
-"""What the server knows of each device by name: seen when, asked for what, and why refused last.
+"""Records of each device by name: when it was connected, its last plan, and its last refusal.
 
-It outlives connections, and with ``server.operations.history`` the server. Names are bounded, because without
-TLS anybody may come under any: who was refused and never served is forgotten first, and beyond
-``MOST_DEVICES`` a device is served but not noted, and counted.
+Records outlive connections; ``server.operations.history`` keeps them across restarts of the server.
+Their number is bounded, because without TLS anybody can connect under any name: devices that were
+refused and never served are forgotten first. Beyond ``MAX_DEVICES`` a device is served but not
+recorded, and counted.
 """
 
 from __future__ import annotations
@@ -18,28 +19,27 @@ from headwater.common.errors import (
     BytesUsedUp,
     ConnectionLost,
     HeadwaterError,
-    OutsideUploadWindow,
-    WorkingHours,
+    OutsideActiveHours,
 )
 from headwater.common.transport.limits import NAME_PATTERN
 
-if TYPE_CHECKING:  # torch comes with it, which status need not wait for
+if TYPE_CHECKING:  # these import torch, and `headwater-server status` starts without it
     from headwater.common.messages import Plan, Vitals
 
 MAX_DEVICES = 10_000
 MAX_REFUSED = 100
-AWAY = {kind.__name__ for kind in (BytesUsedUp, OutsideUploadWindow, WorkingHours)}
-MAX_REASON_CHARACTERS = 500  # characters of a refusal that are kept
+LEAVING_CODES = {kind.__name__ for kind in (BytesUsedUp, OutsideActiveHours)}
+MAX_REASON_CHARACTERS = 500
 
 
 @dataclass(kw_only=True, slots=True)
 class DeviceRecord:
-    """One device; times are seconds since 1970, and what is not known is not set."""
+    """One device; times are seconds since 1970, and unknown values are None."""
 
     name: str
     first_seen: float | None = None
     last_seen: float | None = None
-    """Of a connected device: now."""
+    """When it last connected or disconnected; readers count a connected device as seen now."""
     is_connected: bool = False
     last_round: int | None = None
     accumulation_steps: int | None = None
@@ -57,27 +57,27 @@ class DeviceRecord:
     refusal_code: str | None = None
     refusal_text: str | None = None
 
-    def planned(self, plan: Plan) -> None:
-        """Note what the device was asked for."""
+    def note_plan(self, plan: Plan) -> None:
+        """Record the device's plan."""
         self.last_round = plan.round
         self.accumulation_steps = plan.accumulation_steps
         self.micro_batch_size, self.quota = plan.micro_batch_size, plan.quota
 
-    def sensed(self, vitals: Vitals) -> None:
-        """Note what its sensors say."""
+    def note_vitals(self, vitals: Vitals) -> None:
+        """Record the device's memory limit, temperature and battery."""
         self.memory_limit_bytes = vitals.memory_limit_bytes
         self.temperature_celsius = vitals.temperature_celsius
         self.battery, self.is_on_battery = vitals.battery, vitals.is_on_battery
 
     @property
     def has_left(self) -> bool:
-        """Whether it said why it is away, and has not come back since."""
-        if self.refusal_code not in AWAY:
+        """Whether the device said why it leaves and has not returned since."""
+        if self.refusal_code not in LEAVING_CODES:
             return False
         return not self.is_connected or (self.refused_at or 0.0) >= (self.last_seen or 0.0)
 
-    def refuse(self, error: HeadwaterError) -> None:
-        """Note why it was refused; of one that has left, that it is gone is nothing new."""
+    def note_refusal(self, error: HeadwaterError) -> None:
+        """Record a refusal; the loss of its connection does not replace the reason for leaving."""
         if isinstance(error, ConnectionLost) and self.has_left:
             return
         self.refused_at = time.time()
@@ -88,85 +88,85 @@ COLUMNS = tuple(column.name for column in fields(DeviceRecord))
 
 
 class DeviceRecords:
-    """The devices by name; any thread may note and read."""
+    """The records by device name; safe to read and write from any thread."""
 
     def __init__(self) -> None:
-        self.num_not_noted = 0
+        self.num_unrecorded = 0
+        """Connections of devices beyond ``MAX_DEVICES``."""
         self._devices: dict[str, DeviceRecord] = {}
-        self._strangers: dict[str, DeviceRecord] = {}
+        self._refused: dict[str, DeviceRecord] = {}
         self._awaited: dict[str, float] = {}
         self._lock = threading.Lock()
 
-    def restore(self, known: Iterable[DeviceRecord]) -> None:
-        """Take up what an earlier server knew."""
+    def restore(self, earlier: Iterable[DeviceRecord]) -> None:
+        """Merge the records of an earlier server."""
         with self._lock:
-            for device in known:
+            for device in earlier:
                 device.is_connected = False
-                here = self._devices.setdefault(device.name, device)
-                if here is not device:
-                    here.first_seen = device.first_seen or here.first_seen
-                    here.bytes_up += device.bytes_up
-                    here.bytes_down += device.bytes_down
+                known = self._devices.setdefault(device.name, device)
+                if known is not device:
+                    known.first_seen = device.first_seen or known.first_seen
+                    known.bytes_up += device.bytes_up
+                    known.bytes_down += device.bytes_down
 
     def devices(self) -> list[DeviceRecord]:
-        """Return all, those that were refused and never served last."""
+        """Return all records; devices that were refused and never served come last."""
         with self._lock:
-            return [*self._devices.values(), *self._strangers.values()]
+            return [*self._devices.values(), *self._refused.values()]
 
-    def of(self, name: str) -> DeviceRecord:
-        """Return the device that is served under a name."""
+    def get(self, name: str) -> DeviceRecord:
+        """Return the record of a device that is served; it is made if there is none."""
         with self._lock:
             return self._served(name)
 
     def _served(self, name: str) -> DeviceRecord:
         device = self._devices.get(name)
         if device is None:
-            device = self._strangers.pop(name, None) or DeviceRecord(name=name)
+            device = self._refused.pop(name, None) or DeviceRecord(name=name)
             if len(self._devices) < MAX_DEVICES:
                 self._devices[name] = device
         return device
 
-    def connected(self, name: str) -> DeviceRecord:
-        """Note that a device is here."""
+    def note_connected(self, name: str) -> DeviceRecord:
+        """Record that a device has connected; return its record."""
         with self._lock:
             device = self._served(name)
-            self.num_not_noted += name not in self._devices
+            self.num_unrecorded += name not in self._devices
         device.last_seen = time.time()
         device.first_seen = device.first_seen or device.last_seen
         device.is_connected = True
         return device
 
-    def disconnected(self, device: DeviceRecord) -> None:
-        """Note that it has gone."""
+    def note_disconnected(self, device: DeviceRecord) -> None:
+        """Record that a device has disconnected."""
         device.last_seen, device.is_connected = time.time(), False
 
-    def awaits(self, names: Iterable[str]) -> None:
-        """Note that a round waits from now on for these devices, and for no others."""
+    def set_awaited(self, names: Iterable[str]) -> None:
+        """Record that a round waits for exactly these devices from now on."""
         with self._lock:
             self._awaited = dict.fromkeys(names, time.monotonic())
 
-    def answered(self, name: str) -> None:
-        """Note that a device need not be waited for any more."""
+    def note_answer(self, name: str) -> None:
+        """Record that the round waits for this device no longer."""
         with self._lock:
             self._awaited.pop(name, None)
 
     def awaited(self) -> tuple[list[str], float]:
-        """Return the names of those who are waited for, and for how many seconds."""
+        """Return the names of the awaited devices, and how many seconds the round has waited."""
         with self._lock:
             since = min(self._awaited.values(), default=time.monotonic())
             return sorted(self._awaited), time.monotonic() - since
 
-    def refuse(self, name: str, error: HeadwaterError) -> None:
-        """Note why a device, or who came under its name, was refused; no name is none."""
+    def note_refusal(self, name: str, error: HeadwaterError) -> None:
+        """Record the refusal of a stream under this name; an invalid name is ignored."""
         if not re.fullmatch(NAME_PATTERN, name):
             return
         with self._lock:
-            device = self._devices.get(name) or self._stranger(name)
-            device.refuse(error)
+            (self._devices.get(name) or self._never_served(name)).note_refusal(error)
 
-    def _stranger(self, name: str) -> DeviceRecord:
-        device = self._strangers.pop(name, None) or DeviceRecord(name=name)
-        while len(self._strangers) >= MAX_REFUSED:
-            del self._strangers[next(iter(self._strangers))]  # the one that is longest ago
-        self._strangers[name] = device
+    def _never_served(self, name: str) -> DeviceRecord:
+        device = self._refused.pop(name, None) or DeviceRecord(name=name)
+        while len(self._refused) >= MAX_REFUSED:
+            del self._refused[next(iter(self._refused))]  # the oldest refusal
+        self._refused[name] = device
         return device

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.slow
 
 PLAN = ("--micro-batch-size", 8, "--min-clients", 1)
 NOON = dt.datetime(2026, 11, 21, 12, tzinfo=dt.UTC)
-MIDDAY = ClientSettings(upload_window="11:00-13:00")
+MIDDAY = ClientSettings(active_hours="11:00-13:00")
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def device(
         Node(own_app, trainer, identity, settings, folder),
         f"127.0.0.1:{port}",
         renewal=None,
-        absence=absence,
+        availability=absence,
         patience_seconds=60,
     )
 
@@ -83,7 +83,7 @@ def seen(out: Path) -> dict[str, Any]:
 def test_a_device_sends_what_it_has_before_its_hours_end_and_comes_back_in_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(departure, "LONGEST_WAIT_SECONDS", 0.05)
+    monkeypatch.setattr(departure, "MAX_WAIT_SECONDS", 0.05)
     task, out, clock = write_task(tmp_path, open_for=2), tmp_path / "out", WallClock()
     with Processes(tmp_path) as processes:
         six = ("--rounds", 2, "--accumulation-steps", 6, *PLAN)
@@ -95,11 +95,11 @@ def test_a_device_sends_what_it_has_before_its_hours_end_and_comes_back_in_the_n
             clock.shows = NOON + dt.timedelta(seconds=3600 - LEAD_SECONDS)
             until(stop_requested.is_set, what=lambda: "the device to stop summing")
             task.open()
-            server.wait_for("0 left for a while: OutsideUploadWindow")
+            server.wait_for("0 left for a while: OutsideActiveHours")
             until(lambda: seen(out)["refusal_code"] is not None, what=lambda: "it to be noted")
             clock.shows = NOON + dt.timedelta(hours=22, minutes=59, seconds=59)
             told = seen(out)
-            assert told["refusal_code"] == "OutsideUploadWindow"
+            assert told["refusal_code"] == "OutsideActiveHours"
             assert "until 2026-11-22T11:00+00:00" in told["refusal_text"]
             assert not told["is_connected"]
             assert len(rows(out)) == 1
@@ -124,11 +124,11 @@ def test_a_device_outside_its_hours_does_not_connect(tmp_path: Path) -> None:
         server = processes.server("--rounds", 2, "--accumulation-steps", 1, *PLAN, task=task)
         port = port_of(server)
         away = processes.client(
-            port, 0, "--working-hours", "06:00-18:00", task=task, as_command=True
+            port, 0, "--active-hours", "18:00-06:00", task=task, as_command=True
         )
-        away.wait_for("WorkingHours: in the working hours until .*T18:00")
+        away.wait_for("OutsideActiveHours: outside its active hours until .*T18:00")
         here = processes.client(
-            port, 1, "--upload-window", "06:00-18:00", task=task, as_command=True
+            port, 1, "--active-hours", "06:00-18:00", task=task, as_command=True
         )
         for process in (here, server):
             process.succeed()
@@ -172,7 +172,7 @@ def test_a_device_connects_when_its_hours_begin(tmp_path: Path, noon: dt.timezon
     soon = dt.datetime.now(noon).replace(microsecond=0) + dt.timedelta(seconds=6)
     with Processes(tmp_path) as processes:
         server = processes.server("--rounds", 1, "--accumulation-steps", 1, *PLAN, task=task)
-        window = ("--upload-window", f"{soon:%H:%M:%S}-22:00")
+        window = ("--active-hours", f"{soon:%H:%M:%S}-22:00")
         client = processes.client(port_of(server), 0, *window, task=task, as_command=True)
         for process in (client, server):
             process.succeed()

@@ -1,4 +1,4 @@
-"""When a device is away by its owner's settings, until when, and how early it stops before."""
+"""When a device is away by its owner's settings, until when, and how early it stops training."""
 
 from __future__ import annotations
 
@@ -15,20 +15,30 @@ from headwater.client.device.availability import (
     MAX_LEAD_SECONDS,
     ROUND_SLACK_BYTES,
     Availability,
+    AwayPeriod,
     away_by_bytes,
-    away_by_hours,
+    is_active,
     lead_seconds,
-    why_away,
 )
 from headwater.client.device.byte_quota import ByteQuota
-from headwater.common.errors import BytesUsedUp, OutsideUploadWindow, SettingsError, WorkingHours
+from headwater.common.errors import BytesUsedUp, OutsideActiveHours, SettingsError
 from headwater.common.settings.schema import ClientSettings
 from headwater.common.settings.sources import load
 from headwater.common.settings.weekly_hours import wall_of
 
 BERLIN = ZoneInfo("Europe/Berlin")
-NIGHTS = ClientSettings(upload_window="22:00-06:00")
-OFFICE = ClientSettings(working_hours="Mon-Fri 09:00-17:00")
+NIGHTS = ClientSettings(active_hours="22:00-06:00")
+NOT_AT_WORK = ClientSettings(active_hours="Mon-Fri 17:00-09:00, Sat-Sun 00:00-24:00")
+
+
+def away_by_hours(
+    chosen: ClientSettings, now: dt.datetime, *, lead: float = 0.0
+) -> AwayPeriod | None:
+    """Return what a device that starts now finds."""
+    started = Availability(
+        chosen, name="pi", image_bytes=8, vector_bytes=8, now=lambda: now, zone=BERLIN
+    )
+    return started.by_hours(lead=lead)
 
 
 def at(text: str) -> dt.datetime:
@@ -42,19 +52,14 @@ def at(text: str) -> dt.datetime:
     [
         (NIGHTS, "21 12:00", "21 22:00"),
         (NIGHTS, "21 06:00", "21 22:00"),
-        (OFFICE, "20 09:00", "20 17:00"),
-        (
-            ClientSettings(upload_window="22:00-06:00", working_hours="21:00-23:00"),
-            "21 12:00",
-            "21 23:00",
-        ),
-        (ClientSettings(upload_window="Sun 01:00-02:00"), "22 02:00", "29 01:00"),
+        (NOT_AT_WORK, "20 09:00", "20 17:00"),
+        (ClientSettings(active_hours="Sun 01:00-02:00"), "22 02:00", "29 01:00"),
     ],
 )
-def test_outside_its_hours_a_device_is_away_until_they_begin(
+def test_outside_its_active_hours_a_device_is_away_until_they_begin(
     chosen: ClientSettings, now: str, until: str
 ) -> None:
-    away = away_by_hours(chosen, at(now), zone=BERLIN)
+    away = away_by_hours(chosen, at(now))
     assert away is not None
     assert (away.since, away.until) == (at(now), at(until))
     assert f"until 2026-11-{until.replace(' ', 'T')}+01:00" in str(away.error)
@@ -65,71 +70,68 @@ def test_outside_its_hours_a_device_is_away_until_they_begin(
     [
         (NIGHTS, "21 22:00"),
         (NIGHTS, "21 05:59:59"),
-        (OFFICE, "21 12:00"),
-        (OFFICE, "20 17:00"),
+        (NOT_AT_WORK, "21 12:00"),
+        (NOT_AT_WORK, "20 17:00"),
         (ClientSettings(), "20 12:00"),
-        (ClientSettings(working_hours="09:00-17:00", working_share=0.25), "20 12:00"),
+        (ClientSettings(active_hours="17:00-09:00", inactive_share=0.25), "20 12:00"),
     ],
 )
-def test_in_its_hours_a_device_is_here(chosen: ClientSettings, now: str) -> None:
-    assert away_by_hours(chosen, at(now), zone=BERLIN) is None
-
-
-def test_the_reason_says_which_setting_it_is() -> None:
-    both = ClientSettings(upload_window="22:00-06:00", working_hours="09:00-17:00")
-    assert why_away(both, dt.datetime(2026, 11, 20, 12)) is WorkingHours
-    assert why_away(both, dt.datetime(2026, 11, 20, 20)) is OutsideUploadWindow
-    assert why_away(both, dt.datetime(2026, 11, 20, 23)) is None
+def test_in_its_active_hours_a_device_is_not_away(chosen: ClientSettings, now: str) -> None:
+    assert away_by_hours(chosen, at(now)) is None
 
 
 def test_before_its_hours_end_a_device_stops_early_enough_to_send() -> None:
-    assert away_by_hours(NIGHTS, at("21 05:58"), lead=60, zone=BERLIN) is None
-    away = away_by_hours(NIGHTS, at("21 05:59"), lead=60, zone=BERLIN)
+    assert away_by_hours(NIGHTS, at("21 05:58"), lead=60) is None
+    away = away_by_hours(NIGHTS, at("21 05:59"), lead=60)
     assert away is not None
-    assert isinstance(away.error, OutsideUploadWindow)
+    assert isinstance(away.error, OutsideActiveHours)
     assert (away.since, away.until) == (at("21 06:00"), at("21 22:00"))
 
 
-def test_hours_that_leave_no_time_at_all_are_an_error() -> None:
-    never = ClientSettings(upload_window="10:00-12:00", working_hours="09:00-17:00")
-    with pytest.raises(SettingsError, match="leave this device no time"):
-        Availability(never, name="pi", image_bytes=8, vector_bytes=8, now=lambda: at("20 12:00"))
+def test_a_device_whose_only_hour_is_skipped_this_week_looks_again_later() -> None:
+    """On 29 March 2026 Berlin's clock is set from 02:00 to 03:00."""
+    skipped = ClientSettings(active_hours="Sun 02:00-03:00")
+    now = dt.datetime(2026, 3, 22, 12, tzinfo=BERLIN)
+    away = away_by_hours(skipped, now)
+    assert away is not None
+    again = away_by_hours(skipped, away.until)
+    assert again is not None
+    assert again.until == dt.datetime(2026, 4, 5, 2, tzinfo=BERLIN)
 
 
 @settings(deadline=None)
 @given(
-    st.sampled_from([NIGHTS, OFFICE, ClientSettings(upload_window="Sun 01:00-02:00")]),
+    st.sampled_from([NIGHTS, NOT_AT_WORK, ClientSettings(active_hours="Sun 01:00-02:00")]),
     st.datetimes(dt.datetime(2026, 1, 1), dt.datetime(2027, 1, 1)),
     st.floats(0, 3600),
 )
-def test_a_device_is_back_when_it_says(
+def test_a_device_is_away_exactly_outside_its_active_hours(
     chosen: ClientSettings, naive: dt.datetime, lead: float
 ) -> None:
     now = naive.replace(tzinfo=dt.UTC)
-    away = away_by_hours(chosen, now, lead=lead, zone=BERLIN)
-    is_outside = why_away(chosen, wall_of(now, BERLIN)) is not None
+    away = away_by_hours(chosen, now, lead=lead)
+    is_outside = not is_active(chosen, wall_of(now, BERLIN))
     if away is None:
         assert not is_outside
         return
     assert now <= away.since < away.until
     assert (away.since - now).total_seconds() <= lead
-    assert why_away(chosen, wall_of(away.since, BERLIN)) is not None
-    assert why_away(chosen, wall_of(away.until, BERLIN)) is None
+    assert not is_active(chosen, wall_of(away.since, BERLIN))
+    assert is_active(chosen, wall_of(away.until, BERLIN))
 
 
 @settings(deadline=None)
 @given(st.lists(st.integers(-200_000, 200_000), min_size=1, max_size=20), st.floats(0, 3600))
-def test_what_is_remembered_of_the_hours_is_what_would_be_found_anew(
-    seconds: list[int], lead: float
-) -> None:
+def test_cached_hours_equal_hours_computed_at_each_time(seconds: list[int], lead: float) -> None:
     clock = [dt.datetime(2026, 3, 28, 12, tzinfo=dt.UTC)]
-    both = ClientSettings(upload_window="22:00-06:30", working_hours="Sun 02:30-05:00")
+    hours = "Mon-Sat 22:00-06:30, Sun 22:00-02:30, Sun 05:00-06:30"
+    both = ClientSettings(active_hours=hours)
     absence = Availability(
         both, name="pi", image_bytes=8, vector_bytes=8, now=lambda: clock[0], zone=BERLIN
     )
     for step in seconds:
         clock[0] += dt.timedelta(seconds=step)
-        found = absence.by_hours(lead=lead), away_by_hours(both, clock[0], lead=lead, zone=BERLIN)
+        found = absence.by_hours(lead=lead), away_by_hours(both, clock[0], lead=lead)
         told = [away and (repr(away.error), away.since, away.until) for away in found]
         assert told[0] == told[1]
 
@@ -201,7 +203,6 @@ def test_without_settings_a_device_is_never_away(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("key", ["upload_window", "working_hours"])
-def test_hours_that_cannot_be_read_are_an_error_of_the_settings(key: str) -> None:
-    with pytest.raises(SettingsError, match=f"{key}: .*expected windows as in 22:00-06:00"):
-        load(None, {f"client.{key}": "nights"})
+def test_hours_that_cannot_be_parsed_are_a_settings_error() -> None:
+    with pytest.raises(SettingsError, match=r"active_hours.*expected windows as in 22:00-06:00"):
+        load(None, {"client.active_hours": "nights"})

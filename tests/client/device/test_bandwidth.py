@@ -77,7 +77,7 @@ def described(node: Node, trainer: Trainer) -> Vitals:
         message_id="1",
         message_type="query.describe",
         head_json=request.model_dump_json(),
-        beside=None,
+        payload=None,
     )
     assert answer.error is None
     return DeviceReport.model_validate(json.loads(answer.head_json)).vitals

@@ -1,4 +1,4 @@
-"""What a device holds back, by its owner's settings and what its sensors say."""
+"""The share of its time that a device gives, by its owner's settings and its sensors."""
 
 from __future__ import annotations
 
@@ -32,35 +32,35 @@ CHOSEN = ClientSettings(
         (Vitals(busy=0.74), TimeShare()),
     ],
 )
-def test_each_sensor_restrains_by_its_own_setting(vitals: Vitals, expected: TimeShare) -> None:
+def test_each_sensor_has_a_setting_of_its_own(vitals: Vitals, expected: TimeShare) -> None:
     assert time_share(vitals, CHOSEN) == expected
 
 
-def test_of_several_the_least_share_counts() -> None:
+def test_the_smallest_of_several_shares_applies() -> None:
     vitals = Vitals(is_on_battery=True, temperature_celsius=90, is_throttled=True, busy=1.0)
     assert time_share(vitals, CHOSEN) == TimeShare(share=0.25, reason="hot")
 
 
-def test_a_share_of_one_is_no_restraint() -> None:
+def test_a_share_of_one_limits_nothing() -> None:
     chosen = ClientSettings(battery_share=1.0, hot_share=1.0, busy_share=1.0)
     vitals = Vitals(is_on_battery=True, temperature_celsius=90, is_throttled=True, busy=1.0)
     assert time_share(vitals, chosen) == TimeShare()
 
 
-WORK = ClientSettings(working_hours="09:00-17:00", working_share=0.25, battery_share=0.5)
+EVENINGS = ClientSettings(active_hours="17:00-09:00", inactive_share=0.25, battery_share=0.5)
 
 
 @pytest.mark.parametrize(
     ("hour", "chosen", "expected"),
     [
-        (12, WORK, TimeShare(share=0.25, reason="working hours")),
-        (17, WORK, TimeShare()),
-        (12, ClientSettings(working_hours="09:00-17:00", working_share=1.0), TimeShare()),
-        # It is away then, and gives nothing that could be told.
-        (12, ClientSettings(working_hours="09:00-17:00"), TimeShare()),
+        (12, EVENINGS, TimeShare(share=0.25, reason="inactive hours")),
+        (17, EVENINGS, TimeShare()),
+        (12, ClientSettings(active_hours="17:00-09:00", inactive_share=1.0), TimeShare()),
+        # With a share of 0 the device is not connected, and reports nothing.
+        (12, ClientSettings(active_hours="17:00-09:00"), TimeShare()),
     ],
 )
-def test_working_hours_restrain_where_the_device_stays(
+def test_outside_its_active_hours_a_device_gives_its_inactive_share(
     hour: int, chosen: ClientSettings, expected: TimeShare
 ) -> None:
     wall = dt.datetime(2026, 11, 20, hour)

@@ -94,10 +94,10 @@ def test_a_device_without_a_task_cannot_take_part(tmp_path: Path, listening: str
 
 def test_a_clock_that_was_never_set_is_a_fault_and_one_that_is_not_kept_a_note() -> None:
     epoch = dt.datetime.fromtimestamp(0, dt.UTC)
-    assert check_clock(epoch, is_kept=None).grade == "fault"
-    assert check_clock(FIRST_DAY, is_kept=None).grade == "good"
-    assert check_clock(TODAY, is_kept=False).grade == "note"
-    assert check_clock(TODAY, is_kept=True).grade == "good"
+    assert check_clock(epoch, is_synchronised=None).grade == "fault"
+    assert check_clock(FIRST_DAY, is_synchronised=None).grade == "good"
+    assert check_clock(TODAY, is_synchronised=False).grade == "note"
+    assert check_clock(TODAY, is_synchronised=True).grade == "good"
 
 
 def test_memory_without_a_limit_is_a_note_and_a_limit_that_is_reached_a_fault() -> None:
@@ -122,19 +122,17 @@ def test_a_kernel_that_does_not_count_memory_is_found(
     assert has_memory_controller(tmp_path) is counts
 
 
-NIGHTS = ClientSettings(upload_window="22:00-06:00")
+NIGHTS = ClientSettings(active_hours="22:00-06:00")
 
 
 @pytest.mark.parametrize(
     ("chosen", "hour", "grade", "text"),
     [
-        (NIGHTS, 12, "note", "outside the upload window until 2026-11-21T22:00+00:00"),
+        (NIGHTS, 12, "note", "outside its active hours until 2026-11-21T22:00+00:00"),
         (NIGHTS, 22, "good", "takes part until 2026-11-22T06:00+00:00"),
-        (ClientSettings(upload_window="00:00-24:00"), 12, "good", "takes part always"),
-        (ClientSettings(working_hours="09:00-17:00"), 12, "note", "in the working hours until"),
-        (ClientSettings(working_hours="00:00-24:00"), 12, "fault", "leave this device no time"),
+        (ClientSettings(active_hours="00:00-24:00"), 12, "good", "takes part always"),
         (
-            ClientSettings(working_hours="09:00-17:00", working_share=0.5),
+            ClientSettings(active_hours="17:00-09:00", inactive_share=0.5),
             12,
             "good",
             "50% of its time: now",
@@ -176,24 +174,24 @@ def test_too_few_bytes_a_day_for_one_round_are_a_fault(tmp_path: Path) -> None:
 
 
 def test_hours_that_end_before_a_device_could_send_are_a_fault(tmp_path: Path) -> None:
-    (found,) = told_of(ClientSettings(upload_window="22:00-22:01"), tmp_path)
+    (found,) = told_of(ClientSettings(active_hours="22:00-22:01"), tmp_path)
     assert (found.topic, found.grade) == ("hours", "fault")
     assert found.text.startswith("its hours leave 1 min at a time")
 
 
 def test_hours_that_only_a_quick_link_suits_are_noted_with_its_speed(tmp_path: Path) -> None:
     million = 1_000_000
-    window = ClientSettings(upload_window="22:00-22:01:40")
+    window = ClientSettings(active_hours="22:00-22:01:40")
     (found,) = told_of(window, tmp_path, num_parameters=million)
     # The model down and twice the vector up, in the 40 s before a minute's lead.
     least = (4 * million + 2 * (4 * million + ROUND_SLACK_BYTES)) // 40
     assert (found.topic, found.grade) == ("hours", "note")
-    assert f"only where the link carries {decimal(least)} a second" in found.text
+    assert f"only if the link carries {decimal(least)} a second" in found.text
 
 
 @pytest.mark.parametrize("window", ["22:00-06:00", "00:00-24:00", None])
 def test_hours_with_room_for_a_round_need_no_word(window: str | None, tmp_path: Path) -> None:
-    assert told_of(ClientSettings(upload_window=window), tmp_path, num_parameters=1_000_000) == []
+    assert told_of(ClientSettings(active_hours=window), tmp_path, num_parameters=1_000_000) == []
 
 
 def looked_at(certs: Path, name: str, *, authority: Path | None = None) -> list[Finding]:
@@ -215,14 +213,14 @@ def test_a_device_that_the_server_would_take_shakes_hands_with_it(tmp_path: Path
     make_folder(tmp_path, "pi")
     found = looked_at(tmp_path, "pi")
     assert [finding.grade for finding in found] == ["good"] * 3, found
-    assert "TLSv1.3; the server took us" in found[-1].text
+    assert "TLSv1.3; the server accepted this device" in found[-1].text
 
 
 def test_another_authority_is_a_fault_whichever_side_it_is_of(tmp_path: Path) -> None:
     certs, others = tmp_path / "certs", tmp_path / "others"
     make_folder(certs, "pi")
     make_folder(others, "pi")
-    assert "not good for localhost" in looked_at(certs, "pi", authority=others)[-1].text
+    assert "not valid for localhost" in looked_at(certs, "pi", authority=others)[-1].text
     (others / "ca.pem").write_bytes((certs / "ca.pem").read_bytes())
     refused = looked_at(others, "pi", authority=certs)[-1]
     assert (refused.topic, refused.grade) == ("TLS", "fault")
@@ -231,5 +229,5 @@ def test_another_authority_is_a_fault_whichever_side_it_is_of(tmp_path: Path) ->
 def test_a_certificate_of_another_name_is_a_fault(tmp_path: Path) -> None:
     make_folder(tmp_path, "laptop")
     found = looked_at(tmp_path, "laptop")
-    assert "the certificate is that of laptop, and this device is called pi" in found[0].text
+    assert "the certificate is for laptop, and this device's name is pi" in found[0].text
     assert found[0].grade == "fault"
