@@ -1,1 +1,1 @@
-"""Sums the gradients of K micro-batches into one vector."""
+"""Trains on the client: sums the gradients of K micro-batches into one vector."""

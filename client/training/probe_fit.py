@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from headwater.client.device.interfaces import Speed
 from headwater.client.memory.peak_model import NOISE_BYTES, WORKING_FACTOR, PeakModel
-from headwater.common.stats.linear_fit import Line, fitted
+from headwater.common.stats.linear_fit import Line, fit_line
 
 # Share of the memory limit that a predicted peak may fill. With activations of 4 MB and more the
 # second pass peaks at four fifths of the highest of ten passes, due to heap fragmentation.
@@ -64,7 +64,7 @@ class ProbeFit:
         it is the largest one measured, or if other work disturbs the measurement: the planner then
         prefers larger sizes, which lose less if the fastest is another one.
         """
-        shape = fitted([(p.size, p.seconds, 1.0) for p in self.points])
+        shape = fit_line([(p.size, p.seconds, 1.0) for p in self.points])
         usual = math.fsum(p.usual_seconds for p in self.points)
         line = shape.times(usual / math.fsum(p.seconds for p in self.points))
         fastest = _fastest(self.points).size
@@ -144,7 +144,7 @@ def peak_line(points: Sequence[ProbePoint], kept_bytes: float) -> Line:
     """
     each = WORKING_FACTOR * kept_bytes
     if points[1:]:
-        fit = fitted([(p.size, p.peak_bytes, 1.0) for p in points]).each
+        fit = fit_line([(p.size, p.peak_bytes, 1.0) for p in points]).each
         noise = NOISE_BYTES / (points[-1].size - points[0].size)
         each = max(min(max(each, fit - noise), fit + noise), kept_bytes)
     base = max(p.peak_bytes - each * p.size for p in points)
