@@ -150,7 +150,7 @@ def take_part(settings: Settings) -> None:
         node,
         settings.client.server,
         renewal=renewal,
-        absence=availability_of(settings.client, identity.name, trainer.image.layout),
+        availability=availability_of(settings.client, identity.name, trainer.image.layout),
         patience_seconds=math.inf if settings.client.stay else settings.client.patience_seconds,
     )
     console.print(

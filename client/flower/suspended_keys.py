@@ -76,7 +76,7 @@ class KeyFile:
 
     def read(self) -> Secret:
         try:
-            return Secret.over(bytearray(self._path().read_bytes()))
+            return Secret.take(bytearray(self._path().read_bytes()))
         except OSError as error:
             raise UpdateNotHeld(
                 f"{self._name}: the key of its update of this round is erased"

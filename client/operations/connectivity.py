@@ -1,6 +1,6 @@
-"""Whether a device reaches its server, as far as a TLS handshake shows: for ``client.operations.doctor``.
+"""Checks that a device reaches its server, by a TCP connection and a TLS handshake.
 
-No hello is said, where a second stream under this device's name would be in the way of the first.
+No hello is sent: a second stream under this device's name could displace the first.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ from headwater.common.transport.certificates import name_in
 from headwater.common.transport.tls import check_address, read_credentials, split_address
 
 RENEW_DAYS = 30
-LINK_SECONDS = 10.0
+CONNECT_SECONDS = 10.0
 SLOW_LINK_SECONDS = 0.5
 
 
 def check_connection(settings: Settings) -> Iterator[Finding]:
-    """Yield what the link and the certificates are good for, as far as a handshake shows."""
-    chosen = settings.client
-    name = chosen.name or host_name()
+    """Yield whether the credentials are valid, the server answers, and its handshake succeeds."""
+    client = settings.client
+    name = client.name or host_name()
     try:
         credentials = read_credentials(settings.tls)
-        check_address(chosen.server, has_tls=credentials is not None, is_insecure=settings.insecure)
+        check_address(client.server, has_tls=credentials is not None, is_insecure=settings.insecure)
         check_enrolment(settings.secure, name)
-        host, port = split_address(chosen.server)
+        host, port = split_address(client.server)
     except HeadwaterError as error:
         yield fault_of("TLS", error)
         return
     if credentials is not None:
         yield check_certificate(credentials.leaf, name, dt.datetime.now(dt.UTC))
-    began = time.monotonic()
+    start = time.monotonic()
     try:
-        with socket.create_connection((host, port), LINK_SECONDS) as plain:
-            taken = time.monotonic() - began
-            answers = f"{chosen.server} answers in {1e3 * taken:.0f} ms"
+        with socket.create_connection((host, port), CONNECT_SECONDS) as plain:
+            seconds = time.monotonic() - start
+            answers = f"{client.server} answers in {1e3 * seconds:.0f} ms"
             yield (
                 good("link", answers)
-                if taken <= SLOW_LINK_SECONDS
+                if seconds <= SLOW_LINK_SECONDS
                 else note("link", answers, "a slow link: updates take long; see docs/install.md")
             )
             if credentials is not None:
@@ -54,23 +54,23 @@ def check_connection(settings: Settings) -> Iterator[Finding]:
     except OSError as error:
         yield fault(
             "link",
-            f"{chosen.server} is not to be reached: {error.strerror or error}",
-            "check the address, that the server runs, and the firewalls between",
+            f"{client.server} cannot be reached: {error.strerror or error}",
+            "check the address, that the server runs, and the firewalls in between",
         )
 
 
 def check_certificate(leaf: x509.Certificate, name: str, now: dt.datetime) -> Finding:
-    """Judge this device's own certificate, whose dates are known to be good today."""
-    bears = name_in(leaf.subject)
-    if bears != name:
+    """Check the name and the remaining days of this device's certificate, which is valid today."""
+    certified_name = name_in(leaf.subject)
+    if certified_name != name:
         return fault(
             "TLS",
-            f"the certificate is that of {bears}, and this device is called {name}",
-            f"set client.name to {bears}, or enrol under this name",
+            f"the certificate is for {certified_name}, and this device's name is {name}",
+            f"set client.name to {certified_name}, or enrol under this name",
         )
-    left = (leaf.not_valid_after_utc - now).days
-    text = f"certificate of {bears}, good for {left} more days"
-    if left >= RENEW_DAYS:
+    days = (leaf.not_valid_after_utc - now).days
+    text = f"certificate of {certified_name}, valid for {days} more days"
+    if days >= RENEW_DAYS:
         return good("TLS", text)
     return note(
         "TLS",
@@ -80,24 +80,24 @@ def check_certificate(leaf: x509.Certificate, name: str, now: dt.datetime) -> Fi
 
 
 def check_handshake(plain: socket.socket, host: str, settings: Settings) -> Finding:
-    """Shake hands as the client does, and wait for the server's first bytes: it took us then."""
+    """Shake hands as the client does, and wait for the server's first bytes as its acceptance."""
     tls = settings.tls
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_alpn_protocols(["h2"])
-    assert tls.ca is not None  # read_credentials saw them
+    assert tls.ca is not None  # read_credentials has checked both
     assert tls.certificate is not None
     try:
         context.load_verify_locations(cafile=tls.ca)
         context.load_cert_chain(tls.certificate, tls.key)
         with context.wrap_socket(plain, server_hostname=host) as secure:
             version = secure.version()
-            # With TLS 1.3 a refusal comes after what looks like success (RFC 8446, section 4.4).
+            # In TLS 1.3 a refusal arrives after an apparent success (RFC 8446, section 4.4).
             if secure.recv(1):
-                return good("TLS", f"mutual, {version}; the server took us")
+                return good("TLS", f"mutual, {version}; the server accepted this device")
             text = "the server closed the connection after the handshake"
     except ssl.SSLCertVerificationError as error:
-        text = f"the server's certificate is not good for {host}: {error.verify_message}"
+        text = f"the server's certificate is not valid for {host}: {error.verify_message}"
     except OSError as error:
         text = f"no handshake: {error.strerror or error}"
     return fault(

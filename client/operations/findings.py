@@ -1,4 +1,4 @@
-"""What ``headwater-client doctor`` found: in what grade, and what to do about it."""
+"""A finding of ``headwater-client doctor``: its grade and its remedy, and how it is printed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MARKS = {"good": "[green]ok[/]   ", "note": "[yellow]note[/] ", "fault": "[bold 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """What one check found; with a fault the device cannot take part."""
+    """The result of one check; a device with a fault cannot take part."""
 
     topic: str
     text: str
@@ -25,37 +25,37 @@ class Finding:
 
 
 def good(topic: str, text: str) -> Finding:
-    """Return what is as it should be."""
+    """Return a finding that needs no action."""
     return Finding(topic=topic, text=text)
 
 
 def note(topic: str, text: str, remedy: str) -> Finding:
-    """Return what could be better."""
+    """Return a finding that could be improved, and how."""
     return Finding(topic=topic, text=text, grade="note", remedy=remedy)
 
 
 def fault(topic: str, text: str, remedy: str) -> Finding:
-    """Return what keeps the device from taking part."""
+    """Return a finding that keeps the device from taking part, and its remedy."""
     return Finding(topic=topic, text=text, grade="fault", remedy=remedy)
 
 
 def fault_of(topic: str, error: HeadwaterError) -> Finding:
-    """Return a fault that has a name and a remedy of its own."""
+    """Return a fault with an error's code, message and remedy."""
     return fault(topic, f"{error.code}: {error.message}", error.remedy)
 
 
 def show(findings: Iterator[Finding]) -> bool:
-    """Print what is found as it is found; return whether the device can take part."""
+    """Print each finding as soon as it is made; return whether the device can take part."""
     num_faults = 0
-    for found in findings:
-        console.print(f"{MARKS[found.grade]} {found.topic:<8} ", end="")
-        console.print(found.text, markup=False, soft_wrap=True)
-        if found.remedy:
-            console.print(f"{'':<15}-> {found.remedy}", markup=False, soft_wrap=True)
-        num_faults += found.grade == "fault"
+    for finding in findings:
+        console.print(f"{MARKS[finding.grade]} {finding.topic:<8} ", end="")
+        console.print(finding.text, markup=False, soft_wrap=True)
+        if finding.remedy:
+            console.print(f"{'':<15}-> {finding.remedy}", markup=False, soft_wrap=True)
+        num_faults += finding.grade == "fault"
     console.print(
-        "this device can take part"
-        if num_faults == 0
-        else f"what keeps this device from taking part: {num_faults} fault(s)"
+        f"this device cannot take part: {num_faults} fault(s)"
+        if num_faults
+        else "this device can take part"
     )
     return num_faults == 0

@@ -1,4 +1,4 @@
-"""What ``headwater-client check`` shows: what a task takes of this device, and what it gives."""
+"""``headwater-client check``: tries the task on this device and prints memory use and speed."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from rich.filesize import decimal
 
 from headwater.client.device.hardware import ThisMachine
 from headwater.client.device.sensors import readings
-from headwater.client.training.trainer import Identity, Trainer
+from headwater.client.training.context import Identity
+from headwater.client.training.trainer import Trainer
 from headwater.common.settings.schema import Settings
 from headwater.common.system.console import console
 
 
 def show_task_check(settings: Settings, trainer: Trainer, identity: Identity) -> None:
-    """Try the task on this device's data, and print what is found.
+    """Try the task on this device's data, and print the results.
 
     Raises:
         HeadwaterError: the task does not run, its loss is not a sum, or it does not fit.
@@ -35,41 +36,32 @@ def show_task_check(settings: Settings, trainer: Trainer, identity: Identity) ->
 def measurements(
     trainer: Trainer, identity: Identity, hardware: ThisMachine
 ) -> Iterator[tuple[str, str]]:
-    """Yield what a device knows of itself and measures, by topic."""
-    least = hardware.limits.least()
-    yield "memory", f"up to {decimal(least.num_bytes)}, by {least.source}"
+    """Yield the device's memory, speed, sensors and time share, each as a topic and a text."""
+    lowest = hardware.limits.lowest()
+    yield "memory", f"up to {decimal(lowest.num_bytes)}, by {lowest.source}"
     speed = trainer.measure(identity, hardware)
     line = hardware.memory.line
     if line is not None:
         yield (
             "",
             f"{decimal(int(line.base))} + {decimal(int(line.each))} per example of a "
-            + (f"micro-batch: {hardware.memory.fitting(1)} fit"),
+            f"micro-batch: {hardware.memory.fitting(1)} fit",
         )
-    fastest = speed.fastest_micro_batch_size
     yield (
         "speed",
-        (
-            f"{speed.seconds_per_micro_batch * 1e3:.2f} ms per micro-batch + "
-            f"{speed.seconds_per_example * 1e3:.3f} ms per example, {hardware.cores():g} cores"
-        ),
+        f"{speed.seconds_per_micro_batch * 1e3:.2f} ms per micro-batch + "
+        f"{speed.seconds_per_example * 1e3:.3f} ms per example, {hardware.cores():g} cores",
     )
+    fastest = speed.fastest_micro_batch_size
     yield (
         "",
-        (
-            "fastest in the largest micro-batches that were tried"
-            if fastest is None
-            else f"fastest in micro-batches of {fastest}"
-        ),
+        "fastest in the largest micro-batches that were tried"
+        if fastest is None
+        else f"fastest in micro-batches of {fastest}",
     )
-    sensed = hardware.vitals()
-    yield "sensors", ", ".join(readings(sensed)) or "none"
-    restraint = hardware.time_share()
+    yield "sensors", ", ".join(readings(hardware.vitals())) or "none"
+    gives = hardware.time_share()
     yield (
         "gives",
-        (
-            f"{restraint.share:.0%} of its time: {restraint.reason}"
-            if restraint.share < 1
-            else "all of its time"
-        ),
+        f"{gives.share:.0%} of its time: {gives.reason}" if gives.share < 1 else "all of its time",
     )

@@ -46,7 +46,7 @@ from headwater.common.errors import (
 from headwater.common.secagg.fixed_point import check_finite
 from headwater.common.secagg.graph import ceil_fraction
 from headwater.common.secagg.protocol import (
-    LEAST_MEMBERS,
+    MIN_MEMBERS,
     NUM_CLIPPED,
     CheckRequest,
     Parameters,
@@ -189,7 +189,7 @@ def check_members(members: tuple[str, ...], state: AwaitingMaskRequest) -> None:
     missing = (u2 & set(session.holders(device.name))) - state.shares.keys()
     if missing:
         raise RosterRefused(f"{device.name}: no shares came from {', '.join(sorted(missing)[:3])}")
-    least = max(LEAST_MEMBERS, device.floor.min_members)
+    least = max(MIN_MEMBERS, device.floor.min_members)
     if len(u2) < least or session.short_of_holders([device.name], present=u2):
         raise CohortTooSmall(
             f"{device.name}: U2 has {len(u2)} members; at least {least} are required, and "
@@ -254,7 +254,7 @@ def check_survivors(
         )
     if device.name not in survived:
         raise SurvivorsRefused(f"{device.name}: it masked its update, but is not a survivor")
-    least = max(LEAST_MEMBERS, floor.min_members, ceil_fraction(floor.min_survivors, len(u2)))
+    least = max(MIN_MEMBERS, floor.min_members, ceil_fraction(floor.min_survivors, len(u2)))
     if len(survived) < least:
         raise SurvivorsRefused(
             f"{device.name}: {len(survived)} of {len(u2)} members survived, at least {least} are "

@@ -33,7 +33,7 @@ from headwater.common.messages import (
 from headwater.common.model.parameters import ModelImage
 from headwater.common.secagg.masked_numbers import MAX_METRICS, numbers_of
 from headwater.common.settings import schema as settings
-from headwater.common.stats.gradient_noise import NoiseSums, sums_of
+from headwater.common.stats.gradient_noise import NoiseSums, noise_sums
 from headwater.common.stats.linear_fit import Line
 from headwater.common.task import Task, max_weight_per_example
 
@@ -143,7 +143,7 @@ def unmasked_update(
         )
     # The noise scale compares two batch sizes at one model; local steps move the model in between.
     has_noise = plan.local_steps == 1
-    noise = sums_of(report, num_owned=num_owned) if has_noise else NoiseSums(weight=report.weight)
+    noise = noise_sums(report, num_owned=num_owned) if has_noise else NoiseSums(weight=report.weight)
     numbers = numbers_of(report, metrics=_metrics_of(report), noise=noise, squared_norm=norm * norm)
     return UnmaskedUpdate(values_P=update.values_P, numbers=numbers)
 
@@ -181,7 +181,7 @@ def participant_of(
         round=plan.round,
         model_digest=hashlib.sha256(image.buffer()).digest(),
         num_values=image.layout.num_parameters,
-        planned_weight=plan.weigh_as or max_weight_per_example(task) * plan.most_examples,
+        planned_weight=plan.weigh_as or max_weight_per_example(task) * plan.max_examples,
         update_id=update_id(run_id, plan, sampler),
         floor=floor_of(secure),
         identity=enrolment.identity,

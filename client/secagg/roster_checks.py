@@ -26,7 +26,7 @@ from headwater.common.errors import (
 from headwater.common.secagg.fixed_point import plan_encoding
 from headwater.common.secagg.graph import GraphSize, Mode, check_graph_size
 from headwater.common.secagg.protocol import (
-    LEAST_MEMBERS,
+    MIN_MEMBERS,
     NUM_CLIPPED,
     WEIGHT,
     KeysReply,
@@ -36,7 +36,7 @@ from headwater.common.secagg.protocol import (
     Roster,
     accusation,
     complete_threshold,
-    most_clipped,
+    max_clipped,
 )
 from headwater.common.secagg.rotation import rotated_encoding
 from headwater.common.secagg.session import keys_message
@@ -92,7 +92,7 @@ def check_roster(
 
 
 def _check_members(members: Sequence[Member], *, keys: KeysReply, device: Participant) -> None:
-    least = max(LEAST_MEMBERS, device.floor.min_members)
+    least = max(MIN_MEMBERS, device.floor.min_members)
     if len(members) < least:
         raise CohortTooSmall(
             f"{device.name}: the session has {len(members)} members, at least {least} are required"
@@ -221,7 +221,7 @@ def _check_numbers(parameters: Parameters, num_members: int, device: Participant
     by_name = {scalar.name: scalar for scalar in parameters.scalars}
     if len(by_name) != len(parameters.scalars):
         raise MaskingTooWeak(f"{device.name}: a masked number appears twice")
-    num_clips = most_clipped(device.num_values, len(by_name))
+    num_clips = max_clipped(device.num_values, len(by_name))
     for name, largest in ((WEIGHT, device.planned_weight), (NUM_CLIPPED, num_clips)):
         scalar = by_name.get(name)
         if scalar is None or not scalar.is_count or scalar.bound < largest:

@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import Tensor
 
-from headwater.common.secagg.fixed_point import LARGEST_CLIP, LEAST_CLIP
+from headwater.common.secagg.fixed_point import MAX_CLIP, MIN_CLIP
 from headwater.common.secagg.graph import SECURITY_BITS, Mode
 from headwater.common.secagg.identity import AllowList, SigningIdentity
-from headwater.common.secagg.protocol import LEAST_MEMBERS, WEIGHT, SessionNumber
+from headwater.common.secagg.protocol import MIN_MEMBERS, WEIGHT, SessionNumber
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,14 +26,14 @@ class Floor:
     """
 
     mode: Mode = "semi-honest"
-    min_members: int = LEAST_MEMBERS
+    min_members: int = MIN_MEMBERS
     min_survivors: float = 0.7
     corrupted: float = 0.1
     dropout: float = 0.1
     bits: int = SECURITY_BITS
     ring_bits: frozenset[int] = frozenset({16, 32})
-    min_clip: float = LEAST_CLIP
-    max_clip: float = LARGEST_CLIP
+    min_clip: float = MIN_CLIP
+    max_clip: float = MAX_CLIP
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

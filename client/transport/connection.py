@@ -1,14 +1,12 @@
-"""The device's end of the stream: one outbound connection, kept up whatever the network does.
+"""Keeps a device connected to its server, and reconnects after every failure of the network.
 
-The device says hello, is pushed the model and its plans, and sends each update in chunks. A broken
-connection is made anew until the server has not been reached for so long; what the device is at
-(``client.transport.exchange``) goes on meanwhile.
+The connection is outbound. A broken one is replaced until the server could not be reached for the
+client's patience. The exchange (``client.transport.exchange``) continues in the meantime.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import random
@@ -18,29 +16,15 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 import grpc.aio
-from google.protobuf.message import DecodeError
 
-from headwater.client.device.availability import Availability, AwayPeriod
+from headwater.client.device.availability import Availability
 from headwater.client.flower.node import Node
 from headwater.client.transport.exchange import Exchange, ModelBroken, StreamBroken
-from headwater.client.transport.leaving import LeavePolicy, leave_frame
-from headwater.common.errors import ConnectionLost, CorruptUpdate, ProtocolMismatch, error_of
-from headwater.common.transport.limits import (
-    CHANNEL,
-    FRAME_BYTES,
-    HELLO_SECONDS,
-    METHOD,
-    PROTOCOL_VERSION,
-)
-from headwater.common.transport.wire_pb2 import (
-    ClientFrame,
-    Fault,
-    Hello,
-    Leave,
-    Notice,
-    ServerFrame,
-)
-from headwater.common.transport.wire_pb2 import Renewal as RenewalFrame
+from headwater.client.transport.leaving import LeavePolicy
+from headwater.client.transport.stream import WRITE_ERRORS, ClientStream
+from headwater.common.errors import ConnectionLost, CorruptUpdate, ProtocolMismatch
+from headwater.common.transport.limits import CHANNEL, METHOD, PROTOCOL_VERSION
+from headwater.common.transport.wire_pb2 import ClientFrame, Hello
 
 if TYPE_CHECKING:
     from headwater.client.enrolment.renewal import Renewal
@@ -48,13 +32,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 FIRST_BACKOFF_SECONDS = 0.2
-LONGEST_BACKOFF_SECONDS = 30.0
-# Garbled models in a row: a flipped bit comes alone, a server that lies does not.
-MOST_GARBLED = 4
-CONNECT_SECONDS = 20.0
-# The wall clock is looked at so often: a laptop that slept wakes up late.
-RENEWAL_LOOK_SECONDS = 3600.0
-RENEWAL_RETRY_SECONDS = 6 * 3600.0
+MAX_BACKOFF_SECONDS = 30.0
+# Corrupt models in a row: a flipped bit comes alone, a lying server repeats itself.
+MAX_CORRUPT_MODELS = 4
 RETRIED = (
     grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.CANCELLED,
@@ -64,11 +44,9 @@ RETRIED = (
     grpc.StatusCode.DEADLINE_EXCEEDED,
 )
 
-Call = Any  # grpc.aio.StreamStreamCall, which ships without types
-
 
 class Connection:
-    """Keeps a node connected until the run ends or it is asked to stop."""
+    """A node's connection, until the run ends or ``stop`` is called."""
 
     def __init__(
         self,
@@ -76,22 +54,19 @@ class Connection:
         address: str,
         *,
         renewal: Renewal | None,
-        absence: Availability,
+        availability: Availability,
         patience_seconds: float,
     ) -> None:
-        self.tally = node.tally
+        """``renewal`` has the TLS credentials; without it the connection is plain text."""
         self._node = node
         self._address = address
         self._renewal = renewal
-        self._absence = absence
+        self._availability = availability
         self._patience_seconds = patience_seconds
+        self._exchange = Exchange(node, self._write)
+        self._leaving = LeavePolicy(node, self._exchange, availability)
         self._session = b""
-        self._work = Exchange(node, self._write_of_work)
-        self._departure = LeavePolicy(node, self._work, absence)
-        self._away: AwayPeriod | None = None
-        self._has_left = False
-        self._call: Call | None = None
-        self._writing = asyncio.Lock()
+        self._stream: ClientStream | None = None
         self._stopping = asyncio.Event()
 
     @property
@@ -100,12 +75,12 @@ class Connection:
         return self._stopping.is_set()
 
     def stop(self) -> None:
-        """Ask for a graceful end: what was summed so far is sent, then the stream is closed."""
+        """Stop gracefully: send what is summed so far, then close. A second call stops at once."""
         if self._stopping.is_set():
-            log.warning("asked again: stopped at once, nothing more is sent")
+            log.warning("second request to stop: stopping at once, nothing more is sent")
             logging.shutdown()
             os._exit(130)
-        log.warning("asked to stop: what is summed so far is sent; ask again to stop at once")
+        log.warning("stopping: what is summed so far is sent; stop again to end at once")
         self._stopping.set()
         self._node.interrupt()
 
@@ -113,104 +88,100 @@ class Connection:
         """Stay connected until the server says that the run has ended, or ``stop`` is called.
 
         Raises:
-            DeviceRefused: the server turned this device away.
-            ConnectionLost: the server was not to be reached for ``patience_seconds``.
-            CorruptUpdate: the models that it sends are not those that it announces.
+            DeviceRefused: the server refused this device.
+            ConnectionLost: the server could not be reached for ``patience_seconds``.
+            CorruptUpdate: the server's models are repeatedly not those that it announces.
         """
         try:
             await self._keep_connected()
         finally:
-            await self._work.end()
+            await self._exchange.end()
             self._node.leave()
 
     async def _keep_connected(self) -> None:
-        backoff, last_contact, num_garbled = FIRST_BACKOFF_SECONDS, time.monotonic(), 0
+        retries = RetryPolicy(
+            self._address, self._patience_seconds, has_tls=self._renewal is not None
+        )
         while True:
             if await self._stay_away():
-                backoff, last_contact = FIRST_BACKOFF_SECONDS, time.monotonic()
+                retries.reset()
             if self._stopping.is_set():
                 return
             try:
                 if await self._connect():
                     return
-                await self._work.end()
-                self._node.leave()  # of a session that it cannot answer any more
-            except _Broken as broken:
-                if broken.had_contact:
-                    last_contact = time.monotonic()
-                if broken.had_contact and not broken.is_garbled:  # else each try costs a model
-                    backoff = FIRST_BACKOFF_SECONDS
+                await self._exchange.end()
+                self._node.leave()  # its secure session cannot continue while it is away
+            except ConnectionBroken as broken:
                 if self._stopping.is_set():
                     return
-                num_garbled = num_garbled + 1 if broken.is_garbled else 0
-                if num_garbled == MOST_GARBLED:
-                    raise CorruptUpdate(f"{num_garbled} times in a row {broken}") from None
-                left_seconds = last_contact + self._patience_seconds - time.monotonic()
-                if left_seconds <= 0:
-                    raise self._lost(broken) from None
+                seconds = retries.wait_seconds(broken)
                 log.warning("%s: %s; trying again", self._address, broken)
-                await self._pause(min(backoff * random.uniform(0.5, 1.0), left_seconds))
-                backoff = min(backoff * 2, LONGEST_BACKOFF_SECONDS)
+                await self._pause(seconds)
 
     async def _stay_away(self) -> bool:
-        """Wait, without a connection, until the settings allow one; True if they did not."""
+        """Wait without a connection until the owner's settings allow one; True if it waited."""
         reason = ""
-        while not self._stopping.is_set() and (away := self._departure.keeps_away()) is not None:
+        while not self._stopping.is_set():
+            away = self._leaving.reason_to_stay_away()
+            if away is None:
+                break
             if str(away.error) != reason:
                 reason = str(away.error)
                 log.warning("%s: %s", away.error.code, reason)
-            await self._pause(self._departure.wait_seconds(away))
+            await self._pause(self._leaving.wait_seconds(away))
         return bool(reason)
 
     async def _pause(self, seconds: float) -> None:
-        """Wait, unless asked to stop."""
+        """Wait, or return early if ``stop`` is called."""
         wait = asyncio.create_task(self._stopping.wait())
         await asyncio.wait([wait], timeout=seconds)
         wait.cancel()
 
-    def _lost(self, broken: _Broken) -> ConnectionLost:
-        protection = "without TLS" if self._renewal is None else "with TLS"
-        return ConnectionLost(
-            f"{self._address} was not to be reached for {self._patience_seconds:g} s: {broken}",
-            remedy=f"check the address and that the server runs, {protection} as this device",
-        )
-
     async def _connect(self) -> bool:
-        """Serve one connection; returns when the run has ended or we have left.
+        """Serve one connection; False if the client has left for a while.
 
-        False if we have left for a while.
+        Raises:
+            ConnectionBroken: another connection may succeed.
         """
-        had_contact, self._away, self._has_left = False, None, False
         async with self._channel() as channel:
-            self._call = channel.stream_stream(METHOD)()
-            self._work.connected()
-            beside: list[asyncio.Task[None]] = []
+            call = channel.stream_stream(METHOD)()
+            self._stream = stream = ClientStream(
+                call,
+                self._node,
+                self._exchange,
+                leaving=self._leaving,
+                availability=self._availability,
+                renewal=self._renewal,
+                stopping=self._stopping,
+            )
+            self._exchange.connected()
             try:
-                async with asyncio.timeout(CONNECT_SECONDS):
-                    await self._hello()
-                had_contact = True
-                beside.append(asyncio.create_task(self._leave_when_asked()))
-                if self._absence.is_set:
-                    beside.append(asyncio.create_task(self._leave_when_due()))
-                if self._renewal is not None:
-                    beside.append(asyncio.create_task(self._renew_when_due(self._renewal)))
-                return await self._read_all()
+                return await stream.serve(self._hello())
             except grpc.aio.AioRpcError as error:
                 if error.code() not in RETRIED:
                     raise ProtocolMismatch(f"{self._address}: {error.details()}") from error
-                raise _Broken(str(error.details()), had_contact=had_contact) from None
+                raise ConnectionBroken(str(error.details()), stream) from None
             except (asyncio.InvalidStateError, TimeoutError) as error:
-                raise _Broken(str(error) or "no answer", had_contact=had_contact) from None
+                raise ConnectionBroken(str(error) or "no answer", stream) from None
             except ModelBroken as error:
-                raise _Broken(str(error), had_contact=True, is_garbled=True) from None
+                raise ConnectionBroken(str(error), stream, is_corrupt=True) from None
             finally:
-                for task in beside:
-                    task.cancel()
-                self.tally.disconnected()
-                self._work.disconnected()
-                self._absence.write()
-                self._call.cancel()
-                self._call = None
+                self._session = stream.session or self._session
+                self._node.counters.disconnected()
+                self._exchange.disconnected()
+                self._availability.write()
+                call.cancel()
+                self._stream = None
+
+    def _hello(self) -> Hello:
+        return Hello(
+            protocol_version=PROTOCOL_VERSION,
+            name=self._node.name,
+            layout_digest=self._node.trainer.image.layout.digest,
+            session=self._session,
+            image_id=self._exchange.image_id,
+        )
 
     def _channel(self) -> Any:
         options = list(CHANNEL)
@@ -228,171 +199,78 @@ class Connection:
             options=options,
         )
 
-    async def _hello(self) -> None:
-        hello = Hello(
-            protocol_version=PROTOCOL_VERSION,
-            name=self._node.name,
-            layout_digest=self._node.trainer.image.layout.digest,
-            session=self._session,
-            image_id=self._work.image_id,
-        )
-        await self._write(ClientFrame(hello=hello))
-        frame = await asyncio.wait_for(self._read(), HELLO_SECONDS)
-        if frame is None:
-            raise TimeoutError("the server closed the connection")
-        if frame.WhichOneof("kind") == "fault":
-            raise error_of(frame.fault.code, frame.fault.text)
-        if frame.WhichOneof("kind") != "welcome":
-            raise ProtocolMismatch("the server did not answer hello with welcome")
-        welcome = frame.welcome
-        if welcome.protocol_version != PROTOCOL_VERSION:
-            raise ProtocolMismatch(
-                f"the server speaks version {welcome.protocol_version} of the wire, this device "
-                f"{PROTOCOL_VERSION}"
-            )
-        if welcome.has_displaced:
-            log.warning(
-                "another stream of %s was open, with this device's key, and has been ended for "
-                "this one: run one process with a certificate",
-                self._node.name,
-            )
-        self._session = welcome.session
-        self._node.enter(welcome.run_id)
-        self.tally.connected()
-        log.info("connected to %s", self._address)
-
-    # Reading.
-
-    async def _read(self) -> ServerFrame | None:
-        assert self._call is not None
-        data = await self._call.read()
-        if data is grpc.aio.EOF:
-            return None
-        self.tally.received_bytes += len(data) + FRAME_BYTES
-        self._absence.count(len(data) + FRAME_BYTES)
-        try:
-            return ServerFrame.FromString(data)
-        except DecodeError:
-            raise ProtocolMismatch("the server sent a frame that is not of this protocol") from None
-
-    async def _read_all(self) -> bool:
-        """Take frames until the run has ended; False if we have left for a while."""
-        while True:
-            frame = await self._read()
-            if frame is None:
-                if self._stopping.is_set() or self._has_left:
-                    return self._stopping.is_set()
-                raise TimeoutError("the server closed the connection")
-            if self._has_left:
-                continue
-            if (away := self._departure.declines(frame)) is not None:
-                await self._leave(leave_frame(away))
-                continue
-            match frame.WhichOneof("kind"):
-                case "image":
-                    await self._work.begin_image(frame.image)
-                case "chunk":
-                    self._work.take_chunk(frame.chunk)
-                case "instruction":
-                    if frame.small_image:
-                        image_id = frame.instruction.image_id
-                        await self._work.take_small_image(image_id, frame.small_image)
-                    is_stopping = self._stopping.is_set() or self._away is not None
-                    await self._work.take_instruction(frame.instruction, is_stopping=is_stopping)
-                case "receipt":
-                    self._work.take_receipt(frame.receipt)
-                case "fault":
-                    self._take_fault(frame.fault)
-                case "certificate" if self._renewal is not None:
-                    self._renewal.take(frame.certificate)
-                case "notice":
-                    _tell(frame.notice)
-                case "goodbye":
-                    log.info("the run has ended")
-                    return True
-                case other:
-                    raise ProtocolMismatch(f"the server sent a frame of kind {other} in mid-stream")
-
-    def _take_fault(self, fault: Fault) -> None:
-        """Tell the work that its update was refused; a fault of no message ends it all."""
-        if not fault.message_id:
-            raise error_of(fault.code, fault.text)
-        self._work.take_fault(fault)
-
-    # Writing.
-
     async def _write(self, frame: ClientFrame) -> None:
-        if self._call is not None:
-            async with self._writing:
-                data = frame.SerializeToString()
-                await self._call.write(data)
-                self.tally.sent_bytes += len(data) + FRAME_BYTES
-                self._absence.count(len(data) + FRAME_BYTES)
-
-    async def _write_of_work(self, frame: ClientFrame) -> None:
+        """Write a frame of the exchange to the current stream, if there is one."""
+        if self._stream is None:
+            return
         try:
-            await self._write(frame)
-        except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
+            await self._stream.write(frame)
+        except WRITE_ERRORS as error:
             raise StreamBroken(str(error)) from error
 
-    async def _renew_when_due(self, renewal: Renewal) -> None:
-        """Ask for the next certificate in time, and again if the server would not."""
-        while True:
-            while (due := renewal.due_seconds()) > 0:
-                await asyncio.sleep(min(due, RENEWAL_LOOK_SECONDS))
-            request = renewal.request()
-            if request is not None:
-                with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
-                    await self._write(ClientFrame(renewal=RenewalFrame(signing_request=request)))
-            await asyncio.sleep(RENEWAL_RETRY_SECONDS)
 
-    async def _leave_when_asked(self) -> None:
-        """After ``stop``: wait for the work to end and its update to arrive, then leave."""
-        await self._stopping.wait()
-        await self._departure.finish_for_good()
-        await self._leave(Leave())
+class ConnectionBroken(Exception):
+    """The connection broke; another one may succeed."""
 
-    async def _leave_when_due(self) -> None:
-        """Leave for a while when the owner's settings say so, with what was summed sent before."""
-        self._away = await self._departure.due()
-        log.warning("%s: %s", self._away.error.code, self._away.error)
-        await self._leave(await self._departure.finish_until(self._away))
-
-    async def _leave(self, leave: Leave) -> None:
-        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            await self._write(ClientFrame(leave=leave))
-            self._has_left = True
-            if self._call is not None:
-                await self._call.done_writing()
+    def __init__(self, text: str, stream: ClientStream, *, is_corrupt: bool = False) -> None:
+        super().__init__(text)
+        self.had_contact = stream.has_contact
+        self.is_corrupt = is_corrupt
 
 
-async def stay_connected(uplink: Connection, *, stay: bool) -> None:
-    """Run an uplink until its run has ended, or for good with ``stay``; SIGTERM ends it gracefully.
+class RetryPolicy:
+    """Decides how long to wait before the next connection, and when to give up."""
+
+    def __init__(self, address: str, patience_seconds: float, *, has_tls: bool) -> None:
+        self._address = address
+        self._patience_seconds = patience_seconds
+        self._protection = "with TLS" if has_tls else "without TLS"
+        self._num_corrupt = 0
+        self.reset()
+
+    def reset(self) -> None:
+        """Start over, as if the last contact were now."""
+        self._backoff_seconds = FIRST_BACKOFF_SECONDS
+        self._last_contact = time.monotonic()
+
+    def wait_seconds(self, broken: ConnectionBroken) -> float:
+        """Return a random wait; it doubles with each failure, up to ``MAX_BACKOFF_SECONDS``.
+
+        A contact resets it, unless the model was corrupt: each such retry costs a whole model.
+
+        Raises:
+            CorruptUpdate: ``MAX_CORRUPT_MODELS`` in a row were corrupt.
+            ConnectionLost: the last contact was ``patience_seconds`` ago.
+        """
+        if broken.had_contact:
+            self._last_contact = time.monotonic()
+            if not broken.is_corrupt:
+                self._backoff_seconds = FIRST_BACKOFF_SECONDS
+        self._num_corrupt = self._num_corrupt + 1 if broken.is_corrupt else 0
+        if self._num_corrupt == MAX_CORRUPT_MODELS:
+            raise CorruptUpdate(f"{self._num_corrupt} times in a row {broken}") from None
+        left_seconds = self._last_contact + self._patience_seconds - time.monotonic()
+        if left_seconds <= 0:
+            raise ConnectionLost(
+                f"{self._address} could not be reached for {self._patience_seconds:g} s: {broken}",
+                remedy=f"check the address and that the server runs, {self._protection} as this "
+                "device",
+            ) from None
+        seconds = min(self._backoff_seconds * random.uniform(0.5, 1.0), left_seconds)
+        self._backoff_seconds = min(self._backoff_seconds * 2, MAX_BACKOFF_SECONDS)
+        return seconds
+
+
+async def stay_connected(connection: Connection, *, stay: bool) -> None:
+    """Run a connection until its run has ended, or forever with ``stay``; SIGTERM ends it.
 
     Raises:
-        HeadwaterError: see ``Uplink.run``.
+        HeadwaterError: see ``Connection.run``.
     """
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, uplink.stop)
-    await uplink.run()
-    while stay and not uplink.is_stopping:
+        loop.add_signal_handler(number, connection.stop)
+    await connection.run()
+    while stay and not connection.is_stopping:
         await asyncio.sleep(FIRST_BACKOFF_SECONDS)
-        await uplink.run()
-
-
-def _tell(notice: Notice) -> None:
-    """Say to the device's owner why it has nothing to do, or has again."""
-    if notice.is_paused:
-        log.warning("the server's operator has paused the run; this device stays connected")
-    else:
-        log.warning("the run goes on")
-
-
-class _Broken(Exception):
-    """The connection broke; it may be tried again."""
-
-    def __init__(self, text: str, *, had_contact: bool, is_garbled: bool = False) -> None:
-        super().__init__(text)
-        self.had_contact = had_contact
-        self.is_garbled = is_garbled
+        await connection.run()

@@ -1,11 +1,12 @@
-"""What a device is at: the model that came in, the instruction, and its answer on the way out.
+"""Carries out one instruction at a time: receives the model, runs the node, uploads the answer.
 
-It outlives the connection. The vector stays in the accumulator until the server has acknowledged
-all of it; after a broken connection the upload goes on from the last byte that arrived. A plan that
-supersedes another, or the news that its round is over, ends the work on it.
+An exchange outlives the connection. The vector stays in the accumulator until the server has
+acknowledged all of it; after a broken connection the upload continues at the last byte that
+arrived. The training is interrupted if a newer plan arrives, or if the server says that the round
+is over.
 
-Nothing here cancels a task that may be writing: grpc.aio would end the whole stream with it. An
-upload that is given up stops at its next chunk.
+Nothing here cancels a task that may be writing, because grpc.aio would end the whole stream with
+it. An aborted upload stops at its next chunk instead.
 """
 
 from __future__ import annotations
@@ -40,50 +41,52 @@ log = logging.getLogger(__name__)
 
 
 class StreamBroken(Exception):
-    """The stream broke in mid-upload; the answer is kept for the next one."""
+    """The stream broke during an upload; the answer is kept for the next stream."""
 
 
 class ModelBroken(Exception):
-    """The model that arrived is not the one that was announced; another stream brings it anew."""
+    """The received model is not the announced one; the server sends it again on a new stream."""
 
 
 class Exchange:
-    """One device's work: at most one model, one instruction and one upload at a time."""
+    """One device's exchange: at most one model, one instruction and one upload at a time."""
 
     def __init__(self, node: Node, write: Callable[[ClientFrame], Awaitable[None]]) -> None:
-        """Take the node, and how to write to its stream, which may raise ``StreamBroken``."""
+        """``write`` writes to the current stream, and may raise ``StreamBroken``."""
         self.image_id = ""
-        self.went_idle = asyncio.Event()
-        """Set when an answer is with the server; who waits for it clears it."""
+        self.became_idle = asyncio.Event()
+        """Set when an answer has arrived at the server; the waiting task clears it."""
         self._node = node
         self._write = write
         self._incoming: _IncomingImage | None = None
-        self._doing: asyncio.Task[None] | None = None
-        self._working_on = ""
-        self._is_asked_for_phase = False
-        self._asked_here = ""
+        self._task: asyncio.Task[None] | None = None
+        self._message_id = ""
+        """The instruction in progress; empty if there is none."""
+        self._message_id_on_stream = ""
+        """The last instruction on the current stream: only its answer may be uploaded there."""
+        self._is_phase = False
         self._answer: NodeAnswer | None = None
         self._upload: _Upload | None = None
 
     @property
     def is_idle(self) -> bool:
-        """Whether the last instruction is done, and its answer with the server."""
-        return not self._working_on
+        """Whether the last instruction is done, and its answer has arrived at the server."""
+        return not self._message_id
 
     def connected(self) -> None:
-        """Take note of a new connection: nothing was asked for on it so far."""
-        self._asked_here = ""
+        """Note a new stream: it has carried no instruction yet."""
+        self._message_id_on_stream = ""
 
     def disconnected(self) -> None:
-        """Stop writing; the answer waits for the next connection."""
+        """Stop the upload; the answer waits for the next stream."""
         if self._upload is not None:
-            self._upload.give_up()
+            self._upload.abort()
 
     async def begin_image(self, image: Image) -> None:
-        """Make ready to receive a model, straight into the model's memory.
+        """Prepare to receive a model directly into the trainer's model memory.
 
         Raises:
-            ModelMismatch: it has another size.
+            ModelMismatch: the model has another size.
         """
         await self.end()
         memory = self._node.trainer.image.buffer()
@@ -98,22 +101,36 @@ class Exchange:
         """Take a chunk of the model.
 
         Raises:
-            ProtocolMismatch: it is of no model that was announced, or out of order.
+            ProtocolMismatch: no such model was announced, or the chunk is out of order.
         """
         incoming = self._incoming
         if incoming is None or chunk.transfer_id != incoming.image_id:
-            raise ProtocolMismatch("the server sent a chunk that belongs to nothing")
+            raise ProtocolMismatch("the server sent a chunk of a model that it did not announce")
         incoming.add(chunk)
 
+    async def take_small_image(self, image_id: str, data: bytes) -> None:
+        """Take a model that arrives in the same frame as its instruction.
+
+        Raises:
+            ModelMismatch: the model has another size.
+            ProtocolMismatch: the model's id is not a digest.
+        """
+        try:
+            sha256 = bytes.fromhex(image_id)
+        except ValueError:
+            raise ProtocolMismatch("the server sent a model without its digest") from None
+        await self.begin_image(Image(image_id=image_id, num_bytes=len(data), sha256=sha256))
+        self.take_chunk(Chunk(transfer_id=image_id, data=data))
+
     async def take_instruction(self, instruction: Instruction, *, is_stopping: bool) -> None:
-        """Begin the work, unless it is begun already; then send what is there of it.
+        """Start an instruction. If it is already in progress, upload its answer once it is there.
 
         Raises:
             ProtocolMismatch: the model that it needs was not sent.
-            ModelBroken: it is not the one that was announced.
+            ModelBroken: the model is not the announced one.
         """
-        self._asked_here = instruction.message_id
-        if instruction.message_id == self._working_on:
+        self._message_id_on_stream = instruction.message_id
+        if instruction.message_id == self._message_id:
             if self._answer is not None:
                 self._begin_upload(self._answer)
             return
@@ -125,77 +142,63 @@ class Exchange:
             incoming.verify()
             self._node.link = self._node.link.received(incoming.num_bytes, incoming.seconds)
             self.image_id, self._incoming = incoming.image_id, None
-        self._working_on = instruction.message_id
-        self._is_asked_for_phase = instruction.message_type.startswith("query.")
+        self._message_id = instruction.message_id
+        self._is_phase = instruction.message_type.startswith("query.")
         if not is_stopping:
             self._node.resume()
-        self._doing = asyncio.create_task(self._do(instruction))
-
-    async def take_small_image(self, image_id: str, data: bytes) -> None:
-        """Take a model that comes in its instruction's own frame.
-
-        Raises:
-            ModelMismatch: it has another size.
-            ProtocolMismatch: its name is not a digest.
-        """
-        try:
-            sha256 = bytes.fromhex(image_id)
-        except ValueError:
-            raise ProtocolMismatch("the server sent a model without its digest") from None
-        await self.begin_image(Image(image_id=image_id, num_bytes=len(data), sha256=sha256))
-        self.take_chunk(Chunk(transfer_id=image_id, data=data))
+        self._task = asyncio.create_task(self._carry_out(instruction))
 
     def take_receipt(self, receipt: Receipt) -> None:
-        """Pass a receipt on to the upload that it is for."""
+        """Pass a receipt to the upload that it belongs to."""
         if self._upload is not None and receipt.message_id == self._upload.answer.message_id:
             self._upload.receipts.put_nowait(receipt)
 
     def take_fault(self, fault: Fault) -> None:
-        """Take note that the server refused an update."""
+        """Stop the instruction whose answer the server refused."""
         error = error_of(fault.code, fault.text)
-        # A secure session goes on as soon as enough have answered; the others' answers are late.
-        is_needless = self._is_asked_for_phase and isinstance(error, LateUpdate | UnexpectedUpdate)
-        level = logging.DEBUG if is_needless else logging.WARNING
+        # A secure session continues once enough members have answered; later answers are refused.
+        is_expected = self._is_phase and isinstance(error, LateUpdate | UnexpectedUpdate)
+        level = logging.DEBUG if is_expected else logging.WARNING
         log.log(level, "the server refused the update: %s: %s", error.code, error)
-        if fault.message_id == self._working_on:
-            self._give_up()
+        if fault.message_id == self._message_id:
+            self._abort()
 
     async def end(self) -> None:
-        """Give up the work and wait for its end: the vector and the model are free again."""
-        self._give_up()
-        if self._doing is not None:
-            await self._doing
+        """Abort the instruction and wait until the vector and the model are free again."""
+        self._abort()
+        if self._task is not None:
+            await self._task
 
     async def finish(self, grace_seconds: float) -> None:
-        """Wait for the work to end and for its update to arrive, so long each."""
-        if self._doing is not None:
-            await asyncio.wait([self._doing], timeout=grace_seconds)
+        """Wait for the node's answer, then for its upload; each takes at most this long."""
+        if self._task is not None:
+            await asyncio.wait([self._task], timeout=grace_seconds)
         if self._upload is not None and self._upload.task is not None:
             await asyncio.wait([self._upload.task], timeout=grace_seconds)
 
-    async def _do(self, instruction: Instruction) -> None:
-        beside: memoryview | bytes | None = instruction.beside or None
+    async def _carry_out(self, instruction: Instruction) -> None:
+        payload: memoryview | bytes | None = instruction.beside or None
         if instruction.image_id:
-            beside = self._node.trainer.image.buffer()
+            payload = self._node.trainer.image.buffer()
         answer = await asyncio.to_thread(
             self._node.answer,
             message_id=instruction.message_id,
             message_type=instruction.message_type,
             head_json=instruction.head_json,
-            beside=beside,
+            payload=payload,
         )
-        if self._working_on != instruction.message_id:
-            return  # given up meanwhile
+        if self._message_id != instruction.message_id:
+            return  # aborted in the meantime
         self._answer = answer
-        if self._asked_here == instruction.message_id:
+        if self._message_id_on_stream == instruction.message_id:
             self._begin_upload(answer)
 
-    def _give_up(self) -> None:
-        """Give up the work and the upload in progress: nobody waits for them any more."""
-        self._working_on, self._answer = "", None
+    def _abort(self) -> None:
+        """Abort the instruction and its upload: the server no longer waits for them."""
+        self._message_id, self._answer = "", None
         if self._upload is not None:
-            self._upload.give_up()
-        if self._doing is not None and not self._doing.done():
+            self._upload.abort()
+        if self._task is not None and not self._task.done():
             self._node.interrupt()
 
     def _begin_upload(self, answer: NodeAnswer) -> None:
@@ -203,7 +206,7 @@ class Exchange:
         upload.task = asyncio.create_task(self._send_answer(upload))
 
     async def _send_answer(self, upload: _Upload) -> None:
-        """Send a reply from where the server has it, or the error that stands for it."""
+        """Send an answer's reply, or its error."""
         answer = upload.answer
         try:
             if answer.error is None:
@@ -214,16 +217,16 @@ class Exchange:
                 fault = Fault(message_id=answer.message_id, code=code, text=text)
                 await self._write(ClientFrame(fault=fault))
         except StreamBroken as error:
-            log.debug("the stream broke in mid-upload: %s", error)
+            log.debug("the stream broke during the upload: %s", error)
             return
-        if not upload.is_given_up and self._working_on == answer.message_id:
-            self._working_on, self._answer = "", None
+        if not upload.is_aborted and self._message_id == answer.message_id:
+            self._message_id, self._answer = "", None
             if len(answer.vector):
-                self._node.handed_over()
-            self.went_idle.set()
+                self._node.remove_spool()
+            self.became_idle.set()
 
     async def _send_reply(self, upload: _Upload) -> None:
-        """Send a reply's head and, from the offset that the server then names, its vector."""
+        """Send a reply's head and, from the offset that the server then requests, its vector."""
         answer, vector = upload.answer, memoryview(upload.answer.vector)
         digest = await asyncio.to_thread(hashlib.sha256, vector)
         reply = Reply(
@@ -232,15 +235,15 @@ class Exchange:
             num_bytes=len(vector),
             sha256=digest.digest(),
         )
-        if upload.is_given_up:
+        if upload.is_aborted:
             return
         await self._write(ClientFrame(reply=reply))
         receipt = await upload.receipts.get()
         if receipt is None:
             return
-        begun, first_offset = time.monotonic(), receipt.next_offset
+        start, first_offset = time.monotonic(), receipt.next_offset
         for offset in range(first_offset, len(vector), CHUNK_BYTES):
-            if upload.is_given_up:
+            if upload.is_aborted:
                 return
             data = bytes(vector[offset : offset + CHUNK_BYTES])
             chunk = Chunk(transfer_id=answer.message_id, offset=offset, data=data)
@@ -248,27 +251,27 @@ class Exchange:
         while receipt is not None and not receipt.is_done:
             receipt = await upload.receipts.get()
         if receipt is not None:
-            seconds = time.monotonic() - begun
+            seconds = time.monotonic() - start
             self._node.link = self._node.link.sent(len(vector) - first_offset, seconds)
 
 
 class _Upload:
-    """An answer on its way out, over one stream."""
+    """The upload of one answer over one stream."""
 
     def __init__(self, answer: NodeAnswer) -> None:
         self.answer = answer
         self.task: asyncio.Task[None] | None = None
         self.receipts: asyncio.Queue[Receipt | None] = asyncio.Queue()
-        self.is_given_up = False
+        self.is_aborted = False
 
-    def give_up(self) -> None:
+    def abort(self) -> None:
         """Stop at the next chunk."""
-        self.is_given_up = True
+        self.is_aborted = True
         self.receipts.put_nowait(None)
 
 
 class _IncomingImage:
-    """A model on its way in."""
+    """A model that is being received."""
 
     def __init__(self, image: Image, memory: memoryview) -> None:
         self.image_id = image.image_id
@@ -278,7 +281,7 @@ class _IncomingImage:
         self._memory = memory
         self._received = 0
         self._digest = hashlib.sha256()
-        self._begun = time.monotonic()
+        self._start = time.monotonic()
 
     def add(self, chunk: Chunk) -> None:
         end = self._received + len(chunk.data)
@@ -287,13 +290,13 @@ class _IncomingImage:
         self._memory[self._received : end] = chunk.data
         self._digest.update(chunk.data)
         self._received = end
-        self.seconds = time.monotonic() - self._begun
+        self.seconds = time.monotonic() - self._start
 
     def verify(self) -> None:
-        """Check the whole model.
+        """Check the complete model against its digest.
 
         Raises:
-            ModelBroken: its digest is not the announced one.
+            ModelBroken: the digest is not the announced one.
         """
         if self._received != len(self._memory) or self._digest.digest() != self._sha256:
-            raise ModelBroken("the model that arrived is not the one that was announced")
+            raise ModelBroken("the received model is not the announced one")

@@ -1,7 +1,8 @@
-"""How a device leaves its stream in good order: what was summed is sent first, exactly weighted.
+"""Decides when a device leaves its stream, and finishes its work before it does.
 
-It leaves for good when it is asked to stop, and for a while when its owner's settings keep it away
-(``headwater.client.device.hardware.availability``).
+A device leaves for good when it is asked to stop, and for a while when its owner's settings
+(``client.device.availability``) keep it away. It first ends the training after the current
+micro-batch and sends that partial sum with its exact weight.
 """
 
 from __future__ import annotations
@@ -17,84 +18,85 @@ from headwater.common.transport.wire_pb2 import Leave, ServerFrame
 
 STOP_GRACE_SECONDS = 30.0
 SESSION_POLL_SECONDS = 0.1
-LOOK_SECONDS = 1.0
+AVAILABILITY_POLL_SECONDS = 1.0
 # While away: the wall clock may be set, and a laptop that slept wakes up late.
-LONGEST_WAIT_SECONDS = 30.0
+MAX_WAIT_SECONDS = 30.0
 
 
 class LeavePolicy:
-    """When a device is to leave, and what is to be done before."""
+    """One device's rules for leaving and for staying away."""
 
-    def __init__(self, node: Node, work: Exchange, absence: Availability) -> None:
+    def __init__(self, node: Node, exchange: Exchange, availability: Availability) -> None:
         self._node = node
-        self._work = work
-        self._absence = absence
+        self._exchange = exchange
+        self._availability = availability
 
-    def keeps_away(self) -> AwayPeriod | None:
-        """Return why a device that is not connected should not be; None if it may connect."""
-        lead = self._absence.lead_seconds(self._node.link.upload_bytes_per_second)
-        by_hours = self._absence.by_hours(lead=lead)
-        return by_hours or self._absence.by_bytes(self._absence.round_bytes)
+    def reason_to_stay_away(self) -> AwayPeriod | None:
+        """Return why a device between two rounds should not be connected; None if it may be."""
+        by_hours = self._availability.by_hours(lead=self._lead_seconds())
+        return by_hours or self._availability.by_bytes(self._availability.round_bytes)
 
     def wait_seconds(self, away: AwayPeriod) -> float:
-        """Return how long to wait before the clock is looked at again."""
-        left = self._absence.seconds_until(away.until)
-        return min(left, LONGEST_WAIT_SECONDS)
+        """Return how long to wait before checking the availability again."""
+        return min(self._availability.seconds_until(away.until), MAX_WAIT_SECONDS)
 
-    async def due(self) -> AwayPeriod:
-        """Wait until the device is to leave for a while, and return why.
+    async def wait_until_due(self) -> AwayPeriod:
+        """Wait until the device must leave for a while, and return why.
 
-        In the middle of a round that is when its hours are about to end, or no byte of the day is
-        left; between two also when the bytes do not suffice for another.
+        During a round it must leave when its hours are about to end, or when no byte of the day is
+        left; between two rounds also when the bytes do not suffice for another round.
         """
         while True:
-            if self._work.is_idle and not self._node.awaits_session:
-                away = self.keeps_away()
+            if self._exchange.is_idle and not self._node.awaits_session:
+                away = self.reason_to_stay_away()
             else:
-                lead = self._absence.lead_seconds(self._node.link.upload_bytes_per_second)
-                away = self._absence.by_hours(lead=lead) or self._absence.by_bytes(1)
+                by_hours = self._availability.by_hours(lead=self._lead_seconds())
+                away = by_hours or self._availability.by_bytes(1)
             if away is not None:
                 return away
-            self._work.went_idle.clear()
+            self._exchange.became_idle.clear()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._work.went_idle.wait(), LOOK_SECONDS)
+                await asyncio.wait_for(self._exchange.became_idle.wait(), AVAILABILITY_POLL_SECONDS)
 
-    def declines(self, frame: ServerFrame) -> AwayPeriod | None:
-        """Return why what a frame begins is not to be begun: the day's bytes do not suffice."""
+    def reason_to_decline(self, frame: ServerFrame) -> AwayPeriod | None:
+        """Return why the transfer or round that a frame begins would exceed the day's bytes."""
         match frame.WhichOneof("kind"):
             case "image":
-                return self._absence.by_bytes(self._absence.round_bytes)
+                return self._availability.by_bytes(self._availability.round_bytes)
             case "instruction" if frame.small_image:
-                return self._absence.by_bytes(self._absence.round_bytes)
+                return self._availability.by_bytes(self._availability.round_bytes)
             case "instruction" if frame.instruction.message_type == "train":
-                return self._absence.by_bytes(self._absence.update_bytes)
+                return self._availability.by_bytes(self._availability.update_bytes)
             case _:
                 return None
 
     async def finish_for_good(self) -> None:
-        """Wait for the work to end and its update to arrive, for as long as each may take.
+        """Wait for the training to end, the update to arrive and its secure session to end.
 
-        One that is to be masked arrives in a secure session, which is waited for as long.
+        Each may take up to ``STOP_GRACE_SECONDS``.
         """
         await self._finish(STOP_GRACE_SECONDS)
 
     async def finish_until(self, away: AwayPeriod) -> Leave:
-        """Stop summing, and wait likewise, but no longer than to the moment at which it is away."""
+        """Interrupt the training and finish, at the latest when the away period begins."""
         self._node.interrupt()
-        seconds = self._absence.seconds_until(away.since)
+        seconds = self._availability.seconds_until(away.since)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._finish(seconds)
         return leave_frame(away)
 
     async def _finish(self, grace_seconds: float) -> None:
-        await self._work.finish(grace_seconds)
+        await self._exchange.finish(grace_seconds)
         end = time.monotonic() + grace_seconds
         while self._node.awaits_session and time.monotonic() < end:
             await asyncio.sleep(SESSION_POLL_SECONDS)
-        await self._work.finish(grace_seconds)
+        await self._exchange.finish(grace_seconds)
+
+    def _lead_seconds(self) -> float:
+        return self._availability.lead_seconds(self._node.link.upload_bytes_per_second)
 
 
 def leave_frame(away: AwayPeriod) -> Leave:
-    """Return the frame by which the server hears why a device leaves for a while."""
+    """Return the frame that tells the server why the device leaves for a while."""
     return Leave(code=away.error.code, text=away.error.message)

@@ -182,7 +182,7 @@ def _run_device(run: ForkedRun, part: int, port: int) -> int:
         node,
         f"127.0.0.1:{port}",
         renewal=None,
-        absence=availability_of(ClientSettings(), str(part), layout),
+        availability=availability_of(ClientSettings(), str(part), layout),
         patience_seconds=PATIENCE_SECONDS,
     )
     try:

@@ -71,7 +71,7 @@ def test_a_server_that_is_not_there_is_given_up_after_the_patience(tmp_path: Pat
     with Processes(tmp_path) as processes:
         client = processes.client(free_port(), 0, "--patience", 1, task=write_task(tmp_path).spec)
         assert_refused(client, "ConnectionLost", status=1)
-        assert "not to be reached for 1 s" in client.text()
+        assert "could not be reached for 1 s" in client.text()
 
 
 def test_a_device_with_another_model_is_refused_and_the_server_waits_on(tmp_path: Path) -> None:

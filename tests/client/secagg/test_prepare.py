@@ -23,7 +23,7 @@ from headwater.common.secagg.protocol import NUM_CLIPPED, WEIGHT, MaskRequest, U
 from headwater.common.secagg.rotation import STEPS, Rotation, first_bounds, unrotate_in_place
 from headwater.common.stats import training_speed as pace
 from headwater.common.stats.linear_fit import Line
-from tests.client.secure_cohort import Between, describe, devices, opening, place_of, trained
+from tests.client.secagg.cohort import Between, describe, devices, make_setup, place_of, trained
 from tests.faults import FaultPlan
 from tests.masked import (
     RUN,
@@ -63,7 +63,7 @@ def test_the_opened_sum_is_that_of_the_updates(mode: str) -> None:
     expected = [plain_sum(part, plan()) for part in range(5)]
     cohort = trained(5)
     faults = FaultPlan().drop(client="d3", after="check_shares")
-    opened = play(cohort, opening(cohort, mode=mode), faults).sum
+    opened = play(cohort, make_setup(cohort, mode=mode), faults).sum
     assert opened.survived == ("d0", "d1", "d2", "d4")
     there = [expected[part] for part in (0, 1, 2, 4)]
     np.testing.assert_array_equal(sum_of(opened), sum(values for values, _ in there))
@@ -76,7 +76,7 @@ def test_the_opened_sum_is_that_of_the_updates(mode: str) -> None:
 def test_the_norm_and_the_noise_ride_masked() -> None:
     expected = [plain_sum(part, plan()) for part in range(3)]
     cohort = trained(3)
-    numbers = play(cohort, opening(cohort)).sum.numbers
+    numbers = play(cohort, make_setup(cohort)).sum.numbers
     squared = sum(float(values @ values) for values, _ in expected)
     # The norms are float64 sums of float32 products, each rounded to float32 at the end.
     assert numbers["squared_norm"] == pytest.approx(squared, rel=2.0**-21)
@@ -84,7 +84,7 @@ def test_the_norm_and_the_noise_ride_masked() -> None:
     local = plan(local_steps=2)
     for device in cohort:
         ready(device, local)
-    again = play(cohort, opening(cohort, attempt=2)).sum.numbers
+    again = play(cohort, make_setup(cohort, attempt=2)).sum.numbers
     assert {value for name, value in again.items() if name.startswith("noise.")} == {0.0}
 
 
@@ -105,7 +105,7 @@ def test_a_ring_of_sixteen_bits_takes_its_bounds_from_beside_the_message() -> No
     rotation = Rotation(seed=bytes(range(32)), num_coordinates=num_values)
     bounds = first_bounds(rotation, bound=64.0)
     cohort = trained(3)
-    chosen = opening(
+    chosen = make_setup(
         cohort, ring_bits=16, rotation_seed=rotation.seed, bounds_digest=_digest(bounds.tobytes())
     )
     opened = play(cohort, chosen, bounds=bounds.tobytes()).sum
@@ -127,7 +127,7 @@ def test_bounds_that_are_not_those_agreed_on_mask_nothing(
     num_values = trainer().image.layout.num_parameters
     bounds = first_bounds(Rotation(seed=bytes(32), num_coordinates=num_values))
     cohort = trained(3)
-    chosen = opening(
+    chosen = make_setup(
         cohort, ring_bits=16, rotation_seed=bytes(32), bounds_digest=_digest(bounds.tobytes())
     )
     played = play(cohort, chosen, bounds=beside, until="masked_update")
@@ -164,7 +164,7 @@ def test_a_device_follows_its_own_pace_and_tells_it() -> None:
     told = Line(base=0.0, each=2.0)
     assert read_speed(device.kept()["pace"]) == told
     step = Step(num_examples=4, weight=4, loss=0, gradient_norm=0, seconds=4, peak_bytes=0)
-    expected = pace.followed(told, [step, step])
+    expected = pace.updated_line(told, [step, step])
     found = ready(device, plan())
     assert found.seconds == 8.0
     assert (
@@ -200,13 +200,13 @@ def test_a_probe_in_mid_session_leaves_the_update_as_it_was() -> None:
     last = Between(
         cohort[2], "check_shares", lambda told: cohort[2].send("query.describe", describe())
     )
-    played = play([*cohort[:2], last], opening(cohort))
+    played = play([*cohort[:2], last], make_setup(cohort))
     np.testing.assert_array_equal(sum_of(played.sum), expected)
 
 
 def test_a_probe_behind_the_masks_leaves_the_masked_vector_as_it_was() -> None:
     cohort = trained(3)
-    play(cohort, opening(cohort), until="masked_update")
+    play(cohort, make_setup(cohort), until="masked_update")
     wanted = MaskRequest(members=("d0", "d1", "d2"))
     before = bytes(ask(cohort[2], wanted).vector or b"")
     cohort[2].send("query.describe", describe())
@@ -216,7 +216,7 @@ def test_a_probe_behind_the_masks_leaves_the_masked_vector_as_it_was() -> None:
 def test_a_survivor_lets_its_vector_go_when_the_server_says_that_it_has_it() -> None:
     cohort = trained(3)
     held = pending_in(trainer().accumulator).get(RUN, "d0")
-    play(cohort, opening(cohort), until="masked_update")
+    play(cohort, make_setup(cohort), until="masked_update")
     wanted = MaskRequest(members=("d0", "d1", "d2"))
     assert ask(cohort[0], wanted).vector is not None
     ask(cohort[0], UnmaskRequest(survived=("d0", "d1", "d2"), dropped=()))

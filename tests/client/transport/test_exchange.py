@@ -12,11 +12,12 @@ import pytest
 from headwater.client.app import app
 from headwater.client.device.bandwidth import Bandwidth
 from headwater.client.flower.node import Node
-from headwater.client.training.trainer import Identity, Trainer
+from headwater.client.training.context import Identity
+from headwater.client.training.trainer import Trainer
 from headwater.client.transport.exchange import Exchange, ModelBroken, StreamBroken
 from headwater.common.errors import ModelMismatch, ProtocolMismatch
 from headwater.common.messages import Plan
-from headwater.common.settings.schema import load
+from headwater.common.settings.sources import load
 from headwater.common.transport.limits import CHUNK_BYTES
 from headwater.common.transport.wire_pb2 import Chunk, ClientFrame, Image, Instruction, Receipt
 
@@ -69,7 +70,7 @@ class Device:
         self.node = Node(app, trainer, identity, settings, folder)
         self.node.enter(1)
         self.stream = Stream()
-        self.work = Exchange(self.node, self.stream.write)
+        self.exchange = Exchange(self.node, self.stream.write)
         self.model = bytes(trainer.image.buffer())
         self.image = Image(
             image_id="m", num_bytes=len(self.model), sha256=hashlib.sha256(self.model).digest()
@@ -78,22 +79,24 @@ class Device:
     def receive(self, model: bytes) -> None:
         for offset in range(0, len(model), CHUNK_BYTES):
             data = model[offset : offset + CHUNK_BYTES]
-            self.work.take_chunk(Chunk(transfer_id="m", offset=offset, data=data))
+            self.exchange.take_chunk(Chunk(transfer_id="m", offset=offset, data=data))
 
     async def ask(self) -> None:
         plan = Plan(round=1, run_seed=0, model_version=0, quota=4, micro_batch_size=2)
         asked = Instruction(
             message_id="1", message_type="train", head_json=plan.model_dump_json(), image_id="m"
         )
-        await self.work.take_instruction(asked, is_stopping=False)
+        await self.exchange.take_instruction(asked, is_stopping=False)
 
     async def finish(self) -> None:
         """Grant the turn, take all and acknowledge it."""
         reply = (await self.stream.first("reply")).reply
-        self.work.take_receipt(Receipt(message_id="1", next_offset=0))
+        self.exchange.take_receipt(Receipt(message_id="1", next_offset=0))
         await self.stream.first("chunk")
-        self.work.take_receipt(Receipt(message_id="1", next_offset=reply.num_bytes, is_done=True))
-        await self.work.finish(60)
+        self.exchange.take_receipt(
+            Receipt(message_id="1", next_offset=reply.num_bytes, is_done=True)
+        )
+        await self.exchange.finish(60)
 
 
 def run(device: Device, story: Callable[[Device], Awaitable[None]]) -> None:
@@ -106,7 +109,7 @@ def run(device: Device, story: Callable[[Device], Awaitable[None]]) -> None:
 
 def test_a_model_and_an_update_that_travelled_tell_the_rates_of_the_link(tmp_path: Path) -> None:
     async def story(device: Device) -> None:
-        await device.work.begin_image(device.image)
+        await device.exchange.begin_image(device.image)
         device.receive(device.model)
         await device.ask()
         assert device.node.link.download_bytes_per_second is not None
@@ -125,18 +128,18 @@ def test_an_upload_that_breaks_is_not_timed_and_is_sent_whole_on_the_next_stream
     tmp_path: Path,
 ) -> None:
     async def story(device: Device) -> None:
-        await device.work.begin_image(device.image)
+        await device.exchange.begin_image(device.image)
         device.receive(device.model)
         await device.ask()
         await device.stream.first("reply")
         device.stream.is_broken = True
-        device.work.take_receipt(Receipt(message_id="1", next_offset=0))
-        await device.work.finish(60)
-        device.work.disconnected()
+        device.exchange.take_receipt(Receipt(message_id="1", next_offset=0))
+        await device.exchange.finish(60)
+        device.exchange.disconnected()
         assert device.node.link.upload_bytes_per_second is None
         device.stream.is_broken = False
         device.stream.frames.clear()
-        device.work.connected()
+        device.exchange.connected()
         await device.ask()
         await device.finish()
 
@@ -152,14 +155,14 @@ async def a_chunk_of_nothing(device: Device) -> None:
 
 
 async def a_chunk_out_of_order(device: Device) -> None:
-    await device.work.begin_image(device.image)
-    device.work.take_chunk(Chunk(transfer_id="m", offset=1, data=b"x"))
+    await device.exchange.begin_image(device.image)
+    device.exchange.take_chunk(Chunk(transfer_id="m", offset=1, data=b"x"))
 
 
 async def more_than_was_announced(device: Device) -> None:
-    await device.work.begin_image(device.image)
+    await device.exchange.begin_image(device.image)
     device.receive(device.model)
-    device.work.take_chunk(Chunk(transfer_id="m", offset=len(device.model), data=b"x"))
+    device.exchange.take_chunk(Chunk(transfer_id="m", offset=len(device.model), data=b"x"))
 
 
 async def a_plan_without_its_model(device: Device) -> None:
@@ -179,7 +182,7 @@ def test_a_server_that_breaks_the_protocol_is_named(
 
 def test_a_model_that_arrived_changed_is_not_trained_on(tmp_path: Path) -> None:
     async def story(device: Device) -> None:
-        await device.work.begin_image(device.image)
+        await device.exchange.begin_image(device.image)
         device.receive(b"\x01" + device.model[1:])
         await device.ask()
 
@@ -191,7 +194,7 @@ def test_a_model_that_arrived_changed_is_not_trained_on(tmp_path: Path) -> None:
 
 def test_a_model_of_another_size_is_refused(tmp_path: Path) -> None:
     async def story(device: Device) -> None:
-        await device.work.begin_image(Image(image_id="m", num_bytes=1, sha256=b""))
+        await device.exchange.begin_image(Image(image_id="m", num_bytes=1, sha256=b""))
 
     with pytest.raises(ModelMismatch):
         run(Device(tmp_path), story)

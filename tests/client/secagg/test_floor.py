@@ -22,7 +22,7 @@ from headwater.common.errors import (
 )
 from headwater.common.messages import Plan
 from headwater.common.settings import schema as settings
-from tests.client.secure_cohort import opening
+from tests.client.secagg.cohort import make_setup
 from tests.masked import (
     KEYS,
     TASK,
@@ -34,8 +34,8 @@ from tests.masked import (
     plan,
     play,
     ready,
-    trainer,
     train,
+    trainer,
 )
 
 SEMI_HONEST = {"aggregation": "semi-honest"}
@@ -63,7 +63,7 @@ def test_a_device_that_insists_on_active_mode_takes_part_in_no_other() -> None:
     cohort = [AppDevice(0, secure=ACTIVE), *(AppDevice(part) for part in (1, 2, 3))]
     for device in cohort:
         ready(device, plan())
-    played = play(cohort, opening(cohort))
+    played = play(cohort, make_setup(cohort))
     assert isinstance(played.refused["d0"], MaskingTooWeak)
     assert played.sum.survived == ("d1", "d2", "d3")
 
@@ -72,7 +72,7 @@ def test_a_device_holds_a_session_to_its_own_least_number_of_members() -> None:
     cohort = [AppDevice(0, secure={"min_members": 5}), *(AppDevice(part) for part in (1, 2, 3))]
     for device in cohort:
         ready(device, plan())
-    played = play(cohort, opening(cohort))
+    played = play(cohort, make_setup(cohort))
     assert isinstance(played.refused["d0"], CohortTooSmall)
 
 

@@ -207,8 +207,8 @@ def test_an_update_that_cannot_be_masked_is_unchanged_and_unspent(
 
 
 def next_attempt(cast: Cast) -> None:
-    last = cast.opening.number
-    cast.opening = replace(cast.opening, number=SessionNumber(last.round, last.attempt + 1))
+    last = cast.setup.number
+    cast.setup = replace(cast.setup, number=SessionNumber(last.round, last.attempt + 1))
 
 
 def test_an_update_that_was_not_masked_goes_into_the_next_attempt_under_new_keys() -> None:

@@ -23,7 +23,7 @@ def trained(count: int = 4, **chosen: Any) -> list[AppDevice]:
     return found
 
 
-def opening(cohort: list[AppDevice], **chosen: Any) -> SessionSetup:
+def make_setup(cohort: list[AppDevice], **chosen: Any) -> SessionSetup:
     return opening_of(cohort, plan(), **chosen)
 
 

@@ -13,12 +13,12 @@ from headwater.client.secagg.prepare import update_id
 from headwater.client.training.micro_batches import SamplerPosition, SamplerState, Window
 from headwater.common.errors import OutOfPhase, TooFewSurvivors, UpdateAlreadyMasked, UpdateNotHeld
 from headwater.common.secagg.protocol import (
-    MaskRequest,
     CheckRequest,
+    MaskRequest,
     SurvivorsRequest,
     UnmaskRequest,
 )
-from tests.client.secure_cohort import Between, opening, place_of, trained
+from tests.client.secagg.cohort import Between, make_setup, place_of, trained
 from tests.faults import FaultPlan
 from tests.masked import (
     ACTIONS,
@@ -50,7 +50,7 @@ def test_a_phase_out_of_order_is_refused() -> None:
     cohort = trained(3)
     with pytest.raises(OutOfPhase):
         ask(cohort[0], CheckRequest(shares=()))
-    play(cohort, opening(cohort), until="share_keys")
+    play(cohort, make_setup(cohort), until="share_keys")
     for request in (
         MaskRequest(members=("d0", "d1", "d2")),
         SurvivorsRequest(survived=("d0", "d1", "d2"), dropped=()),
@@ -115,13 +115,13 @@ def test_an_update_that_was_masked_is_spent_though_its_round_fails() -> None:
     for name in ("d1", "d2", "d3"):
         faults = faults.drop(client=name, after="check_shares")
     with pytest.raises(TooFewSurvivors):
-        play(cohort, opening(cohort), faults)
+        play(cohort, make_setup(cohort), faults)
     assert [place_of(device).offset for device in cohort] == [8, 0, 0, 0]
     with pytest.raises(UpdateAlreadyMasked):
         ask(cohort[0], KEYS.model_copy(update={"attempt": 2}))
     for device in cohort:  # the round is tried again
         ready(device, plan())
-    again = play(cohort, opening(cohort, attempt=2)).sum
+    again = play(cohort, make_setup(cohort, attempt=2)).sum
     np.testing.assert_array_equal(sum_of(again), sum(expected))
 
 
@@ -132,15 +132,15 @@ def test_an_update_that_was_not_masked_may_go_into_another_session() -> None:
     for device in cohort[1:]:
         faults = faults.drop(client=device.name, after="share_keys")
     with pytest.raises(TooFewSurvivors):
-        play(cohort, opening(cohort), faults)
-    opened = play(cohort, opening(cohort, attempt=2)).sum
+        play(cohort, make_setup(cohort), faults)
+    opened = play(cohort, make_setup(cohort, attempt=2)).sum
     np.testing.assert_array_equal(sum_of(opened), expected)
     assert [place_of(device).offset for device in cohort] == [8, 8, 8, 8]
 
 
 def test_what_the_server_says_of_the_round_moves_a_spent_place_no_further() -> None:
     cohort = trained(3)
-    play(cohort, opening(cohort))
+    play(cohort, make_setup(cohort))
     for counted in (None, 1):
         ready(cohort[0], plan(2, counted_round=counted))
         assert place_of(cohort[0]) == SamplerPosition(offset=8)

@@ -1,0 +1,235 @@
+"""Serves one gRPC stream to the server, from the hello to the goodbye.
+
+The client says hello, receives the model and its instructions, and sends each answer. Other tasks
+on the same stream renew the certificate in time, and leave when the client is to stop or to stay
+away.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Coroutine
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import grpc.aio
+from google.protobuf.message import DecodeError
+
+from headwater.client.device.availability import Availability, AwayPeriod
+from headwater.client.flower.node import Node
+from headwater.client.transport.exchange import Exchange
+from headwater.client.transport.leaving import LeavePolicy, leave_frame
+from headwater.common.errors import ProtocolMismatch, error_of
+from headwater.common.transport.limits import FRAME_BYTES, HELLO_SECONDS, PROTOCOL_VERSION
+from headwater.common.transport.wire_pb2 import (
+    ClientFrame,
+    Hello,
+    Leave,
+    Notice,
+    ServerFrame,
+    Welcome,
+)
+from headwater.common.transport.wire_pb2 import Renewal as RenewalFrame
+
+if TYPE_CHECKING:
+    from headwater.client.enrolment.renewal import Renewal
+
+log = logging.getLogger(__name__)
+
+CONNECT_SECONDS = 20.0
+# The wall clock is read this often: a laptop that slept wakes up late.
+RENEWAL_POLL_SECONDS = 3600.0
+RENEWAL_RETRY_SECONDS = 6 * 3600.0
+
+WRITE_ERRORS = (grpc.aio.AioRpcError, asyncio.InvalidStateError)
+
+Call = Any  # grpc.aio.StreamStreamCall, which ships without types
+
+
+class ClientStream:
+    """One stream, while its connection lasts."""
+
+    def __init__(
+        self,
+        call: Call,
+        node: Node,
+        exchange: Exchange,
+        *,
+        leaving: LeavePolicy,
+        availability: Availability,
+        renewal: Renewal | None,
+        stopping: asyncio.Event,
+    ) -> None:
+        """Take the call; ``stopping`` is set when the client is to leave for good."""
+        self.has_contact = False
+        """Whether the server has welcomed the client."""
+        self.session = b""
+        """The server's token, by which the next stream continues this session."""
+        self._call = call
+        self._node = node
+        self._exchange = exchange
+        self._leaving = leaving
+        self._availability = availability
+        self._renewal = renewal
+        self._stopping = stopping
+        self._away: AwayPeriod | None = None
+        self._has_left = False
+        self._write_lock = asyncio.Lock()
+
+    async def serve(self, hello: Hello) -> bool:
+        """Serve the stream until the run ends or the client leaves.
+
+        Returns False if the client has left for a while.
+
+        Raises:
+            HeadwaterError: the server refused the client, or broke the protocol.
+            ModelBroken: a received model is not the announced one.
+            AioRpcError, InvalidStateError, TimeoutError: the connection is lost.
+        """
+        async with asyncio.timeout(CONNECT_SECONDS):
+            welcome = await self._say_hello(hello)
+        self.session = welcome.session
+        self._node.enter(welcome.run_id)
+        self._node.counters.connected()
+        self.has_contact = True
+        jobs: list[Coroutine[Any, Any, None]] = [self._leave_when_stopped()]
+        if self._availability.is_set:
+            jobs.append(self._leave_when_due())
+        if self._renewal is not None:
+            jobs.append(self._renew_when_due(self._renewal))
+        tasks = [asyncio.create_task(job) for job in jobs]
+        try:
+            return await self._read_all()
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _say_hello(self, hello: Hello) -> Welcome:
+        await self.write(ClientFrame(hello=hello))
+        frame = await asyncio.wait_for(self._read(), HELLO_SECONDS)
+        if frame is None:
+            raise TimeoutError("the server closed the connection")
+        if frame.WhichOneof("kind") == "fault":
+            raise error_of(frame.fault.code, frame.fault.text)
+        if frame.WhichOneof("kind") != "welcome":
+            raise ProtocolMismatch("the server did not answer hello with welcome")
+        welcome = frame.welcome
+        if welcome.protocol_version != PROTOCOL_VERSION:
+            raise ProtocolMismatch(
+                f"the server uses protocol version {welcome.protocol_version}, this device "
+                f"{PROTOCOL_VERSION}"
+            )
+        if welcome.has_displaced:
+            log.warning(
+                "the server ended another open stream of %s with this device's key: run only one "
+                "process with a certificate",
+                self._node.name,
+            )
+        return welcome
+
+    async def _read(self) -> ServerFrame | None:
+        data = await self._call.read()
+        if data is grpc.aio.EOF:
+            return None
+        self._node.counters.received_bytes += len(data) + FRAME_BYTES
+        self._availability.count(len(data) + FRAME_BYTES)
+        try:
+            return ServerFrame.FromString(data)
+        except DecodeError:
+            raise ProtocolMismatch("the server sent a frame that is not of this protocol") from None
+
+    async def _read_all(self) -> bool:
+        """Handle frames until the run ends; False if the client has left for a while."""
+        while True:
+            frame = await self._read()
+            if frame is None:
+                if self._stopping.is_set() or self._has_left:
+                    return self._stopping.is_set()
+                raise TimeoutError("the server closed the connection")
+            if self._has_left:
+                continue
+            if (away := self._leaving.reason_to_decline(frame)) is not None:
+                await self._leave(leave_frame(away))
+            elif await self._handle(frame):
+                log.info("the run has ended")
+                return True
+
+    async def _handle(self, frame: ServerFrame) -> bool:
+        """Handle a frame; return whether it ends the run."""
+        match frame.WhichOneof("kind"):
+            case "image":
+                await self._exchange.begin_image(frame.image)
+            case "chunk":
+                self._exchange.take_chunk(frame.chunk)
+            case "instruction":
+                if frame.small_image:
+                    image_id = frame.instruction.image_id
+                    await self._exchange.take_small_image(image_id, frame.small_image)
+                is_stopping = self._stopping.is_set() or self._away is not None
+                await self._exchange.take_instruction(frame.instruction, is_stopping=is_stopping)
+            case "receipt":
+                self._exchange.take_receipt(frame.receipt)
+            case "fault":
+                if not frame.fault.message_id:  # it concerns the whole stream
+                    raise error_of(frame.fault.code, frame.fault.text)
+                self._exchange.take_fault(frame.fault)
+            case "certificate" if self._renewal is not None:
+                self._renewal.take(frame.certificate)
+            case "notice":
+                _log_notice(frame.notice)
+            case "goodbye":
+                return True
+            case other:
+                raise ProtocolMismatch(f"the server sent an unexpected frame of kind {other}")
+        return False
+
+    async def write(self, frame: ClientFrame) -> None:
+        """Write a frame.
+
+        Raises:
+            AioRpcError, InvalidStateError: the connection is lost.
+        """
+        async with self._write_lock:
+            data = frame.SerializeToString()
+            await self._call.write(data)
+            self._node.counters.sent_bytes += len(data) + FRAME_BYTES
+            self._availability.count(len(data) + FRAME_BYTES)
+
+    async def _renew_when_due(self, renewal: Renewal) -> None:
+        """Request the next certificate in time, and again if the server refused."""
+        while True:
+            while (due := renewal.due_seconds()) > 0:
+                await asyncio.sleep(min(due, RENEWAL_POLL_SECONDS))
+            request = renewal.request()
+            if request is not None:
+                with contextlib.suppress(*WRITE_ERRORS):
+                    await self.write(ClientFrame(renewal=RenewalFrame(signing_request=request)))
+            await asyncio.sleep(RENEWAL_RETRY_SECONDS)
+
+    async def _leave_when_stopped(self) -> None:
+        """After ``Connection.stop``: finish the update, then leave."""
+        await self._stopping.wait()
+        await self._leaving.finish_for_good()
+        await self._leave(Leave())
+
+    async def _leave_when_due(self) -> None:
+        """Leave for a while when the owner's settings require it, after the update is sent."""
+        self._away = await self._leaving.wait_until_due()
+        log.warning("%s: %s", self._away.error.code, self._away.error)
+        await self._leave(await self._leaving.finish_until(self._away))
+
+    async def _leave(self, leave: Leave) -> None:
+        with contextlib.suppress(*WRITE_ERRORS):
+            await self.write(ClientFrame(leave=leave))
+            self._has_left = True
+            await self._call.done_writing()
+
+
+def _log_notice(notice: Notice) -> None:
+    """Tell the device's owner that the run is paused, or continues."""
+    if notice.is_paused:
+        log.warning("the server's operator has paused the run; this device stays connected")
+    else:
+        log.warning("the run continues")
