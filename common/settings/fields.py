@@ -31,7 +31,7 @@ def _check_partition(text: str) -> str:
 
 Scalar = bool | int | float | str
 Count = Annotated[int, Field(ge=1, le=2**31 - 1), Unit("N")]
-Steps = Annotated[int, Field(ge=1, le=4096), Unit("K")]
+Steps = Annotated[int, Field(ge=1, le=4096), Unit("N")]
 Bytes = Annotated[int, Field(ge=1, le=2**53), Unit("BYTES")]
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False), Unit("RATE")]
 Part = Annotated[float, Field(gt=0, le=1), Unit("SHARE")]

@@ -79,7 +79,7 @@ class ScheduleSettings(Branch):
         {}, "an argument of the schedule, e.g. T_max=100", "--schedule-argument"
     )
     batch_scaling: Literal["none", "linear", "sqrt"] = setting(
-        "none", "scale the learning rate with effective batch / plan.effective_batch_size"
+        "none", "scale the learning rate by the gathered / the planned effective batch size"
     )
     warmup_rounds: int = setting(
         0, "rounds of linear growth of the learning rate, from 1/(rounds + 1) of it", ge=0
@@ -90,19 +90,19 @@ class PlanSettings(Branch):
     """What each client computes in a round."""
 
     accumulation_steps: Steps | None = setting(
-        None, "micro-batches per update, the same for all; not set: by device speed", short=True
+        None, "K, the micro-batches per update; not set: by each device's speed", short=True
     )
     micro_batch_size: Count | None = setting(
-        None, "examples per micro-batch; not set: by device memory, 16 with a set K", short=True
+        None, "examples per micro-batch; not set: by each device's memory, 16 with K", short=True
     )
     set_micro_batch_size: Count = setting(
         16, "examples per micro-batch if only K (accumulation_steps) is set", on=""
     )
     effective_batch_size: Count = setting(
-        512, "examples per round over the whole cohort, which the planner divides"
+        512, "examples per round over the whole cohort; the planner divides them"
     )
     tokens_per_update: Count | None = setting(
-        None, "the same in tokens, or in whatever the task's weight counts"
+        None, "replaces effective_batch_size: tokens, or whatever the task's weight counts"
     )
     follow_noise_scale: bool = setting(
         False, "adapt the examples per round to the gradient noise scale (docs/batch.md)"
@@ -137,7 +137,7 @@ class CohortSettings(Branch):
         5, "aborted rounds in a row after which the run gives up", on=""
     )
     weighting: Literal["samples", "dataset"] = setting(
-        "samples", "weight of an update: what it was summed over, or all its client owns"
+        "samples", "weight of an update; samples: its own; dataset: its client's examples"
     )
     invite_within_rounds: Count = setting(
         10,
@@ -155,7 +155,7 @@ class SecureSettings(Branch):
 
     aggregation: Literal["off", "semi-honest", "active"] = setting(
         "off",
-        "the server sees the cohort's sum, no single update; active: even a server that cheats",
+        "hide single updates from the server; active: even from a server that cheats",
         "--secure-aggregation",
         on=f"{RUNS} client doctor",
         short=True,
@@ -163,9 +163,7 @@ class SecureSettings(Branch):
     ring_bits: Literal[16, 32] = setting(
         32, "bits of a masked coordinate; 16 halves the traffic and rounds coarser"
     )
-    min_members: int = setting(
-        3, "fewest devices in a session that a device accepts", on=f"{RUNS} client", ge=3
-    )
+    min_members: int = setting(3, "fewest members of a secure session", on=f"{RUNS} client", ge=3)
     min_survivors: Part = setting(
         0.7, "share of a session's members below which a device reveals nothing", on=""
     )
@@ -177,12 +175,12 @@ class SecureSettings(Branch):
     )
     phase_seconds: Seconds = setting(20.0, "how long the server waits in each phase", on="")
     identity: File | None = setting(
-        None, "this device's signing identity, for active", on="client doctor identity"
+        None, "file of this device's signing identity (active)", on="client doctor identity"
     )
     allow_list: File | None = setting(
         None,
-        "lines NAME KEY of the identities that this device trusts, for active; do not get it "
-        "through the server",
+        "file with a line NAME KEY for each identity that this device trusts (active); never get "
+        "it from the server",
         on="client doctor",
     )
 
@@ -249,7 +247,7 @@ class ClientSettings(Branch):
     """A device's own settings."""
 
     server: Address = setting(
-        "127.0.0.1:8500", "the aggregation server", on="client doctor", short=True
+        "127.0.0.1:8500", "address of the server", on="client doctor", short=True
     )
     name: Name | None = setting(
         None, "the device's unique name; not set: the host's", on=f"{DEVICE} identity", short=True
@@ -259,7 +257,7 @@ class ClientSettings(Branch):
     num_parts: Count = setting(1, "parts that the task splits bundled data into", short=True)
     state: Folder | None = setting(
         None,
-        "keeps the device's position in its examples; not set: ~/.local/state/headwater",
+        "folder for the device's position in its examples; not set: ~/.local/state/headwater",
         on="client doctor",
     )
     memory_limit_bytes: Bytes | None = setting(
@@ -269,12 +267,12 @@ class ClientSettings(Branch):
         short=True,
     )
     spool: Folder | None = setting(
-        None, "keeps a half-summed update through a power cut; not set: it is lost", on="client"
+        None, "folder that keeps a half-summed update through a power cut", on="client"
     )
     battery_share: Part = setting(
         0.5, "share of the time that the planner may count on, on battery", on="client check"
     )
-    hot_celsius: float = setting(80.0, "temperature of a hot device", on="", ge=0, le=200)
+    hot_celsius: float = setting(80.0, "temperature above which it is hot", on="", ge=0, le=200)
     hot_share: Part = setting(0.5, "share of its time when hot, or throttled", on="")
     busy_above: Fraction = setting(
         0.75, "share of the cores taken by other programs that makes the device busy", on=""
@@ -353,15 +351,16 @@ class SimulationSettings(Branch):
     )
     fleet: Annotated[Path, Unit("FLEET.toml")] | None = setting(
         None,
-        "the devices' speed, memory, link and availability (docs/fleet.md); not set: drawn by the "
-        "seed",
+        "file of the devices' speed, memory, link and availability (docs/fleet.md); not set: drawn "
+        "by the seed",
         short=True,
     )
     dropout: Probability = setting(
         0.0, "probability that an invited device drops out, in training or in a secure phase"
     )
     faults: Annotated[Path, Unit("FAULTS.toml")] | None = setting(
-        None, "faults to inject: dropouts at a phase, slow links, lying devices (docs/fleet.md)"
+        None,
+        "file of faults to inject: dropouts at a phase, slow links, lying devices (docs/fleet.md)",
     )
     engine: Literal["in-process", "grpc", "flower-ray"] = setting(
         "in-process",
@@ -386,7 +385,7 @@ class Settings(Branch):
     """The whole tree."""
 
     task: Annotated[str, Unit("FILE.py:Class")] | None = setting(
-        None, "your model, data and loss", on=f"{RUNS} {DEVICE} sweep", panel=TASK, short=True
+        None, "file and class of your task", on=f"{RUNS} {DEVICE} sweep", panel=TASK, short=True
     )
     seed: int = setting(
         0,
@@ -396,7 +395,9 @@ class Settings(Branch):
         ge=0,
         le=2**53,
     )
-    rounds: Count = setting(30, "server steps", on=f"{RUNS} sweep", panel=TRAINING, short=True)
+    rounds: Count = setting(
+        30, "server steps to take", on=f"{RUNS} sweep", panel=TRAINING, short=True
+    )
     threads: Count | None = setting(
         None,
         "threads of torch; equal numbers give equal bits; not set: 1 in the simulator, all usable "
@@ -405,7 +406,11 @@ class Settings(Branch):
         panel=RUN,
     )
     out: Folder | None = setting(
-        None, "for model, metrics and checkpoints", on=RUNS, panel=RUN, short=True
+        None,
+        "folder for model, metrics and checkpoints; not set: runs/TASK-TIME",
+        on=RUNS,
+        panel=RUN,
+        short=True,
     )
     check_task: bool = setting(
         True,
