@@ -62,9 +62,9 @@ def is_on(model: nn.Module) -> bool:
 
 def is_on_in(modules: Iterable[nn.Module]) -> bool:
     """Return ``is_on`` of a model whose modules are known."""
-    return any(
-        [isinstance(vars(module).get("forward"), _CheckpointedForward) for module in modules]
-    )
+    # A list, as a generator takes twice as long.
+    found = [isinstance(vars(module).get("forward"), _CheckpointedForward) for module in modules]
+    return any(found)
 
 
 def _checkpointed(module: nn.Module) -> _CheckpointedForward | None:
