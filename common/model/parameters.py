@@ -1,9 +1,9 @@
-"""A model as one flat vector and back.
+"""Stores a model in one block of memory, whose first part is the flat parameter vector.
 
-All trainable parameters lie in one contiguous float32 vector [P], in the order of
-``named_parameters``; behind them, each at a multiple of eight bytes, lie the frozen parameters and
-the buffers, which belong to the server. Together they are the *image* that travels down. The
-model's tensors are views into the image, so loading, stepping and sending copy nothing twice.
+All trainable parameters form one contiguous float32 vector [P], in the order of
+``named_parameters``. After them, each at a multiple of eight bytes, come the frozen parameters and
+the buffers, which belong to the server. Together they are the *image* that the server sends. The
+model's tensors are views into the image, so loading, stepping and sending need no further copy.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ALIGNMENT_BYTES = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Slot:
-    """Where one tensor lies in the image."""
+    """The position of one tensor in the image."""
 
     name: str
     shape: tuple[int, ...]
@@ -42,7 +42,7 @@ class Slot:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelLayout:
-    """The names, shapes and places of a model's tensors; equal on both sides or refused."""
+    """The names, shapes and offsets of a model's tensors; must be equal on client and server."""
 
     trainable: tuple[Slot, ...]
     constant: tuple[Slot, ...]
@@ -55,7 +55,7 @@ class ModelLayout:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 over the layout, in hexadecimal."""
+        """The SHA-256 of the layout, in hexadecimal."""
         rows = [
             [slot.name, list(slot.shape), slot.dtype, slot.offset_bytes]
             for slot in (*self.trainable, *self.constant)
@@ -64,7 +64,7 @@ class ModelLayout:
 
     @cached_property
     def spans(self) -> tuple[tuple[int, int], ...]:
-        """The half-open range of coordinates that each trainable tensor takes in [P]."""
+        """The half-open range of coordinates of each trainable tensor in [P]."""
         starts = [slot.offset_bytes // 4 for slot in self.trainable]
         return tuple(
             (start, start + slot.num_elements)
@@ -76,16 +76,16 @@ class ModelImage:
     """A model whose parameters and buffers are views into one block of memory."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Move the model's tensors into an image of their own.
+        """Move the model's tensors into a new image.
 
         Raises:
-            BatchDependentLayer: the model has BatchNorm or one of its kin.
+            BatchDependentLayer: the model has a BatchNorm or a similar layer.
             UnsupportedModel: no trainable parameter, or one that is not float32.
         """
         refuse_batch_dependent(model)
         self.model = model
         self.modules = tuple(model.modules())
-        """The model and all that it is made of, found once: to look for them takes Python long."""
+        """The model and its submodules, listed once because ``Module.modules`` is slow."""
         self._named = tuple(model.named_modules())
         self.layout = _layout_of(model)
         self.bytes_U8 = torch.zeros(self.layout.num_bytes, dtype=torch.uint8)
@@ -115,13 +115,13 @@ class ModelImage:
         """
         if len(image) != self.layout.num_bytes:
             raise ModelMismatch(
-                f"the model that arrived has {len(image):,} bytes, this one has "
+                f"the received model has {len(image):,} bytes, this one has "
                 f"{self.layout.num_bytes:,}"
             )
         self.buffer()[:] = image
 
     def buffers(self) -> list[tuple[str, Tensor]]:
-        """Return the model's buffers as they stand, by name."""
+        """Return the model's current buffers, by name."""
         return [
             (f"{prefix}.{name}" if prefix else name, buffer)
             for prefix, module in self._named
@@ -135,7 +135,7 @@ class ModelImage:
 
 
 def build_model(task: Task, *, seed: int, replace_batch_norm: bool = False) -> ModelImage:
-    """Build the task's model under the run's seed and lay it out.
+    """Build the task's model under the run's seed and move it into an image.
 
     Raises:
         BatchDependentLayer, UnsupportedModel: see ``ModelImage``.
@@ -148,13 +148,13 @@ def build_model(task: Task, *, seed: int, replace_batch_norm: bool = False) -> M
 
 
 def load_initial(image: ModelImage, path: Path) -> None:
-    """Overwrite the model with a safetensors file that bears the state_dict's names.
+    """Overwrite the model with a safetensors file that has the names of its state_dict.
 
     Raises:
         SettingsError: the file cannot be read.
         ModelMismatch: names or shapes differ.
     """
-    # Here rather than at the top: a device that is sent its model never needs them.
+    # Imported here: a device receives its model from the server and never needs them.
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -195,29 +195,29 @@ def refuse_batch_dependent(model: nn.Module) -> None:
     Raises:
         BatchDependentLayer: naming the layers.
     """
-    found = [
+    layers = [
         f"{name} ({type(m).__name__})" for name, m in model.named_modules() if _batch_dependent(m)
     ]
-    if found:
+    if layers:
         raise BatchDependentLayer(
-            f"the model has {len(found)} layer(s) that mix the examples of a batch: "
-            f"{', '.join(found[:5])}{', ...' if len(found) > 5 else ''}"
+            f"the model has {len(layers)} layer(s) that mix the examples of a batch: "
+            f"{', '.join(layers[:5])}{', ...' if len(layers) > 5 else ''}"
         )
 
 
 def replace_batch_norm_by_group_norm(model: nn.Module) -> None:
-    """Put GroupNorm in the place of every BatchNorm, with the same scale and shift.
+    """Replace every BatchNorm by a GroupNorm with the same scale and shift.
 
-    The groups are the largest divisor of the channels up to 32 (Wu and He 2018, section 4). In
-    place of BatchNorm1d there is one group: flat features have one value per channel, and a group
-    of one value is always zero.
+    The number of groups is the largest divisor of the channels up to 32 (Wu and He 2018, section
+    4). A BatchNorm1d gets one group: flat features have one value per channel, and a group of one
+    value is always normalised to zero.
     """
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if isinstance(child, nn.modules.batchnorm._BatchNorm):
                 channels = child.num_features
-                most = 1 if isinstance(child, nn.BatchNorm1d) else min(32, channels)
-                groups = max(g for g in range(1, most + 1) if channels % g == 0)
+                max_groups = 1 if isinstance(child, nn.BatchNorm1d) else min(32, channels)
+                groups = max(g for g in range(1, max_groups + 1) if channels % g == 0)
                 norm = nn.GroupNorm(groups, channels, eps=child.eps, affine=child.affine)
                 if child.affine:
                     norm.load_state_dict({"weight": child.weight, "bias": child.bias})

@@ -1,12 +1,12 @@
-"""Fixed point: sums of float32 as integers of a ring, and with what error they come back.
+"""Fixed-point encoding of float32 vectors in an integer ring, its clip bound and its error.
 
-A coordinate x enters as the integer nearest to x 2^f, in two's complement modulo 2^32 (or 2^16), so
-that sums in the ring are sums of integers as long as the whole cohort's cannot wrap. That is proved
-before anything is encoded: a device of weight w clips each coordinate at floor(w c 2^f) steps, no
-device sums more weight than it was planned, and the plans' weights come to W, so that
+A coordinate x is encoded as the integer nearest to x 2^f, in two's complement modulo 2^32 (or
+2^16), so that sums in the ring are sums of integers while the whole cohort's sum cannot wrap. That
+is checked before anything is encoded: a device of weight w clips each coordinate at floor(w c 2^f)
+steps, no device sums more weight than planned, and the planned weights add up to W, so that
 |sum of all| <= sum of floor(w c 2^f) <= W c 2^f < 2^(ring_bits - 1).
 
-Error of the sum, where nothing was clipped (every clip is counted):
+Error of the sum if nothing was clipped (every clip is counted):
 
 =========  =================================  ==========================
 ring       rounding                           bound, for n devices
@@ -15,17 +15,17 @@ ring       rounding                           bound, for n devices
 16 bits    stochastic, of expectation x 2^f   n 2^-f
 =========  =================================  ==========================
 
-A worked number: 20 devices of 1,000 examples each, c = 1. W c = 20,000, so f = 16; the sum is off
-by at most 20 x 2^-17 = 1.5e-4 and the mean by 1.5e-4 / 20,000 = 7.6e-9. As ``plan_encoding`` takes
-the finest f, 2^f >= 2^30 / (W c), and the mean of a cohort that is all there is off by at most
-n c 2^-31, whatever W is; of one that gave the share s of its planned weight, by 1/s of that.
+Worked example: 20 devices of 1,000 examples each, c = 1. W c = 20,000, so f = 16; the error of the
+sum is at most 20 x 2^-17 = 1.5e-4, and of the mean 1.5e-4 / 20,000 = 7.6e-9. ``plan_encoding``
+chooses the finest f, so 2^f >= 2^30 / (W c), and the error of the mean of a complete cohort is at
+most n c 2^-31, whatever W is; for a cohort with a fraction s of its planned weight, 1/s of that.
 
-With 16 bits c 2^f is about 2^15 / W: a device has w/W of 32,768 steps. That is enough only for
-coordinates of one size, which is why ``common/secagg/rotation.py`` goes before it.
+With 16 bits c 2^f is about 2^15 / W: a device has w/W of 32,768 steps. That suffices only for
+coordinates of similar size, which is why ``common/secagg/rotation.py`` rotates them first.
 
-The scale and the clip bound are public. Nobody sees what a lying device masks instead of an update,
-not even whether it kept to its clip: it can move the sum to anywhere in the ring (out of scope, as
-all poisoning is).
+The scale and the clip bound are public. Nobody can see what a malicious device masks instead of an
+update, nor whether it clips: it can move the sum to any value of the ring (out of scope, as all
+poisoning is).
 """
 
 from __future__ import annotations
@@ -44,29 +44,29 @@ from headwater.common.errors import CountOutOfRange, NonFiniteUpdate, RingCanWra
 RingBits = Literal[16, 32]
 RingVector: TypeAlias = NDArray[np.uint16] | NDArray[np.uint32]
 
-# float32 holds 2^126 and its inverse as normal numbers, so that scaling by 2^f rounds nothing.
-LARGEST_SCALE_BITS = 126
-CHUNK = 1 << 15  # coordinates at a time: 128 KiB of float32 that stay in cache
+# float32 holds 2^126 and its inverse as normal numbers, so scaling by 2^f does not round.
+MAX_SCALE_BITS = 126
+CHUNK = 1 << 15  # coordinates at a time: 128 KiB of float32 stay in cache
 
 FIRST_CLIP = 2.0**8
-"""c before anything is known: a hundred times what mean gradients usually reach."""
-WIDEST_CLIP = 2.0**20
-LEAST_CLIP, LARGEST_CLIP = 2.0**-100, 2.0**100
-"""Far beyond what a mean gradient's coordinate can be, and far below what float32 resolves.
+"""c before any sum is known: a hundred times the usual coordinates of mean gradients."""
+MAX_BLIND_CLIP = 2.0**20
+MIN_CLIP, MAX_CLIP = 2.0**-100, 2.0**100
+"""Far above any coordinate of a mean gradient, and far below the resolution of float32.
 
-Outside of them a device takes part in no session. Nothing that is followed leaves them, whatever a
-lying device makes of a sum.
+A device refuses a session with a clip bound outside this range. ``follow_clip`` never leaves it,
+whatever a malicious device does to a sum.
 """
-CLIP_ROOM = 16
-CLIP_ROOM_MOST = 1 << 12
+MIN_CLIP_ROOM = 16
+MAX_CLIP_ROOM = 1 << 12
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Encoding:
-    """How coordinates enter the ring; made only if the cohort's sum cannot wrap.
+    """The encoding of coordinates; it can only be constructed if the cohort's sum cannot wrap.
 
-    ``scale_bits`` is f, ``clip`` is c, the bound of a coordinate per unit of weight, ``max_weight``
-    is W, the largest weight that the round's plans allow in all.
+    ``scale_bits`` is f; ``clip`` is c, the bound of a coordinate per unit of weight; ``max_weight``
+    is W, the largest total weight that the round's plans allow.
 
     Raises:
         RingCanWrap: W c 2^f >= 2^(ring_bits - 1).
@@ -79,7 +79,7 @@ class Encoding:
     max_weight: int
 
     def __post_init__(self) -> None:
-        if self.ring_bits not in (16, 32) or abs(self.scale_bits) > LARGEST_SCALE_BITS:
+        if self.ring_bits not in (16, 32) or abs(self.scale_bits) > MAX_SCALE_BITS:
             raise ValueError(
                 f"no ring of {self.ring_bits} bits with a scale of 2^{self.scale_bits}"
             )
@@ -92,7 +92,7 @@ class Encoding:
             )
 
     def bound(self, weight: int) -> int:
-        """Return floor(w c 2^f): the largest integer that a device of this weight puts in."""
+        """Return floor(w c 2^f), the largest integer that a device of this weight encodes."""
         return math.floor(self._steps(weight))
 
     def _steps(self, weight: int) -> Fraction:
@@ -100,21 +100,21 @@ class Encoding:
 
 
 def plan_encoding(*, max_weight: int, clip: float, ring_bits: RingBits = 32) -> Encoding:
-    """Return the encoding of the finest power-of-two scale that cannot wrap.
+    """Return the encoding with the finest power-of-two scale that cannot wrap.
 
     Raises:
         ValueError: a clip that is not finite and positive, or W < 1.
-        RingCanWrap: not even steps of 2^126 are coarse enough.
+        RingCanWrap: even steps of 2^126 are too fine.
     """
     if not 0 < clip < math.inf or max_weight < 1:
         raise ValueError(f"c = {clip} and W = {max_weight} must be positive")
     scale_bits = ring_bits - 1 - exponent_above(Fraction(clip) * max_weight)
-    scale_bits = min(max(scale_bits, -LARGEST_SCALE_BITS), LARGEST_SCALE_BITS)
+    scale_bits = min(max(scale_bits, -MAX_SCALE_BITS), MAX_SCALE_BITS)
     return Encoding(ring_bits=ring_bits, scale_bits=scale_bits, clip=clip, max_weight=max_weight)
 
 
 def exponent_above(value: Fraction) -> int:
-    """Return the least e with value < 2^e, exactly, for a value above zero."""
+    """Return the least e with value < 2^e, exactly, for a positive value."""
     exponent = value.numerator.bit_length() - value.denominator.bit_length()
     return exponent if value < Fraction(2) ** exponent else exponent + 1
 
@@ -126,21 +126,21 @@ def encode_in_place(
     encoding: Encoding,
     random: np.random.Generator | None = None,
 ) -> tuple[RingVector, int]:
-    """Write the ring's elements over the vector's own memory; return them and how many it clipped.
+    """Overwrite the vector's memory with ring elements; return them and the number of clips.
 
-    32-bit elements fill the memory, 16-bit ones its first half; the float32 values are gone. A
-    coordinate is clipped at ``encoding.bound(weight)`` steps, or the float32 number next below.
-    ``random`` draws the rounding of a 16-bit ring; without it the system's randomness seeds one.
+    32-bit elements fill the memory, 16-bit elements its first half; the float32 values are lost. A
+    coordinate is clipped at ``encoding.bound(weight)`` steps, or the next smaller float32.
+    ``random`` draws the rounding of a 16-bit ring; by default it is seeded from the system.
 
     Raises:
-        NonFiniteUpdate: a NaN or an infinity; nothing was changed.
-        CountOutOfRange: the weight is not in 1..max_weight; nothing was changed.
+        NonFiniteUpdate: a NaN or an infinity; the vector is unchanged.
+        CountOutOfRange: the weight is not in 1..max_weight; the vector is unchanged.
     """
     values = values_P.numpy()
     assert values.dtype == np.float32
     if not 1 <= weight <= encoding.max_weight:
         raise CountOutOfRange(
-            f"an update's weight cannot be encoded: the plans allow {encoding.max_weight:,} in all"
+            f"an update's weight is not in the range of 1 to {encoding.max_weight:,} of the plans"
         )
     check_finite(values)
     is_stochastic = encoding.ring_bits == 16
@@ -153,19 +153,19 @@ def encode_in_place(
     for start in range(0, len(values), CHUNK):
         source = values[start : start + CHUNK]
         scaled, steps = scaled_C[: len(source)], steps_C[: len(source)]
-        with np.errstate(over="ignore", under="ignore"):  # inf is clipped, what vanishes is 0
+        with np.errstate(over="ignore", under="ignore"):  # inf is clipped, underflow is 0
             np.multiply(source, scale, out=scaled)
         np.clip(scaled, -limit, limit, out=steps)
         num_clipped += int(np.count_nonzero(steps != scaled))
         _round(steps, fraction=scaled, random=generator)
-        # Element i of the ring lies at or before coordinate i: behind every value still unread.
+        # Element i of the ring is at or before coordinate i, so it overwrites no unread value.
         np.copyto(signed[start : start + CHUNK], steps, casting="unsafe")
     ring: RingVector = signed.view(np.uint16) if is_stochastic else signed.view(np.uint32)
     return ring, num_clipped
 
 
 def check_finite(values: NDArray[np.float32]) -> None:
-    """Refuse a vector that cannot be encoded, before anything of it is changed.
+    """Check that a vector can be encoded.
 
     Raises:
         NonFiniteUpdate: it has a NaN or an infinity.
@@ -183,7 +183,7 @@ def _round(
 ) -> None:
     """Round in place: to nearest, or up with the probability of the fractional part.
 
-    That probability is met to 2^-24. ``fraction`` is memory that may be written over.
+    That probability is exact to 2^-24. ``fraction`` is scratch memory.
     """
     if random is None:
         np.rint(steps, out=steps)
@@ -195,13 +195,13 @@ def _round(
 
 
 def _float32_not_above(bound: int) -> np.float32:
-    """Return the largest float32 up to a bound; it is a whole number, as floats above 2^24 are."""
+    """Return the largest float32 up to a bound; an integer, as all floats above 2^24 are."""
     limit = np.float32(bound)
     return limit if int(limit) <= bound else np.nextafter(limit, np.float32(0))
 
 
 def decode(total: RingVector, encoding: Encoding) -> NDArray[np.float64]:
-    """Return the sum that the ring's elements stand for, exactly, in float64."""
+    """Return the sum that the ring's elements encode, exactly, in float64."""
     return np.ldexp(_signed(total).astype(np.float64), -encoding.scale_bits)
 
 
@@ -210,9 +210,9 @@ def decode_mean(
 ) -> NDArray[np.float32]:
     """Divide the cohort's sum by its weight, chunk by chunk, into float32.
 
-    Without ``out`` the mean is written over a 32-bit total's own memory (the total is gone), and
-    the mean of a 16-bit total is new memory. Each coordinate is rounded once to float64 and once to
-    float32: a relative error of 2^-24 beside that of the sum.
+    Without ``out`` the mean overwrites a 32-bit total's own memory (the total is lost), and the
+    mean of a 16-bit total is new memory. Each coordinate is rounded once to float64 and once to
+    float32: a relative error of 2^-24 in addition to that of the sum.
 
     Raises:
         ValueError: the weight is below 1.
@@ -237,7 +237,7 @@ def _signed(total: RingVector) -> NDArray[np.signedinteger]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClipState:
-    """What the clip bound follows: the bound in force and the largest mean coordinate ever seen."""
+    """The current clip bound, and the largest mean coordinate of all rounds so far."""
 
     clip: float = FIRST_CLIP
     largest_mean: float = 0.0
@@ -246,17 +246,17 @@ class ClipState:
 def follow_clip(state: ClipState, *, largest_mean: float, num_clipped: int) -> ClipState:
     """Return the next round's clip bound, a power of two if the first was one.
 
-    ``largest_mean`` is the largest absolute coordinate of the round's mean, ``num_clipped`` how
-    often devices clipped. The bound falls by half a round, but never under 16 times the largest
-    mean coordinate seen so far. If anything was clipped it doubles, up to 8,192 times that
-    coordinate: devices that clip for ever, or say so, cost a cohort of n no more accuracy than
-    n 2^-18 of that coordinate. A sum of zeros tells nothing, and then only clips move the bound, up
-    to 2^20. Whatever is told, it does not go beyond ``LARGEST_CLIP``.
+    ``largest_mean`` is the largest absolute coordinate of the round's mean, ``num_clipped`` the
+    number of clips. The bound halves each round, but never below 16 times the largest
+    mean coordinate so far. If anything was clipped it doubles, up to 8,192 times that coordinate:
+    devices that always clip, or claim to, cost a cohort of n no more accuracy than n 2^-18 of that
+    coordinate. After sums of zeros only, just clips change the bound, up to 2^20. It never exceeds
+    ``MAX_CLIP``.
     """
-    seen = max(state.largest_mean, largest_mean)
-    if not seen:
-        return ClipState(clip=min(2 * state.clip, WIDEST_CLIP) if num_clipped else state.clip)
-    least = math.ldexp(1, math.frexp(CLIP_ROOM * seen)[1])
-    most = least * (CLIP_ROOM_MOST // CLIP_ROOM)
+    largest = max(state.largest_mean, largest_mean)
+    if not largest:
+        return ClipState(clip=min(2 * state.clip, MAX_BLIND_CLIP) if num_clipped else state.clip)
+    least = math.ldexp(1, math.frexp(MIN_CLIP_ROOM * largest)[1])
+    most = least * (MAX_CLIP_ROOM // MIN_CLIP_ROOM)
     moved = state.clip * (2 if num_clipped else 0.5)
-    return ClipState(clip=min(max(moved, least), most, LARGEST_CLIP), largest_mean=seen)
+    return ClipState(clip=min(max(moved, least), most, MAX_CLIP), largest_mean=largest)

@@ -1,12 +1,13 @@
-"""A device's long-lived identity, and the allow-list of identities that devices trust.
+"""A device's long-lived signing identity, and the allow-list of identities that devices trust.
 
-An identity is a name and an Ed25519 key (RFC 8032). In active mode a device signs the keys that it
-makes for a session, and the survivor set that it agrees to; the others hold the signatures against
-an allow-list, a file of names and public keys that was brought to each device by other ways than
-through the aggregator. Without such a list nobody can tell a device from an aggregator that plays
-one (Sybils), which is why semi-honest mode trusts the aggregator to pass keys on unchanged.
+An identity is a name and an Ed25519 key (RFC 8032). In active mode a device signs its keys for a
+session, and the survivor set that it agrees to; the other devices verify the signatures with an
+allow-list, a file of names and public keys that reached each device by another channel than the
+aggregator. Without such a list a device cannot tell another device from an aggregator that
+impersonates one (a Sybil), which is why semi-honest mode trusts the aggregator to forward keys
+unchanged.
 
-Nothing here touches the disk: files are read and written by the command line.
+This module does not access the disk: the command line reads and writes the files.
 """
 
 from __future__ import annotations
@@ -35,35 +36,35 @@ KEY_BYTES, SIGNATURE_BYTES = 32, 64
 
 @dataclass(frozen=True, slots=True)
 class SigningIdentity:
-    """A name and the private key that signs under it; the key never shows."""
+    """A name and its private signing key; the key is never printed."""
 
     name: str
     _key: Ed25519PrivateKey
 
     @classmethod
     def new(cls, name: str) -> SigningIdentity:
-        """Make a new identity from the system's randomness.
+        """Generate a new identity from the system's randomness.
 
         Raises:
-            IdentityProblem: the name cannot be a device's.
+            IdentityProblem: the name is not a valid device name.
         """
         return cls(_checked_name(name), Ed25519PrivateKey.generate())
 
     @classmethod
     def from_seed(cls, name: str, seed: bytes) -> SigningIdentity:
-        """Return the identity whose private key are these 32 bytes: whoever has them has it.
+        """Return the identity whose private key is these 32 bytes.
 
         Raises:
-            IdentityProblem: the name cannot be a device's.
+            IdentityProblem: the name is not a valid device name.
         """
         return cls(_checked_name(name), Ed25519PrivateKey.from_private_bytes(seed))
 
     @classmethod
     def from_pem(cls, name: str, pem: bytes) -> SigningIdentity:
-        """Read what ``to_pem`` wrote.
+        """Read an identity from the PEM of ``to_pem``.
 
         Raises:
-            IdentityProblem: these are not the bytes of an unencrypted Ed25519 key.
+            IdentityProblem: not the PEM of an unencrypted Ed25519 key.
         """
         try:
             key = load_pem_private_key(pem, password=None)
@@ -74,12 +75,12 @@ class SigningIdentity:
         return cls(_checked_name(name), key)
 
     def to_pem(self) -> bytes:
-        """Write the private key; it belongs into a file that its owner alone can read."""
+        """Return the private key in PEM; store it in a file that only its owner can read."""
         return self._key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
 
     @property
     def public_key(self) -> bytes:
-        """The 32 bytes by which others know the identity."""
+        """The 32-byte public key."""
         return self._key.public_key().public_bytes_raw()
 
     @property
@@ -88,7 +89,7 @@ class SigningIdentity:
         return f"{self.name} {base64.b64encode(self.public_key).decode()}"
 
     def sign(self, message: bytes) -> bytes:
-        """Return the 64 bytes of the signature: the same for the same message."""
+        """Return the 64-byte signature, which is deterministic."""
         return self._key.sign(message)
 
     def __repr__(self) -> str:
@@ -97,17 +98,17 @@ class SigningIdentity:
 
 @dataclass(frozen=True, slots=True)
 class AllowList:
-    """Whose signatures count: public keys by name."""
+    """The identities whose signatures are valid: public keys by name."""
 
     keys: Mapping[str, bytes]
 
     @classmethod
     def parse(cls, text: str) -> AllowList:
-        """Read a file of lines ``NAME BASE64``; what follows a # is a comment.
+        """Parse lines of ``NAME BASE64``; # begins a comment.
 
         Raises:
-            IdentityProblem: naming the line, if it is none of these, or if a name or a key stands
-                twice: two names with one key would be one device that counts as two.
+            IdentityProblem: naming a malformed line, or a name or key that occurs twice: two names
+                with one key would be one device that counts as two.
         """
         keys: dict[str, bytes] = {}
         names: dict[bytes, str] = {}
@@ -117,7 +118,7 @@ class AllowList:
                 continue
             name, key = _entry(fields, number)
             if name in keys:
-                raise IdentityProblem(f"line {number} of the allow-list: {name} stands twice")
+                raise IdentityProblem(f"line {number} of the allow-list: {name} is there twice")
             if key in names:
                 raise IdentityProblem(
                     f"line {number} of the allow-list: {name} has the key of {names[key]}"
@@ -126,11 +127,11 @@ class AllowList:
         return cls(keys)
 
     def verify(self, name: str, message: bytes, signature: bytes | None) -> None:
-        """Hold a signature against the key that belongs to a name.
+        """Verify a signature with the key of a name.
 
         Raises:
-            IdentityUnknown: the list does not have the name.
-            SignatureRefused: there is no signature, or it is not that key's over these bytes.
+            IdentityUnknown: the name is not on the list.
+            SignatureRefused: the signature is missing, or not valid for that key and message.
         """
         key = self.keys.get(name)
         if key is None:
@@ -139,13 +140,13 @@ class AllowList:
             raise SignatureRefused(f"{name}: a signature was expected, there is none")
         if not _is_signed(key, message, signature):
             raise SignatureRefused(
-                f"{name}: the signature is not that of the key on this device's allow-list"
+                f"{name}: the signature is not valid for the key on this device's allow-list"
             )
 
 
 @functools.lru_cache(maxsize=4096)
 def _is_signed(key: bytes, message: bytes, signature: bytes) -> bool:
-    """Tell whether a signature is right; kept, for a process that plays many devices."""
+    """Return whether a signature is valid; cached for processes that simulate many devices."""
     try:
         Ed25519PublicKey.from_public_bytes(key).verify(signature, message)
     except InvalidSignature:
@@ -169,7 +170,7 @@ def _entry(fields: list[str], number: int) -> tuple[str, bytes]:
 def _checked_name(name: str) -> str:
     if not re.fullmatch(NAME_PATTERN, name):
         raise IdentityProblem(
-            f"{name[:80]!r} cannot be a device's name",
-            remedy="letters, digits, dot, dash and underscore, 128 at most",
+            f"{name[:80]!r} is not a valid device name",
+            remedy="use at most 128 letters, digits, dots, dashes and underscores",
         )
     return name

@@ -1,17 +1,17 @@
-"""The keys of a secure session, from key pairs to sealed shares.
+"""The keys of a secure session: key pairs, key agreement, sealed shares and commitments.
 
-X25519 key pairs (RFC 7748), fresh in each session; HKDF-SHA256 (RFC 5869) whose salt is the
-session's digest and whose info names the purpose and both ends, so that a key serves one purpose
-between two devices in one session and none other; ChaCha20-Poly1305 (RFC 8439) around the shares on
-their way through the server. A device that was shown another model, roster or parameter set has
-another session digest, and so other keys throughout.
+X25519 key pairs (RFC 7748), fresh in each session. HKDF-SHA256 (RFC 5869), whose salt is the
+session's digest and whose info names the purpose and both ends, so that a key has one purpose
+between two devices in one session. ChaCha20-Poly1305 (RFC 8439) around the shares on their way
+through the server. A device that was shown another model, roster or parameter set has another
+session digest, and therefore other keys.
 
-What the server learns: public keys, ciphertexts and commitments. What it can guess it can check
-against a commitment, but a share is as long as its secret and uniform: 256 bits are not guessed.
-Whose a public key is, is not said here: in active mode the devices' identities sign them.
+What the server learns: public keys, ciphertexts and commitments. It can check a guess against a
+commitment, but a share is uniform and as long as its secret: 256 bits cannot be guessed. This
+module does not say whose a public key is; in active mode the devices' identities sign them.
 
-A byte string that is hashed or authenticated is a list of fields, each behind its length: no two
-lists read the same.
+A byte string that is hashed or authenticated is a list of length-prefixed fields: no two lists
+encode alike.
 """
 
 from __future__ import annotations
@@ -40,52 +40,52 @@ SEAL_OVERHEAD_BYTES = NONCE_BYTES + TAG_BYTES
 DOMAIN = b"headwater secure aggregation 1"
 
 Purpose = Literal["pairwise mask", "share"]
-"""What two devices agree on a key for; the key of a pairwise mask is the same from both ends."""
+"""The purpose of an agreed key; a pairwise mask's key is the same from both ends."""
 
 Buffer = bytes | bytearray | memoryview
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KeyPair:
-    """An X25519 key pair; ``private`` is the 32-byte seed, which Shamir shares can bring back."""
+    """An X25519 key pair; ``private`` is the 32-byte seed that Shamir shares can reconstruct."""
 
     private: Secret
     public: bytes
 
 
 def new_key_pair(random: Callable[[int], bytes] = os.urandom) -> KeyPair:
-    """Make a fresh key pair; ``random`` gives the 32 bytes of its seed."""
+    """Generate a fresh key pair; ``random`` gives the 32 bytes of its seed."""
     private = Secret(random(KEY_BYTES))
     return KeyPair(private=private, public=public_key_of(private))
 
 
 def public_key_of(private: Secret) -> bytes:
-    """Return the 32-byte public key: what a reconstructed private key is checked against.
+    """Return the 32-byte public key, against which a reconstructed private key is checked.
 
-    The five bits of the seed that X25519 fixes do not tell in it, so 32 seeds have one public key.
+    X25519 fixes five bits of the seed, so 32 seeds have the same public key.
     """
-    return private.made_into(X25519PrivateKey.from_private_bytes).public_key().public_bytes_raw()
+    return private.cached_form(X25519PrivateKey.from_private_bytes).public_key().public_bytes_raw()
 
 
 def agree(
     private: Secret, peer_public: bytes, *, session: bytes, purpose: Purpose, ends: tuple[str, str]
 ) -> Secret:
-    """Return the 32-byte key that two devices have in common for one purpose in one session.
+    """Return the 32-byte key that two devices share for one purpose in one session.
 
     ``ends`` are (from, to). For a pairwise mask both orders give the same key; for shares each
     direction has its own.
 
     Raises:
-        BadPublicKey: it is not of 32 bytes, or of low order: the result would be no secret.
+        BadPublicKey: not 32 bytes, or of low order, so that the result would be no secret.
     """
     try:
         peer = X25519PublicKey.from_public_bytes(peer_public)
-        # Loading a key costs as much as an exchange: it is done once for all peers.
-        shared = private.made_into(X25519PrivateKey.from_private_bytes).exchange(peer)
+        # Loading a key costs as much as an exchange, so it is loaded once for all peers.
+        shared = private.cached_form(X25519PrivateKey.from_private_bytes).exchange(peer)
     except ValueError as error:
         raise BadPublicKey(
-            f"the public key between {ends[0]} and {ends[1]} is no point that a key pair has; "
-            f"{len(peer_public)} bytes of the expected {KEY_BYTES}"
+            f"the public key between {ends[0]} and {ends[1]} is invalid: {len(peer_public)} bytes, "
+            f"expected {KEY_BYTES}, or of low order"
         ) from error
     if purpose == "pairwise mask":
         ends = (min(ends), max(ends))
@@ -93,20 +93,20 @@ def agree(
 
 
 def self_mask_key(seed: Secret, *, session: bytes, name: str) -> Secret:
-    """Return the 32-byte key of a device's self mask, from the 32-byte seed that it shares."""
+    """Return the 32-byte key of a device's self mask, derived from its shared 32-byte seed."""
     return _derive(seed.reveal(), session=session, purpose="self mask", names=(name,))
 
 
 def pairwise_sign(own: str, peer: str) -> Literal[1, -1]:
-    """Return the sign with which ``own`` adds the mask that it has in common with ``peer``.
+    """Return the sign with which ``own`` adds its pairwise mask with ``peer``.
 
     +1 for the name that sorts first and -1 for the other, so that the two cancel.
 
     Raises:
-        ValueError: a name with itself.
+        ValueError: ``own`` and ``peer`` are equal.
     """
     if own == peer:
-        raise ValueError(f"{own} has no mask in common with itself")
+        raise ValueError(f"{own} has no pairwise mask with itself")
     return 1 if own < peer else -1
 
 
@@ -118,11 +118,11 @@ def seal(
     ends: tuple[str, str],
     random: Callable[[int], bytes] = os.urandom,
 ) -> bytes:
-    """Seal a share for its holder; the session and (from, to) are authenticated beside it.
+    """Seal a share for its holder; session and (from, to) are authenticated with it.
 
     Returns nonce, ciphertext and tag: ``SEAL_OVERHEAD_BYTES`` more than the share. The nonce is
-    random although a key of ``agree`` seals one message only: a second one would then not open the
-    first.
+    random although a key of ``agree`` should seal only one message: a second message would
+    otherwise reveal the first.
     """
     nonce = random(NONCE_BYTES)
     cipher = ChaCha20Poly1305(key.reveal())
@@ -130,10 +130,10 @@ def seal(
 
 
 def unseal(key: Secret, sealed: bytes, *, session: bytes, ends: tuple[str, str]) -> Secret:
-    """Open what ``seal`` closed.
+    """Open a sealed share.
 
     Raises:
-        SealBroken: another key, session or (from, to), or bytes that were changed or are missing.
+        SealBroken: another key, session or (from, to), or changed or missing bytes.
     """
     share = bytearray(max(len(sealed) - SEAL_OVERHEAD_BYTES, 0))
     nonce, rest = sealed[:NONCE_BYTES], sealed[NONCE_BYTES:]
@@ -145,18 +145,18 @@ def unseal(key: Secret, sealed: bytes, *, session: bytes, ends: tuple[str, str])
         except InvalidTag:
             pass
         else:
-            return Secret.over(share)
+            return Secret.take(share)
     raise SealBroken(
         f"the share that {ends[0]} sealed for {ends[1]} does not open ({len(sealed)} bytes): it "
-        "was changed on the way, or sealed in another session"
+        "was changed in transit, or sealed in another session"
     )
 
 
 def commitment(*, tag: str, session: bytes, ends: tuple[str, str], share: Buffer) -> bytes:
     """Return SHA-256(tag, session, from, to, share)[:16], which binds a dealer to a share.
 
-    ``tag`` says what was committed to, so that a share of one secret cannot pass as that of
-    another. 128 bits: a dealer who wants two shares under one commitment has to try 2^64.
+    ``tag`` names the kind of value, so that a share of one secret cannot pass as a share of
+    another. 128 bits: a dealer that wants two shares with one commitment must try 2^64.
     """
     return hashlib.sha256(_fields(b"commitment", tag, session, *ends, share)).digest()[
         :COMMITMENT_BYTES
@@ -164,16 +164,16 @@ def commitment(*, tag: str, session: bytes, ends: tuple[str, str], share: Buffer
 
 
 def _derive(material: Buffer, *, session: bytes, purpose: str, names: tuple[str, ...]) -> Secret:
-    """HKDF-SHA256 with the session as its salt."""
+    """Derive a key by HKDF-SHA256 with the session as salt."""
     if len(session) != SESSION_BYTES:
         raise ValueError(f"a session's digest has {SESSION_BYTES} bytes, not {len(session)}")
     key = bytearray(KEY_BYTES)
     info = _fields(purpose, *names)
     HKDF(hashes.SHA256(), KEY_BYTES, salt=session, info=info).derive_into(material, key)
-    return Secret.over(key)
+    return Secret.take(key)
 
 
 def _fields(*fields: str | Buffer) -> bytes:
-    """Join fields, each behind its length in four bytes, behind the domain."""
+    """Join fields after the domain, each with a four-byte length prefix."""
     encoded = [field.encode() if isinstance(field, str) else bytes(field) for field in fields]
     return b"".join(len(field).to_bytes(4, "big") + field for field in (DOMAIN, *encoded))

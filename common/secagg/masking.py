@@ -1,17 +1,17 @@
-"""Masks: streams of pseudorandom ring elements, added to a vector in its own memory.
+"""Adds masks, which are pseudorandom streams of ring elements, to a vector in place.
 
 A mask is the keystream of ChaCha20 (RFC 8439; or of AES-256-CTR), read as little-endian integers
-and added or subtracted modulo 2^16, 2^32 or 2^64, by the vector's dtype. All streams are open at
-once and the vector is walked in chunks that stay in the cache, so that whatever the number of masks
-the vector goes through memory once. Beyond it there are 256 KiB for each thread, as much again of
-zeros, and about 1 KiB for each stream.
+and added or subtracted modulo 2^16, 2^32 or 2^64, according to the vector's dtype. All streams are
+open at once and the vector is processed in chunks that stay in the cache, so it passes through
+memory once, whatever the number of masks. Extra memory: 256 KiB per thread, as much again of zeros,
+and about 1 KiB per stream.
 
-Each ``part`` of an upload has a nonce of its own: the same keys mask the vector and the scalars
-beside it with independent streams. A key must never mask two vectors under one part: the difference
-of the vectors would show. A session's keys are derived for it alone, and it masks one update.
+Each ``part`` of an upload has its own nonce: the same keys mask the vector and the scalars with
+independent streams. A key must never mask two vectors under one part: that would reveal the
+difference of the vectors. Keys are derived for one session only, and a session masks one update.
 
-What the server learns from a masked vector: nothing, as long as the key of one stream in it is
-unknown to it and the cipher holds. A stream of ChaCha20 ends, with an error, after 256 GiB.
+What the server learns from a masked vector: nothing, if it does not know the key of at least one
+stream in it and the cipher is secure. A ChaCha20 stream ends, with an error, after 256 GiB.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ Cipher = Literal["chacha20", "aes256-ctr"]
 VECTOR, SCALARS = 0, 1
 """The parts of an upload."""
 
-# 256 KiB of vector, of keystream and of zeros stay in a second-level cache of 1 MiB; a multiple of
-# 64, the block of ChaCha20. With 128 KiB two threads meet at the interpreter's lock so often that a
-# tenth of the time goes. Stream by stream, memory would be read once for each mask.
+# 256 KiB each of vector, keystream and zeros stay in a second-level cache of 1 MiB; a multiple of
+# 64, the block of ChaCha20. With 128 KiB two threads contend for the interpreter's lock so often
+# that a tenth of the time is lost. Stream by stream, memory would be read once for each mask.
 CHUNK_BYTES = 1 << 18
 _ZEROS = bytes(CHUNK_BYTES)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stream:
-    """One mask: the 32-byte key of its stream, and whether it is added or subtracted."""
+    """One mask: the 32-byte key of its stream, and its sign."""
 
     key: Secret
     sign: Literal[1, -1]
@@ -72,7 +72,7 @@ def mask_in_place(
         SecretErased: a key was erased; the vector is unchanged.
         ValueError: the vector is not one contiguous, writable run of little-endian integers.
     """
-    _apply(vector, streams, is_taken_off=False, cipher=cipher, part=part, num_threads=num_threads)
+    _apply(vector, streams, is_removed=False, cipher=cipher, part=part, num_threads=num_threads)
 
 
 def unmask_in_place(
@@ -83,53 +83,55 @@ def unmask_in_place(
     part: int = VECTOR,
     num_threads: int = 1,
 ) -> None:
-    """Take off what ``mask_in_place`` put on with the same streams and the same signs.
+    """Remove the masks that ``mask_in_place`` added with the same streams and the same signs.
 
-    The server lists the self masks of the survivors with sign +1, and for each device that dropped
-    out the masks that its surviving neighbours put on, with the signs that those neighbours used.
+    The server lists the self masks of the survivors with sign +1, and for each dropped device the
+    masks that its surviving neighbours added, with the signs that those neighbours used.
 
     Raises:
         SecretErased, ValueError: as ``mask_in_place``.
     """
-    _apply(vector, streams, is_taken_off=True, cipher=cipher, part=part, num_threads=num_threads)
+    _apply(vector, streams, is_removed=True, cipher=cipher, part=part, num_threads=num_threads)
 
 
 def _apply(
     vector: Ring,
     streams: Sequence[Stream],
     *,
-    is_taken_off: bool,
+    is_removed: bool,
     cipher: Cipher,
     part: int,
     num_threads: int,
 ) -> None:
-    """Walk equal ranges of the vector, one for each thread; ciphers and numpy release the GIL."""
+    """Process equal ranges of the vector, one per thread; ciphers and numpy release the GIL."""
     if vector.ndim != 1 or not vector.flags.c_contiguous or not vector.flags.writeable:
         raise ValueError("only one contiguous, writable run of ring elements can be masked")
     if vector.dtype.str not in ("<u2", "<u4", "<u8"):
         raise ValueError(f"a ring's elements are <u2, <u4 or <u8, not {vector.dtype.str}")
     for stream in streams:
-        stream.key.reveal()  # all of them, before anything is changed
+        stream.key.reveal()  # checks all keys before the vector is changed
     num_chunks = -(-vector.nbytes // CHUNK_BYTES)
     num_ranges = max(min(num_threads, num_chunks), 1)
     per_chunk = CHUNK_BYTES // vector.itemsize
     cuts = [num_chunks * i // num_ranges * per_chunk for i in range(num_ranges)]
     ranges = [slice(start, end) for start, end in zip(cuts, [*cuts[1:], len(vector)], strict=True)]
 
-    def walk(part_of_it: slice) -> None:
-        start_bytes = part_of_it.start * vector.itemsize
+    def process(span: slice) -> None:
+        start_bytes = span.start * vector.itemsize
         contexts = [_open(s.key, cipher=cipher, part=part, at_bytes=start_bytes) for s in streams]
-        is_added = [(stream.sign == 1) is not is_taken_off for stream in streams]
-        _walk(vector[part_of_it], contexts, is_added)
+        is_added = [(stream.sign == 1) is not is_removed for stream in streams]
+        _apply_streams(vector[span], contexts, is_added)
 
     if num_ranges == 1:
-        walk(ranges[0])
+        process(ranges[0])
         return
     with ThreadPoolExecutor(num_ranges, thread_name_prefix="mask") as pool:
-        list(pool.map(walk, ranges))
+        list(pool.map(process, ranges))
 
 
-def _walk(vector: Ring, contexts: Sequence[CipherContext], is_added: Sequence[bool]) -> None:
+def _apply_streams(
+    vector: Ring, contexts: Sequence[CipherContext], is_added: Sequence[bool]
+) -> None:
     """Add or subtract all streams, chunk by chunk."""
     keystream_U8 = np.empty(min(CHUNK_BYTES, vector.nbytes), dtype=np.uint8)
     keystream = keystream_U8.view(vector.dtype)

@@ -1,13 +1,16 @@
-"""Secure aggregation as both sides agree on it: phases, parameters, thresholds and messages.
+"""The protocol of secure aggregation: phases, parameters, thresholds and messages.
 
 Bonawitz et al., "Practical Secure Aggregation for Privacy-Preserving Machine Learning" (CCS 2017),
-figures 1 and 4: every device adds a self mask, and with each neighbour a pairwise mask that cancels
-in the sum; shares of the seeds let the others take off what a dropout leaves behind. Above
-``MAX_COMPLETE`` members the neighbours are those of a k-regular graph (Bell et al., "Secure
-Single-Server Aggregation with (Poly)Logarithmic Overhead", CCS 2020, algorithm 2).
+figures 1 and 4: every device adds a self mask, and for each neighbour a pairwise mask that cancels
+in the sum. Secret shares of the mask seeds let the server remove the masks that dropouts leave in
+the sum. Above ``MAX_COMPLETE`` members the neighbours are those of a k-regular graph (Bell et al.,
+"Secure Single-Server Aggregation with (Poly)Logarithmic Overhead", CCS 2020, algorithm 2).
+
+U1 are the members that advertised keys, U2 those that shared secrets, U3 those that sent a masked
+update.
 
 ==============  ============================  ===================================================
-phase           the server asks               a device answers
+phase           the server sends              a device replies
 ==============  ============================  ===================================================
 advertise_keys  ``KeysRequest``                ``KeysReply``: two fresh X25519 keys, signed
 share_keys      ``Roster``: U1                ``SharesReply``: sealed shares and commitments
@@ -17,11 +20,11 @@ consistency     ``SurvivorsRequest``: U3         ``SurvivorsReply`` (active mode
 unmask          ``UnmaskRequest``: U3, U2-U3   ``UnmaskReply``: one share for each, of one kind
 ==============  ============================  ===================================================
 
-``check_shares`` is not in the papers: bad shares are found before anybody has masked, and whoever
-leaves until then costs nothing. Training is over before a session opens, and no head carries a
-weight, a loss or a norm: those are further masked numbers.
+``check_shares`` is not in the papers: it finds bad shares before any device has masked, and a
+member that leaves until then costs nothing. Training is over before a session opens. No message has
+a weight, a loss or a norm in clear: those are masked numbers (``common.secagg.masked_numbers``).
 
-What the server learns, and against whom the protocol stands: docs/security.md.
+docs/security.md says what the server learns and which adversaries the protocol withstands.
 """
 
 from __future__ import annotations
@@ -46,17 +49,17 @@ from headwater.common.secagg.scalars import Scalar
 from headwater.common.secagg.shamir import MAX_HOLDERS
 
 MAX_COMPLETE = 64
-"""Members up to which the server makes everybody everybody's neighbour."""
+"""The largest session with a complete graph, in which all members are neighbours."""
 
-LEAST_MEMBERS = 3
-"""Of a sum of two, each of the two can subtract its own update."""
+MIN_MEMBERS = 3
+"""With two members, each could subtract its own update from the sum."""
 
 SEED_BYTES = KEY_BYTES
 MASK_KEY_SHARE, SELF_SEED_SHARE, SELF_SEED = "mask key share", "self seed share", "self seed"
-"""What a commitment is to."""
+"""Tags of commitments: the kind of value committed to."""
 
 WEIGHT, NUM_CLIPPED = "weight", "num_clipped"
-"""The masked numbers that every session has; others are the caller's."""
+"""The masked numbers of every session; the caller adds others."""
 
 RunId = Annotated[int, Field(ge=0, lt=2**64)]
 Key = Annotated[bytes, Field(min_length=KEY_BYTES, max_length=KEY_BYTES)]
@@ -72,7 +75,7 @@ MAX_SCALARS = 64
 
 
 class SecureMessage(WireMessage):
-    """A head of secure aggregation: bytes travel as base64, and no error quotes what it holds."""
+    """The base of these messages: bytes travel as base64, and no error quotes a field's value."""
 
     model_config = ConfigDict(
         extra="forbid",
@@ -85,7 +88,7 @@ class SecureMessage(WireMessage):
 
 @dataclass(frozen=True, order=True, slots=True)
 class SessionNumber:
-    """Which session of a run: strictly increasing, and persisted by the server before it sends."""
+    """A session's number in its run: strictly increasing, persisted before the server sends it."""
 
     round: int
     attempt: int
@@ -95,31 +98,31 @@ class SessionNumber:
 
 
 def next_number(last: SessionNumber | None, *, round_number: int) -> SessionNumber:
-    """Return the number of the next session: a further attempt if the round had one before."""
+    """Return the next session's number: the next attempt if the round had a session before."""
     if last is None or last.round < round_number:
         return SessionNumber(round_number, 1)
     return SessionNumber(last.round, last.attempt + 1)
 
 
 class Parameters(SecureMessage):
-    """What the server chose for a session; every device holds it against its own floor."""
+    """The server's choices for a session; each device checks them against its own minimum."""
 
     run: RunId
     round: Natural
     attempt: Natural
     mode: Mode
     threshold: Holders
-    num_neighbours: Holders | None = Field(None, description="not set: the complete graph")
+    num_neighbours: Holders | None = Field(None, description="None: the complete graph")
     cipher: Cipher = "chacha20"
     num_values: Natural = Field(description="P, the coordinates of the vector")
     encoding: Encoding
     scalars: Annotated[tuple[Scalar, ...], Field(max_length=MAX_SCALARS)]
-    rotation_seed: Digest | None = Field(None, description="of a 16-bit ring's rotation")
-    bounds_digest: Digest | None = Field(None, description="of that rotation's block bounds")
+    rotation_seed: Digest | None = Field(None, description="seed of a 16-bit ring's rotation")
+    bounds_digest: Digest | None = Field(None, description="digest of that rotation's block bounds")
 
     @property
     def number(self) -> SessionNumber:
-        """Which session of the run this is."""
+        """The session's number in the run."""
         return SessionNumber(self.round, self.attempt)
 
 
@@ -144,12 +147,12 @@ class KeysRequest(SecureMessage):
 
     @property
     def number(self) -> SessionNumber:
-        """Which session of the run this is."""
+        """The session's number in the run."""
         return SessionNumber(self.round, self.attempt)
 
 
 class KeysReply(SecureMessage):
-    """Phase 0, device: two fresh public keys, in active mode signed by its identity."""
+    """Phase 0, device: two fresh public keys, signed by its identity in active mode."""
 
     name: Name
     mask_key: Key
@@ -159,14 +162,14 @@ class KeysReply(SecureMessage):
 
 
 class Roster(SecureMessage):
-    """Phase 1, server: U1 and the parameters; the session's digest is made from it."""
+    """Phase 1, server: the parameters and U1; the session's digest is computed from them."""
 
     parameters: Parameters
     members: tuple[Member, ...]
 
 
 class DealtShare(SecureMessage):
-    """A mask key's share and a self seed's, sealed to their holder, and commitments to both."""
+    """One share of the mask key and one of the self seed, sealed to a holder; and commitments."""
 
     dealer: Name
     holder: Name
@@ -176,7 +179,7 @@ class DealtShare(SecureMessage):
 
 
 class SharesReply(SecureMessage):
-    """Phase 1, device: one share for each of its holders."""
+    """Phase 1, device: one pair of shares for each of its holders."""
 
     name: Name
     session: Digest
@@ -185,26 +188,26 @@ class SharesReply(SecureMessage):
 
 
 class CheckRequest(SecureMessage):
-    """Between the phases, server: what was dealt to one device."""
+    """Between phases 1 and 2, server: the shares dealt to one device."""
 
     shares: Annotated[tuple[DealtShare, ...], Field(max_length=MAX_HOLDERS)]
 
 
 class CheckReply(SecureMessage):
-    """Between the phases, device: whose shares do not open, or are not what was committed to."""
+    """Between phases 1 and 2, device: dealers whose shares do not open or match."""
 
     name: Name
     bad_dealers: Annotated[tuple[Name, ...], Field(max_length=MAX_HOLDERS)] = ()
 
 
 class MaskRequest(SecureMessage):
-    """Phase 2, server: U2, within which the pairwise masks run."""
+    """Phase 2, server: U2, the members with pairwise masks."""
 
     members: tuple[Name, ...]
 
 
 class MaskReply(SecureMessage):
-    """Phase 2, device: beside the masked vector, its masked numbers (little-endian uint64)."""
+    """Phase 2, device: its masked numbers (little-endian uint64), sent with the masked vector."""
 
     name: Name
     session: Digest
@@ -212,7 +215,7 @@ class MaskReply(SecureMessage):
 
 
 class SurvivorsRequest(SecureMessage):
-    """Phase 3, server: U3, and those of U2 that are not in it."""
+    """Phase 3, server: U3, and the members of U2 that are not in it."""
 
     survived: tuple[Name, ...]
     dropped: tuple[Name, ...]
@@ -226,7 +229,7 @@ class SurvivorsReply(SecureMessage):
 
 
 class UnmaskRequest(SecureMessage):
-    """Phase 4, server: the same sets again, in active mode with the signatures on them."""
+    """Phase 4, server: the same two sets, with their signatures in active mode."""
 
     survived: tuple[Name, ...]
     dropped: tuple[Name, ...]
@@ -234,7 +237,7 @@ class UnmaskRequest(SecureMessage):
 
 
 class UnmaskReply(SecureMessage):
-    """Phase 4, device: for each dealer whose share it holds, the share of one secret."""
+    """Phase 4, device: for each dealer whose shares it holds, the share of one secret."""
 
     name: Name
     self_seed_shares: dict[Name, Share] = Field(repr=False)
@@ -247,7 +250,7 @@ Reply = KeysReply | SharesReply | CheckReply | MaskReply | SurvivorsReply | Unma
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Phase:
-    """A phase: the action under which it travels, and its two messages."""
+    """A phase: its action, which names it on the wire, and its two message types."""
 
     action: str
     request: type[Request]
@@ -293,8 +296,8 @@ def signatures_needed(threshold: int, num_members: int, *, corrupted: float) -> 
     return max(threshold, (num_members + ceil_fraction(corrupted, num_members)) // 2 + 1)
 
 
-def most_clipped(num_values: int, num_scalars: int) -> int:
-    """Return how many clips one device can count: of every coordinate and every masked number."""
+def max_clipped(num_values: int, num_scalars: int) -> int:
+    """Return the most clips that one device can count: each coordinate and each masked number."""
     return num_values + num_scalars
 
 

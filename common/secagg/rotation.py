@@ -1,31 +1,31 @@
-"""A randomized block-Hadamard rotation, so that 16 bits are enough for every coordinate.
+"""A randomized block-Hadamard rotation, with which 16 bits suffice for every coordinate.
 
-Gradients have coordinates of very different sizes, and a ring of 16 bits has no room for that. The
-vector is therefore cut into blocks of 4,096; each is multiplied by public random signs and then by
-H / sqrt(4096), H being Hadamard's matrix of +1 and -1. Every rotated coordinate is a sum over its
-whole block with random signs: all are about normal, of the block's root mean square. So one public
-bound a block, a few times that size, wastes few bits. The rotation is linear and orthogonal: the
-rotated sum is the sum of the rotated, and turning it back does not enlarge the error (Suresh et
-al., "Distributed Mean Estimation with Limited Communication", ICML 2017, section 3; in blocks as in
-Kairouz et al., "The Distributed Discrete Gaussian Mechanism", ICML 2021).
+The coordinates of gradients have very different sizes, for which a 16-bit ring is too small. The
+vector is therefore split into blocks of 4,096; each is multiplied by public random signs and then
+by H / sqrt(4096), where H is Hadamard's matrix of +1 and -1. Every rotated coordinate is a sum over
+its whole block with random signs, so all are nearly normal with the block's root mean square. One
+public bound per block, a few times that size, then wastes few bits. The rotation is linear and
+orthogonal: the rotated sum is the sum of the rotated vectors, and rotating back does not increase
+the error (Suresh et al., "Distributed Mean Estimation with Limited Communication", ICML 2017,
+section 3; in blocks as in Kairouz et al., "The Distributed Discrete Gaussian Mechanism", ICML
+2021).
 
-A vector whose length is no multiple of the block ends in a block that overlaps the one before, with
-signs of its own; a vector shorter than a block takes the largest power of two within it. Nothing is
-padded.
+If the length is not a multiple of the block, the last block overlaps the one before it and has its
+own signs; a vector shorter than a block uses the largest power of two within it. Nothing is padded.
 
-A rotated block is measured in steps: (2^15 - 1) / W of them are its bound for one unit of weight,
-where W is the weight that the plans allow in all. Each step is rounded stochastically, so for n
-devices of one weight the mean is off by about
+A rotated block is measured in steps: its bound for one unit of weight is (2^15 - 1) / W steps,
+where W is the total weight that the plans allow. Each coordinate is rounded stochastically, so for
+n devices of equal weight the error of the mean is about
 
-    sqrt(n / 6) x bound / 2^15 per coordinate, and never by more than n x bound / 2^15,
+    sqrt(n / 6) x bound / 2^15 per coordinate, and never more than n x bound / 2^15,
 
-in the rotated vector and so, root mean square, in the one that was turned back. With bounds of 5
-times the root mean square of the devices' own means, and devices as far apart as independent normal
-vectors (own means sqrt(n) times as large as the cohort's), that is a relative L2 error of
+in the rotated vector and so, as root mean square, in the original one. With bounds of 5 times the
+root mean square of the devices' own means, and devices as different as independent normal vectors
+(own means sqrt(n) times as large as the cohort's), that is a relative L2 error of
 5 n / (sqrt(6) x 2^15): 6.2e-4 for n = 10 and 4.0e-3 for n = 64.
 
-What the server learns: nothing beyond the sum. Seed and bounds are public; the bounds follow past
-sums only.
+What the server learns: nothing beyond the sum. Seed and bounds are public; the bounds depend on
+past sums only.
 """
 
 from __future__ import annotations
@@ -38,28 +38,28 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headwater.common.secagg.fixed_point import LARGEST_CLIP, LEAST_CLIP, Encoding, check_finite
+from headwater.common.secagg.fixed_point import MAX_CLIP, MIN_CLIP, Encoding, check_finite
 from headwater.common.secagg.masking import Stream, mask_in_place
 from headwater.common.secagg.secret import Secret
 
 BLOCK_SIZE = 4096
-BLOCKS_AT_ONCE = 16  # 256 KiB of float32
+BLOCKS_PER_SPAN = 16  # 256 KiB of float32
 STEPS = 2**15 - 1
 
 FIRST_BOUND = 1.0
-"""Per rotated coordinate, before anything is known: a hundred times what mean gradients reach."""
-ROOM = 5.0  # a normal variable is beyond five standard deviations once in 1.7 million
-LEAST_SHARE = 1 / 16  # of the whole vector's root mean square: a still block may wake up
-CLIPPED_SHARE = 1e-5  # of all coordinates: more than ROOM explains
-WIDEST = 8.0  # times what the last sum asks for
+"""Per rotated coordinate, before any sum is known: a hundred times the usual mean gradients."""
+BOUND_FACTOR = 5.0  # a normal variable exceeds five standard deviations once in 1.7 million
+MIN_RMS_FRACTION = 1 / 16  # of the whole vector's root mean square: a block may grow later
+MAX_CLIPPED_FRACTION = 1e-5  # of all coordinates; with BOUND_FACTOR alone fewer are clipped
+MAX_GROWTH = 8.0  # times the bound that follows from the last sum
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rotation:
-    """A rotation of [P] that everybody can compute; its seed is public, and new in each round.
+    """A rotation of [P] with a public seed, which is new in each round.
 
     Raises:
-        ValueError: a seed that has not 32 bytes, no coordinate, or a block that is no power of two.
+        ValueError: a seed that is not 32 bytes, no coordinate, or a block that is no power of two.
     """
 
     seed: bytes
@@ -74,30 +74,30 @@ class Rotation:
 
     @property
     def block(self) -> int:
-        """The block's size, or the largest power of two in a shorter vector."""
+        """The block size, or the largest power of two in a shorter vector."""
         return min(self.block_size, 1 << (self.num_coordinates.bit_length() - 1))
 
     @property
     def num_blocks(self) -> int:
-        """How many bounds there are; the last block may be shorter than the others."""
+        """The number of blocks, each with a bound; the last may be shorter than the others."""
         return -(-self.num_coordinates // self.block)
 
 
 def rotated_encoding(*, max_weight: int) -> Encoding:
-    """Return the 16-bit encoding of a vector that ``rotate_in_place`` has measured in steps."""
+    """Return the 16-bit encoding of a vector that ``rotate_in_place`` scaled to steps."""
     return Encoding(ring_bits=16, scale_bits=0, clip=STEPS / max_weight, max_weight=max_weight)
 
 
 def rotate_in_place(
     values_P: Tensor, *, rotation: Rotation, bounds: NDArray[np.float32], max_weight: int
 ) -> None:
-    """Rotate a device's sum and measure each block in steps of its bound, in the same memory.
+    """Rotate a device's sum and scale each block to steps of its bound, in place.
 
-    Beyond the vector it takes P / 8 bytes of signs and less than 1 MiB. Values near float32's end
-    may overflow in a block's sums; that is found when the vector is encoded.
+    Extra memory: P / 8 bytes of signs and less than 1 MiB. Values near float32's maximum may
+    overflow in a block's sums; encoding the vector detects that.
 
     Raises:
-        NonFiniteUpdate: a NaN or an infinity; nothing was changed.
+        NonFiniteUpdate: a NaN or an infinity; the vector is unchanged.
         ValueError: the lengths differ, or a bound is not finite and positive.
     """
     values = values_P.numpy()
@@ -122,7 +122,7 @@ def unrotate_in_place(
     bounds: NDArray[np.float32],
     max_weight: int,
 ) -> NDArray[np.float64]:
-    """Turn the decoded mean back, in the same memory; return the RMS of each rotated block.
+    """Rotate the decoded mean back, in place; return the RMS of each rotated block.
 
     Raises:
         ValueError: as ``rotate_in_place``.
@@ -148,9 +148,9 @@ def first_bounds(rotation: Rotation, *, bound: float = FIRST_BOUND) -> NDArray[n
 def device_spread(
     *, num_devices: int, squared_norms: float, weight: float, mean_norm: float
 ) -> float:
-    """Return how many times larger the devices' own means are than the cohort's, at least 1.
+    """Return the ratio of the devices' own means to the cohort's mean in size, at least 1.
 
-    It is sqrt(n x sum of |v_i|^2) / |sum of v_i|, which is exact for devices of one weight;
+    It is sqrt(n x sum of |v_i|^2) / |sum of v_i|, which is exact for devices of equal weight;
     ``squared_norms`` is the sum of |v_i|^2 over their (unrotated) sums. A mean of zero gives 1.
     """
     if mean_norm <= 0 or weight <= 0:
@@ -163,17 +163,17 @@ def follow_bounds(
 ) -> NDArray[np.float32]:
     """Return the next round's bounds, from the RMS of each block of the mean.
 
-    A bound is 5 x ``spread`` x the block's RMS, a block's RMS being taken as a sixteenth of the
-    whole vector's at the least. If more than 1e-5 of the coordinates were ``clipped`` (a share),
-    the bounds double instead, up to 8 times that. A mean of zero changes nothing.
+    A bound is 5 x ``spread`` x the block's RMS, where a block's RMS counts as at least a sixteenth
+    of the whole vector's. If more than 1e-5 of the coordinates were clipped (``clipped`` is that
+    fraction), the bounds double instead, up to 8 times that. A mean of zero changes nothing.
     """
     whole = math.sqrt(float(np.mean(np.square(block_rms))))
     if not whole:
         return bounds
-    wanted = ROOM * spread * np.maximum(block_rms, LEAST_SHARE * whole)
-    if clipped > CLIPPED_SHARE:
-        wanted = np.clip(2.0 * bounds, wanted, WIDEST * wanted)
-    return np.clip(wanted, LEAST_CLIP, LARGEST_CLIP).astype(np.float32)
+    target = BOUND_FACTOR * spread * np.maximum(block_rms, MIN_RMS_FRACTION * whole)
+    if clipped > MAX_CLIPPED_FRACTION:
+        target = np.clip(2.0 * bounds, target, MAX_GROWTH * target)
+    return np.clip(target, MIN_CLIP, MAX_CLIP).astype(np.float32)
 
 
 def _checked(
@@ -191,28 +191,28 @@ def _checked(
 
 
 def _blocks(rotation: Rotation) -> Iterator[slice]:
-    """Yield the parts of the vector that have a bound each."""
+    """Yield the range of each block."""
     for start in range(0, rotation.num_coordinates, rotation.block):
         yield slice(start, min(start + rotation.block, rotation.num_coordinates))
 
 
 def _spans(rotation: Rotation) -> Iterator[slice]:
-    """Yield runs of whole blocks that are rotated at once."""
+    """Yield ranges of whole blocks that are rotated at once."""
     end = rotation.num_coordinates // rotation.block * rotation.block
-    length = BLOCKS_AT_ONCE * rotation.block
+    length = BLOCKS_PER_SPAN * rotation.block
     for start in range(0, end, length):
         yield slice(start, min(start + length, end))
 
 
 def _tail(rotation: Rotation) -> slice | None:
-    """Return the overlapping block at the end, if the others leave something over."""
+    """Return the overlapping last block; None if the length is a multiple of the block."""
     if rotation.num_coordinates % rotation.block == 0:
         return None
     return slice(rotation.num_coordinates - rotation.block, rotation.num_coordinates)
 
 
 def _signs(rotation: Rotation) -> NDArray[np.uint8]:
-    """Return a public random bit for each coordinate, and then for each of the tail, packed."""
+    """Return public random bits, packed: one per coordinate, then one per tail coordinate."""
     num_bits = rotation.num_coordinates + rotation.block
     bits = np.zeros(-(-num_bits // 32), dtype=np.uint32)
     mask_in_place(bits, [Stream(key=Secret(rotation.seed), sign=1)])
@@ -220,7 +220,7 @@ def _signs(rotation: Rotation) -> NDArray[np.uint8]:
 
 
 def _flip(values: NDArray[np.float32], signs: NDArray[np.uint8], at: int) -> None:
-    """Change the signs of the coordinates whose bit is set, beginning with bit ``at``."""
+    """Flip the signs of the coordinates whose bit is set, beginning with bit ``at``."""
     packed = signs[at // 8 : -(-(at + len(values)) // 8)]
     bits = np.unpackbits(packed)[at % 8 : at % 8 + len(values)]
     raw = values.view(np.uint32)
@@ -232,8 +232,8 @@ def _hadamard(values: NDArray[np.float32], block: int) -> None:
     columns = 1 << (block.bit_length() - 1) // 2
     rows = block // columns
     blocks = values.reshape(-1, rows, columns)
-    half_way = np.matmul(_matrix(rows), blocks)
-    np.matmul(half_way, _matrix(columns) * np.float32(1 / math.sqrt(block)), out=blocks)
+    by_rows = np.matmul(_matrix(rows), blocks)
+    np.matmul(by_rows, _matrix(columns) * np.float32(1 / math.sqrt(block)), out=blocks)
 
 
 def _matrix(size: int) -> NDArray[np.float32]:

@@ -1,21 +1,22 @@
-"""Single numbers that ride masked beside the vector: weight, loss, metrics, norms, clips.
+"""Encodes single numbers that are masked with the vector: weight, loss, metrics, norms, clips.
 
-Each is one element of a ring of 64 bits, of its own public range and resolution. The alternative,
-several 32-bit limbs a number, would tell the server each limb's sum, and so the carries between
-them, which is more than the number's sum. One element of 64 bits tells that sum and no more.
+Each number is one element of a 64-bit ring, with its own public range and resolution. Several
+32-bit limbs per number would show the server each limb's sum, and so the carries between them,
+which is more than the number's sum. One 64-bit element reveals only that sum.
 
-A number v enters as the integer nearest to v 2^f, in two's complement, within the bound B 2^f. The
-sum of n devices is below 2^63 and cannot wrap, as n B 2^f < 2^63 is checked first; it is off by at
-most n 2^-(f+1), and by one rounding to float64.
+A number v is encoded as the integer nearest to v 2^f, in two's complement, within the bound B 2^f.
+The sum of n devices cannot wrap, because n B 2^f < 2^63 is checked first; its error is at most
+n 2^-(f+1), plus one rounding to float64.
 
-A worked number: 100 devices with losses up to 2^30 each. n B < 2^37, so f = 26; the sum of 100
-losses is off by at most 100 x 2^-27 = 7.5e-7. A count has f = 0 and is exact: 100 counts up to 2^53
+Worked example: 100 devices with losses up to 2^30 each. n B < 2^37, so f = 26; the error of the sum
+of 100 losses is at most 100 x 2^-27 = 7.5e-7. A count has f = 0 and is exact: 100 counts up to 2^53
 are below 2^60.
 
-A number outside its range would say something of its device if the range were widened for it, so it
-is clipped, and the clips are counted, themselves under a mask. A count is never clipped: it is what
-the sum is divided by. It is refused instead, and a refusal is seen: whoever lets another choose the
-bounds must take none as a count whose range it does not know. No error here quotes a number.
+Widening a range for one number would reveal something about its device, so a number outside its
+range is clipped; the number of clips is itself masked. A count is never clipped, because the sum is
+divided by it. It is refused instead, and a refusal is visible to the server: a device must not
+accept a bound from the server for a count whose range it does not know. No error here quotes a
+number.
 """
 
 from __future__ import annotations
@@ -32,22 +33,22 @@ from headwater.common.errors import CountOutOfRange, NonFiniteUpdate, RingCanWra
 from headwater.common.secagg.fixed_point import exponent_above
 
 RING_BITS = 64
-# Beyond it a double of size 1 has no further bits; the result is scaled by a float in range.
-LARGEST_SCALE_BITS = 52
-# Coarse enough for the largest float there is; 2 to a power without a bound could fill the memory.
-LEAST_SCALE_BITS = -1100
+# A double of size 1 has no more bits than this, and 2^52 is a float in range.
+MAX_SCALE_BITS = 52
+# Coarse enough for the largest float; 2 to an unbounded power could exhaust the memory.
+MIN_SCALE_BITS = -1100
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scalar:
-    """How one number enters the ring of 64 bits.
+    """The encoding of one number in the 64-bit ring.
 
-    ``bound`` is the largest absolute value that one device may tell, of at most ``num_devices``.
+    ``bound`` is the largest absolute value of one device; there are at most ``num_devices``.
 
     Raises:
         RingCanWrap: num_devices x bound x 2^scale_bits >= 2^63.
-        ValueError: a bound that is not finite and positive, a scale that is not in -1,100..52, or a
-            count with another scale than 0.
+        ValueError: a bound that is not finite and positive, a scale outside -1,100..52, or a count
+            with another scale than 0.
     """
 
     name: str
@@ -58,11 +59,13 @@ class Scalar:
 
     def __post_init__(self) -> None:
         if not 0 < self.bound < math.inf or self.num_devices < 1:
-            raise ValueError(f"{self.name}: {self.bound} of {self.num_devices} devices is no bound")
-        if not LEAST_SCALE_BITS <= self.scale_bits <= LARGEST_SCALE_BITS:
-            raise ValueError(f"{self.name}: no number is told in steps of 2^{-self.scale_bits}")
+            raise ValueError(
+                f"{self.name}: no bound of {self.bound} for {self.num_devices} devices"
+            )
+        if not MIN_SCALE_BITS <= self.scale_bits <= MAX_SCALE_BITS:
+            raise ValueError(f"{self.name}: steps of 2^{-self.scale_bits} are out of range")
         if self.is_count and self.scale_bits:
-            raise ValueError(f"{self.name}: counts are encoded as they are, not by a scale")
+            raise ValueError(f"{self.name}: a count has scale 0, not {self.scale_bits}")
         total = Fraction(self.bound) * self.num_devices * Fraction(2) ** self.scale_bits
         if total >= 1 << (RING_BITS - 1):
             raise RingCanWrap(
@@ -75,7 +78,7 @@ def plan_scalar(name: str, *, bound: float, num_devices: int, is_count: bool = F
     """Return the finest encoding of one number that cannot wrap; a count's steps are 1.
 
     Raises:
-        RingCanWrap: a count whose sum might.
+        RingCanWrap: the sum of a count might wrap.
         ValueError: see ``Scalar``.
     """
     scale_bits = 0
@@ -84,7 +87,7 @@ def plan_scalar(name: str, *, bound: float, num_devices: int, is_count: bool = F
     return Scalar(
         name=name,
         bound=bound,
-        scale_bits=min(scale_bits, LARGEST_SCALE_BITS),
+        scale_bits=min(scale_bits, MAX_SCALE_BITS),
         num_devices=num_devices,
         is_count=is_count,
     )
@@ -93,11 +96,11 @@ def plan_scalar(name: str, *, bound: float, num_devices: int, is_count: bool = F
 def encode_scalars(
     values: Mapping[str, float | int], scalars: Sequence[Scalar]
 ) -> tuple[NDArray[np.uint64], int]:
-    """Return one ring element for each scalar, in their order, and how many were clipped.
+    """Return one ring element per scalar, in their order, and the number of clips.
 
     Raises:
         NonFiniteUpdate: a NaN or an infinity.
-        CountOutOfRange: a count that is no whole number in 0..bound.
+        CountOutOfRange: a count is not an integer in 0..bound.
         ValueError: the names are not those of the scalars.
     """
     if len(values) != len(scalars) or {scalar.name for scalar in scalars} != set(values):
@@ -114,16 +117,16 @@ def _encoded(value: float | int, scalar: Scalar) -> tuple[int, bool]:
     if scalar.is_count and not (0 <= value <= scalar.bound and value == int(value)):
         raise CountOutOfRange(f"{scalar.name} is not a count up to {scalar.bound:,.0f}")
     scale = Fraction(2) ** scalar.scale_bits
-    most = math.floor(Fraction(scalar.bound) * scale)
+    max_steps = math.floor(Fraction(scalar.bound) * scale)
     steps = round(Fraction(value) * scale)
-    return min(max(steps, -most), most), abs(steps) > most
+    return min(max(steps, -max_steps), max_steps), abs(steps) > max_steps
 
 
 def decode_scalars(total: NDArray[np.uint64], scalars: Sequence[Scalar]) -> dict[str, float]:
-    """Return the cohort's sums by name; counts are whole numbers, exact up to 2^53.
+    """Return the cohort's sums by name; counts are exact integers up to 2^53.
 
     Raises:
-        ValueError: another number of elements than of scalars.
+        ValueError: the numbers of elements and scalars differ.
     """
     steps = total.view(np.int64).tolist()
     return {

@@ -1,10 +1,10 @@
-"""Bytes that must not be seen: they show nothing, are not copied by accident, and can be erased.
+"""Secret bytes that are never printed or copied by accident, and that can be erased.
 
-What erasing means in CPython: the bytes lie in one ``bytearray``, which is overwritten with zeros.
-Copies that libraries make are out of reach: ``X25519PrivateKey.exchange`` returns ``bytes``, which
-are freed and not cleared; OpenSSL clears its contexts when they are freed, and nobody clears the
-stack. So erasing shortens the time in which a secret can be found in memory, and keeps this program
-from using it again. It does not promise that no copy is left, nor does it speak of swap.
+In CPython, erasing means that the bytes are in one ``bytearray``, which is overwritten with zeros.
+It does not reach the copies that libraries make: ``X25519PrivateKey.exchange`` returns ``bytes``,
+which are freed and not cleared; OpenSSL clears its contexts when they are freed; the stack is not
+cleared. So erasing shortens the time in which a secret can be found in memory, and keeps this
+program from using it again. It does not guarantee that no copy is left, in memory or in swap.
 """
 
 from __future__ import annotations
@@ -18,57 +18,57 @@ T = TypeVar("T")
 
 
 class Secret:
-    """Secret bytes: repr, str and format show none of them; pickle and copy are refused.
+    """Secret bytes: repr, str and format never show them; pickle and copy are refused.
 
-    Two secrets are equal only if they are the same object: a comparison that says where two byte
-    strings differ by the time it takes is not offered.
+    Two secrets are equal only if they are the same object, so that no comparison of bytes leaks by
+    its timing where they differ.
     """
 
-    __slots__ = ("_bytes", "_is_erased", "_made")
+    __slots__ = ("_bytes", "_form", "_is_erased")
 
     def __init__(self, value: bytes | bytearray | memoryview) -> None:
         self._bytes = bytearray(value)
         self._is_erased = False
-        self._made: object = None
+        self._form: object = None
 
     @classmethod
-    def over(cls, buffer: bytearray) -> Secret:
-        """Take a buffer over rather than copy it; the caller keeps no other use of it."""
+    def take(cls, buffer: bytearray) -> Secret:
+        """Take ownership of a buffer instead of copying it; the caller must not use it again."""
         secret = cls(b"")
         secret._bytes = buffer
         return secret
 
     def reveal(self) -> memoryview:
-        """Return a read-only view of the bytes; it reads zeros once they are erased.
+        """Return a read-only view of the bytes; it reads zeros after they are erased.
 
         Raises:
-            SecretErased: they are gone.
+            SecretErased: the secret was erased.
         """
         if self._is_erased:
-            raise SecretErased("a key was asked for after its session had ended")
+            raise SecretErased("a key was used after its session had ended")
         return memoryview(self._bytes).toreadonly()
 
-    def made_into(self, make: Callable[[memoryview], T]) -> T:
-        """Return what ``make`` makes of the bytes: the same object until they are erased.
+    def cached_form(self, convert: Callable[[memoryview], T]) -> T:
+        """Return ``convert(bytes)``, cached until the secret is erased.
 
-        A secret is made into one kind of thing only, such as a library's own form of a key.
+        A secret has one form only, such as a library's key object: use one ``convert`` for each.
 
         Raises:
-            SecretErased: they are gone.
+            SecretErased: the secret was erased.
         """
-        if self._is_erased or self._made is None:
-            self._made = make(self.reveal())
-        return cast(T, self._made)
+        if self._is_erased or self._form is None:
+            self._form = convert(self.reveal())
+        return cast(T, self._form)
 
     def erase(self) -> None:
         """Overwrite the bytes with zeros. Erasing twice changes nothing."""
         self._is_erased = True
-        self._made = None
+        self._form = None
         self._bytes[:] = bytes(len(self._bytes))
 
     @property
     def is_erased(self) -> bool:
-        """Whether the bytes are gone."""
+        """Whether the secret was erased."""
         return self._is_erased
 
     def __len__(self) -> int:

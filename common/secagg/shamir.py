@@ -1,17 +1,17 @@
 """Shamir's secret sharing over GF(2^8), byte by byte, for many secrets at once.
 
 Each byte of a secret is the constant term of a random polynomial of degree ``threshold - 1``;
-holder h is given its values at x = h + 1. Any ``threshold`` shares determine the polynomials, fewer
-say nothing of the secret, whatever the holders can compute (Shamir 1979). Bytes are elements of
-GF(2^8) modulo x^8 + x^4 + x^3 + x + 1 (FIPS 197, section 4.2).
+holder h gets its value at x = h + 1. Any ``threshold`` shares determine the polynomials; fewer
+reveal nothing about the secret, whatever the holders can compute (Shamir 1979). Bytes are elements
+of GF(2^8) modulo x^8 + x^4 + x^3 + x + 1 (FIPS 197, section 4.2).
 
-Making shares and combining them are the same operation: a matrix of public factors (powers of x,
-Lagrange coefficients) times rows of secret bytes. A product with a public factor is the sum of the
-row's doublings where the factor has a bit, so all that is done with secrets is shift and exclusive
-or; no table is indexed by a secret byte. Constant time is not claimed beyond that: it is numpy.
+Splitting and combining are the same operation: a matrix of public factors (powers of x, Lagrange
+coefficients) times rows of secret bytes. A product with a public factor is the sum of the row's
+doublings at the factor's set bits, so secrets are only shifted and combined by exclusive or; no
+table is indexed by a secret byte. Beyond that, constant time is not claimed: it is numpy.
 
-Out of scope: a wrong share is not noticed here, but by the commitments beside the sealed shares
-(``common/secagg/keys.py``).
+Out of scope: a wrong share is not detected here, but by the commitments that accompany the sealed
+shares (``common/secagg/keys.py``).
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ def split(
 ) -> Bytes:
     """Split secrets of one length among holders; return the shares [num_holders, secrets, length].
 
-    Row h belongs to the holder with x = h + 1. ``random`` gives the coefficients of the polynomials
-    above the constant term; they must be uniform and never used again.
+    Row h belongs to the holder with x = h + 1. ``random`` gives the polynomials' coefficients above
+    the constant term; they must be uniform and never reused.
 
     Raises:
-        ValueError: no secret, or secrets of several lengths; a threshold that is not in
-            1..num_holders; more than 255 holders.
+        ValueError: no secret, or secrets of different lengths; a threshold outside 1..num_holders;
+            more than 255 holders.
     """
     if not 1 <= threshold <= num_holders <= MAX_HOLDERS:
         raise ValueError(
-            f"1 <= threshold <= holders <= {MAX_HOLDERS} does not hold of {threshold} and "
+            f"expected 1 <= threshold <= holders <= {MAX_HOLDERS}, found {threshold} and "
             f"{num_holders}"
         )
     if len({len(secret) for secret in secrets}) != 1:
-        raise ValueError("the secrets must be of one length, and one of them at the least")
+        raise ValueError("expected at least one secret, and all of one length")
     num_bytes = sum(len(secret) for secret in secrets)
     rows_TN = np.empty((threshold, num_bytes), dtype=np.uint8)
     rows_TN[0] = np.concatenate([np.frombuffer(secret, dtype=np.uint8) for secret in secrets])
@@ -65,13 +65,13 @@ def split(
 
 
 def combine(shares: Mapping[int, bytes]) -> bytes:
-    """Return the secret that shares (x -> share) of one dealer determine.
+    """Return the secret that one dealer's shares (x -> share) determine.
 
-    All shares given are used. With fewer than the threshold, or with a wrong one among them, the
-    result is some other byte string: check it against what the dealer published.
+    All given shares are used. With fewer than the threshold, or with a wrong share among them, the
+    result is another byte string: check it against the dealer's commitment.
 
     Raises:
-        WrongShare: shares of several lengths.
+        WrongShare: shares of different lengths.
         ValueError: no share, or an x outside 1..255.
     """
     if not shares or not all(1 <= x <= MAX_HOLDERS for x in shares):
@@ -98,8 +98,8 @@ def _times(factors_HT: Bytes, rows_TN: Bytes) -> Bytes:
     multiples_TBN = np.empty((len(rows_TN), 8, rows_TN.shape[1]), dtype=np.uint8)
     multiples_TBN[:, 0] = rows_TN
     for bit in range(1, 8):
-        below = multiples_TBN[:, bit - 1]
-        multiples_TBN[:, bit] = (below << 1) ^ ((below >> 7) * np.uint8(POLYNOMIAL))
+        previous = multiples_TBN[:, bit - 1]
+        multiples_TBN[:, bit] = (previous << 1) ^ ((previous >> 7) * np.uint8(POLYNOMIAL))
     multiples = multiples_TBN.reshape(-1, rows_TN.shape[1])
     products = np.empty((len(factors_HT), rows_TN.shape[1]), dtype=np.uint8)
     for factors_T, product in zip(factors_HT, products, strict=True):
@@ -109,16 +109,15 @@ def _times(factors_HT: Bytes, rows_TN: Bytes) -> Bytes:
 
 
 def _tables() -> tuple[Bytes, NDArray[np.int64]]:
-    """Return powers of the generator [255] and logarithms [256]; that of 0 is never looked up."""
+    """Return the generator's powers [255] and logarithms [256]; the entry of 0 is never used."""
     powers = np.zeros(255, dtype=np.uint8)
     logs = np.zeros(256, dtype=np.int64)
     element = 1
     for power in range(255):
         powers[power], logs[element] = element, power
         doubled = element << 1
-        element ^= doubled ^ (
-            (POLYNOMIAL | 0x100) if doubled & 0x100 else 0
-        )  # times 3, a generator
+        # Times 3, which generates the multiplicative group.
+        element ^= doubled ^ ((POLYNOMIAL | 0x100) if doubled & 0x100 else 0)
     return powers, logs
 
 

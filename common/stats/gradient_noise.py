@@ -1,9 +1,10 @@
-"""What one device's steps say of the gradient noise, as numbers that add up over devices.
+"""Estimates the gradient noise from one device's steps, as sums that add up over devices.
 
-A device's vector after its first accumulation step, and after its last, are two batch sizes of one
-distribution: they tell the variance of an example's gradient from the mean gradient's own size
-(McCandlish et al. 2018, "An Empirical Model of Large-Batch Training", appendix A.1). What the
-cohort's sums come to: ``headwater.server.planning.round_plans.noise_scale``. In a masked round they are summed under masks.
+A device's vectors after its first and after its last accumulation step are two batch sizes of one
+distribution. From their norms follow the variance of an example's gradient and the squared norm of
+the mean gradient (McCandlish et al. 2018, "An Empirical Model of Large-Batch Training", appendix
+A.1). ``server.planning.noise_scale`` turns the cohort's sums into the noise scale; in a masked
+round these sums are masked too.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from headwater.common.messages import ReportFields, Step
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TwoSizes:
-    """What the mean gradient at two batch sizes of one distribution says; either may be negative.
+class NoiseEstimate:
+    """Unbiased estimates from the mean gradient at two batch sizes; either may be negative.
 
-    ``variance`` is S, of one unit of weight, and ``squared_gradient`` is |G|^2.
+    ``variance`` is S, per unit of weight; ``squared_gradient`` is |G|^2.
     """
 
     variance: float
@@ -28,86 +29,87 @@ class TwoSizes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NoiseSums:
-    """Sums over a round's devices, each by the weight v that it sends.
+    """Sums over a round's devices, each weighted by the weight v that it sends.
 
-    A device that measured nothing adds to ``weight`` alone. The others stand for it.
+    A device without measurements adds to ``weight`` only; the other devices represent it.
     """
 
-    weight: float  # V = sum v
-    measured_weight: float = 0.0  # sum v of those that measured
-    variance: float = 0.0  # sum v S
-    sum_variance: float = 0.0  # sum of the variances of the vectors sent: v S (1 - w/n)
-    squared_gradient: float = 0.0  # sum v |G_i|^2
+    weight: float  # V = sum of v
+    measured_weight: float = 0.0  # sum of v over devices that measured
+    variance: float = 0.0  # sum of v S
+    sum_variance: float = 0.0  # sum of the sent vectors' variances: v S (1 - w/n)
+    squared_gradient: float = 0.0  # sum of v |G_i|^2
 
 
-def two_sizes(first: tuple[int, float], last: tuple[int, float]) -> TwoSizes | None:
-    """Solve the two equations for a (weight, norm of the sum) and a later one that contains it.
+def estimate_noise(first: tuple[int, float], last: tuple[int, float]) -> NoiseEstimate | None:
+    """Return the estimate from a (weight, norm of the sum) and a later one that includes it.
 
-    Both results are without bias. None if the weights are the same.
+    None if the weights are equal.
     """
     if first[0] == last[0]:
         return None
-    variance, squared_gradient = solved(*first, *last)
-    return TwoSizes(variance=variance, squared_gradient=squared_gradient)
+    variance, squared_gradient = solve_noise(*first, *last)
+    return NoiseEstimate(variance=variance, squared_gradient=squared_gradient)
 
 
-def solved(small: Any, small_norm: Any, large: Any, large_norm: Any) -> tuple[Any, Any]:
-    """Return the variance and |G|^2 of ``two_sizes``, of numbers or of columns of them."""
+def solve_noise(small: Any, small_norm: Any, large: Any, large_norm: Any) -> tuple[Any, Any]:
+    """Solve the two equations of ``estimate_noise`` for S and |G|^2; numbers or numpy columns."""
     at_small, at_large = (small_norm / small) ** 2, (large_norm / large) ** 2
-    # Over 1/small - 1/large, which may round to zero for what a device claims.
+    # This divides by 1/small - 1/large without forming it: a device's claims could round it to 0.
     variance = (at_small - at_large) * (small * large / (large - small))
     return variance, (large * at_large - small * at_small) / (large - small)
 
 
-def after_each(steps: Sequence[Step]) -> Iterator[TwoSizes | None]:
-    """Yield, after each accumulation step, what it and the first that had weight say together.
+def estimates_after_steps(steps: Sequence[Step]) -> Iterator[NoiseEstimate | None]:
+    """Yield, after each step, the estimate from it and the first step with weight.
 
-    None after the first, and while no step has added weight to it.
+    None after the first step with weight, and until a later step adds weight.
     """
     weight, first = 0, None
     for step in steps:
         weight += step.weight
-        if step.gradient_norm is None:  # nor has any other step of the update one
+        if step.gradient_norm is None:  # then no step of the update has one
             yield None
             continue
         if weight and first is None:
             first = (weight, step.gradient_norm)
-        yield two_sizes(first, (weight, step.gradient_norm)) if first is not None else None
+        yield estimate_noise(first, (weight, step.gradient_norm)) if first is not None else None
 
 
-def _first_and_last(steps: Sequence[Step]) -> TwoSizes | None:
-    """Return the last that ``after_each`` yields of steps that all have norms."""
+def _first_and_last(steps: Sequence[Step]) -> NoiseEstimate | None:
+    """Return the last estimate of ``estimates_after_steps``, for steps that all have norms."""
     weight, first = 0, None
     for step in steps:
         weight += step.weight
         if weight and first is None:
             first = (weight, cast(float, step.gradient_norm))
     last = (weight, cast(float, steps[-1].gradient_norm))
-    return None if first is None else two_sizes(first, last)
+    return None if first is None else estimate_noise(first, last)
 
 
-def sums_of(report: ReportFields, *, num_owned: int) -> NoiseSums:
-    """Return one device's part in the round's sums.
+def noise_sums(report: ReportFields, *, num_owned: int) -> NoiseSums:
+    """Return one device's contribution to the round's sums.
 
-    Its steps tell norms and weights of the sum w as it was made. With ``weigh_as`` the vector was
-    scaled to another weight v after that; |A|/w is the same for both, and S per unit of v is that
-    per unit of w times v/w. ``num_owned`` is the number n of examples that the device draws from.
+    Its steps give the norms and weights of the sum of weight w as it was computed. With
+    ``weigh_as`` the vector was scaled to another weight v after that; |A|/w is the same for both,
+    and S per unit of v is S per unit of w times v/w. ``num_owned`` is the number n of examples that
+    the device draws from.
 
-    Edge cases: K = 1, no norms, or no weight in any step but one, measures nothing.
+    Edge cases: with K = 1, without norms, or with weight in one step only, nothing is measured.
     """
     sent = float(report.weight)
     if report.num_steps < 2 or not report.has_norms:
         return NoiseSums(weight=sent)
-    found, summed = _first_and_last(report.steps), float(report.summed_weight)
-    if found is None:
+    estimate, summed = _first_and_last(report.steps), float(report.summed_weight)
+    if estimate is None:
         return NoiseSums(weight=sent)
-    share = min(report.num_examples / num_owned, 1.0)
-    variance = found.variance * (sent / summed)
-    squared_gradient = found.squared_gradient + found.variance * share / summed
+    fraction = min(report.num_examples / num_owned, 1.0)
+    variance = estimate.variance * (sent / summed)
+    squared_gradient = estimate.squared_gradient + estimate.variance * fraction / summed
     return NoiseSums(
         weight=sent,
         measured_weight=sent,
         variance=sent * variance,
-        sum_variance=sent * variance * (1 - share),
+        sum_variance=sent * variance * (1 - fraction),
         squared_gradient=sent * squared_gradient,
     )

@@ -1,10 +1,10 @@
-"""A straight line in the micro-batch size: s examples take ``base + each s`` seconds, or bytes.
+"""Fits a straight line: a micro-batch of s examples takes ``base + each s`` seconds, or bytes.
 
-Seconds have a base because each micro-batch is dispatched anew, bytes because the model is there
-already; activations and operations grow with the examples. A line is first laid through a few
-measured sizes and then follows what each round showed. Least squares are relative (each point is
-weighed by 1 over the square of its value), so that a micro-batch of one example counts as much as
-one of a hundred.
+Seconds have a base because each micro-batch is dispatched separately, bytes because the model is in
+memory already; activations and operations grow with the examples. A line is first fitted to a few
+measured sizes and then updated with the measurements of each round. Least squares are relative
+(each point is weighed by 1 over the square of its value), so that a micro-batch of one example
+counts as much as one of a hundred.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-# What was believed weighs as much as what one round showed.
-BELIEVED = 0.5
+# Weight of the previous line when it is refitted: as much as one round's measurements.
+PRIOR_WEIGHT = 0.5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,46 +24,45 @@ class Line:
     each: float
 
     def at(self, size: float) -> float:
-        """Return what a micro-batch of ``size`` examples takes."""
+        """Return the value of the line at a micro-batch of ``size`` examples."""
         return self.base + self.each * size
 
     def times(self, factor: float) -> Line:
-        """Return the line of what takes ``factor`` times as much."""
+        """Return the line multiplied by ``factor``."""
         return Line(base=self.base * factor, each=self.each * factor)
 
 
-def fitted(points: Sequence[tuple[float, float, float]]) -> Line:
-    """Lay a line through points (size, value, weight) by relative least squares.
+def fit_line(points: Sequence[tuple[float, float, float]]) -> Line:
+    """Fit a line to points (size, value, weight) by relative least squares.
 
-    A line that would fall below zero at size 0 goes through the origin, one that would sink as the
-    size grows is flat. Points of a single size say nothing of the base: the line goes through the
-    origin. Values at or below zero are left out; without points the line is zero.
+    A line that would be negative at size 0 goes through the origin; one that would decrease with
+    the size is constant. With points of a single size the line goes through the origin. Values at
+    or below zero are excluded; without points the line is zero.
     """
-    return _laid([(x, y, w / (y * y)) for x, y, w in points if y > 0 and w > 0])
+    return _least_squares([(x, y, w / (y * y)) for x, y, w in points if y > 0 and w > 0])
 
 
-def refitted(line: Line, seen: Mapping[int, float]) -> Line:
-    """Lay the line anew through what was believed and the values that a round showed.
+def refit_line(line: Line, measured: Mapping[int, float]) -> Line:
+    """Fit a new line to the previous line and to the values that a round measured, by size.
 
-    What was believed stands for two points, at size 1 and at the largest of the sizes seen (2 at
-    the least). So a round with one size moves the line there and turns it about its other end, and
-    a round with several bends its slope. Errors are relative to what was believed, so that the line
-    follows a value that rose as far as one that fell. A believed line of zero teaches nothing of
-    how to weigh: what was seen counts alone.
+    The previous line counts as two points, at size 1 and at the largest measured size (at least 2).
+    So a round with one size moves the line there and turns it about its other end; a round with
+    several sizes changes its slope. Errors are relative to the previous line, so that it follows
+    increases and decreases equally. If the previous line is zero, only the measured values count.
     """
-    if not seen:
+    if not measured:
         return line
-    far = max(2, *seen)
+    far = max(2, *measured)
     if line.at(far) <= 0:
-        return fitted([(size, value, 1.0) for size, value in seen.items()])
-    believed = [(size, line.at(size), BELIEVED / 2) for size in (1, far)]
-    weight = (1 - BELIEVED) / len(seen)
-    points = [*believed, *((size, value, weight) for size, value in seen.items())]
-    return _laid([(x, y, w / line.at(x) ** 2) for x, y, w in points])
+        return fit_line([(size, value, 1.0) for size, value in measured.items()])
+    prior = [(size, line.at(size), PRIOR_WEIGHT / 2) for size in (1, far)]
+    weight = (1 - PRIOR_WEIGHT) / len(measured)
+    points = [*prior, *((size, value, weight) for size, value in measured.items())]
+    return _least_squares([(x, y, w / line.at(x) ** 2) for x, y, w in points])
 
 
-def _laid(points: Sequence[tuple[float, float, float]]) -> Line:
-    """Lay a line through points (size, value, weight) by least squares, see ``fitted``."""
+def _least_squares(points: Sequence[tuple[float, float, float]]) -> Line:
+    """Fit a line to points (size, value, weight) by least squares; see ``fit_line``."""
     if not points:
         return Line(base=0.0, each=0.0)
     total = sum(w for _, _, w in points)

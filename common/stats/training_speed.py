@@ -1,16 +1,16 @@
-"""How fast a device trains, followed from round to round.
+"""Updates the estimate of a device's training speed from round to round.
 
-A device says at joining that a micro-batch of s examples takes a + b s seconds. Every update tells
-how long its micro-batches really took, and the server follows; in a masked round the device keeps
-its steps to itself, follows its own pace and tells the line. The level comes first: the line is
-scaled by the ratio of seen to believed, most of the way in one round, so that quotas follow within
-two rounds when something else is started on a laptop. The ratio is that of the round's sums, so
-that a device that is held to a share of its cores, and pauses for that now and then, counts with
-its pauses; but the round is cut into a few stretches, and of one that lies far from their median
-only so much counts: a single slow micro-batch moves little. (The median alone is nearly three times
-as far off from round to round.) Then
-the slope: what the sizes of a round say against one another bends the line
-(``common.stats.linear_fit.refitted``).
+When a device connects, it reports that a micro-batch of s examples takes a + b s seconds. Each
+update reports the measured seconds of its micro-batches, and the server adjusts the line. In a
+masked round the device does not send its steps; it adjusts its own line and sends that.
+
+First the level: the line is scaled by the ratio of measured to expected seconds, most of the way in
+one round, so that quotas adapt within two rounds when another program starts on a laptop. The ratio
+is that of the round's sums, so a device that pauses to keep to a fraction of its cores counts with
+its pauses. But the round is divided into a few segments, and a segment's deviation from their
+median is clipped, so that a single slow micro-batch has little effect. (The median alone varies
+nearly three times as much from round to round.) Then the slope: the differences between a round's
+micro-batch sizes change it (``common.stats.linear_fit.refit_line``).
 """
 
 from __future__ import annotations
@@ -22,79 +22,79 @@ from collections.abc import Sequence
 from itertools import groupby, pairwise
 
 from headwater.common.messages import DeviceReport, Step
-from headwater.common.stats.linear_fit import Line, refitted
+from headwater.common.stats.linear_fit import Line, refit_line
 
-# In logarithms: after a change by 5, two rounds come within 5^(0.2^2) - 1 = 7 % of it.
-WEIGHT = 0.8
-# Of a round; fewer micro-batches are a stretch each.
-NUM_STRETCHES = 8
-# How far a stretch counts from their median.
-OUTLYING = 1.25
-# What one round may claim at the most; a clock that jumped must not end a device's part in the run.
-LARGEST_CHANGE = 16.0
-# And how far one size may lie from the level of them all: it may have been seen only once.
-LARGEST_BEND = 2.0
-LONGEST_SECONDS = 1e9
-SAME = 1e-9  # of a micro-batch's seconds: no clock tells such a difference
-LEAST_SECONDS = 1e-9  # per example; what a device claims below it is rounding, or a lie
+# Exponent of the ratio: after a change by 5, two rounds come within 5^(0.2^2) - 1 = 7 % of it.
+UPDATE_EXPONENT = 0.8
+# Segments of a round; with fewer micro-batches, each is a segment.
+NUM_SEGMENTS = 8
+# A segment's ratio is clipped to within this factor of their median.
+MAX_DEVIATION = 1.25
+# The largest change in one round; a clock that jumps must not exclude a device for good.
+MAX_CHANGE = 16.0
+# The largest ratio of one size to the level of all sizes: it may have been measured only once.
+MAX_BEND = 2.0
+MAX_SECONDS = 1e9
+TOLERANCE = 1e-9  # of a micro-batch's seconds: no clock resolves such a difference
+MIN_SECONDS_PER_EXAMPLE = 1e-9  # a smaller claim is a rounding error, or false
 
 
-def told(report: DeviceReport) -> Line | None:
-    """Return the seconds of a micro-batch as a device told them; None if it was not asked."""
+def reported_line(report: DeviceReport) -> Line | None:
+    """Return the line that a device reported; None if the report has none."""
     if report.seconds_per_micro_batch is None or report.seconds_per_example is None:
         return None
-    return bounded(Line(base=report.seconds_per_micro_batch, each=report.seconds_per_example))
+    return clamped_line(Line(base=report.seconds_per_micro_batch, each=report.seconds_per_example))
 
 
-def followed(line: Line, steps: Sequence[Step]) -> Line:
-    """Return the line behind a round in which the micro-batches took what ``steps`` say.
+def updated_line(line: Line, steps: Sequence[Step]) -> Line:
+    """Return the line after a round whose micro-batches took the seconds of ``steps``.
 
-    The level changes by a factor of at most LARGEST_CHANGE^WEIGHT, whatever the steps claim. Steps
-    without examples teach nothing, nor do those that took what was believed: the line stays as it
-    is. Steps of no time at all lower the level and leave the slope.
+    The level changes by a factor of at most MAX_CHANGE^UPDATE_EXPONENT, whatever the steps claim.
+    Steps without examples are ignored. If all steps took the expected seconds, the result is
+    ``line`` itself. Steps of zero seconds lower the level and keep the slope.
     """
-    seen = [(step.num_examples, step.seconds) for step in steps if step.num_examples]
-    if all(abs(seconds - line.at(size)) <= SAME * seconds for size, seconds in seen):
+    measured = [(step.num_examples, step.seconds) for step in steps if step.num_examples]
+    if all(abs(seconds - line.at(size)) <= TOLERANCE * seconds for size, seconds in measured):
         return line
-    ratio = _robust_ratio(line, seen)
-    factor = min(max(ratio, 1 / LARGEST_CHANGE), LARGEST_CHANGE) ** WEIGHT
+    ratio = _robust_ratio(line, measured)
+    factor = min(max(ratio, 1 / MAX_CHANGE), MAX_CHANGE) ** UPDATE_EXPONENT
     levelled = line.times(factor)
     if ratio <= 0:
-        return bounded(levelled)
-    bends = _bends(line, seen, ratio)
-    shape = {
-        size: levelled.at(size) * min(max(bend, 1 / LARGEST_BEND), LARGEST_BEND)
+        return clamped_line(levelled)
+    bends = _bends(line, measured, ratio)
+    by_size = {
+        size: levelled.at(size) * min(max(bend, 1 / MAX_BEND), MAX_BEND)
         for size, bend in bends.items()
     }
-    return bounded(refitted(levelled, shape))
+    return clamped_line(refit_line(levelled, by_size))
 
 
-def _bends(line: Line, seen: Sequence[tuple[int, float]], ratio: float) -> dict[int, float]:
-    """Return the ratio of each size over that of all."""
-    if all(size == seen[0][0] for size, _ in seen):
-        return {seen[0][0]: 1.0}  # as most rounds are
-    by_size = groupby(sorted(seen, key=operator.itemgetter(0)), key=operator.itemgetter(0))
+def _bends(line: Line, measured: Sequence[tuple[int, float]], ratio: float) -> dict[int, float]:
+    """Return each size's ratio divided by the ratio of all sizes."""
+    if all(size == measured[0][0] for size, _ in measured):
+        return {measured[0][0]: 1.0}  # the usual case
+    by_size = groupby(sorted(measured, key=operator.itemgetter(0)), key=operator.itemgetter(0))
     return {size: _robust_ratio(line, list(group)) / ratio for size, group in by_size}
 
 
-def _robust_ratio(line: Line, seen: Sequence[tuple[int, float]]) -> float:
-    """Return the seconds seen over those believed, without what lies far out."""
-    num_stretches = min(len(seen), NUM_STRETCHES)
-    ends = [len(seen) * at // num_stretches for at in range(num_stretches + 1)]
-    stretches = [seen[start:end] for start, end in pairwise(ends)]
-    believed = [math.fsum(line.at(size) for size, _ in stretch) for stretch in stretches]
+def _robust_ratio(line: Line, measured: Sequence[tuple[int, float]]) -> float:
+    """Return measured over expected seconds, with each segment's ratio clipped near the median."""
+    num_segments = min(len(measured), NUM_SEGMENTS)
+    ends = [len(measured) * at // num_segments for at in range(num_segments + 1)]
+    segments = [measured[start:end] for start, end in pairwise(ends)]
+    expected = [math.fsum(line.at(size) for size, _ in segment) for segment in segments]
     ratios = [
-        math.fsum(seconds for _, seconds in stretch) / told
-        for stretch, told in zip(stretches, believed, strict=True)
+        math.fsum(seconds for _, seconds in segment) / total
+        for segment, total in zip(segments, expected, strict=True)
     ]
     middle = statistics.median(ratios)
-    within = [min(max(ratio, middle / OUTLYING), middle * OUTLYING) for ratio in ratios]
-    return math.fsum(map(operator.mul, within, believed)) / math.fsum(believed)
+    clipped = [min(max(ratio, middle / MAX_DEVIATION), middle * MAX_DEVIATION) for ratio in ratios]
+    return math.fsum(map(operator.mul, clipped, expected)) / math.fsum(expected)
 
 
-def bounded(line: Line) -> Line:
-    """Return the line within what may be believed of any device."""
+def clamped_line(line: Line) -> Line:
+    """Return the line with both coefficients within plausible bounds for any device."""
     return Line(
-        base=min(line.base, LONGEST_SECONDS),
-        each=min(max(line.each, LEAST_SECONDS), LONGEST_SECONDS),
+        base=min(line.base, MAX_SECONDS),
+        each=min(max(line.each, MIN_SECONDS_PER_EXAMPLE), MAX_SECONDS),
     )

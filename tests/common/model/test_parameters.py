@@ -1,4 +1,4 @@
-"""A model as one block of memory: its layout, its digest, and what is refused."""
+"""The model image: its layout, its digest, and the models that are refused."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_tied_parameters_are_counted_once_and_stay_tied() -> None:
     assert model.head.weight is model.embed.weight
 
 
-def test_frozen_parameters_and_buffers_lie_behind_the_vector_and_aligned() -> None:
+def test_frozen_parameters_and_buffers_follow_the_vector_and_are_aligned() -> None:
     layout = ModelImage(Mixed()).layout
     names = {slot.name for slot in layout.constant}
     assert names == {"frozen.weight", "frozen.bias", "flag", "steps", "scratch"}
@@ -129,7 +129,7 @@ class Named(nn.Module):
     "other",
     [Named("b", (2, 3)), Named("a", (3, 2)), Named("a", (6,)), Named("a", (2, 3), is_frozen=True)],
 )
-def test_the_digest_tells_name_shape_and_frozenness(other: nn.Module) -> None:
+def test_the_digest_depends_on_name_shape_and_frozenness(other: nn.Module) -> None:
     digest = ModelImage(Named("a", (2, 3))).layout.digest
     assert ModelImage(other).layout.digest != digest
 
@@ -200,7 +200,7 @@ def test_a_replaced_batch_norm_over_flat_features_lets_the_gradient_through(chan
     assert len(set(out[0].tolist())) == channels
 
 
-def test_what_is_trained_in_a_replaced_batch_norm_is_the_examples_own(tmp_path: Path) -> None:
+def test_a_model_with_replaced_batch_norm_has_an_additive_loss(tmp_path: Path) -> None:
     model = normed(nn.BatchNorm2d(8))
     replace_batch_norm_by_group_norm(model)
     pair_BCHW = torch.rand(2, 3, 4, 4)
@@ -230,13 +230,13 @@ def test_the_state_dict_of_a_plain_torch_model_fits_the_image(tmp_path: Path) ->
     assert torch.equal(image.values_P, flat_P)
 
 
-def test_an_initial_model_that_is_not_there_is_a_settings_error(tmp_path: Path) -> None:
+def test_a_missing_initial_model_is_a_settings_error(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"absent\.safetensors"):
         load_initial(build_model(TwoLayers(), seed=0), tmp_path / "absent.safetensors")
 
 
 @pytest.mark.parametrize("content", [b"", b"not a model", b"\x08" + bytes(7) + b"{" * 8])
-def test_an_initial_model_that_is_no_safetensors_file_is_a_settings_error(
+def test_an_initial_model_of_another_format_is_a_settings_error(
     tmp_path: Path, content: bytes
 ) -> None:
     (tmp_path / "model.safetensors").write_bytes(content)
@@ -266,7 +266,7 @@ def test_an_initial_model_of_another_layout_is_a_mismatch(
         load_initial(image, tmp_path / "model.safetensors")
 
 
-def test_the_seed_alone_decides_where_the_model_starts() -> None:
+def test_the_seed_alone_determines_the_initial_model() -> None:
     one, again, other = (build_model(TwoLayers(), seed=s).values_P for s in (1, 1, 2))
     assert torch.equal(one, again)
     assert not torch.equal(one, other)

@@ -1,4 +1,4 @@
-"""A file of tensors, written by hand: safetensors reads it back as it was."""
+"""Tensor files: safetensors reads back exactly the tensors that were written."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from headwater.common.model.tensor_file import NAMES, write_tensors
+from headwater.common.model.tensor_file import DTYPE_NAMES, write_tensors
 
 
 def made(dtype: torch.dtype, shape: list[int]) -> Tensor:
@@ -28,12 +28,14 @@ def made(dtype: torch.dtype, shape: list[int]) -> Tensor:
 @given(
     tensors=st.dictionaries(
         st.text(min_size=1, max_size=9),
-        st.builds(made, st.sampled_from(list(NAMES)), st.lists(st.integers(0, 4), max_size=3)),
+        st.builds(
+            made, st.sampled_from(list(DTYPE_NAMES)), st.lists(st.integers(0, 4), max_size=3)
+        ),
         max_size=6,
     ),
     metadata=st.none() | st.dictionaries(st.text(max_size=9), st.text(max_size=9), min_size=1),
 )
-def test_safetensors_reads_back_what_was_written(
+def test_safetensors_reads_back_the_written_tensors(
     tmp_path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None
 ) -> None:
     tensors.pop("__metadata__", None)
@@ -49,12 +51,12 @@ def test_safetensors_reads_back_what_was_written(
         assert (file.metadata() or None) == metadata
 
 
-def test_a_tensor_that_is_not_contiguous_is_written_as_it_reads(tmp_path: Path) -> None:
+def test_a_tensor_that_is_not_contiguous_is_written_in_order(tmp_path: Path) -> None:
     tensor = torch.arange(12.0).reshape(3, 4).t()
     write_tensors(tmp_path / "file", {"a": tensor})
     assert torch.equal(load_file(tmp_path / "file")["a"], tensor)
 
 
-def test_a_type_that_the_format_does_not_know_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="weights: a safetensors file has no"):
+def test_a_type_that_the_format_lacks_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="weights: a safetensors file cannot hold"):
         write_tensors(tmp_path / "file", {"weights": torch.zeros(2, dtype=torch.complex128)})

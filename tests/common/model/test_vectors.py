@@ -1,4 +1,4 @@
-"""Whole vectors: whether they are finite, and their norms, of any length."""
+"""Finiteness and norms of vectors of any length."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_a_vector_is_finite_if_each_of_its_numbers_is(values: np.ndarray) -> Non
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("at", [0, 1, CHUNK, 2 * CHUNK - 1])
 @pytest.mark.parametrize("kind", [torch.float32, torch.float64])
-def test_one_bad_number_is_found_wherever_it_is(bad: float, at: int, kind: torch.dtype) -> None:
+def test_one_bad_number_is_found_at_any_position(bad: float, at: int, kind: torch.dtype) -> None:
     values = torch.ones(2 * CHUNK, dtype=kind)
     assert all_finite(values)
     values[at] = bad

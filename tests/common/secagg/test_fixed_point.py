@@ -1,4 +1,4 @@
-"""Fixed point: integers that cannot wrap, and sums that are off by no more than is stated."""
+"""Fixed-point encoding: sums that cannot wrap, and errors within the stated bounds."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from headwater.common.errors import CountOutOfRange, NonFiniteUpdate, RingCanWrap
 from headwater.common.secagg.fixed_point import (
     CHUNK,
-    CLIP_ROOM,
     FIRST_CLIP,
-    LARGEST_CLIP,
+    MAX_CLIP,
+    MIN_CLIP_ROOM,
     ClipState,
     Encoding,
     RingBits,
@@ -83,7 +83,7 @@ def test_an_element_is_the_nearest_integer_within_the_clip(
 
 @settings(deadline=None)
 @given(WEIGHTS, st.integers(1, 20), CLIPS, st.sampled_from(BOTH), st.integers(0, 2**32))
-def test_the_ring_s_sum_is_the_sum_of_the_integers_even_if_all_are_at_the_clip(
+def test_the_sum_does_not_wrap_even_if_every_coordinate_is_at_the_clip(
     weights: list[int], length: int, clip: float, ring_bits: RingBits, seed: int
 ) -> None:
     encoding = plan_encoding(max_weight=sum(weights), clip=clip, ring_bits=ring_bits)
@@ -105,7 +105,7 @@ def test_the_ring_s_sum_is_the_sum_of_the_integers_even_if_all_are_at_the_clip(
     st.integers(1, 100),
     st.sampled_from(BOTH),
 )
-def test_the_sum_of_what_is_not_clipped_is_within_the_stated_bound(
+def test_the_error_of_a_sum_without_clips_is_within_the_stated_bound(
     updates: list[list[float]], weight: int, ring_bits: RingBits
 ) -> None:
     num_devices = len(updates)
@@ -134,7 +134,7 @@ def test_the_sum_of_what_is_not_clipped_is_within_the_stated_bound(
         assert bound / (weight * num_devices) <= num_devices * (16 / weight) * 2.0**-31
 
 
-def test_the_worked_number_of_the_docstring() -> None:
+def test_the_worked_example_of_the_docstring() -> None:
     encoding = plan_encoding(max_weight=20 * 1000, clip=1.0)
     assert encoding.scale_bits == 16
     # Half a step goes to zero, twenty times: the stated bound is reached, 20 x 2^-17 = 1.5e-4.
@@ -152,7 +152,7 @@ def test_the_worked_number_of_the_docstring() -> None:
     st.floats(min_value=1e-9, max_value=1e9),
     st.sampled_from(BOTH),
 )
-def test_the_plan_takes_the_finest_scale_that_cannot_wrap(
+def test_the_planned_scale_is_the_finest_that_cannot_wrap(
     max_weight: int, clip: float, ring_bits: RingBits
 ) -> None:
     encoding = plan_encoding(max_weight=max_weight, clip=clip, ring_bits=ring_bits)
@@ -176,7 +176,7 @@ def test_a_sum_of_exactly_half_the_ring_is_refused(ring_bits: RingBits, scale_bi
 @pytest.mark.parametrize(
     ("clip", "max_weight"), [(0.0, 1), (-1.0, 1), (math.inf, 1), (math.nan, 1), (1.0, 0)]
 )
-def test_a_clip_or_weight_without_meaning_is_refused(clip: float, max_weight: int) -> None:
+def test_an_invalid_clip_or_weight_is_refused(clip: float, max_weight: int) -> None:
     with pytest.raises(ValueError, match="positive"):
         plan_encoding(max_weight=max_weight, clip=clip)
     with pytest.raises(ValueError, match="positive"):
@@ -191,7 +191,7 @@ def test_other_rings_are_refused(ring_bits: RingBits) -> None:
 
 @pytest.mark.parametrize("length", [0, 1, 2, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 7])
 @pytest.mark.parametrize("ring_bits", BOTH)
-def test_it_is_done_in_the_vector_s_own_memory(length: int, ring_bits: RingBits) -> None:
+def test_encoding_happens_in_the_vector_s_own_memory(length: int, ring_bits: RingBits) -> None:
     values = torch.linspace(-3, 3, length)
     plain = values.numpy().astype(np.float64)
     encoding = plan_encoding(max_weight=1, clip=4.0, ring_bits=ring_bits)
@@ -204,7 +204,7 @@ def test_it_is_done_in_the_vector_s_own_memory(length: int, ring_bits: RingBits)
     assert np.all(np.abs(decode(ring, encoding) - plain) <= (step if ring_bits == 16 else step / 2))
 
 
-def test_it_takes_less_than_a_megabyte_beside_the_vector() -> None:
+def test_encoding_takes_less_than_a_megabyte_of_extra_memory() -> None:
     values = torch.zeros(2_000_000)
     for ring_bits in BOTH:
         encoding = plan_encoding(max_weight=1, clip=1.0, ring_bits=ring_bits)
@@ -221,7 +221,7 @@ def test_it_takes_less_than_a_megabyte_beside_the_vector() -> None:
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("at", [0, CHUNK, CHUNK + 5])
 @pytest.mark.parametrize("ring_bits", BOTH)
-def test_a_value_that_is_not_finite_leaves_the_vector_as_it_was(
+def test_a_value_that_is_not_finite_leaves_the_vector_unchanged(
     bad: float, at: int, ring_bits: RingBits
 ) -> None:
     values = torch.ones(CHUNK + 6)
@@ -234,9 +234,9 @@ def test_a_value_that_is_not_finite_leaves_the_vector_as_it_was(
 
 
 @pytest.mark.parametrize("weight", [0, -1, 11])
-def test_a_weight_that_the_plans_do_not_allow_leaves_the_vector_as_it_was(weight: int) -> None:
+def test_a_weight_beyond_the_plans_leaves_the_vector_unchanged(weight: int) -> None:
     values = torch.ones(3)
-    with pytest.raises(CountOutOfRange, match="10 in all"):
+    with pytest.raises(CountOutOfRange, match="1 to 10"):
         encode_in_place(values, weight=weight, encoding=plan_encoding(max_weight=10, clip=1.0))
     assert values.tolist() == [1, 1, 1]
 
@@ -251,7 +251,7 @@ def test_every_clipped_coordinate_is_counted() -> None:
     assert num_clipped == 4
 
 
-def test_stochastic_rounding_takes_a_neighbour_and_is_right_on_average() -> None:
+def test_stochastic_rounding_is_unbiased_and_within_one_step() -> None:
     encoding = Encoding(ring_bits=16, scale_bits=0, clip=100.0, max_weight=1)
     fractions = np.array([0.0, 0.1, 0.25, 0.5, 0.9, 1.0], dtype=np.float32)
     values = np.repeat(np.concatenate([fractions, -fractions, 41 + fractions]), 20_000)
@@ -263,7 +263,7 @@ def test_stochastic_rounding_takes_a_neighbour_and_is_right_on_average() -> None
     assert not (steps - values)[values == np.round(values)].any()
 
 
-def test_the_mean_of_a_32_bit_total_takes_the_total_s_memory() -> None:
+def test_the_mean_of_a_32_bit_total_overwrites_the_total() -> None:
     encoding = plan_encoding(max_weight=10, clip=1.0)
     total = np.arange(CHUNK + 3, dtype=np.uint32)
     expected = (decode(total, encoding) / 7).astype(np.float32)
@@ -272,7 +272,7 @@ def test_the_mean_of_a_32_bit_total_takes_the_total_s_memory() -> None:
     assert mean.tolist() == expected.tolist()
 
 
-def test_the_mean_can_be_put_elsewhere() -> None:
+def test_the_mean_can_be_written_to_another_array() -> None:
     encoding = plan_encoding(max_weight=10, clip=1.0, ring_bits=16)
     total = np.arange(CHUNK + 3, dtype=np.uint16)
     out = np.empty(len(total), dtype=np.float32)
@@ -294,21 +294,21 @@ ROUNDS = st.lists(
 
 
 @given(ROUNDS)
-def test_the_clip_bound_is_never_under_16_times_the_largest_mean_seen(
+def test_the_clip_bound_is_never_below_16_times_the_largest_mean(
     rounds: list[tuple[float, int]],
 ) -> None:
     state = ClipState()
     for largest_mean, num_clipped in rounds:
         state = follow_clip(state, largest_mean=largest_mean, num_clipped=num_clipped)
         seen = state.largest_mean
-        assert state.clip >= CLIP_ROOM * seen
+        assert state.clip >= MIN_CLIP_ROOM * seen
         assert math.frexp(state.clip)[0] == 0.5
         if seen:
-            assert state.clip <= 8192 * seen or state.clip <= 2 * CLIP_ROOM * seen
+            assert state.clip <= 8192 * seen or state.clip <= 2 * MIN_CLIP_ROOM * seen
     assert state.largest_mean == max(largest_mean for largest_mean, _ in rounds)
 
 
-def test_the_clip_bound_comes_down_to_the_gradients_and_stays() -> None:
+def test_the_clip_bound_decreases_to_the_gradients_and_stays() -> None:
     state = ClipState()
     assert state.clip == FIRST_CLIP
     seen = []
@@ -318,7 +318,7 @@ def test_the_clip_bound_comes_down_to_the_gradients_and_stays() -> None:
     assert seen == [128, 64, 32, 16, 8, 4, 2, 2, 2, 2, 2, 2]  # the power of two above 1.6
 
 
-def test_clips_widen_the_bound_up_to_its_end() -> None:
+def test_clips_widen_the_bound_up_to_its_maximum() -> None:
     state = ClipState(clip=2.0, largest_mean=0.1)
     clips = []
     for _ in range(12):
@@ -327,7 +327,7 @@ def test_clips_widen_the_bound_up_to_its_end() -> None:
     assert clips == [4, 8, 16, 32, 64, 128, 256, 512, 512, 512, 512, 512]
 
 
-def test_a_sum_of_zeros_moves_the_bound_only_if_something_was_clipped() -> None:
+def test_after_a_sum_of_zeros_only_clips_change_the_bound() -> None:
     still = follow_clip(ClipState(), largest_mean=0.0, num_clipped=0)
     assert still == ClipState()
     assert follow_clip(still, largest_mean=0.0, num_clipped=1).clip == 2 * FIRST_CLIP
@@ -336,8 +336,8 @@ def test_a_sum_of_zeros_moves_the_bound_only_if_something_was_clipped() -> None:
     assert still.clip == 2.0**20
 
 
-def test_a_clip_bound_stays_what_devices_accept_though_each_sum_is_as_large_as_it_can_be() -> None:
+def test_the_clip_bound_stays_acceptable_even_if_every_sum_is_as_large_as_possible() -> None:
     state = ClipState()
     for _ in range(100):
         state = follow_clip(state, largest_mean=state.clip, num_clipped=1)
-    assert state.clip == LARGEST_CLIP
+    assert state.clip == MAX_CLIP

@@ -1,4 +1,4 @@
-"""The keys of a session: published vectors, and that each key serves one purpose only."""
+"""The keys of a session: published test vectors, and one purpose per key."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_public_keys_are_those_of_rfc_7748() -> None:
     assert new_key_pair(lambda _: BOB).public == BOB_PUBLIC
 
 
-def test_the_key_is_hkdf_of_what_rfc_7748_agrees_on() -> None:
+def test_the_key_is_hkdf_of_the_shared_secret_of_rfc_7748() -> None:
     info = fields(b"share", b"alice", b"bob")
     assert key_of() == hkdf_sha256(SHARED, salt=SESSION, info=info)
 
@@ -82,7 +82,7 @@ def test_the_key_of_a_pairwise_mask_is_the_same_from_both_ends() -> None:
     )
 
 
-def test_every_purpose_session_direction_and_pair_has_a_key_of_its_own() -> None:
+def test_every_purpose_session_direction_and_pair_has_its_own_key() -> None:
     keys = [
         key_of(),
         key_of(purpose="pairwise mask"),
@@ -114,12 +114,12 @@ def test_fresh_key_pairs_differ() -> None:
         bytes.fromhex("5f9c95bca3508c24b1d0b1559c83ef5b04445cc4581c8e86d8224eddd09f1157"),
     ],
 )
-def test_keys_that_everybody_would_know_are_refused(public: bytes) -> None:
+def test_public_keys_of_low_order_or_wrong_length_are_refused(public: bytes) -> None:
     with pytest.raises(BadPublicKey, match="alice and bob"):
         key_of(public=public)
 
 
-def test_a_session_is_a_digest_of_32_bytes() -> None:
+def test_a_session_digest_has_32_bytes() -> None:
     with pytest.raises(ValueError, match="32 bytes"):
         key_of(session=b"1")
 
@@ -141,7 +141,7 @@ def test_a_sealed_share_opens_to_itself(share: bytes) -> None:
     assert unseal(key, sealed, session=SESSION, ends=("a", "b")).reveal() == share
 
 
-def test_a_share_sealed_otherwise_does_not_open() -> None:
+def test_a_share_sealed_for_another_purpose_does_not_open() -> None:
     key, ends = Secret(ALICE), ("a", "b")
     sealed = seal(key, b"share", session=SESSION, ends=ends)
     for other_key, session, other_ends in (
@@ -154,7 +154,7 @@ def test_a_share_sealed_otherwise_does_not_open() -> None:
             unseal(other_key, sealed, session=session, ends=other_ends)
 
 
-def test_a_share_that_was_changed_anywhere_or_cut_does_not_open() -> None:
+def test_a_changed_or_truncated_share_does_not_open() -> None:
     key = Secret(ALICE)
     sealed = seal(key, b"share", session=SESSION, ends=("a", "b"))
     changed = [
@@ -171,7 +171,7 @@ def test_two_seals_of_one_share_differ() -> None:
     assert len(sealed) == 20
 
 
-def test_a_commitment_is_the_digest_that_the_specification_names() -> None:
+def test_a_commitment_is_the_digest_of_the_specification() -> None:
     found = commitment(tag="seed", session=SESSION, ends=("a", "b"), share=b"share")
     expected = fields(b"commitment", b"seed", SESSION, b"a", b"b", b"share")
     assert found == hashlib.sha256(expected).digest()[:16]
@@ -187,7 +187,7 @@ def test_no_two_lists_of_fields_have_one_commitment() -> None:
     assert len(set(found)) == len(found)
 
 
-def test_a_key_pair_shows_only_its_public_half() -> None:
+def test_a_key_pair_s_repr_shows_only_its_public_half() -> None:
     shown = repr(new_key_pair(lambda _: ALICE))
     assert repr(ALICE_PUBLIC) in shown
     assert repr(ALICE)[2:-1] not in shown

@@ -1,4 +1,4 @@
-"""The masked numbers' sums: what no cohort that keeps to its plans can come to ends the round."""
+"""Sums of masked numbers that are out of range end the round."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DEVICES, PLANNED = 5, 8
 
 def scalars() -> list[Scalar]:
     counts = {WEIGHT: PLANNED, NUM_CLIPPED: 100}
-    bounds = bounds_of((), largest_weight=PLANNED, most_examples=PLANNED)
+    bounds = bounds_of((), largest_weight=PLANNED, max_examples=PLANNED)
     return [
         *(plan_scalar(n, bound=b, num_devices=DEVICES, is_count=True) for n, b in counts.items()),
         *(plan_scalar(n, bound=b, num_devices=DEVICES) for n, b in bounds.items()),
@@ -33,7 +33,7 @@ def check(**sums: float) -> None:
     check_sums(told, scalars(), num_devices=DEVICES, planned_weight=DEVICES * PLANNED)
 
 
-def test_sums_at_the_ends_of_what_plans_allow_are_taken() -> None:
+def test_sums_at_their_bounds_are_accepted() -> None:
     check()
     check(**{WEIGHT: DEVICES * PLANNED, NUM_EXAMPLES: DEVICES * PLANNED, NUM_CLIPPED: 500.0})
     check(**{s.name: DEVICES * s.bound for s in scalars()})
@@ -53,6 +53,6 @@ def test_sums_at_the_ends_of_what_plans_allow_are_taken() -> None:
         (LOSS, 2.0**60),
     ],
 )
-def test_a_sum_that_no_plan_allows_is_refused_by_name(name: str, found: float) -> None:
+def test_a_sum_out_of_range_is_refused_by_name(name: str, found: float) -> None:
     with pytest.raises(SumOutOfRange, match=name):
         check(**{name: found})

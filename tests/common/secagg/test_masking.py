@@ -1,4 +1,4 @@
-"""Masks against ciphers written out in plain Python, and the algebra that unmasking rests on."""
+"""Masks against ciphers in plain Python, and the algebra that unmasking relies on."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_masks_add_and_subtract_in_the_ring(dtype: Any, cipher: Cipher) -> None:
 
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("cipher", CIPHERS)
-def test_threads_and_order_change_nothing(length: int, cipher: Cipher) -> None:
+def test_the_result_is_independent_of_threads_and_order(length: int, cipher: Cipher) -> None:
     plain = vector(length)
     alone = plain.copy()
     mask_in_place(alone, streams(5), cipher=cipher)
@@ -147,7 +147,7 @@ def test_threads_and_order_change_nothing(length: int, cipher: Cipher) -> None:
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-def test_unmasking_takes_off_what_masking_put_on(length: int) -> None:
+def test_unmasking_removes_the_masks(length: int) -> None:
     plain = vector(length)
     masked = plain.copy()
     mask_in_place(masked, streams(4), num_threads=2)
@@ -173,7 +173,7 @@ def masked_by(name: str, names: list[str], plain: NDArray[np.uint32]) -> NDArray
 
 @settings(deadline=None)
 @given(st.integers(2, 8), st.integers(1, 40), st.data())
-def test_the_sum_of_survivors_is_what_is_left_when_masks_are_taken_off(
+def test_the_sum_of_survivors_remains_after_unmasking(
     num_devices: int, length: int, data: st.DataObject
 ) -> None:
     names = [f"d{i}" for i in range(num_devices)]
@@ -198,7 +198,7 @@ def test_the_sum_of_survivors_is_what_is_left_when_masks_are_taken_off(
 
 
 @pytest.mark.parametrize("cipher", CIPHERS)
-def test_parts_of_an_upload_have_streams_of_their_own(cipher: Cipher) -> None:
+def test_each_part_of_an_upload_has_its_own_streams(cipher: Cipher) -> None:
     parts = []
     for part in (VECTOR, SCALARS, 2):
         mask = np.zeros(64, dtype=np.uint64)
@@ -221,7 +221,7 @@ def test_masked_vectors_are_uniform(cipher: Cipher, plain: int) -> None:
         assert abs(chi_squared - 255) < 6 * math.sqrt(510)
 
 
-def test_masking_needs_two_chunks_of_memory_whatever_the_vector() -> None:
+def test_masking_needs_two_chunks_of_memory_for_any_vector() -> None:
     masked, twenty = vector(2_000_000), streams(20)
     mask_in_place(masked[:1], twenty)  # imports and caches
     tracemalloc.start()
@@ -234,7 +234,7 @@ def test_masking_needs_two_chunks_of_memory_whatever_the_vector() -> None:
     assert peak < CHUNK_BYTES + 20 * 1024 + 16 * 1024
 
 
-def test_an_erased_key_leaves_the_vector_as_it_was() -> None:
+def test_an_erased_key_leaves_the_vector_unchanged() -> None:
     plain, five = vector(3 * PER_CHUNK), streams(5)
     five[4].key.erase()
     masked = plain.copy()
@@ -254,7 +254,7 @@ def test_an_erased_key_leaves_the_vector_as_it_was() -> None:
         np.frombuffer(bytes(16), dtype=np.uint32),
     ],
 )
-def test_only_runs_of_ring_elements_are_masked(wrong: Any) -> None:
+def test_only_contiguous_ring_elements_are_masked(wrong: Any) -> None:
     with pytest.raises(ValueError, match="ring"):
         mask_in_place(wrong, streams(1))
 

@@ -1,4 +1,4 @@
-"""What both sides agree on: thresholds, digests, and messages that keep to themselves."""
+"""Thresholds, quorums, digests, and messages that never quote secrets."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_signatures_needed_are_exact_where_floats_are_not() -> None:
     st.lists(st.binary(max_size=4), max_size=4),
     st.lists(st.binary(max_size=4), max_size=4),
 )
-def test_no_two_lists_of_fields_read_the_same(one: list[bytes], other: list[bytes]) -> None:
+def test_no_two_lists_of_fields_encode_alike(one: list[bytes], other: list[bytes]) -> None:
     assert (framed(*one) == framed(*other)) == (one == other)
 
 
@@ -153,7 +153,7 @@ def test_the_session_s_digest_depends_on_all_that_members_must_agree_on() -> Non
     assert base == session_digest(parameters(), reversed(members()), model_digest=MODEL)
 
 
-def test_what_an_identity_signs_depends_on_session_name_and_keys() -> None:
+def test_the_signed_keys_message_depends_on_session_name_and_keys() -> None:
     wanted = KeysRequest(run=1, round=2, attempt=3, mode="active")
     member = members()[1]
     messages = {
@@ -170,7 +170,7 @@ def test_what_an_identity_signs_depends_on_session_name_and_keys() -> None:
     assert len(messages) == 4 * 5
 
 
-def test_a_survivor_set_has_one_digest_in_any_order_and_shares_it_with_no_other() -> None:
+def test_each_survivor_set_has_one_digest_of_its_own() -> None:
     def digest(survived: str, dropped: str, session: bytes = MODEL) -> bytes:
         return survivors_digest(session=session, survived=survived, dropped=dropped)
 
@@ -185,7 +185,7 @@ def test_a_survivor_set_has_one_digest_in_any_order_and_shares_it_with_no_other(
     assert len({base, *others}) == 1 + len(others)
 
 
-def test_session_numbers_only_rise() -> None:
+def test_session_numbers_increase_strictly() -> None:
     numbers = [next_number(None, round_number=4)]
     for round_number in (4, 4, 5, 5, 9):
         numbers.append(next_number(numbers[-1], round_number=round_number))
@@ -231,7 +231,7 @@ def test_neither_a_repr_nor_an_error_quotes_a_share() -> None:
         assert not any(form in line for line in shown)
 
 
-def test_an_encoding_that_can_wrap_is_refused_where_it_arrives() -> None:
+def test_an_encoding_that_can_wrap_is_refused_on_arrival() -> None:
     text = parameters().model_dump_json(exclude_none=True)
     assert '"clip":4.0' in text
     with pytest.raises(RingCanWrap):

@@ -1,4 +1,4 @@
-"""The rotation is orthogonal and spreads what it is given; 16 bits then err as little as stated."""
+"""The rotation is orthogonal and evens out coordinates; the error of 16 bits is as stated."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from headwater.client.secagg.types import Floor
 from headwater.common.errors import NonFiniteUpdate
 from headwater.common.secagg.fixed_point import decode_mean, encode_in_place, plan_encoding
 from headwater.common.secagg.rotation import (
-    CLIPPED_SHARE,
-    LEAST_SHARE,
-    ROOM,
+    BOUND_FACTOR,
+    MAX_CLIPPED_FRACTION,
+    MAX_GROWTH,
+    MIN_RMS_FRACTION,
     STEPS,
-    WIDEST,
     Rotation,
     device_spread,
     first_bounds,
@@ -53,7 +53,7 @@ def hadamard(i: int, j: int) -> int:
 
 
 @pytest.mark.parametrize("block_size", [1, 2, 4, 8, 32, 64])
-def test_columns_are_those_of_hadamard_s_matrix_but_for_their_signs(block_size: int) -> None:
+def test_columns_are_those_of_hadamard_s_matrix_up_to_signs(block_size: int) -> None:
     length = 2 * block_size
     rotation = Rotation(seed=SEED, num_coordinates=length, block_size=block_size)
     signs = set()
@@ -73,7 +73,7 @@ def test_columns_are_those_of_hadamard_s_matrix_but_for_their_signs(block_size: 
 
 @settings(deadline=None)
 @given(LENGTHS, SMALL_BLOCKS, st.integers(0, 2**32))
-def test_turning_back_gives_the_vector(length: int, block_size: int, seed: int) -> None:
+def test_rotating_back_gives_the_vector(length: int, block_size: int, seed: int) -> None:
     rotation = Rotation(
         seed=seed.to_bytes(32, "big"), num_coordinates=length, block_size=block_size
     )
@@ -93,7 +93,7 @@ def test_turning_back_gives_the_vector(length: int, block_size: int, seed: int) 
 
 
 @given(LENGTHS, SMALL_BLOCKS)
-def test_the_rotated_sum_is_the_sum_of_the_rotated(length: int, block_size: int) -> None:
+def test_the_rotated_sum_is_the_sum_of_the_rotated_vectors(length: int, block_size: int) -> None:
     rotation = Rotation(seed=SEED, num_coordinates=length, block_size=block_size)
     a, b = normal(length, seed=1), normal(length, seed=2)
     error = rotated(a + b, rotation) - rotated(a, rotation) - rotated(b, rotation)
@@ -111,7 +111,7 @@ def test_one_large_coordinate_is_spread_evenly_over_its_block() -> None:
     assert not spread[8192:].any()
 
 
-def test_another_seed_is_another_rotation() -> None:
+def test_another_seed_gives_another_rotation() -> None:
     plain = normal(256)
     one, other = (
         rotated(plain, Rotation(seed=bytes([i]) * 32, num_coordinates=256)) for i in (1, 2)
@@ -146,7 +146,7 @@ def relative(found: NDArray[np.float32], exact: NDArray[np.float64]) -> float:
 
 @pytest.mark.parametrize(("num_devices", "stated"), [(10, 6.2e-4), (64, 4.0e-3)])
 @pytest.mark.parametrize("is_uneven", [False, True])
-def test_the_error_of_16_bits_is_the_one_that_is_stated(
+def test_the_error_of_16_bits_is_as_stated(
     num_devices: int, stated: float, is_uneven: bool
 ) -> None:
     length = 5 * 4096 + 1234
@@ -175,11 +175,11 @@ def test_the_error_of_16_bits_is_the_one_that_is_stated(
     bounds = follow_bounds(ones, block_rms=block_rms, spread=spread, clipped=0.0)
     mean, num_clipped = one_round(updates, weight=100, bounds=bounds, rotation=rotation)
     # A normal variable is beyond 5 standard deviations with probability 5.7e-7.
-    assert num_clipped <= max(20 * 5.7e-7, CLIPPED_SHARE) * updates.size
+    assert num_clipped <= max(20 * 5.7e-7, MAX_CLIPPED_FRACTION) * updates.size
     assert relative(mean, exact) == pytest.approx(stated, rel=0.15)
 
 
-def test_without_the_rotation_16_bits_err_far_more_on_uneven_coordinates() -> None:
+def test_without_the_rotation_the_error_of_16_bits_is_far_larger() -> None:
     random = np.random.default_rng(7)
     updates = random.standard_normal((10, 8192)) * random.lognormal(sigma=2.0, size=8192)
     updates = updates.astype(np.float32)
@@ -208,7 +208,7 @@ def test_the_largest_error_is_below_the_stated_bound() -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_value_that_is_not_finite_leaves_the_vector_as_it_was(bad: float) -> None:
+def test_a_value_that_is_not_finite_leaves_the_vector_unchanged(bad: float) -> None:
     rotation = Rotation(seed=SEED, num_coordinates=100)
     vector = torch.ones(100)
     vector[99] = bad
@@ -218,7 +218,7 @@ def test_a_value_that_is_not_finite_leaves_the_vector_as_it_was(bad: float) -> N
     assert vector.numpy().tobytes() == before
 
 
-def test_sums_that_overflow_are_found_when_they_are_encoded() -> None:
+def test_encoding_detects_sums_that_overflow() -> None:
     rotation = Rotation(seed=SEED, num_coordinates=64)
     vector = torch.full((64,), 3e38)
     rotate_in_place(vector, rotation=rotation, bounds=first_bounds(rotation), max_weight=1)
@@ -226,7 +226,7 @@ def test_sums_that_overflow_are_found_when_they_are_encoded() -> None:
         encode_in_place(vector, weight=1, encoding=rotated_encoding(max_weight=1))
 
 
-def test_it_takes_its_signs_and_less_than_a_megabyte_beside_the_vector() -> None:
+def test_rotating_takes_its_signs_and_less_than_a_megabyte_of_extra_memory() -> None:
     length = 2_000_000
     rotation = Rotation(seed=SEED, num_coordinates=length)
     vector, bounds = torch.zeros(length), first_bounds(rotation)
@@ -243,15 +243,13 @@ def test_it_takes_its_signs_and_less_than_a_megabyte_beside_the_vector() -> None
     ("seed", "num_coordinates", "block_size"),
     [(b"", 1, 4), (SEED, 0, 4), (SEED, 1, 0), (SEED, 1, 3), (SEED, 1, -4)],
 )
-def test_a_rotation_without_meaning_is_refused(
-    seed: bytes, num_coordinates: int, block_size: int
-) -> None:
+def test_an_invalid_rotation_is_refused(seed: bytes, num_coordinates: int, block_size: int) -> None:
     with pytest.raises(ValueError, match=r"seed|power of two"):
         Rotation(seed=seed, num_coordinates=num_coordinates, block_size=block_size)
 
 
 @pytest.mark.parametrize("bounds", [[1.0], [1.0, 0.0], [1.0, math.inf], [1.0, math.nan], [1, 1, 1]])
-def test_bounds_without_meaning_are_refused(bounds: list[float]) -> None:
+def test_invalid_bounds_are_refused(bounds: list[float]) -> None:
     rotation = Rotation(seed=SEED, num_coordinates=8192)
     with pytest.raises(ValueError, match="bounds"):
         rotate_in_place(
@@ -278,33 +276,37 @@ def test_the_spread_is_at_least_one_and_one_for_equal_devices(weights: list[int]
         assert found == pytest.approx(1)
 
 
-def test_a_mean_of_zero_has_no_spread_and_moves_no_bound() -> None:
+def test_a_mean_of_zero_has_spread_one_and_changes_no_bound() -> None:
     assert device_spread(num_devices=3, squared_norms=2.0, weight=5, mean_norm=0.0) == 1.0
     bounds = np.ones(4, dtype=np.float32)
     assert follow_bounds(bounds, block_rms=np.zeros(4), spread=1.0, clipped=1.0) is bounds
 
 
-def test_bounds_follow_each_block_but_leave_a_still_one_room() -> None:
+def test_bounds_follow_each_block_and_leave_room_for_small_ones() -> None:
     block_rms = np.array([1.0, 0.5, 0.0, 0.0])
     found = follow_bounds(np.ones(4, dtype=np.float32), block_rms=block_rms, spread=2.0, clipped=0)
     whole = math.sqrt(1.25 / 4)
-    expected = ROOM * 2.0 * np.array([1.0, 0.5, LEAST_SHARE * whole, LEAST_SHARE * whole])
+    expected = (
+        BOUND_FACTOR
+        * 2.0
+        * np.array([1.0, 0.5, MIN_RMS_FRACTION * whole, MIN_RMS_FRACTION * whole])
+    )
     assert found == pytest.approx(expected, rel=1e-6)
 
 
-def test_bounds_double_while_too_much_is_clipped_up_to_their_end() -> None:
-    bounds = np.full(2, ROOM, dtype=np.float32)
+def test_bounds_double_up_to_their_maximum_while_too_much_is_clipped() -> None:
+    bounds = np.full(2, BOUND_FACTOR, dtype=np.float32)
     seen = []
     for _ in range(5):
         bounds = follow_bounds(bounds, block_rms=np.ones(2), spread=1.0, clipped=0.5)
-        seen.append(float(bounds[0]) / ROOM)
-    assert seen == [2, 4, WIDEST, WIDEST, WIDEST]
-    at_rest = follow_bounds(bounds, block_rms=np.ones(2), spread=1.0, clipped=CLIPPED_SHARE)
-    assert at_rest.tolist() == [ROOM, ROOM]
+        seen.append(float(bounds[0]) / BOUND_FACTOR)
+    assert seen == [2, 4, MAX_GROWTH, MAX_GROWTH, MAX_GROWTH]
+    at_rest = follow_bounds(bounds, block_rms=np.ones(2), spread=1.0, clipped=MAX_CLIPPED_FRACTION)
+    assert at_rest.tolist() == [BOUND_FACTOR, BOUND_FACTOR]
 
 
 @pytest.mark.parametrize("spread", [1.0, 1e30, 1e60])
-def test_bounds_stay_what_devices_accept_whatever_a_lie_makes_of_the_sum(spread: float) -> None:
+def test_bounds_stay_acceptable_whatever_the_sum(spread: float) -> None:
     block_rms = np.array([1e20, 1e-300])
     found = follow_bounds(
         np.ones(2, dtype=np.float32), block_rms=block_rms, spread=spread, clipped=1

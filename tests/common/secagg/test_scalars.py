@@ -1,4 +1,4 @@
-"""Single numbers under a mask: exact counts, sums within their bound, nothing that wraps."""
+"""Masked numbers: exact counts, sums within their error bound, and no wrapping."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from headwater.common.errors import CountOutOfRange, NonFiniteUpdate, RingCanWrap
 from headwater.common.secagg.scalars import (
-    LARGEST_SCALE_BITS,
+    MAX_SCALE_BITS,
     Scalar,
     decode_scalars,
     encode_scalars,
@@ -44,7 +44,7 @@ def test_counts_add_exactly(counts: list[int]) -> None:
 
 
 @given(st.lists(st.floats(-1, 1), min_size=1, max_size=30), BOUNDS)
-def test_a_sum_is_off_by_half_a_step_a_device_at_the_most(
+def test_the_error_of_a_sum_is_at_most_half_a_step_per_device(
     shares: list[float], bound: float
 ) -> None:
     # Floor(B 2^f) may be a step below B 2^f: keep away from the clip itself.
@@ -58,7 +58,9 @@ def test_a_sum_is_off_by_half_a_step_a_device_at_the_most(
 
 
 @given(st.integers(1, 1000), BOUNDS, st.sampled_from([-1, 1]))
-def test_everybody_at_the_bound_does_not_wrap(num_devices: int, bound: float, sign: int) -> None:
+def test_the_sum_does_not_wrap_even_if_all_devices_are_at_the_bound(
+    num_devices: int, bound: float, sign: int
+) -> None:
     scalar = plan_scalar("norm", bound=bound, num_devices=num_devices)
     element, num_clipped = encode_scalars({"norm": sign * 1e300}, [scalar])
     assert num_clipped == 1
@@ -69,7 +71,7 @@ def test_everybody_at_the_bound_does_not_wrap(num_devices: int, bound: float, si
     assert decode_scalars(total, [scalar])["norm"] == math.ldexp(expected, -scalar.scale_bits)
 
 
-def test_the_worked_number_of_the_docstring() -> None:
+def test_the_worked_example_of_the_docstring() -> None:
     scalar = plan_scalar("loss", bound=2.0**30, num_devices=100)
     assert scalar.scale_bits == 26
     found, _ = total_of([2.0**-27] * 100, scalar)  # half a step each, to even: zero
@@ -88,7 +90,7 @@ def test_a_number_beyond_its_bound_is_clipped_and_counted() -> None:
     assert decode_scalars(elements, scalars) == {"loss": -10.0, "norm": 4.0}
 
 
-def test_elements_come_in_the_order_of_the_scalars() -> None:
+def test_elements_are_in_the_order_of_the_scalars() -> None:
     scalars = [plan_scalar(n, bound=10, num_devices=1, is_count=True) for n in ("b", "a", "c")]
     elements, _ = encode_scalars({"a": 1, "b": 2, "c": 3}, scalars)
     assert elements.tolist() == [2, 1, 3]
@@ -103,7 +105,7 @@ def test_a_count_outside_its_range_is_refused_rather_than_clipped(count: float) 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("is_count", [False, True])
-def test_what_is_not_finite_is_refused(value: float, is_count: bool) -> None:
+def test_a_number_that_is_not_finite_is_refused(value: float, is_count: bool) -> None:
     scalar = plan_scalar("loss", bound=10, num_devices=3, is_count=is_count)
     with pytest.raises(NonFiniteUpdate, match="loss"):
         encode_scalars({"loss": value}, [scalar])
@@ -121,9 +123,11 @@ def test_another_number_of_elements_is_refused() -> None:
 
 
 @given(BOUNDS, st.integers(1, 10_000))
-def test_the_plan_cannot_wrap_and_one_bit_more_could(bound: float, num_devices: int) -> None:
+def test_the_planned_scale_cannot_wrap_and_one_bit_more_could(
+    bound: float, num_devices: int
+) -> None:
     scalar = plan_scalar("loss", bound=bound, num_devices=num_devices)
-    if scalar.scale_bits < LARGEST_SCALE_BITS:
+    if scalar.scale_bits < MAX_SCALE_BITS:
         finer = scalar.scale_bits + 1
         with pytest.raises(RingCanWrap, match="might reach"):
             Scalar(name="loss", bound=bound, num_devices=num_devices, scale_bits=finer)
@@ -136,18 +140,18 @@ def test_counts_that_might_wrap_are_refused() -> None:
 
 @pytest.mark.parametrize("bound", [0.0, -1.0, math.inf, math.nan])
 @pytest.mark.parametrize("is_count", [False, True])
-def test_a_bound_without_meaning_is_refused(bound: float, is_count: bool) -> None:
+def test_an_invalid_bound_is_refused(bound: float, is_count: bool) -> None:
     with pytest.raises(ValueError, match="no bound"):
         plan_scalar("loss", bound=bound, num_devices=3, is_count=is_count)
 
 
-def test_a_count_has_no_scale() -> None:
-    with pytest.raises(ValueError, match="as they are"):
+def test_a_count_with_a_scale_is_refused() -> None:
+    with pytest.raises(ValueError, match="has scale 0"):
         Scalar(name="weight", bound=10, scale_bits=1, num_devices=1, is_count=True)
 
 
 @pytest.mark.parametrize("value", [1234567.25, 1234567, math.inf, math.nan])
-def test_no_refusal_of_a_number_quotes_it(value: float) -> None:
+def test_no_error_quotes_the_refused_number(value: float) -> None:
     """A device's refusal travels to the server, which may have chosen the bound."""
     count = Scalar(name="n", bound=1.0, scale_bits=0, num_devices=3, is_count=True)
     with pytest.raises((CountOutOfRange, NonFiniteUpdate)) as caught:

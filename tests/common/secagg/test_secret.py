@@ -1,4 +1,4 @@
-"""What a secret does not do: show itself, travel, or outlive its session."""
+"""A secret is never printed, never pickled, and can be erased."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PLANTED = b"a planted secret of 32 bytes, ok"
 
 
 @pytest.mark.parametrize("show", [repr, str, "{}".format, lambda s: repr([s]), lambda s: f"{s!r}"])
-def test_no_way_of_printing_shows_the_bytes(show: Callable[[Secret], str]) -> None:
+def test_printing_never_shows_the_bytes(show: Callable[[Secret], str]) -> None:
     shown = show(Secret(PLANTED))
     assert PLANTED.decode() not in shown
     assert PLANTED.hex() not in shown
@@ -24,33 +24,33 @@ def test_no_way_of_printing_shows_the_bytes(show: Callable[[Secret], str]) -> No
 
 
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
-def test_it_is_neither_copied_nor_pickled(duplicate: Callable[[Secret], object]) -> None:
+def test_a_secret_is_neither_copied_nor_pickled(duplicate: Callable[[Secret], object]) -> None:
     with pytest.raises(TypeError, match="never pickled or copied"):
         duplicate(Secret(PLANTED))
 
 
-def test_it_does_not_turn_into_bytes_by_itself() -> None:
+def test_a_secret_does_not_convert_to_bytes() -> None:
     with pytest.raises(TypeError):
         bytes(Secret(PLANTED))  # type: ignore[call-overload]
 
 
-def test_it_is_revealed_read_only() -> None:
+def test_the_revealed_view_is_read_only() -> None:
     view = Secret(PLANTED).reveal()
     assert view == PLANTED
     with pytest.raises(TypeError):
         view[0] = 0
 
 
-def test_it_keeps_bytes_of_its_own() -> None:
+def test_a_secret_copies_the_bytes_it_is_given() -> None:
     given = bytearray(PLANTED)
     secret = Secret(given)
     given[0] = 0
     assert secret.reveal() == PLANTED
 
 
-def test_erasing_clears_the_bytes_that_were_taken_over_and_every_view() -> None:
+def test_erasing_clears_a_taken_buffer_and_every_view() -> None:
     buffer = bytearray(PLANTED)
-    secret = Secret.over(buffer)
+    secret = Secret.take(buffer)
     view = secret.reveal()
     secret.erase()
     assert buffer == view == bytes(len(PLANTED))
@@ -59,28 +59,28 @@ def test_erasing_clears_the_bytes_that_were_taken_over_and_every_view() -> None:
     secret.erase()
 
 
-def test_an_erased_secret_is_not_used_again() -> None:
+def test_an_erased_secret_cannot_be_used() -> None:
     secret = Secret(PLANTED)
     secret.erase()
     with pytest.raises(SecretErased):
         secret.reveal()
 
 
-def test_what_it_is_made_into_is_kept_until_it_is_erased() -> None:
+def test_the_cached_form_is_kept_until_the_secret_is_erased() -> None:
     secret = Secret(PLANTED)
-    assert secret.made_into(bytearray) is secret.made_into(bytearray)
-    assert secret.made_into(bytearray) == PLANTED
+    assert secret.cached_form(bytearray) is secret.cached_form(bytearray)
+    assert secret.cached_form(bytearray) == PLANTED
     secret.erase()
     with pytest.raises(SecretErased):
-        secret.made_into(bytearray)
+        secret.cached_form(bytearray)
 
 
-def test_erasing_lets_what_it_was_made_into_go() -> None:
+def test_erasing_releases_the_cached_form() -> None:
     class Key:
         """Something that can be watched."""
 
     secret = Secret(PLANTED)
-    watched = weakref.ref(secret.made_into(lambda _: Key()))
+    watched = weakref.ref(secret.cached_form(lambda _: Key()))
     assert watched() is not None
     secret.erase()
     assert watched() is None

@@ -1,4 +1,4 @@
-"""Shamir's sharing against two independent implementations: plain integers, and SLIP-0039's own."""
+"""Shamir's sharing against two independent implementations: plain integers and SLIP-0039."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_shares_are_the_values_of_the_polynomials(
     st.tuples(st.integers(1, 40), st.integers(1, 40), st.integers(1, 40)).map(sorted),
     st.randoms(use_true_random=False),
 )
-def test_any_threshold_of_shares_brings_the_secret_back(
+def test_any_threshold_of_shares_reconstructs_the_secret(
     secret: bytes, sizes: list[int], random: Random
 ) -> None:
     threshold, num_given, num_holders = sizes
@@ -114,7 +114,7 @@ def test_slip_0039_s_reference_reads_our_shares(
 
 @settings(max_examples=10)
 @given(st.integers(0, 255))
-def test_one_share_less_fits_every_secret(secret: int) -> None:
+def test_one_share_less_is_consistent_with_every_secret(secret: int) -> None:
     # t - 1 shares and any assumed secret lie on exactly one polynomial of degree t - 1: there is a
     # t-th share for each of the 256 secrets, and they all differ.
     threshold = 3
@@ -123,7 +123,7 @@ def test_one_share_less_fits_every_secret(secret: int) -> None:
     assert len({interpolate({0: guess, **known}, at=3) for guess in range(256)}) == 256
 
 
-def test_one_share_less_gives_something_else() -> None:
+def test_one_share_less_gives_another_byte_string() -> None:
     secret = bytes(32)
     shares = split([secret], threshold=5, num_holders=9)
     # Equal with probability 2^-256.
@@ -136,7 +136,7 @@ def test_shares_of_255_holders_and_a_threshold_of_all_combine() -> None:
     assert combine({h + 1: shares[h, 0].tobytes() for h in range(MAX_HOLDERS)}) == secret
 
 
-def test_a_threshold_of_one_hands_the_secret_out() -> None:
+def test_with_a_threshold_of_one_each_share_is_the_secret() -> None:
     shares = split([b"open"], threshold=1, num_holders=3)
     assert [share.tobytes() for share in shares[:, 0]] == [b"open"] * 3
 
@@ -150,17 +150,17 @@ def test_impossible_sizes_are_refused(threshold: int, num_holders: int) -> None:
 
 
 @pytest.mark.parametrize("secrets", [[], [b"a", b"bc"]])
-def test_secrets_of_several_lengths_or_none_are_refused(secrets: list[bytes]) -> None:
+def test_secrets_of_different_lengths_or_none_are_refused(secrets: list[bytes]) -> None:
     with pytest.raises(ValueError, match="one length"):
         split(secrets, threshold=1, num_holders=2)
 
 
 @pytest.mark.parametrize("shares", [{}, {0: b"a"}, {256: b"a"}])
-def test_shares_at_impossible_places_are_refused(shares: dict[int, bytes]) -> None:
+def test_shares_at_invalid_x_are_refused(shares: dict[int, bytes]) -> None:
     with pytest.raises(ValueError, match="within 1"):
         combine(shares)
 
 
-def test_shares_of_several_lengths_are_refused() -> None:
+def test_shares_of_different_lengths_are_refused() -> None:
     with pytest.raises(WrongShare, match="differ in length"):
         combine({1: b"ab", 2: b"a"})
