@@ -8,14 +8,10 @@ from typing import Annotated
 import typer
 
 from headwater.client import commands
-from headwater.common.settings.flags import (
-    Config,
-    LogFormat,
-    SettingsCommand,
-    Verbose,
-    new_app,
-    read_settings,
-)
+from headwater.common.settings.flags import SettingsCommand
+from headwater.common.system.command_line import Config, LogFormat, Verbose, new_app, read_settings
+
+DEVICE_FOLDER = Path("headwater-device")  # the default of ``join``
 
 app = new_app("headwater-client")
 
@@ -82,7 +78,7 @@ def join(
     folder: Annotated[
         Path,
         typer.Option("--folder", metavar="DIR", help="Where to keep the key and certificate."),
-    ] = Path("headwater-device"),
+    ] = DEVICE_FOLDER,
 ) -> None:
     """Make this device's key, and get its certificate for a one-time join token.
 

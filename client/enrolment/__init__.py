@@ -1,1 +1,1 @@
-"""How a device gets its certificate and its signing identity."""
+"""The client's credentials: its certificate and its signing identity."""

@@ -1,9 +1,9 @@
-"""Joining: a device makes its key, and gets a certificate for a join token.
+"""``headwater-client join``: makes the device's key, and gets a certificate for a join token.
 
-The key is made here and stays here. The device connects twice: first to be shown the authority's
-certificate, which counts only if it has the fingerprint in the token; then, trusting that authority
-alone, to send the secret and the signing request. So nobody in between learns the secret, and
-nobody but the operator's server can answer.
+The private key never leaves the device. The device connects twice. First it reads the authority's
+certificate, which is accepted only if it has the fingerprint in the token. Then, trusting only that
+authority, it sends the token's secret and a signing request. So nobody in between learns the
+secret, and only the operator's server can answer.
 """
 
 from __future__ import annotations
@@ -43,37 +43,37 @@ from headwater.common.transport.certificates import (
 from headwater.common.transport.join_token import JoinToken
 from headwater.common.transport.tls import split_address
 
-CLOCK_SECONDS = 300.0
+CLOCK_SECONDS = 300.0  # a larger difference to the server's clock is worth a warning
 CA_FILE, OWN_FILE, SETTINGS_FILE = "ca.pem", "device.pem", "client.toml"
 KEY_FILE = ".device-key.pem"
-"""The key while no certificate has come for it: a join that broke goes on with the same."""
+"""The key until its certificate arrives: an interrupted join continues with the same key."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JoinResult:
-    """What a join has left on the device."""
+    """The result of a join: the device's name, server, certificate dates and files."""
 
     name: str
     folder: Path
     server: str
     expires_at: dt.datetime
     clock_off_seconds: float
-    """How far this machine's clock is ahead of the server's."""
+    """This machine's clock minus the server's."""
     files: tuple[Path, ...] = field(default=())
 
 
 def join(token: JoinToken, folder: Path) -> JoinResult:
-    """Get a certificate for a token and keep it in ``folder``, with the settings to start with.
+    """Get a certificate for a token; write it to ``folder`` with the settings to start a client.
 
     Raises:
         CertificateProblem: the folder has another device's files, or cannot be written.
-        ConnectionLost: the server is not to be reached; ``EnrolmentClosed``, ``TooManyAttempts``.
-        AuthorityMismatch: it is not the server that the token means.
-        ClockWrong: this machine's clock, or the server's certificate, is out of date.
-        DeviceRefused, NameTaken: the server refused, and says why.
+        ConnectionLost: the server cannot be reached; also ``EnrolmentClosed``, ``TooManyAttempts``.
+        AuthorityMismatch: the server is not the one that the token names.
+        ClockWrong: this machine's clock is wrong, or the server's certificate has expired.
+        DeviceRefused, NameTaken: the server refused.
     """
     _check_folder(folder, token.name)
-    ca = _authority(token)
+    ca = _read_authority(token)
     key = _own_key(folder)
     answer, server_now = send_request(
         token,
@@ -85,10 +85,10 @@ def join(token: JoinToken, folder: Path) -> JoinResult:
         },
         ca=ca,
     )
-    certificate = _checked(answer, token.name, key, ca)
+    certificate = _read_certificate(answer, token.name, key, ca)
     host, _ = split_address(token.address)
     server = f"[{host}]:{answer['port']}" if ":" in host else f"{host}:{answer['port']}"
-    files = _keep(folder, ca, certificate, key, server=server, name=token.name)
+    files = _write_files(folder, ca, certificate, key, server=server, name=token.name)
     return JoinResult(
         name=token.name,
         folder=folder,
@@ -104,10 +104,10 @@ def _check_folder(folder: Path, name: str) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if own.exists():
-            known = name_in(x509.load_pem_x509_certificate(own.read_bytes()).subject)
-            if known != name:
+            certified_name = name_in(x509.load_pem_x509_certificate(own.read_bytes()).subject)
+            if certified_name != name:
                 raise CertificateProblem(
-                    f"{own} is the certificate of {known}, and the token is for {name}",
+                    f"{own} is the certificate of {certified_name}, and the token is for {name}",
                     remedy="choose another --folder",
                 )
     except OSError as error:
@@ -120,16 +120,18 @@ def _check_folder(folder: Path, name: str) -> None:
         ) from error
 
 
-def _authority(token: JoinToken) -> x509.Certificate:
-    """Be shown the authority, over a connection that nothing secret goes over."""
+def _read_authority(token: JoinToken) -> x509.Certificate:
+    """Read the authority's certificate, over a connection that carries no secret."""
     answer, _ = send_request(token, {"want": "authority"}, ca=None)
     try:
         ca = x509.load_pem_x509_certificate(str(answer["authority"]).encode())
     except (KeyError, ValueError) as error:
-        raise ProtocolMismatch(f"{token.address} did not show an authority") from error
+        raise ProtocolMismatch(
+            f"{token.address} did not send an authority's certificate"
+        ) from error
     if not secrets.compare_digest(fingerprint(ca), token.fingerprint):
         raise AuthorityMismatch(
-            f"{token.address} shows an authority with the fingerprint "
+            f"{token.address} has an authority with the fingerprint "
             f"{fingerprint(ca).hex()[:16]}..., the token names {token.fingerprint.hex()[:16]}..."
         )
     return ca
@@ -139,9 +141,9 @@ def _own_key(folder: Path) -> Key:
     path = folder / KEY_FILE
     try:
         if path.exists():
-            found = load_pem_private_key(path.read_bytes(), password=None)
-            if isinstance(found, ec.EllipticCurvePrivateKey):
-                return found
+            saved = load_pem_private_key(path.read_bytes(), password=None)
+            if isinstance(saved, ec.EllipticCurvePrivateKey):
+                return saved
         key = new_key()
         write_whole(path, key_pem(key), mode=OWNER_ONLY)
     except (OSError, ValueError) as error:
@@ -151,28 +153,30 @@ def _own_key(folder: Path) -> Key:
     return key
 
 
-def _checked(answer: dict[str, Any], name: str, key: Key, ca: x509.Certificate) -> x509.Certificate:
-    """Return the certificate that came, if it is the one that was asked for."""
+def _read_certificate(
+    answer: dict[str, Any], name: str, key: Key, ca: x509.Certificate
+) -> x509.Certificate:
+    """Return the answer's certificate, after checking its authority, key, name and dates."""
     try:
         certificate = x509.load_pem_x509_certificate(str(answer["certificate"]).encode())
         certificate.verify_directly_issued_by(ca)
         is_own = spki(certificate.public_key()) == spki(key.public_key())
-        port_is_one = type(answer["port"]) is int and 0 < answer["port"] < 65_536
+        is_port = type(answer["port"]) is int and 0 < answer["port"] < 65_536
     except (KeyError, ValueError, TypeError, InvalidSignature) as error:
         raise ProtocolMismatch("the answer is not a certificate of the authority") from error
-    if not is_own or not port_is_one or name_in(certificate.subject) != name:
+    if not is_own or not is_port or name_in(certificate.subject) != name:
         raise ProtocolMismatch("the server's certificate is not for this device's name and key")
     now = dt.datetime.now(dt.UTC)
     if not certificate.not_valid_before_utc <= now <= certificate.not_valid_after_utc:
         raise ClockWrong(
             f"the certificate is valid from {certificate.not_valid_before_utc:%Y-%m-%d %H:%M} to "
-            f"{certificate.not_valid_after_utc:%Y-%m-%d %H:%M} UTC, and this machine's clock says "
+            f"{certificate.not_valid_after_utc:%Y-%m-%d %H:%M} UTC, and this machine's clock shows "
             f"{now:%Y-%m-%d %H:%M} UTC"
         )
     return certificate
 
 
-def _keep(
+def _write_files(
     folder: Path,
     ca: x509.Certificate,
     certificate: x509.Certificate,
@@ -182,7 +186,7 @@ def _keep(
     name: str,
 ) -> tuple[Path, ...]:
     ca_path, own, settings = (folder / file for file in (CA_FILE, OWN_FILE, SETTINGS_FILE))
-    told: dict[str, dict[str, Any]] = {
+    changes: dict[str, dict[str, Any]] = {
         "client": {"server": server, "name": name},
         "tls": {
             "ca": str(ca_path.resolve()),
@@ -194,7 +198,7 @@ def _keep(
         tree: dict[str, Any] = {}
         if settings.exists():
             tree = tomllib.loads(settings.read_text())
-        for branch, values in told.items():
+        for branch, values in changes.items():
             tree[branch] = {**tree.get(branch, {}), **values}
         write_whole(ca_path, certificate_pem(ca), mode=READABLE)
         write_whole(own, certificate_pem(certificate) + key_pem(key), mode=OWNER_ONLY)
@@ -202,6 +206,6 @@ def _keep(
         (folder / KEY_FILE).unlink()
     except (OSError, ValueError, TypeError) as error:
         raise CertificateProblem(
-            f"{folder}: {error}", remedy="free space, or mend the folder, and join again"
+            f"{folder}: {error}", remedy="free disk space or repair the folder, and join again"
         ) from error
     return ca_path, own, settings

@@ -1,4 +1,4 @@
-"""One question to the enrolment port and its answer, and a name for all that may go wrong."""
+"""Sends one request to the server's enrolment port, and names each way in which it can fail."""
 
 from __future__ import annotations
 
@@ -28,25 +28,26 @@ from headwater.common.transport.join_token import JoinToken
 from headwater.common.transport.tls import split_address
 
 VERSION = 1
-TALK_SECONDS = 20.0
+TIMEOUT_SECONDS = 20.0
 MAX_ANSWER_BYTES = 32_768
 # X509_V_ERR_CERT_NOT_YET_VALID, _CERT_HAS_EXPIRED, _HOSTNAME_MISMATCH, _IP_ADDRESS_MISMATCH
 NOT_YET, EXPIRED, WRONG_HOST, WRONG_ADDRESS = 9, 10, 62, 64
 
 
 def send_request(
-    token: JoinToken, told: dict[str, Any], *, ca: x509.Certificate | None
+    token: JoinToken, request: dict[str, Any], *, ca: x509.Certificate | None
 ) -> tuple[dict[str, Any], float]:
-    """Send one line and return the answer, and the server's time with it.
+    """Send one line of JSON; return the answer and the server's Unix time.
 
-    Without ``ca`` anybody may answer, and read what is sent.
+    Without ``ca`` the server is not authenticated: anybody may read the request and answer it.
 
     Raises:
-        ConnectionLost: nobody answers; ``EnrolmentClosed``, ``TooManyAttempts``.
-        AuthorityMismatch: the answer is not the authority's.
-        ClockWrong, CertificateProblem: the server's certificate is out of date, or another host's.
-        ProtocolMismatch: whatever answers is no enrolment port.
-        HeadwaterError: the server's own refusal.
+        ConnectionLost: there is no answer; also ``EnrolmentClosed`` and ``TooManyAttempts``.
+        AuthorityMismatch: the server's certificate is not of this authority.
+        ClockWrong, CertificateProblem: the server's certificate is not valid now, or is for
+            another host.
+        ProtocolMismatch: the other side is not an enrolment port.
+        HeadwaterError: the server refused.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
@@ -55,22 +56,22 @@ def send_request(
     else:
         context.load_verify_locations(cadata=certificate_pem(ca).decode())
     host, port = split_address(token.address)
-    is_through = False
+    is_connected = False
     try:
-        with socket.create_connection((host, port), TALK_SECONDS) as plain:
-            is_through = True
+        with socket.create_connection((host, port), TIMEOUT_SECONDS) as plain:
+            is_connected = True
             with context.wrap_socket(plain, server_hostname=host) as secure:
-                secure.sendall(json.dumps({"version": VERSION, **told}).encode() + b"\n")
-                line = _line(secure)
+                secure.sendall(json.dumps({"version": VERSION, **request}).encode() + b"\n")
+                line = _read_line(secure)
     except ssl.SSLCertVerificationError as error:
-        raise _distrust(token, error) from error
+        raise _certificate_error(token, error) from error
     except (OSError, ValueError) as error:
-        raise _unreached(token, error, is_through=is_through) from error
-    return _read(line, token)
+        raise _connection_error(token, error, is_connected=is_connected) from error
+    return _parse(line, token)
 
 
-def _line(secure: ssl.SSLSocket) -> bytes:
-    end = time.monotonic() + TALK_SECONDS
+def _read_line(secure: ssl.SSLSocket) -> bytes:
+    end = time.monotonic() + TIMEOUT_SECONDS
     line = b""
     while not line.endswith(b"\n"):
         piece = secure.recv(4096)
@@ -80,56 +81,58 @@ def _line(secure: ssl.SSLSocket) -> bytes:
     return line
 
 
-def _read(line: bytes, token: JoinToken) -> tuple[dict[str, Any], float]:
+def _parse(line: bytes, token: JoinToken) -> tuple[dict[str, Any], float]:
     try:
         answer = json.loads(line)
         now = float(answer["now"])
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ProtocolMismatch(f"{token.address} is no enrolment port of ours") from error
+        raise ProtocolMismatch(f"{token.address} is not a Headwater enrolment port") from error
     if "code" in answer:
         raise error_of(str(answer["code"])[:100], str(answer.get("text"))[:1000])
     return answer, now
 
 
-def _distrust(token: JoinToken, error: ssl.SSLCertVerificationError) -> HeadwaterError:
-    """Name why the server's certificate is not good; only the authority's holder has a good one."""
+def _certificate_error(token: JoinToken, error: ssl.SSLCertVerificationError) -> HeadwaterError:
+    """Return why the server's certificate is not valid."""
     host, _ = split_address(token.address)
     if error.verify_code in (NOT_YET, EXPIRED):
-        what = "not valid yet" if error.verify_code == NOT_YET else "past its end"
+        state = "is not valid yet" if error.verify_code == NOT_YET else "has expired"
         return ClockWrong(
-            f"this machine's clock says {dt.datetime.now():%Y-%m-%d %H:%M}, and by that the "
-            f"certificate of {token.address} is {what}",
+            f"by this machine's clock ({dt.datetime.now():%Y-%m-%d %H:%M}) the certificate of "
+            f"{token.address} {state}",
             remedy="set this machine's clock; if it is right, the operator should run "
-            "`headwater-server init` and start the server anew",
+            "`headwater-server init` and restart the server",
         )
     if error.verify_code in (WRONG_HOST, WRONG_ADDRESS):
         return CertificateProblem(
-            f"the server's certificate is not made out for {host}",
-            remedy=f"the operator should run `headwater-server init --host {host}` and start the "
-            "server anew",
+            f"the server's certificate is not for {host}",
+            remedy=f"the operator should run `headwater-server init --host {host}` and restart the "
+            "server",
         )
     return AuthorityMismatch(
-        f"{token.address} has no certificate of the authority in the token: {error.verify_message}"
+        f"{token.address} has no certificate of the token's authority: {error.verify_message}"
     )
 
 
-def _unreached(token: JoinToken, error: Exception, *, is_through: bool) -> HeadwaterError:
+def _connection_error(token: JoinToken, error: Exception, *, is_connected: bool) -> HeadwaterError:
     if isinstance(error, ConnectionRefusedError):
         if token.expires_at < time.time():
             return JoinTokenExpired(
-                f"nobody listens at {token.address}, and the token expired "
+                f"no server listens at {token.address}, and the token expired at "
                 f"{token.expiry:%Y-%m-%d %H:%M} UTC by this machine's clock"
             )
-        return EnrolmentClosed(f"nobody listens at {token.address}")
-    if is_through and isinstance(error, ConnectionError | ssl.SSLEOFError | ssl.SSLZeroReturnError):
-        return TooManyAttempts(f"{token.address} closed the connection without a word")
+        return EnrolmentClosed(f"no server listens at {token.address}")
+    if is_connected and isinstance(
+        error, ConnectionError | ssl.SSLEOFError | ssl.SSLZeroReturnError
+    ):
+        return TooManyAttempts(f"{token.address} closed the connection without an answer")
     if isinstance(error, ssl.SSLError):
         return ProtocolMismatch(
             f"{token.address} does not speak TLS 1.3 as an enrolment port does: {error.reason}",
             remedy="check the address in the token: it must be that of the enrolment port",
         )
-    why = getattr(error, "strerror", None) or str(error) or "no answer"
+    reason = getattr(error, "strerror", None) or str(error) or "no answer"
     return ConnectionLost(
-        f"{token.address} is not to be reached: {why}",
+        f"{token.address} cannot be reached: {reason}",
         remedy="check the network, the address and port in the token, and the server's firewall",
     )

@@ -1,8 +1,8 @@
-"""Who a device is in active mode, and whom it trusts: its identity's file, and the allow-list.
+"""A device's signing identity and allow-list, which active secure aggregation needs.
 
-The identity's file holds a private key and nothing else, and only its owner may read it; the name
-is the device's. The allow-list is a file of names and public keys, brought to the device by other
-ways than through the server (``headwater.common.secagg.protocol.identity``).
+The identity's file holds only a private key, and only its owner may read it; the identity's name is
+the device's. The allow-list is a file of names and public keys that reaches the device without
+passing through the server (``common.secagg.identity``).
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from headwater.common.settings.schema import SecureSettings
 
 
 def host_name() -> str:
-    """Return the host's name, as far as a device's name may contain it."""
+    """Return the host's name, with dashes for characters that a device's name must not have."""
     name = "".join(c if c.isalnum() or c in "._-" else "-" for c in socket.gethostname())
     return name.lstrip("._-") or "device"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Enrolment:
-    """A device's identity and allow-list; without both it takes no part in active sessions."""
+    """A device's identity and allow-list; it needs both to take part in active sessions."""
 
     identity: SigningIdentity | None = None
     allow_list: AllowList | None = None
@@ -39,37 +39,38 @@ class Enrolment:
         """Check that the device can take part in active sessions.
 
         Raises:
-            IdentityProblem: one of the two is missing, or they do not know each other.
+            IdentityProblem: one is missing, or the allow-list does not contain the identity.
         """
         if self.identity is None or self.allow_list is None:
             missing = "--identity" if self.identity is None else "--allow-list"
             raise IdentityProblem(
                 f"{name}: active secure aggregation needs {missing} FILE",
                 remedy="make the identity with `headwater-client identity`; the allow-list is a "
-                "file of the lines that it shows on each device",
+                "file with the lines that this command prints on all devices",
             )
         listed = self.allow_list.keys
-        if listed.get(name) != self.identity.public_key:
-            others = [other for other, key in listed.items() if key == self.identity.public_key]
+        if listed.get(name) == self.identity.public_key:
+            return
+        others = [other for other, key in listed.items() if key == self.identity.public_key]
+        if others:
             raise IdentityProblem(
-                f"{name}: the allow-list has this identity under the name {others[0]}"
-                if others
-                else f"{name}: the allow-list has another key under this name"
-                if name in listed
-                else f"{name}: the allow-list does not have this device",
-                remedy=f"start the device with --name {others[0]}"
-                if others
-                else "put the line that `headwater-client identity` shows into the allow-list of "
-                "every device",
+                f"{name}: the allow-list has this identity under the name {others[0]}",
+                remedy=f"start the device with --name {others[0]}",
             )
+        entry = "another key under this name" if name in listed else "no entry for this device"
+        raise IdentityProblem(
+            f"{name}: the allow-list has {entry}",
+            remedy="put the line that `headwater-client identity` prints into the allow-list of "
+            "every device",
+        )
 
 
 @functools.cache
 def read_enrolment(name: str, *, identity: Path | None, allow_list: Path | None) -> Enrolment:
-    """Read the files that are named, once: a changed allow-list counts from the next start.
+    """Read the files once per process; a changed allow-list takes effect at the next start.
 
     Raises:
-        IdentityProblem: one cannot be read, or is not what it should be.
+        IdentityProblem: a file cannot be read, or has other content.
     """
     return Enrolment(
         identity=None if identity is None else read_identity(identity, name),
@@ -78,21 +79,21 @@ def read_enrolment(name: str, *, identity: Path | None, allow_list: Path | None)
 
 
 def check_enrolment(chosen: SecureSettings, name: str) -> None:
-    """Read the files that the settings name; better now than in the first session.
+    """Check the files that the settings name, before the first session needs them.
 
     Raises:
-        IdentityProblem: one is not what it should be, or active mode lacks one.
+        IdentityProblem: a file has other content, or active mode lacks one.
     """
-    found = read_enrolment(name, identity=chosen.identity, allow_list=chosen.allow_list)
+    enrolment = read_enrolment(name, identity=chosen.identity, allow_list=chosen.allow_list)
     if chosen.aggregation == "active":
-        found.check(name)
+        enrolment.check(name)
 
 
 def make_identity(path: Path, name: str) -> tuple[SigningIdentity, bool]:
-    """Return the identity in a file, and whether it was made just now; none is overwritten.
+    """Return the identity in a file, made if there is none, and whether it is new.
 
     Raises:
-        IdentityProblem: the file cannot be written, or holds something else.
+        IdentityProblem: the file cannot be written, or has other content.
     """
     identity = SigningIdentity.new(name)
     try:
@@ -118,8 +119,8 @@ def read_identity(path: Path, name: str) -> SigningIdentity:
     """Read an identity's file.
 
     Raises:
-        IdentityProblem: it cannot be read, others than its owner may read or write it, or it is no
-            Ed25519 key.
+        IdentityProblem: the file cannot be read, users other than its owner may read or write it,
+            or it holds no Ed25519 key.
     """
     try:
         with path.open("rb") as file:
@@ -133,9 +134,9 @@ def read_identity(path: Path, name: str) -> SigningIdentity:
         raise IdentityProblem(f"{path}: {error}", remedy=error.remedy) from error
     if mode & 0o077:
         raise IdentityProblem(
-            f"{path} is open to others than its owner ({mode:03o}), and who has read it can sign "
-            "as this device",
-            remedy=f"chmod 600 {path}; or make another, if somebody may have read it",
+            f"{path} is open to users other than its owner ({mode:03o}), who could sign as this "
+            "device",
+            remedy=f"chmod 600 {path}; make a new identity if somebody may have read this one",
         )
     return identity
 
@@ -151,11 +152,11 @@ def _read_allow_list(path: Path) -> AllowList:
         raise IdentityProblem(f"{path}: {error}", remedy=error.remedy) from error
 
 
-# In a simulation, where one party plays all devices and nobody is protected.
+# Simulated identities. One party runs all clients in a simulation, so nothing is protected.
 
 
 def simulated_enrolment(name: str) -> Enrolment:
-    """Return a simulated device's identity, the same in every process, and a list of all."""
+    """Return a simulated client's identity, the same in every process, and a list of all."""
     return Enrolment(identity=_simulated_identity(name), allow_list=AllowList(_SimulatedKeys()))
 
 
@@ -165,7 +166,7 @@ def _simulated_identity(name: str) -> SigningIdentity:
 
 
 class _SimulatedKeys(Mapping[str, bytes]):
-    """The public key of every simulated device; a name that was not seen yet gets its identity."""
+    """The public keys of all simulated clients, derived from their names on demand."""
 
     def __getitem__(self, name: str) -> bytes:
         return _simulated_identity(name).public_key

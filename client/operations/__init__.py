@@ -1,1 +1,1 @@
-"""What the owner of a device looks at: checks, counters, metrics."""
+"""Tools for a device's owner: checks, counters and metrics."""

@@ -142,8 +142,9 @@ def unmasked_update(
             f"{device.planned_weight:,}"
         )
     # The noise scale compares two batch sizes at one model; local steps move the model in between.
-    has_noise = plan.local_steps == 1
-    noise = noise_sums(report, num_owned=num_owned) if has_noise else NoiseSums(weight=report.weight)
+    noise = NoiseSums(weight=report.weight)
+    if plan.local_steps == 1:
+        noise = noise_sums(report, num_owned=num_owned)
     numbers = numbers_of(report, metrics=_metrics_of(report), noise=noise, squared_norm=norm * norm)
     return UnmaskedUpdate(values_P=update.values_P, numbers=numbers)
 

@@ -38,7 +38,7 @@ def test_a_device_on_its_own_allow_list_is_enrolled(files: dict[str, Path]) -> N
     [
         ("b", "a", "under the name a", "--name a"),
         ("a", "stranger", "another key under this name", "allow-list of every device"),
-        ("stranger", "stranger", "does not have this device", "allow-list of every device"),
+        ("stranger", "stranger", "no entry for this device", "allow-list of every device"),
     ],
 )
 def test_what_does_not_go_together_is_told_with_what_to_do(

@@ -291,7 +291,7 @@ def test_the_folder_in_memory_is_the_user_s_alone(
     assert folder.parent == tmp_path
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     folder.chmod(0o755)
-    with pytest.raises(StateError, match="not this user's alone"):
+    with pytest.raises(StateError, match="this user alone"):
         memory_folder()
     folder.rmdir()
     folder.symlink_to(tmp_path / "elsewhere", target_is_directory=True)

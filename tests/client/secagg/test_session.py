@@ -159,10 +159,10 @@ def test_nothing_is_answered_or_masked_while_the_record_cannot_be_stored(action:
     def full(message: Request) -> Request:
         nonlocal is_full
         is_full = True
-        before = values_P.clone()
+        before = values_P.numpy().tobytes()  # ring elements may look like NaN
         with pytest.raises(StateError):
             session.answer(message)
-        assert torch.equal(values_P, before)
+        assert values_P.numpy().tobytes() == before
         is_full = False
         return message
 
