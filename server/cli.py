@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from headwater.common.settings.flags import (
+from headwater.common.system.command_line import (
     Config,
     LogFormat,
     Resume,
@@ -47,7 +47,7 @@ def serve(
     if context.invoked_subcommand is not None:
         return
     settings = read_settings(context, config, resume=resume, verbose=verbose, log_format=log_format)
-    from headwater.common.system.console import default_out
+    from headwater.common.settings.sources import default_out
     from headwater.common.transport.tls import check_address, read_credentials
 
     settings = settings.model_copy(update={"out": settings.out or default_out(settings)})

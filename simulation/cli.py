@@ -8,17 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from headwater.common.settings.flags import (
-    Config,
-    Resume,
-    SettingsCommand,
-    Verbose,
-    key_values,
-    new_app,
-    numbers,
-    overrides,
-    read_settings,
-)
+from headwater.common.settings.flags import SettingsCommand, key_values, numbers, overrides
+from headwater.common.system.command_line import Config, Resume, Verbose, new_app, read_settings
 
 if TYPE_CHECKING:
     from headwater.common.settings.schema import Settings
@@ -127,7 +118,7 @@ def sweep(
 
 
 def _simulate(settings: Settings, *, resume: bool, is_only_shown: bool) -> None:
-    from headwater.common.system.console import default_out
+    from headwater.common.settings.sources import default_out
     from headwater.simulation.fleet.fleet_spec import with_fleet
 
     settings = with_fleet(settings)

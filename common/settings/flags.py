@@ -9,78 +9,22 @@ is loaded with the first option, so that importing the command line stays cheap.
 from __future__ import annotations
 
 from functools import cached_property
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import click
 import typer
 from typer.core import TyperCommand, TyperGroup, TyperOption
 
 from headwater import __version__
-from headwater.common.errors import HeadwaterError, SettingsError
+from headwater.common.errors import SettingsError
 
 if TYPE_CHECKING:
     from headwater.common.settings.catalog import Setting
-    from headwater.common.settings.schema import Settings
 
 SET = "set"
 OWN_PANEL = "Options"
 OTHER_PANEL = "Other"
 SHOWS_ALL = "headwater.shows_all"  # a key of click's ctx.meta
-
-Config = Annotated[
-    Path | None,
-    typer.Option("--config", metavar="FILE", help="TOML file of settings; flags override it."),
-]
-Resume = Annotated[
-    bool,
-    typer.Option("--resume", help="Continue from the checkpoint in --out, with its settings."),
-]
-Verbose = Annotated[
-    bool, typer.Option("--verbose", "-v", help="Log each step.", rich_help_panel=OTHER_PANEL)
-]
-LogFormat = Annotated[
-    Literal["text", "json"] | None,
-    typer.Option(
-        "--log-format",
-        metavar="text|json",
-        help="json: write what is printed and logged as one JSON object a line, on the standard "
-        "error stream. [default: text]",
-        rich_help_panel=OTHER_PANEL,
-    ),
-]
-
-
-def new_app(name: str) -> typer.Typer:
-    """Return the typer application of one of the three commands, as ``headwater-server``."""
-    return typer.Typer(
-        name=name,
-        cls=SettingsGroup,
-        add_completion=False,
-        rich_markup_mode=None,  # rich takes 0.1 s longer, and its boxes 20 of 80 columns
-        pretty_exceptions_enable=False,
-    )
-
-
-def read_settings(
-    context: typer.Context,
-    config: Path | None,
-    *,
-    resume: bool = False,
-    verbose: bool = False,
-    log_format: Literal["text", "json"] | None = None,
-    **fixed: Any,
-) -> Settings:
-    """Start the log and return a command's settings; ``fixed`` wins over file and flags.
-
-    Raises:
-        SettingsError: as ``sources.load_run``, or a KEY=VALUE without its ``=``.
-    """
-    from headwater.common.settings.sources import load_run
-    from headwater.common.system.console import start_log
-
-    start_log(verbose=verbose, log_format=log_format)
-    return load_run(config, overrides(context) | fixed, resume=resume)
 
 
 def overrides(context: typer.Context) -> dict[str, Any]:
@@ -253,7 +197,7 @@ class SettingsCommand(_WithSettings, TyperCommand):
 
 
 class SettingsGroup(_WithSettings, TyperGroup):
-    """One of the three commands: it reads settings, and has subcommands."""
+    """A command that reads settings, and has subcommands."""
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
         """Return the options, with --version."""
@@ -275,12 +219,3 @@ class SettingsGroup(_WithSettings, TyperGroup):
         with formatter.section(click.style("Commands", bold=True)):
             helps = {name: command.help or "" for name, command in self.commands.items()}
             formatter.write_dl([(name, text.partition("\n\n")[0]) for name, text in helps.items()])
-
-    def invoke(self, ctx: click.Context) -> Any:
-        """Run the command; show an error with its remedy and exit with its status."""
-        try:
-            return super().invoke(ctx)
-        except (HeadwaterError, KeyboardInterrupt) as error:
-            from headwater.common.system.console import show_error
-
-            raise typer.Exit(show_error(error)) from error

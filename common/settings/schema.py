@@ -442,20 +442,11 @@ class Settings(Branch):
         """Return the tree as TOML; settings that are not set are left out, as TOML has no null."""
         import tomli_w
 
-        return tomli_w.dumps(_without_none(self.model_dump(mode="json")))
+        return tomli_w.dumps(self.model_dump(mode="json", exclude_none=True))
 
     def to_run_config(self) -> dict[str, Scalar]:
         """Flatten the tree to Flower's run_config: dotted keys, scalar values."""
-        return dict(_flatten(_without_none(self.model_dump(mode="json")), prefix=""))
-
-
-def _without_none(tree: dict[str, Any]) -> dict[str, Any]:
-    pruned = {
-        key: _without_none(value) if isinstance(value, dict) else value
-        for key, value in tree.items()
-        if value is not None
-    }
-    return {key: value for key, value in pruned.items() if value != {}}
+        return dict(_flatten(self.model_dump(mode="json", exclude_none=True), prefix=""))
 
 
 def _flatten(tree: Mapping[str, Any], *, prefix: str) -> Iterator[tuple[str, Scalar]]:

@@ -6,6 +6,7 @@ and the found value, and a remedy.
 
 from __future__ import annotations
 
+import time
 import tomllib
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
@@ -69,6 +70,12 @@ def load_run(config: Path | None, overrides: Mapping[str, Any], *, resume: bool)
         left = Path(out) / SETTINGS_FILE
         config = left if left.exists() else None
     return load(config, overrides)
+
+
+def default_out(settings: Settings) -> Path:
+    """Return ``runs/TASK-TIME``, a new folder for a run without --out."""
+    task = (settings.task or "run").rpartition(":")[2].lower()
+    return Path("runs") / f"{task}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
 def from_run_config(flat: Mapping[str, Any]) -> Settings:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import sys
-import time
-from pathlib import Path
 from typing import IO, cast
 
 from rich.console import Console
@@ -14,7 +12,6 @@ from rich.logging import RichHandler
 from rich.markup import escape
 
 from headwater.common.errors import HeadwaterError
-from headwater.common.settings.schema import Settings
 from headwater.common.system.json_logs import Format, JsonFormatter, LineSink
 
 # No emoji: a device may be called a:ant:b.
@@ -67,9 +64,3 @@ def start_log(*, verbose: bool, log_format: Format | None = None) -> None:
 def _logs_json() -> bool:
     handlers = logging.getLogger().handlers
     return any(isinstance(handler.formatter, JsonFormatter) for handler in handlers)
-
-
-def default_out(settings: Settings) -> Path:
-    """Return ``runs/TASK-TIME``, a new folder for a run without --out."""
-    task = (settings.task or "run").rpartition(":")[2].lower()
-    return Path("runs") / f"{task}-{time.strftime('%Y%m%d-%H%M%S')}"

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from headwater.common.errors import SettingsError
 from headwater.common.settings.schema import Settings
-from headwater.common.settings.sources import from_run_config, load
+from headwater.common.settings.sources import default_out, from_run_config, load
 
 NAME = st.text(st.characters(codec="ascii", categories=["Ll", "Nd"]), min_size=1).filter(
     lambda text: text[0].isalpha()
@@ -136,3 +136,9 @@ def test_a_learning_rate_is_accepted_if_and_only_if_it_is_positive_and_finite(ra
         assert not is_possible
     else:
         assert is_possible
+
+
+def test_a_run_without_a_folder_gets_one_named_after_its_task() -> None:
+    folder = default_out(Settings(task="a/digits.py:Digits"))
+    assert folder.parent.name == "runs"
+    assert folder.name.startswith("digits-")

@@ -9,8 +9,7 @@ import sys
 import pytest
 
 from headwater.common.errors import SettingsError
-from headwater.common.settings.schema import Settings
-from headwater.common.system.console import default_out, show_error
+from headwater.common.system.console import show_error
 
 JSON_ERROR = """
 from headwater.common.errors import SettingsError
@@ -46,9 +45,3 @@ def test_in_json_output_and_errors_are_objects_on_the_error_stream() -> None:
         "too few",
         "more",
     )
-
-
-def test_a_run_without_a_folder_gets_one_named_after_its_task() -> None:
-    folder = default_out(Settings(task="a/digits.py:Digits"))
-    assert folder.parent.name == "runs"
-    assert folder.name.startswith("digits-")
