@@ -2,7 +2,7 @@
 
 ``decode`` gives mutated frames and heads to each decoder of bytes that come from the other side,
 ``conversations`` plays streams in which up to four frames are not as they should be to the real
-intake, and ``wire`` sends mutated bytes of a whole connection, HTTP/2 and all, to its port. What
+servicer, and ``wire`` sends mutated bytes of a whole connection, HTTP/2 and all, to its port. What
 must hold is in ``tests/attacks/fuzzing.py``; a breach ends the run with the shortest input that
 hypothesis finds for it. A short form of it runs with the tests, with the same inputs each time.
 
@@ -59,7 +59,7 @@ class Fuzzer:
         self.executions: Counter[str] = Counter()
         self.taken: Counter[str] = Counter()
         self._conversations = conversations
-        self._recorded = asyncio.run(record(conversations.intake.port))
+        self._recorded = asyncio.run(record(conversations.servicer.port))
 
     def batch(self, number: int, examples: int = BATCH) -> None:
         """Play a batch of each kind."""
@@ -96,7 +96,7 @@ class Fuzzer:
         self.taken.update(decode(data))
 
     async def _send(self, drawn: list[bytes]) -> None:
-        port = self._conversations.intake.port
+        port = self._conversations.servicer.port
         for data in drawn:
             await send_bytes(port, data)
         if not await is_served(port):

@@ -24,12 +24,12 @@ from examples.digits import Digits
 from headwater.client.app import client_app
 from headwater.common.model.parameters import build_model
 from headwater.common.settings.schema import Settings
-from headwater.server.app import GridFleet
+from headwater.server.flower.grid_fleet import GridFleet
 from headwater.server.rounds.round_row import RoundRow
 from headwater.server.rounds.run import run
 from headwater.server.rounds.training import Training
 from headwater.simulation.engines.message_grid import InProcessGrid
-from headwater.simulation.fleet.virtual_hardware import simulated_machine
+from headwater.simulation.fleet.virtual_hardware import virtual_hardware
 
 NUM_DEVICES, NUM_ROUNDS, NUM_SEEDS = 20, 150, 3
 RATE, STILL = 0.003, 1e-30
@@ -62,7 +62,7 @@ def trained(plan: dict[str, Any], *, seed: int, rounds: int, rate: float = RATE)
             "optimizer": {"name": "adam", "learning_rate": rate},
         }
     )
-    grid = InProcessGrid(client_app(simulated_machine), settings)
+    grid = InProcessGrid(client_app(virtual_hardware), settings)
     grid.enter_run(1 + seed)
     training = Training(settings, run_id=1 + seed)
     rows: list[RoundRow] = []

@@ -160,7 +160,7 @@ class _Watch:
 
 
 def _serve(told: Mapping[str, Any]) -> None:
-    from headwater.common.settings.schema import load
+    from headwater.common.settings.sources import load
     from headwater.server.rounds.round_row import RoundRow
     from headwater.server.serve import serve_run
 
@@ -204,7 +204,7 @@ def _serve(told: Mapping[str, Any]) -> None:
 
 def _note_plans() -> dict[int, float]:
     """Note, from now on, when the plans of each round are ready to be sent."""
-    from headwater.server.app import GridFleet
+    from headwater.server.flower.grid_fleet import GridFleet
 
     noted: dict[int, float] = {}
     train = GridFleet.train

@@ -1,4 +1,4 @@
-"""One run of the aggregation server: the ServerApp on the gRPC grid, from first to last round."""
+"""Runs the aggregation server: the ServerApp on the gRPC grid, from the first round to the last."""
 
 from __future__ import annotations
 
@@ -15,30 +15,29 @@ import torch
 from flwr.app import Context, RecordDict
 
 from headwater.common.errors import HeadwaterError, SettingsError, StateError
-from headwater.common.flower.grid import OwnGrid
+from headwater.common.flower.grid import HeadwaterGrid
 from headwater.common.settings.schema import Settings
 from headwater.common.system.console import console
-from headwater.common.system.heap import collect_only_what_is_new, use_one_heap
+from headwater.common.system.heap import freeze_loaded_objects, use_one_heap
 from headwater.common.transport.tls import Credentials, split_address
 from headwater.server.app import server_app
 from headwater.server.enrolment.peer_certificates import CertificateVerifier
 from headwater.server.flower.grpc_grid import GrpcGrid
-from headwater.server.operations.control import REVOKE, RunControl
+from headwater.server.operations.control import LONG_WAIT_ADVICE, RunControl
 from headwater.server.operations.orders import Order
 from headwater.server.operations.run_lock import SERVER
 from headwater.server.rounds import checkpoint
 from headwater.server.rounds.observer import Observer, Observers
 from headwater.server.rounds.run import OnRound
-from headwater.server.transport.device_records import DeviceRecords
-from headwater.server.transport.enrolment_port import enrolling
+from headwater.server.transport.enrolment_port import enrolment_port
 from headwater.server.transport.servicer import Servicer
 
-GridOf = Callable[[Servicer, Callable[[], bool]], OwnGrid]
+MakeGrid = Callable[[Servicer, Callable[[], bool]], HeadwaterGrid]
 
 
-def grpc_grid(intake: Servicer, may_begin: Callable[[], bool]) -> OwnGrid:
-    """Return the grid of the devices that connect to an intake."""
-    return GrpcGrid(intake, may_begin=may_begin)
+def grpc_grid(servicer: Servicer, may_begin: Callable[[], bool]) -> HeadwaterGrid:
+    """Return the grid of the devices that connect to a servicer."""
+    return GrpcGrid(servicer, may_begin=may_begin)
 
 
 def serve_run(
@@ -47,63 +46,58 @@ def serve_run(
     *,
     on_round: OnRound,
     resume: bool,
-    grid_of: GridOf = grpc_grid,
+    make_grid: MakeGrid = grpc_grid,
     command: str = SERVER,
-    wait_ends: str = REVOKE,
+    long_wait_advice: str = LONG_WAIT_ADVICE,
 ) -> None:
-    """Listen, run all rounds with the devices that connect, and tell them when it is over.
+    """Listen, run all rounds with the connected devices, then dismiss the devices.
 
-    ``command`` is what goes on with the run if it is drained, ``wait_ends`` what ends a round's
-    long wait for a device.
+    ``command`` is the one that continues the run if it is drained; ``long_wait_advice`` ends the
+    warning about a round that waits long for a device.
 
-    After SIGTERM or Ctrl-C, or an error of settings or disk, the streams are closed without a
-    goodbye: the devices keep trying, and go on when the server is back. A drained run ends with
-    one.
+    After SIGTERM, Ctrl-C or an error of settings or disk, the streams are closed without a goodbye:
+    the devices keep trying to connect and continue when the server is back. A finished or drained
+    run sends a goodbye.
 
     Raises:
         HeadwaterError: see ``headwater.common.errors``.
     """
-    use_one_heap()  # before gRPC's threads begin
+    use_one_heap()  # before gRPC starts its threads
     torch.set_num_threads(settings.threads or torch.get_num_threads())
-    settings = settings.model_copy(update={"threads": torch.get_num_threads()})  # to be recorded
-    if settings.out is not None:
-        with contextlib.suppress(OSError):  # the journal says what is wrong with the folder
-            settings.out.mkdir(parents=True, exist_ok=True)
-    run_id, round_number = _place(settings, resume=resume)
-    attendance = DeviceRecords()
-    intake = Servicer(
+    settings = settings.model_copy(update={"threads": torch.get_num_threads()})  # for the log
+    folder = settings.out
+    if folder is not None:
+        with contextlib.suppress(OSError):  # the round log reports what is wrong with the folder
+            folder.mkdir(parents=True, exist_ok=True)
+        folder = folder if folder.is_dir() else None
+    run_id, round_number = _run_position(settings, resume=resume)
+    servicer = Servicer(
         settings.server.listen,
         run_id=run_id,
         credentials=credentials,
         staging_bytes=settings.server.staging_bytes,
         reconnect_seconds=settings.cohort.reconnect_seconds,
-        spool_folder=settings.out if settings.out and settings.out.is_dir() else None,
-        attendance=attendance,
-        identities=CertificateVerifier.of(settings.tls, credentials),
+        spool_folder=folder,
+        verifier=CertificateVerifier.of(settings.tls, credentials),
     )
     signal.signal(signal.SIGTERM, _interrupt)
     with ExitStack() as stack:
-        operation = None
-        if settings.out is not None and settings.out.is_dir():
-            operation = stack.enter_context(
-                _operated(settings, settings.out, intake, attendance, round_number, wait_ends)
+        control = None
+        if folder is not None:
+            control = stack.enter_context(
+                _control(settings.rounds, folder, servicer, round_number, long_wait_advice)
             )
-        stack.enter_context(_open(intake))
+        stack.enter_context(_open(servicer))
         host, _ = split_address(settings.server.listen)
+        address = f"{host}:{servicer.port}"
         protection = "mutual TLS" if credentials else "plain text"
-        console.print(f"listening on {host}:{intake.port} ({protection})", soft_wrap=True)
-        stack.enter_context(enrolling(settings, stream_port=intake.port))
-        observer = stack.enter_context(_measured(settings, intake, operation))
-        if operation is not None:
-            operation.start(
-                {
-                    "pid": os.getpid(),
-                    "address": f"{host}:{intake.port}",
-                    "run_id": run_id,
-                    "command": command,
-                }
-            )
-        grid = grid_of(intake, _always if operation is None else operation.may_begin)
+        console.print(f"listening on {address} ({protection})", soft_wrap=True)
+        stack.enter_context(enrolment_port(settings, stream_port=servicer.port))
+        observer = stack.enter_context(_observer(settings, servicer, control))
+        if control is not None:
+            info = {"pid": os.getpid(), "address": address, "run_id": run_id, "command": command}
+            control.start(info)
+        grid = make_grid(servicer, (lambda: True) if control is None else control.may_begin)
         grid.enter_run(run_id)
         context = Context(
             run_id=run_id,
@@ -113,114 +107,105 @@ def serve_run(
             run_config=settings.to_run_config(),
         )
         app = server_app(on_round=on_round, resume=resume, observer=observer)
-        collect_only_what_is_new()
+        freeze_loaded_objects()
         app(grid, context)
-        if operation is not None and operation.is_draining and operation.round < settings.rounds:
+        if control is not None and control.is_draining and control.round < settings.rounds:
             console.print(
-                f"drained behind round {operation.round} of {settings.rounds}; go on with: "
+                f"drained after round {control.round} of {settings.rounds}; continue with: "
                 f"{command} --resume --out {settings.out}",
                 soft_wrap=True,
             )
 
 
 @contextmanager
-def _open(intake: Servicer) -> Iterator[None]:
-    """Serve the devices; say goodbye to them if the run is over."""
+def _open(servicer: Servicer) -> Iterator[None]:
+    """Serve the devices; send them a goodbye if the run is over."""
     is_over = False
     try:
-        intake.start()
+        servicer.start()
         yield
         is_over = True
     except HeadwaterError as error:
         is_over = not isinstance(error, SettingsError | StateError)
         raise
     finally:
-        intake.stop(say_goodbye=is_over)
+        servicer.stop(say_goodbye=is_over)
 
 
 @contextmanager
-def _operated(
-    settings: Settings,
-    folder: Path,
-    intake: Servicer,
-    attendance: DeviceRecords,
-    round_number: int,
-    wait_ends: str,
+def _control(
+    rounds: int, folder: Path, servicer: Servicer, round_number: int, long_wait_advice: str
 ) -> Iterator[RunControl]:
-    """Look for orders and write the history, until the devices are gone."""
+    """Follow orders and write the history, until the devices have been dismissed."""
 
     def on_order(order: Order | None) -> None:
-        intake.pause(order is not None and order.verb == "pause")
+        servicer.pause(order is not None and order.verb == "pause")
         if order is not None and order.verb == "drain":
-            intake.drain()
+            servicer.drain()
 
-    operation = RunControl(
+    control = RunControl(
         folder,
         round_number=round_number,
-        rounds=settings.rounds,
-        attendance=attendance,
+        rounds=rounds,
+        device_records=servicer.device_records,
         on_order=on_order,
-        is_alive=intake.is_alive,
-        wait_ends=wait_ends,
+        is_alive=servicer.is_alive,
+        long_wait_advice=long_wait_advice,
     )
-    how = "stopped"
+    reason = "stopped"
     try:
-        yield operation
-        how = "drained" if operation.is_draining else "done"
+        yield control
+        reason = "drained" if control.is_draining else "done"
     except HeadwaterError as error:
-        how = f"{error.code}: {error}"
+        reason = f"{error.code}: {error}"
         raise
     finally:
-        operation.stop(how)
+        control.stop(reason)
 
 
 @contextmanager
-def _measured(
-    settings: Settings, intake: Servicer, operation: RunControl | None
+def _observer(
+    settings: Settings, servicer: Servicer, control: RunControl | None
 ) -> Iterator[Observer]:
-    """Show metrics where they were asked for."""
-    looking: Observer = Observers() if operation is None else operation
+    """Serve metrics if they are enabled; yield the observer of the rounds."""
+    observers: list[Observer] = [] if control is None else [control]
     if settings.server.metrics is None:
-        yield looking
+        yield Observers(*observers)
         return
-    from headwater.common.system.metrics_server import MetricsPort
+    from headwater.common.system.metrics_server import MetricsServer
     from headwater.server.operations.prometheus import ServerGauges, ServerMetrics
 
-    def now() -> ServerGauges:
+    def gauges() -> ServerGauges:
         return ServerGauges(
-            num_connected=len(intake.connected()),
-            bytes_up=intake.bytes_up,
-            bytes_down=intake.bytes_down,
-            staged_bytes=intake.staged_bytes,
-            is_paused=operation is not None and operation.is_paused,
-            refusals=intake.refusals.copy(),
-            num_history_failures=0 if operation is None else operation.num_failures,
-            num_devices_not_noted=intake.attendance.num_not_noted,
+            num_connected=len(servicer.connected()),
+            bytes_up=servicer.bytes_up,
+            bytes_down=servicer.bytes_down,
+            staged_bytes=servicer.staged_bytes,
+            is_paused=control is not None and control.is_paused,
+            refusals=servicer.refusals.copy(),
+            num_history_failures=0 if control is None else control.num_failures,
+            num_devices_not_noted=servicer.device_records.num_unrecorded,
         )
 
-    metrics = ServerMetrics(now)
-    port = MetricsPort(settings.server.metrics, metrics.registry)
+    metrics = ServerMetrics(gauges)
+    port = MetricsServer(settings.server.metrics, metrics.registry)
     try:
         console.print(f"metrics at {port.url}", soft_wrap=True)
-        yield Observers(looking, metrics)
+        yield Observers(*observers, metrics)
     finally:
         port.close()
 
 
-def _place(settings: Settings, *, resume: bool) -> tuple[int, int]:
-    """Return the resumed run's id, by which the devices know their place, and its round.
+def _run_position(settings: Settings, *, resume: bool) -> tuple[int, int]:
+    """Return the resumed run's id, by which devices recognise it, and its last round.
 
-    Of a new run a new id, and 0.
+    A new run has a random id and round 0.
     """
     if resume and settings.out is not None:
-        found = checkpoint.load(settings.out)
-        if found is not None:
-            return found[0].run_id, found[0].round
+        loaded = checkpoint.load(settings.out)
+        if loaded is not None:
+            return loaded[0].run_id, loaded[0].round
     return secrets.randbits(62), 0
-
-
-def _always() -> bool:
-    return True
 
 
 def _interrupt(_: int, __: FrameType | None) -> None:

@@ -12,7 +12,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 
 from headwater.common.settings.schema import TlsSettings
-from headwater.common.system.atomic_file import OWNER_ONLY, write_whole
+from headwater.common.system.atomic_file import OWNER_ONLY, write_atomically
 from headwater.common.transport.certificates import (
     Key,
     certificate_pem,
@@ -26,8 +26,8 @@ from headwater.common.transport.certificates import (
 from headwater.common.transport.join_token import JoinToken
 from headwater.common.transport.tls import Credentials
 from headwater.server.enrolment.authority import Authority, make_authority
+from headwater.server.enrolment.join_request import JoinRequest, issue
 from headwater.server.enrolment.registry import Registry
-from headwater.server.transport.enrolment_port import JoinRequest, issue
 
 HOSTS = ("localhost", "127.0.0.1")
 
@@ -35,7 +35,7 @@ HOSTS = ("localhost", "127.0.0.1")
 def make_folder(folder: Path, *names: str, hosts: Sequence[str] = HOSTS) -> Path:
     """Make an authority and its registry, and enrol devices."""
     make_authority(folder, hosts=hosts)
-    Registry(folder, make=True).close()
+    Registry(folder, create=True).close()
     for name in names:
         enrol(folder, name)
     return folder
@@ -74,7 +74,7 @@ def enrol(folder: Path, name: str, *, days: tuple[float, float] | None = None) -
             sign=lambda: signed(folder, name, key, begins=begins, ends=ends),
         )
         registry.close()
-        write_whole(folder / f"{name}.pem", pem + key_pem(key), mode=OWNER_ONLY)
+        write_atomically(folder / f"{name}.pem", pem + key_pem(key), mode=OWNER_ONLY)
         return key
     request = JoinRequest(
         name=name, secret=token.secret, signing_request=signing_request(name, key)
@@ -82,7 +82,7 @@ def enrol(folder: Path, name: str, *, days: tuple[float, float] | None = None) -
     registry = Registry(folder)
     pem = issue(request, Authority.load(folder), registry, now=time.time())
     registry.close()
-    write_whole(folder / f"{name}.pem", pem + key_pem(key), mode=OWNER_ONLY)
+    write_atomically(folder / f"{name}.pem", pem + key_pem(key), mode=OWNER_ONLY)
     return key
 
 
@@ -120,7 +120,7 @@ def put_signed(folder: Path, name: str, *, days: Iterable[float]) -> None:
     key, now = new_key(), dt.datetime.now(dt.UTC)
     begins, ends = (now + dt.timedelta(days=d) for d in days)
     certificate = signed(folder, name, key, begins=begins, ends=ends)
-    write_whole(
+    write_atomically(
         folder / f"{name}.pem", certificate_pem(certificate) + key_pem(key), mode=OWNER_ONLY
     )
 

@@ -26,7 +26,7 @@ from headwater.client.training.micro_batches import SamplerPosition, SamplerStat
 from headwater.client.training.trainer import Trainer, trainer_of
 from headwater.common.errors import HeadwaterError
 from headwater.common.flower import records
-from headwater.common.flower.grid import enter_run, numbered
+from headwater.common.flower.grid import enter_run, ensure_message_id
 from headwater.common.messages import Plan, ReadyReport, UpdateReport
 from headwater.common.model.parameters import ModelImage
 from headwater.common.secagg.masked_numbers import bounds_of
@@ -120,15 +120,15 @@ class AppDevice:
         """
         array = None if vector is None else records.flat_array(vector, dtype="uint8")
         message = Message(records.content_with_head(head, array), self.context.node_id, kind)
-        numbered(message)
+        ensure_message_id(message)
         reply = self.app(message, self.context)
         if reply.has_error():
-            raise records.refused(reply)
+            raise records.error_of_reply(reply)
         return Told(head=records.head_json(reply.content), vector=records.vector(reply.content))
 
     def kept(self) -> dict[str, Any]:
         """Return what the device keeps in its context."""
-        return {name: records.kept(self.context, name) for name in sorted(self.context.state)}
+        return {name: records.load_state(self.context, name) for name in sorted(self.context.state)}
 
 
 class NodeDevice:
@@ -206,11 +206,11 @@ class FlowerDevice:
         context = self.context
         array = None if vector is None else records.flat_array(bytes(vector), dtype="uint8")
         message = Message(records.content_with_head(head, array), context.node_id, kind)
-        numbered(message)
+        ensure_message_id(message)
         reply = app(message, context)
         self.keep(context)
         if reply.has_error():
-            raise records.refused(reply)
+            raise records.error_of_reply(reply)
         return Told(head=records.head_json(reply.content), vector=records.vector(reply.content))
 
     @property
@@ -252,7 +252,7 @@ def plain_sum(
     It ends what the device of this part holds in this process.
     """
     device = AppDevice(part)
-    records.keep(device.context, SAMPLER, SamplerState(place=place))
+    records.save_state(device.context, SAMPLER, SamplerState(place=place))
     told = train(device, asked.model_copy(update={"is_masked": False}))
     assert told.vector is not None
     values = np.frombuffer(told.vector, np.float32).astype(np.float64)
@@ -293,7 +293,7 @@ class Played:
 
 def play(
     devices: Iterable[Device],
-    opening: SessionSetup,
+    setup: SessionSetup,
     faults: FaultPlan | None = None,
     *,
     bounds: bytes | None = None,
@@ -307,7 +307,7 @@ def play(
     here = {device.name: device for device in devices}
     gone = {drop.client: drop.after for drop in (faults or FaultPlan()).drops}
     played, action = Played(), ""
-    state: Any = open_session(opening)
+    state: Any = open_session(setup)
     while not isinstance(state, UnmaskedSum):
         for name, request in state.requests().items():
             phase = next(phase for phase in PHASES if phase.request is type(request))

@@ -121,7 +121,7 @@ class Cast:
         self.identities = {n: SigningIdentity.new(n) for n in self.names if mode == "active"}
         allow_list = AllowList.parse("\n".join(i.line for i in self.identities.values()))
         weights = np.random.default_rng(seed).integers(1, PLANNED + 1, num_devices)
-        self.opening = SessionSetup(
+        self.setup = SessionSetup(
             **{
                 "run": RUN,
                 "number": SessionNumber(1, 1),
@@ -139,12 +139,12 @@ class Cast:
             fields: dict[str, Any] = {
                 "name": name,
                 "run": RUN,
-                "round": self.opening.number.round,
+                "round": self.setup.number.round,
                 "model_digest": MODEL,
                 "num_values": num_values,
                 "planned_weight": PLANNED,
                 "update_id": f"{name} 0",
-                "floor": floor or Floor(mode=self.opening.mode),
+                "floor": floor or Floor(mode=self.setup.mode),
                 "identity": self.identities.get(name),
                 "allow_list": allow_list if self.identities else None,
             }
@@ -203,7 +203,7 @@ class Cast:
     def play_into(self, played: Played, plan: FaultPlan) -> None:
         """Run a session, and keep what happens for those who look at it after an abort."""
         gone = {drop.client: drop.after for drop in plan.drops}
-        phase: Phase | UnmaskedSum = open_session(self.opening)
+        phase: Phase | UnmaskedSum = open_session(self.setup)
         while not isinstance(phase, UnmaskedSum):
             played.phase = phase
             for name, request in phase.requests().items():

@@ -1,1 +1,1 @@
-"""Which devices may connect: authority, registry, certificates."""
+"""Certificates of devices and server: the authority, the registry, and the operator's commands."""

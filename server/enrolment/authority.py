@@ -1,9 +1,9 @@
-"""The authority: who signs the server's certificate and the devices'.
+"""The certificate authority that signs the server's and the devices' certificates.
 
-``headwater-server init`` makes one, in a folder of its own. Whoever has ``ca-key.pem`` can make
-devices, so it stays on the server, or with the operator: without it nobody enrols and no
-certificate is renewed, and all else works. A device's certificate takes nothing from its request
-but the public key.
+``headwater-server init`` creates it in a folder of its own. Anyone with ``ca-key.pem`` can create
+device certificates, so the file stays on the server or with the operator. Without it no device can
+join and no certificate is renewed; everything else works. A device's certificate takes only the
+public key from its signing request.
 """
 
 from __future__ import annotations
@@ -21,40 +21,40 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from headwater.common.errors import CertificateProblem
-from headwater.common.system.atomic_file import OWNER_ONLY, READABLE, write_whole
+from headwater.common.system.atomic_file import OWNER_ONLY, READABLE, write_atomically
 from headwater.common.transport.certificates import (
-    BACKDATED,
+    BACKDATE,
     Key,
     PublicKey,
     certificate_pem,
     check_dates,
     common_name,
-    due_at,
+    renewal_due_at,
     key_pem,
     new_key,
-    spki,
+    public_key_der,
 )
 
 CA_FILE, CA_KEY_FILE = "ca.pem", "ca-key.pem"
 SERVER_FILE, SERVER_KEY_FILE = "server.pem", "server-key.pem"
-AUTHORITY_LASTS = dt.timedelta(days=10 * 365)
-SERVER_LASTS = dt.timedelta(days=2 * 365)
+AUTHORITY_LIFETIME = dt.timedelta(days=10 * 365)
+SERVER_LIFETIME = dt.timedelta(days=2 * 365)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Authority:
-    """A certificate that both sides trust, and its key."""
+    """The authority's certificate, which both sides trust, and its private key."""
 
     certificate: x509.Certificate
     key: Key = field(repr=False)
 
     @classmethod
     def new(cls) -> Authority:
-        """Make an authority."""
+        """Create an authority with a new key."""
         key = new_key()
         name = common_name("headwater authority")
         certificate = (
-            _builder(name, name, key.public_key(), AUTHORITY_LASTS)
+            _builder(name, name, key.public_key(), AUTHORITY_LIFETIME)
             .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
             .add_extension(_usage(is_ca=True), critical=True)
             .sign(key, hashes.SHA256())
@@ -66,54 +66,54 @@ class Authority:
         """Read the authority in a folder.
 
         Raises:
-            CertificateProblem: one of its files is missing or broken, or it has expired.
-            OSError: one cannot be read.
+            CertificateProblem: a file is missing or malformed, or the certificate has expired.
+            OSError: a file cannot be read.
         """
         path, key_path = folder / CA_FILE, folder / CA_KEY_FILE
         for needed in (path, key_path):
             if not needed.exists():
                 raise CertificateProblem(
                     f"the authority's {needed.name} is not in {folder}",
-                    remedy="put it back, or make another authority with `headwater-server init` "
+                    remedy="restore it, or create another authority with `headwater-server init` "
                     "and another --folder",
                 )
         try:
             key = serialization.load_pem_private_key(key_path.read_bytes(), password=None)
-            certificate = x509.load_pem_x509_certificate(path.read_bytes())
         except (ValueError, TypeError) as error:
-            raise CertificateProblem(f"{path} or {key_path} is not a PEM file: {error}") from error
+            raise CertificateProblem(f"{key_path} is not a PEM file: {error}") from error
+        certificate = read_certificate(path)
         if not isinstance(key, ec.EllipticCurvePrivateKey) or (
-            spki(key.public_key()) != spki(certificate.public_key())
+            public_key_der(key.public_key()) != public_key_der(certificate.public_key())
         ):
             raise CertificateProblem(f"{key_path} is not the key of {path}")
         check_dates(certificate, path)
         return cls(certificate=certificate, key=key)
 
     def save(self, folder: Path) -> list[Path]:
-        """Write both files; return their paths."""
+        """Write certificate and key; return their paths."""
         return _write(folder, CA_FILE, CA_KEY_FILE, self.certificate, self.key)
 
-    def device(self, name: str, key: PublicKey, *, lasts: dt.timedelta) -> x509.Certificate:
-        """Sign a device's certificate; it does not outlive the authority."""
-        return self._leaf(name, key, ExtendedKeyUsageOID.CLIENT_AUTH, lasts).sign(
+    def sign_device(self, name: str, key: PublicKey, *, lifetime: dt.timedelta) -> x509.Certificate:
+        """Return a new device certificate; it expires no later than the authority's."""
+        return self._leaf(name, key, ExtendedKeyUsageOID.CLIENT_AUTH, lifetime).sign(
             self.key, hashes.SHA256()
         )
 
-    def server(self, hosts: Sequence[str]) -> tuple[x509.Certificate, Key]:
-        """Make the server's key and certificate, good for these names and addresses."""
+    def make_server(self, hosts: Sequence[str]) -> tuple[x509.Certificate, Key]:
+        """Create the server's key and its certificate for these host names and addresses."""
         key = new_key()
         names = x509.SubjectAlternativeName([_host(host) for host in hosts])
         builder = self._leaf(
-            "server", key.public_key(), ExtendedKeyUsageOID.SERVER_AUTH, SERVER_LASTS
+            "server", key.public_key(), ExtendedKeyUsageOID.SERVER_AUTH, SERVER_LIFETIME
         )
         return builder.add_extension(names, critical=False).sign(self.key, hashes.SHA256()), key
 
     def _leaf(
-        self, name: str, key: PublicKey, purpose: x509.ObjectIdentifier, lasts: dt.timedelta
+        self, name: str, key: PublicKey, purpose: x509.ObjectIdentifier, lifetime: dt.timedelta
     ) -> x509.CertificateBuilder:
         left = self.certificate.not_valid_after_utc - dt.datetime.now(dt.UTC)
         return (
-            _builder(common_name(name), self.certificate.subject, key, min(lasts, left))
+            _builder(common_name(name), self.certificate.subject, key, min(lifetime, left))
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
             .add_extension(_usage(is_ca=False), critical=True)
             .add_extension(x509.ExtendedKeyUsage([purpose]), critical=False)
@@ -121,14 +121,14 @@ class Authority:
 
 
 def make_authority(folder: Path, *, hosts: Sequence[str]) -> list[Path]:
-    """Make an authority and the server's certificate for ``hosts``; return what was written.
+    """Create an authority and a server certificate for ``hosts``; return the written files.
 
-    What is there is kept. Only the server's certificate is made anew: if it lacks one of ``hosts``,
-    is in the last third of its life or past it, or is of another authority; the names that it had
-    stay in it.
+    An existing authority is kept. An existing server certificate is replaced only if it lacks one
+    of ``hosts``, is in or past the last third of its lifetime, or was signed by another authority;
+    the new one also contains the old one's hosts.
 
     Raises:
-        CertificateProblem: the folder cannot be written, or holds a broken authority.
+        CertificateProblem: the folder cannot be written, or holds a damaged authority.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -138,8 +138,10 @@ def make_authority(folder: Path, *, hosts: Sequence[str]) -> list[Path]:
         else:
             authority = Authority.new()
             written += authority.save(folder)
-        if not _is_good(folder, hosts, authority):
-            certificate, key = authority.server(list(dict.fromkeys([*hosts, *_known(folder)])))
+        if not _is_current(folder, hosts, authority):
+            certificate, key = authority.make_server(
+                list(dict.fromkeys([*hosts, *_old_hosts(folder)]))
+            )
             written += _write(folder, SERVER_FILE, SERVER_KEY_FILE, certificate, key)
     except OSError as error:
         raise CertificateProblem(
@@ -148,8 +150,24 @@ def make_authority(folder: Path, *, hosts: Sequence[str]) -> list[Path]:
     return written
 
 
+def read_certificate(path: Path) -> x509.Certificate:
+    """Read a certificate in PEM.
+
+    Raises:
+        CertificateProblem: the file cannot be read, or is no certificate.
+    """
+    try:
+        return x509.load_pem_x509_certificate(path.read_bytes())
+    except OSError as error:
+        raise CertificateProblem(
+            f"{path}: {error.strerror}", remedy="create it with `headwater-server init`"
+        ) from error
+    except ValueError as error:
+        raise CertificateProblem(f"{path} is not a certificate: {error}") from error
+
+
 def hosts_of(certificate: x509.Certificate) -> list[str]:
-    """Return the names and addresses that a server's certificate is good for, in its order."""
+    """Return the host names and addresses of a server's certificate, in its order."""
     try:
         names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName)
     except x509.ExtensionNotFound:
@@ -157,30 +175,35 @@ def hosts_of(certificate: x509.Certificate) -> list[str]:
     return [str(name.value) for name in names.value]
 
 
-def _known(folder: Path) -> list[str]:
+def is_valid_for(certificate: x509.Certificate, host: str) -> bool:
+    """Return whether a server's certificate names this host, in upper or lower case."""
+    wanted = str(_host(host).value).lower()
+    return wanted in [known.lower() for known in hosts_of(certificate)]
+
+
+def _old_hosts(folder: Path) -> list[str]:
     try:
-        return hosts_of(x509.load_pem_x509_certificate((folder / SERVER_FILE).read_bytes()))
-    except (OSError, ValueError):
+        return hosts_of(read_certificate(folder / SERVER_FILE))
+    except CertificateProblem:
         return []
 
 
-def _is_good(folder: Path, hosts: Sequence[str], authority: Authority) -> bool:
-    """Tell whether the server's certificate can stay as it is."""
+def _is_current(folder: Path, hosts: Sequence[str], authority: Authority) -> bool:
+    """Return whether the server's certificate need not be replaced."""
     try:
-        certificate = x509.load_pem_x509_certificate((folder / SERVER_FILE).read_bytes())
+        certificate = read_certificate(folder / SERVER_FILE)
         key = (folder / SERVER_KEY_FILE).read_bytes()
         private = serialization.load_pem_private_key(key, password=None)
         certificate.verify_directly_issued_by(authority.certificate)
-    except (OSError, ValueError, TypeError, InvalidSignature):
+    except (CertificateProblem, OSError, ValueError, TypeError, InvalidSignature):
         return False
-    is_paired = spki(private.public_key()) == spki(certificate.public_key())
-    is_young = dt.datetime.now(dt.UTC) < due_at(certificate)
-    known = hosts_of(certificate)
-    return is_paired and is_young and all(str(_host(host).value) in known for host in hosts)
+    is_paired = public_key_der(private.public_key()) == public_key_der(certificate.public_key())
+    is_young = dt.datetime.now(dt.UTC) < renewal_due_at(certificate)
+    return is_paired and is_young and all(is_valid_for(certificate, host) for host in hosts)
 
 
 def _builder(
-    subject: x509.Name, issuer: x509.Name, key: PublicKey, lasts: dt.timedelta
+    subject: x509.Name, issuer: x509.Name, key: PublicKey, lifetime: dt.timedelta
 ) -> x509.CertificateBuilder:
     now = dt.datetime.now(dt.UTC)
     return (
@@ -189,8 +212,8 @@ def _builder(
         .issuer_name(issuer)
         .public_key(key)
         .serial_number(x509.random_serial_number())
-        .not_valid_before(now - BACKDATED)
-        .not_valid_after(now + lasts)
+        .not_valid_before(now - BACKDATE)
+        .not_valid_after(now + lifetime)
     )
 
 
@@ -218,7 +241,7 @@ def _host(host: str) -> x509.GeneralName:
 def _write(
     folder: Path, file: str, key_file: str, certificate: x509.Certificate, key: Key
 ) -> list[Path]:
-    """Write the key first: a certificate whose key is not there yet helps nobody."""
-    write_whole(folder / key_file, key_pem(key), mode=OWNER_ONLY)
-    write_whole(folder / file, certificate_pem(certificate), mode=READABLE)
+    """Write the key, then the certificate, which is useless without its key; return the paths."""
+    write_atomically(folder / key_file, key_pem(key), mode=OWNER_ONLY)
+    write_atomically(folder / file, certificate_pem(certificate), mode=READABLE)
     return [folder / file, folder / key_file]

@@ -1,9 +1,9 @@
-"""Who is behind a stream: the certificate that it showed, held against the registry.
+"""Verifies the certificate of a stream against the registry, and renews it.
 
-TLS has checked that the authority signed the certificate and that it has not expired. Here follows
-what a signature cannot say: whether it is revoked, whether two streams are one device, and that a
-stream may go on for no longer than its certificate. A device renews its certificate over its own
-stream: the name is that of the stream, whatever the request says.
+TLS has checked that the authority signed the certificate and that it has not expired. This module
+checks what a signature cannot show: whether the certificate is revoked, and whether two streams
+belong to one device. A device renews its certificate over its own stream; the new certificate's
+name is always the stream's.
 """
 
 from __future__ import annotations
@@ -20,16 +20,21 @@ from cryptography import x509
 from headwater.common.errors import CertificateRevoked, HeadwaterError, IdentityRefused, StateError
 from headwater.common.settings.schema import TlsSettings
 from headwater.common.transport.certificates import (
-    BACKDATED,
-    due_at,
+    BACKDATE,
+    renewal_due_at,
     key_digest,
-    name_in,
+    common_name_in,
     read_request,
 )
 from headwater.common.transport.tls import Credentials
 from headwater.common.transport.wire_pb2 import Certificate
 from headwater.server.enrolment.authority import CA_KEY_FILE, Authority
-from headwater.server.enrolment.registry import REGISTRY_FILE, Registry, serial_of
+from headwater.server.enrolment.registry import (
+    REGISTRY_FILE,
+    CertificateEntry,
+    Registry,
+    serial_of,
+)
 
 log = logging.getLogger(__name__)
 
@@ -38,25 +43,25 @@ RENEWAL_SECONDS = 60.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PeerCertificate:
-    """What a stream's certificate says."""
+    """The contents of a stream's certificate."""
 
     name: str
     serial: str
     key: bytes
-    """The digest of its public key, by which two streams are known to be of one device."""
+    """The digest of its public key; two streams with one key belong to one device."""
     half_life: dt.datetime
-    """Before then nobody needs another."""
+    """The certificate is not renewed before this time."""
     expires_at: dt.datetime
 
     @classmethod
     def of(cls, certificate: x509.Certificate) -> PeerCertificate:
         """Read a certificate that TLS has verified."""
-        made, end = certificate.not_valid_before_utc + BACKDATED, certificate.not_valid_after_utc
+        start, end = certificate.not_valid_before_utc + BACKDATE, certificate.not_valid_after_utc
         return cls(
-            name=name_in(certificate.subject),
+            name=common_name_in(certificate.subject),
             serial=serial_of(certificate),
             key=key_digest(certificate.public_key()),
-            half_life=made + (end - made) / 2,
+            half_life=start + (end - start) / 2,
             expires_at=end,
         )
 
@@ -74,29 +79,33 @@ class PeerCertificate:
 
 
 class CertificateVerifier:
-    """The registry and the authority, as far as they are at hand; all is called from one thread."""
+    """Checks certificates against the registry, and renews them; used by one thread.
+
+    Without a registry every certificate that TLS accepts is valid; without the authority's key none
+    is renewed.
+    """
 
     def __init__(
         self, *, registry: Registry | None = None, authority: Authority | None = None
     ) -> None:
         self._registry = registry
         self._authority = authority
-        self._asked_at: dict[str, float] = {}
+        self._renewal_requested_at: dict[str, float] = {}
 
     @classmethod
     def of(cls, tls: TlsSettings, credentials: Credentials | None) -> CertificateVerifier:
-        """Open what lies beside the authority's certificate, and warn of what is missing or due.
+        """Open registry and authority in the folder of ``tls.ca``; warn of missing or due files.
 
         Raises:
-            CertificateProblem, StateError: it is there, and broken.
+            CertificateProblem, StateError: a file is damaged.
         """
         if credentials is None or tls.ca is None:
             return cls()
-        folder = tls.ca.parent
-        if dt.datetime.now(dt.UTC) > due_at(credentials.leaf):
+        folder, now = tls.ca.parent, dt.datetime.now(dt.UTC)
+        if now > renewal_due_at(credentials.leaf):
             log.warning(
-                "the server's certificate ends on %s: run `headwater-server init --folder %s`, and "
-                "start the server anew",
+                "the server's certificate expires on %s: run `headwater-server init --folder %s`, "
+                "then restart the server",
                 f"{credentials.leaf.not_valid_after_utc:%Y-%m-%d}",
                 folder,
             )
@@ -104,115 +113,122 @@ class CertificateVerifier:
         if Registry.is_in(folder):
             registry = Registry(folder)
         else:
-            log.warning("there is no %s in %s: no device can be revoked", REGISTRY_FILE, folder)
-        if not (folder / CA_KEY_FILE).exists():
+            log.warning("%s is not in %s: no device can be revoked", REGISTRY_FILE, folder)
+        if (folder / CA_KEY_FILE).exists():
+            authority = Authority.load(folder)
+            if now > renewal_due_at(authority.certificate):
+                end = authority.certificate.not_valid_after_utc
+                log.warning("the authority itself expires on %s: plan a new one", f"{end:%Y-%m-%d}")
+        else:
             log.warning(
-                "there is no %s in %s: no device can join, and certificates are not renewed",
+                "%s is not in %s: no device can join, and certificates are not renewed",
                 CA_KEY_FILE,
                 folder,
             )
-        else:
-            authority = Authority.load(folder)
-            if dt.datetime.now(dt.UTC) > due_at(authority.certificate):
-                end = authority.certificate.not_valid_after_utc
-                log.warning("the authority itself ends on %s: plan another", f"{end:%Y-%m-%d}")
         return cls(registry=registry, authority=authority)
 
-    def check(self, shown: PeerCertificate) -> None:
-        """Hold a certificate against the registry.
+    def check(self, certificate: PeerCertificate) -> None:
+        """Check a certificate against the registry.
 
         Raises:
-            CertificateRevoked: it counts no more.
-            IdentityRefused: the registry does not know it, or under another name.
+            CertificateRevoked: it was revoked, or renewed and the new one has been used.
+            IdentityRefused: the registry does not have it, or has it under another name.
             StateError: the registry cannot be read.
         """
         if self._registry is None:
             return
-        entry = self._registry.entry(shown.serial)
-        if entry is None or entry.name != shown.name:
+        entry = self._registry.entry(certificate.serial)
+        if entry is None or entry.name != certificate.name:
             raise IdentityRefused(
-                f"the certificate of {shown.name} is not in the server's registry",
+                f"the certificate of {certificate.name} is not in the server's registry",
                 remedy="ask the operator for a join token: `headwater-server enroll NAME`",
             )
-        if entry.ended == "renewed":
-            raise CertificateRevoked(
-                f"the certificate of {shown.name} was renewed, and the new one has been used"
-            )
         if entry.ended is not None:
-            raise CertificateRevoked(f"the certificate of {shown.name} was {entry.ended}")
+            used = ", and the new one has been used" if entry.ended == "renewed" else ""
+            raise CertificateRevoked(
+                f"the certificate of {certificate.name} was {entry.ended}{used}"
+            )
 
     def is_same_device(self, before: PeerCertificate | None, now: PeerCertificate | None) -> bool:
-        """Tell whether two streams showed one key, or the second one's was made to renew the first.
+        """Return whether two streams have the same key, or the second renews the first's.
 
-        Without certificates there is nothing to tell apart.
+        Without certificates, streams of one name cannot be told apart: True.
         """
         if before is None or now is None:
             return before is now
         if before.key == now.key:
             return True
-        entry = None if self._registry is None else self._registry.entry(now.serial)
+        entry = self._entry(now)
         return entry is not None and entry.renews == before.serial
 
-    def settle(self, shown: PeerCertificate) -> None:
+    def end_renewed(self, certificate: PeerCertificate) -> None:
         """End the certificate that this one renews: its first use proves that it has arrived."""
-        entry = None if self._registry is None else self._registry.entry(shown.serial)
-        if self._registry is not None and entry is not None and entry.renews is not None:
-            before = self._registry.entry(entry.renews)
-            if before is not None and before.ended is None:
-                self._registry.supersede(entry.renews)
-                log.warning(
-                    "%s came with its renewed certificate; the old one is ended", shown.name
-                )
+        entry = self._entry(certificate)
+        if self._registry is None or entry is None or entry.renews is None:
+            return
+        before = self._registry.entry(entry.renews)
+        if before is not None and before.ended is None:
+            self._registry.end_renewed(entry.renews)
+            log.warning(
+                "%s connected with its renewed certificate; the old one is no longer valid",
+                certificate.name,
+            )
 
-    def ended(self, shown: Iterable[PeerCertificate]) -> dict[str, HeadwaterError]:
-        """Return who of these must go, by serial: looked up only when the registry has changed."""
+    def _entry(self, certificate: PeerCertificate) -> CertificateEntry | None:
+        return None if self._registry is None else self._registry.entry(certificate.serial)
+
+    def newly_invalid(self, certificates: Iterable[PeerCertificate]) -> dict[str, HeadwaterError]:
+        """Return the certificates, by serial, that are not valid any more, and why.
+
+        They are looked up only if the registry has changed since the last call.
+        """
         if self._registry is None or not self._registry.has_changed():
             return {}
-        found: dict[str, HeadwaterError] = {}
-        for one in shown:
+        invalid: dict[str, HeadwaterError] = {}
+        for certificate in certificates:
             try:
-                self.check(one)
+                self.check(certificate)
             except StateError:
                 raise
             except HeadwaterError as error:
-                found[one.serial] = error
-        return found
+                invalid[certificate.serial] = error
+        return invalid
 
-    def renew(self, shown: PeerCertificate, signing_request: bytes) -> Certificate:
-        """Sign a device's next certificate, or say why not.
+    def renew(self, certificate: PeerCertificate, signing_request: bytes) -> Certificate:
+        """Sign a device's next certificate, or return the reason for a refusal.
 
-        A device that asks again within a minute is put off without a word in the log.
+        A second request within a minute is refused without a log line.
         """
         now = time.monotonic()
-        if now - self._asked_at.get(shown.serial, -math.inf) < RENEWAL_SECONDS:
-            return Certificate(refusal=f"it was asked for within {RENEWAL_SECONDS:g} s before")
-        self._asked_at[shown.serial] = now
+        if now - self._renewal_requested_at.get(certificate.serial, -math.inf) < RENEWAL_SECONDS:
+            return Certificate(refusal=f"the last request was less than {RENEWAL_SECONDS:g} s ago")
+        self._renewal_requested_at[certificate.serial] = now
         try:
-            pem = self._renewed(shown, signing_request)
+            pem = self._renewed(certificate, signing_request)
         except HeadwaterError as error:
-            log.warning("%s: its certificate is not renewed: %s", shown.name, error)
+            log.warning("%s: its certificate is not renewed: %s", certificate.name, error)
             return Certificate(refusal=error.message)
-        log.warning("%s: its certificate is renewed", shown.name)
+        log.warning("%s: its certificate is renewed", certificate.name)
         return Certificate(pem=pem)
 
-    def _renewed(self, shown: PeerCertificate, signing_request: bytes) -> bytes:
+    def _renewed(self, certificate: PeerCertificate, signing_request: bytes) -> bytes:
         if self._authority is None or self._registry is None:
             raise IdentityRefused(
-                f"the authority's key is not on the server, and the certificate ends on "
-                f"{shown.expires_at:%Y-%m-%d}"
+                f"the authority's key is not on the server; the certificate expires on "
+                f"{certificate.expires_at:%Y-%m-%d}"
             )
-        if dt.datetime.now(dt.UTC) < shown.half_life:
-            raise IdentityRefused("more than half of the certificate's life is left")
-        self.check(shown)
+        if dt.datetime.now(dt.UTC) < certificate.half_life:
+            raise IdentityRefused("the certificate is in the first half of its lifetime")
+        self.check(certificate)
         name, key = read_request(signing_request)
-        if name != shown.name:
+        if name != certificate.name:
             raise IdentityRefused(f"the request is for {name[:80]!r}")
-        authority, lasts = self._authority, self._registry.lasts
+        authority, lifetime = self._authority, self._registry.certificate_lifetime
         return self._registry.renew(
-            shown.serial,
-            shown.name,
+            certificate.serial,
+            certificate.name,
             key_digest(key),
-            sign=lambda: authority.device(name, key, lasts=lasts),
+            sign=lambda: authority.sign_device(name, key, lifetime=lifetime),
         )
 
     def close(self) -> None:

@@ -1,13 +1,13 @@
-"""Exact sums for an app that is Flower's already: a ``FedAvg`` that adds gradients, not models.
+"""A Flower strategy for existing Flower apps: ``FedAvg`` that adds gradients instead of models.
 
-Sampling, configuration and evaluation stay FedAvg's. A reply's ArrayRecord holds for each trainable
-parameter the *sum* of its gradients, under its name in the model (``client.flower.gradient_sum`` makes
-them), and its MetricRecord the weight they were summed over. The strategy adds the sums in 64-bit
-integers, divides once and takes one step of any ``torch.optim`` optimizer; frozen parameters and
-buffers pass through unchanged. Replies are folded one by one as they come.
+Sampling, configuration and evaluation are FedAvg's. A reply's ArrayRecord holds the *sum* of each
+trainable parameter's gradients under the parameter's name (``client.flower.gradient_sum`` makes
+it), and its MetricRecord the weight that they were summed over. The strategy adds the sums in
+64-bit integers, divides once and takes one step of any ``torch.optim`` optimizer; frozen parameters
+and buffers pass through unchanged. Replies are added one by one as they arrive.
 
-What a lying client can do: send any finite sums and weight. Nothing of a reply but its length
-decides how much memory is taken, and a reply that does not fit is left out, logged and counted.
+A hostile client can send any finite sums and weight. Only a reply's length decides how much memory
+is allocated; a reply that does not fit is left out, logged and counted.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ from headwater.server.aggregation.server_optimizer import ServerOptimizer
 
 log = logging.getLogger(__name__)
 
-MAX_WEIGHT = 2**53  # the largest count that a float, Flower's metric, still holds exactly
-FIRST_WEIGHT = 2**10  # a client's weight as the first round guesses it, to fix the sum's scale
+MAX_WEIGHT = 2**53  # the largest count that a float, Flower's metric type, holds exactly
+FIRST_WEIGHT = 2**10  # a client's assumed weight, which fixes the sum's scale
 NUM_REFUSED = "num-refused"
 
 MetricsAggregation = Callable[[list[RecordDict], str], MetricRecord]
 
 
 class SumOfGradients(FedAvg):
-    """One step of ``optimizer`` per round, along the sum of all gradients over the sum of weights.
+    """Takes one step of ``optimizer`` per round: the sum of gradients over the sum of weights.
 
-    ``model`` is moved into the strategy's memory and holds the current parameters from then on. The
-    metrics of a round are FedAvg's, and besides the whole weight and the number of refused replies.
+    ``model`` is moved into the strategy's memory and holds the current parameters from then on. A
+    round's metrics are FedAvg's, plus the total weight and the number of refused replies.
     """
 
     def __init__(
@@ -71,11 +71,11 @@ class SumOfGradients(FedAvg):
         train_metrics_aggr_fn: MetricsAggregation | None = None,
         evaluate_metrics_aggr_fn: MetricsAggregation | None = None,
     ) -> None:
-        """Lay the model out and make its optimizer; the other arguments are FedAvg's.
+        """Make the model's flat layout and its optimizer; the other arguments are FedAvg's.
 
         Raises:
             BatchDependentLayer, UnsupportedModel: see ``ModelImage``.
-            SettingsError: torch has no such optimizer, or it has no such argument.
+            SettingsError: torch has no such optimizer, or the optimizer no such argument.
         """
         super().__init__(
             fraction_train=fraction_train,
@@ -91,8 +91,8 @@ class SumOfGradients(FedAvg):
         )
         if schedule is not None and schedule.batch_scaling != "none":
             raise SettingsError(
-                f"batch_scaling = {schedule.batch_scaling!r} needs the effective batch that a plan "
-                f"aims at, and Flower's strategies plan none",
+                f"batch_scaling = {schedule.batch_scaling!r} needs a planned effective batch, and "
+                f"Flower's strategies plan none",
                 remedy="leave it out, or train with headwater-server",
             )
         self._image = ModelImage(model)
@@ -113,10 +113,10 @@ class SumOfGradients(FedAvg):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Take over the arrays unless they are the last step's own, and invite as FedAvg does.
+        """Load the arrays unless the last step made them, and invite clients as FedAvg does.
 
         Raises:
-            ModelMismatch: they are not those of the model.
+            ModelMismatch: the arrays do not fit the model.
         """
         if arrays is not self._sent:
             try:
@@ -133,7 +133,7 @@ class SumOfGradients(FedAvg):
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Add the replies, divide once and take one step; (None, None) if no reply was good.
+        """Add the replies, divide once and take one step; (None, None) if no reply was accepted.
 
         The same replies give the same bits in any order.
         """
@@ -150,7 +150,7 @@ class SumOfGradients(FedAvg):
                 num_refused += 1
                 log.warning("left out: %s: %s", error.code, error)
         if not metrics:
-            log.warning("round %d: no reply to add, so the model stays as it was", server_round)
+            log.warning("round %d: no reply was accepted, the model is unchanged", server_round)
             return None, None
         weight = self._sum.weight
         self._optimizer.step(self._sum.close())
@@ -160,10 +160,10 @@ class SumOfGradients(FedAvg):
         return self._sent, means
 
     def _fold(self, reply: Message, name: str) -> MetricRecord:
-        """Check a reply whole, then add it; return its metrics.
+        """Check a reply as a whole, then add it; return its metrics.
 
         Raises:
-            UpdateRefused: nothing of it was added.
+            UpdateRefused: the reply is invalid; nothing of it was added.
         """
         if reply.has_error():
             raise UpdateRefused(f"{name}: the client failed: {(reply.error.reason or '')[:500]}")
@@ -183,34 +183,34 @@ class SumOfGradients(FedAvg):
     def _read(self, arrays: ArrayRecord, name: str) -> None:
         """Copy a reply's sums into the flat vector."""
         slots = self._image.layout.trainable
-        strange = sorted(arrays.keys() ^ {slot.name for slot in slots})
-        if strange:
+        unexpected = sorted(arrays.keys() ^ {slot.name for slot in slots})
+        if unexpected:
             raise CorruptUpdate(
-                f"{name}: the reply's names are not those of the trainable parameters: "
-                f"{', '.join(strange[:5])}",
+                f"{name}: the reply's array names differ from the trainable parameters' names: "
+                f"{', '.join(unexpected[:5])}",
                 remedy="reply with GradientSum(model).tensors(), not with the state_dict",
             )
         for slot, (start, end) in zip(slots, self._image.layout.spans, strict=True):
             self._values_P.numpy()[start:end] = _float32_of(arrays[slot.name], slot, name)
 
     def _mean_metrics(self, metrics: list[MetricRecord]) -> MetricRecord:
-        """Let FedAvg average the metrics that all replies have; the others are logged."""
-        everywhere = set.intersection(*(set(record) for record in metrics))
-        for missing in sorted(set().union(*metrics) - everywhere):
-            log.warning("the metric %s is left out: not every reply has it", missing)
+        """Return FedAvg's average of the metrics that all replies have; log the other metrics."""
+        common = set.intersection(*(set(record) for record in metrics))
+        for missing in sorted(set().union(*metrics) - common):
+            log.warning("the metric %s is left out, because some replies lack it", missing)
         contents = [
-            RecordDict({"metrics": MetricRecord({key: record[key] for key in sorted(everywhere)})})
+            RecordDict({"metrics": MetricRecord({key: record[key] for key in sorted(common)})})
             for record in metrics
         ]
         return self.train_metrics_aggr_fn(contents, self.weighted_by_key)
 
 
 def _weight(metrics: MetricRecord, key: str, name: str) -> int:
-    """Return the weight that a reply states.
+    """Return a reply's weight.
 
     Raises:
         CorruptUpdate: a metric is a list, NaN or infinite.
-        CountOutOfRange: the weight is missing or no whole number of 1 to 2^53.
+        CountOutOfRange: the weight is missing or not an integer from 1 to 2^53.
     """
     for metric, value in metrics.items():
         if isinstance(value, list) or not math.isfinite(value):
@@ -218,7 +218,8 @@ def _weight(metrics: MetricRecord, key: str, name: str) -> int:
     weight = metrics.get(key)
     if weight is None or isinstance(weight, list) or not 1 <= weight <= MAX_WEIGHT or weight % 1:
         raise CountOutOfRange(
-            f"{name}: {key} must be what the loss was summed over, 1 or more, found {weight!r}"
+            f"{name}: {key} must be the weight that the loss was summed over, 1 or more, found "
+            f"{weight!r}"
         )
     return int(weight)
 
@@ -226,11 +227,11 @@ def _weight(metrics: MetricRecord, key: str, name: str) -> int:
 def _float32_of(array: Array, slot: Slot, name: str) -> NDArray[np.float32]:
     """Return an array's elements [n], as a view of its bytes.
 
-    The header that ``numpy.save`` wrote is compared, not parsed, so that no reply decides what is
+    The header of ``numpy.save`` is compared, not parsed, so that a reply cannot decide what is
     allocated or evaluated.
 
     Raises:
-        CorruptUpdate: it is not float32, of the parameter's shape, in C order.
+        CorruptUpdate: it is not float32 of the parameter's shape in C order.
     """
     start = 10 + int.from_bytes(array.data[8:10], "little")
     header = f"{{'descr': '<f4', 'fortran_order': False, 'shape': {slot.shape!r}, }}"

@@ -1,1 +1,1 @@
-"""What an operator sees and orders."""
+"""Operating a run: orders, status, history, round log, metrics and progress display."""

@@ -1,31 +1,29 @@
-"""What goes on beside the rounds: orders are looked for, the heartbeat and the history are written.
+"""Controls a run in a background thread: follows orders, renews the heartbeat, writes history.
 
-One thread does all of it, a few times a second. The rounds tell it what happens (``Observer``) and
-ask it one thing, whether the next may begin; they never wait for it. A disk that fails is logged
-once, counted, and tried again; the run goes on without its history.
+The thread wakes four times a second. The rounds report to it as to an ``Observer`` and ask only
+whether the next round may begin; they never wait for it. The thread also warns the operator when a
+round waits long for a device, because a connected device that never answers looks like a slow one.
 """
 
 from __future__ import annotations
 
 import logging
-import sqlite3
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from headwater.common.errors import RoundAborted, StateError
 from headwater.common.messages import DeviceReport
 from headwater.common.system.json_logs import FIELDS
 from headwater.server.operations import orders
-from headwater.server.operations.history import History, figures_of
-from headwater.server.operations.orders import Order
+from headwater.server.operations.history import round_columns
+from headwater.server.operations.history_writer import HistoryWriter
+from headwater.server.operations.orders import Order, read_order, run_state
 from headwater.server.operations.round_log import read_rows, row_to_dict
 from headwater.server.operations.run_lock import RunLock
-from headwater.server.operations.vigil import LongWaitNotice, duration_text, names_text
+from headwater.server.operations.status import duration_text, names_text
 from headwater.server.rounds.observer import Drained, Observer
 from headwater.server.rounds.open_round import OpenRound
 from headwater.server.rounds.round_row import RoundRow
@@ -33,42 +31,46 @@ from headwater.server.transport.device_records import DeviceRecords
 
 log = logging.getLogger(__name__)
 
-LOOK_SECONDS = 0.25
+CHECK_SECONDS = 0.25
 WRITE_SECONDS = 1.0
-# Of a large fleet the devices are written less often.
-DEVICES_PER_SECOND = 1000
-# What ends a round's long wait for a device.
-REVOKE = (
+FIRST_NOTICE_SECONDS = 300.0
+# Advice to the operator when a round waits long for a device.
+LONG_WAIT_ADVICE = (
     "it ends at its deadline, and without --deadline when they have answered or are gone; "
     "headwater-server revoke NAME ends a device's stream"
 )
-# Rounds and events that wait for a disk that fails; what is lost is filled in at the next start.
-MOST_WAITING = 1000
-# Of those whom a round waits for.
-MOST_TOLD = 100
-
-RunState = Literal["waiting", "in a round", "pausing", "paused", "draining", "ended"]
+# Awaited devices that are named in the history.
+MAX_AWAITED_NAMES = 100
 
 
-def run_state(order: Order | None, *, is_in_round: bool) -> RunState:
-    """Say in a word how a run stands; a round in progress ends before an order is done.
+class LongWaitNotice:
+    """Schedules warnings of a wait: after ``FIRST_NOTICE_SECONDS``, then doubled each time."""
 
-    | order | in a round | between rounds |
-    | --- | --- | --- |
-    | none, resume | in a round | waiting |
-    | pause | pausing | paused |
-    | drain | draining | draining |
-    """
-    match None if order is None else order.verb:
-        case "pause":
-            return "pausing" if is_in_round else "paused"
-        case "drain":
-            return "draining"
-    return "in a round" if is_in_round else "waiting"
+    def __init__(self) -> None:
+        self._next_seconds = FIRST_NOTICE_SECONDS
+
+    def is_due(self, waited_seconds: float) -> bool:
+        """Return True once per interval; a shorter wait than before is a new one.
+
+        | waited | last call | due |
+        | --- | --- | --- |
+        | 299 s | | no |
+        | 300 s, 599 s | 299 s, 300 s | yes, no |
+        | 600 s | 599 s | yes |
+        | 1 s, 300 s | 600 s, 1 s | no, yes |
+        """
+        if waited_seconds < FIRST_NOTICE_SECONDS:
+            self._next_seconds = FIRST_NOTICE_SECONDS
+            return False
+        if waited_seconds < self._next_seconds:
+            return False
+        while self._next_seconds <= waited_seconds:
+            self._next_seconds *= 2
+        return True
 
 
 class RunControl(Observer):
-    """The thread, and what it knows; an ``Observer`` of the rounds."""
+    """The background thread and the run's state."""
 
     def __init__(
         self,
@@ -76,40 +78,41 @@ class RunControl(Observer):
         *,
         round_number: int,
         rounds: int,
-        attendance: DeviceRecords,
+        device_records: DeviceRecords,
         on_order: Callable[[Order | None], None],
         is_alive: Callable[[], bool],
-        wait_ends: str = REVOKE,
+        long_wait_advice: str = LONG_WAIT_ADVICE,
     ) -> None:
-        """Take the run's folder, the round committed last and the last of all.
+        """Lock the run's folder; ``round_number`` is the last committed round.
 
-        ``on_order`` hears of each change; ``is_alive`` says whether the devices are served;
-        ``wait_ends`` says to who waits long what ends a round's wait for a device.
+        ``on_order`` is called with each new order; ``is_alive`` returns whether the devices' event
+        loop responds; ``long_wait_advice`` ends the warning about a round that waits long.
 
         Raises:
-            SettingsError: another server has the folder.
-            StateError: it cannot be written.
+            SettingsError: another server has locked the folder.
+            StateError: the folder cannot be written.
         """
-        self.num_failures = 0
         self.round = round_number
         self._folder = folder
         self._rounds = rounds
-        self._attendance = attendance
+        self._device_records = device_records
         self._on_order = on_order
         self._is_alive = is_alive
-        self._wait_ends = wait_ends
+        self._long_wait_advice = long_wait_advice
         self._is_in_round = False
         self._order: Order | None = None
-        self._bad_order = ""
-        self._is_failing = False
-        self._history: History | None = None
+        self._order_error = ""
         self._has_begun = False
-        self._devices_due = 0.0
-        self._vigil = LongWaitNotice()
-        self._waiting: deque[Callable[[History], None]] = deque()
+        self._long_wait = LongWaitNotice()
+        self._history = HistoryWriter(folder, device_records)
         self._has_ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="operation", daemon=True)
-        self._presence = RunLock(folder)
+        self._thread = threading.Thread(target=self._run, name="control", daemon=True)
+        self._lock = RunLock(folder)
+
+    @property
+    def num_failures(self) -> int:
+        """Writes of the history that failed."""
+        return self._history.num_failures
 
     @property
     def is_paused(self) -> bool:
@@ -118,33 +121,36 @@ class RunControl(Observer):
 
     @property
     def is_draining(self) -> bool:
-        """Whether the server is to end behind the round in progress."""
+        """Whether the server is to end after the round in progress."""
         return self._order is not None and self._order.verb == "drain"
 
-    # What the server's own thread calls.
+    # Called from the server's main thread.
 
-    def start(self, about: dict[str, Any]) -> None:
-        """Begin; ``about`` tells others of this server: its process, its address."""
-        self._try(lambda: self._presence.tell(about))
-        self._take(self._read_order(), is_start=True)
-        self._note(lambda history: history.event("started", about.get("address", "")))
+    def start(self, info: dict[str, Any]) -> None:
+        """Start the thread; ``info`` is what other processes may read: process id, address."""
+        self._history.attempt(lambda: self._lock.write_info(info))
+        order = orders.order_at_start(self._read_order())
+        if order is None:
+            self._history.attempt(lambda: (self._folder / orders.FILE).unlink(missing_ok=True))
+        self._follow(order)
+        self._history.add_event("started", info.get("address", ""))
         self._thread.start()
 
-    def stop(self, how: str) -> None:
-        """Write the rest, and let the folder go."""
-        self._note(lambda history: history.event("ended", how))
+    def stop(self, reason: str) -> None:
+        """Write the remaining history and unlock the folder."""
+        self._history.add_event("ended", reason)
         self._has_ended.set()
         if self._thread.ident is not None:
             self._thread.join()
-        self._presence.release()
+        self._lock.release()
 
-    # What the rounds call, from theirs.
+    # Called from the rounds' thread.
 
     def may_begin(self) -> bool:
-        """Whether the next round may begin.
+        """Return whether the next round may begin.
 
         Raises:
-            Drained: none will.
+            Drained: the run ends here.
         """
         if self.is_draining:
             raise Drained
@@ -153,35 +159,35 @@ class RunControl(Observer):
     def begun(self, round_number: int, reports: Mapping[str, DeviceReport]) -> None:
         self._is_in_round = True
         for report in reports.values():
-            self._attendance.of(report.name).sensed(report.vitals)
+            self._device_records.get(report.name).note_vitals(report.vitals)
         if not self._has_begun:
             self._has_begun = True
-            known = [figures_of(row) for row in read_rows(self._folder)]
-            self._note(lambda history: history.begin(round_number, known))
+            rows = [round_columns(row) for row in read_rows(self._folder)]
+            self._history.add(lambda history: history.sync_rounds(round_number, rows))
         self.round = round_number - 1
 
     def closed(self, opened: OpenRound) -> None:
         for name, plan in opened.plans.items():
-            device = self._attendance.of(name)
-            device.planned(plan)
+            record = self._device_records.get(name)
+            record.note_plan(plan)
             if (report := opened.accepted.get(name)) is not None:
-                device.sensed(report.vitals)
-                device.seconds = report.seconds
-                device.peak_bytes = max((step.peak_bytes for step in report.steps), default=0)
+                record.note_vitals(report.vitals)
+                record.seconds = report.seconds
+                record.peak_bytes = max((step.peak_bytes for step in report.steps), default=0)
             if (ready := opened.ready.get(name)) is not None:
-                device.sensed(ready.vitals)
-                device.seconds, device.peak_bytes = ready.seconds, ready.peak_bytes
+                record.note_vitals(ready.vitals)
+                record.seconds, record.peak_bytes = ready.seconds, ready.peak_bytes
         for name, error in opened.refused.items():
-            self._attendance.refuse(name.removesuffix(" (again)"), error)
+            self._device_records.note_refusal(name.removesuffix(" (again)"), error)
 
     def aborted(self, error: RoundAborted) -> None:
         self._is_in_round = False
-        self._note(lambda history: history.event("aborted", f"{error.code}: {error}"))
+        self._history.add_event("aborted", f"{error.code}: {error}")
 
     def committed(self, row: RoundRow) -> None:
         self._is_in_round, self.round = False, row.round
-        figures = figures_of(row_to_dict(row), ended_at=time.time())
-        self._note(lambda history: history.round(figures))
+        columns = round_columns(row_to_dict(row), ended_at=time.time())
+        self._history.add(lambda history: history.add_round(columns))
         fields = {
             "round": row.round,
             "loss": row.loss,
@@ -192,123 +198,75 @@ class RunControl(Observer):
         }
         log.info("round %d: loss %.4f", row.round, row.loss, extra={FIELDS: fields})
 
-    # The thread's own.
-
-    def _note(self, write: Callable[[History], None]) -> None:
-        if len(self._waiting) < MOST_WAITING:
-            self._waiting.append(write)
-        else:
-            self.num_failures += 1
+    # Run in the background thread.
 
     def _run(self) -> None:
         due = 0.0
-        while not self._has_ended.wait(LOOK_SECONDS):
+        while not self._has_ended.wait(CHECK_SECONDS):
             try:
-                self._take(self._read_order())
-                self._keep_vigil()
+                self._follow(self._read_order())
+                self._warn_of_long_wait()
                 if time.monotonic() >= due:
                     due = time.monotonic() + WRITE_SECONDS
-                    self._beat()
-                    self._write()
+                    if self._is_alive():
+                        self._history.attempt(self._lock.beat)
+                    self._history.write(self._state())
             except Exception:
-                log.exception("the watch over the run failed, and goes on")
-        self._write(has_ended=True)
-        if self._history is not None:
-            self._try(self._history.close)
+                log.exception("the run's control thread failed; it continues")
+        self._history.write({**self._state(), "stands": "ended"}, is_last=True)
+        self._history.close()
 
-    def _keep_vigil(self) -> None:
-        awaited, seconds = self._attendance.awaited()
-        if self._vigil.is_due(seconds):
+    def _warn_of_long_wait(self) -> None:
+        awaited, seconds = self._device_records.awaited()
+        if self._long_wait.is_due(seconds):
             log.warning(
                 "round %d has waited %s for %s: %s",
                 self.round + 1,
                 duration_text(seconds),
                 names_text(awaited, len(awaited)),
-                self._wait_ends,
+                self._long_wait_advice,
             )
 
-    def _beat(self) -> None:
-        if self._is_alive():
-            self._try(self._presence.beat)
-
     def _read_order(self) -> Order | None:
-        """Return the order that stands; one that makes no sense is told once, and changes none."""
+        """Return the current order; a malformed one is logged once and changes nothing."""
         try:
-            order = orders.standing(self._folder)
+            order = read_order(self._folder)
         except StateError as error:
-            if str(error) != self._bad_order:
-                self._bad_order = str(error)
+            if str(error) != self._order_error:
+                self._order_error = str(error)
                 log.warning("%s: %s", error.code, error)
             return self._order
-        self._bad_order = ""
+        self._order_error = ""
         return order
 
-    def _take(self, order: Order | None, *, is_start: bool = False) -> None:
-        if is_start:
-            order = orders.at_start(order)
-            if order is None:
-                self._try(lambda: (self._folder / orders.FILE).unlink(missing_ok=True))
+    def _follow(self, order: Order | None) -> None:
+        """Take an order that differs from the last: log it, record it and pass it on."""
         if order == self._order:
             return
         before, self._order = self._order, order
         verb = "resume" if order is None else order.verb
         if verb == "resume" and (before is None or before.verb == "resume"):
             return
-        after = f"behind round {self.round + 1}" if self._is_in_round else "now"
+        when = f"after round {self.round + 1}" if self._is_in_round else "now"
         log.warning(
             {
                 "pause": "paused %s: no round begins until headwater-server resume --out %s",
-                "drain": "draining %s: the server ends; go on later with --resume --out %s",
+                "drain": "draining %s: the server ends; continue later with --resume --out %s",
                 "resume": "resumed %s: rounds begin again in %s",
             }[verb],
-            after if verb != "resume" else "now",
+            when if verb != "resume" else "now",
             self._folder,
         )
-        self._note(lambda history: history.event(verb, after))
+        self._history.add_event(verb, when)
         self._on_order(order)
 
-    def _write(self, *, has_ended: bool = False) -> None:
-        """Write what was noted; what the disk does not take is tried again a second later."""
-        if not self._try(self._open):
-            return
-        history = self._history
-        assert history is not None
-        while self._waiting:
-            if not self._try(partial(self._waiting[0], history)):
-                return
-            self._waiting.popleft()
-        awaited, awaited_seconds = self._attendance.awaited()
-        state = {
-            "awaited": awaited[:MOST_TOLD],
+    def _state(self) -> dict[str, Any]:
+        awaited, awaited_seconds = self._device_records.awaited()
+        return {
+            "awaited": awaited[:MAX_AWAITED_NAMES],
             "num_awaited": len(awaited),
             "awaited_seconds": awaited_seconds,
-            "stands": "ended"
-            if has_ended
-            else run_state(self._order, is_in_round=self._is_in_round),
+            "stands": run_state(self._order, is_in_round=self._is_in_round),
             "round": self.round,
             "rounds": self._rounds,
-            "num_failures": self.num_failures,
         }
-        if has_ended or time.monotonic() >= self._devices_due:
-            devices = self._attendance.devices()
-            self._devices_due = time.monotonic() + len(devices) / DEVICES_PER_SECOND
-            self._try(lambda: history.write_devices(devices))
-        if self._try(lambda: history.tell(state)):
-            self._is_failing = False
-
-    def _open(self) -> None:
-        if self._history is None:
-            self._history = History(self._folder)
-            self._attendance.restore(self._history.devices())
-
-    def _try(self, work: Callable[[], object]) -> bool:
-        """Do what may fail on a bad disk; the first failure in a row is logged, each counted."""
-        try:
-            work()
-        except (sqlite3.Error, OSError) as error:
-            self.num_failures += 1
-            if not self._is_failing:
-                self._is_failing = True
-                log.warning("the history in %s is not written: %s", self._folder, error)
-            return False
-        return True

@@ -1,10 +1,10 @@
-"""The run's history in SQLite, beside the checkpoints: rounds, devices, and what operators did.
+"""A run's history in SQLite: its rounds, its devices and the operator's orders.
 
-One thread of the server writes it; anyone may read it meanwhile (WAL). It is an index to look
-things up in, and never in the way of a round: rounds.jsonl and the checkpoint are what a run
-resumes from, and rounds that are missing here are filled in from there.
+One thread of the server writes it; other processes may read it at any time (WAL). It is an index
+for queries and never delays a round: a run resumes from rounds.jsonl and the checkpoint, and rounds
+that are missing here are filled in from rounds.jsonl.
 
-``user_version`` counts the migrations below; a newer file than this code is left alone.
+``user_version`` counts the migrations below; a file that a newer version wrote is not changed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from headwater.common.errors import StateError
-from headwater.common.system.json_logs import plain
+from headwater.common.system.json_logs import to_json_value
 from headwater.server.transport.device_records import COLUMNS, DeviceRecord
 
 FILE = "history.sqlite"
@@ -75,7 +75,7 @@ VERSION = len(MIGRATIONS)
 
 _values_of = attrgetter(*COLUMNS)
 
-FIGURES = (
+ROW_KEYS = (
     "round",
     "seconds",
     "num_clients",
@@ -88,51 +88,51 @@ FIGURES = (
     "bytes_down",
     "num_aborted",
 )
-"""The columns of a round that are keys of its row in rounds.jsonl as well."""
+"""The columns of a round that are also keys of its row in rounds.jsonl."""
 
 
 class History:
-    """The one writer; all calls come from one thread. sqlite3.Error and OSError are the caller's.
+    """Writes the history, from one thread; its methods raise sqlite3.Error and OSError.
 
-    A file that is damaged, or that a newer version has written, is put aside under another name.
+    A file that is damaged, or that a newer version wrote, is renamed and a new one begun.
     """
 
     def __init__(self, folder: Path) -> None:
-        """Open the file, or make it."""
+        """Open or create the file."""
         self._path = folder / FILE
         self._written: dict[str, tuple[Any, ...]] = {}
         try:
             self._database = _open(self._path)
         except (sqlite3.DatabaseError, _TooNew) as error:
             if isinstance(error, sqlite3.OperationalError):
-                raise  # locked, full or read-only: not the file's fault
+                raise  # the file is locked, full or read-only, not damaged
             aside = self._path.with_name(f"{FILE}.{time.time_ns()}")
             self._path.rename(aside)
             for suffix in ("-wal", "-shm"):
                 self._path.with_name(FILE + suffix).unlink(missing_ok=True)
             self._database = _open(self._path)
-            self.event("put aside", f"{aside.name}: {error}")
+            self.add_event("put aside", f"{aside.name}: {error}")
 
     def devices(self) -> list[DeviceRecord]:
-        """Return the devices that earlier servers knew."""
+        """Return the device records that earlier servers wrote."""
         return _devices(self._database)
 
-    def begin(self, round_number: int, known: Iterable[Mapping[str, Any]]) -> None:
-        """Drop what lies behind the last committed round; fill in what is missing before it."""
+    def sync_rounds(self, round_number: int, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Delete rounds from ``round_number`` on; insert missing earlier ones from ``rows``."""
         with self._database as database:
             database.execute("DELETE FROM rounds WHERE round >= ?", (round_number,))
-            there = {number for (number,) in database.execute("SELECT round FROM rounds")}
-            for figures in known:
-                if figures["round"] < round_number and figures["round"] not in there:
-                    _insert(database, figures)
+            present = {number for (number,) in database.execute("SELECT round FROM rounds")}
+            for columns in rows:
+                if columns["round"] < round_number and columns["round"] not in present:
+                    _insert(database, columns)
 
-    def round(self, figures: Mapping[str, Any]) -> None:
-        """Write a round's key figures, see ``figures_of``."""
+    def add_round(self, columns: Mapping[str, Any]) -> None:
+        """Write a round's columns, see ``round_columns``."""
         with self._database as database:
-            _insert(database, figures)
+            _insert(database, columns)
 
     def write_devices(self, devices: Iterable[DeviceRecord]) -> None:
-        """Write those that have changed since they were written last."""
+        """Write the records that have changed since they were last written."""
         changed = {
             device.name: values
             for device in devices
@@ -147,21 +147,21 @@ class History:
             )
         self._written |= changed
 
-    def event(self, kind: str, detail: str = "") -> None:
-        """Write what happened besides rounds: started, paused, drained, aborted."""
+    def add_event(self, kind: str, detail: str = "") -> None:
+        """Write an event other than a round: started, pause, resume, drain, aborted, ended."""
         with self._database as database:
             database.execute("INSERT INTO events VALUES (?, ?, ?)", (time.time(), kind, detail))
 
-    def tell(self, state: Mapping[str, Any]) -> None:
-        """Write how the run stands."""
+    def write_state(self, state: Mapping[str, Any]) -> None:
+        """Write the run's current state."""
         with self._database as database:
             database.executemany(
                 "INSERT OR REPLACE INTO state VALUES (?, ?)",
-                [(key, json.dumps(plain(value))) for key, value in state.items()],
+                [(key, json.dumps(to_json_value(value))) for key, value in state.items()],
             )
 
     def close(self) -> None:
-        """Close the file; what was written is in it, and no log is left beside it."""
+        """Close the file; SQLite merges its write-ahead log into it."""
         self._database.close()
 
 
@@ -173,11 +173,11 @@ def _open(path: Path) -> sqlite3.Connection:
     database = sqlite3.connect(path, timeout=BUSY_SECONDS)
     try:
         database.execute("PRAGMA journal_mode = WAL")
-        # A power cut may cost the last seconds, never the file; no round waits for the disk.
+        # A power cut may lose the last seconds but not the file; no write waits for the disk.
         database.execute("PRAGMA synchronous = NORMAL")
         (version,) = database.execute("PRAGMA user_version").fetchone()
         if version > VERSION:
-            raise _TooNew(f"it is of version {version}, this server writes {VERSION}")
+            raise _TooNew(f"it has version {version}, this server writes {VERSION}")
         for number in range(version, VERSION):
             steps = f"BEGIN; {MIGRATIONS[number]} PRAGMA user_version = {number + 1}; COMMIT;"
             database.executescript(steps)
@@ -187,32 +187,32 @@ def _open(path: Path) -> sqlite3.Connection:
     return database
 
 
-def figures_of(row: Mapping[str, Any], *, ended_at: float | None = None) -> dict[str, Any]:
-    """Return the columns of a round out of its row in rounds.jsonl."""
+def round_columns(row: Mapping[str, Any], *, ended_at: float | None = None) -> dict[str, Any]:
+    """Return a round's columns from its row in rounds.jsonl."""
     steps = [client["accumulation_steps"] for client in row["clients"]]
     steps += [client["planned_steps"] for client in row.get("masked_clients", [])]
     return {
-        **{name: row.get(name, 0) for name in FIGURES},
+        **{name: row.get(name, 0) for name in ROW_KEYS},
         "ended_at": ended_at,
         "wait_seconds": row["seconds_split"].get("wait", 0.0),
         "k_min": min(steps, default=None),
         "k_max": max(steps, default=None),
         "num_refused": len(row["refused"]),
-        "metrics": json.dumps(plain(row["metrics"])),
+        "metrics": json.dumps(to_json_value(row["metrics"])),
     }
 
 
-def _insert(database: sqlite3.Connection, figures: Mapping[str, Any]) -> None:
-    names, marks = ", ".join(figures), ", ".join("?" * len(figures))
+def _insert(database: sqlite3.Connection, columns: Mapping[str, Any]) -> None:
+    names, marks = ", ".join(columns), ", ".join("?" * len(columns))
     database.execute(
-        f"INSERT OR REPLACE INTO rounds ({names}) VALUES ({marks})", list(figures.values())
+        f"INSERT OR REPLACE INTO rounds ({names}) VALUES ({marks})", list(columns.values())
     )
 
 
 def _devices(database: sqlite3.Connection) -> list[DeviceRecord]:
-    found = database.execute(f"SELECT {', '.join(COLUMNS)} FROM devices ORDER BY name")
+    rows = database.execute(f"SELECT {', '.join(COLUMNS)} FROM devices ORDER BY name")
     devices = []
-    for row in found:
+    for row in rows:
         device = DeviceRecord(**dict(zip(COLUMNS, row, strict=True)))
         device.is_connected = bool(device.is_connected)
         if device.is_on_battery is not None:
@@ -221,11 +221,8 @@ def _devices(database: sqlite3.Connection) -> list[DeviceRecord]:
     return devices
 
 
-# What others read.
-
-
 class HistorySnapshot:
-    """What a history says at one moment."""
+    """The contents of a history at one moment."""
 
     def __init__(self, database: sqlite3.Connection) -> None:
         self.devices = _devices(database)
@@ -248,7 +245,7 @@ class HistorySnapshot:
 
 
 def read(folder: Path) -> HistorySnapshot | None:
-    """Read the history in ``folder``, whether or not a server writes it; None if there is none.
+    """Read the history in ``folder``, also while a server writes it; None if there is none.
 
     Raises:
         StateError: it cannot be read.
@@ -257,23 +254,23 @@ def read(folder: Path) -> HistorySnapshot | None:
     if not path.exists():
         return None
     try:
-        with _reading(path) as database:
-            database.execute("BEGIN")  # one moment for all tables
+        with _connection(path) as database:
+            database.execute("BEGIN")  # all tables as of one moment
             (version,) = database.execute("PRAGMA user_version").fetchone()
-            return HistorySnapshot(database) if version else None  # 0: it is being made
+            return HistorySnapshot(database) if version else None  # 0: it is being created
     except (sqlite3.Error, ValueError, TypeError) as error:
         raise StateError(
             f"{path} cannot be read: {error}",
-            remedy="look as the user that the server runs as, with this server's version",
+            remedy="run the command as the server's user, and with the server's version",
         ) from error
 
 
 @contextlib.contextmanager
-def _reading(path: Path) -> Iterator[sqlite3.Connection]:
-    # A writer has its log beside the file. Without one nobody writes, and nothing need be made.
+def _connection(path: Path) -> Iterator[sqlite3.Connection]:
+    # A server that writes has a -wal file. Without one, immutable avoids creating any file.
     is_written = path.with_name(f"{FILE}-wal").exists()
-    how = "mode=ro" if is_written else "mode=ro&immutable=1"
-    database = sqlite3.connect(f"{path.resolve().as_uri()}?{how}", uri=True, timeout=BUSY_SECONDS)
+    mode = "mode=ro" if is_written else "mode=ro&immutable=1"
+    database = sqlite3.connect(f"{path.resolve().as_uri()}?{mode}", uri=True, timeout=BUSY_SECONDS)
     try:
         yield database
     finally:

@@ -1,4 +1,4 @@
-"""``headwater-server pause``, ``resume`` and ``drain``: give an order, and say what came of it."""
+"""The commands ``headwater-server pause``, ``resume`` and ``drain``."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from pathlib import Path
 
 from headwater.common.errors import SettingsError
 from headwater.common.system.console import console
-from headwater.server.operations import history, orders
-from headwater.server.operations import run_lock as presence
-from headwater.server.operations.orders import Verb
+from headwater.server.operations import history
+from headwater.server.operations.orders import Verb, read_order, write_order
+from headwater.server.operations.run_lock import read_server_state
 from headwater.server.operations.status import check_run
 
-# The server looks four times a second, and writes how it stands once.
+# The server reads orders four times a second, and writes its state once.
 ANSWER_SECONDS = 10.0
 POLL_SECONDS = 0.1
 
-HEARD = {
+STATES_AFTER = {
     "pause": ("pausing", "paused"),
     "resume": ("waiting", "in a round"),
     "drain": ("draining",),
@@ -24,58 +24,57 @@ HEARD = {
 
 
 def give_order(folder: Path, verb: Verb) -> None:
-    """Leave an order and wait a moment for the server to take it.
+    """Leave an order, wait until the server has taken it, and print the result.
 
     Raises:
-        SettingsError: there is no run in the folder, or no server that could take the order.
+        SettingsError: there is no run in the folder, or no server to take the order.
         StateError: the folder cannot be read or written.
     """
     check_run(folder)
-    seen = presence.read_server_state(folder)
-    is_up, go_on = seen.is_up, f"{seen.command} --resume --out {folder}"
+    server = read_server_state(folder)
+    is_up, restart = server.is_up, f"{server.command} --resume --out {folder}"
     if not is_up and not (verb == "resume" and _is_paused(folder)):
         raise SettingsError(
             f"no server runs in {folder}, so there is nothing to {verb}",
-            remedy=f"to go on with its run: {go_on}",
+            remedy=f"to continue its run: {restart}",
         )
-    orders.give(folder, verb)
-    if not is_up:
-        console.print(
-            f"no longer paused; no server runs now, start it with: {go_on}", soft_wrap=True
-        )
-        return
-    console.print(_answer(folder, verb, go_on), soft_wrap=True)
+    write_order(folder, verb)
+    if is_up:
+        answer = _wait_for_answer(folder, verb, restart)
+    else:
+        answer = f"no longer paused; no server is running, start it with: {restart}"
+    console.print(answer, soft_wrap=True)
 
 
 def _is_paused(folder: Path) -> bool:
-    order = orders.standing(folder)
+    order = read_order(folder)
     return order is not None and order.verb == "pause"
 
 
-def _answer(folder: Path, verb: Verb, go_on: str) -> str:
-    """Wait until the server stands as it was told to, and say so in words."""
+def _wait_for_answer(folder: Path, verb: Verb, restart: str) -> str:
+    """Wait until the server's state shows the order; return a sentence about it."""
     end = time.monotonic() + ANSWER_SECONDS
     while time.monotonic() < end:
-        found = history.read(folder)
-        stands = None if found is None else found.state.get("stands")
-        if stands in HEARD[verb]:
-            return _in_words(str(stands), folder, go_on)
-        if verb == "drain" and not presence.read_server_state(folder).is_up:
-            return f"the server has ended; go on with: {go_on}"
+        snapshot = history.read(folder)
+        state = None if snapshot is None else snapshot.state.get("stands")
+        if state in STATES_AFTER[verb]:
+            return _describe(str(state), folder, restart)
+        if verb == "drain" and not read_server_state(folder).is_up:
+            return f"the server has ended; continue with: {restart}"
         time.sleep(POLL_SECONDS)
     return (
-        f"the order is left, and the server has not said within {ANSWER_SECONDS:g} s that it took "
-        f"it: look at headwater-server status --out {folder}"
+        f"the order is written, but the server has not confirmed it within {ANSWER_SECONDS:g} s: "
+        f"check headwater-server status --out {folder}"
     )
 
 
-def _in_words(stands: str, folder: Path, go_on: str) -> str:
+def _describe(state: str, folder: Path, restart: str) -> str:
     undo = f"headwater-server resume --out {folder}"
     return {
-        "pausing": f"pausing: the round in progress ends first; to undo it: {undo}",
-        "paused": f"paused: no round begins, the devices stay connected; to undo it: {undo}",
-        "draining": "draining: the round in progress ends first, then the server; go on later "
-        f"with: {go_on}",
-        "waiting": "resumed: the next round begins as soon as enough devices are there",
+        "pausing": f"pausing: the round in progress ends first; to undo: {undo}",
+        "paused": f"paused: no round begins, the devices stay connected; to undo: {undo}",
+        "draining": "draining: the round in progress ends first, then the server; continue later "
+        f"with: {restart}",
+        "waiting": "resumed: the next round begins as soon as enough devices are connected",
         "in a round": "resumed: a round is in progress",
-    }[stands]
+    }[state]

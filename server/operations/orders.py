@@ -1,16 +1,16 @@
-"""Orders to a running server: pause, resume, drain; left in the run's folder, found by the server.
+"""Orders to a running server (pause, resume, drain), left as a file in the run's folder.
 
-An order is one small file, written whole or not at all; the server looks for it four times a
-second. No port is opened for it: whoever may write into the run's folder may give orders. A round
-in progress always ends first, so that no device's work is lost.
+The file is replaced atomically; the server reads it four times a second. No port is needed: every
+user who may write to the run's folder may give orders. A round in progress always ends first, so
+that no client's work is lost.
 
-| order | after the round in progress | and then |
+| order | effect after the round in progress | duration |
 | --- | --- | --- |
-| pause | no round begins; the devices stay connected and are told | until ``resume`` |
+| pause | no round begins; devices stay connected and are notified | until ``resume`` |
 | resume | rounds begin again | |
-| drain | the server says goodbye to the devices and ends with status 0 | ``--resume`` goes on |
+| drain | the server dismisses the devices and ends with status 0 | continue with ``--resume`` |
 
-A pause outlasts a restart of the server, as the reason for it may; a drain is done with its server.
+A pause outlasts a restart of the server, because its reason may too; a drain ends with its server.
 """
 
 from __future__ import annotations
@@ -22,22 +22,40 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from headwater.common.errors import StateError
-from headwater.common.system.atomic_file import write_whole
+from headwater.common.system.atomic_file import write_atomically
 
 FILE = "order.json"
 
 Verb = Literal["pause", "resume", "drain"]
+RunState = Literal["waiting", "in a round", "pausing", "paused", "draining", "ended"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Order:
-    """What an operator wants of the server, and since when, in seconds since 1970."""
+    """An operator's order and when it was given, in seconds since 1970."""
 
     verb: Verb
     at: float
 
 
-def give(folder: Path, verb: Verb, *, now: float | None = None) -> Order:
+def run_state(order: Order | None, *, is_in_round: bool) -> RunState:
+    """Return the state of a run; a round in progress ends before an order takes effect.
+
+    | order | in a round | between rounds |
+    | --- | --- | --- |
+    | none, resume | in a round | waiting |
+    | pause | pausing | paused |
+    | drain | draining | draining |
+    """
+    match None if order is None else order.verb:
+        case "pause":
+            return "pausing" if is_in_round else "paused"
+        case "drain":
+            return "draining"
+    return "in a round" if is_in_round else "waiting"
+
+
+def write_order(folder: Path, verb: Verb, *, now: float | None = None) -> Order:
     """Leave an order for the server.
 
     Raises:
@@ -45,34 +63,34 @@ def give(folder: Path, verb: Verb, *, now: float | None = None) -> Order:
     """
     order = Order(verb=verb, at=time.time() if now is None else now)
     try:
-        write_whole(folder / FILE, json.dumps(asdict(order)).encode())
+        write_atomically(folder / FILE, json.dumps(asdict(order)).encode())
     except OSError as error:
         raise StateError(
-            f"the order cannot be left in {folder}: {error.strerror}",
-            remedy="give it as the user that the server runs as",
+            f"cannot write the order to {folder}: {error.strerror}",
+            remedy="run the command as the user that the server runs as",
         ) from error
     return order
 
 
-def standing(folder: Path) -> Order | None:
-    """Return the order that stands; None if there is none.
+def read_order(folder: Path) -> Order | None:
+    """Return the current order, or None if there is none.
 
     Raises:
-        StateError: there is something that is no order, or it cannot be read.
+        StateError: the file is not an order, or cannot be read.
     """
     path = folder / FILE
     try:
-        told = json.loads(path.read_text())
-        verb, at = told["verb"], float(told["at"])
+        fields = json.loads(path.read_text())
+        verb, at = fields["verb"], float(fields["at"])
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise StateError(f"{path} is no order: {error}", remedy="remove it") from error
+        raise StateError(f"{path} is not an order: {error}", remedy="remove it") from error
     if verb not in get_args(Verb):
-        raise StateError(f"{path} is no order: {verb!r}", remedy="remove it")
+        raise StateError(f"{path} is not an order: {verb!r}", remedy="remove it")
     return Order(verb=verb, at=at)
 
 
-def at_start(order: Order | None) -> Order | None:
-    """Return what of an order holds for a server that begins now: a pause does."""
+def order_at_start(order: Order | None) -> Order | None:
+    """Return the order that is still valid for a server that starts now: only a pause is."""
     return order if order is not None and order.verb == "pause" else None

@@ -1,4 +1,4 @@
-"""``headwater-server plan``: a round's plans as a table, and who had none, from rounds.jsonl."""
+"""The command ``headwater-server plan``: shows a round's plans from rounds.jsonl as a table."""
 
 from __future__ import annotations
 
@@ -14,39 +14,37 @@ from headwater.server.operations.round_log import ROUNDS, read_rows
 
 
 def show_plan(folder: Path, *, round_number: int | None, explain: bool) -> None:
-    """Print one round's clients: what each was asked for, why, and how long it took.
+    """Print each client's work in one round and how long it took.
 
-    With ``explain`` also who was left out, and why.
+    With ``explain`` also the reason for each plan, and each client that was left out and why.
 
     Raises:
-        SettingsError: there is no such run, or no such round in it.
+        SettingsError: the run or the round does not exist.
     """
     rows = read_rows(folder)
     if not rows:
-        raise SettingsError(
-            f"{folder / ROUNDS} holds no round", remedy="name a run's folder: --out"
-        )
+        raise SettingsError(f"{folder / ROUNDS} has no rounds", remedy="name a run's folder: --out")
     by_number = {row["round"]: row for row in rows}
     row = rows[-1] if round_number is None else by_number.get(round_number)
     if row is None:
         raise SettingsError(
             f"{folder} has no round {round_number}",
-            remedy=f"rounds {rows[0]['round']} to {rows[-1]['round']} are there",
+            remedy=f"it has rounds {rows[0]['round']} to {rows[-1]['round']}",
         )
     console.print(plan_table(row, explain=explain))
     if row["num_bounded"]:
-        console.print(f"{_devices(row['num_bounded'])} claimed more than is believed")
+        console.print(f"{_devices(row['num_bounded'])} reported more than the server accepts")
     if row["left_out"]:
-        hint = "" if explain else ": --explain says by how much"
+        hint = "" if explain else ": --explain shows why"
         console.print(f"{_devices(len(row['left_out']))} left out as too slow{hint}")
-    for name, why in row["left_out"].items() if explain else ():
-        console.print(f"{name} was left out: {why}", soft_wrap=True)
+    for name, reason in row["left_out"].items() if explain else ():
+        console.print(f"{name} was left out: {reason}", soft_wrap=True)
     for name, error in row["refused"].items():
         console.print(f"{name} did not finish: {error}", soft_wrap=True)
 
 
 def plan_table(row: dict[str, Any], *, explain: bool) -> Table:
-    """Return the table of one row of rounds.jsonl."""
+    """Return a row of rounds.jsonl as a table."""
     slowest = row["slowest_client_seconds"]
     table = Table(
         title=f"round {row['round']}: {row['num_clients']} of {row['num_invited']} clients, "
@@ -56,7 +54,7 @@ def plan_table(row: dict[str, Any], *, explain: bool) -> Table:
     table.add_column("device")
     for column in ("examples", "K x size", "seconds", "of slowest"):
         table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("why this much" if explain else "ended by")
+    table.add_column("reason for this plan" if explain else "ended by")
     for client in [*row["clients"], *map(_planned, row.get("masked_clients", []))]:
         share = client["seconds"] / slowest if slowest else 1.0
         table.add_row(
@@ -65,13 +63,13 @@ def plan_table(row: dict[str, Any], *, explain: bool) -> Table:
             f"{client['accumulation_steps']} x {client['micro_batch_size']}",
             f"{client['seconds']:.3g}",
             f"{share:.0%}",
-            _why(client) if explain else client["reason"],
+            _reason(client) if explain else client["reason"],
         )
     return table
 
 
-def _why(client: dict[str, Any]) -> str:
-    """Say what bound a device, and what ended its work if that was not the end of its quota."""
+def _reason(client: dict[str, Any]) -> str:
+    """Return what limited the plan, and what ended the work if not the end of the quota."""
     ended = "" if client["reason"] == "quota" else f"; ended by: {client['reason']}"
     return f"{client['plan']}{ended}"
 
@@ -81,7 +79,7 @@ def _devices(number: int) -> str:
 
 
 def _planned(client: dict[str, Any]) -> dict[str, Any]:
-    """Return what a masked round's client was asked for in the words of a plain round's."""
+    """Return a masked round's client with a plain round's keys; its figures are the plan's."""
     return {
         **client,
         "num_examples": client["planned_examples"],

@@ -1,4 +1,4 @@
-"""A run as one watches it: a progress bar with the loss, then where everything lies."""
+"""The command line's view of a run: its settings, a progress bar, then its result and files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from headwater.server.rounds.run import MODEL, OnRound
 
 
 def print_settings(settings: Settings, *, where: str) -> None:
-    """Print once what was decided: the derived numbers, so that nobody has to work them out."""
+    """Print the main settings and the numbers derived from them, such as the effective batch."""
     plan, optimizer = settings.plan, settings.optimizer
     if plan.accumulation_steps is not None:
         size = plan.micro_batch_size or plan.set_micro_batch_size
@@ -36,14 +36,14 @@ def print_settings(settings: Settings, *, where: str) -> None:
 
 
 def _max_weight(settings: Settings) -> int:
-    """Look the task up, if its weight matters here; a run without one ends by name later on."""
+    """Return the task's largest weight per example; 1 if it is not needed or there is no task."""
     if settings.plan.tokens_per_update is None or settings.task is None:
         return 1
     return max_weight_per_example(load_task(settings.task))
 
 
 def _scaling(settings: Settings) -> str:
-    """Say how the rate follows the batch, if it does."""
+    """Return the factor by which the learning rate follows the batch, as text."""
     tokens = settings.plan.tokens_per_update
     unit = "tokens" if tokens is not None else "examples"
     ratio = f"{unit} / {tokens or settings.plan.effective_batch_size:,}"
@@ -53,7 +53,7 @@ def _scaling(settings: Settings) -> str:
 
 @contextmanager
 def progress_bar(settings: Settings) -> Iterator[OnRound]:
-    """Show a progress bar while the run goes on; on a pipe, print a line every tenth of the run."""
+    """Show a progress bar during the run; without a terminal, print ten lines in all."""
     bar = Progress(
         TextColumn("round"),
         MofNCompleteColumn(),
@@ -78,7 +78,7 @@ def progress_bar(settings: Settings) -> Iterator[OnRound]:
 
 
 def round_line(row: RoundRow) -> str:
-    """Return what a round comes down to, in one line."""
+    """Return a round's key figures in one line."""
     low, high = row.k_range
     accuracy = row.metrics.get("test_accuracy")
     is_shown = row.target_by == "noise scale" and row.noise_scale is not None
@@ -97,7 +97,7 @@ def round_line(row: RoundRow) -> str:
 
 
 def print_result(settings: Settings) -> None:
-    """Print the result and where the files are."""
+    """Print the last metrics and the paths of the run's files."""
     folder = settings.out
     if folder is None:
         return

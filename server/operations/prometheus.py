@@ -1,9 +1,9 @@
-"""The server's Prometheus metrics: what a round came to, and how the server stands at a scrape.
+"""The server's Prometheus metrics: of the rounds so far, and of the server at each scrape.
 
-Units end the names. Only so many devices have figures of their own (``MOST_LABELLED``), because
-each label is a time series for good: the first that took part keep them, one that had no part for
-``IDLE_ROUNDS`` rounds makes room, and how many had to do without in the last round is told.
-Imported only where metrics were asked for.
+Each label of a device is a time series that Prometheus keeps for good, so at most ``MAX_LABELLED``
+devices have metrics of their own. A device keeps them until it has taken part in no round for
+``IDLE_ROUNDS`` rounds; ``unlabelled_devices`` counts the last round's devices without any.
+Imported only if metrics are enabled.
 """
 
 from __future__ import annotations
@@ -20,19 +20,24 @@ from prometheus_client.metrics_core import Metric
 from headwater.common.errors import RoundAborted
 from headwater.server.rounds.observer import Observer
 from headwater.server.rounds.open_round import OpenRound
-from headwater.server.rounds.round_row import RoundRow
+from headwater.server.rounds.round_row import ClientRow, MaskedClientRow, RoundRow
 
 PREFIX = "headwater_server_"
 MAX_LABELLED = 200
 IDLE_ROUNDS = 100
-# A round of a LAN takes tenths of a second, one of slow links and deadlines up to an hour.
+# A round takes tenths of a second on a LAN, and up to an hour with slow links and deadlines.
 ROUND_SECONDS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 3600)
 ACCURACY = "test_accuracy"
+DEVICE_METRICS = {
+    "accumulation_steps": "K in the device's last round",
+    "seconds": "Seconds that the device took in its last round",
+    "peak_bytes": "Peak memory of the device's process in its last round",
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerGauges:
-    """What is asked of the server at each scrape."""
+    """The server's values at a scrape."""
 
     num_connected: int
     bytes_up: int
@@ -45,8 +50,8 @@ class ServerGauges:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DeviceFigures:
-    """One device's part in the last round in which it had one."""
+class DeviceMetrics:
+    """One device's values in the last round that it took part in."""
 
     round: int
     accumulation_steps: int
@@ -54,62 +59,56 @@ class DeviceFigures:
     peak_bytes: int
 
 
-def figures_of(row: RoundRow) -> dict[str, DeviceFigures]:
-    """Return each device's figures; in a masked round K is that of its plan."""
-    plain = {
-        client.name: DeviceFigures(
+def device_metrics(row: RoundRow) -> dict[str, DeviceMetrics]:
+    """Return each device's values in a round; in a masked round K is the plan's."""
+    steps = [client.accumulation_steps for client in row.clients]
+    steps += [client.planned_steps for client in row.masked_clients]
+    clients: list[ClientRow | MaskedClientRow] = [*row.clients, *row.masked_clients]
+    return {
+        client.name: DeviceMetrics(
             round=row.round,
-            accumulation_steps=client.accumulation_steps,
+            accumulation_steps=num_steps,
             seconds=client.seconds,
             peak_bytes=client.peak_bytes,
         )
-        for client in row.clients
-    }
-    return plain | {
-        client.name: DeviceFigures(
-            round=row.round,
-            accumulation_steps=client.planned_steps,
-            seconds=client.seconds,
-            peak_bytes=client.peak_bytes,
-        )
-        for client in row.masked_clients
+        for client, num_steps in zip(clients, steps, strict=True)
     }
 
 
 def labelled_devices(
-    before: dict[str, DeviceFigures], new: dict[str, DeviceFigures], *, round_number: int
-) -> tuple[dict[str, DeviceFigures], int]:
-    """Return the devices that have labels after a round, and how many of it have none."""
-    kept = {
-        name: figures
-        for name, figures in before.items()
-        if name in new or figures.round > round_number - IDLE_ROUNDS
+    before: dict[str, DeviceMetrics], new: dict[str, DeviceMetrics], *, round_number: int
+) -> tuple[dict[str, DeviceMetrics], int]:
+    """Return the devices with labels after a round, and how many of the round have none."""
+    labelled = {
+        name: metrics
+        for name, metrics in before.items()
+        if name in new or metrics.round > round_number - IDLE_ROUNDS
     }
     num_without = 0
-    for name, figures in new.items():
-        if name in kept or len(kept) < MAX_LABELLED:
-            kept[name] = figures
+    for name, metrics in new.items():
+        if name in labelled or len(labelled) < MAX_LABELLED:
+            labelled[name] = metrics
         else:
             num_without += 1
-    return kept, num_without
+    return labelled, num_without
 
 
 class ServerMetrics(Observer):
-    """An ``Observer`` of the rounds, and what Prometheus collects from."""
+    """Counts the rounds, and yields all metrics at a scrape."""
 
-    def __init__(self, now: Callable[[], ServerGauges]) -> None:
-        """Take how to ask the server how it stands."""
+    def __init__(self, gauges: Callable[[], ServerGauges]) -> None:
+        """``gauges`` returns the server's values at each scrape."""
         self.registry = CollectorRegistry()
-        self._now = now
+        self._gauges = gauges
         self._lock = threading.Lock()
         self._row: RoundRow | None = None
         self._num_rounds = self._num_aborted = self._num_examples = 0
         self._refusals: Counter[str] = Counter()
-        self._devices: dict[str, DeviceFigures] = {}
+        self._devices: dict[str, DeviceMetrics] = {}
         self._num_unlabelled = 0
         self._seconds = Histogram(
             f"{PREFIX}round_seconds",
-            "Of a committed round, from its plans to its commit; waiting for devices not counted",
+            "Duration of a committed round from plans to commit, without the wait for devices",
             buckets=ROUND_SECONDS,
             registry=self.registry,
         )
@@ -130,21 +129,21 @@ class ServerMetrics(Observer):
             self._num_rounds += 1
             self._num_examples += row.num_examples
             self._devices, self._num_unlabelled = labelled_devices(
-                self._devices, figures_of(row), round_number=row.round
+                self._devices, device_metrics(row), round_number=row.round
             )
 
     def collect(self) -> Iterable[Metric]:
-        """Yield all families but the histogram, which registers itself."""
-        now = self._now()
+        """Yield all metrics except the histogram, which registers itself."""
+        now = self._gauges()
         with self._lock:
             row, refusals = self._row, self._refusals + now.refusals
             devices, num_unlabelled = dict(self._devices), self._num_unlabelled
             counts = self._num_rounds, self._num_aborted, self._num_examples
         yield _counter("rounds", "Rounds committed by this process", counts[0])
-        yield _counter("rounds_aborted", "Rounds that came to nothing", counts[1])
+        yield _counter("rounds_aborted", "Rounds that were aborted", counts[1])
         yield _counter("examples", "Examples summed in committed rounds", counts[2])
-        yield _counter("received_bytes", "Bytes from devices", now.bytes_up)
-        yield _counter("sent_bytes", "Bytes to devices", now.bytes_down)
+        yield _counter("received_bytes", "Bytes received from devices", now.bytes_up)
+        yield _counter("sent_bytes", "Bytes sent to devices", now.bytes_down)
         refused = CounterMetricFamily(
             f"{PREFIX}refusals", "Streams and updates refused, by error", labels=["code"]
         )
@@ -153,42 +152,36 @@ class ServerMetrics(Observer):
         yield refused
         yield _gauge("connected_devices", "Devices connected now", now.num_connected)
         yield _gauge("staged_bytes", "Bytes of uploads held in RAM now", now.staged_bytes)
-        yield _gauge("is_paused", "1 while an operator holds rounds back", int(now.is_paused))
+        yield _gauge("is_paused", "1 while an operator has paused the run", int(now.is_paused))
         yield _counter(
             "history_failures", "Writes of the history that failed", now.num_history_failures
         )
         yield _counter(
-            "devices_not_noted", "Connections beyond the devices noted", now.num_devices_not_noted
+            "devices_not_noted",
+            "Connections of devices beyond the number that the server keeps records of",
+            now.num_devices_not_noted,
         )
         if row is not None:
-            yield from _of_round(row)
-        yield from _of_devices(devices, num_unlabelled)
+            yield from _round_metrics(row)
+        for name, meaning in DEVICE_METRICS.items():
+            family = GaugeMetricFamily(f"{PREFIX}device_{name}", meaning, labels=["device"])
+            for device, values in sorted(devices.items()):
+                family.add_metric([device], getattr(values, name))
+            yield family
+        yield _gauge(
+            "unlabelled_devices",
+            f"Devices of the last round without metrics of their own; {MAX_LABELLED} have them",
+            num_unlabelled,
+        )
 
 
-def _of_round(row: RoundRow) -> Iterable[Metric]:
+def _round_metrics(row: RoundRow) -> Iterable[Metric]:
     yield _gauge("round", "The last committed round", row.round)
     yield _gauge("loss", "Training loss per unit of weight, of the last round", row.loss)
     if ACCURACY in row.metrics:
         yield _gauge("accuracy", "On the server's test examples, 0 to 1", row.metrics[ACCURACY])
     yield _gauge("effective_batch_examples", "Examples in the last round", row.num_examples)
     yield _gauge("learning_rate", "Of the last step", row.learning_rate)
-
-
-def _of_devices(devices: dict[str, DeviceFigures], num_unlabelled: int) -> Iterable[Metric]:
-    for name, meaning in (
-        ("accumulation_steps", "K in the device's last round"),
-        ("seconds", "What the device took in its last round"),
-        ("peak_bytes", "Most memory that the device's process held in its last round"),
-    ):
-        family = GaugeMetricFamily(f"{PREFIX}device_{name}", meaning, labels=["device"])
-        for device, figures in sorted(devices.items()):
-            family.add_metric([device], getattr(figures, name))
-        yield family
-    yield _gauge(
-        "unlabelled_devices",
-        f"Devices of the last round without figures of their own: {MAX_LABELLED} have them",
-        num_unlabelled,
-    )
 
 
 def _gauge(name: str, meaning: str, value: float) -> Metric:

@@ -1,8 +1,8 @@
-"""Whether a server runs in a folder: a lock that dies with its process, and a heartbeat.
+"""The lock and heartbeat of a run's folder: at most one server, and a sign that it is alive.
 
-The kernel lets the lock go however the process ends, so no stale one is left behind, and two
-servers cannot share a run. The heartbeat is the lock file's time of change: it needs no space on a
-full disk, and stops when the server's event loop does not answer any more.
+The kernel releases the lock however the process ends, so no stale lock remains, and two servers
+cannot share a run. The heartbeat is the lock file's modification time: it needs no space on a full
+disk, and stops when the server's event loop no longer responds.
 """
 
 from __future__ import annotations
@@ -20,40 +20,40 @@ from headwater.common.errors import SettingsError, StateError
 
 FILE = "server.lock"
 SERVER = "headwater-server"
-# Someone who looks whether the lock is held holds it for an instant.
+# A process that tests the lock holds it for an instant.
 TRIES, TRY_SECONDS = 20, 0.05
 FRESH_SECONDS = 15.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerState:
-    """What is seen of a folder's server from outside."""
+    """The state of a folder's server, as another process sees it."""
 
     is_up: bool
     heartbeat_seconds: float | None
-    """Since the last sign of life; None if there never was one."""
-    about: dict[str, Any]
+    """Seconds since the last heartbeat; None if there never was one."""
+    info: dict[str, Any]
 
     @property
     def command(self) -> str:
-        """What goes on with the run when its server has ended: this, with ``--resume``."""
-        return str(self.about.get("command", SERVER))
+        """The command that, with ``--resume``, continues the run after its server has ended."""
+        return str(self.info.get("command", SERVER))
 
     @property
     def is_well(self) -> bool:
-        """Whether it runs, and showed a sign of life lately."""
+        """Whether the server runs and its heartbeat is recent."""
         seconds = self.heartbeat_seconds
         return self.is_up and seconds is not None and seconds < FRESH_SECONDS
 
 
 class RunLock:
-    """This process's hold on a folder, until ``release``."""
+    """This process's exclusive lock on a folder, until ``release``."""
 
     def __init__(self, folder: Path) -> None:
-        """Take the folder.
+        """Lock the folder.
 
         Raises:
-            SettingsError: another server has it.
+            SettingsError: another server has locked it.
             StateError: it cannot be written.
         """
         try:
@@ -70,45 +70,45 @@ class RunLock:
         os.close(self._file)
         raise SettingsError(
             f"another server runs in {folder}",
-            remedy="choose another --out, or end that one: headwater-server drain --out DIR",
+            remedy="choose another --out, or end that server: headwater-server drain --out DIR",
         )
 
-    def tell(self, about: dict[str, Any]) -> None:
-        """Write what others may want to know of this server; OSError if there is no room for it."""
-        data = json.dumps(about).encode()
+    def write_info(self, info: dict[str, Any]) -> None:
+        """Write facts about this server for other processes; OSError on a full disk."""
+        data = json.dumps(info).encode()
         os.ftruncate(self._file, 0)
         os.pwrite(self._file, data, 0)
 
     def beat(self) -> None:
-        """Show a sign of life."""
+        """Renew the heartbeat."""
         os.utime(self._file)
 
     def release(self) -> None:
-        """Let the folder go."""
+        """Unlock the folder."""
         os.close(self._file)
 
 
 def read_server_state(folder: Path, *, now: float | None = None) -> ServerState:
-    """Look from outside whether a server runs in ``folder``.
+    """Return whether a server runs in ``folder``, and its facts.
 
     Raises:
-        StateError: the lock is there and may not be read.
+        StateError: the lock file exists and may not be read.
     """
     try:
         file = os.open(folder / FILE, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
-        return ServerState(is_up=False, heartbeat_seconds=None, about={})
+        return ServerState(is_up=False, heartbeat_seconds=None, info={})
     except OSError as error:
         raise StateError(
             f"cannot read {folder / FILE}: {error.strerror}",
-            remedy="look as the user that the server runs as",
+            remedy="run the command as the user that the server runs as",
         ) from error
     try:
-        beat = os.fstat(file).st_mtime
+        heartbeat = os.fstat(file).st_mtime
         try:
-            about = json.loads(os.pread(file, 65_536, 0) or b"{}")
+            info = json.loads(os.pread(file, 65_536, 0) or b"{}")
         except ValueError:
-            about = {}  # it is being written
+            info = {}  # the server is writing it
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             is_up = False
@@ -116,7 +116,6 @@ def read_server_state(folder: Path, *, now: float | None = None) -> ServerState:
             is_up = True
     finally:
         os.close(file)
-    age = max((time.time() if now is None else now) - beat, 0.0)
-    return ServerState(
-        is_up=is_up, heartbeat_seconds=age, about=about if isinstance(about, dict) else {}
-    )
+    age = max((time.time() if now is None else now) - heartbeat, 0.0)
+    info = info if isinstance(info, dict) else {}
+    return ServerState(is_up=is_up, heartbeat_seconds=age, info=info)

@@ -1,14 +1,15 @@
-"""``headwater-server status``: whether a server runs, how its run stands, and its fleet as a table.
+"""The command ``headwater-server status``: shows whether a server runs, its run and its devices.
 
-Read from the run's folder, so it works with the server up or down, and without torch, as a
-container asks twice a minute. The exit status is that of a
-health check: 0 if the server is up and its heartbeat fresh, 1 otherwise.
+It reads the run's folder, so it works whether or not the server runs. It does not import torch,
+because container health checks run it twice a minute. Its exit status is a health check: 0 if the
+server runs and its heartbeat is recent, 1 otherwise.
 """
 
 from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,21 +21,23 @@ from rich.markup import escape
 from rich.table import Table
 
 from headwater.common.errors import SettingsError
-from headwater.common.system.json_logs import plain, rfc3339
-from headwater.server.operations import history, orders
-from headwater.server.operations import run_lock as presence
-from headwater.server.operations.vigil import duration_text, names_text
+from headwater.common.system.json_logs import to_json_value, rfc3339
+from headwater.server.operations import history
+from headwater.server.operations.orders import read_order
+from headwater.server.operations.run_lock import FILE, ServerState, read_server_state
 from headwater.server.transport.device_records import DeviceRecord
 
-MOST_SHOWN = 100
+MAX_ROWS = 100
 ABSENT = "-"
-# A round waits for each of its devices; from here on it is worth a line.
+# A round that has waited this long for a device is reported.
 LONG_WAIT_SECONDS = 60.0
+MAX_NAMES = 5
+UNITS = (("d", 86_400), ("h", 3_600), ("min", 60))
 TIMES = ("first_seen", "last_seen", "refused_at", "ended_at", "at")
 
 
 def read_status(folder: Path, *, now: float | None = None) -> dict[str, Any]:
-    """Return all that is known of a run, as it goes out with ``--json``.
+    """Return a run's status, as ``--json`` prints it.
 
     Raises:
         SettingsError: there is no run in the folder.
@@ -42,72 +45,75 @@ def read_status(folder: Path, *, now: float | None = None) -> dict[str, Any]:
     """
     check_run(folder)
     now = time.time() if now is None else now
-    seen, found = presence.read_server_state(folder, now=now), history.read(folder)
-    state = {} if found is None else found.state
-    order = orders.standing(folder)
-    devices = [] if found is None else [_device(one, seen, now) for one in found.devices]
+    server, snapshot = read_server_state(folder, now=now), history.read(folder)
+    state = {} if snapshot is None else snapshot.state
+    order = read_order(folder)
+    devices = [] if snapshot is None else [_device(one, server, now) for one in snapshot.devices]
     return {
-        "is_up": seen.is_up,
-        "is_well": seen.is_well,
-        "heartbeat_seconds": seen.heartbeat_seconds,
-        "pid": seen.about.get("pid") if seen.is_up else None,
-        "address": seen.about.get("address") if seen.is_up else None,
-        "command": seen.command,
-        "stands": state.get("stands") if seen.is_up else "down",
+        "is_up": server.is_up,
+        "is_well": server.is_well,
+        "heartbeat_seconds": server.heartbeat_seconds,
+        "pid": server.info.get("pid") if server.is_up else None,
+        "address": server.info.get("address") if server.is_up else None,
+        "command": server.command,
+        "stands": state.get("stands") if server.is_up else "down",
         "order": None if order is None or order.verb == "resume" else order.verb,
         "round": state.get("round"),
         "rounds": state.get("rounds"),
-        "awaited": state.get("awaited", []) if seen.is_up else [],
-        "num_awaited": state.get("num_awaited", 0) if seen.is_up else 0,
-        "awaited_seconds": state.get("awaited_seconds") if seen.is_up else None,
+        "awaited": state.get("awaited", []) if server.is_up else [],
+        "num_awaited": state.get("num_awaited", 0) if server.is_up else 0,
+        "awaited_seconds": state.get("awaited_seconds") if server.is_up else None,
         "history_failures": state.get("num_failures"),
-        "last_round": None if found is None else _timed(found.last_round or {}) or None,
-        "events": [] if found is None else [_timed(event) for event in found.events],
+        "last_round": None
+        if snapshot is None
+        else _format_times(snapshot.last_round or {}) or None,
+        "events": [] if snapshot is None else [_format_times(event) for event in snapshot.events],
         "num_connected": sum(device["is_connected"] for device in devices),
         "devices": devices,
     }
 
 
 def check_run(folder: Path) -> None:
-    """Hold that a server has run here.
+    """Check that a server has run in the folder.
 
     Raises:
-        SettingsError: there is no trace of one.
+        SettingsError: it holds neither a lock nor a history.
     """
-    if not any((folder / name).exists() for name in (presence.FILE, history.FILE)):
-        what = "holds no run of a server" if folder.is_dir() else "is no folder"
-        raise SettingsError(f"{folder} {what}", remedy="name the server's own folder: --out DIR")
+    if not any((folder / name).exists() for name in (FILE, history.FILE)):
+        problem = "holds no run of a server" if folder.is_dir() else "is not a folder"
+        raise SettingsError(f"{folder} {problem}", remedy="name the server's own folder: --out DIR")
 
 
-def _device(device: DeviceRecord, seen: presence.ServerState, now: float) -> dict[str, Any]:
-    """Return a device as it is told; a server that was killed could not say who was gone."""
-    told = asdict(device)
+def _device(device: DeviceRecord, server: ServerState, now: float) -> dict[str, Any]:
+    """Return a device's fields; after a server was killed, no device counts as connected."""
+    fields = asdict(device)
     if device.is_connected:
-        told["last_seen"] = now if seen.is_up else now - (seen.heartbeat_seconds or 0.0)
-    told["is_connected"] = device.is_connected and seen.is_up
-    told["last_seen_seconds"] = None if told["last_seen"] is None else now - told["last_seen"]
-    return _timed(told)
+        fields["last_seen"] = now if server.is_up else now - (server.heartbeat_seconds or 0.0)
+    fields["is_connected"] = device.is_connected and server.is_up
+    last_seen = fields["last_seen"]
+    fields["last_seen_seconds"] = None if last_seen is None else now - last_seen
+    return _format_times(fields)
 
 
-def _timed(told: dict[str, Any]) -> dict[str, Any]:
+def _format_times(fields: dict[str, Any]) -> dict[str, Any]:
     return {
         key: rfc3339(value) if key in TIMES and value is not None else value
-        for key, value in told.items()
+        for key, value in fields.items()
     }
 
 
 def as_json(status: dict[str, Any]) -> str:
     """Return the status as one JSON object."""
-    return json.dumps(plain(status), allow_nan=False)
+    return json.dumps(to_json_value(status), allow_nan=False)
 
 
 def as_table(status: dict[str, Any], folder: Path) -> RenderableType:
-    """Return the status for a person: two lines on the run, then its devices."""
+    """Return the status as text: two lines about the run, then a table of its devices."""
     parts: list[RenderableType] = [_headline(status, folder)]
     waited = status["awaited_seconds"] or 0.0
     if status["awaited"] and waited >= LONG_WAIT_SECONDS:
-        whom = escape(names_text(status["awaited"], status["num_awaited"]))
-        parts.append(f"it has waited {duration_text(waited)} for {whom}")
+        names = escape(names_text(status["awaited"], status["num_awaited"]))
+        parts.append(f"it has waited {duration_text(waited)} for {names}")
     last = status["last_round"]
     if last is not None:
         loss = "not finite" if last["loss"] is None else f"{last['loss']:.4f}"
@@ -120,27 +126,26 @@ def as_table(status: dict[str, Any], folder: Path) -> RenderableType:
         parts.append(f"[bold red]{status['history_failures']} writes of the history failed[/]")
     if status["devices"]:
         shown = sorted(status["devices"], key=lambda one: (not one["is_connected"], one["name"]))
-        parts.append(_fleet(shown[:MOST_SHOWN]))
-        if len(shown) > MOST_SHOWN:
-            parts.append(f"and {len(shown) - MOST_SHOWN} more: --json has them all")
-        parts += [_refusal(device) for device in shown[:MOST_SHOWN] if device["refusal_code"]]
+        parts.append(_fleet(shown[:MAX_ROWS]))
+        if len(shown) > MAX_ROWS:
+            parts.append(f"and {len(shown) - MAX_ROWS} more: --json shows all")
+        parts += [_refusal(device) for device in shown[:MAX_ROWS] if device["refusal_code"]]
     else:
-        parts.append("no device was seen so far")
+        parts.append("no device has connected so far")
     return Group(*parts)
 
 
 def _headline(status: dict[str, Any], folder: Path) -> str:
     if not status["is_up"]:
-        ago = _ago(status["heartbeat_seconds"])
+        ago, path = _ago(status["heartbeat_seconds"]), escape(str(folder))
         line = (
-            f"[bold red]down[/]: no server runs in {escape(str(folder))}, the last was here {ago}"
+            f"[bold red]down[/]: no server runs in {path}, last heartbeat {ago}; continue with: "
+            f"{escape(status['command'])} --resume --out {path}"
         )
-        where = escape(str(folder))
-        goes_on = f"{line}; go on with: {escape(status['command'])} --resume --out {where}"
         if status["order"] == "pause":
-            goes_on += f"\nstill paused; undo it with: headwater-server resume --out {where}"
-        return goes_on
-    word = "[bold green]up[/]" if status["is_well"] else "[bold red]up, but does not answer[/]"
+            line += f"\nstill paused; to undo: headwater-server resume --out {path}"
+        return line
+    word = "[bold green]up[/]" if status["is_well"] else "[bold red]up, but not responding[/]"
     rounds = f"{status['round'] or 0} of {status['rounds'] or '?'} rounds done"
     beat = "" if status["is_well"] else f", last heartbeat {_ago(status['heartbeat_seconds'])}"
     return (
@@ -177,19 +182,31 @@ def _cells(device: dict[str, Any]) -> list[str]:
 
 
 def _memory(peak: int | None, limit: int | None) -> str:
-    """Return the peak, and its share of the limit; of a device that has not trained, the limit."""
+    """Return the peak and its share of the limit; the limit alone before the first round."""
     if peak is None:
         return ABSENT if limit is None else f"of {decimal(limit)}"
     return decimal(peak) if not limit else f"{decimal(peak)}, {peak / limit:.0%}"
 
 
 def _refusal(device: dict[str, Any]) -> str:
-    why = escape(f"{device['refusal_code']}: {device['refusal_text']}")
-    return f"{escape(device['name'])} refused at {device['refused_at']}: {why}"
+    reason = escape(f"{device['refusal_code']}: {device['refusal_text']}")
+    return f"{escape(device['name'])} refused at {device['refused_at']}: {reason}"
 
 
 def _ago(seconds: float | None) -> str:
-    """Say how long ago something was, to one figure that matters: 12 s, 3 min, 5 h, 2 d ago."""
-    if seconds is None:
-        return "never"
-    return f"{duration_text(seconds)} ago"
+    return "never" if seconds is None else f"{duration_text(seconds)} ago"
+
+
+def duration_text(seconds: float) -> str:
+    """Return a duration as a whole number of its largest unit: 12 s, 3 min, 5 h, 2 d."""
+    for unit, size in UNITS:
+        if seconds >= size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def names_text(names: Sequence[str], number: int) -> str:
+    """Return the first few of ``number`` names: "a, b, c, d, e and 12 more"."""
+    shown = ", ".join(names[:MAX_NAMES])
+    num_more = number - len(names[:MAX_NAMES])
+    return f"{shown} and {num_more} more" if num_more else shown

@@ -1,12 +1,12 @@
-"""The server's half of secure aggregation up to the masks: a state for each phase.
+"""The server's phases of secure aggregation before the masks: keys, shares, checked shares.
 
-A phase says whom it asks what (``requests``), takes their replies one by one (``take``), and is
-closed when all have answered or the time is up (``close``): that gives the next phase, or aborts
-the round. Phases are frozen, so a reply that is refused leaves no trace. Network, clock and disk
-are the caller's, who stores the session's number before it sends the first request.
+Each phase is an immutable state: ``requests`` returns its message to each client, ``take`` adds one
+reply, and ``close``, called when all have answered or time is up, returns the next phase or aborts
+the round. A refused reply leaves the state unchanged. The caller handles network, clock and disk,
+and stores the session's number before it sends the first request.
 
-Until phase 2 a device that leaves costs nothing: nobody has masked yet, and U2 is made of those who
-are still there. What the server learns here: public keys, ciphertexts, commitments.
+Before phase 2 a client may leave at no cost: no update is masked yet, and U2 consists of the
+remaining clients. The server learns public keys, ciphertexts and commitments here.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from headwater.common.errors import (
 )
 from headwater.common.secagg.keys import agree, new_key_pair
 from headwater.common.secagg.protocol import (
+    CheckReply,
+    CheckRequest,
     DealtShare,
-    KeysAdvertised,
-    KeysWanted,
+    KeysReply,
+    KeysRequest,
     Member,
     Reply,
     Request,
     Roster,
-    SharesChecked,
-    SharesDealt,
-    SharesDelivered,
+    SharesReply,
 )
-from headwater.common.secagg.session import Session, session_of
+from headwater.common.secagg.session import SessionView, session_of
 from headwater.server.secagg.mask_phases import MaskPhase
 from headwater.server.secagg.parameters import (
     SessionSetup,
@@ -46,49 +46,49 @@ from headwater.server.secagg.parameters import (
 )
 
 
-def open_session(opening: SessionSetup) -> KeysPhase:
-    """Open a session among the devices that have an update."""
-    return KeysPhase(opening=opening, keys={})
+def open_session(setup: SessionSetup) -> KeysPhase:
+    """Return the first phase of a session."""
+    return KeysPhase(setup=setup, keys={})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KeysPhase:
-    """Phase 0: who takes part, and with which keys."""
+    """Phase 0: clients advertise their keys."""
 
-    opening: SessionSetup
-    keys: Mapping[str, KeysAdvertised]
+    setup: SessionSetup
+    keys: Mapping[str, KeysReply]
 
     def requests(self) -> dict[str, Request]:
-        """Return whom to ask what."""
-        opening = self.opening
-        wanted = KeysWanted(
-            run=opening.run,
-            round=opening.number.round,
-            attempt=opening.number.attempt,
-            mode=opening.mode,
+        """Return the request to each client."""
+        setup = self.setup
+        request = KeysRequest(
+            run=setup.run,
+            round=setup.number.round,
+            attempt=setup.number.attempt,
+            mode=setup.mode,
         )
-        return dict.fromkeys(opening.planned_weights, wanted)
+        return dict.fromkeys(setup.planned_weights, request)
 
     def take(self, sender: str, reply: Reply) -> KeysPhase:
-        """Take a device's keys.
+        """Add a client's keys.
 
         Raises:
-            LateUpdate, UnexpectedUpdate: see ``admitted``.
-            CorruptUpdate: somebody advertised one of the keys before.
-            BadPublicKey: one is of low order.
-            SignatureRefused: it is not signed, in active mode. Whether the signature is right the
-                server cannot say: the devices hold the allow-list.
+            LateUpdate, UnexpectedUpdate: see ``check_reply``.
+            CorruptUpdate: one of the keys was advertised before.
+            BadPublicKey: a key is of low order.
+            SignatureRefused: the keys are not signed, in active mode. The server cannot check the
+                signature, because only the clients have the allow-list.
         """
         keys = check_reply(
             reply,
-            KeysAdvertised,
+            KeysReply,
             sender=sender,
-            awaited=self.opening.planned_weights,
-            there=self.keys,
+            awaited=self.setup.planned_weights,
+            received=self.keys,
         )
         known = {key for k in self.keys.values() for key in (k.mask_key, k.sharing_key)}
         if keys.mask_key == keys.sharing_key or known & {keys.mask_key, keys.sharing_key}:
-            raise CorruptUpdate(f"{sender}: a key that was advertised before")
+            raise CorruptUpdate(f"{sender}: one of its keys was advertised before")
         for key in (keys.mask_key, keys.sharing_key):
             agree(
                 new_key_pair().private,
@@ -97,7 +97,7 @@ class KeysPhase:
                 purpose="share",
                 ends=("server", sender),
             )
-        if self.opening.mode == "active" and keys.signature is None:
+        if self.setup.mode == "active" and keys.signature is None:
             raise SignatureRefused(f"{sender}: its keys are not signed, in active mode")
         return replace(self, keys={**self.keys, sender: keys})
 
@@ -106,9 +106,9 @@ class KeysPhase:
 
         Raises:
             TooFewSurvivors: fewer members than a session needs.
-            NoSuchGraph: none is dense enough for so many, under the assumptions.
+            NoSuchGraph: under the assumptions no graph is dense enough for this many members.
         """
-        check_enough(self.keys, self.opening, what="advertised keys")
+        check_enough(self.keys, self.setup, what="advertised keys")
         members = [
             Member(
                 name=name,
@@ -116,145 +116,149 @@ class KeysPhase:
                 sharing_key=keys.sharing_key,
                 has_aes=keys.has_aes,
                 signature=keys.signature,
-                planned_weight=self.opening.planned_weights[name],
+                planned_weight=self.setup.planned_weights[name],
             )
             for name, keys in sorted(self.keys.items())
         ]
-        parameters = parameters_of(self.opening, members)
-        session = session_of(parameters, members, model_digest=self.opening.model_digest)
-        return DealPhase(opening=self.opening, session=session, dealt={})
+        parameters = parameters_of(self.setup, members)
+        session = session_of(parameters, members, model_digest=self.setup.model_digest)
+        return DealPhase(setup=self.setup, session=session, dealt={})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DealPhase:
-    """Phase 1: everybody shares its secrets out."""
+    """Phase 1: each client sends shares of its secrets to its holders."""
 
-    opening: SessionSetup
-    session: Session
-    dealt: Mapping[str, SharesDealt]
+    setup: SessionSetup
+    session: SessionView
+    dealt: Mapping[str, SharesReply]
 
     def requests(self) -> dict[str, Request]:
-        """Return whom to ask what."""
+        """Return the request to each client."""
         members = self.session.members
         roster = Roster(parameters=self.session.parameters, members=tuple(members.values()))
         return dict.fromkeys(members, roster)
 
     def take(self, sender: str, reply: Reply) -> DealPhase:
-        """Take what a device dealt.
+        """Add the shares that a client dealt.
 
         Raises:
-            LateUpdate, UnexpectedUpdate: see ``admitted``.
-            SessionMismatch: its model, or what reached it of the roster, is another.
-            CorruptUpdate: not one share for each of its holders, in their order.
+            LateUpdate, UnexpectedUpdate: see ``check_reply``.
+            SessionMismatch: the client has another model or received another roster.
+            CorruptUpdate: they are not one share per holder, in the holders' order.
         """
         dealt = check_reply(
-            reply, SharesDealt, sender=sender, awaited=self.session.members, there=self.dealt
+            reply, SharesReply, sender=sender, awaited=self.session.members, received=self.dealt
         )
         if dealt.session != self.session.digest:
             raise SessionMismatch(
-                f"{sender}: shares for session {dealt.session.hex()[:16]}, this is "
-                f"{self.session.digest.hex()[:16]}: it has another model, or saw another roster"
+                f"{sender}: sent shares for session {dealt.session.hex()[:16]}, expected "
+                f"{self.session.digest.hex()[:16]}: it has another model or another roster"
             )
         ends = tuple((share.dealer, share.holder) for share in dealt.shares)
         if ends != tuple((sender, holder) for holder in self.session.holders(sender)):
-            raise CorruptUpdate(f"{sender}: not one share for each of its holders, in their order")
+            raise CorruptUpdate(f"{sender}: expected one share per holder, in the holders' order")
         return replace(self, dealt={**self.dealt, sender: dealt})
 
     def close(self) -> CheckPhase:
-        """Pass the shares on to those who dealt themselves.
+        """Return the phase that delivers the shares to the holders that dealt shares themselves.
 
         Raises:
-            TooFewSurvivors: too few dealt.
+            TooFewSurvivors: too few clients dealt shares.
         """
-        check_enough(self.dealt, self.opening, what="dealt shares")
-        return CheckPhase(opening=self.opening, session=self.session, dealt=self.dealt, checked={})
+        check_enough(self.dealt, self.setup, what="dealt shares")
+        return CheckPhase(setup=self.setup, session=self.session, dealt=self.dealt, checked={})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckPhase:
-    """Between the phases: everybody opens its shares, and names the dealers of bad ones."""
+    """Between phases 1 and 2: each client opens its shares and names the dealers of bad ones."""
 
-    opening: SessionSetup
-    session: Session
-    dealt: Mapping[str, SharesDealt]
+    setup: SessionSetup
+    session: SessionView
+    dealt: Mapping[str, SharesReply]
     checked: Mapping[str, frozenset[str]]
 
     def requests(self) -> dict[str, Request]:
-        """Return whom to ask what."""
+        """Return the request to each client."""
         shares: dict[str, list[DealtShare]] = {name: [] for name in self.dealt}
         for dealt in self.dealt.values():
             for share in dealt.shares:
                 if share.holder in shares:
                     shares[share.holder].append(share)
-        return {name: SharesDelivered(shares=tuple(found)) for name, found in shares.items()}
+        return {name: CheckRequest(shares=tuple(received)) for name, received in shares.items()}
 
     def take(self, sender: str, reply: Reply) -> CheckPhase:
-        """Take a device's complaints, or that it has none.
+        """Add a client's complaints, of which there may be none.
 
         Raises:
-            LateUpdate, UnexpectedUpdate: see ``admitted``.
-            CorruptUpdate: it complains of a device that dealt it nothing.
+            LateUpdate, UnexpectedUpdate: see ``check_reply``.
+            CorruptUpdate: it complains of a client that dealt it no share.
         """
         checked = check_reply(
-            reply, SharesChecked, sender=sender, awaited=self.dealt, there=self.checked
+            reply, CheckReply, sender=sender, awaited=self.dealt, received=self.checked
         )
         dealers = self.dealt.keys() & set(self.session.holders(sender)) - {sender}
         if not dealers.issuperset(checked.bad_dealers):
-            raise CorruptUpdate(f"{sender}: it complains of a device that dealt it nothing")
+            raise CorruptUpdate(f"{sender}: it complains of a device that dealt it no share")
         return replace(self, checked={**self.checked, sender: frozenset(checked.bad_dealers)})
 
     @property
     def complaints(self) -> dict[str, frozenset[str]]:
-        """Who found whose shares bad."""
+        """The dealers of bad shares, by complaining holder."""
         return {name: bad for name, bad in self.checked.items() if bad}
 
     @property
-    def left(self) -> dict[str, HeadwaterError]:
-        """Who answered and is not in U2 even so, and why: it is to blame for bad shares.
+    def excluded(self) -> dict[str, HeadwaterError]:
+        """The clients that answered but are not in U2, and why: a complaint concerns them.
 
-        Whoever is left with fewer than t holders leaves too, until nobody is: in a sparse graph a
-        neighbourhood may thin out although the cohort is large enough.
+        A client with fewer than t remaining holders is excluded too, repeatedly: in a sparse graph
+        a neighbourhood may become too small although the cohort is large enough.
         """
-        left = resolve_complaints(self.complaints)
-        members = sorted(self.checked.keys() - left.keys())
+        excluded = resolve_complaints(self.complaints)
+        members = sorted(self.checked.keys() - excluded.keys())
         while short := self.session.short_of_holders(members, present=members):
             threshold = self.session.parameters.threshold
-            why = f"fewer than {threshold} of its holders are left"
-            left |= {name: TooFewSurvivors(f"{name}: {why}") for name in short}
+            reason = f"fewer than {threshold} of its holders remain"
+            excluded |= {name: TooFewSurvivors(f"{name}: {reason}") for name in short}
             members = sorted(set(members) - set(short))
-        return left
+        return excluded
 
     def close(self) -> MaskPhase:
-        """Fix U2: those who answered, but for those who ``left``.
+        """Fix U2, the clients that answered and are not ``excluded``.
 
         Raises:
-            TooFewSurvivors: too few are left.
+            TooFewSurvivors: too few remain.
         """
-        left = self.left
-        members = sorted(self.checked.keys() - left.keys())
-        check_enough(members, self.opening, what="can mask an update")
+        excluded = self.excluded
+        members = sorted(self.checked.keys() - excluded.keys())
+        check_enough(members, self.setup, what="can mask an update")
         return MaskPhase.of(
-            opening=self.opening, session=self.session, dealt=self.dealt, members=members, left=left
+            setup=self.setup,
+            session=self.session,
+            dealt=self.dealt,
+            members=members,
+            excluded=excluded,
         )
 
 
 def resolve_complaints(complaints: Mapping[str, Iterable[str]]) -> dict[str, HeadwaterError]:
-    """Return who leaves so that no complaint (holder -> dealers) is left, and why.
+    """Return the clients to exclude so that no complaint (holder -> dealers) remains, and why.
 
-    Of holder and dealer one is at fault, and nobody else can tell which. Whoever is part of most
-    complaints leaves first, of two that are level the dealer. So a dealer whose shares are bad
-    leaves alone, however many complain; and a holder that complains of many leaves itself, where
-    a rule against dealers would let one liar empty the session.
+    Either the holder or the dealer is at fault, and no third client can tell which. The client with
+    the most complaints is excluded first, in a tie the dealer. A dealer of bad shares is therefore
+    excluded alone, however many complain, and so is a holder that complains of many. A rule that
+    always excludes the dealer would let one liar empty the session.
     """
     edges = {(holder, dealer) for holder, dealers in complaints.items() for dealer in dealers}
-    left: dict[str, HeadwaterError] = {}
+    excluded: dict[str, HeadwaterError] = {}
     while edges:
         dealers = {dealer for _, dealer in edges}
         count = Counter(end for edge in edges for end in edge)
         worst = max(count, key=lambda name: (count[name], name in dealers, name))
         others = sorted({end for edge in edges if worst in edge for end in edge} - {worst})
-        left[worst] = WrongShare(
-            f"{worst}: between it and {', '.join(others[:5])} there are bad shares"
+        excluded[worst] = WrongShare(
+            f"{worst}: between it and {', '.join(others[:5])} shares are bad"
         )
         edges = {edge for edge in edges if worst not in edge}
-    return left
+    return excluded

@@ -1,8 +1,8 @@
-"""The server's half of secure aggregation from the masked vectors to the survivor set.
+"""The server's phases of secure aggregation from the masked vectors to the survivor set.
 
-A masked vector is checked whole and folded into one vector of the ring; after that it is gone. Who
-came in time is U3: survivors all, whatever happens to them later, and a vector that comes after the
-set was fixed is refused: the others may have given shares of its owner's mask key by then.
+A masked vector is checked as a whole and added to one vector of the ring; only the sum is kept. The
+senders that were in time form U3 and remain survivors whatever happens to them later. A later
+vector is refused: other clients may already have revealed shares of its sender's mask key.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from headwater.server.secagg.unmask_phase import Dealt, MaskedSum, UnmaskPhase, 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MaskPhase:
-    """Phase 2: the masked vectors come in."""
+    """Phase 2: clients send their masked vectors."""
 
-    opening: SessionSetup
+    setup: SessionSetup
     session: SessionView
     dealt: Dealt = field(repr=False)
     members: tuple[str, ...]
-    left: Mapping[str, HeadwaterError]
+    excluded: Mapping[str, HeadwaterError]
     total: MaskedSum
     arrived: frozenset[str] = frozenset()
 
@@ -44,13 +44,13 @@ class MaskPhase:
     def of(
         cls,
         *,
-        opening: SessionSetup,
+        setup: SessionSetup,
         session: SessionView,
         dealt: Dealt,
         members: Sequence[str],
-        left: Mapping[str, HeadwaterError],
+        excluded: Mapping[str, HeadwaterError],
     ) -> MaskPhase:
-        """Begin with an empty sum; ``left`` is who is not in U2 any more, and why."""
+        """Start with an empty sum; ``excluded`` are the clients that answered but are not in U2."""
         chosen = session.parameters
         vector_P: RingVector = (
             np.zeros(chosen.num_values, np.uint16)
@@ -59,64 +59,66 @@ class MaskPhase:
         )
         total = MaskedSum(vector_P=vector_P, scalars=np.zeros(len(chosen.scalars), np.uint64))
         return cls(
-            opening=opening,
+            setup=setup,
             session=session,
             dealt=dealt,
             members=tuple(members),
-            left=left,
+            excluded=excluded,
             total=total,
         )
 
     def requests(self) -> dict[str, Request]:
-        """Return whom to ask what."""
+        """Return the request to each client."""
         return dict.fromkeys(self.members, MaskRequest(members=self.members))
 
     def take(
         self, sender: str, reply: Reply, vector: memoryview | bytes | None = None
     ) -> MaskPhase:
-        """Fold a masked vector, after all of it was checked; only the sum remembers it.
+        """Add a masked vector to the sum, after it was checked as a whole.
 
         Raises:
-            LateUpdate, UnexpectedUpdate: see ``admitted``.
-            SessionMismatch: it was masked in another session.
-            CorruptUpdate: vector or numbers are not as long as they should be.
+            LateUpdate, UnexpectedUpdate: see ``check_reply``.
+            SessionMismatch: the vector was masked in another session.
+            CorruptUpdate: the vector or the numbers have the wrong length.
         """
         head = check_reply(
-            reply, MaskReply, sender=sender, awaited=self.members, there=self.arrived
+            reply, MaskReply, sender=sender, awaited=self.members, received=self.arrived
         )
         if head.session != self.session.digest:
             raise SessionMismatch(f"{sender}: its update was masked in another session")
         total = self.total
-        for what, found, expected in (
+        for what, num_bytes, expected in (
             ("masked vector", len(vector or b""), total.vector_P.nbytes),
             ("masked numbers", len(head.scalars), total.scalars.nbytes),
         ):
-            if found != expected:
-                raise CorruptUpdate(f"{sender}: {what} of {found:,} bytes, expected {expected:,}")
+            if num_bytes != expected:
+                raise CorruptUpdate(
+                    f"{sender}: {what} of {num_bytes:,} bytes, expected {expected:,}"
+                )
         masked_P = np.frombuffer(vector or b"", total.vector_P.dtype.newbyteorder("<"))
         np.add(total.vector_P, masked_P, out=total.vector_P)
         np.add(total.scalars, np.frombuffer(head.scalars, "<u8"), out=total.scalars)
         return replace(self, arrived=self.arrived | {sender})
 
     def close(self) -> SignPhase | UnmaskPhase:
-        """Fix U3: from here on a vector that comes late is refused.
+        """Fix U3; a vector that arrives later is refused.
 
         Raises:
-            TooFewSurvivors: fewer than the devices would agree to, or than could open every mask.
+            TooFewSurvivors: fewer than the clients accept, or than can remove every mask.
         """
         survived = tuple(sorted(self.arrived))
         dropped = tuple(sorted(set(self.members) - self.arrived))
-        check_enough(survived, self.opening, what="sent a masked update")
-        least = self.opening.least_survivors(len(self.members))
+        check_enough(survived, self.setup, what="sent a masked update")
+        least = self.setup.least_survivors(len(self.members))
         if len(survived) < least:
             raise TooFewSurvivors(
-                f"{self.opening.number}: {len(survived)} of {len(self.members)} devices sent a "
+                f"{self.setup.number}: {len(survived)} of {len(self.members)} devices sent a "
                 f"masked update, at least {least} must"
             )
         check_holders(self.session, self.members, present=survived)
-        if self.opening.mode == "active":
+        if self.setup.mode == "active":
             return SignPhase(
-                opening=self.opening,
+                setup=self.setup,
                 session=self.session,
                 dealt=self.dealt,
                 total=self.total,
@@ -124,7 +126,7 @@ class MaskPhase:
                 dropped=dropped,
             )
         return UnmaskPhase(
-            opening=self.opening,
+            setup=self.setup,
             session=self.session,
             dealt=self.dealt,
             total=self.total,
@@ -136,9 +138,9 @@ class MaskPhase:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SignPhase:
-    """Phase 3, active mode: everybody signs the survivor set."""
+    """Phase 3, in active mode only: each survivor signs the survivor set."""
 
-    opening: SessionSetup
+    setup: SessionSetup
     session: SessionView
     dealt: Dealt = field(repr=False)
     total: MaskedSum
@@ -147,41 +149,41 @@ class SignPhase:
     signed: Mapping[str, bytes] = field(default_factory=dict, repr=False)
 
     def requests(self) -> dict[str, Request]:
-        """Return whom to ask what."""
-        told = SurvivorsRequest(survived=self.survived, dropped=self.dropped)
-        return dict.fromkeys(self.survived, told)
+        """Return the request to each client."""
+        request = SurvivorsRequest(survived=self.survived, dropped=self.dropped)
+        return dict.fromkeys(self.survived, request)
 
     def take(self, sender: str, reply: Reply) -> SignPhase:
-        """Take a signature, which the other devices will verify: they hold the allow-list.
+        """Add a signature; the other clients verify it, because only they have the allow-list.
 
         Raises:
-            LateUpdate, UnexpectedUpdate: see ``admitted``.
+            LateUpdate, UnexpectedUpdate: see ``check_reply``.
         """
-        told = check_reply(
-            reply, SurvivorsReply, sender=sender, awaited=self.survived, there=self.signed
+        signed = check_reply(
+            reply, SurvivorsReply, sender=sender, awaited=self.survived, received=self.signed
         )
-        return replace(self, signed={**self.signed, sender: told.signature})
+        return replace(self, signed={**self.signed, sender: signed.signature})
 
     def close(self) -> UnmaskPhase:
-        """Pass the signatures on; those who signed are asked for their shares.
+        """Return the phase that asks the signers for shares and passes them all signatures.
 
         Raises:
-            TooFewSurvivors: too few signed for the devices to go on, or to open every mask.
+            TooFewSurvivors: too few signed for the clients to continue, or to remove every mask.
         """
         needed = signatures_needed(
             self.session.parameters.threshold,
             len(self.session.members),
-            corrupted=self.opening.corrupted,
+            corrupted=self.setup.corrupted,
         )
         if len(self.signed) < needed:
             raise TooFewSurvivors(
-                f"{self.opening.number}: {len(self.signed)} devices signed the survivor set, "
+                f"{self.setup.number}: {len(self.signed)} devices signed the survivor set, "
                 f"{needed} must"
             )
         everybody = (*self.survived, *self.dropped)
         check_holders(self.session, everybody, present=tuple(self.signed))
         return UnmaskPhase(
-            opening=self.opening,
+            setup=self.setup,
             session=self.session,
             dealt=self.dealt,
             total=self.total,

@@ -1,4 +1,4 @@
-"""What the server chooses for a secure session, and what it holds every reply against."""
+"""A secure session's parameters, and the checks that every reply and every phase must pass."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from headwater.common.errors import LateUpdate, TooFewSurvivors, UnexpectedUpdat
 from headwater.common.secagg.fixed_point import Encoding, RingBits, plan_encoding
 from headwater.common.secagg.graph import SECURITY_BITS, Mode, ceil_fraction, graph_size
 from headwater.common.secagg.protocol import (
-    LEAST_MEMBERS,
     MAX_COMPLETE,
+    MIN_MEMBERS,
     NUM_CLIPPED,
     PHASES,
     WEIGHT,
@@ -20,7 +20,7 @@ from headwater.common.secagg.protocol import (
     Reply,
     SessionNumber,
     complete_threshold,
-    most_clipped,
+    max_clipped,
 )
 from headwater.common.secagg.rotation import rotated_encoding
 from headwater.common.secagg.scalars import Scalar, plan_scalar
@@ -30,12 +30,12 @@ R = TypeVar("R", bound=Reply)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SessionSetup:
-    """What the server chose for a session before it knows who takes part.
+    """The server's choices for a session before it knows which clients advertise keys.
 
-    ``planned_weights`` are of the devices that said they have an update, by name. ``bounds`` are
-    the largest absolute values of the numbers that ride along beside weight and clipped count.
-    ``corrupted`` and ``dropout`` are the shares that a sparse graph must bear, but for a chance of
-    2^-``bits``.
+    ``planned_weights`` has an entry for each client with an update. ``bounds`` are the largest
+    absolute values of the masked numbers other than weight and clipped count. ``corrupted`` and
+    ``dropout`` are the fractions of clients that a sparse graph must tolerate, except with
+    probability 2^-``bits``.
     """
 
     run: int
@@ -49,7 +49,7 @@ class SessionSetup:
     bounds: Mapping[str, float] = field(default_factory=dict)
     rotation_seed: bytes | None = None
     bounds_digest: bytes | None = None
-    min_members: int = LEAST_MEMBERS
+    min_members: int = MIN_MEMBERS
     min_survivors: float = 0.7
     corrupted: float = 0.1
     dropout: float = 0.1
@@ -57,96 +57,95 @@ class SessionSetup:
 
     @property
     def least_members(self) -> int:
-        """How many members a session has at least, in every phase."""
-        return max(LEAST_MEMBERS, self.min_members)
+        """The smallest number of members in any phase."""
+        return max(MIN_MEMBERS, self.min_members)
 
     def least_survivors(self, num_shared: int) -> int:
-        """Return how many of those who shared must survive, for the devices to agree."""
+        """Return how many of ``num_shared`` members must survive; the clients require it too."""
         return ceil_fraction(self.min_survivors, num_shared)
 
 
-def parameters_of(opening: SessionSetup, members: Iterable[Member]) -> Parameters:
+def parameters_of(setup: SessionSetup, members: Iterable[Member]) -> Parameters:
     """Return the parameters of a session of these members.
 
-    The complete graph's thresholds hold up to ``MAX_COMPLETE`` members, those of a k-regular graph
-    above.
+    The graph is complete up to ``MAX_COMPLETE`` members, and k-regular above.
     """
     rows = list(members)
     num_members = len(rows)
     weights = [member.planned_weight for member in rows]
     if num_members <= MAX_COMPLETE:
-        k, t = None, complete_threshold(num_members, opening.mode)
+        k, t = None, complete_threshold(num_members, setup.mode)
     else:
         size = graph_size(
             num_members,
-            corrupted=opening.corrupted,
-            dropout=opening.dropout,
-            mode=opening.mode,
-            security_bits=opening.bits,
+            corrupted=setup.corrupted,
+            dropout=setup.dropout,
+            mode=setup.mode,
+            security_bits=setup.bits,
         )
         k, t = size.num_neighbours, size.threshold
     has_aes = all(member.has_aes for member in rows)
     return Parameters(
-        run=opening.run,
-        round=opening.number.round,
-        attempt=opening.number.attempt,
-        mode=opening.mode,
+        run=setup.run,
+        round=setup.number.round,
+        attempt=setup.number.attempt,
+        mode=setup.mode,
         threshold=t,
         num_neighbours=k,
         cipher="aes256-ctr" if has_aes else "chacha20",
-        num_values=opening.num_values,
-        encoding=_encoding(opening, sum(weights)),
-        scalars=tuple(_scalars(opening, num_members, max(weights))),
-        rotation_seed=opening.rotation_seed,
-        bounds_digest=opening.bounds_digest,
+        num_values=setup.num_values,
+        encoding=_encoding(setup, sum(weights)),
+        scalars=tuple(_scalars(setup, num_members, max(weights))),
+        rotation_seed=setup.rotation_seed,
+        bounds_digest=setup.bounds_digest,
     )
 
 
-def _encoding(opening: SessionSetup, planned_weight: int) -> Encoding:
-    if opening.ring_bits == 16:
+def _encoding(setup: SessionSetup, planned_weight: int) -> Encoding:
+    if setup.ring_bits == 16:
         return rotated_encoding(max_weight=planned_weight)
-    return plan_encoding(max_weight=planned_weight, clip=opening.clip)
+    return plan_encoding(max_weight=planned_weight, clip=setup.clip)
 
 
-def _scalars(opening: SessionSetup, num_devices: int, largest_weight: int) -> Iterable[Scalar]:
-    num_clips = most_clipped(opening.num_values, len(opening.bounds) + 2)
-    for name, most in ((WEIGHT, largest_weight), (NUM_CLIPPED, num_clips)):
-        yield plan_scalar(name, bound=float(most), num_devices=num_devices, is_count=True)
-    for name, bound in sorted(opening.bounds.items()):
-        yield plan_scalar(name, bound=bound, num_devices=num_devices)
+def _scalars(setup: SessionSetup, num_devices: int, max_weight: int) -> Iterable[Scalar]:
+    num_clips = max_clipped(setup.num_values, len(setup.bounds) + 2)
+    for name, bound in ((WEIGHT, max_weight), (NUM_CLIPPED, num_clips)):
+        yield plan_scalar(name, bound=float(bound), num_devices=num_devices, is_count=True)
+    for name, limit in sorted(setup.bounds.items()):
+        yield plan_scalar(name, bound=limit, num_devices=num_devices)
 
 
 def check_reply(
-    reply: Reply, kind: type[R], *, sender: str, awaited: Container[str], there: Container[str]
+    reply: Reply, kind: type[R], *, sender: str, awaited: Container[str], received: Container[str]
 ) -> R:
-    """Return a reply if it is of this phase, and its sender's first.
+    """Return a reply if it belongs to this phase and is the sender's first.
 
     Raises:
-        LateUpdate: it belongs to a phase that was closed; its sender was declared dropped.
-        UnexpectedUpdate: nobody asked for it, it is here already, or it names somebody else.
+        LateUpdate: it belongs to an earlier phase; its sender has been declared dropped.
+        UnexpectedUpdate: it is not awaited, was received before, or names another sender.
     """
     if not isinstance(reply, kind):
         order: list[type] = [phase.reply for phase in PHASES]
         is_late = order.index(type(reply)) < order.index(kind)
         error = LateUpdate if is_late else UnexpectedUpdate
-        raise error(f"{sender}: a {type(reply).__name__} where a {kind.__name__} is awaited")
+        raise error(f"{sender}: sent a {type(reply).__name__}, expected a {kind.__name__}")
     if reply.name != sender:
-        raise UnexpectedUpdate(f"{sender}: a {kind.__name__} under the name of {reply.name}")
-    if sender in there:
-        raise UnexpectedUpdate(f"{sender}: its {kind.__name__} is here already")
+        raise UnexpectedUpdate(f"{sender}: sent a {kind.__name__} under the name of {reply.name}")
+    if sender in received:
+        raise UnexpectedUpdate(f"{sender}: its {kind.__name__} was received before")
     if sender not in awaited:
-        raise UnexpectedUpdate(f"{sender}: no {kind.__name__} of it is awaited")
+        raise UnexpectedUpdate(f"{sender}: the session awaits no {kind.__name__} from it")
     return reply
 
 
-def check_enough(names: Sized, opening: SessionSetup, *, what: str) -> None:
-    """Abort if fewer are left than any session needs.
+def check_enough(names: Sized, setup: SessionSetup, *, what: str) -> None:
+    """Check that at least ``least_members`` remain; ``what`` says what they did.
 
     Raises:
-        TooFewSurvivors: saying so.
+        TooFewSurvivors: fewer remain.
     """
     count = len(names)
-    if count < opening.least_members:
+    if count < setup.least_members:
         raise TooFewSurvivors(
-            f"{opening.number}: {count} devices {what}, at least {opening.least_members} must"
+            f"{setup.number}: {count} devices {what}, at least {setup.least_members} must"
         )

@@ -1,8 +1,8 @@
-"""A masked round's attempts: a session, and another among the rest while nobody has masked.
+"""Retries of a masked round: a further session without the clients at fault, until one succeeds.
 
-A session that is aborted before the masks has cost no update anything: if it is known whose fault
-it was, the others go into the next session at once, with the updates that they have. Once somebody
-has masked, the round is aborted, and its next attempt takes new examples.
+A session that is aborted before any client has masked its update costs no update. If the clients at
+fault are known, the remaining clients enter the next session at once, with the same updates. After
+a client has masked, the round is aborted, and its next attempt uses new examples.
 """
 
 from __future__ import annotations
@@ -22,33 +22,33 @@ from headwater.server.secagg.unmask_phase import UnmaskedSum
 
 log = logging.getLogger(__name__)
 
-SHOWN = 3  # devices that a line of the log explains
+MAX_LOGGED = 3  # devices whose errors one log line shows
 
 
 def sum_masked(
     cohort: ReadyCohort,
     fleet: Fleet,
     *,
-    open_session: Callable[[ReadyCohort], SessionSetup],
+    set_up: Callable[[ReadyCohort], SessionSetup],
     bounds: NDArray[np.float32] | None,
     phase_seconds: float,
     refuse: Refuse,
     leave_out: Callable[[Mapping[str, str]], None],
 ) -> UnmaskedSum:
-    """Return the cohort's sum, of as many attempts as it takes to be rid of who can be named.
+    """Return the cohort's sum, after as many sessions as it takes to remove clients at fault.
 
-    ``open_session`` chooses a session's parameters, with a number of its own. ``refuse`` is told of
-    whoever is not in the sum, ``leave_out`` of who made an attempt fail, and why.
+    ``set_up`` chooses each session's parameters, with a new session number. ``refuse`` is called
+    for each client that is not in the sum, ``leave_out`` with the clients at fault and the reasons.
 
     Raises:
-        TooFewSurvivors, DealerCheated, NoSuchGraph: the last attempt was aborted.
+        TooFewSurvivors, DealerCheated, NoSuchGraph: the last session was aborted.
     """
     while True:
-        opening, evidence = open_session(cohort), Evidence()
+        setup, evidence = set_up(cohort), Evidence()
         refused: dict[str, HeadwaterError] = {}
         try:
-            opened = run_session(
-                opening,
+            unmasked = run_session(
+                setup,
                 fleet,
                 bounds=bounds,
                 phase_seconds=phase_seconds,
@@ -56,30 +56,29 @@ def sum_masked(
                 evidence=evidence,
             )
         except RoundAborted as aborted:
-            found = evidence.culprits(aborted)
-            leave_out(found)
-            rest = cohort.without(found)
-            is_over = not found or evidence.has_masked or len(rest.ready) < opening.least_members
-            whose = {name: SessionRefused(f"{name}: {why}") for name, why in found.items()}
-            _tell({**whose, **refused} if is_over else whose, refuse)
-            _log_reasons(opening, refused)
+            reasons = evidence.at_fault(aborted)
+            leave_out(reasons)
+            rest = cohort.without(reasons)
+            is_over = not reasons or evidence.has_masked or len(rest.ready) < setup.least_members
+            errors: dict[str, HeadwaterError] = {
+                name: SessionRefused(f"{name}: {reason}") for name, reason in reasons.items()
+            }
+            for name, error in ({**errors, **refused} if is_over else errors).items():
+                refuse(name, error)
+            _log_refused(setup, refused)
             if is_over:
                 raise
-            log.warning("%s: %s; trying again without %s", aborted.code, aborted, ", ".join(found))
+            log.warning("%s: %s; retrying without %s", aborted.code, aborted, ", ".join(reasons))
             cohort = rest
         else:
-            _tell(refused, refuse)
-            return opened
+            for name, error in refused.items():
+                refuse(name, error)
+            return unmasked
 
 
-def _log_reasons(opening: SessionSetup, refused: Mapping[str, HeadwaterError]) -> None:
-    """Say why devices left: the error that ends an attempt only says that they were too few."""
-    some = "; ".join(f"{error.code}: {error}" for error in list(refused.values())[:SHOWN])
+def _log_refused(setup: SessionSetup, refused: Mapping[str, HeadwaterError]) -> None:
+    """Log why clients left, which the error that aborts the session does not say."""
+    some = "; ".join(f"{error.code}: {error}" for error in list(refused.values())[:MAX_LOGGED])
     if refused:
-        more = f"; and {len(refused) - SHOWN} more" if len(refused) > SHOWN else ""
-        log.warning("%s: %d devices left (%s%s)", opening.number, len(refused), some, more)
-
-
-def _tell(refused: Mapping[str, HeadwaterError], refuse: Refuse) -> None:
-    for name, error in refused.items():
-        refuse(name, error)
+        more = f"; and {len(refused) - MAX_LOGGED} more" if len(refused) > MAX_LOGGED else ""
+        log.warning("%s: %d devices left (%s%s)", setup.number, len(refused), some, more)

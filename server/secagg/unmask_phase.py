@@ -1,13 +1,11 @@
-"""The server's half of secure aggregation from the masked vectors to the sum, and who is to blame.
+"""The server's unmasking phase: it collects shares and removes the masks from the sum.
 
-A masked vector is checked whole and folded into one vector of the ring; after that it is gone. Who
-came in time is U3: survivors all, whatever happens to them later. The others' shares then take off
-the self masks of U3 and what is left of the pairwise masks of U2 - U3. Each share is checked alone
-against what its dealer committed to, and each secret against what its owner published, so a wrong
-one is found without search, and its giver is named.
+The shares reconstruct the survivors' (U3) self masks and the pairwise masks that they shared with
+the dropped clients (U2 - U3). Each share is checked on its own against its dealer's commitment, and
+each secret against what its owner published, so a wrong one identifies its sender without a search.
 
-What the server learns: the sum over U3, as no secret but those named is ever opened, and of one
-device never both. Against whom: docs/security.md.
+The server learns the sum over U3 and, of each client, at most one secret: the self mask's seed of a
+survivor, the mask key of a dropped client. docs/security.md names the adversaries.
 """
 
 from __future__ import annotations
@@ -36,116 +34,116 @@ from headwater.common.secagg.protocol import (
     SELF_SEED_SHARE,
     Reply,
     Request,
-    SharesDealt,
-    SharesRevealed,
-    UnmaskWanted,
+    SharesReply,
+    UnmaskReply,
+    UnmaskRequest,
 )
 from headwater.common.secagg.scalars import decode_scalars
 from headwater.common.secagg.secret import Secret
-from headwater.common.secagg.session import Session
+from headwater.common.secagg.session import SessionView
 from headwater.common.secagg.shamir import combine
 from headwater.server.secagg.parameters import SessionSetup, check_reply
 
-Dealt = Mapping[str, SharesDealt]
+Dealt = Mapping[str, SharesReply]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MaskedSum:
-    """The sum of the masked vectors and numbers; both are added to where they lie."""
+    """The sum of the masked vectors and numbers; both arrays are changed in place."""
 
     vector_P: RingVector = field(repr=False)
     scalars: NDArray[np.uint64] = field(repr=False)
 
 
-def check_holders(session: Session, dealers: Sequence[str], *, present: Sequence[str]) -> None:
-    """Abort if of any dealer too few holders are left to open its secret.
+def check_holders(session: SessionView, dealers: Sequence[str], *, present: Sequence[str]) -> None:
+    """Check that enough holders remain to reconstruct each dealer's secret.
 
     Raises:
-        TooFewSurvivors: naming one.
+        TooFewSurvivors: too few remain for one dealer or more.
     """
     short = session.short_of_holders(dealers, present=present)
     if short:
         raise TooFewSurvivors(
-            f"{session.parameters.number}: fewer than {session.parameters.threshold} holders are "
-            f"left of {len(short)} devices' secrets, among them {short[0]}'s"
+            f"{session.parameters.number}: fewer than {session.parameters.threshold} holders "
+            f"remain of {len(short)} devices' secrets, among them {short[0]}'s"
         )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnmaskPhase:
-    """Phase 4: the shares come in that open the sum."""
+    """Phase 4: clients reveal the shares that unmask the sum."""
 
-    opening: SessionSetup
-    session: Session
+    setup: SessionSetup
+    session: SessionView
     dealt: Dealt = field(repr=False)
     total: MaskedSum
     survived: tuple[str, ...]
     dropped: tuple[str, ...]
     signed: Mapping[str, bytes] | None = field(repr=False)
-    revealed: Mapping[str, SharesRevealed] = field(default_factory=dict, repr=False)
+    revealed: Mapping[str, UnmaskReply] = field(default_factory=dict, repr=False)
 
     @property
-    def asked(self) -> tuple[str, ...]:
-        """Who is asked: those who signed (U4), in semi-honest mode the survivors."""
+    def recipients(self) -> tuple[str, ...]:
+        """The clients that are asked: in active mode those that signed (U4), else the survivors."""
         return self.survived if self.signed is None else tuple(sorted(self.signed))
 
     @property
-    def can_open(self) -> bool:
-        """Whether enough shares are here, so that nobody else need be waited for."""
+    def can_unmask(self) -> bool:
+        """Whether enough shares have arrived to stop waiting."""
         everybody = (*self.survived, *self.dropped)
         return not self.session.short_of_holders(everybody, present=self.revealed)
 
     def requests(self) -> dict[str, Request]:
-        """Return whom to ask what."""
-        wanted = UnmaskWanted(
+        """Return the request to each client."""
+        request = UnmaskRequest(
             survived=self.survived, dropped=self.dropped, signatures=dict(self.signed or {})
         )
-        return dict.fromkeys(self.asked, wanted)
+        return dict.fromkeys(self.recipients, request)
 
     def take(self, sender: str, reply: Reply) -> UnmaskPhase:
-        """Take a holder's shares if every one of them is what its dealer committed to.
+        """Add a holder's shares if each is the one that its dealer committed to.
 
         Raises:
-            LateUpdate, UnexpectedUpdate: see ``admitted``.
-            CorruptUpdate: not one share of the right kind for each of its dealers.
-            WrongShare: one of them is not what was dealt to it: the holder saw the commitment
-                before phase 2, and did not complain.
+            LateUpdate, UnexpectedUpdate: see ``check_reply``.
+            CorruptUpdate: they are not one share of the right kind per dealer.
+            WrongShare: a share is not the one that was dealt. The holder saw the commitment before
+                phase 2 and did not complain.
         """
         shares = check_reply(
-            reply, SharesRevealed, sender=sender, awaited=self.asked, there=self.revealed
+            reply, UnmaskReply, sender=sender, awaited=self.recipients, received=self.revealed
         )
         dealers = set(self.session.holders(sender))
-        for found, expected, tag in (
+        for revealed, expected, tag in (
             (shares.self_seed_shares, self.survived, SELF_SEED_SHARE),
             (shares.mask_key_shares, self.dropped, MASK_KEY_SHARE),
         ):
-            if found.keys() != dealers & set(expected):
-                raise CorruptUpdate(f"{sender}: not one {tag} for each of its dealers")
-            for dealer, share in found.items():
+            if revealed.keys() != dealers & set(expected):
+                raise CorruptUpdate(f"{sender}: expected one {tag} for each of its dealers")
+            for dealer, share in revealed.items():
                 self._check_share(sender, dealer, share, tag)
         return replace(self, revealed={**self.revealed, sender: shares})
 
     def _check_share(self, holder: str, dealer: str, share: bytes, tag: str) -> None:
-        holders = self.session.holders(dealer)  # in order, as are the shares that it dealt
+        holders = self.session.holders(dealer)  # sorted, like the shares that it dealt
         dealt = self.dealt[dealer].shares[bisect_left(holders, holder)]
-        told = dealt.key_commitment if tag == MASK_KEY_SHARE else dealt.seed_commitment
+        expected = dealt.key_commitment if tag == MASK_KEY_SHARE else dealt.seed_commitment
         ends = (dealer, holder)
-        if commitment(tag=tag, session=self.session.digest, ends=ends, share=share) != told:
-            raise WrongShare(f"{holder}: its {tag} of {dealer} is not the one that was dealt to it")
+        if commitment(tag=tag, session=self.session.digest, ends=ends, share=share) != expected:
+            raise WrongShare(f"{holder}: its {tag} of {dealer} is not the share that was dealt")
 
     def close(self, *, num_threads: int = 1) -> UnmaskedSum:
-        """Open the secrets, take off the masks, and decode the numbers.
+        """Reconstruct the secrets, remove the masks and decode the numbers.
 
         Raises:
             TooFewSurvivors: too few holders answered.
-            DealerCheated: a secret is not what its owner published; ``dealers`` names them.
+            DealerCheated: a secret differs from what its owner published; ``dealers`` names them.
         """
         everybody = (*self.survived, *self.dropped)
         check_holders(self.session, everybody, present=tuple(self.revealed))
         seeds = _secrets(self, self.survived, tag=SELF_SEED_SHARE)
         keys = _secrets(self, self.dropped, tag=MASK_KEY_SHARE)
         _check_secrets(self, seeds=seeds, keys=keys)
-        streams = [*_self_masks(self, seeds), *_left_behind(self, keys)]
+        streams = [*_self_masks(self, seeds), *_remaining_pairwise_masks(self, keys)]
         chosen, total = self.session.parameters, self.total
         unmask_in_place(
             total.vector_P,
@@ -168,9 +166,9 @@ class UnmaskPhase:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnmaskedSum:
-    """The cohort's sum, still in the ring, and the numbers that rode along, summed."""
+    """The cohort's unmasked sum, still in the ring, and the sums of the masked numbers."""
 
-    session: Session
+    session: SessionView
     vector_P: RingVector = field(repr=False)
     numbers: Mapping[str, float]
     survived: tuple[str, ...]
@@ -178,10 +176,10 @@ class UnmaskedSum:
 
 
 def _secrets(state: UnmaskPhase, dealers: Sequence[str], *, tag: str) -> dict[str, Secret]:
-    """Return the secret of each dealer, from t of its shares.
+    """Return each dealer's secret, reconstructed from t of its shares.
 
-    Dealers with the same holders at the same x are combined together, which in a complete graph is
-    all of them at once.
+    Dealers with the same holders at the same x are combined in one call; in a complete graph these
+    are all dealers.
     """
     threshold = state.session.parameters.threshold
     groups: dict[tuple[tuple[int, str], ...], list[str]] = {}
@@ -193,7 +191,7 @@ def _secrets(state: UnmaskPhase, dealers: Sequence[str], *, tag: str) -> dict[st
         )
         chosen = tuple(pair for pair, _ in zip(present, range(threshold), strict=False))
         groups.setdefault(chosen, []).append(dealer)
-    found: dict[str, Secret] = {}
+    secrets: dict[str, Secret] = {}
     for chosen, group in groups.items():
         rows = {
             x: b"".join(_share(state.revealed[holder], dealer, tag) for dealer in group)
@@ -201,11 +199,11 @@ def _secrets(state: UnmaskPhase, dealers: Sequence[str], *, tag: str) -> dict[st
         }
         joined = combine(rows)
         for place, dealer in enumerate(group):
-            found[dealer] = Secret(joined[place * SEED_BYTES : (place + 1) * SEED_BYTES])
-    return found
+            secrets[dealer] = Secret(joined[place * SEED_BYTES : (place + 1) * SEED_BYTES])
+    return secrets
 
 
-def _share(revealed: SharesRevealed, dealer: str, tag: str) -> bytes:
+def _share(revealed: UnmaskReply, dealer: str, tag: str) -> bytes:
     shares = revealed.self_seed_shares if tag == SELF_SEED_SHARE else revealed.mask_key_shares
     return shares[dealer]
 
@@ -213,7 +211,7 @@ def _share(revealed: SharesRevealed, dealer: str, tag: str) -> bytes:
 def _check_secrets(
     state: UnmaskPhase, *, seeds: Mapping[str, Secret], keys: Mapping[str, Secret]
 ) -> None:
-    """Hold a self seed against its commitment, and a mask key against its public key."""
+    """Check each self seed against its commitment, and each mask key against its public key."""
     session = state.session
     cheated = [
         name
@@ -227,7 +225,7 @@ def _check_secrets(
     if cheated:
         raise DealerCheated(
             f"{session.parameters.number}: the shares that {', '.join(sorted(cheated))} dealt do "
-            "not open what was committed to",
+            "not reconstruct what was published",
             dealers=tuple(sorted(cheated)),
         )
 
@@ -240,8 +238,8 @@ def _self_masks(state: UnmaskPhase, seeds: Mapping[str, Secret]) -> list[Stream]
     ]
 
 
-def _left_behind(state: UnmaskPhase, keys: Mapping[str, Secret]) -> list[Stream]:
-    """Return the masks that survivors added for neighbours who dropped, with their signs."""
+def _remaining_pairwise_masks(state: UnmaskPhase, keys: Mapping[str, Secret]) -> list[Stream]:
+    """Return the masks that survivors share with dropped neighbours, with their signs."""
     session, survived = state.session, frozenset(state.survived)
     return [
         Stream(

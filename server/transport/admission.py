@@ -1,58 +1,158 @@
-"""Who is let in: what a device says in its hello, held against what the server knows."""
+"""Admission of a stream: checks its hello and certificate, and attaches it to the device's session.
+
+Refusals are rate-limited by certificate name or address. A device that returns with its session's
+token resumes the session, with its instruction and the received part of its upload. A second stream
+under a connected device's name replaces the first one only with the same key.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import hmac
+import logging
 import re
+import secrets
+import time
+from urllib.parse import unquote
 
-from headwater.common.errors import HeadwaterError, IdentityRefused, ModelMismatch, ProtocolMismatch
+from headwater.common.errors import (
+    HeadwaterError,
+    IdentityRefused,
+    ModelMismatch,
+    ProtocolMismatch,
+    TooManyAttempts,
+)
 from headwater.common.transport.limits import NAME_PATTERN, PROTOCOL_VERSION
-from headwater.common.transport.wire_pb2 import Hello
+from headwater.common.transport.wire_pb2 import Hello, Notice, ServerFrame, Welcome
 from headwater.server.enrolment.peer_certificates import CertificateVerifier, PeerCertificate
-from headwater.server.transport.session import node_id_of
+from headwater.server.transport.device_records import DeviceRecords
+from headwater.server.transport.downloads import Downloads
+from headwater.server.transport.rate_limit import FrameLimit, RateLimit, subscriber
+from headwater.server.transport.session import (
+    ClosingStreams,
+    DeviceSession,
+    Sessions,
+    Stream,
+    node_id_of,
+)
+from headwater.server.transport.uploads import Uploads
+
+log = logging.getLogger(__name__)
 
 
 class Admission:
-    """The rules by which a stream is served or refused, and who was turned away for good."""
+    """Admits or refuses streams; all methods run in the servicer's event loop."""
 
-    def __init__(self, identities: CertificateVerifier) -> None:
-        self._identities = identities
+    def __init__(
+        self,
+        sessions: Sessions,
+        closing: ClosingStreams,
+        *,
+        run_id: int,
+        has_tls: bool,
+        verifier: CertificateVerifier,
+        device_records: DeviceRecords,
+        uploads: Uploads,
+        downloads: Downloads,
+    ) -> None:
+        self.is_paused = False
+        """Whether the operator has paused the run; each admitted device is notified of it."""
         self.layout_digest: str | None = None
-        """Of the model; devices with another are refused."""
-        self._turned_away: dict[int, tuple[bytes, HeadwaterError]] = {}
+        """The model's layout; a device with another layout is refused. None accepts any."""
+        self._sessions = sessions
+        self._closing = closing
+        self._run_id = run_id
+        self._has_tls = has_tls
+        self._verifier = verifier
+        self._device_records = device_records
+        self._uploads = uploads
+        self._downloads = downloads
+        self._refusals = uploads.refusals
+        self._refused_sessions: dict[int, tuple[bytes, HeadwaterError]] = {}
+        self._rate_limit = RateLimit()
 
-    def turn_away(self, node_id: int, token: bytes, error: HeadwaterError) -> None:
-        """Refuse whoever comes back with this session; who is started anew gets a new chance."""
-        self._turned_away[node_id] = (token, error)
+    def has_attempts_left(self, stream: Stream) -> bool:
+        """Return whether the stream's name or address may still be refused; count it if not."""
+        if self._rate_limit.has_capacity(self._rate_key(stream), time.monotonic()):
+            return True
+        self._refusals[TooManyAttempts.__name__] += 1
+        return False
 
-    def check(self, hello: Hello, shown: PeerCertificate | None) -> None:
-        """Check a hello; ``shown`` is the stream's certificate, None where there is no TLS.
+    def count_refusal(self, stream: Stream, error: HeadwaterError) -> None:
+        """Count and log that a stream was refused, or was ended through its device's fault."""
+        self._refusals[error.code] += 1
+        self._rate_limit.take(self._rate_key(stream), time.monotonic())
+        log.warning("%s refused: %s: %s", stream.peer(), error.code, error)
+
+    def refuse_session(self, session: DeviceSession, error: HeadwaterError) -> None:
+        """Refuse this session from now on; a restarted device has a new one and may try again."""
+        self._refused_sessions[session.node_id] = (session.token, error)
+
+    def admit(self, stream: Stream, hello: Hello) -> DeviceSession:
+        """Check a hello, find or make the session, and attach the stream to it.
+
+        Called in the task that serves the stream.
 
         Raises:
-            ProtocolMismatch: it speaks another version.
-            IdentityRefused: the name is none, or not that of the certificate; or the registry does
-                not know the certificate.
-            CertificateRevoked: it counts no more.
-            ModelMismatch: its model is laid out otherwise.
-            HeadwaterError: what this session was turned away for.
+            ProtocolMismatch: the device speaks another version of the protocol.
+            IdentityRefused: the certificate is unreadable, not in the registry or not for this
+                name; the name is invalid; or a device of this name is connected already.
+            CertificateRevoked: the certificate was revoked or replaced.
+            ModelMismatch: the device's model has another layout.
+            HeadwaterError: the error with which this session was refused before.
         """
+        certificate = self._certificate(stream)
+        try:
+            self._check(hello, certificate)
+        except HeadwaterError as error:
+            name = hello.name if certificate is None else certificate.name
+            self._device_records.note_refusal(name, error)
+            raise
+        session = self._sessions.get(node_id_of(hello.name))
+        is_same_device = session is not None and self._verifier.is_same_device(
+            session.certificate, certificate
+        )
+        resumes = (
+            session is not None
+            and is_same_device
+            and hmac.compare_digest(session.token, hello.session)
+        )
+        has_displaced = session is not None and session.stream is not None and not resumes
+        if has_displaced and session is not None:
+            self._displace(session, stream, is_same_device=is_same_device)
+        if session is None:
+            session = DeviceSession(name=hello.name, node_id=node_id_of(hello.name), token=b"")
+            self._sessions[session.node_id] = session
+        if not resumes:
+            session.token = secrets.token_bytes(16)
+            self._uploads.discard(session)
+        if session.task is not None:
+            session.task.cancel()  # serves the old stream
+        session.certificate = certificate
+        if certificate is not None:
+            self._verifier.end_renewed(certificate)
+        self._attach(session, stream, hello, has_displaced=has_displaced)
+        return session
+
+    def _check(self, hello: Hello, certificate: PeerCertificate | None) -> None:
+        """Check a hello; ``certificate`` is None without TLS. Raises: see ``admit``."""
         if hello.protocol_version != PROTOCOL_VERSION:
             raise ProtocolMismatch(
-                f"the device speaks version {hello.protocol_version} of the wire, the server "
+                f"the device speaks protocol version {hello.protocol_version}, the server "
                 f"{PROTOCOL_VERSION}"
             )
         if not re.fullmatch(NAME_PATTERN, hello.name):
             raise IdentityRefused(
-                f"{hello.name[:80]!r} is no name for a device",
-                remedy="letters, digits, dot, dash and underscore, 128 at most",
+                f"{hello.name[:80]!r} is not a valid device name",
+                remedy="use letters, digits, dot, dash and underscore, at most 128 in all",
             )
-        if shown is not None:
-            if shown.name != hello.name:
+        if certificate is not None:
+            if certificate.name != hello.name:
                 raise IdentityRefused(
-                    f"the certificate is that of {shown.name!r}, not of {hello.name!r}"
+                    f"the certificate is for {certificate.name!r}, not for {hello.name!r}"
                 )
-            self._identities.check(shown)
-        token, error = self._turned_away.get(node_id_of(hello.name), (b"", None))
+            self._verifier.check(certificate)
+        token, error = self._refused_sessions.get(node_id_of(hello.name), (b"", None))
         if error is not None and hmac.compare_digest(token, hello.session):
             raise error
         if self.layout_digest is not None and hello.layout_digest != self.layout_digest:
@@ -60,3 +160,53 @@ class Admission:
                 f"{hello.name}: its model's layout is {hello.layout_digest[:12] or 'unknown'}, the "
                 f"server's {self.layout_digest[:12]}"
             )
+
+    def _rate_key(self, stream: Stream) -> str:
+        """Return what refusals are limited by: the certificate's name, or the address."""
+        if self._has_tls:
+            name = stream.auth_context().get("x509_common_name", [b""])[0]
+            return f"name {name.decode(errors='replace')}"
+        host = stream.peer().rpartition(":")[0].partition(":")[2]
+        return subscriber(unquote(host).strip("[]"))
+
+    def _certificate(self, stream: Stream) -> PeerCertificate | None:
+        if not self._has_tls:
+            return None
+        return PeerCertificate.of_pem(stream.auth_context().get("x509_pem_cert", [b""])[0])
+
+    def _displace(self, session: DeviceSession, stream: Stream, *, is_same_device: bool) -> None:
+        """End the device's older stream, if the new one has proved that it is the same device."""
+        if not self._has_tls or not is_same_device:
+            # Not recorded as the device's refusal: another device used its name.
+            key = ", with another key" if self._has_tls else ""
+            raise IdentityRefused(f"a device named {session.name} is already connected{key}")
+        older: Stream = session.stream
+        log.warning(
+            "%s: a stream from %s has the same key and replaces the one from %s",
+            session.name,
+            stream.peer(),
+            older.peer(),
+        )
+        self._closing[older] = IdentityRefused(f"another stream has the key of {session.name}")
+
+    def _attach(
+        self, session: DeviceSession, stream: Stream, hello: Hello, *, has_displaced: bool
+    ) -> None:
+        session.stream, session.task = stream, asyncio.current_task()
+        session.outbox, session.image_id = asyncio.Queue(), hello.image_id
+        session.sending_since, session.frame_limit = None, FrameLimit(at=time.monotonic())
+        if session.instruction is not None:
+            session.frame_limit.grant_reply(session.instruction.reply_bytes)
+        welcome = Welcome(
+            protocol_version=PROTOCOL_VERSION,
+            session=session.token,
+            run_id=self._run_id,
+            has_displaced=has_displaced,
+        )
+        self._downloads.send(session, ServerFrame(welcome=welcome))
+        session.record = self._device_records.note_connected(session.name)
+        if self.is_paused:
+            self._downloads.send(session, ServerFrame(notice=Notice(is_paused=True)))
+        if session.instruction is not None:
+            self._downloads.send_instruction(session, session.instruction)
+        log.info("%s connected from %s", session.name, stream.peer())

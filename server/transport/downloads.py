@@ -1,4 +1,7 @@
-"""Frames on their way out: the model in chunks, each serialised once for all that keep step."""
+"""Frames to the devices: welcomes, receipts, instructions, and the model in chunks.
+
+Each chunk of the model is serialised once for all devices that read at about the same pace.
+"""
 
 from __future__ import annotations
 
@@ -13,34 +16,35 @@ from headwater.common.transport.wire_pb2 import Chunk, Image, Instruction, Serve
 from headwater.server.transport.session import DeviceInstruction, DeviceSession, Stream
 
 GRPC_FRAME_BYTES = 5
-CACHED_FRAMES = 4
-# Chunks of models that wait in gRPC for their devices to read them, over all devices.
-FRAMES_AT_ONCE = 32
+CACHED_CHUNKS = 4
+# Chunks of models that may wait inside gRPC at once, over all devices.
+MAX_CHUNKS_IN_FLIGHT = 32
 
 
 class Downloads:
-    """What is sent to the devices; everything here runs in the intake's event loop."""
+    """Sends frames to the devices; all methods run in the servicer's event loop."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
         self._image: tuple[str, memoryview] | None = None
-        self._sending = asyncio.Semaphore(FRAMES_AT_ONCE)
-        self._frame = lru_cache(maxsize=CACHED_FRAMES)(self._make_frame)
+        self._in_flight = asyncio.Semaphore(MAX_CHUNKS_IN_FLIGHT)
+        self._frame = lru_cache(maxsize=CACHED_CHUNKS)(self._make_frame)
 
     def send(self, session: DeviceSession, frame: ServerFrame) -> None:
-        """Put a frame into a session's outbox; one without a stream is sent nothing."""
+        """Put a frame into a session's outbox; does nothing if the session has no stream."""
         if session.stream is not None:
             session.outbox.put_nowait(partial(self.write, session.stream, frame, session))
 
-    def push(self, session: DeviceSession, ask: DeviceInstruction) -> None:
+    def send_instruction(self, session: DeviceSession, instruction: DeviceInstruction) -> None:
         """Put an instruction into a session's outbox, with its model if the device lacks it."""
         if session.stream is not None:
-            session.outbox.put_nowait(partial(self._send_ask, session, ask, session.stream))
+            write = partial(self._write_instruction, session, instruction, session.stream)
+            session.outbox.put_nowait(write)
 
     async def write(
         self, stream: Stream, frame: ServerFrame, session: DeviceSession | None = None
     ) -> None:
-        """Write a frame, and count it for its device; waits where that reads slowly."""
+        """Write a frame and count its bytes; waits while the device reads slowly."""
         await self._write_bytes(stream, frame.SerializeToString(), session)
 
     async def _write_bytes(
@@ -48,53 +52,56 @@ class Downloads:
     ) -> None:
         num_bytes = len(data) + GRPC_FRAME_BYTES
         self.num_bytes += num_bytes
-        if session is not None and session.known is not None:
-            session.known.bytes_down += num_bytes
+        if session is not None and session.record is not None:
+            session.record.bytes_down += num_bytes
         await stream.write(data)
 
-    async def offer(self, asks: Iterable[DeviceInstruction]) -> None:
-        """Take note of the model that goes with the asks, if any does."""
-        self.forget_frames()
-        images = {id(ask.image.obj): ask.image for ask in asks if ask.image is not None}
+    async def set_model(self, instructions: Iterable[DeviceInstruction]) -> None:
+        """Take over the model of these instructions, if they have one."""
+        self.clear_frames()
+        images = {id(one.image.obj): one.image for one in instructions if one.image is not None}
         for image in images.values():
             digest = await asyncio.to_thread(lambda data: hashlib.sha256(data).hexdigest(), image)
             self._image = (digest, image)
 
-    def forget_frames(self) -> None:
-        """Let go of the chunks that were serialised: the model may change."""
+    def clear_frames(self) -> None:
+        """Drop the serialised chunks, because the model may change."""
         self._frame.cache_clear()
 
-    async def _send_ask(
-        self, session: DeviceSession, ask: DeviceInstruction, stream: Stream
+    async def _write_instruction(
+        self, session: DeviceSession, instruction: DeviceInstruction, stream: Stream
     ) -> None:
-        """Send an instruction, behind its model if the device does not have it."""
-        image_id, beside = "", b""
-        if session.stream is not stream or session.ask is not ask:
+        """Write the model if the device does not have it, then the instruction."""
+        image_id, small_image = "", b""
+        if session.stream is not stream or session.instruction is not instruction:
             return
-        if ask.image is not None and self._image is not None:
+        if instruction.image is not None and self._image is not None:
             image_id = self._image[0]
             if session.image_id != image_id:
-                if len(ask.image) < SMALL_IMAGE_BYTES:
-                    beside = self._frame(image_id, 0)
-                elif not await self._send_image(session, ask, stream):
+                if len(instruction.image) < SMALL_IMAGE_BYTES:
+                    small_image = self._frame(image_id, 0)
+                elif not await self._write_image(session, instruction, stream):
                     return
             session.image_id = image_id
-        if session.ask is ask:
-            instruction = Instruction(
-                message_id=ask.message_id,
-                message_type=ask.message_type,
-                head_json=ask.head_json,
+        if session.instruction is instruction:
+            message = Instruction(
+                message_id=instruction.message_id,
+                message_type=instruction.message_type,
+                head_json=instruction.head_json,
                 image_id=image_id,
-                beside=ask.beside,
+                beside=instruction.vector,
             )
-            # One serialised message behind another is both in one.
-            data = ServerFrame(instruction=instruction).SerializeToString() + beside
+            # Two serialised messages in a row parse as one message with the fields of both.
+            data = ServerFrame(instruction=message).SerializeToString() + small_image
             await self._write_bytes(stream, data, session)
 
-    async def _send_image(
-        self, session: DeviceSession, ask: DeviceInstruction, stream: Stream
+    async def _write_image(
+        self, session: DeviceSession, instruction: DeviceInstruction, stream: Stream
     ) -> bool:
-        """Send the model; False if its round closed meanwhile, and the model may have changed."""
+        """Write the model; return False if the instruction was cancelled meanwhile.
+
+        The model may change once the round has closed.
+        """
         if self._image is None:
             return False
         image_id, memory = self._image
@@ -102,10 +109,10 @@ class Downloads:
         head = Image(image_id=image_id, num_bytes=len(memory), sha256=bytes.fromhex(image_id))
         await self.write(stream, ServerFrame(image=head), session)
         for offset in range(0, len(memory), CHUNK_BYTES):
-            if session.ask is not ask or session.stream is not stream:
+            if session.instruction is not instruction or session.stream is not stream:
                 return False
-            session.sending_since = None  # waiting for others is no fault of this device
-            async with self._sending:
+            session.sending_since = None  # waiting for the semaphore is not this device's fault
+            async with self._in_flight:
                 session.sending_since = time.monotonic()
                 await self._write_bytes(stream, self._frame(image_id, offset), session)
         return True

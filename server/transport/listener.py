@@ -1,10 +1,8 @@
-"""The port that devices reach: gRPC's server, bounded, counted, and opened anew if it falls.
+"""The gRPC server on the devices' port: its limits, health service, and restart after a failure.
 
-TCP, TLS and HTTP/2 are gRPC's, and strangers meet them before they meet us. ``bounds`` says how
-long a connection may dawdle at each, how many streams it may open and how many connections there
-may be.
-Of a connection that never gets as far as a stream we learn nothing but that it was begun, so those
-are counted as the difference (``Strangers``).
+gRPC handles TCP, TLS and HTTP/2 before our code sees a connection. ``grpc_options`` limits the time
+and number of connections at each of these layers. A connection that never opens a stream is
+invisible to our code, so ``UnidentifiedConnections`` counts them by difference.
 """
 
 from __future__ import annotations
@@ -21,182 +19,210 @@ from typing import Any
 
 import grpc
 import grpc.aio
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
 from headwater.common.errors import PortInUse
-from headwater.common.transport.limits import KEEPALIVE
+from headwater.common.transport.limits import GRPC_OPTIONS, STREAM_METHOD
 from headwater.common.transport.tls import Credentials
 
 log = logging.getLogger(__name__)
 
 HANDSHAKE_SECONDS = 10
 IDLE_SECONDS = 60
-# A device opens one stream, and may ask for the server's health.
+# A device opens one stream and may request the server's health.
 MAX_STREAMS = 4
-# Files that are not connections: checkpoint, journal, history, spool files, the enrolment port.
+# Reserved for checkpoint, journal, history, spool files and the enrolment port.
 RESERVED_DESCRIPTORS = 256
 MAX_DESCRIPTORS = 65_536
-LOOK_SECONDS = 0.25
+CHECK_SECONDS = 0.25
 MAX_PEERS = 8192
+HEALTH_SERVICE = "grpc.health.v1.Health"
+HEALTH_NAMES = ("", STREAM_METHOD.split("/")[1])
 
 
-def bounds() -> list[tuple[str, int]]:
-    """Return gRPC's options for the port, as far as they are no devices' business.
+def grpc_options() -> list[tuple[str, int]]:
+    """Return gRPC's options for the port.
 
-    The soft limit on descriptors is raised to the hard one: each device takes a descriptor, and
-    the checkpoint must still get one when strangers have taken what they can.
+    Raises the soft limit on file descriptors to the hard one: each device takes a descriptor, and
+    the checkpoint still needs one after strangers have taken all that they can.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
-    if soft != resource.RLIM_INFINITY and soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    limit = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < limit:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
     return [
-        # Without it a second server would silently share the port.
+        # Otherwise a second server would silently share the port.
         ("grpc.so_reuseport", 0),
-        # From accept() to HTTP/2's first settings: two minutes otherwise.
+        # From accept() to HTTP/2's first settings; gRPC's default is two minutes.
         ("grpc.server_handshake_timeout_ms", HANDSHAKE_SECONDS * 1000),
-        # With no stream open; forever otherwise.
+        # With no stream open; gRPC's default is unlimited.
         ("grpc.max_connection_idle_ms", IDLE_SECONDS * 1000),
         ("grpc.max_concurrent_streams", MAX_STREAMS),
-        ("grpc.max_allowed_incoming_connections", max(most - RESERVED_DESCRIPTORS, 16)),
+        ("grpc.max_allowed_incoming_connections", max(limit - RESERVED_DESCRIPTORS, 16)),
     ]
 
 
-class UnidentifiedConnections:
-    """Counts the TLS connections that brought no stream: no certificate, a false one, or silence.
+class HealthService:
+    """Answers ``grpc.health.v1.Health/Check``, as load balancers and ``grpc_health_probe`` call it.
 
-    gRPC tells when a connection begins, and ours is the first word of a stream; who fails in
-    between, it says to nobody. So what is counted is the difference: connections that are older
-    than a handshake may take, less connections that brought a stream. It is exact where each
-    connection opens its stream at once, as those of devices do.
+    SERVING for the services "" and "headwater.Stream" until the server drains or closes; a pause
+    does not change it, because devices stay connected. With TLS a health check needs a certificate
+    as any device does. ``Watch`` is not served: it would hold a stream open per caller.
     """
 
     def __init__(self) -> None:
-        self._young: deque[float] = deque()
-        self._num_begun = 0
-        self._num_known = 0
-        self._known: OrderedDict[str, None] = OrderedDict()
-        self._num_strangers = 0
+        self.is_serving = True
+
+    def rpc_handler(self) -> Any:
+        """Return the handler to add to a grpc.aio server."""
+        check = grpc.unary_unary_rpc_method_handler(
+            self._check,
+            request_deserializer=HealthCheckRequest.FromString,
+            response_serializer=HealthCheckResponse.SerializeToString,
+        )
+        return grpc.method_handlers_generic_handler(HEALTH_SERVICE, {"Check": check})
+
+    async def _check(self, request: HealthCheckRequest, context: Any) -> HealthCheckResponse:
+        if request.service not in HEALTH_NAMES:
+            await context.abort(grpc.StatusCode.NOT_FOUND, "no such service here")
+        status = HealthCheckResponse.SERVING if self.is_serving else HealthCheckResponse.NOT_SERVING
+        return HealthCheckResponse(status=status)
+
+
+class UnidentifiedConnections:
+    """Counts TLS connections that opened no stream: without a valid certificate, or silent.
+
+    gRPC reports the start of a connection, and our code sees the first frame of a stream; a failure
+    in between is reported to nobody. The count is therefore a difference: connections older than a
+    handshake may take, minus connections that opened a stream. It is exact where each connection
+    opens its stream at once, as devices do.
+    """
+
+    def __init__(self) -> None:
+        self._recent: deque[float] = deque()
+        self._num_started = 0
+        self._num_identified = 0
+        self._identified: OrderedDict[str, None] = OrderedDict()
+        self._count = 0
         self._lock = threading.Lock()
 
-    def begun(self, now: float) -> None:
-        """Note that a connection begins; gRPC calls from a thread of its own."""
+    def note_connection(self, now: float) -> None:
+        """Record the start of a connection; gRPC calls this from a thread of its own."""
         with self._lock:
-            self._young.append(now)
+            self._recent.append(now)
 
-    def brought_stream(self, peer: str) -> None:
-        """Note a stream, which makes its connection, by address and port, no stranger's."""
+    def note_stream(self, peer: str) -> None:
+        """Record a stream; ``peer`` is its connection's address and port."""
         with self._lock:
-            if peer not in self._known:
-                self._num_known += 1
-            self._known[peer] = None
-            self._known.move_to_end(peer)
-            if len(self._known) > MAX_PEERS:
-                self._known.popitem(last=False)
+            if peer not in self._identified:
+                self._num_identified += 1
+            self._identified[peer] = None
+            self._identified.move_to_end(peer)
+            if len(self._identified) > MAX_PEERS:
+                self._identified.popitem(last=False)
 
     def count(self, now: float) -> int:
-        """Return how many there have been."""
+        """Return the number so far."""
         with self._lock:
-            while self._young and self._young[0] < now - HANDSHAKE_SECONDS:
-                self._young.popleft()
-                self._num_begun += 1
-            self._num_strangers = max(self._num_strangers, self._num_begun - self._num_known)
-            return self._num_strangers
+            while self._recent and self._recent[0] < now - HANDSHAKE_SECONDS:
+                self._recent.popleft()
+                self._num_started += 1
+            self._count = max(self._count, self._num_started - self._num_identified)
+            return self._count
 
 
 class Listener:
-    """gRPC's server; everything here runs in the intake's event loop."""
+    """gRPC's server on the devices' port; all methods run in the servicer's event loop."""
 
     def __init__(
         self, address: str, credentials: Credentials | None, handlers: Sequence[Any]
     ) -> None:
-        self.number = 0
-        self.num_reopened = 0
-        self.strangers = UnidentifiedConnections()
+        self.port = 0
+        self.num_restarts = 0
+        self.unidentified = UnidentifiedConnections()
         self._address = address
         self._credentials = credentials
         self._handlers = tuple(handlers)
         self._server: Any = None
-        self._fallen: dict[asyncio.Task[None], Any] = {}
-        self._keeper: asyncio.Task[None] | None = None
+        self._failed: dict[asyncio.Task[None], Any] = {}
+        self._watching: asyncio.Task[None] | None = None
 
-    def brought_stream(self, peer: str) -> None:
-        """Note a stream; in plain text gRPC tells of no connection, and none can be missing."""
+    def note_stream(self, peer: str) -> None:
+        """Record a stream; without TLS gRPC reports no connections, so none is counted."""
         if self._credentials is not None:
-            self.strangers.brought_stream(peer)
+            self.unidentified.note_stream(peer)
 
     async def open(self) -> None:
-        """Open it.
+        """Open the port.
 
         Raises:
-            PortInUse: it cannot be had.
+            PortInUse: another process has it.
         """
         await self._open(self._address)
-        self._keeper = asyncio.create_task(self._keep_open())
+        self._watching = asyncio.create_task(self._restart_if_failed())
 
     async def close(self) -> None:
-        """Close it, and every stream."""
-        if self._keeper is None:
+        """Close the port and every stream."""
+        if self._watching is None:
             return
-        self._keeper.cancel()
+        self._watching.cancel()
         await self._server.stop(grace=0.2)
-        for fallen in list(self._fallen.values()):
-            with contextlib.suppress(Exception):  # what felled it
-                await fallen.stop(grace=None)
+        for failed in list(self._failed.values()):
+            with contextlib.suppress(Exception):  # the error that made it fail
+                await failed.stop(grace=None)
 
     async def _open(self, address: str) -> None:
-        server = grpc.aio.server(options=[*KEEPALIVE, *bounds()])
+        server = grpc.aio.server(options=[*GRPC_OPTIONS, *grpc_options()])
         server.add_generic_rpc_handlers(self._handlers)
         try:
             if self._credentials is None:
-                self.number = server.add_insecure_port(address)
+                self.port = server.add_insecure_port(address)
             else:
-                self.number = server.add_secure_port(address, self._protection(self._credentials))
+                self.port = server.add_secure_port(address, self._tls(self._credentials))
         except RuntimeError as error:
             raise PortInUse(f"cannot listen on {address}") from error
         await server.start()
         self._server = server
 
-    def _protection(self, credentials: Credentials) -> Any:
-        shown = grpc.ssl_server_certificate_configuration(
+    def _tls(self, credentials: Credentials) -> Any:
+        configuration = grpc.ssl_server_certificate_configuration(
             [(credentials.key, credentials.certificate)], root_certificates=credentials.ca
         )
 
         def on_connection() -> None:
-            """Count a connection; no other certificate is to be shown."""
-            self.strangers.begun(time.monotonic())
+            """Count a connection; None keeps the certificate."""
+            self.unidentified.note_connection(time.monotonic())
 
         return grpc.dynamic_ssl_server_credentials(
-            shown, on_connection, require_client_authentication=True
+            configuration, on_connection, require_client_authentication=True
         )
 
-    async def _keep_open(self) -> None:
-        """Open the port again if gRPC's server has fallen; the streams of the old one go on.
+    async def _restart_if_failed(self) -> None:
+        """Open the port again whenever gRPC's server has failed; open streams continue.
 
-        A request for a path that is not UTF-8 ends grpc.aio's server (grpcio 1.85; found by
-        ``benchmarks/fuzz.py``): it takes no connection any more. No code of ours stands before it,
-        and nothing tells but ``is_running`` of its inner part.
+        A request for a path that is not UTF-8 stops grpc.aio's server (grpcio 1.85; found by
+        ``benchmarks/fuzz.py``): it accepts no more connections. None of our code runs before that
+        point, and only ``is_running`` of its inner server shows it.
         """
         host = self._address.rpartition(":")[0]
         while True:
-            await asyncio.sleep(LOOK_SECONDS)
+            await asyncio.sleep(CHECK_SECONDS)
             if self._server._server.is_running():
                 continue
-            fallen = self._server
+            failed = self._server
             try:
-                await self._open(f"{host}:{self.number}")
+                await self._open(f"{host}:{self.port}")
             except PortInUse as error:
-                log.error(
-                    "gRPC's server has fallen, and no other can take its place yet: %s", error
-                )
+                log.error("gRPC's server has failed and cannot be restarted yet: %s", error)
                 continue
-            self.num_reopened += 1
-            log.error("gRPC's server has fallen, and another has taken its place")
-            ending = asyncio.create_task(_end_of(fallen))
-            self._fallen[ending] = fallen
-            ending.add_done_callback(self._fallen.pop)
+            self.num_restarts += 1
+            log.error("gRPC's server has failed and was restarted")
+            ending = asyncio.create_task(_wait_for_end(failed))
+            self._failed[ending] = failed
+            ending.add_done_callback(self._failed.pop)
 
 
-async def _end_of(server: Any) -> None:
-    """Wait until the last stream of a fallen server has ended."""
-    with contextlib.suppress(Exception):  # what felled it is raised here again
+async def _wait_for_end(server: Any) -> None:
+    """Wait until the last stream of a failed server has ended."""
+    with contextlib.suppress(Exception):  # the error that made it fail is raised here again
         await server.wait_for_termination()

@@ -1,4 +1,4 @@
-"""How often strangers may knock, and how much a device may say: token buckets."""
+"""Token buckets that limit connections per address and frames per stream."""
 
 from __future__ import annotations
 
@@ -8,64 +8,64 @@ from dataclasses import dataclass
 
 from headwater.common.transport.limits import CHUNK_BYTES
 
-# Of one address (of IPv6 its /64): a join makes two connections.
+# Per address (per /64 for IPv6). One join makes two connections.
 BURST, PER_SECOND, MAX_ADDRESSES = 20.0, 0.5, 4096
 
-# Of one stream. An honest device sends a handful of frames for each ask beside its update's chunks,
-# and may be in the midst of an update when it hears that it was refused.
-FRAMES, FRAMES_PER_ASK, FRAMES_PER_SECOND = 1000.0, 32.0, 1.0
+# Per stream. An honest device sends a handful of frames per instruction in addition to its update's
+# chunks, and may be in the middle of an update when it learns that the update was refused.
+FRAMES, FRAMES_PER_INSTRUCTION, FRAMES_PER_SECOND = 1000.0, 32.0, 1.0
 
 
 class RateLimit:
-    """How many connections, or refusals, each address may still have."""
+    """Limits the connections, or refusals, of each address."""
 
     def __init__(self) -> None:
-        self._left: OrderedDict[str, tuple[float, float]] = OrderedDict()
+        self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()
 
-    def is_left(self, address: str, now: float) -> bool:
-        """Tell whether ``take`` would find one."""
-        left, before = self._left.get(address, (BURST, now))
-        return left + (now - before) * PER_SECOND >= 1
+    def has_capacity(self, address: str, now: float) -> bool:
+        """Return whether ``take`` would succeed."""
+        tokens, before = self._buckets.get(address, (BURST, now))
+        return tokens + (now - before) * PER_SECOND >= 1
 
     def take(self, address: str, now: float) -> bool:
-        """Take one if there is one; addresses that were quiet for longest are forgotten first."""
-        left, before = self._left.pop(address, (BURST, now))
-        left = min(left + (now - before) * PER_SECOND, BURST)
-        may = left >= 1
-        self._left[address] = (left - 1 if may else left, now)
-        if len(self._left) > MAX_ADDRESSES:
-            self._left.popitem(last=False)
-        return may
+        """Take a token if there is one; the address that was idle longest is forgotten first."""
+        tokens, before = self._buckets.pop(address, (BURST, now))
+        tokens = min(tokens + (now - before) * PER_SECOND, BURST)
+        is_allowed = tokens >= 1
+        self._buckets[address] = (tokens - 1 if is_allowed else tokens, now)
+        if len(self._buckets) > MAX_ADDRESSES:
+            self._buckets.popitem(last=False)
+        return is_allowed
 
 
 @dataclass(kw_only=True, slots=True)
 class FrameLimit:
-    """How many frames a stream may still send: tiny ones cost the server as much as large ones."""
+    """Limits the frames of one stream: a tiny frame costs the server as much as a large one."""
 
-    left: float = FRAMES
+    tokens: float = FRAMES
     at: float = 0.0
 
-    def asked(self, reply_bytes: int) -> None:
-        """Grant what a reply of so many bytes may take, twice."""
-        grant = FRAMES_PER_ASK + 2 * -(-reply_bytes // CHUNK_BYTES)
-        self.left = min(self.left + grant, FRAMES + grant)
+    def grant_reply(self, reply_bytes: int) -> None:
+        """Grant twice the frames that a reply of ``reply_bytes`` needs."""
+        grant = FRAMES_PER_INSTRUCTION + 2 * -(-reply_bytes // CHUNK_BYTES)
+        self.tokens = min(self.tokens + grant, FRAMES + grant)
 
     def take(self, now: float) -> bool:
-        """Take one if there is one."""
-        if self.left < FRAMES:
-            self.left = min(self.left + (now - self.at) * FRAMES_PER_SECOND, FRAMES)
+        """Take a token if there is one."""
+        if self.tokens < FRAMES:
+            self.tokens = min(self.tokens + (now - self.at) * FRAMES_PER_SECOND, FRAMES)
         self.at = now
-        may = self.left >= 1
-        self.left -= may
-        return may
+        is_allowed = self.tokens >= 1
+        self.tokens -= is_allowed
+        return is_allowed
 
 
 def subscriber(address: str) -> str:
-    """Return what one subscriber has: an IPv4 address, or the first 64 bits of an IPv6 one."""
+    """Return one subscriber's address range: an IPv4 address, or the /64 of an IPv6 address."""
     try:
-        found = ipaddress.ip_address(address.partition("%")[0])
+        parsed = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:
         return address
-    if isinstance(found, ipaddress.IPv6Address):
-        return str(ipaddress.ip_network((found, 64), strict=False))
+    if isinstance(parsed, ipaddress.IPv6Address):
+        return str(ipaddress.ip_network((parsed, 64), strict=False))
     return address

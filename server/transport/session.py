@@ -1,4 +1,8 @@
-"""What the intake knows of one device, and what passes between the intake and the rounds."""
+"""A device's session on the server: its stream, its current instruction and its upload.
+
+Also the two values that pass between the transport and the rounds: ``DeviceInstruction`` goes out,
+``Arrival`` comes in.
+"""
 
 from __future__ import annotations
 
@@ -19,30 +23,29 @@ from headwater.server.transport.staging import StagedUpload
 Work = Coroutine[Any, Any, None]
 Stream = Any  # grpc.aio.ServicerContext, which ships without types
 
-# Asks that were let go and whose replies may still be on their way: a device is at one at a time.
+# Cancelled instructions whose replies may still arrive: a device works on one at a time.
 MAX_CANCELLED = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceInstruction:
-    """An instruction to one device; ``image`` is the model that goes with it.
-
-    ``beside`` is a small vector in its stead, which fits into the instruction's own frame.
-    """
+    """An instruction to one device, with the model or a small vector."""
 
     node_id: int
     message_id: str
     message_type: str
     head_json: str
     image: memoryview | None
+    """The model, which is sent in chunks before the instruction."""
     reply_bytes: int
-    """The length that the reply's vector must have."""
-    beside: bytes = b""
+    """The exact length of the vector in the reply."""
+    vector: bytes = b""
+    """A vector small enough to travel in the instruction's own frame."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Arrival:
-    """The answer to an ask: a verified reply, or the error that stands for it."""
+    """The outcome of an instruction: a verified reply, or the error that replaces it."""
 
     message_id: str
     node_id: int
@@ -53,37 +56,40 @@ class Arrival:
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class DeviceSession:
-    """One device, over as many streams as it takes."""
+    """One device's state across all streams that it opens."""
 
     name: str
     node_id: int
     token: bytes
-    shown: PeerCertificate | None = None
-    """The certificate of its stream; None where there is no TLS."""
+    """A device that returns with this token resumes the session."""
+    certificate: PeerCertificate | None = None
+    """The stream's certificate; None without TLS."""
     stream: Stream | None = None
     lost_at: float = 0.0
     heard_at: float = 0.0
     sending_since: float | None = None
+    """Start of the frame write in progress; None if no write is in progress."""
     task: asyncio.Task[Any] | None = None
     outbox: asyncio.Queue[Callable[[], Work]] = field(default_factory=asyncio.Queue)
     image_id: str = ""
-    frames: FrameLimit = field(default_factory=FrameLimit)
-    """Of its stream."""
-    ask: DeviceInstruction | None = None
-    let_go: deque[str] = field(default_factory=lambda: deque(maxlen=MAX_CANCELLED))
-    """The messages that the server itself waits for no more: replies to them cross that news."""
+    """The model that the device holds."""
+    frame_limit: FrameLimit = field(default_factory=FrameLimit)
+    """Of the current stream."""
+    instruction: DeviceInstruction | None = None
+    """The instruction whose reply is awaited."""
+    cancelled: deque[str] = field(default_factory=lambda: deque(maxlen=MAX_CANCELLED))
+    """Message ids of cancelled instructions; a reply to one may cross the cancellation."""
     reply: Reply | None = None
     upload: StagedUpload | None = None
-    known: DeviceRecord | None = None
-    """What is noted of the device."""
+    record: DeviceRecord | None = None
 
 
 Sessions = dict[int, DeviceSession]
-"""By node."""
+"""Sessions by node id."""
 ClosingStreams = dict[Stream, HeadwaterError | None]
-"""Streams that are being ended, and what their devices are told; None: to come back."""
+"""Streams that the server is ending, with the error to send; None: the device may return."""
 
 
 def node_id_of(name: str) -> int:
-    """Return the node id of a device: 62 bits of its name's hash, so that it keeps it."""
+    """Return a device's node id: 62 bits of its name's hash, so the id never changes."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 2

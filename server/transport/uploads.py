@@ -1,9 +1,9 @@
-"""Replies on their way in: announced, given a turn, staged, verified whole, handed to the rounds.
+"""Uploads of replies: announced, queued, staged, verified as a whole, then passed to the round.
 
-A device announces its reply and sends the vector when the server's receipt gives it its turn. So a
-thousand devices that finish at once wait at home, not in the server's buffers. A turn counts until
-the upload is whole or has shown itself slow: what a slow link has in flight is small, and it must
-not hold up the others.
+A device announces its reply and sends the vector after the server's first receipt starts it. A
+thousand devices that finish at once therefore wait on their side, not in the server's buffers. An
+upload counts towards the limit until it is complete or has proved slow: a slow link has little data
+in flight, and must not delay faster devices.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from headwater.server.transport.staging import StagedUpload, StagingMemory
 
 log = logging.getLogger(__name__)
 
-TURNS = 16
-# Below this a device is slower than gRPC's smallest window, and what it has in flight is small.
+MAX_UPLOADS = 16
+# Below this rate an upload has little in flight: less than gRPC's smallest window.
 SLOW_BYTES_PER_SECOND = CHUNK_BYTES
 SLOW_AFTER_SECONDS = 3.0
 
@@ -40,184 +40,189 @@ Send = Callable[[DeviceSession, ServerFrame], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class UploadTurn:
-    """Since when an upload has been sending, and how much of it was there then."""
+class UploadStart:
+    """When an upload was started, and how many bytes had been received before."""
 
-    since: float
+    at: float
     from_bytes: int
 
 
 class Uploads:
-    """The uploads of all sessions; everything here runs in the intake's event loop."""
+    """The uploads of all sessions; all methods run in the servicer's event loop."""
 
-    def __init__(self, room: StagingMemory, *, send: Send, turns: int = TURNS) -> None:
+    def __init__(
+        self, memory: StagingMemory, *, send: Send, max_uploads: int = MAX_UPLOADS
+    ) -> None:
         self.arrivals: queue.SimpleQueue[Arrival] = queue.SimpleQueue()
         self.refusals: Counter[str] = Counter()
-        self._room = room
+        self._memory = memory
         self._send = send
-        self._num_turns = turns
-        self._turns: dict[DeviceSession, UploadTurn] = {}
+        self._max_uploads = max_uploads
+        self._started: dict[DeviceSession, UploadStart] = {}
         self._waiting: deque[DeviceSession] = deque()
-        self._is_giving = False
+        self._is_starting = False
 
     def announce(self, session: DeviceSession, reply: Reply) -> None:
-        """Take a reply's head; its vector goes on where it broke off, or begins, in its turn.
+        """Take a reply's head and queue its vector, which resumes where it broke off.
 
-        One that has crossed the news that nobody waits for it is dropped: its device knows by then.
+        A reply that crossed its cancellation is ignored; its device has been notified by then.
         """
-        ask = session.ask
-        if reply.message_id in session.let_go:
-            log.debug("%s: a reply has crossed the news that it is late", session.name)
+        instruction = session.instruction
+        if reply.message_id in session.cancelled:
+            log.debug("%s: ignored a reply that crossed its cancellation", session.name)
             return
-        if ask is None or reply.message_id != ask.message_id:
-            late = UnexpectedUpdate(f"{session.name}: nobody waits for this reply any more")
-            self._refuse(session, reply.message_id, late)
+        if instruction is None or reply.message_id != instruction.message_id:
+            unexpected = UnexpectedUpdate(f"{session.name}: the server does not await this reply")
+            self._refuse(session, reply.message_id, unexpected)
             return
-        if len(reply.head_json) > MAX_REPLY_HEAD_BYTES or reply.num_bytes != ask.reply_bytes:
-            over = OversizeUpdate(
-                f"{session.name}: a reply of {reply.num_bytes:,} bytes with a head of "
-                f"{len(reply.head_json):,}, where {ask.reply_bytes:,} bytes were expected"
+        if (
+            len(reply.head_json) > MAX_REPLY_HEAD_BYTES
+            or reply.num_bytes != instruction.reply_bytes
+        ):
+            oversize = OversizeUpdate(
+                f"{session.name}: received a reply of {reply.num_bytes:,} bytes with a head of "
+                f"{len(reply.head_json):,} bytes, expected {instruction.reply_bytes:,} bytes"
             )
-            self.settle_with(session, over)
+            self.reject(session, oversize)
             return
         if session.upload is not None and session.upload.sha256 != reply.sha256:
-            self.drop(session)
+            self.discard(session)
         self.pause(session)
         session.reply = reply
         self._waiting.append(session)
-        self.give_turns()
+        self.start_waiting()
 
-    def give_turns(self) -> None:
-        """Let the next in the queue send, as far as there are turns."""
-        if self._is_giving:
-            return  # a turn that ended at once: the loop below goes on by itself
-        self._is_giving = True
+    def start_waiting(self) -> None:
+        """Start waiting uploads, in order, while fewer than ``max_uploads`` are in progress."""
+        if self._is_starting:
+            return  # an upload that was complete at once: the loop below continues
+        self._is_starting = True
         try:
             now = time.monotonic()
-            while self._waiting and self._num_busy(now) < self._num_turns:
+            while self._waiting and self._num_fast(now) < self._max_uploads:
                 session = self._waiting.popleft()
                 if session.reply is not None:
-                    self._begin(session, session.reply, now)
+                    self._start(session, session.reply, now)
         finally:
-            self._is_giving = False
+            self._is_starting = False
 
-    def _num_busy(self, now: float) -> int:
-        return sum(not self._is_slow(session, now) for session in self._turns)
+    def _num_fast(self, now: float) -> int:
+        return sum(not self._is_slow(session, now) for session in self._started)
 
     def _is_slow(self, session: DeviceSession, now: float) -> bool:
-        turn, upload = self._turns[session], session.upload
-        seconds = now - turn.since
-        received = 0 if upload is None else upload.received - turn.from_bytes
+        start, upload = self._started[session], session.upload
+        seconds = now - start.at
+        received = 0 if upload is None else upload.received - start.from_bytes
         return seconds > SLOW_AFTER_SECONDS and received < seconds * SLOW_BYTES_PER_SECOND
 
-    def _begin(self, session: DeviceSession, reply: Reply, now: float) -> None:
+    def _start(self, session: DeviceSession, reply: Reply, now: float) -> None:
         if session.upload is None:
             try:
                 session.upload = StagedUpload(
-                    self._room, num_bytes=reply.num_bytes, sha256=reply.sha256
+                    self._memory, num_bytes=reply.num_bytes, sha256=reply.sha256
                 )
             except StateError as error:
-                self.settle_with(session, error)
+                self.reject(session, error)
                 return
         received = session.upload.received
         session.heard_at = now
-        self._turns[session] = UploadTurn(since=now, from_bytes=received)
+        self._started[session] = UploadStart(at=now, from_bytes=received)
         self._send(session, _receipt(reply.message_id, received))
         self._finish_if_whole(session)
 
     def take_chunk(self, session: DeviceSession, chunk: Chunk) -> None:
-        """Stage the next chunk, and the whole upload if it was the last."""
+        """Stage the next chunk; pass the upload to the round if it is complete."""
         upload = session.upload
         if session.reply is None or chunk.transfer_id != session.reply.message_id:
-            return  # behind a refusal, until the device hears of it
+            return  # sent before the device learned that its reply was refused
         try:
-            if upload is None or session not in self._turns:
-                raise CorruptUpdate("a chunk before its turn, which the first receipt gives")
+            if upload is None or session not in self._started:
+                raise CorruptUpdate("received a chunk before the receipt that starts the upload")
             before = upload.received
             upload.add(chunk.offset, chunk.data)
         except CorruptUpdate as error:
-            self.settle_with(session, CorruptUpdate(f"{session.name}: {error}"))
+            self.reject(session, CorruptUpdate(f"{session.name}: {error}"))
             return
         if upload.received // RECEIPT_EVERY_BYTES > before // RECEIPT_EVERY_BYTES:
             self._send(session, _receipt(chunk.transfer_id, upload.received))
         self._finish_if_whole(session)
 
     def _finish_if_whole(self, session: DeviceSession) -> None:
-        upload, reply, ask = session.upload, session.reply, session.ask
-        if upload is None or reply is None or ask is None or not upload.is_whole:
+        upload, reply, instruction = session.upload, session.reply, session.instruction
+        if upload is None or reply is None or instruction is None or not upload.is_whole:
             return
         try:
             upload.verify()
         except CorruptUpdate as error:
-            self.settle_with(session, CorruptUpdate(f"{session.name}: {error}"))
+            self.reject(session, CorruptUpdate(f"{session.name}: {error}"))
             return
-        session.upload, session.reply, session.ask = None, None, None
+        session.upload, session.reply, session.instruction = None, None, None
         self._send(session, _receipt(reply.message_id, upload.num_bytes, is_done=True))
         self.arrivals.put(
             Arrival(
-                message_id=ask.message_id,
+                message_id=instruction.message_id,
                 node_id=session.node_id,
                 head_json=reply.head_json,
                 staging=upload,
             )
         )
-        self._end_turn(session)
+        self._stop(session)
 
-    def settle_with(self, session: DeviceSession, error: HeadwaterError) -> None:
-        """Refuse a reply for good: its device hears of it, and so does the round."""
-        if session.ask is not None:
-            self._refuse(session, session.ask.message_id, error)
-            self.answer(session, error)
+    def reject(self, session: DeviceSession, error: HeadwaterError) -> None:
+        """Refuse the awaited reply for good: report the error to the device and to the round."""
+        if session.instruction is not None:
+            self._refuse(session, session.instruction.message_id, error)
+            self.fail(session, error)
 
-    def answer(self, session: DeviceSession, error: HeadwaterError) -> None:
-        """Let an error stand for the session's reply, if one is awaited."""
-        ask = session.ask
-        session.ask = None
-        if ask is not None:
+    def fail(self, session: DeviceSession, error: HeadwaterError) -> None:
+        """Pass an error to the round in place of the session's reply, if one is awaited."""
+        instruction = session.instruction
+        session.instruction = None
+        if instruction is not None:
             self.arrivals.put(
-                Arrival(message_id=ask.message_id, node_id=session.node_id, error=error)
+                Arrival(message_id=instruction.message_id, node_id=session.node_id, error=error)
             )
-        self.drop(session)
+        self.discard(session)
 
-    def withdraw(self, session: DeviceSession) -> None:
-        """Tell a device that nobody waits for its reply any more."""
-        if session.ask is not None:
-            late = LateUpdate(f"{session.name}: the round closed before its update came")
-            self._send(session, fault_frame(late, session.ask.message_id))
-            self.let_go(session)
+    def cancel_late(self, session: DeviceSession) -> None:
+        """Cancel the session's instruction because its round has closed; notify the device."""
+        if session.instruction is not None:
+            late = LateUpdate(f"{session.name}: the round closed before its update arrived")
+            self._send(session, fault_frame(late, session.instruction.message_id))
+            self.cancel(session)
 
-    def let_go(self, session: DeviceSession) -> None:
-        """Wait no more for a session's reply: another ask is on its way, or the device is told."""
-        if session.ask is not None:
-            session.let_go.append(session.ask.message_id)
-        session.ask = None
-        self.drop(session)
+    def cancel(self, session: DeviceSession) -> None:
+        """Stop waiting for the session's reply; the caller sends the device the reason."""
+        if session.instruction is not None:
+            session.cancelled.append(session.instruction.message_id)
+        session.instruction = None
+        self.discard(session)
 
-    def drop(self, session: DeviceSession) -> None:
-        """Forget what has come of a session's upload."""
+    def discard(self, session: DeviceSession) -> None:
+        """Release what the session has uploaded."""
         if session.upload is not None:
             session.upload.release()
         session.upload, session.reply = None, None
-        self._end_turn(session)
+        self._stop(session)
 
     def pause(self, session: DeviceSession) -> None:
-        """Keep what has come, but not the turn: the stream is gone, or begins the reply anew."""
+        """Stop a session's upload but keep its bytes: the stream is lost or the reply restarts."""
         if session in self._waiting:
             self._waiting.remove(session)
-        self._turns.pop(session, None)
+        self._started.pop(session, None)
 
-    def _end_turn(self, session: DeviceSession) -> None:
+    def _stop(self, session: DeviceSession) -> None:
         self.pause(session)
-        self.give_turns()
+        self.start_waiting()
 
     def is_sending(self, session: DeviceSession) -> bool:
-        """Whether it is the session's turn, so that chunks of it are awaited."""
-        return session in self._turns
+        """Return whether the session's upload is in progress."""
+        return session in self._started
 
     def _refuse(self, session: DeviceSession, message_id: str, error: HeadwaterError) -> None:
         self.refusals[error.code] += 1
-        if session.known is not None:
-            session.known.refuse(error)
+        if session.record is not None:
+            session.record.note_refusal(error)
         self._send(session, fault_frame(error, message_id))
 
 
@@ -227,6 +232,6 @@ def _receipt(message_id: str, next_offset: int, *, is_done: bool = False) -> Ser
 
 
 def fault_frame(error: HeadwaterError, message_id: str = "") -> ServerFrame:
-    """Return the frame that tells a device of an error, as much of it as may travel."""
+    """Return the frame that reports an error to a device, cut to what may be sent."""
     code, text = travelling(error)
     return ServerFrame(fault=Fault(message_id=message_id, code=code, text=text))

@@ -22,7 +22,7 @@ import torch
 from headwater.common.model.parameters import build_model
 from headwater.common.settings.sources import load
 from headwater.common.task import load_task
-from headwater.common.transport.limits import CHUNK_BYTES, METHOD, PROTOCOL_VERSION
+from headwater.common.transport.limits import CHUNK_BYTES, STREAM_METHOD, PROTOCOL_VERSION
 from headwater.common.transport.tls import Credentials
 from headwater.common.transport.wire_pb2 import (
     Chunk,
@@ -167,7 +167,7 @@ class RawDevice:
                 credentials.ca, credentials.key, credentials.certificate
             )
             self._channel = grpc.aio.secure_channel(address, keys, options=LIMITLESS)
-        self._call = self._channel.stream_stream(METHOD)()
+        self._call = self._channel.stream_stream(STREAM_METHOD)()
 
     async def __aenter__(self) -> RawDevice:
         return self

@@ -83,8 +83,8 @@ def test_a_device_without_an_enrolled_identity_is_named_by_all_others() -> None:
     device = cast.parties[LIAR].device
     stranger = replace(device, name="sybil", identity=SigningIdentity.new("sybil"))
     cast.join(stranger, weight=1, seed=1)
-    weights = {**cast.opening.planned_weights, "sybil": device.planned_weight}
-    cast.opening = replace(cast.opening, planned_weights=weights)
+    weights = {**cast.setup.planned_weights, "sybil": device.planned_weight}
+    cast.setup = replace(cast.setup, planned_weights=weights)
     played = Played()
     with pytest.raises(RoundAborted):
         cast.play_into(played, FaultPlan())

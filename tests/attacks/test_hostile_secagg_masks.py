@@ -19,7 +19,7 @@ from headwater.common.errors import (
     UnexpectedUpdate,
 )
 from headwater.common.secagg.protocol import WEIGHT, MaskReply, UnmaskReply
-from headwater.server.secagg.session import EncodingState, decode_sum
+from headwater.server.secagg.encoding_state import EncodingState, decode_sum
 from headwater.server.secagg.unmask_phase import UnmaskPhase
 from tests.attacks.secagg_liar import LIAR, MODES, OTHER, changed, sum_without
 from tests.faults import FaultPlan

@@ -51,7 +51,7 @@ def test_a_signature_of_one_who_did_not_survive_is_rejected() -> None:
     assert isinstance(played.rejected["d000"], UnexpectedUpdate)
     phase = played.phase
     assert isinstance(phase, UnmaskPhase)
-    assert LIAR not in phase.asked
+    assert LIAR not in phase.recipients
     sum_without(cast, played, LIAR)
 
 

@@ -12,7 +12,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from headwater.common.transport.limits import MAX_FRAME_BYTES, METHOD, PROTOCOL_VERSION
+from headwater.common.transport.limits import MAX_FRAME_BYTES, STREAM_METHOD, PROTOCOL_VERSION
 from headwater.common.transport.wire_pb2 import (
     Chunk,
     ClientFrame,
@@ -164,7 +164,7 @@ def run(lie: Lie, processes: Processes, task: str) -> Process:
 
     async def play() -> Process:
         server = grpc.aio.server(options=[("grpc.max_send_message_length", -1)])
-        service, method = METHOD.lstrip("/").split("/")
+        service, method = STREAM_METHOD.lstrip("/").split("/")
         handlers = {method: grpc.stream_stream_rpc_method_handler(serve)}
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
         port = server.add_insecure_port("127.0.0.1:0")

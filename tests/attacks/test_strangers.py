@@ -17,7 +17,7 @@ import grpc.aio
 import psutil
 import pytest
 
-from headwater.common.transport.limits import METHOD, PROTOCOL_VERSION
+from headwater.common.transport.limits import STREAM_METHOD, PROTOCOL_VERSION
 from headwater.common.transport.tls import Credentials
 from headwater.common.transport.wire_pb2 import Chunk, ClientFrame, Leave
 from headwater.server.enrolment.peer_certificates import CertificateVerifier
@@ -128,7 +128,7 @@ def test_strangers_with_no_or_false_certificates_get_no_stream_and_are_counted(
 
     async def knock(channel: grpc.aio.Channel) -> grpc.StatusCode:
         async with channel:
-            call = channel.stream_stream(METHOD)()
+            call = channel.stream_stream(STREAM_METHOD)()
             with pytest.raises(grpc.aio.AioRpcError) as refusal:
                 await call.read()
             return refusal.value.code()
@@ -205,7 +205,7 @@ def test_a_request_that_fells_grpc_s_server_costs_no_stream_and_the_port_opens_a
             await honest.describe()
             plan = await honest.plan()
             recorded = await record(run.port)
-            felling = recorded.replace(METHOD.encode(), METHOD.encode()[:-1] + b"\xff")
+            felling = recorded.replace(STREAM_METHOD.encode(), STREAM_METHOD.encode()[:-1] + b"\xff")
             assert felling != recorded
             port = run.servicer._listener
             assert port is not None
@@ -232,7 +232,7 @@ def test_a_compressed_frame_is_refused_however_small() -> None:
                 f"127.0.0.1:{run.port}", options=LIMITLESS, compression=grpc.Compression.Gzip
             )
             async with channel:
-                call = channel.stream_stream(METHOD)()
+                call = channel.stream_stream(STREAM_METHOD)()
                 bomb = ClientFrame(chunk=Chunk(data=bytes(5_000_000)))
                 with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
                     await call.write(bomb.SerializeToString())
@@ -277,9 +277,9 @@ def test_a_million_tiny_frames_end_their_stream_and_hold_up_nobody() -> None:
 def test_an_honest_stream_has_frames_to_spare() -> None:
     frames, now = FrameLimit(at=0.0), 0.0
     for _ in range(10_000):  # rounds at full speed, of a description, a reply and three chunks
-        frames.asked(3 << 20)
+        frames.grant_reply(3 << 20)
         assert all(frames.take(now) for _ in range(5))
-    assert frames.left <= FRAMES + FRAMES_PER_INSTRUCTION + 6
+    assert frames.tokens <= FRAMES + FRAMES_PER_INSTRUCTION + 6
     idle = FrameLimit(at=0.0)
     assert sum(idle.take(0.0) for _ in range(5000)) == FRAMES
     assert idle.take(2.0)  # it comes back with time

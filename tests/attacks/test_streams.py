@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import struct
 
-from headwater.common.transport.limits import METHOD
+from headwater.common.transport.limits import STREAM_METHOD
 from headwater.server.transport.listener import MAX_STREAMS
 from tests.attacks.fuzzing import is_served
 from tests.attacks.raw import WAIT_SECONDS, serving
@@ -33,7 +33,7 @@ def literal(name: str, value: str) -> bytes:
 def request(stream: int) -> bytes:
     """Open a stream as a device does, and leave it open."""
     fields = {
-        ":path": METHOD,
+        ":path": STREAM_METHOD,
         ":authority": "localhost",
         "te": "trailers",
         "content-type": "application/grpc",

@@ -271,7 +271,7 @@ class Trial:
         self._wait_for_all(num_joined)
         num_before = self._num_rounds()
         self._file("trigger").touch()
-        orders.give(self.out, "resume")
+        orders.write_order(self.out, "resume")
         for number, death in enumerate(self.plan.deaths):
             self._await_death(death, self.plan.deaths[number + 1 :])
         if self._proxy is not None:
@@ -357,7 +357,7 @@ class Trial:
         self._pause()
         self._send_home()
         measured = self._settled()
-        orders.give(self.out, "drain")
+        orders.write_order(self.out, "drain")
         assert self.server.wait() == 0, self.server.text()
         return measured
 
@@ -395,7 +395,7 @@ class Trial:
         return None
 
     def _pause(self) -> None:
-        orders.give(self.out, "pause")
+        orders.write_order(self.out, "pause")
         until(lambda: self._stands() == "paused", what=lambda: f"pause:\n{self.server.text()}")
 
     def _send_home(self) -> None:

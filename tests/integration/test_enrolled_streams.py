@@ -83,7 +83,7 @@ def test_revoking_ends_a_live_stream_and_the_old_certificate_stays_refused(tmp_p
                 await device.enter()
                 revoke(certs, "0")
                 assert await device.refused() == "CertificateRevoked"
-                assert run.intake.connected() == []
+                assert run.servicer.connected() == []
             async with RawDevice(run.port, "0", credentials=old) as device:
                 await device.hello()
                 assert await device.refused() == "CertificateRevoked"

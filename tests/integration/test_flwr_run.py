@@ -18,9 +18,11 @@ import pytest
 from pydantic import BaseModel
 
 from headwater.client.enrolment.signing_identity import make_identity
-from headwater.common.settings.schema import Settings, from_run_config
+from headwater.common.settings.schema import Settings
+from headwater.common.settings.sources import from_run_config
 from headwater.server.operations.round_log import read_rows
 from headwater.server.rounds.run import MODEL
+from headwater.simulation.fleet.fleet_spec import fleet_spec
 from headwater.simulation.fleet.random_events import vanishes_at
 from headwater.simulation.run import run_engine
 from tests.venvs import make_venv
@@ -278,7 +280,7 @@ def test_an_active_session_on_supernodes_gives_the_in_process_model_though_one_v
 
 def vanishing(settings: Settings) -> list[str | None]:
     """Return what each simulated device does not answer any more in the first round."""
-    return [vanishes_at(settings, part, round_number=1, attempt=0) for part in PARTS]
+    return [vanishes_at(fleet_spec(settings), part, round_number=1, attempt=0) for part in PARTS]
 
 
 def names_by_round(out: Path) -> list[list[str]]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from headwater.common.data.partition_spec import rule_of
+from headwater.common.data.partition_spec import parse_rule
 from headwater.common.data.shares import ClientDatasets
 from headwater.common.task import load_task
 from headwater.server.planning.cohort import select
@@ -144,7 +144,7 @@ def test_devices_that_a_partition_deals_to_make_the_simulators_model(tmp_path: P
             process.succeed()
         found = simulated(processes, *settings, *dealt[:2], task=task)
         assert model_digest(tmp_path / "out") == found
-    rule = rule_of("dirichlet:0.5", examples_per_device=None, seed=3)
+    rule = parse_rule("dirichlet:0.5", examples_per_device=None, seed=3)
     shares = ClientDatasets(load_task(task))
     sizes = [len(shares.of(rule, data=None, part=part, num_parts=2)) for part in range(2)]
     first = {

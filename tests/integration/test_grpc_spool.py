@@ -71,7 +71,7 @@ def test_a_device_that_is_killed_in_mid_window_sums_no_example_twice(tmp_path: P
         again = processes.client(port, 0, "--spool", spool, task=task)
         for process in (server, again, other):
             process.succeed()
-        assert "goes on behind 24 of 48 examples" in again.text()
+        assert "continues after 24 of 48 examples" in again.text()
         # Five of six were begun before the kill, three of which count: the other three after it.
         assert begun.stat().st_size == 5 + 3
         assert list(spool.iterdir()) == []

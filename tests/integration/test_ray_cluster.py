@@ -10,11 +10,13 @@ import psutil
 import pytest
 
 from headwater.common.errors import SettingsError
-from headwater.common.settings.schema import Settings, load
+from headwater.common.settings.schema import Settings
+from headwater.common.settings.sources import load
 from headwater.server.operations.round_log import read_rows
 from headwater.server.rounds.run import MODEL
 from headwater.simulation.engines.ray_cluster import ADDRESS, joined
-from headwater.simulation.fleet.profiles import with_fleet
+from headwater.simulation.fleet.fleet_spec import with_fleet
+from headwater.simulation.fleet.fleet_spec import fleet_spec
 from headwater.simulation.fleet.random_events import vanishes_at
 from headwater.simulation.run import run_engine
 from tests.processes import until
@@ -170,7 +172,9 @@ def test_masked_rounds_on_ray_give_the_in_process_model_though_devices_vanish_in
     settings = Settings.model_validate({**chosen, "out": alone})
     for round_number, named in enumerate(vanish, start=1):
         for part, action in named.items():
-            stage = vanishes_at(settings, int(part), round_number=round_number, attempt=0)
+            stage = vanishes_at(
+                fleet_spec(settings), int(part), round_number=round_number, attempt=0
+            )
             assert stage == f"query.{action}"
     simulate_here(settings)
     (tmp_path / "settings.toml").write_text(Settings.model_validate(chosen).to_toml())

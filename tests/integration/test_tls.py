@@ -109,7 +109,7 @@ def test_the_server_lets_no_expired_certificate_in(tmp_path: Path) -> None:
                 with pytest.raises(grpc.aio.AioRpcError) as refusal:
                     await device.enter()
             assert refusal.value.code() == grpc.StatusCode.UNAVAILABLE
-            assert run.intake.connected() == []
+            assert run.servicer.connected() == []
 
     asyncio.run(play())
 

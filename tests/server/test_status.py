@@ -18,9 +18,9 @@ from headwater.common.system.console import console
 from headwater.server.cli import app
 from headwater.server.operations import orders
 from headwater.server.operations import run_lock as presence
-from headwater.server.operations.history import History, figures_of
+from headwater.server.operations.history import History, round_columns
 from headwater.server.operations.run_lock import RunLock
-from headwater.server.operations.status import LONG_WAIT_SECONDS
+from headwater.server.operations.status import LONG_WAIT_SECONDS, duration_text, names_text
 from headwater.server.transport.device_records import DeviceRecord
 from tests.processes import ROOT
 from tests.round_rows import row
@@ -40,7 +40,7 @@ def run(*arguments: object) -> tuple[int, str]:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     history = History(tmp_path)
-    history.round(figures_of(asdict(row(3, "pi", "nas")), ended_at=60.0))
+    history.add_round(round_columns(asdict(row(3, "pi", "nas")), ended_at=60.0))
     history.write_devices(
         [
             DeviceRecord(
@@ -65,7 +65,7 @@ def folder(tmp_path: Path) -> Path:
             ),
         ]
     )
-    history.tell({"stands": "in a round", "round": 3, "rounds": 9, "num_failures": 0})
+    history.write_state({"stands": "in a round", "round": 3, "rounds": 9, "num_failures": 0})
     history.close()
     return tmp_path
 
@@ -73,7 +73,7 @@ def folder(tmp_path: Path) -> Path:
 @pytest.fixture
 def server(folder: Path) -> Iterator[RunLock]:
     held = RunLock(folder)
-    held.tell({"pid": 7, "address": "127.0.0.1:8500"})
+    held.write_info({"pid": 7, "address": "127.0.0.1:8500"})
     yield held
     held.release()
 
@@ -99,7 +99,7 @@ def test_status_says_for_whom_a_round_has_waited_a_minute(
     seconds: float, is_told: bool, folder: Path
 ) -> None:
     history = History(folder)
-    history.tell({"awaited": ["nas"], "num_awaited": 1, "awaited_seconds": seconds})
+    history.write_state({"awaited": ["nas"], "num_awaited": 1, "awaited_seconds": seconds})
     history.close()
     _, text = run("status", "--out", folder)
     assert ("it has waited 1 min for nas" in text) == is_told
@@ -111,7 +111,7 @@ def test_of_a_server_that_is_gone_status_shows_when_and_fails(folder: Path) -> N
     code, text = run("status", "--out", folder)
     assert code == 1
     assert "down: no server runs" in text
-    assert "go on with: headwater-server --resume --out" in text
+    assert "continue with: headwater-server --resume --out" in text
     # It was killed, and could not say that the device went.
     assert "connected" not in text.replace("devices connected", "")
 
@@ -119,7 +119,7 @@ def test_of_a_server_that_is_gone_status_shows_when_and_fails(folder: Path) -> N
 @pytest.mark.parametrize("command", ["status", "drain"])
 def test_of_a_simulation_over_the_wire_the_simulator_goes_on(command: str, folder: Path) -> None:
     held = RunLock(folder)
-    held.tell({"command": "headwater-simulate"})
+    held.write_info({"command": "headwater-simulate"})
     held.release()
     _, text = run(command, "--out", folder)
     assert "headwater-simulate --resume --out" in text
@@ -131,7 +131,7 @@ def test_a_server_whose_heart_has_stopped_is_not_healthy(folder: Path) -> None:
     os.utime(folder / presence.FILE, (100.0, 100.0))
     code, text = run("status", "--out", folder)
     assert code == 1
-    assert "up, but does not answer" in text
+    assert "up, but not responding" in text
 
 
 @pytest.mark.parametrize(("is_up", "code"), [(True, 0), (False, 1)])
@@ -152,7 +152,7 @@ def test_for_machines_status_is_one_object_and_the_exit_status(
 
 @pytest.mark.parametrize("command", ["status", "pause", "resume", "drain"])
 def test_where_no_run_is_each_command_says_so(command: str, tmp_path: Path) -> None:
-    for folder, what in ((tmp_path, "holds no run"), (tmp_path / "nowhere", "is no folder")):
+    for folder, what in ((tmp_path, "holds no run"), (tmp_path / "nowhere", "is not a folder")):
         code, text = run(command, "--out", folder)
         assert code == 2
         assert what in text
@@ -167,17 +167,17 @@ def test_an_order_to_a_server_that_does_not_run_teaches_how_to_go_on(
     assert code == 2
     assert f"nothing to {command}" in text
     assert "headwater-server --resume --out" in text
-    assert orders.standing(folder) is None
+    assert orders.read_order(folder) is None
 
 
 def test_a_pause_that_outlasted_its_server_can_be_undone(folder: Path) -> None:
-    orders.give(folder, "pause")
+    orders.write_order(folder, "pause")
     _, text = run("status", "--out", folder)
-    assert "still paused; undo it with: headwater-server resume" in text
+    assert "still paused; to undo: headwater-server resume" in text
     code, text = run("resume", "--out", folder)
     assert code == 0
     assert "no longer paused" in text
-    order = orders.standing(folder)
+    order = orders.read_order(folder)
     assert order is not None
     assert order.verb == "resume"
 
@@ -196,3 +196,17 @@ def test_a_health_check_does_not_load_torch(folder: Path) -> None:
         "sys.exit('torch' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, capture_output=True)
+
+
+@pytest.mark.parametrize(
+    ("number", "text"), [(1, "a"), (3, "a, b, c"), (6, "a, b, c, d, e and 1 more")]
+)
+def test_five_names_are_shown_and_the_rest_are_counted(number: int, text: str) -> None:
+    assert names_text(list("abcdef")[:number], number) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, "0 s"), (59, "59 s"), (60, "1 min"), (7200, "2 h"), (172_800, "2 d")]
+)
+def test_a_duration_is_shown_in_its_largest_unit(seconds: float, text: str) -> None:
+    assert duration_text(seconds) == text

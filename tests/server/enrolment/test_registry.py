@@ -23,8 +23,8 @@ from headwater.common.errors import (
 )
 from headwater.common.transport.certificates import Key, key_digest, new_key, signing_request
 from headwater.server.enrolment.authority import Authority
+from headwater.server.enrolment.join_request import JoinRequest, issue
 from headwater.server.enrolment.registry import LINGER_SECONDS, REGISTRY_FILE, Registry, serial_of
-from headwater.server.transport.enrolment_port import JoinRequest, issue
 from tests.certificates import make_folder, token_for
 
 NOW = 1_000_000.0
@@ -56,8 +56,8 @@ class Signer:
 
     def __call__(self) -> x509.Certificate:
         self.times += 1
-        lasts = dt.timedelta(days=1)
-        return self._authority.device(self._name, self._key.public_key(), lasts=lasts)
+        lifetime = dt.timedelta(days=1)
+        return self._authority.sign_device(self._name, self._key.public_key(), lifetime=lifetime)
 
 
 def redeem(registry: Registry, secret: bytes, name: str, sign: Signer, now: float = NOW) -> bytes:
@@ -168,7 +168,7 @@ def test_a_renewal_that_was_never_used_gives_way_to_the_next(
     found = registry.entry(second)
     assert found is not None
     assert (found.renews, found.ended) == (serial, None)
-    registry.supersede(serial)
+    registry.end_renewed(serial)
     with pytest.raises(IdentityRefused):
         registry.renew(serial, "pi", Signer(folder, "pi").digest, sign=lost)
 
@@ -189,7 +189,7 @@ def test_a_reader_sees_that_another_has_changed_something(folder: Path, registry
     registry.has_changed()
     assert not registry.has_changed()
     other.revoke("nobody")
-    other.state("x", "y")
+    other.set_fact("x", "y")
     assert registry.has_changed()
     assert not registry.has_changed()
     other.close()

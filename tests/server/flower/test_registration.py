@@ -1,4 +1,4 @@
-"""The roll: newcomers are asked once, and whoever is left out again, without waiting for it."""
+"""The registration: newcomers are asked once, and whoever is left out again, without waiting for it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flwr.app import Error, Message
 
 from headwater.common.errors import HeadwaterError, TaskFailed
 from headwater.common.flower import records
-from headwater.common.flower.grid import OwnGrid, numbered
+from headwater.common.flower.grid import HeadwaterGrid, ensure_message_id
 from headwater.common.messages import DescribeRequest, DeviceReport
 from headwater.server.flower.registration import Registration
 
@@ -20,7 +20,7 @@ REQUEST = DescribeRequest(run_seed=0, wants_speed=True, layout_digest="same", nu
 LEFT_OUT = REQUEST.model_copy(update={"left_out": "one example takes 3.1 s of its 2.0 s"})
 
 
-class Wire(OwnGrid):
+class Wire(HeadwaterGrid):
     """A network in which a test decides who answers what, and when."""
 
     silent_seconds = 300.0
@@ -45,7 +45,7 @@ class Wire(OwnGrid):
         self.nodes.remove(node_id)
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        pushed = {numbered(message): message for message in messages}
+        pushed = {ensure_message_id(message): message for message in messages}
         self.questions += pushed.values()
         return list(pushed)
 
@@ -59,7 +59,7 @@ class Wire(OwnGrid):
         raise NotImplementedError
 
     def asked(self) -> list[tuple[int, str | None]]:
-        """Return whom the roll asked since the last look, and why it is left out."""
+        """Return whom the registration asked since the last look, and why it is left out."""
         found = [
             (m.metadata.dst_node_id, records.read(m.content, DescribeRequest).left_out)
             for m in self.questions
@@ -79,94 +79,94 @@ class Wire(OwnGrid):
 
 
 def known(*nodes: int) -> tuple[Registration, Wire]:
-    """Return a roll in which these nodes are described."""
+    """Return a registration in which these nodes are described."""
     wire = Wire(*nodes)
-    roll = Registration(wire)
-    roll.call(REQUEST)
+    registration = Registration(wire)
+    registration.update(REQUEST)
     assert wire.asked() == [(node, None) for node in nodes]
     for node in nodes:
         wire.answer(node)
-    roll.call(REQUEST)
-    assert {node: report.name for node, report in roll.reports.items()} == {
+    registration.update(REQUEST)
+    assert {node: report.name for node, report in registration.reports.items()} == {
         node: f"d{node}" for node in nodes
     }
-    return roll, wire
+    return registration, wire
 
 
-def examples(roll: Registration) -> dict[int, int]:
-    return {node: report.num_examples for node, report in roll.reports.items()}
+def examples(registration: Registration) -> dict[int, int]:
+    return {node: report.num_examples for node, report in registration.reports.items()}
 
 
 def test_who_is_left_out_is_told_why_and_its_answer_takes_the_place_of_the_old_one() -> None:
-    roll, wire = known(1, 2)
-    roll.ask_again({"d2": LEFT_OUT})
+    registration, wire = known(1, 2)
+    registration.ask_again({"d2": LEFT_OUT})
     assert wire.asked() == [(2, LEFT_OUT.left_out)]
     wire.answer(2, num_examples=20)
-    roll.call(REQUEST)
-    assert examples(roll) == {1: 10, 2: 20}
+    registration.update(REQUEST)
+    assert examples(registration) == {1: 10, 2: 20}
     assert wire.refused == {}
 
 
 def test_nobody_waits_for_the_answer_of_who_is_left_out() -> None:
-    roll, wire = known(1, 2)
-    roll.ask_again({"d2": LEFT_OUT})
-    roll.call(REQUEST)
-    assert roll.is_settled
-    assert examples(roll) == {1: 10, 2: 10}
+    registration, wire = known(1, 2)
+    registration.ask_again({"d2": LEFT_OUT})
+    registration.update(REQUEST)
+    assert registration.is_settled
+    assert examples(registration) == {1: 10, 2: 10}
     wire.nodes.append(3)
-    roll.call(REQUEST)
-    assert not roll.is_settled
+    registration.update(REQUEST)
+    assert not registration.is_settled
 
 
 def test_who_has_not_answered_yet_is_not_asked_twice() -> None:
-    roll, wire = known(1)
-    roll.ask_again({"d1": LEFT_OUT})
+    registration, wire = known(1)
+    registration.ask_again({"d1": LEFT_OUT})
     assert len(wire.asked()) == 1
-    roll.ask_again({"d1": LEFT_OUT})
-    roll.call(REQUEST)
+    registration.ask_again({"d1": LEFT_OUT})
+    registration.update(REQUEST)
     assert wire.asked() == []
     wire.answer(1)
-    roll.call(REQUEST)
-    roll.ask_again({"d1": LEFT_OUT})
+    registration.update(REQUEST)
+    registration.ask_again({"d1": LEFT_OUT})
     assert len(wire.asked()) == 1
 
 
 def test_who_has_answered_something_later_may_be_asked_once_more() -> None:
     """An instruction to train takes the question's place on the stream of the device."""
-    roll, wire = known(1)
-    roll.ask_again({"d1": LEFT_OUT})
+    registration, wire = known(1)
+    registration.ask_again({"d1": LEFT_OUT})
     wire.asked()
-    roll.forget_questions({1})
-    roll.ask_again({"d1": LEFT_OUT})
+    registration.forget_repeats({1})
+    registration.ask_again({"d1": LEFT_OUT})
     assert wire.asked() == [(1, LEFT_OUT.left_out)]
 
 
 def test_who_is_silent_when_asked_again_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    roll, wire = known(1)
-    roll.ask_again({"d1": LEFT_OUT})
+    registration, wire = known(1)
+    registration.ask_again({"d1": LEFT_OUT})
     monkeypatch.setattr(wire, "silent_seconds", -1.0)
-    roll.call(REQUEST)
+    registration.update(REQUEST)
     assert wire.refused == {}
-    assert examples(roll) == {1: 10}
-    roll.ask_again({"d1": LEFT_OUT})
+    assert examples(registration) == {1: 10}
+    registration.ask_again({"d1": LEFT_OUT})
     assert len(wire.asked()) == 2
 
 
 def test_who_is_gone_is_not_asked_again() -> None:
-    roll, wire = known(1)
+    registration, wire = known(1)
     wire.nodes.clear()
-    roll.call(REQUEST)
-    roll.ask_again({"d1": LEFT_OUT})
+    registration.update(REQUEST)
+    registration.ask_again({"d1": LEFT_OUT})
     assert wire.asked() == []
 
 
 def test_who_fails_when_asked_again_stays_as_it_was() -> None:
-    roll, wire = known(1)
-    roll.ask_again({"d1": LEFT_OUT})
+    registration, wire = known(1)
+    registration.ask_again({"d1": LEFT_OUT})
     wire.asked()
-    wire.fail(1, records.refusal(TaskFailed("busy for a moment")))
-    roll.call(REQUEST)
-    assert examples(roll) == {1: 10}
+    wire.fail(1, records.to_flower_error(TaskFailed("busy for a moment")))
+    registration.update(REQUEST)
+    assert examples(registration) == {1: 10}
     assert wire.refused == {}
 
 
@@ -179,21 +179,23 @@ def test_who_fails_when_asked_again_stays_as_it_was() -> None:
     ],
 )
 def test_who_lies_when_asked_again_is_turned_away(lie: dict[str, Any], code: str) -> None:
-    roll, wire = known(1, 2)
-    roll.ask_again({"d1": LEFT_OUT})
+    registration, wire = known(1, 2)
+    registration.ask_again({"d1": LEFT_OUT})
     wire.asked()
     wire.answer(1, **lie)
-    roll.call(REQUEST)
+    registration.update(REQUEST)
     assert wire.refused == {1: code}
-    assert examples(roll) == {2: 10}
+    assert examples(registration) == {2: 10}
 
 
 def test_two_devices_of_one_name_are_still_told_apart() -> None:
-    roll, wire = known(1)
+    registration, wire = known(1)
     wire.nodes.append(2)
-    roll.call(REQUEST)
+    registration.update(REQUEST)
     wire.asked()
     wire.answer(2, name="d1")
-    roll.call(REQUEST)
+    registration.update(REQUEST)
     assert wire.refused == {2: "IdentityRefused"}
-    assert roll.reports == {1: DeviceReport(name="d1", num_examples=10, layout_digest="same")}
+    assert registration.reports == {
+        1: DeviceReport(name="d1", num_examples=10, layout_digest="same")
+    }

@@ -10,7 +10,14 @@ from pathlib import Path
 import pytest
 
 from headwater.common.errors import StateError
-from headwater.server.operations.history import FILE, MIGRATIONS, VERSION, History, figures_of, read
+from headwater.server.operations.history import (
+    FILE,
+    MIGRATIONS,
+    VERSION,
+    History,
+    read,
+    round_columns,
+)
 from headwater.server.transport.device_records import DeviceRecord
 from tests.round_rows import masked, row
 
@@ -26,7 +33,7 @@ def rounds_in(folder: Path) -> list[int]:
 def test_a_round_is_read_back_as_it_was_written(tmp_path: Path) -> None:
     history = History(tmp_path)
     told = asdict(row(1, "a", loss=math.nan, masked_clients=[masked("b")]))
-    history.round(figures_of(told, ended_at=5.0))
+    history.add_round(round_columns(told, ended_at=5.0))
     found = read(tmp_path)
     history.close()
     assert found is not None
@@ -41,11 +48,11 @@ def test_a_round_is_read_back_as_it_was_written(tmp_path: Path) -> None:
 def test_a_resumed_run_drops_what_lies_behind_its_checkpoint_and_fills_gaps(tmp_path: Path) -> None:
     history = History(tmp_path)
     for number in (1, 3, 4, 5):
-        history.round(figures_of(asdict(row(number, "a"))))
-    known = [figures_of(asdict(row(number, "a"))) for number in (1, 2, 3)]
-    history.begin(4, known)
+        history.add_round(round_columns(asdict(row(number, "a"))))
+    known = [round_columns(asdict(row(number, "a"))) for number in (1, 2, 3)]
+    history.sync_rounds(4, known)
     assert rounds_in(tmp_path) == [1, 2, 3]
-    history.round(figures_of(asdict(row(4, "a"))))
+    history.add_round(round_columns(asdict(row(4, "a"))))
     history.close()
     assert rounds_in(tmp_path) == [1, 2, 3, 4]
 
@@ -69,9 +76,9 @@ def test_devices_are_read_back_and_only_changed_ones_are_written(tmp_path: Path)
 def test_events_come_newest_first_and_the_state_is_the_last(tmp_path: Path) -> None:
     history = History(tmp_path)
     for kind in ("started", "paused"):
-        history.event(kind, "because")
-    history.tell({"round": 1})
-    history.tell({"round": 2, "stands": "paused"})
+        history.add_event(kind, "because")
+    history.write_state({"round": 1})
+    history.write_state({"round": 2, "stands": "paused"})
     found = read(tmp_path)
     history.close()
     assert found is not None
@@ -81,7 +88,7 @@ def test_events_come_newest_first_and_the_state_is_the_last(tmp_path: Path) -> N
 
 def test_a_history_that_is_closed_is_one_file_also_after_it_was_read(tmp_path: Path) -> None:
     history = History(tmp_path)
-    history.event("started")
+    history.add_event("started")
     read(tmp_path)
     history.close()
     assert read(tmp_path) is not None
@@ -118,5 +125,5 @@ def test_a_migration_that_was_interrupted_is_done_whole_or_not_at_all(tmp_path: 
         database.executescript(f"BEGIN; {MIGRATIONS[0]} SELECT nothing FROM nowhere; COMMIT;")
     database.close()
     history = History(tmp_path)
-    history.event("started")
+    history.add_event("started")
     history.close()

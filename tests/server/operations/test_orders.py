@@ -8,8 +8,7 @@ import pytest
 
 from headwater.common.errors import StateError
 from headwater.server.operations import orders
-from headwater.server.operations.control import RunState, run_state
-from headwater.server.operations.orders import Order, Verb
+from headwater.server.operations.orders import Order, RunState, Verb, run_state
 
 
 def order(verb: Verb) -> Order:
@@ -18,33 +17,33 @@ def order(verb: Verb) -> Order:
 
 @pytest.mark.parametrize("verb", ["pause", "resume", "drain"])
 def test_an_order_that_was_given_stands(verb: Verb, tmp_path: Path) -> None:
-    assert orders.standing(tmp_path) is None
-    given = orders.give(tmp_path, verb)
-    assert orders.standing(tmp_path) == given == Order(verb=verb, at=given.at)
+    assert orders.read_order(tmp_path) is None
+    given = orders.write_order(tmp_path, verb)
+    assert orders.read_order(tmp_path) == given == Order(verb=verb, at=given.at)
 
 
 def test_the_last_order_stands(tmp_path: Path) -> None:
-    orders.give(tmp_path, "drain", now=1.0)
-    assert orders.give(tmp_path, "pause", now=2.0) == orders.standing(tmp_path)
+    orders.write_order(tmp_path, "drain", now=1.0)
+    assert orders.write_order(tmp_path, "pause", now=2.0) == orders.read_order(tmp_path)
 
 
 @pytest.mark.parametrize("text", ["", "pause", "[]", '{"verb": "stop", "at": 1}', '{"at": 1}'])
 def test_what_is_no_order_is_named(text: str, tmp_path: Path) -> None:
     (tmp_path / orders.FILE).write_text(text)
-    with pytest.raises(StateError, match=r"order\.json is no order"):
-        orders.standing(tmp_path)
+    with pytest.raises(StateError, match=r"order\.json is not an order"):
+        orders.read_order(tmp_path)
 
 
 def test_an_order_into_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(StateError, match="cannot be left"):
-        orders.give(tmp_path / "nowhere", "pause")
+    with pytest.raises(StateError, match="cannot write the order"):
+        orders.write_order(tmp_path / "nowhere", "pause")
 
 
 def test_a_pause_outlasts_a_restart_and_a_drain_does_not() -> None:
-    assert orders.at_start(order("pause")) == order("pause")
-    assert orders.at_start(order("drain")) is None
-    assert orders.at_start(order("resume")) is None
-    assert orders.at_start(None) is None
+    assert orders.order_at_start(order("pause")) == order("pause")
+    assert orders.order_at_start(order("drain")) is None
+    assert orders.order_at_start(order("resume")) is None
+    assert orders.order_at_start(None) is None
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from headwater.server.aggregation.cohort_sum import CohortSum
 from headwater.server.operations import prometheus as exporter
 from headwater.server.operations.prometheus import (
     IDLE_ROUNDS,
-    DeviceFigures,
+    DeviceMetrics,
     ServerGauges,
     ServerMetrics,
     labelled_devices,
@@ -96,8 +96,8 @@ def test_refusals_of_the_rounds_and_of_the_intake_are_added() -> None:
     assert samples(metrics)["refusals_total{CorruptUpdate}"] == 5
 
 
-def figures(round_number: int) -> DeviceFigures:
-    return DeviceFigures(round=round_number, accumulation_steps=1, seconds=1.0, peak_bytes=1)
+def figures(round_number: int) -> DeviceMetrics:
+    return DeviceMetrics(round=round_number, accumulation_steps=1, seconds=1.0, peak_bytes=1)
 
 
 def test_only_so_many_devices_have_labels_and_the_others_are_counted() -> None:

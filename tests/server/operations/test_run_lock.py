@@ -16,9 +16,9 @@ from tests.processes import ROOT
 HOLD = """
 import sys, time
 from pathlib import Path
-from headwater.server.operations.run_lock import Presence
-held = Presence(Path(sys.argv[1]))
-held.tell({"pid": 7})
+from headwater.server.operations.run_lock import RunLock
+held = RunLock(Path(sys.argv[1]))
+held.write_info({"pid": 7})
 print("held", flush=True)
 time.sleep(600)
 """
@@ -31,12 +31,12 @@ def test_a_folder_without_a_server_is_down(tmp_path: Path) -> None:
 
 def test_a_server_is_up_until_it_lets_go_and_tells_of_itself(tmp_path: Path) -> None:
     held = RunLock(tmp_path)
-    held.tell({"address": "a rather long address", "pid": 1})
-    held.tell({"pid": 2})
+    held.write_info({"address": "a rather long address", "pid": 1})
+    held.write_info({"pid": 2})
     held.beat()
     seen = read_server_state(tmp_path)
     assert seen.is_well
-    assert seen.about == {"pid": 2}
+    assert seen.info == {"pid": 2}
     held.release()
     assert not read_server_state(tmp_path).is_up
 

@@ -35,8 +35,9 @@ from headwater.common.secagg.protocol import (
     accused_in,
 )
 from headwater.common.settings.schema import Settings
-from headwater.server.app import GridFleet
 from headwater.server.fleet import Dropout, Reply
+from headwater.server.flower.grid_fleet import GridFleet
+from headwater.server.operations.round_log import RoundLog
 from headwater.server.planning.exclusions import FIRST_ROUNDS
 from headwater.server.rounds.round_row import RoundRow
 from headwater.server.rounds.run import run
@@ -85,18 +86,18 @@ class Attempts:
         self.opened: UnmaskedSum | None = None
         self.aborted: RoundAborted | None = None
 
-        def open_session(cohort: ReadyCohort) -> SessionSetup:
+        def set_up(cohort: ReadyCohort) -> SessionSetup:
             self.num_attempts += 1
             number = SessionNumber(1, self.num_attempts)
-            return replace(cast.opening, number=number, planned_weights=cohort.planned_weights)
+            return replace(cast.setup, number=number, planned_weights=cohort.planned_weights)
 
-        weights = cast.opening.planned_weights
+        weights = cast.setup.planned_weights
         ready = {n: ReadyReport(name=n, round=1, seconds=1.0, peak_bytes=0) for n in weights}
         try:
             self.opened = sum_masked(
-                ReadyCohort(ready=ready, planned_weights=weights, metrics=(), most_examples=1),
+                ReadyCohort(ready=ready, planned_weights=weights, metrics=(), max_examples=1),
                 CastFleet(cast, lies),  # type: ignore[arg-type] # it does nothing but converse
-                open_session=open_session,
+                set_up=set_up,
                 bounds=None,
                 phase_seconds=1.0,
                 refuse=self.refused.__setitem__,
@@ -118,8 +119,8 @@ def with_stranger(num_devices: int) -> Cast:
     cast = Cast(num_devices, mode="active")
     device = replace(cast.parties[LIAR].device, name="sybil", identity=SigningIdentity.new("sybil"))
     cast.join(device, weight=1, seed=1)
-    weights = {**cast.opening.planned_weights, "sybil": device.planned_weight}
-    cast.opening = replace(cast.opening, planned_weights=weights)
+    weights = {**cast.setup.planned_weights, "sybil": device.planned_weight}
+    cast.setup = replace(cast.setup, planned_weights=weights)
     return cast
 
 
@@ -235,8 +236,8 @@ def test_who_vanishes_is_not_left_out() -> None:
 def test_a_late_answer_is_no_fault() -> None:
     evidence = Evidence()
     evidence.members = frozenset({"a", "b", "c"})
-    evidence.rejected("a", LateUpdate("a: too late"))
-    assert evidence.culprits(TooFewSurvivors("too few")) == {}
+    evidence.add_rejected("a", LateUpdate("a: too late"))
+    assert evidence.at_fault(TooFewSurvivors("too few")) == {}
 
 
 def test_a_third_of_the_members_is_not_enough_and_one_more_is() -> None:
@@ -244,16 +245,16 @@ def test_a_third_of_the_members_is_not_enough_and_one_more_is() -> None:
         evidence = Evidence()
         evidence.members = frozenset("abcdef")
         for name in "abc"[:num_accusers]:
-            evidence.refused(name, IdentityUnknown(accusation(["f"], "not on the list")))
-        assert ("f" in evidence.culprits(TooFewSurvivors("too few"))) is is_left_out
+            evidence.add_client_error(name, IdentityUnknown(accusation(["f"], "not on the list")))
+        assert ("f" in evidence.at_fault(TooFewSurvivors("too few"))) is is_left_out
 
 
 def test_strangers_accusations_do_not_count() -> None:
     evidence = Evidence()
     evidence.members = frozenset("abc")
     for name in "wxyz":
-        evidence.refused(name, IdentityUnknown(accusation(["a"], "not on the list")))
-    assert evidence.culprits(TooFewSurvivors("too few")) == {}
+        evidence.add_client_error(name, IdentityUnknown(accusation(["a"], "not on the list")))
+    assert evidence.at_fault(TooFewSurvivors("too few")) == {}
 
 
 def test_an_accusation_names_whom_it_accuses_and_no_other_text_names_anybody() -> None:
@@ -305,7 +306,12 @@ def test_a_cheat_costs_one_attempt_and_is_left_out_of_the_rounds_behind_it(tmp_p
     grid = InProcessGrid(client_app(virtual_hardware), settings)
     grid.enter_run(RUN)
     rows: list[RoundRow] = []
-    run(Training(settings, run_id=RUN), LyingFleet(grid), on_round=rows.append)
+    run(
+        Training(settings, run_id=RUN),
+        LyingFleet(grid),
+        on_round=rows.append,
+        observer=RoundLog(),
+    )
     assert [row.num_aborted for row in rows] == [1, 0]
     for row in rows:
         assert row.num_clients == row.num_invited == 4
@@ -313,7 +319,7 @@ def test_a_cheat_costs_one_attempt_and_is_left_out_of_the_rounds_behind_it(tmp_p
         assert "until round 12" in row.left_out["1"]
     again = Training(settings, run_id=RUN)
     assert again.resume(tmp_path / "out", LyingFleet(grid))
-    assert again.planning.excluded["1"].through_round == 1 + FIRST_ROUNDS
+    assert again.planner.excluded["1"].through_round == 1 + FIRST_ROUNDS
 
 
 def test_where_too_few_are_left_it_is_said_who_is_left_out_and_why() -> None:

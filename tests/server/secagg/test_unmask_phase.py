@@ -40,7 +40,7 @@ def members(count: int, **fields: Any) -> list[Member]:
     ]
 
 
-def opening(**changes: Any) -> SessionSetup:
+def make_setup(**changes: Any) -> SessionSetup:
     fields: dict[str, Any] = {
         "run": 1,
         "number": SessionNumber(1, 1),
@@ -58,7 +58,7 @@ def opening(**changes: Any) -> SessionSetup:
 def test_cohorts_up_to_64_are_complete_and_larger_ones_as_sparse_as_the_bounds_allow(
     mode: Any,
 ) -> None:
-    chosen = opening(mode=mode)
+    chosen = make_setup(mode=mode)
     small = parameters_of(chosen, members(MAX_COMPLETE))
     assert small.num_neighbours is None
     assert small.threshold == (33 if mode == "semi-honest" else 43)
@@ -68,16 +68,16 @@ def test_cohorts_up_to_64_are_complete_and_larger_ones_as_sparse_as_the_bounds_a
 
 
 def test_a_cohort_for_which_no_graph_is_dense_enough_is_refused_by_name() -> None:
-    chosen = opening(mode="active", dropout=0.3)
+    chosen = make_setup(mode="active", dropout=0.3)
     with pytest.raises(NoSuchGraph):
         parameters_of(chosen, members(1000))
 
 
 def test_aes_is_chosen_only_if_all_members_have_instructions_for_it() -> None:
     rows = members(5, has_aes=True)
-    assert parameters_of(opening(), rows).cipher == "aes256-ctr"
+    assert parameters_of(make_setup(), rows).cipher == "aes256-ctr"
     rows[3] = rows[3].model_copy(update={"has_aes": False})
-    assert parameters_of(opening(), rows).cipher == "chacha20"
+    assert parameters_of(make_setup(), rows).cipher == "chacha20"
 
 
 def test_the_sum_is_the_same_with_aes() -> None:
@@ -108,7 +108,7 @@ def test_who_left_before_the_masks_is_named_with_the_reason() -> None:
 
     def look(message: Any) -> Any:
         assert isinstance(played.phase, MaskPhase)
-        left.update(played.phase.left)
+        left.update(played.phase.excluded)
         return message
 
     plan = FaultPlan().answer("share_keys", spoil, client="d002")
@@ -125,7 +125,7 @@ def test_who_left_before_the_masks_is_named_with_the_reason() -> None:
         ("advertise_keys", "2 devices dealt shares"),
         ("share_keys", "0 devices can mask an update"),  # 2 are fewer than t = 4: all leave
         ("check_shares", "2 devices sent a masked update"),
-        ("masked_update", "fewer than 4 holders are left"),
+        ("masked_update", "fewer than 4 holders remain"),
     ],
 )
 def test_an_abort_says_in_which_phase_too_few_were_left(after: str | None, said: str) -> None:
@@ -149,7 +149,7 @@ def test_too_few_signatures_abort_before_any_share_is_asked_for() -> None:
 def test_only_those_who_signed_are_asked_for_shares() -> None:
     cast = Cast(7, mode="active")
     phase = phase_before_opening(cast, FaultPlan().drop(client="d003", after="masked_update"))
-    assert phase.asked == tuple(name for name in cast.names if name != "d003")
+    assert phase.recipients == tuple(name for name in cast.names if name != "d003")
     assert phase.survived == tuple(cast.names)  # its update came: it is in the sum all the same
 
 
@@ -167,16 +167,16 @@ def test_the_sum_can_be_opened_as_soon_as_enough_shares_are_there() -> None:
         plan = plan.answer("unmask", look, client=name)
     cast.play_into(played, plan)
     phase = ready[0]
-    assert not phase.can_open
+    assert not phase.can_unmask
     for count, name in enumerate(cast.names, start=1):
         phase = phase.take(name, played.replies["unmask"][name])
-        assert phase.can_open == (count >= 5)
+        assert phase.can_unmask == (count >= 5)
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 3])
 def test_any_number_of_threads_opens_the_same_sum(num_threads: int) -> None:
     cast = Cast(5, num_values=100_000)
-    phase: Any = open_session(cast.opening)
+    phase: Any = open_session(cast.setup)
     while not isinstance(phase, UnmaskPhase):
         for name, request in phase.requests().items():
             session: Any = cast.parties[name].session
@@ -196,7 +196,7 @@ def test_any_number_of_threads_opens_the_same_sum(num_threads: int) -> None:
 
 def test_a_phase_is_frozen_and_a_reply_makes_a_new_one() -> None:
     cast = Cast(3)
-    phase = open_session(cast.opening)
+    phase = open_session(cast.setup)
     session: Any = cast.parties["d000"].session
     reply = session.answer(phase.requests()["d000"])
     after = phase.take("d000", reply)
@@ -230,7 +230,7 @@ def test_a_server_killed_in_mid_session_opens_a_new_attempt_and_no_update_is_mas
     assert any(masked.values()) == (ACTIONS.index(action) >= ACTIONS.index("masked_update"))
 
     # The new process knows the stored number alone.
-    cast.opening = replace(cast.opening, number=next_number(cast.opening.number, round_number=1))
+    cast.setup = replace(cast.setup, number=next_number(cast.setup.number, round_number=1))
     again = Played()
     fresh = [name for name in cast.names if not masked[name]]
     if len(fresh) < 3:

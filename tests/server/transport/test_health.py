@@ -32,7 +32,7 @@ def test_the_server_is_healthy_until_it_drains() -> None:
         async with serving() as run:
             assert await ask(run.port) == SERVING
             assert await ask(run.port, "headwater.Stream") == SERVING
-            run.intake.drain()
+            run.servicer.drain()
             assert await ask(run.port) == NOT_SERVING
 
     asyncio.run(play())
@@ -59,13 +59,13 @@ def test_devices_are_told_of_a_pause_and_newcomers_too() -> None:
     async def play() -> None:
         async with serving() as run, RawDevice(run.port, "first") as first:
             await first.enter()
-            run.intake.pause(True)
+            run.servicer.pause(True)
             assert (await first.next()).notice == Notice(is_paused=True)
-            run.intake.pause(True)  # nothing new
+            run.servicer.pause(True)  # nothing new
             async with RawDevice(run.port, "second") as second:
                 await second.enter()
                 assert (await second.next()).notice == Notice(is_paused=True)
-            run.intake.pause(False)
+            run.servicer.pause(False)
             assert (await first.next()).notice == Notice(is_paused=False)
 
     asyncio.run(play())
@@ -76,9 +76,9 @@ def test_what_is_noted_of_a_device_counts_its_bytes_and_its_refusals() -> None:
         async with serving() as run:
             async with RawDevice(run.port, "device") as device:
                 await device.enter()
-                (noted,) = run.intake.attendance.devices()
+                (noted,) = run.servicer.device_records.devices()
                 assert noted.is_connected
-                run.intake.pause(True)
+                run.servicer.pause(True)
                 frame = await device.next()
                 assert noted.bytes_down >= frame.ByteSize()
             while noted.is_connected:

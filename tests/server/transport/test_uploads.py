@@ -23,13 +23,13 @@ class Heard:
     def send(self, session: DeviceSession, frame: ServerFrame) -> None:
         self.frames.append((session.name, frame))
 
-    def turns(self) -> list[str]:
+    def started(self) -> list[str]:
         """Return who was told to begin, in order."""
         return [name for name, f in self.frames if f.HasField("receipt") and not f.receipt.is_done]
 
 
 def session(number: int) -> DeviceSession:
-    ask = DeviceInstruction(
+    instruction = DeviceInstruction(
         node_id=number,
         message_id=f"message {number}",
         message_type="train",
@@ -37,13 +37,13 @@ def session(number: int) -> DeviceSession:
         image=None,
         reply_bytes=len(VECTOR),
     )
-    return DeviceSession(name=str(number), node_id=number, token=b"", ask=ask)
+    return DeviceSession(name=str(number), node_id=number, token=b"", instruction=instruction)
 
 
 def announce(room: Uploads, one: DeviceSession) -> None:
-    assert one.ask is not None
+    assert one.instruction is not None
     digest = hashlib.sha256(VECTOR).digest()
-    room.announce(one, Reply(message_id=one.ask.message_id, num_bytes=len(VECTOR), sha256=digest))
+    room.announce(one, Reply(message_id=one.instruction.message_id, num_bytes=len(VECTOR), sha256=digest))
 
 
 def send(room: Uploads, one: DeviceSession, start: int, end: int) -> None:
@@ -53,21 +53,21 @@ def send(room: Uploads, one: DeviceSession, start: int, end: int) -> None:
 
 def test_only_as_many_send_at_once_as_there_are_turns_and_the_next_follows_in_order() -> None:
     heard = Heard()
-    room = Uploads(StagingMemory(10_000), send=heard.send, turns=2)
+    room = Uploads(StagingMemory(10_000), send=heard.send, max_uploads=2)
     sessions = [session(number) for number in range(4)]
     for one in sessions:
         announce(room, one)
-    assert heard.turns() == ["0", "1"]
+    assert heard.started() == ["0", "1"]
     send(room, sessions[1], 0, len(VECTOR))
-    assert heard.turns() == ["0", "1", "2"]
-    room.drop(sessions[0])
-    assert heard.turns() == ["0", "1", "2", "3"]
+    assert heard.started() == ["0", "1", "2"]
+    room.discard(sessions[0])
+    assert heard.started() == ["0", "1", "2", "3"]
     assert room.arrivals.get_nowait().node_id == 1
 
 
 def test_an_upload_that_waits_for_its_turn_holds_no_memory() -> None:
     staging = StagingMemory(10_000)
-    room = Uploads(staging, send=Heard().send, turns=1)
+    room = Uploads(staging, send=Heard().send, max_uploads=1)
     for number in range(5):
         announce(room, session(number))
     assert staging.held_bytes == len(VECTOR)
@@ -75,7 +75,7 @@ def test_an_upload_that_waits_for_its_turn_holds_no_memory() -> None:
 
 def test_a_chunk_before_its_turn_is_refused() -> None:
     heard = Heard()
-    room = Uploads(StagingMemory(10_000), send=heard.send, turns=1)
+    room = Uploads(StagingMemory(10_000), send=heard.send, max_uploads=1)
     first, second = session(0), session(1)
     announce(room, first)
     send(room, first, 0, 100)
@@ -88,7 +88,7 @@ def test_a_chunk_before_its_turn_is_refused() -> None:
 
 def test_an_upload_goes_on_where_it_broke_off_in_its_next_turn() -> None:
     heard = Heard()
-    room = Uploads(StagingMemory(10_000), send=heard.send, turns=1)
+    room = Uploads(StagingMemory(10_000), send=heard.send, max_uploads=1)
     one = session(0)
     announce(room, one)
     send(room, one, 0, 120)
@@ -103,36 +103,36 @@ def test_an_upload_goes_on_where_it_broke_off_in_its_next_turn() -> None:
 
 def test_a_slow_link_does_not_keep_the_others_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     heard = Heard()
-    room = Uploads(StagingMemory(10_000), send=heard.send, turns=1)
+    room = Uploads(StagingMemory(10_000), send=heard.send, max_uploads=1)
     slow, quick = session(0), session(1)
     announce(room, slow)
     announce(room, quick)
-    room.give_turns()
-    assert heard.turns() == ["0"]
+    room.start_waiting()
+    assert heard.started() == ["0"]
     monkeypatch.setattr(uploads, "SLOW_AFTER_SECONDS", -1.0)
-    room.give_turns()
-    assert heard.turns() == ["0", "1"]
+    room.start_waiting()
+    assert heard.started() == ["0", "1"]
     send(room, slow, 0, len(VECTOR))
     assert room.arrivals.get_nowait().node_id == 0
 
 
-@pytest.mark.parametrize("how", ["its round closed", "another ask took its place"])
+@pytest.mark.parametrize("how", ["its round closed", "another instruction took its place"])
 def test_a_reply_that_crosses_the_news_that_it_is_late_is_no_fault_of_its_device(how: str) -> None:
     heard = Heard()
     room = Uploads(StagingMemory(10_000), send=heard.send)
-    slow, ask = session(0), session(0).ask
-    assert ask is not None
+    slow, instruction = session(0), session(0).instruction
+    assert instruction is not None
     if how == "its round closed":
-        room.withdraw(slow)
+        room.cancel_late(slow)
         assert [frame.fault.code for _, frame in heard.frames] == ["LateUpdate"]
     else:
-        room.let_go(slow)
-    slow.ask, told = replace(ask, message_id="the next"), len(heard.frames)
-    late = Reply(message_id=ask.message_id, num_bytes=len(VECTOR), sha256=bytes(32))
+        room.cancel(slow)
+    slow.instruction, told = replace(instruction, message_id="the next"), len(heard.frames)
+    late = Reply(message_id=instruction.message_id, num_bytes=len(VECTOR), sha256=bytes(32))
     room.announce(slow, late)
     send(room, slow, 0, len(VECTOR))
     assert (len(heard.frames), room.refusals, room.arrivals.empty()) == (told, {}, True)
-    assert slow.ask.message_id == "the next"
+    assert slow.instruction.message_id == "the next"
 
 
 def test_a_reply_to_nothing_that_was_asked_is_refused() -> None:

@@ -1,0 +1,250 @@
+"""The fleet of clients as messages on a Flower Grid: ``server.fleet.Fleet`` for every engine.
+
+The grid is the simulator's, our gRPC grid or Flower's own. On our grids an update is added to the
+sum straight from the memory in which it arrived; on Flower's grid it is added reply by reply.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeVar
+
+from flwr.app import Message, RecordDict
+from flwr.serverapp import Grid
+
+from headwater.common.errors import ConnectionLost, HeadwaterError, LateUpdate
+from headwater.common.flower import records
+from headwater.common.flower.grid import HeadwaterGrid
+from headwater.common.messages import (
+    DescribeRequest,
+    DeviceReport,
+    EvaluateReport,
+    Plan,
+    ReadyReport,
+    Update,
+    UpdateReport,
+)
+from headwater.common.model.parameters import ModelImage
+from headwater.common.secagg.protocol import Phase, Request
+from headwater.server.fleet import Dropout, Reply, Traffic, UpdateBatch
+from headwater.server.flower.registration import Registration, check_name
+from headwater.server.planning.cohort import ConnectedClients
+
+log = logging.getLogger(__name__)
+
+Answer = TypeVar("Answer", bound=Update | ReadyReport | EvaluateReport | Reply)
+
+JOIN_POLL_SECONDS = 0.05
+FIRST_NOTICE_SECONDS, WAITING_NOTICE_SECONDS = 10.0, 60.0
+REPLY_POLL_SECONDS = 0.2
+
+
+class GridFleet:
+    """The clients of a Grid, by name."""
+
+    def __init__(self, grid: Grid) -> None:
+        self._grid = grid
+        self._own = grid if isinstance(grid, HeadwaterGrid) else None
+        self._registration = Registration(grid)
+        self._reports: dict[str, DeviceReport] = {}
+        self._flower_bytes_up = self._flower_bytes_down = 0
+
+    def describe(self, request: DescribeRequest, *, min_clients: int) -> ConnectedClients:
+        if self._own is not None:
+            self._own.expect(request)
+        next_notice = time.monotonic() + FIRST_NOTICE_SECONDS
+        while True:
+            self._registration.update(request)
+            reports, refused = self._registration.reports, self._registration.refused
+            may_begin = self._own is None or self._own.may_begin()
+            if may_begin and len(reports) >= min_clients and self._registration.is_settled:
+                return self._connected(reports.values())
+            is_complete = not getattr(self._grid, "awaits_more", True)
+            if refused and (is_complete or (self._own is None and not reports)):
+                raise next(iter(refused.values()))
+            if may_begin and time.monotonic() >= next_notice:
+                log.warning("waiting: %d of %d clients have joined", len(reports), min_clients)
+                next_notice = time.monotonic() + WAITING_NOTICE_SECONDS
+            time.sleep(JOIN_POLL_SECONDS)
+
+    def _connected(self, reports: Iterable[DeviceReport]) -> ConnectedClients:
+        before, now = self._reports, {report.name: report for report in reports}
+        self._reports = now
+        return ConnectedClients(
+            reports=now,
+            described=[name for name, report in now.items() if before.get(name) is not report],
+            disconnected=[name for name in before if name not in now],
+        )
+
+    def ask_again(self, requests: Mapping[str, DescribeRequest]) -> None:
+        self._registration.ask_again(requests)
+
+    def turn_seconds(self) -> float:
+        return 0.0 if self._own is None else self._own.turn_seconds()
+
+    def train(
+        self, plans: Mapping[str, Plan], image: ModelImage, *, timeout_seconds: float | None
+    ) -> Iterator[UpdateBatch | ReadyReport | Dropout]:
+        def read(name: str, content: RecordDict) -> Update | ReadyReport:
+            if plans[name].is_masked:
+                ready = records.read(content, ReadyReport)
+                _check_in_time(ready, timeout_seconds)
+                return ready
+            update = records.read_update(content)
+            _check_in_time(update.report, timeout_seconds)
+            return update
+
+        return (
+            UpdateBatch.of(answer) if isinstance(answer, Update) else answer
+            for answer in self._send_model("train", plans, image, timeout_seconds, read)
+        )
+
+    def converse(
+        self,
+        phase: Phase,
+        requests: Mapping[str, Request],
+        *,
+        beside: bytes | None = None,
+        reply_bytes: int = 0,
+        timeout_seconds: float | None,
+    ) -> Iterator[Reply | Dropout]:
+        def read(_: str, content: RecordDict) -> Reply:
+            said = records.read(content, phase.reply)
+            return Reply(name=said.name, said=said, beside=records.vector(content))
+
+        message_type = f"query.{phase.action}"
+        if self._own is not None:
+            self._own.expect_beside(message_type, reply_bytes)
+        array = None if beside is None else records.flat_array(beside, dtype="float32")
+        contents = {name: records.content_of(request, array) for name, request in requests.items()}
+        return self._send(message_type, contents, phase.action, timeout_seconds, read)
+
+    def evaluate(
+        self, plans: Mapping[str, Plan], image: ModelImage, *, timeout_seconds: float | None
+    ) -> Iterator[EvaluateReport | Dropout]:
+        def read(_: str, content: RecordDict) -> EvaluateReport:
+            return records.read(content, EvaluateReport)
+
+        return self._send_model("evaluate", plans, image, timeout_seconds, read)
+
+    def _send_model(
+        self,
+        message_type: str,
+        plans: Mapping[str, Plan],
+        image: ModelImage,
+        timeout_seconds: float | None,
+        read: Callable[[str, RecordDict], Answer],
+    ) -> Iterator[Answer | Dropout]:
+        """Send each plan with the model."""
+        memory = image.buffer().toreadonly()
+        array = records.flat_array(memory if self._own else bytes(memory), dtype="uint8")
+        contents = {name: records.content_of(plan, array) for name, plan in plans.items()}
+        round_number = next((plan.round for plan in plans.values()), 0)
+        return self._send(message_type, contents, str(round_number), timeout_seconds, read)
+
+    def _send(
+        self,
+        message_type: str,
+        contents: Mapping[str, RecordDict],
+        group_id: str,
+        timeout_seconds: float | None,
+        read: Callable[[str, RecordDict], Answer],
+    ) -> Iterator[Answer | Dropout]:
+        """Send each client its message; yield each answer, and a Dropout per client without one."""
+        nodes = {report.name: node for node, report in self._registration.reports.items()}
+        for left in [name for name in contents if name not in nodes]:
+            yield Dropout(name=left, error=ConnectionLost(f"{left} left during the round"))
+        awaited = {nodes[name]: name for name in contents if name in nodes}
+        answered: set[int] = set()
+        messages = [
+            Message(content, nodes[name], message_type, group_id=group_id, ttl=timeout_seconds)
+            for name, content in contents.items()
+            if name in nodes
+        ]
+        for node, reply in self._exchange(messages, timeout_seconds):
+            if self._registration.take_reply(reply):
+                continue  # a slow newcomer's description: it joins the next round
+            name = awaited.pop(node, None)
+            if name is None:
+                continue
+            answered.add(node)
+            try:
+                answer = read(name, records.reply_content(reply))
+                check_name(answer.name, name)
+                yield answer
+            except HeadwaterError as error:
+                if isinstance(error, ConnectionLost):
+                    self._registration.reports.pop(node, None)
+                yield Dropout(name=name, error=error)
+        self._registration.forget_repeats(answered)
+        for name in awaited.values():
+            limit = "" if timeout_seconds is None else f" within {timeout_seconds} s"
+            yield Dropout(name=name, error=LateUpdate(f"{name} did not answer{limit}"))
+
+    def _exchange(
+        self, messages: list[Message], timeout: float | None
+    ) -> Iterable[tuple[int, Message]]:
+        """Send messages; yield each reply with the node to which its message was sent."""
+        if self._own is None:
+            return self._exchange_by_polling(messages, timeout)
+        replies = self._own.send_and_receive(messages, timeout=timeout)
+        return ((reply.metadata.src_node_id, reply) for reply in replies)
+
+    def _exchange_by_polling(
+        self, messages: list[Message], timeout: float | None
+    ) -> Iterator[tuple[int, Message]]:
+        """Pull replies from Flower's own grid as they arrive, rather than all at once.
+
+        The SuperLink's own error replies name the SuperLink's node as their source, so the client
+        is found by the id of the message. A message that could not be pushed has no id, and no
+        reply to it is awaited.
+        """
+        self._flower_bytes_down += sum(_num_bytes(message.content) for message in messages)
+        awaited = {message_id for message_id in self._grid.push_messages(messages) if message_id}
+        node_of = {
+            message.metadata.message_id: message.metadata.dst_node_id for message in messages
+        }
+        end = None if timeout is None else time.monotonic() + timeout
+        while awaited and (end is None or time.monotonic() < end):
+            replies = list(self._grid.pull_messages(awaited))
+            for reply in replies:
+                message_id = reply.metadata.reply_to_message_id
+                awaited.discard(message_id)
+                if reply.has_content():
+                    self._flower_bytes_up += _num_bytes(reply.content)
+                yield node_of[message_id], reply
+            if not replies:
+                time.sleep(REPLY_POLL_SECONDS)
+
+    def traffic(self) -> Traffic:
+        up, down = self._flower_bytes_up, self._flower_bytes_down
+        if self._own is not None:
+            up, down = self._own.num_bytes()
+        return Traffic(bytes_up=up, bytes_down=down)
+
+    def simulated_state(self) -> dict[str, Any]:
+        state = getattr(self._grid, "simulated_state", None)
+        return state() if state is not None else {}
+
+    def restore_simulated(self, state: Mapping[str, Any]) -> None:
+        restore = getattr(self._grid, "restore_simulated", None)
+        if restore is not None:
+            restore(state)
+
+
+def _check_in_time(report: ReadyReport | UpdateReport, timeout_seconds: float | None) -> None:
+    """Check a virtual clock's seconds against the deadline; the grid checks real seconds.
+
+    Raises:
+        LateUpdate: they exceed it.
+    """
+    if timeout_seconds is not None and report.seconds > timeout_seconds:
+        raise LateUpdate(
+            f"{report.name} took {report.seconds:.1f} s, the deadline is {timeout_seconds:.1f} s"
+        )
+
+
+def _num_bytes(content: RecordDict) -> int:
+    return len(records.head_json(content)) + len(records.vector(content) or b"")

@@ -1,0 +1,114 @@
+"""State of the fixed-point encoding from round to round, and the decoding of a round's sum.
+
+With 32-bit values the clip bound follows the largest mean of the last rounds; with 16-bit values
+each block's bound follows the block's root mean square.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from headwater.common.secagg import masked_numbers
+from headwater.common.secagg.fixed_point import ClipState, decode_mean, follow_clip
+from headwater.common.secagg.masked_numbers import check_sums, metric_sums_in, noise_sums_in
+from headwater.common.secagg.protocol import NUM_CLIPPED, WEIGHT
+from headwater.common.secagg.rotation import (
+    Rotation,
+    device_spread,
+    first_bounds,
+    follow_bounds,
+    unrotate_in_place,
+)
+from headwater.server.aggregation.round_sum import RoundSum
+from headwater.server.secagg.unmask_phase import UnmaskedSum
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EncodingState:
+    """The clip bound of 32-bit values and the block bounds of 16-bit values."""
+
+    clip: ClipState = field(default_factory=ClipState)
+    bounds: NDArray[np.float32] | None = field(default=None, repr=False)
+    """None before the first round with 16-bit values."""
+
+    def block_bounds(self, num_values: int) -> NDArray[np.float32]:
+        """Return the bounds of a 16-bit encoding's blocks; initial ones before the first round."""
+        if self.bounds is not None:
+            return self.bounds
+        return first_bounds(Rotation(seed=bytes(32), num_coordinates=num_values))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data for the checkpoint."""
+        return {
+            "clip": self.clip.clip,
+            "largest_mean": self.clip.largest_mean,
+            "bounds": None if self.bounds is None else self.bounds.tolist(),
+        }
+
+    @staticmethod
+    def of_json(row: Mapping[str, Any]) -> EncodingState:
+        """Return the state that ``to_json`` gave; the initial state from an empty row."""
+        if not row:
+            return EncodingState()
+        bounds = row["bounds"]
+        return EncodingState(
+            clip=ClipState(clip=row["clip"], largest_mean=row["largest_mean"]),
+            bounds=None if bounds is None else np.array(bounds, dtype=np.float32),
+        )
+
+
+def decode_sum(unmasked: UnmaskedSum, state: EncodingState) -> tuple[RoundSum, EncodingState]:
+    """Divide an unmasked sum by its weight; return it and the next round's encoding state.
+
+    Raises:
+        SumOutOfRange: the numbers are impossible for clients that followed their plans.
+    """
+    numbers, parameters = unmasked.numbers, unmasked.session.parameters
+    members, num_devices = unmasked.session.members, len(unmasked.survived)
+    check_sums(
+        numbers,
+        parameters.scalars,
+        num_devices=num_devices,
+        planned_weight=sum(members[name].planned_weight for name in unmasked.survived),
+    )
+    weight, num_clipped = round(numbers[WEIGHT]), round(numbers[NUM_CLIPPED])
+    mean_P = decode_mean(unmasked.vector_P, encoding=parameters.encoding, weight=weight)
+    if parameters.rotation_seed is None:
+        largest = float(np.abs(mean_P).max(initial=0.0))
+        clip = follow_clip(state.clip, largest_mean=largest, num_clipped=num_clipped)
+        after = EncodingState(clip=clip, bounds=state.bounds)
+    else:
+        rotation = Rotation(seed=parameters.rotation_seed, num_coordinates=parameters.num_values)
+        bounds = state.block_bounds(parameters.num_values)
+        rms = unrotate_in_place(
+            mean_P, rotation=rotation, bounds=bounds, max_weight=parameters.encoding.max_weight
+        )
+        spread = device_spread(
+            num_devices=num_devices,
+            squared_norms=numbers[masked_numbers.SQUARED_NORM],
+            weight=weight,
+            mean_norm=float(np.linalg.norm(mean_P)),
+        )
+        share = num_clipped / (num_devices * parameters.num_values)
+        after = EncodingState(
+            clip=state.clip,
+            bounds=follow_bounds(bounds, block_rms=rms, spread=spread, clipped=share),
+        )
+    round_sum = RoundSum(
+        names=unmasked.survived,
+        mean_P=torch.from_numpy(mean_P),
+        weight=weight,
+        loss_sum=numbers[masked_numbers.LOSS],
+        metric_sums=metric_sums_in(numbers),
+        num_examples=numbers[masked_numbers.NUM_EXAMPLES],
+        summed_weight=numbers[masked_numbers.SUMMED_WEIGHT],
+        noise=noise_sums_in(numbers),
+        num_clipped=num_clipped,
+    )
+    return round_sum, after

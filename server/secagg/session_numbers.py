@@ -1,0 +1,55 @@
+"""Numbers of a run's secure sessions: strictly increasing, and stored before they are used.
+
+A device refuses a session number that it has seen, because its masks would repeat.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from headwater.common.errors import CheckpointCorrupt, StateError
+from headwater.common.secagg.protocol import SessionNumber, next_number
+from headwater.common.system.atomic_file import write_atomically
+
+SESSION_FILE = "session.json"
+
+
+class SessionNumbers:
+    """Issues session numbers; without a folder they are not stored."""
+
+    def __init__(self, folder: Path | None, *, run_id: int) -> None:
+        """Continue after the last number stored for this run, if any.
+
+        Raises:
+            CheckpointCorrupt: the file cannot be read.
+        """
+        self._path = None if folder is None else folder / SESSION_FILE
+        self._run_id = run_id
+        self._last: SessionNumber | None = None
+        if self._path is not None and self._path.exists():
+            try:
+                fields = json.loads(self._path.read_text())
+                if fields["run_id"] == run_id:
+                    self._last = SessionNumber(int(fields["round"]), int(fields["attempt"]))
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                raise CheckpointCorrupt(
+                    f"{self._path} does not hold the last secure session's number: {error}",
+                    remedy="start another run: devices refuse a session number that they have seen",
+                ) from error
+
+    def next(self, round_number: int) -> SessionNumber:
+        """Store and return the number of a round's next session.
+
+        Raises:
+            StateError: it cannot be stored.
+        """
+        number = next_number(self._last, round_number=round_number)
+        if self._path is not None:
+            row = {"run_id": self._run_id, "round": number.round, "attempt": number.attempt}
+            try:
+                write_atomically(self._path, json.dumps(row).encode())
+            except OSError as error:
+                raise StateError(f"cannot write {self._path}: {error.strerror}") from error
+        self._last = number
+        return number
