@@ -1,8 +1,8 @@
-"""The Flower Grid that our transports share, and the one place for Flower's private parts.
+"""The Flower Grid that our transports share, and the only file that uses Flower's private parts.
 
-A grid of ours hands arrays over as views and yields replies one by one, so that the server holds
-one update at a time. Flower builds a ``Message`` only inside a run that it knows: the process-wide
-``TaskIdentity`` must be set, and every message needs an id.
+Our grids pass arrays as views and yield replies one by one, so that the server holds one update at
+a time. Flower builds a ``Message`` only inside a run: the process-wide ``TaskIdentity`` must be
+set, and every message needs an id. ``tests/common/flower/test_grid.py`` names each private part.
 """
 
 from __future__ import annotations
@@ -10,47 +10,53 @@ from __future__ import annotations
 import os
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
-# Before flwr is imported: no look-up leaves the machine, and nothing is installed at run time.
+# Set before flwr is imported, so that flwr sends no telemetry and checks for no update.
 os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
 os.environ.setdefault("FLWR_DISABLE_UPDATE_CHECK", "1")
 
 from flwr.app import Message, RecordDict
-from flwr.serverapp import Grid
-from flwr.supercore.run import Run
+from flwr.clientapp import ClientApp
+from flwr.common.constant import ErrorCode
+from flwr.serverapp import Grid, ServerApp
+from flwr.supercore.run import Run as Run
 from flwr.supercore.task_identity import TaskIdentity
 
 from headwater.common.errors import HeadwaterError
 from headwater.common.messages import DescribeRequest
 
 SERVER_NODE_ID = 1
-# A device that was asked to describe itself and is silent so long is refused.
+CLIENT_APP_FAILED = ErrorCode.UNKNOWN
+"""The code of a reply that Flower makes when a ClientApp raises an exception."""
+# A device that does not describe itself within this time is refused.
 SILENT_SECONDS = 300.0
 
 
-class OwnGrid(Grid):
-    """What the in-process grid and the gRPC grid have in common."""
+class HeadwaterGrid(Grid):
+    """The base of the in-process grid and the gRPC grid."""
 
     awaits_more = False
-    """Whether further nodes may come by themselves."""
+    """Whether further nodes may connect on their own."""
     silent_seconds = SILENT_SECONDS
 
     def __init__(self) -> None:
         self._run: Run | None = None
 
     def set_run(self, run: Run) -> None:
-        """Enter a run; messages can be built from here on."""
+        """Enter a run, which makes it possible to build messages."""
         self._run = run
         enter_run(run.run_id)
 
     def enter_run(self, run_id: int) -> None:
-        """Enter the run of this id."""
+        """Enter the run with this id."""
         self.set_run(Run.create_empty(run_id))
 
     @property
     def run(self) -> Run:
-        """The run, once it is entered."""
+        """The run that was entered."""
         if self._run is None:
             raise RuntimeError("the grid has no run: call enter_run first")
         return self._run
@@ -63,56 +69,83 @@ class OwnGrid(Grid):
         group_id: str,
         ttl: float | None = None,
     ) -> Message:
-        """Create a message; Flower itself builds them directly by now."""
+        """Create a message. Flower's own code constructs ``Message`` directly."""
         return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
 
     @abstractmethod
     def num_bytes(self) -> tuple[int, int]:
-        """Return the bytes that went up and down so far."""
+        """Return the bytes uploaded and downloaded so far."""
 
     def may_begin(self) -> bool:
-        """Whether the next round may begin, as far as the server's operator is concerned.
+        """Return whether the server's operator allows the next round to begin.
 
-        What it raises ends the run behind its last round.
+        An exception from it ends the run after its last round.
         """
         return True
 
     def turn_seconds(self) -> float:
-        """Return how long the rounds take over one update; 0 where that is not measured."""
+        """Return the server's seconds per update in a round; 0 if they are not measured."""
         return 0.0
 
     def expect(self, request: DescribeRequest) -> None:
-        """Learn what devices must agree on, before any is let in."""
+        """Set the description that devices must match, before any is admitted."""
 
     def expect_beside(self, message_type: str, num_bytes: int) -> None:
-        """Learn how many bytes come beside each reply to messages of a type."""
+        """Set the vector's bytes in each reply to messages of a type."""
 
     def name_of(self, node_id: int) -> str | None:
-        """Return the name that a node proved or claimed when it connected, if it did."""
+        """Return the name that a node proved or claimed when it connected; None if unknown."""
         return None
 
     def refuse(self, node_id: int, error: HeadwaterError) -> None:
-        """Turn a node away for good."""
+        """Refuse a node for the rest of the run."""
 
     @abstractmethod
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> Iterator[Message]:
-        """Send messages and yield the replies one by one, as they come.
+        """Send messages and yield the replies one by one, as they arrive.
 
-        The arrays of a reply are valid until the next reply is asked for.
+        The arrays of a reply are valid until the next reply is requested.
         """
 
 
 def enter_run(run_id: int) -> None:
-    """Tell Flower which run this process is in; messages can be built from here on."""
+    """Set the run of this process, which makes it possible to build messages."""
     TaskIdentity.task_id = 1
     TaskIdentity.run_id = run_id
     TaskIdentity.node_id = SERVER_NODE_ID
 
 
-def numbered(message: Message) -> str:
-    """Give a message an id, as Flower's SuperLink would, unless it has one, and return it."""
+def ensure_message_id(message: Message) -> str:
+    """Return the message's id; set a new one if it has none, as Flower's SuperLink does."""
     message_id = message.metadata.message_id or str(uuid4())
     message.metadata.__dict__["_message_id"] = message_id
     return message_id
+
+
+def simulate_on_ray(
+    server_app: ServerApp,
+    client_app: ClientApp,
+    *,
+    num_clients: int,
+    app_folder: Path,
+    client_resources: dict[str, Any],
+) -> None:
+    """Run the apps on Flower's Ray engine until the ServerApp has returned or failed.
+
+    The clients' run_config is that of the pyproject.toml in ``app_folder``; Flower's public
+    ``run_simulation`` has no parameter for it.
+    """
+    from flwr.simulation.run_simulation import _run_simulation
+    from flwr.supercore.telemetry import EventType
+
+    _run_simulation(
+        num_supernodes=num_clients,
+        exit_event=EventType.PYTHON_API_RUN_SIMULATION_LEAVE,
+        server_app=server_app,
+        client_app=client_app,
+        app_dir=str(app_folder),
+        is_app=True,
+        backend_config={"client_resources": client_resources},
+    )

@@ -1,7 +1,7 @@
-"""The bridge to Flower: plain data to records and back, and vectors to arrays and back.
+"""Converts messages and vectors to Flower's records and arrays, and back.
 
-An array of ours holds the raw little-endian bytes of one flat tensor. Between our own grids and
-apps it is a view of memory that somebody else owns, never a copy; on Flower's own grids, which
+Our arrays hold the raw little-endian bytes of one flat tensor. Between our own grids and apps an
+array is a view of memory that it does not own, never a copy; on Flower's own grids, which
 serialise, it must be ``bytes``.
 """
 
@@ -30,11 +30,11 @@ from headwater.common.messages import Update, UpdateReport
 
 FLAT = "headwater.flat"
 HEAD, VECTOR = "head", "vector"
-# Of Flower's error codes: the message or its reply outlived its time to live; the node has gone.
+# Flower's error codes: the message or its reply exceeded its time to live; the node disconnected.
 EXPIRED, NODE_GONE = (3, 4), 5
-REFUSED = 1000  # Error.code of an error of ours; Flower's own codes are below 100
+OWN_ERROR = 1000  # the Error.code of our errors; Flower's own codes are below 100
 
-Told = TypeVar("Told", bound=BaseModel)
+MessageT = TypeVar("MessageT", bound=BaseModel)
 
 
 def flat_array(data: memoryview | bytes, *, dtype: str) -> Array:
@@ -44,13 +44,13 @@ def flat_array(data: memoryview | bytes, *, dtype: str) -> Array:
     return array
 
 
-def content_of(told: BaseModel, array: Array | None = None) -> RecordDict:
-    """Put plain data, and a vector if there is one, into the content of a message."""
-    return content_with_head(told.model_dump_json(exclude_none=True), array)
+def content_of(data: BaseModel, array: Array | None = None) -> RecordDict:
+    """Return a message's content: its data and, optionally, a vector."""
+    return content_with_head(data.model_dump_json(exclude_none=True), array)
 
 
 def content_with_head(head: str, array: Array | None) -> RecordDict:
-    """Put a head that is JSON already, and a vector if there is one, into a message's content."""
+    """Return a message's content: its data as JSON and, optionally, a vector."""
     content = RecordDict({HEAD: ConfigRecord({"json": head})})
     if array is not None:
         record = ArrayRecord()
@@ -60,39 +60,39 @@ def content_with_head(head: str, array: Array | None) -> RecordDict:
 
 
 def head_json(content: RecordDict) -> str:
-    """Return the plain data of a message, as JSON.
+    """Return a message's data as JSON.
 
     Raises:
-        CorruptUpdate: the message has none.
+        CorruptUpdate: the message has no data.
     """
     record = content.get(HEAD)
     text = record.get("json") if isinstance(record, ConfigRecord) else None
     if not isinstance(text, str):
-        raise CorruptUpdate("a message without the head that every message of ours has")
+        raise CorruptUpdate("a message without the head that every message must have")
     return text
 
 
-def read(content: RecordDict, kind: type[Told]) -> Told:
-    """Read and check the plain data of a message.
+def read(content: RecordDict, kind: type[MessageT]) -> MessageT:
+    """Parse and check a message's data.
 
     Raises:
-        CorruptUpdate: it is not what it should be.
+        CorruptUpdate: see ``parse``.
     """
     return parse(head_json(content), kind)
 
 
-def parse(text: str | bytes, kind: type[Told]) -> Told:
+def parse(text: str | bytes, kind: type[MessageT]) -> MessageT:
     """Parse JSON into ``kind`` and check every bound.
 
     Raises:
-        CorruptUpdate: naming the first field that is wrong, and what was found there.
+        CorruptUpdate: naming the first wrong field and the value found there.
     """
     try:
         return kind.model_validate_json(text)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(step) for step in first["loc"]) or "json"
-        # What a secure session's messages hold is quoted nowhere, not even as the cause.
+        # The values of a secure session's messages are never quoted, not even as the cause.
         if kind.model_config.get("hide_input_in_errors"):
             raise CorruptUpdate(f"{kind.__name__}.{where}: {first['msg'].lower()}") from None
         found = repr(first["input"])[:80]
@@ -118,12 +118,12 @@ def dtype_of(content: RecordDict) -> str:
 
 
 def is_view(content: RecordDict) -> bool:
-    """Tell whether the message came over a grid of ours, which passes views."""
+    """Return whether the message came over one of our grids, which pass views."""
     return isinstance(vector(content), memoryview)
 
 
 def update_content(update: Update, *, as_view: bool) -> RecordDict:
-    """Put an update into the content of a reply; a copy only where the grid serialises."""
+    """Return a reply's content with an update; the vector is copied only if the grid serialises."""
     memory = update.values_P.numpy().data.cast("B")
     array = flat_array(memory if as_view else bytes(memory), dtype="float32")
     return content_of(update.report, array)
@@ -143,27 +143,27 @@ def read_update(content: RecordDict) -> Update:
 
 
 def as_tensor(memory: memoryview | bytes) -> Tensor:
-    """View bytes as a float32 vector. It is for reading only."""
+    """View bytes as a float32 vector, which must not be written."""
     if isinstance(memory, bytes):
         memory = memoryview(bytearray(memory))
     return torch.frombuffer(memory, dtype=torch.float32) if len(memory) else torch.zeros(0)
 
 
-def refusal(error: BaseException, *, stays_here: bool = False) -> Error:
-    """Turn an exception into Flower's error; only what may be shown to the other side goes in.
+def to_flower_error(error: BaseException, *, is_same_process: bool = False) -> Error:
+    """Convert an exception to Flower's error, without text that must stay on this side.
 
-    Where both sides are one process there is no other side, and the whole message goes in.
+    If both sides are in the same process, the error has the whole message.
     """
     code, message = travelling(error)
-    if stays_here and isinstance(error, HeadwaterError):
+    if is_same_process and isinstance(error, HeadwaterError):
         message = error.message
-    return Error(code=REFUSED, reason=json.dumps([code, message]))
+    return Error(code=OWN_ERROR, reason=json.dumps([code, message]))
 
 
-def refused(message: Message) -> HeadwaterError:
-    """Turn an error reply back into an exception."""
+def error_of_reply(message: Message) -> HeadwaterError:
+    """Convert an error reply to an exception."""
     reason = message.error.reason or ""
-    if message.error.code == REFUSED:
+    if message.error.code == OWN_ERROR:
         try:
             code, text = json.loads(reason)
         except (ValueError, TypeError):
@@ -172,55 +172,55 @@ def refused(message: Message) -> HeadwaterError:
     return HeadwaterError(f"Flower's error {message.error.code}: {reason[:500]}")
 
 
-def answered(reply: Message) -> RecordDict:
+def reply_content(reply: Message) -> RecordDict:
     """Return a reply's content.
 
     Raises:
-        LateUpdate, ConnectionLost: Flower says so.
-        HeadwaterError: the error that the other side sent instead.
+        LateUpdate, ConnectionLost: Flower's own error codes.
+        HeadwaterError: the error that the other side sent instead of content.
     """
     if not reply.has_error():
         return reply.content
     if reply.error.code in EXPIRED:
         raise LateUpdate(f"the round's deadline passed: {reply.error.reason}")
     if reply.error.code == NODE_GONE:
-        raise ConnectionLost(f"the node has gone: {reply.error.reason}")
-    raise refused(reply)
+        raise ConnectionLost(f"the node disconnected: {reply.error.reason}")
+    raise error_of_reply(reply)
 
 
-def keep(context: Context, name: str, state: Any) -> None:
-    """Keep a frozen dataclass, or what ``kept`` gave of it, in the node's context for the run."""
+def save_state(context: Context, name: str, state: Any) -> None:
+    """Save a dataclass, or a dict of ``load_state``, in the node's context for the run."""
     plain = state if isinstance(state, dict) else dataclasses.asdict(state)
     context.state[name] = ConfigRecord({"json": json.dumps(plain)})
 
 
-def kept(context: Context, name: str) -> dict[str, Any] | None:
-    """Return what ``keep`` kept, or None."""
+def load_state(context: Context, name: str) -> dict[str, Any] | None:
+    """Return the state that ``save_state`` saved, or None."""
     record = context.state.get(name)
     if not isinstance(record, ConfigRecord):
         return None
     return cast(dict[str, Any], json.loads(str(record["json"])))
 
 
-def keep_bytes(context: Context, name: str, data: bytes) -> None:
-    """Keep bytes in the node's context for the run."""
+def save_bytes(context: Context, name: str, data: bytes) -> None:
+    """Save bytes in the node's context for the run."""
     context.state[name] = ConfigRecord({"bytes": data})
 
 
-def kept_bytes(context: Context, name: str) -> bytes | None:
-    """Return what ``keep_bytes`` kept, or None."""
+def load_bytes(context: Context, name: str) -> bytes | None:
+    """Return the bytes that ``save_bytes`` saved, or None."""
     record = context.state.get(name)
     data = record.get("bytes") if isinstance(record, ConfigRecord) else None
     return data if isinstance(data, bytes) else None
 
 
-def forget(context: Context, name: str) -> bool:
-    """Remove what was kept under a name; say whether there was anything."""
+def delete_state(context: Context, name: str) -> bool:
+    """Delete the state or bytes under a name; return whether there were any."""
     return context.state.pop(name, None) is not None
 
 
 def node_identity(node_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Read name, data path and part from a node's configuration, ours or Flower's."""
+    """Return name, data path and part from a node's configuration, ours or Flower's."""
     part = int(node_config.get("partition-id", 0))
     data = node_config.get("data")
     return {

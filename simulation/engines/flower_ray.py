@@ -3,8 +3,7 @@
 Flower provides nodes, messages and worker processes. This module gives Flower the apps and the
 settings, raises an error or Ctrl-C as it occurred, and leaves no process running. Flower's only
 public function, ``flwr.simulation.run_simulation``, is deprecated and cannot pass a ``run_config``
-to clients. The function that it calls can, and is the one private name used here; ``flwr run``
-calls it as well.
+to clients. ``common.flower.grid`` calls the private function that can, as ``flwr run`` does.
 """
 
 from __future__ import annotations
@@ -23,12 +22,11 @@ from types import FrameType
 
 import tomli_w
 from flwr.app import Context, Message, RecordDict
-from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid, ServerApp
-from flwr.supercore.run import Run
 
 from headwater.client.app import client_app
 from headwater.common.errors import SettingsError, WorkerDied
+from headwater.common.flower.grid import CLIENT_APP_FAILED, Run, simulate_on_ray
 from headwater.common.settings.schema import Settings
 from headwater.server.app import server_app
 from headwater.server.rounds.run import OnRound
@@ -82,20 +80,13 @@ def run_on_ray(settings: Settings, *, on_round: OnRound) -> None:
 
 def _simulate(app: _WatchedServerApp, settings: Settings, folder: Path) -> None:
     """Run Flower's engine until the ServerApp has returned or failed."""
-    from flwr.simulation.run_simulation import _run_simulation
-    from flwr.supercore.telemetry import EventType
-
     try:
-        _run_simulation(
-            num_supernodes=settings.simulation.clients,
-            exit_event=EventType.PYTHON_API_RUN_SIMULATION_LEAVE,
-            server_app=app.app,
-            client_app=ray_app(client_app(virtual_hardware), settings, Path.cwd()),
-            app_dir=str(folder),
-            is_app=True,  # the clients' run_config comes from the pyproject.toml in app_dir
-            backend_config={
-                "client_resources": {"num_cpus": cpus_per_client(settings), "num_gpus": 0.0}
-            },
+        simulate_on_ray(
+            app.app,
+            ray_app(client_app(virtual_hardware), settings, Path.cwd()),
+            num_clients=settings.simulation.clients,
+            app_folder=folder,
+            client_resources={"num_cpus": cpus_per_client(settings), "num_gpus": 0.0},
         )
     finally:
         app.stop()
@@ -271,7 +262,7 @@ def _check_workers(replies: Iterable[Message]) -> Iterator[Message]:
         WorkerDied: a reply is Flower's own error, for a worker that could not run the app.
     """
     for reply in replies:
-        if reply.has_error() and reply.error.code == ErrorCode.UNKNOWN:
+        if reply.has_error() and reply.error.code == CLIENT_APP_FAILED:
             raise WorkerDied(
                 f"a worker of Ray failed: {_shorten(reply.error.reason or '')}",
                 remedy="every machine of the cluster needs the same Headwater, Python and "

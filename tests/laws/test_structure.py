@@ -48,7 +48,7 @@ MAY_IMPORT_FLOWER = (
 )
 MAY_IMPORT_GRPC = ("client/transport/", "server/transport/")
 PUBLIC_FLOWER = {"flwr.app", "flwr.clientapp", "flwr.serverapp", "flwr.serverapp.strategy"}
-PRIVATE_FLOWER_FILES = {"common/flower/grid.py", "simulation/engines/flower_ray.py"}
+PRIVATE_FLOWER_FILES = {"common/flower/grid.py"}
 # Loaded only where metrics were requested.
 METRICS_FILES = {
     "client/operations/prometheus.py",
