@@ -20,7 +20,7 @@ from headwater.client.device.bandwidth import read_bandwidth
 from headwater.client.device.hardware import this_machine
 from headwater.client.flower.request import SIMULATED, DeviceRequest, read_request, spool_of
 from headwater.client.flower.state_file import SAMPLER, SECURE, SPEED, read_record
-from headwater.client.secagg.pending import PendingUpdate, pending_in
+from headwater.client.secagg.pending import pending_in
 from headwater.client.secagg.prepare import (
     check_masking,
     floor_of,
@@ -34,7 +34,7 @@ from headwater.client.training.context import HardwareOf
 from headwater.common.errors import CorruptUpdate, EmptyUpdate, HeadwaterError
 from headwater.common.flower import records
 from headwater.common.messages import DescribeRequest, DeviceReport, Plan, Update, UpdateReport
-from headwater.common.secagg.protocol import PHASES, Phase
+from headwater.common.secagg.protocol import PHASES, MaskReply, Phase
 from headwater.common.stats import training_speed
 
 log = logging.getLogger(__name__)
@@ -57,8 +57,11 @@ def client_app(hardware_of: HardwareOf) -> ClientApp:
                     log.exception("the task or the device failed")
                 elif error.is_private:
                     log.warning("%s: %s", error.code, error)
-                stays_here = SIMULATED in context.node_config
-                return Message(records.refusal(error, stays_here=stays_here), reply_to=message)
+                is_same_process = SIMULATED in context.node_config
+                return Message(
+                    records.to_flower_error(error, is_same_process=is_same_process),
+                    reply_to=message,
+                )
             return Message(content, reply_to=message)
 
         return reply
@@ -76,10 +79,10 @@ def _describe(request: DeviceRequest) -> RecordDict:
     if describe.left_out is not None:
         log.info("this round excludes %s: %s", request.identity.name, describe.left_out)
     report = request.trainer.describe(request.identity, request.hardware, describe)
-    measured = training_speed.told(report)
+    measured = training_speed.reported_line(report)
     # As on the server: a speed seen in training replaces a measured one, unless it was too slow.
     if measured is not None and (request.speed is None or describe.left_out is not None):
-        records.keep(request.context, SPEED, measured)
+        records.save_state(request.context, SPEED, measured)
     return records.content_of(_with_link(report, request.context))
 
 
@@ -103,9 +106,9 @@ def _train(request: DeviceRequest) -> RecordDict:
                 identity, request.hardware, plan, request.sampler, spool=spool
             )
         except EmptyUpdate:
-            records.keep(context, SAMPLER, trainer.skip(identity, plan, request.sampler))
+            records.save_state(context, SAMPLER, trainer.skip(identity, plan, request.sampler))
             raise
-        records.keep(context, SAMPLER, sampler)
+        records.save_state(context, SAMPLER, sampler)
         update = dataclasses.replace(update, report=_with_link(update.report, context))
         if plan.is_masked:
             _add_pending(request, plan, update)
@@ -115,62 +118,64 @@ def _train(request: DeviceRequest) -> RecordDict:
 
 def _add_pending(request: DeviceRequest, plan: Plan, update: Update) -> None:
     """Keep an update for its secure session, and follow the training speed that it shows."""
+    # Imported here, as most clients never mask: it costs 0.5 MB of an idle client's memory.
+    from headwater.client.secagg.session import SecureSession
+
     context, trainer, identity = request.context, request.trainer, request.identity
     if request.speed is not None:
-        speed = training_speed.followed(request.speed, update.report.steps)
-        records.keep(context, SPEED, speed)
+        speed = training_speed.updated_line(request.speed, update.report.steps)
+        records.save_state(context, SPEED, speed)
     examples, _ = trainer.split(identity, run_seed=plan.run_seed, fraction=plan.held_out_fraction)
     device = participant_of(
         plan,
         request.sampler,
+        trainer,
         name=identity.name,
         run_id=context.run_id,
-        task=trainer.task,
-        image=trainer.image,
-        secure=request.secure,
+        floor=floor_of(request.secure),
         enrolment=request.enrolment,
     )
-    pending = PendingUpdate(
+    session = SecureSession(
         device,
-        read_record(records.kept(context, SECURE)),
-        unmasked_update(
+        read_record(records.load_state(context, SECURE)),
+        update=unmasked_update(
             update, plan, device, num_owned=len(examples), norm=trainer.accumulator.gradient_norm()
         ),
         num_threads=torch.get_num_threads(),
         is_view=records.is_view(request.message.content),
     )
-    if pending.is_view:  # a grid of ours: this process answers the session's requests too
-        pending_in(trainer.accumulator).add(pending, trainer.accumulator)
+    if session.is_view:  # a grid of ours: this process answers the session's requests too
+        pending_in(trainer.accumulator).add(session, trainer.accumulator)
     else:
-        request.suspended.add(pending)
+        request.suspended.add(session)
 
 
 def _answer_phase(phase: Phase, request: DeviceRequest) -> RecordDict:
     content, context, suspended = request.message.content, request.context, request.suspended
     is_suspended = suspended.exists
-    pending = (
+    session = (
         suspended.resume(floor=floor_of(request.secure), enrolment=request.enrolment)
         if is_suspended
         else pending_in(request.trainer.accumulator).get(context.run_id, request.identity.name)
     )
 
     def store(record: SessionRecord) -> None:
-        records.keep(context, SECURE, record)
-        if record.masked == pending.device.update_id:  # its examples count as used in any case
-            records.keep(context, SAMPLER, request.sampler.passed())
+        records.save_state(context, SECURE, record)
+        if record.masked == session.device.update_id:  # its examples count as used in any case
+            records.save_state(context, SAMPLER, request.sampler.passed())
         if is_suspended:
             suspended.write_state_file()
 
-    reply, vector = pending.answer(
-        records.read(content, phase.request), bounds=records.vector(content), store=store
-    )
+    session.store = store
+    reply = session.answer(records.read(content, phase.request), records.vector(content))
+    vector = session.vector if isinstance(reply, MaskReply) else None
     if is_suspended:
-        suspended.suspend(pending)
+        suspended.suspend(session)
     if vector is None:
         return records.content_of(reply)
     memory = vector.data.cast("B")
     array = records.flat_array(
-        memory if pending.is_view else bytes(memory), dtype=str(vector.dtype)
+        memory if session.is_view else bytes(memory), dtype=str(vector.dtype)
     )
     return records.content_of(reply, array)
 

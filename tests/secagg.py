@@ -52,7 +52,7 @@ class Answering(Protocol):
 
     vector: RingVector | None
 
-    def answer(self, request: Request) -> Reply: ...
+    def answer(self, request: Request, bounds: bytes | None = None) -> Reply: ...
 
 
 @dataclass(kw_only=True)
@@ -64,6 +64,7 @@ class Party:
     values_P: NDArray[np.float32]
     numbers: Mapping[str, float | int]
     stored: list[SessionRecord] = field(default_factory=list)
+    bounds: NDArray[np.float32] | None = None
 
     @property
     def record(self) -> SessionRecord:
@@ -182,10 +183,14 @@ class Cast:
             record,
             store=stored.append,
             update=UnmaskedUpdate(values_P=torch.from_numpy(values.copy()), numbers=numbers),
-            bounds=self.bounds,
         )
         party = Party(
-            device=device, session=session, values_P=values, numbers=numbers, stored=stored
+            device=device,
+            session=session,
+            values_P=values,
+            numbers=numbers,
+            stored=stored,
+            bounds=self.bounds,
         )
         self.parties[device.name] = party
         return party
@@ -221,7 +226,12 @@ class Cast:
         try:
             for told in _changed(request, plan, action=action, client=name, by_server=True):
                 played.requests.setdefault(action, {})[name] = told
-                reply: Any = party.session.answer(_wired(told, played))
+                bounds = party.bounds if action == "masked_update" else None
+                reply: Any = (
+                    party.session.answer(_wired(told, played))
+                    if bounds is None
+                    else party.session.answer(_wired(told, played), bounds.tobytes())
+                )
                 played.replies.setdefault(action, {})[name] = reply
         except HeadwaterError as error:
             played.refused[name] = error

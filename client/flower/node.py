@@ -24,7 +24,7 @@ from headwater.client.training.context import Identity
 from headwater.client.training.trainer import Trainer, stop_requested
 from headwater.common.errors import CorruptUpdate, HeadwaterError, StateError, error_of, travelling
 from headwater.common.flower import records
-from headwater.common.flower.grid import enter_run, numbered
+from headwater.common.flower.grid import ensure_message_id, enter_run
 from headwater.common.messages import ReadyReport, UpdateReport
 from headwater.common.settings.schema import Settings
 
@@ -94,7 +94,7 @@ class Node:
         )
         self._file = StateFile(self._state_folder / f"{self.name}-{run_id}.json")
         for name, plain in self._file.read().items():
-            records.keep(self._context, name, plain)
+            records.save_state(self._context, name, plain)
 
     def leave(self) -> None:
         """Leave the run: erase what its secure sessions left in memory."""
@@ -118,7 +118,7 @@ class Node:
         try:
             array = None if payload is None else records.flat_array(payload, dtype="uint8")
             message = Message(records.content_with_head(head_json, array), 1, message_type)
-            numbered(message)
+            ensure_message_id(message)
             reply = self._app(message, self._context)
             self._write_state_file(self._context)
         except StateError as error:
@@ -127,7 +127,7 @@ class Node:
             log.exception("the instruction could not be carried out")
             return NodeAnswer(message_id=message_id, error=error_of(*travelling(error)))
         if reply.has_error():
-            return NodeAnswer(message_id=message_id, error=records.refused(reply))
+            return NodeAnswer(message_id=message_id, error=records.error_of_reply(reply))
         if message_type == "train":
             self._count(reply.content)
         return NodeAnswer(
@@ -147,7 +147,9 @@ class Node:
 
     def _write_state_file(self, context: Context) -> None:
         assert self._file is not None
-        self._file.write({name: records.kept(context, name) for name in sorted(context.state)})
+        self._file.write(
+            {name: records.load_state(context, name) for name in sorted(context.state)}
+        )
 
     def remove_spool(self) -> None:
         """Remove the spool of an update that the server has completely received."""

@@ -118,12 +118,12 @@ class DeviceRequest:
     @property
     def sampler(self) -> SamplerState:
         """The state of the device's sampler: its place among its examples."""
-        return read_sampler(records.kept(self.context, SAMPLER))
+        return read_sampler(records.load_state(self.context, SAMPLER))
 
     @property
     def speed(self) -> Line | None:
         """The seconds of a micro-batch as reported and then followed; None if never measured."""
-        return read_speed(records.kept(self.context, SPEED))
+        return read_speed(records.load_state(self.context, SPEED))
 
 
 def read_request(message: Message, context: Context, hardware_of: HardwareOf) -> DeviceRequest:

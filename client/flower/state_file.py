@@ -18,7 +18,7 @@ from headwater.client.secagg.types import SessionRecord
 from headwater.client.training.micro_batches import SamplerPosition, SamplerState
 from headwater.common.errors import StateError
 from headwater.common.stats.linear_fit import Line
-from headwater.common.system.atomic_file import write_whole
+from headwater.common.system.atomic_file import write_atomically
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +94,7 @@ class StateFile:
             return
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(self.path, json.dumps(entries).encode())
+            write_atomically(self.path, json.dumps(entries).encode())
         except OSError as error:
             log.warning("%s cannot be written: %s", self.path, error.strerror)
             raise StateError(f"the device cannot write its state file: {error.strerror}") from error

@@ -27,7 +27,6 @@ from pydantic import ConfigDict, Field, ValidationError
 from headwater.client.enrolment.signing_identity import Enrolment
 from headwater.client.flower.state_file import READERS, SECURE, StateFile, read_record
 from headwater.client.flower.suspended_keys import KeyFile, SealingKey, SimulatedKey
-from headwater.client.secagg.pending import PendingUpdate
 from headwater.client.secagg.session import SecureSession
 from headwater.client.secagg.states import (
     AwaitingMaskRequest,
@@ -87,7 +86,7 @@ class SuspendedUpdate:
     @property
     def exists(self) -> bool:
         """Whether the context holds an update."""
-        return records.kept_bytes(self._context, SUSPENDED) is not None
+        return records.load_bytes(self._context, SUSPENDED) is not None
 
     def prepare(self) -> None:
         """Load the state file and check, before hours of training, that all files can be written.
@@ -103,7 +102,7 @@ class SuspendedUpdate:
         """Copy the state file into the context: the file is never older than the context."""
         if self._file is not None:
             for name, plain in self._file.read().items():
-                records.keep(self._context, name, plain)
+                records.save_state(self._context, name, plain)
 
     def write_state_file(self) -> None:
         """Force the context's entries to the state file.
@@ -112,68 +111,58 @@ class SuspendedUpdate:
             StateError: it could not be written.
         """
         if self._file is not None:
-            entries = {name: records.kept(self._context, name) for name in READERS}
+            entries = {name: records.load_state(self._context, name) for name in READERS}
             self._file.write({name: plain for name, plain in entries.items() if plain is not None})
 
     def discard(self) -> None:
         """Remove the update, if there is one, and erase its key."""
-        if records.forget(self._context, SUSPENDED):
+        if records.delete_state(self._context, SUSPENDED):
             self._key.erase()
 
-    def add(self, update: PendingUpdate) -> None:
+    def add(self, session: SecureSession) -> None:
         """Suspend a new update before its session, under a new key.
 
         Raises:
             StateError: the key or the state file could not be written.
         """
-        self._write(update, self._key.make())
+        self._write(session, self._key.make())
         self.write_state_file()
 
-    def resume(self, *, floor: Floor, enrolment: Enrolment) -> PendingUpdate:
-        """Return the suspended update with its session's state.
+    def resume(self, *, floor: Floor, enrolment: Enrolment) -> SecureSession:
+        """Return the session of the suspended update, whose ``store`` the caller must set.
 
         Raises:
             UpdateNotHeld: there is none, or its key is erased.
             StateError: the state file cannot be read.
         """
         self._load_state_file()
-        sealed = records.kept_bytes(self._context, SUSPENDED) or b""
+        sealed = records.load_bytes(self._context, SUSPENDED) or b""
         stored, values_P = unseal_session(
             sealed, self._key.read(), name=self._name, run=self._context.run_id
         )
+        described = {name: getattr(stored, name) for name in DESCRIPTION}
         device = Participant(
-            name=self._name,
-            run=self._context.run_id,
-            round=stored.round,
-            model_digest=stored.model_digest,
-            num_values=stored.num_values,
-            planned_weight=stored.planned_weight,
-            update_id=stored.update_id,
-            floor=floor,
-            identity=enrolment.identity,
-            allow_list=enrolment.allow_list,
-            has_aes=stored.has_aes,
+            **described, floor=floor, identity=enrolment.identity, allow_list=enrolment.allow_list
         )
-        record = read_record(records.kept(self._context, SECURE))
-        return PendingUpdate(
+        record = read_record(records.load_state(self._context, SECURE))
+        return SecureSession(
             device,
             record,
-            UnmaskedUpdate(values_P=values_P, numbers=stored.numbers),
-            num_threads=torch.get_num_threads(),
-            is_view=False,
+            update=UnmaskedUpdate(values_P=values_P, numbers=stored.numbers),
             state=_decode_state(stored, device, record),
+            num_threads=torch.get_num_threads(),
         )
 
-    def suspend(self, update: PendingUpdate) -> None:
+    def suspend(self, session: SecureSession) -> None:
         """Store an update until the next phase, or remove it if its session is over."""
-        if update.is_over:
+        if session.is_over:
             self.discard()
         else:
-            self._write(update, self._key.read())
-        update.close()
+            self._write(session, self._key.read())
+        session.close()
 
-    def _write(self, update: PendingUpdate, key: Secret) -> None:
-        records.keep_bytes(self._context, SUSPENDED, seal_session(update.session, key))
+    def _write(self, session: SecureSession, key: Secret) -> None:
+        records.save_bytes(self._context, SUSPENDED, seal_session(session, key))
 
 
 class SuspendedSession(SecureMessage):
@@ -202,19 +191,25 @@ class SuspendedSession(SecureMessage):
     members: tuple[Name, ...] = ()
 
 
+DESCRIPTION = (
+    "name",
+    "run",
+    "round",
+    "model_digest",
+    "num_values",
+    "planned_weight",
+    "update_id",
+    "has_aes",
+)
+"""The fields of ``Participant`` in the JSON head; the others are the device's own settings."""
+
+
 def seal_session(session: SecureSession, key: Secret) -> bytes:
     """Return a session between two requests as sealed bytes. The session itself is unchanged."""
     device, update = session.device, session.update
     stored = SuspendedSession.model_validate(
         {
-            "name": device.name,
-            "run": device.run,
-            "round": device.round,
-            "model_digest": device.model_digest,
-            "num_values": device.num_values,
-            "planned_weight": device.planned_weight,
-            "update_id": device.update_id,
-            "has_aes": device.has_aes,
+            **{name: getattr(device, name) for name in DESCRIPTION},
             "numbers": dict(update.numbers),
             **_encode_state(session.state),
         }

@@ -16,6 +16,7 @@ from headwater.client.device.sensors import has_aes
 from headwater.client.enrolment.signing_identity import Enrolment
 from headwater.client.secagg.types import Floor, Participant, UnmaskedUpdate
 from headwater.client.training.micro_batches import SamplerState
+from headwater.client.training.trainer import Trainer
 from headwater.common.errors import (
     CountOutOfRange,
     MaskingRequired,
@@ -30,12 +31,11 @@ from headwater.common.messages import (
     Update,
     UpdateReport,
 )
-from headwater.common.model.parameters import ModelImage
 from headwater.common.secagg.masked_numbers import MAX_METRICS, numbers_of
 from headwater.common.settings import schema as settings
 from headwater.common.stats.gradient_noise import NoiseSums, noise_sums
 from headwater.common.stats.linear_fit import Line
-from headwater.common.task import Task, max_weight_per_example
+from headwater.common.task import max_weight_per_example
 
 log = logging.getLogger(__name__)
 
@@ -163,28 +163,27 @@ def _metrics_of(report: UpdateReport) -> tuple[str, ...]:
 def participant_of(
     plan: Plan,
     sampler: SamplerState,
+    trainer: Trainer,
     *,
     name: str,
     run_id: int,
-    task: Task,
-    image: ModelImage,
-    secure: settings.SecureSettings,
+    floor: Floor,
     enrolment: Enrolment,
 ) -> Participant:
     """Return the client's identity, floor and update id for the sessions of one update.
 
     ``sampler`` is the state after training: the update's examples go from its place to the pending
-    place. ``image`` must still hold the model that the client trained.
+    place. The trainer's image must still hold the model of the plan.
     """
     return Participant(
         name=name,
         run=run_id,
         round=plan.round,
-        model_digest=hashlib.sha256(image.buffer()).digest(),
-        num_values=image.layout.num_parameters,
-        planned_weight=plan.weigh_as or max_weight_per_example(task) * plan.max_examples,
+        model_digest=hashlib.sha256(trainer.image.buffer()).digest(),
+        num_values=trainer.image.layout.num_parameters,
+        planned_weight=plan.weigh_as or max_weight_per_example(trainer.task) * plan.max_examples,
         update_id=update_id(run_id, plan, sampler),
-        floor=floor_of(secure),
+        floor=floor,
         identity=enrolment.identity,
         allow_list=enrolment.allow_list,
         has_aes=has_aes(),

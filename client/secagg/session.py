@@ -26,11 +26,12 @@ from headwater.client.secagg.states import (
     erase,
 )
 from headwater.client.secagg.types import Participant, SessionRecord, UnmaskedUpdate
-from headwater.common.errors import OutOfPhase
+from headwater.common.errors import CorruptUpdate, HeadwaterError, OutOfPhase, UpdateNotHeld
 from headwater.common.secagg.fixed_point import RingVector
 from headwater.common.secagg.protocol import (
     CheckRequest,
     KeysRequest,
+    MaskReply,
     MaskRequest,
     Reply,
     Request,
@@ -48,30 +49,33 @@ class SecureSession:
         device: Participant,
         record: SessionRecord,
         *,
-        store: Callable[[SessionRecord], None],
         update: UnmaskedUpdate,
+        store: Callable[[SessionRecord], None] | None = None,
         state: SessionState | None = None,
-        bounds: NDArray[np.float32] | None = None,
         num_threads: int = 1,
+        is_view: bool = False,
     ) -> None:
         """Start with an update and the record of this run's earlier sessions.
 
-        ``store`` makes a record durable before it returns. ``state`` continues a session from
-        another process (``client.flower.suspended``). ``bounds`` are the block bounds of a 16-bit
-        ring; they arrive with ``MaskRequest`` and may be set until then.
+        ``store`` makes a record durable before it returns; it must be set before the first request.
+        ``state`` continues a session from another process (``client.flower.suspended``).
+        ``is_view`` says that the grid reads the masked vector as a view of this process's memory.
         """
         self.device = device
         self.record = record
         """The record that was stored last."""
         self.update = update
         """The update; without its values once it is masked."""
+        self.store = store
         self.state = state
         """The current state; None before the first request."""
         self.vector: RingVector | None = None
-        """The masked update, after ``MaskRequest``."""
-        self.bounds = bounds
-        self._store = store
+        """The masked update, until the server confirms that it has it."""
+        self.is_view = is_view
+        self.is_over = False
+        """Whether the client has answered the session's last request, or has refused one."""
         self._num_threads = num_threads
+        self._is_closed = False
         self._replies: dict[type[Request], tuple[Request, Reply]] = {}
 
     @property
@@ -79,19 +83,37 @@ class SecureSession:
         """Whether the update was masked: it and its examples may go into no other session."""
         return self.record.masked == self.device.update_id
 
-    def answer(self, request: Request) -> Reply:
-        """Check a request and answer it; after ``MaskRequest`` the masked update is ``vector``.
+    def answer(self, request: Request, bounds: memoryview | bytes | None = None) -> Reply:
+        """Check and answer a request; with a ``MaskReply``, ``vector`` is the masked update.
+
+        ``bounds`` are the block bounds of a 16-bit ring, little-endian float32; they come with
+        ``MaskRequest``.
 
         Raises:
             SessionRefused: see ``client.secagg.checks.CHECKS``; nothing was answered.
             CountOutOfRange, NonFiniteUpdate, ModelMismatch: the update itself cannot be masked.
             StateError: the record could not be stored; nothing was answered.
+            CorruptUpdate: the bounds are not a whole number of float32.
+            UpdateNotHeld: the masked vector was released, because the server has it.
         """
+        try:
+            reply = self._answer_once(request, bounds)
+        except HeadwaterError:
+            self.is_over = True
+            raise
+        self.is_over = isinstance(request, UnmaskRequest)
+        if isinstance(request, SurvivorsRequest | UnmaskRequest):
+            self.vector = None  # this client is a survivor: the server has its vector
+        if isinstance(reply, MaskReply) and self.vector is None:
+            raise UpdateNotHeld(f"{self.device.name}: the server already has the masked update")
+        return reply
+
+    def _answer_once(self, request: Request, bounds: memoryview | bytes | None) -> Reply:
         last_request, last_reply = self._replies.get(type(request), (None, None))
         if last_reply is not None and request == last_request:
             return last_reply
         before = self.state
-        state, reply = self._step(request)
+        state, reply = self._step(request, bounds)
         self._move_to(state)
         if isinstance(request, KeysRequest):
             self._replies.clear()
@@ -103,11 +125,14 @@ class SecureSession:
     def _move_to(self, state: SessionState) -> None:
         """Store the state's record, then make it the current state."""
         if state.record != self.record:
-            self._store(state.record)
+            assert self.store is not None
+            self.store(state.record)
             self.record = state.record
         self.state = state
 
-    def _step(self, request: Request) -> tuple[SessionState, Reply]:
+    def _step(
+        self, request: Request, bounds: memoryview | bytes | None
+    ) -> tuple[SessionState, Reply]:
         match request, self.state:
             case KeysRequest(), _:
                 return key_phases.advertise_keys(self.device, self.record, request)
@@ -116,7 +141,7 @@ class SecureSession:
             case CheckRequest(), AwaitingShares() as state:
                 return key_phases.check_shares(state, request)
             case MaskRequest(), AwaitingMaskRequest() as state:
-                return self._mask(state, request)
+                return self._mask(state, request, self._float32(bounds))
             case SurvivorsRequest(), (AwaitingUnmask() | SessionFinished()) as state:
                 return mask_phases.sign_survivors(state, request)
             case UnmaskRequest(), (AwaitingUnmask() | SessionFinished()) as state:
@@ -127,8 +152,10 @@ class SecureSession:
                     f"{self.device.name}: unexpected {type(request).__name__} in {state_name}"
                 )
 
-    def _mask(self, state: AwaitingMaskRequest, request: MaskRequest) -> tuple[SessionState, Reply]:
-        ready = mask_phases.commit_update(state, request, self.update, bounds=self.bounds)
+    def _mask(
+        self, state: AwaitingMaskRequest, request: MaskRequest, bounds: NDArray[np.float32] | None
+    ) -> tuple[SessionState, Reply]:
+        ready = mask_phases.commit_update(state, request, self.update, bounds=bounds)
         self._move_to(ready)  # if storing fails, nothing is masked and the request may be repeated
         masked, reply, self.vector = mask_phases.mask_update(
             ready, self.update, num_threads=self._num_threads
@@ -136,8 +163,19 @@ class SecureSession:
         self.update = replace(self.update, values_P=torch.empty(0))  # the values are overwritten
         return masked, reply
 
+    def _float32(self, bounds: memoryview | bytes | None) -> NDArray[np.float32] | None:
+        if bounds is None:
+            return None
+        if len(bounds) % 4:
+            raise CorruptUpdate(
+                f"{self.device.name}: {len(bounds)} bytes are no whole number of float32"
+            )
+        return np.frombuffer(bounds, "<f4").astype(np.float32)
+
     def move_out(self) -> None:
         """Copy the update, masked or not, out of memory that is about to be reused."""
+        if self._is_closed:
+            return
         if self.vector is not None:
             self.vector = self.vector.copy()
         else:
@@ -145,6 +183,7 @@ class SecureSession:
 
     def close(self) -> None:
         """Erase the remaining secrets; only ``record`` and ``vector`` are kept."""
+        self._is_closed = True
         if self.state is not None:
             erase(self.state)
         self.state = None

@@ -23,7 +23,7 @@ from headwater.client.transport.exchange import Exchange, ModelBroken, StreamBro
 from headwater.client.transport.leaving import LeavePolicy
 from headwater.client.transport.stream import WRITE_ERRORS, ClientStream
 from headwater.common.errors import ConnectionLost, CorruptUpdate, ProtocolMismatch
-from headwater.common.transport.limits import CHANNEL, METHOD, PROTOCOL_VERSION
+from headwater.common.transport.limits import CHANNEL_OPTIONS, STREAM_METHOD, PROTOCOL_VERSION
 from headwater.common.transport.wire_pb2 import ClientFrame, Hello
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ class Connection:
             ConnectionBroken: another connection may succeed.
         """
         async with self._channel() as channel:
-            call = channel.stream_stream(METHOD)()
+            call = channel.stream_stream(STREAM_METHOD)()
             self._stream = stream = ClientStream(
                 call,
                 self._node,
@@ -184,7 +184,7 @@ class Connection:
         )
 
     def _channel(self) -> Any:
-        options = list(CHANNEL)
+        options = list(CHANNEL_OPTIONS)
         if self._renewal is None:
             return grpc.aio.insecure_channel(self._address, options=options)
         self._renewal.check()

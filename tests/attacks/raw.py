@@ -22,7 +22,7 @@ import torch
 from headwater.common.model.parameters import build_model
 from headwater.common.settings.sources import load
 from headwater.common.task import load_task
-from headwater.common.transport.limits import CHUNK_BYTES, STREAM_METHOD, PROTOCOL_VERSION
+from headwater.common.transport.limits import CHUNK_BYTES, PROTOCOL_VERSION, STREAM_METHOD
 from headwater.common.transport.tls import Credentials
 from headwater.common.transport.wire_pb2 import (
     Chunk,

@@ -62,11 +62,11 @@ def everybody(told: MaskRequest) -> MaskRequest:
 class Colluding(SecureSession):
     """A device that lets the server put a key in its entry that everybody can compute with."""
 
-    def answer(self, request: Request) -> Reply:
+    def answer(self, request: Request, bounds: memoryview | bytes | None = None) -> Reply:
         if isinstance(request, Roster) and isinstance(self.state, AwaitingRoster):
             keys = self.state.keys.model_copy(update={"mask_key": LOW_ORDER})
             self.state = replace(self.state, keys=keys)
-        return super().answer(request)
+        return super().answer(request, bounds)
 
 
 def let_collude(cast: Cast) -> None:

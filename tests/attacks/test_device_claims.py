@@ -228,7 +228,11 @@ def test_a_device_that_leaves_before_it_is_known_may_come_back() -> None:
 
 @pytest.mark.parametrize(
     ("code", "noted"),
-    [("OutsideActiveHours", "OutsideActiveHours"), ("x" * 100_000, "HeadwaterError"), ("\0", "HeadwaterError")],
+    [
+        ("OutsideActiveHours", "OutsideActiveHours"),
+        ("x" * 100_000, "HeadwaterError"),
+        ("\0", "HeadwaterError"),
+    ],
 )
 def test_a_device_may_say_why_it_leaves_for_a_while_and_no_more(code: str, noted: str) -> None:
     async def play() -> None:

@@ -131,10 +131,10 @@ def test_shares_of_the_wrong_kind_or_of_too_many_are_rejected(
 class Cheat(SecureSession):
     """A device that deals the shares of another mask key than it advertised."""
 
-    def answer(self, request: Request) -> Reply:
+    def answer(self, request: Request, bounds: memoryview | bytes | None = None) -> Reply:
         if isinstance(request, Roster) and isinstance(self.state, AwaitingRoster):
             self.state = replace(self.state, mask_pair=new_key_pair())
-        return super().answer(request)
+        return super().answer(request, bounds)
 
 
 def cheating(cast: Cast) -> None:

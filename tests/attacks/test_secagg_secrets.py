@@ -64,8 +64,8 @@ class Watched(SecureSession):
     shown: list[str]
     secrets: dict[str, bytes]
 
-    def answer(self, request: Request) -> Reply:
-        reply = super().answer(request)
+    def answer(self, request: Request, bounds: memoryview | bytes | None = None) -> Reply:
+        reply = super().answer(request, bounds)
         self.shown += [repr(self), repr(reply), str(reply), repr(self.state), repr(self.record)]
         fields = {n: v for n, v in vars(self).items() if n not in ("shown", "secrets")}
         self.shown += [repr(fields), f"{self.state}"]
@@ -254,8 +254,8 @@ def test_secrets_are_erased_as_soon_as_no_later_phase_needs_them(mode: str) -> N
     states: list[SessionState] = []
 
     class Keeping(SecureSession):
-        def answer(self, request: Request) -> Reply:
-            reply = super().answer(request)
+        def answer(self, request: Request, bounds: memoryview | bytes | None = None) -> Reply:
+            reply = super().answer(request, bounds)
             assert self.state is not None
             states.append(self.state)
             return reply

@@ -12,7 +12,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from headwater.common.transport.limits import MAX_FRAME_BYTES, STREAM_METHOD, PROTOCOL_VERSION
+from headwater.common.transport.limits import MAX_FRAME_BYTES, PROTOCOL_VERSION, STREAM_METHOD
 from headwater.common.transport.wire_pb2 import (
     Chunk,
     ClientFrame,

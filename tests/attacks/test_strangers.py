@@ -17,7 +17,7 @@ import grpc.aio
 import psutil
 import pytest
 
-from headwater.common.transport.limits import STREAM_METHOD, PROTOCOL_VERSION
+from headwater.common.transport.limits import PROTOCOL_VERSION, STREAM_METHOD
 from headwater.common.transport.tls import Credentials
 from headwater.common.transport.wire_pb2 import Chunk, ClientFrame, Leave
 from headwater.server.enrolment.peer_certificates import CertificateVerifier
@@ -205,7 +205,9 @@ def test_a_request_that_fells_grpc_s_server_costs_no_stream_and_the_port_opens_a
             await honest.describe()
             plan = await honest.plan()
             recorded = await record(run.port)
-            felling = recorded.replace(STREAM_METHOD.encode(), STREAM_METHOD.encode()[:-1] + b"\xff")
+            felling = recorded.replace(
+                STREAM_METHOD.encode(), STREAM_METHOD.encode()[:-1] + b"\xff"
+            )
             assert felling != recorded
             port = run.servicer._listener
             assert port is not None

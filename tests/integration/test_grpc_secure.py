@@ -40,15 +40,16 @@ import os, signal, time
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
-from headwater.client.secagg.pending import PendingUpdate, PendingUpdates
+from headwater.client.secagg.pending import PendingUpdates
+from headwater.client.secagg.session import SecureSession
 from headwater.common.secagg.protocol import PHASES
 
 FOLDER = {folder!r}
 ACTIONS = {{phase.request: phase.action for phase in PHASES}}
-answer, begin = PendingUpdate.answer, PendingUpdates.begin
+answer, start_plan = SecureSession.answer, PendingUpdates.start_plan
 
 
-def answer_or_kill(self, request, **more):
+def answer_or_kill(self, request, *bounds):
     order = f"kill-{{self.device.name}}-{{ACTIONS[type(request)]}}-{{self.device.round}}"
     path = os.path.join(FOLDER, order)
     if os.path.exists(path):
@@ -56,17 +57,17 @@ def answer_or_kill(self, request, **more):
             pid = int(file.read() or os.getpid())
         os.remove(path)
         os.kill(pid, signal.SIGKILL)
-    return answer(self, request, **more)
+    return answer(self, request, *bounds)
 
 
-def begin_when_open(self, *, run_id, round_number, name):
+def start_when_open(self, *, run_id, round_number, name):
     gate = os.path.join(FOLDER, f"open-{{round_number}}")
     while name == "1" and round_number % 2 and not os.path.exists(gate):
         time.sleep(0.01)
-    begin(self, run_id=run_id, round_number=round_number, name=name)
+    start_plan(self, run_id=run_id, round_number=round_number, name=name)
 
 
-PendingUpdate.answer, PendingUpdates.begin = answer_or_kill, begin_when_open
+SecureSession.answer, PendingUpdates.start_plan = answer_or_kill, start_when_open
 
 
 class Task:

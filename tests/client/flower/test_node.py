@@ -184,7 +184,7 @@ def session_of(device: Device) -> SecureSession:
         if isinstance(device, NodeDevice)
         else trainer_of(TASK, replace_batch_norm=False, check_task=False)
     )
-    return pending_in(trainer.accumulator).get(RUN, device.name).session
+    return pending_in(trainer.accumulator).get(RUN, device.name)
 
 
 def test_no_secret_is_in_a_log_a_state_file_a_context_or_a_repr(
@@ -285,7 +285,7 @@ def test_a_record_survives_the_way_through_the_context() -> None:
     device = AppDevice(0)
     ready(device, plan())
     ask(device, KEYS)
-    assert records.kept(device.context, "secure") == {
+    assert records.load_state(device.context, "secure") == {
         "highest": {"round": 1, "attempt": 1},
         "masked": None,
         "answered": None,

@@ -254,11 +254,11 @@ def test_the_next_plan_ends_what_an_aborted_session_left(is_masked: bool, tmp_pa
 def test_another_s_or_a_changed_session_is_not_taken_up(tmp_path: Path) -> None:
     cohort = trained(devices(tmp_path, 3))
     contexts = [device.context for device in cohort]
-    sealed = records.kept_bytes(contexts[0], SUSPENDED)
+    sealed = records.load_bytes(contexts[0], SUSPENDED)
     assert sealed is not None
     changed = bytes([*sealed[:-1], sealed[-1] ^ 1])
     for context, wrong in ((contexts[0], changed), (contexts[1], sealed)):
-        records.keep_bytes(context, SUSPENDED, wrong)
+        records.save_bytes(context, SUSPENDED, wrong)
     for device, context in zip(cohort, contexts, strict=True):
         device.keep(context)
     for device in cohort[:2]:

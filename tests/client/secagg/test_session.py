@@ -31,7 +31,7 @@ from headwater.common.errors import (
     StateError,
     UpdateAlreadyMasked,
 )
-from headwater.common.secagg.fixed_point import encode_in_place
+from headwater.common.secagg.fixed_point import RingVector, encode_in_place
 from headwater.common.secagg.protocol import (
     NUM_CLIPPED,
     WEIGHT,
@@ -77,10 +77,17 @@ def test_the_masked_update_lies_in_the_update_s_own_memory() -> None:
     cast = Cast(4)
     session = session_of(cast)
     before = session.update.values_P
-    cast.play()
-    assert session.vector is not None
-    assert session.vector.__array_interface__["data"][0] == before.data_ptr()
-    assert session.vector.nbytes == 4 * before.numel()
+    vectors: list[RingVector | None] = []
+
+    def look(message: MaskRequest) -> MaskRequest:
+        session.answer(message)
+        vectors.append(session.vector)
+        return message
+
+    cast.play(FaultPlan().tell("masked_update", look, client=ME))
+    assert vectors[0] is not None
+    assert vectors[0].__array_interface__["data"][0] == before.data_ptr()
+    assert vectors[0].nbytes == 4 * before.numel()
 
 
 def test_masking_takes_little_memory_beyond_the_vector() -> None:
