@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from headwater.client import commands
-from headwater.common.settings.flags import SettingsCommand
+from headwater.common.settings.flags import PlainCommand, SettingsCommand
 from headwater.common.system.command_line import Config, LogFormat, Verbose, new_app, read_settings
 
 DEVICE_FOLDER = Path("headwater-device")  # the default of ``join``
@@ -69,12 +69,9 @@ def identity(context: typer.Context, config: Config = None) -> None:
     commands.show_identity(read_settings(context, config))
 
 
-@app.command()
+@app.command(cls=PlainCommand)
 def join(
-    token: Annotated[
-        str,
-        typer.Argument(help="The token that `headwater-server enroll NAME` printed; - for stdin."),
-    ],
+    token: Annotated[str, typer.Argument(metavar="TOKEN")],
     folder: Annotated[
         Path,
         typer.Option("--folder", metavar="DIR", help="Where to keep the key and certificate."),
@@ -82,9 +79,9 @@ def join(
 ) -> None:
     """Make this device's key, and get its certificate for a one-time join token.
 
-    The key never leaves the device. The device trusts only the authority that the token names. A
-    token on the command line is visible to every user who can list this machine's processes: `-`
-    reads it from the standard input.
+    `headwater-server enroll NAME` prints the token. The key never leaves the device. The device
+    trusts only the authority that the token names. A token on the command line is visible to every
+    user who can list this machine's processes: `-` reads it from the standard input.
     """
     from headwater.common.system.console import start_log
 

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from headwater.common.settings.flags import PlainCommand
 from headwater.common.system.command_line import (
     Config,
     LogFormat,
@@ -24,7 +25,7 @@ RunFolder = Annotated[
 CertificateFolder = Annotated[
     Path, typer.Option("--folder", metavar="DIR", help="The folder that `init` makes.")
 ]
-DeviceName = Annotated[str, typer.Argument(help="The device's name.")]
+DeviceName = Annotated[str, typer.Argument(metavar="NAME")]
 CERTIFICATES = Path("certs")
 
 
@@ -68,7 +69,7 @@ def serve(
     print_result(settings)
 
 
-@app.command()
+@app.command(cls=PlainCommand)
 def init(
     folder: CertificateFolder = CERTIFICATES,
     host: Annotated[
@@ -96,7 +97,7 @@ def init(
     make_folder(folder, hosts=host or [], certificates_last=certificates_last)
 
 
-@app.command()
+@app.command(cls=PlainCommand)
 def enroll(
     name: DeviceName,
     folder: CertificateFolder = CERTIFICATES,
@@ -118,14 +119,15 @@ def enroll(
     The running server opens its enrolment port while a token is valid. Keep the token as secret as
     a password: the first device that presents it gets the certificate.
 
-    Try it: headwater-server enroll kitchen-pi, and on that device: headwater-client join TOKEN
+    Try it: headwater-server enroll kitchen-pi
+        (then on that device: headwater-client join TOKEN)
     """
     from headwater.server.enrolment.commands import make_token
 
     typer.echo(make_token(folder, name, address=address, valid=valid))
 
 
-@app.command()
+@app.command(cls=PlainCommand)
 def revoke(name: DeviceName, folder: CertificateFolder = CERTIFICATES) -> None:
     """Revoke a device's certificate; a running server closes its stream within a second.
 
@@ -136,7 +138,7 @@ def revoke(name: DeviceName, folder: CertificateFolder = CERTIFICATES) -> None:
     revoke_device(folder, name)
 
 
-@app.command()
+@app.command(cls=PlainCommand)
 def plan(
     out: RunFolder,
     round_number: Annotated[
@@ -152,7 +154,7 @@ def plan(
     show_plan(out, round_number=round_number, explain=explain)
 
 
-@app.command()
+@app.command(cls=PlainCommand)
 def status(
     out: RunFolder,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
@@ -174,7 +176,7 @@ def status(
     raise typer.Exit(0 if state["is_well"] else 1)
 
 
-@app.command()
+@app.command(cls=PlainCommand)
 def pause(out: RunFolder) -> None:
     """Start no more rounds; the current one ends and the devices stay connected.
 
@@ -183,7 +185,7 @@ def pause(out: RunFolder) -> None:
     _order(out, "pause")
 
 
-@app.command()
+@app.command(cls=PlainCommand)
 def resume(out: RunFolder) -> None:
     """Undo `pause`: the running server starts rounds again.
 
@@ -193,7 +195,7 @@ def resume(out: RunFolder) -> None:
     _order(out, "resume")
 
 
-@app.command()
+@app.command(cls=PlainCommand)
 def drain(out: RunFolder) -> None:
     """End the server without losing work: it completes its round and exits with 0.
 

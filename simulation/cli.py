@@ -51,9 +51,7 @@ def sweep(
     context: typer.Context,
     file: Annotated[
         Path | None,
-        typer.Argument(
-            metavar="[SWEEP.toml]", help="A settings file with a table [sweep] (docs/sweep.md)."
-        ),
+        typer.Argument(metavar="[SWEEP.toml]"),
     ] = None,
     grid: Annotated[
         list[str] | None,
@@ -94,11 +92,13 @@ def sweep(
 ) -> None:
     r"""Run every combination of some settings with several seeds, and compare the results.
 
-    The same command again runs only what is missing: completed runs are kept, and an interrupted
-    run continues from its checkpoint.
+    SWEEP.toml is a settings file with a table [sweep] (docs/sweep.md). The same command again runs
+    only what is missing: completed runs are kept, and an interrupted run continues from its
+    checkpoint.
 
-    Try it: headwater-simulate sweep --task examples/digits.py:Digits --rounds 20 \
-        --grid optimizer.name=adam --grid optimizer.learning_rate=0.01,0.003
+    Try it: headwater-simulate sweep --task examples/digits.py:Digits \
+        --rounds 20 --grid optimizer.name=adam \
+        --grid optimizer.learning_rate=0.01,0.003
     """
     from headwater.common.system.console import start_log
     from headwater.simulation.sweep.command import run_sweep

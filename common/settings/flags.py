@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 SET = "set"
 OWN_PANEL = "Options"
 OTHER_PANEL = "Other"
-SHOWS_ALL = "headwater.shows_all"  # a key of click's ctx.meta
+# Keys of click's ctx.meta.
+SHOWS_ALL = "headwater.shows_all"
+HAS_SUBCOMMAND = "headwater.has_subcommand"
 
 
 def overrides(context: typer.Context) -> dict[str, Any]:
@@ -140,37 +142,11 @@ SET_OPTION = TyperOption(
 )
 
 
-class _WithSettings(click.Command):
-    """A command with an option for each setting whose field names the command."""
+class _ReadableHelp(click.Command):
+    """A command whose help is plain text, with examples that can be copied.
 
-    @cached_property
-    def _options(self) -> dict[str, TyperOption]:
-        """The generated options by the dotted key of their setting, in the order of the help."""
-        from headwater.common.settings.catalog import all_settings
-        from headwater.common.settings.schema import PANELS
-
-        command = (self.name or "").removeprefix("headwater-")
-        settings = [each for each in all_settings().values() if command in each.commands]
-        settings.sort(key=lambda each: PANELS.index(each.panel))
-        return {each.key: _option_of(each) for each in settings} | {SET: SET_OPTION}
-
-    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
-        """Return the generated options, then the command's own, then --help-all and --help."""
-        *own, help_option = super().get_params(ctx)
-        return [*self._options.values(), *own, HELP_ALL_OPTION, help_option]
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse the flags; those of settings move to ``ctx.obj``, by dotted keys."""
-        try:
-            rest = super().parse_args(ctx, args)
-        except click.NoSuchOption as error:
-            from headwater.common.settings.sources import replacement_of
-
-            message = error.format_message() + replacement_of(error.option_name)
-            raise click.UsageError(message, ctx) from error
-        given = {key: ctx.params.pop(each.name or "", None) for key, each in self._options.items()}
-        ctx.obj = {key: value for key, value in given.items() if value not in (None, ())}
-        return rest
+    Its arguments are explained in the first paragraphs: click 8.5 loses typer's help of them.
+    """
 
     def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write what the command does; an example keeps its lines, so that it can be copied."""
@@ -183,25 +159,79 @@ class _WithSettings(click.Command):
         panels: dict[str, list[tuple[str, str]]] = {}
         for parameter in self.get_params(ctx):
             record = parameter.get_help_record(ctx)
-            if record is not None:
+            if record is not None and isinstance(parameter, click.Option):  # not an argument
+                name, text = record
                 panel = getattr(parameter, "rich_help_panel", None) or OWN_PANEL
-                panels.setdefault(panel, []).append(record)
+                text = text.replace("\\[", "[")  # typer escapes for rich, which is not used
+                panels.setdefault(panel, []).append((name, text))
         for panel, records in panels.items():
             if panel == OWN_PANEL or SHOWS_ALL in ctx.meta:
                 with formatter.section(click.style(panel, bold=True)):
                     formatter.write_dl(records)
 
 
+class _WithSettings(_ReadableHelp):
+    """A command with an option for each setting whose field names the command."""
+
+    @cached_property
+    def _options(self) -> dict[str, TyperOption]:
+        """The options by the dotted key of their setting, in the order of the help."""
+        from headwater.common.settings.catalog import all_settings
+        from headwater.common.settings.schema import PANELS
+
+        command = (self.name or "").removeprefix("headwater-")
+        settings = [each for each in all_settings().values() if command in each.commands]
+        settings.sort(key=lambda each: PANELS.index(each.panel))
+        return {each.key: _option_of(each) for each in settings} | {SET: SET_OPTION}
+
+    def settings_options(self, ctx: click.Context) -> dict[str, TyperOption]:
+        """Return the options of settings by their dotted keys."""
+        return self._options
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        """Return the options of settings, the command's own, and those that show the help."""
+        *own, help_option = super().get_params(ctx)
+        return [*self.settings_options(ctx).values(), *own, HELP_ALL_OPTION, help_option]
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse the flags; those of settings move to ``ctx.obj``, by dotted keys."""
+        try:
+            rest = super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            from headwater.common.settings.sources import replacement_of
+
+            message = error.format_message() + replacement_of(error.option_name)
+            raise click.UsageError(message, ctx) from error
+        options = self.settings_options(ctx)
+        given = {key: ctx.params.pop(each.name or "", None) for key, each in options.items()}
+        ctx.obj = {key: value for key, value in given.items() if value not in (None, ())}
+        return rest
+
+
+class PlainCommand(_ReadableHelp, TyperCommand):
+    """A subcommand without settings."""
+
+
 class SettingsCommand(_WithSettings, TyperCommand):
-    """A subcommand that reads settings."""
+    """A subcommand with settings."""
 
 
 class SettingsGroup(_WithSettings, TyperGroup):
-    """A command that reads settings, and has subcommands."""
+    """A command with settings and subcommands."""
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
         """Return the options, with --version."""
         return [*super().get_params(ctx), VERSION_OPTION]
+
+    def settings_options(self, ctx: click.Context) -> dict[str, TyperOption]:
+        """Return no options in front of a subcommand, to spare it 0.1 s for loading the tree."""
+        return {} if HAS_SUBCOMMAND in ctx.meta else self._options
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse the flags; of a subcommand only its name."""
+        if args and args[0] in self.commands:
+            ctx.meta[HAS_SUBCOMMAND] = True
+        return super().parse_args(ctx, args)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]

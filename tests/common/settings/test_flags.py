@@ -79,6 +79,15 @@ def test_help_names_every_subcommand_and_how_to_see_all_options(app: typer.Typer
     assert "--help-all" in text
 
 
+@pytest.mark.parametrize("app", APPS.values(), ids=APPS)
+def test_every_help_fits_in_eighty_columns(app: typer.Typer) -> None:
+    command = get_command(app)
+    assert isinstance(command, Group)
+    texts = [output(app, name, "--help") for name in command.commands]
+    lines = [line for text in [*texts, output(app, "--help-all")] for line in text.splitlines()]
+    assert [line for line in lines if len(line) > 80] == []
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_all_shows_every_flag_with_its_default(command: str) -> None:
     app, words = COMMANDS[command]
@@ -205,8 +214,8 @@ def test_examples_in_the_help_are_command_lines_that_parse(app: typer.Typer) -> 
         _, found, example = (command.help or "").partition("Try it: ")
         if not found:
             continue
-        lines = [re.split(r", and|>>", example.replace("\\\n", " "))[0]]
-        program, *words = shlex.split(" ".join(lines))
+        line = example.replace("\\\n", " ").splitlines()[0].partition(">>")[0]
+        program, *words = shlex.split(line)
         group = get_command(APPS[program])
         context = group.make_context(program, [*words])
         assert context.params is not None
