@@ -1,4 +1,4 @@
-"""A device at work in a test: a clock and a memory of its own, and the exact sums beside it."""
+"""Training contexts for tests: a clock and a memory of their own, and the exact sums to expect."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class FakeClock:
 
 
 class FakeMemory:
-    """A machine on which n examples take ``base + each x n`` bytes, and more than the limit a kill.
+    """A machine on which n examples take ``base + each x n`` bytes; above the limit it is killed.
 
     ``limits(n)`` is the limit when the micro-batch n, from 0, is to begin.
     """
@@ -73,7 +73,7 @@ class FakeMemory:
             self.line = Line(base=self.line.base, each=bytes_per_example)
 
 
-def workplace(
+def training_context(
     task: Task,
     data: TensorDataset,
     *,
@@ -107,16 +107,16 @@ def plan(quota: int, micro_batch_size: int, **changes: Any) -> Plan:
 
 
 def whole(data: TensorDataset, quota: int) -> Window:
-    """Return a window in the order of the data set, so that a test knows who comes when."""
+    """Return a window in the order of the data set, in which positions are known."""
     return Window(positions=tuple(range(len(data)))[:quota], epoch=0, offset=0, ends_epoch=False)
 
 
-def sums(place: TrainingContext, positions: Sequence[int]) -> Tensor:
-    assert isinstance(place.examples, TensorDataset)
-    expected = gradient_sum(place.image.values_P, place.examples, positions)
+def sums(context: TrainingContext, positions: Sequence[int]) -> Tensor:
+    assert isinstance(context.examples, TensorDataset)
+    expected = gradient_sum(context.image.values_P, context.examples, positions)
     return torch.from_numpy(expected).float()
 
 
-def trained(place: TrainingContext, asked: Plan) -> Update:
-    assert isinstance(place.examples, TensorDataset)
-    return train_round(asked, whole(place.examples, asked.quota), place)
+def trained(context: TrainingContext, asked: Plan) -> Update:
+    assert isinstance(context.examples, TensorDataset)
+    return train_round(asked, whole(context.examples, asked.quota), context)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 # Smaller transfers fit in buffers on the way, and their duration says nothing about the link.
 TIMED_BYTES = 64 << 10
@@ -34,16 +34,12 @@ class Bandwidth:
     def sent(self, num_bytes: int, seconds: float) -> Bandwidth:
         """Return the bandwidth after an upload."""
         rate = _averaged(self.upload_bytes_per_second, num_bytes, seconds)
-        return Bandwidth(
-            upload_bytes_per_second=rate, download_bytes_per_second=self.download_bytes_per_second
-        )
+        return replace(self, upload_bytes_per_second=rate)
 
     def received(self, num_bytes: int, seconds: float) -> Bandwidth:
         """Return the bandwidth after a download."""
         rate = _averaged(self.download_bytes_per_second, num_bytes, seconds)
-        return Bandwidth(
-            upload_bytes_per_second=self.upload_bytes_per_second, download_bytes_per_second=rate
-        )
+        return replace(self, download_bytes_per_second=rate)
 
     def as_config(self) -> dict[str, float]:
         """Return the known rates for a node's configuration."""

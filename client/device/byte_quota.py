@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from headwater.common.errors import StateError
-from headwater.common.system.atomic_file import write_whole
+from headwater.common.system.atomic_file import write_atomically
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class ByteQuota:
         counts = {day.isoformat(): used for day, used in self._days.items()}
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(self._path, json.dumps(counts).encode())
+            write_atomically(self._path, json.dumps(counts).encode())
         except OSError as error:
             if not self._is_failing:
                 log.warning(

@@ -22,11 +22,9 @@ class Clock(Protocol):
 
     def seconds(self) -> float:
         """Return seconds since an arbitrary start."""
-        ...
 
     def worked(self, num_examples: int) -> None:
         """Record that a micro-batch of this size is done; a simulated clock advances."""
-        ...
 
 
 class Memory(Protocol):
@@ -35,26 +33,21 @@ class Memory(Protocol):
     @property
     def line(self) -> Line | None:
         """Peak bytes of the process as a line in the micro-batch size; None before it is known."""
-        ...
 
     def limit_bytes(self) -> int | None:
         """Return how many bytes the process may use now; None without a limit."""
-        ...
 
     def fitting(self, num_examples: int) -> int | None:
         """Return the largest micro-batch size predicted to fit, with a margin; None if unknown.
 
         0 if not even one example fits. ``num_examples`` is the size that the caller would like.
         """
-        ...
 
     def begin(self, num_examples: int) -> None:
         """Record that a micro-batch of this size begins."""
-        ...
 
     def end(self, num_examples: int) -> int:
         """Learn from the micro-batch that just ended; return its peak bytes."""
-        ...
 
     def use_checkpointing(self, bytes_per_example: float | None) -> None:
         """Record that activation checkpointing is on, and the bytes that an example then takes.
@@ -62,7 +55,6 @@ class Memory(Protocol):
         The bytes are a prediction; None if unknown. From now on freed memory is returned to the
         system at once. A second call with the same prediction changes nothing.
         """
-        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,20 +80,9 @@ class Speed:
 class SpeedProbe(Protocol):
     """Measures micro-batches of the client's task in this process."""
 
-    @property
-    def task(self) -> Task:
-        """The task that the client trains."""
-        ...
-
-    @property
-    def image(self) -> ModelImage:
-        """The task's model."""
-        ...
-
-    @property
-    def examples(self) -> Examples:
-        """The client's examples."""
-        ...
+    task: Task
+    image: ModelImage
+    examples: Examples
 
     def measure(
         self, limit_bytes: Callable[[], int | None], *, cores: float
@@ -112,7 +93,6 @@ class SpeedProbe(Protocol):
             TaskFailed: none of the first examples can be trained on.
             OutOfMemory: one example alone does not fit.
         """
-        ...
 
     def activation_bytes(self) -> float:
         """Return the bytes that autograd keeps for each additional example.
@@ -120,7 +100,6 @@ class SpeedProbe(Protocol):
         Raises:
             TaskFailed: none of the first examples can be trained on.
         """
-        ...
 
 
 class Hardware(Protocol):
@@ -129,24 +108,19 @@ class Hardware(Protocol):
     @property
     def clock(self) -> Clock:
         """The device's time."""
-        ...
 
     @property
     def memory(self) -> Memory:
         """The device's memory."""
-        ...
 
     def cores(self) -> float:
         """Return the number of usable cores; a cgroup may grant a fraction of one."""
-        ...
 
     def vitals(self) -> Vitals:
         """Return the device's current measurements of itself."""
-        ...
 
     def time_share(self) -> TimeShare:
         """Return the share of its time that the device gives now, by its owner's settings."""
-        ...
 
     def speed(self, probe: SpeedProbe) -> Speed:
         """Measure how fast the device trains; a simulated device looks it up.
@@ -154,4 +128,3 @@ class Hardware(Protocol):
         Raises:
             TaskFailed, OutOfMemory: see ``SpeedProbe``.
         """
-        ...

@@ -23,7 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from headwater.common.stats.linear_fit import Line
-from headwater.common.system.heap import give_back, keep_mmap_threshold
+from headwater.common.system.heap import keep_mmap_threshold, release_freed_memory
 
 # Share of the limit that may be filled. The planner plans for 0.8 (plan.memory_fraction), so a
 # prediction may be wrong by half of the rest before the device does less than its quota.
@@ -187,7 +187,7 @@ class ProcessMemory:
             self._checkpointed_bytes = bytes_per_example
 
     def _give_back(self) -> None:
-        give_back()
+        release_freed_memory()
         self._largest_begun = self._last_size = 0  # no freed memory is held any more
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from headwater.common.errors import TaskError
-from headwater.common.system.heap import give_back
+from headwater.common.system.heap import release_freed_memory
 
 # After a block that dropped this much, freed memory is returned to the system. The next blocks
 # would otherwise be scattered over the free parts of glibc's heap, grown before checkpointing was
@@ -94,7 +94,7 @@ class RecomputedPass:
 
     def _give_back(self) -> None:
         if self._num_bytes >= GIVE_BACK_BYTES:
-            give_back()
+            release_freed_memory()
 
     def unpack(self, number: int) -> Tensor:
         """Return a saved tensor, computed again if it was dropped."""

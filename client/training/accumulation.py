@@ -39,7 +39,7 @@ from headwater.client.training.micro_batches import Window, split
 from headwater.client.training.stop_rules import StopRules, num_until_finish
 from headwater.common.errors import OutOfMemory
 from headwater.common.messages import MAX_STEPS, Plan, Step, StopReason
-from headwater.common.system.heap import give_back
+from headwater.common.system.heap import release_freed_memory
 from headwater.common.task import Metrics
 
 log = logging.getLogger(__name__)
@@ -231,12 +231,11 @@ def _after_failed_allocation(
         context.memory.use_checkpointing(context.checkpointed_bytes)
         log.warning("%s: activation checkpointing is on, and the window begins again", text)
     else:
-        give_back()
+        release_freed_memory()
         log.warning("memory ran out at micro-batches of %d: %d from here", len(positions), size)
-    remaining = split(_flat([*total.done, positions, *total.remaining]), size)
-    again = _restarted(total, remaining, context, refused=total.refused)
-    again.micro_batch_size = size
-    return again
+    total.micro_batch_size = size
+    positions_left = _flat([*total.done, positions, *total.remaining])
+    return _restarted(total, split(positions_left, size), context)
 
 
 # Bad examples.
@@ -260,33 +259,28 @@ def _add_or_leave_out(
         total.add(positions, add(plan, window, positions, context, since_seconds))
         return total
     except NonFiniteLoss:
-        bad = examples_with_bad_loss(plan, window, positions, context)
         must_restart = False
+        bad = examples_with_bad_loss(plan, window, positions, context)
     except InvalidGradients:
         # If each example is clean alone, the sum overflowed, and the whole micro-batch is bad.
-        bad = examples_with_bad_gradient(plan, window, positions, context)
         must_restart = True
-    good = tuple(p for p in positions if p not in bad)
-    again = [good] if good else []
-    if must_restart:
-        remaining = [*total.done, *again, *total.remaining]
-        return _restarted(total, remaining, context, refused=[*total.refused, *bad])
+        bad = examples_with_bad_gradient(plan, window, positions, context)
     total.refused += bad
-    total.remaining.extendleft(again)
+    good = tuple(p for p in positions if p not in bad)
+    if good:
+        total.remaining.appendleft(good)
+    if must_restart:
+        return _restarted(total, [*total.done, *total.remaining], context)
     return total
 
 
 def _restarted(
-    total: WindowSum,
-    remaining: Iterable[Positions],
-    context: TrainingContext,
-    *,
-    refused: list[int],
+    total: WindowSum, remaining: Iterable[Positions], context: TrainingContext
 ) -> WindowSum:
     context.accumulator.zero()
     return WindowSum(
         remaining=deque(remaining),
-        refused=refused,
+        refused=total.refused,
         num_reductions=total.num_reductions,
         micro_batch_size=total.micro_batch_size,
     )

@@ -40,9 +40,8 @@ from headwater.client.training.probe_fit import (
 from headwater.common.data.additivity import usable
 from headwater.common.data.batches import batch_of
 from headwater.common.errors import HeadwaterError, OutOfMemory, TaskFailed
-from headwater.common.model.parameters import ModelImage
-from headwater.common.system.heap import give_back
-from headwater.common.task import Examples, Task, loss_sum
+from headwater.common.system.heap import release_freed_memory
+from headwater.common.task import loss_sum
 
 log = logging.getLogger(__name__)
 
@@ -77,19 +76,8 @@ class ExampleProbe:
     """
 
     def __init__(self, context: TrainingContext) -> None:
-        self._context = context
-
-    @property
-    def task(self) -> Task:
-        return self._context.task
-
-    @property
-    def image(self) -> ModelImage:
-        return self._context.image
-
-    @property
-    def examples(self) -> Examples:
-        return self._context.examples
+        self.task, self.image, self.examples = context.task, context.image, context.examples
+        self._name, self._accumulator = context.name, context.accumulator
 
     def measure(
         self, limit_bytes: Callable[[], int | None], *, cores: float
@@ -110,10 +98,10 @@ class ExampleProbe:
         """
         begun = time.perf_counter()
         self.image.model.train()
-        does_not_fit = f"{self._context.name}: one example alone does not fit in memory"
+        does_not_fit = f"{self._name}: one example alone does not fit in memory"
         try:
             positions = self._working(together=1)
-            give_back()
+            release_freed_memory()
             rest_bytes = resident_bytes()
             kept_bytes = float(self._saved_bytes(positions[:1]))
         except MemoryError:
@@ -148,7 +136,7 @@ class ExampleProbe:
                 )
         left = PROBE_SECONDS - (time.perf_counter() - begun)
         points = self._timed_again(positions, points, left, cores)
-        log.info("%s: probed up to %d examples: %s", self._context.name, points[-1].size, stopped)
+        log.info("%s: probed up to %d examples: %s", self._name, points[-1].size, stopped)
         return ProbeFit(
             points=points, rest_bytes=rest_bytes, kept_bytes=kept_bytes, stopped=stopped
         )
@@ -176,7 +164,7 @@ class ExampleProbe:
             MemoryError: an allocation failed.
             _ExamplesFailed: the task raised an exception.
         """
-        give_back()
+        release_freed_memory()
         peak = PeakMeter()
         if before:
             self._run(positions[:size])  # allocates pages and fills caches
@@ -205,7 +193,7 @@ class ExampleProbe:
             sizes = [p.size for p in points]
             times = self._take_turns(positions, sizes, FINAL_TURNS, seconds, cores)
         except (MemoryError, _ExamplesFailed) as error:
-            log.debug("%s: the sizes were not timed again: %s", self._context.name, error)
+            log.debug("%s: the sizes were not timed again: %s", self._name, error)
             return points
         return tuple(_point(p.size, times[p.size], p.peak_bytes) for p in points)
 
@@ -281,9 +269,9 @@ class ExampleProbe:
         return positions
 
     def _usable(self, error: _ExamplesFailed) -> list[int]:
-        log.debug("%s: some examples failed: %s", self._context.name, error)
+        log.debug("%s: some examples failed: %s", self._name, error)
         positions = usable(self.task, self.image.model, self.examples)
-        self._context.accumulator.zero()  # ``usable`` replaced the gradients
+        self._accumulator.zero()  # ``usable`` replaced the gradients
         if not positions:
             raise TaskFailed(f"none of the first examples can be trained on: {error}") from error
         return positions

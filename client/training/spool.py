@@ -30,7 +30,7 @@ from headwater.client.training.accumulation import WindowSum
 from headwater.client.training.context import TrainingContext
 from headwater.client.training.micro_batches import Window
 from headwater.common.messages import Plan, Step
-from headwater.common.system.atomic_file import OWNER_ONLY, whole_file
+from headwater.common.system.atomic_file import OWNER_ONLY, atomic_writer
 
 log = logging.getLogger(__name__)
 
@@ -216,7 +216,7 @@ class SpooledWindow:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._spool.remove_stale()
         # Written by hand: the safetensors library would copy the vector.
-        with whole_file(path, mode=OWNER_ONLY) as part, part.open("wb") as file:
+        with atomic_writer(path, mode=OWNER_ONLY) as part, part.open("wb") as file:
             file.write(len(header).to_bytes(8, "little") + header)
             file.write(vector)
 

@@ -30,7 +30,7 @@ from headwater.common.data.shares import ClientDatasets
 from headwater.common.errors import BuffersChanged, ModelMismatch, NonFiniteUpdate, OutOfMemory
 from headwater.common.messages import DescribeRequest, DeviceReport, EvaluateReport, Plan, Update
 from headwater.common.model.parameters import build_model
-from headwater.common.system.heap import give_back
+from headwater.common.system.heap import release_freed_memory
 from headwater.common.task import Examples, load_task
 
 log = logging.getLogger(__name__)
@@ -122,7 +122,7 @@ class Trainer:
         finally:
             self._remember_checkpointing(name)
         check_additive(self.task, self.image.model, examples)
-        give_back()  # the check held the gradients of a few examples at once
+        release_freed_memory()  # the check held the gradients of a few examples at once
         self.accumulator.zero()
 
     def context(

@@ -25,13 +25,13 @@ from headwater.common.messages import Plan
 from headwater.common.task import Task
 from tests import reference
 from tests.laws.architectures import ARCHITECTURES, NUM_EXAMPLES
-from tests.training_contexts import FakeMemory, workplace
+from tests.training_contexts import FakeMemory, training_context
 
 RELATIVE = 1e-6
 
 
 def place_of(task: Task) -> TrainingContext:
-    place = workplace(task, TensorDataset(torch.zeros(1)))
+    place = training_context(task, TensorDataset(torch.zeros(1)))
     return replace(place, examples=task.train_examples(data=None, part=0, num_parts=1))
 
 

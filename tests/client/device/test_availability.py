@@ -136,7 +136,7 @@ def test_cached_hours_equal_hours_computed_at_each_time(seconds: list[int], lead
         assert told[0] == told[1]
 
 
-def test_the_lead_grows_with_the_upload_and_has_an_end() -> None:
+def test_the_lead_grows_with_the_upload_time_up_to_a_maximum() -> None:
     assert lead_seconds(40_000_000, None) == LEAD_SECONDS
     assert lead_seconds(40_000_000, 200_000.0) == LEAD_SECONDS + 2 * 200
     assert lead_seconds(40_000_000, 1.0) == MAX_LEAD_SECONDS
@@ -145,7 +145,7 @@ def test_the_lead_grows_with_the_upload_and_has_an_end() -> None:
 @pytest.mark.parametrize(
     ("used", "is_away"), [(0, False), (300, False), (301, True), (999, True), (2000, True)]
 )
-def test_a_round_is_begun_only_if_the_bytes_of_the_day_suffice(
+def test_a_round_begins_only_if_the_day_s_bytes_suffice(
     tmp_path: Path, used: int, is_away: bool
 ) -> None:
     allowance = ByteQuota(tmp_path / "bytes.json", bytes_per_day=1000)
@@ -165,7 +165,7 @@ def test_a_round_is_begun_only_if_the_bytes_of_the_day_suffice(
         ("Europe/Berlin", "2026-10-25 12:00", "2026-10-26 00:00"),  # a day of 25 hours
     ],
 )
-def test_the_day_ends_when_the_clock_on_the_wall_says_so(
+def test_the_day_ends_at_the_wall_clock_s_midnight(
     tmp_path: Path, zone: str, now: str, midnight: str
 ) -> None:
     place = ZoneInfo(zone)
@@ -180,7 +180,7 @@ def test_the_day_ends_when_the_clock_on_the_wall_says_so(
     assert away_by_bytes(allowance, away.until, needed=1, zone=place) is None
 
 
-def test_a_day_that_has_no_room_for_a_round_is_an_error(tmp_path: Path) -> None:
+def test_a_byte_quota_below_one_round_is_a_settings_error(tmp_path: Path) -> None:
     least = 400 + ROUND_SLACK_BYTES
     for bytes_per_day in (least, least - 1):
         chosen = ClientSettings(bytes_per_day=bytes_per_day, state=tmp_path)

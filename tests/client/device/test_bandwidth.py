@@ -1,4 +1,4 @@
-"""The link as the device saw it: learned from transfers, and told in its reports."""
+"""The link's rates: learned from transfers and reported to the server."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from headwater.common.settings.sources import load
 MIB = 2**20
 
 
-def test_the_first_transfer_is_believed_and_a_later_one_by_half_in_seconds_per_byte() -> None:
+def test_the_first_transfer_sets_the_rate_and_later_ones_count_half() -> None:
     link = Bandwidth().sent(4 * MIB, 2.0)
     assert link == Bandwidth(upload_bytes_per_second=2 * MIB)
     slower = link.sent(4 * MIB, 8.0)
     assert slower.upload_bytes_per_second == pytest.approx(MIB / (LATEST * 2 + (1 - LATEST) * 0.5))
 
 
-def test_each_way_has_its_own_rate() -> None:
+def test_each_direction_has_its_own_rate() -> None:
     link = Bandwidth().sent(MIB, 1.0).received(MIB, 0.25)
     assert link == Bandwidth(upload_bytes_per_second=MIB, download_bytes_per_second=4 * MIB)
 
@@ -44,7 +44,7 @@ def test_each_way_has_its_own_rate() -> None:
     ("num_bytes", "seconds"),
     [(TIMED_BYTES - 1, 1.0), (0, 0.0), (MIB, -1.0), (MIB, math.nan), (MIB, math.inf)],
 )
-def test_what_cannot_be_timed_leaves_the_rate_as_it_was(num_bytes: int, seconds: float) -> None:
+def test_a_transfer_that_cannot_be_timed_keeps_the_rate(num_bytes: int, seconds: float) -> None:
     known = Bandwidth(upload_bytes_per_second=3.0, download_bytes_per_second=4.0)
     for link in (Bandwidth(), known):
         assert link.sent(num_bytes, seconds) == link
@@ -52,7 +52,7 @@ def test_what_cannot_be_timed_leaves_the_rate_as_it_was(num_bytes: int, seconds:
 
 
 @given(st.lists(st.tuples(st.integers(0, 2**50), st.floats(0, 1e9)), max_size=10))
-def test_whatever_was_seen_makes_a_valid_report(transfers: list[tuple[int, float]]) -> None:
+def test_any_transfers_give_valid_vitals(transfers: list[tuple[int, float]]) -> None:
     link = Bandwidth()
     for num_bytes, seconds in transfers:
         link = link.sent(num_bytes, seconds)
@@ -61,7 +61,7 @@ def test_whatever_was_seen_makes_a_valid_report(transfers: list[tuple[int, float
 
 
 @pytest.mark.parametrize("absurd", [math.nan, math.inf, -1.0, 0.0, 1e300, "fast", True, 7])
-def test_a_configuration_that_makes_no_sense_tells_nothing(absurd: object) -> None:
+def test_an_invalid_configuration_gives_no_rate(absurd: object) -> None:
     assert read_bandwidth({UPLOAD: absurd, DOWNLOAD: absurd}) == Bandwidth()
 
 
@@ -83,7 +83,7 @@ def described(node: Node, trainer: Trainer) -> Vitals:
     return DeviceReport.model_validate(json.loads(answer.head_json)).vitals
 
 
-def test_a_node_tells_the_rates_that_it_saw_and_nothing_before(tmp_path: Path) -> None:
+def test_a_node_reports_its_measured_rates(tmp_path: Path) -> None:
     spec = "tests/tasks.py:TwoLayers"
     settings = load(None, {"task": spec, "check_task": False})
     trainer = Trainer(spec, replace_batch_norm=False, check_task=False)

@@ -1,4 +1,4 @@
-"""The bytes of a day are counted over restarts, and over clocks that are set."""
+"""The day's bytes are counted across restarts and clock corrections."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def allowance(path: Path) -> ByteQuota:
     return ByteQuota(path, bytes_per_day=1000)
 
 
-def test_what_was_used_today_is_known_after_a_restart(tmp_path: Path) -> None:
+def test_today_s_count_survives_a_restart(tmp_path: Path) -> None:
     path = tmp_path / "state" / "pi.bytes.json"
     first = allowance(path)
     first.count(TODAY, 300)
@@ -33,14 +33,14 @@ def test_what_was_used_today_is_known_after_a_restart(tmp_path: Path) -> None:
     assert again.left(TODAY + dt.timedelta(days=1)) == 1000
 
 
-def test_more_than_a_day_has_leaves_nothing_and_not_less(tmp_path: Path) -> None:
+def test_exceeding_the_quota_leaves_zero_bytes(tmp_path: Path) -> None:
     found = allowance(tmp_path / "bytes.json")
     found.count(TODAY, 1300)
     assert (found.used(TODAY), found.left(TODAY)) == (1300, 0)
 
 
 @pytest.mark.parametrize("wrong", [BEFORE_NTP, YESTERDAY, dt.date(2036, 1, 1)])
-def test_a_clock_that_is_wrong_for_a_while_forgets_nothing(tmp_path: Path, wrong: dt.date) -> None:
+def test_a_temporarily_wrong_clock_loses_no_count(tmp_path: Path, wrong: dt.date) -> None:
     path = tmp_path / "bytes.json"
     for day, num_bytes in [(TODAY, 700), (wrong, 10), (TODAY, 100)]:
         found = allowance(path)
@@ -52,7 +52,7 @@ def test_a_clock_that_is_wrong_for_a_while_forgets_nothing(tmp_path: Path, wrong
 
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.dates(), st.integers(0, 2**40)), min_size=1, max_size=40))
-def test_the_days_that_were_counted_on_last_are_kept(moved: list[tuple[dt.date, int]]) -> None:
+def test_the_last_counted_days_are_kept(moved: list[tuple[dt.date, int]]) -> None:
     days: dict[dt.date, int] = {}
     for day, num_bytes in moved:
         before = days.get(day, 0)
@@ -65,7 +65,7 @@ def test_the_days_that_were_counted_on_last_are_kept(moved: list[tuple[dt.date, 
 @pytest.mark.parametrize(
     "text", ["", "[]", '{"2026-11-21": -1}', '{"today": 1}', '{"2026-11-21": true}']
 )
-def test_a_count_that_cannot_be_read_is_an_error_with_a_remedy(tmp_path: Path, text: str) -> None:
+def test_an_unreadable_count_is_an_error_with_a_remedy(tmp_path: Path, text: str) -> None:
     path = tmp_path / "bytes.json"
     path.write_text(text)
     with pytest.raises(StateError, match="cannot be read") as caught:
@@ -73,7 +73,7 @@ def test_a_count_that_cannot_be_read_is_an_error_with_a_remedy(tmp_path: Path, t
     assert "delete the file" in caught.value.remedy
 
 
-def test_a_disk_that_takes_nothing_is_told_of_once_and_counting_goes_on(
+def test_a_failing_disk_is_logged_once_and_counting_continues(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "state").touch()  # a file where the folder should be

@@ -1,4 +1,4 @@
-"""What a device says of itself: limits, lines, sensors, and what it holds back."""
+"""The device's report of itself: limits, memory line, sensors, time share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from headwater.client.training.probe import ExampleProbe
 from headwater.common.messages import Vitals
 from headwater.common.settings.schema import ClientSettings
 from tests.client.memory.test_limits import AVAILABLE, RESIDENT, machine
-from tests.client.training.test_probe import workplace
+from tests.client.training.test_probe import training_context
 from tests.tasks import examples
 
 MIB = 2**20
@@ -26,15 +26,15 @@ ON_BATTERY = {
 }
 
 
-def test_a_device_tells_what_it_knows_and_leaves_out_what_it_does_not(tmp_path: Path) -> None:
+def test_vitals_leave_out_what_is_unknown(tmp_path: Path) -> None:
     told = ThisMachine(root=machine(tmp_path)).vitals()
     assert told == Vitals(memory_limit_bytes=AVAILABLE + RESIDENT)
 
 
-def test_a_device_that_was_measured_tells_its_line_and_foresees_by_it() -> None:
+def test_a_measured_device_reports_its_line_and_predicts_by_it() -> None:
     device = ThisMachine(ClientSettings(memory_limit_bytes=2**40))
     assert device.memory.fitting(1) is None
-    speed = device.speed(ExampleProbe(workplace(examples(8))))
+    speed = device.speed(ExampleProbe(training_context(examples(8))))
     assert speed.seconds_per_example > 0
     told, line = device.vitals(), device.memory.line
     assert line is not None
@@ -42,12 +42,12 @@ def test_a_device_that_was_measured_tells_its_line_and_foresees_by_it() -> None:
     assert device.memory.fitting(1) is not None
 
 
-def test_the_least_limit_counts(tmp_path: Path) -> None:
+def test_the_lowest_limit_applies(tmp_path: Path) -> None:
     device = ThisMachine(ClientSettings(memory_limit_bytes=MIB), root=machine(tmp_path))
     assert device.vitals().memory_limit_bytes == device.memory.limit_bytes() == MIB
 
 
-def test_a_device_on_battery_gives_and_tells_the_share_of_its_settings(
+def test_a_device_on_battery_gives_and_reports_its_battery_share(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     device = ThisMachine(ClientSettings(battery_share=0.25), root=machine(tmp_path, ON_BATTERY))
@@ -59,7 +59,7 @@ def test_a_device_on_battery_gives_and_tells_the_share_of_its_settings(
     assert caplog.messages == ["this device gives 25 % of its time, on battery"]
 
 
-def test_the_cores_are_those_that_the_process_may_use(tmp_path: Path) -> None:
+def test_cores_are_those_the_process_may_use(tmp_path: Path) -> None:
     assert 0 < ThisMachine().cores() <= (os.cpu_count() or 1)
     files = {"sys/fs/cgroup/a/cpu.max": "50000 100000\n"}
     assert ThisMachine(root=machine(tmp_path, files)).cores() == 0.5

@@ -1,4 +1,4 @@
-"""What the machine tells of itself; what it does not tell is absent, and so is what cannot be."""
+"""Readings of the machine's sensors; missing and impossible ones are absent."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def sensed(root: Path, files: dict[str, str]) -> Vitals:
     return Sensors(write(root, files)).vitals()
 
 
-def test_a_machine_without_sensors_tells_nothing(tmp_path: Path) -> None:
+def test_a_machine_without_sensors_reports_nothing(tmp_path: Path) -> None:
     assert sensed(tmp_path, {}) == Vitals()
     assert list(readings(Vitals())) == []
 
 
-def test_pressure_is_the_most_that_the_machine_or_the_process_s_cgroups_tell(
+def test_pressure_is_the_largest_of_the_machine_s_and_the_cgroups_(
     tmp_path: Path,
 ) -> None:
     rows = "some avg10={} avg60=99.00 avg300=99.00 total=1\nfull avg10=98.00 avg60=0 total=1\n"
@@ -64,7 +64,7 @@ def own(ticks: int) -> str:
     return f"77 (a) b) R {' '.join('0' * 10)} {ticks} 5 0 0\n"
 
 
-def test_busy_is_what_others_took_of_all_cores_since_the_last_look(tmp_path: Path) -> None:
+def test_busy_is_the_cores_share_of_other_processes_since_the_last_reading(tmp_path: Path) -> None:
     write(tmp_path, {"proc/stat": stat(user=100, idle=1000), "proc/self/stat": own(50)})
     clock = Clock()
     sensors = Sensors(tmp_path, seconds=clock.seconds)
@@ -87,7 +87,7 @@ def test_busy_is_what_others_took_of_all_cores_since_the_last_look(tmp_path: Pat
         (stat(user=200, idle=1000), "77 (a) R 0\n"),
     ],
 )
-def test_no_time_between_two_looks_or_times_that_run_back_tell_no_load(
+def test_readings_without_elapsed_time_give_no_load(
     tmp_path: Path, system: str, process: str
 ) -> None:
     write(tmp_path, {"proc/stat": stat(user=100, idle=1000), "proc/self/stat": own(50)})
@@ -123,7 +123,7 @@ def test_the_temperature_is_that_of_the_hottest_part_of_the_cpu(
 
 
 @pytest.mark.parametrize("text", ["1000000000000\n", "nan\n", "inf\n", "-300000\n", "hot\n", ""])
-def test_a_temperature_that_cannot_be_is_absent_and_logged_once(
+def test_an_impossible_temperature_is_absent_and_logged_once(
     tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     zone = f"{THERMAL}/thermal_zone0"
@@ -187,7 +187,7 @@ def test_a_sensor_that_cannot_be_read_is_absent_and_logged_once(
         ),
     ],
 )
-def test_throttling_is_what_the_firmware_or_a_cooling_device_says(
+def test_throttling_is_read_from_firmware_and_cooling_devices(
     tmp_path: Path, files: dict[str, str], is_throttled: bool | None
 ) -> None:
     assert sensed(tmp_path, files).is_throttled is is_throttled
@@ -197,7 +197,7 @@ def test_throttling_is_what_the_firmware_or_a_cooling_device_says(
     ("seconds", "more", "is_throttled"),
     [(1.0, 1, True), (1.0, 0, False), (RECENT_SECONDS + 1, 1, None)],
 )
-def test_a_count_that_rose_since_a_recent_look_is_throttling(
+def test_a_throttle_count_that_rose_recently_is_throttling(
     tmp_path: Path, seconds: float, more: int, is_throttled: bool | None
 ) -> None:
     def counted(count: int) -> dict[str, str]:
@@ -241,7 +241,7 @@ def mains(online: str) -> dict[str, str]:
         ),
     ],
 )
-def test_a_device_is_on_battery_if_it_has_one_of_its_own_and_no_mains(
+def test_a_device_is_on_battery_if_it_has_a_battery_and_no_mains(
     tmp_path: Path, files: dict[str, str], expected: tuple[float | None, bool | None]
 ) -> None:
     told = sensed(tmp_path, files)
@@ -251,7 +251,7 @@ def test_a_device_is_on_battery_if_it_has_one_of_its_own_and_no_mains(
     )
 
 
-def test_aes_is_there_if_every_core_says_so(tmp_path: Path) -> None:
+def test_aes_is_available_if_every_core_has_it(tmp_path: Path) -> None:
     x86, arm = "processor : 0\nflags\t\t: fpu aes avx\n", "Features\t: fp asimd {}crc32\n"
     for text, expected in (
         (x86, True),
@@ -264,7 +264,7 @@ def test_aes_is_there_if_every_core_says_so(tmp_path: Path) -> None:
     assert not has_aes(tmp_path / "none")
 
 
-def test_the_sensors_are_looked_at_once_a_second(tmp_path: Path) -> None:
+def test_the_sensors_are_read_once_a_second(tmp_path: Path) -> None:
     clock = Clock()
     sensors = Sensors(write(tmp_path, battery("Discharging")), seconds=clock.seconds)
     first = sensors.vitals()
@@ -275,7 +275,7 @@ def test_the_sensors_are_looked_at_once_a_second(tmp_path: Path) -> None:
     assert sensors.vitals().is_on_battery is False
 
 
-def test_what_is_there_is_said_in_words() -> None:
+def test_available_readings_are_described_in_words() -> None:
     vitals = Vitals(busy=0.25, temperature_celsius=61.4, is_throttled=False, is_on_battery=True)
     assert list(readings(vitals)) == [
         "others take 25% of the cores",

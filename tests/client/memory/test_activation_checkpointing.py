@@ -1,4 +1,4 @@
-"""Activations computed twice: the same gradient to the bit, in less memory, for any model."""
+"""Recomputed activations give the same gradient to the bit, in less memory, for any model."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def shared() -> nn.Module:
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "mlp": mlp,
-    "mlp in place": mlp_in_place,
+    "mlp in context": mlp_in_place,
     "cnn": cnn,
     "transformer": transformer,
     "residual": Residual,
@@ -148,7 +148,7 @@ def test_the_gradient_is_the_same_to_the_bit(name: str, dtype: torch.dtype) -> N
     assert kept
 
 
-def test_random_numbers_behind_the_model_are_those_without_checkpointing() -> None:
+def test_checkpointing_does_not_change_later_random_numbers() -> None:
     model, inputs = made("residual")
     gradients(model, inputs)
     expected = torch.rand(3)
@@ -158,7 +158,7 @@ def test_random_numbers_behind_the_model_are_those_without_checkpointing() -> No
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_parameters_and_their_names_are_as_they_were(name: str) -> None:
+def test_checkpointing_keeps_parameters_and_their_names(name: str) -> None:
     model, _ = made(name)
     before, modules = dict(model.state_dict(keep_vars=True)), [*model.modules()]
     switch_on(model)
@@ -169,7 +169,7 @@ def test_parameters_and_their_names_are_as_they_were(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_switched_on_twice_it_is_off_again_after_once(name: str) -> None:
+def test_one_switch_off_undoes_two_switch_on(name: str) -> None:
     model, _ = made(name)
     assert not is_on(model)
     assert switch_on(model)
@@ -181,7 +181,7 @@ def test_switched_on_twice_it_is_off_again_after_once(name: str) -> None:
     assert not any("forward" in vars(module) for module in model.modules())
 
 
-def test_a_forward_that_somebody_replaced_is_run_and_put_back() -> None:
+def test_a_replaced_forward_is_run_and_restored() -> None:
     model, inputs = made("no container")
     assert isinstance(model, Plain)
     replaced = torch.tanh
@@ -213,7 +213,7 @@ def test_a_deep_copy_computes_with_its_own_parameters(name: str) -> None:
         ("nested", ["Block", "Block", "Sequential", "Sequential"]),
     ],
 )
-def test_the_repeated_blocks_are_what_is_computed_twice(name: str, kinds: list[str]) -> None:
+def test_the_repeated_blocks_are_checkpointed(name: str, kinds: list[str]) -> None:
     model, _ = made(name)
     switch_on(model)
     found = [type(module).__name__ for module in model.modules() if "forward" in vars(module)]
@@ -221,13 +221,13 @@ def test_the_repeated_blocks_are_what_is_computed_twice(name: str, kinds: list[s
 
 
 @pytest.mark.parametrize("model", [nn.Linear(3, 2), nn.Identity(), nn.Sequential()])
-def test_a_model_without_blocks_says_so_and_stays_as_it_is(model: nn.Module) -> None:
+def test_a_model_without_blocks_is_left_unchanged(model: nn.Module) -> None:
     assert not switch_on(model)
     assert not is_on(model)
     assert footprint_bytes(model, lambda: None) is None
 
 
-def test_without_gradients_a_block_is_run_once() -> None:
+def test_without_gradients_a_block_runs_once() -> None:
     num_runs = []
 
     class Counting(nn.Module):
@@ -310,7 +310,7 @@ class FewerTheSecondTime(OtherShapes):
         (nn.ModuleDict({"a": FewerTheSecondTime()}), "differs from the first"),
     ],
 )
-def test_a_block_that_cannot_be_run_again_is_a_task_error_that_says_why(
+def test_a_block_that_cannot_run_again_is_a_task_error_with_the_reason(
     model: nn.Module, text: str
 ) -> None:
     if isinstance(model, nn.ModuleDict):
@@ -321,7 +321,7 @@ def test_a_block_that_cannot_be_run_again_is_a_task_error_that_says_why(
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_passes_of_a_block_are_gone_with_the_backward_pass(name: str) -> None:
+def test_the_passes_of_a_block_are_freed_after_the_backward_pass(name: str) -> None:
     def passes() -> int:
         return sum(type(one) is RecomputedPass for one in gc.get_objects())
 
@@ -337,7 +337,7 @@ def test_the_passes_of_a_block_are_gone_with_the_backward_pass(name: str) -> Non
         gc.enable()
 
 
-def test_the_footprint_is_the_inputs_of_the_blocks_and_twice_the_largest() -> None:
+def test_the_footprint_is_the_blocks_inputs_and_twice_the_largest_block() -> None:
     class Wide(nn.Module):
         def __init__(self, width: int) -> None:
             super().__init__()
@@ -354,7 +354,7 @@ def test_the_footprint_is_the_inputs_of_the_blocks_and_twice_the_largest() -> No
     assert not is_on(model)
 
 
-def test_the_footprint_leaves_checkpointing_on_where_it_was() -> None:
+def test_measuring_the_footprint_leaves_checkpointing_as_it_was() -> None:
     model, inputs = made("residual")
     switch_on(model)
     footprint_bytes(model, lambda: model(inputs).sum())
@@ -395,7 +395,7 @@ def measured(state: str) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the peak cannot be reset elsewhere")
-def test_the_peak_of_six_layers_falls_below_half_and_no_compiler_is_imported() -> None:
+def test_checkpointing_halves_the_peak_of_six_layers_without_importing_dynamo() -> None:
     kept, _ = measured("off")
     twice, has_dynamo = measured("on")
     # Five sixths of the activations are those of layers that are not at work.

@@ -1,4 +1,4 @@
-"""What the process may use: each limit is told as resident bytes of this process."""
+"""Memory limits as resident bytes of this process, and usable cores."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def sources(root: Path, own_bytes: int | None = None) -> dict[str, int]:
     return {limit.source: limit.num_bytes for limit in MemoryLimits(own_bytes, root=root).all()}
 
 
-def test_a_machine_without_limits_gives_what_is_available_beside_what_is_held(
+def test_without_limits_the_machine_s_available_memory_is_the_limit(
     tmp_path: Path,
 ) -> None:
     assert sources(machine(tmp_path)) == {"machine": AVAILABLE + RESIDENT}
@@ -50,7 +50,7 @@ def test_a_machine_without_limits_gives_what_is_available_beside_what_is_held(
 
 @pytest.mark.parametrize("folder", ["a/b", "a", "."])
 @pytest.mark.parametrize("file", ["memory.max", "memory.high"])
-def test_a_limit_of_a_cgroup_or_of_one_above_leaves_what_it_does_not_hold_yet(
+def test_the_limit_of_a_cgroup_or_its_parents_leaves_its_free_bytes(
     tmp_path: Path, folder: str, file: str
 ) -> None:
     group = f"sys/fs/cgroup/{folder}"
@@ -66,7 +66,7 @@ def test_a_limit_of_a_cgroup_or_of_one_above_leaves_what_it_does_not_hold_yet(
     assert sources(tmp_path)[f"cgroup's {file}"] == RESIDENT + 1000 * MIB - held
 
 
-def test_a_limit_of_version_1_is_read_where_its_controller_is(tmp_path: Path) -> None:
+def test_a_limit_of_cgroup_version_1_is_read_from_its_controller(tmp_path: Path) -> None:
     group = "sys/fs/cgroup/memory/a"
     machine(
         tmp_path,
@@ -85,7 +85,7 @@ def test_a_limit_of_version_1_is_read_where_its_controller_is(tmp_path: Path) ->
     }
 
 
-def test_a_cgroup_that_is_over_its_limit_leaves_less_than_is_held_and_never_less_than_nothing(
+def test_a_cgroup_above_its_limit_leaves_less_than_is_resident_but_not_below_zero(
     tmp_path: Path,
 ) -> None:
     group = "sys/fs/cgroup/a/b"
@@ -99,7 +99,7 @@ def test_a_cgroup_that_is_over_its_limit_leaves_less_than_is_held_and_never_less
     ("row", "name", "counted"),
     [("Max data size", "RLIMIT_DATA", DATA), ("Max address space", "RLIMIT_AS", VIRTUAL)],
 )
-def test_a_resource_limit_counts_virtual_memory_and_leaves_what_is_not_mapped_yet(
+def test_a_resource_limit_leaves_its_unmapped_bytes(
     tmp_path: Path, row: str, name: str, counted: int
 ) -> None:
     soft = 2500 * MIB
@@ -107,7 +107,7 @@ def test_a_resource_limit_counts_virtual_memory_and_leaves_what_is_not_mapped_ye
     assert sources(tmp_path)[name] == RESIDENT + soft - counted
 
 
-def test_a_limit_stays_where_it_is_when_the_process_grows(tmp_path: Path) -> None:
+def test_a_limit_is_constant_while_the_process_grows(tmp_path: Path) -> None:
     group = "sys/fs/cgroup/a/b"
     grown = 50 * MIB
 
@@ -131,13 +131,13 @@ def test_a_limit_stays_where_it_is_when_the_process_grows(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(("own_bytes", "least"), [(MIB, MIB), (2**60, AVAILABLE + RESIDENT)])
-def test_the_owner_s_limit_counts_if_it_is_the_lowest(
+def test_the_owner_s_limit_applies_if_it_is_the_lowest(
     tmp_path: Path, own_bytes: int, least: int
 ) -> None:
     assert MemoryLimits(own_bytes, root=machine(tmp_path)).lowest_bytes() == least
 
 
-def test_a_lowered_limit_is_seen_soon_and_read_no_oftener_than_that(tmp_path: Path) -> None:
+def test_a_lowered_limit_is_noticed_at_the_next_reading(tmp_path: Path) -> None:
     now = [0.0]
     root = machine(tmp_path)
     limits = MemoryLimits(root=root, seconds=lambda: now[0])
@@ -149,7 +149,7 @@ def test_a_lowered_limit_is_seen_soon_and_read_no_oftener_than_that(tmp_path: Pa
     assert limits.lowest_bytes() == MIB + RESIDENT
 
 
-def test_where_reading_takes_long_the_limits_are_read_less_often(tmp_path: Path) -> None:
+def test_slow_readings_make_the_limits_be_read_less_often(tmp_path: Path) -> None:
     """A clock that moves a second at each look: reading takes 1 s, 2 % of 50 s."""
     now = [0.0]
 
@@ -167,7 +167,7 @@ def test_where_reading_takes_long_the_limits_are_read_less_often(tmp_path: Path)
     assert looks == pytest.approx(50, abs=2)
 
 
-def test_this_machine_has_a_limit_within_its_memory() -> None:
+def test_this_machine_s_limit_is_within_its_memory() -> None:
     assert 0 < MemoryLimits().lowest_bytes() <= psutil.virtual_memory().total
 
 
@@ -194,7 +194,7 @@ def test_this_machine_has_a_limit_within_its_memory() -> None:
         ),
     ],
 )
-def test_a_cgroup_may_grant_a_part_of_a_core(
+def test_a_cgroup_may_grant_a_fraction_of_a_core(
     tmp_path: Path, files: dict[str, str], cores: float | None
 ) -> None:
     affinity = len(os.sched_getaffinity(0))

@@ -1,4 +1,4 @@
-"""What micro-batches take of memory: measured on this process, learned, and foreseen."""
+"""The peak memory of micro-batches: measured, learned and predicted."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from headwater.client.memory.peak_model import (
     resident_bytes,
 )
 from headwater.common.stats.linear_fit import Line
-from headwater.common.system.heap import give_back
+from headwater.common.system.heap import release_freed_memory
 
 MIB = 2**20
 
@@ -42,19 +42,19 @@ def peaks(
 # Measured on this process.
 
 
-def test_the_peak_is_what_was_held_at_once_and_a_reset_forgets_it() -> None:
+def test_the_peak_is_the_largest_resident_memory_since_the_reset() -> None:
     size = 64 * MIB
     peak = PeakMeter()
     before = peak.peak_bytes()
     held = torch.ones(size // 4)
     del held
     assert before + size - NOISE_BYTES <= peak.peak_bytes() <= before + size + NOISE_BYTES
-    give_back()  # what a heap keeps is held as well
+    release_freed_memory()  # what a heap keeps is held as well
     peak.reset()
     assert peak.peak_bytes() <= before + NOISE_BYTES
 
 
-def test_the_peak_of_a_micro_batch_is_that_between_its_begin_and_its_end() -> None:
+def test_the_peak_of_a_micro_batch_is_measured_from_begin_to_end() -> None:
     memory = ProcessMemory()
     size = 64 * MIB
     memory.begin(1)
@@ -66,7 +66,7 @@ def test_the_peak_of_a_micro_batch_is_that_between_its_begin_and_its_end() -> No
     assert memory.end(1) <= before + size // 2 + NOISE_BYTES
 
 
-def test_freed_memory_is_given_back_before_less_is_taken() -> None:
+def test_freed_memory_is_returned_before_the_size_is_reduced() -> None:
     """Ten thousand pieces of 8 KiB below one that stays: the heap cannot shrink by itself."""
     limit = [2**50]
     memory = ProcessMemory(lambda: limit[0])
@@ -85,7 +85,7 @@ def test_freed_memory_is_given_back_before_less_is_taken() -> None:
     assert pin.numel()
 
 
-def test_nothing_is_foreseen_without_a_line_or_without_a_limit() -> None:
+def test_nothing_is_predicted_without_a_line_or_a_limit() -> None:
     memory = ProcessMemory(lambda: MIB)
     assert (memory.line, memory.fitting(1)) == (None, None)
     unbounded = ProcessMemory()
@@ -104,7 +104,7 @@ def test_a_lowered_limit_lowers_what_fits() -> None:
     assert memory.fitting(1) == 0
 
 
-def test_memory_is_given_back_no_oftener_than_once_a_second() -> None:
+def test_memory_is_returned_at_most_once_a_second() -> None:
     now = [100.0]
     memory = ProcessMemory(lambda: 300 * MIB, seconds=lambda: now[0])
     memory.known = peaks(base=299 * MIB, each=MIB)
@@ -124,7 +124,7 @@ def gave_back(memory: ProcessMemory, num_examples: int) -> bool:
     return memory.known.surplus_bytes != -1.0
 
 
-def test_close_to_the_limit_memory_is_given_back_before_the_size_changes() -> None:
+def test_close_to_the_limit_memory_is_returned_before_the_size_changes() -> None:
     held = resident_bytes()
     limit = [int((held + 64 * MIB) / GUARD_SHARE)]
     memory = ProcessMemory(lambda: limit[0])
@@ -149,7 +149,7 @@ def test_close_to_the_limit_memory_is_given_back_before_the_size_changes() -> No
     st.integers(0, 2000 * MIB),
     st.floats(0, 300 * MIB),
 )
-def test_a_peak_that_the_micro_batch_took_itself_is_foreseen_from_then_on(
+def test_a_higher_peak_raises_the_prediction_at_once(
     size: int, largest: int, peak: int, surplus: float
 ) -> None:
     known = peaks(largest_size=largest, surplus=surplus)
@@ -161,7 +161,7 @@ def test_a_peak_that_the_micro_batch_took_itself_is_foreseen_from_then_on(
 
 
 @given(st.integers(1, 512), st.integers(0, 64), st.integers(0, 2000 * MIB))
-def test_what_a_peak_denies_is_believed_slowly_and_never_below_the_peak(
+def test_a_lower_peak_lowers_the_prediction_slowly_and_never_below_the_peak(
     size: int, surplus: int, peak: int
 ) -> None:
     known = peaks(surplus=surplus * MIB)
@@ -172,20 +172,20 @@ def test_what_a_peak_denies_is_believed_slowly_and_never_below_the_peak(
         assert expected - found.now.at(size) <= RELAXED * (expected - peak) + 1
 
 
-def test_memory_that_a_larger_micro_batch_freed_raises_nothing() -> None:
+def test_memory_freed_by_a_larger_micro_batch_raises_no_prediction() -> None:
     known = peaks(base=300 * MIB, each=MIB, largest_size=64)
     held = int(known.now.at(64))
     assert known.updated(size=1, held_size=64, begun_bytes=held, peak_bytes=held) == known
 
 
-def test_of_what_is_held_only_what_no_micro_batch_explains_counts() -> None:
+def test_only_resident_memory_that_no_micro_batch_explains_raises_the_base() -> None:
     known = peaks(base=300 * MIB, each=MIB, largest_size=64)
     held = int(known.now.at(64)) + 100 * MIB
     found = known.updated(size=1, held_size=64, begun_bytes=held, peak_bytes=held)
     assert found.surplus_bytes == pytest.approx(100 * MIB)
 
 
-def test_one_high_peak_is_forgotten_by_a_sixteenth_at_a_time() -> None:
+def test_one_high_peak_decays_by_a_sixteenth_per_micro_batch() -> None:
     known = peaks(largest_size=64)
     usual = int(known.now.at(32))
     found = known.updated(size=32, held_size=32, begun_bytes=usual, peak_bytes=usual + 500 * MIB)
@@ -195,7 +195,7 @@ def test_one_high_peak_is_forgotten_by_a_sixteenth_at_a_time() -> None:
     assert usual <= found.now.at(32) <= usual + NOISE_BYTES
 
 
-def test_beyond_the_largest_size_the_slope_is_learned_and_below_it_what_is_resident() -> None:
+def test_a_larger_size_corrects_the_slope_and_a_smaller_one_the_base() -> None:
     known = peaks(base=300 * MIB, each=MIB, largest_size=64)
     steeper = known.updated(size=128, held_size=128, begun_bytes=0, peak_bytes=556 * MIB)
     assert steeper.line == Line(base=300 * MIB, each=2 * MIB)
@@ -203,15 +203,13 @@ def test_beyond_the_largest_size_the_slope_is_learned_and_below_it_what_is_resid
     assert (fuller.line, fuller.surplus_bytes) == (known.line, 32 * MIB)
 
 
-def test_what_is_resident_behind_a_giving_back_replaces_the_surplus() -> None:
+def test_resident_memory_after_returning_freed_memory_replaces_the_surplus() -> None:
     known = peaks(base=300 * MIB, surplus=200 * MIB)
     assert known.at_rest(310 * MIB).surplus_bytes == 10 * MIB
     assert known.at_rest(290 * MIB).surplus_bytes == 0
 
 
-def test_with_checkpointing_an_example_takes_what_was_predicted_until_a_peak_says_otherwise() -> (
-    None
-):
+def test_with_checkpointing_the_prediction_applies_until_a_peak_corrects_it() -> None:
     known = peaks(base=300 * MIB, each=4 * MIB, surplus=100 * MIB)
     relieved = known.with_checkpointing(MIB, rest_bytes=310 * MIB)
     assert relieved.now == Line(base=310 * MIB, each=MIB)
@@ -220,7 +218,7 @@ def test_with_checkpointing_an_example_takes_what_was_predicted_until_a_peak_say
     assert learned.now == Line(base=310 * MIB, each=11 * MIB)
 
 
-def test_checkpointing_that_takes_no_less_relieves_nothing() -> None:
+def test_checkpointing_that_saves_nothing_changes_no_prediction() -> None:
     known = peaks(each=MIB)
     assert known.with_checkpointing(MIB, rest_bytes=0) == known
 
@@ -246,7 +244,7 @@ RUNS = st.lists(st.tuples(st.integers(1, 256), st.floats(0, 1)), min_size=1, max
 
 @settings(deadline=None)
 @given(RUNS)
-def test_no_sequence_of_sizes_talks_a_true_line_up_or_down(run: list[tuple[int, float]]) -> None:
+def test_no_sequence_of_sizes_moves_a_correct_line(run: list[tuple[int, float]]) -> None:
     """Small ones behind large ones peak as high, and still one example does not look huge."""
     process = Allocator(rest=300 * MIB, each=MIB, fragments=0)
     known, held = peaks(base=300 * MIB, each=MIB, largest_size=1), 0
@@ -259,7 +257,7 @@ def test_no_sequence_of_sizes_talks_a_true_line_up_or_down(run: list[tuple[int, 
 
 @settings(deadline=None)
 @given(RUNS, st.floats(0, 0.2), st.floats(0.5, 3))
-def test_whatever_was_believed_no_peak_is_above_what_was_learned_from_it(
+def test_no_peak_exceeds_the_line_corrected_by_it(
     run: list[tuple[int, float]], fragments: float, believed: float
 ) -> None:
     process = Allocator(rest=300 * MIB, each=MIB, fragments=fragments)
@@ -280,7 +278,7 @@ def test_whatever_was_believed_no_peak_is_above_what_was_learned_from_it(
     st.floats(1, 1e9),
     st.floats(0, 2e12),
 )
-def test_what_fits_is_the_largest_size_within_the_bytes(
+def test_fitting_is_the_largest_size_within_the_limit(
     base: float, each: float, room: float
 ) -> None:
     known = peaks(base=base, each=each)
@@ -299,5 +297,5 @@ def test_what_fits_is_the_largest_size_within_the_bytes(
         (ValueError("can't allocate memory"), False),
     ],
 )
-def test_an_allocation_failure_is_told_from_other_errors(error: Exception, is_one: bool) -> None:
+def test_allocation_failures_are_recognised(error: Exception, is_one: bool) -> None:
     assert is_allocation_failure(error) is is_one

@@ -1,4 +1,4 @@
-"""The vector's norm: of any length, and of any finite numbers."""
+"""The norm of the gradient vector, for any length and any finite numbers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def accumulator(length: int) -> Accumulator:
 
 
 @pytest.mark.parametrize("length", [1, CHUNK - 1, 4 * CHUNK + 7])
-def test_the_norm_is_that_of_float64(length: int) -> None:
+def test_the_norm_equals_the_float64_norm(length: int) -> None:
     made = accumulator(length)
     torch.randn(length, generator=torch.Generator().manual_seed(1), out=made.values_P)
     exact = float(torch.linalg.vector_norm(made.values_P.double()))
@@ -38,7 +38,7 @@ def test_the_norm_is_that_of_float64(length: int) -> None:
 
 
 @pytest.mark.parametrize("at", [0, CHUNK])
-def test_a_finite_vector_has_a_finite_norm_and_no_other_has(at: int) -> None:
+def test_the_norm_is_finite_if_and_only_if_the_vector_is(at: int) -> None:
     made = accumulator(CHUNK + 5)
     made.values_P[at] = 1e30  # its square is none of float32
     assert made.gradient_norm() == pytest.approx(1e30)

@@ -1,4 +1,4 @@
-"""Batches that are fetched together are those that are fetched alone, to the bit and in memory."""
+"""Batches fetched together equal batches fetched alone, to the bit and in memory alignment."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def assert_same(batch: list[Tensor], expected: list[Tensor]) -> None:
 
 @settings(deadline=None, max_examples=60)
 @given(st.integers(1, 40), st.integers(1, 20), st.integers(1, 9), st.integers(0, 2**31))
-def test_every_batch_is_what_is_fetched_for_it_alone(
+def test_every_batch_equals_one_fetched_alone(
     num_examples: int, num_features: int, size: int, seed: int
 ) -> None:
     examples, task = data(num_examples, num_features), TwoLayers()
@@ -60,7 +60,7 @@ def test_every_batch_is_what_is_fetched_for_it_alone(
         assert_same(batches.of(positions), batch_of(task, examples, positions))
 
 
-def test_who_asks_out_of_turn_gets_the_same() -> None:
+def test_batches_out_of_order_are_the_same() -> None:
     examples, task = data(12, 16), TwoLayers()
     batches = Batches(task, examples)
     batches.begin((5, 3, 1, 0, 2, 4))
@@ -73,7 +73,7 @@ def test_without_a_window_each_batch_is_fetched_alone() -> None:
     assert_same(Batches(task, examples).of((4, 2)), batch_of(task, examples, (4, 2)))
 
 
-def test_a_window_that_begins_again_is_cut_from_the_same_rows() -> None:
+def test_a_restarted_window_reuses_the_fetched_rows() -> None:
     whole = Counting(*data(8, 16).tensors)
     examples = SubsetView(whole, np.arange(7, -1, -1))
     batches = Batches(TwoLayers(), examples)
@@ -87,7 +87,7 @@ def test_a_window_that_begins_again_is_cut_from_the_same_rows() -> None:
     assert whole.num_asked == num_asked
 
 
-def test_much_is_not_fetched_at_once() -> None:
+def test_a_large_window_is_not_fetched_at_once() -> None:
     each = MAX_BYTES // 4 // 4  # a window of four fills the limit, and the labels pass it
     whole = Counting(torch.ones(8, each), torch.arange(8))
     batches = Batches(TwoLayers(), whole)
@@ -109,7 +109,9 @@ class Collating(TwoLayers):
     ("task", "examples"),
     [(Collating(), data(6, 2)), (TwoLayers(), [(torch.ones(2), 1), (torch.zeros(2), 0)])],
 )
-def test_what_is_no_row_of_tensors_is_fetched_for_each_batch(task: Task, examples: Any) -> None:
+def test_examples_that_are_not_tensor_rows_are_fetched_for_each_batch(
+    task: Task, examples: Any
+) -> None:
     batches = Batches(task, examples)
     batches.begin((1, 0))
     for positions in ((1,), (0,)):

@@ -1,4 +1,4 @@
-"""One round on a device: what its report says of the sum, and local steps."""
+"""A client's update of one round: its report, its scaling, and local steps."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from headwater.client.training.local_update import train_round
 from headwater.client.training.micro_batches import SamplerPosition, split, window
 from headwater.common.errors import BuffersChanged, NonFiniteUpdate, TaskError
 from tests.tasks import HUGE_GRADIENT, NAN_LOSS, TwoLayers, examples, gradient_sum
-from tests.training_contexts import plan, sums, trained, workplace
+from tests.training_contexts import plan, sums, trained, training_context
 
 
-def test_a_window_at_the_end_of_an_epoch_says_so() -> None:
+def test_a_window_at_the_end_of_an_epoch_reports_epoch_end() -> None:
     data = examples(10)
-    place = workplace(TwoLayers(), data)
+    context = training_context(TwoLayers(), data)
     short = window(SamplerPosition(offset=8), quota=4, run_seed=0, name="pi", num_examples=10)
-    update = train_round(plan(4, 4), short, place)
+    update = train_round(plan(4, 4), short, context)
     assert (update.report.reason, update.report.num_examples) == ("epoch end", 2)
 
 
@@ -43,8 +43,8 @@ def test_bfloat16_arithmetic_is_summed_in_float32() -> None:
             assert out.dtype == torch.bfloat16
             return out.float().sum(), len(batch[0])
 
-    place = workplace(Slope(), data)
-    update = trained(place, plan(513, 1, precision="bfloat16"))
+    context = training_context(Slope(), data)
+    update = trained(context, plan(513, 1, precision="bfloat16"))
     assert update.values_P.dtype == torch.float32
     assert update.values_P.tolist() == [513.0]
 
@@ -57,11 +57,11 @@ class WithDropout(TwoLayers):
         return model(batch[0]).square().sum(), len(batch[0])
 
 
-def test_dropout_layers_draw_the_same_when_the_window_is_done_again() -> None:
-    place = workplace(WithDropout(), examples(9))
-    first = trained(place, plan(9, 4)).values_P.clone()
+def test_a_repeated_window_draws_the_same_dropout() -> None:
+    context = training_context(WithDropout(), examples(9))
+    first = trained(context, plan(9, 4)).values_P.clone()
     torch.rand(7)
-    assert torch.equal(trained(place, plan(9, 4)).values_P, first)
+    assert torch.equal(trained(context, plan(9, 4)).values_P, first)
 
 
 class Counting(nn.Module):
@@ -85,32 +85,32 @@ class Counting(nn.Module):
 
 
 @pytest.mark.parametrize("how", ["in place", "replaced"])
-def test_a_buffer_that_training_changes_is_named(how: str) -> None:
+def test_a_buffer_changed_by_training_is_named(how: str) -> None:
     class WithCount(WithDropout):
         def new_model(self) -> nn.Module:
             return Counting(how)
 
     with pytest.raises(BuffersChanged, match="num_seen"):
-        trained(workplace(WithCount(), examples(4)), plan(4, 2))
+        trained(training_context(WithCount(), examples(4)), plan(4, 2))
 
 
-def plain_sgd(place: TrainingContext, cuts: Sequence[Sequence[int]], rate: float) -> Tensor:
+def plain_sgd(context: TrainingContext, cuts: Sequence[Sequence[int]], rate: float) -> Tensor:
     """Take one step per cut on the mean of its gradients, in float64."""
-    assert isinstance(place.examples, TensorDataset)
-    values_P = place.image.values_P.double()
+    assert isinstance(context.examples, TensorDataset)
+    values_P = context.image.values_P.double()
     for positions in cuts:
-        total = gradient_sum(values_P, place.examples, positions)
+        total = gradient_sum(values_P, context.examples, positions)
         values_P = values_P - rate * torch.from_numpy(total) / len(positions)
     return values_P
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_local_steps_equal_a_plain_loop_of_sgd(size: int) -> None:
-    place = workplace(TwoLayers(), examples(12))
-    before_P = place.image.values_P.double().clone()
-    after_P = plain_sgd(place, split(range(12), 4), 2.0**-6)
+def test_local_steps_equal_a_plain_sgd_loop(size: int) -> None:
+    context = training_context(TwoLayers(), examples(12))
+    before_P = context.image.values_P.double().clone()
+    after_P = plain_sgd(context, split(range(12), 4), 2.0**-6)
     asked = plan(12, size, local_steps=3, local_learning_rate=2.0**-6)
-    update = trained(place, asked)
+    update = trained(context, asked)
     expected_P = 12 * (before_P - after_P)
     # Three float32 steps of a few dozen operations on values below 2^8, then times 12.
     bound = 12 * 3 * 64 * 2.0**8 * 2.0**-24
@@ -118,17 +118,17 @@ def test_local_steps_equal_a_plain_loop_of_sgd(size: int) -> None:
     assert (update.report.weight, update.report.num_examples) == (12, 12)
 
 
-def test_local_steps_stop_at_the_deadline_also_with_one_micro_batch_a_step() -> None:
-    place = workplace(TwoLayers(), examples(12))
+def test_local_steps_of_one_micro_batch_stop_at_the_deadline() -> None:
+    context = training_context(TwoLayers(), examples(12))
     asked = plan(12, 4, local_steps=3, local_learning_rate=2.0**-6, deadline_seconds=9.0)
-    update = trained(place, asked)
+    update = trained(context, asked)
     assert (update.report.reason, update.report.weight) == ("deadline", 8)
 
 
-def test_local_steps_that_fail_half_way_leave_the_model_as_it_was() -> None:
+def test_local_steps_that_fail_restore_the_model() -> None:
     task = TwoLayers()
-    place = workplace(task, examples(12))
-    before_P = place.image.values_P.clone()
+    context = training_context(task, examples(12))
+    before_P = context.image.values_P.clone()
 
     def loss_sum(model: nn.Module, batch: Sequence[Tensor]) -> tuple[Tensor, int]:
         if len(task.seen) == 2:
@@ -137,27 +137,27 @@ def test_local_steps_that_fail_half_way_leave_the_model_as_it_was() -> None:
 
     task.loss_sum = loss_sum  # type: ignore[method-assign]
     with pytest.raises(TaskError, match="third"):
-        trained(place, plan(12, 4, local_steps=3, local_learning_rate=2.0**-6))
-    assert torch.equal(place.image.values_P, before_P)
+        trained(context, plan(12, 4, local_steps=3, local_learning_rate=2.0**-6))
+    assert torch.equal(context.image.values_P, before_P)
 
 
 def test_local_steps_that_diverge_are_refused_with_a_remedy() -> None:
-    place = workplace(TwoLayers(), examples(12))
+    context = training_context(TwoLayers(), examples(12))
     with pytest.raises(NonFiniteUpdate) as caught:
-        trained(place, plan(12, 1, local_steps=12, local_learning_rate=3e38))
+        trained(context, plan(12, 1, local_steps=12, local_learning_rate=3e38))
     assert "--local-learning-rate" in caught.value.remedy
 
 
 def test_each_step_records_its_loss_norm_seconds_and_peak_memory() -> None:
     data = examples(10)
-    place = workplace(TwoLayers(), data)
-    report = trained(place, plan(10, 4)).report
+    context = training_context(TwoLayers(), data)
+    report = trained(context, plan(10, 4)).report
     summed: list[int] = []
     losses = []
     for step, positions in zip(report.steps, split(range(10), 4), strict=True):
         summed += positions
         losses.append(step.loss * step.weight)
-        norm = float(np.linalg.norm(sums(place, summed).double().numpy()))
+        norm = float(np.linalg.norm(sums(context, summed).double().numpy()))
         assert (step.num_examples, step.weight) == (len(positions), len(positions))
         assert step.gradient_norm == pytest.approx(norm, rel=10 * 2.0**-23)
         assert step.seconds == len(positions)
@@ -166,31 +166,29 @@ def test_each_step_records_its_loss_norm_seconds_and_peak_memory() -> None:
     assert report.seconds == 10
 
 
-def test_the_report_says_what_the_epoch_has_left_behind_the_examples_taken() -> None:
-    place = workplace(TwoLayers(), examples(10))
+def test_the_report_counts_the_examples_left_in_the_epoch() -> None:
+    context = training_context(TwoLayers(), examples(10))
     first = window(SamplerPosition(offset=3), quota=4, run_seed=0, name="pi", num_examples=10)
-    assert train_round(plan(4, 4), first, place).report.num_left == 3
+    assert train_round(plan(4, 4), first, context).report.num_left == 3
     last = window(SamplerPosition(offset=7), quota=4, run_seed=0, name="pi", num_examples=10)
-    assert train_round(plan(4, 4), last, place).report.num_left == 0
+    assert train_round(plan(4, 4), last, context).report.num_left == 0
 
 
-def test_examples_that_were_left_out_are_not_left() -> None:
-    place = workplace(TwoLayers(), examples(10, kinds=[0, NAN_LOSS]))
-    assert trained(place, plan(4, 2)).report.num_left == 6
+def test_refused_examples_do_not_count_as_left_in_the_epoch() -> None:
+    context = training_context(TwoLayers(), examples(10, kinds=[0, NAN_LOSS]))
+    assert trained(context, plan(4, 2)).report.num_left == 6
 
 
 @settings(deadline=None, max_examples=40)
 @given(st.integers(1, 12), st.integers(1, 2**40), st.integers(1, 3))
-def test_a_sum_that_is_to_weigh_something_else_is_scaled_by_one_rounding(
-    quota: int, weigh_as: int, local_steps: int
-) -> None:
-    place = workplace(TwoLayers(), examples(12))
+def test_scaling_to_another_weight_rounds_once(quota: int, weigh_as: int, local_steps: int) -> None:
+    context = training_context(TwoLayers(), examples(12))
     asked = plan(quota, 1, local_steps=local_steps, local_learning_rate=2.0**-6)
-    plain = trained(place, asked)
+    plain = trained(context, asked)
     wide_P, report = plain.values_P.double().clone(), plain.report
-    scaled = trained(place, asked.model_copy(update={"weigh_as": weigh_as}))
+    scaled = trained(context, asked.model_copy(update={"weigh_as": weigh_as}))
     exact_P = wide_P * weigh_as / report.weight
-    # Half a unit in the last place of float32, and two roundings of float64 on either side.
+    # Half a unit in the last context of float32, and two roundings of float64 on either side.
     bound_P = exact_P.abs() * (2.0**-24 + 4 * 2.0**-53)
     assert bool(((scaled.values_P.double() - exact_P).abs() <= bound_P).all())
     assert scaled.report.weight == weigh_as
@@ -201,10 +199,10 @@ def test_a_sum_that_is_to_weigh_something_else_is_scaled_by_one_rounding(
     assert [step.weight for step in scaled.report.steps] == [1] * quota
 
 
-def test_a_sum_that_weighs_what_it_is_to_weigh_keeps_its_bits() -> None:
-    place = workplace(WithDropout(), examples(9))
-    values_P = trained(place, plan(9, 4)).values_P.clone()
-    assert torch.equal(trained(place, plan(9, 4, weigh_as=9)).values_P, values_P)
+def test_scaling_to_the_same_weight_changes_no_bit() -> None:
+    context = training_context(WithDropout(), examples(9))
+    values_P = trained(context, plan(9, 4)).values_P.clone()
+    assert torch.equal(trained(context, plan(9, 4, weigh_as=9)).values_P, values_P)
 
 
 def test_metrics_are_scaled_with_the_sum() -> None:
@@ -212,12 +210,12 @@ def test_metrics_are_scaled_with_the_sum() -> None:
         def loss_sum(self, model: nn.Module, batch: Sequence[Tensor]) -> Any:
             return *super().loss_sum(model, batch), {"seen": len(batch[0])}
 
-    place = workplace(Counted(), examples(9))
-    assert trained(place, plan(6, 4, weigh_as=24)).report.metric_sums == {"seen": 24.0}
+    context = training_context(Counted(), examples(9))
+    assert trained(context, plan(6, 4, weigh_as=24)).report.metric_sums == {"seen": 24.0}
 
 
-def test_a_sum_that_overflows_where_it_is_scaled_is_refused() -> None:
+def test_a_sum_that_overflows_when_scaled_is_refused() -> None:
     # One coordinate is 2e38; float32 ends at 3.4e38.
-    place = workplace(TwoLayers(), examples(4, kinds=[HUGE_GRADIENT]))
+    context = training_context(TwoLayers(), examples(4, kinds=[HUGE_GRADIENT]))
     with pytest.raises(NonFiniteUpdate, match="overflows float32 when scaled to weight 8"):
-        trained(place, plan(4, 4, weigh_as=8))
+        trained(context, plan(4, 4, weigh_as=8))

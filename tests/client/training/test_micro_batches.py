@@ -1,4 +1,4 @@
-"""The walk: which examples a device sees in which round."""
+"""The examples of each round, their order, and their split into micro-batches."""
 
 from __future__ import annotations
 
@@ -31,29 +31,29 @@ NUM_EXAMPLES = st.integers(1, 40)
 QUOTA = st.integers(1, 60)
 
 
-def take(place: SamplerPosition, quota: int, num_examples: int, *, seed: int = 1) -> Window:
-    return window(place, quota=quota, run_seed=seed, name="pi", num_examples=num_examples)
+def take(position: SamplerPosition, quota: int, num_examples: int, *, seed: int = 1) -> Window:
+    return window(position, quota=quota, run_seed=seed, name="pi", num_examples=num_examples)
 
 
 @given(NUM_EXAMPLES, QUOTA, st.integers(0, 3))
-def test_a_round_never_holds_an_example_twice(num_examples: int, quota: int, epoch: int) -> None:
+def test_a_window_never_has_an_example_twice(num_examples: int, quota: int, epoch: int) -> None:
     taken = take(SamplerPosition(epoch=epoch), quota, num_examples).positions
     assert len(set(taken)) == len(taken) == min(quota, num_examples)
 
 
 @given(NUM_EXAMPLES, st.lists(QUOTA, min_size=1, max_size=40))
-def test_no_example_comes_again_before_all_were_seen(num_examples: int, quotas: list[int]) -> None:
-    place, seen = SamplerPosition(), Counter[int]()
+def test_no_example_repeats_before_all_were_used(num_examples: int, quotas: list[int]) -> None:
+    position, seen = SamplerPosition(), Counter[int]()
     for quota in quotas:
-        taken = take(place, quota, num_examples)
+        taken = take(position, quota, num_examples)
         seen.update(taken.positions)
-        place = taken.after(len(taken.positions), num_examples)
+        position = taken.after(len(taken.positions), num_examples)
         counts = [seen[p] for p in range(num_examples)]
         assert max(counts) - min(counts) <= 1
 
 
 @given(NUM_EXAMPLES, QUOTA, st.data())
-def test_a_window_cut_short_goes_on_behind_what_was_taken(
+def test_after_a_stopped_window_the_sampler_continues_after_its_used_examples(
     num_examples: int, quota: int, data: st.DataObject
 ) -> None:
     first = take(SamplerPosition(), quota, num_examples)
@@ -67,7 +67,7 @@ def test_a_window_cut_short_goes_on_behind_what_was_taken(
 
 
 @given(NUM_EXAMPLES, QUOTA, st.integers(0, 20))
-def test_what_a_window_has_beyond_the_quota_is_what_comes_next(
+def test_examples_beyond_the_quota_are_the_next_ones(
     num_examples: int, quota: int, num_more: int
 ) -> None:
     taken = window(
@@ -90,7 +90,7 @@ def test_a_window_ends_the_epoch_only_if_it_is_shorter_than_the_quota(
     assert taken.ends_epoch == (len(taken.positions) < quota)
 
 
-def test_the_order_changes_with_epoch_seed_and_name() -> None:
+def test_the_permutation_depends_on_epoch_seed_and_name() -> None:
     orders = {
         tuple(permutation(seed, epoch, name, 20).tolist())
         for seed in (0, 1)
@@ -101,7 +101,9 @@ def test_the_order_changes_with_epoch_seed_and_name() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 2**40), st.integers(0, 40)), min_size=1, max_size=12))
-def test_orders_drawn_together_are_those_drawn_alone(devices: list[tuple[int, int]]) -> None:
+def test_permutations_computed_together_equal_those_computed_alone(
+    devices: list[tuple[int, int]],
+) -> None:
     seeds = np.array(
         [sampler_seed(1, str(number)) for number in range(len(devices))], dtype=np.uint64
     )
@@ -112,7 +114,7 @@ def test_orders_drawn_together_are_those_drawn_alone(devices: list[tuple[int, in
     assert permutations(seeds, epochs, counts).tolist() == np.concatenate(alone).tolist()
 
 
-def test_an_order_is_that_of_splitmix64_s_numbers() -> None:
+def test_a_permutation_sorts_the_numbers_of_splitmix64() -> None:
     # In Python's whole numbers, as Vigna's splitmix64.c has it.
     def numbers(state: int) -> Iterator[int]:
         while True:
@@ -138,7 +140,7 @@ def excess(counts: NDArray[np.int64]) -> float:
 
 
 def many_orders(num_examples: int, *, num_devices: int, num_epochs: int) -> NDArray[np.int64]:
-    """Return orders [device, epoch, place]."""
+    """Return orders [device, epoch, position]."""
     seeds = [sampler_seed(1, str(device)) for device in range(num_devices)]
     shape = num_devices, num_epochs
     drawn = permutations(
@@ -150,7 +152,7 @@ def many_orders(num_examples: int, *, num_devices: int, num_epochs: int) -> NDAr
 
 
 @pytest.mark.parametrize(("num_devices", "num_epochs"), [(12_000, 1), (1, 12_000), (110, 110)])
-def test_each_permutation_is_as_likely(num_devices: int, num_epochs: int) -> None:
+def test_all_permutations_are_equally_likely(num_devices: int, num_epochs: int) -> None:
     drawn = many_orders(5, num_devices=num_devices, num_epochs=num_epochs)
     codes = (drawn.reshape(-1, 5) * 5 ** np.arange(5)).sum(1)
     _, counts = np.unique(codes, return_counts=True)
@@ -158,13 +160,13 @@ def test_each_permutation_is_as_likely(num_devices: int, num_epochs: int) -> Non
     assert abs(excess(counts)) < SPREAD
 
 
-def test_each_example_is_as_likely_at_each_place() -> None:
+def test_each_example_is_equally_likely_at_each_position() -> None:
     drawn = many_orders(40, num_devices=100, num_epochs=40).reshape(-1, 40)
     counts = np.stack([np.bincount(column, minlength=40) for column in drawn.T])
     assert abs(excess(counts)) < SPREAD
 
 
-def test_the_orders_of_epochs_and_of_devices_have_nothing_to_do_with_each_other() -> None:
+def test_permutations_of_epochs_and_of_clients_are_independent() -> None:
     drawn = many_orders(50, num_devices=60, num_epochs=60)
     places = np.argsort(drawn, axis=-1)
     centred = places - places.mean()
@@ -187,24 +189,24 @@ def test_an_aborted_round_gets_the_same_examples_again() -> None:
     assert again == first
 
 
-def test_a_counted_round_moves_the_walk_on() -> None:
+def test_a_counted_round_advances_the_sampler() -> None:
     first = take(SamplerPosition(), 4, 10)
     walk = SamplerState().pend(7, first.after(4, 10)).settle(7)
     assert walk == SamplerState(place=SamplerPosition(epoch=0, offset=4))
 
 
-def test_a_round_counted_long_ago_does_not_move_a_later_pending_place() -> None:
+def test_an_older_counted_round_does_not_commit_a_later_pending_position() -> None:
     walk = SamplerState(place=SamplerPosition(offset=4)).pend(9, SamplerPosition(offset=8))
     assert walk.settle(7).place == SamplerPosition(offset=4)
 
 
-def test_settling_twice_moves_the_walk_once() -> None:
+def test_settling_twice_advances_the_sampler_once() -> None:
     walk = SamplerState().pend(3, SamplerPosition(offset=5))
     assert walk.settle(3).settle(3).place == SamplerPosition(offset=5)
 
 
 @given(st.integers(0, 2**40), st.integers(0, 2**40), st.none() | st.integers(0, 2**53))
-def test_a_place_survives_json(epoch: int, offset: int, pending: int | None) -> None:
+def test_a_sampler_state_survives_json(epoch: int, offset: int, pending: int | None) -> None:
     walk = SamplerState(
         place=SamplerPosition(epoch=epoch, offset=offset),
         pending_round=pending,
@@ -220,7 +222,7 @@ def test_a_place_survives_json(epoch: int, offset: int, pending: int | None) -> 
 
 
 @given(st.integers(1, 40), st.integers(0, 60), QUOTA)
-def test_a_data_set_that_shrank_still_gives_examples_that_exist(
+def test_a_data_set_that_became_smaller_still_yields_existing_examples(
     num_examples: int, offset: int, quota: int
 ) -> None:
     taken = take(SamplerPosition(offset=offset), quota, num_examples)
@@ -230,7 +232,7 @@ def test_a_data_set_that_shrank_still_gives_examples_that_exist(
 
 
 @given(st.lists(st.integers(), max_size=30), st.integers(1, 12))
-def test_cutting_keeps_every_position_and_only_the_last_micro_batch_is_short(
+def test_split_keeps_every_position_and_only_the_last_micro_batch_is_short(
     positions: list[int], size: int
 ) -> None:
     groups = split(positions, size)

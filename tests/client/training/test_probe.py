@@ -1,4 +1,4 @@
-"""What micro-batches take of a device, before the first plan: measured without overstepping."""
+"""The probe measures micro-batches before the first plan and stays below the memory limit."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ MIB = 2**20
 ROOT = Path(__file__).parents[3]
 
 
-def workplace(data: TensorDataset, task: Task | None = None) -> TrainingContext:
+def training_context(data: TensorDataset, task: Task | None = None) -> TrainingContext:
     task = task or TwoLayers()
     image = build_model(task, seed=0)
     return TrainingContext(
@@ -102,18 +102,18 @@ def stopped(
 # How far it grows.
 
 
-def test_while_nothing_is_in_the_way_the_size_grows() -> None:
+def test_the_size_grows_while_no_rule_stops_it() -> None:
     found = points(DISPATCHED, PEAKS, doubled(4))
     assert stopped(found, foreseen=800 * MIB, limit=1001 * MIB) is None
 
 
-def test_it_ends_with_the_examples() -> None:
+def test_the_probe_ends_at_the_number_of_examples() -> None:
     reason = stopped(points(DISPATCHED, PEAKS, [1, 2, 3]), num_examples=3)
     assert reason is not None
     assert "no more than 3 examples" in reason
 
 
-def test_it_ends_before_a_size_that_would_come_near_the_limit() -> None:
+def test_the_probe_ends_before_a_size_close_to_the_limit() -> None:
     found = points(DISPATCHED, PEAKS, doubled(4))
     limit = 1000 * MIB
     assert stopped(found, foreseen=SAFE_SHARE * limit, limit=limit) is None
@@ -121,19 +121,19 @@ def test_it_ends_before_a_size_that_would_come_near_the_limit() -> None:
     assert reason == "the next would take 800 MiB, above 80% of the limit of 1000 MiB"
 
 
-def test_two_doublings_without_a_gain_are_not_believed_and_three_are() -> None:
+def test_three_doublings_without_a_gain_end_the_probe_and_two_do_not() -> None:
     flat = Line(base=0, each=0.01)
     assert stopped(points(flat, PEAKS, [1, 2, 4])) is None
     assert stopped(points(flat, PEAKS, [1, 2, 4, 8])) == "no faster than with 1"
 
 
-def test_a_micro_batch_that_is_soon_done_is_doubled_whatever_its_pace() -> None:
+def test_a_short_micro_batch_is_doubled_even_without_a_gain() -> None:
     quick = Line(base=0, each=DISPATCH_SECONDS / 100)
     assert stopped(points(quick, PEAKS, doubled(7))) is None
     assert stopped(points(quick, PEAKS, doubled(8))) == "no faster than with 1"
 
 
-def test_it_ends_when_it_took_its_time_but_not_before_two_sizes() -> None:
+def test_the_probe_ends_after_its_time_but_measures_two_sizes() -> None:
     slow = Line(base=1.0, each=1.0)
     assert stopped(points(slow, PEAKS, [1]), seconds=10 * PROBE_SECONDS) is None
     reason = stopped(points(slow, PEAKS, [1, 2]), seconds=PROBE_SECONDS)
@@ -151,7 +151,7 @@ def test_it_ends_when_it_took_its_time_but_not_before_two_sizes() -> None:
     st.integers(1, 8),
     st.lists(st.floats(0, 1), min_size=8, max_size=8),
 )
-def test_no_measured_peak_is_above_the_line_and_its_slope_holds_what_autograd_keeps(
+def test_no_measured_peak_exceeds_the_line_whose_slope_includes_the_saved_activations(
     base: float, each: float, kept: float, count: int, noise: list[float]
 ) -> None:
     found = tuple(
@@ -170,20 +170,20 @@ def test_no_measured_peak_is_above_the_line_and_its_slope_holds_what_autograd_ke
     assert line.base >= 0
 
 
-def test_where_the_noise_hides_the_slope_it_is_what_activations_take() -> None:
+def test_a_slope_within_the_noise_is_that_of_the_activations() -> None:
     found = points(DISPATCHED, Line(base=300 * MIB, each=0), doubled(9))
     kept = 800.0
     assert peak_line(found, kept).each == WORKING_FACTOR * kept
 
 
-def test_where_peaks_grow_beyond_the_noise_the_slope_is_theirs() -> None:
+def test_a_slope_beyond_the_noise_is_that_of_the_peaks() -> None:
     found = points(DISPATCHED, PEAKS, doubled(6))
     noise = NOISE_BYTES / 31
     assert abs(peak_line(found, 1 * MIB).each - PEAKS.each) <= noise * (1 + 1e-9)
     assert abs(peak_line(found, 6 * MIB).each - PEAKS.each) <= noise * (1 + 1e-9)
 
 
-def test_one_size_alone_has_the_slope_of_its_activations() -> None:
+def test_a_single_size_has_the_slope_of_its_activations() -> None:
     found = points(DISPATCHED, PEAKS, [1])
     line = peak_line(found, 3 * MIB)
     assert line.each == WORKING_FACTOR * 3 * MIB
@@ -191,14 +191,14 @@ def test_one_size_alone_has_the_slope_of_its_activations() -> None:
 
 
 @pytest.mark.parametrize("sizes", [[1], [1, 2], [1, 2, 4, 8]])
-def test_peaks_on_a_line_foresee_the_next_at_least(sizes: list[int]) -> None:
+def test_peaks_on_a_line_predict_at_least_the_next_peak(sizes: list[int]) -> None:
     found = points(DISPATCHED, PEAKS, sizes)
     size = 2 * sizes[-1]
     foreseen = predicted_bytes(found, size, 4 * MIB, rest_bytes=PEAKS.base)
     assert PEAKS.at(size) <= foreseen <= PEAKS.at(size) + NOISE_BYTES * size
 
 
-def test_peaks_that_bend_upwards_are_foreseen_by_the_last_two() -> None:
+def test_peaks_that_bend_upwards_are_predicted_by_the_last_two() -> None:
     """Small sizes hide behind a buffer of fixed size, and then the peak grows by 8 MiB each."""
     bent = tuple(
         ProbePoint(size=size, seconds=1, usual_seconds=1, least_seconds=1, peak_bytes=peak * MIB)
@@ -214,16 +214,14 @@ def probed(found: tuple[ProbePoint, ...]) -> ProbeFit:
     return ProbeFit(points=found, rest_bytes=0, kept_bytes=1, stopped="")
 
 
-def test_seconds_on_a_line_give_the_line_and_the_largest_size_is_not_known_to_be_the_fastest() -> (
-    None
-):
+def test_seconds_on_a_line_give_that_line_and_no_fastest_size() -> None:
     speed = probed(points(DISPATCHED, PEAKS, doubled(9))).speed
     assert speed.seconds_per_micro_batch == pytest.approx(DISPATCHED.base)
     assert speed.seconds_per_example == pytest.approx(DISPATCHED.each)
     assert speed.fastest_micro_batch_size is None
 
 
-def test_the_fastest_size_is_the_last_that_gained() -> None:
+def test_the_fastest_size_is_the_last_with_a_gain() -> None:
     seconds = {1: 0.010, 2: 0.016, 4: 0.030, 8: 0.030 * 2 * (1 - GAIN / 2), 16: 0.3}
     found = tuple(
         ProbePoint(size=n, seconds=s, usual_seconds=s, least_seconds=s, peak_bytes=1)
@@ -233,7 +231,7 @@ def test_the_fastest_size_is_the_last_that_gained() -> None:
 
 
 @pytest.mark.parametrize(("usual", "fastest"), [(1.4, 4), (1.6, None)])
-def test_the_fastest_size_is_not_known_on_a_busy_machine(usual: float, fastest: int | None) -> None:
+def test_the_fastest_size_is_unknown_on_a_busy_machine(usual: float, fastest: int | None) -> None:
     """Sizes above 4 take no less; the least seconds are those of a machine left alone."""
     seconds = {1: 0.010, 2: 0.016, 4: 0.030, 8: 0.060, 16: 0.3}
     found = tuple(
@@ -243,7 +241,7 @@ def test_the_fastest_size_is_not_known_on_a_busy_machine(usual: float, fastest: 
     assert probed(found).speed.fastest_micro_batch_size == fastest
 
 
-def test_interruptions_slow_the_line_and_leave_its_shape() -> None:
+def test_interruptions_scale_the_line_and_keep_its_shape() -> None:
     found = tuple(
         ProbePoint(
             size=size,
@@ -265,10 +263,8 @@ def test_interruptions_slow_the_line_and_leave_its_shape() -> None:
 @pytest.mark.parametrize(
     ("num_examples", "sizes"), [(1, [1]), (2, [1, 2]), (3, [1, 2, 3]), (24, [1, 2, 4, 8, 16, 24])]
 )
-def test_a_small_model_is_measured_up_to_all_examples_however_few(
-    num_examples: int, sizes: list[int]
-) -> None:
-    found = probe(workplace(examples(num_examples)))
+def test_a_small_model_is_measured_up_to_all_examples(num_examples: int, sizes: list[int]) -> None:
+    found = probe(training_context(examples(num_examples)))
     measured = [p.size for p in found.points]
     assert measured == sizes[: len(measured)]
     assert len(measured) == len(sizes) or num_examples > 2
@@ -281,34 +277,32 @@ def test_a_small_model_is_measured_up_to_all_examples_however_few(
 
 @pytest.mark.parametrize("kind", [NAN_LOSS, RAISES_FORWARD, RAISES_BACKWARD])
 @pytest.mark.parametrize("position", [0, 1, 5])
-def test_an_example_that_fails_does_not_keep_the_device_from_being_measured(
-    kind: int, position: int
-) -> None:
+def test_a_failing_example_does_not_prevent_the_measurement(kind: int, position: int) -> None:
     kinds = [0] * position + [kind]
-    found = probe(workplace(examples(24, kinds=kinds)))
+    found = probe(training_context(examples(24, kinds=kinds)))
     assert found.speed.seconds_per_example > 0
 
 
-def test_the_gradients_are_still_summed_into_the_vector_behind_a_failing_example() -> None:
-    place = workplace(examples(24, kinds=[RAISES_FORWARD]))
-    probe(place)
-    place.accumulator.check_views()
+def test_after_a_failing_example_the_gradients_are_still_slices_of_the_vector() -> None:
+    context = training_context(examples(24, kinds=[RAISES_FORWARD]))
+    probe(context)
+    context.accumulator.check_views()
 
 
-def test_a_device_that_runs_out_of_memory_at_eight_examples_is_measured_with_fewer() -> None:
-    found = probe(workplace(examples(24), TwoLayers(max_micro_batch=4)))
+def test_running_out_of_memory_at_eight_examples_ends_the_probe_at_four() -> None:
+    found = probe(training_context(examples(24), TwoLayers(max_micro_batch=4)))
     assert [p.size for p in found.points] == [1, 2, 4]
     assert found.stopped == "memory ran out at 8 examples"
 
 
-def test_a_device_on_which_no_example_fits_says_so() -> None:
+def test_a_device_on_which_no_example_fits_is_out_of_memory() -> None:
     with pytest.raises(OutOfMemory, match="one example alone"):
-        probe(workplace(examples(24), TwoLayers(max_micro_batch=0)))
+        probe(training_context(examples(24), TwoLayers(max_micro_batch=0)))
 
 
 def test_a_task_that_fails_on_all_first_examples_is_named() -> None:
     with pytest.raises(TaskFailed):
-        probe(workplace(examples(24, kinds=[RAISES_FORWARD] * 24)))
+        probe(training_context(examples(24, kinds=[RAISES_FORWARD] * 24)))
 
 
 class Wide(TwoLayers):
@@ -323,8 +317,8 @@ class Wide(TwoLayers):
         return model(batch[0]).square().sum(), len(batch[0])
 
 
-def test_an_example_keeps_at_least_its_widest_activation() -> None:
-    kept = ExampleProbe(workplace(examples(4), Wide())).activation_bytes()
+def test_activation_bytes_include_the_widest_activation() -> None:
+    kept = ExampleProbe(training_context(examples(4), Wide())).activation_bytes()
     inputs, activation = 4 * 3, 4 * Wide.width
     assert activation <= kept <= 2 * (inputs + activation)
     assert kept > 4 * NUM_HIDDEN
@@ -343,8 +337,8 @@ class Wider(TwoLayers):
 
 
 @pytest.mark.slow
-def test_a_large_activation_is_in_the_line() -> None:
-    found = probe(workplace(examples(16), Wider()))
+def test_a_large_activation_is_part_of_the_line() -> None:
+    found = probe(training_context(examples(16), Wider()))
     line = found.peaks.line
     assert len(found.points) >= 2
     assert line.each >= found.kept_bytes >= 4 * Wider.width
@@ -360,10 +354,10 @@ torch.set_num_threads(1)
 from headwater.client.device.hardware import ThisMachine
 from headwater.client.memory.peak_model import PeakMeter
 from headwater.client.training.probe import ExampleProbe
-from tests.client.training.test_probe import Wider, workplace
+from tests.client.training.test_probe import Wider, training_context
 from tests.tasks import examples
 
-place = workplace(examples(256), Wider())
+context = training_context(examples(256), Wider())
 rows = dict(line.split(":", 1) for line in open("/proc/self/status"))
 data = int(rows["VmData"].split()[0]) * 1024
 room = int(sys.argv[1]) * 2**20
@@ -371,7 +365,7 @@ resource.setrlimit(resource.RLIMIT_DATA, (data + room, data + room))
 machine = ThisMachine()
 least = machine.limits.lowest()
 peak = PeakMeter()
-found = ExampleProbe(place).fit(machine.limits.lowest_bytes, cores=2.0)
+found = ExampleProbe(context).fit(machine.limits.lowest_bytes, cores=2.0)
 machine.memory.known = found.peaks
 print(json.dumps({
     "source": least.source,
@@ -407,11 +401,11 @@ def test_a_confined_process_is_probed_within_its_limit(room_mib: int) -> None:
     assert base + each * said["fitting"] <= said["limit"]
 
 
-def test_a_share_of_a_core_counts_though_short_passes_run_at_full_speed() -> None:
+def test_a_cpu_quota_slows_the_measured_speed() -> None:
     """A pass takes at least its CPU time over the cores: of a thousandth of one, a thousand times.
 
     The walls of both probes differ by what else the machine does, and never by a hundred.
     """
-    free = probe(workplace(examples(24)), cores=1.0)
-    held = probe(workplace(examples(24)), cores=1e-3)
+    free = probe(training_context(examples(24)), cores=1.0)
+    held = probe(training_context(examples(24)), cores=1e-3)
     assert held.points[0].seconds > 100 * free.points[0].seconds

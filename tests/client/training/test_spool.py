@@ -1,4 +1,4 @@
-"""A half-summed window outlives a power cut, and what comes of it is the same to the bit."""
+"""A partial sum survives a power cut; the resumed window gives the same bits."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from headwater.common.model.parameters import build_model
 from headwater.common.settings.schema import ClientSettings, Settings
 from tests.processes import ROOT
 from tests.tasks import NAN_LOSS, RAISES_BACKWARD, TwoLayers, examples
-from tests.training_contexts import FakeClock, FakeMemory, plan, workplace
+from tests.training_contexts import FakeClock, FakeMemory, plan, training_context
 
 RUN = 7
 
@@ -69,15 +69,15 @@ def spool(folder: Path, **how: Any) -> Spool:
 
 
 def device(*, cut_at: int | None = None, kinds: Sequence[int] = (), **more: Any) -> TrainingContext:
-    return workplace(CutOff(cut_at=cut_at), examples(24, kinds=kinds), **more)
+    return training_context(CutOff(cut_at=cut_at), examples(24, kinds=kinds), **more)
 
 
-def window_of(place: TrainingContext, quota: int) -> Window:
+def window_of(context: TrainingContext, quota: int) -> Window:
     return Window(positions=tuple(range(quota)), epoch=0, offset=0, ends_epoch=False)
 
 
-def done(place: TrainingContext, asked: Plan, kept: Spool | None = None) -> Update:
-    return train_round(asked, window_of(place, asked.quota), place, kept)
+def done(context: TrainingContext, asked: Plan, kept: Spool | None = None) -> Update:
+    return train_round(asked, window_of(context, asked.quota), context, kept)
 
 
 def cut_off(folder: Path, asked: Plan, *, at: int, **how: Any) -> None:
@@ -86,9 +86,9 @@ def cut_off(folder: Path, asked: Plan, *, at: int, **how: Any) -> None:
         done(device(cut_at=at), asked, spool(folder, **how))
 
 
-def seen_by(place: TrainingContext) -> list[int]:
-    assert isinstance(place.task, CutOff)
-    return place.task.seen
+def seen_by(context: TrainingContext) -> list[int]:
+    assert isinstance(context.task, CutOff)
+    return context.task.seen
 
 
 def assert_same(found: Update, expected: Update) -> None:
@@ -107,7 +107,7 @@ def assert_same(found: Update, expected: Update) -> None:
     st.lists(st.sampled_from([0, 0, 0, NAN_LOSS, RAISES_BACKWARD]), max_size=6),
     st.none() | st.integers(1, 100),
 )
-def test_a_window_that_goes_on_is_that_of_an_unbroken_one_to_the_bit(
+def test_a_resumed_window_equals_an_uninterrupted_one_to_the_bit(
     quota: int, size: int, cut_at: int, kinds: list[int], weigh_as: int | None
 ) -> None:
     asked = plan(quota, size, weigh_as=weigh_as)
@@ -126,7 +126,7 @@ def test_a_window_that_goes_on_is_that_of_an_unbroken_one_to_the_bit(
             assert len(seen_by(broken)) <= cut_at
 
 
-def test_what_was_summed_before_the_cut_is_not_summed_again(tmp_path: Path) -> None:
+def test_micro_batches_in_the_spool_are_not_summed_again(tmp_path: Path) -> None:
     asked = plan(22, 4)
     cut_off(tmp_path, asked, at=3)
     again = device()
@@ -135,7 +135,7 @@ def test_what_was_summed_before_the_cut_is_not_summed_again(tmp_path: Path) -> N
     assert update.report.num_examples == 22
 
 
-def test_a_second_cut_goes_on_from_the_first(tmp_path: Path) -> None:
+def test_a_window_can_be_resumed_twice(tmp_path: Path) -> None:
     asked = plan(22, 4)
     cut_off(tmp_path, asked, at=2)
     with pytest.raises(PowerCut):
@@ -145,7 +145,7 @@ def test_a_second_cut_goes_on_from_the_first(tmp_path: Path) -> None:
     assert seen_by(again) == [4, 2]
 
 
-def test_micro_batches_that_were_made_smaller_stay_so(tmp_path: Path) -> None:
+def test_reduced_micro_batches_stay_small_after_a_restart(tmp_path: Path) -> None:
     asked = plan(22, 4)
     lowered = FakeMemory(lambda n: 1040 if n < 2 else 1020)
     with pytest.raises(PowerCut):
@@ -156,7 +156,7 @@ def test_micro_batches_that_were_made_smaller_stay_so(tmp_path: Path) -> None:
     assert (report.micro_batch_size, report.num_examples) == (2, 22)
 
 
-def test_the_file_is_its_owners_alone_and_a_safetensors_file(tmp_path: Path) -> None:
+def test_the_file_is_a_safetensors_file_that_only_its_owner_may_read(tmp_path: Path) -> None:
     cut_off(tmp_path / "new", plan(22, 4), at=2)
     (file,) = (tmp_path / "new").iterdir()
     assert file.name == f"pi-{RUN}.safetensors"
@@ -177,19 +177,19 @@ OTHERS: dict[str, Callable[[Plan], tuple[Plan, dict[str, Any]]]] = {
 
 
 @pytest.mark.parametrize("reason", OTHERS)
-def test_what_belongs_to_something_else_is_deleted_and_the_log_says_why(
+def test_a_file_of_another_window_is_deleted_and_the_log_says_why(
     reason: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     asked = plan(22, 4)
     cut_off(tmp_path, asked, at=2)
     other, changes = OTHERS[reason](asked)
-    place = device()
-    part = replace(window_of(place, 22), **changes)
+    context = device()
+    part = replace(window_of(context, 22), **changes)
     with caplog.at_level(logging.WARNING):
-        found = train_round(other, part, place, spool(tmp_path)).values_P
+        found = train_round(other, part, context, spool(tmp_path)).values_P
     assert any("is deleted" in text and reason in text for text in caplog.messages)
     assert torch.equal(found, train_round(other, part, device()).values_P)
-    assert sum(seen_by(place)) == 22
+    assert sum(seen_by(context)) == 22
 
 
 def test_the_spool_of_another_model_is_deleted(
@@ -197,26 +197,26 @@ def test_the_spool_of_another_model_is_deleted(
 ) -> None:
     asked = plan(22, 4)
     cut_off(tmp_path, asked, at=2)
-    place = device()
-    place.image.load(bytes(build_model(CutOff(), seed=4).buffer()))
-    done(place, asked, spool(tmp_path))
+    context = device()
+    context.image.load(bytes(build_model(CutOff(), seed=4).buffer()))
+    done(context, asked, spool(tmp_path))
     assert "it belongs to another model" in caplog.text
-    assert sum(seen_by(place)) == 22
+    assert sum(seen_by(context)) == 22
 
 
 def test_the_spool_of_another_layout_is_deleted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     cut_off(tmp_path, plan(22, 4), at=2)
-    place = workplace(TwoLayers(), examples(24))
-    update = done(place, plan(22, 4), spool(tmp_path))
+    context = training_context(TwoLayers(), examples(24))
+    update = done(context, plan(22, 4), spool(tmp_path))
     assert "it belongs to layout" in caplog.text
     assert update.report.num_examples == 22
 
 
 @settings(deadline=None, max_examples=60)
 @given(st.floats(0, 1, exclude_max=True), st.integers(1, 255), st.booleans())
-def test_whatever_byte_is_damaged_the_sum_is_exact(at: float, change: int, cuts: bool) -> None:
+def test_the_sum_is_exact_whichever_byte_is_damaged(at: float, change: int, cuts: bool) -> None:
     asked = plan(22, 4)
     with tempfile.TemporaryDirectory() as name:
         kept = spool(Path(name))
@@ -230,7 +230,7 @@ def test_whatever_byte_is_damaged_the_sum_is_exact(at: float, change: int, cuts:
 
 
 @pytest.mark.parametrize("left", [b"", b"\x00" * 8, b"\xff" * 64, b'\x02\0\0\0\0\0\0\0{}{"a":[]}'])
-def test_a_file_of_another_kind_is_deleted(
+def test_a_file_in_another_format_is_deleted(
     left: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     kept = spool(tmp_path, every_seconds=1e9)
@@ -240,7 +240,7 @@ def test_a_file_of_another_kind_is_deleted(
     assert not kept.path.exists()
 
 
-def test_a_disk_that_cannot_be_written_costs_the_spool_and_one_warning(
+def test_a_disk_that_cannot_be_written_costs_one_warning_and_no_round(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").write_text("no folder")
@@ -250,7 +250,7 @@ def test_a_disk_that_cannot_be_written_costs_the_spool_and_one_warning(
     assert warning.startswith("pi, round 1: the spool cannot be written, so a power cut would")
 
 
-def test_what_a_run_left_a_week_ago_is_removed_and_nothing_else(tmp_path: Path) -> None:
+def test_only_files_of_the_client_s_old_runs_are_removed(tmp_path: Path) -> None:
     names = [
         "pi-6.safetensors",
         "pi-6.safetensors.part",
@@ -269,14 +269,14 @@ def test_what_a_run_left_a_week_ago_is_removed_and_nothing_else(tmp_path: Path) 
     }
 
 
-def test_what_a_kill_in_mid_write_left_goes_with_the_update(tmp_path: Path) -> None:
+def test_a_temporary_file_left_by_a_kill_is_removed_with_the_spool(tmp_path: Path) -> None:
     kept = spool(tmp_path)
     kept.path.with_name(kept.path.name + ".part").write_bytes(b"half of a sum")
     kept.remove()
     assert list(tmp_path.iterdir()) == []
 
 
-def test_it_is_written_at_most_every_few_seconds(tmp_path: Path) -> None:
+def test_the_spool_is_written_at_most_every_few_seconds(tmp_path: Path) -> None:
     # A micro-batch takes a second: written behind the sixth, and behind the twelfth.
     asked = plan(22, 1)
     cut_off(tmp_path, asked, at=5, every_seconds=6.0)
@@ -295,12 +295,12 @@ class SlowDisk(FakeClock):
         return self.now
 
 
-def test_writing_takes_a_small_share_of_the_time_however_slow_the_disk(tmp_path: Path) -> None:
+def test_writing_to_a_slow_disk_takes_a_small_share_of_the_time(tmp_path: Path) -> None:
     # A write takes the second between two looks: twenty seconds pass before the next.
     asked = plan(22, 1)
-    place = replace(device(cut_at=10), clock=SlowDisk())
+    context = replace(device(cut_at=10), clock=SlowDisk())
     with pytest.raises(PowerCut):
-        done(place, asked, spool(tmp_path, max_share=1 / 20))
+        done(context, asked, spool(tmp_path, max_share=1 / 20))
     again = device()
     done(again, asked, spool(tmp_path))
     # Two looks and a second of work a micro-batch: behind the first, and behind the eighth.
@@ -323,7 +323,7 @@ class WallClock:
         pytest.param(-1.0, 20, id="by a clock that fell behind, which had worked 12 s"),
     ],
 )
-def test_the_seconds_that_passed_count_against_the_deadline(
+def test_time_before_a_restart_counts_towards_the_deadline(
     hours_later: float, num_examples: int, tmp_path: Path
 ) -> None:
     asked = plan(24, 4, deadline_seconds=20.0)
@@ -335,17 +335,17 @@ def test_the_seconds_that_passed_count_against_the_deadline(
     assert report.seconds >= 12.0 + (num_examples - 12) + 3600 * max(hours_later, 0.0)
 
 
-def test_asked_to_stop_it_sends_what_is_in_the_spool(tmp_path: Path) -> None:
+def test_a_stop_request_after_a_restart_sends_the_spooled_sum(tmp_path: Path) -> None:
     asked = plan(24, 4)
     cut_off(tmp_path, asked, at=3)
-    place = device(should_stop=lambda: True)
-    update = done(place, asked, spool(tmp_path))
+    context = device(should_stop=lambda: True)
+    update = done(context, asked, spool(tmp_path))
     assert (update.report.reason, update.report.num_examples) == ("asked to stop", 12)
-    assert seen_by(place) == []
+    assert seen_by(context) == []
     assert torch.equal(update.values_P, done(device(), plan(12, 4)).values_P)
 
 
-def test_local_steps_are_not_spooled_and_that_is_said_once(
+def test_local_steps_are_not_spooled_and_one_warning_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     asked = plan(12, 4, local_steps=3, local_learning_rate=2.0**-6)
@@ -359,7 +359,7 @@ def test_a_window_that_fails_leaves_no_spool(tmp_path: Path) -> None:
     home = Trainer("tests/tasks.py:TwoLayers", replace_batch_norm=False, check_task=False)
     kept = spool(tmp_path)
     kept.path.write_bytes(b"of a window in which nothing could be summed")
-    home.task = workplace(CutOff(), examples(1)).task
+    home.task = training_context(CutOff(), examples(1)).task
     home.task.loss_sum = lambda model, batch: (torch.tensor(torch.nan), 1)  # type: ignore[method-assign]
     identity = Identity(name="pi", data=None, part=0, num_parts=1)
     with pytest.raises(EmptyUpdate):
@@ -367,7 +367,7 @@ def test_a_window_that_fails_leaves_no_spool(tmp_path: Path) -> None:
     assert not kept.path.exists()
 
 
-def test_only_a_node_that_is_configured_with_a_folder_has_a_spool(tmp_path: Path) -> None:
+def test_only_a_node_with_a_spool_folder_has_a_spool(tmp_path: Path) -> None:
     run_config = Settings(client=ClientSettings(spool=tmp_path)).to_run_config()
 
     def context(**node_config: Any) -> Context:
@@ -417,7 +417,7 @@ print(num_seen[0], update.report.weight, update.values_P.numpy().tobytes().hex()
 
 
 @pytest.mark.slow
-def test_a_device_that_is_killed_in_mid_window_goes_on_to_the_same_bits(tmp_path: Path) -> None:
+def test_a_killed_client_resumes_its_window_to_the_same_bits(tmp_path: Path) -> None:
     def run(folder: str, kill_at: int) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-c", KILLED, str(tmp_path / folder), str(kill_at)]
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -1,4 +1,4 @@
-"""What ends a window before or behind its quota; what was summed is sent, exactly weighted."""
+"""The rules that end a window before or after its quota; the sum so far is sent."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ from headwater.client.training.micro_batches import SamplerPosition, window
 from headwater.client.training.stop_rules import StopRules, num_until_finish
 from headwater.common.messages import MAX_STEPS, Plan, Step, Update
 from tests.tasks import TwoLayers, examples
-from tests.training_contexts import FakeClock, plan, sums, trained, whole, workplace
+from tests.training_contexts import FakeClock, plan, sums, trained, training_context, whole
 
 
-def test_at_the_deadline_the_micro_batches_that_fit_are_sent_exactly_weighted() -> None:
-    place = workplace(TwoLayers(), examples(20))
-    update = trained(place, plan(20, 4, deadline_seconds=13.0))
+def test_micro_batches_done_before_the_deadline_are_sent_with_their_exact_weight() -> None:
+    context = training_context(TwoLayers(), examples(20))
+    update = trained(context, plan(20, 4, deadline_seconds=13.0))
     assert update.report.reason == "deadline"
     assert len(update.report.steps) == 3  # 4 s each: the fourth would end at 16 s
     assert update.report.weight == 12
-    assert torch.equal(update.values_P, sums(place, range(12)))
+    assert torch.equal(update.values_P, sums(context, range(12)))
 
 
-def test_a_deadline_that_just_fits_cuts_nothing_off() -> None:
-    place = workplace(TwoLayers(), examples(20))
-    update = trained(place, plan(20, 4, deadline_seconds=20.0))
+def test_a_deadline_that_just_suffices_ends_nothing_early() -> None:
+    context = training_context(TwoLayers(), examples(20))
+    update = trained(context, plan(20, 4, deadline_seconds=20.0))
     assert (update.report.reason, update.report.weight) == ("quota", 20)
 
 
-def test_asked_to_stop_it_sends_what_it_has() -> None:
+def test_a_stop_request_sends_the_sum_so_far() -> None:
     task = TwoLayers()
-    place = workplace(task, examples(20), should_stop=lambda: len(task.seen) >= 2)
-    update = trained(place, plan(20, 4))
+    context = training_context(task, examples(20), should_stop=lambda: len(task.seen) >= 2)
+    update = trained(context, plan(20, 4))
     assert (update.report.reason, update.report.weight) == ("asked to stop", 8)
-    assert torch.equal(update.values_P, sums(place, range(8)))
+    assert torch.equal(update.values_P, sums(context, range(8)))
 
 
 class Mood:
@@ -68,53 +68,53 @@ class Mood:
         pytest.param(1.0, 0.01, 4, id="at least one micro-batch"),
     ],
 )
-def test_a_device_that_gives_less_than_its_plan_counts_on_ends_there(
+def test_a_time_share_below_the_plan_s_ends_the_window_early(
     counted: float, given: float, num_examples: int
 ) -> None:
-    place = workplace(TwoLayers(), examples(24), time_share=Mood(given))
-    update = trained(place, plan(24, 4, share=counted))
+    context = training_context(TwoLayers(), examples(24), time_share=Mood(given))
+    update = trained(context, plan(24, 4, share=counted))
     assert update.report.weight == update.report.num_examples == num_examples
     assert update.report.reason == ("quota" if num_examples == 24 else "on battery")
-    assert torch.equal(update.values_P, sums(place, range(num_examples)))
+    assert torch.equal(update.values_P, sums(context, range(num_examples)))
 
 
-def test_where_the_plan_counts_on_no_share_nothing_is_taken_off() -> None:
+def test_a_plan_without_a_share_is_not_limited_by_the_time_share() -> None:
     mood = Mood(0.01)
-    place = workplace(TwoLayers(), examples(24), time_share=mood)
-    update = trained(place, plan(24, 4))
+    context = training_context(TwoLayers(), examples(24), time_share=mood)
+    update = trained(context, plan(24, 4))
     assert (update.report.weight, update.report.reason) == (24, "quota")
     assert mood.num_asked == 0
 
 
-def test_a_device_that_goes_on_battery_in_mid_window_stops_there() -> None:
+def test_a_time_share_that_falls_during_a_window_ends_it() -> None:
     # Four seconds to a micro-batch: asked at 0 s, 4 s and 8 s. Half of 24 is reached by then.
-    place = workplace(TwoLayers(), examples(24), time_share=Mood(1.0, 1.0, 1.0, 0.5))
-    update = trained(place, plan(24, 4, share=1.0))
+    context = training_context(TwoLayers(), examples(24), time_share=Mood(1.0, 1.0, 1.0, 0.5))
+    update = trained(context, plan(24, 4, share=1.0))
     assert (update.report.num_examples, update.report.reason) == (12, "on battery")
 
 
-def test_a_device_that_is_back_on_mains_does_its_whole_quota() -> None:
-    place = workplace(TwoLayers(), examples(24), time_share=Mood(0.5, 0.5, 1.0))
-    update = trained(place, plan(24, 4, share=1.0))
+def test_a_time_share_that_recovers_allows_the_whole_quota() -> None:
+    context = training_context(TwoLayers(), examples(24), time_share=Mood(0.5, 0.5, 1.0))
+    update = trained(context, plan(24, 4, share=1.0))
     assert (update.report.num_examples, update.report.reason) == (24, "quota")
 
 
-def test_the_device_is_asked_about_once_a_second_however_short_the_micro_batches() -> None:
+def test_the_time_share_is_read_about_once_a_second() -> None:
     class Fast(FakeClock):
         def worked(self, num_examples: int) -> None:
             self.now += 0.125 * num_examples
 
     mood = Mood(1.0)
-    place = replace(workplace(TwoLayers(), examples(24), time_share=mood), clock=Fast())
-    trained(place, plan(24, 1, share=1.0))
+    context = replace(training_context(TwoLayers(), examples(24), time_share=mood), clock=Fast())
+    trained(context, plan(24, 1, share=1.0))
     # 24 micro-batches end at 1/8 s to 3 s; the last one has none behind it to be asked for.
     assert mood.num_asked == 3
 
 
-def test_restraint_counts_over_all_local_steps() -> None:
-    place = workplace(TwoLayers(), examples(24), time_share=Mood(0.5))
+def test_the_time_share_limits_all_local_steps_together() -> None:
+    context = training_context(TwoLayers(), examples(24), time_share=Mood(0.5))
     asked = plan(24, 4, share=1.0, local_steps=3, local_learning_rate=2.0**-6)
-    update = trained(place, asked)
+    update = trained(context, asked)
     assert (update.report.num_examples, update.report.reason) == (12, "on battery")
 
 
@@ -132,17 +132,17 @@ class Paced(FakeClock):
 
 def paced(asked: Plan, *paces: float, num_examples: int = 100) -> Update:
     """Train at these paces, on a device that stands at its epoch's beginning."""
-    place = workplace(TwoLayers(), examples(num_examples))
+    context = training_context(TwoLayers(), examples(num_examples))
     taken = window(
         SamplerPosition(),
         quota=asked.quota,
         num_more=asked.max_examples - asked.quota,
         run_seed=0,
-        name=place.name,
+        name=context.name,
         num_examples=num_examples,
     )
-    update = train_round(asked, taken, replace(place, clock=Paced(*paces)))
-    assert torch.equal(update.values_P, sums(place, taken.positions[: update.report.weight]))
+    update = train_round(asked, taken, replace(context, clock=Paced(*paces)))
+    assert torch.equal(update.values_P, sums(context, taken.positions[: update.report.weight]))
     return update
 
 
@@ -161,7 +161,7 @@ def sizes(update: Update) -> list[int]:
         pytest.param(5.0, [8, 8, 4], "finish", id="no fewer than half"),
     ],
 )
-def test_a_device_of_another_pace_than_foreseen_ends_at_the_finish_all_the_same(
+def test_a_device_faster_or_slower_than_planned_ends_at_the_finish_time(
     pace: float, done: list[int], reason: str
 ) -> None:
     update = paced(plan(40, 8, finish_seconds=40.0), pace)
@@ -169,36 +169,36 @@ def test_a_device_of_another_pace_than_foreseen_ends_at_the_finish_all_the_same(
     assert update.report.reason == reason
 
 
-def test_a_pace_that_changes_in_mid_window_is_followed() -> None:
+def test_a_pace_that_changes_during_a_window_moves_its_end() -> None:
     update = paced(plan(40, 4, finish_seconds=40.0), 1.0, 1.0, 1.0, 1.0, 1.0, 2.0)
     # 20 s for the first 20. Then the mean of the last eight counts, as 4 x 5 and 8 x 2 s are of 28.
     assert update.report.seconds == pytest.approx(40.0, abs=2.0)
     assert 20 + 20 / 2 - 1 <= update.report.num_examples <= 20 + 20 / 2 + 1
 
 
-def test_one_large_micro_batch_is_gone_beyond_by_a_part_of_its_size() -> None:
+def test_a_faster_device_adds_part_of_a_micro_batch_to_its_quota() -> None:
     assert sizes(paced(plan(40, 40, finish_seconds=40.0), 0.9)) == [40, 4]
 
 
-def test_where_the_epoch_has_no_more_the_window_ends_with_it() -> None:
+def test_a_window_ends_with_the_epoch() -> None:
     update = paced(plan(40, 8, finish_seconds=40.0), 0.5, num_examples=43)
     assert (update.report.num_examples, update.report.num_left) == (43, 0)
 
 
-def test_a_window_that_goes_on_after_a_restart_ends_where_the_unbroken_one_does() -> None:
+def test_a_resumed_window_ends_where_an_uninterrupted_one_does() -> None:
     """What was worked on before counts, however long the device was away."""
     asked, task = plan(40, 8, finish_seconds=40.0), TwoLayers()
-    place = replace(workplace(task, examples(40)), clock=Paced(1.25))
-    cut_short = replace(place, should_stop=lambda: len(task.seen) >= 2)
+    context = replace(training_context(task, examples(40)), clock=Paced(1.25))
+    cut_short = replace(context, should_stop=lambda: len(task.seen) >= 2)
     taken = whole(examples(40), asked.quota)
     begun = sum_window(asked, taken, cut_short, StopRules(asked, cut_short, 0.0))
     assert begun.num_examples == 16
-    place.clock.worked(80)
-    total = sum_window(asked, taken, place, StopRules(asked, place, 0.0), resumed=begun)
+    context.clock.worked(80)
+    total = sum_window(asked, taken, context, StopRules(asked, context, 0.0), resumed=begun)
     assert (total.num_examples, total.reason) == (32, "finish")
 
 
-def test_without_a_finish_a_slow_device_does_its_whole_quota() -> None:
+def test_without_a_finish_time_a_slow_device_does_its_whole_quota() -> None:
     assert sizes(paced(plan(40, 8), 5.0)) == [8, 8, 8, 8, 8]
 
 
@@ -207,13 +207,13 @@ def test_the_deadline_comes_before_the_finish() -> None:
     assert (sizes(update), update.report.reason) == ([8], "deadline")
 
 
-def test_a_device_that_gives_less_than_counted_on_does_not_go_on_until_the_finish() -> None:
-    place = workplace(TwoLayers(), examples(40), time_share=Mood(0.5))
-    update = trained(place, plan(40, 4, share=1.0, finish_seconds=40.0))
+def test_a_lower_time_share_ends_a_window_before_its_finish_time() -> None:
+    context = training_context(TwoLayers(), examples(40), time_share=Mood(0.5))
+    update = trained(context, plan(40, 4, share=1.0, finish_seconds=40.0))
     assert (update.report.num_examples, update.report.reason) == (20, "on battery")
 
 
-def test_what_a_device_does_between_its_micro_batches_counts_in_its_pace() -> None:
+def test_time_between_micro_batches_counts_in_the_pace() -> None:
     """Or a quota would never be done in the time that was foreseen for it."""
 
     class Slow(FakeClock):
@@ -221,8 +221,8 @@ def test_what_a_device_does_between_its_micro_batches_counts_in_its_pace() -> No
             self.now += 1.0
             return self.now
 
-    place = replace(workplace(TwoLayers(), examples(40)), clock=Slow())
-    report = trained(place, plan(40, 4)).report
+    context = replace(training_context(TwoLayers(), examples(40)), clock=Slow())
+    report = trained(context, plan(40, 4)).report
     told = math.fsum(step.seconds for step in report.steps)
     # Two looks at the clock lie outside of the window, the training's first and its last.
     assert report.seconds - told == 2.0
@@ -235,7 +235,7 @@ def test_what_a_device_does_between_its_micro_batches_counts_in_its_pace() -> No
     paces=st.lists(st.floats(0.2, 5.0), min_size=1, max_size=80),
 )
 @settings(deadline=None, max_examples=40)
-def test_a_window_ends_between_its_fewest_and_its_most_whatever_the_pace(
+def test_a_window_has_between_min_and_max_examples_at_any_pace(
     quota: int, size: int, finish: float, paces: list[float]
 ) -> None:
     asked = plan(quota, min(size, quota), finish_seconds=finish)
@@ -251,7 +251,7 @@ def test_a_window_ends_between_its_fewest_and_its_most_whatever_the_pace(
     shift=st.floats(0, 1),
 )
 @settings(deadline=None, max_examples=40)
-def test_at_a_steady_pace_it_ends_within_half_an_example_of_the_finish_or_at_a_bound(
+def test_at_a_steady_pace_a_window_ends_within_half_an_example_of_the_finish(
     quota: int, size: int, pace: float, shift: float
 ) -> None:
     finish = quota + shift
@@ -283,7 +283,7 @@ STEPS = st.lists(st.tuples(st.integers(1, 300), st.floats(0, 1e3)), min_size=0, 
     num_done=st.integers(1, 2**40),
 )
 @settings(deadline=None, max_examples=200)
-def test_the_rule_asks_for_no_more_than_the_time_holds_but_for_the_fewest(
+def test_num_until_finish_fits_the_remaining_time_or_is_the_minimum(
     told: list[tuple[int, float]], quota: int, finish: float | None, passed: float, num_done: int
 ) -> None:
     asked = plan(quota, 1, finish_seconds=finish)
@@ -304,7 +304,7 @@ def test_the_rule_asks_for_no_more_than_the_time_holds_but_for_the_fewest(
 
 
 @given(quota=st.integers(1, 2**40), size=st.integers(1, 2**31), finish=st.none() | st.just(9.0))
-def test_the_most_of_a_plan_is_its_quota_and_a_quarter_in_as_many_steps_as_a_report_holds(
+def test_max_examples_is_a_quarter_above_the_quota_within_the_steps_of_a_report(
     quota: int, size: int, finish: float | None
 ) -> None:
     asked = plan(quota, size, finish_seconds=finish)

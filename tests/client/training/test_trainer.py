@@ -1,4 +1,4 @@
-"""Devices that share one process: what one of them does must not reach the next."""
+"""Clients that share one process do not affect each other."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def trainer(spec: str = "tests/tasks.py:TwoLayers", *, check_task: bool = False)
     return Trainer(spec, replace_batch_norm=False, check_task=check_task)
 
 
-def test_buffers_that_one_device_changed_are_brought_back_for_the_next(tmp_path: Path) -> None:
+def test_buffers_changed_by_one_client_are_restored_for_the_next(tmp_path: Path) -> None:
     (tmp_path / "faulty_buffers.py").write_text(TASK_FILE)
     home = trainer(f"{tmp_path}/faulty_buffers.py:Faulty")
     image = bytes(home.image.buffer())
@@ -98,7 +98,7 @@ def test_a_model_that_failed_to_load_does_not_count_as_loaded() -> None:
     assert bytes(home.image.buffer()) == image
 
 
-def test_the_walk_goes_on_only_when_the_round_was_counted() -> None:
+def test_the_sampler_advances_only_if_the_round_was_counted() -> None:
     home = trainer()
     _, walk = home.train(identity(0), ThisMachine(), plan(1), SamplerState())
     assert (walk.place, walk.pending_place) == (SamplerPosition(), SamplerPosition(offset=8))
@@ -108,7 +108,7 @@ def test_the_walk_goes_on_only_when_the_round_was_counted() -> None:
     assert after.place == SamplerPosition(offset=8)
 
 
-def test_a_device_whose_examples_are_all_bad_still_passes_the_check(tmp_path: Path) -> None:
+def test_a_client_with_only_bad_examples_passes_the_check(tmp_path: Path) -> None:
     """They are its own affair: its updates are refused as empty, the task is not to blame."""
     (tmp_path / "all_bad.py").write_text(TASK_FILE)
     home = trainer(f"{tmp_path}/all_bad.py:AllBad", check_task=True)
@@ -117,7 +117,7 @@ def test_a_device_whose_examples_are_all_bad_still_passes_the_check(tmp_path: Pa
         home.train(identity(0), ThisMachine(), plan(), SamplerState())
 
 
-def test_another_layout_is_a_mismatch() -> None:
+def test_another_layout_is_a_model_mismatch() -> None:
     request = DescribeRequest(
         run_seed=0, wants_speed=False, layout_digest="another", num_parameters=1
     )
@@ -125,7 +125,7 @@ def test_another_layout_is_a_mismatch() -> None:
         trainer().describe(identity(0), ThisMachine(), request)
 
 
-def test_measuring_the_speed_leaves_no_gradient_behind() -> None:
+def test_measuring_the_speed_leaves_no_gradient() -> None:
     home = trainer()
     request = DescribeRequest(
         run_seed=0, wants_speed=True, layout_digest=home.image.layout.digest, num_parameters=11
