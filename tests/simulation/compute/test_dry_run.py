@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from headwater.client.training.micro_batches import SamplerPosition, SamplerState
 from headwater.common.messages import Plan
-from headwater.common.settings.schema import load
+from headwater.common.settings.sources import load
 from headwater.simulation.compute.dry_run import rehearse
 from headwater.simulation.fleet.devices import ClientPlan, Devices
-from headwater.simulation.fleet.profiles import with_fleet
+from headwater.simulation.fleet.fleet_spec import with_fleet
 from tests.tasks import TwoLayers
 
 NUM_DEVICES, ROUND = 8, 3
@@ -103,7 +103,9 @@ def seen(devices: Devices, asked: list[dict[str, Any]]) -> dict[str, tuple[objec
     """Return all that is foreseen of each device, and its place."""
     called = called_of(asked)
     for part, told in enumerate(asked):
-        devices.positions[part] = SamplerState(place=SamplerPosition(epoch=1, offset=told["offset"]))
+        devices.positions[part] = SamplerState(
+            place=SamplerPosition(epoch=1, offset=told["offset"])
+        )
     found = rehearse(devices, called)
     assert (found.alone, found.dropouts) == ([], [])
     all_of = found.foreseen

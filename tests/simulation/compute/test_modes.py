@@ -20,10 +20,10 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 from headwater.common.errors import SettingsError
-from headwater.common.settings.schema import load
+from headwater.common.settings.sources import load
 from headwater.server.operations.round_log import read_rows
 from headwater.server.rounds.run import MODEL
-from headwater.simulation.fleet.profiles import with_fleet
+from headwater.simulation.fleet.fleet_spec import with_fleet
 from headwater.simulation.run import run_engine
 
 TASKS = {

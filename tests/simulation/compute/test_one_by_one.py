@@ -6,12 +6,12 @@ import torch
 
 from headwater.common.errors import MissingData
 from headwater.common.messages import Plan, Update
-from headwater.common.settings.schema import load
+from headwater.common.settings.sources import load
 from headwater.common.task import Examples
 from headwater.server.fleet import Dropout
 from headwater.simulation.compute.one_by_one import MOST_TOGETHER, OneByOne
 from headwater.simulation.fleet.devices import ClientPlan, Devices
-from headwater.simulation.fleet.profiles import with_fleet
+from headwater.simulation.fleet.fleet_spec import with_fleet
 from tests.tasks import TwoLayers
 
 NUM_DEVICES = MOST_TOGETHER + 3

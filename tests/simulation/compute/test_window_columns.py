@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headwater.client.training.micro_batches import SHORT, SamplerPosition, SamplerState, window
+from headwater.client.training.micro_batches import MAX_SHORT, SamplerPosition, SamplerState, window
 from headwater.common.messages import Plan
 from headwater.simulation.compute.window_columns import windows_of
 from headwater.simulation.fleet.devices import ClientPlan
@@ -31,13 +31,15 @@ def cohorts(draw: st.DrawFn) -> tuple[list[ClientPlan], PositionColumns, list[in
             finish_seconds=finish,
         )
         places = [
-            SamplerPosition(epoch=draw(st.integers(0, 3)), offset=draw(st.integers(0, SHORT + 40)))
+            SamplerPosition(
+                epoch=draw(st.integers(0, 3)), offset=draw(st.integers(0, MAX_SHORT + 40))
+            )
             for _ in range(2)
         ]
         pending = draw(st.none() | st.just(2))
         walks[part] = SamplerState(place=places[0], pending_round=pending, pending_place=places[1])
         called.append(ClientPlan(str(part), part, plan))
-        owned.append(draw(st.integers(1, SHORT + 30)))
+        owned.append(draw(st.integers(1, MAX_SHORT + 30)))
     return called, walks, owned
 
 
@@ -53,7 +55,7 @@ def test_the_windows_of_many_are_those_of_each(
         assert drawn == window(
             walks[one.part].settle(plan.counted_round).place,
             quota=plan.quota,
-            num_more=plan.most_examples - plan.quota,
+            num_more=plan.max_examples - plan.quota,
             run_seed=plan.run_seed,
             name=one.name,
             num_examples=number,

@@ -9,13 +9,14 @@ import psutil
 import pytest
 
 from headwater.common.errors import SettingsError
-from headwater.common.settings.schema import Settings, load
+from headwater.common.settings.schema import Settings
+from headwater.common.settings.sources import load
 from headwater.server.operations.round_log import read_rows
 from headwater.server.operations.status import read_status
 from headwater.server.rounds import checkpoint
 from headwater.server.rounds.run import MODEL
-from headwater.simulation.engines.grpc import CLIENTS, MOST_CLIENTS, check_engine
-from headwater.simulation.fleet.profiles import with_fleet
+from headwater.simulation.engines.grpc import CLIENTS, MAX_CLIENTS, check_engine
+from headwater.simulation.fleet.fleet_spec import with_fleet
 from headwater.simulation.run import run_engine
 from tests.processes import Process, Processes, until
 
@@ -191,7 +192,7 @@ def test_status_names_who_is_awaited_and_no_process_is_left_when_the_engine_is_k
 @pytest.mark.parametrize(
     ("chosen", "named"),
     [
-        ({"simulation.clients": MOST_CLIENTS + 1}, "1,000 at most, and 1,001 are asked for"),
+        ({"simulation.clients": MAX_CLIENTS + 1}, "1,000 at most, and 1,001 are asked for"),
         ({"simulation.clients": 2, "cohort.min_clients": 3}, "needs 3 clients and there are 2"),
         ({"simulation.compute": "fused"}, "--compute fused adds devices up"),
         ({"tls.ca": "ca.pem"}, "speaks plain text"),

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from headwater.common.settings.schema import load
+from headwater.common.settings.sources import load
 from headwater.server.operations.round_log import read_rows
-from headwater.simulation.fleet.profiles import with_fleet
+from headwater.simulation.fleet.fleet_spec import with_fleet
 from headwater.simulation.run import run_engine
 
 OPENED = "HEADWATER_TEST_OPENED"

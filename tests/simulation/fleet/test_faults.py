@@ -10,7 +10,8 @@ import torch
 
 from headwater.common.errors import SettingsError
 from headwater.common.secagg.protocol import PHASES
-from headwater.common.settings.schema import Settings, load
+from headwater.common.settings.schema import Settings
+from headwater.common.settings.sources import load
 from headwater.simulation.fleet.faults import (
     NO_FAULTS,
     STAGES,
@@ -20,13 +21,13 @@ from headwater.simulation.fleet.faults import (
     LiarFault,
     Moment,
     SlowLinkFault,
-    falsify,
     falsifications,
-    read_faults,
+    falsify,
     link_slowdown,
+    read_faults,
     unanswered_stage,
 )
-from headwater.simulation.fleet.profiles import faults_of, with_fleet
+from headwater.simulation.fleet.fleet_spec import fleet_spec, with_fleet
 from headwater.simulation.fleet.random_events import vanishes_at
 
 VALUES_P = torch.tensor([3.0, -4.0, 0.0, 12.0])  # of norm 13
@@ -38,7 +39,7 @@ def moment(part: int = 0, round_number: int = 1, *, seed: int = 0, num: int = 10
 
 def struck(fault: Fault, *, seed: int = 0, num: int = 100, round_number: int = 1) -> set[int]:
     return {
-        part for part in range(num) if fault.strikes(moment(part, round_number, seed=seed, num=num))
+        part for part in range(num) if fault.applies(moment(part, round_number, seed=seed, num=num))
     }
 
 
@@ -177,7 +178,7 @@ def test_faults_of_the_fleet_s_file_and_of_their_own_add_up(tmp_path: Path) -> N
     )
     text = '[[slow_link]]\nshare = 1\nfactor = 3\n[[liar]]\ndevices = [2]\nkind = "random"\n'
     settings = settings_with(tmp_path, text, **{"simulation.fleet": fleet})
-    faults = faults_of(settings)
+    faults = fleet_spec(settings).faults
     assert [link_slowdown(faults, moment(part, num=4)) for part in range(4)] == [3, 6, 3, 3]
     assert [bool(falsifications(faults, moment(part, num=4))) for part in range(4)] == [0, 0, 1, 0]
 
@@ -185,7 +186,7 @@ def test_faults_of_the_fleet_s_file_and_of_their_own_add_up(tmp_path: Path) -> N
 def test_a_dropout_by_the_file_joins_those_by_chance(tmp_path: Path) -> None:
     text = "[[dropout]]\ndevices = [7]\nlast_round = 2\n"
     settings = settings_with(tmp_path, text, **{"simulation.dropout": 0.2})
-    found = [vanishes_at(settings, 7, round_number=n, attempt=0) for n in range(1, 200)]
+    found = [vanishes_at(fleet_spec(settings), 7, round_number=n, attempt=0) for n in range(1, 200)]
     assert found[:2] == ["train", "train"]
     assert 0 < sum(stage is not None for stage in found[2:]) < 100
 

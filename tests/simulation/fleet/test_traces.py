@@ -9,11 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headwater.common.errors import SettingsError
-from headwater.common.settings.schema import Settings, load
+from headwater.common.settings.schema import Settings
+from headwater.common.settings.sources import load
 from headwater.server.operations.round_log import read_rows
-from headwater.simulation.fleet.profiles import with_fleet
+from headwater.simulation.fleet.fleet_spec import fleet_spec, with_fleet
 from headwater.simulation.fleet.random_events import is_connected
-from headwater.simulation.fleet.traces import Shares, Spans, read_trace
+from headwater.simulation.fleet.traces import RoundShares, Spans, read_trace
 from headwater.simulation.run import run_engine
 
 TABLE = "examples_per_second = 10\nmemory_bytes = 400_000_000\nupload_bytes_per_second = 1_000_000"
@@ -27,7 +28,7 @@ def fleet(folder: Path, trace: str, *, count: int, more: str = "") -> Settings:
 
 
 def there(settings: Settings, part: int, rounds: range) -> list[int]:
-    return [n for n in rounds if is_connected(settings, part, round_number=n, look=0)]
+    return [n for n in rounds if is_connected(fleet_spec(settings), part, round_number=n, look=0)]
 
 
 def test_a_trace_of_shares_holds_for_each_device_of_the_table_and_begins_anew(
@@ -74,8 +75,8 @@ def test_spans_that_meet_or_overlap_are_there_where_any_of_them_is(
 
 
 def test_always_is_every_entry_of_the_trace() -> None:
-    assert Shares((1.0, 1.0)).is_always
-    assert not Shares((1.0, 0.9)).is_always
+    assert RoundShares((1.0, 1.0)).is_always
+    assert not RoundShares((1.0, 0.9)).is_always
     assert Spans(starts=(0,), ends=(4,), period=4).is_always
     assert not Spans(starts=(0,), ends=(3,), period=4).is_always
 

@@ -10,22 +10,24 @@ import pytest
 
 from headwater.client.device.interfaces import Speed, TimeShare
 from headwater.common.settings.schema import ClientSettings
-from headwater.simulation.fleet.profiles import PROFILES, SimulatedDevice, device
-from headwater.simulation.fleet.virtual_hardware import VirtualHardware, VirtualClock
+from headwater.simulation.fleet.profiles import PROFILES, SimulatedDevice, draw_device
+from headwater.simulation.fleet.virtual_hardware import VirtualClock, VirtualHardware
 
 
 def test_a_device_is_the_same_machine_whenever_it_is_drawn() -> None:
-    first = [device(3, part) for part in range(20)]
-    device.cache_clear()
-    assert [device(3, part) for part in reversed(range(20))] == first[::-1]
+    first = [draw_device(3, part) for part in range(20)]
+    draw_device.cache_clear()
+    assert [draw_device(3, part) for part in reversed(range(20))] == first[::-1]
 
 
 def test_another_seed_draws_another_fleet() -> None:
-    assert [device(3, part) for part in range(5)] != [device(4, part) for part in range(5)]
+    assert [draw_device(3, part) for part in range(5)] != [
+        draw_device(4, part) for part in range(5)
+    ]
 
 
 def test_the_profiles_have_their_shares() -> None:
-    drawn = Counter(device(0, part).profile for part in range(4000))
+    drawn = Counter(draw_device(0, part).profile for part in range(4000))
     assert math.isclose(sum(profile.share for profile in PROFILES), 1)
     for profile in PROFILES:
         # Four standard deviations of a binomial count.
@@ -36,7 +38,7 @@ def test_the_profiles_have_their_shares() -> None:
 def test_a_spread_stays_within_a_quarter() -> None:
     by_name = {profile.name: profile for profile in PROFILES}
     for part in range(200):
-        drawn = device(1, part)
+        drawn = draw_device(1, part)
         profile = by_name[drawn.profile]
         assert 0.8 <= drawn.relative_speed / profile.relative_speed <= 1.25
         assert 0.79 <= drawn.memory_bytes / profile.memory_bytes <= 1.25
@@ -65,14 +67,14 @@ def test_the_transfer_is_in_the_round_s_seconds_and_not_in_the_first_step_s() ->
 
 
 def test_model_and_update_travel_at_the_link_s_rate() -> None:
-    drawn = device(0, 7)
+    drawn = draw_device(0, 7)
     machine = VirtualHardware(drawn, 1000)
     start = machine.clock.seconds()
     assert machine.clock.seconds() - start == 2 * 4 * 1000 / drawn.upload_bytes_per_second
 
 
 def test_a_machine_tells_what_was_drawn() -> None:
-    drawn = device(0, 7)
+    drawn = draw_device(0, 7)
     machine = VirtualHardware(drawn, 1000)
     told = machine.vitals()
     assert machine.cores() == drawn.cores
@@ -93,7 +95,7 @@ LAPTOP = SimulatedDevice(
 
 def test_a_device_on_battery_says_so_and_gives_what_its_owner_lets_it() -> None:
     machine = VirtualHardware(
-        LAPTOP, 10, is_on_battery=True, chosen=ClientSettings(battery_share=0.3)
+        LAPTOP, 10, is_on_battery=True, client_settings=ClientSettings(battery_share=0.3)
     )
     assert (machine.vitals().is_on_battery, machine.vitals().share) == (True, 0.3)
     assert machine.time_share() == TimeShare(share=0.3, reason="on battery")

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from headwater.simulation.reports.fleet_summary import fullest, idle_line, idle_time, memory_line
+from headwater.simulation.reports.fleet_summary import (
+    idle_line,
+    idle_time,
+    memory_line,
+    peak_memory,
+)
 
 
 def row_of(*clients: tuple[int, float, str, str], number: int = 1) -> dict[str, Any]:
@@ -27,14 +32,14 @@ def test_idle_time_leaves_out_who_was_bound_and_counts_them_apart() -> None:
     idle = idle_time(MIXED)
     assert idle.share == 1 - 3.5 / 4
     assert idle.share_of_all == 1 - (23 / 7) / 7
-    assert (idle.num_free, idle.num_bound_by_data, idle.num_bound_by_micro_batch) == (2, 3, 2)
-    assert (idle.free_seconds, idle.micro_batch_seconds) == (4.0, 7.0)
+    assert (idle.num_free, idle.num_limited_by_data, idle.num_at_minimum) == (2, 3, 2)
+    assert (idle.free_seconds, idle.minimum_seconds) == (4.0, 7.0)
 
 
 def test_the_line_shows_the_longest_of_those_bound_by_one_micro_batch() -> None:
     assert idle_line([MIXED]) == (
-        "12.5%, mean over rounds 1 to 1; in the last 2 devices were done by 4.00 s; apart: 3 bound "
-        "by their own data, 2 by one micro-batch of one example (the last of them after 7.00 s); "
+        "12.5%, mean over rounds 1 to 1; in the last 2 devices were done by 4.00 s; not counted: "
+        "3 limited by their own data, 2 at the minimum of one example (the last of them after 7.00 s); "
         "with them 53.1%"
     )
 
@@ -48,7 +53,7 @@ def test_a_device_with_k_set_to_one_example_is_bound_by_the_setting_and_counts()
 def test_a_round_in_which_all_were_bound_has_no_idle_time() -> None:
     row = row_of((9, 1.0, "all its 9 examples", "quota"))
     assert idle_time(row).share is None
-    assert idle_line([row]) == "no device that was free to be given more or less"
+    assert idle_line([row]) == "no device whose quota the planner could raise or lower"
 
 
 def test_a_round_that_nobody_ended_has_no_idle_time() -> None:
@@ -72,16 +77,16 @@ def peaks(number: int, refused: dict[str, str], **peak_bytes: int) -> dict[str, 
 def test_the_fullest_device_is_that_of_the_largest_share_of_its_limit_in_any_round() -> None:
     limits = {"a": 100 * 2**20, "b": 1000 * 2**20}
     rows = [peaks(1, {}, a=50 * 2**20, b=900 * 2**20), peaks(2, {}, a=80 * 2**20, b=10 * 2**20)]
-    found = fullest(rows, limits.__getitem__)
+    found = peak_memory(rows, limits.__getitem__)
     assert found is not None
     assert memory_line(found) == (
-        "device b was the fullest, at 90% of 1,000 MiB; 0 ever over the limit"
+        "device b was the peak_memory, at 90% of 1,000 MiB; 0 ever over the limit"
     )
 
 
 def test_devices_over_their_limit_are_counted_and_named_whatever_came_after() -> None:
     rows = [peaks(1, {}, a=5, b=21), peaks(2, {"c": "OutOfMemory: c: none fits"}, a=5, b=3)]
-    found = fullest(rows, lambda name: 20)
+    found = peak_memory(rows, lambda name: 20)
     assert found is not None
     assert found.over == {"b"}
     assert memory_line(found).endswith(
@@ -90,4 +95,4 @@ def test_devices_over_their_limit_are_counted_and_named_whatever_came_after() ->
 
 
 def test_a_run_that_nobody_took_part_in_has_no_fullest_device() -> None:
-    assert fullest([peaks(1, {})], lambda name: 20) is None
+    assert peak_memory([peaks(1, {})], lambda name: 20) is None

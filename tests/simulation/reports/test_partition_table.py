@@ -17,7 +17,7 @@ from headwater.common.settings.schema import Settings
 from headwater.common.settings.sources import load
 from headwater.server.rounds.round_row import RoundRow
 from headwater.server.rounds.run import MODEL
-from headwater.simulation.reports.partition_table import held_by_each, line
+from headwater.simulation.reports.partition_table import examples_of_devices, partition_line
 from headwater.simulation.run import run_engine
 from tests.processes import Processes
 
@@ -64,7 +64,7 @@ def settings_of(folder: Path, partition: str, **others: Any) -> Settings:
 
 
 def sizes(settings: Settings) -> list[int]:
-    return [held.num_examples for held in held_by_each(settings)]
+    return [held.num_examples for held in examples_of_devices(settings)]
 
 
 def test_the_devices_report_what_they_were_dealt(tmp_path: Path) -> None:
@@ -89,12 +89,12 @@ def test_another_seed_is_another_partition_and_the_same_seed_the_same_model(
 
 
 def test_the_line_tells_sizes_and_labels(tmp_path: Path) -> None:
-    said = line(settings_of(tmp_path, "labels:4"))
+    said = partition_line(settings_of(tmp_path, "labels:4"))
     # Ten examples of each label in five shards of two, one on each device.
     assert said == "8 examples a device, median 8; 4 values of label"
-    said = line(settings_of(tmp_path, "column:author"))
+    said = partition_line(settings_of(tmp_path, "column:author"))
     assert said == "8 examples a device, median 8; 2 values of author"
-    said = line(settings_of(tmp_path, "task"))
+    said = partition_line(settings_of(tmp_path, "task"))
     assert said == "8 examples a device, median 8; 4 values of label"
 
 
@@ -102,15 +102,19 @@ def test_the_line_tells_who_would_have_had_nothing(tmp_path: Path) -> None:
     settings = settings_of(tmp_path, "dirichlet:0.001", simulation__clients=40)
     # Each of forty devices has just one of forty examples, so all owners but those four or so that
     # the four labels have were given one.
-    assert line(settings).startswith("1 examples a device, median 1; 1 values of label; 3")
-    assert line(settings).endswith("would have had none, and got one of the largest's")
+    assert partition_line(settings).startswith(
+        "1 examples a device, median 1; 1 values of label; 3"
+    )
+    assert partition_line(settings).endswith("empty devices got an example of the largest")
 
 
 def test_of_many_devices_the_line_tells_the_first(tmp_path: Path) -> None:
     settings = settings_of(
         tmp_path, "iid", simulation__clients=10**6, partition__examples_per_device=3
     )
-    assert line(settings).startswith("of 1,000,000 devices the first 1,000 have 3 examples")
+    assert partition_line(settings).startswith(
+        "of 1,000,000 devices the first 1,000 have 3 examples"
+    )
 
 
 @pytest.mark.parametrize(
@@ -121,7 +125,7 @@ def test_what_cannot_be_is_known_before_a_round(
     partition: str, clients: int, error: type[Exception], tmp_path: Path
 ) -> None:
     with pytest.raises(error):
-        line(settings_of(tmp_path, partition, simulation__clients=clients))
+        partition_line(settings_of(tmp_path, partition, simulation__clients=clients))
 
 
 @pytest.mark.slow

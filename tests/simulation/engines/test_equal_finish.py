@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from headwater.common.settings.schema import load
+from headwater.common.settings.sources import load
 from headwater.server.operations.round_log import read_rows
-from headwater.simulation.fleet.profiles import with_fleet
+from headwater.simulation.fleet.fleet_spec import with_fleet
 from headwater.simulation.reports.fleet_summary import SETTLING_ROUNDS, idle_time
 from headwater.simulation.run import run_engine
 

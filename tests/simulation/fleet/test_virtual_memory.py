@@ -23,7 +23,7 @@ from headwater.simulation.fleet.virtual_hardware import (
     VirtualMemory,
     virtual_hardware,
 )
-from headwater.simulation.reports.fleet_summary import fullest, memory_line
+from headwater.simulation.reports.fleet_summary import memory_line, peak_memory
 from headwater.simulation.run import run_engine
 
 TASK = "examples/synthetic.py:Synthetic"
@@ -147,14 +147,15 @@ def test_a_size_that_is_set_too_large_is_cut_by_the_device_before_it_crosses_the
 ) -> None:
     chosen = {"plan.micro_batch_size": 400, "plan.effective_batch_size": 400}
     _, rows = run(tmp_path, 282, **chosen, **{"plan.memory_fraction": 1.0})
-    found = fullest(rows, lambda name: 282 * 2**20)
+    found = peak_memory(rows, lambda name: 282 * 2**20)
     assert found is not None
     assert (found.name, found.over, found.too_small) == ("0", frozenset(), frozenset())
     assert found.peak_bytes <= GUARD_SHARE * 282 * 2**20
     assert all(row["clients"][0]["micro_batch_size"] < 100 for row in rows)
     assert all(row["num_examples"] == 400 for row in rows)
     assert (
-        memory_line(found) == "device 0 was the fullest, at 90% of 282 MiB; 0 ever over the limit"
+        memory_line(found)
+        == "device 0 was the peak_memory, at 90% of 282 MiB; 0 ever over the limit"
     )
 
 
@@ -174,7 +175,7 @@ def test_a_device_whose_memory_holds_no_example_is_refused_by_name(tmp_path: Pat
     run_engine(load(None, chosen), on_round=lambda _: None, resume=False)
     rows = read_rows(tmp_path / "out")
     assert all(row["refused"]["0"].startswith("OutOfMemory: ") for row in rows)
-    found = fullest(rows, lambda name: limits[int(name)])
+    found = peak_memory(rows, lambda name: limits[int(name)])
     assert found is not None
     assert (found.name, found.over, found.too_small) == ("1", frozenset(), frozenset({"0"}))
     assert "1 (0) too small for a single example" in memory_line(found)

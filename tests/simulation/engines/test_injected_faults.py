@@ -10,12 +10,13 @@ import torch
 from safetensors.torch import load_file
 
 from headwater.common.model.parameters import build_model, state_dict
-from headwater.common.settings.schema import Settings, load
+from headwater.common.settings.schema import Settings
+from headwater.common.settings.sources import load
 from headwater.common.task import load_task
 from headwater.server.operations.round_log import read_rows
 from headwater.server.rounds.run import MODEL
 from headwater.simulation.fleet.faults import Moment, link_slowdown
-from headwater.simulation.fleet.profiles import device_of, faults_of, with_fleet
+from headwater.simulation.fleet.fleet_spec import fleet_spec, with_fleet
 from headwater.simulation.reports.fault_summary import fault_lines
 from headwater.simulation.run import run_engine
 
@@ -131,11 +132,11 @@ def test_a_slow_link_takes_its_factor_of_time_in_its_rounds_only(tmp_path: Path)
         for row in rows
     )
     num_parameters = 3 * 2 + 2 + 2 + 1
-    transfer = 2 * 4 * num_parameters / device_of(settings, 3).upload_bytes_per_second
+    transfer = 2 * 4 * num_parameters / fleet_spec(settings).device(3).upload_bytes_per_second
     assert first == pytest.approx(last, rel=1e-9)
     assert slow - first == pytest.approx(49 * transfer, rel=1e-6)
     moment = Moment(seed=0, num_devices=6, part=3, round=2)
-    assert link_slowdown(faults_of(settings), moment) == 50
+    assert link_slowdown(fleet_spec(settings).faults, moment) == 50
 
 
 def test_a_link_that_is_too_slow_for_the_deadline_comes_too_late(tmp_path: Path) -> None:
@@ -143,7 +144,7 @@ def test_a_link_that_is_too_slow_for_the_deadline_comes_too_late(tmp_path: Path)
     settings = settings_of(tmp_path, "run", text, **{"cohort.deadline_seconds": 1.0})
     rows = run(settings)
     assert rows[1]["refused"]["3"].startswith("LateUpdate")
-    assert fault_lines(rows, settings) == [("slow links", "1 device, answers: 1, too late: 1")]
+    assert fault_lines(rows, settings) == [("slow links", "1 device, replies: 1, too late: 1")]
 
 
 MIXED = """
@@ -203,7 +204,7 @@ def test_the_conclusion_says_what_was_refused_and_what_went_in(tmp_path: Path) -
             "liars",
             "nan: 2 devices, 4 refused (NonFiniteUpdate); sign-flipped: 1 device, 3 went in",
         ),
-        ("dropouts", "2 of 18 invitations were not answered to the end"),
+        ("dropouts", "2 of 18 invitations ended with a lost device"),
     ]
 
 

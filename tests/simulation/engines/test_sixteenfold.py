@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from headwater.common.settings.schema import Settings, load
+from headwater.common.settings.schema import Settings
+from headwater.common.settings.sources import load
 from headwater.common.task import load_task, open_train_examples
 from headwater.server.operations.round_log import read_rows
-from headwater.simulation.fleet.profiles import device_of, with_fleet
-from headwater.simulation.reports.fleet_summary import SETTLING_ROUNDS, fullest, idle_time
+from headwater.simulation.fleet.fleet_spec import fleet_spec, with_fleet
+from headwater.simulation.reports.fleet_summary import SETTLING_ROUNDS, idle_time, peak_memory
 from headwater.simulation.run import run_engine
 
 ROOT = Path(__file__).parents[2]
@@ -50,7 +51,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_fleet_is_sixteenfold_in_speed_and_in_memory_and_has_examples_enough() -> None:
     settings = settings_of(Path("unused"))
-    devices = [device_of(settings, part) for part in range(settings.simulation.clients)]
+    devices = [fleet_spec(settings).device(part) for part in range(settings.simulation.clients)]
     speeds = [one.examples_per_second or 0.0 for one in devices]
     memories = [one.memory_bytes for one in devices]
     assert len(devices) == NUM_DEVICES
@@ -82,7 +83,7 @@ def test_with_a_fixed_k_the_same_devices_idle_half_of_the_round(folder: Path) ->
 @pytest.mark.parametrize("kind", ["planned", "K 6"])
 def test_no_device_is_ever_over_its_memory(folder: Path, kind: str) -> None:
     settings, rows = sixteenfold(folder, kind)
-    found = fullest(rows, lambda name: device_of(settings, int(name)).memory_bytes)
+    found = peak_memory(rows, lambda name: fleet_spec(settings).device(int(name)).memory_bytes)
     assert found is not None
     assert not found.over
     assert not found.too_small
@@ -90,18 +91,18 @@ def test_no_device_is_ever_over_its_memory(folder: Path, kind: str) -> None:
     for row in rows:
         assert row["refused"] == {}
         for client in row["clients"]:
-            limit = device_of(settings, int(client["name"])).memory_bytes
+            limit = fleet_spec(settings).device(int(client["name"])).memory_bytes
             assert client["peak_bytes"] <= settings.plan.memory_fraction * limit
 
 
 def test_the_smallest_hold_a_few_examples_at_a_time_and_larger_ones_more(folder: Path) -> None:
     settings, rows = sixteenfold(folder, "planned")
     sizes = {
-        device_of(settings, int(client["name"])).memory_bytes: client["micro_batch_size"]
+        fleet_spec(settings).device(int(client["name"])).memory_bytes: client["micro_batch_size"]
         for client in rows[-1]["clients"]
         if "memory-bound" in client["plan"]
     }
-    smallest = min(device_of(settings, part).memory_bytes for part in range(NUM_DEVICES))
+    smallest = min(fleet_spec(settings).device(part).memory_bytes for part in range(NUM_DEVICES))
     assert 2 <= sizes[smallest] <= 8
     assert len(sizes) >= 3
     assert [sizes[limit] for limit in sorted(sizes)] == sorted(sizes.values())

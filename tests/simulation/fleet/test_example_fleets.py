@@ -12,10 +12,11 @@ from torch import Tensor
 from examples.slow_owners import SLOW_CLASSES, SlowOwners
 from examples.synthetic import EXAMPLES_PER_DEVICE, NUM_CLASSES, RightLabels, Synthetic
 from headwater.common.data.additivity import check_additive
-from headwater.common.settings.schema import load
+from headwater.common.settings.sources import load
 from headwater.common.task import load_task
 from headwater.server.operations.round_log import read_rows
-from headwater.simulation.fleet.profiles import read_fleet, with_fleet
+from headwater.simulation.fleet.fleet_spec import with_fleet
+from headwater.simulation.fleet.profiles import read_fleet
 from headwater.simulation.run import run_engine
 
 FLEETS = Path(__file__).parents[2] / "examples" / "fleets"

@@ -9,22 +9,22 @@ import numpy as np
 import pytest
 
 from headwater.common.errors import SettingsError
-from headwater.common.settings.schema import Settings, from_run_config, load
+from headwater.common.settings.schema import Settings
+from headwater.common.settings.sources import from_run_config, load
+from headwater.simulation.fleet.fleet_spec import fleet_spec, with_fleet
 from headwater.simulation.fleet.profiles import (
-    LARGEST_FLEET,
+    MAX_DEVICES,
     PROFILES,
     DeviceTable,
-    device,
-    device_of,
+    draw_device,
     read_fleet,
-    with_fleet,
 )
 from headwater.simulation.fleet.random_events import (
     Jitter,
     are_on_battery,
     battery_seed,
-    is_on_battery,
     is_connected,
+    is_on_battery,
 )
 from headwater.simulation.fleet.virtual_hardware import VirtualHardware
 
@@ -45,14 +45,14 @@ def test_there_are_as_many_clients_as_the_counts_sum_to_in_the_file_s_order(
     text = f'[[device]]\nprofile = "laptop"\ncount = 2\n[[device]]\n{OWN}'
     settings = with_fleet(fleet(tmp_path, text))
     assert settings.simulation.clients == 3
-    kinds = [device_of(settings, part).profile for part in range(3)]
+    kinds = [fleet_spec(settings).device(part).profile for part in range(3)]
     assert kinds == ["laptop", "laptop", "own figures"]
 
 
 @pytest.mark.parametrize("profile", PROFILES, ids=lambda profile: profile.name)
 def test_a_profile_brings_its_figures_without_spread(tmp_path: Path, profile: Any) -> None:
     settings = fleet(tmp_path, f'[[device]]\nprofile = "{profile.name}"\n')
-    drawn = device_of(settings, 0)
+    drawn = fleet_spec(settings).device(0)
     assert (drawn.relative_speed, drawn.memory_bytes) == (
         profile.relative_speed,
         profile.memory_bytes,
@@ -62,7 +62,7 @@ def test_a_profile_brings_its_figures_without_spread(tmp_path: Path, profile: An
 
 def test_own_figures_override_the_profile_s(tmp_path: Path) -> None:
     settings = fleet(tmp_path, f'[[device]]\nprofile = "laptop"\ncores = 2\n{OWN}')
-    drawn = device_of(settings, 0)
+    drawn = fleet_spec(settings).device(0)
     assert (drawn.memory_bytes, drawn.upload_bytes_per_second, drawn.cores) == (1000, 500.0, 2.0)
     assert drawn.relative_speed == 1.0  # still decides the dispatch
 
@@ -72,7 +72,7 @@ def test_examples_per_second_hold_for_every_size_of_model(
     tmp_path: Path, num_parameters: int
 ) -> None:
     settings = fleet(tmp_path, f"[[device]]\nmicro_batch_seconds = 0.25\n{OWN}")
-    clock = VirtualHardware(device_of(settings, 0), num_parameters).clock
+    clock = VirtualHardware(fleet_spec(settings).device(0), num_parameters).clock
     clock.seconds()  # the transfer is behind the first look
     start = clock.seconds()
     clock.worked(5)
@@ -81,9 +81,13 @@ def test_examples_per_second_hold_for_every_size_of_model(
 
 def test_without_a_file_the_fleet_is_drawn_by_the_seed() -> None:
     settings = load(None, {"seed": SEED})
-    assert [device_of(settings, part) for part in range(9)] == [device(SEED, p) for p in range(9)]
+    assert [fleet_spec(settings).device(part) for part in range(9)] == [
+        draw_device(SEED, p) for p in range(9)
+    ]
     assert with_fleet(settings) == settings
-    assert all(is_connected(settings, part, round_number=1, look=0) for part in range(9))
+    assert all(
+        is_connected(fleet_spec(settings), part, round_number=1, look=0) for part in range(9)
+    )
 
 
 def test_settings_with_a_fleet_survive_toml_and_flower_s_run_config(tmp_path: Path) -> None:
@@ -110,14 +114,14 @@ def test_no_jitter_is_a_factor_of_exactly_one() -> None:
 
 def test_a_device_is_there_in_the_fraction_of_rounds_that_is_set(tmp_path: Path) -> None:
     settings = fleet(tmp_path, f"[[device]]\navailability = 0.3\n{OWN}")
-    there = sum(is_connected(settings, 0, round_number=n, look=0) for n in range(4000))
+    there = sum(is_connected(fleet_spec(settings), 0, round_number=n, look=0) for n in range(4000))
     # Four standard deviations of a binomial count.
     assert abs(there - 1200) <= 4 * (4000 * 0.3 * 0.7) ** 0.5
 
 
 def test_a_trace_of_availability_has_an_entry_a_round_and_is_repeated(tmp_path: Path) -> None:
     settings = fleet(tmp_path, f"[[device]]\navailability = [1, 0, 0.5]\n{OWN}")
-    there = [is_connected(settings, 0, round_number=n, look=0) for n in range(1, 1201)]
+    there = [is_connected(fleet_spec(settings), 0, round_number=n, look=0) for n in range(1, 1201)]
     assert all(there[0::3])
     assert not any(there[1::3])
     # Four standard deviations of a binomial count.
@@ -126,13 +130,16 @@ def test_a_trace_of_availability_has_an_entry_a_round_and_is_repeated(tmp_path: 
 
 def test_a_later_look_is_one_entry_further_in_the_trace(tmp_path: Path) -> None:
     settings = fleet(tmp_path, f"[[device]]\navailability = [0, 0, 1]\n{OWN}")
-    looks = [is_connected(settings, 0, round_number=1, look=look) for look in range(6)]
+    looks = [is_connected(fleet_spec(settings), 0, round_number=1, look=look) for look in range(6)]
     assert looks == [False, False, True, False, False, True]
 
 
 def test_a_device_is_on_battery_in_the_fraction_of_rounds_that_is_set(tmp_path: Path) -> None:
     settings = fleet(tmp_path, f"[[device]]\non_battery = 0.3\ncount = 2\n{OWN}")
-    drawn = [[is_on_battery(settings, p, round_number=n) for n in range(4000)] for p in (0, 1)]
+    drawn = [
+        [is_on_battery(fleet_spec(settings), p, round_number=n) for n in range(4000)]
+        for p in (0, 1)
+    ]
     assert drawn[0] != drawn[1]
     for one in drawn:
         assert abs(sum(one) - 1200) <= 4 * (4000 * 0.3 * 0.7) ** 0.5
@@ -143,10 +150,12 @@ def test_many_devices_are_on_battery_as_each_of_them_is(tmp_path: Path) -> None:
     settings = fleet(tmp_path, text)
     parts = range(5)
     seeds = np.array([battery_seed(SEED, part) for part in parts], dtype=np.uint64)
-    shares = np.array([device_of(settings, part).on_battery for part in parts])
+    shares = np.array([fleet_spec(settings).device(part).on_battery for part in parts])
     for number in range(1, 400):
         drawn = are_on_battery(seeds, shares, round_number=number).tolist()
-        assert drawn == [is_on_battery(settings, part, round_number=number) for part in parts]
+        assert drawn == [
+            is_on_battery(fleet_spec(settings), part, round_number=number) for part in parts
+        ]
 
 
 @pytest.mark.parametrize(("share", "is_on"), [(0, False), (1, True)])
@@ -154,14 +163,14 @@ def test_a_share_of_none_or_all_is_never_drawn_otherwise(
     tmp_path: Path, share: int, is_on: bool
 ) -> None:
     settings = fleet(tmp_path, f"[[device]]\non_battery = {share}\n{OWN}")
-    assert all(is_on_battery(settings, 0, round_number=n) == is_on for n in range(100))
+    assert all(is_on_battery(fleet_spec(settings), 0, round_number=n) == is_on for n in range(100))
 
 
 def test_a_laptop_has_a_battery_unless_the_file_says_otherwise(tmp_path: Path) -> None:
     text = '[[device]]\nprofile = "laptop"\n[[device]]\nprofile = "laptop"\non_battery = 0\n'
     settings = fleet(tmp_path, text)
-    assert device_of(settings, 0).on_battery > 0
-    assert device_of(settings, 1).on_battery == 0
+    assert fleet_spec(settings).device(0).on_battery > 0
+    assert fleet_spec(settings).device(1).on_battery == 0
 
 
 @pytest.mark.parametrize(
@@ -193,7 +202,7 @@ def test_a_laptop_has_a_battery_unless_the_file_says_otherwise(tmp_path: Path) -
         (f"[[device]]\non_battery = nan\n{OWN}", "number 1: on_battery: "),
         (f"[[device]]\ncores = -1\n{OWN}", "device number 1: cores: "),
         (f"[[device]]\nmicro_batch_seconds = inf\n{OWN}", "number 1: micro_batch_seconds: "),
-        (f"[[device]]\ncount = {LARGEST_FLEET}\n{OWN}\n[[device]]\n{OWN}", "count: 100,001"),
+        (f"[[device]]\ncount = {MAX_DEVICES}\n{OWN}\n[[device]]\n{OWN}", "count: 100,001"),
     ],
 )
 def test_what_is_wrong_with_a_file_is_named_with_its_table_and_key(

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from headwater.common.settings.schema import Settings, load
+from headwater.common.settings.schema import Settings
+from headwater.common.settings.sources import load
 from headwater.server.operations.round_log import read_rows
 from headwater.server.rounds.run import MODEL
-from headwater.simulation.fleet.profiles import with_fleet
+from headwater.simulation.fleet.fleet_spec import fleet_spec, with_fleet
 from headwater.simulation.fleet.random_events import is_on_battery
 from headwater.simulation.run import run_engine
 
@@ -129,7 +130,9 @@ def test_a_device_on_battery_stops_at_its_share_and_is_asked_for_less_the_next_t
     told = [client for client in clients if "giving 50% of its time on battery" in client["plan"]]
     assert bool(cut_short) == bool(told) == (share < 1)
     for row in read_rows(tmp_path / "out"):
-        drawn = {p: is_on_battery(settings, p, round_number=row["round"]) for p in range(3)}
+        drawn = {
+            p: is_on_battery(fleet_spec(settings), p, round_number=row["round"]) for p in range(3)
+        }
         for client in row["clients"]:
             if client["reason"] == "on battery":
                 assert drawn[int(client["name"])]
