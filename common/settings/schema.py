@@ -42,9 +42,11 @@ from headwater.common.settings.fields import (
 
 SETTINGS_FILE = "settings.toml"
 
-# The commands that have a flag; a branch names them for all of its fields.
+# The commands that have a flag; a branch names them for its fields. `check` and `doctor` take every
+# flag of the client, so that its command line can be examined as it is.
 RUNS = "server simulate"
 DEVICE = "client check doctor"
+ALL = f"{RUNS} {DEVICE}"
 
 # The headings of --help-all, in this order.
 TASK = "Task"
@@ -157,13 +159,13 @@ class SecureSettings(Branch):
         "off",
         "hide single updates from the server; active: even from a server that cheats",
         "--secure-aggregation",
-        on=f"{RUNS} client doctor",
+        on=ALL,
         short=True,
     )
     ring_bits: Literal[16, 32] = setting(
         32, "bits of a masked coordinate; 16 halves the traffic and rounds coarser"
     )
-    min_members: int = setting(3, "fewest members of a secure session", on=f"{RUNS} client", ge=3)
+    min_members: int = setting(3, "fewest members of a secure session", on=ALL, ge=3)
     min_survivors: Part = setting(
         0.7, "share of a session's members below which a device reveals nothing", on=""
     )
@@ -175,13 +177,13 @@ class SecureSettings(Branch):
     )
     phase_seconds: Seconds = setting(20.0, "how long the server waits in each phase", on="")
     identity: File | None = setting(
-        None, "file of this device's signing identity (active)", on="client doctor identity"
+        None, "file of this device's signing identity (active)", on=f"{DEVICE} identity"
     )
     allow_list: File | None = setting(
         None,
         "file with a line NAME KEY for each identity that this device trusts (active); never get "
         "it from the server",
-        on="client doctor",
+        on=DEVICE,
     )
 
 
@@ -246,9 +248,7 @@ class ServerSettings(Branch):
 class ClientSettings(Branch):
     """A device's own settings."""
 
-    server: Address = setting(
-        "127.0.0.1:8500", "address of the server", on="client doctor", short=True
-    )
+    server: Address = setting("127.0.0.1:8500", "address of the server", short=True)
     name: Name | None = setting(
         None, "the device's unique name; not set: the host's", on=f"{DEVICE} identity", short=True
     )
@@ -256,9 +256,7 @@ class ClientSettings(Branch):
     part: int = setting(0, "this device's part of bundled data, from 0", ge=0, short=True)
     num_parts: Count = setting(1, "parts that the task splits bundled data into", short=True)
     state: Folder | None = setting(
-        None,
-        "folder for the device's position in its examples; not set: ~/.local/state/headwater",
-        on="client doctor",
+        None, "folder for the device's position in its examples; not set: ~/.local/state/headwater"
     )
     memory_limit_bytes: Bytes | None = setting(
         None,
@@ -267,10 +265,10 @@ class ClientSettings(Branch):
         short=True,
     )
     spool: Folder | None = setting(
-        None, "folder that keeps a half-summed update through a power cut", on="client"
+        None, "folder that keeps a half-summed update through a power cut"
     )
     battery_share: Part = setting(
-        0.5, "share of the time that the planner may count on, on battery", on="client check"
+        0.5, "share of the time that the planner may count on, on battery"
     )
     hot_celsius: float = setting(80.0, "temperature above which it is hot", on="", ge=0, le=200)
     hot_share: Part = setting(0.5, "share of its time when hot, or throttled", on="")
@@ -285,7 +283,6 @@ class ClientSettings(Branch):
         "when the device takes part, by this machine's clock: 22:00-06:00, or Mon-Fri "
         "18:00-08:00, Sat-Sun 00:00-24:00; outside these hours it disconnects; not set: always "
         "(docs/install.md)",
-        on="client doctor",
         short=True,
     )
     inactive_share: Fraction = setting(
@@ -295,14 +292,13 @@ class ClientSettings(Branch):
         None,
         "send and receive no more from midnight to midnight, by this machine's clock; then stay "
         "away until the next day",
-        on="client doctor",
     )
-    metrics: Address | None = setting(None, METRICS, on="client")
+    metrics: Address | None = setting(None, METRICS)
     stay: bool = setting(
-        False, "wait for the next run when one has ended", "--stay/--leave", on="client", short=True
+        False, "wait for the next run when one has ended", "--stay/--leave", short=True
     )
     patience_seconds: Seconds = setting(
-        600.0, "give up after so long without contact", "--patience", on="client"
+        600.0, "give up after so long without contact", "--patience"
     )
 
     @property
@@ -385,12 +381,12 @@ class Settings(Branch):
     """The whole tree."""
 
     task: Annotated[str, Unit("FILE.py:Class")] | None = setting(
-        None, "file and class of your task", on=f"{RUNS} {DEVICE} sweep", panel=TASK, short=True
+        None, "file and class of your task", on=f"{ALL} sweep", panel=TASK, short=True
     )
     seed: int = setting(
         0,
         "seed of the initial model, the partition, the order of examples and the cohorts",
-        on=f"{RUNS} {DEVICE}",
+        on=ALL,
         panel=TRAINING,
         ge=0,
         le=2**53,
@@ -402,7 +398,7 @@ class Settings(Branch):
         None,
         "threads of torch; equal numbers give equal bits; not set: 1 in the simulator, all usable "
         "cores elsewhere",
-        on=f"{RUNS} {DEVICE}",
+        on=ALL,
         panel=RUN,
     )
     out: Folder | None = setting(
@@ -422,7 +418,7 @@ class Settings(Branch):
     insecure: bool = setting(
         False,
         "allow plain text beyond loopback: anyone on the way may read, change and join",
-        on="server client doctor",
+        on=f"server {DEVICE}",
         panel=TLS,
     )
     optimizer: OptimizerSettings = branch(OptimizerSettings, TRAINING, on=RUNS)
@@ -430,9 +426,9 @@ class Settings(Branch):
     plan: PlanSettings = branch(PlanSettings, PLAN, on=RUNS)
     cohort: CohortSettings = branch(CohortSettings, RUN, on=RUNS)
     secure: SecureSettings = branch(SecureSettings, SECURE, on=RUNS)
-    model: ModelSettings = branch(ModelSettings, TASK, on=f"{RUNS} {DEVICE}")
+    model: ModelSettings = branch(ModelSettings, TASK, on=ALL)
     evaluation: EvaluationSettings = branch(EvaluationSettings, RUN, on=RUNS)
-    tls: TlsSettings = branch(TlsSettings, TLS, on="server client doctor")
+    tls: TlsSettings = branch(TlsSettings, TLS, on=f"server {DEVICE}")
     server: ServerSettings = branch(ServerSettings, SERVER, on="server")
     client: ClientSettings = branch(ClientSettings, DEVICE_PANEL, on=DEVICE)
     partition: PartitionSettings = branch(PartitionSettings, TASK, on=f"simulate {DEVICE}")

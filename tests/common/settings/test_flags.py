@@ -114,6 +114,13 @@ def test_every_flag_sets_its_setting(command: str) -> None:
         assert parsed(command, *words).keys() == {setting.key}, setting.key
 
 
+def test_check_and_doctor_take_the_client_s_flags() -> None:
+    of_client = {key for key, each in all_settings().items() if "client" in each.commands}
+    for command in ("check", "doctor"):
+        own = {key for key, each in all_settings().items() if command in each.commands}
+        assert of_client - own == {"check_task"}
+
+
 def test_flags_that_are_not_given_set_nothing() -> None:
     assert parsed("simulate") == {}
     assert load(None, parsed("server")) == load(None, {})
