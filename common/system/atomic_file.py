@@ -1,4 +1,4 @@
-"""A file that is at every moment all of the old content or all of the new, whatever fails."""
+"""Writes files atomically: whatever fails, a file has all of its old or all of its new content."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ READABLE = 0o644
 
 
 @contextlib.contextmanager
-def whole_file(path: Path, *, mode: int | None = None) -> Iterator[Path]:
-    """Yield an empty file beside ``path``; once it is written, force it to disk and rename it.
+def atomic_writer(path: Path, *, mode: int | None = None) -> Iterator[Path]:
+    """Yield an empty file next to ``path``; after the block, sync it to disk and rename it.
 
-    It has ``mode`` from the first byte on, or what the process's umask leaves. When this returns,
-    the new content is on the disk under its name. If anything is raised meanwhile, ``path`` is as
-    it was, and nothing lies beside it; a kill leaves ``NAME.part``, which the next write replaces.
-    There may be one writer of a file at a time.
+    The file has ``mode`` from its first byte, or what the process's umask leaves. After the block,
+    the new content is on disk under its name. If anything is raised, ``path`` is unchanged and the
+    new file is removed; a kill leaves ``NAME.part``, which the next write replaces. A file must
+    have one writer at a time.
 
     Raises:
         OSError: the folder cannot be written, or the disk is full.
@@ -30,31 +30,31 @@ def whole_file(path: Path, *, mode: int | None = None) -> Iterator[Path]:
     try:
         try:
             if mode is not None:
-                os.fchmod(descriptor, mode)  # whatever the umask
+                os.fchmod(descriptor, mode)  # independent of the umask
         finally:
             os.close(descriptor)
         yield part
-        _force(part)
+        _sync(part)
         part.replace(path)
-        _force(path.parent)
+        _sync(path.parent)
     except BaseException:
         with contextlib.suppress(OSError):
             part.unlink(missing_ok=True)
         raise
 
 
-def write_whole(path: Path, content: bytes, *, mode: int | None = None) -> None:
-    """Put ``content`` in place by ``whole_file``.
+def write_atomically(path: Path, content: bytes, *, mode: int | None = None) -> None:
+    """Write ``content`` by ``atomic_writer``.
 
     Raises:
         OSError: the folder cannot be written, or the disk is full.
     """
-    with whole_file(path, mode=mode) as part:
+    with atomic_writer(path, mode=mode) as part:
         part.write_bytes(content)
 
 
-def _force(path: Path) -> None:
-    """Have the disk hold what was written to a file, or a folder's names."""
+def _sync(path: Path) -> None:
+    """Sync a file's content, or a folder's names, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,6 +1,6 @@
-"""The heap: what the C library keeps of freed memory, and what Python's collector looks through.
+"""Tunes the heap: how glibc keeps freed memory, and which objects Python's collector scans.
 
-What is said to the C library does something where that is glibc, and nothing elsewhere.
+With another C library than glibc, the calls to it have no effect.
 """
 
 from __future__ import annotations
@@ -10,21 +10,21 @@ import functools
 import gc
 from collections.abc import Callable
 
-# Of mallopt(3); the bytes are those that glibc starts with.
+# Parameters of mallopt(3); MMAP_THRESHOLD_BYTES is glibc's initial value.
 M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES = -3, 128 * 1024
-M_TRIM_THRESHOLD, KEPT_BYTES = -1, 256 << 20
-MOST_MMAP_THRESHOLD_BYTES = 32 << 20  # glibc takes no more
+M_TRIM_THRESHOLD, MAX_KEPT_BYTES = -1, 256 << 20
+MAX_MMAP_THRESHOLD_BYTES = 32 << 20  # glibc accepts no more
 M_ARENA_MAX = -8
 
 
 @functools.cache
 def use_one_heap() -> None:
-    """Let all threads that start from now on share one heap.
+    """Make all threads that start from now on share one heap.
 
-    glibc gives each thread an arena of its own, made of pieces of 64 MiB, in which activations of
-    ever other sizes leave gaps: a CNN in micro-batches of up to 70 examples held 474 MB there, and
-    315 after all that was free was given back, where the first thread's heap held 343 and 281. A
-    server to which a hundred devices upload takes a tenth less.
+    glibc gives each thread its own arena of 64 MiB pieces, where activations of varying sizes leave
+    gaps: a CNN with micro-batches of up to 70 examples held 474 MB there, and 315 MB after all free
+    memory was released, where the first thread's heap held 343 and 281 MB. With one heap, a server
+    to which a hundred devices upload takes a tenth less memory.
     """
     mallopt = _malloc("mallopt")
     if mallopt is not None:
@@ -33,13 +33,13 @@ def use_one_heap() -> None:
 
 @functools.cache
 def keep_mmap_threshold() -> None:
-    """Let glibc give large blocks back as soon as they are freed.
+    """Make glibc release large blocks to the kernel as soon as they are freed.
 
-    glibc serves blocks above a threshold by mmap, and raises the threshold to the largest that was
-    freed, up to 32 MiB. From then on activations come from its heap, where those that are held keep
-    apart those that were dropped: activation checkpointing then took a transformer's 1,054 MB down
-    to 697, and to 414 with the threshold kept where it starts. The kernel clears each block anew,
-    which takes 1.4 to 2.4 times the time: right only where memory is what is lacking.
+    glibc serves blocks above a threshold by mmap, and raises the threshold to the largest freed
+    block, up to 32 MiB. After that, activations come from its heap, where held ones fragment the
+    space of freed ones: activation checkpointing then reduced a transformer's 1,054 MB to 697, and
+    to 414 with the threshold kept at its initial value. The kernel clears each block again, which
+    takes 1.4 to 2.4 times the time, so this is only for a lack of memory.
     """
     mallopt = _malloc("mallopt")
     if mallopt is not None:
@@ -47,32 +47,32 @@ def keep_mmap_threshold() -> None:
 
 
 @functools.cache
-def keep_freed() -> None:
-    """Let glibc keep freed memory, up to KEPT_BYTES at the heap's top, for who allocates next.
+def keep_freed_memory() -> None:
+    """Make glibc keep freed memory, up to MAX_KEPT_BYTES at the heap's top, for reuse.
 
-    Else each backward pass gives its activations back and the next one has the kernel clear them
-    anew: a 5M-parameter transformer in micro-batches of two took 1.5 times the time, a third of it
-    in 1.1 million page faults. For a process that computes without end; not for a device that
-    others need the memory of.
+    Otherwise each backward pass releases its activations, and the kernel clears the memory again
+    for the next one: a 5M-parameter transformer with micro-batches of two took 1.5 times the time,
+    a third of it in 1.1 million page faults. For a process that only computes; not for a device
+    whose memory other programs need.
     """
     mallopt = _malloc("mallopt")
     if mallopt is not None:
-        mallopt(M_MMAP_THRESHOLD, MOST_MMAP_THRESHOLD_BYTES)
-        mallopt(M_TRIM_THRESHOLD, KEPT_BYTES)
+        mallopt(M_MMAP_THRESHOLD, MAX_MMAP_THRESHOLD_BYTES)
+        mallopt(M_TRIM_THRESHOLD, MAX_KEPT_BYTES)
 
 
-def collect_only_what_is_new() -> None:
-    """Let Python's garbage collector leave alone, for good, what is loaded by now.
+def freeze_loaded_objects() -> None:
+    """Exclude all objects that exist now from Python's garbage collection.
 
-    torch and flwr bring 220,000 objects, which a full collection looks through for 130 ms, holding
-    up all threads; of a server with 500 devices that fell into the sending of plans.
+    torch and flwr create 220,000 objects, which a full collection scans for 130 ms while all other
+    threads wait; on a server with 500 devices that delayed the sending of plans.
     """
     gc.collect()
     gc.freeze()
 
 
-def give_back() -> None:
-    """Give memory that was freed back to the machine."""
+def release_freed_memory() -> None:
+    """Release freed memory to the operating system."""
     trim = _malloc("malloc_trim")
     if trim is not None:
         trim(0)

@@ -1,9 +1,10 @@
-"""The page of Prometheus metrics: GET /metrics over plain HTTP, for whoever may reach the port.
+"""Serves the Prometheus metrics: GET /metrics over plain HTTP. Imported only with --metrics.
 
-One thread answers one scrape after the other, and gives up one that stalls, so that nobody can
-make it take memory. There is no TLS and no password: beyond loopback it must be asked for aloud,
-and then a firewall, or a proxy that has both, should stand before it. Imported only where metrics
-were asked for.
+One thread answers one scrape after another and closes a connection that stalls, so that strangers
+cannot use up memory. ``prometheus_client.start_http_server`` starts a thread for each connection
+and has no timeout: 200 connections that send nothing held 200 threads. There is no TLS and no
+password: another address than loopback needs --insecure, and should be behind a firewall, or a
+proxy that has both.
 """
 
 from __future__ import annotations
@@ -29,29 +30,29 @@ PATH = "/metrics"
 
 
 def check_metrics_address(address: str, *, is_insecure: bool) -> None:
-    """Refuse metrics beyond loopback, unless it was said aloud.
+    """Check that the metrics address is loopback, or was allowed by --insecure.
 
     Raises:
-        InsecureAddress: not loopback, and no --insecure.
+        InsecureAddress: neither.
         SettingsError: not HOST:PORT.
     """
     host, _ = split_address(address)
     if not (is_insecure or is_loopback(host)):
         raise InsecureAddress(
-            f"--metrics {address} is beyond this machine, and metrics are plain text",
-            remedy="listen on 127.0.0.1, where an agent here scrapes it; or say --insecure if you "
-            "accept that whoever reaches the port may read devices' names and figures",
+            f"--metrics {address} is not a loopback address, and metrics are plain text",
+            remedy="listen on 127.0.0.1, for an agent on this machine; or say --insecure if you "
+            "accept that anyone who reaches the port may read devices' names and figures",
         )
 
 
-class MetricsPort:
-    """Shows a registry until ``close``."""
+class MetricsServer:
+    """Serves a registry until ``close``."""
 
     def __init__(self, address: str, registry: CollectorRegistry) -> None:
-        """Open the port; 0 takes a free one.
+        """Open the port; port 0 takes a free one.
 
         Raises:
-            PortInUse: it cannot be had.
+            PortInUse: the port cannot be opened.
         """
         host, port = split_address(address)
         try:
@@ -62,15 +63,15 @@ class MetricsPort:
                 remedy="choose another port with --metrics HOST:PORT",
             ) from error
         self.port: int = self._server.server_address[1]
-        shown = f"[{host}]" if ":" in host else host
-        self.url = f"http://{shown}:{self.port}{PATH}"
+        url_host = f"[{host}]" if ":" in host else host
+        self.url = f"http://{url_host}:{self.port}{PATH}"
         self._thread = threading.Thread(
             target=self._server.serve_forever, name="metrics", daemon=True
         )
         self._thread.start()
 
     def close(self) -> None:
-        """Close the port."""
+        """Close the port and wait for the thread to end."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
@@ -83,13 +84,13 @@ class _Server(socketserver.TCPServer):
     def __init__(self, address: tuple[str, int], registry: CollectorRegistry) -> None:
         self.registry = registry
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-        super().__init__(address, _Page)
+        super().__init__(address, _Handler)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        log.debug("a scrape from %s came to nothing", client_address, exc_info=True)
+        log.debug("a scrape from %s failed", client_address, exc_info=True)
 
 
-class _Page(BaseHTTPRequestHandler):
+class _Handler(BaseHTTPRequestHandler):
     timeout = STALL_SECONDS
     server: _Server
 
@@ -108,5 +109,5 @@ class _Page(BaseHTTPRequestHandler):
     def version_string(self) -> str:
         return "headwater"
 
-    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the base's own name
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the base class's name
         log.debug(format, *args)

@@ -1,8 +1,8 @@
-"""Certificates as both sides see them: keys, signing requests, dates, and the files they lie in.
+"""Certificates of devices and server: keys, signing requests, names, dates and PEM.
 
-All keys are on P-256. A device makes its key, and asks for a certificate with a signing request
-(RFC 2986) that bears its name and proves that it holds the key. A device's key and certificate lie
-in one file, so that a renewal replaces both by one rename.
+All keys are on P-256. A device generates its key and requests a certificate with a signing request
+(RFC 2986) that has its name and proves that it has the key. A device's key and certificate are in
+one file, so that a renewal replaces both by one rename.
 """
 
 from __future__ import annotations
@@ -31,93 +31,93 @@ PublicKey = ec.EllipticCurvePublicKey
 
 # RFC 5280, appendix A.1: ub-common-name.
 MAX_COMMON_NAME = 64
-# Files of these names belong to the authority and the server.
+# The authority and the server have files of these names.
 RESERVED_NAMES = ("ca", "ca-key", "server", "server-key")
 MAX_REQUEST_BYTES = 4096
-"""Of a signing request in PEM; one of ours has about 450."""
-# A Pi without a battery clock may be behind: certificates are valid from the day before.
-BACKDATED = dt.timedelta(days=1)
+"""The largest signing request in PEM; ours have about 450 bytes."""
+# The clock of a Pi without a battery may be slow: certificates are valid from the day before.
+BACKDATE = dt.timedelta(days=1)
 
 
 def new_key() -> Key:
-    """Make a private key from the system's randomness."""
+    """Generate a private key from the system's randomness."""
     return ec.generate_private_key(ec.SECP256R1())
 
 
 def signing_request(name: str, key: Key) -> bytes:
-    """Return a request, in PEM, for a certificate of ``name`` for this key."""
+    """Return a signing request in PEM for a certificate with this name and key."""
     builder = x509.CertificateSigningRequestBuilder().subject_name(common_name(name))
     return builder.sign(key, hashes.SHA256()).public_bytes(Encoding.PEM)
 
 
 def read_request(pem: bytes) -> tuple[str, PublicKey]:
-    """Return the name and the public key of a request; nothing else of it is ever looked at.
+    """Return the name and the public key of a request; all its other fields are ignored.
 
     Raises:
-        CertificateProblem: it is too long, not a request, not for a key on P-256, or not signed
-            with that key.
+        CertificateProblem: the request is too long, malformed, not for a key on P-256, or not
+            signed with that key.
     """
-    wrong = CertificateProblem("not a signing request for a P-256 key, signed with that key")
+    problem = CertificateProblem("not a signing request for a P-256 key, signed with that key")
     if len(pem) > MAX_REQUEST_BYTES:
-        raise wrong
+        raise problem
     try:
         request = x509.load_pem_x509_csr(pem)
         key = request.public_key()
         is_signed = request.is_signature_valid
-        name = name_in(request.subject)
+        name = common_name_in(request.subject)
     except (ValueError, TypeError, UnsupportedAlgorithm) as error:
-        raise wrong from error
+        raise problem from error
     if not is_signed or not isinstance(key, ec.EllipticCurvePublicKey):
-        raise wrong
+        raise problem
     if not isinstance(key.curve, ec.SECP256R1):
-        raise wrong
+        raise problem
     return name, key
 
 
 def common_name(name: str) -> x509.Name:
-    """Return the subject of a certificate: the name, and nothing besides."""
+    """Return a certificate's subject, which is the name alone."""
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
 
 
-def name_in(subject: x509.Name) -> str:
-    """Return the one common name of a subject, "" if it has none or several."""
+def common_name_in(subject: x509.Name) -> str:
+    """Return a subject's only common name; "" if it has none or several."""
     names = subject.get_attributes_for_oid(NameOID.COMMON_NAME)
     return str(names[0].value) if len(names) == 1 else ""
 
 
 def check_name(name: str) -> None:
-    """Check that a name can be a device's and stand in a certificate.
+    """Check that a name is valid for a device and its certificate.
 
     Raises:
-        SettingsError: it cannot.
+        SettingsError: the name is malformed, too long or reserved.
     """
     if not re.fullmatch(NAME_PATTERN, name) or len(name) > MAX_COMMON_NAME:
         raise SettingsError(
-            f"{name[:80]!r} cannot be a client's name",
-            remedy=f"letters, digits, dot, dash and underscore, {MAX_COMMON_NAME} at most",
+            f"{name[:80]!r} is not a valid client name",
+            remedy=f"use at most {MAX_COMMON_NAME} letters, digits, dots, dashes and underscores",
         )
     if name in RESERVED_NAMES or name.endswith("-key"):
         raise SettingsError(
-            f"{name} cannot be a client's name: the files are somebody else's",
+            f"{name} is not a valid client name: the authority has files of that name",
             remedy="choose another name",
         )
 
 
 def fingerprint(certificate: x509.Certificate) -> bytes:
-    """Return the 32 bytes of the SHA-256 of a certificate."""
+    """Return the 32-byte SHA-256 of a certificate."""
     return certificate.fingerprint(hashes.SHA256())
 
 
 def key_digest(key: object) -> bytes:
-    """Return the SHA-256 of a public key (of its SubjectPublicKeyInfo), by which it is known."""
-    return hashlib.sha256(spki(key)).digest()
+    """Return the SHA-256 of a public key's SubjectPublicKeyInfo, which identifies the key."""
+    return hashlib.sha256(public_key_der(key)).digest()
 
 
-def spki(key: object) -> bytes:
-    """Return a public key's SubjectPublicKeyInfo.
+def public_key_der(key: object) -> bytes:
+    """Return a public key's SubjectPublicKeyInfo in DER.
 
     Raises:
-        CertificateProblem: there is no key.
+        CertificateProblem: ``key`` is not a public key.
     """
     if not hasattr(key, "public_bytes"):
         raise CertificateProblem("a certificate without a public key")
@@ -125,14 +125,14 @@ def spki(key: object) -> bytes:
     return encoded
 
 
-def due_at(certificate: x509.Certificate) -> dt.datetime:
-    """Return when the last third of a certificate's life begins, counted from its making."""
-    made = certificate.not_valid_before_utc + BACKDATED
+def renewal_due_at(certificate: x509.Certificate) -> dt.datetime:
+    """Return when the last third of a certificate's validity, from its creation, begins."""
+    made = certificate.not_valid_before_utc + BACKDATE
     return made + (certificate.not_valid_after_utc - made) * (2 / 3)
 
 
 def check_dates(certificate: x509.Certificate, what: object) -> None:
-    """Hold a certificate against this machine's clock.
+    """Check a certificate's validity by this machine's clock.
 
     Raises:
         CertificateProblem: it has expired, or is not valid yet.
@@ -157,5 +157,5 @@ def certificate_pem(certificate: x509.Certificate) -> bytes:
 
 
 def key_pem(key: Key) -> bytes:
-    """Return a private key in PEM; it belongs into a file that its owner alone can read."""
+    """Return a private key in PEM; store it in a file that only its owner can read."""
     return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())

@@ -1,9 +1,9 @@
-"""The join token: one string by which a device finds its server, trusts it, and is let in once.
+"""The join token: one string with which a device finds its server, trusts it and enrols once.
 
-``headwater-server enroll`` prints it, ``headwater-client join`` takes it. It holds the address of
-the enrolment port, the SHA-256 of the authority's certificate, the device's name, a secret of 256
-bits and its expiry: all that a device needs to know before it asks. The server keeps a hash of the
-secret alone. Whoever has the token first becomes the device: pass it on as you would a password.
+``headwater-server enroll`` prints it, ``headwater-client join`` takes it. It contains the address
+of the enrolment port, the SHA-256 of the authority's certificate, the device's name, a secret of
+256 bits and its expiry: all that a device needs for its request. The server stores only a hash of
+the secret. The first device that uses the token is enrolled: treat it like a password.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MAX_TOKEN_CHARACTERS = 2048
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JoinToken:
-    """What a join token says."""
+    """The fields of a join token."""
 
     address: str
     """HOST:PORT of the enrolment port."""
@@ -39,7 +39,7 @@ class JoinToken:
 
     @classmethod
     def new(cls, *, address: str, fingerprint: bytes, name: str, expires_at: int) -> JoinToken:
-        """Make a token with a secret of its own."""
+        """Return a token with a new random secret."""
         return cls(
             address=address,
             fingerprint=fingerprint,
@@ -50,57 +50,57 @@ class JoinToken:
 
     @property
     def secret_digest(self) -> bytes:
-        """What the server keeps of the secret."""
-        return digest_of(self.secret)
+        """The hash of the secret, which the server stores."""
+        return secret_digest(self.secret)
 
     @property
     def expiry(self) -> dt.datetime:
-        """When the token expires."""
+        """The time at which the token expires."""
         return dt.datetime.fromtimestamp(self.expires_at, dt.UTC)
 
     def encode(self) -> str:
-        """Return the string; ``parse`` reads it."""
-        told = {
+        """Return the token as a string, which ``parse`` reads."""
+        fields = {
             "address": self.address,
             "authority": _text(self.fingerprint),
             "name": self.name,
             "expires": self.expires_at,
             "secret": _text(self.secret),
         }
-        body = json.dumps(told, separators=(",", ":")).encode()
+        body = json.dumps(fields, separators=(",", ":")).encode()
         return PREFIX + _text(body + _check(body))
 
     @classmethod
     def parse(cls, text: str) -> JoinToken:
-        """Read a token.
+        """Parse a token.
 
         Raises:
-            JoinTokenBroken: it is none, or not whole; the message does not quote it.
+            JoinTokenBroken: it is no token, or incomplete; the message does not quote it.
         """
-        text = "".join(text.split())  # a line break that a terminal or a mail put in
+        text = "".join(text.split())  # terminals and mail programs insert line breaks
         if not text.startswith(PREFIX) or len(text) > MAX_TOKEN_CHARACTERS:
             raise JoinTokenBroken(f"a join token begins with {PREFIX}, this does not")
         try:
             whole = _bytes(text.removeprefix(PREFIX))
             body, check = whole[:-CHECK_BYTES], whole[-CHECK_BYTES:]
             if check != _check(body):
-                raise JoinTokenBroken("the join token is not whole, or a character was changed")
+                raise JoinTokenBroken("the join token is incomplete, or a character was changed")
             return cls._of(json.loads(body))
         except (ValueError, KeyError, TypeError, AttributeError, SettingsError) as error:
             if isinstance(error, JoinTokenBroken):
                 raise
-            raise JoinTokenBroken("the join token does not say what it should") from None
+            raise JoinTokenBroken("the join token has missing or invalid fields") from None
 
     @classmethod
-    def _of(cls, told: dict[str, object]) -> JoinToken:
-        address, name, expires = told["address"], told["name"], told["expires"]
+    def _of(cls, fields: dict[str, object]) -> JoinToken:
+        address, name, expires = fields["address"], fields["name"], fields["expires"]
         if not isinstance(address, str) or not isinstance(name, str) or type(expires) is not int:
             raise TypeError
         if not 0 <= expires < 2**40:
             raise ValueError
         split_address(address)
         check_name(name)
-        fingerprint, secret = _bytes(told["authority"]), _bytes(told["secret"])
+        fingerprint, secret = _bytes(fields["authority"]), _bytes(fields["secret"])
         if len(fingerprint) != DIGEST_BYTES or len(secret) != SECRET_BYTES:
             raise ValueError
         return cls(
@@ -108,8 +108,8 @@ class JoinToken:
         )
 
 
-def digest_of(secret: bytes) -> bytes:
-    """Return what the server keeps of a secret: of 256 random bits a plain hash is enough."""
+def secret_digest(secret: bytes) -> bytes:
+    """Return the hash that the server stores; for 256 random bits a plain hash suffices."""
     return hashlib.sha256(b"headwater join\0" + secret).digest()
 
 

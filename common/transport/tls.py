@@ -1,10 +1,10 @@
-"""TLS as it is set up: the three files of a side, and which addresses need them.
+"""TLS setup: reads the three PEM files of either side, and checks which addresses need TLS.
 
-A device's certificate bears its name as common name; the server holds the name in ``Hello`` against
-it (``server.transport.admission``). gRPC speaks TLS 1.2 with authenticated encryption, or 1.3, and no less;
-two ends of ours settle on 1.3, and an attacker between them cannot talk them down (RFC 8446,
-section 4.1.3). ``common.transport.certificates`` has the certificates themselves; it and cryptography's x509
-(1.3 MB of an idle device) are imported only where there are certificates.
+The common name of a device's certificate is its name; the server compares the name in ``Hello``
+with it (``server.transport.admission``). gRPC accepts TLS 1.2 with authenticated encryption, and
+TLS 1.3; our client and server negotiate 1.3, and an attacker between them cannot downgrade them
+(RFC 8446, section 4.1.3). ``common.transport.certificates`` and cryptography's x509 (1.3 MB of an
+idle device) are imported only if there are certificates.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Credentials:
-    """What a side shows and whom it trusts, in PEM."""
+    """A side's certificate and key, and the authority that it trusts, in PEM."""
 
     ca: bytes
     certificate: bytes
@@ -41,13 +41,13 @@ class Credentials:
 
 
 def read_credentials(tls: TlsSettings) -> Credentials | None:
-    """Read the three files; None if none is named.
+    """Read the three files; return None if none is named.
 
-    Certificate and key may lie in one file, which is then named twice.
+    Certificate and key may be in one file, which is then named twice.
 
     Raises:
         SettingsError: only some of the three are named.
-        CertificateProblem: one cannot be read, or is not what it should be.
+        CertificateProblem: a file cannot be read, or has the wrong content.
     """
     named = {"--tls-ca": tls.ca, "--tls-certificate": tls.certificate, "--tls-key": tls.key}
     missing = [flag for flag, path in named.items() if path is None]
@@ -66,15 +66,15 @@ def _checked(ca: bytes, certificate: bytes, key: bytes, tls: TlsSettings) -> Cre
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
-    from headwater.common.transport.certificates import check_dates, spki
+    from headwater.common.transport.certificates import check_dates, public_key_der
 
     try:
         authority = x509.load_pem_x509_certificate(ca)
         chain = x509.load_pem_x509_certificates(certificate)
         private = serialization.load_pem_private_key(key, password=None)
     except (ValueError, TypeError) as error:
-        raise CertificateProblem(f"a TLS file is not the PEM it should be: {error}") from error
-    if spki(chain[0].public_key()) != spki(private.public_key()):
+        raise CertificateProblem(f"a TLS file is not valid PEM of its kind: {error}") from error
+    if public_key_der(chain[0].public_key()) != public_key_der(private.public_key()):
         raise CertificateProblem(f"{tls.key} is not the key of {tls.certificate}")
     check_dates(authority, tls.ca)
     check_dates(chain[0], tls.certificate)
@@ -93,10 +93,10 @@ def _read(flag: str, path: Path) -> bytes:
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Split HOST:PORT; an IPv6 host stands in brackets.
+    """Split HOST:PORT; an IPv6 host must be in brackets.
 
     Raises:
-        SettingsError: it is neither.
+        SettingsError: the address is not HOST:PORT.
     """
     host, separator, port = address.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
@@ -106,7 +106,7 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def is_loopback(host: str) -> bool:
-    """Tell whether a host is this machine itself."""
+    """Return whether a host is a loopback address."""
     if host == "localhost":
         return True
     try:
@@ -116,11 +116,11 @@ def is_loopback(host: str) -> bool:
 
 
 def check_address(address: str, *, has_tls: bool, is_insecure: bool) -> None:
-    """Refuse plain text beyond loopback, unless it was said aloud.
+    """Check that an address uses TLS, is loopback, or was allowed by --insecure.
 
     Raises:
-        InsecureAddress: no TLS, not loopback, and no --insecure.
+        InsecureAddress: none of these.
     """
     host, _ = split_address(address)
     if not (has_tls or is_insecure or is_loopback(host)):
-        raise InsecureAddress(f"{address} is beyond this machine, and no TLS files are given")
+        raise InsecureAddress(f"{address} is not a loopback address, and no TLS files are given")

@@ -1,4 +1,4 @@
-"""The log for machines: one object a line, whatever is in it."""
+"""JSON logs: one object per line, whatever its content."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from headwater.common.system.json_logs import FIELDS, JsonFormatter, LineSink, rfc3339
+from headwater.common.system.json_logs import FIELDS, JsonFormatter, LineStream, rfc3339
 from tests.processes import ROOT
 
 
@@ -48,7 +48,7 @@ def test_a_line_break_in_a_message_does_not_begin_a_new_record() -> None:
     assert formatted("%s", forged)["message"] == forged
 
 
-def test_fields_stand_beside_the_message_and_cannot_take_its_place() -> None:
+def test_fields_are_added_and_cannot_replace_the_message() -> None:
     fields = {"round": 3, "loss": math.nan, "names": ("a", "b"), "message": "another"}
     found = formatted("round", **{FIELDS: fields})
     assert found["message"] == "round"
@@ -71,9 +71,9 @@ def test_times_are_utc_to_the_millisecond(seconds: float, text: str) -> None:
     assert rfc3339(seconds) == text
 
 
-def test_a_line_sink_hands_on_whole_lines_that_are_not_blank() -> None:
+def test_a_line_stream_passes_on_complete_lines_that_are_not_blank() -> None:
     lines: list[str] = []
-    sink = LineSink(lines.append)
+    sink = LineStream(lines.append)
     for text in ("one", " line  \n\n  ", "\nan", "other\nrest"):
         sink.write(text)
     assert lines == ["one line", "another"]
@@ -81,7 +81,7 @@ def test_a_line_sink_hands_on_whole_lines_that_are_not_blank() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("package", ["server", "client"])
-def test_all_that_a_command_says_is_json_on_stderr(package: str, tmp_path: Path) -> None:
+def test_all_output_of_a_command_is_json_on_stderr(package: str, tmp_path: Path) -> None:
     own = ["--listen", "127.0.0.1:0", "--out", str(tmp_path)] if package == "server" else []
     arguments = ["--log-format", "json", "--task", "nowhere.py:Task", *own]
     ended = subprocess.run(
@@ -93,7 +93,7 @@ def test_all_that_a_command_says_is_json_on_stderr(package: str, tmp_path: Path)
     )
     assert ended.returncode == 2
     assert not ended.stdout
-    said = [json.loads(line) for line in ended.stderr.splitlines()]
-    assert said[-1]["code"] == "UnknownTask"
-    assert said[-1]["remedy"]
-    assert {"time", "level", "logger", "message"} <= said[0].keys()
+    lines = [json.loads(line) for line in ended.stderr.splitlines()]
+    assert lines[-1]["code"] == "UnknownTask"
+    assert lines[-1]["remedy"]
+    assert {"time", "level", "logger", "message"} <= lines[0].keys()

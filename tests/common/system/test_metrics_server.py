@@ -1,4 +1,4 @@
-"""The page of metrics: where it may be opened, and what a stranger can do there."""
+"""The metrics server: which addresses are allowed, and what strangers can do."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ import pytest
 from prometheus_client import CollectorRegistry, Gauge
 
 from headwater.common.errors import InsecureAddress, PortInUse, SettingsError
-from headwater.common.system import metrics_server as metrics_port
-from headwater.common.system.metrics_server import MetricsPort, check_metrics_address
+from headwater.common.system import metrics_server
+from headwater.common.system.metrics_server import MetricsServer, check_metrics_address
 
 
 @pytest.fixture
-def port() -> Iterator[MetricsPort]:
+def port() -> Iterator[MetricsServer]:
     registry = CollectorRegistry()
     Gauge("answer", "to all", registry=registry).set(42)
-    opened = MetricsPort("127.0.0.1:0", registry)
+    opened = MetricsServer("127.0.0.1:0", registry)
     yield opened
     opened.close()
 
 
-def get(port: MetricsPort, path: str, method: str = "GET") -> tuple[int, str]:
+def get(port: MetricsServer, path: str, method: str = "GET") -> tuple[int, str]:
     connection = http.client.HTTPConnection("127.0.0.1", port.port, timeout=30)
     try:
         connection.request(method, path)
@@ -33,7 +33,7 @@ def get(port: MetricsPort, path: str, method: str = "GET") -> tuple[int, str]:
         connection.close()
 
 
-def test_the_page_shows_the_registry(port: MetricsPort) -> None:
+def test_the_page_shows_the_registry(port: MetricsServer) -> None:
     status, page = get(port, "/metrics")
     assert status == 200
     assert "answer 42.0" in page.splitlines()
@@ -43,32 +43,34 @@ def test_the_page_shows_the_registry(port: MetricsPort) -> None:
     ("path", "method", "status"),
     [("/", "GET", 404), ("/metrics/../etc/passwd", "GET", 404), ("/metrics", "POST", 501)],
 )
-def test_there_is_nothing_else(port: MetricsPort, path: str, method: str, status: int) -> None:
+def test_other_paths_and_methods_are_refused(
+    port: MetricsServer, path: str, method: str, status: int
+) -> None:
     assert get(port, path, method)[0] == status
 
 
-def test_one_who_stalls_is_given_up_and_the_next_is_answered(
-    port: MetricsPort, monkeypatch: pytest.MonkeyPatch
+def test_a_stalled_connection_is_closed_and_the_next_is_answered(
+    port: MetricsServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(metrics_port._Page, "timeout", 0.05)
-    with socket.create_connection(("127.0.0.1", port.port)) as stalling:
-        stalling.sendall(b"GET /met")
+    monkeypatch.setattr(metrics_server._Handler, "timeout", 0.05)
+    with socket.create_connection(("127.0.0.1", port.port)) as connection:
+        connection.sendall(b"GET /met")
         assert get(port, "/metrics")[0] == 200
 
 
-def test_a_port_that_is_taken_is_named(port: MetricsPort) -> None:
+def test_a_port_in_use_is_named(port: MetricsServer) -> None:
     with pytest.raises(PortInUse, match=str(port.port)):
-        MetricsPort(f"127.0.0.1:{port.port}", CollectorRegistry())
+        MetricsServer(f"127.0.0.1:{port.port}", CollectorRegistry())
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0:9100", "192.168.3.4:9100", "[::]:9100"])
-def test_metrics_beyond_this_machine_must_be_asked_for_aloud(address: str) -> None:
+def test_metrics_on_another_address_than_loopback_need_insecure(address: str) -> None:
     with pytest.raises(InsecureAddress, match="plain text"):
         check_metrics_address(address, is_insecure=False)
     check_metrics_address(address, is_insecure=True)
 
 
-def test_metrics_on_loopback_need_nothing_and_no_address_is_none() -> None:
+def test_metrics_on_loopback_need_no_flag_and_an_invalid_address_is_refused() -> None:
     check_metrics_address("127.0.0.1:9100", is_insecure=False)
     with pytest.raises(SettingsError, match="HOST:PORT"):
         check_metrics_address("9100", is_insecure=True)

@@ -1,4 +1,4 @@
-"""Join tokens: what is read is what was made, or nothing."""
+"""Join tokens: parsing returns the encoded token or refuses."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def token(name: str = "pi", address: str = "river.example.org:8501") -> JoinToke
 
 
 @given(name=NAMES, port=st.integers(1, 65_535), expires_at=st.integers(0, 2**40 - 1))
-def test_a_token_is_read_as_it_was_made(name: str, port: int, expires_at: int) -> None:
+def test_an_encoded_token_is_parsed_to_itself(name: str, port: int, expires_at: int) -> None:
     made = JoinToken.new(
         address=f"[::1]:{port}", fingerprint=bytes(32), name=name, expires_at=expires_at
     )
     assert JoinToken.parse(made.encode()) == made
 
 
-def test_line_breaks_that_a_mail_put_in_do_no_harm() -> None:
+def test_line_breaks_in_a_token_are_ignored() -> None:
     made = token()
     text = made.encode()
     assert JoinToken.parse(f" {text[:40]}\n{text[40:]}\n") == made
@@ -44,7 +44,7 @@ def test_a_token_with_a_character_changed_or_missing_is_refused(data: st.DataObj
 
 
 @given(st.text())
-def test_any_other_text_is_refused_by_name(text: str) -> None:
+def test_any_other_text_is_refused_as_broken(text: str) -> None:
     with pytest.raises(JoinTokenBroken):
         JoinToken.parse(text)
     with pytest.raises(JoinTokenBroken):
@@ -52,18 +52,18 @@ def test_any_other_text_is_refused_by_name(text: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "a b", "../x", "ca", "server-key", "x" * 65])
-def test_a_token_for_a_name_that_cannot_be_one_is_refused(name: str) -> None:
+def test_a_token_with_an_invalid_name_is_refused(name: str) -> None:
     with pytest.raises(JoinTokenBroken):
         JoinToken.parse(token(name).encode())
 
 
 @pytest.mark.parametrize("address", ["", "river", "river:", ":1", "river:70000"])
-def test_a_token_without_a_whole_address_is_refused(address: str) -> None:
+def test_a_token_with_an_incomplete_address_is_refused(address: str) -> None:
     with pytest.raises(JoinTokenBroken):
         JoinToken.parse(token(address=address).encode())
 
 
-def test_the_secret_shows_in_no_repr_and_in_no_complaint() -> None:
+def test_neither_a_repr_nor_an_error_shows_the_secret() -> None:
     made = token()
     assert made.secret.hex() not in repr(made)
     assert "secret" not in repr(made)
@@ -73,7 +73,7 @@ def test_the_secret_shows_in_no_repr_and_in_no_complaint() -> None:
     assert text[20:40] not in str(refusal.value)
 
 
-def test_two_tokens_have_two_secrets_and_the_server_keeps_only_a_hash() -> None:
+def test_each_token_has_its_own_secret_and_the_server_stores_only_a_hash() -> None:
     first, second = token(), token()
     assert first.secret != second.secret
     assert first.secret_digest != first.secret
