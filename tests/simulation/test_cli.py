@@ -26,7 +26,7 @@ SETTINGS_FILES = {"unknown.toml": "rouns = 3\n", "wrong.toml": "seed = 'many'\n"
 
 GOOD = ["--task", "tests/tasks.py:TwoLayers", "--clients", "2", "--rounds", "1"]
 
-# What is given, in a folder that {here} stands for; the error's name; words of message and remedy.
+# The arguments ({here} is the test's folder), the error's name, words of its message and remedy.
 CASES: dict[str, tuple[list[str], str, list[str]]] = {
     "no task": ([], "SettingsError", ["no task is set", "--task"]),
     "unknown task file": (
@@ -55,7 +55,11 @@ CASES: dict[str, tuple[list[str], str, list[str]]] = {
         "SettingsError",
         ["wrong.toml: seed", "'many'"],
     ),
-    "rounds out of range": ([*GOOD, "--rounds", "0"], "SettingsError", ["rounds: "]),
+    "rounds out of range": (
+        [*GOOD, "--rounds", "0"],
+        "SettingsError",
+        ["rounds (--rounds): expected"],
+    ),
     "unknown engine": ([*GOOD, "--engine", "spark"], "SettingsError", ["simulation.engine"]),
     "argument without a value": (
         [*GOOD, "--optimizer-argument", "momentum"],
@@ -90,7 +94,7 @@ CASES: dict[str, tuple[list[str], str, list[str]]] = {
 }
 
 
-OF_SETTINGS = {"SettingsError", "UnknownTask", "EmptyDataset"}
+EXIT_2 = {"SettingsError", "UnknownTask", "EmptyDataset"}
 
 
 @pytest.mark.slow
@@ -98,17 +102,17 @@ OF_SETTINGS = {"SettingsError", "UnknownTask", "EmptyDataset"}
 def test_bad_input_ends_with_a_named_error_its_remedy_and_its_status(
     tmp_path: Path, case: str
 ) -> None:
-    given, name, words = CASES[case]
+    arguments, name, words = CASES[case]
     (tmp_path / "bad.py").write_text(TASK_FILE)
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / FILE).write_bytes(b"of another run")
     for file, text in SETTINGS_FILES.items():
         (tmp_path / file).write_text(text)
-    words_given = [word.replace("{here}", str(tmp_path)) for word in given]
-    status = 2 if name in OF_SETTINGS else 1
+    command_line = [word.replace("{here}", str(tmp_path)) for word in arguments]
+    status = 2 if name in EXIT_2 else 1
     with Processes(tmp_path / "processes") as processes:
         result = processes.complete(
-            "simulation", "--out", tmp_path / "out", *words_given, status=status
+            "simulation", "--out", tmp_path / "out", *command_line, status=status
         )
     assert "Traceback" not in result.stderr + result.stdout
     assert f"{name}: " in result.stderr
