@@ -29,16 +29,16 @@ from headwater.common.errors import (
     ClockWrong,
     ProtocolMismatch,
 )
-from headwater.common.system.atomic_file import OWNER_ONLY, READABLE, write_whole
+from headwater.common.system.atomic_file import OWNER_ONLY, READABLE, write_atomically
 from headwater.common.transport.certificates import (
     Key,
     certificate_pem,
+    common_name_in,
     fingerprint,
     key_pem,
-    name_in,
     new_key,
+    public_key_der,
     signing_request,
-    spki,
 )
 from headwater.common.transport.join_token import JoinToken
 from headwater.common.transport.tls import split_address
@@ -104,7 +104,8 @@ def _check_folder(folder: Path, name: str) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if own.exists():
-            certified_name = name_in(x509.load_pem_x509_certificate(own.read_bytes()).subject)
+            certificate = x509.load_pem_x509_certificate(own.read_bytes())
+            certified_name = common_name_in(certificate.subject)
             if certified_name != name:
                 raise CertificateProblem(
                     f"{own} is the certificate of {certified_name}, and the token is for {name}",
@@ -145,7 +146,7 @@ def _own_key(folder: Path) -> Key:
             if isinstance(saved, ec.EllipticCurvePrivateKey):
                 return saved
         key = new_key()
-        write_whole(path, key_pem(key), mode=OWNER_ONLY)
+        write_atomically(path, key_pem(key), mode=OWNER_ONLY)
     except (OSError, ValueError) as error:
         raise CertificateProblem(
             f"{path}: {error}", remedy="remove the file, or choose another --folder"
@@ -160,11 +161,11 @@ def _read_certificate(
     try:
         certificate = x509.load_pem_x509_certificate(str(answer["certificate"]).encode())
         certificate.verify_directly_issued_by(ca)
-        is_own = spki(certificate.public_key()) == spki(key.public_key())
+        is_own = public_key_der(certificate.public_key()) == public_key_der(key.public_key())
         is_port = type(answer["port"]) is int and 0 < answer["port"] < 65_536
     except (KeyError, ValueError, TypeError, InvalidSignature) as error:
         raise ProtocolMismatch("the answer is not a certificate of the authority") from error
-    if not is_own or not is_port or name_in(certificate.subject) != name:
+    if not is_own or not is_port or common_name_in(certificate.subject) != name:
         raise ProtocolMismatch("the server's certificate is not for this device's name and key")
     now = dt.datetime.now(dt.UTC)
     if not certificate.not_valid_before_utc <= now <= certificate.not_valid_after_utc:
@@ -200,9 +201,9 @@ def _write_files(
             tree = tomllib.loads(settings.read_text())
         for branch, values in changes.items():
             tree[branch] = {**tree.get(branch, {}), **values}
-        write_whole(ca_path, certificate_pem(ca), mode=READABLE)
-        write_whole(own, certificate_pem(certificate) + key_pem(key), mode=OWNER_ONLY)
-        write_whole(settings, tomli_w.dumps(tree).encode(), mode=READABLE)
+        write_atomically(ca_path, certificate_pem(ca), mode=READABLE)
+        write_atomically(own, certificate_pem(certificate) + key_pem(key), mode=OWNER_ONLY)
+        write_atomically(settings, tomli_w.dumps(tree).encode(), mode=READABLE)
         (folder / KEY_FILE).unlink()
     except (OSError, ValueError, TypeError) as error:
         raise CertificateProblem(

@@ -16,17 +16,17 @@ from cryptography import x509
 from cryptography.exceptions import InvalidSignature
 
 from headwater.common.settings.schema import TlsSettings
-from headwater.common.system.atomic_file import OWNER_ONLY, write_whole
+from headwater.common.system.atomic_file import OWNER_ONLY, write_atomically
 from headwater.common.transport.certificates import (
     Key,
     certificate_pem,
     check_dates,
-    due_at,
+    common_name_in,
     key_pem,
-    name_in,
     new_key,
+    public_key_der,
+    renewal_due_at,
     signing_request,
-    spki,
 )
 from headwater.common.transport.tls import Credentials
 from headwater.common.transport.wire_pb2 import Certificate
@@ -53,7 +53,7 @@ class Renewal:
 
     def due_seconds(self) -> float:
         """Return the seconds until the certificate should be renewed; 0 if it is due."""
-        return max((due_at(self._leaf) - dt.datetime.now(dt.UTC)).total_seconds(), 0.0)
+        return max((renewal_due_at(self._leaf) - dt.datetime.now(dt.UTC)).total_seconds(), 0.0)
 
     def request(self) -> bytes | None:
         """Make a new key and return its signing request; None if the files allow no renewal."""
@@ -66,7 +66,7 @@ class Renewal:
             return None
         log.info("this device's certificate ends on %s: requesting its renewal", self._end)
         self._key = new_key()
-        return signing_request(name_in(self._leaf.subject), self._key)
+        return signing_request(common_name_in(self._leaf.subject), self._key)
 
     def take(self, answer: Certificate) -> None:
         """Write the server's new certificate to the file, or log why there is none."""
@@ -90,7 +90,7 @@ class Renewal:
             ca=self.credentials.ca, certificate=certificate_pem(certificate), key=key_pem(key)
         )
         try:
-            write_whole(self._file, renewed.certificate + renewed.key, mode=OWNER_ONLY)
+            write_atomically(self._file, renewed.certificate + renewed.key, mode=OWNER_ONLY)
         except OSError as error:
             log.warning(
                 "%s cannot be written, the certificate is not renewed: %s", self._file, error
@@ -111,7 +111,7 @@ class Renewal:
             )
         except (ValueError, TypeError, InvalidSignature):
             return None
-        is_own = spki(certificate.public_key()) == spki(key.public_key())
-        is_named = name_in(certificate.subject) == name_in(self._leaf.subject)
+        is_own = public_key_der(certificate.public_key()) == public_key_der(key.public_key())
+        is_named = common_name_in(certificate.subject) == common_name_in(self._leaf.subject)
         is_later = certificate.not_valid_after_utc > self._leaf.not_valid_after_utc
         return certificate if is_own and is_named and is_later else None

@@ -26,7 +26,7 @@ from pydantic import ConfigDict, Field, ValidationError
 
 from headwater.client.enrolment.signing_identity import Enrolment
 from headwater.client.flower.state_file import READERS, SECURE, StateFile, read_record
-from headwater.client.flower.suspended_keys import KeyFile, SealingKey, SimulatedKey
+from headwater.client.flower.suspended_keys import KeyFile, SimulatedKey
 from headwater.client.secagg.session import SecureSession
 from headwater.client.secagg.states import (
     AwaitingMaskRequest,
@@ -73,7 +73,7 @@ class SuspendedUpdate:
         self._context = context
         self._name = name
         self._file: StateFile | None = None
-        self._key: SealingKey
+        self._key: KeyFile | SimulatedKey
         if is_simulated:
             self._key = SimulatedKey(name=name, run_id=context.run_id)
             return

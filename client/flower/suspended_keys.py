@@ -15,7 +15,6 @@ import hashlib
 import os
 import stat
 from pathlib import Path
-from typing import Protocol
 
 from headwater.common.errors import StateError, UpdateNotHeld
 from headwater.common.secagg.keys import KEY_BYTES
@@ -30,26 +29,6 @@ REMEDY = (
 )
 
 
-class SealingKey(Protocol):
-    """The key of one client's suspended update, where later processes find it."""
-
-    def check(self) -> None:
-        """Check that a key can be stored; StateError if there is no folder for it."""
-        ...
-
-    def make(self) -> Secret:
-        """Make a new key in place of any other; StateError if it cannot be stored."""
-        ...
-
-    def read(self) -> Secret:
-        """Return the key; UpdateNotHeld if there is none."""
-        ...
-
-    def erase(self) -> None:
-        """Overwrite and remove the key, if there is one; StateError if it cannot be removed."""
-        ...
-
-
 class KeyFile:
     """A real device's key, in a file."""
 
@@ -60,9 +39,15 @@ class KeyFile:
         self._folder = folder
 
     def check(self) -> None:
+        """Check that there is a folder for the key.
+
+        Raises:
+            StateError: there is none. All methods raise this if the file cannot be changed.
+        """
         self._path()
 
     def make(self) -> Secret:
+        """Make a new key in place of any other."""
         self.erase()
         key = Secret(os.urandom(KEY_BYTES))
         path = self._path()
@@ -75,6 +60,11 @@ class KeyFile:
         return key
 
     def read(self) -> Secret:
+        """Return the key.
+
+        Raises:
+            UpdateNotHeld: there is none.
+        """
         try:
             return Secret.take(bytearray(self._path().read_bytes()))
         except OSError as error:
@@ -83,6 +73,7 @@ class KeyFile:
             ) from error
 
     def erase(self) -> None:
+        """Overwrite and remove the key, if there is one."""
         path = self._path()
         with (
             contextlib.suppress(OSError),  # there is no such file, or it is a link

@@ -19,30 +19,7 @@ from numpy.typing import NDArray
 
 from headwater.client.secagg.states import AwaitingMaskRequest, AwaitingUnmask, SessionFinished
 from headwater.client.secagg.types import Participant, SessionRecord, UnmaskedUpdate
-from headwater.common.errors import (
-    BadPublicKey,
-    BothSharesAsked,
-    CohortTooSmall,
-    ComplaintIgnored,
-    CountOutOfRange,
-    HeadwaterError,
-    IdentityUnknown,
-    MaskingTooWeak,
-    ModelMismatch,
-    NonFiniteUpdate,
-    OutOfPhase,
-    RingCanWrap,
-    RosterRefused,
-    SessionMismatch,
-    SessionReplayed,
-    SignatureRefused,
-    SurvivorsChanged,
-    SurvivorsNotAgreed,
-    SurvivorsRefused,
-    ThresholdTooHigh,
-    ThresholdTooLow,
-    UpdateAlreadyMasked,
-)
+from headwater.common import errors
 from headwater.common.secagg.fixed_point import check_finite
 from headwater.common.secagg.graph import ceil_fraction
 from headwater.common.secagg.protocol import (
@@ -63,79 +40,79 @@ class Check:
 
     name: str
     action: str
-    error: type[HeadwaterError]
+    error: type[errors.HeadwaterError]
     holds: str
 
 
-def _rows(*rows: tuple[str, str, type[HeadwaterError], str]) -> tuple[Check, ...]:
+def _rows(*rows: tuple[str, str, type[errors.HeadwaterError], str]) -> tuple[Check, ...]:
     return tuple(Check(name=n, action=a, error=e, holds=h) for n, a, e, h in rows)
 
 
 # fmt: off
 CHECKS = _rows(
-    ("new session", "advertise_keys", SessionReplayed,
+    ("new session", "advertise_keys", errors.SessionReplayed,
      "the session is newer than every session in the record, and of the update's round"),
-    ("fresh update", "advertise_keys", UpdateAlreadyMasked,
+    ("fresh update", "advertise_keys", errors.UpdateAlreadyMasked,
      "the update was masked in no earlier session"),
-    ("own mode", "advertise_keys", MaskingTooWeak,
+    ("own mode", "advertise_keys", errors.MaskingTooWeak,
      "the mode is at least the client's own; active mode has an identity and an allow-list"),
-    ("same session", "share_keys", SessionReplayed,
+    ("same session", "share_keys", errors.SessionReplayed,
      "the roster has the run, round, attempt and mode that the keys were made for"),
-    ("enough members", "share_keys", CohortTooSmall,
+    ("enough members", "share_keys", errors.CohortTooSmall,
      "the roster has at least 3 members, and the client's own minimum"),
-    ("unique members", "share_keys", RosterRefused,
+    ("unique members", "share_keys", errors.RosterRefused,
      "no name and no key appears twice"),
-    ("own entry", "share_keys", RosterRefused,
+    ("own entry", "share_keys", errors.RosterRefused,
      "the client's entry has exactly the keys that it advertised and its own plan's weight"),
-    ("known members", "share_keys", IdentityUnknown,
+    ("known members", "share_keys", errors.IdentityUnknown,
      "every member is on the client's allow-list (active)"),
-    ("signed keys", "share_keys", SignatureRefused,
+    ("signed keys", "share_keys", errors.SignatureRefused,
      "every member's identity signed its keys for this session (active)"),
-    ("sharing keys", "share_keys", BadPublicKey,
+    ("sharing keys", "share_keys", errors.BadPublicKey,
      "no sharing key gives a shared secret that everybody can compute"),
-    ("threshold", "share_keys", ThresholdTooLow,
+    ("threshold", "share_keys", errors.ThresholdTooLow,
      "t, and k of a sparse graph, meet the rule for n"),
-    ("reachable threshold", "share_keys", ThresholdTooHigh,
+    ("reachable threshold", "share_keys", errors.ThresholdTooHigh,
      "t holders can be left after the dropouts that the client assumes"),
-    ("whole vector", "share_keys", ModelMismatch,
+    ("whole vector", "share_keys", errors.ModelMismatch,
      "the session masks all coordinates of the update"),
-    ("ring and clip", "share_keys", MaskingTooWeak,
+    ("ring and clip", "share_keys", errors.MaskingTooWeak,
      "ring, clip bound, cipher, graph and masked counts are within the client's floor"),
-    ("no overflow", "share_keys", RingCanWrap,
+    ("no overflow", "share_keys", errors.RingCanWrap,
      "the sum of all planned weights fits the ring"),
-    ("own dealers", "check_shares", RosterRefused,
+    ("own dealers", "check_shares", errors.RosterRefused,
      "the shares are for this client, from its own dealers, one from each"),
-    ("same model", "check_shares", SessionMismatch,
+    ("same model", "check_shares", errors.SessionMismatch,
      "a share of another member opens: that member saw the same model and roster"),
-    ("complaints", "masked_update", ComplaintIgnored,
+    ("complaints", "masked_update", errors.ComplaintIgnored,
      "U2 has no dealer whose shares the client reported as bad"),
-    ("maskers", "masked_update", RosterRefused,
+    ("maskers", "masked_update", errors.RosterRefused,
      "U2 has only members that dealt shares, each once, and this client"),
-    ("enough maskers", "masked_update", CohortTooSmall,
+    ("enough maskers", "masked_update", errors.CohortTooSmall,
      "U2 has at least 3 members, the client's own minimum, and t of its holders"),
-    ("mask keys", "masked_update", BadPublicKey,
+    ("mask keys", "masked_update", errors.BadPublicKey,
      "no mask key gives a shared secret that everybody can compute"),
-    ("own numbers", "masked_update", ModelMismatch,
+    ("own numbers", "masked_update", errors.ModelMismatch,
      "the masked numbers are those that the client's task returns"),
-    ("own weight", "masked_update", CountOutOfRange,
+    ("own weight", "masked_update", errors.CountOutOfRange,
      "the update's weight is within the client's plan"),
-    ("finite", "masked_update", NonFiniteUpdate,
+    ("finite", "masked_update", errors.NonFiniteUpdate,
      "the vector and the numbers are finite"),
-    ("block bounds", "masked_update", SessionMismatch,
+    ("block bounds", "masked_update", errors.SessionMismatch,
      "the bounds of a 16-bit ring are those in the session's parameters"),
-    ("one share each", "consistency, unmask", BothSharesAsked,
+    ("one share each", "consistency, unmask", errors.BothSharesAsked,
      "no member is in both the survived and the dropped set"),
-    ("survivors", "consistency, unmask", SurvivorsRefused,
+    ("survivors", "consistency, unmask", errors.SurvivorsRefused,
      "the two sets are together U2, each member once, and this client survived"),
-    ("enough survivors", "consistency, unmask", SurvivorsRefused,
+    ("enough survivors", "consistency, unmask", errors.SurvivorsRefused,
      "at least 3 members survived, the client's own minimum, and its own fraction of U2"),
-    ("holders", "consistency, unmask", SurvivorsRefused,
+    ("holders", "consistency, unmask", errors.SurvivorsRefused,
      "t holders of each survivor survived"),
-    ("one survivor set", "consistency, unmask", SurvivorsChanged,
+    ("one survivor set", "consistency, unmask", errors.SurvivorsChanged,
      "the client has answered no other survivor set in this session"),
-    ("signed survivors", "unmask", SurvivorsNotAgreed,
+    ("signed survivors", "unmask", errors.SurvivorsNotAgreed,
      "enough members signed exactly this set (active)"),
-    ("order", "any", OutOfPhase,
+    ("order", "any", errors.OutOfPhase,
      "the request is the one that the client's state waits for"),
 )
 # fmt: on
@@ -144,7 +121,7 @@ CHECKS = _rows(
 def check_unmasked(device: Participant, record: SessionRecord) -> None:
     """Check that the update was masked in no earlier session."""
     if record.masked == device.update_id:
-        raise UpdateAlreadyMasked(
+        raise errors.UpdateAlreadyMasked(
             f"{device.name}: the update {device.update_id} was masked before, in {record.highest}"
         )
 
@@ -153,11 +130,11 @@ def check_delivery(request: CheckRequest, session: SessionView, device: Particip
     """Check that the shares are for this client, from its own dealers, one from each."""
     dealers = [share.dealer for share in request.shares]
     if len(set(dealers)) != len(dealers) or not set(dealers) <= set(session.holders(device.name)):
-        raise RosterRefused(
+        raise errors.RosterRefused(
             f"{device.name}: received shares twice from one dealer, or from a dealer not its own"
         )
     if any(share.holder != device.name for share in request.shares):
-        raise RosterRefused(f"{device.name}: received shares for another holder")
+        raise errors.RosterRefused(f"{device.name}: received shares for another holder")
 
 
 def check_opened(
@@ -166,7 +143,7 @@ def check_opened(
     """Check that some share opens: if none does, this client is the one with another session."""
     num_good, num_bad = len(set(good) - {device.name}), len(set(bad))
     if device.name in set(bad) or (num_bad and not num_good):
-        raise SessionMismatch(
+        raise errors.SessionMismatch(
             f"{device.name}: none of {num_bad} shares opens in session "
             f"{session.digest.hex()[:16]}: the other members were shown another model, another "
             "roster or other parameters"
@@ -178,20 +155,24 @@ def check_members(members: tuple[str, ...], state: AwaitingMaskRequest) -> None:
     device, session = state.device, state.session
     u2 = frozenset(members)
     if len(u2) != len(members) or not u2 <= session.members.keys():
-        raise RosterRefused(f"{device.name}: U2 has a name twice, or one from outside the roster")
+        raise errors.RosterRefused(
+            f"{device.name}: U2 has a name twice, or one from outside the roster"
+        )
     if device.name not in u2:
-        raise RosterRefused(f"{device.name}: got a request to mask, but U2 does not list it")
+        raise errors.RosterRefused(f"{device.name}: got a request to mask, but U2 does not list it")
     if u2 & state.bad_dealers:
-        raise ComplaintIgnored(
+        raise errors.ComplaintIgnored(
             f"{device.name}: U2 keeps {', '.join(sorted(u2 & state.bad_dealers))}, which gave it "
             "bad shares"
         )
     missing = (u2 & set(session.holders(device.name))) - state.shares.keys()
     if missing:
-        raise RosterRefused(f"{device.name}: no shares came from {', '.join(sorted(missing)[:3])}")
+        raise errors.RosterRefused(
+            f"{device.name}: no shares came from {', '.join(sorted(missing)[:3])}"
+        )
     least = max(MIN_MEMBERS, device.floor.min_members)
     if len(u2) < least or session.short_of_holders([device.name], present=u2):
-        raise CohortTooSmall(
+        raise errors.CohortTooSmall(
             f"{device.name}: U2 has {len(u2)} members; at least {least} are required, and "
             f"{session.parameters.threshold} of this client's holders"
         )
@@ -201,21 +182,21 @@ def check_update(update: UnmaskedUpdate, parameters: Parameters, device: Partici
     """Check the update itself, before any of it is changed."""
     names = {scalar.name for scalar in parameters.scalars} - {NUM_CLIPPED}
     if names != update.numbers.keys():
-        raise ModelMismatch(
+        raise errors.ModelMismatch(
             f"{device.name}: the session masks the numbers {sorted(names)}, the update has "
             f"{sorted(update.numbers)}"
         )
     if update.values_P.numel() != device.num_values:
-        raise ModelMismatch(
+        raise errors.ModelMismatch(
             f"{device.name}: the update has {update.values_P.numel():,} coordinates, expected "
             f"{device.num_values:,}"
         )
     if not 0 < update.weight <= device.planned_weight:
-        raise CountOutOfRange(
+        raise errors.CountOutOfRange(
             f"{device.name}: the weight is not within the plan's {device.planned_weight:,}"
         )
     if not all(math.isfinite(value) for value in update.numbers.values()):
-        raise NonFiniteUpdate(f"{device.name}: a number to be masked is not finite")
+        raise errors.NonFiniteUpdate(f"{device.name}: a number to be masked is not finite")
     check_finite(update.values_P.numpy())
 
 
@@ -228,11 +209,13 @@ def check_bounds(
 ) -> NDArray[np.float32]:
     """Check the block bounds of a 16-bit ring against the digest in the session's parameters."""
     if bounds is None or hashlib.sha256(bounds.tobytes()).digest() != parameters.bounds_digest:
-        raise SessionMismatch(f"{device.name}: the block bounds are not those of the parameters")
+        raise errors.SessionMismatch(
+            f"{device.name}: the block bounds are not those of the parameters"
+        )
     floor = device.floor
     is_within = (bounds >= floor.min_clip) & (bounds <= floor.max_clip)  # False for NaN
     if bounds.shape != (num_blocks,) or not bool(is_within.all()):
-        raise MaskingTooWeak(
+        raise errors.MaskingTooWeak(
             f"{device.name}: there is not one bound per block, or one is outside the client's floor"
         )
     return bounds
@@ -245,30 +228,32 @@ def check_survivors(
     device, session, floor = state.device, state.session, state.device.floor
     survived, dropped, u2 = set(request.survived), set(request.dropped), set(state.members)
     if both := survived & dropped:
-        raise BothSharesAsked(f"{device.name}: {', '.join(sorted(both)[:3])} survived and dropped")
+        raise errors.BothSharesAsked(
+            f"{device.name}: {', '.join(sorted(both)[:3])} survived and dropped"
+        )
     num_named = len(request.survived) + len(request.dropped)
     if survived | dropped != u2 or num_named != len(u2):
-        raise SurvivorsRefused(
+        raise errors.SurvivorsRefused(
             f"{device.name}: survived and dropped are not together the {len(u2)} members of U2, "
             "each once"
         )
     if device.name not in survived:
-        raise SurvivorsRefused(f"{device.name}: it masked its update, but is not a survivor")
+        raise errors.SurvivorsRefused(f"{device.name}: it masked its update, but is not a survivor")
     least = max(MIN_MEMBERS, floor.min_members, ceil_fraction(floor.min_survivors, len(u2)))
     if len(survived) < least:
-        raise SurvivorsRefused(
+        raise errors.SurvivorsRefused(
             f"{device.name}: {len(survived)} of {len(u2)} members survived, at least {least} are "
             "required"
         )
     if isolated := session.short_of_holders(request.survived, present=survived):
-        raise SurvivorsRefused(
+        raise errors.SurvivorsRefused(
             f"{device.name}: fewer than {session.parameters.threshold} holders of {isolated[0]} "
             "survived, so its update could be isolated"
         )
     digest = survivors_digest(session=session.digest, survived=survived, dropped=dropped)
     answered = state.record.answered
     if answered is not None and answered[0] == session.digest.hex() and answered[1] != digest.hex():
-        raise SurvivorsChanged(f"{device.name}: got a second survivor set in one session")
+        raise errors.SurvivorsChanged(f"{device.name}: got a second survivor set in one session")
     return digest
 
 
@@ -277,7 +262,7 @@ def check_signatures(
 ) -> None:
     """Check that enough members signed exactly this survivor set; only survivors' count."""
     if device.allow_list is None:
-        raise MaskingTooWeak(f"{device.name}: active mode needs an allow-list")
+        raise errors.MaskingTooWeak(f"{device.name}: active mode needs an allow-list")
     survived, message = set(request.survived), survivors_message(digest)
     num_valid = 0
     for name, signature in request.signatures.items():
@@ -285,13 +270,13 @@ def check_signatures(
             continue
         try:
             device.allow_list.verify(name, message, signature)
-        except (IdentityUnknown, SignatureRefused):
+        except (errors.IdentityUnknown, errors.SignatureRefused):
             continue  # a single lying member must not end the session
         num_valid += 1
     needed = signatures_needed(
         session.parameters.threshold, len(session.members), corrupted=device.floor.corrupted
     )
     if num_valid < needed:
-        raise SurvivorsNotAgreed(
+        raise errors.SurvivorsNotAgreed(
             f"{device.name}: the survivor set has {num_valid} valid signatures, {needed} are needed"
         )

@@ -11,18 +11,7 @@ from collections.abc import Iterable, Sequence
 
 from headwater.client.secagg.checks import check_unmasked
 from headwater.client.secagg.types import Participant, SessionRecord
-from headwater.common.errors import (
-    CohortTooSmall,
-    IdentityUnknown,
-    MaskingTooWeak,
-    ModelMismatch,
-    RingCanWrap,
-    RosterRefused,
-    SessionReplayed,
-    SignatureRefused,
-    ThresholdTooHigh,
-    ThresholdTooLow,
-)
+from headwater.common import errors
 from headwater.common.secagg.fixed_point import plan_encoding
 from headwater.common.secagg.graph import GraphSize, Mode, check_graph_size
 from headwater.common.secagg.protocol import (
@@ -45,21 +34,21 @@ from headwater.common.secagg.session import keys_message
 def check_opening(request: KeysRequest, device: Participant, record: SessionRecord) -> None:
     """Check the request that opens a session."""
     if (request.run, request.round) != (device.run, device.round):
-        raise SessionReplayed(
+        raise errors.SessionReplayed(
             f"{device.name}: the session is of run {request.run}, round {request.round}, the "
             f"update of run {device.run}, round {device.round}"
         )
     if record.highest is not None and request.number <= record.highest:
-        raise SessionReplayed(
+        raise errors.SessionReplayed(
             f"{device.name}: session {request.number} is not newer than {record.highest}"
         )
     check_unmasked(device, record)
     if device.floor.mode == "active" and request.mode != "active":
-        raise MaskingTooWeak(
+        raise errors.MaskingTooWeak(
             f"{device.name}: the session is {request.mode}, this device requires active mode"
         )
     if request.mode == "active" and (device.identity is None or device.allow_list is None):
-        raise MaskingTooWeak(
+        raise errors.MaskingTooWeak(
             f"{device.name}: active mode needs an identity and an allow-list: start this device "
             "with --identity and --allow-list",
             remedy="make the identity with `headwater-client identity`; the client needs both",
@@ -79,7 +68,7 @@ def check_roster(
         (parameters.mode, request.mode),
     ):
         if actual != expected:
-            raise SessionReplayed(
+            raise errors.SessionReplayed(
                 f"{device.name}: the roster is for {actual}, the keys were made for {expected}"
             )
     _check_members(roster.members, keys=keys, device=device)
@@ -94,7 +83,7 @@ def check_roster(
 def _check_members(members: Sequence[Member], *, keys: KeysReply, device: Participant) -> None:
     least = max(MIN_MEMBERS, device.floor.min_members)
     if len(members) < least:
-        raise CohortTooSmall(
+        raise errors.CohortTooSmall(
             f"{device.name}: the session has {len(members)} members, at least {least} are required"
         )
     names = [member.name for member in members]
@@ -102,7 +91,7 @@ def _check_members(members: Sequence[Member], *, keys: KeysReply, device: Partic
     for kind, entries in (("name", names), ("key", public_keys)):
         repeated = [entry for entry, count in Counter(entries).items() if count > 1]
         if repeated:
-            raise RosterRefused(
+            raise errors.RosterRefused(
                 f"{device.name}: the {kind} {repeated[0]} appears twice in the roster"
             )
     own = [member for member in members if member.name == device.name]
@@ -115,7 +104,7 @@ def _check_members(members: Sequence[Member], *, keys: KeysReply, device: Partic
         planned_weight=device.planned_weight,
     )
     if own != [expected]:
-        raise RosterRefused(
+        raise errors.RosterRefused(
             f"{device.name}: its roster entry differs from the keys that it advertised or from its "
             "plan"
             if own
@@ -125,19 +114,19 @@ def _check_members(members: Sequence[Member], *, keys: KeysReply, device: Partic
 
 def _check_identities(members: Iterable[Member], request: KeysRequest, device: Participant) -> None:
     if device.allow_list is None:
-        raise MaskingTooWeak(f"{device.name}: active mode needs an allow-list")
+        raise errors.MaskingTooWeak(f"{device.name}: active mode needs an allow-list")
     unknown, unsigned = [], []
     for member in members:
         try:
             device.allow_list.verify(member.name, keys_message(request, member), member.signature)
-        except IdentityUnknown:
+        except errors.IdentityUnknown:
             unknown.append(member.name)
-        except SignatureRefused:
+        except errors.SignatureRefused:
             unsigned.append(member.name)
     if unknown:
-        raise IdentityUnknown(accusation(unknown, f"not on the allow-list of {device.name}"))
+        raise errors.IdentityUnknown(accusation(unknown, f"not on the allow-list of {device.name}"))
     if unsigned:
-        raise SignatureRefused(
+        raise errors.SignatureRefused(
             accusation(unsigned, f"not signed by its identity on the allow-list of {device.name}")
         )
 
@@ -147,18 +136,22 @@ def check_thresholds(parameters: Parameters, num_members: int, device: Participa
     t, k, mode = parameters.threshold, parameters.num_neighbours, parameters.mode
     if k is not None:
         if k % 2:
-            raise MaskingTooWeak(f"{device.name}: {k} neighbours is odd; a graph needs an even k")
+            raise errors.MaskingTooWeak(
+                f"{device.name}: {k} neighbours is odd; a graph needs an even k"
+            )
         floor = device.floor
         _check_graph(k, t, num_members, floor.corrupted, floor.dropout, mode, floor.bits)
         return
     least = complete_threshold(num_members, mode)
     if t < least:
-        raise ThresholdTooLow(
+        raise errors.ThresholdTooLow(
             f"{device.name}: {t} shares of {num_members} members would open a secret; {mode} mode "
             f"requires at least {least}"
         )
     if t > num_members:
-        raise ThresholdTooHigh(f"{device.name}: {t} shares are needed, of {num_members} members")
+        raise errors.ThresholdTooHigh(
+            f"{device.name}: {t} shares are needed, of {num_members} members"
+        )
 
 
 @functools.lru_cache(maxsize=8)
@@ -179,26 +172,28 @@ def _check_graph(
 def _check_ring(parameters: Parameters, members: Sequence[Member], device: Participant) -> None:
     floor, encoding = device.floor, parameters.encoding
     if parameters.num_values != device.num_values:
-        raise ModelMismatch(
+        raise errors.ModelMismatch(
             f"{device.name}: the session masks {parameters.num_values:,} coordinates, the update "
             f"has {device.num_values:,}"
         )
     if encoding.ring_bits not in floor.ring_bits:
-        raise MaskingTooWeak(f"{device.name}: it accepts no ring of {encoding.ring_bits} bits")
+        raise errors.MaskingTooWeak(
+            f"{device.name}: it accepts no ring of {encoding.ring_bits} bits"
+        )
     is_rotated = encoding.ring_bits == 16
     has_rotation = parameters.rotation_seed is not None and parameters.bounds_digest is not None
     if is_rotated != has_rotation:
-        raise MaskingTooWeak(
+        raise errors.MaskingTooWeak(
             f"{device.name}: a 16-bit ring needs a rotation and its bounds, a 32-bit ring none"
         )
     if not is_rotated and not floor.min_clip <= encoding.clip <= floor.max_clip:
-        raise MaskingTooWeak(
+        raise errors.MaskingTooWeak(
             f"{device.name}: the clip bound is {encoding.clip:g}, expected "
             f"{floor.min_clip:g} to {floor.max_clip:g}"
         )
     planned = sum(member.planned_weight for member in members)
     if encoding.max_weight < planned:
-        raise RingCanWrap(
+        raise errors.RingCanWrap(
             f"{device.name}: the ring holds a weight of {encoding.max_weight:,}, the roster plans "
             f"{planned:,}"
         )
@@ -208,11 +203,11 @@ def _check_ring(parameters: Parameters, members: Sequence[Member], device: Parti
         else plan_encoding(max_weight=encoding.max_weight, clip=encoding.clip)
     )
     if encoding != finest:
-        raise MaskingTooWeak(
+        raise errors.MaskingTooWeak(
             f"{device.name}: the encoding is {encoding}; the finest that cannot wrap is {finest}"
         )
     if parameters.cipher != "chacha20" and not all(member.has_aes for member in members):
-        raise MaskingTooWeak(
+        raise errors.MaskingTooWeak(
             f"{device.name}: the cipher is {parameters.cipher}, but not all members have AES"
         )
 
@@ -220,18 +215,22 @@ def _check_ring(parameters: Parameters, members: Sequence[Member], device: Parti
 def _check_numbers(parameters: Parameters, num_members: int, device: Participant) -> None:
     by_name = {scalar.name: scalar for scalar in parameters.scalars}
     if len(by_name) != len(parameters.scalars):
-        raise MaskingTooWeak(f"{device.name}: a masked number appears twice")
+        raise errors.MaskingTooWeak(f"{device.name}: a masked number appears twice")
     num_clips = max_clipped(device.num_values, len(by_name))
     for name, largest in ((WEIGHT, device.planned_weight), (NUM_CLIPPED, num_clips)):
         scalar = by_name.get(name)
         if scalar is None or not scalar.is_count or scalar.bound < largest:
-            raise MaskingTooWeak(f"{device.name}: no masked count {name} of up to {largest:,}")
+            raise errors.MaskingTooWeak(
+                f"{device.name}: no masked count {name} of up to {largest:,}"
+            )
     for scalar in parameters.scalars:
         if scalar.is_count and scalar.name not in (WEIGHT, NUM_CLIPPED):
             # A count out of its range is refused, so refusals would reveal the loss bit by bit.
-            raise MaskingTooWeak(f"{device.name}: {scalar.name} must not be masked as a count")
+            raise errors.MaskingTooWeak(
+                f"{device.name}: {scalar.name} must not be masked as a count"
+            )
         if scalar.num_devices < num_members:
-            raise RingCanWrap(
+            raise errors.RingCanWrap(
                 f"{device.name}: {scalar.name} has room for {scalar.num_devices} devices, the "
                 f"roster has {num_members}"
             )

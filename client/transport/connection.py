@@ -23,7 +23,7 @@ from headwater.client.transport.exchange import Exchange, ModelBroken, StreamBro
 from headwater.client.transport.leaving import LeavePolicy
 from headwater.client.transport.stream import WRITE_ERRORS, ClientStream
 from headwater.common.errors import ConnectionLost, CorruptUpdate, ProtocolMismatch
-from headwater.common.transport.limits import CHANNEL_OPTIONS, STREAM_METHOD, PROTOCOL_VERSION
+from headwater.common.transport.limits import CHANNEL_OPTIONS, PROTOCOL_VERSION, STREAM_METHOD
 from headwater.common.transport.wire_pb2 import ClientFrame, Hello
 
 if TYPE_CHECKING:
@@ -147,9 +147,9 @@ class Connection:
         async with self._channel() as channel:
             call = channel.stream_stream(STREAM_METHOD)()
             self._stream = stream = ClientStream(
-                call,
-                self._node,
-                self._exchange,
+                call=call,
+                node=self._node,
+                exchange=self._exchange,
                 leaving=self._leaving,
                 availability=self._availability,
                 renewal=self._renewal,

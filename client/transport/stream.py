@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Coroutine
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -48,35 +49,25 @@ WRITE_ERRORS = (grpc.aio.AioRpcError, asyncio.InvalidStateError)
 Call = Any  # grpc.aio.StreamStreamCall, which ships without types
 
 
+@dataclass(kw_only=True)
 class ClientStream:
     """One stream, while its connection lasts."""
 
-    def __init__(
-        self,
-        call: Call,
-        node: Node,
-        exchange: Exchange,
-        *,
-        leaving: LeavePolicy,
-        availability: Availability,
-        renewal: Renewal | None,
-        stopping: asyncio.Event,
-    ) -> None:
-        """Take the call; ``stopping`` is set when the client is to leave for good."""
-        self.has_contact = False
-        """Whether the server has welcomed the client."""
-        self.session = b""
-        """The server's token, by which the next stream continues this session."""
-        self._call = call
-        self._node = node
-        self._exchange = exchange
-        self._leaving = leaving
-        self._availability = availability
-        self._renewal = renewal
-        self._stopping = stopping
-        self._away: AwayPeriod | None = None
-        self._has_left = False
-        self._write_lock = asyncio.Lock()
+    call: Call
+    node: Node
+    exchange: Exchange
+    leaving: LeavePolicy
+    availability: Availability
+    renewal: Renewal | None
+    stopping: asyncio.Event
+    """Set when the client is to leave for good."""
+    has_contact: bool = False
+    """Whether the server has welcomed the client."""
+    session: bytes = b""
+    """The server's token, by which the next stream continues this session."""
+    _away: AwayPeriod | None = None
+    _has_left: bool = False
+    _write_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def serve(self, hello: Hello) -> bool:
         """Serve the stream until the run ends or the client leaves.
@@ -91,14 +82,14 @@ class ClientStream:
         async with asyncio.timeout(CONNECT_SECONDS):
             welcome = await self._say_hello(hello)
         self.session = welcome.session
-        self._node.enter(welcome.run_id)
-        self._node.counters.connected()
+        self.node.enter(welcome.run_id)
+        self.node.counters.connected()
         self.has_contact = True
         jobs: list[Coroutine[Any, Any, None]] = [self._leave_when_stopped()]
-        if self._availability.is_set:
+        if self.availability.is_set:
             jobs.append(self._leave_when_due())
-        if self._renewal is not None:
-            jobs.append(self._renew_when_due(self._renewal))
+        if self.renewal is not None:
+            jobs.append(self._renew_when_due(self.renewal))
         tasks = [asyncio.create_task(job) for job in jobs]
         try:
             return await self._read_all()
@@ -125,16 +116,16 @@ class ClientStream:
             log.warning(
                 "the server ended another open stream of %s with this device's key: run only one "
                 "process with a certificate",
-                self._node.name,
+                self.node.name,
             )
         return welcome
 
     async def _read(self) -> ServerFrame | None:
-        data = await self._call.read()
+        data = await self.call.read()
         if data is grpc.aio.EOF:
             return None
-        self._node.counters.received_bytes += len(data) + FRAME_BYTES
-        self._availability.count(len(data) + FRAME_BYTES)
+        self.node.counters.received_bytes += len(data) + FRAME_BYTES
+        self.availability.count(len(data) + FRAME_BYTES)
         try:
             return ServerFrame.FromString(data)
         except DecodeError:
@@ -145,12 +136,12 @@ class ClientStream:
         while True:
             frame = await self._read()
             if frame is None:
-                if self._stopping.is_set() or self._has_left:
-                    return self._stopping.is_set()
+                if self.stopping.is_set() or self._has_left:
+                    return self.stopping.is_set()
                 raise TimeoutError("the server closed the connection")
             if self._has_left:
                 continue
-            if (away := self._leaving.reason_to_decline(frame)) is not None:
+            if (away := self.leaving.reason_to_decline(frame)) is not None:
                 await self._leave(leave_frame(away))
             elif await self._handle(frame):
                 log.info("the run has ended")
@@ -160,23 +151,23 @@ class ClientStream:
         """Handle a frame; return whether it ends the run."""
         match frame.WhichOneof("kind"):
             case "image":
-                await self._exchange.begin_image(frame.image)
+                await self.exchange.begin_image(frame.image)
             case "chunk":
-                self._exchange.take_chunk(frame.chunk)
+                self.exchange.take_chunk(frame.chunk)
             case "instruction":
                 if frame.small_image:
                     image_id = frame.instruction.image_id
-                    await self._exchange.take_small_image(image_id, frame.small_image)
-                is_stopping = self._stopping.is_set() or self._away is not None
-                await self._exchange.take_instruction(frame.instruction, is_stopping=is_stopping)
+                    await self.exchange.take_small_image(image_id, frame.small_image)
+                is_stopping = self.stopping.is_set() or self._away is not None
+                await self.exchange.take_instruction(frame.instruction, is_stopping=is_stopping)
             case "receipt":
-                self._exchange.take_receipt(frame.receipt)
+                self.exchange.take_receipt(frame.receipt)
             case "fault":
                 if not frame.fault.message_id:  # it concerns the whole stream
                     raise error_of(frame.fault.code, frame.fault.text)
-                self._exchange.take_fault(frame.fault)
-            case "certificate" if self._renewal is not None:
-                self._renewal.take(frame.certificate)
+                self.exchange.take_fault(frame.fault)
+            case "certificate" if self.renewal is not None:
+                self.renewal.take(frame.certificate)
             case "notice":
                 _log_notice(frame.notice)
             case "goodbye":
@@ -193,9 +184,9 @@ class ClientStream:
         """
         async with self._write_lock:
             data = frame.SerializeToString()
-            await self._call.write(data)
-            self._node.counters.sent_bytes += len(data) + FRAME_BYTES
-            self._availability.count(len(data) + FRAME_BYTES)
+            await self.call.write(data)
+            self.node.counters.sent_bytes += len(data) + FRAME_BYTES
+            self.availability.count(len(data) + FRAME_BYTES)
 
     async def _renew_when_due(self, renewal: Renewal) -> None:
         """Request the next certificate in time, and again if the server refused."""
@@ -210,21 +201,21 @@ class ClientStream:
 
     async def _leave_when_stopped(self) -> None:
         """After ``Connection.stop``: finish the update, then leave."""
-        await self._stopping.wait()
-        await self._leaving.finish_for_good()
+        await self.stopping.wait()
+        await self.leaving.finish_for_good()
         await self._leave(Leave())
 
     async def _leave_when_due(self) -> None:
         """Leave for a while when the owner's settings require it, after the update is sent."""
-        self._away = await self._leaving.wait_until_due()
+        self._away = await self.leaving.wait_until_due()
         log.warning("%s: %s", self._away.error.code, self._away.error)
-        await self._leave(await self._leaving.finish_until(self._away))
+        await self._leave(await self.leaving.finish_until(self._away))
 
     async def _leave(self, leave: Leave) -> None:
         with contextlib.suppress(*WRITE_ERRORS):
             await self.write(ClientFrame(leave=leave))
             self._has_left = True
-            await self._call.done_writing()
+            await self.call.done_writing()
 
 
 def _log_notice(notice: Notice) -> None:

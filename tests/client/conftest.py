@@ -4,12 +4,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from headwater.client.training.trainer import resident_of
+from headwater.client.training.trainer import trainer_of
 
 
 @pytest.fixture
 def a_process_of_its_own() -> Iterator[None]:
     """Begin without updates, and without what another test learned of the task."""
-    resident_of.cache_clear()
+    trainer_of.cache_clear()
     yield
-    resident_of.cache_clear()
+    trainer_of.cache_clear()
