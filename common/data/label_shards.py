@@ -53,8 +53,8 @@ def _shards(sizes_V: IntArray, per_device: int, num_devices: int) -> IntArray:
         )
     if num_labels > total:
         raise NoSuchPartition(
-            f"{num_devices:,} devices with {per_device:,} labels each hold at most {total:,} labels, "
-            f"and there are {num_labels:,}",
+            f"{num_devices:,} devices with {per_device:,} labels each have {total:,} labels "
+            f"at most, and there are {num_labels:,}",
             remedy=f"ask for {-(-num_labels // num_devices):,} labels on each, or for more devices",
         )
     if int(max_V.sum()) < total:

@@ -62,7 +62,7 @@ class PortableRandom:
         return np.asarray(radius * np.cos(2 * math.pi * self.uniform(count)))
 
     def gamma(self, shape: float) -> float:
-        """Return a float of Gamma(shape, 1), for shapes of at least 0.001 (Marsaglia, Tsang 2000)."""
+        """Return a float of Gamma(shape, 1), shape >= 0.001 (Marsaglia and Tsang 2000)."""
         if shape < 1:
             # Their section 6: Gamma(a) is Gamma(a + 1) U^(1/a). With a small shape it may be 0.
             return self.gamma(shape + 1) * math.pow(1 - self.uniform(1)[0], 1 / shape)

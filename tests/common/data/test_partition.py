@@ -291,7 +291,7 @@ def test_empty_devices_get_an_example_of_the_largest_and_are_counted() -> None:
         ("dirichlet", 41, None, "40 examples cannot be partitioned among 41 devices"),
         ("iid", 2, 41, "should draw 41 different examples, and there are 40"),
         ("labels:5", 2, None, "should have 5 labels, and there are 4"),
-        ("labels:1", 3, None, "hold at most 3 labels, and there are 4"),
+        ("labels:1", 3, None, "have 3 labels at most, and there are 4"),
         ("labels:2", 30, None, "need 60 shards, and these examples can be cut into 40"),
         ("labels:5", 2, 20, "should have 5 labels; there are 4"),
         ("labels:3", 2, 2, "each draws 2 examples"),

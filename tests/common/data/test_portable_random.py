@@ -31,6 +31,7 @@ def distance(numbers: np.ndarray, distribution: np.ndarray) -> float:
     return float(max(np.max(steps[1:] - distribution), np.max(distribution - steps[:-1])))
 
 
+@pytest.mark.slow
 def test_a_seed_gives_the_same_numbers_in_another_process() -> None:
     outputs = [
         subprocess.run(

@@ -33,12 +33,14 @@ def get(port: MetricsServer, path: str, method: str = "GET") -> tuple[int, str]:
         connection.close()
 
 
+@pytest.mark.slow
 def test_the_page_shows_the_registry(port: MetricsServer) -> None:
     status, page = get(port, "/metrics")
     assert status == 200
     assert "answer 42.0" in page.splitlines()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("path", "method", "status"),
     [("/", "GET", 404), ("/metrics/../etc/passwd", "GET", 404), ("/metrics", "POST", 501)],
@@ -49,6 +51,7 @@ def test_other_paths_and_methods_are_refused(
     assert get(port, path, method)[0] == status
 
 
+@pytest.mark.slow
 def test_a_stalled_connection_is_closed_and_the_next_is_answered(
     port: MetricsServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -58,6 +61,7 @@ def test_a_stalled_connection_is_closed_and_the_next_is_answered(
         assert get(port, "/metrics")[0] == 200
 
 
+@pytest.mark.slow
 def test_a_port_in_use_is_named(port: MetricsServer) -> None:
     with pytest.raises(PortInUse, match=str(port.port)):
         MetricsServer(f"127.0.0.1:{port.port}", CollectorRegistry())
