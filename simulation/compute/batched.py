@@ -1,18 +1,17 @@
-"""Many devices in one pass: their sum alone (fused), or the norms of each one too (vectorised).
+"""Computes many devices in one pass: their summed gradient (fused), or each one's norms too.
 
-What each device takes, and when, is foreseen (``headwater.simulation.compute.modes.dry_run``); then the examples of all
-go through the model together. Who cannot be foreseen, or meets a loss or a gradient that is not
-finite, is computed by itself, as a real device is: it looks for the example to blame.
+First the dry run predicts the examples that each device uses and the time it takes
+(``simulation.compute.dry_run``); then the examples of all devices go through the model together.
+A device is computed alone, by its own code, if it cannot be predicted, has more examples than fit
+in a pass, or meets a loss or a gradient that is not finite: its own code finds the bad example.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from itertools import chain
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from headwater.common.data.batches import UnsupportedBatch
@@ -20,247 +19,218 @@ from headwater.common.errors import LateUpdate
 from headwater.common.messages import Update
 from headwater.common.model.parameters import ModelImage
 from headwater.common.model.vectors import all_finite
-from headwater.server.fleet import Dropout, UpdateOfMany
-from headwater.simulation.compute.compiled import say
-from headwater.simulation.compute.dry_run import rehearse
-from headwater.simulation.compute.example_rows import Packed, Rows
-from headwater.simulation.compute.linear_hooks import Layers
+from headwater.server.fleet import Dropout, UpdateBatch
+from headwater.simulation.compute.dry_run import predict_round
+from headwater.simulation.compute.example_rows import ExampleRows, Rows
+from headwater.simulation.compute.gradient_norms import LinearLayers
 from headwater.simulation.compute.one_by_one import OneByOne
-from headwater.simulation.compute.passes import Block, fused, in_turn, told_by_layers, vectorised
-from headwater.simulation.compute.per_example import Floats, ManyExamples
-from headwater.simulation.compute.report_columns import Together
-from headwater.simulation.compute.round_columns import Foreseen, ranges
-from headwater.simulation.compute.self_test import telling_layers, tried
-from headwater.simulation.fleet.devices import Called, Devices
+from headwater.simulation.compute.passes import (
+    Block,
+    sum_gradients,
+    sum_with_layer_norms,
+    sum_with_norms,
+)
+from headwater.simulation.compute.per_example import PerExampleModel
+from headwater.simulation.compute.report_columns import CohortReports
+from headwater.simulation.compute.round_columns import Floats, RoundColumns, ranges
+from headwater.simulation.compute.self_test import check_sums, checked_layers
+from headwater.simulation.fleet.devices import ClientPlan, Devices
 
 log = logging.getLogger(__name__)
 
-# What examples that go through the model at once may leave for the backward pass, and how many they
-# are at most. Passes of 4,096 took 1.1 times what those of 16,384 took with an MLP 64-128-10, and
-# 1.2 times where layers tell the norms.
+# Activations that the examples of one pass may keep for the backward pass, and the most examples in
+# a pass. Passes of 4,096 took 1.1 times as long as those of 16,384 with an MLP 64-128-10, and 1.2
+# times with norms from its layers.
 PASS_BYTES = 64 << 20
-MOST_AT_ONCE = 1 << 14
-# Of the devices' examples, and of their vectors, that are held at once.
-MOST_ROWS = 1 << 16
+MAX_AT_ONCE = 1 << 14
+# Examples of one block of devices, and their vectors or their copies of parameters.
+MAX_ROWS = 1 << 16
 VECTORS_BYTES = 16 << 20
-# Where fewer vectors than these fit, one micro-batch is work enough for a pass, and moving vectors
-# about would take longer than computing them.
-FEWEST_VECTORS = 16
+# If fewer vectors fit, a micro-batch alone is enough work for a pass, and devices are computed one
+# by one: for a transformer of 4.9M parameters that took 0.8 times as long as vmap over examples.
+MIN_VECTORS = 16
 
 
-class Grouped:
-    """Computes the called devices together."""
+class VectorsTooLarge(UnsupportedBatch):
+    """Devices computed together would need as many passes as computed one by one."""
 
-    def __init__(self, devices: Devices, *, own_vectors: bool) -> None:
-        """Try it on a device's first examples.
+
+class BatchedCompute:
+    """Computes the devices of a round together; see ``simulation.fleet.devices.Compute``."""
+
+    def __init__(self, devices: Devices, *, with_norms: bool) -> None:
+        """Test it on a device's first examples.
 
         Raises:
-            UnsupportedBatch: the task, its model or its batches cannot be computed so.
+            UnsupportedBatch: the task, its model or its batches cannot be computed together.
+            VectorsTooLarge: each device needs a vector of its own, and few fit in memory.
         """
-        self.own_vectors = own_vectors
+        self._with_norms = with_norms
         self._devices = devices
         self._one_by_one = OneByOne(devices)
-        resident = devices.resident
-        self._packed = Packed(resident.task, most_held=devices.most_held)
-        self._many = ManyExamples(resident.task, resident.image, self._packed)
-        self._at_once = MOST_AT_ONCE
-        self._most_vectors = max(VECTORS_BYTES // (4 * resident.image.layout.num_parameters), 1)
-        self._is_in_turn = own_vectors and self._most_vectors < FEWEST_VECTORS
-        is_compiled = devices.settings.simulation.compile
-        self._layers: Layers | None = None
-        self._try(is_compiled=is_compiled)
-        if is_compiled:
-            if own_vectors and not self._is_in_turn:
-                say("passes are not compiled: it would slow down those for small vectors")
-            else:
-                self._many.compile()
+        trainer = devices.trainer
+        self._examples = ExampleRows(trainer.task, most_held=devices.cache_size)
+        self._model = PerExampleModel(trainer.task, trainer.image, self._examples)
+        self._at_once = MAX_AT_ONCE
+        memory_line = devices.hardware(0, round_number=1).memory.line
+        if memory_line is not None and memory_line.each:
+            self._at_once = int(min(max(PASS_BYTES / memory_line.each, 1), MAX_AT_ONCE))
+        self._max_vectors = VECTORS_BYTES // (4 * trainer.image.layout.num_parameters)
+        self._layers: LinearLayers | None = None
+        loss, rows = check_sums(trainer, devices.identity(0), self._model, self._examples)
+        if not with_norms:
+            return
+        if devices.settings.plan.precision == "float32":
+            self._layers = checked_layers(
+                loss, self._model, rows, trainer.accumulator, max_bytes=VECTORS_BYTES
+            )
+        if self._layers is not None:
+            copies_bytes = 4 * max(self._layers.num_others, 1)
+            self._at_once = int(min(self._at_once, max(VECTORS_BYTES // copies_bytes, 1)))
+        elif self._max_vectors < MIN_VECTORS:
+            raise VectorsTooLarge(
+                f"vectors of {trainer.image.layout.num_parameters:,} parameters are too large"
+            )
+        else:
+            self._model.gradients(rows[None], np.ones((1, len(rows)), dtype=np.bool_), "float32")
 
     def train(
         self,
-        called: Sequence[Called],
+        clients: Sequence[ClientPlan],
         image: ModelImage,
         *,
         run_id: int,
         timeout_seconds: float | None,
-    ) -> Iterator[Update | UpdateOfMany | Dropout]:
-        """See ``headwater.simulation.fleet.virtual_hardware.devices.Compute``."""
-        honest, alone = self._parted(called)
-        found = rehearse(self._devices, honest)
-        yield from found.dropouts
-        alone += found.alone
-        foreseen = found.foreseen
-        if foreseen is not None and timeout_seconds is not None:
-            is_late = foreseen.seconds > timeout_seconds
+    ) -> Iterator[Update | UpdateBatch | Dropout]:
+        """Yield the sums of the devices' updates, then the updates of devices computed alone."""
+        honest, alone = self._split_liars(clients)
+        prediction = predict_round(self._devices, honest)
+        yield from prediction.dropouts
+        alone += prediction.alone
+        columns = prediction.columns
+        if timeout_seconds is not None:
+            is_late = columns.seconds > timeout_seconds
             for at in np.flatnonzero(is_late).tolist():
-                name = foreseen.called[at].name
-                late = f"{name}: {foreseen.seconds[at]:.1f} s of {timeout_seconds:.1f}"
+                name = columns.clients[at].name
+                late = f"{name}: {columns.seconds[at]:.1f} s of {timeout_seconds:.1f}"
                 yield Dropout(name=name, error=LateUpdate(late))
-            if is_late.any():
-                foreseen = foreseen.some(np.flatnonzero(~is_late))
-        if foreseen is not None and len(foreseen):
-            version = foreseen.called[0].plan.model_version
-            self._devices.resident.load_model(run_id, version, image.buffer())
-            for block in chain.from_iterable(map(self._blocks, self._by_size(foreseen))):
-                done, rest = self._add(block)
-                alone += rest
-                if done is not None:
-                    yield done
+            columns = columns.some(np.flatnonzero(~is_late)) if is_late.any() else columns
+        if self._layers is not None:  # all examples of a device are in one pass
+            is_large = columns.num_examples > self._at_once
+            alone += [columns.clients[at] for at in np.flatnonzero(is_large).tolist()]
+            columns = columns.some(np.flatnonzero(~is_large)) if is_large.any() else columns
+        if len(columns):
+            version = columns.clients[0].plan.model_version
+            self._devices.trainer.load_model(run_id, version, image.buffer())
+        for block in self._blocks(columns):
+            update, rest = self._sum_finite(block)
+            alone += rest
+            if update is not None:
+                yield update
         yield from self._one_by_one.train(
             alone, image, run_id=run_id, timeout_seconds=timeout_seconds
         )
 
-    def _parted(self, called: Sequence[Called]) -> tuple[Sequence[Called], list[Called]]:
-        """Part those who lie from the others: the vector of each is changed on its own."""
+    def _split_liars(
+        self, clients: Sequence[ClientPlan]
+    ) -> tuple[Sequence[ClientPlan], list[ClientPlan]]:
+        """Separate the devices that falsify their updates: each needs a vector of its own."""
         devices = self._devices
         if not devices.has_liars:
-            return called, []
-        parted: tuple[list[Called], list[Called]] = ([], [])
-        for one in called:
-            parted[bool(devices.lies(one.part, round_number=one.plan.round))].append(one)
-        return parted
+            return clients, []
+        split: tuple[list[ClientPlan], list[ClientPlan]] = ([], [])
+        for one in clients:
+            split[bool(devices.falsifications(one.part, round_number=one.plan.round))].append(one)
+        return split
 
-    def _by_size(self, foreseen: Foreseen) -> Iterator[Foreseen]:
-        """Part those whose examples are too many for one pass, where a pass takes whole devices."""
-        fits = foreseen.num_examples <= self._told_at_once
-        if self._layers is None or fits.all():
-            yield foreseen
-            return
-        for at in (np.flatnonzero(fits), np.flatnonzero(~fits)):
-            if len(at):
-                yield foreseen.some(at)
-
-    def _is_told(self, foreseen: Foreseen) -> bool:
-        """Say whether the model's layers tell the norms of these devices."""
-        return (
-            self._layers is not None
-            and foreseen.called[0].plan.precision == "float32"
-            and int(foreseen.num_examples.max()) <= self._told_at_once
-        )
-
-    @property
-    def _told_at_once(self) -> int:
-        if self._layers is None:
-            return self._at_once
-        copied_bytes = 4 * max(self._layers.num_elsewhere, 1)
-        return int(min(self._at_once, max(VECTORS_BYTES // copied_bytes, 1)))
-
-    def _blocks(self, foreseen: Foreseen) -> Iterator[Foreseen]:
-        """Cut a cohort into blocks whose vectors, or examples, are held at once."""
-        is_told = self._is_told(foreseen)
-        is_held = self.own_vectors and not self._is_in_turn and not is_told
-        most_rows = MOST_ROWS if not self.own_vectors or is_told else self._at_once * 4
-        counts = zip(foreseen.num_examples.tolist(), foreseen.num_steps.tolist(), strict=True)
+    def _blocks(self, columns: RoundColumns) -> Iterator[RoundColumns]:
+        """Cut a cohort into blocks whose examples, and vectors if they have any, fit in memory."""
+        has_vectors = self._with_norms and self._layers is None
+        max_rows = self._at_once * 4 if has_vectors else MAX_ROWS
+        counts = zip(columns.num_examples.tolist(), columns.num_steps.tolist(), strict=True)
         start = num_steps = num_rows = 0
         for at, (rows, steps) in enumerate(counts):
-            is_full = num_rows + rows > most_rows
-            is_full |= is_held and num_steps + steps > self._most_vectors
+            is_full = num_rows + rows > max_rows
+            is_full |= has_vectors and num_steps + steps > self._max_vectors
             if at > start and is_full:
-                yield foreseen.some(np.arange(start, at))
+                yield columns.some(np.arange(start, at))
                 start, num_steps, num_rows = at, 0, 0
             num_steps, num_rows = num_steps + steps, num_rows + rows
-        yield foreseen.some(np.arange(start, len(foreseen))) if start else foreseen
+        if len(columns):
+            yield columns.some(np.arange(start, len(columns))) if start else columns
 
-    def _add(self, block: Foreseen) -> tuple[UpdateOfMany | None, list[Called]]:
-        """Add the updates of a block; return their sum, and who is to be computed alone."""
-        rest: list[Called] = []
+    def _sum_finite(self, block: RoundColumns) -> tuple[UpdateBatch | None, list[ClientPlan]]:
+        """Sum the updates of a block; return the sum, and the devices to compute alone."""
+        rest: list[ClientPlan] = []
         while len(block):
             try:
-                values_P, together = self._sum(block)
-            except (
-                UnsupportedBatch
-            ) as reason:  # what was not tried: the vectors of those who have much
+                values_P, reports = self._sum(block)
+            except UnsupportedBatch as reason:  # on other numbers of examples than the self-test
                 log.info("%d devices are computed one by one: %s", len(block), reason)
-                return None, rest + list(block.called)
-            bad = together.is_not_finite
+                return None, rest + list(block.clients)
+            bad = reports.is_not_finite
             if not bad.any() and not all_finite(values_P):
                 bad[:] = True
             if not bad.any():
-                return UpdateOfMany(values_P=values_P, reports=together), rest
-            rest += [block.called[at] for at in np.flatnonzero(bad).tolist()]
+                return UpdateBatch(values_P=values_P, reports=reports), rest
+            rest += [block.clients[at] for at in np.flatnonzero(bad).tolist()]
             block = block.some(np.flatnonzero(~bad))
         return None, rest
 
-    def _sum(self, block: Foreseen) -> tuple[Tensor, Together]:
-        """Return the sum of a block's vectors [P], in float64, and what its devices tell."""
-        precision = block.called[0].plan.precision
-        rows, is_told = self._rows(block), self._is_told(block)
-        through = Block(
+    def _sum(self, columns: RoundColumns) -> tuple[Tensor, CohortReports]:
+        """Return the sum of a block's vectors [P], in float64, and its devices' reports."""
+        rows, precision = self._rows(columns), columns.clients[0].plan.precision
+        block = Block(
             rows=rows,
-            factors=self._factors(block, rows, precision),
-            sizes=block.sizes,
-            num_steps=block.num_steps,
+            factors=self._factors(columns, rows, precision),
+            sizes=columns.sizes,
+            num_steps=columns.num_steps,
             precision=precision,
-            at_once=self._told_at_once if is_told else self._at_once,
+            at_once=self._at_once,
         )
-        many, packed, accumulator = self._many, self._packed, self._devices.resident.accumulator
-        if not self.own_vectors:
-            values_P, sums = fused(many, packed, accumulator, through)
-            return values_P, Together(foreseen=block, sums=sums, is_ordered=False)
-        if is_told:
-            assert self._layers is not None  # they tell
-            values_P, sums, norms = told_by_layers(many, packed, accumulator, self._layers, through)
-        elif self._is_in_turn:
-            values_P, sums, norms = in_turn(many, packed, accumulator, through)
+        model, accumulator = self._model, self._devices.trainer.accumulator
+        if not self._with_norms:
+            values_P, sums = sum_gradients(model, accumulator, block)
+            return values_P, CohortReports(planned=columns, sums=sums, is_ordered=False)
+        if self._layers is None:
+            values_P, sums, norms = sum_with_norms(model, block)
         else:
-            values_P, sums, norms = vectorised(many, packed, through)
-        return values_P, Together(foreseen=block, sums=sums, norms=norms)
+            values_P, sums, norms = sum_with_layer_norms(model, accumulator, self._layers, block)
+        return values_P, CohortReports(planned=columns, sums=sums, norms=norms)
 
-    def _rows(self, block: Foreseen) -> Rows:
-        """Return where the examples of a block lie, in the order in which they are taken.
+    def _rows(self, block: RoundColumns) -> Rows:
+        """Return the rows of a block's examples, in the order in which the devices use them.
 
-        Where only their sum is asked for, those of who takes all that it has are in the data's.
+        Without norms, a device that uses all its examples keeps the data's order: it saves time.
         """
-        parts = [one.part for one in block.called]
-        self._packed.make_room(parts)
-        known, devices = self._packed.starts, self._devices
-        for one in block.called:
-            if one.part not in known:
-                self._packed.add(one.part, devices.training_examples(one.part, one.plan))
-        starts = np.array([known[part] for part in parts])
+        parts = [one.part for one in block.clients]
+        self._examples.make_room(parts)
+        starts, devices = self._examples.starts, self._devices
+        for one in block.clients:
+            if one.part not in starts:
+                self._examples.add(one.part, devices.training_examples(one.part, one.plan))
+        starts_D = np.array([starts[part] for part in parts])
         counts = block.num_examples
-        rows = ranges(starts, counts)
-        walked = np.ones(len(block), dtype=np.bool_) if self.own_vectors else ~block.is_whole
-        at = np.flatnonzero(walked)
-        rows[np.repeat(walked, counts)] = np.repeat(starts[at], counts[at]) + block.positions(at)
+        rows = ranges(starts_D, counts)
+        is_permuted = np.ones(len(block), dtype=np.bool_) if self._with_norms else ~block.is_whole
+        at = np.flatnonzero(is_permuted)
+        rows[np.repeat(is_permuted, counts)] = np.repeat(
+            starts_D[at], counts[at]
+        ) + block.positions(at)
         return rows
 
-    def _factors(self, block: Foreseen, rows: Rows, precision: str) -> Floats | None:
-        """Return what each example's gradient is scaled by, where devices weigh as they own."""
-        asked = [one.plan.weigh_as for one in block.called]
-        if asked[0] is None:
+    def _factors(self, block: RoundColumns, rows: Rows, precision: str) -> Floats | None:
+        """Return the factor of each example's gradient if the plans set the devices' weights."""
+        weigh_as = [one.plan.weigh_as for one in block.clients]
+        if weigh_as[0] is None:
             return None
         counts = block.num_examples
         weights = np.concatenate(
             [
-                self._many.weights(
-                    self._packed.take(rows[start : start + self._at_once]), precision
-                )
+                self._model.weights(rows[start : start + self._at_once], precision)
                 for start in range(0, len(rows), self._at_once)
             ]
         )
         summed = np.add.reduceat(weights, np.cumsum(counts) - counts)
-        ratios = np.array(asked, dtype=np.float64) / np.maximum(summed, 1.0)
+        ratios = np.array(weigh_as, dtype=np.float64) / np.maximum(summed, 1.0)
         return np.repeat(ratios, counts)
-
-    def _try(self, *, is_compiled: bool) -> None:
-        """Try on a device's first examples what will be done.
-
-        Raises:
-            UnsupportedBatch: it fails, or its sums are others than the task's own.
-        """
-        devices, many, packed = self._devices, self._many, self._packed
-        each = devices.machine(0, round_number=1).memory.line
-        if each is not None and each.each:
-            self._at_once = int(min(max(PASS_BYTES / each.each, 1), MOST_AT_ONCE))
-        loss, rows = tried(devices.resident, devices.identity(0), many, packed)
-        if not self.own_vectors:
-            return
-        is_wide = devices.settings.plan.precision == "float32"
-        if is_wide and not (is_compiled and self._is_in_turn):
-            self._layers = telling_layers(
-                loss, many, packed, rows, devices.resident.accumulator, most_bytes=VECTORS_BYTES
-            )
-        if self._layers is None and not self._is_in_turn:
-            # Not unless it is needed: torch.func.grad brings the compiler, 3 s and 24 MB.
-            taken = [tensor.unsqueeze(0) for tensor in packed.take(rows)]
-            many.rows(taken, torch.ones(1, len(rows)), "float32")

@@ -1,10 +1,10 @@
-"""What devices will do with their plans, without doing it: their micro-batches, and when each ends.
+"""Predicts what devices do with their plans, without computing gradients.
 
-It is the device's own walk through its window (``client.training.accumulation``), with the same clock, memory
-and restraint; only that a micro-batch is taken note of instead of computed. So the virtual clock's
-answers are those of a device that computes. Devices whose clocks are steady, and which nothing cuts
-short of their quota or leads beyond it, are foreseen all at once, by the same sums in the same
-order.
+The prediction gives each device's micro-batches and the times at which they end. It runs the
+device's own code (``client.training.accumulation``) with the same clock, memory and stop rules; a
+micro-batch only advances clock and memory. So the virtual clock shows what it would after real
+training. Devices of constant speed, whose window ends with its quota or its epoch, are predicted
+all at once, in columns: the same sums in the same order, and a hundred times as fast.
 """
 
 from __future__ import annotations
@@ -18,118 +18,115 @@ from numpy.typing import NDArray
 
 from headwater.client.training.accumulation import WindowSum, sum_window
 from headwater.client.training.accumulator import Accumulator
-from headwater.client.training.context import Workplace
-from headwater.client.training.gradient_pass import Added, Positions
-from headwater.client.training.micro_batches import Window
-from headwater.client.training.stop_rules import RECENT_STEPS, Watch
+from headwater.client.training.context import TrainingContext
+from headwater.client.training.gradient_pass import MicroBatchResult, Positions
+from headwater.client.training.micro_batches import Window, next_position
+from headwater.client.training.stop_rules import RECENT_STEPS, StopRules
 from headwater.common.errors import HeadwaterError
-from headwater.common.messages import MOST_STEPS, Plan, Step, StopReason, Vitals
-from headwater.common.task import Examples
+from headwater.common.messages import MAX_STEPS, Plan, Step, StopReason, Vitals
 from headwater.server.fleet import Dropout
-from headwater.simulation.compute.round_columns import Floats, Foreseen, Ints
-from headwater.simulation.compute.window_columns import windows_of
-from headwater.simulation.fleet.devices import Called, Devices
+from headwater.simulation.compute.one_by_one import next_window
+from headwater.simulation.compute.round_columns import Floats, Ints, RoundColumns
+from headwater.simulation.fleet.devices import ClientPlan, Devices
 from headwater.simulation.fleet.position_columns import NO_ROUND
 
-# Examples, or seconds: what lies as near to where a decision turns is left to the walk.
-DIGITS = 1e-3
+# Tolerance in examples or seconds; closer calls are simulated step by step.
+TOLERANCE = 1e-3
 
 
-class CannotForesee(Exception):
-    """Only computing tells what the device will do."""
+class NotPredictable(Exception):
+    """What the device does depends on what it computes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Rehearsed:
-    """What is foreseen, who must be computed to be known, and who cannot even begin."""
+class Prediction:
+    """The predicted devices, those that only computing can tell about, and those that drop out."""
 
-    foreseen: Foreseen | None
-    alone: list[Called]
+    columns: RoundColumns
+    alone: list[ClientPlan]
     dropouts: list[Dropout]
 
 
-def rehearse(devices: Devices, called: Sequence[Called]) -> Rehearsed:
-    """Foresee what each device will do, and remember its place."""
-    steady, others = _parted(devices, called)
-    parts, walked, alone, dropouts = [], [], [], []
+def predict_round(devices: Devices, clients: Sequence[ClientPlan]) -> Prediction:
+    """Predict each device's round, and store its position after it as pending."""
+    steady, others = _split_steady(devices, clients)
+    parts, simulated, alone, dropouts = [], [], [], []
     if steady:
-        plain = _foresee_plain(devices, steady)
-        is_through = _runs_through(plain)
-        if not is_through.all():
-            others += [steady[at] for at in np.flatnonzero(~is_through).tolist()]
-            plain = plain.some(np.flatnonzero(is_through))
-        parts.append(plain)
-    opened: list[tuple[Called, Examples]] = []
+        columns = _predict_steady(devices, steady)
+        is_plain = _ends_as_planned(columns)
+        if not is_plain.all():
+            others += [steady[at] for at in np.flatnonzero(~is_plain).tolist()]
+            columns = columns.some(np.flatnonzero(is_plain))
+        parts.append(columns)
     for one in others:
         try:
-            opened.append((one, devices.training_examples(one.part, one.plan)))
-        except HeadwaterError as error:
-            dropouts.append(Dropout(name=one.name, error=error))
-    owned = np.array([len(examples) for _, examples in opened], dtype=np.int64)
-    windows = windows_of([one for one, _ in opened], devices.walks, owned)
-    for (one, examples), window in zip(opened, windows, strict=True):
-        try:
-            walked.append(_walk(devices, one, examples, window))
-        except CannotForesee:
+            simulated.append(_simulate(devices, one))
+        except NotPredictable:
             alone.append(one)
         except HeadwaterError as error:
             dropouts.append(Dropout(name=one.name, error=error))
-    if walked:
-        parts.append(_in_columns(walked))
-    foreseen = Foreseen.joined(parts) if parts else None
-    if foreseen is not None:
-        numbers = np.array([one.part for one in foreseen.called])
-        places = foreseen.epoch, foreseen.offset
-        devices.walks.pend(numbers, places, called[0].plan.round, foreseen.after)
-    return Rehearsed(foreseen=foreseen, alone=alone, dropouts=dropouts)
+    if simulated or not parts:
+        parts.append(_in_columns(simulated))
+    columns = RoundColumns.joined(parts)
+    if len(columns):
+        numbers = np.array([one.part for one in columns.clients])
+        positions = columns.epoch, columns.offset
+        round_number = clients[0].plan.round
+        devices.positions.set_pending(numbers, positions, round_number, columns.after)
+    return Prediction(columns=columns, alone=alone, dropouts=dropouts)
 
 
-def _parted(devices: Devices, called: Sequence[Called]) -> tuple[Sequence[Called], list[Called]]:
-    """Part those with a steady clock, whose micro-batches are as planned, from the others."""
+# All at once.
+
+
+def _split_steady(
+    devices: Devices, clients: Sequence[ClientPlan]
+) -> tuple[Sequence[ClientPlan], list[ClientPlan]]:
+    """Separate the devices of constant speed whose memory fits the planned micro-batches."""
     if devices.has_slow_links:
-        return [], list(called)
-    machines = devices.machines
+        return [], list(clients)
+    hardware = devices.hardware_columns
+    parts = np.array([one.part for one in clients], dtype=np.int64)
     try:
-        parts = np.array([one.part for one in called], dtype=np.int64)
-        machines.meet(parts)
-    except HeadwaterError:  # one by one it is told whose examples cannot be opened
-        return [], list(called)
-    sizes = np.array([one.plan.micro_batch_size for one in called], dtype=np.int64)
-    quotas = np.array([one.plan.quota for one in called], dtype=np.int64)
-    is_steady = machines.is_steady[parts] & (machines.fitting[parts] >= sizes)
-    is_steady &= quotas <= MOST_STEPS * sizes
+        hardware.load(parts)
+    except HeadwaterError:  # found again for the device whose examples cannot be opened
+        return [], list(clients)
+    sizes = _ints(one.plan.micro_batch_size for one in clients)
+    quotas = _ints(one.plan.quota for one in clients)
+    is_steady = hardware.is_steady[parts] & (hardware.fitting[parts] >= sizes)
+    is_steady &= quotas <= MAX_STEPS * sizes
     if is_steady.all():
-        return called, []
-    marked = list(zip(called, is_steady.tolist(), strict=True))
-    return [one for one, is_so in marked if is_so], [one for one, is_so in marked if not is_so]
+        return clients, []
+    split: tuple[list[ClientPlan], list[ClientPlan]] = ([], [])
+    for one, is_one in zip(clients, is_steady.tolist(), strict=True):
+        split[not is_one].append(one)
+    return split
 
 
-def _foresee_plain(devices: Devices, called: Sequence[Called]) -> Foreseen:
-    """Foresee walks to the windows' ends: what ``_walk`` comes to, a hundred times as fast."""
-    machines, plans = devices.machines, [one.plan for one in called]
-    parts = np.array([one.part for one in called], dtype=np.int64)
-    quota = np.array([plan.quota for plan in plans], dtype=np.int64)
-    size = np.array([plan.micro_batch_size for plan in plans], dtype=np.int64)
-    counted = np.array([plan.counted_round or NO_ROUND for plan in plans], dtype=np.int64)
-    owned = devices.owned(parts, plans[0])
-    epoch, offset = devices.walks.settle(parts, counted)
-    is_over = offset >= owned  # as ``client.training.micro_batches.window`` has it
-    epoch, offset = epoch + is_over, np.where(is_over, 0, offset)
-    taken = np.minimum(quota, owned - offset)
-    num_steps = -(-taken // size)
-    sizes, step_seconds, seconds = _steps(devices, parts, taken, size, num_steps)
-    steps_parts = np.repeat(parts, num_steps)
-    peaks = machines.base_bytes[steps_parts] + machines.bytes_per_example[steps_parts] * sizes
-    return Foreseen(
-        called=called,
-        num_examples=taken,
+def _predict_steady(devices: Devices, clients: Sequence[ClientPlan]) -> RoundColumns:
+    """Predict windows that end with their quota or their epoch, as ``_simulate`` does for one."""
+    hardware, plans = devices.hardware_columns, [one.plan for one in clients]
+    parts = np.array([one.part for one in clients], dtype=np.int64)
+    quota = _ints(plan.quota for plan in plans)
+    size = _ints(plan.micro_batch_size for plan in plans)
+    counted = _ints(plan.counted_round or NO_ROUND for plan in plans)
+    owned = devices.num_training_examples(parts, plans[0])
+    epoch, offset = next_position(*devices.positions.settle(parts, counted), owned)
+    num_examples = np.minimum(quota, owned - offset)
+    num_steps = -(-num_examples // size)
+    sizes, step_seconds, seconds = _steps(devices, parts, num_examples, size, num_steps)
+    step_parts = np.repeat(parts, num_steps)
+    peaks = hardware.base_bytes[step_parts] + hardware.bytes_per_example[step_parts] * sizes
+    return RoundColumns(
+        clients=clients,
+        num_examples=num_examples,
         num_owned=owned,
         epoch=epoch,
         offset=offset,
         micro_batch_size=size,
         seconds=seconds,
-        reasons=[_ENDS[short] for short in (taken < quota).tolist()],
-        vitals=machines.vitals(parts, round_number=plans[0].round),
+        reasons=[_REASONS[is_short] for is_short in (num_examples < quota).tolist()],
+        vitals=hardware.vitals(parts, round_number=plans[0].round),
         num_steps=num_steps,
         sizes=sizes,
         step_seconds=step_seconds,
@@ -137,85 +134,97 @@ def _foresee_plain(devices: Devices, called: Sequence[Called]) -> Foreseen:
     )
 
 
-_ENDS: tuple[StopReason, StopReason] = ("quota", "epoch end")
-
-
-def _runs_through(one: Foreseen) -> NDArray[np.bool_]:
-    """Say which devices do what they are foreseen to, though their plans may end or lengthen it.
-
-    As all micro-batches but the last are of one size, and take as long, it is by the last that
-    ``client.training.stop_rules`` ends a window early, if it does. What hangs on the last digits is not said.
-    """
-    plans = [called.plan for called in one.called]
-    if not any(_may_end_elsewhere(plan) for plan in {id(plan): plan for plan in plans}.values()):
-        return np.ones(len(plans), dtype=np.bool_)
-    last = np.cumsum(one.num_steps) - 1
-    full, rest = one.step_seconds[last - one.num_steps + 1], one.step_seconds[last]
-    spent = np.add.reduceat(one.step_seconds, last - one.num_steps + 1)
-    is_alone = one.num_steps == 1
-    with np.errstate(divide="ignore", invalid="ignore"):
-        finish = _column(plan.finish_seconds for plan in plans)
-        # Before the last micro-batch, and behind it; both by the pace of the last few.
-        ahead = (finish - spent + rest) / full * one.micro_batch_size
-        recent = np.minimum(one.num_steps, RECENT_STEPS) - 1
-        pace = (recent * full + rest) / (recent * one.micro_batch_size + one.sizes[last])
-        behind = np.maximum(finish - spent, 0.0) / pace
-    most = _ints(plan.most_examples for plan in plans)
-    has_more = np.minimum(most, one.num_owned - one.offset) > one.num_examples
-    is_in_time = is_alone | (ahead > one.sizes[last] - 0.5 + DIGITS)
-    is_in_time &= ~has_more | (behind < 0.5 - DIGITS)
-    deadline = _column(plan.deadline_seconds for plan in plans)
-    is_in_time |= np.isnan(finish)
-    is_in_time &= is_alone | np.isnan(deadline) | (one.seconds - rest + full < deadline - DIGITS)
-    given = np.array([vitals.share for vitals in one.vitals])
-    found: NDArray[np.bool_] = is_in_time & ~(given < _column(plan.share for plan in plans))
-    return found
-
-
-def _may_end_elsewhere(plan: Plan) -> bool:
-    limits = (plan.deadline_seconds, plan.finish_seconds, plan.share)
-    return any(limit is not None for limit in limits)
-
-
-def _column(values: Iterable[float | None]) -> Floats:
-    """Return numbers, of which those that are not set are NaN."""
-    return np.array(list(values), dtype=np.float64)
+_REASONS: tuple[StopReason, StopReason] = ("quota", "epoch end")
 
 
 def _steps(
-    devices: Devices, parts: Ints, taken: Ints, size: Ints, num_steps: Ints
+    devices: Devices, parts: Ints, num_examples: Ints, size: Ints, num_steps: Ints
 ) -> tuple[Ints, Floats, Floats]:
     """Return the sizes and seconds of all steps, and each device's seconds by the virtual clock.
 
-    Of the devices with as many steps the clocks go side by side, each adding step to step as a
-    clock does, so that the last bit is its own.
+    The clocks of all devices with as many steps advance together, step by step, and round as each
+    device's own clock does.
     """
-    machines = devices.machines
+    hardware = devices.hardware_columns
     starts = np.concatenate([[0], np.cumsum(num_steps)])
     sizes = np.zeros(starts[-1], dtype=np.int64)
     step_seconds = np.zeros(starts[-1])
     seconds = np.zeros(len(parts))
     for number in np.unique(num_steps).tolist():
         at = np.flatnonzero(num_steps == number)
-        steps_DK = np.minimum(size[at, None], taken[at, None] - size[at, None] * np.arange(number))
+        left_DK = num_examples[at, None] - size[at, None] * np.arange(number)
+        sizes_DK = np.minimum(size[at, None], left_DK)
         own = parts[at, None]
-        lines_DK = (
-            machines.seconds_per_micro_batch[own] + machines.seconds_per_example[own] * steps_DK
+        seconds_DK = (
+            hardware.seconds_per_micro_batch[own] + hardware.seconds_per_example[own] * sizes_DK
         )
-        # The model has come before the first step.
-        clock_DK = np.cumsum(np.concatenate([machines.transfer_seconds[own], lines_DK], 1), axis=1)
+        # The model was received before the first step.
+        clock_DK = np.cumsum(np.concatenate([hardware.transfer_seconds[own], seconds_DK], 1), 1)
         index = starts[at, None] + np.arange(number)
-        sizes[index] = steps_DK
+        sizes[index] = sizes_DK
         step_seconds[index] = np.diff(clock_DK, axis=1)
         seconds[at] = clock_DK[:, -1]
     return sizes, step_seconds, seconds
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Walked:
-    """A device's walk through its window."""
+def _ends_as_planned(columns: RoundColumns) -> NDArray[np.bool_]:
+    """Return which windows surely end with their quota or epoch, by ``client.training.stop_rules``.
 
-    called: Called
+    All micro-batches but the last have one size and take the same time, so if a window ends early
+    it ends before the last. A window whose end hangs on less than the tolerance is not sure.
+    """
+    plans = [one.plan for one in columns.clients]
+    if not any(_has_limit(plan) for plan in {id(plan): plan for plan in plans}.values()):
+        return np.ones(len(plans), dtype=np.bool_)
+    last = np.cumsum(columns.num_steps) - 1
+    first = last - columns.num_steps + 1
+    full, rest = columns.step_seconds[first], columns.step_seconds[last]
+    passed = np.add.reduceat(columns.step_seconds, first)
+    is_alone = columns.num_steps == 1
+    finish = _floats(plan.finish_seconds for plan in plans)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        # Examples until the finish: before the last micro-batch, and after it by the recent pace.
+        until_finish = (finish - passed + rest) / full * columns.micro_batch_size
+        recent = np.minimum(columns.num_steps, RECENT_STEPS) - 1
+        recent_examples = recent * columns.micro_batch_size + columns.sizes[last]
+        beyond = np.maximum(finish - passed, 0.0) / (recent * full + rest) * recent_examples
+    limit = np.minimum(
+        _ints(plan.max_examples for plan in plans), columns.num_owned - columns.offset
+    )
+    has_more = limit > columns.num_examples
+    is_sure = is_alone | (until_finish > columns.sizes[last] - 0.5 + TOLERANCE)
+    is_sure &= ~has_more | (beyond < 0.5 - TOLERANCE)
+    is_sure |= np.isnan(finish)
+    deadline = _floats(plan.deadline_seconds for plan in plans)
+    before_deadline = columns.seconds - rest + full < deadline - TOLERANCE
+    is_sure &= is_alone | np.isnan(deadline) | before_deadline
+    share = np.array([vitals.share for vitals in columns.vitals])
+    is_planned: NDArray[np.bool_] = is_sure & ~(share < _floats(plan.share for plan in plans))
+    return is_planned
+
+
+def _has_limit(plan: Plan) -> bool:
+    limits = (plan.deadline_seconds, plan.finish_seconds, plan.share)
+    return any(limit is not None for limit in limits)
+
+
+def _floats(values: Iterable[float | None]) -> Floats:
+    """Return a column; None becomes NaN."""
+    return np.array(list(values), dtype=np.float64)
+
+
+def _ints(values: Iterable[int]) -> Ints:
+    return np.array(list(values), dtype=np.int64)
+
+
+# One device, step by step.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SimulatedRound:
+    """One device's round without gradients."""
+
+    client: ClientPlan
     window: Window
     total: WindowSum
     num_owned: int
@@ -223,85 +232,55 @@ class _Walked:
     vitals: Vitals
 
 
-def _walk(devices: Devices, called: Called, examples: Examples, window: Window) -> _Walked:
-    """Walk through one device's window.
+def _simulate(devices: Devices, client: ClientPlan) -> SimulatedRound:
+    """Run one device's window without gradients.
 
     Raises:
-        CannotForesee: not one example fits in its memory without activation checkpointing.
+        NotPredictable: not one example fits in its memory without activation checkpointing.
     """
-    plan = called.plan
-    machine = devices.machine(called.part, round_number=plan.round)
-    if machine.memory.fitting(1) == 0:
-        raise CannotForesee
+    plan = client.plan
+    examples = devices.training_examples(client.part, plan)
+    window = next_window(devices, client, len(examples))
+    hardware = devices.hardware(client.part, round_number=plan.round)
+    if hardware.memory.fitting(1) == 0:
+        raise NotPredictable
     accumulator = cast(Accumulator, _NO_VECTOR)
-    place = devices.resident.workplace(examples, called.name, machine, accumulator)
-    begun = place.clock.seconds()
-    total = sum_window(plan, window, place, Watch(plan, place, begun), add=_take_note)
-    return _Walked(
-        called=called,
+    context = devices.trainer.context(examples, client.name, hardware, accumulator)
+    begun = context.clock.seconds()
+    rules = StopRules(plan, context, begun)
+    total = sum_window(plan, window, context, rules, add=_advance)
+    return SimulatedRound(
+        client=client,
         window=window,
         total=total,
         num_owned=len(examples),
-        seconds=place.clock.seconds() - begun,
-        vitals=place.vitals(),
+        seconds=context.clock.seconds() - begun,
+        vitals=context.vitals(),
     )
 
 
-def _in_columns(walked: Sequence[_Walked]) -> Foreseen:
-    """Return what devices did on their walks."""
-    totals = [one.total for one in walked]
-    steps = [cast(Noted, step) for total in totals for step in total.steps]
-    ended = [one.total.reason == "quota" and one.window.ends_epoch for one in walked]
-    return Foreseen(
-        called=[one.called for one in walked],
-        num_examples=_ints(total.num_examples for total in totals),
-        num_owned=_ints(one.num_owned for one in walked),
-        epoch=_ints(one.window.epoch for one in walked),
-        offset=_ints(one.window.offset for one in walked),
-        micro_batch_size=_ints(total.micro_batch_size for total in totals),
-        seconds=np.array([one.seconds for one in walked]),
-        reasons=[
-            "epoch end" if is_ended else one.total.reason
-            for one, is_ended in zip(walked, ended, strict=True)
-        ],
-        vitals=[one.vitals for one in walked],
-        num_steps=_ints(len(total.steps) for total in totals),
-        sizes=_ints(step.num_examples for step in steps),
-        step_seconds=np.array([step.seconds for step in steps]),
-        peak_bytes=_ints(step.peak_bytes for step in steps),
-    )
-
-
-def _ints(values: Iterable[int]) -> Ints:
-    return np.array(list(values), dtype=np.int64)
-
-
-def _take_note(
-    plan: Plan,
-    window: Window,
-    positions: Positions,
-    place: Workplace,
-    since_seconds: float,
-) -> Added:
-    """Let a micro-batch take its seconds and bytes, and add nothing.
+def _advance(
+    plan: Plan, window: Window, positions: Positions, context: TrainingContext, since_seconds: float
+) -> MicroBatchResult:
+    """Advance clock and memory by a micro-batch, and add nothing.
 
     Raises:
-        MemoryError: it would cross the simulated limit.
+        MemoryError: it would exceed the simulated limit.
     """
-    place.memory.begin(len(positions))
-    place.clock.worked(len(positions))
-    step = Noted(
+    context.memory.begin(len(positions))
+    context.clock.worked(len(positions))
+    step = SimulatedStep(
         num_examples=len(positions),
         weight=len(positions),
-        seconds=place.clock.seconds() - since_seconds,
-        peak_bytes=place.memory.end(len(positions)),
+        seconds=context.clock.seconds() - since_seconds,
+        peak_bytes=context.memory.end(len(positions)),
     )
-    return Added(loss_sum=0.0, metric_sums={}, step=cast(Step, step))
+    return MicroBatchResult(loss_sum=0.0, metric_sums={}, step=cast(Step, step))
 
 
 @dataclass(kw_only=True, slots=True)
-class Noted:
-    """What the walk through a window reads of a step."""
+class SimulatedStep:
+    """The fields of a ``Step`` that ``sum_window`` reads; pydantic's checks would take longer."""
 
     num_examples: int
     weight: int
@@ -310,7 +289,7 @@ class Noted:
 
 
 class _NoVector:
-    """What stands for the vector where nothing is added."""
+    """Replaces the accumulator if nothing is added."""
 
     def zero(self) -> None:
         """Do nothing."""
@@ -320,3 +299,27 @@ class _NoVector:
 
 
 _NO_VECTOR: Any = _NoVector()
+
+
+def _in_columns(rounds: Sequence[SimulatedRound]) -> RoundColumns:
+    totals = [one.total for one in rounds]
+    steps = [step for total in totals for step in total.steps]
+    ends_epoch = [one.total.reason == "quota" and one.window.ends_epoch for one in rounds]
+    return RoundColumns(
+        clients=[one.client for one in rounds],
+        num_examples=_ints(total.num_examples for total in totals),
+        num_owned=_ints(one.num_owned for one in rounds),
+        epoch=_ints(one.window.epoch for one in rounds),
+        offset=_ints(one.window.offset for one in rounds),
+        micro_batch_size=_ints(total.micro_batch_size for total in totals),
+        seconds=_floats(one.seconds for one in rounds),
+        reasons=[
+            "epoch end" if is_end else total.reason
+            for total, is_end in zip(totals, ends_epoch, strict=True)
+        ],
+        vitals=[one.vitals for one in rounds],
+        num_steps=_ints(len(total.steps) for total in totals),
+        sizes=_ints(step.num_examples for step in steps),
+        step_seconds=_floats(step.seconds for step in steps),
+        peak_bytes=_ints(step.peak_bytes for step in steps),
+    )

@@ -1,7 +1,7 @@
-"""The examples of many devices side by side, so that those of a whole cohort are fetched at once.
+"""Holds the examples of many devices as rows of shared tensors, so that one lookup gives a batch.
 
-A device's examples are fetched and collated when they are first asked for. What is held stays below
-a limit, whatever the number of devices: beyond it all is dropped, and fetched again.
+A device's examples are fetched and collated at their first use. If the rows exceed a limit, all are
+dropped and fetched again when they are needed, so memory stays bounded for any number of devices.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ Rows = NDArray[np.int64]
 LIMIT_BYTES = 128 << 20
 
 
-class Packed:
-    """Rows of tensors, device behind device, that become a batch of the task's own form."""
+class ExampleRows:
+    """The examples of many devices, one row each; ``batch`` turns rows into the task's batches."""
 
     def __init__(
         self, task: Task, *, limit_bytes: int = LIMIT_BYTES, most_held: int = MAX_OPEN_DATASETS
     ) -> None:
+        """Hold at most about ``limit_bytes`` of rows, of about ``most_held`` devices."""
         self._task = task
         self._limit_bytes = limit_bytes
         self._most_held = most_held
@@ -39,7 +40,7 @@ class Packed:
         self._rebuild: Callable[[Sequence[Tensor]], Any] | None = None
 
     def make_room(self, parts: Sequence[int]) -> None:
-        """Drop all if it is much, or of many devices, unless all of ``parts`` are there."""
+        """Drop all rows if a limit is exceeded and some device of ``parts`` has no rows yet."""
         held_bytes = sum(column.nbytes for column in self._columns)
         is_full = held_bytes > self._limit_bytes or len(self.starts) > self._most_held
         if is_full and not all(part in self.starts for part in parts):
@@ -51,7 +52,8 @@ class Packed:
         """Fetch a device's examples, and return the row of the first.
 
         Raises:
-            UnsupportedBatch: its batches are not rows of tensors, alike for all devices.
+            UnsupportedBatch: a batch is not one row of tensors for each example, or the rows have
+                other shapes than those of another device.
         """
         batch = batch_of(self._task, examples, range(len(examples)))
         rows, rebuild = split_batch(batch)
@@ -76,7 +78,7 @@ class Packed:
         return start
 
     def _check_rows(self, examples: Examples, rows: Sequence[Tensor]) -> None:
-        """Check on one device that a row is what its example alone gives: no padding to a batch."""
+        """Check that the last example alone has the same row: no padding to the longest."""
         last = len(examples) - 1
         alone, _ = split_batch(batch_of(self._task, examples, (last,)))
         same = [_kind(one) == _kind(row) for one, row in zip(alone, rows, strict=True)]
@@ -86,12 +88,15 @@ class Packed:
             raise UnsupportedBatch("an example looks different alone than it does in a batch")
 
     def take(self, rows: Rows) -> list[Tensor]:
-        """Return the tensors of a batch of these rows [n, ...]."""
-        index = torch.from_numpy(rows)
-        return [column.index_select(0, index) for column in self._columns]
+        """Return the tensors of these rows [*rows.shape, ...]."""
+        index = torch.from_numpy(rows.ravel())
+        return [
+            column.index_select(0, index).view(*rows.shape, *column.shape[1:])
+            for column in self._columns
+        ]
 
     def batch(self, tensors: Sequence[Tensor]) -> Any:
-        """Put tensors into the form in which the task collates its batches."""
+        """Return tensors in the form in which the task collates its batches."""
         assert self._rebuild is not None  # something was taken
         return self._rebuild(tensors)
 

@@ -1,11 +1,12 @@
-"""The norms of devices' sums behind each of their steps, from what one backward pass sees.
+"""Computes each device's gradient norms from one backward pass over the examples of many devices.
 
-What example i adds to the gradient of a linear layer's weight is b_i a_i^T: what comes back to the
-layer times what went into it. So the product of what two examples add is (a_i . a_j)(b_i . b_j),
-and the square of a sum is the sum of these over all pairs, without a vector (Goodfellow 2015,
-"Efficient per-example gradient computations"; Li et al. 2022, "Large language models can be strong
-differentially private learners", section 4). An example adds its own square and twice its products
-with those before it. A bias is one more input, which is always 1.
+Example i adds b_i a_i^T to the gradient of a linear layer's weight: the gradient of the layer's
+output times the layer's input. So the inner product of the gradients of examples i and j is
+(a_i . a_j)(b_i . b_j), and the squared norm of a sum of gradients is a sum over pairs of examples;
+no device needs a vector (Goodfellow 2015, "Efficient per-example gradient computations"; Li et al.
+2022, "Large language models can be strong differentially private learners", section 4). An example
+adds its own square and twice its products with the examples before it. A bias is an input that is
+always 1. Parameters outside linear layers get a copy for each example, so they must be few.
 
 Legend: D devices, S steps, N examples, T rows of an example (tokens), I inputs, O outputs, P
 parameters.
@@ -13,88 +14,211 @@ parameters.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
 import numpy as np
 import torch
-from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
-from headwater.simulation.compute.padding import alike, is_in_order, padded, runs, taken
+from headwater.simulation.compute.round_columns import (
+    Bools,
+    Floats,
+    Ints,
+    groups_of_similar_size,
+    padded,
+    runs,
+)
 
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
-
-# Gradients of a layer that are held at once: less takes more calls. Of a layer as large as that the
-# calls are what takes least, and devices take turns.
-HELD_BYTES = 2 << 20
-LARGE = 1 << 15
-# Products of pairs that are held at once, in float64, if those of one device are not more.
+# Parameters outside linear layers, as a share of all: above it their copies, one for each example,
+# take as much memory as the devices' vectors would.
+MAX_OTHER_SHARE = 1 / 8
+# Products of pairs that are held at once, in float64, unless those of one device take more.
 PAIRS_BYTES = 16 << 20
-# What it takes to write a number of a step's gradient, and to read it, in operations of pairs. For
-# 1,000 devices of 15 examples in three steps pairs took 7 ms of a layer 64-128 and 5 of one 128-10,
-# gradients 31 and 9; for eight of 128 tokens in two steps pairs took 6 of one 256-1024, gradients,
-# which are the layer's own as well, 1.4.
-WRITTEN = 16
+# Time to write and read one number of a step's gradient, in multiply-adds of the pairs' products.
+# For 1,000 devices of 15 examples in three steps, pairs took 7 ms for a layer 64-128 and 5 ms for
+# 128-10, and gradients 31 and 9. For eight devices of 128 tokens in two steps, pairs took 6 ms for
+# a layer 256-1024, and gradients, which give the layer's own gradient too, 1.4.
+WRITE_COST = 16
+# Step gradients of a layer that are held at once; fewer take more calls. For a layer of this many
+# weights the calls take little time, and the gradients of one device are computed at a time.
+HELD_BYTES = 2 << 20
+LARGE_LAYER = 1 << 15
 
 
-class Squares:
-    """Squared norms [S]; each part of the model adds those of its own gradient."""
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class LinearLayers:
+    """A model's linear layers, the shapes [1, ..., O] of their outputs, and other parameters."""
+
+    layers: Mapping[str, nn.Linear]
+    output_shapes: Mapping[str, torch.Size]
+    others: Mapping[str, nn.Parameter]
+
+    @property
+    def num_others(self) -> int:
+        """The number of parameters outside linear layers; each example has a copy of them."""
+        return sum(parameter.numel() for parameter in self.others.values())
+
+    @property
+    def detached(self) -> Mapping[str, Tensor]:
+        """The layers' parameters by name, without gradients: ``add`` computes these."""
+        return {
+            f"{name}.{own}": parameter.detach()
+            for name, layer in self.layers.items()
+            for own, parameter in layer.named_parameters()
+        }
+
+    def add(self, name: str, inputs: Tensor, gradients: Tensor, norms: SquaredNorms) -> None:
+        """Add a layer's gradient to its parameters, and its squared norms to ``norms``.
+
+        Takes the layer's inputs of N examples, and the gradients of its outputs.
+        """
+        layer = self.layers[name]
+        inputs_NTI = inputs.reshape(len(inputs), -1, inputs.shape[-1])
+        gradients_NTO = gradients.reshape(len(gradients), -1, gradients.shape[-1])
+        weight_OI = norms.add_linear(inputs_NTI, gradients_NTO, has_bias=layer.bias is not None)
+        rows = gradients_NTO.flatten(0, 1)
+        if weight_OI is None:
+            weight_OI = rows.t() @ inputs_NTI.flatten(0, 1)
+        add_to_gradient(layer.weight, weight_OI)
+        if layer.bias is not None:
+            add_to_gradient(layer.bias, rows.sum(0))
+
+    @contextmanager
+    def recording(self, probes: Mapping[str, Tensor], inputs: dict[str, Tensor]) -> Iterator[None]:
+        """Record the layers' ``inputs`` and add ``probes`` to their outputs while the model runs.
+
+        A probe is zero, and its gradient is that of the layer's output.
+
+        Raises:
+            RuntimeError: a layer did not run once, as it did in the self-test.
+        """
+
+        def record(name: str, given: Tensor, output: Tensor) -> Tensor:
+            if name in inputs:
+                raise RuntimeError(f"the layer {name} ran twice")
+            inputs[name] = given
+            return output + probes[name]
+
+        with _hooked(self.layers, record):
+            yield
+        if inputs.keys() != self.layers.keys():
+            raise RuntimeError("a layer of the model did not run")
+
+
+def find_linear_layers(model: nn.Module, run: Callable[[], object]) -> LinearLayers | None:
+    """Return the linear layers that run once in ``run``, a pass over one example.
+
+    All parameters of a layer are trained, and no other module has one of them. None if too many
+    parameters are outside of such layers.
+    """
+    shapes: dict[str, list[torch.Size]] = {}
+
+    def record(name: str, given: Tensor, output: Tensor) -> Tensor:
+        shapes.setdefault(name, []).append(output.shape)
+        return output
+
+    owners = Counter(id(one) for _, one in model.named_parameters(remove_duplicate=False))
+    candidates = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+        and type(module).forward is nn.Linear.forward
+        and isinstance(module.weight, nn.Parameter)  # no parametrization
+        and all(one.requires_grad and owners[id(one)] == 1 for one in module.parameters())
+    }
+    with _hooked(candidates, record):
+        run()
+    layers = {name: candidates[name] for name, own in shapes.items() if len(own) == 1}
+    inside = {id(one) for layer in layers.values() for one in layer.parameters()}
+    trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
+    found = LinearLayers(
+        layers=layers,
+        output_shapes={name: shapes[name][0] for name in layers},
+        others={name: one for name, one in trained.items() if id(one) not in inside},
+    )
+    total = sum(parameter.numel() for parameter in trained.values())
+    return found if found.num_others <= MAX_OTHER_SHARE * total else None
+
+
+@contextmanager
+def _hooked(
+    layers: Mapping[str, nn.Linear], hook: Callable[[str, Tensor, Tensor], Tensor]
+) -> Iterator[None]:
+    """Replace each layer's output by ``hook`` of its name, input and output."""
+    with ExitStack() as stack:
+        for name, layer in layers.items():
+            handle = layer.register_forward_hook(
+                lambda _, given, output, name=name: hook(name, given[0], output)
+            )
+            stack.callback(handle.remove)
+        yield
+
+
+class SquaredNorms:
+    """Squared norms of each device's sum after each of its steps; each layer adds its own."""
 
     def __init__(self, sizes_S: Ints, num_steps_D: Ints) -> None:
-        """Take the examples of each step, and the steps of each device, one behind the other."""
+        """Take the number of examples of each step, and of steps of each device, in order."""
         self._sizes_S, self._num_steps_D = sizes_S, num_steps_D
         self._starts_S = np.cumsum(sizes_S) - sizes_S
         self._firsts_D = np.cumsum(num_steps_D) - num_steps_D
         self._counts_D: Ints = np.add.reduceat(sizes_S, self._firsts_D)
-        self._grown_S = np.zeros(len(sizes_S))
+        self._squares_S = np.zeros(len(sizes_S))
         self._added_N = np.zeros(int(sizes_S.sum()))
 
     def norms(self) -> Floats:
-        """Return the norms [S] of each device's sum behind each of its steps.
+        """Return the norms [S] of each device's sum after each of its steps.
 
-        Error of a square: 2^-24 of the square of the summed norms of what the examples add, times
-        a layer's number of inputs, at the very most. A square below zero by rounding is zero.
+        Error of a square: 2^-24 of the square of the summed norms of the examples' gradients, times
+        a layer's number of inputs, at most. A square below zero by rounding counts as zero.
         """
         squares_S = np.add.reduceat(self._added_N, self._starts_S)
         for step in range(1, int(self._num_steps_D.max())):
             at = self._firsts_D[self._num_steps_D > step] + step
             squares_S[at] += squares_S[at - 1]
-        found: Floats = np.sqrt(np.maximum(squares_S + self._grown_S, 0.0))
-        return found
+        norms_S: Floats = np.sqrt(np.maximum(squares_S + self._squares_S, 0.0))
+        return norms_S
 
     def add_linear(
-        self, inputs_NTI: Tensor, outputs_NTO: Tensor, *, has_bias: bool
+        self, inputs_NTI: Tensor, gradients_NTO: Tensor, *, has_bias: bool
     ) -> Tensor | None:
-        """Add a linear layer, by what went into it and what comes back to it.
+        """Add a linear layer, from its inputs and the gradients of its outputs.
 
-        By pairs an example takes n T (I + O) operations more, with n examples of its device; by
-        gradients no operation more, but those of each step, I O numbers, are written and read. They
-        add up to the weight's gradient, which is returned then.
+        By pairs of examples, which takes n T (I + O) operations more for each row, with n examples
+        of its device; or by the gradients of the steps, I O numbers each, which are written and
+        read. These sum to the weight's gradient, which is returned then.
         """
-        num_inputs, num_outputs = inputs_NTI.shape[2], outputs_NTO.shape[2]
+        num_inputs, num_outputs = inputs_NTI.shape[2], gradients_NTO.shape[2]
         longest = int(self._counts_D.max()) * inputs_NTI.shape[1]
         num_pairs = longest * inputs_NTI.shape[0] * inputs_NTI.shape[1]
         num_written = len(self._sizes_S) * num_inputs * num_outputs
-        if num_pairs * (num_inputs + num_outputs) <= WRITTEN * num_written:
-            self._add_pairs(inputs_NTI, outputs_NTO, has_bias)
+        if num_pairs * (num_inputs + num_outputs) <= WRITE_COST * num_written:
+            self._add_pairs(inputs_NTI, gradients_NTO, has_bias)
             return None
         if has_bias:
-            self.add_vectors(outputs_NTO.sum(1))
-        return self._add_gradients(inputs_NTI, outputs_NTO)
+            self.add_gradients(gradients_NTO.sum(1))
+        return self._add_step_gradients(inputs_NTI, gradients_NTO)
 
-    def add_vectors(self, gradients_NP: Tensor) -> None:
-        """Add parameters of which each example's own gradient is known."""
-        summed = np.add.reduceat(gradients_NP.numpy(), self._starts_S, axis=0)
-        norms, _ = grown(torch.from_numpy(summed), self._firsts_D, self._num_steps_D)
-        self._grown_S += norms**2
+    def add_gradients(self, gradients_NP: Tensor) -> None:
+        """Add parameters from the gradient of each example."""
+        gradients_SP = np.add.reduceat(gradients_NP.numpy(), self._starts_S, axis=0)
+        norms, _ = running_norms(torch.from_numpy(gradients_SP), self._firsts_D, self._num_steps_D)
+        self._squares_S += norms**2
 
-    def _add_pairs(self, inputs_NTI: Tensor, outputs_NTO: Tensor, has_bias: bool) -> None:
+    def _add_pairs(self, inputs_NTI: Tensor, gradients_NTO: Tensor, has_bias: bool) -> None:
         starts_D = np.cumsum(self._counts_D) - self._counts_D
         num_tokens, longest = inputs_NTI.shape[1], int(self._counts_D.max())
         at_once = PAIRS_BYTES // (8 * longest * num_tokens**2)
-        for devices in alike(self._counts_D, at_once):
+        for devices in groups_of_similar_size(self._counts_D, at_once):
             index, mask = padded(starts_D[devices], self._counts_D[devices])
-            a, b = _in_fours(_rows(inputs_NTI, index)), _in_fours(_rows(outputs_NTO, index, mask))
+            a, b = (
+                _in_fours(_rows(inputs_NTI, index)),
+                _in_fours(_rows(gradients_NTO, index, mask)),
+            )
             # In float64 nothing more is rounded, and no square of a finite gradient overflows.
             products = torch.bmm(a, a.transpose(1, 2)).double()
             if has_bias:
@@ -106,92 +230,94 @@ class Squares:
             of_each = added.view(*index.shape, -1).sum(2).numpy()
             self._added_N[index[mask]] += of_each[mask]
 
-    def _add_gradients(self, inputs_NTI: Tensor, outputs_NTO: Tensor) -> Tensor:
-        """Return the sum of all gradients [O, I]."""
-        total_OI = inputs_NTI.new_zeros(outputs_NTO.shape[2], inputs_NTI.shape[2])
-        most = HELD_BYTES // (4 * total_OI.numel())
-        own_OI = torch.empty_like(total_OI)
-        for devices in runs(self._num_steps_D, most if total_OI.numel() < LARGE else 1):
-            if devices.stop - devices.start == 1:
-                self._grow_in_turn(own_OI, inputs_NTI, outputs_NTO, devices.start)
-                total_OI += own_OI
-            else:
-                total_OI += self._added_together(inputs_NTI, outputs_NTO, devices)
+    def _add_step_gradients(self, inputs_NTI: Tensor, gradients_NTO: Tensor) -> Tensor:
+        """Add the gradients of the steps, and return the sum of all of them [O, I]."""
+        total_OI = inputs_NTI.new_zeros(gradients_NTO.shape[2], inputs_NTI.shape[2])
+        at_once = HELD_BYTES // (4 * total_OI.numel()) if total_OI.numel() < LARGE_LAYER else 1
+        for devices in runs(self._num_steps_D, at_once):
+            add = self._add_one_device if devices.stop - devices.start == 1 else self._add_devices
+            total_OI += add(inputs_NTI, gradients_NTO, devices)
         return total_OI
 
-    def _added_together(self, inputs_NTI: Tensor, outputs_NTO: Tensor, devices: slice) -> Tensor:
-        """Return the sum of the gradients of some devices, all of whose steps are held."""
-        num_inputs, num_outputs = inputs_NTI.shape[2], outputs_NTO.shape[2]
+    def _add_devices(self, inputs_NTI: Tensor, gradients_NTO: Tensor, devices: slice) -> Tensor:
+        """Add devices whose steps' gradients are all held at once; return their sum."""
         num_steps, firsts = self._num_steps_D[devices], self._firsts_D[devices]
         steps = slice(int(firsts[0]), int(firsts[-1] + num_steps[-1]))
         sizes, starts = self._sizes_S[steps], self._starts_S[steps]
-        gradients = inputs_NTI.new_empty((len(sizes), num_outputs, num_inputs))
-        for some in alike(sizes, int(sizes.sum())):
+        sums_SOI = inputs_NTI.new_empty(len(sizes), gradients_NTO.shape[2], inputs_NTI.shape[2])
+        for some in groups_of_similar_size(sizes, int(sizes.sum())):
             index, mask = padded(starts[some], sizes[some])
-            a, b = _rows(inputs_NTI, index), _rows(outputs_NTO, index, mask)
-            if is_in_order(some) and len(some) == len(sizes):
-                torch.bmm(b.transpose(1, 2), a, out=gradients)
-            else:
-                gradients[torch.from_numpy(some)] = torch.bmm(b.transpose(1, 2), a)
-        norms, sums_DP = grown(gradients.flatten(1), firsts - firsts[0], num_steps)
-        self._grown_S[steps] += norms**2
-        return sums_DP.sum(0).view(num_outputs, num_inputs)
+            a, b = _rows(inputs_NTI, index), _rows(gradients_NTO, index, mask)
+            sums_SOI[torch.from_numpy(some)] = torch.bmm(b.transpose(1, 2), a)
+        norms, sums_DP = running_norms(sums_SOI.flatten(1), firsts - firsts[0], num_steps)
+        self._squares_S[steps] += norms**2
+        return sums_DP.sum(0).view(sums_SOI.shape[1:])
 
-    def _grow_in_turn(
-        self, own_OI: Tensor, inputs_NTI: Tensor, outputs_NTO: Tensor, device: int
-    ) -> None:
-        """Write the sum of a device's gradients, and hold no more than that."""
-        first = int(self._firsts_D[device])
-        for step in range(first, first + int(self._num_steps_D[device])):
+    def _add_one_device(self, inputs_NTI: Tensor, gradients_NTO: Tensor, device: slice) -> Tensor:
+        """Add a device and hold only its running sum, which is returned."""
+        sum_OI = inputs_NTI.new_empty(gradients_NTO.shape[2], inputs_NTI.shape[2])
+        first = int(self._firsts_D[device.start])
+        for step in range(first, first + int(self._num_steps_D[device.start])):
             start = int(self._starts_S[step])
             own = slice(start, start + int(self._sizes_S[step]))
-            a, b = inputs_NTI[own].flatten(0, 1), outputs_NTO[own].flatten(0, 1)
-            own_OI.addmm_(b.t(), a, beta=float(step > first))  # 0: what is there does not count
-            self._grown_S[step] += float(torch.linalg.vector_norm(own_OI)) ** 2
+            a, b = inputs_NTI[own].flatten(0, 1), gradients_NTO[own].flatten(0, 1)
+            sum_OI.addmm_(b.t(), a, beta=float(step > first))  # beta 0 ignores old values
+            self._squares_S[step] += float(torch.linalg.vector_norm(sum_OI)) ** 2
+        return sum_OI
 
 
-def grown(gradients_SP: Tensor, firsts_D: Ints, num_steps_D: Ints) -> tuple[Floats, Tensor]:
-    """Return the norms [S] of each device's sum behind each of its steps, and the sums [D, P].
+def add_to_gradient(parameter: nn.Parameter, gradient: Tensor) -> None:
+    """Add to a parameter's gradient, which is a view of the accumulator."""
+    assert parameter.grad is not None  # the accumulator's
+    parameter.grad += gradient
 
-    The gradients may be overwritten.
+
+def running_norms(gradients_SP: Tensor, firsts_D: Ints, num_steps_D: Ints) -> tuple[Floats, Tensor]:
+    """Return the norms [S] of each device's sum after each of its steps, and the sums [D, P].
+
+    ``gradients_SP`` may be overwritten.
     """
     count = int(num_steps_D[0])
     if bool((num_steps_D == count).all()):
-        grown_DKP = gradients_SP.view(len(firsts_D), count, -1)
+        sums_DKP = gradients_SP.view(len(firsts_D), count, -1)
         for step in range(1, count):
-            grown_DKP[:, step] += grown_DKP[:, step - 1]
-        return _norms(gradients_SP), grown_DKP[:, -1]
+            sums_DKP[:, step] += sums_DKP[:, step - 1]
+        return _norms(gradients_SP), sums_DKP[:, -1]
     sums_DP = gradients_SP[torch.from_numpy(firsts_D)]
     norms = np.zeros(len(gradients_SP))
     norms[firsts_D] = _norms(sums_DP)
     for step in range(1, int(num_steps_D.max())):
         at = np.flatnonzero(num_steps_D > step)
-        further = gradients_SP[torch.from_numpy(firsts_D[at] + step)]
-        if len(at) == len(num_steps_D):
-            sums = sums_DP.add_(further)
-        else:
-            sums = sums_DP[torch.from_numpy(at)] + further
-            sums_DP[torch.from_numpy(at)] = sums
+        sums = sums_DP[at] + gradients_SP[torch.from_numpy(firsts_D[at] + step)]
+        sums_DP[at] = sums
         norms[firsts_D[at] + step] = _norms(sums)
     return norms, sums_DP
 
 
 def _norms(vectors_DP: Tensor) -> Floats:
-    found: Floats = torch.linalg.vector_norm(vectors_DP, dim=1).double().numpy()
-    return found
+    norms: Floats = torch.linalg.vector_norm(vectors_DP, dim=1).double().numpy()
+    return norms
+
+
+def _rows(values_NTI: Tensor, index: Ints, mask: Bools | None = None) -> Tensor:
+    """Return the rows of devices or steps side by side [R, M T, I]; padding is zero with a mask.
+
+    A view if no row has to move.
+    """
+    first, flat = int(index.flat[0]), index.ravel()
+    if bool((flat == np.arange(first, first + flat.size)).all()):
+        rows = values_NTI[first : first + flat.size]
+    else:
+        rows = values_NTI.index_select(0, torch.from_numpy(flat))
+    rows_RMTI = rows.view(*index.shape, *values_NTI.shape[1:])
+    if mask is not None and not mask.all():
+        rows_RMTI = rows_RMTI * torch.from_numpy(mask)[:, :, None, None]
+    return rows_RMTI.flatten(1, 2)
 
 
 def _in_fours(rows_RMI: Tensor) -> Tensor:
-    """Add rows of zeros to a multiple of four.
+    """Pad with rows of zeros to a multiple of four.
 
     MKL multiplies 15 rows with themselves in twice the time of 16; the copies take half of that.
     """
     return functional.pad(rows_RMI, (0, 0, 0, -rows_RMI.shape[1] % 4))
-
-
-def _rows(values_NTI: Tensor, index: Ints, mask: NDArray[np.bool_] | None = None) -> Tensor:
-    """Return the rows of devices or steps side by side [R, M T, I], and zero where it is padded."""
-    found = taken(values_NTI, index)
-    if mask is not None and not mask.all():
-        found = found * torch.from_numpy(mask)[:, :, None, None]
-    return found.flatten(1, 2)

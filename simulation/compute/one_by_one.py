@@ -1,9 +1,9 @@
-"""One device after another, by the very code that runs on a real one: the same bits as the wire.
+"""Computes one device after another with the code of a real device, so the bits are the wire's.
 
-What a device does beside its forward and backward passes takes Python longer by as much as the
-passes have put something else into the processor's caches: two to four times. So a few devices are
-taken together: all of them are made ready, then each sums its window into a vector of its own, then
-all tell of it. What each of them does, and with which numbers, is the same as if it were alone.
+A device's Python work takes two to four times as long after a forward and backward pass, which
+fills the processor's caches with other data. So a few devices go through each stage together: all
+are prepared, then each sums its window into a vector of its own, then all make their updates. Each
+device computes the same numbers as it would alone.
 """
 
 from __future__ import annotations
@@ -12,61 +12,62 @@ import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-
-from headwater.client.device.hardware import Hardware
+from headwater.client.device.interfaces import Hardware
 from headwater.client.training.accumulator import Accumulator
 from headwater.client.training.batches import Batches
-from headwater.client.training.context import Workplace
-from headwater.client.training.local_update import Trained, told
-from headwater.client.training.micro_batches import Place, Walk, Window
+from headwater.client.training.context import TrainingContext
+from headwater.client.training.local_update import LocalSum, make_update
+from headwater.client.training.micro_batches import SamplerPosition, SamplerState, Window, window
 from headwater.common.errors import EmptyUpdate, HeadwaterError, error_of, travelling
 from headwater.common.messages import Update
 from headwater.common.model.parameters import ModelImage
 from headwater.common.task import Examples
-from headwater.server.fleet import Dropout, UpdateOfMany
-from headwater.simulation.compute.window_columns import windows_of
-from headwater.simulation.fleet.devices import Called, Devices
-from headwater.simulation.fleet.faults import lie
-from headwater.simulation.fleet.profiles import moment_of
+from headwater.server.fleet import Dropout, UpdateBatch
+from headwater.simulation.fleet.devices import ClientPlan, Devices
+from headwater.simulation.fleet.faults import falsify
 
 log = logging.getLogger(__name__)
 
-# Devices taken together, and what their vectors may take: they are to stay in the caches as well.
-MOST_TOGETHER, TOGETHER_BYTES = 8, 512 << 10
-# Devices whose windows are drawn together; the examples of all of them are opened for it.
-MOST_DRAWN = 512
+# Devices that go through the stages together, and the bytes of their vectors: these must stay in
+# the processor's caches.
+MAX_TOGETHER, TOGETHER_BYTES = 8, 512 << 10
+
+
+def next_window(devices: Devices, client: ClientPlan, num_examples: int) -> Window:
+    """Return the examples that a device trains on next, out of ``num_examples``."""
+    plan = client.plan
+    return window(
+        devices.positions[client.part].settle(plan.counted_round).place,
+        quota=plan.quota,
+        num_more=plan.max_examples - plan.quota,
+        run_seed=plan.run_seed,
+        name=client.name,
+        num_examples=num_examples,
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Ready:
-    """A device that is about to begin."""
+class _PreparedClient:
+    """A device with its examples and hardware for this round."""
 
-    called: Called
+    client: ClientPlan
     examples: Examples
     window: Window
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Equipped:
-    """What a device works with in this round."""
-
-    ready: _Ready
-    machine: Hardware
     batches: Batches
+    hardware: Hardware
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Done:
-    """A device that has summed its window."""
+class _TrainedClient:
+    """A device whose window is summed."""
 
-    ready: _Ready
-    place: Workplace
-    trained: Trained
+    prepared: _PreparedClient
+    context: TrainingContext
+    local_sum: LocalSum
 
 
 class OneByOne:
-    """Trains the called devices in their order."""
+    """Trains devices in their order; see ``simulation.fleet.devices.Compute``."""
 
     def __init__(self, devices: Devices) -> None:
         self._devices = devices
@@ -74,121 +75,100 @@ class OneByOne:
 
     def train(
         self,
-        called: Sequence[Called],
+        clients: Sequence[ClientPlan],
         image: ModelImage,
         *,
         run_id: int,
         timeout_seconds: float | None,
-    ) -> Iterator[Update | UpdateOfMany | Dropout]:
-        """Yield each device's answer; its vector is valid until the next one is asked for."""
-        model = image.buffer()
-        for start in range(0, len(called), MOST_DRAWN):
-            ready = self._ready(called[start : start + MOST_DRAWN])
-            most = max(min(TOGETHER_BYTES // image.layout.num_bytes, MOST_TOGETHER), 1)
-            for first in range(0, len(ready), most):
-                yield from self._answers(ready[first : first + most], model, run_id=run_id)
+    ) -> Iterator[Update | UpdateBatch | Dropout]:
+        """Yield each device's reply; its vector is valid until the next reply is requested."""
+        at_once = max(min(TOGETHER_BYTES // image.layout.num_bytes, MAX_TOGETHER), 1)
+        for start in range(0, len(clients), at_once):
+            yield from self.replies(clients[start : start + at_once], image.buffer(), run_id=run_id)
 
-    def answer(self, called: Called, model: memoryview, *, run_id: int) -> Update | Dropout:
-        """Let one device work on its plan, and remember its place."""
-        return self._answers(self._ready([called]), model, run_id=run_id)[0]
-
-    def _ready(self, called: Sequence[Called]) -> list[_Ready | Dropout]:
-        """Open the devices' examples and draw their windows; who has none to open drops out."""
-        devices = self._devices
-        examples: list[Examples | Dropout] = []
-        for one in called:
-            try:
-                examples.append(devices.training_examples(one.part, one.plan))
-            except Exception as error:
-                examples.append(_dropout(one, error))
-        there, owned = [], []
-        for one, some in zip(called, examples, strict=True):
-            if not isinstance(some, Dropout):
-                there.append(one)
-                owned.append(len(some))
-        windows = iter(windows_of(there, devices.walks, np.array(owned, dtype=np.int64)))
-        return [
-            some
-            if isinstance(some, Dropout)
-            else _Ready(called=one, examples=some, window=next(windows))
-            for one, some in zip(called, examples, strict=True)
-        ]
-
-    def _answers(
-        self, ready: Sequence[_Ready | Dropout], model: memoryview, *, run_id: int
+    def replies(
+        self, clients: Sequence[ClientPlan], model: memoryview, *, run_id: int
     ) -> list[Update | Dropout]:
-        """Let a few devices work on their plans, and remember their places."""
-        equipped = [one if isinstance(one, Dropout) else self._equipped(one) for one in ready]
-        done: list[_Done | Dropout] = []
-        for one, accumulator in zip(equipped, self._accumulators_of(len(ready)), strict=True):
+        """Let a few devices carry out their plans, and store their positions."""
+        prepared = [self._prepare(client) for client in clients]
+        trained: list[_TrainedClient | Dropout] = []
+        for one, accumulator in zip(prepared, self._some_accumulators(len(clients)), strict=True):
             if isinstance(one, Dropout):
-                done.append(one)
+                trained.append(one)
                 continue
-            version = one.ready.called.plan.model_version
-            self._devices.resident.load_model(run_id, version, model)
-            done.append(self._summed(one, accumulator))
-        return [one if isinstance(one, Dropout) else self._told(one) for one in done]
+            self._devices.trainer.load_model(run_id, one.client.plan.model_version, model)
+            trained.append(self._train(one, accumulator))
+        return [one if isinstance(one, Dropout) else self._update(one) for one in trained]
 
-    def _accumulators_of(self, number: int) -> list[Accumulator]:
-        """Return so many vectors; the first is the resident's own."""
-        resident = self._devices.resident
+    def _some_accumulators(self, number: int) -> list[Accumulator]:
+        """Return this many vectors; the first is the trainer's own."""
+        trainer = self._devices.trainer
         if not self._accumulators:
-            self._accumulators = [resident.accumulator]
+            self._accumulators = [trainer.accumulator]
         while len(self._accumulators) < number:
-            self._accumulators.append(Accumulator(resident.image))
+            self._accumulators.append(Accumulator(trainer.image))
         return self._accumulators[:number]
 
-    def _equipped(self, one: _Ready) -> _Equipped:
-        """Give a device its hardware, and fetch its examples if they are few."""
-        called = one.called
-        batches = Batches(self._devices.resident.task, one.examples)
-        batches.begin(one.window.positions)
+    def _prepare(self, client: ClientPlan) -> _PreparedClient | Dropout:
+        """Open a device's examples, and fetch those of its window if they are few."""
+        try:
+            examples = self._devices.training_examples(client.part, client.plan)
+        except Exception as error:
+            return _dropout(client, error)
+        positions = next_window(self._devices, client, len(examples))
+        batches = Batches(self._devices.trainer.task, examples)
+        batches.begin(positions.positions)
         try:
             batches.fetch()
         except Exception as error:
-            # One of the examples cannot be had; which one is found out when it is its turn.
-            log.debug("%s: not fetched at once: %s", called.name, error)
-        machine = self._devices.machine(called.part, round_number=called.plan.round)
-        return _Equipped(ready=one, machine=machine, batches=batches)
-
-    def _summed(self, one: _Equipped, accumulator: Accumulator) -> _Done | Dropout:
-        resident, ready = self._devices.resident, one.ready
-        called = ready.called
-        try:
-            place = resident.workplace(
-                ready.examples, called.name, one.machine, accumulator, one.batches
-            )
-            trained = resident.sum(called.plan, ready.window, place)
-        except Exception as error:
-            return _dropout(called, error)
-        return _Done(ready=ready, place=place, trained=trained)
-
-    def _told(self, one: _Done) -> Update | Dropout:
-        """Return a device's update, and remember its place; of nothing finite, the place behind."""
-        devices, called, window = self._devices, one.ready.called, one.ready.window
-        part, plan, num_owned = called.part, called.plan, len(one.ready.examples)
-        try:
-            update = told(plan, window, one.place, one.trained)
-        except EmptyUpdate as error:
-            devices.walks[part] = Walk(place=window.after(len(window.positions), num_owned))
-            return _dropout(called, error)
-        except Exception as error:
-            return _dropout(called, error)
-        num_taken = update.report.num_examples + update.report.num_refused
-        devices.walks[part] = Walk(
-            place=Place(epoch=window.epoch, offset=window.offset),
-            pending_round=plan.round,
-            pending_place=window.after(num_taken, num_owned),
+            # An example cannot be read; the micro-batch with it will fail, and name it.
+            log.debug("%s: examples are fetched per micro-batch: %s", client.name, error)
+        return _PreparedClient(
+            client=client,
+            examples=examples,
+            window=positions,
+            batches=batches,
+            hardware=self._devices.hardware(client.part, round_number=client.plan.round),
         )
-        lies = devices.lies(part, round_number=plan.round)
-        if lies:
-            moment = moment_of(devices.settings, part, round_number=plan.round)
-            update = replace(update, values_P=lie(update.values_P, lies, moment))
+
+    def _train(self, one: _PreparedClient, accumulator: Accumulator) -> _TrainedClient | Dropout:
+        trainer, client = self._devices.trainer, one.client
+        try:
+            context = trainer.context(
+                one.examples, client.name, one.hardware, accumulator, one.batches
+            )
+            local_sum = trainer.sum(client.plan, one.window, context)
+        except Exception as error:
+            return _dropout(client, error)
+        return _TrainedClient(prepared=one, context=context, local_sum=local_sum)
+
+    def _update(self, one: _TrainedClient) -> Update | Dropout:
+        """Return a device's update and store its position; an unusable window is skipped."""
+        devices, client, window = self._devices, one.prepared.client, one.prepared.window
+        part, plan, num_owned = client.part, client.plan, len(one.prepared.examples)
+        try:
+            update = make_update(plan, window, one.context, one.local_sum)
+        except EmptyUpdate as error:
+            after = window.after(len(window.positions), num_owned)
+            devices.positions[part] = SamplerState(place=after)
+            return _dropout(client, error)
+        except Exception as error:
+            return _dropout(client, error)
+        num_used = update.report.num_examples + update.report.num_refused
+        devices.positions[part] = SamplerState(
+            place=SamplerPosition(epoch=window.epoch, offset=window.offset),
+            pending_round=plan.round,
+            pending_place=window.after(num_used, num_owned),
+        )
+        faults = devices.falsifications(part, round_number=plan.round)
+        if faults:
+            moment = devices.fleet.moment(part, round_number=plan.round)
+            update = replace(update, values_P=falsify(update.values_P, faults, moment))
         return update
 
 
-def _dropout(called: Called, error: Exception) -> Dropout:
+def _dropout(client: ClientPlan, error: Exception) -> Dropout:
     if isinstance(error, HeadwaterError):
-        return Dropout(name=called.name, error=error)
+        return Dropout(name=client.name, error=error)
     log.error("the task or the device failed", exc_info=error)
-    return Dropout(name=called.name, error=error_of(*travelling(error)))
+    return Dropout(name=client.name, error=error_of(*travelling(error)))

@@ -1,21 +1,19 @@
-"""Passes over the examples of many devices at once, by ``torch.func``.
+"""Runs a task's loss on the examples of many devices in one pass, with ``torch.func``.
 
-The loss of a task is a sum over examples (``common.data.additivity`` checks it), so what one example adds
-to it can be asked of each apart: ``vmap`` runs ``loss_sum`` for batches of one example, all in the
-same operators. Their sum's gradient is one backward pass; a device's own gradient is that of the
-sum of its examples.
+A task's loss is a sum over examples (``common.data.additivity`` checks it), so ``vmap`` can run
+``loss_sum`` on batches of one example each, all in the same operators. The gradient of their sum is
+one backward pass; a device's own gradient is the gradient of the sum over its examples.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -23,12 +21,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from headwater.common.data.batches import UnsupportedBatch
 from headwater.common.model.parameters import ModelImage
 from headwater.common.task import Task
-from headwater.simulation.compute.compiled import compiled, say
-from headwater.simulation.compute.example_rows import Packed
-from headwater.simulation.compute.gradient_norms import Squares
-from headwater.simulation.compute.linear_hooks import Layers, Told, layers_of
-
-Floats = NDArray[np.float64]
+from headwater.simulation.compute.example_rows import ExampleRows, Rows
+from headwater.simulation.compute.gradient_norms import (
+    LinearLayers,
+    SquaredNorms,
+    add_to_gradient,
+    find_linear_layers,
+)
+from headwater.simulation.compute.round_columns import Bools, Floats
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,150 +40,127 @@ class ExampleSums:
     metrics: Mapping[str, Floats]
 
 
-class ManyExamples:
-    """A task's model at the examples of many devices."""
+class PerExampleModel:
+    """A task's model, run on single examples of many devices side by side.
 
-    def __init__(self, task: Task, image: ModelImage, packed: Packed) -> None:
+    All methods raise ``UnsupportedBatch`` if ``torch.func`` cannot run the task or its model.
+    """
+
+    def __init__(self, task: Task, image: ModelImage, examples: ExampleRows) -> None:
         self._image = image
-        self._packed = packed
-        self._summing = _Summing(task, image.model)
-        self._names = [
-            name for name, parameter in self._summing.named_parameters() if parameter.requires_grad
-        ]
-        self._of_each = vmap(self._one)
-        self._compiled: Callable[..., Any] | None = None
+        self._examples = examples
+        self._loss_sum = _LossSum(task, image.model)
 
-    def compile(self) -> None:
-        """Let ``add`` be compiled from now on, if that can be; else it is said why not."""
-        self._compiled = compiled(self._of_each)
+    def add(self, rows: Rows, factors: Floats | None, precision: str) -> ExampleSums:
+        """Add the gradient of the summed loss of N examples to the parameters' own.
 
-    def add(self, tensors: Sequence[Tensor], factors: Tensor | None, precision: str) -> ExampleSums:
-        """Add the gradient of the examples' summed loss to the parameters' own.
-
-        ``factors`` [n] scale what each example adds to the gradient.
-
-        Raises:
-            UnsupportedBatch: the task or its model cannot be run so.
+        ``factors`` [N] scale each example's gradient.
         """
         self._image.model.train()
-        if self._compiled is not None:
-            try:
-                return self._add(self._compiled, tensors, factors, precision)
-            except MemoryError:
-                raise
-            except Exception as error:  # the compiler's, or one that comes again below
-                reason = error if isinstance(error, UnsupportedBatch) else _sentence(error)
-                say(f"passes are not compiled: {reason}")
-                self._compiled = None
-        return self._add(self._of_each, tensors, factors, precision)
+        with _unsupported(), _compute_in(precision):
+            loss, weight, metrics = vmap(self._one)(*self._examples.take(rows))
+        _sum(loss, factors).backward()  # type: ignore[no-untyped-call]
+        return _example_sums(loss, weight, metrics)
 
-    def _add(
-        self,
-        of_each: Callable[..., Any],
-        tensors: Sequence[Tensor],
-        factors: Tensor | None,
-        precision: str,
-    ) -> ExampleSums:
-        with _named(), _cast(precision):
-            loss, weight, metrics = of_each(*tensors)
-        total = loss.sum() if factors is None else (loss * factors).sum()
-        total.backward()
-        return _sums(loss, weight, metrics)
-
-    def layers(self, tensors: Sequence[Tensor]) -> Layers | None:
-        """See on a few examples whether the model's layers can tell each device's norms."""
+    def linear_layers(self, rows: Rows) -> LinearLayers | None:
+        """Return the layers that run on some examples, if ``add_with_norms`` can use them."""
         self._image.model.train()
+        tensors = self._examples.take(rows)
+        with _unsupported(), _compute_in("float32"), torch.no_grad():
+            return find_linear_layers(self._loss_sum, lambda: vmap(self._one)(*tensors))
 
-        def run() -> None:
-            with _cast("float32"), torch.no_grad():
-                self._of_each(*tensors)
-
-        parameters = dict(self._summing.named_parameters())
-        with _named():
-            return layers_of({name: parameters[name] for name in self._names}, run)
-
-    def add_told(
+    def add_with_norms(
         self,
-        tensors: Sequence[Tensor],
-        factors: Tensor | None,
-        layers: Layers,
-        squares: Squares,
+        rows: Rows,
+        factors: Floats | None,
+        layers: LinearLayers,
+        norms: SquaredNorms,
     ) -> ExampleSums:
-        """Do what ``add`` does, in float32, and add the squares of what is added to ``squares``.
-
-        Raises:
-            UnsupportedBatch: the task or its model cannot be run so, or runs otherwise than it did.
-        """
+        """Do what ``add`` does, in float32, and add the squares of the gradients to ``norms``."""
         self._image.model.train()
-        num_examples = len(tensors[0])
+        num_examples = len(rows)
         copies = {
             name: parameter.detach().expand(num_examples, *parameter.shape).requires_grad_()
-            for name, parameter in layers.elsewhere.items()
+            for name, parameter in layers.others.items()
+        }
+        probes = {
+            name: torch.zeros(()).expand(num_examples, *shape).requires_grad_()
+            for name, shape in layers.output_shapes.items()
         }
 
-        def one(copies: Mapping[str, Tensor], *example: Tensor) -> Any:
-            return functional_call(self._summing, dict(copies), (self._alone(example),))
+        def one(
+            copies: Mapping[str, Tensor], probes: Mapping[str, Tensor], *example: Tensor
+        ) -> Any:
+            inputs: dict[str, Tensor] = {}
+            with layers.recording(probes, inputs):
+                return *self._one(*example, replaced={**layers.detached, **copies}), inputs
 
-        told = Told(layers, squares)
-        with _named(), _cast("float32"):
-            with told.listening():
-                loss, weight, metrics = vmap(one)(copies, *tensors)
-            total = loss.sum() if factors is None else (loss * factors).sum()
-            total.backward()
-        if not told.is_complete:
-            raise UnsupportedBatch("the model's layers do not tell of all examples")
+        with _unsupported(), _compute_in("float32"):
+            loss, weight, metrics, inputs = vmap(one)(copies, probes, *self._examples.take(rows))
+
+        def add_layer(name: str, gradients: Tensor) -> None:
+            layers.add(name, inputs.pop(name).detach(), gradients, norms)
+
+        def drop(probe: Tensor) -> None:
+            probe.grad = None  # frees each gradient as the pass goes on
+
+        for name, probe in probes.items():
+            # Before it is accumulated, the gradient has the memory layout of the pass.
+            probe.register_hook(partial(add_layer, name))  # type: ignore[no-untyped-call]
+            probe.register_post_accumulate_grad_hook(drop)  # type: ignore[no-untyped-call]
+        _sum(loss, factors).backward()  # type: ignore[no-untyped-call]
         for name, copy in copies.items():
             if copy.grad is not None:
-                gradients = layers.elsewhere[name].grad
-                assert gradients is not None  # the accumulator's
-                gradients += copy.grad.sum(0)
-                squares.add_vectors(copy.grad.flatten(1))
-        return _sums(loss, weight, metrics)
+                add_to_gradient(layers.others[name], copy.grad.sum(0))
+                norms.add_gradients(copy.grad.flatten(1))
+        return _example_sums(loss, weight, metrics)
 
-    def rows(
-        self, tensors: Sequence[Tensor], mask_RM: Tensor, precision: str
+    def gradients(
+        self, rows_RM: Rows, mask_RM: Bools, precision: str
     ) -> tuple[Tensor, ExampleSums]:
-        """Return the gradient of each row of examples [R, P], and what each example adds.
+        """Return R gradients [R, P], each summed over M examples, and each example's sums [R, M].
 
-        ``tensors`` are [R, M, ...]; what ``mask_RM`` has as 0 adds nothing.
-
-        Raises:
-            UnsupportedBatch: the task or its model cannot be run so.
+        An example that ``mask_RM`` excludes adds nothing to the gradient.
         """
         self._image.model.train()
-        parameters = dict(self._summing.named_parameters())
-        trained = {name: parameters[name].detach() for name in self._names}
+        trained = {
+            name: parameter.detach()
+            for name, parameter in self._loss_sum.named_parameters()
+            if parameter.requires_grad
+        }
 
-        def summed(trained: Mapping[str, Tensor], mask_M: Tensor, *tensors: Tensor) -> Any:
+        def row_loss(trained: Mapping[str, Tensor], mask_M: Tensor, *tensors: Tensor) -> Any:
             def one(*example: Tensor) -> Any:
-                return functional_call(self._summing, dict(trained), (self._alone(example),))
+                return self._one(*example, replaced=trained)
 
             loss, weight, metrics = vmap(one)(*tensors)
             return (loss * mask_M).sum(), (loss.detach(), weight, metrics)
 
-        of_each = vmap(grad(summed, has_aux=True), in_dims=(None, 0, *(0 for _ in tensors)))
-        with _named(), _cast(precision):
-            gradients, (loss, weight, metrics) = of_each(trained, mask_RM, *tensors)
-        num_rows = len(mask_RM)
-        flat = [gradients[name].reshape(num_rows, -1) for name in self._names]
-        return torch.cat(flat, dim=1), _sums(loss, weight, metrics)
+        tensors = self._examples.take(rows_RM)
+        of_rows = vmap(grad(row_loss, has_aux=True), in_dims=(None, 0, *(0 for _ in tensors)))
+        with _unsupported(), _compute_in(precision):
+            gradients, (loss, weight, metrics) = of_rows(
+                trained, torch.from_numpy(mask_RM).float(), *tensors
+            )
+        flat = [gradients[name].reshape(len(rows_RM), -1) for name in trained]
+        return torch.cat(flat, dim=1), _example_sums(loss, weight, metrics)
 
-    def weights(self, tensors: Sequence[Tensor], precision: str) -> Floats:
-        """Return what each example weighs [n]."""
-        with _named(), _cast(precision), torch.no_grad():
-            _, weight, _ = self._of_each(*tensors)
-        found: Floats = weight.numpy()
-        return found
+    def weights(self, rows: Rows, precision: str) -> Floats:
+        """Return the weight of each example [N]."""
+        with _unsupported(), _compute_in(precision), torch.no_grad():
+            _, weight, _ = vmap(self._one)(*self._examples.take(rows))
+        weights: Floats = weight.numpy()
+        return weights
 
-    def _one(self, *example: Tensor) -> Any:
-        return self._summing(self._alone(example))
+    def _one(self, *example: Tensor, replaced: Mapping[str, Tensor] | None = None) -> Any:
+        batch = self._examples.batch([tensor.unsqueeze(0) for tensor in example])
+        if not replaced:
+            return self._loss_sum(batch)
+        return functional_call(self._loss_sum, dict(replaced), (batch,))
 
-    def _alone(self, example: Sequence[Tensor]) -> Any:
-        return self._packed.batch([tensor.unsqueeze(0) for tensor in example])
 
-
-class _Summing(nn.Module):
-    """``loss_sum`` as a module's forward pass, in tensors alone, so that torch.func can run it."""
+class _LossSum(nn.Module):
+    """``loss_sum`` as a module's forward pass that returns tensors only, as torch.func needs."""
 
     def __init__(self, task: Task, model: nn.Module) -> None:
         super().__init__()
@@ -202,27 +179,27 @@ class _Summing(nn.Module):
         return answer[0], weight, metrics
 
 
+def _sum(loss: Tensor, factors: Floats | None) -> Tensor:
+    return (loss if factors is None else loss * torch.from_numpy(factors).float()).sum()
+
+
 @contextlib.contextmanager
-def _named() -> Any:
-    """Turn what torch.func cannot run into a reason; a failed allocation stays one."""
+def _unsupported() -> Iterator[None]:
+    """Raise any error of torch.func as ``UnsupportedBatch``, except a failed allocation."""
     try:
         yield
     except MemoryError:
         raise
     except Exception as error:
-        raise UnsupportedBatch(_sentence(error)) from error
-
-
-def _sentence(error: Exception) -> str:
-    sentence = str(error).partition(". ")[0].partition("\n")[0]
-    return f"{type(error).__name__}: {sentence[:200]}"
+        sentence = str(error).partition(". ")[0].partition("\n")[0]
+        raise UnsupportedBatch(f"{type(error).__name__}: {sentence[:200]}") from error
 
 
 @contextlib.contextmanager
-def _cast(precision: str) -> Any:
-    """Compute in the plan's precision, and attention by operators that torch.func has rules for.
+def _compute_in(precision: str) -> Iterator[None]:
+    """Compute in the plan's precision, with the attention kernel that torch.func has rules for.
 
-    It runs the fused one of the CPU example by example, with a warning at each.
+    torch.func runs the CPU's fused kernel example by example, with a warning for each.
     """
     autocast = (
         torch.autocast("cpu", dtype=torch.bfloat16)
@@ -233,7 +210,7 @@ def _cast(precision: str) -> Any:
         yield
 
 
-def _sums(loss: Tensor, weight: Tensor, metrics: Mapping[str, Tensor]) -> ExampleSums:
+def _example_sums(loss: Tensor, weight: Tensor, metrics: Mapping[str, Tensor]) -> ExampleSums:
     return ExampleSums(
         loss=loss.detach().double().numpy(),
         weight=weight.numpy(),

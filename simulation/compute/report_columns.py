@@ -1,8 +1,8 @@
-"""What a cohort's devices tell of updates that were computed together.
+"""The reports of updates that were computed together, kept as columns.
 
-The figures of each are what a device would report. They are kept as the passes gave them; a report
-is a view that is made when it is asked for, as a round of ten thousand devices has no time for ten
-thousand reports of all their steps.
+Each device's figures are what the device itself would report. They are kept as the passes computed
+them; one device's report is a view, because making ten thousand reports with all their steps would
+take longer than the round.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwater.common.messages import Step, StopReason, Vitals
-from headwater.common.stats.gradient_noise import NoiseSums, solved, sums_of
+from headwater.common.stats.gradient_noise import NoiseSums, noise_sums, solve_noise
 from headwater.server.aggregation.round_sum import ReportColumns
-from headwater.server.fleet import Reports
+from headwater.server.fleet import ReportBatch
 from headwater.server.planning.noise_scale import total
 from headwater.simulation.compute.example_rows import Rows
-from headwater.simulation.compute.per_example import ExampleSums, Floats
-from headwater.simulation.compute.round_columns import Foreseen, ranges
+from headwater.simulation.compute.per_example import ExampleSums
+from headwater.simulation.compute.round_columns import Floats, RoundColumns, ranges
 
 
 @dataclass(frozen=True, kw_only=True)
-class Together(Reports):
-    """The cohort's reports: ``sums`` of each example, device behind device, as they were taken.
+class CohortReports(ReportBatch):
+    """The reports of a block of devices.
 
-    ``norms`` [S] are those of each device's vector behind each of its steps; None where they were
-    not computed. ``is_ordered`` is false where the examples of those who take all that they have
-    lie in the data's order.
+    ``sums`` are those of each example, device by device. ``norms`` [S] is the norm of a device's
+    vector after each of its steps; None if it was not computed. ``is_ordered`` is false if the
+    examples of devices that use all their examples are in the data's order, not in the devices'.
     """
 
-    foreseen: Foreseen
+    planned: RoundColumns
     sums: ExampleSums
     norms: Floats | None = None
     is_ordered: bool = True
@@ -43,12 +43,12 @@ class Together(Reports):
     @cached_property
     def starts(self) -> Rows:
         """The row of each device's first example."""
-        counts = self.foreseen.num_examples
+        counts = self.planned.num_examples
         return np.cumsum(counts) - counts
 
     @cached_property
     def weight(self) -> Floats:
-        """What each device's loss was summed over."""
+        """The weight that each device's loss was summed over."""
         return self._of_each(self.sums.weight)
 
     @cached_property
@@ -62,100 +62,100 @@ class Together(Reports):
         return {name: self._of_each(values) for name, values in self.sums.metrics.items()}
 
     def _of_each(self, values: Floats) -> Floats:
-        found: Floats = np.add.reduceat(values, self.starts)
-        return found
+        sums: Floats = np.add.reduceat(values, self.starts)
+        return sums
 
     @cached_property
     def ratio(self) -> Floats | None:
-        """By which each device's vector and sums were scaled; None where they were not."""
-        called = self.foreseen.called
-        if called[0].plan.weigh_as is None:
+        """The factors that scale each device's vector and sums; None if they are not scaled."""
+        clients = self.planned.clients
+        if clients[0].plan.weigh_as is None:
             return None
-        return np.array([one.plan.weigh_as for one in called], dtype=np.float64) / self.weight
+        return np.array([one.plan.weigh_as for one in clients], dtype=np.float64) / self.weight
 
     @cached_property
     def columns(self) -> ReportColumns:
-        """See ``headwater.server.fleet.Reports``."""
-        one, ratio = self.foreseen, 1.0 if self.ratio is None else self.ratio
+        """See ``headwater.server.fleet.ReportBatch``."""
+        planned, ratio = self.planned, 1.0 if self.ratio is None else self.ratio
         summed = self.weight.astype(np.int64).tolist()
+        is_scaled = self.ratio is not None
         return ReportColumns(
-            round=one.called[0].plan.round,
-            names=[called.name for called in one.called],
-            num_examples=one.num_examples.tolist(),
-            num_steps=one.num_steps.tolist(),
-            sent_weight=(
-                summed
-                if self.ratio is None
-                else [called.plan.weigh_as or 0 for called in one.called]
-            ),
+            round=planned.clients[0].plan.round,
+            names=[client.name for client in planned.clients],
+            num_examples=planned.num_examples.tolist(),
+            num_steps=planned.num_steps.tolist(),
+            sent_weight=[one.plan.weigh_as or 0 for one in planned.clients]
+            if is_scaled
+            else summed,
             summed_weight=summed,
             loss_sum=(self.loss * ratio).tolist(),
             metric_sums={name: (sums * ratio).tolist() for name, sums in self.metrics.items()},
-            seconds=one.seconds.tolist(),
+            seconds=planned.seconds.tolist(),
         )
 
-    def noise(self, owned: Mapping[str, int]) -> NoiseSums:
-        """See ``headwater.server.fleet.Reports``."""
-        told, norms = self.columns, self.norms
+    def noise(self, owned: Mapping[str, int]) -> Sequence[NoiseSums]:
+        """See ``headwater.server.fleet.ReportBatch``."""
+        columns, planned, norms = self.columns, self.planned, self.norms
         if norms is None:
-            return NoiseSums(weight=float(sum(told.sent_weight)))
-        last = np.cumsum(self.foreseen.num_steps) - 1
-        first = last - self.foreseen.num_steps + 1
+            return [NoiseSums(weight=float(sum(columns.sent_weight)))]
+        last = np.cumsum(planned.num_steps) - 1
+        first = last - planned.num_steps + 1
         weights, _ = self._of_steps
         small, large = weights[first], self.weight
-        is_told = (small > 0) & (small < large)
-        if not is_told.all():  # K = 1, or steps without weight
-            return total(sums_of(report, num_owned=owned[report.name]) for report in self)
-        # As ``common.stats.gradient_noise.sums_of`` has it of one device.
-        sent = np.array(told.sent_weight, dtype=np.float64)
-        num_owned = np.array([owned[name] for name in told.names])
-        share = np.minimum(self.foreseen.num_examples / num_owned, 1.0)
-        variance, squared = solved(small, norms[first], large, norms[last])
+        is_measured = (small > 0) & (small < large)
+        if not is_measured.all():  # K = 1, or steps without weight
+            return [total(noise_sums(report, num_owned=owned[report.name]) for report in self)]
+        # The same formulas as ``common.stats.gradient_noise.noise_sums``, for all devices at once.
+        sent = np.array(columns.sent_weight, dtype=np.float64)
+        num_owned = np.array([owned[name] for name in columns.names])
+        share = np.minimum(planned.num_examples / num_owned, 1.0)
+        variance, squared = solve_noise(small, norms[first], large, norms[last])
         squared += variance * share / large
         variance *= sent / large
-        return NoiseSums(
-            weight=math.fsum(sent),
-            measured_weight=math.fsum(sent),
-            variance=math.fsum(sent * variance),
-            sum_variance=math.fsum(sent * variance * (1 - share)),
-            squared_gradient=math.fsum(sent * squared),
-        )
+        return [
+            NoiseSums(
+                weight=math.fsum(sent),
+                measured_weight=math.fsum(sent),
+                variance=math.fsum(sent * variance),
+                sum_variance=math.fsum(sent * variance * (1 - share)),
+                squared_gradient=math.fsum(sent * squared),
+            )
+        ]
 
     @cached_property
     def num_left(self) -> list[int]:
-        """What each device's epoch has left."""
-        found: list[int] = self.foreseen.num_left.tolist()
-        return found
+        """The number of examples left in each device's epoch."""
+        left: list[int] = self.planned.num_left.tolist()
+        return left
 
     @property
     def is_not_finite(self) -> NDArray[np.bool_]:
-        """Whether a device's loss or a metric is not finite, or no weight is left."""
-        is_finite = np.isfinite(self.loss) & (self.weight >= 1)
+        """Whether each device's loss or a metric is not finite, or its weight is below 1."""
+        is_finite: NDArray[np.bool_] = np.isfinite(self.loss) & (self.weight >= 1)
         for values in self.metrics.values():
             is_finite &= np.isfinite(values)
-        found: NDArray[np.bool_] = ~is_finite
-        return found
+        return ~is_finite
 
     @cached_property
     def _of_steps(self) -> tuple[Floats, Floats]:
         """Return weight and loss of each step."""
-        one, weight, loss = self.foreseen, self.sums.weight, self.sums.loss
+        planned, weight, loss = self.planned, self.sums.weight, self.sums.loss
         if not self.is_ordered:
             order = np.arange(len(weight))
-            whole = np.flatnonzero(one.is_whole)
-            counts, starts = one.num_examples[whole], self.starts[whole]
-            order[ranges(starts, counts)] = np.repeat(starts, counts) + one.positions(whole)
+            whole = np.flatnonzero(planned.is_whole)
+            counts, starts = planned.num_examples[whole], self.starts[whole]
+            order[ranges(starts, counts)] = np.repeat(starts, counts) + planned.positions(whole)
             weight, loss = weight[order], loss[order]
-        cuts = np.cumsum(one.sizes) - one.sizes
+        cuts = np.cumsum(planned.sizes) - planned.sizes
         return np.add.reduceat(weight, cuts), np.add.reduceat(loss, cuts)
 
     def steps(self, at: int) -> tuple[Step, ...]:
         """Return the steps of one device."""
-        one, own = self.foreseen, self.foreseen.steps_of(at)
+        planned, own = self.planned, self.planned.steps_of(at)
         weights, losses = self._of_steps
         num_steps = own.stop - own.start
         norms = [None] * num_steps if self.norms is None else self.norms[own].tolist()
-        columns = (one.sizes, weights, losses, one.step_seconds, one.peak_bytes)
+        columns = (planned.sizes, weights, losses, planned.step_seconds, planned.peak_bytes)
         return tuple(
             Step(
                 num_examples=size,
@@ -171,27 +171,27 @@ class Together(Reports):
         )
 
     def __len__(self) -> int:
-        return len(self.foreseen)
+        return len(self.planned)
 
     @overload
-    def __getitem__(self, at: int) -> Report: ...
+    def __getitem__(self, at: int) -> ReportView: ...
     @overload
-    def __getitem__(self, at: slice) -> list[Report]: ...
-    def __getitem__(self, at: int | slice) -> Report | list[Report]:
+    def __getitem__(self, at: slice) -> list[ReportView]: ...
+    def __getitem__(self, at: int | slice) -> ReportView | list[ReportView]:
         if isinstance(at, slice):
-            return [Report(self, one) for one in range(*at.indices(len(self)))]
-        return Report(self, range(len(self))[at])
+            return [ReportView(self, one) for one in range(*at.indices(len(self)))]
+        return ReportView(self, range(len(self))[at])
 
-    def __iter__(self) -> Iterator[Report]:
-        return (Report(self, at) for at in range(len(self)))
+    def __iter__(self) -> Iterator[ReportView]:
+        return (ReportView(self, at) for at in range(len(self)))
 
 
-class Report:
+class ReportView:
     """One device's report: a ``common.messages.ReportFields``."""
 
     __slots__ = ("_at", "_of")
 
-    def __init__(self, of: Together, at: int) -> None:
+    def __init__(self, of: CohortReports, at: int) -> None:
         self._of = of
         self._at = at
 
@@ -221,7 +221,7 @@ class Report:
 
     @property
     def micro_batch_size(self) -> int:
-        return int(self._of.foreseen.micro_batch_size[self._at])
+        return int(self._of.planned.micro_batch_size[self._at])
 
     @property
     def num_refused(self) -> int:
@@ -249,11 +249,11 @@ class Report:
 
     @property
     def reason(self) -> StopReason:
-        return self._of.foreseen.reasons[self._at]
+        return self._of.planned.reasons[self._at]
 
     @property
     def vitals(self) -> Vitals:
-        return self._of.foreseen.vitals[self._at]
+        return self._of.planned.vitals[self._at]
 
     @property
     def num_left(self) -> int | None:

@@ -1,8 +1,8 @@
-"""What the devices of a cohort will do in a round, in columns: D devices, and S steps of all."""
+"""Predicted work of a cohort's devices in one round, as columns: D devices, and S steps of all."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import chain
 from typing import Any
@@ -10,33 +10,42 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headwater.client.training.micro_batches import SHORT, order, orders, walk_seed
+from headwater.client.training.micro_batches import (
+    MAX_SHORT,
+    next_position,
+    permutation,
+    permutations,
+    sampler_seed,
+)
 from headwater.common.messages import StopReason, Vitals
-from headwater.simulation.fleet.devices import Called
+from headwater.simulation.fleet.devices import ClientPlan
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
+Bools = NDArray[np.bool_]
 
 NO_INTS: Ints = np.zeros(0, dtype=np.int64)
+# Rows of one group may be padded to the longest if each is at least this share of it.
+MIN_SHARE_OF_LONGEST = 0.75
 
 
 def ranges(starts: Ints, lengths: Ints) -> Ints:
-    """Return start, start + 1, ... of each length, one behind the other."""
-    found: Ints = np.repeat(starts - (np.cumsum(lengths) - lengths), lengths)
-    found += np.arange(len(found))
-    return found
+    """Return start, start + 1, ... of each length, one range after another."""
+    numbers: Ints = np.repeat(starts - (np.cumsum(lengths) - lengths), lengths)
+    numbers += np.arange(len(numbers))
+    return numbers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Foreseen:
-    """A cohort's round: who takes which examples, in which steps, and how long they take.
+class RoundColumns:
+    """The devices of a round: the examples that each uses, in which steps, and their times.
 
-    A device takes ``num_examples`` [D] of the ``num_owned`` [D] that it trains on, from ``offset``
-    [D] on in its order of ``epoch`` [D]. Its ``num_steps`` [D] steps lie behind those of the device
-    before it in ``sizes``, ``step_seconds`` and ``peak_bytes`` [S].
+    A device uses ``num_examples`` [D] of the ``num_owned`` [D] examples that it trains on, from
+    ``offset`` [D] on in its permutation of ``epoch`` [D]. Its ``num_steps`` [D] steps follow those
+    of the device before it in ``sizes``, ``step_seconds`` and ``peak_bytes`` [S].
     """
 
-    called: Sequence[Called]
+    clients: Sequence[ClientPlan]
     num_examples: Ints
     num_owned: Ints
     epoch: Ints
@@ -56,66 +65,64 @@ class Foreseen:
         object.__setattr__(self, "_step_starts", starts)
 
     def __len__(self) -> int:
-        return len(self.called)
+        return len(self.clients)
 
     @property
-    def is_whole(self) -> NDArray[np.bool_]:
-        """Whether each device takes all that it trains on: their sum needs no order."""
-        found: NDArray[np.bool_] = self.num_examples == self.num_owned
-        return found
+    def is_whole(self) -> Bools:
+        """Whether each device uses all its examples, so that their sum needs no permutation."""
+        is_whole: Bools = self.num_examples == self.num_owned
+        return is_whole
 
     @property
     def num_left(self) -> Ints:
-        """What each device's epoch has left behind its window."""
+        """The number of examples that each device's epoch has left after the round."""
         left: Ints = np.maximum(self.num_owned - self.offset - self.num_examples, 0)
         return left
 
     @property
     def after(self) -> Ints:
-        """The epochs and offsets behind the windows [2, D]; see ``client.training.micro_batches.Window``."""
-        end = self.offset + self.num_examples
-        is_over = end >= self.num_owned
-        return np.stack([self.epoch + is_over, np.where(is_over, 0, end)])
+        """The epochs and offsets after the round [2, D]."""
+        return np.stack(next_position(self.epoch, self.offset + self.num_examples, self.num_owned))
 
     def steps_of(self, at: int) -> slice:
-        """Return where a device's steps lie."""
+        """Return the slice of a device's steps."""
         return slice(int(self._step_starts[at]), int(self._step_starts[at + 1]))
 
     def positions(self, at: Ints) -> Ints:
-        """Return the examples of these devices in the order of their walks, device behind device.
+        """Return the examples that these devices use, in order, one device after another.
 
-        Short orders are drawn all at once; a long one is kept from round to round.
+        Short permutations are drawn all at once; a long one is cached from round to round.
         """
-        taken, owned = self.num_examples[at], self.num_owned[at]
-        found = np.empty(taken.sum(), dtype=np.int64)
-        is_short = owned <= SHORT
+        num_examples, owned = self.num_examples[at], self.num_owned[at]
+        positions = np.empty(num_examples.sum(), dtype=np.int64)
+        is_short = owned <= MAX_SHORT
         own, lengths = at[is_short], owned[is_short]
-        called = [self.called[row] for row in own.tolist()]
-        seeds = [walk_seed(one.plan.run_seed, one.name) for one in called]
-        walks = orders(np.array(seeds, dtype=np.uint64), self.epoch[own], lengths)
-        windows = np.cumsum(lengths) - lengths + self.offset[own]
-        found[np.repeat(is_short, taken)] = walks[ranges(windows, taken[is_short])]
-        ends = np.cumsum(taken)
+        clients = [self.clients[row] for row in own.tolist()]
+        seeds = [sampler_seed(one.plan.run_seed, one.name) for one in clients]
+        drawn = permutations(np.array(seeds, dtype=np.uint64), self.epoch[own], lengths)
+        starts = np.cumsum(lengths) - lengths + self.offset[own]
+        positions[np.repeat(is_short, num_examples)] = drawn[ranges(starts, num_examples[is_short])]
+        ends = np.cumsum(num_examples)
         for place in np.flatnonzero(~is_short).tolist():
-            found[ends[place] - taken[place] : ends[place]] = self._of_long_walk(int(at[place]))
-        return found
+            row, end = int(at[place]), ends[place]
+            one, offset, number = self.clients[row], self.offset[row], num_examples[place]
+            order = permutation(
+                one.plan.run_seed, int(self.epoch[row]), one.name, int(self.num_owned[row])
+            )
+            positions[end - number : end] = order[offset : offset + number]
+        return positions
 
-    def _of_long_walk(self, row: int) -> Ints:
-        one, offset = self.called[row], int(self.offset[row])
-        walk = order(one.plan.run_seed, int(self.epoch[row]), one.name, int(self.num_owned[row]))
-        return walk[offset : offset + int(self.num_examples[row])]
-
-    def some(self, at: Ints) -> Foreseen:
-        """Return these devices."""
+    def some(self, at: Ints) -> RoundColumns:
+        """Return the columns of these devices."""
         steps = ranges(self._step_starts[at], self.num_steps[at])
         columns: dict[str, Any] = {name: getattr(self, name)[at] for name in _OF_DEVICES}
         columns |= {name: getattr(self, name)[steps] for name in _OF_STEPS}
         rows = at.tolist()
         columns |= {name: [getattr(self, name)[row] for row in rows] for name in _LISTS}
-        return Foreseen(**columns)
+        return RoundColumns(**columns)
 
     @staticmethod
-    def joined(parts: Sequence[Foreseen]) -> Foreseen:
+    def joined(parts: Sequence[RoundColumns]) -> RoundColumns:
         """Return several cohorts as one."""
         if len(parts) == 1:
             return parts[0]
@@ -127,11 +134,47 @@ class Foreseen:
             name: list(chain.from_iterable(getattr(part, name) for part in parts))
             for name in _LISTS
         }
-        return Foreseen(**columns)
+        return RoundColumns(**columns)
 
 
-_LISTS = ("called", "reasons", "vitals")
+_LISTS = ("clients", "reasons", "vitals")
 _OF_STEPS = ("sizes", "step_seconds", "peak_bytes")
 _OF_DEVICES = tuple(
-    one.name for one in fields(Foreseen) if one.init and one.name not in (*_LISTS, *_OF_STEPS)
+    one.name for one in fields(RoundColumns) if one.init and one.name not in (*_LISTS, *_OF_STEPS)
 )
+
+
+# Rows of different lengths, computed together.
+
+
+def groups_of_similar_size(sizes: Ints, at_once: int) -> Iterator[Ints]:
+    """Yield indices of groups of similar size, whose padded sizes sum to at most ``at_once``.
+
+    A group of one may be larger.
+    """
+    order = np.argsort(-sizes, kind="stable")
+    start = 0
+    while start < len(order):
+        largest = int(sizes[order[start]])
+        shortest = -largest * MIN_SHARE_OF_LONGEST
+        end = start + int(np.searchsorted(-sizes[order[start:]], shortest, "right"))
+        end = min(end, start + max(at_once // largest, 1))
+        yield order[start:end]
+        start = end
+
+
+def padded(starts: Ints, sizes: Ints) -> tuple[Ints, Bools]:
+    """Return the row numbers of each [R, M], padded with its first, and which are not padding."""
+    at = np.arange(sizes.max())
+    mask = at[None, :] < sizes[:, None]
+    return np.where(mask, starts[:, None] + at[None, :], starts[:, None]), mask
+
+
+def runs(sizes: Ints, limit: int) -> Iterator[slice]:
+    """Cut a row of sizes into runs that sum to at most ``limit``; a larger size is alone."""
+    ends = np.cumsum(sizes)
+    start = before = 0
+    while start < len(sizes):
+        end = max(int(np.searchsorted(ends, before + limit, "right")), start + 1)
+        yield slice(start, end)
+        start, before = end, int(ends[end - 1])

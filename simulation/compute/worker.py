@@ -1,113 +1,149 @@
-"""A process that computes devices for a simulator, one after another, by the device's own code.
+"""A process that computes devices for the simulator, one after another, by the device's own code.
 
-It has a model of its own and loads each round's from shared memory; it is told a device, its plan
-and its place, and answers with the report, the place behind it, and the vector in a slot of shared
-memory. What else it knows of a device would be the same in any other process, so it does not matter
-which one computes it. It holds nothing that is missed when it is killed, and it ends when there is
-nobody left to ask.
+It has a model of its own and loads each round's parameters from shared memory. An order names a
+device, its plan and its position; the result has the report, the new position, and the vector in a
+slot of shared memory. Nothing else about a device depends on the process that computes it. The
+process may be killed at any time, and ends when the simulator closes its pipe or ends.
 """
 
 from __future__ import annotations
 
 import logging
+import mmap
 import os
 import signal
 import sys
+import tempfile
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
-from pydantic import BaseModel, ConfigDict
+import torch
+from torch import Tensor
 
-from headwater.client.training.micro_batches import Walk
-from headwater.common.messages import Plan, Update, UpdateReport
+from headwater.client.training.micro_batches import SamplerState
+from headwater.common.messages import Update, UpdateReport
+from headwater.common.model.parameters import ModelLayout
 from headwater.common.settings.schema import Settings
-from headwater.common.system.heap import keep_freed
+from headwater.common.system.console import start_log
+from headwater.common.system.heap import keep_freed_memory
+from headwater.simulation.compute.one_by_one import OneByOne
+from headwater.simulation.fleet.devices import ClientPlan, Devices
+
+ALIGNMENT_BYTES = 64  # a cache line
 
 
-class Said(BaseModel):
-    """A message between the simulator and a worker."""
-
-    model_config = ConfigDict(frozen=True)
-
-
-class Start(Said):
-    """What a worker is told first."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerSettings:
+    """The first message to a worker."""
 
     settings: Settings
     num_slots: int
     is_verbose: bool
 
 
-class Order(Said):
-    """A device that is to be computed; its vector goes into this slot."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainOrder:
+    """A device to compute; its vector goes into ``slot``."""
 
+    client: ClientPlan
     slot: int
     run_id: int
-    part: int
-    plan: Plan
-    walk: Walk
+    position: SamplerState
     is_checkpointed: bool
 
 
-class Answer(Said):
-    """What a device came to: a report, or the name and message of an error."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainResult:
+    """A computed device: its report, or the name and message of an error."""
 
-    walk: Walk
+    position: SamplerState
     is_checkpointed: bool
     report: UpdateReport | None = None
     error: tuple[str, str] | None = None
 
 
-def work(connection: Connection, descriptor: int, start: Start) -> None:
-    """Compute what is asked for, until nobody asks."""
-    # Here rather than at the top: the simulator reads this file for its messages alone.
-    import torch
+class SharedVectors:
+    """The model's image [bytes] and ``num_slots`` float32 vectors [P], as views of shared memory.
 
-    from headwater.simulation.compute.one_by_one import OneByOne
-    from headwater.simulation.compute.shared_memory import Shared
-    from headwater.simulation.fleet.devices import Called, Devices
+    The memory is a file without a name, which goes with the last process that maps it. With
+    ``memfd_create`` no limit of /dev/shm applies (a container has 64 MB), as it does to
+    ``multiprocessing.shared_memory`` and torch's shared tensors. Nothing is locked: the messages
+    between the processes settle which of them may write.
+    """
 
+    def __init__(self, layout: ModelLayout, num_slots: int, descriptor: int | None = None) -> None:
+        """Map the file of this descriptor, or a new one."""
+        image_bytes, slot_bytes = _aligned(layout.num_bytes), _aligned(4 * layout.num_parameters)
+        num_bytes = image_bytes + num_slots * slot_bytes
+        if descriptor is None:
+            descriptor = _new_file()
+            os.ftruncate(descriptor, num_bytes)
+        self.descriptor = descriptor
+        self._map = mmap.mmap(descriptor, num_bytes)
+        self.image = memoryview(self._map)[: layout.num_bytes]
+        self.slots: list[Tensor] = [
+            torch.frombuffer(
+                self._map,
+                dtype=torch.float32,
+                count=layout.num_parameters,
+                offset=image_bytes + at * slot_bytes,
+            )
+            for at in range(num_slots)
+        ]
+
+
+def _new_file() -> int:
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("headwater")
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
+
+
+def _aligned(num_bytes: int) -> int:
+    return num_bytes + -num_bytes % ALIGNMENT_BYTES
+
+
+def work(connection: Connection, descriptor: int, start: WorkerSettings) -> None:
+    """Carry out orders until the simulator closes the pipe.
+
+    Raises:
+        EOFError: the pipe was closed.
+    """
     torch.set_num_threads(start.settings.threads or 1)
-    keep_freed()
+    keep_freed_memory()
     devices = Devices(start.settings)
-    resident, one_by_one = devices.resident, OneByOne(devices)
-    shared = Shared(descriptor, resident.image.layout, start.num_slots)
-    os.close(descriptor)
+    trainer, one_by_one = devices.trainer, OneByOne(devices)
+    shared = SharedVectors(trainer.image.layout, start.num_slots, descriptor)
     while True:
-        try:
-            order = Order.model_validate_json(connection.recv_bytes())
-        except EOFError:
-            return
-        called = Called(str(order.part), order.part, order.plan)
-        devices.walks[order.part] = order.walk
+        order: TrainOrder = connection.recv()
+        client = order.client
+        devices.positions[client.part] = order.position
         if order.is_checkpointed:
-            resident.checkpointed.add(called.name)
-        given = one_by_one.answer(called, shared.image, run_id=order.run_id)
+            trainer.checkpointed.add(client.name)
+        (reply,) = one_by_one.replies([client], shared.image, run_id=order.run_id)
         report = error = None
-        if isinstance(given, Update):
-            shared.slots[order.slot].copy_(given.values_P)
-            report = given.report
+        if isinstance(reply, Update):
+            shared.slots[order.slot].copy_(reply.values_P)
+            report = reply.report
         else:
-            # Nobody but the user of this machine reads it: nothing of it is kept back.
-            error = type(given.error).__name__, given.error.message
-        answer = Answer(
-            walk=devices.walks[order.part],
-            is_checkpointed=called.name in resident.checkpointed,
+            error = type(reply.error).__name__, reply.error.message
+        result = TrainResult(
+            position=devices.positions[client.part],
+            is_checkpointed=client.name in trainer.checkpointed,
             report=report,
             error=error,
         )
-        connection.send_bytes(answer.model_dump_json().encode())
+        connection.send(result)
 
 
 def main() -> None:
-    """Work for the process that has started this one, on the descriptors that it names."""
-    from headwater.common.system.console import start_log
-
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the simulator, which ends this one
-    asked, descriptor = int(sys.argv[1]), int(sys.argv[2])
-    os.dup2(2, 1)  # a task that prints does not print into what the simulator says
-    with Connection(asked) as connection:
+    """Work for the process that started this one, on the descriptors that it names."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C the simulator ends this process
+    pipe, descriptor = int(sys.argv[1]), int(sys.argv[2])
+    os.dup2(2, 1)  # what a task prints must not mix with the simulator's output
+    with Connection(pipe) as connection:
         try:
-            start = Start.model_validate_json(connection.recv_bytes())
+            start: WorkerSettings = connection.recv()
             start_log(verbose=start.is_verbose)
             work(connection, descriptor, start)
         except (EOFError, BrokenPipeError, ConnectionResetError):
@@ -115,4 +151,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    # Pickled results name their class by this module's own name.
+    from headwater.simulation.compute import worker
+
+    worker.main()

@@ -1,13 +1,17 @@
-"""One device after another, in several processes at once: the same bits as in one.
+"""Computes devices one after another in several processes, with the same bits as in one process.
 
-Each worker has one model and computes whole devices by their own code (``headwater.simulation.compute.modes.worker``).
-Parameters and vectors lie in shared memory; what goes through the pipes is a plan, and a report.
+Each worker process has one model and computes whole devices by their own code
+(``simulation.compute.worker``). Parameters and vectors are in shared memory; plans and reports go
+through pipes.
 
-Answers are handed on in the order in which the devices were called, whoever was done first: so a
-run is the same to the bit and to the line of its log, for any number of workers. A slot of shared
-memory holds a vector until its turn comes. As many devices as there are slots are at work or wait
-for their turn, and of these the longest are begun first. A worker takes rather those that it has
-had before, as it has their examples open.
+Replies are passed on in the order of the devices, whichever worker finished first, so a run has the
+same bits and the same log for any number of workers. A vector waits for its turn in a slot of
+shared memory. The next devices, as many as there are slots, are computed or wait for their turn; of
+these the longest start first. A worker prefers the devices that it had in earlier rounds, whose
+examples it has open.
+
+``concurrent.futures.ProcessPoolExecutor`` does not fit: it does not say which device a dead worker
+was at, its workers outlive a killed simulator, and it cannot prefer a worker for a device.
 """
 
 from __future__ import annotations
@@ -27,27 +31,25 @@ from headwater.common.messages import Update
 from headwater.common.model.parameters import ModelImage
 from headwater.common.settings.schema import Settings
 from headwater.server.fleet import Dropout
-from headwater.simulation.compute.shared_memory import Shared, new_file
-from headwater.simulation.compute.worker import Answer, Order, Start
-from headwater.simulation.fleet.devices import Called, Devices
+from headwater.simulation.compute.worker import (
+    SharedVectors,
+    TrainOrder,
+    TrainResult,
+    WorkerSettings,
+)
+from headwater.simulation.fleet.devices import ClientPlan, Devices
 
-log = logging.getLogger(__name__)
-
-# Devices that a worker has before it, beside the one that it is at: it never waits for the next.
+# Orders that wait at a worker, in addition to the one that it carries out: it is never idle.
 AHEAD = 1
-# Vectors that are kept until their turn comes: so many, but no more than fit in so many bytes, and
-# two for each worker at least.
-MOST_SLOTS, SLOTS_BYTES = 64, 64 << 20
+# Slots for vectors: at most so many, and so many bytes, but at least two for each worker.
+MAX_SLOTS, SLOTS_BYTES = 64, 64 << 20
 
 
 def num_workers(settings: Settings, *, num_invited: int) -> int:
-    """Return how many processes a run computes in: as set, or the usable cores.
-
-    Never more than there are devices in a round.
-    """
+    """Return the number of processes: the setting, or the usable cores; at most ``num_invited``."""
     chosen = settings.simulation.workers
-    asked = len(os.sched_getaffinity(0)) if chosen == "auto" else chosen
-    return min(asked, num_invited)
+    number = len(os.sched_getaffinity(0)) if chosen == "auto" else chosen
+    return min(number, num_invited)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -55,151 +57,122 @@ class _Worker:
     number: int
     process: subprocess.Popen[bytes]
     connection: Connection
-    asked: list[_Asked] = field(default_factory=list)
-    """What it is at and has before it, in its order."""
+    orders: list[tuple[int, ClientPlan]] = field(default_factory=list)
+    """The devices that it computes next, each with its number in the round."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Asked:
-    """The device that was called as number ``at`` of a round; its vector goes into a slot."""
-
-    at: int
-    called: Called
-    slot: int
-
-
-class Workers:
-    """Trains the called devices in worker processes; they end with ``close``, or with this one."""
+class WorkerPool:
+    """Trains devices in worker processes, which end with ``close`` or with this process."""
 
     def __init__(self, devices: Devices, number: int) -> None:
         """Start the processes; they load torch and the task while this one goes on."""
         self._devices = devices
-        layout = devices.resident.image.layout
-        fitting = min(SLOTS_BYTES // (4 * layout.num_parameters), MOST_SLOTS)
-        num_slots = max(fitting, (1 + AHEAD) * number)
-        descriptor = new_file(layout, num_slots)
-        self._shared = Shared(descriptor, layout, num_slots)
-        self._free = list(range(num_slots))
-        # The task was tried on real examples here, where there are any problems to be told.
-        settings = devices.settings.model_copy(update={"check_task": False})
-        start = Start(
-            settings=settings,
-            num_slots=num_slots,
+        layout = devices.trainer.image.layout
+        fitting = min(SLOTS_BYTES // (4 * layout.num_parameters), MAX_SLOTS)
+        self._num_slots = max(fitting, (1 + AHEAD) * number)
+        self._shared = SharedVectors(layout, self._num_slots)
+        start = WorkerSettings(
+            # The task was checked in this process, which reports its problems.
+            settings=devices.settings.model_copy(update={"check_task": False}),
+            num_slots=self._num_slots,
             is_verbose=logging.getLogger().isEnabledFor(logging.INFO),
         )
         self._workers: list[_Worker] = []
         try:
             for at in range(number):
-                self._workers.append(_started(at, descriptor, start))
+                self._workers.append(_started(at, self._shared.descriptor, start))
         except BaseException:
             self.close()
             raise
         finally:
-            os.close(descriptor)
+            os.close(self._shared.descriptor)
 
     def train(
         self,
-        called: Sequence[Called],
+        clients: Sequence[ClientPlan],
         image: ModelImage,
         *,
         run_id: int,
         timeout_seconds: float | None,
     ) -> Iterator[Update | Dropout]:
-        """Yield each device's answer in its turn; its vector is valid until the next is asked for.
+        """Yield each device's reply in turn; its vector is valid until the next is requested.
 
         Raises:
-            WorkerDied: a process ended before its time.
+            WorkerDied: a process ended.
         """
-        self._finish_what_was_left()
+        while any(worker.orders for worker in self._workers):
+            self._receive()  # results of a round that was aborted
         self._shared.image[:] = image.buffer()
-        waiting = [
-            list(enumerate(called))[start : start + len(self._free)]
-            for start in range(0, len(called), len(self._free))
-        ]
-        waiting.reverse()
-        there: dict[int, tuple[_Asked, Answer]] = {}
-        for at in range(len(called)):
-            while at not in there:
-                self._hand_out(waiting, run_id)
-                there |= self._receive()
-            asked, answer = there.pop(at)
-            yield self._taken(asked, answer)
-            self._free.append(asked.slot)
+        waiting = list(enumerate(clients))
+        results: dict[int, TrainResult] = {}
+        for at, client in enumerate(clients):
+            while at not in results:
+                self._hand_out(waiting, at, run_id)
+                results |= self._receive()
+            yield self._reply(at, client, results.pop(at))
 
-    def _finish_what_was_left(self) -> None:
-        """Await what was asked for in a round that was given up, so that all slots are free."""
-        while any(worker.asked for worker in self._workers):
-            self._receive()
-        self._free = list(range(len(self._shared.slots)))
+    def _hand_out(self, waiting: list[tuple[int, ClientPlan]], current: int, run_id: int) -> None:
+        """Give the workers orders out of ``waiting``, as long as the devices' slots are free.
 
-    def _hand_out(self, waiting: list[list[tuple[int, Called]]], run_id: int) -> None:
-        """Ask workers for what waits, block after block, as long as there are slots."""
+        The slots of the devices before number ``current`` are free.
+        """
         for depth in range(1 + AHEAD):
             for worker in self._workers:
-                if len(worker.asked) > depth:
-                    continue
-                while waiting and not waiting[-1]:
-                    waiting.pop()
-                if not waiting or not self._free:
-                    return
-                self._ask(worker, *self._chosen(worker, waiting[-1]), run_id)
+                if len(worker.orders) <= depth:
+                    end = current + self._num_slots
+                    next_ones = [one for one in waiting[: self._num_slots] if one[0] < end]
+                    if not next_ones:
+                        return
+                    at, client = max(next_ones, key=lambda one: self._urgency(worker, *one))
+                    waiting.remove((at, client))
+                    self._order(worker, at, client, run_id)
 
-    def _chosen(self, worker: _Worker, block: list[tuple[int, Called]]) -> tuple[int, Called]:
-        """Take out of a block what a worker does next: its own, the longest first."""
+    def _urgency(self, worker: _Worker, at: int, client: ClientPlan) -> tuple[bool, int, int]:
+        is_own = client.part % len(self._workers) == worker.number
+        return is_own, client.plan.quota, -at
 
-        def urgency(entry: tuple[int, Called]) -> tuple[bool, int, int]:
-            at, one = entry
-            is_own = one.part % len(self._workers) == worker.number
-            return is_own, one.plan.quota, -at
-
-        chosen = max(block, key=urgency)
-        block.remove(chosen)
-        return chosen
-
-    def _ask(self, worker: _Worker, at: int, called: Called, run_id: int) -> None:
-        asked = _Asked(at=at, called=called, slot=self._free.pop())
-        worker.asked.append(asked)
-        order = Order(
-            slot=asked.slot,
+    def _order(self, worker: _Worker, at: int, client: ClientPlan, run_id: int) -> None:
+        worker.orders.append((at, client))
+        order = TrainOrder(
+            client=client,
+            slot=at % self._num_slots,
             run_id=run_id,
-            part=called.part,
-            plan=called.plan,
-            walk=self._devices.walks[called.part],
-            is_checkpointed=called.name in self._devices.resident.checkpointed,
+            position=self._devices.positions[client.part],
+            is_checkpointed=client.name in self._devices.trainer.checkpointed,
         )
         try:
-            worker.connection.send_bytes(order.model_dump_json().encode())
+            worker.connection.send(order)
         except OSError as error:
             raise _died(worker, len(self._workers)) from error
 
-    def _receive(self) -> dict[int, tuple[_Asked, Answer]]:
-        """Wait for answers and return those that are there, by their devices' turns."""
-        busy = {worker.connection: worker for worker in self._workers if worker.asked}
-        found: dict[int, tuple[_Asked, Answer]] = {}
+    def _receive(self) -> dict[int, TrainResult]:
+        """Wait for results; return those that arrived, by their devices' numbers."""
+        busy = {worker.connection: worker for worker in self._workers if worker.orders}
+        results: dict[int, TrainResult] = {}
         for connection in wait(list(busy)):
             assert isinstance(connection, Connection)
             worker = busy[connection]
             try:
-                said = connection.recv_bytes()
+                result = connection.recv()
             except (EOFError, OSError) as error:
                 raise _died(worker, len(self._workers)) from error
-            asked = worker.asked.pop(0)
-            found[asked.at] = asked, Answer.model_validate_json(said)
-        return found
+            at, _ = worker.orders.pop(0)
+            results[at] = result
+        return results
 
-    def _taken(self, asked: _Asked, answer: Answer) -> Update | Dropout:
-        """Take note of what a device came to."""
-        name = asked.called.name
-        self._devices.walks[asked.called.part] = answer.walk
-        if answer.is_checkpointed:
-            self._devices.resident.checkpointed.add(name)
-        if answer.report is not None:
-            return Update(values_P=self._shared.slots[asked.slot], report=answer.report)
-        assert answer.error is not None  # one of the two is there
-        return Dropout(name=name, error=error_of(*answer.error))
+    def _reply(self, at: int, client: ClientPlan, result: TrainResult) -> Update | Dropout:
+        """Store a device's new position and return its update."""
+        self._devices.positions[client.part] = result.position
+        if result.is_checkpointed:
+            self._devices.trainer.checkpointed.add(client.name)
+        if result.report is not None:
+            slot = self._shared.slots[at % self._num_slots]
+            return Update(values_P=slot, report=result.report)
+        assert result.error is not None  # one of the two is set
+        return Dropout(name=client.name, error=error_of(*result.error))
 
     def close(self) -> None:
-        """End the processes: at once, as they hold nothing that is missed."""
+        """Kill the processes: they hold nothing that is needed."""
         for worker in self._workers:
             worker.process.kill()
         for worker in self._workers:
@@ -208,7 +181,7 @@ class Workers:
         self._workers = []
 
 
-def _started(number: int, descriptor: int, start: Start) -> _Worker:
+def _started(number: int, descriptor: int, start: WorkerSettings) -> _Worker:
     ours, theirs = Pipe()
     with theirs:
         passed = (theirs.fileno(), descriptor)
@@ -218,14 +191,16 @@ def _started(number: int, descriptor: int, start: Start) -> _Worker:
             pass_fds=passed,
         )
     worker = _Worker(number=number, process=process, connection=ours)
-    ours.send_bytes(start.model_dump_json().encode())
+    ours.send(start)
     return worker
 
 
 def _died(worker: _Worker, number: int) -> WorkerDied:
-    """Say how a worker ended, and at what."""
+    """Return the error that says how a worker ended, and at which device."""
     status = worker.process.wait()
     how = f"by {signal.Signals(-status).name}" if status < 0 else f"with status {status}"
-    at = worker.asked[0] if worker.asked else None
-    where = "" if at is None else f" at device {at.called.name}, round {at.called.plan.round}"
+    where = ""
+    if worker.orders:
+        _, client = worker.orders[0]
+        where = f" at device {client.name}, round {client.plan.round}"
     return WorkerDied(f"worker process {worker.number + 1} of {number} was ended {how}{where}")
