@@ -95,16 +95,20 @@ def _open(settings: Settings) -> tuple[Trainer, Identity]:
     torch.set_num_threads(settings.threads or max(int(ThisMachine().cores()), 1))
     if settings.task is None:
         raise SettingsError("no task is set", remedy="name it with --task FILE.py:Class")
-    chosen = settings.client
-    if chosen.data is not None and not chosen.data.exists():
-        raise MissingData(f"there is no {chosen.data}")
-    if chosen.part >= chosen.num_parts:
-        raise SettingsError(f"part {chosen.part} of {chosen.num_parts}: parts count from 0")
+    device = settings.client
+    if device.data is not None and not device.data.exists():
+        raise MissingData(f"--data: {device.data} does not exist")
+    if device.part >= device.num_parts:
+        raise SettingsError(
+            f"--part: expected 0 to {device.num_parts - 1} of --num-parts {device.num_parts}, "
+            f"found {device.part}",
+            remedy="number the devices' parts from 0",
+        )
     identity = Identity(
-        name=chosen.name or host_name(),
-        data=chosen.data,
-        part=chosen.part,
-        num_parts=chosen.num_parts,
+        name=device.name or host_name(),
+        data=device.data,
+        part=device.part,
+        num_parts=device.num_parts,
         rule=settings.partition.rule(seed=settings.seed),
     )
     trainer = trainer_of(
@@ -121,16 +125,10 @@ def take_part(settings: Settings) -> None:
     import math
 
     from headwater.client.enrolment.signing_identity import check_enrolment
-    from headwater.common.transport.tls import check_address, read_credentials
+    from headwater.common.system.command_line import check_addresses
 
-    credentials = read_credentials(settings.tls)
-    check_address(
-        settings.client.server, has_tls=credentials is not None, is_insecure=settings.insecure
-    )
-    if settings.client.metrics is not None:
-        from headwater.common.system.metrics_server import check_metrics_address
-
-        check_metrics_address(settings.client.metrics, is_insecure=settings.insecure)
+    device = settings.client
+    credentials = check_addresses(settings, device.server, metrics=device.metrics)
     trainer, identity = _open(settings)
     check_enrolment(settings.secure, identity.name)
     trainer.examples(identity)
@@ -145,21 +143,20 @@ def take_part(settings: Settings) -> None:
         from headwater.client.enrolment.renewal import Renewal
 
         renewal = Renewal(settings.tls, credentials)
-    node = Node(own_app, trainer, identity, settings, settings.client.state_folder)
-    uplink = Connection(
+    node = Node(own_app, trainer, identity, settings, device.state_folder)
+    connection = Connection(
         node,
-        settings.client.server,
+        device.server,
         renewal=renewal,
-        availability=availability_of(settings.client, identity.name, trainer.image.layout),
-        patience_seconds=math.inf if settings.client.stay else settings.client.patience_seconds,
+        availability=availability_of(device, identity.name, trainer.image.layout),
+        patience_seconds=math.inf if device.stay else device.patience_seconds,
     )
+    num_examples = len(trainer.examples(identity))
     console.print(
-        f"{identity.name}: {len(trainer.examples(identity))} examples, "
-        f"server {settings.client.server}",
-        soft_wrap=True,
+        f"{identity.name}: {num_examples} examples, server {device.server}", soft_wrap=True
     )
     _show_metrics(settings, node.counters)
-    asyncio.run(stay_connected(uplink, stay=settings.client.stay))
+    asyncio.run(stay_connected(connection, stay=device.stay))
     console.print(f"{identity.name}: done")
 
 
@@ -171,10 +168,10 @@ def _show_metrics(settings: Settings, counters: Counters) -> None:
     from headwater.client.memory.limits import MemoryLimits
     from headwater.client.operations.prometheus import ClientMetrics
     from headwater.common.system.console import console
-    from headwater.common.system.metrics_server import MetricsPort
+    from headwater.common.system.metrics_server import MetricsServer
 
     limits = MemoryLimits(settings.client.memory_limit_bytes)
     # Its own sensors: the training thread reads the device's.
     metrics = ClientMetrics(counters, Sensors().vitals, limits.lowest_bytes)
-    port = MetricsPort(settings.client.metrics, metrics.registry)
-    console.print(f"metrics at {port.url}", soft_wrap=True)
+    server = MetricsServer(settings.client.metrics, metrics.registry)
+    console.print(f"metrics at {server.url}", soft_wrap=True)

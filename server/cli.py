@@ -13,6 +13,7 @@ from headwater.common.system.command_line import (
     LogFormat,
     Resume,
     Verbose,
+    check_addresses,
     new_app,
     read_settings,
 )
@@ -48,22 +49,14 @@ def serve(
     if context.invoked_subcommand is not None:
         return
     settings = read_settings(context, config, resume=resume, verbose=verbose, log_format=log_format)
+    listen, metrics = settings.server.listen, settings.server.metrics
+    credentials = check_addresses(settings, listen, metrics=metrics)
     from headwater.common.settings.sources import default_out
-    from headwater.common.transport.tls import check_address, read_credentials
-
-    settings = settings.model_copy(update={"out": settings.out or default_out(settings)})
-    credentials = read_credentials(settings.tls)
-    if settings.server.metrics is not None:
-        from headwater.common.system.metrics_server import check_metrics_address
-
-        check_metrics_address(settings.server.metrics, is_insecure=settings.insecure)
-    check_address(
-        settings.server.listen, has_tls=credentials is not None, is_insecure=settings.insecure
-    )
     from headwater.server.operations.progress import print_result, print_settings, progress_bar
     from headwater.server.serve import serve_run
 
-    print_settings(settings, where=settings.server.listen)
+    settings = settings.model_copy(update={"out": settings.out or default_out(settings)})
+    print_settings(settings, where=listen)
     with progress_bar(settings) as on_round:
         serve_run(settings, credentials, on_round=on_round, resume=resume)
     print_result(settings)

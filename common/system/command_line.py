@@ -16,6 +16,7 @@ from headwater.common.settings.flags import OTHER_PANEL, SettingsGroup, override
 
 if TYPE_CHECKING:
     from headwater.common.settings.schema import Settings
+    from headwater.common.transport.tls import Credentials
 
 Config = Annotated[
     Path | None,
@@ -83,3 +84,21 @@ def read_settings(
 
     start_log(verbose=verbose, log_format=log_format)
     return load_run(config, overrides(context) | fixed, resume=resume)
+
+
+def check_addresses(settings: Settings, address: str, *, metrics: str | None) -> Credentials | None:
+    """Return this side's TLS files, if any; check that plain text stays on loopback.
+
+    Raises:
+        InsecureAddress: an address beyond loopback without TLS, and without --insecure.
+        SettingsError: not HOST:PORT, or a TLS file is missing or wrong.
+    """
+    from headwater.common.transport.tls import check_address, read_credentials
+
+    credentials = read_credentials(settings.tls)
+    check_address(address, has_tls=credentials is not None, is_insecure=settings.insecure)
+    if metrics is not None:
+        from headwater.common.system.metrics_server import check_metrics_address
+
+        check_metrics_address(metrics, is_insecure=settings.insecure)
+    return credentials
