@@ -29,10 +29,10 @@ from headwater.common.transport.certificates import (
     certificate_pem,
     check_dates,
     common_name,
-    renewal_due_at,
     key_pem,
     new_key,
     public_key_der,
+    renewal_due_at,
 )
 
 CA_FILE, CA_KEY_FILE = "ca.pem", "ca-key.pem"

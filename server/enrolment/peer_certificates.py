@@ -21,10 +21,10 @@ from headwater.common.errors import CertificateRevoked, HeadwaterError, Identity
 from headwater.common.settings.schema import TlsSettings
 from headwater.common.transport.certificates import (
     BACKDATE,
-    renewal_due_at,
-    key_digest,
     common_name_in,
+    key_digest,
     read_request,
+    renewal_due_at,
 )
 from headwater.common.transport.tls import Credentials
 from headwater.common.transport.wire_pb2 import Certificate

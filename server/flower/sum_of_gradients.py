@@ -33,6 +33,7 @@ from headwater.common.errors import (
 )
 from headwater.common.model.parameters import ModelImage, Slot
 from headwater.common.settings import schema as settings
+from headwater.common.settings.fields import Scalar
 from headwater.server.aggregation.cohort_sum import CohortSum
 from headwater.server.aggregation.server_optimizer import ServerOptimizer
 
@@ -58,7 +59,7 @@ class SumOfGradients(FedAvg):
         *,
         optimizer: str = "sgd",
         learning_rate: float = 0.1,
-        optimizer_arguments: Mapping[str, settings.Scalar] | None = None,
+        optimizer_arguments: Mapping[str, Scalar] | None = None,
         schedule: settings.ScheduleSettings | None = None,
         fraction_train: float = 1.0,
         fraction_evaluate: float = 1.0,

@@ -8,6 +8,7 @@ round waits long for a device, because a connected device that never answers loo
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -47,7 +48,7 @@ class LongWaitNotice:
     """Schedules warnings of a wait: after ``FIRST_NOTICE_SECONDS``, then doubled each time."""
 
     def __init__(self) -> None:
-        self._next_seconds = FIRST_NOTICE_SECONDS
+        self._num_doublings = -1
 
     def is_due(self, waited_seconds: float) -> bool:
         """Return True once per interval; a shorter wait than before is a new one.
@@ -59,14 +60,9 @@ class LongWaitNotice:
         | 600 s | 599 s | yes |
         | 1 s, 300 s | 600 s, 1 s | no, yes |
         """
-        if waited_seconds < FIRST_NOTICE_SECONDS:
-            self._next_seconds = FIRST_NOTICE_SECONDS
-            return False
-        if waited_seconds < self._next_seconds:
-            return False
-        while self._next_seconds <= waited_seconds:
-            self._next_seconds *= 2
-        return True
+        before, factor = self._num_doublings, waited_seconds / FIRST_NOTICE_SECONDS
+        self._num_doublings = -1 if factor < 1 else int(math.log2(factor))
+        return self._num_doublings > before
 
 
 class RunControl(Observer):

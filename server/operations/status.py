@@ -21,7 +21,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from headwater.common.errors import SettingsError
-from headwater.common.system.json_logs import to_json_value, rfc3339
+from headwater.common.system.json_logs import rfc3339, to_json_value
 from headwater.server.operations import history
 from headwater.server.operations.orders import read_order
 from headwater.server.operations.run_lock import FILE, ServerState, read_server_state

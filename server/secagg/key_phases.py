@@ -44,6 +44,7 @@ from headwater.server.secagg.parameters import (
     check_reply,
     parameters_of,
 )
+from headwater.server.secagg.unmask_phase import MaskedSum
 
 
 def open_session(setup: SessionSetup) -> KeysPhase:
@@ -230,15 +231,14 @@ class CheckPhase:
         Raises:
             TooFewSurvivors: too few remain.
         """
-        excluded = self.excluded
-        members = sorted(self.checked.keys() - excluded.keys())
+        members = tuple(sorted(self.checked.keys() - self.excluded.keys()))
         check_enough(members, self.setup, what="can mask an update")
-        return MaskPhase.of(
+        return MaskPhase(
             setup=self.setup,
             session=self.session,
             dealt=self.dealt,
             members=members,
-            excluded=excluded,
+            total=MaskedSum.zeros(self.session.parameters),
         )
 
 

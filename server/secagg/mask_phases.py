@@ -7,13 +7,12 @@ vector is refused: other clients may already have revealed shares of its sender'
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from headwater.common.errors import CorruptUpdate, HeadwaterError, SessionMismatch, TooFewSurvivors
-from headwater.common.secagg.fixed_point import RingVector
+from headwater.common.errors import CorruptUpdate, SessionMismatch, TooFewSurvivors
 from headwater.common.secagg.protocol import (
     MaskReply,
     MaskRequest,
@@ -36,36 +35,8 @@ class MaskPhase:
     session: SessionView
     dealt: Dealt = field(repr=False)
     members: tuple[str, ...]
-    excluded: Mapping[str, HeadwaterError]
     total: MaskedSum
     arrived: frozenset[str] = frozenset()
-
-    @classmethod
-    def of(
-        cls,
-        *,
-        setup: SessionSetup,
-        session: SessionView,
-        dealt: Dealt,
-        members: Sequence[str],
-        excluded: Mapping[str, HeadwaterError],
-    ) -> MaskPhase:
-        """Start with an empty sum; ``excluded`` are the clients that answered but are not in U2."""
-        chosen = session.parameters
-        vector_P: RingVector = (
-            np.zeros(chosen.num_values, np.uint16)
-            if chosen.encoding.ring_bits == 16
-            else np.zeros(chosen.num_values, np.uint32)
-        )
-        total = MaskedSum(vector_P=vector_P, scalars=np.zeros(len(chosen.scalars), np.uint64))
-        return cls(
-            setup=setup,
-            session=session,
-            dealt=dealt,
-            members=tuple(members),
-            excluded=excluded,
-            total=total,
-        )
 
     def requests(self) -> dict[str, Request]:
         """Return the request to each client."""

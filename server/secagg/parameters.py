@@ -35,7 +35,7 @@ class SessionSetup:
     ``planned_weights`` has an entry for each client with an update. ``bounds`` are the largest
     absolute values of the masked numbers other than weight and clipped count. ``corrupted`` and
     ``dropout`` are the fractions of clients that a sparse graph must tolerate, except with
-    probability 2^-``bits``.
+    probability 2^-``SECURITY_BITS``.
     """
 
     run: int
@@ -53,7 +53,6 @@ class SessionSetup:
     min_survivors: float = 0.7
     corrupted: float = 0.1
     dropout: float = 0.1
-    bits: int = SECURITY_BITS
 
     @property
     def least_members(self) -> int:
@@ -81,7 +80,7 @@ def parameters_of(setup: SessionSetup, members: Iterable[Member]) -> Parameters:
             corrupted=setup.corrupted,
             dropout=setup.dropout,
             mode=setup.mode,
-            security_bits=setup.bits,
+            security_bits=SECURITY_BITS,
         )
         k, t = size.num_neighbours, size.threshold
     has_aes = all(member.has_aes for member in rows)

@@ -32,6 +32,7 @@ from headwater.common.secagg.protocol import (
     SEED_BYTES,
     SELF_SEED,
     SELF_SEED_SHARE,
+    Parameters,
     Reply,
     Request,
     SharesReply,
@@ -53,6 +54,16 @@ class MaskedSum:
 
     vector_P: RingVector = field(repr=False)
     scalars: NDArray[np.uint64] = field(repr=False)
+
+    @staticmethod
+    def zeros(parameters: Parameters) -> MaskedSum:
+        """Return an empty sum of these parameters' sizes."""
+        vector_P: RingVector = (
+            np.zeros(parameters.num_values, np.uint16)
+            if parameters.encoding.ring_bits == 16
+            else np.zeros(parameters.num_values, np.uint32)
+        )
+        return MaskedSum(vector_P=vector_P, scalars=np.zeros(len(parameters.scalars), np.uint64))
 
 
 def check_holders(session: SessionView, dealers: Sequence[str], *, present: Sequence[str]) -> None:

@@ -24,18 +24,10 @@ from headwater.common.errors import (
 )
 from headwater.common.transport.limits import NAME_PATTERN, PROTOCOL_VERSION
 from headwater.common.transport.wire_pb2 import Hello, Notice, ServerFrame, Welcome
-from headwater.server.enrolment.peer_certificates import CertificateVerifier, PeerCertificate
-from headwater.server.transport.device_records import DeviceRecords
-from headwater.server.transport.downloads import Downloads
+from headwater.server.enrolment.peer_certificates import PeerCertificate
+from headwater.server.transport.connections import Connections
 from headwater.server.transport.rate_limit import FrameLimit, RateLimit, subscriber
-from headwater.server.transport.session import (
-    ClosingStreams,
-    DeviceSession,
-    Sessions,
-    Stream,
-    node_id_of,
-)
-from headwater.server.transport.uploads import Uploads
+from headwater.server.transport.session import DeviceSession, Stream, node_id_of
 
 log = logging.getLogger(__name__)
 
@@ -45,29 +37,18 @@ class Admission:
 
     def __init__(
         self,
-        sessions: Sessions,
-        closing: ClosingStreams,
+        connections: Connections,
         *,
         run_id: int,
         has_tls: bool,
-        verifier: CertificateVerifier,
-        device_records: DeviceRecords,
-        uploads: Uploads,
-        downloads: Downloads,
     ) -> None:
         self.is_paused = False
         """Whether the operator has paused the run; each admitted device is notified of it."""
         self.layout_digest: str | None = None
         """The model's layout; a device with another layout is refused. None accepts any."""
-        self._sessions = sessions
-        self._closing = closing
+        self._connections = connections
         self._run_id = run_id
         self._has_tls = has_tls
-        self._verifier = verifier
-        self._device_records = device_records
-        self._uploads = uploads
-        self._downloads = downloads
-        self._refusals = uploads.refusals
         self._refused_sessions: dict[int, tuple[bytes, HeadwaterError]] = {}
         self._rate_limit = RateLimit()
 
@@ -75,12 +56,12 @@ class Admission:
         """Return whether the stream's name or address may still be refused; count it if not."""
         if self._rate_limit.has_capacity(self._rate_key(stream), time.monotonic()):
             return True
-        self._refusals[TooManyAttempts.__name__] += 1
+        self._connections.uploads.refusals[TooManyAttempts.__name__] += 1
         return False
 
     def count_refusal(self, stream: Stream, error: HeadwaterError) -> None:
         """Count and log that a stream was refused, or was ended through its device's fault."""
-        self._refusals[error.code] += 1
+        self._connections.uploads.refusals[error.code] += 1
         self._rate_limit.take(self._rate_key(stream), time.monotonic())
         log.warning("%s refused: %s: %s", stream.peer(), error.code, error)
 
@@ -106,10 +87,10 @@ class Admission:
             self._check(hello, certificate)
         except HeadwaterError as error:
             name = hello.name if certificate is None else certificate.name
-            self._device_records.note_refusal(name, error)
+            self._connections.device_records.note_refusal(name, error)
             raise
-        session = self._sessions.get(node_id_of(hello.name))
-        is_same_device = session is not None and self._verifier.is_same_device(
+        session = self._connections.sessions.get(node_id_of(hello.name))
+        is_same_device = session is not None and self._connections.verifier.is_same_device(
             session.certificate, certificate
         )
         resumes = (
@@ -122,15 +103,15 @@ class Admission:
             self._displace(session, stream, is_same_device=is_same_device)
         if session is None:
             session = DeviceSession(name=hello.name, node_id=node_id_of(hello.name), token=b"")
-            self._sessions[session.node_id] = session
+            self._connections.sessions[session.node_id] = session
         if not resumes:
             session.token = secrets.token_bytes(16)
-            self._uploads.discard(session)
+            self._connections.uploads.discard(session)
         if session.task is not None:
             session.task.cancel()  # serves the old stream
         session.certificate = certificate
         if certificate is not None:
-            self._verifier.end_renewed(certificate)
+            self._connections.verifier.end_renewed(certificate)
         self._attach(session, stream, hello, has_displaced=has_displaced)
         return session
 
@@ -151,7 +132,7 @@ class Admission:
                 raise IdentityRefused(
                     f"the certificate is for {certificate.name!r}, not for {hello.name!r}"
                 )
-            self._verifier.check(certificate)
+            self._connections.verifier.check(certificate)
         token, error = self._refused_sessions.get(node_id_of(hello.name), (b"", None))
         if error is not None and hmac.compare_digest(token, hello.session):
             raise error
@@ -187,7 +168,9 @@ class Admission:
             stream.peer(),
             older.peer(),
         )
-        self._closing[older] = IdentityRefused(f"another stream has the key of {session.name}")
+        self._connections.closing[older] = IdentityRefused(
+            f"another stream has the key of {session.name}"
+        )
 
     def _attach(
         self, session: DeviceSession, stream: Stream, hello: Hello, *, has_displaced: bool
@@ -203,10 +186,10 @@ class Admission:
             run_id=self._run_id,
             has_displaced=has_displaced,
         )
-        self._downloads.send(session, ServerFrame(welcome=welcome))
-        session.record = self._device_records.note_connected(session.name)
+        self._connections.downloads.send(session, ServerFrame(welcome=welcome))
+        session.record = self._connections.device_records.note_connected(session.name)
         if self.is_paused:
-            self._downloads.send(session, ServerFrame(notice=Notice(is_paused=True)))
+            self._connections.downloads.send(session, ServerFrame(notice=Notice(is_paused=True)))
         if session.instruction is not None:
-            self._downloads.send_instruction(session, session.instruction)
+            self._connections.downloads.send_instruction(session, session.instruction)
         log.info("%s connected from %s", session.name, stream.peer())

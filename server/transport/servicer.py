@@ -27,12 +27,12 @@ from headwater.common.transport.tls import Credentials
 from headwater.common.transport.wire_pb2 import Goodbye, Notice, ServerFrame
 from headwater.server.enrolment.peer_certificates import CertificateVerifier
 from headwater.server.transport.admission import Admission
+from headwater.server.transport.connections import Connections
 from headwater.server.transport.device_records import DeviceRecords
 from headwater.server.transport.downloads import Downloads
 from headwater.server.transport.listener import HealthService, Listener
 from headwater.server.transport.session import (
     Arrival,
-    ClosingStreams,
     DeviceInstruction,
     Sessions,
     Stream,
@@ -67,39 +67,24 @@ class Servicer:
         self._address = address
         self._credentials = credentials
         self._sessions: Sessions = {}
-        self._closing: ClosingStreams = {}
         self._downloads = Downloads()
         self._staging = StagingMemory(staging_bytes, spool_folder=spool_folder)
         self._uploads = Uploads(self._staging, send=self._downloads.send)
         self.arrivals = self._uploads.arrivals
         self.refusals = self._uploads.refusals
-        verifier = verifier or CertificateVerifier()
+        self._connections = Connections(
+            sessions=self._sessions,
+            closing={},
+            verifier=verifier or CertificateVerifier(),
+            device_records=self.device_records,
+            uploads=self._uploads,
+            downloads=self._downloads,
+        )
         self._admission = Admission(
-            self._sessions,
-            self._closing,
-            run_id=run_id,
-            has_tls=credentials is not None,
-            verifier=verifier,
-            device_records=self.device_records,
-            uploads=self._uploads,
-            downloads=self._downloads,
+            self._connections, run_id=run_id, has_tls=credentials is not None
         )
-        self._streams = Streams(
-            self._sessions,
-            self._closing,
-            admission=self._admission,
-            verifier=verifier,
-            device_records=self.device_records,
-            uploads=self._uploads,
-            downloads=self._downloads,
-        )
-        self._watchdog = Watchdog(
-            self._sessions,
-            self._closing,
-            reconnect_seconds=reconnect_seconds,
-            verifier=verifier,
-            uploads=self._uploads,
-        )
+        self._streams = Streams(self._connections, self._admission)
+        self._watchdog = Watchdog(self._connections, reconnect_seconds=reconnect_seconds)
         self._is_closing = False
         self._health = HealthService()
         self._listener: Listener | None = None

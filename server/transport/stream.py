@@ -19,12 +19,11 @@ from google.protobuf.message import DecodeError
 from headwater.common.errors import ConnectionLost, HeadwaterError, ProtocolMismatch, error_of
 from headwater.common.transport.limits import HELLO_SECONDS
 from headwater.common.transport.wire_pb2 import ClientFrame, Fault, Hello, Leave, ServerFrame
-from headwater.server.enrolment.peer_certificates import CertificateVerifier
 from headwater.server.transport.admission import Admission
-from headwater.server.transport.device_records import DeviceRecords
-from headwater.server.transport.downloads import GRPC_FRAME_BYTES, Downloads
-from headwater.server.transport.session import ClosingStreams, DeviceSession, Sessions, Stream
-from headwater.server.transport.uploads import Uploads, fault_frame
+from headwater.server.transport.connections import Connections
+from headwater.server.transport.downloads import GRPC_FRAME_BYTES
+from headwater.server.transport.session import DeviceSession, Stream
+from headwater.server.transport.uploads import fault_frame
 
 log = logging.getLogger(__name__)
 
@@ -44,27 +43,11 @@ BROKEN = (
 class Streams:
     """Serves streams; all methods run in the servicer's event loop."""
 
-    def __init__(
-        self,
-        sessions: Sessions,
-        closing: ClosingStreams,
-        *,
-        admission: Admission,
-        verifier: CertificateVerifier,
-        device_records: DeviceRecords,
-        uploads: Uploads,
-        downloads: Downloads,
-    ) -> None:
+    def __init__(self, connections: Connections, admission: Admission) -> None:
         self.num_bytes = 0
         """Bytes read so far."""
-        self._sessions = sessions
-        self._closing = closing
+        self._connections = connections
         self._admission = admission
-        self._verifier = verifier
-        self._device_records = device_records
-        self._uploads = uploads
-        self._downloads = downloads
-        self._refusals = uploads.refusals
         self._writers: set[asyncio.Task[None]] = set()
 
     async def serve(self, stream: Stream) -> None:
@@ -89,15 +72,15 @@ class Streams:
                 raise asyncio.CancelledError from error
             await self._refuse(stream, error)
         except asyncio.CancelledError:
-            if stream not in self._closing:
+            if stream not in self._connections.closing:
                 raise
-            reason = self._closing.pop(stream)
+            reason = self._connections.closing.pop(stream)
             if reason is not None:
                 await self._refuse(stream, reason)
         except BROKEN as error:
             log.debug("stream lost: %s", error)
         finally:
-            self._closing.pop(stream, None)
+            self._connections.closing.pop(stream, None)
             if session is not None and session.stream is stream:
                 self._detach(session)
 
@@ -105,9 +88,9 @@ class Streams:
         """Keep the session without its stream: the device may return."""
         session.stream, session.task, session.lost_at = None, None, time.monotonic()
         session.outbox, session.sending_since = asyncio.Queue(), None
-        self._uploads.pause(session)
+        self._connections.uploads.pause(session)
         if session.record is not None:
-            self._device_records.note_disconnected(session.record)
+            self._connections.device_records.note_disconnected(session.record)
         log.info("%s disconnected", session.name)
 
     async def _refuse(self, stream: Stream, error: HeadwaterError) -> None:
@@ -115,7 +98,7 @@ class Streams:
         self._admission.count_refusal(stream, error)
         with contextlib.suppress(TimeoutError, *BROKEN):
             async with asyncio.timeout(FAULT_SECONDS):
-                await self._downloads.write(stream, fault_frame(error))
+                await self._connections.downloads.write(stream, fault_frame(error))
 
     async def _write_all(self, session: DeviceSession) -> None:
         """Write the outbox in order; write() waits while the device reads slowly."""
@@ -159,15 +142,15 @@ class Streams:
                 raise ProtocolMismatch(f"{session.name} does not read the server's frames")
             match frame.WhichOneof("kind"):
                 case "reply":
-                    self._uploads.announce(session, frame.reply)
+                    self._connections.uploads.announce(session, frame.reply)
                 case "chunk":
-                    self._uploads.take_chunk(session, frame.chunk)
+                    self._connections.uploads.take_chunk(session, frame.chunk)
                 case "fault":
                     self._take_fault(session, frame.fault)
                 case "renewal" if session.certificate is not None:
                     request = frame.renewal.signing_request
-                    answer = self._verifier.renew(session.certificate, request)
-                    self._downloads.send(session, ServerFrame(certificate=answer))
+                    answer = self._connections.verifier.renew(session.certificate, request)
+                    self._connections.downloads.send(session, ServerFrame(certificate=answer))
                 case "leave":
                     self._leave(session, frame.leave)
                     return
@@ -178,7 +161,7 @@ class Streams:
         instruction = session.instruction
         if instruction is not None and fault.message_id == instruction.message_id:
             code, text = fault.code[:MAX_FAULT_CODE], fault.text[:MAX_FAULT_TEXT]
-            self._uploads.fail(session, error_of(code, text))
+            self._connections.uploads.fail(session, error_of(code, text))
 
     def _leave(self, session: DeviceSession, leave: Leave) -> None:
         """End a session at the device's request; a stated reason is recorded like a refusal."""
@@ -186,10 +169,10 @@ class Streams:
         if leave.code:
             text = f"{session.name}: {leave.text[:MAX_FAULT_TEXT]}"
             reason = error_of(leave.code[:MAX_FAULT_CODE], text)
-            self._refusals[reason.code] += 1
-            self._device_records.note_refusal(session.name, reason)
+            self._connections.uploads.refusals[reason.code] += 1
+            self._connections.device_records.note_refusal(session.name, reason)
             log.warning("%s left for a while: %s: %s", session.name, reason.code, reason)
         else:
             log.info("%s left", session.name)
-        self._uploads.fail(session, reason)
-        self._sessions.pop(session.node_id, None)
+        self._connections.uploads.fail(session, reason)
+        self._connections.sessions.pop(session.node_id, None)

@@ -372,7 +372,7 @@ class Conversations:
         assert servicer._staging.held_bytes == 0
         assert not servicer._uploads._started
         assert not servicer._uploads._waiting
-        assert not servicer._closing
+        assert not servicer._connections.closing
         await asyncio.sleep(0)
         assert not [writer for writer in servicer._streams._writers if not writer.done()]
 

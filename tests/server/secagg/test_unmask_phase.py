@@ -10,7 +10,6 @@ import pytest
 
 from headwater.client.secagg.types import Floor
 from headwater.common.errors import (
-    HeadwaterError,
     NoSuchGraph,
     TooFewSurvivors,
     UpdateAlreadyMasked,
@@ -19,7 +18,7 @@ from headwater.common.errors import (
 from headwater.common.secagg.graph import graph_size
 from headwater.common.secagg.protocol import MAX_COMPLETE, Member, SessionNumber, next_number
 from headwater.common.secagg.session import session_of
-from headwater.server.secagg.key_phases import KeysPhase, open_session
+from headwater.server.secagg.key_phases import KeysPhase, open_session, resolve_complaints
 from headwater.server.secagg.mask_phases import MaskPhase
 from headwater.server.secagg.parameters import SessionSetup, parameters_of
 from headwater.server.secagg.unmask_phase import UnmaskedSum, UnmaskPhase
@@ -95,27 +94,19 @@ def phase_before_opening(cast: Cast, plan: FaultPlan) -> UnmaskPhase:
     return played.phase
 
 
-def test_who_left_before_the_masks_is_named_with_the_reason() -> None:
-    cast = Cast(7)
-    left: dict[str, HeadwaterError] = {}
-
+def test_a_dealer_of_bad_shares_is_excluded_before_the_masks_with_the_reason() -> None:
     def spoil(said: Any) -> Any:
         dealt = said[0]
         shares = tuple(s.model_copy(update={"sealed": bytes(92)}) for s in dealt.shares)
         return dealt.model_copy(update={"shares": shares}), None
 
-    played = Played()
-
-    def look(message: Any) -> Any:
-        assert isinstance(played.phase, MaskPhase)
-        left.update(played.phase.excluded)
-        return message
-
-    plan = FaultPlan().answer("share_keys", spoil, client="d002")
-    cast.play_into(played, plan.tell("masked_update", look, client="d000"))
-    assert set(left) == {"d002"}
-    assert isinstance(left["d002"], WrongShare)
-    assert "d002: between it and d000" in str(left["d002"])
+    played = Cast(7).play(FaultPlan().answer("share_keys", spoil, client="d002"))
+    checked = played.replies["check_shares"]
+    excluded = resolve_complaints({name: reply.bad_dealers for name, reply in checked.items()})
+    assert set(excluded) == {"d002"}
+    assert isinstance(excluded["d002"], WrongShare)
+    assert "d002: between it and d000" in str(excluded["d002"])
+    assert "d002" not in played.sum.survived
 
 
 @pytest.mark.parametrize(
