@@ -46,16 +46,6 @@ class AwayPeriod:
     until: dt.datetime
 
 
-def lead_seconds(vector_bytes: int, bytes_per_second: float | None) -> float:
-    """Return how long before its hours end a device stops training, to send its vector in time.
-
-    One minute plus twice the upload time at the rate last measured; at most half an hour. A vector
-    of 40 MB takes 200 s at 200 kB/s: the device stops seven minutes and forty seconds before.
-    """
-    upload = 0.0 if bytes_per_second is None else vector_bytes / bytes_per_second
-    return min(LEAD_SECONDS + UPLOAD_FACTOR * upload, MAX_LEAD_SECONDS)
-
-
 def has_inactive_hours(chosen: ClientSettings) -> bool:
     """Return whether the settings name hours outside of which the device leaves."""
     return chosen.active_hours is not None and chosen.inactive_share == 0
@@ -83,22 +73,6 @@ def hours_change(
     until = change or at + LOOK_AHEAD
     error = OutsideActiveHours(f"outside its active hours until {clock_text(until, zone)}")
     return AwayPeriod(error=error, since=at, until=until), until
-
-
-def away_by_bytes(
-    quota: ByteQuota, at: dt.datetime, *, needed: int, zone: dt.tzinfo | None = None
-) -> AwayPeriod | None:
-    """Return how the day's bytes keep away a device that needs ``needed`` more; None if not."""
-    today = wall_of(at, zone).date()
-    if needed <= quota.left(today):
-        return None
-    midnight = dt.datetime.combine(today + dt.timedelta(days=1), dt.time())
-    until = max(instant_of(midnight, zone), at + ONE_SECOND)
-    error = BytesUsedUp(
-        f"{quota.used(today):,} of today's {quota.bytes_per_day:,} bytes are used, and {needed:,} "
-        f"more are needed: away until {clock_text(until, zone)}"
-    )
-    return AwayPeriod(error=error, since=at, until=until)
 
 
 def clock_text(at: dt.datetime, zone: dt.tzinfo | None) -> str:
@@ -161,8 +135,13 @@ class Availability:
         return 0 if self._quota is None else self._quota.used(self._today())
 
     def lead_seconds(self, bytes_per_second: float | None) -> float:
-        """Return how long before its hours end the device stops, with its link as last measured."""
-        return lead_seconds(self._vector_bytes, bytes_per_second)
+        """Return how long before its hours end the device stops training, to send its vector.
+
+        One minute plus twice the upload time at the rate last measured; at most half an hour. A
+        vector of 40 MB takes 200 s at 200 kB/s: seven minutes and forty seconds before.
+        """
+        upload = 0.0 if bytes_per_second is None else self._vector_bytes / bytes_per_second
+        return min(LEAD_SECONDS + UPLOAD_FACTOR * upload, MAX_LEAD_SECONDS)
 
     def longest_stay_seconds(self) -> float:
         """Return the longest stretch of active hours in a week; inf if it never ends."""
@@ -204,10 +183,20 @@ class Availability:
         return hours_change(self._chosen, self._change, zone=self._zone)[0]
 
     def by_bytes(self, needed: int) -> AwayPeriod | None:
-        """Return how the day's bytes keep away a device that needs ``needed`` more bytes."""
-        if self._quota is None:
+        """Return how the day's bytes keep away a device that needs ``needed`` more; None if not."""
+        quota = self._quota
+        if quota is None:
             return None
-        return away_by_bytes(self._quota, self._now(), needed=needed, zone=self._zone)
+        today, now = self._today(), self._now()
+        if needed <= quota.left(today):
+            return None
+        midnight = dt.datetime.combine(today + dt.timedelta(days=1), dt.time())
+        until = max(instant_of(midnight, self._zone), now + ONE_SECOND)
+        error = BytesUsedUp(
+            f"{quota.used(today):,} of today's {quota.bytes_per_day:,} bytes are used, and "
+            f"{needed:,} more are needed: away until {clock_text(until, self._zone)}"
+        )
+        return AwayPeriod(error=error, since=now, until=until)
 
     def seconds_until(self, instant: dt.datetime) -> float:
         """Return the seconds until an instant; 0 if it is past."""

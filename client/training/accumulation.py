@@ -32,8 +32,7 @@ from headwater.client.training.gradient_pass import (
     NonFiniteLoss,
     Positions,
     add_micro_batch,
-    examples_with_bad_gradient,
-    examples_with_bad_loss,
+    bad_examples,
 )
 from headwater.client.training.micro_batches import Window, split
 from headwater.client.training.stop_rules import StopRules, num_until_finish
@@ -259,17 +258,15 @@ def _add_or_leave_out(
         total.add(positions, add(plan, window, positions, context, since_seconds))
         return total
     except NonFiniteLoss:
-        must_restart = False
-        bad = examples_with_bad_loss(plan, window, positions, context)
+        is_invalid = False
     except InvalidGradients:
-        # If each example is clean alone, the sum overflowed, and the whole micro-batch is bad.
-        must_restart = True
-        bad = examples_with_bad_gradient(plan, window, positions, context)
+        is_invalid = True
+    bad = bad_examples(plan, window, positions, context, with_backward=is_invalid)
     total.refused += bad
     good = tuple(p for p in positions if p not in bad)
     if good:
         total.remaining.appendleft(good)
-    if must_restart:
+    if is_invalid:
         return _restarted(total, [*total.done, *total.remaining], context)
     return total
 

@@ -158,10 +158,11 @@ Engine = Callable[..., Any]
 def _autograd_engine() -> Engine | None:
     """Return autograd's backward function, which ``Tensor.backward`` calls; None if it differs.
 
-    ``Tensor.backward`` first inspects its arguments in Python. Without that a pass of a perceptron
-    of 2,400 parameters takes 73 us of CPU instead of 83 (torch 2.13), with the same gradients to
-    the bit. The engine is not public API (its name is unchanged since 2017), so one small gradient
-    is tried here, and ``Tensor.backward`` is used if the result is not the expected one.
+    ``Tensor.backward`` first inspects its arguments in Python. Without that a micro-batch of the
+    digits perceptron takes 1.06 instead of 1.20 times the CPU time of a bare loop (136 and 151 us,
+    torch 2.13, ``benchmarks.accumulation``), with the same gradients to the bit. The engine is not
+    public API (its name is unchanged since 2017), so one small gradient is tried here, and
+    ``Tensor.backward`` is used if the result is not the expected one.
     """
     try:
         engine: Engine = torch.autograd.Variable._execution_engine.run_backward
@@ -192,10 +193,18 @@ def _run_engine(engine: Engine, loss: Tensor) -> None:
 # The search for bad examples.
 
 
-def examples_with_bad_loss(
-    plan: Plan, window: Window, positions: Positions, context: TrainingContext
+def bad_examples(
+    plan: Plan,
+    window: Window,
+    positions: Positions,
+    context: TrainingContext,
+    *,
+    with_backward: bool,
 ) -> list[int]:
-    """Return the examples whose loss is not finite; all of them if none fails alone.
+    """Return the examples with a non-finite loss or, ``with_backward``, a non-finite gradient.
+
+    With ``with_backward`` each pass starts from a vector of zeros, and the vector is invalid after
+    the search. If no example fails alone, the sum overflowed, and all examples are returned.
 
     Raises:
         MemoryError: an allocation failed during the search.
@@ -203,41 +212,20 @@ def examples_with_bad_loss(
 
     def is_clean(some: Positions) -> bool:
         try:
-            with torch.no_grad():
-                return math.isfinite(forward(plan, window, some, context)[0].item())
-        except InvalidGradients as error:
-            log.debug("%s: an example failed: %s", context.name, error)
-            return False
-
-    return _bad_examples(positions, is_clean) or list(positions)
-
-
-def examples_with_bad_gradient(
-    plan: Plan, window: Window, positions: Positions, context: TrainingContext
-) -> list[int]:
-    """Return the examples whose passes fail in a vector of zeros; the vector is invalid after it.
-
-    If every example passes alone, the sum overflowed, and all examples of the micro-batch are
-    returned.
-
-    Raises:
-        MemoryError: an allocation failed during the search.
-    """
-
-    def is_clean(some: Positions) -> bool:
-        context.accumulator.zero()
-        try:
-            loss, _, _ = forward(plan, window, some, context)
-            backward(loss)
+            if not with_backward:
+                with torch.no_grad():
+                    return math.isfinite(forward(plan, window, some, context)[0].item())
+            context.accumulator.zero()
+            backward(forward(plan, window, some, context)[0])
         except InvalidGradients as error:
             log.debug("%s: an example failed: %s", context.name, error)
             return False
         return math.isfinite(context.accumulator.gradient_norm())
 
-    return _bad_examples(positions, is_clean) or list(positions)
+    return _bisected(positions, is_clean) or list(positions)
 
 
-def _bad_examples(positions: Positions, is_clean: Callable[[Positions], bool]) -> list[int]:
+def _bisected(positions: Positions, is_clean: Callable[[Positions], bool]) -> list[int]:
     """Find by bisection the examples without which the rest is clean.
 
     If both halves are clean and the whole is not, all examples are returned.
@@ -247,8 +235,5 @@ def _bad_examples(positions: Positions, is_clean: Callable[[Positions], bool]) -
     if len(positions) == 1:
         return list(positions)
     middle = len(positions) // 2
-    bad = [
-        *_bad_examples(positions[:middle], is_clean),
-        *_bad_examples(positions[middle:], is_clean),
-    ]
+    bad = [*_bisected(positions[:middle], is_clean), *_bisected(positions[middle:], is_clean)]
     return bad or list(positions)

@@ -30,25 +30,21 @@ def check_runs(context: TrainingContext) -> None:
         TaskFailed: every example raised; the exception of the last one is its cause.
         OutOfMemory: one example alone does not fit.
     """
-    try:
-        _run_one_by_one(context)
-    except MemoryError:
-        if not switch_on(context.image.model):
-            raise OutOfMemory(
-                f"{context.name}: one example alone does not fit in memory, and the model has no "
-                f"blocks to checkpoint"
-            ) from None
-    else:
-        return
-    context.memory.use_checkpointing(None)
-    try:
-        _run_one_by_one(context)
-    except MemoryError:
-        raise OutOfMemory(
-            f"{context.name}: one example alone does not fit in memory, even with activation "
-            f"checkpointing"
-        ) from None
-    log.warning("%s: activation checkpointing is on: one example fits only with it", context.name)
+    is_on, does_not_fit = False, f"{context.name}: one example alone does not fit in memory"
+    while True:
+        try:
+            _run_one_by_one(context)
+            break
+        except MemoryError:
+            if is_on:
+                raise OutOfMemory(f"{does_not_fit}, even with activation checkpointing") from None
+            if not switch_on(context.image.model):
+                why = "and the model has no blocks to checkpoint"
+                raise OutOfMemory(f"{does_not_fit}, {why}") from None
+        is_on = True
+        context.memory.use_checkpointing(None)
+    if is_on:
+        log.warning("%s: one example fits only with activation checkpointing", context.name)
 
 
 def _run_one_by_one(context: TrainingContext) -> None:

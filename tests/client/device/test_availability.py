@@ -16,11 +16,8 @@ from headwater.client.device.availability import (
     ROUND_SLACK_BYTES,
     Availability,
     AwayPeriod,
-    away_by_bytes,
     is_active,
-    lead_seconds,
 )
-from headwater.client.device.byte_quota import ByteQuota
 from headwater.common.errors import BytesUsedUp, OutsideActiveHours, SettingsError
 from headwater.common.settings.schema import ClientSettings
 from headwater.common.settings.sources import load
@@ -137,25 +134,37 @@ def test_cached_hours_equal_hours_computed_at_each_time(seconds: list[int], lead
 
 
 def test_the_lead_grows_with_the_upload_time_up_to_a_maximum() -> None:
-    assert lead_seconds(40_000_000, None) == LEAD_SECONDS
-    assert lead_seconds(40_000_000, 200_000.0) == LEAD_SECONDS + 2 * 200
-    assert lead_seconds(40_000_000, 1.0) == MAX_LEAD_SECONDS
+    device = Availability(ClientSettings(), name="pi", image_bytes=8, vector_bytes=40_000_000)
+    assert device.lead_seconds(None) == LEAD_SECONDS
+    assert device.lead_seconds(200_000.0) == LEAD_SECONDS + 2 * 200
+    assert device.lead_seconds(1.0) == MAX_LEAD_SECONDS
+
+
+def with_quota(folder: Path, clock: list[dt.datetime], zone: ZoneInfo) -> Availability:
+    """Return the availability of a device with 100,000 bytes per day and a clock for the test."""
+    chosen = ClientSettings(bytes_per_day=100_000, state=folder)
+    return Availability(
+        chosen, name="pi", image_bytes=8, vector_bytes=8, now=lambda: clock[0], zone=zone
+    )
 
 
 @pytest.mark.parametrize(
-    ("used", "is_away"), [(0, False), (300, False), (301, True), (999, True), (2000, True)]
+    ("used", "is_away"),
+    [(0, False), (30_000, False), (30_001, True), (99_999, True), (200_000, True)],
 )
 def test_a_round_begins_only_if_the_day_s_bytes_suffice(
     tmp_path: Path, used: int, is_away: bool
 ) -> None:
-    allowance = ByteQuota(tmp_path / "bytes.json", bytes_per_day=1000)
-    allowance.count(dt.date(2026, 11, 21), used)
-    away = away_by_bytes(allowance, at("21 23:00"), needed=700, zone=BERLIN)
+    clock = [at("21 23:00")]
+    device = with_quota(tmp_path, clock, BERLIN)
+    device.count(used)
+    away = device.by_bytes(70_000)
     assert (away is not None) == is_away
     if away is not None:
         assert isinstance(away.error, BytesUsedUp)
         assert away.until == at("22 00:00")
-    assert away_by_bytes(allowance, at("22 00:00"), needed=700, zone=BERLIN) is None
+    clock[0] = at("22 00:00")
+    assert device.by_bytes(70_000) is None
 
 
 @pytest.mark.parametrize(
@@ -169,15 +178,16 @@ def test_the_day_ends_at_the_wall_clock_s_midnight(
     tmp_path: Path, zone: str, now: str, midnight: str
 ) -> None:
     place = ZoneInfo(zone)
-    instant = dt.datetime.fromisoformat(now).replace(tzinfo=place)
-    allowance = ByteQuota(tmp_path / "bytes.json", bytes_per_day=1)
-    allowance.count(instant.date(), 1)
-    away = away_by_bytes(allowance, instant, needed=1, zone=place)
+    clock = [dt.datetime.fromisoformat(now).replace(tzinfo=place)]
+    device = with_quota(tmp_path, clock, place)
+    device.count(100_000)
+    away = device.by_bytes(1)
     assert away is not None
     assert away.until == dt.datetime.fromisoformat(midnight).replace(tzinfo=place)
-    last = away.until - dt.timedelta(seconds=1)
-    assert away_by_bytes(allowance, last, needed=1, zone=place) is not None
-    assert away_by_bytes(allowance, away.until, needed=1, zone=place) is None
+    clock[0] = away.until - dt.timedelta(seconds=1)
+    assert device.by_bytes(1) is not None
+    clock[0] = away.until
+    assert device.by_bytes(1) is None
 
 
 def test_a_byte_quota_below_one_round_is_a_settings_error(tmp_path: Path) -> None:
