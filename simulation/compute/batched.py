@@ -22,10 +22,12 @@ from headwater.common.model.vectors import all_finite
 from headwater.server.fleet import Dropout, UpdateBatch
 from headwater.simulation.compute.dry_run import predict_round
 from headwater.simulation.compute.example_rows import ExampleRows, Rows
-from headwater.simulation.compute.gradient_norms import LinearLayers
+from headwater.simulation.compute.linear_layers import LinearLayers
 from headwater.simulation.compute.one_by_one import OneByOne
 from headwater.simulation.compute.passes import (
     Block,
+    check_sums,
+    checked_layers,
     sum_gradients,
     sum_with_layer_norms,
     sum_with_norms,
@@ -33,7 +35,6 @@ from headwater.simulation.compute.passes import (
 from headwater.simulation.compute.per_example import PerExampleModel
 from headwater.simulation.compute.report_columns import CohortReports
 from headwater.simulation.compute.round_columns import Floats, RoundColumns, ranges
-from headwater.simulation.compute.self_test import check_sums, checked_layers
 from headwater.simulation.fleet.devices import ClientPlan, Devices
 
 log = logging.getLogger(__name__)

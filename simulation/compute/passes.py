@@ -1,11 +1,14 @@
 """The passes over a block of devices: the sum of their gradients, and optionally each one's norms.
 
 If the norms follow from a model's linear layers, no device has a vector of its own. Otherwise the
-devices' vectors are made side by side.
+devices' vectors are made side by side. A self-test on a device's first examples checks that the
+passes give the task's own sums.
 """
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,9 +17,14 @@ import torch
 from torch import Tensor
 
 from headwater.client.training.accumulator import Accumulator
-from headwater.common.model.vectors import CHUNK
-from headwater.simulation.compute.example_rows import Rows
-from headwater.simulation.compute.gradient_norms import LinearLayers, SquaredNorms, running_norms
+from headwater.client.training.context import Identity
+from headwater.client.training.trainer import Trainer
+from headwater.common.data.batches import UnsupportedBatch, batch_of
+from headwater.common.model.vectors import CHUNK, squared_norm
+from headwater.common.task import loss_sum
+from headwater.simulation.compute.example_rows import ExampleRows, Rows
+from headwater.simulation.compute.gradient_norms import SquaredNorms, running_norms
+from headwater.simulation.compute.linear_layers import LinearLayers
 from headwater.simulation.compute.per_example import ExampleSums, PerExampleModel
 from headwater.simulation.compute.round_columns import (
     Bools,
@@ -26,6 +34,12 @@ from headwater.simulation.compute.round_columns import (
     padded,
     runs,
 )
+
+log = logging.getLogger(__name__)
+
+# Of the self-test; the tolerance is relative.
+NUM_EXAMPLES = 3
+TOLERANCE = 1e-4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,6 +133,79 @@ def sum_with_norms(model: PerExampleModel, block: Block) -> tuple[Tensor, Exampl
     # torch's sum would make a float64 copy of the whole matrix.
     total_P = torch.from_numpy(np.add.reduce(vectors_DP.numpy(), axis=0, dtype=np.float64))
     return total_P, ExampleSums(loss=loss, weight=weight, metrics=columns), norms
+
+
+# The self-test.
+
+
+def check_sums(
+    trainer: Trainer, identity: Identity, model: PerExampleModel, examples: ExampleRows
+) -> tuple[Tensor, Rows]:
+    """Compare a pass over a device's first examples with the task's own sum of them.
+
+    Returns that sum's loss, and the examples' rows.
+
+    Raises:
+        UnsupportedBatch: the pass fails, or they differ.
+    """
+    own = trainer.examples(identity)
+    positions = range(min(NUM_EXAMPLES, len(own)))
+    trainer.image.model.train()
+    state = torch.get_rng_state()
+    batch = batch_of(trainer.task, own, positions)
+    loss, weight, metrics = loss_sum(trainer.task, trainer.image.model, batch)
+    if not torch.equal(state, torch.get_rng_state()):
+        raise UnsupportedBatch("the model draws random numbers, and each device has its own")
+    rows = np.array(positions) + examples.add(0, own)
+    trainer.accumulator.zero()
+    sums = model.add(rows, None, "float32")
+    trainer.accumulator.zero()
+    found = {"loss": sums.loss.sum(), "weight": sums.weight.sum()}
+    found |= {f"metric {name}": values.sum() for name, values in sums.metrics.items()}
+    expected = {"loss": loss.item(), "weight": weight}
+    expected |= {f"metric {name}": value for name, value in metrics.items()}
+    for name, value in expected.items():
+        if not math.isclose(found.get(name, math.nan), value, rel_tol=TOLERANCE, abs_tol=1e-6):
+            raise UnsupportedBatch(f"the {name} of a batch is not the sum over its examples")
+    return loss, rows
+
+
+def checked_layers(
+    loss: Tensor, model: PerExampleModel, rows: Rows, accumulator: Accumulator, *, max_bytes: int
+) -> LinearLayers | None:
+    """Return the model's linear layers if they give the gradient and norm of ``loss``, over rows.
+
+    None, too, if the examples' copies of other parameters take more than ``max_bytes``.
+    """
+    layers = model.linear_layers(rows)
+    if layers is None or 4 * layers.num_others * len(rows) > max_bytes:
+        return None
+    accumulator.zero()
+    loss.backward()  # type: ignore[no-untyped-call]
+    expected_P, norm = accumulator.values_P.clone(), accumulator.gradient_norm()
+    block = Block(
+        rows=rows,
+        factors=None,
+        sizes=np.ones_like(rows),
+        num_steps=np.array([len(rows)]),
+        precision="float32",
+        at_once=len(rows),
+    )
+    try:
+        sum_P, _, norms = sum_with_layer_norms(model, accumulator, layers, block)
+    except UnsupportedBatch as reason:
+        log.info("norms are computed from vectors: %s", reason)
+        return None
+    finally:
+        accumulator.zero()
+    error = math.sqrt(squared_norm(sum_P.sub_(expected_P)))
+    if error > TOLERANCE * norm or not math.isclose(norms[-1], norm, rel_tol=TOLERANCE):
+        log.info("norms are computed from vectors: linear layers gave %g for %g", norms[-1], norm)
+        return None
+    return layers
+
+
+# Sums.
 
 
 def _some(factors: Floats | None, own: slice) -> Floats | None:

@@ -22,9 +22,9 @@ from headwater.common.data.batches import UnsupportedBatch
 from headwater.common.model.parameters import ModelImage
 from headwater.common.task import Task
 from headwater.simulation.compute.example_rows import ExampleRows, Rows
-from headwater.simulation.compute.gradient_norms import (
+from headwater.simulation.compute.gradient_norms import SquaredNorms
+from headwater.simulation.compute.linear_layers import (
     LinearLayers,
-    SquaredNorms,
     add_to_gradient,
     find_linear_layers,
 )

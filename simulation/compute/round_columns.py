@@ -123,10 +123,13 @@ class RoundColumns:
 
     @staticmethod
     def joined(parts: Sequence[RoundColumns]) -> RoundColumns:
-        """Return several cohorts as one."""
+        """Return the columns of several sets of devices as one."""
         if len(parts) == 1:
             return parts[0]
-        columns: dict[str, Any] = {
+        if not parts:
+            columns: dict[str, Any] = dict.fromkeys((*_OF_DEVICES, *_OF_STEPS), NO_INTS)
+            return RoundColumns(**columns, clients=[], reasons=[], vitals=[])
+        columns = {
             name: np.concatenate([getattr(part, name) for part in parts])
             for name in (*_OF_DEVICES, *_OF_STEPS)
         }
