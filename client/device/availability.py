@@ -19,7 +19,7 @@ from headwater.client.device.byte_quota import ByteQuota
 from headwater.common.errors import BytesUsedUp, DeviceAway, OutsideActiveHours, SettingsError
 from headwater.common.model.parameters import ModelLayout
 from headwater.common.settings.schema import ClientSettings
-from headwater.common.settings.weekly_hours import instant_of, next_change, wall_of, weekly
+from headwater.common.settings.weekly_hours import instant_of, wall_of, weekly
 
 # A round's bytes besides model and vector: plans, reports, keys and shares of a session.
 ROUND_SLACK_BYTES = 64 << 10
@@ -66,8 +66,7 @@ def hours_change(
     """
     if chosen.active_hours is None or not has_inactive_hours(chosen):
         return None, None
-    clocks = weekly(chosen.active_hours).clocks()
-    change = next_change(lambda wall: is_active(chosen, wall), clocks, at, zone)
+    change = weekly(chosen.active_hours).next_change(at, zone)
     if is_active(chosen, wall_of(at, zone)):
         return None, change
     until = change or at + LOOK_AHEAD

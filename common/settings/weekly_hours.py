@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import datetime as dt
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -59,11 +59,35 @@ class WeeklyHours:
         """Return whether a wall clock time is in one of the windows."""
         return any(window.holds(wall) for window in self.windows)
 
-    def clocks(self) -> set[int]:
-        """Return the seconds of a day at which a window begins or ends."""
-        return {
-            second % DAY_SECONDS for window in self.windows for second in (window.begin, window.end)
+    def next_change(self, at: dt.datetime, zone: dt.tzinfo | None = None) -> dt.datetime | None:
+        """Return the first instant after ``at`` at which the hours begin or end, to the second.
+
+        Without a zone the clock is the machine's own. None if nothing changes in eight days.
+        """
+        is_inside = self.holds(wall_of(at, zone))
+        for instant in self._instants(at, zone):
+            if self.holds(wall_of(instant, zone)) != is_inside:
+                return instant
+        return None
+
+    def _instants(self, at: dt.datetime, zone: dt.tzinfo | None) -> Iterator[dt.datetime]:
+        """Yield, in order, all instants after ``at`` at which the hours can begin or end."""
+        today = wall_of(at, zone).replace(
+            tzinfo=None, hour=0, minute=0, second=0, microsecond=0, fold=0
+        )
+        clocks = {second for window in self.windows for second in (window.begin, window.end)}
+        candidates = {
+            instant_of((today + dt.timedelta(days=day, seconds=clock)).replace(fold=fold), zone)
+            for day in range(MAX_DAYS_AHEAD + 1)
+            for clock in clocks | {0}
+            for fold in (0, 1)
         }
+        previous = start = at.astimezone(dt.UTC)
+        for instant in sorted(instant for instant in candidates if instant > start):
+            if _offset(previous, zone) != _offset(instant, zone):
+                yield _clock_change(previous, instant, zone)
+            yield instant
+            previous = instant
 
 
 @lru_cache(maxsize=16)
@@ -118,43 +142,6 @@ def instant_of(wall: dt.datetime, zone: dt.tzinfo | None) -> dt.datetime:
     converted by the offset before (fold 0) or after (fold 1) the change.
     """
     return wall.replace(tzinfo=zone).astimezone(dt.UTC)
-
-
-def next_change(
-    holds: Callable[[dt.datetime], bool],
-    clocks: set[int],
-    at: dt.datetime,
-    zone: dt.tzinfo | None = None,
-) -> dt.datetime | None:
-    """Return the first instant after ``at`` at which ``holds`` of the wall clock changes.
-
-    ``holds`` may change only at the seconds of a day in ``clocks``, and where the wall clock is
-    set forward or back. The result is exact to the second; None without a change in eight days.
-    """
-    before = holds(wall_of(at, zone))
-    for instant in _instants(clocks, at, zone):
-        if holds(wall_of(instant, zone)) != before:
-            return instant
-    return None
-
-
-def _instants(clocks: set[int], at: dt.datetime, zone: dt.tzinfo | None) -> Iterator[dt.datetime]:
-    """Yield, in order, all instants after ``at`` at which the hours can begin or end."""
-    today = wall_of(at, zone).replace(
-        tzinfo=None, hour=0, minute=0, second=0, microsecond=0, fold=0
-    )
-    candidates = {
-        instant_of((today + dt.timedelta(days=day, seconds=clock)).replace(fold=fold), zone)
-        for day in range(MAX_DAYS_AHEAD + 1)
-        for clock in clocks | {0}
-        for fold in (0, 1)
-    }
-    previous = start = at.astimezone(dt.UTC)
-    for instant in sorted(instant for instant in candidates if instant > start):
-        if _offset(previous, zone) != _offset(instant, zone):
-            yield _clock_change(previous, instant, zone)
-        yield instant
-        previous = instant
 
 
 def _offset(at: dt.datetime, zone: dt.tzinfo | None) -> dt.timedelta | None:

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from headwater.common.settings.weekly_hours import (
     MAX_DAYS_AHEAD,
-    next_change,
     wall_of,
     weekly,
 )
@@ -90,7 +89,7 @@ def test_a_malformed_window_is_refused_with_an_example(text: str) -> None:
 
 def test_an_hour_that_the_clock_skips_is_in_no_window() -> None:
     night = weekly("02:00-03:00")
-    change = next_change(night.holds, night.clocks(), SPRING - dt.timedelta(hours=2), BERLIN)
+    change = night.next_change(SPRING - dt.timedelta(hours=2), BERLIN)
     # The day before it ended at 03:00, which is 02:00 in UTC; the next is in summer time.
     assert hours(change, SPRING) == 24.0
 
@@ -99,16 +98,16 @@ def test_a_night_is_an_hour_shorter_or_longer_when_the_clock_is_set() -> None:
     night = weekly("00:00-06:00")
     lengths = []
     for day in (SPRING, AUTUMN):
-        begin = next_change(night.holds, night.clocks(), day - dt.timedelta(hours=12), BERLIN)
+        begin = night.next_change(day - dt.timedelta(hours=12), BERLIN)
         assert begin is not None
-        lengths.append(hours(next_change(night.holds, night.clocks(), begin, BERLIN), begin))
+        lengths.append(hours(night.next_change(begin, BERLIN), begin))
     assert lengths == [5.0, 7.0]
 
 
 def test_a_window_that_ends_in_a_repeated_hour_opens_twice() -> None:
     night, at, found = weekly("01:00-02:30"), AUTUMN - dt.timedelta(hours=6), []
     for _ in range(4):
-        change = next_change(night.holds, night.clocks(), at, BERLIN)
+        change = night.next_change(at, BERLIN)
         assert change is not None
         at = change
         found.append(hours(at, AUTUMN))
@@ -118,7 +117,7 @@ def test_a_window_that_ends_in_a_repeated_hour_opens_twice() -> None:
 
 def test_a_window_of_all_times_never_changes() -> None:
     always = weekly("00:00-24:00")
-    assert next_change(always.holds, always.clocks(), SPRING, BERLIN) is None
+    assert always.next_change(SPRING, BERLIN) is None
 
 
 @st.composite
@@ -150,7 +149,7 @@ def test_no_change_precedes_the_next_change(
     def is_in(instant: dt.datetime) -> bool:
         return read.holds(wall_of(instant, zone))
 
-    change = next_change(read.holds, read.clocks(), at, zone)
+    change = read.next_change(at, zone)
     until = at + dt.timedelta(days=MAX_DAYS_AHEAD) if change is None else change
     # Windows and clocks change at multiples of five minutes only, so checking those is enough.
     steps = range(int((until - at) / MINUTE) + 1)
@@ -181,5 +180,5 @@ def test_the_machine_s_own_zone_gives_the_same_hours_as_a_named_zone(
     for hour in range(-30, 31):
         at = day + dt.timedelta(hours=hour)
         assert read.holds(wall_of(at, None)) == read.holds(wall_of(at, BERLIN))
-        changes = [next_change(read.holds, read.clocks(), at, zone) for zone in (None, BERLIN)]
+        changes = [read.next_change(at, zone) for zone in (None, BERLIN)]
         assert changes[0] == changes[1]
