@@ -53,7 +53,7 @@ async def stream_server(folder: Path, **how: object):  # type: ignore[no-untyped
     own = credentials_of(folder, "server")
     identities = CertificateVerifier.of(tls_of(folder, "server"), own)
     try:
-        async with serving(credentials=own, identities=identities, **how) as run:  # type: ignore[arg-type]
+        async with serving(credentials=own, verifier=identities, **how) as run:  # type: ignore[arg-type]
             yield run
     finally:
         identities.close()

@@ -1,4 +1,4 @@
-"""Lies that a hostile server tells when the devices mask, sign and reveal."""
+"""Lies of a hostile server in the phases in which the devices mask, sign and reveal shares."""
 
 from __future__ import annotations
 

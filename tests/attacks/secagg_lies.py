@@ -1,4 +1,4 @@
-"""Lies of a hostile server, and those that it tells before anybody has masked."""
+"""Lies of a hostile server before any device has masked, and the tools for all lies."""
 
 from __future__ import annotations
 

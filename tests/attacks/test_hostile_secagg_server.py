@@ -1,7 +1,7 @@
-"""A server that lies to the devices of a secure session: each lie is refused by its named error.
+"""A server that lies to the devices of a secure session: each lie is refused with its named error.
 
-``ATTACKS`` has one or more for each line of ``client.secagg.checks.CHECKS``; the victim answers
-nothing to the message that lies. What a server learns that stops there: docs/security.md.
+``ATTACKS`` has at least one lie for each row of ``client.secagg.checks.CHECKS``. The victim does not
+answer the lying request. docs/security.md says what a server learns that stops there.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def play(attack: Attack) -> Played:
 @pytest.mark.parametrize(
     "attack", ATTACKS, ids=lambda a: f"{a.check}-{a.action}-{a.mode}".replace(" ", "_")
 )
-def test_a_lie_is_refused_by_its_named_error(attack: Attack) -> None:
+def test_a_server_s_lie_is_refused_with_its_named_error(attack: Attack) -> None:
     played = play(attack)
     assert VICTIM in played.refused, "the victim answered"
     error = played.refused[VICTIM]
@@ -91,7 +91,7 @@ def test_every_check_is_attacked() -> None:
 
 
 @pytest.mark.parametrize("mode", ["semi-honest", "active"])
-def test_one_device_that_has_another_model_is_refused_and_the_others_go_on(mode: str) -> None:
+def test_a_device_with_another_model_is_refused_and_the_others_continue(mode: str) -> None:
     cast = Cast(6, mode=mode, device={VICTIM: {"model_digest": bytes(32)}})
     played = cast.play()
     assert isinstance(played.rejected[VICTIM], SessionMismatch)
@@ -101,7 +101,7 @@ def test_one_device_that_has_another_model_is_refused_and_the_others_go_on(mode:
 
 
 @pytest.mark.parametrize("mode", ["semi-honest", "active"])
-def test_a_server_that_hides_that_a_device_has_another_model_learns_nothing(mode: str) -> None:
+def test_hiding_that_a_device_has_another_model_reveals_nothing(mode: str) -> None:
     plan = as_if_of_the_session(FaultPlan(), [VICTIM]).tell("share_keys", Seen.note, client="d000")
     cast = Cast(6, mode=mode, device={VICTIM: {"model_digest": bytes(32)}})
     played = cast.play(plan)
@@ -113,7 +113,7 @@ def test_a_server_that_hides_that_a_device_has_another_model_learns_nothing(mode
     assert set(played.sum.survived) == set(cast.names) - {VICTIM}
 
 
-def test_two_survivor_sets_for_two_halves_are_agreed_by_neither() -> None:
+def test_two_survivor_sets_for_two_halves_are_accepted_by_neither() -> None:
     cast = Cast(8, mode="active")
     plan = FaultPlan()
     for name in cast.names[:4]:  # they are told that d007 dropped, the others that it did not
@@ -127,7 +127,7 @@ def test_two_survivor_sets_for_two_halves_are_agreed_by_neither() -> None:
     assert set(played.refused) == set(cast.names)
 
 
-def test_signatures_of_members_that_are_no_survivors_do_not_count() -> None:
+def test_signatures_of_members_that_did_not_survive_do_not_count() -> None:
     cast = Cast(6, mode="active")
 
     def padded(told: UnmaskRequest) -> UnmaskRequest:
@@ -150,7 +150,7 @@ def test_signatures_of_members_that_are_no_survivors_do_not_count() -> None:
     assert isinstance(played.refused[VICTIM], SurvivorsNotAgreed)
 
 
-def test_what_was_answered_is_answered_again_alike_and_a_changed_list_never() -> None:
+def test_a_repeated_request_gets_the_same_reply_and_a_changed_list_none() -> None:
     for mode in ("semi-honest", "active"):
         cast = Cast(8, mode=mode)
         played = cast.play(FaultPlan().drop(client="d004", after="check_shares"))
@@ -174,7 +174,7 @@ def test_what_was_answered_is_answered_again_alike_and_a_changed_list_never() ->
         assert session.answer(asked) == played.replies["unmask"][VICTIM]
 
 
-def test_a_refused_lie_changes_nothing_in_an_honest_session() -> None:
+def test_a_refused_lie_leaves_the_session_unchanged() -> None:
     cast = Cast(5)
     lies = {
         "share_keys": keeping(VICTIM),

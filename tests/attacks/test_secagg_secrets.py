@@ -1,4 +1,4 @@
-"""Nothing that travels, is stored, logged or shown tells a secret; masked vectors look random."""
+"""No message, file, log or repr contains a secret, and masked vectors look random."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Watched(SecureSession):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_no_secret_is_in_a_repr_a_log_a_record_an_error_or_a_message(
+def test_no_secret_appears_in_a_repr_log_record_error_or_message(
     mode: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
@@ -148,7 +148,7 @@ def test_no_secret_is_in_a_repr_a_log_a_record_an_error_or_a_message(
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_no_head_tells_a_weight_a_loss_or_a_coordinate(mode: str) -> None:
+def test_no_message_head_contains_a_weight_a_loss_or_a_coordinate(mode: str) -> None:
     cast = Cast(4, mode=mode)
     played = cast.play()
     for name, party in cast.parties.items():
@@ -197,7 +197,7 @@ def seeded(name: str) -> Callable[[int], bytes]:
 
 
 @pytest.mark.parametrize("ring_bits", [16, 32])
-def test_masked_vectors_pass_a_uniformity_test_whatever_is_in_them(ring_bits: int) -> None:
+def test_masked_vectors_pass_a_uniformity_test_for_any_update(ring_bits: int) -> None:
     num_values = 1 << 16
     extra: dict[str, Any] = {}
     if ring_bits == 16:
@@ -238,7 +238,7 @@ def test_the_sum_of_all_but_one_self_mask_still_looks_random() -> None:
         assert chi_squared(data[lane::4]) < limit
 
 
-def test_masks_of_two_attempts_have_nothing_in_common() -> None:
+def test_masks_of_two_attempts_are_independent() -> None:
     vectors = []
     for _ in range(2):
         cast = Cast(3, num_values=1 << 16)
@@ -249,7 +249,7 @@ def test_masks_of_two_attempts_have_nothing_in_common() -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_secrets_are_erased_as_soon_as_no_later_phase_needs_them(mode: str) -> None:
+def test_secrets_are_erased_once_no_later_phase_needs_them(mode: str) -> None:
     cast = Cast(4, mode=mode)
     states: list[SessionState] = []
 
@@ -287,7 +287,7 @@ def test_secrets_are_erased_as_soon_as_no_later_phase_needs_them(mode: str) -> N
 
 
 @pytest.mark.parametrize("action", ["share_keys", "check_shares", "masked_update", "unmask"])
-def test_a_session_that_is_given_up_is_erased(action: str) -> None:
+def test_an_aborted_session_is_erased(action: str) -> None:
     cast = Cast(4)
     session = cast.parties["d001"].session
     assert isinstance(session, SecureSession)
@@ -307,7 +307,7 @@ def test_a_session_that_is_given_up_is_erased(action: str) -> None:
     assert all(secret.is_erased for secret in secrets)
 
 
-def test_devices_give_seed_shares_of_survivors_and_key_shares_of_dropouts_alone() -> None:
+def test_devices_reveal_only_seed_shares_of_survivors_and_key_shares_of_dropouts() -> None:
     cast = Cast(6, mode="active")
     played = cast.play(FaultPlan().drop(client="d004", after="check_shares"))
     survived = [name for name in cast.names if name != "d004"]

@@ -1,4 +1,4 @@
-"""What a hostile or broken server may send, and how a device ends or goes on."""
+"""A hostile or broken server: each lie ends the device, or its instruction, with a named error."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ def run(lie: Lie, processes: Processes, task: str) -> Process:
         (a_small_model_without_a_digest, "ProtocolMismatch"),
     ],
 )
-def test_a_device_ends_by_a_named_error(lie: Lie, code: str, tmp_path: Path) -> None:
+def test_a_device_ends_with_a_named_error(lie: Lie, code: str, tmp_path: Path) -> None:
     with Processes(tmp_path) as processes:
         device = run(lie, processes, write_task(tmp_path, hidden=HIDDEN).spec)
         assert device.wait() == 1
@@ -220,7 +220,7 @@ def test_a_device_ends_by_a_named_error(lie: Lie, code: str, tmp_path: Path) -> 
     ],
     ids=str,
 )
-def test_a_device_answers_what_it_cannot_do_and_goes_on(
+def test_a_device_reports_an_error_and_continues(
     instruction: dict[str, Any], code: str, tmp_path: Path
 ) -> None:
     answers: list[Fault] = []

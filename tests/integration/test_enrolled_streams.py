@@ -20,7 +20,7 @@ from tests.certificates import (
 from tests.enrolment import stream_server, tls_to
 
 
-def test_streams_speak_tls_1_3_or_1_2_with_authenticated_encryption(tmp_path: Path) -> None:
+def test_streams_use_tls_1_3_or_1_2_with_authenticated_encryption(tmp_path: Path) -> None:
     certs = make_folder(tmp_path, "0")
     own = certs / "0.pem"
 
@@ -46,7 +46,7 @@ def test_streams_speak_tls_1_3_or_1_2_with_authenticated_encryption(tmp_path: Pa
     asyncio.run(play())
 
 
-def test_a_device_speaks_tls_1_3_with_who_speaks_nothing_less(tmp_path: Path) -> None:
+def test_a_device_uses_tls_1_3_with_a_server_that_requires_it(tmp_path: Path) -> None:
     certs = make_folder(tmp_path, "0")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
@@ -95,7 +95,7 @@ def test_revoking_ends_a_live_stream_and_the_old_certificate_stays_refused(tmp_p
     asyncio.run(play())
 
 
-def test_what_a_revoked_device_was_asked_for_is_answered_for_it(tmp_path: Path) -> None:
+def test_the_server_answers_for_a_revoked_device(tmp_path: Path) -> None:
     certs = make_folder(tmp_path, "0", "1")
 
     async def play() -> None:
@@ -117,7 +117,7 @@ def test_what_a_revoked_device_was_asked_for_is_answered_for_it(tmp_path: Path) 
     asyncio.run(play())
 
 
-def test_a_certificate_that_the_registry_does_not_know_is_refused(tmp_path: Path) -> None:
+def test_a_certificate_unknown_to_the_registry_is_refused(tmp_path: Path) -> None:
     certs = make_folder(tmp_path)
     put_signed(certs, "0", days=(-1, 9))
 
@@ -135,7 +135,7 @@ def test_a_certificate_that_the_registry_does_not_know_is_refused(tmp_path: Path
     asyncio.run(play())
 
 
-def test_another_key_under_the_same_name_does_not_displace(tmp_path: Path) -> None:
+def test_another_key_under_the_same_name_displaces_nobody(tmp_path: Path) -> None:
     certs = make_folder(tmp_path)
     put_signed(certs, "0", days=(-1, 9))
     first_own = credentials_of(certs, "0")

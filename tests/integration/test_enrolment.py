@@ -40,7 +40,7 @@ from tests.processes import (
 )
 
 
-def test_a_device_joins_with_a_key_that_it_made_and_keeps(tmp_path: Path) -> None:
+def test_a_device_joins_with_its_own_key(tmp_path: Path) -> None:
     certs, device = make_folder(tmp_path / "certs"), tmp_path / "device"
     with enrolment(certs) as port:
         joined = join(token_at(certs, port.port), device)
@@ -59,7 +59,7 @@ def test_a_device_joins_with_a_key_that_it_made_and_keeps(tmp_path: Path) -> Non
         assert key.split()[0].encode() not in path.read_bytes(), path
 
 
-def test_the_port_is_closed_unless_a_token_is_out(tmp_path: Path) -> None:
+def test_the_port_is_open_only_while_a_token_is_valid(tmp_path: Path) -> None:
     certs = make_folder(tmp_path / "certs")
     with enrolment(certs) as port:
         assert not is_open(port.port)
@@ -72,7 +72,7 @@ def test_the_port_is_closed_unless_a_token_is_out(tmp_path: Path) -> None:
         until(lambda: not is_open(port.port), seconds=10, what=lambda: "the port to close")
 
 
-def test_a_token_that_was_used_lets_in_nobody_else(tmp_path: Path) -> None:
+def test_a_token_admits_one_device_only(tmp_path: Path) -> None:
     certs = make_folder(tmp_path / "certs")
     with enrolment(certs) as port:
         token = token_at(certs, port.port)
@@ -83,7 +83,7 @@ def test_a_token_that_was_used_lets_in_nobody_else(tmp_path: Path) -> None:
     assert not (tmp_path / "second" / "device.pem").exists()
 
 
-def test_a_join_whose_answer_was_lost_goes_on_with_the_same_key(tmp_path: Path) -> None:
+def test_a_join_whose_answer_was_lost_continues_with_the_same_key(tmp_path: Path) -> None:
     certs, device = make_folder(tmp_path / "certs"), tmp_path / "device"
     with enrolment(certs) as port:
         token = token_at(certs, port.port)
@@ -94,7 +94,7 @@ def test_a_join_whose_answer_was_lost_goes_on_with_the_same_key(tmp_path: Path) 
         assert join(token, device).name == "pi"
 
 
-def test_a_token_that_has_expired_is_named_so(tmp_path: Path) -> None:
+def test_an_expired_token_is_named(tmp_path: Path) -> None:
     certs = make_folder(tmp_path / "certs")
     with enrolment(certs) as port:
         late = token_for(certs, "pi", address=f"127.0.0.1:{port.port}", valid=-1)
@@ -105,7 +105,7 @@ def test_a_token_that_has_expired_is_named_so(tmp_path: Path) -> None:
             join(late, tmp_path / "device")
 
 
-def test_a_token_is_no_good_for_another_name(tmp_path: Path) -> None:
+def test_a_token_is_valid_for_its_name_only(tmp_path: Path) -> None:
     certs = make_folder(tmp_path / "certs")
     with enrolment(certs) as port:
         token = token_at(certs, port.port)
@@ -120,7 +120,7 @@ def test_a_token_is_no_good_for_another_name(tmp_path: Path) -> None:
             join(other, tmp_path / "device")
 
 
-def test_a_server_of_another_authority_is_named_and_told_nothing(tmp_path: Path) -> None:
+def test_a_server_of_another_authority_is_named_and_learns_nothing(tmp_path: Path) -> None:
     certs, evil = make_folder(tmp_path / "certs"), make_folder(tmp_path / "evil")
     with enrolment(evil) as port:
         token_at(evil, port.port)
@@ -130,7 +130,7 @@ def test_a_server_of_another_authority_is_named_and_told_nothing(tmp_path: Path)
     assert "JoinTokenUnknown" not in port.refusals
 
 
-def test_who_shows_the_right_authority_without_a_certificate_of_it_learns_no_secret(
+def test_an_impostor_with_the_right_authority_certificate_learns_no_secret(
     tmp_path: Path,
 ) -> None:
     certs, evil = make_folder(tmp_path / "certs"), make_folder(tmp_path / "evil")
@@ -158,23 +158,26 @@ def test_who_shows_the_right_authority_without_a_certificate_of_it_learns_no_sec
 
 
 @pytest.mark.parametrize("days", [(5, 9), (-9, -5)], ids=["behind", "ahead"])
-def test_a_clock_outside_of_the_servers_certificate_is_named(
+def test_a_clock_outside_the_server_certificates_dates_is_named(
     days: tuple[float, float], tmp_path: Path
 ) -> None:
     certs = make_folder(tmp_path / "certs")
     put_signed(certs, "server", days=days)
     (certs / "server-key.pem").write_bytes((certs / "server.pem").read_bytes())
-    with enrolment(certs) as port, pytest.raises(ClockWrong, match="clock says"):
+    with enrolment(certs) as port, pytest.raises(ClockWrong, match="this machine.s clock"):
         join(token_at(certs, port.port), tmp_path / "device")
 
 
 def test_a_server_certificate_for_another_host_is_named(tmp_path: Path) -> None:
     certs = make_folder(tmp_path / "certs", hosts=["example.org"])
-    with enrolment(certs) as port, pytest.raises(CertificateProblem, match="made out"):
+    with (
+        enrolment(certs) as port,
+        pytest.raises(CertificateProblem, match="certificate is not for"),
+    ):
         join(token_at(certs, port.port), tmp_path / "device")
 
 
-def test_what_is_no_enrolment_port_is_named(tmp_path: Path) -> None:
+def test_another_kind_of_port_is_named(tmp_path: Path) -> None:
     certs = make_folder(tmp_path / "certs")
 
     def chat(listener: socket.socket) -> None:
@@ -192,13 +195,13 @@ def test_what_is_no_enrolment_port_is_named(tmp_path: Path) -> None:
         thread.join()
 
 
-def test_a_name_that_does_not_resolve_is_a_lost_connection(tmp_path: Path) -> None:
+def test_an_unresolvable_name_is_a_lost_connection(tmp_path: Path) -> None:
     certs = make_folder(tmp_path / "certs")
     with pytest.raises(ConnectionLost, match="cannot be reached"):
         join(token_for(certs, "pi", address="nowhere.invalid:8501"), tmp_path / "device")
 
 
-def test_a_folder_with_another_devices_files_is_left_alone(tmp_path: Path) -> None:
+def test_a_folder_with_another_devices_files_is_not_changed(tmp_path: Path) -> None:
     certs, device = make_folder(tmp_path / "certs"), tmp_path / "device"
     with enrolment(certs) as port:
         join(token_at(certs, port.port, "pi"), device)

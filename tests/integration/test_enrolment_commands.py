@@ -70,7 +70,7 @@ class Operator:
 
 
 @pytest.mark.slow
-def test_from_init_to_a_run_with_a_device_revoked_in_its_midst(tmp_path: Path) -> None:
+def test_a_run_from_init_to_a_device_revoked_during_a_round(tmp_path: Path) -> None:
     task = write_task(tmp_path, open_for=1)
     with Processes(tmp_path) as processes:
         operator = Operator(processes, tmp_path)
@@ -96,7 +96,7 @@ def test_from_init_to_a_run_with_a_device_revoked_in_its_midst(tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_a_run_outlives_its_devices_certificate(tmp_path: Path) -> None:
+def test_a_run_outlasts_its_devices_certificate(tmp_path: Path) -> None:
     task = write_task(tmp_path, open_for=1)
     with Processes(tmp_path) as processes:
         operator = Operator(processes, tmp_path, last="8s")

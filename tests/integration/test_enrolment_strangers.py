@@ -53,7 +53,7 @@ def test_strangers_are_refused_and_counted_and_the_next_device_joins(tmp_path: P
         assert join(token, tmp_path / "device").name == "pi"
 
 
-def test_an_address_that_comes_too_often_is_not_even_shaken_hands_with(tmp_path: Path) -> None:
+def test_an_address_that_connects_too_often_gets_no_handshake(tmp_path: Path) -> None:
     certs = make_folder(tmp_path / "certs")
     with enrolment(certs) as port:
         token_at(certs, port.port)
@@ -67,7 +67,7 @@ def test_an_address_that_comes_too_often_is_not_even_shaken_hands_with(tmp_path:
         )
 
 
-def test_a_ration_comes_back_with_time_and_forgets_addresses() -> None:
+def test_the_rate_limit_recovers_with_time_and_forgets_addresses() -> None:
     ration = RateLimit()
     assert [ration.take("a", 0.0) for _ in range(int(BURST) + 1)] == [True] * int(BURST) + [False]
     assert ration.take("b", 0.0)
@@ -78,13 +78,13 @@ def test_a_ration_comes_back_with_time_and_forgets_addresses() -> None:
     assert ration.take("a", 3.0)
 
 
-def test_a_subscriber_of_ipv6_has_64_bits() -> None:
+def test_an_ipv6_subscriber_is_its_64_bit_prefix() -> None:
     assert subscriber("2001:db8:1:2:3:4:5:6") == subscriber("2001:db8:1:2::1")
     assert subscriber("2001:db8:1:2::1") != subscriber("2001:db8:1:3::1")
     assert subscriber("192.0.2.1") != subscriber("192.0.2.2")
 
 
-def test_the_enrolment_port_speaks_tls_1_3_alone(tmp_path: Path) -> None:
+def test_the_enrolment_port_requires_tls_1_3(tmp_path: Path) -> None:
     certs = make_folder(tmp_path / "certs")
     with enrolment(certs) as port:
         token_at(certs, port.port)
@@ -95,7 +95,7 @@ def test_the_enrolment_port_speaks_tls_1_3_alone(tmp_path: Path) -> None:
             assert secure.version() == "TLSv1.3"
 
 
-def test_a_port_that_is_taken_is_named_at_once(tmp_path: Path) -> None:
+def test_a_port_in_use_is_named_at_once(tmp_path: Path) -> None:
     certs = make_folder(tmp_path / "certs")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = EnrolmentPort(certs, f"127.0.0.1:{taken.getsockname()[1]}", stream_port=1)

@@ -1,4 +1,4 @@
-"""Certificates that are renewed over their stream."""
+"""A device's certificate is renewed over its stream."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def with_key(certs: Path, pem: bytes, key: Key) -> Credentials:
     return Credentials(ca=(certs / "ca.pem").read_bytes(), certificate=pem, key=key_pem(key))
 
 
-def test_a_renewed_certificate_counts_and_ends_the_old_one_when_it_is_used(tmp_path: Path) -> None:
+def test_the_first_use_of_a_renewed_certificate_revokes_the_old_one(tmp_path: Path) -> None:
     certs = make_folder(tmp_path)
     enrol(certs, "0", days=OLD)
     old, key = credentials_of(certs, "0"), new_key()
@@ -68,7 +68,7 @@ def test_a_renewed_certificate_counts_and_ends_the_old_one_when_it_is_used(tmp_p
     ],
     ids=["too early", "other name", "no request"],
 )
-def test_a_renewal_that_is_not_due_or_for_another_is_refused_and_the_stream_goes_on(
+def test_an_early_or_foreign_renewal_is_refused_and_the_stream_continues(
     days: tuple[float, float], name: str | None, reason: str, tmp_path: Path
 ) -> None:
     certs = make_folder(tmp_path, "1")
@@ -93,7 +93,7 @@ def test_a_renewal_that_is_not_due_or_for_another_is_refused_and_the_stream_goes
     asyncio.run(play())
 
 
-def test_a_device_that_asks_again_and_again_is_put_off_without_a_word_in_the_log(
+def test_repeated_renewal_requests_are_refused_without_a_log_line(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     certs = make_folder(tmp_path)
@@ -141,7 +141,7 @@ def test_without_the_authoritys_key_both_sides_are_warned(
     assert renewal.credentials is own
 
 
-def test_a_device_takes_a_renewed_certificate_for_its_own_key_alone(tmp_path: Path) -> None:
+def test_a_device_accepts_a_renewed_certificate_only_for_its_own_key(tmp_path: Path) -> None:
     certs = make_folder(tmp_path)
     enrol(certs, "0", days=OLD)
     tls = tls_of(certs, "0")
@@ -157,7 +157,7 @@ def test_a_device_takes_a_renewed_certificate_for_its_own_key_alone(tmp_path: Pa
     assert renewal.credentials is own
 
 
-def test_a_certificate_and_a_key_in_two_files_are_left_alone(
+def test_a_certificate_and_a_key_in_two_files_are_not_renewed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     certs = make_folder(tmp_path)
@@ -167,4 +167,4 @@ def test_a_certificate_and_a_key_in_two_files_are_left_alone(
     own = read_credentials(tls)
     assert own is not None
     assert Renewal(tls, own).request() is None
-    assert "join anew" in caplog.text
+    assert "join again" in caplog.text

@@ -1,4 +1,4 @@
-"""What a device says whose identity and allow-list do not go together, and what it never says."""
+"""Identity and allow-list: mismatches are reported with a remedy, and keys are never quoted."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_device_on_its_own_allow_list_is_enrolled(files: dict[str, Path]) -> N
         ("stranger", "stranger", "no entry for this device", "allow-list of every device"),
     ],
 )
-def test_what_does_not_go_together_is_told_with_what_to_do(
+def test_an_identity_that_does_not_match_the_allow_list_gets_a_remedy(
     name: str, identity: str, says: str, remedy: str, files: dict[str, Path]
 ) -> None:
     with pytest.raises(IdentityProblem, match=says) as caught:
@@ -49,7 +49,7 @@ def test_what_does_not_go_together_is_told_with_what_to_do(
     assert remedy in caught.value.remedy
 
 
-def test_a_file_that_is_something_else_is_named_and_not_quoted(files: dict[str, Path]) -> None:
+def test_a_file_with_other_content_is_named_and_not_quoted(files: dict[str, Path]) -> None:
     with pytest.raises(IdentityProblem, match=str(files["list"])) as no_key:
         read_identity(files["list"], "a")
     with pytest.raises(IdentityProblem, match=str(files["a"])) as no_list:

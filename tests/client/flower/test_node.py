@@ -1,4 +1,4 @@
-"""What a device keeps on disk before it answers, what it never keeps, and what it erases."""
+"""The node: it writes the state file before it answers, shows no secret and erases old ones."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_nothing_is_answered_before_it_is_on_disk(tmp_path: Path) -> None:
     assert played.sum.survived == NAMES
 
 
-def test_what_is_on_disk_is_what_was_answered_last(tmp_path: Path) -> None:
+def test_the_state_file_holds_the_state_of_the_last_answer(tmp_path: Path) -> None:
     device = NodeDevice(0, tmp_path)
     assert not device.path.exists()
     cohort: list[Device] = [device, AppDevice(1), AppDevice(2)]
@@ -124,7 +124,7 @@ def test_what_is_on_disk_is_what_was_answered_last(tmp_path: Path) -> None:
     assert kept["walk"]["place"]["offset"] == 8
 
 
-def test_a_session_s_number_is_remembered_by_the_next_process(tmp_path: Path) -> None:
+def test_the_next_process_remembers_the_highest_session(tmp_path: Path) -> None:
     device = NodeDevice(0, tmp_path)
     ready(device, plan())
     ask(device, KEYS.model_copy(update={"attempt": 3}))
@@ -139,14 +139,14 @@ def test_a_session_s_number_is_remembered_by_the_next_process(tmp_path: Path) ->
 @pytest.mark.parametrize(
     "text", ["", "{", "[]", '{"walk": {}}', '{"other": {}}', '{"secure": {"highest": 1}}']
 )
-def test_a_state_file_that_cannot_be_read_back_stops_the_device(text: str, tmp_path: Path) -> None:
+def test_an_unreadable_state_file_stops_the_device(text: str, tmp_path: Path) -> None:
     (tmp_path / f"d0-{RUN}.json").write_text(text)
     with pytest.raises(StateError) as caught:
         NodeDevice(0, tmp_path)
     assert "which of its updates were masked" in caught.value.remedy
 
 
-def test_what_does_not_change_is_not_written_again(tmp_path: Path) -> None:
+def test_an_unchanged_state_is_not_written_again(tmp_path: Path) -> None:
     device = NodeDevice(0, tmp_path)
     train(device, plan(is_masked=False))
     before = device.path.stat().st_ino
@@ -187,7 +187,7 @@ def session_of(device: Device) -> SecureSession:
     return pending_in(trainer.accumulator).get(RUN, device.name)
 
 
-def test_no_secret_is_in_a_log_a_state_file_a_context_or_a_repr(
+def test_no_secret_appears_in_a_log_state_file_context_or_repr(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
@@ -222,7 +222,7 @@ def test_no_secret_is_in_a_log_a_state_file_a_context_or_a_repr(
             assert not any(form in text for text in shown)
 
 
-def test_secrets_are_erased_when_a_new_plan_comes_and_when_the_run_is_left(tmp_path: Path) -> None:
+def test_secrets_are_erased_at_a_new_plan_and_on_leaving_the_run(tmp_path: Path) -> None:
     device = NodeDevice(0, tmp_path)
     for end in (
         lambda: ready(device, plan()),
@@ -243,7 +243,7 @@ def test_secrets_are_erased_when_a_new_plan_comes_and_when_the_run_is_left(tmp_p
         assert all(secret.is_erased for secret in secrets)
 
 
-def test_leaving_the_run_lets_the_update_go(tmp_path: Path) -> None:
+def test_leaving_the_run_discards_the_update(tmp_path: Path) -> None:
     device = NodeDevice(0, tmp_path)
     assert not device.node.awaits_session
     ready(device, plan())
@@ -254,7 +254,7 @@ def test_leaving_the_run_lets_the_update_go(tmp_path: Path) -> None:
         ask(device, KEYS)
 
 
-def test_a_device_awaits_its_session_until_it_has_done_its_part(tmp_path: Path) -> None:
+def test_a_device_awaits_its_session_until_its_last_answer(tmp_path: Path) -> None:
     device = NodeDevice(0, tmp_path)
     cohort: list[Device] = [device, AppDevice(1), AppDevice(2)]
     for one in cohort:
@@ -265,7 +265,7 @@ def test_a_device_awaits_its_session_until_it_has_done_its_part(tmp_path: Path) 
     assert not device.node.awaits_session  # it refused: its update is spent
 
 
-def test_a_masked_vector_goes_out_as_a_view_of_the_memory_in_which_it_was_summed(
+def test_a_masked_vector_is_sent_as_a_view_of_the_accumulator(
     tmp_path: Path,
 ) -> None:
     device = NodeDevice(0, tmp_path)
@@ -281,7 +281,7 @@ def test_a_masked_vector_goes_out_as_a_view_of_the_memory_in_which_it_was_summed
     assert told.vector == memory
 
 
-def test_a_record_survives_the_way_through_the_context() -> None:
+def test_a_record_survives_the_context() -> None:
     device = AppDevice(0)
     ready(device, plan())
     ask(device, KEYS)

@@ -1,4 +1,4 @@
-"""A device whose messages are answered by a process each: it goes on, and shows nothing."""
+"""Suspended updates: sessions continue from process to process, and reveal nothing in between."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_the_opened_sum_is_that_of_the_updates(mode: str, tmp_path: Path) -> Non
     np.testing.assert_array_equal(sum_of(opened), sum(expected[part] for part in (0, 1, 2, 4)))
 
 
-def test_the_numbers_of_a_sixteen_bit_ring_are_those_of_devices_that_stay(tmp_path: Path) -> None:
+def test_a_suspended_16_bit_session_gives_the_same_numbers(tmp_path: Path) -> None:
     num_values = trainer().image.layout.num_parameters
     rotation = Rotation(seed=bytes(range(32)), num_coordinates=num_values)
     bounds = first_bounds(rotation, bound=64.0).tobytes()
@@ -141,7 +141,7 @@ def test_the_numbers_of_a_sixteen_bit_ring_are_those_of_devices_that_stay(tmp_pa
     assert numbers[0] == numbers[1]
 
 
-def test_an_update_that_was_not_masked_may_go_into_another_session(tmp_path: Path) -> None:
+def test_an_unmasked_update_may_join_another_session(tmp_path: Path) -> None:
     expected = sum(plain_sum(part, plan())[0] for part in range(4))
     cohort = trained(devices(tmp_path, 4))
     faults = FaultPlan()
@@ -157,7 +157,7 @@ def test_an_update_that_was_not_masked_may_go_into_another_session(tmp_path: Pat
 
 
 @pytest.mark.parametrize("action", [action for action in ACTIONS if action != "consistency"])
-def test_a_supernode_started_anew_is_out_of_the_session_and_spends_nothing_twice(
+def test_a_restarted_supernode_leaves_the_session_and_uses_no_example_twice(
     action: str, tmp_path: Path
 ) -> None:
     """Once its masked vector is with the server, the others' shares open the sum with it."""
@@ -180,7 +180,7 @@ def test_a_supernode_started_anew_is_out_of_the_session_and_spends_nothing_twice
     assert place_of(cohort[0]) == SamplerPosition(offset=8 if is_masked else 0)
 
 
-def test_a_context_from_before_the_masks_masks_nothing_again(tmp_path: Path) -> None:
+def test_an_old_context_cannot_mask_the_update_again(tmp_path: Path) -> None:
     cohort = trained(devices(tmp_path, 3))
     play(cohort, opening_of(cohort, plan()), until="check_shares")
     before = cohort[0].between
@@ -195,7 +195,7 @@ def test_a_context_from_before_the_masks_masks_nothing_again(tmp_path: Path) -> 
     ask(cohort[0], UnmaskRequest(survived=ALL, dropped=()))
 
 
-def test_a_context_from_before_a_survivor_set_was_signed_signs_no_other(tmp_path: Path) -> None:
+def test_an_old_context_cannot_sign_a_second_survivor_set(tmp_path: Path) -> None:
     cohort = trained(enrolled(tmp_path, 5))
     names = tuple(device.name for device in cohort)
     play(cohort, opening_of(cohort, plan(), mode="active"), until="masked_update")
@@ -207,7 +207,7 @@ def test_a_context_from_before_a_survivor_set_was_signed_signs_no_other(tmp_path
         ask(cohort[0], SurvivorsRequest(survived=names[:4], dropped=names[4:]))
 
 
-def test_nothing_is_masked_unless_the_record_is_on_disk(tmp_path: Path) -> None:
+def test_nothing_is_masked_before_the_record_is_on_disk(tmp_path: Path) -> None:
     cohort = trained(devices(tmp_path, 3))
     play(cohort, opening_of(cohort, plan()), until="check_shares")
     before = cohort[0].path.read_bytes()
@@ -223,7 +223,7 @@ def test_nothing_is_masked_unless_the_record_is_on_disk(tmp_path: Path) -> None:
 # Where it waits, and how long.
 
 
-def test_the_key_is_its_owner_s_alone_and_is_gone_with_the_session(tmp_path: Path) -> None:
+def test_only_the_owner_reads_the_key_and_the_session_s_end_erases_it(tmp_path: Path) -> None:
     cohort = trained(devices(tmp_path, 3))
     for device in cohort:
         assert [stat.S_IMODE(key.stat().st_mode) for key in device.keys] == [0o600]
@@ -238,7 +238,7 @@ def test_the_key_is_its_owner_s_alone_and_is_gone_with_the_session(tmp_path: Pat
 
 
 @pytest.mark.parametrize("is_masked", [True, False])
-def test_the_next_plan_ends_what_an_aborted_session_left(is_masked: bool, tmp_path: Path) -> None:
+def test_the_next_plan_erases_an_aborted_session_s_key(is_masked: bool, tmp_path: Path) -> None:
     cohort = trained(devices(tmp_path, 3))
     play(cohort, opening_of(cohort, plan()), until="masked_update")
     device, old = cohort[0], cohort[0].keys[0].read_bytes()
@@ -251,7 +251,7 @@ def test_the_next_plan_ends_what_an_aborted_session_left(is_masked: bool, tmp_pa
         ask(device, UnmaskRequest(survived=ALL, dropped=()))
 
 
-def test_another_s_or_a_changed_session_is_not_taken_up(tmp_path: Path) -> None:
+def test_a_changed_or_foreign_suspended_session_does_not_open(tmp_path: Path) -> None:
     cohort = trained(devices(tmp_path, 3))
     contexts = [device.context for device in cohort]
     sealed = records.load_bytes(contexts[0], SUSPENDED)
@@ -267,7 +267,7 @@ def test_another_s_or_a_changed_session_is_not_taken_up(tmp_path: Path) -> None:
     ask(cohort[2], KEYS)
 
 
-def test_keys_lie_in_memory_unless_a_folder_is_named(tmp_path: Path) -> None:
+def test_a_folder_is_in_memory_if_the_mount_table_says_tmpfs(tmp_path: Path) -> None:
     table = tmp_path / "mountinfo"
     table.write_text(
         "1 0 8:1 / / rw shared:1 - ext4 /dev/sda1 rw\n"
@@ -280,7 +280,7 @@ def test_keys_lie_in_memory_unless_a_folder_is_named(tmp_path: Path) -> None:
     assert not is_in_memory(Path("/run"), tmp_path / "none")
 
 
-def test_the_folder_in_memory_is_the_user_s_alone(
+def test_the_folder_in_memory_belongs_to_the_user_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
@@ -303,7 +303,7 @@ def test_the_folder_in_memory_is_the_user_s_alone(
     assert "runtime=" in caught.value.remedy
 
 
-def test_a_device_without_a_place_for_keys_says_so_before_it_trains(tmp_path: Path) -> None:
+def test_a_device_without_a_folder_for_keys_refuses_before_it_trains(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
     device = FlowerDevice(0, tmp_path, runtime=str(tmp_path / "file"))
     with pytest.raises(StateError):
@@ -311,7 +311,7 @@ def test_a_device_without_a_place_for_keys_says_so_before_it_trains(tmp_path: Pa
     assert trainer().task.seen == []  # type: ignore[attr-defined]
 
 
-def test_a_new_key_takes_the_place_of_the_old_one_and_a_link_is_not_followed(
+def test_a_new_key_replaces_the_old_one_and_follows_no_link(
     tmp_path: Path,
 ) -> None:
     key = KeyFile(name="d0", run_id=RUN, folder=tmp_path / "keys")
@@ -326,7 +326,7 @@ def test_a_new_key_takes_the_place_of_the_old_one_and_a_link_is_not_followed(
     assert not path.is_symlink()
 
 
-def test_simulated_devices_need_no_file_and_differ() -> None:
+def test_simulated_keys_need_no_file_and_differ() -> None:
     found = {
         bytes(SimulatedKey(name=name, run_id=run).make().reveal())
         for name in ("0", "1")
@@ -354,7 +354,7 @@ def forms(secret: bytes) -> list[bytes]:
 
 
 @pytest.mark.parametrize("mode", ["semi-honest", "active"])
-def test_no_secret_is_in_the_context_a_file_a_log_or_a_message(
+def test_no_secret_appears_in_the_context_a_file_a_log_or_a_message(
     mode: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -408,7 +408,7 @@ def test_no_secret_is_in_the_context_a_file_a_log_or_a_message(
 # What the device insists on, whatever the run says.
 
 
-def test_a_node_insists_on_more_than_the_run_does(tmp_path: Path) -> None:
+def test_a_node_can_require_more_than_the_run(tmp_path: Path) -> None:
     strict = FlowerDevice(0, tmp_path / "0", **{"secure-aggregation": "active"})
     with pytest.raises(MaskingRequired):
         train(strict, plan(is_masked=False))
@@ -424,12 +424,14 @@ def test_a_node_insists_on_more_than_the_run_does(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"secure-aggregation": "on"}, {"min-members": "many"}])
-def test_what_a_node_cannot_mean_is_named(wrong: dict[str, str], tmp_path: Path) -> None:
+def test_an_invalid_value_in_the_node_configuration_is_named(
+    wrong: dict[str, str], tmp_path: Path
+) -> None:
     with pytest.raises(SettingsError, match=next(iter(wrong))):
         ready(FlowerDevice(0, tmp_path, **wrong), plan())
 
 
-def test_keys_of_this_machine_lie_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_this_machine_keeps_keys_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
     if not is_in_memory(Path("/dev/shm")):
         pytest.skip("this machine has no folder in memory")

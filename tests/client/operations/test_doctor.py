@@ -1,4 +1,4 @@
-"""What would keep a device from taking part is found before it connects, with what to do."""
+"""headwater-client doctor: it finds what would keep a device from taking part, with a remedy."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def listening() -> Iterator[str]:
         yield f"127.0.0.1:{server.getsockname()[1]}"
 
 
-def test_a_sound_device_can_take_part(tmp_path: Path, listening: str) -> None:
+def test_a_device_without_faults_can_take_part(tmp_path: Path, listening: str) -> None:
     found = doctor(tmp_path, "--server", listening)
     assert found.exit_code == 0, found.output
     assert faults(found) == set()
@@ -67,7 +67,7 @@ def test_a_sound_device_can_take_part(tmp_path: Path, listening: str) -> None:
     assert topics >= {"versions", "state", "link", "task", "speed", "sensors", "gives"}
 
 
-def test_a_server_that_is_not_there_is_a_fault(tmp_path: Path) -> None:
+def test_an_unreachable_server_is_a_fault(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     found = doctor(tmp_path, "--server", f"127.0.0.1:{port}")
@@ -76,7 +76,7 @@ def test_a_server_that_is_not_there_is_a_fault(tmp_path: Path) -> None:
     assert "firewalls" in found.output
 
 
-def test_all_faults_are_told_at_once(tmp_path: Path) -> None:
+def test_all_faults_are_reported_at_once(tmp_path: Path) -> None:
     (tmp_path / "state").write_text("a file where the folder should be")
     found = doctor(tmp_path, "--server", "river.example.org:8500", "--data", "/nowhere")
     assert found.exit_code == 1
@@ -92,7 +92,7 @@ def test_a_device_without_a_task_cannot_take_part(tmp_path: Path, listening: str
     assert faults(found) == {"task"}
 
 
-def test_a_clock_that_was_never_set_is_a_fault_and_one_that_is_not_kept_a_note() -> None:
+def test_an_unset_clock_is_a_fault_and_an_unsynchronised_one_a_note() -> None:
     epoch = dt.datetime.fromtimestamp(0, dt.UTC)
     assert check_clock(epoch, is_synchronised=None).grade == "fault"
     assert check_clock(FIRST_DAY, is_synchronised=None).grade == "good"
@@ -100,7 +100,7 @@ def test_a_clock_that_was_never_set_is_a_fault_and_one_that_is_not_kept_a_note()
     assert check_clock(TODAY, is_synchronised=True).grade == "good"
 
 
-def test_memory_without_a_limit_is_a_note_and_a_limit_that_is_reached_a_fault() -> None:
+def test_memory_without_a_limit_is_a_note_and_a_reached_limit_a_fault() -> None:
     machine = MemoryLimit(num_bytes=8 * GIB, source="machine")
     cgroup = MemoryLimit(num_bytes=GIB, source="cgroup's memory.max")
     assert check_memory([machine], GIB // 2, has_controller=True).grade == "note"
@@ -111,7 +111,7 @@ def test_memory_without_a_limit_is_a_note_and_a_limit_that_is_reached_a_fault() 
 
 
 @pytest.mark.parametrize(("enabled", "counts"), [("1", True), ("0", False)])
-def test_a_kernel_that_does_not_count_memory_is_found(
+def test_a_kernel_without_the_memory_controller_is_detected(
     tmp_path: Path, enabled: str, counts: bool
 ) -> None:
     assert has_memory_controller(tmp_path)  # it does not say
@@ -139,7 +139,7 @@ NIGHTS = ClientSettings(active_hours="22:00-06:00")
         ),
     ],
 )
-def test_what_the_hours_mean_now_is_told(
+def test_the_hours_are_reported_for_the_present_time(
     chosen: ClientSettings, hour: int, grade: str, text: str
 ) -> None:
     (found,) = check_hours(chosen, TODAY.replace(hour=hour), zone=dt.UTC)
@@ -147,11 +147,11 @@ def test_what_the_hours_mean_now_is_told(
     assert text in found.text
 
 
-def test_without_hours_none_are_told() -> None:
+def test_without_hours_there_is_no_finding() -> None:
     assert list(check_hours(ClientSettings(), TODAY)) == []
 
 
-def test_the_bytes_of_the_day_are_told_and_too_few_for_a_round_are_a_fault(
+def test_the_day_s_bytes_are_reported_and_too_few_for_a_round_are_a_fault(
     tmp_path: Path, listening: str
 ) -> None:
     enough = doctor(tmp_path, "--server", listening, "--bytes-per-day", "1000000")
@@ -173,13 +173,13 @@ def test_too_few_bytes_a_day_for_one_round_are_a_fault(tmp_path: Path) -> None:
     assert "one round of this model takes up to" in found.text
 
 
-def test_hours_that_end_before_a_device_could_send_are_a_fault(tmp_path: Path) -> None:
+def test_hours_too_short_to_send_an_update_are_a_fault(tmp_path: Path) -> None:
     (found,) = told_of(ClientSettings(active_hours="22:00-22:01"), tmp_path)
     assert (found.topic, found.grade) == ("hours", "fault")
     assert found.text.startswith("its hours leave 1 min at a time")
 
 
-def test_hours_that_only_a_quick_link_suits_are_noted_with_its_speed(tmp_path: Path) -> None:
+def test_hours_that_need_a_fast_link_are_a_note_with_its_speed(tmp_path: Path) -> None:
     million = 1_000_000
     window = ClientSettings(active_hours="22:00-22:01:40")
     (found,) = told_of(window, tmp_path, num_parameters=million)
@@ -190,7 +190,7 @@ def test_hours_that_only_a_quick_link_suits_are_noted_with_its_speed(tmp_path: P
 
 
 @pytest.mark.parametrize("window", ["22:00-06:00", "00:00-24:00", None])
-def test_hours_with_room_for_a_round_need_no_word(window: str | None, tmp_path: Path) -> None:
+def test_hours_with_room_for_a_round_give_no_finding(window: str | None, tmp_path: Path) -> None:
     assert told_of(ClientSettings(active_hours=window), tmp_path, num_parameters=1_000_000) == []
 
 
@@ -209,14 +209,14 @@ def looked_at(certs: Path, name: str, *, authority: Path | None = None) -> list[
     return asyncio.run(play())
 
 
-def test_a_device_that_the_server_would_take_shakes_hands_with_it(tmp_path: Path) -> None:
+def test_an_enrolled_device_completes_the_handshake(tmp_path: Path) -> None:
     make_folder(tmp_path, "pi")
     found = looked_at(tmp_path, "pi")
     assert [finding.grade for finding in found] == ["good"] * 3, found
     assert "TLSv1.3; the server accepted this device" in found[-1].text
 
 
-def test_another_authority_is_a_fault_whichever_side_it_is_of(tmp_path: Path) -> None:
+def test_another_authority_on_either_side_is_a_fault(tmp_path: Path) -> None:
     certs, others = tmp_path / "certs", tmp_path / "others"
     make_folder(certs, "pi")
     make_folder(others, "pi")
@@ -226,7 +226,7 @@ def test_another_authority_is_a_fault_whichever_side_it_is_of(tmp_path: Path) ->
     assert (refused.topic, refused.grade) == ("TLS", "fault")
 
 
-def test_a_certificate_of_another_name_is_a_fault(tmp_path: Path) -> None:
+def test_a_certificate_for_another_name_is_a_fault(tmp_path: Path) -> None:
     make_folder(tmp_path, "laptop")
     found = looked_at(tmp_path, "laptop")
     assert "the certificate is for laptop, and this device's name is pi" in found[0].text

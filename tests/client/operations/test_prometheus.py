@@ -1,4 +1,4 @@
-"""What a device counts of itself, and how Prometheus is shown it."""
+"""The client's counters, and their Prometheus metrics."""
 
 from __future__ import annotations
 
@@ -64,14 +64,14 @@ def test_updates_add_up() -> None:
 
 
 @pytest.mark.parametrize("place", range(len(UPDATE_SECONDS) + 1))
-def test_an_update_counts_for_the_first_bound_that_it_keeps(place: int) -> None:
+def test_an_update_counts_in_the_first_bucket_that_fits(place: int) -> None:
     bounds = [*UPDATE_SECONDS, 2 * UPDATE_SECONDS[-1]]
     counters = Counters()
     counters.add_update(report(bounds[place]))
     assert counters.num_within.index(1) == place
 
 
-def test_of_a_masked_update_no_count_is_shown() -> None:
+def test_a_masked_update_adds_no_counts() -> None:
     counters = Counters()
     counters.add_update(ReadyReport(name="pi", round=1, seconds=1.0, peak_bytes=9))
     found = samples(counters, Vitals(), None)
@@ -80,7 +80,7 @@ def test_of_a_masked_update_no_count_is_shown() -> None:
     assert not any(name.startswith("stops_total") for name in found)
 
 
-def test_the_first_connection_is_no_reconnect() -> None:
+def test_the_first_connection_is_not_a_reconnect() -> None:
     counters = Counters()
     counters.connected()
     assert (counters.num_reconnects, counters.is_connected) == (0, True)
@@ -90,7 +90,7 @@ def test_the_first_connection_is_no_reconnect() -> None:
     assert counters.num_reconnects == 1
 
 
-def test_a_sensor_that_is_not_there_has_no_metric() -> None:
+def test_a_missing_sensor_has_no_metric() -> None:
     found = samples(Counters(), Vitals(temperature_celsius=51.5), None)
     assert found["temperature_celsius"] == 51.5
     assert "battery_ratio" not in found

@@ -1,4 +1,4 @@
-"""Devices of one cohort in masked rounds, and what the server asks of them."""
+"""Cohorts of devices for the tests of masked rounds, and the requests that the server sends them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A device in masked rounds: what it insists on, and what it refuses before a session opens."""
+"""A device's security floor: what it requires of a session, and what it refuses before one opens."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ pytestmark = pytest.mark.usefixtures("a_process_of_its_own")
 
 
 @pytest.mark.parametrize("chosen", [SEMI_HONEST, ACTIVE])
-def test_a_device_that_insists_on_masks_sends_nothing_in_clear(chosen: dict[str, str]) -> None:
+def test_a_device_that_requires_masking_sends_nothing_in_clear(chosen: dict[str, str]) -> None:
     device = AppDevice(0, secure=chosen)
     before = len(trainer().task.seen)  # type: ignore[attr-defined]
     with pytest.raises(MaskingRequired, match="an update in clear"):
@@ -59,7 +59,7 @@ def test_a_device_that_insists_on_masks_sends_nothing_in_clear(chosen: dict[str,
     assert device.kept() == {}
 
 
-def test_a_device_that_insists_on_active_mode_takes_part_in_no_other() -> None:
+def test_a_device_that_requires_active_mode_refuses_semi_honest_sessions() -> None:
     cohort = [AppDevice(0, secure=ACTIVE), *(AppDevice(part) for part in (1, 2, 3))]
     for device in cohort:
         ready(device, plan())
@@ -68,7 +68,7 @@ def test_a_device_that_insists_on_active_mode_takes_part_in_no_other() -> None:
     assert played.sum.survived == ("d1", "d2", "d3")
 
 
-def test_a_device_holds_a_session_to_its_own_least_number_of_members() -> None:
+def test_a_device_refuses_a_session_below_its_own_minimum_of_members() -> None:
     cohort = [AppDevice(0, secure={"min_members": 5}), *(AppDevice(part) for part in (1, 2, 3))]
     for device in cohort:
         ready(device, plan())
@@ -76,7 +76,7 @@ def test_a_device_holds_a_session_to_its_own_least_number_of_members() -> None:
     assert isinstance(played.refused["d0"], CohortTooSmall)
 
 
-def test_the_floor_is_the_device_s_own_settings() -> None:
+def test_the_floor_follows_from_the_device_s_own_settings() -> None:
     chosen = settings.SecureSettings(
         aggregation="active", min_members=7, min_survivors=0.5, corrupted=0.2, dropout=0.3
     )
@@ -86,7 +86,7 @@ def test_the_floor_is_the_device_s_own_settings() -> None:
     assert floor_of(settings.SecureSettings()).mode == "semi-honest"
 
 
-def test_identities_come_from_the_files_that_the_node_is_configured_with(tmp_path: Path) -> None:
+def test_identities_come_from_the_files_in_the_node_s_configuration(tmp_path: Path) -> None:
     """Of four devices one has a list that lacks another: it alone refuses the session."""
     identities = {
         f"d{part}": make_identity(tmp_path / f"d{part}", f"d{part}")[0] for part in range(4)
@@ -150,7 +150,7 @@ class Talkative(TwoLayers):
         ("Talkative", plan(), TaskError),
     ],
 )
-def test_an_update_that_no_session_can_take_is_refused_without_a_number_of_it(
+def test_a_refused_update_reveals_none_of_its_numbers(
     task: str,
     asked: Plan,
     error: type[HeadwaterError],

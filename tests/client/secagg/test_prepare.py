@@ -1,4 +1,4 @@
-"""A device in masked rounds: what leaves it, and whose memory it lies in."""
+"""Masked rounds: what a device sends in clear, what it masks, and in whose memory."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ pytestmark = pytest.mark.usefixtures("a_process_of_its_own")
 # What leaves the device.
 
 
-def test_a_masked_plan_is_answered_with_readiness_alone() -> None:
+def test_a_masked_plan_is_answered_with_a_ready_report_alone() -> None:
     told = train(AppDevice(0), plan())
     assert told.vector is None
     assert json.loads(told.head).keys() <= set(ReadyReport.model_fields)
@@ -73,7 +73,7 @@ def test_the_opened_sum_is_that_of_the_updates(mode: str) -> None:
     assert opened.numbers[NUM_CLIPPED] == 0
 
 
-def test_the_norm_and_the_noise_ride_masked() -> None:
+def test_the_norm_and_the_noise_sums_are_masked() -> None:
     expected = [plain_sum(part, plan()) for part in range(3)]
     cohort = trained(3)
     numbers = play(cohort, make_setup(cohort)).sum.numbers
@@ -88,7 +88,7 @@ def test_the_norm_and_the_noise_ride_masked() -> None:
     assert {value for name, value in again.items() if name.startswith("noise.")} == {0.0}
 
 
-def test_a_sum_scaled_to_what_a_device_owns_is_masked_as_such() -> None:
+def test_a_sum_scaled_to_the_device_s_data_is_masked_with_the_scaled_weight() -> None:
     asked = plan(weigh_as=24)
     expected = [plain_sum(part, asked)[0] for part in range(3)]
     cohort = devices(3)
@@ -99,7 +99,7 @@ def test_a_sum_scaled_to_what_a_device_owns_is_masked_as_such() -> None:
     assert (opened.numbers[WEIGHT], opened.numbers["summed_weight"]) == (72, 24)
 
 
-def test_a_ring_of_sixteen_bits_takes_its_bounds_from_beside_the_message() -> None:
+def test_a_16_bit_ring_takes_its_bounds_from_the_message_s_array() -> None:
     expected = sum(plain_sum(part, plan())[0] for part in range(3))
     num_values = trainer().image.layout.num_parameters
     rotation = Rotation(seed=bytes(range(32)), num_coordinates=num_values)
@@ -121,7 +121,7 @@ def test_a_ring_of_sixteen_bits_takes_its_bounds_from_beside_the_message() -> No
     ("beside", "error"),
     [(None, SessionMismatch), (bytes(8), SessionMismatch), (b"abc", CorruptUpdate)],
 )
-def test_bounds_that_are_not_those_agreed_on_mask_nothing(
+def test_nothing_is_masked_with_bounds_other_than_the_session_s(
     beside: bytes | None, error: type[Exception]
 ) -> None:
     num_values = trainer().image.layout.num_parameters
@@ -155,7 +155,7 @@ class Steady(ThisMachine):
         )
 
 
-def test_a_device_follows_its_own_pace_and_tells_it() -> None:
+def test_a_device_follows_and_reports_its_own_training_speed() -> None:
     machine = Steady()
     device = AppDevice(0, app=client_app(lambda identity, settings, layout: machine))
     unasked = ready(device, plan())
@@ -181,7 +181,7 @@ def test_a_device_follows_its_own_pace_and_tells_it() -> None:
 # Whose memory it lies in.
 
 
-def test_an_update_is_masked_where_it_was_summed_unless_another_device_needs_the_memory() -> None:
+def test_an_update_is_masked_in_place_unless_another_device_needs_the_memory() -> None:
     seen: list[bool] = []
 
     def look(told: Told) -> None:
@@ -194,7 +194,7 @@ def test_an_update_is_masked_where_it_was_summed_unless_another_device_needs_the
     assert seen == [False, False, True]
 
 
-def test_a_probe_in_mid_session_leaves_the_update_as_it_was() -> None:
+def test_a_probe_during_the_session_leaves_the_update_unchanged() -> None:
     expected = sum(plain_sum(part, plan())[0] for part in range(3))
     cohort = trained(3)
     last = Between(
@@ -204,7 +204,7 @@ def test_a_probe_in_mid_session_leaves_the_update_as_it_was() -> None:
     np.testing.assert_array_equal(sum_of(played.sum), expected)
 
 
-def test_a_probe_behind_the_masks_leaves_the_masked_vector_as_it_was() -> None:
+def test_a_probe_after_masking_leaves_the_masked_vector_unchanged() -> None:
     cohort = trained(3)
     play(cohort, make_setup(cohort), until="masked_update")
     wanted = MaskRequest(members=("d0", "d1", "d2"))
@@ -213,7 +213,7 @@ def test_a_probe_behind_the_masks_leaves_the_masked_vector_as_it_was() -> None:
     assert bytes(ask(cohort[2], wanted).vector or b"") == before
 
 
-def test_a_survivor_lets_its_vector_go_when_the_server_says_that_it_has_it() -> None:
+def test_a_survivor_releases_its_vector_once_the_server_has_it() -> None:
     cohort = trained(3)
     held = pending_in(trainer().accumulator).get(RUN, "d0")
     play(cohort, make_setup(cohort), until="masked_update")

@@ -1,4 +1,4 @@
-"""A device in masked rounds: the order of its phases, and which examples are spent by whom."""
+"""Masked rounds: the order of the requests, and which examples count as used."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_phase_out_of_order_is_refused() -> None:
             ask(cohort[0], request)
 
 
-def test_a_device_without_an_update_says_so() -> None:
+def test_a_device_without_an_update_refuses_a_session() -> None:
     device = AppDevice(0)
     with pytest.raises(UpdateNotHeld):
         ask(device, KEYS)
@@ -69,7 +69,7 @@ def test_a_device_without_an_update_says_so() -> None:
         ask(device, KEYS)
 
 
-def test_the_next_round_s_plan_to_anybody_ends_the_sessions_of_the_last_one() -> None:
+def test_any_plan_of_the_next_round_ends_all_sessions_of_the_last() -> None:
     cohort = trained(3)
     ready(cohort[0], plan(2))
     with pytest.raises(UpdateNotHeld):
@@ -78,7 +78,7 @@ def test_the_next_round_s_plan_to_anybody_ends_the_sessions_of_the_last_one() ->
 
 
 @pytest.mark.parametrize("action", [action for action in ACTIONS if action != "consistency"])
-def test_a_process_that_was_started_anew_is_out_of_the_session_and_spends_nothing_twice(
+def test_a_restarted_process_leaves_the_session_and_uses_no_example_twice(
     action: str, tmp_path: Path
 ) -> None:
     """Once its masked vector is with the server, the others' shares open the sum with it."""
@@ -107,7 +107,7 @@ def test_a_process_that_was_started_anew_is_out_of_the_session_and_spends_nothin
 # Which examples are spent.
 
 
-def test_an_update_that_was_masked_is_spent_though_its_round_fails() -> None:
+def test_a_masked_update_s_examples_are_spent_even_if_the_round_fails() -> None:
     behind = plain_sum(0, plan(), place=SamplerPosition(offset=8))[0]
     expected = [behind, *(plain_sum(part, plan())[0] for part in range(1, 4))]
     cohort = trained(4)
@@ -125,7 +125,7 @@ def test_an_update_that_was_masked_is_spent_though_its_round_fails() -> None:
     np.testing.assert_array_equal(sum_of(again), sum(expected))
 
 
-def test_an_update_that_was_not_masked_may_go_into_another_session() -> None:
+def test_an_unmasked_update_may_join_another_session() -> None:
     expected = sum(plain_sum(part, plan())[0] for part in range(4))
     cohort = trained(4)
     faults = FaultPlan()
@@ -138,7 +138,7 @@ def test_an_update_that_was_not_masked_may_go_into_another_session() -> None:
     assert [place_of(device).offset for device in cohort] == [8, 8, 8, 8]
 
 
-def test_what_the_server_says_of_the_round_moves_a_spent_place_no_further() -> None:
+def test_the_server_s_round_count_does_not_move_a_spent_place() -> None:
     cohort = trained(3)
     play(cohort, make_setup(cohort))
     for counted in (None, 1):
@@ -150,7 +150,7 @@ def test_what_the_server_says_of_the_round_moves_a_spent_place_no_further() -> N
     first=st.tuples(st.integers(0, 2), st.integers(0, 9), st.integers(1, 10), st.integers(0, 2)),
     second=st.tuples(st.integers(0, 2), st.integers(0, 9), st.integers(1, 10), st.integers(0, 2)),
 )
-def test_two_updates_have_one_name_if_and_only_if_they_are_of_the_same_model_and_examples(
+def test_two_updates_share_an_id_only_for_the_same_model_and_examples(
     first: tuple[int, int, int, int], second: tuple[int, int, int, int]
 ) -> None:
     def named(epoch: int, offset: int, num_taken: int, version: int) -> tuple[str, object]:

@@ -1,4 +1,4 @@
-"""A device's part in secure sessions: answers once, stores first, masks in place, forgets."""
+"""SecureSession: it answers once, stores its record first, masks in place and erases its secrets."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_the_states_follow_the_phases() -> None:
     assert isinstance(session_of(cast).state, SessionFinished)
 
 
-def test_the_masked_update_lies_in_the_update_s_own_memory() -> None:
+def test_the_update_is_masked_in_its_own_memory() -> None:
     cast = Cast(4)
     session = session_of(cast)
     before = session.update.values_P
@@ -106,7 +106,7 @@ def test_masking_takes_little_memory_beyond_the_vector() -> None:
     assert peaks[0] < 4 * 2**20
 
 
-def test_a_message_that_comes_again_gets_the_same_answer_and_masks_nothing_twice() -> None:
+def test_a_repeated_request_gets_the_same_reply_and_masks_nothing_twice() -> None:
     cast = Cast(4)
     twice: dict[str, bool] = {}
     vectors: list[bytes] = []
@@ -126,7 +126,7 @@ def test_a_message_that_comes_again_gets_the_same_answer_and_masks_nothing_twice
     np.testing.assert_array_equal(played.sum.vector_P, plain_P)
 
 
-def test_what_was_answered_is_stored_before_it_is_answered() -> None:
+def test_the_record_is_stored_before_each_reply() -> None:
     cast = Cast(4, mode="active")
     cast.play()
     stored = cast.parties[ME].stored
@@ -136,7 +136,7 @@ def test_what_was_answered_is_stored_before_it_is_answered() -> None:
     assert [record.answered is None for record in stored] == [True, True, True, False]
 
 
-def test_a_record_comes_back_from_json() -> None:
+def test_a_record_survives_json() -> None:
     cast = Cast(3)
     cast.play()
     for record in cast.parties[ME].stored:
@@ -144,7 +144,7 @@ def test_a_record_comes_back_from_json() -> None:
 
 
 @pytest.mark.parametrize("action", ["advertise_keys", "masked_update", "unmask"])
-def test_nothing_is_answered_or_masked_while_the_record_cannot_be_stored(action: str) -> None:
+def test_nothing_is_answered_or_masked_if_the_record_cannot_be_stored(action: str) -> None:
     cast = Cast(5)
     party = cast.parties[ME]
     is_full = False
@@ -192,7 +192,7 @@ def test_nothing_is_answered_or_masked_while_the_record_cannot_be_stored(action:
         ([1.0, 1.0, 1.0], {WEIGHT: 0}, CountOutOfRange),
     ],
 )
-def test_an_update_that_cannot_be_masked_is_unchanged_and_unspent(
+def test_an_update_that_cannot_be_masked_stays_unchanged_and_unspent(
     values: list[float], numbers: dict[str, float], error: type[HeadwaterError]
 ) -> None:
     cast = Cast(5)
@@ -218,7 +218,7 @@ def next_attempt(cast: Cast) -> None:
     cast.setup = replace(cast.setup, number=SessionNumber(last.round, last.attempt + 1))
 
 
-def test_an_update_that_was_not_masked_goes_into_the_next_attempt_under_new_keys() -> None:
+def test_an_unmasked_update_joins_the_next_attempt_with_new_keys() -> None:
     cast = Cast(5)
     played = Played()
     with pytest.raises(RoundAborted):
@@ -239,7 +239,7 @@ def test_an_update_that_was_not_masked_goes_into_the_next_attempt_under_new_keys
 
 
 @pytest.mark.parametrize("is_restarted", [False, True])
-def test_an_update_that_was_masked_goes_into_no_other_session(is_restarted: bool) -> None:
+def test_a_masked_update_joins_no_other_session(is_restarted: bool) -> None:
     cast = Cast(5)
     cast.play()
     next_attempt(cast)
@@ -255,7 +255,7 @@ def test_an_update_that_was_masked_goes_into_no_other_session(is_restarted: bool
     session_of(cast).answer(wanted)
 
 
-def test_a_restarted_device_refuses_the_session_that_it_was_in() -> None:
+def test_a_restarted_device_refuses_its_old_session() -> None:
     cast = Cast(5)
     played = Played()
 
@@ -271,7 +271,7 @@ def test_a_restarted_device_refuses_the_session_that_it_was_in() -> None:
         session_of(cast).answer(KeysRequest(run=RUN, round=1, attempt=1, mode="semi-honest"))
 
 
-def test_clips_of_coordinates_and_of_numbers_are_counted_under_the_mask() -> None:
+def test_clipped_coordinates_and_numbers_are_counted_as_a_masked_number() -> None:
     cast = Cast(3, num_values=100)
     expected = 0
     for number, name in enumerate(cast.names):
@@ -304,7 +304,7 @@ def test_a_closed_session_answers_nothing() -> None:
             session.answer(by_name[ME])
 
 
-def test_shares_of_dealers_who_left_are_told_to_nobody() -> None:
+def test_shares_of_dealers_that_left_are_revealed_to_nobody() -> None:
     cast = Cast(6)
     played = cast.play(FaultPlan().drop(client="d004", after="share_keys"))
     assert "d004" not in played.requests["masked_update"][ME].members

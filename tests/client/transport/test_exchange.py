@@ -1,4 +1,4 @@
-"""What a device is at, with a stream of the test's own: what is written is kept, and may break."""
+"""The exchange on a fake stream that keeps what is written, and can be broken."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def run(device: Device, story: Callable[[Device], Awaitable[None]]) -> None:
     asyncio.run(told())
 
 
-def test_a_model_and_an_update_that_travelled_tell_the_rates_of_the_link(tmp_path: Path) -> None:
+def test_transfers_of_model_and_update_measure_the_link(tmp_path: Path) -> None:
     async def story(device: Device) -> None:
         await device.exchange.begin_image(device.image)
         device.receive(device.model)
@@ -124,7 +124,7 @@ def test_a_model_and_an_update_that_travelled_tell_the_rates_of_the_link(tmp_pat
     assert min(up, down) > 0
 
 
-def test_an_upload_that_breaks_is_not_timed_and_is_sent_whole_on_the_next_stream(
+def test_a_broken_upload_is_not_timed_and_is_sent_again_on_the_next_stream(
     tmp_path: Path,
 ) -> None:
     async def story(device: Device) -> None:
@@ -173,14 +173,14 @@ async def a_plan_without_its_model(device: Device) -> None:
     "story",
     [a_chunk_of_nothing, a_chunk_out_of_order, more_than_was_announced, a_plan_without_its_model],
 )
-def test_a_server_that_breaks_the_protocol_is_named(
+def test_a_server_that_breaks_the_protocol_raises_protocol_mismatch(
     story: Callable[[Device], Awaitable[None]], tmp_path: Path
 ) -> None:
     with pytest.raises(ProtocolMismatch):
         run(Device(tmp_path), story)
 
 
-def test_a_model_that_arrived_changed_is_not_trained_on(tmp_path: Path) -> None:
+def test_a_corrupt_model_is_not_trained_on(tmp_path: Path) -> None:
     async def story(device: Device) -> None:
         await device.exchange.begin_image(device.image)
         device.receive(b"\x01" + device.model[1:])

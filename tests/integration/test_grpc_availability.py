@@ -16,7 +16,7 @@ from headwater.client.app import app as own_app
 from headwater.client.device.availability import LEAD_SECONDS, ROUND_SLACK_BYTES, Availability
 from headwater.client.flower.node import Node
 from headwater.client.training.context import Identity
-from headwater.client.training.trainer import trainer_of, stop_requested
+from headwater.client.training.trainer import stop_requested, trainer_of
 from headwater.client.transport import leaving as departure
 from headwater.client.transport.connection import Connection
 from headwater.common.settings.schema import ClientSettings, Settings
@@ -80,7 +80,7 @@ def seen(out: Path) -> dict[str, Any]:
     return devices[0] if devices else {"refusal_code": None}
 
 
-def test_a_device_sends_what_it_has_before_its_hours_end_and_comes_back_in_the_next(
+def test_a_device_sends_a_partial_update_before_its_hours_end_and_returns_in_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(departure, "MAX_WAIT_SECONDS", 0.05)
@@ -138,7 +138,7 @@ def test_a_device_outside_its_hours_does_not_connect(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("noon")
-def test_a_device_whose_bytes_are_used_up_is_away_for_the_rest_of_the_day_also_after_a_restart(
+def test_a_device_without_bytes_left_stays_away_until_midnight_even_after_a_restart(
     tmp_path: Path,
 ) -> None:
     task, out = write_task(tmp_path, hidden=4000).spec, tmp_path / "out"
