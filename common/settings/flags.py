@@ -100,12 +100,14 @@ def _option_of(setting: Setting) -> TyperOption:
         words = ["on", "off"] if words[1].startswith("no-") else words
         default = f"default: {words[not setting.default]}"
     notes = "; ".join(note for note in (setting.value.limits_text, default) if note)
-    meaning = f"{setting.meaning[0].upper()}{setting.meaning[1:].removesuffix('.')}."
+    is_repeated = setting.value.types == [dict]
+    meaning = f"{setting.meaning[0].upper()}{setting.meaning[1:]}."
+    meaning += " May be repeated." if is_repeated else ""
     return TyperOption(
         param_decls=[setting.flag, setting.key.replace(".", "__")],
         type=bool if is_switch else str,
         is_flag=is_switch,
-        multiple=setting.value.types == [dict],
+        multiple=is_repeated,
         metavar=None if is_switch else setting.value.metavar,
         help=f"{meaning} [{notes}]" if notes else meaning,
         rich_help_panel=OWN_PANEL if setting.is_short else setting.panel,
