@@ -61,6 +61,7 @@ def idle_of(rows: list[Any]) -> float:
     return statistics.fmean(idle_time(row).share or 0.0 for row in rows[SETTLING_ROUNDS:])
 
 
+@pytest.mark.slow
 def test_at_an_uneven_pace_devices_wait_for_each_other_half_as_long_as_with_fixed_quotas(
     folder: Path,
 ) -> None:

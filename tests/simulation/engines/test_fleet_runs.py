@@ -64,12 +64,14 @@ def told(rows: list[dict[str, Any]]) -> list[Any]:
     return [[{key: client[key] for key in keys} for client in row["clients"]] for row in rows]
 
 
+@pytest.mark.slow
 def test_a_run_is_a_function_of_the_seed(tmp_path: Path) -> None:
     first = told(run(unsteady(tmp_path, "first", rounds=4)))
     assert told(run(unsteady(tmp_path, "again", rounds=4))) == first
     assert told(run(unsteady(tmp_path, "other", rounds=4, seed=1))) != first
 
 
+@pytest.mark.slow
 def test_an_unsteady_fleet_stopped_after_every_round_equals_the_unbroken_run(
     tmp_path: Path,
 ) -> None:

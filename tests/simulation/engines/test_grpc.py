@@ -98,6 +98,7 @@ def assert_same(folder: Path) -> None:
     assert models[0] == models[1]
 
 
+@pytest.mark.slow
 def test_twenty_clients_over_the_wire_give_the_model_and_the_plans_of_twenty_in_process(
     tmp_path: Path,
 ) -> None:
@@ -132,6 +133,7 @@ def wait_for_the_end_of(processes: list[psutil.Process]) -> None:
     until(are_gone, what=lambda: f"the end of {processes}")
 
 
+@pytest.mark.slow
 def test_a_run_whose_client_was_killed_goes_on_to_what_chance_and_faults_make_of_it_in_process(
     tmp_path: Path,
 ) -> None:
@@ -170,6 +172,7 @@ def test_a_run_whose_client_was_killed_goes_on_to_what_chance_and_faults_make_of
     assert any("has vanished" in reason for reason in refused)
 
 
+@pytest.mark.slow
 def test_status_names_who_is_awaited_and_no_process_is_left_when_the_engine_is_killed(
     tmp_path: Path,
 ) -> None:
@@ -192,10 +195,10 @@ def test_status_names_who_is_awaited_and_no_process_is_left_when_the_engine_is_k
 @pytest.mark.parametrize(
     ("chosen", "named"),
     [
-        ({"simulation.clients": MAX_CLIENTS + 1}, "1,000 at most, and 1,001 are asked for"),
+        ({"simulation.clients": MAX_CLIENTS + 1}, "allows 1,000; --clients is 1,001"),
         ({"simulation.clients": 2, "cohort.min_clients": 3}, "needs 3 clients and there are 2"),
-        ({"simulation.compute": "fused"}, "--compute fused adds devices up"),
-        ({"tls.ca": "ca.pem"}, "speaks plain text"),
+        ({"simulation.compute": "fused"}, "--compute fused computes many devices"),
+        ({"tls.ca": "ca.pem"}, "without TLS"),
     ],
 )
 def test_what_the_wire_cannot_do_is_refused_before_anything_starts(

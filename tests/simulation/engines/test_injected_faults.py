@@ -172,6 +172,7 @@ def told(rows: list[dict[str, Any]]) -> list[Any]:
     ]
 
 
+@pytest.mark.slow
 def test_faults_are_a_function_of_the_seed(tmp_path: Path) -> None:
     runs = [
         told(run(settings_of(tmp_path, out, MIXED, rounds=5, seed=seed)))
@@ -180,6 +181,7 @@ def test_faults_are_a_function_of_the_seed(tmp_path: Path) -> None:
     assert runs[0] == runs[1] != runs[2]
 
 
+@pytest.mark.slow
 def test_a_run_with_faults_stopped_after_every_round_equals_the_unbroken_one(
     tmp_path: Path,
 ) -> None:

@@ -78,7 +78,7 @@ def test_slow_devices_are_left_out_told_why_and_asked_once_in_so_many_rounds(
             assert row.left_out.get(name, WHY) == WHY
             assert row.refused.get(name, "LateUpdate").startswith("LateUpdate")
     assert all({client.name for client in row.clients} == {"0", "1"} for row in rows)
-    assert f"2 has no part in this round: {WHY}" in caplog.messages
+    assert f"device 2 is not invited to this round: {WHY}" in caplog.messages
     assert f"round 1: 2 more left out (2: {WHY}; 3: {WHY})" in caplog.messages
 
 
@@ -111,6 +111,7 @@ def test_too_few_fast_devices_bring_in_the_slow_ones_rather_than_abort_at_once(
         assert row.clients[2].plan == f"{said}; in one micro-batch"
 
 
+@pytest.mark.slow
 def test_a_run_with_devices_left_out_resumes_with_the_same_plans(tmp_path: Path) -> None:
     simulate(settings(tmp_path, "whole", 7))
     for rounds in range(1, 8):

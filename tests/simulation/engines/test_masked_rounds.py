@@ -80,6 +80,7 @@ def test_rows_of_a_masked_round_tell_nothing_that_a_device_summed(tmp_path: Path
         }
 
 
+@pytest.mark.slow
 def test_a_sixteen_bit_ring_trains_to_about_the_same_loss(tmp_path: Path) -> None:
     rounds = {"rounds": 20}
     plain = run(tmp_path / "plain", **rounds)
@@ -91,6 +92,7 @@ def test_a_sixteen_bit_ring_trains_to_about_the_same_loss(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(("mode", "dropout"), [("semi-honest", 0.3), ("active", 0.15)])
+@pytest.mark.slow
 def test_rounds_count_though_devices_vanish(mode: str, dropout: float, tmp_path: Path) -> None:
     rows = run(
         tmp_path,

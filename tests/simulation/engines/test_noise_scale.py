@@ -84,7 +84,7 @@ def rows_of(task_class: str, **changes: Any) -> list[RoundRow]:
     rows: list[RoundRow] = []
     settings = Settings.model_validate(
         {
-            "task": f"tests/simulation/test_noise_scale.py:{task_class}",
+            "task": f"tests/simulation/engines/test_noise_scale.py:{task_class}",
             "rounds": ROUNDS_PER_EPOCH * EPOCHS,
             "threads": 1,
             "simulation": {"clients": NUM_DEVICES, "compute": "vectorised"},

@@ -16,7 +16,7 @@ from headwater.simulation.fleet.fleet_spec import fleet_spec, with_fleet
 from headwater.simulation.reports.fleet_summary import SETTLING_ROUNDS, idle_time, peak_memory
 from headwater.simulation.run import run_engine
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 TASK = "examples/synthetic.py:Synthetic"
 NUM_DEVICES, SPREAD, FEWEST_EXAMPLES, BATCH = 60, 16, 500, 6000
 ROUNDS = 6

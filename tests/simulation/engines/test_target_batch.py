@@ -59,7 +59,7 @@ def rows_of(settings: Settings, *, resume: bool = False) -> list[RoundRow]:
     return rows
 
 
-DIGITS, RAGGED = "examples/digits.py:Digits", "tests/simulation/test_target.py:Ragged"
+DIGITS, RAGGED = "examples/digits.py:Digits", "tests/simulation/engines/test_target_batch.py:Ragged"
 RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "followed": (
         DIGITS,
@@ -84,6 +84,7 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("run", RUNS)
+@pytest.mark.slow
 def test_a_run_resumed_after_every_round_has_the_unbroken_one_s_targets(
     tmp_path: Path, run: str
 ) -> None:

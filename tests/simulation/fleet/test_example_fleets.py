@@ -19,7 +19,7 @@ from headwater.simulation.fleet.fleet_spec import with_fleet
 from headwater.simulation.fleet.profiles import read_fleet
 from headwater.simulation.run import run_engine
 
-FLEETS = Path(__file__).parents[2] / "examples" / "fleets"
+FLEETS = Path(__file__).parents[3] / "examples" / "fleets"
 SLOW_OWNERS = "examples/slow_owners.py:SlowOwners"
 NUM_DEVICES, FIRST_SLOW = 30, 20
 

@@ -227,7 +227,7 @@ def test_what_is_wrong_with_a_faults_file_is_named_with_its_table_and_key(
 
 
 def test_a_faults_file_that_is_not_there_or_no_toml_is_named(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match=r"cannot read the faults' file .*nowhere\.toml: No su"):
+    with pytest.raises(SettingsError, match=r"cannot read the faults file .*nowhere\.toml: No su"):
         read_faults(tmp_path / "nowhere.toml")
     with pytest.raises(SettingsError, match=r"faults\.toml is not a TOML file"):
         settings_with(tmp_path, "[[dropout")

@@ -28,7 +28,7 @@ from headwater.simulation.fleet.random_events import (
 )
 from headwater.simulation.fleet.virtual_hardware import VirtualHardware
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 OWN = "examples_per_second = 10\nmemory_bytes = 1000\nupload_bytes_per_second = 500\n"
 SEED = 3
 
@@ -194,7 +194,7 @@ def test_a_laptop_has_a_battery_unless_the_file_says_otherwise(tmp_path: Path) -
         (f"[[device]]\navailability = 0\n{OWN}", "device number 1: availability: "),
         (f"[[device]]\navailability = true\n{OWN}", "number 1: availability: .*found True"),
         (f"[[device]]\navailability = []\n{OWN}", "number 1: availability: .*expected 1 to 10,000"),
-        (f"[[device]]\navailability = [0, 0]\n{OWN}", "availability: .*never there"),
+        (f"[[device]]\navailability = [0, 0]\n{OWN}", "availability: .*never available"),
         (f"[[device]]\navailability = [1, 2]\n{OWN}", "availability: .*entry 2 .*0 to 1"),
         (f"[[device]]\navailability = ['x']\n{OWN}", "availability: .*entry 1 must be a number"),
         (f"[[device]]\navailability = nan\n{OWN}", "number 1: availability: .*from 0 to 1"),

@@ -89,15 +89,15 @@ R, S = "device,first_round,last_round\n", "device,from_seconds,to_seconds\n"
     [
         ("", "", r"line 1: expected one of the headers round,share; .*; found $"),
         ("time,share\n", "", "line 1: expected one of the headers .*found time,share"),
-        ("round,share\n", "", "line 1: the devices are never there"),
-        ("round,share\n1,0\n", "", "line 2: the devices are never there"),
+        ("round,share\n", "", "line 1: the devices are never available"),
+        ("round,share\n1,0\n", "", "line 2: the devices are never available"),
         ("round,share\n1,1\n3,1\n", "", "line 3: expected round 2, found 3"),
         ("round,share\n1,1.5\n", "", "line 2: the share must be from 0 to 1, found 1.5"),
         ("round,share\n1,nan\n", "", "line 2: expected a number, found 'nan'"),
         ("round,share\n1\n", "", "line 2: expected 2 values, found 1"),
         ("round,share\n1,1\n", "round_seconds = 5", "line 1: round_seconds is set, .*not in sec"),
-        (R, "", "line 1: device 0 is there at the start of no round"),
-        (f"{R}0,1,4\n", "", "line 2: device 1 is there at the start of no round"),
+        (R, "", "line 1: device 0 is not available at the start"),
+        (f"{R}0,1,4\n", "", "line 2: device 1 is not available at the start"),
         (f"{R}2,1,4\n", "", "line 2: the device must be 0 to 1, found 2"),
         (f"{R}0.5,1,4\n", "", "line 2: the device must be 0 to 1, found 0.5"),
         (f"{R}0,0,4\n", "", "line 2: expected whole rounds, 1 <= first <= last; found 0 and 4"),
@@ -105,7 +105,7 @@ R, S = "device,first_round,last_round\n", "device,from_seconds,to_seconds\n"
         (f"{R}0,1,99999999\n", "", "line 2: the trace is longer than 10,000,000 rounds"),
         (f"{S}0,0,5\n", "", "line 1: round_seconds is not set, and the trace is in seconds"),
         (f"{S}0,5,5\n", "round_seconds = 5", "line 2: expected 0 <= from < to, found 5 and 5"),
-        (f"{S}0,1,4\n1,0,1\n", "round_seconds = 5", "line 3: device 0 is there at the start of no"),
+        (f"{S}0,1,4\n1,0,1\n", "round_seconds = 5", "line 3: device 0 is not available"),
         ('round,share\n1,"1\n', "", "is not a CSV file: "),
     ],
 )
@@ -127,7 +127,7 @@ def test_a_trace_that_is_not_there_or_no_text_is_named(tmp_path: Path) -> None:
 def test_round_seconds_without_a_trace_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "fleet.toml"
     path.write_text(f"[[device]]\n{TABLE}\nround_seconds = 600\n")
-    with pytest.raises(SettingsError, match="device number 1: round_seconds, and no trace"):
+    with pytest.raises(SettingsError, match="number 1: round_seconds is set without a trace"):
         with_fleet(load(None, {"simulation.fleet": path}))
 
 

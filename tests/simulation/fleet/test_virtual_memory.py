@@ -20,9 +20,9 @@ from headwater.simulation.fleet.profiles import SimulatedDevice
 from headwater.simulation.fleet.virtual_hardware import (
     IDLE_BYTES,
     VirtualHardware,
-    VirtualMemory,
     virtual_hardware,
 )
+from headwater.simulation.fleet.virtual_memory import VirtualMemory
 from headwater.simulation.reports.fleet_summary import memory_line, peak_memory
 from headwater.simulation.run import run_engine
 
@@ -154,8 +154,7 @@ def test_a_size_that_is_set_too_large_is_cut_by_the_device_before_it_crosses_the
     assert all(row["clients"][0]["micro_batch_size"] < 100 for row in rows)
     assert all(row["num_examples"] == 400 for row in rows)
     assert (
-        memory_line(found)
-        == "device 0 was the peak_memory, at 90% of 282 MiB; 0 ever over the limit"
+        memory_line(found) == "device 0 was the fullest, at 90% of 282 MiB; 0 ever over the limit"
     )
 
 

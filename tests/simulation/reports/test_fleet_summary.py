@@ -39,8 +39,8 @@ def test_idle_time_leaves_out_who_was_bound_and_counts_them_apart() -> None:
 def test_the_line_shows_the_longest_of_those_bound_by_one_micro_batch() -> None:
     assert idle_line([MIXED]) == (
         "12.5%, mean over rounds 1 to 1; in the last 2 devices were done by 4.00 s; not counted: "
-        "3 limited by their own data, 2 at the minimum of one example (the last of them after 7.00 s); "
-        "with them 53.1%"
+        "3 limited by their own data, 2 at the minimum of one example (the last of them after "
+        "7.00 s); with them 53.1%"
     )
 
 
@@ -80,7 +80,7 @@ def test_the_fullest_device_is_that_of_the_largest_share_of_its_limit_in_any_rou
     found = peak_memory(rows, limits.__getitem__)
     assert found is not None
     assert memory_line(found) == (
-        "device b was the peak_memory, at 90% of 1,000 MiB; 0 ever over the limit"
+        "device b was the fullest, at 90% of 1,000 MiB; 0 ever over the limit"
     )
 
 

@@ -206,7 +206,7 @@ def test_a_second_sweep_in_one_folder_and_bad_arguments_are_refused(folder: Path
     for given, message in (
         (["--seeds", "a"], "expected numbers"),
         (["--grid", "rounds"], "KEY=VALUE"),
-        (["--grid", "rounds=0"], "rounds: "),
+        (["--grid", "rounds=0"], "rounds (--rounds): "),
     ):
         bad = start(folder, "out", *given)
         assert message in output_of(bad)
