@@ -14,11 +14,12 @@ import torch
 
 from headwater.common.errors import SettingsError
 from headwater.common.settings.schema import Settings
-from headwater.common.system.heap import keep_freed
+from headwater.common.system.heap import keep_freed_memory
 from headwater.server.operations.round_log import RoundLog
 from headwater.server.rounds.run import OnRound, run
 from headwater.server.rounds.training import Training
 from headwater.simulation.engines.in_process import LocalFleet
+from headwater.simulation.engines.planning_cache import cached_decisions
 from headwater.simulation.fleet.fleet_spec import with_fleet
 
 MAX_NEW_OBJECTS = 500_000
@@ -61,9 +62,9 @@ def run_engine(settings: Settings, *, on_round: OnRound, resume: bool) -> None:
 def _run_in_process(settings: Settings, *, on_round: OnRound, resume: bool) -> None:
     """Run the rounds with direct calls to the devices; Flower is not loaded."""
     settings, run_id = with_fleet(settings), secrets.randbits(62)
-    training = Training(settings, run_id=run_id)
+    training = Training(settings, run_id=run_id, decisions=cached_decisions())
     fleet = LocalFleet(settings, run_id=run_id)
-    keep_freed()
+    keep_freed_memory()
     with contextlib.closing(fleet), _rare_collections():
         run(training, fleet, on_round=on_round, resume=resume, observer=RoundLog())
 

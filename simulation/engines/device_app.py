@@ -58,7 +58,7 @@ class TrainAttempt:
 def vanished_reply(part: int, message: Message) -> Message:
     """Return the error that the server receives in place of a vanished device's reply."""
     lost = ConnectionLost(f"device {part} has vanished")
-    return Message(records.refusal(lost, stays_here=True), reply_to=message)
+    return Message(records.to_flower_error(lost, is_same_process=True), reply_to=message)
 
 
 def falsified_reply(
@@ -81,7 +81,7 @@ def falsified_reply(
             replace_batch_norm=settings.model.replace_batch_norm,
             check_task=settings.check_task,
         )
-        pending = pending_in(trainer.accumulator).get(run_id, str(part)).session.trained
+        pending = pending_in(trainer.accumulator).get(run_id, str(part)).update
         pending.values_P.copy_(falsify(pending.values_P, faults, moment))
         return reply
     update = records.read_update(reply.content)
@@ -132,16 +132,16 @@ def ray_app(app: ClientApp, settings: Settings, folder: Path) -> ClientApp:
         try:
             os.chdir(folder)
         except OSError as error:
-            return Message(records.refusal(_no_folder(folder, error)), reply_to=message)
+            return Message(records.to_flower_error(_no_folder(folder, error)), reply_to=message)
         context.node_config[SIMULATED] = True
         return app(message, context)
 
     def take_part(message: Message, context: Context) -> Message:
         kind, part = message.metadata.message_type, int(context.node_config["partition-id"])
-        attempt = TrainAttempt(**(records.kept(context, TRAIN_ATTEMPT) or {}))
+        attempt = TrainAttempt(**(records.load_state(context, TRAIN_ATTEMPT) or {}))
         if kind == TRAIN:
             attempt = attempt.invited(int(message.metadata.group_id))
-            records.keep(context, TRAIN_ATTEMPT, attempt)
+            records.save_state(context, TRAIN_ATTEMPT, attempt)
         if attempt.has_vanished(fleet, part, kind):
             return vanished_reply(part, message)
         with at_round(attempt.round):

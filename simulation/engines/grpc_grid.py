@@ -16,7 +16,7 @@ from flwr.app import Message
 
 from headwater.client.flower.state_file import StateFile
 from headwater.common.errors import HeadwaterError, StateError
-from headwater.common.flower.grid import OwnGrid, numbered
+from headwater.common.flower.grid import HeadwaterGrid, ensure_message_id
 from headwater.common.messages import DescribeRequest
 from headwater.common.settings.schema import Settings
 from headwater.server.flower.grpc_grid import GrpcGrid
@@ -33,7 +33,7 @@ POLL_SECONDS = 0.002
 CHECK_SECONDS = 0.1  # between two checks that all processes are alive
 
 
-class SimulatedGrpcGrid(OwnGrid):
+class SimulatedGrpcGrid(HeadwaterGrid):
     """N simulated devices of a gRPC grid; the first ``get_node_ids`` starts them."""
 
     def __init__(
@@ -115,7 +115,7 @@ class SimulatedGrpcGrid(OwnGrid):
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Store messages; ``pull_messages`` sends them."""
-        pushed = {numbered(message): message for message in messages}
+        pushed = {ensure_message_id(message): message for message in messages}
         self._waiting |= pushed
         return list(pushed)
 

@@ -16,9 +16,9 @@ from flwr.clientapp import ClientApp
 from headwater.client.flower.request import SIMULATED
 from headwater.common.errors import SettingsError
 from headwater.common.flower import records
-from headwater.common.flower.grid import OwnGrid, numbered
+from headwater.common.flower.grid import HeadwaterGrid, ensure_message_id
 from headwater.common.settings.schema import Settings
-from headwater.common.transport.limits import framed_bytes
+from headwater.common.transport.limits import wire_bytes
 from headwater.server.flower.registration import DESCRIBE
 from headwater.simulation.engines.device_app import TrainAttempt, falsified_reply, vanished_reply
 from headwater.simulation.fleet.devices import FIRST_NODE_ID, FLEET_STATE, MAX_LOOKS
@@ -65,7 +65,7 @@ class ConnectedDevices:
         ]
 
 
-class InProcessGrid(OwnGrid):
+class InProcessGrid(HeadwaterGrid):
     """N nodes that run one ClientApp in this process."""
 
     def __init__(self, app: ClientApp, settings: Settings) -> None:
@@ -109,7 +109,7 @@ class InProcessGrid(OwnGrid):
         return [FIRST_NODE_ID + part for part in connected]
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        pushed = {numbered(message): message for message in messages}
+        pushed = {ensure_message_id(message): message for message in messages}
         self._waiting |= pushed
         return list(pushed)
 
@@ -131,7 +131,7 @@ class InProcessGrid(OwnGrid):
     ) -> Iterator[Message]:
         """Deliver the messages in order; ``timeout`` is in seconds of the virtual clock."""
         for message in messages:
-            numbered(message)
+            ensure_message_id(message)
             yield self._deliver(message)
 
     def _deliver(self, message: Message) -> Message:
@@ -174,7 +174,7 @@ class InProcessGrid(OwnGrid):
     def simulated_state(self) -> dict[str, Any]:
         """Return the state in each node's context, and the last round, for the checkpoint."""
         state: dict[str, Any] = {
-            str(node_id): {name: records.kept(context, name) for name in context.state}
+            str(node_id): {name: records.load_state(context, name) for name in context.state}
             for node_id, context in self._contexts.items()
         }
         return state | {FLEET_STATE: {"last_round": self._devices.last_round}}
@@ -187,7 +187,7 @@ class InProcessGrid(OwnGrid):
                 continue
             context = self._context(int(key))
             for name, value in node_state.items():
-                records.keep(context, name, value)
+                records.save_state(context, name, value)
 
 
 def _round_of(message: Message) -> int:
@@ -201,7 +201,7 @@ def _round_of(message: Message) -> int:
 def _num_bytes(content: RecordDict) -> int:
     """Return a message's bytes on the wire; only those of its arrays, if it is not Headwater's."""
     if records.HEAD in content:
-        return framed_bytes(len(records.head_json(content)), len(records.vector(content) or b""))
+        return wire_bytes(len(records.head_json(content)), len(records.vector(content) or b""))
     return sum(
         len(array.data) for record in content.array_records.values() for array in record.values()
     )

@@ -17,7 +17,7 @@ from headwater.common.messages import DescribeRequest, DeviceReport, Plan, Updat
 from headwater.common.model.parameters import ModelImage
 from headwater.common.settings.schema import Settings
 from headwater.common.task import Examples
-from headwater.server.fleet import Dropout, UpdateOfMany
+from headwater.server.fleet import Dropout, UpdateBatch
 from headwater.simulation.fleet.faults import LiarFault, falsifications
 from headwater.simulation.fleet.fleet_spec import fleet_spec
 from headwater.simulation.fleet.hardware_columns import HardwareColumns, Ints
@@ -62,7 +62,7 @@ class Compute(Protocol):
         *,
         run_id: int,
         timeout_seconds: float | None,
-    ) -> Iterator[Update | UpdateOfMany | Dropout]:
+    ) -> Iterator[Update | UpdateBatch | Dropout]:
         """Yield the devices' replies; a vector is valid until the next reply is requested."""
         ...
 

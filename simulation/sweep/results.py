@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from headwater.common.errors import SettingsError, StateError
-from headwater.common.system.atomic_file import write_whole
+from headwater.common.system.atomic_file import write_atomically
 from headwater.simulation.sweep.grid import Point, SweepRun
 from headwater.simulation.sweep.worker import RESULT
 
@@ -178,6 +178,6 @@ def write_tables(
             writer = csv.writer(text, lineterminator="\n")
             writer.writerow(name for name, _ in rows[0])
             writer.writerows([value for _, value in row] for row in rows)  # None: an empty cell
-            write_whole(path, text.getvalue().encode())
+            write_atomically(path, text.getvalue().encode())
     except OSError as error:
         raise StateError(f"cannot write the tables in {folder}: {error.strerror}") from error

@@ -21,7 +21,7 @@ from typing import Literal
 
 from headwater.common.errors import Diverged, HeadwaterError
 from headwater.common.settings.schema import Settings
-from headwater.common.system.atomic_file import write_whole
+from headwater.common.system.atomic_file import write_atomically
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +96,7 @@ def _execute(settings: Settings, pipe: Connection) -> RunProgress:
     keys = ("round", "loss", "weight", "metrics")
     rounds = [{key: row[key] for key in keys} for row in read_rows(folder)]
     result = {"ended": ended, "message": message, "rounds": rounds}
-    write_whole(folder / RESULT, json.dumps(result).encode())
+    write_atomically(folder / RESULT, json.dumps(result).encode())
     return RunProgress(ended=ended, line=message)
 
 
