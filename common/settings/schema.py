@@ -371,10 +371,6 @@ class SimulationSettings(Branch):
     workers: Count | Literal["auto"] = setting(
         1, "processes that compute devices one by one; auto: one per usable core"
     )
-    compile: bool = setting(
-        False, "let torch.compile make the passes over many devices; needs a C++ compiler", on=""
-    )
-    wire: bool = setting(False, "push every plan and update through encoding and decoding")
 
 
 class Settings(Branch):
