@@ -95,10 +95,19 @@ class Trainer:
         rest = sorted(set(range(len(examples))) - set(held_out))
         return Subset(examples, rest), Subset(examples, held_out)  # type: ignore[arg-type]
 
-    def _training_examples(self, identity: Identity, plan: Plan) -> Examples:
-        if plan.held_out_fraction == 0:
-            return self.examples(identity)
-        return self.split(identity, run_seed=plan.run_seed, fraction=plan.held_out_fraction)[0]
+    def _window(
+        self, identity: Identity, plan: Plan, sampler: SamplerState
+    ) -> tuple[Examples, Window]:
+        """Return the client's training examples and the plan's window of them."""
+        examples, _ = self.split(identity, run_seed=plan.run_seed, fraction=plan.held_out_fraction)
+        return examples, window(
+            sampler.place,
+            quota=plan.quota,
+            num_more=plan.max_examples - plan.quota,
+            run_seed=plan.run_seed,
+            name=identity.name,
+            num_examples=len(examples),
+        )
 
     # The model and the device.
 
@@ -166,10 +175,10 @@ class Trainer:
         if self._is_checkpointing_measured:
             return
         self.image.model.train()
-        num_bytes = checkpointed_bytes(context)
-        self._checkpointed_bytes, self._is_checkpointing_measured = num_bytes, True
+        self._checkpointed_bytes = num_bytes = checkpointed_bytes(context)
+        self._is_checkpointing_measured = True
         if num_bytes is None:
-            log.info("the model has no blocks for activation checkpointing")
+            log.info("the model has no blocks for activation checkpointing, or no example works")
         else:
             log.info("with activation checkpointing an example takes %.1f MiB", num_bytes / 2**20)
 
@@ -251,8 +260,7 @@ class Trainer:
                 ``headwater.client.training.local_update``.
         """
         sampler = sampler.settle(plan.counted_round)
-        examples = self._training_examples(identity, plan)
-        positions = _window_of(plan, sampler, identity, examples)
+        examples, positions = self._window(identity, plan, sampler)
         context = self.context(examples, identity.name, hardware)
         try:
             local_sum = self.sum(plan, positions, context, spool)
@@ -282,9 +290,7 @@ class Trainer:
 
     def skip(self, identity: Identity, plan: Plan, sampler: SamplerState) -> SamplerState:
         """Return the sampler's state after a plan's window, none of whose examples can be used."""
-        examples = self._training_examples(identity, plan)
-        sampler = sampler.settle(plan.counted_round)
-        unusable = _window_of(plan, sampler, identity, examples)
+        examples, unusable = self._window(identity, plan, sampler.settle(plan.counted_round))
         return SamplerState(place=unusable.after(len(unusable.positions), len(examples)))
 
     def evaluate(self, identity: Identity, plan: Plan) -> EvaluateReport:
@@ -302,17 +308,6 @@ class Trainer:
         return EvaluateReport(
             name=identity.name, weight=weight, loss_sum=loss_sum, metric_sums=metric_sums
         )
-
-
-def _window_of(plan: Plan, sampler: SamplerState, identity: Identity, examples: Examples) -> Window:
-    return window(
-        sampler.place,
-        quota=plan.quota,
-        num_more=plan.max_examples - plan.quota,
-        run_seed=plan.run_seed,
-        name=identity.name,
-        num_examples=len(examples),
-    )
 
 
 @functools.cache
