@@ -28,6 +28,8 @@ REMOVED: dict[str, tuple[Any, str]] = {
     "client.upload_window": (None, "use client.active_hours (--active-hours), with the same text"),
     "client.working_hours": (None, "use client.active_hours (--active-hours): the other hours"),
     "client.working_share": (0.0, "use client.inactive_share together with client.active_hours"),
+    "simulation.compile": (False, "leave it out: it seldom made a run faster"),
+    "simulation.wire": (False, "use simulation.engine = grpc (--engine grpc), over the real wire"),
 }
 
 

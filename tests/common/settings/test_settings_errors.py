@@ -169,3 +169,11 @@ def test_a_removed_setting_says_what_replaced_it(key: str) -> None:
 @pytest.mark.parametrize("key", [key for key in REMOVED if sources.REMOVED[key][0] is not None])
 def test_a_removed_setting_without_effect_is_read_as_an_earlier_run_left_it(key: str) -> None:
     assert load(None, {key: sources.REMOVED[key][0]}) == load(None, {})
+
+
+def test_a_file_with_removed_settings_at_their_defaults_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "settings.toml"
+    file.write_text(
+        "rounds = 3\n[client]\nworking_share = 0.0\n[simulation]\nwire = false\ncompile = false\n"
+    )
+    assert load(file, {}) == load(None, {"rounds": 3})
