@@ -1,18 +1,21 @@
-"""The devices as the rounds see them: who is there, what they answer. No Flower, no sockets."""
+"""The clients as the rounds see them: the protocol ``Fleet``, without Flower and without sockets.
+
+``server.flower.grid_fleet`` implements it with messages, the simulator by calls in its own process.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from functools import cached_property
+from typing import Any, Protocol, overload
 
 from torch import Tensor
 
 from headwater.common.errors import HeadwaterError
 from headwater.common.messages import (
     DescribeRequest,
-    DeviceReport,
     EvaluateReport,
     Plan,
     ReadyReport,
@@ -22,20 +25,21 @@ from headwater.common.messages import (
 from headwater.common.model.parameters import ModelImage
 from headwater.common.secagg import protocol as secagg
 from headwater.common.secagg.protocol import Phase, Request
-from headwater.common.stats.gradient_noise import NoiseSums
+from headwater.common.stats.gradient_noise import NoiseSums, noise_sums
 from headwater.server.aggregation.round_sum import ReportColumns
+from headwater.server.planning.cohort import ConnectedClients
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Dropout:
-    """A client that was asked and did not finish, and why."""
+    """A client that was sent a request and did not finish, and why."""
 
     name: str
     error: HeadwaterError
 
 
-class Reports(Sequence[ReportFields], ABC):
-    """The reports of several devices, which can be read one by one and all at once."""
+class ReportBatch(Sequence[ReportFields], ABC):
+    """The reports of a batch of updates: a sequence, and the same data as columns."""
 
     @property
     @abstractmethod
@@ -43,24 +47,53 @@ class Reports(Sequence[ReportFields], ABC):
         """The reports as columns."""
 
     @abstractmethod
-    def noise(self, owned: Mapping[str, int]) -> NoiseSums:
-        """Return their part in the round's sums, see ``common.stats.gradient_noise.sums_of``."""
+    def noise(self, owned: Mapping[str, int]) -> Sequence[NoiseSums]:
+        """Return parts of the round's noise sums, for clients that own so many examples."""
+
+
+class SingleReport(ReportBatch):
+    """A batch of one report."""
+
+    def __init__(self, report: ReportFields) -> None:
+        self._report = report
+
+    def __len__(self) -> int:
+        return 1
+
+    @overload
+    def __getitem__(self, at: int) -> ReportFields: ...
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[ReportFields]: ...
+    def __getitem__(self, at: int | slice) -> ReportFields | Sequence[ReportFields]:
+        return (self._report,)[at]
+
+    @cached_property
+    def columns(self) -> ReportColumns:
+        return ReportColumns.of(self._report)
+
+    def noise(self, owned: Mapping[str, int]) -> Sequence[NoiseSums]:
+        return [noise_sums(self._report, num_owned=owned[self._report.name])]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class UpdateOfMany:
-    """The updates of several devices, already added up; only a simulator has them so.
+class UpdateBatch:
+    """The updates of one or several clients: the sum of their vectors, and their reports.
 
-    ``values_P`` is their sum, in float64.
+    A device sends a batch of one, in float32. The simulator adds up many updates, in float64.
     """
 
     values_P: Tensor = field(repr=False)
-    reports: Reports = field(repr=False)
+    reports: ReportBatch = field(repr=False)
+
+    @staticmethod
+    def of(update: Update) -> UpdateBatch:
+        """Return a device's own update as a batch."""
+        return UpdateBatch(values_P=update.values_P, reports=SingleReport(update.report))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reply:
-    """A device's reply in a secure session, with the bytes that came beside it."""
+    """A client's reply in a secure session, and the bytes that came with it."""
 
     name: str
     said: secagg.Reply
@@ -69,40 +102,40 @@ class Reply:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Traffic:
-    """Bytes that went over the wire so far."""
+    """The bytes that have been sent and received so far."""
 
     bytes_up: int = 0
     bytes_down: int = 0
 
 
 class Fleet(Protocol):
-    """The devices, as the rounds see them."""
+    """The clients that a run trains with."""
 
-    def describe(self, request: DescribeRequest, *, min_clients: int) -> Mapping[str, DeviceReport]:
-        """Wait until ``min_clients`` are there, and return the report of every device that is.
+    def describe(self, request: DescribeRequest, *, min_clients: int) -> ConnectedClients:
+        """Wait until ``min_clients`` are connected, and return all that are, with their reports.
 
-        A simulator may make a report when it is asked for. It then has none, and its ``get``
-        returns None, of a device that turns out to be unable to describe itself.
+        A simulator may make a report only when it is looked up. If the device then turns out to be
+        unable to describe itself, the lookup raises a KeyError.
         """
         ...
 
     def ask_again(self, requests: Mapping[str, DescribeRequest]) -> None:
-        """Ask devices anew what they are, and wait for none: a later ``describe`` has the answers.
+        """Ask clients to describe themselves again, without waiting for the answers.
 
-        A device that is still at its last answer is not asked.
+        A later ``describe`` returns them. Clients that have not answered before are skipped.
         """
         ...
 
     def turn_seconds(self) -> float:
-        """Return the server's seconds for one update, check and fold; 0 as long as unknown."""
+        """Return the server's seconds to check and add one update; 0 as long as it is unknown."""
         ...
 
     def train(
         self, plans: Mapping[str, Plan], image: ModelImage, *, timeout_seconds: float | None
-    ) -> Iterator[Update | UpdateOfMany | ReadyReport | Dropout]:
-        """Send plans and model, and yield each answer as it comes: Ready where a plan is masked.
+    ) -> Iterator[UpdateBatch | ReadyReport | Dropout]:
+        """Send plans and model, and yield each answer as it arrives: a ReadyReport if masked.
 
-        An update's vector is valid until the next one is asked for.
+        The vector of a batch is valid until the next answer is requested.
         """
         ...
 
@@ -115,17 +148,17 @@ class Fleet(Protocol):
         reply_bytes: int = 0,
         timeout_seconds: float | None,
     ) -> Iterator[Reply | Dropout]:
-        """Send one phase's requests of a secure session, and yield each reply as it comes.
+        """Send one phase's requests of a secure session, and yield each reply as it arrives.
 
-        ``beside`` goes with every request; ``reply_bytes`` come with every reply, valid until the
-        next one is asked for.
+        ``beside`` is sent with every request; ``reply_bytes`` come with every reply and are valid
+        until the next reply is requested.
         """
         ...
 
     def evaluate(
         self, plans: Mapping[str, Plan], image: ModelImage, *, timeout_seconds: float | None
     ) -> Iterator[EvaluateReport | Dropout]:
-        """Send the model for evaluation, and yield each answer as it comes."""
+        """Send the model for evaluation, and yield each answer as it arrives."""
         ...
 
     def traffic(self) -> Traffic:
@@ -133,9 +166,9 @@ class Fleet(Protocol):
         ...
 
     def simulated_state(self) -> dict[str, Any]:
-        """Return the devices' own state, if they live and die with this process; else nothing."""
+        """Return the devices' own state if they live in this process; otherwise nothing."""
         ...
 
     def restore_simulated(self, state: Mapping[str, Any]) -> None:
-        """Take up what ``simulated_state`` gave."""
+        """Restore what ``simulated_state`` returned."""
         ...

@@ -54,7 +54,7 @@ def run_engine(settings: Settings, *, on_round: OnRound, resume: bool) -> None:
 
         run_on_grpc(settings, on_round=on_round, resume=resume)
     elif is_masked:
-        _run_on_messages(settings, on_round=on_round, resume=resume)
+        run_on_messages(settings, on_round=on_round, resume=resume)
     else:
         _run_in_process(settings, on_round=on_round, resume=resume)
 
@@ -84,7 +84,7 @@ def _rare_collections() -> Iterator[None]:
         gc.collect()  # else the devices' data of a finished run stays in memory
 
 
-def _run_on_messages(settings: Settings, *, on_round: OnRound, resume: bool) -> None:
+def run_on_messages(settings: Settings, *, on_round: OnRound, resume: bool) -> None:
     """Run Flower's ServerApp and ClientApp on a grid that delivers messages in this process."""
     from flwr.app import Context, RecordDict
 

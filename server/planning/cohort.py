@@ -1,8 +1,8 @@
-"""Fairness: who is invited to a round, and what a device's update weighs.
+"""Selects a round's cohort from the connected clients, and weighs their updates.
 
-Everybody is invited, or a seeded sample that gives each device its turn. A device that is too slow
-for the deadline gives its place to the next, and is asked all the same once in so many rounds: it
-may be faster than the server believes, and its data is nobody else's.
+All clients are invited, or a seeded sample that gives each client its turn. The next client in the
+order takes the place of one that is too slow for the deadline. A slow client is still invited once
+in so many rounds: it may be faster than the server believes, and no other client has its data.
 """
 
 from __future__ import annotations
@@ -14,147 +14,184 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
-# With dataset weighting, the most that one device weighs, in median devices: what a device owns is
-# what it says it owns.
-HEAVIEST = 1000
+from headwater.common.messages import DeviceReport
+from headwater.server.planning import plan_reasons
+from headwater.server.planning.device_estimates import (
+    DEADLINE_SHARE,
+    MAX_TIMES_LATE,
+    DeviceEstimate,
+)
+from headwater.server.planning.planner import TransferCosts
+
+# The maximal weight of one client with dataset weighting, in median clients: the number of examples
+# that a client owns is its own claim.
+MAX_MEDIANS = 1000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Invited:
-    """A round's cohort: names in the order of ``select``."""
+class ConnectedClients:
+    """The clients that are connected as a round begins, and what changed since the last one."""
+
+    reports: Mapping[str, DeviceReport]
+    """Each client's description of itself, by name."""
+    described: Collection[str] = ()
+    """The clients that described themselves again; new clients may be missing here."""
+    disconnected: Collection[str] = ()
+    """The clients that were connected as the last round began, and no longer are."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Selection:
+    """A round's cohort; ``names`` are in the order of ``in_order``."""
 
     names: list[str]
-    asked_anyway: dict[str, str] = field(default_factory=dict)
-    """Why who is too slow is among them."""
+    exceptions: dict[str, str] = field(default_factory=dict)
+    """Why each client of the cohort that is too slow is invited."""
     left_out: dict[str, str] = field(default_factory=dict)
-    """Why who is too slow is not."""
+    """Why each client that is too slow is not invited."""
 
 
-def select(names: Sequence[str], *, size: int | None, seed: int, round_number: int) -> list[str]:
-    """Return the names in whose turn the round is, sorted by name.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Slowness:
+    """By which factor a client is too slow, above 1, and why."""
 
-    A sample walks through a seeded shuffle of the population, ``size`` names a round, so that each
-    device is invited once before any is invited twice, as long as the population stays the same.
-    The choice depends on the names, the seed and the round alone.
+    factor: float
+    reason: str
+
+
+# Returns the shuffled names of a population: of the run's seed and the number of the lap.
+PopulationOrder = Callable[[Collection[str], int, int], Sequence[str]]
+# Judges some clients: returns those that can be invited as usual, and those that are too slow.
+Judge = Callable[[Sequence[str]], tuple[Sequence[str], Mapping[str, Slowness]]]
+
+
+def population_order(names: Collection[str], seed: int, lap: int) -> list[str]:
+    """Return the names in the order of a lap: each client is invited once in a lap.
+
+    The order depends on the seed, the lap and the set of the names alone.
     """
-    size = len(names) if size is None else size
-    walk = Laps().walk(names, size=size, seed=seed, round_number=round_number)
-    return _in_order(list(islice(walk, size)))
+    return sorted(names, key=lambda name: _digest(seed, str(lap), name))
 
 
-class Laps:
-    """The shuffled population of a lap, kept until the next lap or until devices come or go."""
-
-    def __init__(self) -> None:
-        self._of: tuple[int, int] | None = None
-        self._names: Collection[str] = ()
-        self._listed: tuple[str, ...] = ()
-        self._shuffled: list[str] = []
-
-    def walk(
-        self, names: Collection[str], *, size: int | None, seed: int, round_number: int
-    ) -> Iterator[str]:
-        """Yield the shuffled names of the round's lap from the round's turn on, and round to it.
-
-        All of them, in their own order, where all are invited. What gave the names of the round
-        before, if it is given again, must give the same.
-        """
-        if size is None or size >= len(names):
-            yield from names
-            return
-        lap, turn = divmod(round_number - 1, -(-len(names) // size))
-        if (seed, lap) != self._of or names is not self._names:
-            listed = tuple(names)
-            if (seed, lap) != self._of or listed != self._listed:
-                self._shuffled = sorted(listed, key=lambda name: _digest(seed, str(lap), name))
-            self._of, self._names, self._listed = (seed, lap), names, listed
-        yield from islice(self._shuffled, turn * size, None)
-        # The last turn of a lap is filled up from its start.
-        yield from islice(self._shuffled, turn * size)
-
-
-def invite(
+def candidates_in_turn(
     names: Collection[str],
     *,
     size: int | None,
     seed: int,
     round_number: int,
-    slowness: Callable[[str], float | None],
-    explain: Callable[[str], str],
+    order: PopulationOrder = population_order,
+) -> Iterator[str]:
+    """Yield all names once: those whose turn the round is first, then the next in the order.
+
+    If all clients are invited, they come in their own order.
+    """
+    if size is None or size >= len(names):
+        yield from names
+        return
+    lap, turn = divmod(round_number - 1, -(-len(names) // size))
+    shuffled = order(names, seed, lap)
+    yield from islice(shuffled, turn * size, None)
+    # The last turn of a lap is filled up from the lap's start.
+    yield from islice(shuffled, turn * size)
+
+
+def select(
+    names: Collection[str],
+    *,
+    size: int | None,
+    seed: int,
+    round_number: int,
+    judge: Judge,
     waiting_since: Mapping[str, int],
     within_rounds: int,
     min_clients: int = 1,
-    laps: Laps | None = None,
-) -> Invited:
-    """Invite whose turn it is, and in the place of each that is too slow the next in the walk.
+    order: PopulationOrder = population_order,
+) -> Selection:
+    """Select the cohort of a round.
 
-    ``slowness`` is above 1 for who is too slow, and the more so the slower; ``explain`` says why.
-    It is None for who cannot be invited at all; nobody is asked for it but whose turn comes.
-    ``waiting_since`` is the round since which a device has been left out. Guarantees:
+    ``judge`` is called only for clients whose turn comes. ``waiting_since`` gives the round since
+    which a client has been left out. Guarantees:
 
-    * Where nobody is too slow or has been, the names are those of ``select``.
-    * Who is left out of a round, and is here in the next ``within_rounds`` - 1, is asked in one of
-      them. Those rounds are spread by the seed, so that not all slow devices are asked in the
-      same, and they come beside the ``size`` others.
-    * Where fewer than ``min_clients`` are fast enough, the fastest of the others are asked too:
+    * If no client is or has been too slow, the cohort is the seeded sample: the choice depends on
+      the names, the seed and the round alone.
+    * A client that is left out of a round, and is connected in the next ``within_rounds`` - 1, is
+      invited in one of them, in addition to ``size`` other clients. The seed spreads these rounds,
+      so that not all slow clients are invited in the same one.
+    * If fewer than ``min_clients`` clients are fast enough, the fastest slow ones are invited too:
       without them the round cannot count.
     """
     size = len(names) if size is None else min(size, len(names))
+    able: list[str] = []
+    slow: dict[str, Slowness] = {}
+
+    def add(batch: Sequence[str]) -> None:
+        fast_enough, too_slow = judge(batch)
+        able.extend(fast_enough)
+        slow.update(too_slow)
 
     def is_due(name: str) -> bool:
         return _is_due(name, waiting_since.get(name), seed, round_number, within_rounds)
 
-    able: list[str] = []
-    slow: dict[str, float] = {}
-    walk = (laps or Laps()).walk(names, size=size, seed=seed, round_number=round_number)
-    for name in walk:
-        if len(able) == size:
-            break
-        found = slowness(name)
-        if found is None:
-            continue
-        if found > 1:
-            slow[name] = found
-        else:
-            able.append(name)
-    met = {*able, *slow}
-    for name in waiting_since:
-        if name in names and name not in met and is_due(name):
-            found = slowness(name)
-            if found is None:
-                continue
-            if found > 1:
-                slow[name] = found
-            else:
-                able.append(name)
-    anyway = {
-        name: f"one example, asked once in {within_rounds} rounds though {explain(name)}"
-        for name in slow
+    turns = candidates_in_turn(names, size=size, seed=seed, round_number=round_number, order=order)
+    while batch := list(islice(turns, size - len(able))):
+        add(batch)
+    seen = {*able, *slow} if waiting_since else set()
+    add([name for name in waiting_since if name not in seen and name in names and is_due(name)])
+    exceptions = {
+        name: f"one example, asked once in {within_rounds} rounds though {one.reason}"
+        for name, one in slow.items()
         if is_due(name)
     }
-    missing = max(min_clients - len(able) - len(anyway), 0)
-    for name in sorted(slow.keys() - anyway.keys(), key=lambda name: (slow[name], name))[:missing]:
-        anyway[name] = f"one example, as {min_clients} devices are needed though {explain(name)}"
-    return Invited(
-        names=_in_order([*able, *anyway]),
-        asked_anyway=anyway,
-        left_out={name: explain(name) for name in _in_order(slow.keys() - anyway.keys())},
+    num_missing = max(min_clients - len(able) - len(exceptions), 0)
+    fastest = sorted(slow.keys() - exceptions.keys(), key=lambda name: (slow[name].factor, name))
+    for name in fastest[:num_missing]:
+        why = slow[name].reason
+        exceptions[name] = f"one example, as {min_clients} devices are needed though {why}"
+    return Selection(
+        names=in_order([*able, *exceptions]),
+        exceptions=exceptions,
+        left_out={name: slow[name].reason for name in in_order(slow.keys() - exceptions.keys())},
     )
 
 
+def slowness(
+    known: DeviceEstimate, *, deadline_seconds: float | None, costs: TransferCosts
+) -> Slowness | None:
+    """Return by how much a client is too slow for a round; None if it is not, or unknown.
+
+    A client that was late several times in a row is too slow as well: otherwise a device that
+    never answers would delay every round. A client must train on one example, and transfer model
+    and update, in DEADLINE_SHARE of the deadline; the training alone must fit in the share that
+    leaves time for the transfers, as earlier rounds have shown.
+    """
+    times_late = known.times_late
+    if times_late >= MAX_TIMES_LATE:
+        return Slowness(factor=float(times_late), reason=plan_reasons.of_lateness(times_late))
+    if deadline_seconds is None or known.line is None:
+        return None
+    seconds = known.line.at(1) / known.time_share
+    longest = deadline_seconds * known.deadline_share
+    if seconds <= longest:
+        seconds += costs.transfer_seconds(known.vitals) + costs.turn_seconds
+        longest = deadline_seconds * DEADLINE_SHARE
+    if seconds <= longest:
+        return None
+    return Slowness(factor=seconds / longest, reason=plan_reasons.of_too_slow(seconds, longest))
+
+
 def _is_due(name: str, since: int | None, seed: int, round_number: int, within: int) -> bool:
-    """Say whether a slow device is to be asked: in its round of ``within``, or if it missed it."""
+    """Whether a slow client is to be invited: in its round of ``within``, or if it missed it."""
     phase = int.from_bytes(_digest(seed, "due", name)[:8], "big")
-    missed = since is not None and round_number - since >= within - 1
-    return missed or (round_number + phase) % within == 0
+    has_missed = since is not None and round_number - since >= within - 1
+    return has_missed or (round_number + phase) % within == 0
 
 
 def dataset_weights(owned: Mapping[str, int]) -> dict[str, int]:
-    """Return what each device's update weighs with dataset weighting: the examples it owns.
+    """Return the weight of each client's update with dataset weighting: the examples it owns.
 
-    At most HEAVIEST times the cohort's median, so that no device outweighs all others by a claim.
+    At most MAX_MEDIANS times the cohort's median, so that no claim outweighs all other clients.
     """
-    most = HEAVIEST * int(statistics.median_low(owned.values())) if owned else 0
+    most = MAX_MEDIANS * int(statistics.median_low(owned.values())) if owned else 0
     return {name: min(num_examples, most) for name, num_examples in owned.items()}
 
 
@@ -162,8 +199,8 @@ def _digest(*parts: object) -> bytes:
     return hashlib.sha256("\x1f".join(str(part) for part in parts).encode()).digest()
 
 
-def _in_order(names: Sequence[str] | set[str]) -> list[str]:
-    """Sort names so that 2 comes before 10."""
+def in_order(names: Sequence[str] | set[str]) -> list[str]:
+    """Return the names sorted so that 2 comes before 10."""
     if all(map(str.isdecimal, names)):
         numbers = list(map(int, names))
         if all(map(operator.lt, numbers, numbers[1:])):  # as a simulator's are

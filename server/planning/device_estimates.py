@@ -1,9 +1,7 @@
-"""What the server learns of each device, from what it tells at joining and from every round.
+"""What the server knows of each client: training speed, memory, lateness and place in its epoch.
 
-One value per device, and pure functions from one value to the next: how fast it trains, what it
-last told of itself, how many examples its epoch has left, how much of the deadline it may train,
-and since when it has been left out. The checkpoint keeps them, so that a run that is taken up again
-plans what the unbroken run would have planned.
+One immutable ``DeviceEstimate`` for each client, and pure functions from one value to the next. The
+checkpoint stores the estimates, so that a resumed run plans what the unbroken run would plan.
 """
 
 from __future__ import annotations
@@ -13,33 +11,39 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from headwater.common.errors import EmptyUpdate, HeadwaterError, LateUpdate
 from headwater.common.messages import DeviceReport, ReadyReport, ReportFields, Vitals
-from headwater.common.stats import training_speed as pace
+from headwater.common.stats import training_speed
 from headwater.common.stats.linear_fit import Line
 
-# Share of the deadline that is planned; the rest is for what was not foreseen.
+# Share of the deadline that is planned; the rest is for the unforeseen.
 DEADLINE_SHARE = 0.9
-# The share of the deadline in which a device trains: less each time that it comes too late, so that
-# model and update have time to travel, and a little more again each time that it does not.
-LATE_FACTOR, IN_TIME_FACTOR, LEAST_SHARE = 0.6, 1.02, 0.05
-# Who has come too late so often, one time after the other, is asked as seldom as who is too slow.
-MOST_TIMES_LATE = 3
+# The share of the deadline in which a client trains: it shrinks each time that the client is late,
+# so that model and update have time to travel, and grows a little each time that it is not.
+LATE_FACTOR, IN_TIME_FACTOR, MIN_SHARE = 0.6, 1.02, 0.05
+# A client that was late so many times in a row is invited as rarely as one that is too slow.
+MAX_TIMES_LATE = 3
+MIN_TIME_SHARE = 1e-6
 
 NO_VITALS = Vitals()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Learned:
-    """What is known of one device beside its name and the number of its examples.
+class DeviceEstimate:
+    """What is known of one client.
 
-    ``line`` gives the seconds of a micro-batch; it is None where speeds were not asked for.
-    Where K is set only the memory of ``vitals`` is followed: nothing else counts there.
-    ``num_left`` is None at an epoch's start, when all its examples are left.
-    ``times_late`` counts the times in a row that it came too late, or not at all.
-    ``waiting_since`` is the first round that it was left out of, being too slow, since it was last
-    asked; None if it was not. ``is_outdated`` means that what it tells of itself next counts.
+    ``num_examples`` is what the client owns; 0 until a report of it has been read. The checkpoint
+    does not store it: a resumed server has new reports.
+    ``line`` gives the seconds of a micro-batch; None if the run needs no speeds (K is set). With K
+    set, only the memory figures of ``vitals`` are followed, as nothing else enters a plan.
+    ``num_left`` is the number of examples left in the epoch; None at its start: all.
+    ``times_late`` counts the rounds in a row in which the client was late or did not answer.
+    ``waiting_since`` is the first round since its last invitation in which the client was left out
+    as too slow; None if there is none.
+    ``is_outdated`` means that the client's next description of itself is to be read.
     """
 
+    num_examples: int = 0
     line: Line | None = None
     fastest_micro_batch_size: int | None = None
     vitals: Vitals = NO_VITALS
@@ -49,125 +53,164 @@ class Learned:
     waiting_since: int | None = None
     is_outdated: bool = True
 
-    def told(self, report: DeviceReport) -> Learned:
-        """Take over what a device tells of itself, if that is to count.
+    @property
+    def examples_left(self) -> int:
+        """The examples left in the epoch, all if unknown: a round uses no example twice."""
+        owned = self.num_examples
+        return owned if self.num_left is None else max(min(self.num_left, owned), 1)
 
-        A device that was gone for a while keeps the pace at which it was seen to work. One that was
-        left out for its pace does not: it may have become faster, and has no other way to say so.
+    @property
+    def time_share(self) -> float:
+        """The share of its time that the client gives."""
+        return max(self.vitals.share, MIN_TIME_SHARE)
+
+    def after_description(self, report: DeviceReport) -> DeviceEstimate:
+        """Return the estimate after the client's description of itself.
+
+        If the estimate is not outdated, only the number of examples is read. A client that was
+        disconnected keeps the speed that was measured in its rounds. A client that was left out as
+        too slow does not: it may have become faster, and its description is the only sign of it.
         """
+        found = replace(self, num_examples=report.num_examples)
         if not self.is_outdated:
-            return self
-        told = replace(self, vitals=_merged(self.vitals, report.vitals), is_outdated=False)
+            return found
+        found = replace(found, vitals=_merged(self.vitals, report.vitals), is_outdated=False)
         if self.line is not None and self.waiting_since is None:
-            return told
+            return found
         return replace(
-            told,
-            line=pace.told(report),
+            found,
+            line=training_speed.reported_line(report),
             fastest_micro_batch_size=report.fastest_micro_batch_size,
             deadline_share=DEADLINE_SHARE,
         )
 
-    def gone(self) -> Learned:
-        """Take note that the device is not there: when it comes back, it tells its vitals anew."""
-        return self if self.is_outdated else replace(self, is_outdated=True)
+    def after_disconnect(self) -> DeviceEstimate:
+        """Return the estimate after the client disconnected: its next description is to be read."""
+        return replace(self, is_outdated=True)
 
-    def trained(self, report: ReportFields) -> Learned:
-        """Follow the pace that an update shows, and the vitals that it tells."""
-        line, told = self.line, report.vitals
-        if line is None and told is self.vitals:
-            return self
-        line = None if line is None else pace.followed(line, report.steps)
-        vitals = _merged(self.vitals, told)
-        if line is self.line and vitals is self.vitals:
+    def after_round(
+        self,
+        report: ReportFields | None,
+        ready: ReadyReport | None,
+        error: HeadwaterError | None,
+        *,
+        is_k_set: bool,
+        was_expected_late: bool = False,
+    ) -> DeviceEstimate:
+        """Follow the client's speed, vitals and lateness after a round, even an aborted one.
+
+        The client has the report of an accepted update, that of a masked one, or an error. A client
+        that is too slow for one example was expected to be late: this says nothing of its link.
+        """
+        known = self
+        if report is not None:
+            if not (is_k_set and _have_same_memory(report.vitals, self.vitals)):
+                known = self.after_update(report)
+        elif ready is not None:
+            known = self.after_masked_update(ready)
+        elif isinstance(error, EmptyUpdate):  # it went past a window: its place is not known
+            known = replace(self, num_left=None)
+        if not isinstance(error, LateUpdate):
+            return known.after_timely_update()
+        return known if was_expected_late else known.after_late_update()
+
+    def is_confirmed_by(self, report: ReportFields) -> bool:
+        """Whether an update in time changes nothing here, in a run with K set."""
+        return (
+            not self.times_late
+            and self.deadline_share == DEADLINE_SHARE
+            and _have_same_memory(report.vitals, self.vitals)
+        )
+
+    def after_update(self, report: ReportFields) -> DeviceEstimate:
+        """Follow the speed that an update's steps show, and the vitals that it reports."""
+        line = None if self.line is None else training_speed.updated_line(self.line, report.steps)
+        vitals = _merged(self.vitals, report.vitals)
+        if (line, vitals) == (self.line, self.vitals):
             return self
         return replace(self, line=line, vitals=vitals)
 
-    def holds_as_much(self, told: Vitals) -> bool:
-        """Say whether the device told of the same memory: all that a plan with K set follows."""
-        return told is self.vitals or _MEMORY(told) == _MEMORY(self.vitals)
-
-    def shown(self, ready: ReadyReport) -> Learned:
-        """Take over the pace and the vitals of a device that keeps its steps to itself."""
-        line, told = self.line, (ready.seconds_per_micro_batch, ready.seconds_per_example)
-        if line is not None and told[0] is not None and told[1] is not None:
-            line = pace.bounded(Line(base=told[0], each=told[1]))
+    def after_masked_update(self, ready: ReadyReport) -> DeviceEstimate:
+        """Take the speed and vitals of a client that keeps its steps private."""
+        line, base, each = self.line, ready.seconds_per_micro_batch, ready.seconds_per_example
+        if line is not None and base is not None and each is not None:
+            line = training_speed.clamped_line(Line(base=base, each=each))
         return replace(self, line=line, vitals=_merged(self.vitals, ready.vitals))
 
-    def late(self) -> Learned:
-        """Let a device that came too late train for less of the deadline."""
-        share = max(self.deadline_share * LATE_FACTOR, LEAST_SHARE)
+    def after_late_update(self) -> DeviceEstimate:
+        """Give a client that was late a smaller share of the deadline."""
+        share = max(self.deadline_share * LATE_FACTOR, MIN_SHARE)
         return replace(self, deadline_share=share, times_late=self.times_late + 1)
 
-    def in_time(self) -> Learned:
-        """Give a device that did not come too late some of its time back."""
+    def after_timely_update(self) -> DeviceEstimate:
+        """Give a client that was not late a part of the lost share back."""
         if self.deadline_share == DEADLINE_SHARE and not self.times_late:
             return self
         share = min(self.deadline_share * IN_TIME_FACTOR, DEADLINE_SHARE)
         return replace(self, deadline_share=share, times_late=0)
 
-    def counted(self, report: ReportFields) -> Learned:
-        """Move on in the epoch: the device's update is part of a sum that was committed."""
+    def after_commit(self, report: ReportFields) -> DeviceEstimate:
+        """Move on in the epoch: the client's update is part of a committed sum."""
         num_left = report.num_left or None
         return self if num_left == self.num_left else replace(self, num_left=num_left)
 
-    def skipped(self) -> Learned:
-        """Forget the place in the epoch: the device went past a window that gave no update."""
-        return replace(self, num_left=None)
-
-    def left_out(self, round_number: int) -> Learned:
-        """Take note that the device was too slow for a round; what it tells next counts."""
+    def after_leaving_out(self, round_number: int) -> DeviceEstimate:
+        """Return the estimate of a client that is left out of a round as too slow."""
         since = round_number if self.waiting_since is None else self.waiting_since
         return replace(self, waiting_since=since, is_outdated=True)
 
-    def asked(self) -> Learned:
-        """Take note that the device has a part in a round."""
-        return self if self.waiting_since is None else replace(self, waiting_since=None)
+    def after_invitation(self) -> DeviceEstimate:
+        """Return the estimate of a client that is invited to a round."""
+        return replace(self, waiting_since=None)
 
 
 _MEMORY = operator.attrgetter("memory_limit_bytes", "base_bytes", "bytes_per_example")
 
 
-def _merged(known: Vitals, told: Vitals) -> Vitals:
-    """Lay what is told over what is known; what is not told this time stays as it was."""
-    if told is known:
-        return known
-    # By ``vars``: to iterate over a model takes five times as long.
-    update = {name: value for name, value in vars(told).items() if value is not None}
-    # What tells as much as is known stands for both: a device that tells the same again is news to
-    # nobody, and costs nothing.
-    is_whole = all(name in update for name, value in vars(known).items() if value is not None)
-    return told if is_whole else known.model_copy(update=update)
+def _have_same_memory(one: Vitals, other: Vitals) -> bool:
+    return one is other or _MEMORY(one) == _MEMORY(other)  # mostly one object, see ``_merged``
 
 
-def to_json(learned: Mapping[str, Learned]) -> dict[str, dict[str, Any]]:
-    """Return plain data for the checkpoint; what is at its default is left out."""
+def _merged(known: Vitals, reported: Vitals) -> Vitals:
+    """Return the reported vitals, with the known values where the report has none.
+
+    If the result equals the report, it is the report: a million clients need no copies.
+    """
+    # By ``vars``: comparing or iterating over pydantic models takes five times as long.
+    fields = vars(reported)
+    update = {name: value for name, value in fields.items() if value is not None}
+    return reported if vars(known) | update == fields else known.model_copy(update=update)
+
+
+def to_json(estimates: Mapping[str, DeviceEstimate]) -> dict[str, dict[str, Any]]:
+    """Return plain data for the checkpoint, without the values at their defaults."""
     rows = {}
-    for name, one in learned.items():
+    for name, one in estimates.items():
         row: dict[str, Any] = {"vitals": one.vitals.model_dump(exclude_defaults=True)}
         if one.line is not None:
             row["line"] = [one.line.base, one.line.each]
         for key in _PLAIN:
-            if getattr(one, key) != getattr(NOTHING, key):
+            if getattr(one, key) != getattr(UNKNOWN_DEVICE, key):
                 row[key] = getattr(one, key)
         rows[name] = row
     return rows
 
 
-def of_json(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Learned]:
-    """Return what ``to_json`` gave."""
-    learned = {}
+def from_json(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, DeviceEstimate]:
+    """Return the estimates that ``to_json`` wrote."""
+    estimates = {}
     for name, row in rows.items():
         plain = dict(row)
         line = plain.pop("line", None)
-        learned[name] = Learned(
+        estimates[name] = DeviceEstimate(
             vitals=Vitals(**plain.pop("vitals")),
             line=None if line is None else Line(base=line[0], each=line[1]),
             **plain,
         )
-    return learned
+    return estimates
 
 
-NOTHING = Learned()
+UNKNOWN_DEVICE = DeviceEstimate()
 _PLAIN = (
     "fastest_micro_batch_size",
     "num_left",

@@ -1,16 +1,15 @@
-"""Quotas by equal finish: the smallest T by which a cohort can train on so many examples.
+"""Quotas by equal finish: the smallest T by which a cohort can train on a number of examples.
 
-A device's q examples in micro-batches of m are here after ``fixed + ceil(q/m) base + q each``
-seconds. The server takes updates one after another, each in a turn of its own, so the device whose
-turn is j-th from the end must be here j turns before T. The slowest take the last turns: they are
-the last to be ready in any case. So uploads come staggered, and none waits for another.
+A client's q examples in micro-batches of m arrive after ``fixed + ceil(q/m) base + q each``
+seconds. The server takes updates one after another, each in a turn of its own, so the client whose
+turn is j-th from the end must finish j turns before T. The slowest clients have the last turns, as
+they are the last to be ready in any case. So uploads are staggered, and none waits for another.
 
-Where n turns take more than half of T the server is what the round waits for, and no order of
-quotas would shorten it: the turns then share half of T, and every device has the other half at
-least. Otherwise a round would end before the first turns, whose devices, the fastest, would get
-nothing to do.
+If n turns take more than half of T, the round waits for the server, and no order of quotas would
+shorten it: the turns then share half of T, and every client has at least the other half. Otherwise
+a round would end before the first turns, and the fastest clients would get nothing to do.
 
-Everything here is numpy over columns of n devices: some forty sweeps plan a round.
+All functions work on numpy columns of n clients: planning a round takes about forty passes.
 """
 
 from __future__ import annotations
@@ -23,52 +22,53 @@ from numpy.typing import NDArray
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
-# The search ends when T is known so well, relatively, and to one example of each device.
+# The search for T ends at this relative error, if it also decides each quota to one example.
 RESOLUTION = 1e-6
-MOST_HALVINGS = 60
+MAX_HALVINGS = 60
+# The largest share of T that all turns take together.
 TURNS_SHARE = 0.5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Cohort:
-    """A round's devices as columns of n; seconds are by the wall clock."""
+class CohortColumns:
+    """A round's clients as columns of n; seconds are by the wall clock."""
 
     size: Ints
     """Examples per micro-batch, 1 or more."""
     base: Floats
-    """Seconds per micro-batch beside its examples."""
+    """Seconds per micro-batch, in addition to those of its examples."""
     each: Floats
     """Seconds per example, above 0."""
     fixed: Floats
     """Seconds of download and upload."""
     most: Ints
-    """Examples, 1 or more."""
+    """The maximal number of examples, 1 or more."""
     longest: Floats
-    """Seconds that a device may train, beside its transfers."""
+    """The maximal seconds of training, without the transfers."""
     turn_seconds: float
 
     def finish(self, quotas: Ints) -> Floats:
-        """Return after how many seconds each device's update of so many examples is here."""
+        """Return the seconds after which each client's update of so many examples has arrived."""
         num_micro_batches = -(-quotas // self.size)
         seconds: Floats = self.fixed + num_micro_batches * self.base + quotas * self.each
         return seconds
 
     def turns(self) -> Ints:
-        """Return each device's turn, counted from the last one, 1; of equals the first is last."""
+        """Return each client's turn, counted from the end (1 is last); of equal ones the first is last."""
         order = np.argsort(-self.finish(np.ones_like(self.most)), kind="stable")
         turns = np.empty_like(order)
         turns[order] = np.arange(1, len(order) + 1)
         return turns
 
     def ahead(self, turns: Ints, finish_seconds: float) -> Floats:
-        """Return how many seconds before T each device must be here."""
+        """Return how many seconds before T each client's update must have arrived."""
         turn = min(self.turn_seconds, TURNS_SHARE * finish_seconds / max(len(turns), 1))
         return turns.astype(np.float64) * turn
 
     def quotas(self, turns: Ints, finish_seconds: float) -> Ints:
-        """Return the most examples with which each is here in its turn; 0 if none.
+        """Return the most examples that each client can finish in time for its turn; 0 if none.
 
-        It never falls as T grows.
+        The numbers never fall as T grows.
         """
         budget = finish_seconds - self.fixed - self.ahead(turns, finish_seconds)
         budget = np.minimum(np.maximum(budget, 0.0), self.longest) * (1 + 1e-12)
@@ -81,13 +81,13 @@ class Cohort:
 
 
 def equal_finish(
-    cohort: Cohort, *, target: int, finish_seconds: float | None
+    cohort: CohortColumns, *, target: int, finish_seconds: float | None
 ) -> tuple[Ints, float]:
-    """Return each device's quota, 1 at least, and T: the sum is ``target`` if that can be.
+    """Return each client's quota, at least 1, and T: the sum is ``target`` if that is possible.
 
-    It is more where there are more devices than that, and less where the devices' own bounds, or a
-    given finish, allow no more: then every device gets as much as it can have. No device that is
-    not at its own bound could take another example by T, which is known to RESOLUTION.
+    The sum is more if there are more clients than that. It is less if the clients' own bounds, or a
+    given finish, allow no more: then every client gets as much as it can have. No client below its
+    own bound could finish another example by T, which is known to RESOLUTION.
     """
     turns = cohort.turns()
     least = np.ones_like(cohort.most)
@@ -100,7 +100,7 @@ def equal_finish(
         quotas = at(finish_seconds)
         if int(quotas.sum()) <= target:
             return quotas, finish_seconds
-    # From below: one device that says it needs a century must not coarsen the search for all.
+    # Search from below: one client that claims to need a century must not coarsen it for all.
     low, few = 0.0, least
     high = float(cohort.finish(least).min())
     many = at(high)
@@ -108,7 +108,7 @@ def equal_finish(
         low, few = high, many
         high *= 2
         many = at(high)
-    for _ in range(MOST_HALVINGS):
+    for _ in range(MAX_HALVINGS):
         if high - low <= RESOLUTION * high and int((many - few).max()) <= 1:
             break
         middle = (low + high) / 2
@@ -125,7 +125,7 @@ def equal_finish(
 
 
 def _without(surplus: int, quotas: Ints, most: Ints, ends: Floats) -> Ints:
-    """Take ``surplus`` examples away from those who end last, at most ``most`` from each."""
+    """Take ``surplus`` examples from the clients that end last, at most ``most`` from each."""
     if not surplus:
         return quotas
     order = np.argsort(-ends, kind="stable")

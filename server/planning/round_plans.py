@@ -1,235 +1,298 @@
-"""A round's plans, from what the devices tell: who is invited, who is left out, who does how much.
+"""A round's plans: which clients are invited, which are left out, and what each invited client does.
 
-The decisions are pure functions elsewhere (``headwater.server.planning.round_plans.cohort`` who, ``headwater.server.planning.round_plans.planner`` how much,
-``headwater.server.planning.round_plans.device_estimates`` what is known of each); here they meet the state of a run.
+The decisions are pure functions in other modules: ``cohort`` selects the clients, ``planner``
+assigns their work, ``plan_messages`` writes it down, ``device_estimates`` and ``exclusions`` follow
+what is known of each client.
+``RoundPlanner`` holds a run's state from round to round.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
-from headwater.common.errors import EmptyUpdate, HeadwaterError, LateUpdate, TooFewClients
-from headwater.common.messages import DescribeRequest, DeviceReport, Plan, ReadyReport, ReportFields
+from headwater.common.errors import HeadwaterError, TooFewClients
+from headwater.common.messages import (
+    DescribeRequest,
+    DeviceReport,
+    Plan,
+    ReadyReport,
+    ReportFields,
+)
 from headwater.common.model.parameters import ModelLayout
-from headwater.common.settings.schema import EvaluationSettings, Settings
-from headwater.server.planning import plan_reasons as reasons
-from headwater.server.planning.cohort import Invited, dataset_weights
-from headwater.server.planning.device_estimates import Learned
+from headwater.common.settings.schema import Settings
+from headwater.server.planning.cohort import (
+    ConnectedClients,
+    PopulationOrder,
+    Selection,
+    Slowness,
+    dataset_weights,
+    population_order,
+    select,
+    slowness,
+)
+from headwater.server.planning.device_estimates import UNKNOWN_DEVICE, DeviceEstimate
 from headwater.server.planning.exclusions import Exclusion, exclude, excluded_in
-from headwater.server.planning.inviting import Guests, Inviting
-from headwater.server.planning.planner import Assignment, Kind, Link, assign
+from headwater.server.planning.plan_messages import held_out_fraction, plans_of
+from headwater.server.planning.planner import Assignment, TransferCosts, assign
 from headwater.server.planning.target_batch import Target
 
 log = logging.getLogger(__name__)
 
-SHOWN = 3  # devices that a line of the log names
+MAX_NAMES = 3  # clients that a log line names
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Planned:
-    """A round's plans, and who has none."""
+class RoundPlans:
+    """A round's plans, and the clients without one."""
 
     plans: dict[str, Plan]
+    owned: dict[str, int]
+    """The number of examples that each invited client owns."""
     left_out: dict[str, str]
-    """Who is too slow for the deadline, or made a secure session fail, and why."""
+    """Why a client is left out: it is too slow for the deadline, or made a secure session fail."""
+    exceptions: dict[str, str]
+    """Why a client is invited for one example although it is too slow."""
     num_too_slow: int
     num_bounded: int
-    """Devices that claim more than is believed: of their speed, or of what they own."""
+    """Clients that claim more than is believed: more speed, or more examples."""
 
 
-class Planning:
-    """What a run knows of its devices, and the plans that follow from it."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Decisions:
+    """The pure functions that a simulator may replace by the same functions with a cache."""
 
-    def __init__(self, settings: Settings, target: Target, layout: ModelLayout) -> None:
-        self.learned: dict[str, Learned] = {}
-        self.owned: dict[str, int] = {}
-        """The examples of each device in the round that was planned last."""
-        self._settings = settings
-        self._target = target
-        self._layout = layout
-        self._inviting = Inviting(settings)
-        self._is_k_set = settings.plan.accumulation_steps is not None
-        self._assigned: dict[str, Assignment] = {}
-        self._of_kind: dict[Kind, Assignment] = {}
-        self._bounded: set[str] = set()
-        self._unbelieved: set[str] = set()
-        self._asked_anyway: set[str] = set()
-        self.excluded: dict[str, Exclusion] = {}
+    order: PopulationOrder = population_order
+    assign: Callable[..., dict[str, Assignment]] = assign
 
-    def leave_out(self, found: Mapping[str, str], *, round_number: int) -> None:
-        """Leave who made a secure session fail out of what follows (``server.secagg.blame``)."""
-        self.excluded = exclude(self.excluded, found, round_number=round_number)
-        for name, why in found.items():
+
+@dataclass(slots=True)
+class RoundPlanner:
+    """What a run knows of its clients, and the plans that follow from it."""
+
+    settings: Settings
+    target: Target
+    layout: ModelLayout
+    decisions: Decisions = field(default_factory=Decisions)
+    estimates: dict[str, DeviceEstimate] = field(default_factory=dict)
+    excluded: dict[str, Exclusion] = field(default_factory=dict)
+    _awaited: set[str] = field(default_factory=set)
+    """Clients that were left out and asked to describe themselves again, and have not yet."""
+    _bounded: set[str] = field(default_factory=set)
+    """Clients of the last round that claim more than is believed."""
+    _is_resumed: bool = False
+    """Whether the next round is the first one after ``restore``."""
+
+    @property
+    def _is_k_set(self) -> bool:
+        return self.settings.plan.accumulation_steps is not None
+
+    def restore(
+        self, estimates: Mapping[str, DeviceEstimate], excluded: Mapping[str, Exclusion]
+    ) -> None:
+        """Take the state of a checkpoint. Every client that is not connected counts as gone."""
+        self.estimates = dict(estimates)
+        self.excluded = dict(excluded)
+        self._is_resumed = True
+
+    def exclude(self, at_fault: Mapping[str, str], *, round_number: int) -> None:
+        """Exclude clients that made a secure session fail from the following rounds."""
+        self.excluded = exclude(self.excluded, at_fault, round_number=round_number)
+        for name, why in at_fault.items():
             through = self.excluded[name].through_round
             log.warning("%s is left out through round %d: %s", name, through, why)
 
     def describe_request(self, *, left_out: str | None = None) -> DescribeRequest:
-        """Return what every device is asked when it is first seen, and when it is left out."""
+        """Return the request for a client's description of itself, when it joins or is left out."""
         return DescribeRequest(
-            run_seed=self._settings.seed,
+            run_seed=self.settings.seed,
             wants_speed=not self._is_k_set,
-            layout_digest=self._layout.digest,
-            num_parameters=self._layout.num_parameters,
-            held_out_fraction=held_out_fraction(self._settings.evaluation),
+            layout_digest=self.layout.digest,
+            num_parameters=self.layout.num_parameters,
+            held_out_fraction=held_out_fraction(self.settings.evaluation),
             left_out=left_out,
         )
 
     def plan(
         self,
-        reports: Mapping[str, DeviceReport],
+        clients: ConnectedClients,
         *,
         round_number: int,
         counted: Mapping[str, int],
         turn_seconds: float,
-    ) -> Planned:
-        """Choose a round's cohort and what each member is asked to do.
+    ) -> RoundPlans:
+        """Select a round's cohort and plan each member's work.
 
-        ``counted`` is the last round that each device's update was part of.
+        ``counted`` is the last round whose sum includes a client's update.
 
         Raises:
             TooFewClients: --cohort-size is below --min-clients.
         """
-        cohort = self._settings.cohort
-        link = Link(
-            image_bytes=self._layout.num_bytes,
-            update_bytes=4 * self._layout.num_parameters,
+        costs = TransferCosts(
+            image_bytes=self.layout.num_bytes,
+            update_bytes=4 * self.layout.num_parameters,
             turn_seconds=turn_seconds,
         )
-        culprits = excluded_in(self.excluded, reports, round_number=round_number)
-        guests = self._inviting.guests(
-            reports, self.learned, culprits=culprits, link=link, round_number=round_number
+        self._note_changes(clients)
+        excluded = excluded_in(self.excluded, clients.reports, round_number=round_number)
+        waiting_since = {
+            name: one.waiting_since
+            for name, one in self.estimates.items()
+            if one.waiting_since is not None and name in clients.reports
+        }
+        selection = self._select(clients.reports, excluded, waiting_since, costs, round_number)
+        names, exceptions = selection.names, selection.exceptions
+        self._check_enough(names, excluded, round_number)
+        estimates = [self.estimates[name] for name in names]
+        owned = {name: one.num_examples for name, one in zip(names, estimates, strict=True)}
+        assigned = self.decisions.assign(
+            names,
+            estimates,
+            exceptions,
+            self.settings.plan,
+            target=self.target.open(num_invited=len(names)),
+            deadline_seconds=self.settings.cohort.deadline_seconds,
+            costs=costs,
         )
-        invited = guests.invited
-        if len(invited.names) < cohort.min_clients:
-            why = "".join(f"; {name} is left out {said}" for name, said in culprits.items())
+        is_by_data = self.settings.cohort.weighting == "dataset"
+        weights = dataset_weights(owned) if is_by_data else {}
+        bounded = {name for name, one in assigned.items() if one.speed_cut > 1}
+        bounded |= {name for name, weight in weights.items() if weight < owned[name]}
+        self._log(round_number, selection, bounded)
+        self._note_selection(selection, waiting_since, round_number)
+        return RoundPlans(
+            plans=plans_of(
+                assigned,
+                self.settings,
+                round_number=round_number,
+                counted=counted,
+                weights=weights,
+                micro_batch_size=self.target.micro_batch_size,
+            ),
+            owned=owned,
+            left_out=selection.left_out | excluded,
+            exceptions=exceptions,
+            num_too_slow=len(selection.left_out),
+            num_bounded=len(bounded),
+        )
+
+    def _note_changes(self, clients: ConnectedClients) -> None:
+        """Mark the estimates of clients that left, or that have described themselves again."""
+        known = self.estimates
+        if self._is_resumed:
+            self._is_resumed = False
+            for name in known.keys() - set(clients.reports):
+                known[name] = known[name].after_disconnect()
+        for name in clients.disconnected:
+            self._awaited.discard(name)
+            if name in known:
+                known[name] = known[name].after_disconnect()
+        for name in clients.described:
+            self._awaited.discard(name)
+            if name in known:  # the new number of examples is read in its next turn
+                known[name] = replace(known[name], num_examples=0)
+
+    def _select(
+        self,
+        reports: Mapping[str, DeviceReport],
+        excluded: Mapping[str, str],
+        waiting_since: Mapping[str, int],
+        costs: TransferCosts,
+        round_number: int,
+    ) -> Selection:
+        """Select the cohort; reads the descriptions of the clients whose turn comes."""
+        cohort, estimates = self.settings.cohort, self.estimates
+        # With K set no speeds are known, and no client is too slow.
+        deadline = None if self._is_k_set else cohort.deadline_seconds
+
+        def judge(names: Sequence[str]) -> tuple[Sequence[str], dict[str, Slowness]]:
+            able = self._describable(names, reports, excluded)
+            slow: dict[str, Slowness] = {}
+            for name in able:
+                known = estimates[name]
+                if known.times_late or deadline is not None:
+                    found = slowness(known, deadline_seconds=deadline, costs=costs)
+                    if found is not None:
+                        slow[name] = found
+            return [name for name in able if name not in slow] if slow else able, slow
+
+        return select(
+            reports.keys(),
+            size=cohort.size,
+            seed=self.settings.seed,
+            round_number=round_number,
+            judge=judge,
+            waiting_since=waiting_since,
+            within_rounds=cohort.invite_within_rounds,
+            min_clients=cohort.min_clients,
+            order=self.decisions.order,
+        )
+
+    def _describable(
+        self, names: Sequence[str], reports: Mapping[str, DeviceReport], excluded: Container[str]
+    ) -> list[str]:
+        """Return the clients with an estimate, and not excluded; reads their new descriptions.
+
+        A client may turn out to be unable to describe itself; it has no estimate.
+        """
+        estimates, awaited = self.estimates, self._awaited
+        able = []
+        for name in names:
+            if name in excluded:
+                continue
+            known = estimates.get(name, UNKNOWN_DEVICE)
+            if not known.num_examples or (known.is_outdated and name not in awaited):
+                try:
+                    estimates[name] = known.after_description(reports[name])
+                except KeyError:
+                    continue
+            able.append(name)
+        return able
+
+    def _check_enough(
+        self, names: Sequence[str], excluded: Mapping[str, str], round_number: int
+    ) -> None:
+        needed = self.settings.cohort.min_clients
+        if len(names) < needed:
+            why = "".join(f"; {name} is left out {reason}" for name, reason in excluded.items())
             raise TooFewClients(
-                f"round {round_number}: {len(invited.names)} clients are invited, at least "
-                f"{cohort.min_clients} are needed{why}",
+                f"round {round_number}: {len(names)} clients are invited, at least "
+                f"{needed} are needed{why}",
                 remedy="raise --cohort-size, or lower --min-clients",
             )
-        assigned = self._assign(guests, link)
-        if guests.news is None:
-            self.owned = {name: one.num_examples for name, one in guests.devices.items()}
-        weights = dataset_weights(self.owned) if cohort.weighting == "dataset" else {}
-        unbelieved = self._bounded | {
-            name for name, weight in weights.items() if weight < self.owned[name]
-        }
-        self._log(round_number, invited, unbelieved)
-        self._asked_anyway = set(invited.asked_anyway)
-        if guests.news is None:
-            for name in invited.names:
-                self.learned[name] = self.learned[name].asked()
-        for name in invited.left_out:
-            self.learned[name] = self.learned[name].left_out(round_number)
-        common = self._common_plan(round_number)
-        made: dict[tuple[int, int | None, int | None], Plan] = {}
-        plans = {}
-        for name in invited.names:
-            assignment = assigned[name]
-            key = (id(assignment), counted.get(name), weights.get(name))
-            plan = made.get(key)
-            if plan is None:  # devices that are asked the same share one
-                plan = self._plan(assignment, common, counted=key[1], weigh_as=key[2])
-                made[key] = plan
-            plans[name] = plan
-        return Planned(
-            plans=plans,
-            left_out=invited.left_out | culprits,
-            num_too_slow=len(invited.left_out),
-            num_bounded=len(unbelieved),
-        )
 
-    def _assign(self, guests: Guests, link: Link) -> dict[str, Assignment]:
-        """Assign a quota to every device of a cohort; those of a kind have the same assignment.
+    def _note_selection(
+        self, selection: Selection, waiting: Collection[str], round_number: int
+    ) -> None:
+        """Mark the clients that are left out, and those of the waiting that are invited."""
+        known = self.estimates
+        for name in set(waiting).intersection(selection.names):
+            known[name] = known[name].after_invitation()
+        for name in selection.left_out:
+            known[name] = known[name].after_leaving_out(round_number)
+            self._awaited.add(name)
 
-        With K set what a device is asked depends on it alone, so only news are assigned anew.
-        """
-        devices, news = guests.devices, guests.news
-        target = self._target.open(num_invited=len(devices))
-        if news is None or not self._is_k_set:
-            self._assigned, self._of_kind, news = {}, {}, devices
-        elif not news:
-            return self._assigned
-        made = assign(
-            [devices[name] for name in news],
-            self._settings.plan,
-            target=target,
-            deadline_seconds=self._settings.cohort.deadline_seconds,
-            link=link,
-        )
-        self._assigned |= {
-            name: self._of_kind.setdefault(one.kind, one) for name, one in made.items()
-        }
-        self._bounded = {name for name, one in made.items() if one.is_bounded}
-        return self._assigned
-
-    def _log(self, round_number: int, invited: Invited, unbelieved: set[str]) -> None:
-        """Tell who is left out, or claims too much, from this round on; the journal tells all."""
+    def _log(self, round_number: int, selection: Selection, bounded: set[str]) -> None:
+        """Log the clients that are newly left out or bounded; the round log has all of them."""
         slow = [
             f"{name}: {why}"
-            for name, why in invited.left_out.items()
-            if self.learned[name].waiting_since is None
+            for name, why in selection.left_out.items()
+            if self.estimates[name].waiting_since is None
         ]
-        claims = sorted(unbelieved - self._unbelieved)
-        self._unbelieved = unbelieved
+        claims = sorted(bounded - self._bounded)
+        self._bounded = bounded
         if slow:
-            some = "; ".join(slow[:SHOWN])
+            some = "; ".join(slow[:MAX_NAMES])
             log.warning("round %d: %d more left out (%s)", round_number, len(slow), some)
-        if claims:  # a machine that is far faster than the others looks the same, and is no fault
-            some = ", ".join(claims[:SHOWN])
+        if claims:  # an honest machine that is far faster than the median is bounded as well
+            some = ", ".join(claims[:MAX_NAMES])
             text = "round %d: %d more not believed in all that they claim (%s)"
             log.info(text, round_number, len(claims), some)
 
-    def _common_plan(self, round_number: int) -> dict[str, Any]:
-        """Return what all plans of a round say."""
-        chosen = self._settings.plan
-        return {
-            "round": round_number,
-            "run_seed": self._settings.seed,
-            "model_version": round_number - 1,
-            "local_steps": chosen.local_steps,
-            "local_learning_rate": chosen.local_learning_rate,
-            "precision": chosen.precision,
-            "held_out_fraction": held_out_fraction(self._settings.evaluation),
-            "is_masked": self._settings.secure.aggregation != "off",
-        }
-
-    def _plan(
-        self,
-        assignment: Assignment,
-        common: Mapping[str, Any],
-        *,
-        weigh_as: int | None,
-        counted: int | None,
-    ) -> Plan:
-        """Return the plan of a device, and of all that have an assignment of this kind."""
-        chosen, deadline = self._settings.plan, self._settings.cohort.deadline_seconds
-        share = assignment.device.learned.deadline_share
-        size = self._target.micro_batch_size(assignment.quota, assignment.micro_batch_size)
-        evened = ""
-        if size != assignment.micro_batch_size:
-            evened = f", cut to {size} each to tell the noise"
-        # Local steps move the model: their number is not the device's to choose.
-        finish = assignment.finish_seconds(size) if chosen.local_steps == 1 else None
-        return Plan(
-            **common,
-            quota=assignment.quota,
-            micro_batch_size=size,
-            # To train in; the rest is for the transfers.
-            deadline_seconds=None if deadline is None else deadline * share,
-            finish_seconds=finish,
-            counted_round=counted,
-            share=assignment.share,
-            weigh_as=weigh_as,
-            reason=reasons.of_plan(assignment, finish_seconds=finish) + evened,
-        )
-
     def learn(
         self,
-        names: Iterable[str],
+        planned: RoundPlans,
         *,
         accepted: Mapping[str, ReportFields],
         ready: Mapping[str, ReadyReport],
@@ -240,34 +303,20 @@ class Planning:
         ``accepted`` are the reports of the updates, ``ready`` those of masked updates, ``refused``
         the errors of the clients without an update.
         """
-        for name in names:
-            learned = before = self.learned[name]
-            report, error = accepted.get(name), refused.get(name)
-            if report is not None:
-                if not self._is_k_set or not learned.holds_as_much(report.vitals):
-                    learned = learned.trained(report)
-            elif name in ready:
-                learned = learned.shown(ready[name])
-            elif isinstance(error, EmptyUpdate):
-                learned = learned.skipped()
-            if not isinstance(error, LateUpdate):
-                learned = learned.in_time()
-            # A client that is too slow for one example was expected to be late: its lateness says
-            # nothing of its link.
-            elif name not in self._asked_anyway:
-                learned = learned.late()
-            if learned is not before:
-                self.learned[name] = learned
+        is_k_set, estimates = self._is_k_set, self.estimates
+        for name in planned.plans:
+            known, report, error = estimates[name], accepted.get(name), refused.get(name)
+            if is_k_set and report is not None and error is None and known.is_confirmed_by(report):
+                continue
+            estimates[name] = known.after_round(
+                report,
+                ready.get(name),
+                error,
+                is_k_set=is_k_set,
+                was_expected_late=name in planned.exceptions,
+            )
 
     def count(self, accepted: Mapping[str, ReportFields]) -> None:
-        """Move on in the epochs of the devices whose updates were committed."""
+        """Move on in the epochs of the clients whose updates are part of a committed sum."""
         for name, report in accepted.items():
-            before = self.learned[name]
-            after = before.counted(report)
-            if after is not before:
-                self.learned[name] = after
-
-
-def held_out_fraction(chosen: EvaluationSettings) -> float:
-    """Return the fraction of its examples that each device holds out."""
-    return chosen.held_out_fraction if chosen.on_devices else 0.0
+            self.estimates[name] = self.estimates[name].after_commit(report)

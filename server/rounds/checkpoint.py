@@ -20,7 +20,7 @@ from torch import Tensor
 
 from headwater.common.errors import CheckpointCorrupt, CheckpointFailed
 from headwater.common.model.tensor_file import write_tensors
-from headwater.common.system.atomic_file import whole_file
+from headwater.common.system.atomic_file import atomic_writer
 
 FILE = "checkpoint.safetensors"
 VERSION = 2
@@ -58,7 +58,7 @@ def save(
     told = json.dumps({one.name: getattr(progress, one.name) for one in fields(progress)})
     metadata = {"version": str(VERSION), "progress": told, "sha256": digest(told, tensors)}
     try:
-        with whole_file(folder / FILE) as part:
+        with atomic_writer(folder / FILE) as part:
             write_tensors(part, tensors, metadata)
     except (OSError, ValueError) as error:
         raise CheckpointFailed(

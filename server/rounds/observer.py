@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
 
 from headwater.common.errors import RoundAborted
 from headwater.common.messages import DeviceReport
@@ -19,7 +18,7 @@ class Drained(Exception):
     """
 
 
-class Observer(Protocol):
+class Observer:
     """Receives a run's events, on the rounds' own thread.
 
     No method may block. Only ``started`` and ``stepped`` may raise, and only a ``StateError``,

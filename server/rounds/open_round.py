@@ -1,6 +1,6 @@
-"""A round in progress: each answer is held against its plan, then folded, or counted as refused.
+"""A round in progress: checks each update against its client's plan, then adds it or refuses it.
 
-An update that is to be masked is only said to be ready; the secure session adds it up.
+Updates that will be masked only announce that they are ready; the secure session adds them up.
 """
 
 from __future__ import annotations
@@ -8,19 +8,20 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import chain
 
 from headwater.common.errors import CountOutOfRange, HeadwaterError, UnexpectedUpdate, UpdateRefused
-from headwater.common.messages import Plan, ReadyReport, ReportFields, Update
-from headwater.common.stats.gradient_noise import NoiseSums, sums_of
+from headwater.common.messages import Plan, ReadyReport, ReportFields
+from headwater.common.stats.gradient_noise import NoiseSums
 from headwater.server.aggregation.cohort_sum import CohortSum
 from headwater.server.aggregation.round_sum import ReportColumns
-from headwater.server.fleet import Dropout, UpdateOfMany
+from headwater.server.fleet import Dropout, ReportBatch, UpdateBatch
 
 log = logging.getLogger(__name__)
 
 
 class OpenRound:
-    """A round in progress: which updates were accepted, which refused."""
+    """A round in progress: the updates that were accepted and refused so far."""
 
     def __init__(
         self,
@@ -31,152 +32,125 @@ class OpenRound:
         owned: Mapping[str, int],
         num_left_out: int = 0,
     ) -> None:
-        """Take the plans, the empty sum, and how many examples each device owns."""
+        """Take the plans, the empty sum, and the number of examples that each client owns."""
         self.plans = plans
         self.num_left_out = num_left_out
         self.accepted: dict[str, ReportFields] = {}
-        self._columns: list[ReportColumns] = []
-        self._noise: list[NoiseSums] = []
-        self._not_laid: list[ReportFields] = []
         self.ready: dict[str, ReadyReport] = {}
         self.refused: dict[str, HeadwaterError] = {}
-        self.refusals: Counter[str] = Counter()  # what the round itself refused
+        self.refusals: Counter[str] = Counter()
+        """How many answers the round itself refused, by error code."""
+        self._batches: list[ReportBatch] = []
         self._total = total
         self._max_weight = max_weight_per_example
         self._owned = owned
 
     @property
     def columns(self) -> Sequence[ReportColumns]:
-        """What those who were accepted columns."""
-        self._lay_in_columns()
-        return self._columns
+        """The accepted reports as columns, batch by batch."""
+        return [batch.columns for batch in self._batches]
 
     @property
     def noise(self) -> Sequence[NoiseSums]:
-        """Their parts in the sums over the round's devices."""
-        self._lay_in_columns()
-        return self._noise
-
-    def _lay_in_columns(self) -> None:
-        """Lay what single devices told in columns: all at once, not each between two updates."""
-        reports, self._not_laid = self._not_laid, []
-        if reports:
-            self._columns.append(ReportColumns.of(*reports))
-            self._noise += [sums_of(one, num_owned=self._owned[one.name]) for one in reports]
+        """The accepted updates' parts of the round's noise sums."""
+        return list(chain.from_iterable(batch.noise(self._owned) for batch in self._batches))
 
     def refuse(self, name: str, error: HeadwaterError) -> None:
-        """Count why a device is not in the round."""
+        """Record why a client is not in the round."""
         self.refused[name] = error
 
-    def take(self, answer: Update | UpdateOfMany | ReadyReport | Dropout) -> None:
-        """Check an answer and fold it, or count why not."""
-        if isinstance(answer, Dropout):
-            self.refuse(answer.name, answer.error)
-            return
-        if isinstance(answer, ReadyReport):
-            self._take_ready(answer)
-            return
-        if isinstance(answer, UpdateOfMany):
-            self._take_many(answer)
-            return
-        report = answer.report
-        try:
-            self._check(report)
-            peaks = self._total.check(answer.values_P, name=report.name)
-        except UpdateRefused as error:
-            log.warning("%s: %s", error.code, error)
-            self.refusals[error.code] += 1
-            again = " (again)" if report.name in self.accepted else ""
-            self.refused[report.name + again] = error
-            return
-        self._total.fold(answer.values_P, report.weight, peaks)
-        self.accepted[report.name] = report
-        self._not_laid.append(report)
+    def take(self, answer: UpdateBatch | ReadyReport | Dropout) -> None:
+        """Check an answer; add it to the sum, or record why not. A batch counts whole or not."""
+        match answer:
+            case Dropout():
+                self.refuse(answer.name, answer.error)
+            case ReadyReport():
+                self._take_ready(answer)
+            case UpdateBatch():
+                self._take_updates(answer)
 
-    def _take_many(self, answer: UpdateOfMany) -> None:
-        """Take a sum of many updates, whole or not at all."""
-        columns = answer.reports.columns
+    def _take_updates(self, batch: UpdateBatch) -> None:
+        columns = batch.reports.columns
+        names = columns.names
         try:
-            if not self._fits(columns):
-                for report in answer.reports:
-                    self._check(report)  # which says what is wrong with whom
-            name = f"{len(answer.reports)} devices"
-            peaks = self._total.check(answer.values_P, name=name)
+            self._check(columns)
+            name = names[0] if len(names) == 1 else f"{len(names)} devices"
+            peaks = self._total.check(batch.values_P, name=name)
         except UpdateRefused as error:
-            log.warning("%s: %s", error.code, error)
-            self.refusals[error.code] += 1
-            for report in answer.reports:
-                self.refuse(report.name, error)
+            self._count(error)
+            for name in names:
+                # Keep the update that was accepted before, and the refusal of this one.
+                self.refused[f"{name} (again)" if name in self.accepted else name] = error
             return
-        self._total.fold(answer.values_P, sum(columns.sent_weight), peaks)
-        self.accepted |= zip(columns.names, answer.reports, strict=True)
-        self._columns.append(columns)
-        self._noise.append(answer.reports.noise(self._owned))
-
-    def _fits(self, columns: ReportColumns) -> bool:
-        """Say whether many devices tell what their plans allow, as ``_check`` has it of one."""
-        names = set(columns.names)
-        if len(names) < len(columns.names) or not names <= self.plans.keys() - self.accepted.keys():
-            return False
-        plans = [self.plans[name] for name in columns.names]
-        distinct = {id(plan): plan for plan in plans}  # many devices share one
-        if any(plan.round != columns.round for plan in distinct.values()):
-            return False
-        columns = (map(id, plans), columns.num_examples, columns.sent_weight, columns.num_steps)
-        return all(
-            self._fault(distinct[key], *numbers) is None
-            for key, *numbers in set(zip(*columns, strict=True))
-        )
+        self._total.fold(batch.values_P, sum(columns.sent_weight), peaks)
+        self.accepted |= zip(names, batch.reports, strict=True)
+        self._batches.append(batch.reports)
 
     def _take_ready(self, ready: ReadyReport) -> None:
         try:
-            self._check_expected(ready, self.ready)
+            self._check_awaited(ready.name, ready.round, self.ready)
         except UpdateRefused as error:
-            log.warning("%s: %s", error.code, error)
-            self.refusals[error.code] += 1
+            self._count(error)
             self.refuse(ready.name, error)
             return
         self.ready[ready.name] = ready
 
-    def _check_expected(
-        self, told: ReadyReport | ReportFields, there: Mapping[str, ReadyReport | ReportFields]
+    def _count(self, error: UpdateRefused) -> None:
+        log.warning("%s: %s", error.code, error)
+        self.refusals[error.code] += 1
+
+    def _check_awaited(
+        self, name: str, round_number: int, taken: Mapping[str, ReportFields | ReadyReport]
     ) -> Plan:
         """Return the plan that an answer belongs to.
 
         Raises:
-            UnexpectedUpdate: nobody asked for it, or it is here already.
+            UnexpectedUpdate: the client has no plan, has answered already, or answers another
+                round's plan.
         """
-        plan = self.plans.get(columns.name)
-        if plan is None or columns.name in there:
-            raise UnexpectedUpdate(f"{columns.name}: no update of it is awaited")
-        if columns.round != plan.round:
+        plan = self.plans.get(name)
+        if plan is None or name in taken:
+            raise UnexpectedUpdate(f"{name}: no update of it is awaited")
+        if round_number != plan.round:
             raise UnexpectedUpdate(
-                f"{columns.name}: an update for round {columns.round} in round {plan.round}"
+                f"{name}: an update for round {round_number} in round {plan.round}"
             )
         return plan
 
-    def _check(self, report: ReportFields) -> None:
-        """Hold a report against its plan.
+    def _check(self, columns: ReportColumns) -> None:
+        """Check a batch's reports against their plans.
 
         Raises:
-            UnexpectedUpdate: see ``_check_expected``.
-            CountOutOfRange: more examples or weight than the plan can lead to, or none; with
-                dataset weighting any other weight than the plan's.
+            UnexpectedUpdate: see ``_check_awaited``; or a client is in the batch twice.
+            CountOutOfRange: more examples or weight than a plan can lead to, or none; with dataset
+                weighting any weight other than the plan's.
         """
-        plan = self._check_expected(report, self.accepted)
-        fault = self._fault(plan, report.num_examples, report.weight, report.num_steps)
-        if fault is not None:
-            raise CountOutOfRange(f"{report.name}: {fault}")
+        names = columns.names
+        plans = [self._check_awaited(name, columns.round, self.accepted) for name in names]
+        if len(set(names)) < len(names):
+            raise UnexpectedUpdate(f"a client is twice in a batch of {len(names)} updates")
+        # Many clients share a plan and its figures: each combination is checked once.
+        figures = zip(
+            map(id, plans),
+            columns.num_examples,
+            columns.sent_weight,
+            columns.num_steps,
+            strict=True,
+        )
+        for (_, *counts), at in {figure: at for at, figure in enumerate(figures)}.items():
+            fault = self._fault(plans[at], *counts)
+            if fault is not None:
+                raise CountOutOfRange(f"{names[at]}: {fault}")
 
     def _fault(self, plan: Plan, num_examples: int, weight: int, num_steps: int) -> str | None:
-        """Say what is wrong with the numbers of an update, if anything is."""
-        if not 0 < num_examples <= plan.most_examples:
-            return f"{num_examples} examples, its plan allows {plan.most_examples}"
+        """Return what is wrong with the counts of an update; None if nothing is."""
+        if not 0 < num_examples <= plan.max_examples:
+            return f"{num_examples} examples, its plan allows {plan.max_examples}"
         if plan.weigh_as is not None:
             if weight != plan.weigh_as:
                 return f"weight {weight}, its plan says {plan.weigh_as}"
         elif not 0 < weight <= num_examples * self._max_weight:
             return f"weight {weight} for {num_examples} examples of at most {self._max_weight} each"
-        if num_steps > plan.most_examples + 1:
-            return f"{num_steps} steps for {plan.most_examples} examples"
+        if num_steps > plan.max_examples + 1:
+            return f"{num_steps} steps for {plan.max_examples} examples"
         return None

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import overload
 
 from headwater.common.messages import Plan, ReadyReport, ReportFields
-from headwater.common.stats.gradient_noise import after_each
+from headwater.common.stats.gradient_noise import estimates_after_steps
 from headwater.server.planning.target_batch import TargetBy
 
 
@@ -122,7 +122,7 @@ def client_row(report: ReportFields, *, plan_reason: str, local_steps: int) -> C
         step_gradient_norm=[step.gradient_norm for step in steps],
         # Between local steps the model moves and the sum begins anew: no two batch sizes of one.
         gradient_variance=(
-            [found.variance if found else None for found in after_each(steps)]
+            [found.variance if found else None for found in estimates_after_steps(steps)]
             if local_steps == 1
             else [None] * len(steps)
         ),

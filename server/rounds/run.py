@@ -1,6 +1,6 @@
-"""A run: rounds of planning, summing, one division and one step, and the files that they leave.
+"""Runs all rounds of a training: plan, train, sum, divide once, take one step, store a checkpoint.
 
-Nothing here knows of Flower or of sockets: a ``Fleet`` brings the devices' answers, in any order.
+A ``Fleet`` brings the clients' answers in any order; nothing here depends on Flower or sockets.
 """
 
 from __future__ import annotations
@@ -22,20 +22,15 @@ from headwater.common.messages import EvaluateReport
 from headwater.common.model.parameters import state_dict
 from headwater.common.model.tensor_file import write_tensors
 from headwater.common.settings.schema import SETTINGS_FILE, Settings
-from headwater.common.system.atomic_file import whole_file
+from headwater.common.system.atomic_file import atomic_writer
 from headwater.server.aggregation.round_sum import RoundSum
-from headwater.server.fleet import Fleet
-from headwater.server.rounds import checkpoint
-from headwater.server.rounds import evaluation as evaluate
+from headwater.server.fleet import Fleet, Traffic
+from headwater.server.planning.round_plans import RoundPlans
+from headwater.server.rounds import checkpoint, evaluation
 from headwater.server.rounds.observer import Drained, Observer, Observers
 from headwater.server.rounds.open_round import OpenRound
-from headwater.server.rounds.round_row import (
-    ClientRows,
-    MaskedClientRow,
-    RoundRow,
-    masked_client_row,
-)
-from headwater.server.rounds.training import Training
+from headwater.server.rounds.round_row import ClientRows, RoundRow, masked_client_row
+from headwater.server.rounds.training import StepResult, Training
 
 log = logging.getLogger(__name__)
 
@@ -53,12 +48,13 @@ def run(
     resume: bool = False,
     observer: Observer = NO_OBSERVER,
 ) -> None:
-    """Run all rounds of ``training.settings`` and leave the model and its metrics in ``out``.
+    """Run all rounds of ``training.settings``, and write the model to the folder ``out``.
 
-    A drained run ends behind its last committed round, and leaves the same.
+    ``on_round`` is called with each committed round. A drained run ends after its last committed
+    round and leaves the same files.
 
     Raises:
-        HeadwaterError: see ``headwater.common.errors``. What was committed stays in the checkpoint.
+        HeadwaterError: see ``headwater.common.errors``. Committed rounds stay in the checkpoint.
     """
     settings = training.settings
     folder = settings.out
@@ -66,13 +62,13 @@ def run(
         _run_rounds(training, fleet, on_round, observer)
         return
     if resume and training.resume(folder, fleet):
-        log.info("resumed behind round %d", training.round)
+        log.info("resumed after round %d", training.round)
     elif resume:
         log.warning("there is no checkpoint in %s: starting with round 1", folder)
     elif (folder / checkpoint.FILE).exists():
         raise SettingsError(
             f"{folder} holds the checkpoint of another run",
-            remedy="go on with it by --resume, or choose another --out",
+            remedy="continue that run with --resume, or choose another --out",
         )
     observer.started(folder, round_number=training.round)
     _write_settings(folder, settings)
@@ -93,19 +89,14 @@ def run(
 
 
 def _step_back(training: Training, folder: Path) -> None:
-    """Return to the model of the last checkpoint: a step may be half taken, or not stored."""
+    """Return to the last checkpoint's model: a step may be half taken, or not stored."""
     saved = checkpoint.load(folder)
     training.round = 0 if saved is None else saved[0].round
     if saved is not None:
         training.image.bytes_U8.copy_(saved[1])
 
 
-def _run_rounds(
-    training: Training,
-    fleet: Fleet,
-    on_round: OnRound,
-    observer: Observer,
-) -> None:
+def _run_rounds(training: Training, fleet: Fleet, on_round: OnRound, observer: Observer) -> None:
     settings = training.settings
     num_aborted = 0
     while training.round < settings.rounds:
@@ -137,70 +128,99 @@ def _run_rounds(
 
 def _run_round(training: Training, fleet: Fleet, observer: Observer) -> RoundRow:
     """Run one round and commit it in memory."""
-    settings = training.settings
     watch = _Stopwatch()
-    planning = training.planning
-    reports = fleet.describe(planning.describe_request(), min_clients=settings.cohort.min_clients)
-    watch.lap("wait")
-    observer.begun(training.round + 1, reports)
-    planned = planning.plan(
-        reports,
-        round_number=training.round + 1,
-        counted=training.counted,
-        turn_seconds=fleet.turn_seconds(),
-    )
-    plans = planned.plans
-    fleet.ask_again(
-        {name: planning.describe_request(left_out=why) for name, why in planned.left_out.items()}
-    )
-    watch.lap("plan")
+    planned = _plan(training, fleet, observer, watch)
     before = fleet.traffic()
-    opened = training.open_round(planned)
-    fold_seconds = 0.0
-    timeout = settings.cohort.deadline_seconds
-    for answer in fleet.train(plans, training.image, timeout_seconds=timeout):
-        start = time.perf_counter()
-        opened.take(answer)
-        fold_seconds += time.perf_counter() - start
-    watch.lap("train", less=fold_seconds)
-    watch.split["fold"] = fold_seconds
-    planning.learn(plans, accepted=opened.accepted, ready=opened.ready, refused=opened.refused)
+    opened = _train(training, fleet, planned, watch)
+    training.planner.learn(
+        planned, accepted=opened.accepted, ready=opened.ready, refused=opened.refused
+    )
     try:
         _raise_common_fault(opened)
         done = training.close_round(opened, fleet)
     finally:
         observer.closed(opened)
     watch.lap("unmask" if opened.ready else "divide")
-    committed = training.commit(done, opened)
+    step = training.commit(done, opened)
     watch.lap("step")
     metrics = _evaluate(training, fleet, opened, done)
     watch.lap("evaluate")
     after = fleet.traffic()
-    noise = committed.noise
+    traffic = Traffic(
+        bytes_up=after.bytes_up - before.bytes_up,
+        bytes_down=after.bytes_down - before.bytes_down,
+    )
+    return _row(training, planned, opened, done, step, metrics, traffic, watch)
+
+
+def _plan(training: Training, fleet: Fleet, observer: Observer, watch: _Stopwatch) -> RoundPlans:
+    """Wait for enough clients, plan the round, and ask the left-out clients to describe themselves.
+
+    Their descriptions may have changed when the next round is planned.
+    """
+    planner, needed = training.planner, training.settings.cohort.min_clients
+    clients = fleet.describe(planner.describe_request(), min_clients=needed)
+    watch.lap("wait")
+    observer.begun(training.round + 1, clients.reports)
+    planned = planner.plan(
+        clients,
+        round_number=training.round + 1,
+        counted=training.counted,
+        turn_seconds=fleet.turn_seconds(),
+    )
+    fleet.ask_again(
+        {name: planner.describe_request(left_out=why) for name, why in planned.left_out.items()}
+    )
+    watch.lap("plan")
+    return planned
+
+
+def _train(training: Training, fleet: Fleet, planned: RoundPlans, watch: _Stopwatch) -> OpenRound:
+    """Send the plans, and add up the updates as they arrive."""
+    opened = training.open_round(planned)
+    fold_seconds = 0.0
+    timeout = training.settings.cohort.deadline_seconds
+    for answer in fleet.train(planned.plans, training.image, timeout_seconds=timeout):
+        start = time.perf_counter()
+        opened.take(answer)
+        fold_seconds += time.perf_counter() - start
+    watch.lap("train", less=fold_seconds)
+    watch.split["fold"] = fold_seconds
+    return opened
+
+
+def _row(
+    training: Training,
+    planned: RoundPlans,
+    opened: OpenRound,
+    done: RoundSum,
+    step: StepResult,
+    metrics: dict[str, float],
+    traffic: Traffic,
+    watch: _Stopwatch,
+) -> RoundRow:
+    noise, ready = step.noise, opened.ready
+    seconds = [max(part.seconds) for part in opened.columns]
+    seconds += [one.seconds for one in ready.values()]
     return RoundRow(
         round=training.round,
         num_clients=len(done.names),
-        num_invited=len(plans),
+        num_invited=len(planned.plans),
         num_examples=round(done.num_examples),
         weight=done.weight,
         loss=done.loss,
         metrics=metrics,
-        learning_rate=committed.learning_rate,
+        learning_rate=step.learning_rate,
         seconds=watch.total,
         seconds_split=watch.split,
-        slowest_client_seconds=max(
-            [
-                *(max(part.seconds) for part in opened.columns),
-                *(ready.seconds for ready in opened.ready.values()),
-            ]
-        ),
+        slowest_client_seconds=max(seconds),
         updates_per_hour=3600 * len(done.names) / (watch.total - watch.split["wait"]),
-        bytes_up=after.bytes_up - before.bytes_up,
-        bytes_down=after.bytes_down - before.bytes_down,
+        bytes_up=traffic.bytes_up,
+        bytes_down=traffic.bytes_down,
         num_scale_shifts=training.sum.num_shifts,
-        target=committed.target,
+        target=step.target,
         target_by=training.target.by,
-        noise_scale=committed.noise_scale,
+        noise_scale=step.noise_scale,
         gradient_variance=None if noise is None else noise.variance,
         squared_gradient=None if noise is None else noise.squared_gradient,
         heterogeneity=None if noise is None else noise.heterogeneity,
@@ -210,20 +230,20 @@ def _run_round(training: Training, fleet: Fleet, observer: Observer) -> RoundRow
         left_out=planned.left_out,
         refused={name: f"{error.code}: {error}" for name, error in opened.refused.items()},
         clients=ClientRows(opened.accepted, opened.plans),
-        masked_clients=_masked_rows(opened, done),
+        masked_clients=[
+            masked_client_row(ready[name], opened.plans[name])
+            for name in done.names
+            if name in ready
+        ],
     )
 
 
-def _masked_rows(opened: OpenRound, done: RoundSum) -> list[MaskedClientRow]:
-    return [
-        masked_client_row(opened.ready[name], opened.plans[name])
-        for name in done.names
-        if name in opened.ready
-    ]
-
-
 def _raise_common_fault(opened: OpenRound) -> None:
-    """If a fault of the task kept every client from answering, it is the run's fault."""
+    """Raise a fault of the task that kept every client from answering: it ends the run.
+
+    Raises:
+        TaskError: no client answered, and this is the first client's error.
+    """
     if not opened.accepted and not opened.ready:
         for error in opened.refused.values():
             if isinstance(error, TaskError):
@@ -233,13 +253,13 @@ def _raise_common_fault(opened: OpenRound) -> None:
 def _evaluate(
     training: Training, fleet: Fleet, opened: OpenRound, done: RoundSum
 ) -> dict[str, float]:
-    """Return the round's metrics: training sums always, test and held-out when they are due."""
+    """Return the round's metrics: of the training always, of tests in the rounds that have them."""
     metrics = {f"train_{name}": value / done.weight for name, value in done.metric_sums.items()}
     chosen = training.settings.evaluation
     is_last = training.round == training.settings.rounds
     if training.round % chosen.every_rounds and not is_last:
         return metrics
-    metrics |= evaluate.on_server(training.task, training.image, training.test_examples)
+    metrics |= evaluation.on_server(training.task, training.image, training.test_examples)
     if chosen.on_devices:
         plans = {
             name: plan.model_copy(update={"model_version": training.round})
@@ -248,26 +268,28 @@ def _evaluate(
         answers = fleet.evaluate(
             plans, training.image, timeout_seconds=training.settings.cohort.deadline_seconds
         )
-        reports_in = [answer for answer in answers if isinstance(answer, EvaluateReport)]
-        metrics |= evaluate.on_devices(reports_in)
-        metrics["held_out_clients"] = len(reports_in)
+        reports = [answer for answer in answers if isinstance(answer, EvaluateReport)]
+        metrics |= evaluation.on_devices(reports)
+        metrics["held_out_clients"] = len(reports)
     return metrics
 
 
 class _Stopwatch:
-    """Splits a round's seconds by what they were spent on."""
+    """Splits a round's seconds by its parts."""
 
     def __init__(self) -> None:
         self.split: dict[str, float] = {}
         self._last = time.perf_counter()
 
     def lap(self, name: str, *, less: float = 0.0) -> None:
+        """End a part; ``less`` are seconds that are counted in another part."""
         now = time.perf_counter()
         self.split[name] = now - self._last - less
         self._last = now
 
     @property
     def total(self) -> float:
+        """The seconds of all parts."""
         return sum(self.split.values())
 
 
@@ -283,7 +305,7 @@ def _save_model(folder: Path, training: Training) -> None:
     if not training.round:
         return
     try:
-        with whole_file(folder / MODEL) as part:
+        with atomic_writer(folder / MODEL) as part:
             write_tensors(part, state_dict(training.image))
     except Exception as error:
         raise StateError(

@@ -1,7 +1,8 @@
-"""The state of a run and the round in progress: plan, check each update, fold it, commit.
+"""The state of a run: model, optimizer, cohort sum and planner, and the commit of a round.
 
-A round counts whole or not at all: until ``commit`` neither model, optimizer nor places have
-changed. Only what was learned of the devices' speed and lateness outlives an aborted round.
+A round counts as a whole or not at all: until ``commit``, neither the model nor the optimizer nor
+the clients' places in their data have changed. Only what was learned of the clients' speed and
+lateness outlives an aborted round.
 """
 
 from __future__ import annotations
@@ -32,24 +33,26 @@ from headwater.server.aggregation.round_sum import (
 )
 from headwater.server.aggregation.server_optimizer import ServerOptimizer, rate_factor
 from headwater.server.fleet import Fleet
-from headwater.server.planning import device_estimates as learned
-from headwater.server.planning import exclusions
+from headwater.server.planning import device_estimates, exclusions
 from headwater.server.planning.noise_scale import RoundNoise, round_noise, total
-from headwater.server.planning.round_plans import Planned, Planning, held_out_fraction
+from headwater.server.planning.plan_messages import held_out_fraction
+from headwater.server.planning.round_plans import Decisions, RoundPlanner, RoundPlans
 from headwater.server.planning.target_batch import BatchTotals, Target
-from headwater.server.rounds import checkpoint
-from headwater.server.rounds import evaluation as evaluate
+from headwater.server.rounds import checkpoint, evaluation
 from headwater.server.rounds.open_round import OpenRound
-from headwater.server.secagg import session as secure_round
+from headwater.server.secagg.encoding_state import EncodingState, decode_sum
 from headwater.server.secagg.parameters import SessionSetup
 from headwater.server.secagg.retries import sum_masked
+from headwater.server.secagg.session import ReadyCohort, setup_of
+from headwater.server.secagg.session_numbers import SessionNumbers
 
 NOTHING_FINITE = "lower --learning-rate if the model diverged, or look at the devices' data"
+DEFAULT_DECISIONS = Decisions()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Committed:
-    """What a round's step was taken with."""
+class StepResult:
+    """The figures of a committed step; ``target`` is in examples."""
 
     learning_rate: float
     target: int | None
@@ -58,10 +61,12 @@ class Committed:
 
 
 class Training:
-    """The state of one run: model, optimizer, sum, and what each device had counted."""
+    """The state of one run."""
 
-    def __init__(self, settings: Settings, *, run_id: int) -> None:
-        """Build the model at its start.
+    def __init__(
+        self, settings: Settings, *, run_id: int, decisions: Decisions = DEFAULT_DECISIONS
+    ) -> None:
+        """Build the model with its initial parameters.
 
         Raises:
             SettingsError, TaskError, ModelMismatch: see ``headwater.common.errors``.
@@ -76,87 +81,90 @@ class Training:
         )
         if settings.model.initial is not None:
             load_initial(self.image, settings.model.initial)
-        self.test_examples = evaluate.open_test_examples(self.task, self.image)
+        self.test_examples = evaluation.open_test_examples(self.task, self.image)
         self.optimizer = ServerOptimizer(self.image, settings.optimizer, settings.schedule)
-        self.target = Target(
-            settings.plan, max_weight_per_example=max_weight_per_example(self.task)
-        )
-        self.planning = Planning(settings, self.target, self.image.layout)
+        self.max_weight_per_example = max_weight_per_example(self.task)
+        self.target = Target(settings.plan, max_weight_per_example=self.max_weight_per_example)
+        self.planner = RoundPlanner(settings, self.target, self.image.layout, decisions)
         self.sum = CohortSum(self.image.layout)
         self.round = 0
         self.run_id = run_id
         self.counted: dict[str, int] = {}
-        self.followed = secure_round.EncodingState()
-        self.sessions: secure_round.SessionNumbers | None = None
+        """The last round whose sum includes each client's update."""
+        self.encoding = EncodingState()
+        self.sessions: SessionNumbers | None = None
 
     def resume(self, folder: Path, fleet: Fleet) -> bool:
-        """Take up the checkpoint in ``folder``; False if there is none.
+        """Restore the checkpoint in ``folder``; return False if there is none.
 
         Raises:
-            CheckpointCorrupt: it cannot be read, or is that of another model.
+            CheckpointCorrupt: it cannot be read, or belongs to another model.
+            SettingsError: a setting has changed that decides which examples a device takes.
         """
-        found = checkpoint.load(folder)
-        if found is None:
+        saved = checkpoint.load(folder)
+        if saved is None:
             return False
-        progress, image_U8, optimizer = found
+        progress, image_U8, optimizer = saved
         if progress.layout_digest != self.image.layout.digest:
             raise CheckpointCorrupt(
-                f"the checkpoint in {folder} is that of another model",
+                f"the checkpoint in {folder} belongs to another model",
                 remedy="resume with the task that the run was started with",
             )
-        for key, was in progress.asked.items():
-            if self._asked()[key] != was:
+        chosen = self._data_settings()
+        for key, saved_value in progress.asked.items():
+            if chosen[key] != saved_value:
                 raise SettingsError(
-                    f"the run in {folder} was started with {key} = {was!r}, not "
-                    f"{self._asked()[key]!r}: the devices' places would mean other examples",
-                    remedy="resume with the settings that it left: --resume --out DIR alone",
+                    f"the run in {folder} was started with {key} = {saved_value!r}, not "
+                    f"{chosen[key]!r}: the devices would take other examples",
+                    remedy="resume with the run's own settings: --resume --out DIR alone",
                 )
         self.image.bytes_U8.copy_(image_U8)
         self.optimizer.restore(optimizer, progress.optimizer)
         self.sum.restore(progress.largest)
         self.round, self.run_id = progress.round, progress.run_id
         self.counted = dict(progress.counted)
-        self.planning.learned = learned.of_json(progress.learned)
+        self.planner.restore(
+            device_estimates.from_json(progress.learned),
+            exclusions.from_json(progress.secure.get("culprits", {})),
+        )
         self.target.restore(progress.target)
-        self.followed = secure_round.EncodingState.of_json(progress.secure)
-        self.planning.excluded = exclusions.from_json(progress.secure.get("culprits", {}))
+        self.encoding = EncodingState.of_json(progress.secure)
         fleet.restore_simulated(progress.simulated)
         return True
 
-    def _asked(self) -> dict[str, Any]:
-        """Return the settings on which the devices' places depend."""
+    def _data_settings(self) -> dict[str, Any]:
+        """Return the settings that decide which examples each device takes."""
         chosen = self.settings
         return {
             "seed": chosen.seed,
             "task": chosen.task,
             "simulation.clients": chosen.simulation.clients,
-            "held_out_fraction": held_out_fraction(self.settings.evaluation),
+            "held_out_fraction": held_out_fraction(chosen.evaluation),
         }
 
-    def open_round(self, planned: Planned) -> OpenRound:
-        """Empty the sum for a round of these plans."""
-        plans = planned.plans
-        bound = max_weight_per_example(self.task)
+    def open_round(self, planned: RoundPlans) -> OpenRound:
+        """Empty the sum for a round with these plans."""
+        plans, max_weight = planned.plans, self.max_weight_per_example
         self.sum.open(
             num_clients=len(plans),
             planned_weight=sum(
-                plan.weigh_as or bound * plan.most_examples for plan in plans.values()
+                plan.weigh_as or max_weight * plan.max_examples for plan in plans.values()
             ),
         )
         return OpenRound(
             plans=plans,
             total=self.sum,
-            max_weight_per_example=bound,
-            owned=self.planning.owned,
+            max_weight_per_example=max_weight,
+            owned=planned.owned,
             num_left_out=planned.num_too_slow,
         )
 
     def close_round(self, opened: OpenRound, fleet: Fleet) -> RoundSum:
-        """Divide the cohort's sum once by its weight; a masked one is opened in a secure session.
+        """Divide the cohort's sum once by its weight; unmask it first in a secure session.
 
         Raises:
             TooFewClients: fewer updates than --min-clients.
-            RoundAborted: the secure session was.
+            RoundAborted: the secure session was aborted.
         """
         is_masked = self.settings.secure.aggregation != "off"
         self._check_enough(opened, opened.ready if is_masked else opened.accepted)
@@ -164,14 +172,15 @@ class Training:
             done = self._close_masked(opened, fleet)
             self._check_enough(opened, done.names)
             return done
-        bound = max_weight_per_example(self.task)
         columns = opened.columns
         return RoundSum(
             names=tuple(opened.accepted),
             mean_P=self.sum.close(),
             weight=self.sum.weight,
             num_examples=sum(chain.from_iterable(part.num_examples for part in columns)),
-            summed_weight=total_summed_weight(columns, max_weight_per_example=bound),
+            summed_weight=total_summed_weight(
+                columns, max_weight_per_example=self.max_weight_per_example
+            ),
             loss_sum=total_loss(columns),
             metric_sums=total_metrics(columns),
             noise=total(opened.noise),
@@ -179,21 +188,21 @@ class Training:
 
     def _close_masked(self, opened: OpenRound, fleet: Fleet) -> RoundSum:
         chosen = self.settings.secure
-        cohort = secure_round.ReadyCohort.of(
+        cohort = ReadyCohort.of(
             opened.ready,
             opened.plans,
-            max_weight_per_example=max_weight_per_example(self.task),
+            max_weight_per_example=self.max_weight_per_example,
             refuse=opened.refuse,
         )
         if self.sessions is None:
-            self.sessions = secure_round.SessionNumbers(self.settings.out, run_id=self.run_id)
+            self.sessions = SessionNumbers(self.settings.out, run_id=self.run_id)
         sessions, number = self.sessions, self.round + 1
 
-        def open_session(cohort: secure_round.ReadyCohort) -> SessionSetup:
-            return secure_round.setup_of(
+        def set_up(cohort: ReadyCohort) -> SessionSetup:
+            return setup_of(
                 cohort,
                 chosen,
-                self.followed,
+                self.encoding,
                 run_id=self.run_id,
                 number=sessions.next(number),
                 image=self.image,
@@ -201,46 +210,46 @@ class Training:
 
         bounds = None
         if chosen.ring_bits == 16:
-            bounds = secure_round.block_bounds(self.followed, self.image.layout.num_parameters)
+            num_values = self.image.layout.num_parameters
+            bounds = self.encoding.block_bounds(num_values)
         unmasked = sum_masked(
             cohort,
             fleet,
-            open_session=open_session,
+            set_up=set_up,
             bounds=bounds,
             phase_seconds=chosen.phase_seconds,
             refuse=opened.refuse,
-            leave_out=lambda found: self.planning.leave_out(found, round_number=number),
+            leave_out=lambda at_fault: self.planner.exclude(at_fault, round_number=number),
         )
-        done, self.followed = secure_round.decode_sum(unmasked, self.followed)
+        done, self.encoding = decode_sum(unmasked, self.encoding)
         return done
 
-    def _check_enough(self, opened: OpenRound, there: Sized) -> None:
-        """Abort if fewer devices are in the round than it needs.
+    def _check_enough(self, opened: OpenRound, included: Sized) -> None:
+        """Abort the round if it includes fewer clients than it needs.
 
         Raises:
-            TooFewClients: saying who failed and why.
+            TooFewClients: with the first clients' errors.
         """
         needed = self.settings.cohort.min_clients
-        if len(there) < max(needed, 1):
-            nothing_finite = opened.refused and all(
-                isinstance(error, EmptyUpdate) for error in opened.refused.values()
-            )
-            why = "; ".join(f"{name}: {error}" for name, error in list(opened.refused.items())[:3])
+        if len(included) < max(needed, 1):
+            errors = opened.refused
+            is_empty = errors and all(isinstance(error, EmptyUpdate) for error in errors.values())
+            why = "; ".join(f"{name}: {error}" for name, error in list(errors.items())[:3])
             left_out = f", {opened.num_left_out} left out as too slow"
             raise TooFewClients(
-                f"round {self.round + 1}: {len(there)} of {len(opened.plans)} clients "
+                f"round {self.round + 1}: {len(included)} of {len(opened.plans)} clients "
                 f"answered in time{left_out if opened.num_left_out else ''}, at least {needed} are "
                 f"needed" + (f" ({why})" if why else ""),
-                remedy=NOTHING_FINITE if nothing_finite else None,
+                remedy=NOTHING_FINITE if is_empty else None,
             )
 
-    def commit(self, done: RoundSum, opened: OpenRound) -> Committed:
-        """Take the step; the round counts from here on.
+    def commit(self, done: RoundSum, opened: OpenRound) -> StepResult:
+        """Take the optimizer's step; the round counts from here on.
 
         Raises:
             Diverged: the step led to parameters that are not finite.
         """
-        sums = BatchTotals(
+        totals = BatchTotals(
             num_examples=done.num_examples,
             summed_weight=done.summed_weight,
             sent_weight=done.weight,
@@ -251,7 +260,7 @@ class Training:
             noise = round_noise(done.noise, squared_mean=squared_norm(done.mean_P))
         rate = self.optimizer.step(
             done.mean_P,
-            rate_factor(self.settings.schedule.batch_scaling, self.target.ratio(sums)),
+            rate_factor(self.settings.schedule.batch_scaling, self.target.ratio(totals)),
         )
         if not all_finite(self.image.values_P):
             raise Diverged(
@@ -259,10 +268,10 @@ class Training:
             )
         self.round += 1
         self.counted |= dict.fromkeys(done.names, self.round)
-        self.planning.count(opened.accepted)
+        self.planner.count(opened.accepted)
         target = self.target.num_examples if self.target.by else None
-        self.target.commit(sums, noise)
-        return Committed(
+        self.target.commit(totals, noise)
+        return StepResult(
             learning_rate=rate,
             target=target,
             noise=noise,
@@ -270,7 +279,7 @@ class Training:
         )
 
     def progress(self, fleet: Fleet, optimizer: str) -> checkpoint.Progress:
-        """Gather what a checkpoint holds beside its tensors."""
+        """Return what a checkpoint stores in addition to its tensors."""
         return checkpoint.Progress(
             run_id=self.run_id,
             round=self.round,
@@ -278,25 +287,25 @@ class Training:
             optimizer=optimizer,
             largest=self.sum.largest,
             counted=self.counted,
-            learned=learned.to_json(self.planning.learned),
-            asked=self._asked(),
+            learned=device_estimates.to_json(self.planner.estimates),
+            asked=self._data_settings(),
             target=self.target.state(),
             secure={
-                **self.followed.to_json(),
-                "culprits": exclusions.to_json(self.planning.excluded),
+                **self.encoding.to_json(),
+                "culprits": exclusions.to_json(self.planner.excluded),
             },
             simulated=fleet.simulated_state(),
         )
 
 
 def _check_masked(settings: Settings) -> None:
-    """Check that nothing tells of single devices what masks are to hide.
+    """Check that clients report nothing of their own that the masks should hide.
 
     Raises:
-        SettingsError: devices would tell the loss on what they hold out.
+        SettingsError: devices would report the loss on the examples that they hold out.
     """
     if settings.secure.aggregation != "off" and settings.evaluation.on_devices:
         raise SettingsError(
-            "each device would tell its own held-out loss, which secure aggregation is to hide",
+            "each device would report its own held-out loss, which secure aggregation should hide",
             remedy="leave out --evaluate-on-devices: the server tests on examples of its own",
         )

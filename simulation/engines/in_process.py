@@ -1,8 +1,8 @@
-"""The devices of this machine as the rounds see them: no messages, no sockets, one model.
+"""The in-process engine's fleet: simulated devices by calls, without messages or sockets.
 
-What a device would do over the wire it does here by a call: it tells the same of itself, vanishes
-in the same rounds, takes the same seconds of a virtual clock. How its gradients are computed is a
-matter of its own (``headwater.simulation.compute.modes.modes``).
+Each device does by a call what it would do over the wire: it reports the same about itself,
+vanishes in the same rounds, and takes the same seconds of a virtual clock.
+``headwater.simulation.compute.modes`` chooses how the gradients are computed.
 """
 
 from __future__ import annotations
@@ -12,26 +12,32 @@ from collections.abc import Iterator, Mapping
 from itertools import compress
 from typing import Any
 
-from headwater.client.flower.state_file import WALK, walk_of
+from headwater.client.flower.state_file import SAMPLER, read_sampler
 from headwater.common.errors import ConnectionLost, HeadwaterError, LateUpdate, SettingsError
 from headwater.common.messages import (
     DescribeRequest,
-    DeviceReport,
     EvaluateReport,
     Plan,
-    Ready,
+    ReadyReport,
     Update,
 )
 from headwater.common.model.parameters import ModelImage
 from headwater.common.secagg.protocol import Phase, Request
 from headwater.common.settings.schema import Settings
-from headwater.server.fleet import Dropout, Reply, Traffic, UpdateOfMany
+from headwater.server.fleet import Dropout, Reply, Traffic, UpdateBatch
+from headwater.server.planning.cohort import ConnectedClients
 from headwater.simulation.compute.modes import compute_of
-from headwater.simulation.compute.worker_pool import Workers
-from headwater.simulation.engines.roster import Roster
-from headwater.simulation.fleet.devices import Called, Compute, Devices
+from headwater.simulation.compute.worker_pool import WorkerPool
+from headwater.simulation.engines.roster import FleetRoster
+from headwater.simulation.fleet.devices import (
+    FIRST_NODE_ID,
+    FLEET_STATE,
+    MAX_LOOKS,
+    ClientPlan,
+    Compute,
+    Devices,
+)
 from headwater.simulation.fleet.faults import TRAIN
-from headwater.simulation.fleet.nodes import FIRST_NODE_ID, GRID, MOST_LOOKS
 from headwater.simulation.fleet.random_events import may_vanish, vanishes_at
 
 
@@ -54,30 +60,28 @@ class LocalFleet:
         self._run_id = run_id
         self._devices = Devices(settings)
         self._compute: Compute | None = None
-        self._roster = Roster(settings, self._devices)
-        self._asked: Counter[int] = Counter()
-        """How often each device was asked to train in the round at hand, or the last one."""
+        self._roster = FleetRoster(settings, self._devices)
+        self._attempts: Counter[int] = Counter()
+        """How often each device was sent a plan in the current round, or the last one."""
         self._last_round = 0
         self._bytes_up = self._bytes_down = 0
 
-    # Who is there.
-
-    def describe(self, request: DescribeRequest, *, min_clients: int) -> Mapping[str, DeviceReport]:
-        """See ``Fleet``: look at the fleet until enough are there.
+    def describe(self, request: DescribeRequest, *, min_clients: int) -> ConnectedClients:
+        """See ``Fleet``; looks at the simulated fleet until enough devices are connected.
 
         Raises:
-            SettingsError: it was looked at MOST_LOOKS times for the same round.
-            HeadwaterError: what kept a device from describing itself, if too few are left.
+            SettingsError: MAX_LOOKS looks for the same round found too few.
+            HeadwaterError: too few are left, because devices could not describe themselves.
         """
         number, roster = self._last_round + 1, self._roster
-        for look in range(MOST_LOOKS):
+        for look in range(MAX_LOOKS):
             roster.look(request, round_number=number, look=look)
             if roster.has(min_clients):
-                return roster
+                return roster.clients()
             if roster.refused:
                 raise next(iter(roster.refused.values()))
         raise SettingsError(
-            f"round {number}: {MOST_LOOKS:,} looks at the fleet found too few clients at once, at "
+            f"round {number}: {MAX_LOOKS:,} looks at the fleet found too few clients at once, at "
             f"least {min_clients} are needed",
             remedy="lower --min-clients, or raise availability in the fleet's file",
         )
@@ -88,17 +92,15 @@ class LocalFleet:
     def turn_seconds(self) -> float:
         return 0.0
 
-    # What they answer.
-
     def train(
         self, plans: Mapping[str, Plan], image: ModelImage, *, timeout_seconds: float | None
-    ) -> Iterator[Update | UpdateOfMany | Ready | Dropout]:
+    ) -> Iterator[UpdateBatch | ReadyReport | Dropout]:
         if self._compute is None:
             self._compute = compute_of(self._settings, self._devices)
-        called = [Called(name, int(name), plan) for name, plan in plans.items()]
+        called = [ClientPlan(name, int(name), plan) for name, plan in plans.items()]
         if called:
             self._begin(called[0].plan.round)
-        if may_vanish(self._settings):
+        if may_vanish(self._devices.fleet):
             vanished = [self._has_vanished(one.part) for one in called]
             for one in compress(called, vanished):
                 yield Dropout(
@@ -112,29 +114,31 @@ class LocalFleet:
             if isinstance(answer, Dropout):
                 yield answer
                 continue
-            reports = [answer.report] if isinstance(answer, Update) else answer.reports
-            self._bytes_up += len(reports) * 4 * image.layout.num_parameters
+            batch = UpdateBatch.of(answer) if isinstance(answer, Update) else answer
+            self._bytes_up += len(batch.reports) * 4 * image.layout.num_parameters
             if isinstance(answer, Update) and _is_late(answer, timeout_seconds):
                 text = f"{answer.name}: {answer.report.seconds:.1f} s of {timeout_seconds:.1f}"
                 yield Dropout(name=answer.name, error=LateUpdate(text))
             else:
-                yield answer
+                yield batch
 
     def _begin(self, round_number: int) -> None:
-        """Count anew how often devices are asked, if this is another round."""
+        """Reset the attempts if this is another round."""
         if round_number != self._last_round:
             self._last_round = round_number
-            self._asked.clear()
+            self._attempts.clear()
 
     def _has_vanished(self, part: int) -> bool:
-        """Tell whether a device answers no more in the round that it is asked to train in."""
-        self._asked[part] += 1
+        """Whether a device that is sent a plan vanishes before it answers; counts the attempt."""
+        self._attempts[part] += 1
         return self._vanishes_at(part) == TRAIN
 
     def _vanishes_at(self, part: int) -> str | None:
-        """Return the first message that a device does not answer in the round at hand, if any."""
-        attempt = self._asked[part] - 1
-        return vanishes_at(self._settings, part, round_number=self._last_round, attempt=attempt)
+        """Return the first message that a device does not answer in the current round, if any."""
+        attempt = self._attempts[part] - 1
+        return vanishes_at(
+            self._devices.fleet, part, round_number=self._last_round, attempt=attempt
+        )
 
     def converse(
         self,
@@ -145,45 +149,45 @@ class LocalFleet:
         reply_bytes: int = 0,
         timeout_seconds: float | None,
     ) -> Iterator[Reply | Dropout]:
-        raise SettingsError("masked updates travel as messages", remedy="take --wire")
+        raise NotImplementedError("masked rounds run on messages (headwater.simulation.run)")
 
     def evaluate(
         self, plans: Mapping[str, Plan], image: ModelImage, *, timeout_seconds: float | None
     ) -> Iterator[EvaluateReport | Dropout]:
-        resident = self._devices.resident
+        trainer = self._devices.trainer
         for name, plan in plans.items():
             if self._vanishes_at(int(name)) is not None:
                 yield Dropout(name=name, error=ConnectionLost(f"device {name} has vanished"))
                 continue
-            resident.load_model(self._run_id, plan.model_version, image.buffer())
+            trainer.load_model(self._run_id, plan.model_version, image.buffer())
             try:
-                yield resident.evaluate(self._devices.identity(int(name)), plan)
+                yield trainer.evaluate(self._devices.identity(int(name)), plan)
             except HeadwaterError as error:
                 yield Dropout(name=name, error=error)
 
     def close(self) -> None:
-        """End the processes that compute, if there are any."""
-        if isinstance(self._compute, Workers):
+        """End the worker processes, if there are any."""
+        if isinstance(self._compute, WorkerPool):
             self._compute.close()
 
     def traffic(self) -> Traffic:
-        """Return what models and vectors would take on the wire, without the heads beside them."""
+        """Return the bytes of models and vectors on the wire, without their headers."""
         return Traffic(bytes_up=self._bytes_up, bytes_down=self._bytes_down)
 
-    # What a checkpoint keeps of them: as the in-process grid keeps it.
-
     def simulated_state(self) -> dict[str, Any]:
+        """Return the devices' places in their data, as the in-process grid stores them."""
         state: dict[str, Any] = {
-            str(FIRST_NODE_ID + part): {WALK: walk} for part, walk in self._devices.walks.plain()
+            str(FIRST_NODE_ID + part): {SAMPLER: walk}
+            for part, walk in self._devices.positions.to_plain()
         }
-        return state | {GRID: {"last_round": self._last_round}}
+        return state | {FLEET_STATE: {"last_round": self._last_round}}
 
     def restore_simulated(self, state: Mapping[str, Any]) -> None:
         for key, kept in state.items():
-            if key == GRID:
+            if key == FLEET_STATE:
                 self._last_round = kept["last_round"]
-            elif WALK in kept:
-                self._devices.walks[int(key) - FIRST_NODE_ID] = walk_of(kept[WALK])
+            elif SAMPLER in kept:
+                self._devices.positions[int(key) - FIRST_NODE_ID] = read_sampler(kept[SAMPLER])
 
 
 def _is_late(update: Update, timeout_seconds: float | None) -> bool:

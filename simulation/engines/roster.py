@@ -1,8 +1,8 @@
-"""Who of the simulated fleet is there, and what each says of itself once somebody asks.
+"""The connected devices of the simulated fleet, and their descriptions of themselves.
 
-A device describes itself when its turn comes, and not before: of a million of which a thousand are
-invited, no more than those are ever made. What it says is what it would have said in the first
-round in which it was there.
+A device describes itself when its report is looked up, and not before: of a million devices of
+which a thousand are invited, only these are ever made. Its report is the one that it would have
+sent in the first round in which it was connected.
 """
 
 from __future__ import annotations
@@ -14,80 +14,96 @@ from itertools import islice
 from headwater.common.errors import HeadwaterError
 from headwater.common.messages import DescribeRequest, DeviceReport
 from headwater.common.settings.schema import Settings
+from headwater.server.planning.cohort import ConnectedClients
 from headwater.simulation.fleet.devices import Devices
-from headwater.simulation.fleet.random_events import is_there
+from headwater.simulation.fleet.random_events import is_connected
 
 log = logging.getLogger(__name__)
 
 
-class Roster(Mapping[str, DeviceReport]):
-    """The reports of those who are there, by name; none of who turns out unable to make one."""
+class FleetRoster(Mapping[str, DeviceReport]):
+    """The connected devices' reports by name, without devices that cannot describe themselves."""
 
     def __init__(self, settings: Settings, devices: Devices) -> None:
         self.refused: dict[int, HeadwaterError] = {}
-        """Who could not describe itself, and why."""
+        """Why each device that could not describe itself failed."""
         self._settings = settings
         self._devices = devices
         self._request: DescribeRequest | None = None
-        self._here: Collection[int] = range(0)
+        self._connected: Collection[int] = range(0)
         self._keys = KeysView(self)
+        self._names: list[str] | None = None
+        """The names, once they have been iterated over."""
         self._since: dict[int, int] = {}
-        """The round in which a device said what it is, if it was not the first."""
+        """The round in which a device described itself, if it was not the first one."""
         self._first_round = 0
         self._reports: dict[int, DeviceReport] = {}
         size = settings.cohort.size
-        self._most_kept = devices.num_devices if size is None else max(devices.most_held, 2 * size)
-        """Reports that are kept; of a dropped one the device says the same again."""
-        self._again: Mapping[str, DescribeRequest] = {}
+        self._cache_size = (
+            devices.num_devices if size is None else max(devices.cache_size, 2 * size)
+        )
+        """The number of reports that are kept; a device makes a dropped report again."""
+        self._requests: Mapping[str, DescribeRequest] = {}
+        self._absent: set[int] = set()
+        """Devices that were not connected in a look since the last call of ``clients``."""
+        self._described: set[str] = set()
 
     def look(self, request: DescribeRequest, *, round_number: int, look: int) -> None:
-        """See who is there for a round, at the n-th look from 0."""
+        """Find the devices that are connected for a round, at its n-th look from 0."""
         self._request = request
         self._first_round = self._first_round or round_number
-        everybody = range(self._devices.num_devices)
+        population = range(self._devices.num_devices)
         if self._settings.simulation.fleet is None:
-            self._here = everybody
+            self._connected = population
         else:
-            self._keys = KeysView(self)
-            self._since = {
-                part: self._since.get(part, round_number)
-                for part in everybody
-                if is_there(self._settings, part, round_number=round_number, look=look)
+            self._keys, self._names = KeysView(self), None
+            before = self._since
+            self._connected = self._since = {
+                part: before.get(part, round_number)
+                for part in population
+                if is_connected(self._devices.fleet, part, round_number=round_number, look=look)
             }
-            self._here = self._since
-            self._forget_who_is_gone()
-        self._hear_again(round_number)
+            self._absent |= before.keys() - self._since.keys()
+            for known in (self._reports, self.refused):
+                for part in known.keys() - self._since.keys():
+                    del known[part]
+        self._describe_again(round_number)
 
-    def _forget_who_is_gone(self) -> None:
-        for part in self._reports.keys() - self._since.keys():
-            del self._reports[part]
-        for part in self.refused.keys() - self._since.keys():
-            del self.refused[part]
+    def clients(self) -> ConnectedClients:
+        """Return the connected clients, and what changed since the last call."""
+        gone = {part for part in self._absent if str(part) not in self}
+        described = self._described | {str(part) for part in self._absent - gone}
+        self._absent, self._described = set(), set()
+        return ConnectedClients(
+            reports=self, described=described, disconnected={str(part) for part in gone}
+        )
 
     def ask_again(self, requests: Mapping[str, DescribeRequest]) -> None:
-        """Let devices describe themselves anew at the next look, as far as they are there."""
-        self._again = requests
+        """Let devices describe themselves again at the next look, if they are connected then."""
+        self._requests = requests
 
-    def _hear_again(self, round_number: int) -> None:
-        requests, self._again = self._again, {}
+    def _describe_again(self, round_number: int) -> None:
+        requests, self._requests = self._requests, {}
         for name, request in requests.items():
             part = int(name)
-            if name in self:
-                try:
-                    found = self._devices.describe(part, request, round_number=round_number)
-                except HeadwaterError as error:
-                    log.warning("a device stays as it was: %s: %s", error.code, error)
-                else:
-                    self._since[part] = round_number
-                    self._keep(part, found)
+            if name not in self:
+                continue
+            try:
+                report = self._devices.describe(part, request, round_number=round_number)
+            except HeadwaterError as error:
+                log.warning("a device keeps its old description: %s: %s", error.code, error)
+            else:
+                self._since[part] = round_number
+                self._keep(part, report)
+                self._described.add(name)
 
     def _keep(self, part: int, report: DeviceReport) -> None:
-        if len(self._reports) >= self._most_kept:
+        if len(self._reports) >= self._cache_size:
             self._reports.clear()
         self._reports[part] = report
 
     def has(self, number: int) -> bool:
-        """Whether so many are there who can describe themselves."""
+        """Whether at least so many connected devices can describe themselves."""
         able = (name for name in self if self.get(name) is not None)
         return sum(1 for _ in islice(able, number)) == number
 
@@ -96,31 +112,32 @@ class Roster(Mapping[str, DeviceReport]):
         return self._keys
 
     def __len__(self) -> int:
-        return len(self._here) - len(self.refused)
+        return len(self._connected) - len(self.refused)
 
     def __iter__(self) -> Iterator[str]:
-        if not self.refused:
-            return map(str, self._here)
-        return (str(part) for part in self._here if part not in self.refused)
+        if self._names is None:
+            self._names = [str(part) for part in self._connected if part not in self.refused]
+        return iter(self._names)
 
     def __contains__(self, name: object) -> bool:
         part = int(str(name))
-        return part in self._here and part not in self.refused
+        return part in self._connected and part not in self.refused
 
     def __getitem__(self, name: str) -> DeviceReport:
         part = int(name)
-        found = self._reports.get(part)
-        if found is not None:
-            return found
+        report = self._reports.get(part)
+        if report is not None:
+            return report
         if self._request is None or name not in self:
             raise KeyError(name)
         since = self._since.get(part, self._first_round)
         try:
-            found = self._devices.describe(part, self._request, round_number=since)
+            report = self._devices.describe(part, self._request, round_number=since)
         except HeadwaterError as error:
             log.warning("a device was refused: %s: %s", error.code, error)
             self.refused[part] = error
-            self._keys = KeysView(self)
+            self._absent.add(part)
+            self._keys, self._names = KeysView(self), None
             raise KeyError(name) from error
-        self._keep(part, found)
-        return found
+        self._keep(part, report)
+        return report

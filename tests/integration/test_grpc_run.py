@@ -9,7 +9,7 @@ import pytest
 from headwater.common.data.partition_spec import parse_rule
 from headwater.common.data.shares import ClientDatasets
 from headwater.common.task import load_task
-from headwater.server.planning.cohort import select
+from headwater.server.planning.cohort import candidates_in_turn
 from tests.processes import Process, Processes, model_digest, port_of, rows, write_task
 
 ROUNDS = ("--rounds", 4, "--min-clients", 2)
@@ -64,7 +64,9 @@ def test_the_model_is_the_simulators_byte_for_byte(
 
 def test_a_cohort_of_one_makes_the_simulators_model_byte_for_byte(tmp_path: Path) -> None:
     seed = next(
-        seed for seed in range(99) if "0" in select(["0", "1"], size=1, seed=seed, round_number=1)
+        seed
+        for seed in range(99)
+        if next(candidates_in_turn(["0", "1"], size=1, seed=seed, round_number=1)) == "0"
     )
     settings = ("--rounds", 6, "--seed", seed, "--cohort-size", 1, *PLAN, *ADAM)
     task = write_task(tmp_path, open_for=0)

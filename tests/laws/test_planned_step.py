@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -23,19 +23,20 @@ from headwater.common.settings import schema as chosen
 from headwater.common.stats.linear_fit import Line
 from headwater.common.task import Examples, Task, max_weight_per_example
 from headwater.server.aggregation.cohort_sum import CohortSum
-from headwater.server.planning.cohort import dataset_weights
-from headwater.server.planning.device_estimates import Learned
-from headwater.server.planning.planner import Assignment, Device, Link, assign, too_slow
+from headwater.server.planning.cohort import dataset_weights, slowness
+from headwater.server.planning.device_estimates import DeviceEstimate
+from headwater.server.planning.planner import Assignment, Candidate, TransferCosts
 from tests import reference
 from tests.laws.architectures import ARCHITECTURES, NUM_EXAMPLES
+from tests.server.planning.planned import assign
 
 RELATIVE = 1e-6  # as for plans that nobody made (test_exact_step)
 MIB = 2**20
 
 SECONDS = st.floats(1e-6, 10.0)
 RATE = st.none() | st.floats(1e3, 1e8)
-LEARNED = st.builds(
-    Learned,
+ESTIMATES = st.builds(
+    DeviceEstimate,
     line=st.builds(Line, base=st.just(0.0) | SECONDS, each=SECONDS),
     fastest_micro_batch_size=st.none() | st.integers(1, 64),
     vitals=st.builds(
@@ -53,39 +54,41 @@ LEARNED = st.builds(
 
 @dataclass(frozen=True, kw_only=True)
 class Fleet:
-    """Devices as a server knows them, and what it wants of them."""
+    """Clients as a server knows them, and the target of a round."""
 
-    devices: list[Device]
+    devices: list[Candidate]
     target: int
     deadline_seconds: float | None
-    link: Link
+    costs: TransferCosts
 
     def plans(self) -> dict[str, Assignment]:
         able = [
             device
             for device in self.devices
-            if not too_slow(device, deadline_seconds=self.deadline_seconds, link=self.link)
+            if not slowness(
+                device.estimate, deadline_seconds=self.deadline_seconds, costs=self.costs
+            )
         ]
         return assign(
             able,
             chosen.PlanSettings(),
             target=self.target,
             deadline_seconds=self.deadline_seconds,
-            link=self.link,
+            costs=self.costs,
         )
 
 
 @st.composite
 def fleets(draw: st.DrawFn) -> Fleet:
-    learned = draw(st.lists(LEARNED, min_size=1, max_size=5))
+    estimates = draw(st.lists(ESTIMATES, min_size=1, max_size=5))
     return Fleet(
         devices=[
-            Device(name=str(part), num_examples=NUM_EXAMPLES, learned=one)
-            for part, one in enumerate(learned)
+            Candidate(str(part), replace(one, num_examples=NUM_EXAMPLES))
+            for part, one in enumerate(estimates)
         ],
         target=draw(st.integers(1, 5 * NUM_EXAMPLES)),
         deadline_seconds=draw(st.none() | st.floats(0.01, 100.0)),
-        link=Link(
+        costs=TransferCosts(
             image_bytes=10_000,
             update_bytes=10_000,
             turn_seconds=draw(st.just(0.0) | st.floats(1e-4, 1.0)),
@@ -106,13 +109,13 @@ class PlannedRound:
     def examples(self, part: int) -> Examples:
         return self.task.train_examples(data=None, part=part, num_parts=5)
 
-    def window(self, told: Assignment) -> Window:
-        """Return the examples that a device takes which stands where the server believes it."""
+    def window(self, work: Assignment) -> Window:
+        """Return the examples that a client takes, if its place is the one that the server knows."""
         return window(
-            SamplerPosition(offset=NUM_EXAMPLES - told.device.num_left),
-            quota=told.quota,
+            SamplerPosition(offset=NUM_EXAMPLES - work.candidate.estimate.examples_left),
+            quota=work.quota,
             run_seed=0,
-            name=told.device.name,
+            name=work.candidate.name,
             num_examples=NUM_EXAMPLES,
         )
 
@@ -130,13 +133,13 @@ class PlannedRound:
             num_clients=len(plans),
             planned_weight=sum(weigh_as.get(n, bound * a.quota) for n, a in plans.items()),
         )
-        for name, told in plans.items():
-            size = told.quota if in_one else told.micro_batch_size
+        for name, work in plans.items():
+            size = work.quota if in_one else work.micro_batch_size
             plan = Plan(
                 round=1,
                 run_seed=0,
                 model_version=0,
-                quota=told.quota,
+                quota=work.quota,
                 micro_batch_size=size,
                 weigh_as=weigh_as.get(name),
             )
@@ -150,16 +153,16 @@ class PlannedRound:
                 memory=self._memory,
                 should_stop=lambda: False,
             )
-            update = train_round(plan, self.window(told), place)
+            update = train_round(plan, self.window(work), place)
             # No window is cut short: the planner knows what the epoch has left.
-            assert update.report.num_examples == told.quota
+            assert update.report.num_examples == work.quota
             self._sum.check(update.values_P, name=name)
             self._sum.fold(update.values_P, update.report.weight)
         return self._sum.close()
 
     def picked(self, plans: dict[str, Assignment]) -> reference.Picked:
         return [
-            (self.examples(int(name)), self.window(told).positions) for name, told in plans.items()
+            (self.examples(int(name)), self.window(work).positions) for name, work in plans.items()
         ]
 
 

@@ -29,7 +29,7 @@ LINE = Line(base=0.5, each=0.25)
 
 
 def steps(line: Line, sizes: list[int], *, slower: float = 1.0) -> list[Step]:
-    """Return the steps of a device that is ``slower`` times as slow as its line says."""
+    """Return the steps of a device that is ``slower`` times as slow as the line says."""
     return [step(size, line.at(size) * slower) for size in sizes]
 
 

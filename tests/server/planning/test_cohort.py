@@ -1,14 +1,30 @@
-"""Who is invited: everybody, or a sample in which each has its turn; and what each weighs."""
+"""The selection of a cohort: all clients, or a sample in turns; and the updates' weights."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import islice
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headwater.server.planning.cohort import HEAVIEST, Invited, dataset_weights, invite, select
+from headwater.server.planning import cohort
+from headwater.server.planning.cohort import (
+    MAX_MEDIANS,
+    Selection,
+    Slowness,
+    dataset_weights,
+    in_order,
+    select,
+)
+
+
+def sample(names: Sequence[str], *, size: int | None, seed: int, round_number: int) -> list[str]:
+    """Return the names whose turn the round is."""
+    turns = cohort.candidates_in_turn(names, size=size, seed=seed, round_number=round_number)
+    return in_order(list(islice(turns, len(names) if size is None else size)))
+
 
 NAMES = st.lists(
     st.integers(0, 30).map(str) | st.text("ab0", min_size=1, max_size=3), unique=True, min_size=1
@@ -19,7 +35,7 @@ NAMES = st.lists(
 def test_a_cohort_has_the_asked_size_and_no_name_twice(
     names: list[str], size: int, seed: int, round_number: int
 ) -> None:
-    invited = select(names, size=size, seed=seed, round_number=round_number)
+    invited = sample(names, size=size, seed=seed, round_number=round_number)
     assert len(invited) == len(set(invited)) == min(size, len(names))
     assert set(invited) <= set(names)
 
@@ -29,8 +45,8 @@ def test_the_choice_does_not_depend_on_the_order_of_the_names(
     names: list[str], size: int, data: st.DataObject
 ) -> None:
     shuffled = data.draw(st.permutations(names))
-    one = select(names, size=size, seed=3, round_number=5)
-    assert select(shuffled, size=size, seed=3, round_number=5) == one
+    one = sample(names, size=size, seed=3, round_number=5)
+    assert sample(shuffled, size=size, seed=3, round_number=5) == one
 
 
 @given(st.integers(1, 30), st.integers(1, 30), st.integers(0, 3))
@@ -42,7 +58,7 @@ def test_within_a_lap_each_is_invited_once_before_any_is_invited_twice(
     invited = Counter[str]()
     for turn in range(per_lap):
         round_number = lap * per_lap + turn + 1
-        invited.update(select(names, size=size, seed=1, round_number=round_number))
+        invited.update(sample(names, size=size, seed=1, round_number=round_number))
         if turn < per_lap - 1:
             assert max(invited.values()) == 1
     assert set(invited) == set(names)
@@ -50,18 +66,18 @@ def test_within_a_lap_each_is_invited_once_before_any_is_invited_twice(
 
 def test_without_a_size_all_are_invited_in_order() -> None:
     names = ["10", "9", "b", "2", "a"]
-    assert select(names, size=None, seed=0, round_number=1) == ["2", "9", "10", "a", "b"]
+    assert sample(names, size=None, seed=0, round_number=1) == ["2", "9", "10", "a", "b"]
 
 
 def test_names_of_the_same_number_have_one_order() -> None:
-    one = select(["07", "7", "007"], size=None, seed=0, round_number=1)
-    assert select(["7", "007", "07"], size=None, seed=0, round_number=1) == one
+    one = sample(["07", "7", "007"], size=None, seed=0, round_number=1)
+    assert sample(["7", "007", "07"], size=None, seed=0, round_number=1) == one
 
 
 def test_seed_and_round_change_the_sample() -> None:
     names = [str(n) for n in range(100)]
     samples = {
-        tuple(select(names, size=10, seed=seed, round_number=r)) for seed in (0, 1) for r in (1, 2)
+        tuple(sample(names, size=10, seed=seed, round_number=r)) for seed in (0, 1) for r in (1, 2)
     }
     assert len(samples) == 4
 
@@ -78,14 +94,18 @@ def invited(
     waiting_since: Mapping[str, int] | None = None,
     within: int = 10,
     needed: int = 1,
-) -> Invited:
-    return invite(
+) -> Selection:
+    def judge(batch: Sequence[str]) -> tuple[list[str], dict[str, Slowness]]:
+        able = [name for name in batch if name not in slow]
+        why = {name: f"{name} is slow" for name in batch if name in slow}
+        return able, {name: Slowness(factor=slow[name], reason=why[name]) for name in why}
+
+    return select(
         names,
         size=size,
         seed=3,
         round_number=round_number,
-        slowness=lambda name: slow.get(name, 0.5),
-        explain=lambda name: f"{name} is slow",
+        judge=judge,
         waiting_since=waiting_since or {},
         within_rounds=within,
         min_clients=needed,
@@ -97,8 +117,8 @@ def test_where_nobody_is_too_slow_the_cohort_is_the_seeded_sample(
     names: list[str], size: int | None, round_number: int
 ) -> None:
     found = invited(names, {}, round_number, size=size)
-    assert found.names == select(names, size=size, seed=3, round_number=round_number)
-    assert found.asked_anyway == found.left_out == {}
+    assert found.names == sample(names, size=size, seed=3, round_number=round_number)
+    assert found.exceptions == found.left_out == {}
 
 
 @given(
@@ -112,13 +132,13 @@ def test_a_place_that_falls_to_a_slow_device_goes_to_the_next_in_the_walk(
 ) -> None:
     slow = data.draw(st.sets(st.sampled_from(names)))
     found = invited(names, dict.fromkeys(slow, 2.0), round_number, size=size)
-    able = set(found.names) - found.asked_anyway.keys()
+    able = set(found.names) - found.exceptions.keys()
     num_able = len(names) - len(slow)
     assert able <= set(names) - slow
     assert len(able) == min(num_able, size or len(names))
-    assert set(found.asked_anyway) | set(found.left_out) <= slow
+    assert set(found.exceptions) | set(found.left_out) <= slow
     assert not found.left_out.keys() & set(found.names)
-    whose_turn = select(names, size=size, seed=3, round_number=round_number)
+    whose_turn = sample(names, size=size, seed=3, round_number=round_number)
     assert set(whose_turn) <= set(found.names) | set(found.left_out)
 
 
@@ -131,7 +151,7 @@ class Fleet:
         self.left_out: dict[str, list[int]] = {}
         self._size, self._within = size, within
 
-    def round(self, number: int, here: list[str], slow: Mapping[str, float]) -> Invited:
+    def round(self, number: int, here: list[str], slow: Mapping[str, float]) -> Selection:
         waiting = {n: since for n, since in self.waiting_since.items() if n in here}
         found = invited(
             here, slow, number, size=self._size, waiting_since=waiting, within=self._within
@@ -190,7 +210,7 @@ def test_slow_devices_are_not_all_asked_in_the_same_round() -> None:
     names = [str(n) for n in range(1000)]
     fleet = Fleet(None, 10)
     slow = dict.fromkeys(names[1:], 2.0)
-    counts = [len(fleet.round(number, names, slow).asked_anyway) for number in range(1, 21)]
+    counts = [len(fleet.round(number, names, slow).exceptions) for number in range(1, 21)]
     # 100 of 999 a round on the average; a binomial count's deviation is 9.5, four of them 38.
     assert all(abs(count - 99.9) <= 38 for count in counts)
     assert sum(counts) == 2 * 999
@@ -199,9 +219,9 @@ def test_slow_devices_are_not_all_asked_in_the_same_round() -> None:
 def test_a_slow_device_that_is_asked_is_told_why() -> None:
     names = ["fast", "slow"]
     found = [invited(names, {"slow": 2.0}, number, within=10) for number in range(1, 11)]
-    (asked,) = [one.asked_anyway["slow"] for one in found if one.asked_anyway]
+    (asked,) = [one.exceptions["slow"] for one in found if one.exceptions]
     assert asked == "one example, asked once in 10 rounds though slow is slow"
-    assert all(one.left_out == {"slow": "slow is slow"} for one in found if not one.asked_anyway)
+    assert all(one.left_out == {"slow": "slow is slow"} for one in found if not one.exceptions)
 
 
 def test_where_too_few_are_fast_enough_the_fastest_of_the_others_are_asked() -> None:
@@ -209,12 +229,12 @@ def test_where_too_few_are_fast_enough_the_fastest_of_the_others_are_asked() -> 
     rounds = [invited(["a", "b", "c", "d"], slow, number, needed=3) for number in range(1, 11)]
     for found in rounds:
         assert len(found.names) >= 3
-    plain = [one for one in rounds if "once" not in str(one.asked_anyway)]
+    plain = [one for one in rounds if "once" not in str(one.exceptions)]
     assert plain
     for found in plain:
         assert found.names == ["b", "c", "d"]
         why = "one example, as 3 devices are needed though b is slow"
-        assert found.asked_anyway["b"] == why
+        assert found.exceptions["b"] == why
         assert found.left_out == {"a": "a is slow"}
 
 
@@ -227,4 +247,4 @@ def test_with_dataset_weighting_an_update_weighs_what_its_device_owns() -> None:
 
 def test_nobody_weighs_more_than_a_thousand_median_devices() -> None:
     weights = dataset_weights({"a": 7, "b": 8, "c": 9, "liar": 2**40})
-    assert weights == {"a": 7, "b": 8, "c": 9, "liar": 8 * HEAVIEST}
+    assert weights == {"a": 7, "b": 8, "c": 9, "liar": 8 * MAX_MEDIANS}

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headwater.server.planning import equal_finish as module
-from headwater.server.planning.equal_finish import Cohort, Ints, equal_finish
+from headwater.server.planning.equal_finish import CohortColumns, Ints, equal_finish
 
 SECONDS = st.floats(1e-6, 1e3)
 ROWS = st.lists(
@@ -33,12 +33,12 @@ TARGET = st.integers(1, 40_000)
 
 def cohort_of(
     rows: list[dict[str, Any]], turn_seconds: float = 0.0, longest: float = math.inf
-) -> Cohort:
+) -> CohortColumns:
     columns = {name: np.array([row[name] for row in rows]) for name in rows[0]}
-    return Cohort(**columns, longest=np.full(len(rows), longest), turn_seconds=turn_seconds)
+    return CohortColumns(**columns, longest=np.full(len(rows), longest), turn_seconds=turn_seconds)
 
 
-def here_after(cohort: Cohort, quotas: Ints, finish_seconds: float) -> list[float]:
+def here_after(cohort: CohortColumns, quotas: Ints, finish_seconds: float) -> list[float]:
     """Return each device's finish and the turns behind it, worked out one by one."""
     n = len(quotas)
     firsts = [
@@ -175,7 +175,7 @@ def test_a_device_that_claims_a_century_does_not_coarsen_the_search() -> None:
     assert math.isclose(finish, 0.5, rel_tol=CLOSE)
 
 
-class Counting(Cohort):
+class Counting(CohortColumns):
     """A cohort that counts its sweeps over the columns."""
 
     sweeps = 0

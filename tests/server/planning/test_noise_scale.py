@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from headwater.common.messages import Step, UpdateReport
 from headwater.common.model.vectors import squared_norm
-from headwater.common.stats.gradient_noise import NoiseSums, after_each, sums_of
+from headwater.common.stats.gradient_noise import NoiseSums, estimates_after_steps, noise_sums
 from headwater.server.planning.noise_scale import DECAY, NoiseScale, RoundNoise, round_noise, total
 
 Array = NDArray[np.float64]
@@ -85,7 +85,7 @@ def trained(device: Device, random: np.random.Generator) -> tuple[Array, UpdateR
 def one_round(fleet: Sequence[Device], random: np.random.Generator) -> RoundNoise:
     parts = [trained(device, random) for device in fleet]
     sums = total(
-        sums_of(report, num_owned=len(device.gradients_NP))
+        noise_sums(report, num_owned=len(device.gradients_NP))
         for device, (_, report) in zip(fleet, parts, strict=True)
     )
     mean_P = np.sum([vector_P for vector_P, _ in parts], axis=0) / sums.weight
@@ -168,7 +168,7 @@ def test_a_linear_model_s_noise_is_what_is_derived_by_hand() -> None:
         for table_NP, cut in zip(tables, cuts, strict=True):
             sums = np.cumsum(table_NP, axis=0)[np.cumsum(cut) - 1]
             reports.append(told([float(np.linalg.norm(one)) for one in sums], cut))
-        sums = total(sums_of(report, num_owned=2**53) for report in reports)
+        sums = total(noise_sums(report, num_owned=2**53) for report in reports)
         mean_P = np.concatenate(tables).mean(0)
         found = round_noise(sums, squared_mean=float(mean_P @ mean_P))
         assert found is not None
@@ -215,7 +215,10 @@ def test_the_others_stand_for_a_device_with_one_micro_batch() -> None:
 
 
 def test_the_share_of_the_weight_that_measured_is_told() -> None:
-    parts = [sums_of(told([3.0, 5.0], [2, 4]), num_owned=9), sums_of(told([3.0], [2]), num_owned=9)]
+    parts = [
+        noise_sums(told([3.0, 5.0], [2, 4]), num_owned=9),
+        noise_sums(told([3.0], [2]), num_owned=9),
+    ]
     found = round_noise(total(parts), squared_mean=1.0)
     assert found is not None
     assert found.measured_share == 0.75
@@ -271,7 +274,7 @@ def test_examples_that_weigh_differently_are_units_of_weight_each() -> None:
             norms = [float(np.linalg.norm(sums_NP[:n].sum(0))) for n in (first, examples)]
             reports.append(told(norms, [int(tokens_N[:first].sum()), int(tokens_N[first:].sum())]))
             total_P += sums_NP.sum(0)
-        sums = total(sums_of(report, num_owned=2**53) for report in reports)
+        sums = total(noise_sums(report, num_owned=2**53) for report in reports)
         found = round_noise(sums, squared_mean=float(total_P @ total_P) / sums.weight**2)
         assert found is not None
         return found
@@ -285,13 +288,16 @@ def test_examples_that_weigh_differently_are_units_of_weight_each() -> None:
 
 
 def test_examples_that_are_all_alike_have_no_variance() -> None:
-    found = [part and part.variance for part in after_each(told([6.0, 12.0, 18.0], [2] * 3).steps)]
+    found = [
+        part and part.variance
+        for part in estimates_after_steps(told([6.0, 12.0, 18.0], [2] * 3).steps)
+    ]
     assert found == [None, 0.0, 0.0]
 
 
 def test_two_sizes_are_solved_exactly_where_the_arithmetic_is() -> None:
     """|A_1|^2 = 4 (4 + 8/2), |A_2|^2 = 16 (4 + 8/4): S = 8 and |G|^2 = 4."""
-    _, found = after_each(told([math.sqrt(32), math.sqrt(96)], [2, 2]).steps)
+    _, found = estimates_after_steps(told([math.sqrt(32), math.sqrt(96)], [2, 2]).steps)
     assert found is not None
     assert dataclasses.astuple(found) == pytest.approx((8.0, 4.0), rel=16 * 2.0**-52)
 
@@ -303,17 +309,17 @@ def test_two_sizes_are_solved_exactly_where_the_arithmetic_is() -> None:
 def test_a_device_of_one_batch_size_measures_nothing_and_weighs_all_the_same(
     norms: list[float], weights: list[int]
 ) -> None:
-    assert sums_of(told(norms, weights, sent=4), num_owned=9) == NoiseSums(weight=4.0)
+    assert noise_sums(told(norms, weights, sent=4), num_owned=9) == NoiseSums(weight=4.0)
 
 
 def test_steps_without_weight_change_nothing() -> None:
-    plain = sums_of(told([3.0, 5.0], [2, 3]), num_owned=50)
-    empty = sums_of(told([0.0, 3.0, 3.0, 5.0, 5.0], [0, 2, 0, 3, 0]), num_owned=50)
+    plain = noise_sums(told([3.0, 5.0], [2, 3]), num_owned=50)
+    empty = noise_sums(told([0.0, 3.0, 3.0, 5.0, 5.0], [0, 2, 0, 3, 0]), num_owned=50)
     assert plain == empty
 
 
 def test_a_device_that_gave_all_its_examples_adds_no_variance_to_the_mean() -> None:
-    sums = sums_of(told([3.0, 5.0], [2, 3]), num_owned=5)
+    sums = noise_sums(told([3.0, 5.0], [2, 3]), num_owned=5)
     assert sums.variance != 0
     assert sums.sum_variance == 0
 
@@ -349,7 +355,7 @@ def test_whatever_a_device_claims_the_estimates_are_finite(claims: list[tuple[fl
         for norm, weight in claims
     ]
     report = told([1.0], [1]).model_copy(update={"num_examples": 2**53, "steps": tuple(steps)})
-    sums = total([sums_of(report, num_owned=1)] * 1000)
+    sums = total([noise_sums(report, num_owned=1)] * 1000)
     noise = round_noise(sums, squared_mean=1.0)
     if noise is not None:
         assert all(math.isfinite(value) for value in dataclasses.astuple(noise))

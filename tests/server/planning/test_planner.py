@@ -11,64 +11,68 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from headwater.common.messages import MOST_STEPS, Plan
+from headwater.common.messages import MAX_STEPS, Plan
 from headwater.server.planning import plan_reasons as reasons
 from headwater.server.planning.planner import (
-    LONGEST_FINISH_SECONDS,
+    MAX_FINISH_SECONDS,
     Assignment,
-    Link,
     SizeBound,
-    assign,
+    TransferCosts,
 )
-from tests.server.planned import LINK, ROWS, device, devices_of, here_after, plan
+from tests.server.planning.planned import COSTS, ROWS, assign, device, devices_of, here_after, plan
 
 
-@given(rows=ROWS, target=st.integers(1, 40_000), size=st.none() | st.integers(1, 300), link=LINK)
+@given(rows=ROWS, target=st.integers(1, 40_000), size=st.none() | st.integers(1, 300), costs=COSTS)
 @hypothesis_settings(deadline=None, max_examples=100)
 def test_every_quota_is_within_its_bounds(
-    rows: list[dict[str, Any]], target: int, size: int | None, link: Link
+    rows: list[dict[str, Any]], target: int, size: int | None, costs: TransferCosts
 ) -> None:
     devices = devices_of(rows)
     chosen = plan(micro_batch_size=size)
-    assigned = assign(devices, chosen, target=target, link=link)
+    assigned = assign(devices, chosen, target=target, costs=costs)
     assert list(assigned) == [one.name for one in devices]
     for one in devices:
-        told = assigned[one.name]
-        left = one.learned.num_left or one.num_examples
-        assert 1 <= told.quota <= min(one.num_examples, left)
-        assert 1 <= told.micro_batch_size <= told.quota
-        assert told.micro_batch_size <= (size or chosen.max_micro_batch_size)
-        assert math.ceil(told.quota / told.micro_batch_size) <= MOST_STEPS
-        fastest = one.learned.fastest_micro_batch_size
-        assert size or fastest is None or told.micro_batch_size <= fastest
-        assert told.share == one.learned.vitals.share
+        work = assigned[one.name]
+        left = one.estimate.num_left or one.estimate.num_examples
+        assert 1 <= work.quota <= min(one.estimate.num_examples, left)
+        assert 1 <= work.micro_batch_size <= work.quota
+        assert work.micro_batch_size <= (size or chosen.max_micro_batch_size)
+        assert math.ceil(work.quota / work.micro_batch_size) <= MAX_STEPS
+        fastest = one.estimate.fastest_micro_batch_size
+        assert size or fastest is None or work.micro_batch_size <= fastest
+        assert work.time_share == one.estimate.vitals.share
 
 
-@given(rows=ROWS, target=st.integers(1, 40_000), link=LINK)
+@given(rows=ROWS, target=st.integers(1, 40_000), costs=COSTS)
 @hypothesis_settings(deadline=None, max_examples=100)
 def test_the_quotas_sum_to_the_target_or_take_all_there_is(
-    rows: list[dict[str, Any]], target: int, link: Link
+    rows: list[dict[str, Any]], target: int, costs: TransferCosts
 ) -> None:
-    assigned = assign(devices_of(rows), plan(), target=target, link=link).values()
-    there_is = sum(min(told.device.num_left, MOST_STEPS * told.fitting) for told in assigned)
-    total = sum(told.quota for told in assigned)
+    assigned = assign(devices_of(rows), plan(), target=target, costs=costs).values()
+    there_is = sum(
+        min(work.candidate.estimate.examples_left, MAX_STEPS * work.max_micro_batch_size)
+        for work in assigned
+    )
+    total = sum(work.quota for work in assigned)
     assert total == min(max(target, len(rows)), there_is)
 
 
-@given(rows=ROWS, target=st.integers(1, 40_000), link=LINK)
+@given(rows=ROWS, target=st.integers(1, 40_000), costs=COSTS)
 @hypothesis_settings(deadline=None, max_examples=100)
 def test_no_device_is_done_early_that_could_have_taken_another_example(
-    rows: list[dict[str, Any]], target: int, link: Link
+    rows: list[dict[str, Any]], target: int, costs: TransferCosts
 ) -> None:
     """Equal finish, with shares of time and transfers; turns have their own test."""
-    link = Link(image_bytes=link.image_bytes, update_bytes=link.update_bytes)
+    costs = TransferCosts(image_bytes=costs.image_bytes, update_bytes=costs.update_bytes)
     devices = devices_of([{**row, "each": row["each"] or 1e-3} for row in rows])
-    assigned = assign(devices, plan(), target=target, link=link).values()
-    last = max((here_after(a, a.quota, link) for a in assigned if a.quota > 1), default=0.0)
-    for told in assigned:
-        if told.quota < min(told.device.num_left, MOST_STEPS * told.fitting):
+    assigned = assign(devices, plan(), target=target, costs=costs).values()
+    last = max((here_after(a, a.quota, costs) for a in assigned if a.quota > 1), default=0.0)
+    for work in assigned:
+        if work.quota < min(
+            work.candidate.estimate.examples_left, MAX_STEPS * work.max_micro_batch_size
+        ):
             # T is known to a millionth.
-            assert here_after(told, told.quota + 1, link) >= last * (1 - 4e-6)
+            assert here_after(work, work.quota + 1, costs) >= last * (1 - 4e-6)
 
 
 def test_a_device_twice_as_fast_gets_twice_the_quota() -> None:
@@ -83,21 +87,21 @@ def test_a_device_that_gives_half_of_its_time_gets_half_the_quota_and_is_told_so
         device("half", 10_000, each=0.001, share=0.5, is_on_battery=True),
     ]
     assigned = assign(devices, plan(), target=900)
-    assert [told.quota for told in assigned.values()] == [600, 300]
-    assert [told.share for told in assigned.values()] == [1.0, 0.5]
+    assert [work.quota for work in assigned.values()] == [600, 300]
+    assert [work.time_share for work in assigned.values()] == [1.0, 0.5]
     assert "300 examples, giving 50% of its time on battery;" in reasons.of_plan(assigned["half"])
 
 
 def test_a_device_with_a_slow_link_gets_less_by_what_its_transfers_take() -> None:
-    link = Link(image_bytes=1000, update_bytes=500)
+    costs = TransferCosts(image_bytes=1000, update_bytes=500)
     devices = [
         device("near", 10_000, each=0.001),
         device("far", 10_000, each=0.001, download_bytes_per_second=10_000,
                upload_bytes_per_second=5_000),
     ]  # fmt: skip
-    assigned = assign(devices, plan(), target=1000, link=link)
+    assigned = assign(devices, plan(), target=1000, costs=costs)
     # 0.1 s down and 0.1 s up are 200 examples, and a third of 0.6 s.
-    assert [told.quota for told in assigned.values()] == [600, 400]
+    assert [work.quota for work in assigned.values()] == [600, 400]
     assert "400 examples, its transfers 33% of the round;" in reasons.of_plan(assigned["far"])
     assert "transfers" not in reasons.of_plan(assigned["near"])
 
@@ -105,8 +109,8 @@ def test_a_device_with_a_slow_link_gets_less_by_what_its_transfers_take() -> Non
 def test_a_device_whose_transfers_alone_outlast_the_others_is_link_bound() -> None:
     far = device("far", 1000, each=0.001, upload_bytes_per_second=1000)
     assigned = assign([device("near", 1000, each=0.001), far], plan(), target=501,
-                      link=Link(update_bytes=2000))  # fmt: skip
-    assert [told.quota for told in assigned.values()] == [500, 1]
+                      costs=TransferCosts(update_bytes=2000))  # fmt: skip
+    assert [work.quota for work in assigned.values()] == [500, 1]
     assert reasons.of_plan(assigned["far"]) == "link-bound: 1 example; in one micro-batch"
 
 
@@ -114,8 +118,8 @@ def test_uploads_come_one_turn_after_another_the_slowest_last() -> None:
     """Four devices alike in pace but for the last, turns of 10 ms: ten examples apart."""
     devices = [device(name, 10_000, each=0.001) for name in "abc"]
     devices.append(device("slow", 10_000, each=0.002))
-    assigned = assign(devices, plan(), target=4000, link=Link(turn_seconds=0.01))
-    quotas = {name: told.quota for name, told in assigned.items()}
+    assigned = assign(devices, plan(), target=4000, costs=TransferCosts(turn_seconds=0.01))
+    quotas = {name: work.quota for name, work in assigned.items()}
     ends = {name: quotas[name] * (0.002 if name == "slow" else 0.001) for name in quotas}
     ordered = [ends[name] for name in ("slow", "a", "b", "c")]
     for later, earlier in pairwise(ordered):
@@ -125,7 +129,7 @@ def test_uploads_come_one_turn_after_another_the_slowest_last() -> None:
 
 def test_a_turn_long_before_the_end_is_told() -> None:
     devices = [device(str(n), 10_000, each=0.001) for n in range(10)]
-    assigned = assign(devices, plan(), target=1000, link=Link(turn_seconds=0.005))
+    assigned = assign(devices, plan(), target=1000, costs=TransferCosts(turn_seconds=0.005))
     # T - 5.5 turns of 5 ms on the average are 100 ms: T is 127.5 ms, and ten turns 39 % of it.
     assert "speed-bound: 78 examples, its turn 39% before the end" in reasons.of_plan(assigned["9"])
     assert "turn" not in reasons.of_plan(assigned["0"])
@@ -134,12 +138,12 @@ def test_a_turn_long_before_the_end_is_told() -> None:
 def test_a_set_k_is_the_same_for_all_and_never_more_than_they_have_left() -> None:
     devices = [device("rich", 1000), device("poor", 5), device("late", 1000, num_left=7)]
     assigned = assign(devices, plan(accumulation_steps=3, micro_batch_size=4), target=512)
-    assert [(a.quota, a.micro_batch_size, a.share) for a in assigned.values()] == [
+    assert [(a.quota, a.micro_batch_size, a.time_share) for a in assigned.values()] == [
         (12, 4, None),
         (5, 4, None),
         (7, 4, None),
     ]
-    assert [reasons.of_plan(told) for told in assigned.values()] == [
+    assert [reasons.of_plan(work) for work in assigned.values()] == [
         "K set to 3; micro-batch as set",
         "K set to 3; all its 5 examples; micro-batch as set",
         "K set to 3; all its epoch has left: 7 examples; micro-batch as set",
@@ -149,7 +153,7 @@ def test_a_set_k_is_the_same_for_all_and_never_more_than_they_have_left() -> Non
 def test_a_device_at_the_end_of_its_epoch_gives_what_is_left_and_others_the_rest() -> None:
     twins = [device(name, 100, each=1e-3, num_left=30) for name in ("a", "b")]
     assigned = assign([*twins, device("c", 1000, each=1e-3)], plan(), target=300)
-    assert [told.quota for told in assigned.values()] == [30, 30, 240]
+    assert [work.quota for work in assigned.values()] == [30, 30, 240]
     said = reasons.of_plan(assigned["a"])
     assert said == "all its epoch has left: 30 examples; in one micro-batch"
 
@@ -171,26 +175,26 @@ def test_a_hundred_thousand_devices_are_planned_to_the_target() -> None:
         )
         for n in range(100_000)
     ]
-    link = Link(image_bytes=10**5, update_bytes=10**5, turn_seconds=1e-4)
-    assigned = assign(devices, plan(), target=2_000_000, link=link)
-    assert sum(told.quota for told in assigned.values()) == 2_000_000
+    costs = TransferCosts(image_bytes=10**5, update_bytes=10**5, turn_seconds=1e-4)
+    assigned = assign(devices, plan(), target=2_000_000, costs=costs)
+    assert sum(work.quota for work in assigned.values()) == 2_000_000
 
 
 def test_the_longest_reason_fits_into_a_plan() -> None:
     """All that can be said of one device at once, with the longest numbers."""
-    told = Assignment(
-        device=device(
+    work = Assignment(
+        candidate=device(
             num_examples=2**40, each=1.0, share=0.25, is_on_battery=True, memory_limit_bytes=2**53
         ),
         quota=2**40 - 1,
-        fitting=2**31,
+        max_micro_batch_size=2**31,
         size_bound=SizeBound.MEMORY,
-        slowed=1e30,
+        speed_cut=1e30,
         ahead=0.5,
         transfers=0.99,
     )
     most = Plan.model_fields["reason"].metadata[0].max_length
-    shown = reasons.of_plan(told, finish_seconds=LONGEST_FINISH_SECONDS)
+    shown = reasons.of_plan(work, finish_seconds=MAX_FINISH_SECONDS)
     assert len(shown) + len(", cut to 2147483648 each to tell the noise") <= most
     for part in ("over a million", "on battery", "transfers", "turn", "memory-bound"):
         assert part in shown

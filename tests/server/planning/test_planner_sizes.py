@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from headwater.common.settings import schema as settings
 from headwater.server.planning import plan_reasons as reasons
-from headwater.server.planning.planner import Device, SizeBound, assign, micro_batch_sizes
-from tests.server.planned import MIB, ROWS, device, devices_of, plan
+from headwater.server.planning.planner import Candidate, SizeBound, micro_batch_sizes
+from tests.server.planning.planned import MIB, ROWS, assign, device, devices_of, plan
 
 
-def size_of(one: Device, chosen: settings.PlanSettings) -> tuple[int, SizeBound]:
+def size_of(one: Candidate, chosen: settings.PlanSettings) -> tuple[int, SizeBound]:
     sizes, bounds = micro_batch_sizes([one], chosen)
     return int(sizes[0]), bounds[0]
 
@@ -46,10 +46,10 @@ def test_memory_bounds_the_micro_batch_and_says_so(limit_mib: int, fitting: int)
     )
     assert fitting == max((limit_mib * 8 // 10 - 100) // 10, 1)
     assert size_of(one, plan()) == (fitting, SizeBound.MEMORY)
-    told = assign([one], plan(), target=90)["pi"]
+    work = assign([one], plan(), target=90)["pi"]
     examples = "1 example fits" if fitting == 1 else f"{fitting} examples fit"
     said = f"speed-bound: 90 examples; memory-bound: {examples} in {limit_mib} MiB"
-    assert reasons.of_plan(told) == said
+    assert reasons.of_plan(work) == said
 
 
 @given(st.integers(1, 4096 * MIB), st.integers(0, 512 * MIB), st.floats(1, 64 * MIB))
@@ -68,9 +68,9 @@ def test_without_a_limit_the_micro_batch_is_the_maximum() -> None:
 
 
 def test_the_micro_batch_is_not_above_the_fastest_that_was_measured() -> None:
-    told = assign([device(each=1e-3, fastest_micro_batch_size=32)], plan(), target=90)["pi"]
-    assert (told.quota, told.micro_batch_size) == (90, 32)
-    assert reasons.of_plan(told) == "speed-bound: 90 examples; fastest measured: 32"
+    work = assign([device(each=1e-3, fastest_micro_batch_size=32)], plan(), target=90)["pi"]
+    assert (work.quota, work.micro_batch_size) == (90, 32)
+    assert reasons.of_plan(work) == "speed-bound: 90 examples; fastest measured: 32"
 
 
 def test_a_size_that_is_set_is_taken_though_another_is_faster() -> None:

@@ -1,8 +1,9 @@
-"""Devices to plan for: of a known pace, or drawn; and when each is here after its work."""
+"""Clients to plan for: of a known speed, or drawn; and when their updates arrive."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from hypothesis import strategies as st
@@ -10,8 +11,9 @@ from hypothesis import strategies as st
 from headwater.common.messages import Vitals
 from headwater.common.settings import schema as settings
 from headwater.common.stats.linear_fit import Line
-from headwater.server.planning.device_estimates import Learned
-from headwater.server.planning.planner import Assignment, Device, Link
+from headwater.server.planning import planner
+from headwater.server.planning.device_estimates import DeviceEstimate
+from headwater.server.planning.planner import Assignment, Candidate, TransferCosts
 
 MIB = 2**20
 VITALS = tuple(Vitals.model_fields)
@@ -24,12 +26,27 @@ def device(
     base: float = 0.0,
     each: float | None = None,
     **known: Any,
-) -> Device:
-    """Return a device of this pace; ``known`` are fields of its vitals, or of what is learned."""
+) -> Candidate:
+    """Return a client of this speed; ``known`` are fields of its vitals, or of its estimate."""
     vitals = {key: known.pop(key) for key in VITALS if key in known}
     line = None if each is None else Line(base=base, each=each)
-    learned = Learned(line=line, vitals=Vitals(**vitals), is_outdated=False, **known)
-    return Device(name=name, num_examples=num_examples, learned=learned)
+    estimate = DeviceEstimate(
+        num_examples=num_examples, line=line, vitals=Vitals(**vitals), is_outdated=False, **known
+    )
+    return Candidate(name, estimate)
+
+
+def assign(
+    devices: Sequence[Candidate], chosen: settings.PlanSettings, **others: Any
+) -> dict[str, Assignment]:
+    """Assign work to some clients."""
+    return planner.assign(
+        [one.name for one in devices],
+        [one.estimate for one in devices],
+        {one.name: one.exception for one in devices if one.exception is not None},
+        chosen,
+        **others,
+    )
 
 
 def plan(**changes: Any) -> settings.PlanSettings:
@@ -57,23 +74,23 @@ ROWS = st.lists(
     min_size=1,
     max_size=12,
 )
-LINK = st.builds(
-    Link,
+COSTS = st.builds(
+    TransferCosts,
     image_bytes=st.integers(1, 10**8),
     update_bytes=st.integers(1, 10**8),
     turn_seconds=st.just(0.0) | st.floats(1e-6, 1.0),
 )
 
 
-def devices_of(rows: list[dict[str, Any]]) -> list[Device]:
+def devices_of(rows: list[dict[str, Any]]) -> list[Candidate]:
     return [device(f"d{at}", **row) for at, row in enumerate(rows)]
 
 
-def here_after(told: Assignment, quota: int, link: Link) -> float:
+def here_after(work: Assignment, quota: int, costs: TransferCosts) -> float:
     """Return download + (ceil(q / m) a + q b) / share + upload, for who is believed."""
-    vitals, line = told.device.learned.vitals, told.device.learned.line
+    vitals, line = work.candidate.estimate.vitals, work.candidate.estimate.line
     assert line is not None
     down, up = vitals.download_bytes_per_second, vitals.upload_bytes_per_second
-    work = math.ceil(quota / told.fitting) * line.base + quota * line.each
-    transfers = (link.image_bytes / down if down else 0) + (link.update_bytes / up if up else 0)
-    return transfers + work * told.slowed / vitals.share
+    work = math.ceil(quota / work.max_micro_batch_size) * line.base + quota * line.each
+    transfers = (costs.image_bytes / down if down else 0) + (costs.update_bytes / up if up else 0)
+    return transfers + work * work.speed_cut / vitals.share

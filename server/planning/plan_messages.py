@@ -1,0 +1,75 @@
+"""Writes a round's assignments as plans: the messages that tell the clients what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from headwater.common.messages import Plan
+from headwater.common.settings.schema import EvaluationSettings, Settings
+from headwater.server.planning import plan_reasons
+from headwater.server.planning.planner import Assignment
+
+
+def plans_of(
+    assigned: Mapping[str, Assignment],
+    settings: Settings,
+    *,
+    round_number: int,
+    counted: Mapping[str, int],
+    weights: Mapping[str, int],
+    micro_batch_size: Callable[[int, int], int],
+) -> dict[str, Plan]:
+    """Return the plans by name; clients with the same assignment and figures share a plan.
+
+    ``counted`` is the last round whose sum includes a client's update; ``weights`` are those of
+    dataset weighting; ``micro_batch_size`` may change the size for a quota and a planned size.
+    """
+    chosen = settings.plan
+    common = {
+        "round": round_number,
+        "run_seed": settings.seed,
+        "model_version": round_number - 1,
+        "local_steps": chosen.local_steps,
+        "local_learning_rate": chosen.local_learning_rate,
+        "precision": chosen.precision,
+        "held_out_fraction": held_out_fraction(settings.evaluation),
+        "is_masked": settings.secure.aggregation != "off",
+    }
+    assignments = list(assigned.values())
+    rounds, weights_of = map(counted.get, assigned), map(weights.get, assigned)
+    kinds = list(zip(map(id, assignments), rounds, weights_of, strict=True))
+    by_id = dict(zip(map(id, assignments), assignments, strict=True))
+    shared = {}
+    for kind in set(kinds):
+        assignment, counted_round, weigh_as = by_id[kind[0]], kind[1], kind[2]
+        size = micro_batch_size(assignment.quota, assignment.micro_batch_size)
+        fields = _work(assignment, settings, size)
+        shared[kind] = Plan(**common, **fields, counted_round=counted_round, weigh_as=weigh_as)
+    return dict(zip(assigned, map(shared.__getitem__, kinds), strict=True))
+
+
+def _work(assignment: Assignment, settings: Settings, micro_batch_size: int) -> dict[str, Any]:
+    """Return the fields of a plan that follow from its assignment."""
+    deadline = settings.cohort.deadline_seconds
+    evened = ""
+    if micro_batch_size != assignment.micro_batch_size:
+        evened = f", cut to {micro_batch_size} each to tell the noise"
+    # Local steps move the model, so a device must not choose their number by stopping early.
+    is_summing = settings.plan.local_steps == 1
+    finish = assignment.finish_seconds(micro_batch_size) if is_summing else None
+    share = assignment.candidate.estimate.deadline_share
+    return {
+        "quota": assignment.quota,
+        "micro_batch_size": micro_batch_size,
+        # The device trains in this share of the deadline; the rest is for the transfers.
+        "deadline_seconds": None if deadline is None else deadline * share,
+        "finish_seconds": finish,
+        "share": assignment.time_share,
+        "reason": plan_reasons.of_plan(assignment, finish_seconds=finish) + evened,
+    }
+
+
+def held_out_fraction(chosen: EvaluationSettings) -> float:
+    """Return the fraction of its examples that each device holds out."""
+    return chosen.held_out_fraction if chosen.on_devices else 0.0
