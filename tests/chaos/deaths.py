@@ -39,11 +39,11 @@ def _client(target: str, when: Literal["before", "behind", "in"] = "before") -> 
 
 # In the order of a round.
 POINTS = {
-    "before the plans": _server("planning.round_plans:Planning.plan"),
-    "plans sent": _server("transport.servicer:Intake.ask", "behind"),
+    "before the plans": _server("planning.round_plans:RoundPlanner.plan"),
+    "plans sent": _server("transport.servicer:Servicer.send_instructions", "behind"),
     "first update announced": _server("transport.uploads:Uploads.announce"),
     "in mid-upload": _server("transport.uploads:Uploads.take_chunk"),
-    "uploaded, not verified": _server("transport.staging:Staging.verify"),
+    "uploaded, not verified": _server("transport.staging:StagedUpload.verify"),
     "acknowledged, not folded": _server("rounds.open_round:OpenRound.take"),
     "folded": _server("rounds.open_round:OpenRound.take", "behind"),
     "stepped": _server("rounds.training:Training.commit", "behind"),
@@ -51,16 +51,16 @@ POINTS = {
     "before the checkpoint": _server("rounds.checkpoint:save"),
     "in the checkpoint": _server("rounds.checkpoint:write_tensors", "in"),
     "behind the checkpoint": _server("rounds.checkpoint:save", "behind"),
-    "before its plan": _client("transport.exchange:Work.take_instruction"),
+    "before its plan": _client("transport.exchange:Exchange.take_instruction"),
     "plan received": _client("flower.node:Node.answer"),
-    "training": _client("training.accumulation:add"),
-    "between micro-batches": _client("training.spool:SpooledWindow.keep", "behind"),
+    "training": _client("training.accumulation:WindowSum.add"),
+    "between micro-batches": _client("training.spool:SpooledWindow.save", "behind"),
     "trained, place not kept": _client("flower.state_file:StateFile.write"),
     "trained, place kept": _client("flower.state_file:StateFile.write", "behind"),
-    "in its upload": _client("transport.connection:Uplink._write_of_work"),
-    "uploaded, not acknowledged": _client("transport.exchange:Work.take_receipt"),
-    "acknowledged": _client("transport.exchange:Work.take_receipt", "behind"),
-    "handed over": _client("flower.node:Node.handed_over", "behind"),
+    "in its upload": _client("transport.connection:Connection._write"),
+    "uploaded, not acknowledged": _client("transport.exchange:Exchange.take_receipt"),
+    "acknowledged": _client("transport.exchange:Exchange.take_receipt", "behind"),
+    "handed over": _client("flower.node:Node.remove_spool", "behind"),
 }
 
 

@@ -1,4 +1,4 @@
-"""Whose streams are taken: TLS, revoked devices, unknown certificates, other keys."""
+"""Which streams the server accepts: TLS, revoked devices, unknown certificates, other keys."""
 
 from __future__ import annotations
 

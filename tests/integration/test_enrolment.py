@@ -1,4 +1,4 @@
-"""Who gets a certificate for a join token, over real sockets."""
+"""headwater-client join over real sockets: which devices get a certificate, and which errors."""
 
 from __future__ import annotations
 

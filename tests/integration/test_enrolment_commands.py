@@ -1,4 +1,4 @@
-"""Enrolment by the commands, in processes of their own."""
+"""The enrolment commands, each in a process of its own."""
 
 from __future__ import annotations
 

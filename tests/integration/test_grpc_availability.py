@@ -1,4 +1,4 @@
-"""Devices that their owners keep away: they hold no connection, say why, and come back."""
+"""Devices that their owners' settings keep away: they disconnect, report why, and return."""
 
 from __future__ import annotations
 

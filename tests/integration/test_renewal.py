@@ -62,7 +62,7 @@ def test_the_first_use_of_a_renewed_certificate_revokes_the_old_one(tmp_path: Pa
 @pytest.mark.parametrize(
     ("days", "name", "reason"),
     [
-        ((-1.0, 100.0), "0", "more than half"),
+        ((-1.0, 100.0), "0", "first half of its lifetime"),
         (OLD, "1", "the request is for"),
         (OLD, None, "signing request"),
     ],

@@ -129,8 +129,8 @@ def test_cached_hours_equal_hours_computed_at_each_time(seconds: list[int], lead
     for step in seconds:
         clock[0] += dt.timedelta(seconds=step)
         found = absence.by_hours(lead=lead), away_by_hours(both, clock[0], lead=lead)
-        told = [away and (repr(away.error), away.since, away.until) for away in found]
-        assert told[0] == told[1]
+        periods = [away and (repr(away.error), away.since, away.until) for away in found]
+        assert periods[0] == periods[1]
 
 
 def test_the_lead_grows_with_the_upload_time_up_to_a_maximum() -> None:

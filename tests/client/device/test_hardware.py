@@ -27,8 +27,8 @@ ON_BATTERY = {
 
 
 def test_vitals_leave_out_what_is_unknown(tmp_path: Path) -> None:
-    told = ThisMachine(root=machine(tmp_path)).vitals()
-    assert told == Vitals(memory_limit_bytes=AVAILABLE + RESIDENT)
+    vitals = ThisMachine(root=machine(tmp_path)).vitals()
+    assert vitals == Vitals(memory_limit_bytes=AVAILABLE + RESIDENT)
 
 
 def test_a_measured_device_reports_its_line_and_predicts_by_it() -> None:
@@ -36,9 +36,9 @@ def test_a_measured_device_reports_its_line_and_predicts_by_it() -> None:
     assert device.memory.fitting(1) is None
     speed = device.speed(ExampleProbe(training_context(examples(8))))
     assert speed.seconds_per_example > 0
-    told, line = device.vitals(), device.memory.line
+    vitals, line = device.vitals(), device.memory.line
     assert line is not None
-    assert (told.base_bytes, told.bytes_per_example) == (int(line.base), line.each)
+    assert (vitals.base_bytes, vitals.bytes_per_example) == (int(line.base), line.each)
     assert device.memory.fitting(1) is not None
 
 
@@ -54,8 +54,8 @@ def test_a_device_on_battery_gives_and_reports_its_battery_share(
     with caplog.at_level(logging.INFO):
         for _ in range(3):
             assert device.time_share() == TimeShare(share=0.25, reason="on battery")
-    told = device.vitals()
-    assert (told.share, told.battery, told.is_on_battery) == (0.25, 0.4, True)
+    vitals = device.vitals()
+    assert (vitals.share, vitals.battery, vitals.is_on_battery) == (0.25, 0.4, True)
     assert caplog.messages == ["this device gives 25 % of its time, on battery"]
 
 

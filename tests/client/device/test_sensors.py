@@ -43,7 +43,7 @@ def test_pressure_is_the_largest_of_the_machine_s_and_the_cgroups_(
     tmp_path: Path,
 ) -> None:
     rows = "some avg10={} avg60=99.00 avg300=99.00 total=1\nfull avg10=98.00 avg60=0 total=1\n"
-    told = sensed(
+    vitals = sensed(
         tmp_path,
         {
             "proc/self/cgroup": "0::/a\n",
@@ -53,7 +53,7 @@ def test_pressure_is_the_largest_of_the_machine_s_and_the_cgroups_(
             "sys/fs/cgroup/cpu.pressure": rows.format("2.00"),
         },
     )
-    assert (told.memory_pressure, told.cpu_pressure) == (0.25, 0.03)
+    assert (vitals.memory_pressure, vitals.cpu_pressure) == (0.25, 0.03)
 
 
 def stat(*, user: int, idle: int, steal: int = 0) -> str:
@@ -244,8 +244,8 @@ def mains(online: str) -> dict[str, str]:
 def test_a_device_is_on_battery_if_it_has_a_battery_and_no_mains(
     tmp_path: Path, files: dict[str, str], expected: tuple[float | None, bool | None]
 ) -> None:
-    told = sensed(tmp_path, files)
-    assert (told.battery, told.is_on_battery) == (
+    vitals = sensed(tmp_path, files)
+    assert (vitals.battery, vitals.is_on_battery) == (
         expected[0] if expected[0] is None else pytest.approx(expected[0]),
         expected[1],
     )
@@ -286,5 +286,5 @@ def test_available_readings_are_described_in_words() -> None:
 
 
 def test_this_machine_s_sensors_make_a_valid_report() -> None:
-    told = Sensors().vitals()
-    assert Vitals.model_validate(told.model_dump()) == told
+    vitals = Sensors().vitals()
+    assert Vitals.model_validate(vitals.model_dump()) == vitals

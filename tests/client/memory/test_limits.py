@@ -150,7 +150,7 @@ def test_a_lowered_limit_is_noticed_at_the_next_reading(tmp_path: Path) -> None:
 
 
 def test_slow_readings_make_the_limits_be_read_less_often(tmp_path: Path) -> None:
-    """A clock that moves a second at each look: reading takes 1 s, 2 % of 50 s."""
+    """A clock that advances a second at each reading: reading takes 1 s, 2 % of 50 s."""
     now = [0.0]
 
     def seconds() -> float:

@@ -225,7 +225,7 @@ def test_checkpointing_that_saves_nothing_changes_no_prediction() -> None:
 
 @dataclass
 class Allocator:
-    """A process whose C library keeps all that was freed until it is told to give it back."""
+    """A process whose C library keeps all freed memory until it is told to return it."""
 
     rest: int
     each: int
@@ -245,7 +245,7 @@ RUNS = st.lists(st.tuples(st.integers(1, 256), st.floats(0, 1)), min_size=1, max
 @settings(deadline=None)
 @given(RUNS)
 def test_no_sequence_of_sizes_moves_a_correct_line(run: list[tuple[int, float]]) -> None:
-    """Small ones behind large ones peak as high, and still one example does not look huge."""
+    """Small micro-batches after large ones peak as high; one example does not look huge."""
     process = Allocator(rest=300 * MIB, each=MIB, fragments=0)
     known, held = peaks(base=300 * MIB, each=MIB, largest_size=1), 0
     for size, noise in run:

@@ -1,4 +1,4 @@
-"""Cohorts of devices for the tests of masked rounds, and the requests that the server sends them."""
+"""Cohorts of devices for the tests of masked rounds, and the requests that they receive."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A device's security floor: what it requires of a session, and what it refuses before one opens."""
+"""A device's security floor: what it requires of a session, and what it refuses before."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SecureSession: it answers once, stores its record first, masks in place and erases its secrets."""
+"""SecureSession: it answers once, stores its record first, masks in place, erases secrets."""
 
 from __future__ import annotations
 

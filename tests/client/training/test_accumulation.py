@@ -106,7 +106,7 @@ def test_a_task_that_raises_during_the_search_for_a_nan_loses_no_other_micro_bat
 
 
 class FiniteWithoutGradients(TwoLayers):
-    """A loss that is finite only where no gradient is asked for."""
+    """A loss that is finite only without gradients."""
 
     def loss_sum(self, model: nn.Module, batch: Sequence[Tensor]) -> tuple[Tensor, int]:
         loss, weight = super().loss_sum(model, batch)
@@ -120,9 +120,9 @@ def test_a_micro_batch_without_a_single_bad_example_is_refused_whole() -> None:
 
 
 def test_a_stopped_window_used_or_refused_its_first_examples() -> None:
-    """An example refused behind the stop must not push the walk over one that nobody saw."""
+    """An example refused after the stop must not make the sampler skip an unused example."""
     task = TwoLayers()
-    # The second micro-batch spoils the vector; the window begins again and time is up after one.
+    # The second micro-batch spoils the vector; the window restarts, and the deadline comes after one.
     context = training_context(task, examples(6, kinds=[0, 0, 0, NAN_GRADIENT]))
     update = trained(context, plan(6, 2, deadline_seconds=4.0))
     assert update.report.reason == "deadline"

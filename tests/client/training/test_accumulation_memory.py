@@ -55,7 +55,7 @@ def test_an_allocation_failure_late_in_the_window_loses_and_repeats_no_example()
 
 
 def test_an_allocation_failure_in_the_search_for_bad_examples_halves_the_micro_batches() -> None:
-    """The second backward pass of a full micro-batch is one too many."""
+    """The second backward pass of a full micro-batch fails to allocate."""
     task = TwoLayers()
     context = training_context(task, examples(8, kinds=[0, 0, 0, NAN_GRADIENT]))
 
@@ -160,7 +160,7 @@ def test_checkpointing_stays_on_after_memory_is_free_again() -> None:
 
 
 @pytest.mark.parametrize(
-    "foreseen",
+    "predicted",
     [
         pytest.param(None, id="not known"),
         pytest.param(10.0, id="no less than without"),
@@ -168,11 +168,11 @@ def test_checkpointing_stays_on_after_memory_is_free_again() -> None:
     ],
 )
 def test_if_checkpointing_would_not_help_the_window_stops_before_the_limit(
-    foreseen: float | None,
+    predicted: float | None,
 ) -> None:
     memory = FakeMemory(lambda n: 1009)
     context = training_context(
-        TwoLayers(), examples(12), memory=memory, checkpointed_bytes=foreseen
+        TwoLayers(), examples(12), memory=memory, checkpointed_bytes=predicted
     )
     with pytest.raises(OutOfMemory, match=r"pi, round 1: one example alone does not fit: by ") as e:
         trained(context, plan(12, 4))

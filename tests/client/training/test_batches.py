@@ -25,7 +25,7 @@ def data(num_examples: int, num_features: int) -> TensorDataset:
 
 
 class Counting(TensorDataset):
-    """Counts how often its tensors are asked for."""
+    """Counts how often its tensors are read."""
 
     num_asked = 0
 

@@ -109,8 +109,8 @@ def test_local_steps_equal_a_plain_sgd_loop(size: int) -> None:
     context = training_context(TwoLayers(), examples(12))
     before_P = context.image.values_P.double().clone()
     after_P = plain_sgd(context, split(range(12), 4), 2.0**-6)
-    asked = plan(12, size, local_steps=3, local_learning_rate=2.0**-6)
-    update = trained(context, asked)
+    chosen = plan(12, size, local_steps=3, local_learning_rate=2.0**-6)
+    update = trained(context, chosen)
     expected_P = 12 * (before_P - after_P)
     # Three float32 steps of a few dozen operations on values below 2^8, then times 12.
     bound = 12 * 3 * 64 * 2.0**8 * 2.0**-24
@@ -120,8 +120,8 @@ def test_local_steps_equal_a_plain_sgd_loop(size: int) -> None:
 
 def test_local_steps_of_one_micro_batch_stop_at_the_deadline() -> None:
     context = training_context(TwoLayers(), examples(12))
-    asked = plan(12, 4, local_steps=3, local_learning_rate=2.0**-6, deadline_seconds=9.0)
-    update = trained(context, asked)
+    chosen = plan(12, 4, local_steps=3, local_learning_rate=2.0**-6, deadline_seconds=9.0)
+    update = trained(context, chosen)
     assert (update.report.reason, update.report.weight) == ("deadline", 8)
 
 
@@ -183,12 +183,12 @@ def test_refused_examples_do_not_count_as_left_in_the_epoch() -> None:
 @given(st.integers(1, 12), st.integers(1, 2**40), st.integers(1, 3))
 def test_scaling_to_another_weight_rounds_once(quota: int, weigh_as: int, local_steps: int) -> None:
     context = training_context(TwoLayers(), examples(12))
-    asked = plan(quota, 1, local_steps=local_steps, local_learning_rate=2.0**-6)
-    plain = trained(context, asked)
+    chosen = plan(quota, 1, local_steps=local_steps, local_learning_rate=2.0**-6)
+    plain = trained(context, chosen)
     wide_P, report = plain.values_P.double().clone(), plain.report
-    scaled = trained(context, asked.model_copy(update={"weigh_as": weigh_as}))
+    scaled = trained(context, chosen.model_copy(update={"weigh_as": weigh_as}))
     exact_P = wide_P * weigh_as / report.weight
-    # Half a unit in the last context of float32, and two roundings of float64 on either side.
+    # Half a unit in the last place of float32, and two roundings of float64 on either side.
     bound_P = exact_P.abs() * (2.0**-24 + 4 * 2.0**-53)
     assert bool(((scaled.values_P.double() - exact_P).abs() <= bound_P).all())
     assert scaled.report.weight == weigh_as

@@ -212,11 +212,11 @@ def test_a_sampler_state_survives_json(epoch: int, offset: int, pending: int | N
         pending_round=pending,
         pending_place=SamplerPosition(epoch=epoch, offset=offset + 1),
     )
-    told = json.loads(json.dumps(dataclasses.asdict(walk)))
+    plain = json.loads(json.dumps(dataclasses.asdict(walk)))
     back = SamplerState(
-        place=SamplerPosition(**told["place"]),
-        pending_round=told["pending_round"],
-        pending_place=SamplerPosition(**told["pending_place"]),
+        place=SamplerPosition(**plain["place"]),
+        pending_round=plain["pending_round"],
+        pending_place=SamplerPosition(**plain["pending_place"]),
     )
     assert back == walk
 

@@ -86,14 +86,14 @@ def stopped(
     found: tuple[ProbePoint, ...],
     *,
     num_examples: int = 256,
-    foreseen: float = 0,
+    predicted: float = 0,
     limit: int | None = None,
     seconds: float = 0,
 ) -> str | None:
     return reason_to_stop(
         found,
         num_examples=num_examples,
-        next_bytes=foreseen,
+        next_bytes=predicted,
         limit_bytes=limit,
         seconds=seconds,
     )
@@ -104,7 +104,7 @@ def stopped(
 
 def test_the_size_grows_while_no_rule_stops_it() -> None:
     found = points(DISPATCHED, PEAKS, doubled(4))
-    assert stopped(found, foreseen=800 * MIB, limit=1001 * MIB) is None
+    assert stopped(found, predicted=800 * MIB, limit=1001 * MIB) is None
 
 
 def test_the_probe_ends_at_the_number_of_examples() -> None:
@@ -116,8 +116,8 @@ def test_the_probe_ends_at_the_number_of_examples() -> None:
 def test_the_probe_ends_before_a_size_close_to_the_limit() -> None:
     found = points(DISPATCHED, PEAKS, doubled(4))
     limit = 1000 * MIB
-    assert stopped(found, foreseen=SAFE_SHARE * limit, limit=limit) is None
-    reason = stopped(found, foreseen=SAFE_SHARE * limit + 1, limit=limit)
+    assert stopped(found, predicted=SAFE_SHARE * limit, limit=limit) is None
+    reason = stopped(found, predicted=SAFE_SHARE * limit + 1, limit=limit)
     assert reason == "the next would take 800 MiB, above 80% of the limit of 1000 MiB"
 
 
@@ -194,12 +194,12 @@ def test_a_single_size_has_the_slope_of_its_activations() -> None:
 def test_peaks_on_a_line_predict_at_least_the_next_peak(sizes: list[int]) -> None:
     found = points(DISPATCHED, PEAKS, sizes)
     size = 2 * sizes[-1]
-    foreseen = predicted_bytes(found, size, 4 * MIB, rest_bytes=PEAKS.base)
-    assert PEAKS.at(size) <= foreseen <= PEAKS.at(size) + NOISE_BYTES * size
+    predicted = predicted_bytes(found, size, 4 * MIB, rest_bytes=PEAKS.base)
+    assert PEAKS.at(size) <= predicted <= PEAKS.at(size) + NOISE_BYTES * size
 
 
 def test_peaks_that_bend_upwards_are_predicted_by_the_last_two() -> None:
-    """Small sizes hide behind a buffer of fixed size, and then the peak grows by 8 MiB each."""
+    """A buffer of fixed size hides small sizes; then the peak grows by 8 MiB each."""
     bent = tuple(
         ProbePoint(size=size, seconds=1, usual_seconds=1, least_seconds=1, peak_bytes=peak * MIB)
         for size, peak in ((1, 400), (2, 400), (4, 400), (8, 432))
@@ -325,7 +325,7 @@ def test_activation_bytes_include_the_widest_activation() -> None:
 
 
 class Wider(TwoLayers):
-    """An activation of 4 MB for each example, behind a small layer."""
+    """An activation of 4 MB for each example, after a small layer."""
 
     width = 1_000_000
 

@@ -46,7 +46,7 @@ class PowerCut(BaseException):
 
 
 class CutOff(TwoLayers):
-    """Has a dropout layer and a metric; the power goes at one of its micro-batches."""
+    """Has a dropout layer and a metric; power fails at one of its micro-batches."""
 
     def __init__(self, *, cut_at: int | None = None) -> None:
         super().__init__()
@@ -76,14 +76,14 @@ def window_of(context: TrainingContext, quota: int) -> Window:
     return Window(positions=tuple(range(quota)), epoch=0, offset=0, ends_epoch=False)
 
 
-def done(context: TrainingContext, asked: Plan, kept: Spool | None = None) -> Update:
-    return train_round(asked, window_of(context, asked.quota), context, kept)
+def done(context: TrainingContext, chosen: Plan, kept: Spool | None = None) -> Update:
+    return train_round(chosen, window_of(context, chosen.quota), context, kept)
 
 
-def cut_off(folder: Path, asked: Plan, *, at: int, **how: Any) -> None:
-    """Let the power go at the micro-batch of number ``at``, from 0."""
+def cut_off(folder: Path, chosen: Plan, *, at: int, **how: Any) -> None:
+    """Simulate a power cut at micro-batch ``at``, from 0."""
     with pytest.raises(PowerCut):
-        done(device(cut_at=at), asked, spool(folder, **how))
+        done(device(cut_at=at), chosen, spool(folder, **how))
 
 
 def seen_by(context: TrainingContext) -> list[int]:
@@ -110,48 +110,48 @@ def assert_same(found: Update, expected: Update) -> None:
 def test_a_resumed_window_equals_an_uninterrupted_one_to_the_bit(
     quota: int, size: int, cut_at: int, kinds: list[int], weigh_as: int | None
 ) -> None:
-    asked = plan(quota, size, weigh_as=weigh_as)
+    chosen = plan(quota, size, weigh_as=weigh_as)
     with tempfile.TemporaryDirectory() as name:
         kept = spool(Path(name))
         try:
-            expected = done(device(kinds=kinds), asked)
+            expected = done(device(kinds=kinds), chosen)
         except EmptyUpdate:
             return
         broken = device(cut_at=cut_at, kinds=kinds)
         try:
-            done(broken, asked, kept)
+            done(broken, chosen, kept)
         except PowerCut:
-            assert_same(done(device(kinds=kinds), asked, kept), expected)
+            assert_same(done(device(kinds=kinds), chosen, kept), expected)
         else:
             assert len(seen_by(broken)) <= cut_at
 
 
 def test_micro_batches_in_the_spool_are_not_summed_again(tmp_path: Path) -> None:
-    asked = plan(22, 4)
-    cut_off(tmp_path, asked, at=3)
+    chosen = plan(22, 4)
+    cut_off(tmp_path, chosen, at=3)
     again = device()
-    update = done(again, asked, spool(tmp_path))
+    update = done(again, chosen, spool(tmp_path))
     assert seen_by(again) == [4, 4, 2]
     assert update.report.num_examples == 22
 
 
 def test_a_window_can_be_resumed_twice(tmp_path: Path) -> None:
-    asked = plan(22, 4)
-    cut_off(tmp_path, asked, at=2)
+    chosen = plan(22, 4)
+    cut_off(tmp_path, chosen, at=2)
     with pytest.raises(PowerCut):
-        done(device(cut_at=2), asked, spool(tmp_path))
+        done(device(cut_at=2), chosen, spool(tmp_path))
     again = device()
-    assert_same(done(again, asked, spool(tmp_path)), done(device(), asked))
+    assert_same(done(again, chosen, spool(tmp_path)), done(device(), chosen))
     assert seen_by(again) == [4, 2]
 
 
 def test_reduced_micro_batches_stay_small_after_a_restart(tmp_path: Path) -> None:
-    asked = plan(22, 4)
+    chosen = plan(22, 4)
     lowered = FakeMemory(lambda n: 1040 if n < 2 else 1020)
     with pytest.raises(PowerCut):
-        done(device(cut_at=4, memory=lowered), asked, spool(tmp_path))
+        done(device(cut_at=4, memory=lowered), chosen, spool(tmp_path))
     again = device()
-    report = done(again, asked, spool(tmp_path)).report
+    report = done(again, chosen, spool(tmp_path)).report
     assert seen_by(again) == [2] * 5
     assert (report.micro_batch_size, report.num_examples) == (2, 22)
 
@@ -167,12 +167,12 @@ def test_the_file_is_a_safetensors_file_that_only_its_owner_may_read(tmp_path: P
 
 
 OTHERS: dict[str, Callable[[Plan], tuple[Plan, dict[str, Any]]]] = {
-    "round 1, not 2": lambda asked: (asked.model_copy(update={"round": 2}), {}),
-    "version 0, not 5": lambda asked: (asked.model_copy(update={"model_version": 5}), {}),
-    "plan": lambda asked: (asked.model_copy(update={"precision": "bfloat16"}), {}),
-    "epoch 0, not 1": lambda asked: (asked, {"epoch": 1}),
-    "offset 0, not 9": lambda asked: (asked, {"offset": 9}),
-    "other examples": lambda asked: (asked, {"positions": tuple(range(1, 23))}),
+    "round 1, not 2": lambda chosen: (chosen.model_copy(update={"round": 2}), {}),
+    "version 0, not 5": lambda chosen: (chosen.model_copy(update={"model_version": 5}), {}),
+    "plan": lambda chosen: (chosen.model_copy(update={"precision": "bfloat16"}), {}),
+    "epoch 0, not 1": lambda chosen: (chosen, {"epoch": 1}),
+    "offset 0, not 9": lambda chosen: (chosen, {"offset": 9}),
+    "other examples": lambda chosen: (chosen, {"positions": tuple(range(1, 23))}),
 }
 
 
@@ -180,9 +180,9 @@ OTHERS: dict[str, Callable[[Plan], tuple[Plan, dict[str, Any]]]] = {
 def test_a_file_of_another_window_is_deleted_and_the_log_says_why(
     reason: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    asked = plan(22, 4)
-    cut_off(tmp_path, asked, at=2)
-    other, changes = OTHERS[reason](asked)
+    chosen = plan(22, 4)
+    cut_off(tmp_path, chosen, at=2)
+    other, changes = OTHERS[reason](chosen)
     context = device()
     part = replace(window_of(context, 22), **changes)
     with caplog.at_level(logging.WARNING):
@@ -195,11 +195,11 @@ def test_a_file_of_another_window_is_deleted_and_the_log_says_why(
 def test_the_spool_of_another_model_is_deleted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    asked = plan(22, 4)
-    cut_off(tmp_path, asked, at=2)
+    chosen = plan(22, 4)
+    cut_off(tmp_path, chosen, at=2)
     context = device()
     context.image.load(bytes(build_model(CutOff(), seed=4).buffer()))
-    done(context, asked, spool(tmp_path))
+    done(context, chosen, spool(tmp_path))
     assert "it belongs to another model" in caplog.text
     assert sum(seen_by(context)) == 22
 
@@ -217,16 +217,16 @@ def test_the_spool_of_another_layout_is_deleted(
 @settings(deadline=None, max_examples=60)
 @given(st.floats(0, 1, exclude_max=True), st.integers(1, 255), st.booleans())
 def test_the_sum_is_exact_whichever_byte_is_damaged(at: float, change: int, cuts: bool) -> None:
-    asked = plan(22, 4)
+    chosen = plan(22, 4)
     with tempfile.TemporaryDirectory() as name:
         kept = spool(Path(name))
-        cut_off(Path(name), asked, at=3)
+        cut_off(Path(name), chosen, at=3)
         data = bytearray(kept.path.read_bytes())
         position = int(at * len(data))
         data[position] ^= change
         kept.path.write_bytes(data[:position] if cuts else data)
-        found = done(device(), asked, kept)
-    assert torch.equal(found.values_P, done(device(), asked).values_P)
+        found = done(device(), chosen, kept)
+    assert torch.equal(found.values_P, done(device(), chosen).values_P)
 
 
 @pytest.mark.parametrize("left", [b"", b"\x00" * 8, b"\xff" * 64, b'\x02\0\0\0\0\0\0\0{}{"a":[]}'])
@@ -277,18 +277,18 @@ def test_a_temporary_file_left_by_a_kill_is_removed_with_the_spool(tmp_path: Pat
 
 
 def test_the_spool_is_written_at_most_every_few_seconds(tmp_path: Path) -> None:
-    # A micro-batch takes a second: written behind the sixth, and behind the twelfth.
-    asked = plan(22, 1)
-    cut_off(tmp_path, asked, at=5, every_seconds=6.0)
+    # A micro-batch takes a second: written after the sixth, and after the twelfth.
+    chosen = plan(22, 1)
+    cut_off(tmp_path, chosen, at=5, every_seconds=6.0)
     assert not any(tmp_path.iterdir())
-    cut_off(tmp_path, asked, at=16, every_seconds=6.0)
+    cut_off(tmp_path, chosen, at=16, every_seconds=6.0)
     again = device()
-    done(again, asked, spool(tmp_path))
+    done(again, chosen, spool(tmp_path))
     assert len(seen_by(again)) == 22 - 12
 
 
 class SlowDisk(FakeClock):
-    """A second passes with each look at the clock while a micro-batch is not at work."""
+    """Advances a second at each reading outside of micro-batches."""
 
     def seconds(self) -> float:
         self.now += 1.0
@@ -296,14 +296,14 @@ class SlowDisk(FakeClock):
 
 
 def test_writing_to_a_slow_disk_takes_a_small_share_of_the_time(tmp_path: Path) -> None:
-    # A write takes the second between two looks: twenty seconds pass before the next.
-    asked = plan(22, 1)
+    # A write takes the second between two readings: twenty seconds pass before the next.
+    chosen = plan(22, 1)
     context = replace(device(cut_at=10), clock=SlowDisk())
     with pytest.raises(PowerCut):
-        done(context, asked, spool(tmp_path, max_share=1 / 20))
+        done(context, chosen, spool(tmp_path, max_share=1 / 20))
     again = device()
-    done(again, asked, spool(tmp_path))
-    # Two looks and a second of work a micro-batch: behind the first, and behind the eighth.
+    done(again, chosen, spool(tmp_path))
+    # Two clock readings and a second of work a micro-batch: after the first and the eighth.
     assert len(seen_by(again)) == 22 - 8
 
 
@@ -320,26 +320,26 @@ class WallClock:
     [
         pytest.param(0.0, 20, id="at once"),
         pytest.param(1.0, 12, id="past the deadline"),
-        pytest.param(-1.0, 20, id="by a clock that fell behind, which had worked 12 s"),
+        pytest.param(-1.0, 20, id="by a clock that lost time, after 12 s of training"),
     ],
 )
 def test_time_before_a_restart_counts_towards_the_deadline(
     hours_later: float, num_examples: int, tmp_path: Path
 ) -> None:
-    asked = plan(24, 4, deadline_seconds=20.0)
+    chosen = plan(24, 4, deadline_seconds=20.0)
     wall = WallClock(1e9)
-    cut_off(tmp_path, asked, at=3, wall_clock=wall)
+    cut_off(tmp_path, chosen, at=3, wall_clock=wall)
     wall.now += 3600 * hours_later + 12.0
-    report = done(device(), asked, spool(tmp_path, wall_clock=wall)).report
+    report = done(device(), chosen, spool(tmp_path, wall_clock=wall)).report
     assert (report.reason, report.num_examples) == ("deadline", num_examples)
     assert report.seconds >= 12.0 + (num_examples - 12) + 3600 * max(hours_later, 0.0)
 
 
 def test_a_stop_request_after_a_restart_sends_the_spooled_sum(tmp_path: Path) -> None:
-    asked = plan(24, 4)
-    cut_off(tmp_path, asked, at=3)
+    chosen = plan(24, 4)
+    cut_off(tmp_path, chosen, at=3)
     context = device(should_stop=lambda: True)
-    update = done(context, asked, spool(tmp_path))
+    update = done(context, chosen, spool(tmp_path))
     assert (update.report.reason, update.report.num_examples) == ("asked to stop", 12)
     assert seen_by(context) == []
     assert torch.equal(update.values_P, done(device(), plan(12, 4)).values_P)
@@ -348,9 +348,9 @@ def test_a_stop_request_after_a_restart_sends_the_spooled_sum(tmp_path: Path) ->
 def test_local_steps_are_not_spooled_and_one_warning_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    asked = plan(12, 4, local_steps=3, local_learning_rate=2.0**-6)
+    chosen = plan(12, 4, local_steps=3, local_learning_rate=2.0**-6)
     for _ in range(2):
-        done(device(), asked, spool(tmp_path))
+        done(device(), chosen, spool(tmp_path))
     assert not any(tmp_path.iterdir())
     assert sum("not spooled" in text for text in caplog.messages) <= 1
 
@@ -423,8 +423,8 @@ def test_a_killed_client_resumes_its_window_to_the_same_bits(tmp_path: Path) -> 
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
 
-    unbroken = run("unbroken", -1).stdout.split()
-    assert unbroken[0] == "10"
+    uninterrupted = run("uninterrupted", -1).stdout.split()
+    assert uninterrupted[0] == "10"
     assert run("broken", 6).returncode == -signal.SIGKILL
     assert (tmp_path / "broken" / "pi-1.safetensors").exists()
-    assert run("broken", -1).stdout.split() == ["4", *unbroken[1:]]
+    assert run("broken", -1).stdout.split() == ["4", *uninterrupted[1:]]

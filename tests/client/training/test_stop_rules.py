@@ -45,7 +45,7 @@ def test_a_stop_request_sends_the_sum_so_far() -> None:
 
 
 class Mood:
-    """A device that gives shares of its time, one after the other, and counts who asks."""
+    """Returns given time shares in turn, and counts the calls."""
 
     def __init__(self, *shares: float) -> None:
         self._shares = shares
@@ -87,7 +87,7 @@ def test_a_plan_without_a_share_is_not_limited_by_the_time_share() -> None:
 
 
 def test_a_time_share_that_falls_during_a_window_ends_it() -> None:
-    # Four seconds to a micro-batch: asked at 0 s, 4 s and 8 s. Half of 24 is reached by then.
+    # A micro-batch takes four seconds: read at 0 s, 4 s and 8 s. Half of 24 is reached by then.
     context = training_context(TwoLayers(), examples(24), time_share=Mood(1.0, 1.0, 1.0, 0.5))
     update = trained(context, plan(24, 4, share=1.0))
     assert (update.report.num_examples, update.report.reason) == (12, "on battery")
@@ -107,14 +107,14 @@ def test_the_time_share_is_read_about_once_a_second() -> None:
     mood = Mood(1.0)
     context = replace(training_context(TwoLayers(), examples(24), time_share=mood), clock=Fast())
     trained(context, plan(24, 1, share=1.0))
-    # 24 micro-batches end at 1/8 s to 3 s; the last one has none behind it to be asked for.
+    # 24 micro-batches end at 1/8 s to 3 s; after the last one the share is not read.
     assert mood.num_asked == 3
 
 
 def test_the_time_share_limits_all_local_steps_together() -> None:
     context = training_context(TwoLayers(), examples(24), time_share=Mood(0.5))
-    asked = plan(24, 4, share=1.0, local_steps=3, local_learning_rate=2.0**-6)
-    update = trained(context, asked)
+    chosen = plan(24, 4, share=1.0, local_steps=3, local_learning_rate=2.0**-6)
+    update = trained(context, chosen)
     assert (update.report.num_examples, update.report.reason) == (12, "on battery")
 
 
@@ -130,18 +130,18 @@ class Paced(FakeClock):
         self.now += pace * num_examples
 
 
-def paced(asked: Plan, *paces: float, num_examples: int = 100) -> Update:
-    """Train at these paces, on a device that stands at its epoch's beginning."""
+def paced(chosen: Plan, *paces: float, num_examples: int = 100) -> Update:
+    """Train at these paces, from the beginning of an epoch."""
     context = training_context(TwoLayers(), examples(num_examples))
     taken = window(
         SamplerPosition(),
-        quota=asked.quota,
-        num_more=asked.max_examples - asked.quota,
+        quota=chosen.quota,
+        num_more=chosen.max_examples - chosen.quota,
         run_seed=0,
         name=context.name,
         num_examples=num_examples,
     )
-    update = train_round(asked, taken, replace(context, clock=Paced(*paces)))
+    update = train_round(chosen, taken, replace(context, clock=Paced(*paces)))
     assert torch.equal(update.values_P, sums(context, taken.positions[: update.report.weight]))
     return update
 
@@ -153,7 +153,7 @@ def sizes(update: Update) -> list[int]:
 @pytest.mark.parametrize(
     ("pace", "done", "reason"),
     [
-        pytest.param(1.0, [8, 8, 8, 8, 8], "quota", id="as foreseen"),
+        pytest.param(1.0, [8, 8, 8, 8, 8], "quota", id="as planned"),
         pytest.param(1.25, [8, 8, 8, 8], "finish", id="slower: 40 / 1.25 = 32"),
         pytest.param(1.2, [8, 8, 8, 8, 1], "finish", id="slower: 33.3, cut to the nearest"),
         pytest.param(0.9, [8, 8, 8, 8, 8, 4], "quota", id="faster: 44.4"),
@@ -186,15 +186,15 @@ def test_a_window_ends_with_the_epoch() -> None:
 
 
 def test_a_resumed_window_ends_where_an_uninterrupted_one_does() -> None:
-    """What was worked on before counts, however long the device was away."""
-    asked, task = plan(40, 8, finish_seconds=40.0), TwoLayers()
+    """Training time before the restart counts; time between does not."""
+    chosen, task = plan(40, 8, finish_seconds=40.0), TwoLayers()
     context = replace(training_context(task, examples(40)), clock=Paced(1.25))
     cut_short = replace(context, should_stop=lambda: len(task.seen) >= 2)
-    taken = whole(examples(40), asked.quota)
-    begun = sum_window(asked, taken, cut_short, StopRules(asked, cut_short, 0.0))
+    taken = whole(examples(40), chosen.quota)
+    begun = sum_window(chosen, taken, cut_short, StopRules(chosen, cut_short, 0.0))
     assert begun.num_examples == 16
     context.clock.worked(80)
-    total = sum_window(asked, taken, context, StopRules(asked, context, 0.0), resumed=begun)
+    total = sum_window(chosen, taken, context, StopRules(chosen, context, 0.0), resumed=begun)
     assert (total.num_examples, total.reason) == (32, "finish")
 
 
@@ -214,7 +214,7 @@ def test_a_lower_time_share_ends_a_window_before_its_finish_time() -> None:
 
 
 def test_time_between_micro_batches_counts_in_the_pace() -> None:
-    """Or a quota would never be done in the time that was foreseen for it."""
+    """Otherwise no quota would be done in its planned time."""
 
     class Slow(FakeClock):
         def seconds(self) -> float:
@@ -223,9 +223,9 @@ def test_time_between_micro_batches_counts_in_the_pace() -> None:
 
     context = replace(training_context(TwoLayers(), examples(40)), clock=Slow())
     report = trained(context, plan(40, 4)).report
-    told = math.fsum(step.seconds for step in report.steps)
-    # Two looks at the clock lie outside of the window, the training's first and its last.
-    assert report.seconds - told == 2.0
+    in_steps = math.fsum(step.seconds for step in report.steps)
+    # Two clock readings are outside the window: the first and the last of the training.
+    assert report.seconds - in_steps == 2.0
 
 
 @given(
@@ -238,9 +238,9 @@ def test_time_between_micro_batches_counts_in_the_pace() -> None:
 def test_a_window_has_between_min_and_max_examples_at_any_pace(
     quota: int, size: int, finish: float, paces: list[float]
 ) -> None:
-    asked = plan(quota, min(size, quota), finish_seconds=finish)
-    report = paced(asked, *paces).report
-    assert asked.min_examples <= report.num_examples <= asked.max_examples
+    chosen = plan(quota, min(size, quota), finish_seconds=finish)
+    report = paced(chosen, *paces).report
+    assert chosen.min_examples <= report.num_examples <= chosen.max_examples
     assert (report.reason == "finish") == (report.num_examples < quota)
 
 
@@ -255,13 +255,13 @@ def test_at_a_steady_pace_a_window_ends_within_half_an_example_of_the_finish(
     quota: int, size: int, pace: float, shift: float
 ) -> None:
     finish = quota + shift
-    asked = plan(quota, min(size, quota), finish_seconds=finish)
-    report = paced(asked, pace).report
+    chosen = plan(quota, min(size, quota), finish_seconds=finish)
+    report = paced(chosen, pace).report
     ends_near = abs(report.seconds - finish) <= pace / 2 * (1 + 1e-9)
     is_over = report.seconds > finish
     first = report.steps[0].num_examples
-    at_least = is_over and report.num_examples in {asked.min_examples, first}
-    at_most = not is_over and report.num_examples == asked.max_examples
+    at_least = is_over and report.num_examples in {chosen.min_examples, first}
+    at_most = not is_over and report.num_examples == chosen.max_examples
     assert ends_near or at_least or at_most
 
 
@@ -276,7 +276,7 @@ STEPS = st.lists(st.tuples(st.integers(1, 300), st.floats(0, 1e3)), min_size=0, 
 
 
 @given(
-    told=STEPS,
+    taken=STEPS,
     quota=st.integers(1, 2**40),
     finish=st.none() | st.floats(1e-3, 1e6),
     passed=st.floats(0, 1e7),
@@ -284,22 +284,22 @@ STEPS = st.lists(st.tuples(st.integers(1, 300), st.floats(0, 1e3)), min_size=0, 
 )
 @settings(deadline=None, max_examples=200)
 def test_num_until_finish_fits_the_remaining_time_or_is_the_minimum(
-    told: list[tuple[int, float]], quota: int, finish: float | None, passed: float, num_done: int
+    taken: list[tuple[int, float]], quota: int, finish: float | None, passed: float, num_done: int
 ) -> None:
-    asked = plan(quota, 1, finish_seconds=finish)
-    steps = steps_of(told)
-    found = num_until_finish(asked, steps, passed_seconds=passed, num_done=num_done)
-    recent = told[-8:]
+    chosen = plan(quota, 1, finish_seconds=finish)
+    steps = steps_of(taken)
+    found = num_until_finish(chosen, steps, passed_seconds=passed, num_done=num_done)
+    recent = taken[-8:]
     seconds = math.fsum(s for _, s in recent)
     if found is None:
         assert finish is None or seconds < 1e-290  # none, or nothing that a clock could tell
         return
     assert finish is not None
     assert seconds > 0
-    assert found >= max(asked.min_examples - num_done, 0)
+    assert found >= max(chosen.min_examples - num_done, 0)
     pace = seconds / sum(n for n, _ in recent)
     past = passed + found * pace - finish
-    is_fewest = found == max(asked.min_examples - num_done, 0)
+    is_fewest = found == max(chosen.min_examples - num_done, 0)
     assert is_fewest or past <= pace / 2 + 1e-9 * (finish + found * pace)
 
 
@@ -307,13 +307,13 @@ def test_num_until_finish_fits_the_remaining_time_or_is_the_minimum(
 def test_max_examples_is_a_quarter_above_the_quota_within_the_steps_of_a_report(
     quota: int, size: int, finish: float | None
 ) -> None:
-    asked = plan(quota, size, finish_seconds=finish)
-    more = asked.max_examples - quota
+    chosen = plan(quota, size, finish_seconds=finish)
+    more = chosen.max_examples - quota
     if finish is None:
-        assert (asked.min_examples, more) == (quota, 0)
+        assert (chosen.min_examples, more) == (quota, 0)
         return
-    assert 2 * asked.min_examples in (quota, quota + 1)
+    assert 2 * chosen.min_examples in (quota, quota + 1)
     assert 0 <= more <= quota / 4
-    num_steps = asked.accumulation_steps + math.ceil(more / size)
-    assert num_steps <= max(MAX_STEPS, asked.accumulation_steps)
-    assert more == quota // 4 or num_steps == max(MAX_STEPS, asked.accumulation_steps)
+    num_steps = chosen.accumulation_steps + math.ceil(more / size)
+    assert num_steps <= max(MAX_STEPS, chosen.accumulation_steps)
+    assert more == quota // 4 or num_steps == max(MAX_STEPS, chosen.accumulation_steps)

@@ -109,7 +109,7 @@ def test_the_sampler_advances_only_if_the_round_was_counted() -> None:
 
 
 def test_a_client_with_only_bad_examples_passes_the_check(tmp_path: Path) -> None:
-    """They are its own affair: its updates are refused as empty, the task is not to blame."""
+    """Its updates are refused as empty; the task is not at fault."""
     (tmp_path / "all_bad.py").write_text(TASK_FILE)
     home = trainer(f"{tmp_path}/all_bad.py:AllBad", check_task=True)
     home.examples(identity(0))
