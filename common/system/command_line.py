@@ -33,6 +33,7 @@ LogFormat = Annotated[
     Literal["text", "json"] | None,
     typer.Option(
         "--log-format",
+        click_type=click.Choice(["text", "json"]),
         metavar="text|json",
         help="json: write what is printed and logged as one JSON object a line, on the standard "
         "error stream. [default: text]",
