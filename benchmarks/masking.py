@@ -73,7 +73,6 @@ from headwater.common.secagg.masking import (
     Cipher,
     Stream,
     mask_in_place,
-    unmask_in_place,
 )
 from headwater.common.secagg.secret import Secret
 from headwater.common.secagg.shamir import combine, split
@@ -293,7 +292,7 @@ def server(
                         ends=ends,
                     )
                     streams.append(Stream(key=key, sign=pairwise_sign(peer, gone)))
-        unmask_in_place(total, streams, num_threads=len(os.sched_getaffinity(0)))
+        mask_in_place(total, streams, remove=True, num_threads=len(os.sched_getaffinity(0)))
         decode_mean(total, encoding=encoding, weight=WEIGHT * len(survivors), out=out)
         num_masks = len(streams)
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -56,19 +56,6 @@ class Column:
         return sorted_E, _starts(sizes_V)
 
 
-class Partition(Protocol):
-    """The examples of each device."""
-
-    @property
-    def num_devices(self) -> int:
-        """The number of devices."""
-        ...
-
-    def positions(self, device: int) -> IntArray:
-        """Return the positions of a device's examples in the whole data set, at least one."""
-        ...
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DisjointPartition:
     """Each example is on one device; device d has ``order_E[starts_D1[d] : starts_D1[d + 1]]``.
@@ -82,10 +69,11 @@ class DisjointPartition:
 
     @property
     def num_devices(self) -> int:
+        """The number of devices."""
         return len(self.starts_D1) - 1
 
     def positions(self, device: int) -> IntArray:
-        """See ``Partition``; a view of the common array."""
+        """Return the positions of a device's examples, at least one: a view of ``order_E``."""
         return self.order_E[self.starts_D1[device] : self.starts_D1[device + 1]]
 
 
@@ -97,7 +85,11 @@ class SampledPartition:
     draw: Callable[[int], IntArray]
 
     def positions(self, device: int) -> IntArray:
+        """Return the positions of a device's examples, at least one."""
         return self.draw(device)
+
+
+Partition = DisjointPartition | SampledPartition
 
 
 def partition_examples(

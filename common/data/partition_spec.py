@@ -17,7 +17,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -61,67 +61,42 @@ def parse_rule(text: str, *, examples_per_device: int | None, seed: int) -> Part
     Raises:
         ValueError: the text is none of those above, or a number is out of range.
     """
-    name, *words = text.split(":")
-    if name == TASK and not words:
-        if examples_per_device is not None:
-            raise ValueError("the task's own split takes no number of examples per device")
-        return None
-    parse = _READERS.get(name)
-    if parse is None:
-        raise ValueError(EXPECTED)
-    return replace(parse(words), examples_per_device=examples_per_device, seed=seed)
+    match text.split(":"):
+        case ["task"]:
+            if examples_per_device is not None:
+                raise ValueError("the task's own split takes no number of examples per device")
+            return None
+        case ["iid"]:
+            rule = PartitionRule(kind="iid")
+        case ["dirichlet", *words] if len(words) <= 2:
+            alpha, column = _defaults(words, "0.5", LABEL)
+            rule = PartitionRule(kind="dirichlet", amount=_positive(alpha), column=column)
+        case ["labels", *words] if len(words) <= 2:
+            number, column = _defaults(words, "2", LABEL)
+            rule = PartitionRule(kind="labels", amount=_num_labels(number), column=column)
+        case ["column", column] if column:
+            rule = PartitionRule(kind="column", column=column)
+        case ["quantity", "dirichlet", *words] if len(words) <= 1:
+            (beta,) = _defaults(words, "0.5")
+            rule = PartitionRule(kind="quantity", law="dirichlet", amount=_positive(beta))
+        case ["quantity", "lognormal", *words] | ["quantity", *words] if len(words) <= 1:
+            (sigma,) = _defaults(words, "1")
+            rule = PartitionRule(kind="quantity", amount=_positive(sigma, at_most=MAX_SIGMA))
+        case _:
+            raise ValueError(EXPECTED)
+    return replace(rule, examples_per_device=examples_per_device, seed=seed)
 
 
-def _iid(words: Sequence[str]) -> PartitionRule:
-    _take(words, 0)
-    return PartitionRule(kind="iid")
+def _defaults(words: Sequence[str], *defaults: str) -> tuple[str, ...]:
+    """Return the words, with the default for each that is missing or empty."""
+    given = (*words, *[""] * (len(defaults) - len(words)))
+    return tuple(word or default for word, default in zip(given, defaults, strict=True))
 
 
-def _dirichlet(words: Sequence[str]) -> PartitionRule:
-    alpha, column = _take(words, 2)
-    return PartitionRule(kind="dirichlet", amount=_positive(alpha or "0.5"), column=column or LABEL)
-
-
-def _labels(words: Sequence[str]) -> PartitionRule:
-    number, column = _take(words, 2)
-    if number and not (number.isascii() and number.isdigit() and 0 < int(number) <= MAX_LABELS):
-        raise ValueError(f"labels:{number}: expected an integer from 1")
-    return PartitionRule(kind="labels", amount=int(number or "2"), column=column or LABEL)
-
-
-def _column(words: Sequence[str]) -> PartitionRule:
-    (column,) = _take(words, 1)
-    if not column:
-        raise ValueError("expected the column's name, as in column:author")
-    return PartitionRule(kind="column", column=column)
-
-
-def _quantity(words: Sequence[str]) -> PartitionRule:
-    if words and words[0] in ("lognormal", "dirichlet"):
-        law, amount = _take(words, 2)
-        if law == "dirichlet":
-            return PartitionRule(
-                kind="quantity", law="dirichlet", amount=_positive(amount or "0.5")
-            )
-        words = words[1:]
-    (sigma,) = _take(words, 1)
-    return PartitionRule(kind="quantity", amount=_positive(sigma or "1", at_most=MAX_SIGMA))
-
-
-_READERS: dict[str, Callable[[Sequence[str]], PartitionRule]] = {
-    "iid": _iid,
-    "dirichlet": _dirichlet,
-    "labels": _labels,
-    "column": _column,
-    "quantity": _quantity,
-}
-
-
-def _take(words: Sequence[str], max_words: int) -> tuple[str, ...]:
-    """Return the words, padded with "" to ``max_words``; more words are a ValueError."""
-    if len(words) > max_words:
-        raise ValueError(f"{words[max_words]!r} is one word too many: {EXPECTED}")
-    return (*words, *[""] * (max_words - len(words)))
+def _num_labels(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and 0 < int(text) <= MAX_LABELS):
+        raise ValueError(f"labels:{text}: expected an integer from 1 to {MAX_LABELS:,}")
+    return int(text)
 
 
 def _positive(text: str, *, at_most: float = MAX_AMOUNT) -> float:

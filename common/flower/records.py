@@ -110,13 +110,6 @@ def vector(content: RecordDict) -> memoryview | bytes | None:
     return None if array is None or array.stype != FLAT else array.data
 
 
-def dtype_of(content: RecordDict) -> str:
-    """Return the element type of a message's vector, as its array names it."""
-    record = content[VECTOR]
-    assert isinstance(record, ArrayRecord)  # there is a vector
-    return record[VECTOR].dtype
-
-
 def is_view(content: RecordDict) -> bool:
     """Return whether the message came over one of our grids, which pass views."""
     return isinstance(vector(content), memoryview)

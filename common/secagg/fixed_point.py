@@ -36,10 +36,12 @@ from fractions import Fraction
 from typing import Literal, TypeAlias
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from headwater.common.errors import CountOutOfRange, NonFiniteUpdate, RingCanWrap
+from headwater.common.model.vectors import all_finite
 
 RingBits = Literal[16, 32]
 RingVector: TypeAlias = NDArray[np.uint16] | NDArray[np.uint32]
@@ -170,9 +172,8 @@ def check_finite(values: NDArray[np.float32]) -> None:
     Raises:
         NonFiniteUpdate: it has a NaN or an infinity.
     """
-    for start in range(0, len(values), CHUNK):
-        if not np.isfinite(values[start : start + CHUNK]).all():
-            raise NonFiniteUpdate("the update holds a NaN or an infinity and cannot be encoded")
+    if not all_finite(torch.from_numpy(values)):
+        raise NonFiniteUpdate("the update has a NaN or an infinity and cannot be encoded")
 
 
 def _round(

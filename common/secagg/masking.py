@@ -60,50 +60,25 @@ def mask_in_place(
     vector: Ring,
     streams: Sequence[Stream],
     *,
+    remove: bool = False,
     cipher: Cipher = "chacha20",
     part: int = VECTOR,
     num_threads: int = 1,
 ) -> None:
     """Add sign x PRG(key) to the vector for each stream, modulo the ring of its dtype.
 
-    The result depends neither on the number of threads nor on the order of the streams.
+    With ``remove``, subtract it: this removes the masks that the same streams with the same signs
+    added. The server lists the self masks of the survivors with sign +1, and for each dropped
+    device the masks that its surviving neighbours added, with the signs that they used.
+
+    The result does not depend on the order of the streams or on the number of threads, which
+    process equal ranges of the vector (ciphers and numpy release the GIL).
 
     Raises:
         SecretErased: a key was erased; the vector is unchanged.
-        ValueError: the vector is not one contiguous, writable run of little-endian integers.
+        ValueError: the vector is not contiguous and writable, or its elements are not little-endian
+            unsigned integers.
     """
-    _apply(vector, streams, is_removed=False, cipher=cipher, part=part, num_threads=num_threads)
-
-
-def unmask_in_place(
-    vector: Ring,
-    streams: Sequence[Stream],
-    *,
-    cipher: Cipher = "chacha20",
-    part: int = VECTOR,
-    num_threads: int = 1,
-) -> None:
-    """Remove the masks that ``mask_in_place`` added with the same streams and the same signs.
-
-    The server lists the self masks of the survivors with sign +1, and for each dropped device the
-    masks that its surviving neighbours added, with the signs that those neighbours used.
-
-    Raises:
-        SecretErased, ValueError: as ``mask_in_place``.
-    """
-    _apply(vector, streams, is_removed=True, cipher=cipher, part=part, num_threads=num_threads)
-
-
-def _apply(
-    vector: Ring,
-    streams: Sequence[Stream],
-    *,
-    is_removed: bool,
-    cipher: Cipher,
-    part: int,
-    num_threads: int,
-) -> None:
-    """Process equal ranges of the vector, one per thread; ciphers and numpy release the GIL."""
     if vector.ndim != 1 or not vector.flags.c_contiguous or not vector.flags.writeable:
         raise ValueError("only one contiguous, writable run of ring elements can be masked")
     if vector.dtype.str not in ("<u2", "<u4", "<u8"):
@@ -119,7 +94,7 @@ def _apply(
     def process(span: slice) -> None:
         start_bytes = span.start * vector.itemsize
         contexts = [_open(s.key, cipher=cipher, part=part, at_bytes=start_bytes) for s in streams]
-        is_added = [(stream.sign == 1) is not is_removed for stream in streams]
+        is_added = [(stream.sign == 1) is not remove for stream in streams]
         _apply_streams(vector[span], contexts, is_added)
 
     if num_ranges == 1:

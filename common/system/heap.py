@@ -26,9 +26,7 @@ def use_one_heap() -> None:
     memory was released, where the first thread's heap held 343 and 281 MB. With one heap, a server
     to which a hundred devices upload takes a tenth less memory.
     """
-    mallopt = _malloc("mallopt")
-    if mallopt is not None:
-        mallopt(M_ARENA_MAX, 1)
+    _mallopt(M_ARENA_MAX, 1)
 
 
 @functools.cache
@@ -41,9 +39,7 @@ def keep_mmap_threshold() -> None:
     to 414 with the threshold kept at its initial value. The kernel clears each block again, which
     takes 1.4 to 2.4 times the time, so this is only for a lack of memory.
     """
-    mallopt = _malloc("mallopt")
-    if mallopt is not None:
-        mallopt(M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES)
+    _mallopt(M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES)
 
 
 @functools.cache
@@ -55,10 +51,8 @@ def keep_freed_memory() -> None:
     a third of it in 1.1 million page faults. For a process that only computes; not for a device
     whose memory other programs need.
     """
-    mallopt = _malloc("mallopt")
-    if mallopt is not None:
-        mallopt(M_MMAP_THRESHOLD, MAX_MMAP_THRESHOLD_BYTES)
-        mallopt(M_TRIM_THRESHOLD, MAX_KEPT_BYTES)
+    _mallopt(M_MMAP_THRESHOLD, MAX_MMAP_THRESHOLD_BYTES)
+    _mallopt(M_TRIM_THRESHOLD, MAX_KEPT_BYTES)
 
 
 def freeze_loaded_objects() -> None:
@@ -73,15 +67,18 @@ def freeze_loaded_objects() -> None:
 
 def release_freed_memory() -> None:
     """Release freed memory to the operating system."""
-    trim = _malloc("malloc_trim")
-    if trim is not None:
-        trim(0)
+    _libc("malloc_trim")(0)
+
+
+def _mallopt(parameter: int, value: int) -> None:
+    _libc("mallopt")(parameter, value)
 
 
 @functools.cache
-def _malloc(name: str) -> Callable[..., int] | None:
+def _libc(name: str) -> Callable[..., object]:
+    """Return a function of the C library; one that does nothing if the library lacks it."""
     try:
-        function: Callable[..., int] = getattr(ctypes.CDLL(None), name)
-        return function
+        function: Callable[..., object] = getattr(ctypes.CDLL(None), name)
     except (AttributeError, OSError, TypeError):
-        return None
+        return lambda *_: None
+    return function

@@ -26,7 +26,7 @@ from headwater.common.secagg.keys import (
     public_key_of,
     self_mask_key,
 )
-from headwater.common.secagg.masking import SCALARS, VECTOR, Stream, unmask_in_place
+from headwater.common.secagg.masking import SCALARS, VECTOR, Stream, mask_in_place
 from headwater.common.secagg.protocol import (
     MASK_KEY_SHARE,
     SEED_BYTES,
@@ -101,8 +101,8 @@ class UnmaskPhase:
     @property
     def can_unmask(self) -> bool:
         """Whether enough shares have arrived to stop waiting."""
-        everybody = (*self.survived, *self.dropped)
-        return not self.session.short_of_holders(everybody, present=self.revealed)
+        dealers = (*self.survived, *self.dropped)
+        return not self.session.short_of_holders(dealers, present=self.revealed)
 
     def requests(self) -> dict[str, Request]:
         """Return the request to each client."""
@@ -149,21 +149,22 @@ class UnmaskPhase:
             TooFewSurvivors: too few holders answered.
             DealerCheated: a secret differs from what its owner published; ``dealers`` names them.
         """
-        everybody = (*self.survived, *self.dropped)
-        check_holders(self.session, everybody, present=tuple(self.revealed))
+        dealers = (*self.survived, *self.dropped)
+        check_holders(self.session, dealers, present=tuple(self.revealed))
         seeds = _secrets(self, self.survived, tag=SELF_SEED_SHARE)
         keys = _secrets(self, self.dropped, tag=MASK_KEY_SHARE)
         _check_secrets(self, seeds=seeds, keys=keys)
         streams = [*_self_masks(self, seeds), *_remaining_pairwise_masks(self, keys)]
         chosen, total = self.session.parameters, self.total
-        unmask_in_place(
+        mask_in_place(
             total.vector_P,
             streams,
+            remove=True,
             cipher=chosen.cipher,
             part=VECTOR,
             num_threads=num_threads,
         )
-        unmask_in_place(total.scalars, streams, cipher=chosen.cipher, part=SCALARS)
+        mask_in_place(total.scalars, streams, remove=True, cipher=chosen.cipher, part=SCALARS)
         for secret in (*seeds.values(), *keys.values(), *(stream.key for stream in streams)):
             secret.erase()
         return UnmaskedSum(

@@ -27,7 +27,6 @@ from headwater.common.secagg.masking import (
     Ring,
     Stream,
     mask_in_place,
-    unmask_in_place,
 )
 from headwater.common.secagg.secret import Secret
 
@@ -151,7 +150,7 @@ def test_unmasking_removes_the_masks(length: int) -> None:
     plain = vector(length)
     masked = plain.copy()
     mask_in_place(masked, streams(4), num_threads=2)
-    unmask_in_place(masked, streams(4), num_threads=3)
+    mask_in_place(masked, streams(4), remove=True, num_threads=3)
     assert masked.tobytes() == plain.tobytes()
 
 
@@ -190,7 +189,7 @@ def test_the_sum_of_survivors_remains_after_unmasking(
         Stream(key=Secret(pair_key(name, gone)), sign=pairwise_sign(name, gone))
         for name, gone in itertools.product(survivors, sorted(dropped))
     ]
-    unmask_in_place(total, left)
+    mask_in_place(total, left, remove=True)
     expected = [
         sum(column) % 2**32 for column in zip(*(plain[s].tolist() for s in survivors), strict=True)
     ]
