@@ -117,6 +117,6 @@ def sums(context: TrainingContext, positions: Sequence[int]) -> Tensor:
     return torch.from_numpy(expected).float()
 
 
-def trained(context: TrainingContext, asked: Plan) -> Update:
+def trained(context: TrainingContext, chosen: Plan) -> Update:
     assert isinstance(context.examples, TensorDataset)
-    return train_round(asked, whole(context.examples, asked.quota), context)
+    return train_round(chosen, whole(context.examples, chosen.quota), context)
