@@ -122,7 +122,7 @@ def test_a_micro_batch_without_a_single_bad_example_is_refused_whole() -> None:
 def test_a_stopped_window_used_or_refused_its_first_examples() -> None:
     """An example refused after the stop must not make the sampler skip an unused example."""
     task = TwoLayers()
-    # The second micro-batch spoils the vector; the window restarts, and the deadline comes after one.
+    # The second micro-batch invalidates the vector: the window restarts, until the deadline.
     context = training_context(task, examples(6, kinds=[0, 0, 0, NAN_GRADIENT]))
     update = trained(context, plan(6, 2, deadline_seconds=4.0))
     assert update.report.reason == "deadline"
