@@ -113,7 +113,8 @@ class BatchedCompute:
             is_late = columns.seconds > timeout_seconds
             for at in np.flatnonzero(is_late).tolist():
                 name = columns.clients[at].name
-                late = f"{name}: {columns.seconds[at]:.1f} s of {timeout_seconds:.1f}"
+                seconds = columns.seconds[at]
+                late = f"{name} took {seconds:.1f} s, the deadline is {timeout_seconds:.1f} s"
                 yield Dropout(name=name, error=LateUpdate(late))
             columns = columns.some(np.flatnonzero(~is_late)) if is_late.any() else columns
         if self._layers is not None:  # all examples of a device are in one pass

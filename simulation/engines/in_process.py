@@ -117,7 +117,10 @@ class LocalFleet:
             batch = UpdateBatch.of(answer) if isinstance(answer, Update) else answer
             self._bytes_up += len(batch.reports) * 4 * image.layout.num_parameters
             if isinstance(answer, Update) and _is_late(answer, timeout_seconds):
-                text = f"{answer.name}: {answer.report.seconds:.1f} s of {timeout_seconds:.1f}"
+                text = (
+                    f"{answer.name} took {answer.report.seconds:.1f} s, "
+                    f"the deadline is {timeout_seconds:.1f} s"
+                )
                 yield Dropout(name=answer.name, error=LateUpdate(text))
             else:
                 yield batch

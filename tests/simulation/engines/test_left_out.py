@@ -15,7 +15,7 @@ from headwater.server.operations.round_log import read_rows
 from headwater.server.rounds.round_row import RoundRow
 from headwater.server.rounds.run import MODEL
 from headwater.simulation.fleet.profiles import read_fleet_file
-from headwater.simulation.run import run_engine
+from headwater.simulation.run import run_engine, run_on_messages
 
 # Two devices that do a thousand examples a second, and two that need ten seconds for one.
 FLEET = """
@@ -57,6 +57,12 @@ def settings(folder: Path, name: str, rounds: int, **changes: Any) -> Settings:
 def simulate(chosen: Settings, *, resume: bool = False) -> list[RoundRow]:
     rows: list[RoundRow] = []
     run_engine(chosen, on_round=rows.append, resume=resume)
+    return rows
+
+
+def simulate_on_messages(chosen: Settings) -> list[RoundRow]:
+    rows: list[RoundRow] = []
+    run_on_messages(chosen, on_round=rows.append, resume=False)
     return rows
 
 
@@ -133,8 +139,8 @@ def test_who_is_left_out_and_away_says_what_it_is_when_it_is_back_on_messages_to
 ) -> None:
     """Devices 2 and 3 are there in rounds 1, 2 and 4 of each four, and asked in between."""
     plans: dict[str, list[Any]] = {}
-    for name, wire in (("calls", False), ("messages", True)):
-        chosen = settings(tmp_path, name, 8, **{"simulation.wire": wire, "threads": 1})
+    for name, run in (("calls", simulate), ("messages", simulate_on_messages)):
+        chosen = settings(tmp_path, name, 8)
         slow = FLEET.rindex("[[device]]") + len("[[device]]")
         fleet = f"{FLEET[:slow]}\navailability = [1, 1, 0, 1]{FLEET[slow:]}"
         (tmp_path / "fleet.toml").write_text(fleet)
@@ -146,7 +152,7 @@ def test_who_is_left_out_and_away_says_what_it_is_when_it_is_back_on_messages_to
                 row.refused,
                 [(client.name, client.plan) for client in row.clients],
             )
-            for row in simulate(chosen)
+            for row in run(chosen)
         ]
         away = [plans[name][number - 1] for number in (3, 7)]
         assert all(round_[:3] == (2, {}, {}) for round_ in away)

@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 from headwater.common.settings.sources import load
 from headwater.server.operations.round_log import read_rows
 from headwater.simulation.fleet.fleet_spec import with_fleet
-from headwater.simulation.run import run_engine
+from headwater.simulation.run import run_engine, run_on_messages
 
 OPENED = "HEADWATER_TEST_OPENED"
 
@@ -47,7 +47,7 @@ def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def run(out: Path, **overrides: Any) -> list[dict[str, Any]]:
+def run(out: Path, *, engine: Any = run_engine, **overrides: Any) -> list[dict[str, Any]]:
     chosen = {
         "task": f"{__file__}:Slope",
         "rounds": 3,
@@ -59,7 +59,7 @@ def run(out: Path, **overrides: Any) -> list[dict[str, Any]]:
         "cohort.size": 5,
     }
     settings = with_fleet(load(None, chosen | overrides))
-    run_engine(settings, on_round=lambda _: None, resume=False)
+    engine(settings, on_round=lambda _: None, resume=False)
     return read_rows(out)
 
 
@@ -74,10 +74,10 @@ def test_of_a_large_population_only_the_cohort_is_made(tmp_path: Path, opened: P
 
 
 def test_the_same_devices_do_the_same_where_all_are_made(tmp_path: Path, opened: Path) -> None:
-    """With --wire every device describes itself as it joins; who cannot gives up its place."""
+    """On messages every device describes itself as it joins; one that cannot is replaced."""
     one, other = (
-        run(tmp_path / name, **{"simulation.clients": 20, "simulation.wire": wire, "rounds": 2})
-        for name, wire in (("lazy", False), ("wire", True))
+        run(tmp_path / name, engine=engine, **{"simulation.clients": 20, "rounds": 2})
+        for name, engine in (("lazy", run_engine), ("messages", run_on_messages))
     )
 
     def told(rows: list[dict[str, Any]]) -> list[Any]:
