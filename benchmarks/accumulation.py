@@ -1,8 +1,8 @@
 """Seconds and peak memory of summing K micro-batches, against plain PyTorch and two libraries.
 
-``headwater`` is ``client.training.local_update.train`` as a device runs it: a window is cut, the vector
-emptied, each micro-batch seeded, fetched, run forward and backward, checked for NaN, timed and
-reported, and the result is an ``Update``. Its clock is the machine's.
+``headwater`` is ``train_round`` (``headwater.client.training.local_update``) as a device runs it: a
+window is split, the vector set to zero, each micro-batch seeded, fetched, run forward and backward,
+checked for NaN, timed and reported, and the result is an ``Update``. Its clock is the machine's.
 
 ``bare`` is the shortest loop that PyTorch allows, over the same examples by the same fetch:
 ``model.train()``, ``zero_grad()``, and K times ``loss_sum(model, batch)[0].backward()``. It reads
