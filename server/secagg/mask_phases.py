@@ -151,8 +151,8 @@ class SignPhase:
                 f"{self.setup.number}: {len(self.signed)} devices signed the survivor set, "
                 f"{needed} must"
             )
-        everybody = (*self.survived, *self.dropped)
-        check_holders(self.session, everybody, present=tuple(self.signed))
+        dealers = (*self.survived, *self.dropped)
+        check_holders(self.session, dealers, present=tuple(self.signed))
         return UnmaskPhase(
             setup=self.setup,
             session=self.session,

@@ -49,7 +49,7 @@ from tests.attacks.raw import (
     ],
     ids=str,
 )
-def test_a_device_that_lies_about_itself_is_turned_away(lie: dict[str, Any], model: bytes) -> None:
+def test_a_false_device_report_is_refused(lie: dict[str, Any], model: bytes) -> None:
     async def play() -> None:
         async with cohort("attacker", "honest") as (run, attacker, honest):
             await attacker.describe(**lie)
@@ -85,7 +85,7 @@ def quota_of(plan: Instruction) -> int:
 
 
 @pytest.mark.parametrize(("claim", "num_bounded"), BELIEVED.values(), ids=BELIEVED.keys())
-def test_an_absurd_claim_that_is_possible_neither_starves_nor_stalls_the_others(
+def test_an_implausible_claim_neither_starves_nor_delays_other_devices(
     claim: dict[str, Any], num_bounded: int
 ) -> None:
     """Whatever one device claims of itself, each honest one keeps its part of ten examples."""
@@ -109,7 +109,7 @@ def test_an_absurd_claim_that_is_possible_neither_starves_nor_stalls_the_others(
     asyncio.run(play())
 
 
-def test_who_is_left_out_and_never_answers_does_not_hold_up_the_others() -> None:
+def test_a_left_out_device_that_never_answers_does_not_delay_the_round() -> None:
     async def play() -> None:
         options: dict[str, Any] = {"effective_batch_size": 16, "deadline": 10.0, "rounds": 3}
         async with cohort("slow", "honest", **options) as (run, slow, honest):
@@ -128,7 +128,7 @@ def test_who_is_left_out_and_never_answers_does_not_hold_up_the_others() -> None
     asyncio.run(play())
 
 
-def test_who_is_left_out_and_says_that_it_is_fast_now_takes_part_in_the_next_round() -> None:
+def test_a_left_out_device_that_reports_higher_speed_joins_the_next_round() -> None:
     async def play() -> None:
         options: dict[str, Any] = {"effective_batch_size": 16, "deadline": 10.0, "rounds": 2}
         async with cohort("slow", "honest", **options) as (run, slow, honest):
@@ -148,7 +148,7 @@ def test_who_is_left_out_and_says_that_it_is_fast_now_takes_part_in_the_next_rou
     asyncio.run(play())
 
 
-def test_vitals_that_lie_in_an_update_leave_the_others_their_quotas() -> None:
+def test_false_vitals_in_an_update_do_not_change_other_devices_quotas() -> None:
     async def play() -> None:
         async with cohort("attacker", "honest", effective_batch_size=16, rounds=2) as (
             run,
@@ -171,9 +171,7 @@ def test_vitals_that_lie_in_an_update_leave_the_others_their_quotas() -> None:
     asyncio.run(play())
 
 
-def test_who_claims_to_own_everything_weighs_a_thousand_median_devices_and_no_other_weight() -> (
-    None
-):
+def test_a_claimed_dataset_size_is_capped_at_a_thousand_medians() -> None:
     async def play() -> None:
         names = ("attacker", "first", "second")
         async with cohort(*names, weighting="dataset") as (run, attacker, *honest):
@@ -195,7 +193,7 @@ def test_who_claims_to_own_everything_weighs_a_thousand_median_devices_and_no_ot
     asyncio.run(play())
 
 
-def test_a_device_that_never_says_what_it_is_does_not_hold_up_the_others(model: bytes) -> None:
+def test_a_device_that_never_describes_itself_does_not_delay_the_round(model: bytes) -> None:
     async def play() -> None:
         async with cohort("silent", "honest", silent_seconds=0.5) as (
             run,
@@ -211,7 +209,7 @@ def test_a_device_that_never_says_what_it_is_does_not_hold_up_the_others(model: 
     asyncio.run(play())
 
 
-def test_a_device_that_leaves_before_it_is_known_may_come_back() -> None:
+def test_a_device_that_disconnects_before_its_description_may_return() -> None:
     async def play() -> None:
         async with cohort("honest") as (run, first):
             await first.next_of("instruction")
@@ -234,7 +232,7 @@ def test_a_device_that_leaves_before_it_is_known_may_come_back() -> None:
         ("\0", "HeadwaterError"),
     ],
 )
-def test_a_device_may_say_why_it_leaves_for_a_while_and_no_more(code: str, noted: str) -> None:
+def test_a_leaving_device_may_send_a_bounded_reason(code: str, noted: str) -> None:
     async def play() -> None:
         async with cohort("away", "honest") as (run, away, honest):
             await away.describe()

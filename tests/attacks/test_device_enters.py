@@ -84,7 +84,7 @@ def the_name(name: str) -> Attack:
         (the_name("\N{LATIN SMALL LETTER E WITH ACUTE}"), "IdentityRefused"),
     ],
 )
-def test_a_device_that_may_not_enter_is_told_why_and_counted(
+def test_a_refused_device_gets_the_reason_and_is_counted(
     attack: Attack, code: str, model: bytes
 ) -> None:
     async def play() -> None:
@@ -102,9 +102,7 @@ def test_a_device_that_may_not_enter_is_told_why_and_counted(
     asyncio.run(play())
 
 
-def test_a_device_that_says_nothing_is_sent_away(
-    model: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_silent_device_is_refused(model: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headwater.server.transport.stream.HELLO_SECONDS", 0.1)
 
     async def play() -> None:

@@ -120,7 +120,7 @@ UPDATES = {
 
 
 @pytest.mark.parametrize(("attack", "code"), UPDATES.values(), ids=UPDATES.keys())
-def test_a_hostile_update_is_refused_and_the_round_goes_on(
+def test_a_hostile_update_is_refused_and_the_round_continues(
     attack: UpdateAttack, code: str, model: bytes
 ) -> None:
     async def play() -> None:
@@ -140,7 +140,7 @@ def test_a_hostile_update_is_refused_and_the_round_goes_on(
     asyncio.run(play())
 
 
-def test_a_chunk_of_nothing_announced_is_left_aside(model: bytes) -> None:
+def test_a_chunk_without_an_announced_reply_is_ignored(model: bytes) -> None:
     async def play() -> None:
         async with cohort("attacker", "honest") as (run, attacker, honest):
             await attacker.describe()
@@ -157,7 +157,7 @@ def test_a_chunk_of_nothing_announced_is_left_aside(model: bytes) -> None:
     asyncio.run(play())
 
 
-def test_a_reply_that_nobody_asked_for_is_refused(model: bytes) -> None:
+def test_an_unrequested_reply_is_refused(model: bytes) -> None:
     async def play() -> None:
         async with cohort("attacker", "honest") as (run, attacker, honest):
             await attacker.describe()
@@ -214,7 +214,7 @@ def test_an_update_of_the_last_round_does_not_count_in_the_next() -> None:
     asyncio.run(play())
 
 
-def test_an_update_behind_the_deadline_is_told_so(model: bytes) -> None:
+def test_an_update_after_the_deadline_is_refused_as_late(model: bytes) -> None:
     async def play() -> None:
         async with cohort("late", "honest", deadline=1.0) as (run, late, honest):
             await late.describe()
@@ -230,7 +230,7 @@ def test_an_update_behind_the_deadline_is_told_so(model: bytes) -> None:
     asyncio.run(play())
 
 
-def test_an_upload_that_stands_still_is_given_up(model: bytes) -> None:
+def test_a_stalled_upload_is_rejected(model: bytes) -> None:
     async def play() -> None:
         async with cohort("slow", "honest", reconnect_seconds=0.5) as (run, slow, honest):
             await slow.describe()
@@ -245,7 +245,7 @@ def test_an_upload_that_stands_still_is_given_up(model: bytes) -> None:
     asyncio.run(play())
 
 
-def test_a_device_that_floods_the_server_and_does_not_read_is_sent_away(
+def test_a_device_that_floods_the_server_without_reading_is_disconnected(
     model: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("headwater.server.transport.stream.MAX_OUTBOX_FRAMES", 50)
@@ -275,7 +275,7 @@ def test_a_device_that_floods_the_server_and_does_not_read_is_sent_away(
     asyncio.run(play())
 
 
-def test_a_device_that_fails_in_its_own_words_cannot_fill_the_journal(model: bytes) -> None:
+def test_a_long_client_error_is_cut_in_the_round_log(model: bytes) -> None:
     async def play() -> None:
         async with cohort("attacker", "honest") as (run, attacker, honest):
             await attacker.describe()

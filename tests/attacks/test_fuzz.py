@@ -43,11 +43,11 @@ def conversations() -> Iterator[Conversations]:
 
 @settings(max_examples=150, **SHORT)  # type: ignore[arg-type]
 @given(data=mutated(client_frames()) | honest_heads() | mutated(honest_heads()))
-def test_a_decoder_gives_a_value_or_its_own_error(data: bytes) -> None:
+def test_a_decoder_returns_a_value_or_raises_its_own_error(data: bytes) -> None:
     decode(data)
 
 
-def test_whatever_a_stream_says_nothing_is_held_and_nothing_false_is_taken(
+def test_no_stream_leaves_memory_allocated_or_a_false_update_accepted(
     conversations: Conversations,
 ) -> None:
     @settings(max_examples=120, **SHORT)  # type: ignore[arg-type]

@@ -44,7 +44,7 @@ from tests.secagg import Cast, Played
         ({"name": "sybil"}, UnexpectedUpdate),
     ],
 )
-def test_keys_that_are_no_keys_or_under_another_s_name_are_rejected(
+def test_malformed_keys_and_keys_under_another_name_are_rejected(
     fields: dict[str, Any], error: type[HeadwaterError]
 ) -> None:
     cast = Cast(5)
@@ -53,7 +53,7 @@ def test_keys_that_are_no_keys_or_under_another_s_name_are_rejected(
     sum_without(cast, played, LIAR)
 
 
-def test_another_s_keys_are_rejected() -> None:
+def test_keys_of_another_member_are_rejected() -> None:
     cast = Cast(5)
     first: list[KeysReply] = []
 
@@ -78,7 +78,7 @@ def test_unsigned_keys_are_rejected_in_active_mode() -> None:
     sum_without(cast, played, LIAR)
 
 
-def test_a_device_without_an_enrolled_identity_is_named_by_all_others() -> None:
+def test_a_device_without_an_enrolled_identity_is_reported_by_all_members() -> None:
     cast = Cast(4, mode="active")
     device = cast.parties[LIAR].device
     stranger = replace(device, name="sybil", identity=SigningIdentity.new("sybil"))
@@ -147,7 +147,7 @@ BAD: tuple[Mapping[str, Callable[[Any], Any]], ...] = (
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("fields", BAD)
 @pytest.mark.parametrize("holders", [(OTHER,), (OTHER, "d004"), ()])
-def test_a_dealer_of_bad_shares_leaves_before_anybody_has_masked(
+def test_a_dealer_of_bad_shares_is_excluded_before_any_update_is_masked(
     mode: str, fields: Mapping[str, Callable[[Any], Any]], holders: tuple[str, ...]
 ) -> None:
     cast = Cast(6, mode=mode)
@@ -169,7 +169,7 @@ def test_a_dealer_of_bad_shares_leaves_before_anybody_has_masked(
         bad_share("d000", dealer=lambda _: OTHER),
     ],
 )
-def test_shares_that_are_missing_doubled_or_another_s_are_rejected(
+def test_missing_duplicate_and_foreign_shares_are_rejected(
     change: Callable[[Any], Any],
 ) -> None:
     cast = Cast(5)
@@ -178,14 +178,14 @@ def test_shares_that_are_missing_doubled_or_another_s_are_rejected(
     sum_without(cast, played, LIAR)
 
 
-def test_a_device_that_complains_of_all_leaves_itself() -> None:
+def test_a_device_that_complains_of_all_dealers_is_excluded() -> None:
     cast = Cast(6)
     complaint = changed(bad_dealers=tuple(name for name in cast.names if name != LIAR))
     played = cast.play(FaultPlan().answer("check_shares", complaint, client=LIAR))
     sum_without(cast, played, LIAR)
 
 
-def test_a_complaint_of_who_dealt_nothing_is_rejected() -> None:
+def test_a_complaint_about_a_device_that_dealt_nothing_is_rejected() -> None:
     for stranger in ("sybil", LIAR):
         cast = Cast(5)
         complaint = changed(bad_dealers=(stranger,))
@@ -198,7 +198,7 @@ names = st.sampled_from([f"d{i}" for i in range(8)])
 
 
 @given(st.dictionaries(names, st.frozensets(names, max_size=7), max_size=8))
-def test_whoever_leaves_answers_for_every_complaint(
+def test_excluding_devices_resolves_every_complaint(
     complaints: dict[str, frozenset[str]],
 ) -> None:
     complaints = {holder: dealers - {holder} for holder, dealers in complaints.items()}
@@ -209,7 +209,7 @@ def test_whoever_leaves_answers_for_every_complaint(
 
 
 @given(names, st.frozensets(names, min_size=2), st.booleans())
-def test_one_liar_leaves_alone_whichever_side_it_lies_on(
+def test_a_single_liar_is_excluded_alone_as_dealer_or_holder(
     liar: str, others: frozenset[str], as_holder: bool
 ) -> None:
     others -= {liar}

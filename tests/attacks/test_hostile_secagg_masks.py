@@ -47,7 +47,7 @@ def test_a_vector_of_the_wrong_length_is_rejected(change: Callable[[Any], Any]) 
 
 
 @pytest.mark.parametrize("name", [OTHER, "d000", "sybil"])
-def test_a_vector_under_another_s_name_is_rejected(name: str) -> None:
+def test_a_vector_under_another_name_is_rejected(name: str) -> None:
     cast = Cast(6)
     played = cast.play(FaultPlan().answer("masked_update", changed(name=name), client=LIAR))
     assert isinstance(played.rejected[LIAR], UnexpectedUpdate)
@@ -65,7 +65,7 @@ def test_a_vector_of_another_session_is_rejected() -> None:
 @pytest.mark.parametrize(
     "action", ["advertise_keys", "share_keys", "check_shares", "masked_update", "unmask"]
 )
-def test_an_answer_that_comes_twice_counts_once(action: str) -> None:
+def test_a_repeated_reply_counts_once(action: str) -> None:
     cast = Cast(5)
     played = cast.play(FaultPlan().answer(action, lambda said: [said, said], client=LIAR))
     assert isinstance(played.rejected[LIAR], UnexpectedUpdate)
@@ -73,7 +73,7 @@ def test_an_answer_that_comes_twice_counts_once(action: str) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_vector_that_comes_after_its_owner_was_declared_dropped_is_rejected(mode: str) -> None:
+def test_a_vector_from_a_dropped_device_is_rejected(mode: str) -> None:
     cast = Cast(6, mode=mode)
     late: list[tuple[MaskReply, bytes]] = []
 
@@ -99,7 +99,7 @@ def test_a_vector_that_comes_after_its_owner_was_declared_dropped_is_rejected(mo
     sum_without(cast, played, LIAR)
 
 
-def test_a_phase_s_answer_before_its_time_is_rejected() -> None:
+def test_a_reply_of_a_later_phase_is_rejected() -> None:
     cast = Cast(5)
     early = UnmaskReply(name=LIAR, self_seed_shares={}, mask_key_shares={})
     played = cast.play(
@@ -109,7 +109,7 @@ def test_a_phase_s_answer_before_its_time_is_rejected() -> None:
     sum_without(cast, played)
 
 
-def test_what_was_rejected_left_no_trace_in_the_phase() -> None:
+def test_a_rejected_reply_leaves_the_phase_unchanged() -> None:
     cast = Cast(5)
 
     def twice(said: Any) -> list[Any]:
@@ -122,7 +122,7 @@ def test_what_was_rejected_left_no_trace_in_the_phase() -> None:
 
 
 @pytest.mark.parametrize("added", [-(10**6), 10**6])
-def test_a_masked_weight_that_makes_the_sum_s_impossible_ends_the_round_and_no_more(
+def test_an_impossible_masked_weight_aborts_only_the_round(
     added: int,
 ) -> None:
     cast = Cast(5)

@@ -29,13 +29,13 @@ from tests.secagg import Cast, Played
 # -- signatures
 
 
-def test_one_device_that_signs_something_else_does_not_end_the_session() -> None:
+def test_one_wrong_signature_does_not_end_the_session() -> None:
     cast = Cast(7, mode="active")
     plan = FaultPlan().answer("consistency", changed(signature=bytes(64)), client=LIAR)
     sum_without(cast, cast.play(plan))
 
 
-def test_a_signature_of_one_who_did_not_survive_is_rejected() -> None:
+def test_a_signature_of_a_dropped_device_is_rejected() -> None:
     cast = Cast(7, mode="active")
     stray = SurvivorsReply(name=LIAR, signature=bytes(64))
     plan = (
@@ -71,7 +71,7 @@ def wrong(kind: str, dealer: str) -> Callable[[Any], Any]:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", ["self_seed_shares", "mask_key_shares"])
-def test_a_wrong_share_names_its_holder_and_the_sum_is_recovered(mode: str, kind: str) -> None:
+def test_a_wrong_share_identifies_its_holder_and_the_sum_is_recovered(mode: str, kind: str) -> None:
     cast = Cast(9, mode=mode)
     dealer = "d005" if kind == "mask_key_shares" else "d001"
     plan = (
@@ -86,7 +86,7 @@ def test_a_wrong_share_names_its_holder_and_the_sum_is_recovered(mode: str, kind
     sum_without(cast, played, "d005")
 
 
-def test_with_too_many_wrong_shares_the_round_is_aborted_and_every_holder_named() -> None:
+def test_too_many_wrong_shares_abort_the_round_and_identify_every_holder() -> None:
     cast = Cast(5)
     plan = FaultPlan()
     liars = ("d001", "d002", "d003")  # two good shares are left of three that are needed
@@ -113,7 +113,7 @@ def test_with_too_many_wrong_shares_the_round_is_aborted_and_every_holder_named(
         ),
     ],
 )
-def test_shares_of_the_wrong_kind_or_of_too_many_are_rejected(
+def test_shares_of_the_wrong_kind_or_number_are_rejected(
     change: Callable[[Any], Any],
 ) -> None:
     cast = Cast(7)
@@ -148,7 +148,7 @@ def cheating(cast: Cast) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_shares_of_another_key_than_was_advertised_name_their_dealer(mode: str) -> None:
+def test_shares_of_an_unadvertised_key_identify_their_dealer(mode: str) -> None:
     cast = Cast(6, mode=mode)
     cheating(cast)
     with pytest.raises(DealerCheated, match=LIAR) as caught:
@@ -157,7 +157,7 @@ def test_shares_of_another_key_than_was_advertised_name_their_dealer(mode: str) 
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_shares_of_another_self_seed_than_was_committed_to_name_their_dealer(mode: str) -> None:
+def test_shares_of_an_uncommitted_self_seed_identify_their_dealer(mode: str) -> None:
     cast = Cast(6, mode=mode)
     plan = FaultPlan().answer(
         "share_keys",

@@ -21,7 +21,7 @@ def staged(room: StagingMemory) -> StagedUpload:
 
 
 @pytest.mark.parametrize("limit_bytes", [0, len(DATA) - 1, len(DATA)])
-def test_an_upload_comes_out_as_it_went_in_wherever_it_waits(limit_bytes: int) -> None:
+def test_an_upload_is_unchanged_in_ram_and_on_disk(limit_bytes: int) -> None:
     room = StagingMemory(limit_bytes)
     upload = staged(room)
     upload.verify()
@@ -30,7 +30,7 @@ def test_an_upload_comes_out_as_it_went_in_wherever_it_waits(limit_bytes: int) -
     assert upload.is_in_ram == (limit_bytes >= len(DATA))
 
 
-def test_what_is_released_twice_is_given_back_once() -> None:
+def test_memory_released_twice_is_returned_once() -> None:
     room = StagingMemory(2 * len(DATA))
     first, second = staged(room), staged(room)
     assert room.held_bytes == 2 * len(DATA)
@@ -41,7 +41,7 @@ def test_what_is_released_twice_is_given_back_once() -> None:
     assert room.held_bytes == 0
 
 
-def test_the_third_upload_waits_on_disk_while_there_is_room_for_two() -> None:
+def test_a_third_upload_is_staged_on_disk_if_ram_holds_two() -> None:
     room = StagingMemory(2 * len(DATA))
     uploads = [staged(room) for _ in range(3)]
     assert [upload.is_in_ram for upload in uploads] == [True, True, False]
@@ -49,12 +49,12 @@ def test_the_third_upload_waits_on_disk_while_there_is_room_for_two() -> None:
     assert staged(room).is_in_ram
 
 
-def test_a_disk_without_room_is_named_before_anything_is_written() -> None:
+def test_a_full_disk_is_reported_before_any_byte_is_written() -> None:
     with pytest.raises(StateError, match="no room for an upload"):
         StagedUpload(StagingMemory(0), num_bytes=2**62, sha256=b"")
 
 
-def test_one_bit_that_was_turned_on_the_way_is_found() -> None:
+def test_one_flipped_bit_is_detected() -> None:
     upload = StagedUpload(StagingMemory(0), num_bytes=2, sha256=hashlib.sha256(b"ab").digest())
     upload.add(0, b"ac")
     with pytest.raises(CorruptUpdate, match="SHA-256"):

@@ -10,7 +10,7 @@ from headwater.server.enrolment.commands import SETTINGS_FILE, make_folder
 from tests.attacks.raw import WAIT_SECONDS, cohort
 
 
-def test_who_holds_up_a_round_without_a_deadline_is_told_by_name_until_it_is_gone() -> None:
+def test_a_device_that_delays_a_round_without_a_deadline_is_named_until_it_disconnects() -> None:
     async def play() -> None:
         async with cohort("attacker", "honest", reconnect_seconds=0.2) as (run, attacker, honest):
             await attacker.describe()
@@ -28,7 +28,7 @@ def test_who_holds_up_a_round_without_a_deadline_is_told_by_name_until_it_is_gon
     asyncio.run(play())
 
 
-def test_a_server_that_was_set_up_by_init_ends_its_rounds_without_who_stalls(
+def test_a_server_set_up_by_init_ends_rounds_without_stalled_devices(
     tmp_path: Path,
 ) -> None:
     make_folder(tmp_path, hosts=[], certificates_last=None)
@@ -37,7 +37,7 @@ def test_a_server_that_was_set_up_by_init_ends_its_rounds_without_who_stalls(
     assert settings.cohort.deadline_seconds is not None
 
 
-def test_who_stalls_time_and_again_is_asked_no_more_than_once_in_ten_rounds() -> None:
+def test_a_device_that_stalls_repeatedly_is_invited_once_in_ten_rounds() -> None:
     """A round waits for it until the deadline; the rounds behind the third do not wait."""
     rounds = 5
 

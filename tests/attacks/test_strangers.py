@@ -73,7 +73,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
         "half a frame of headers",
     ],
 )
-def test_who_dawdles_before_a_stream_is_hung_up_on(said: bytes) -> None:
+def test_a_connection_that_delays_its_stream_is_closed(said: bytes) -> None:
     """Slow-loris: a connection that says one thing and then nothing is closed by the server."""
 
     async def play() -> None:
@@ -91,7 +91,7 @@ def test_who_dawdles_before_a_stream_is_hung_up_on(said: bytes) -> None:
 
 
 @pytest.mark.usefixtures("impatient")
-def test_bytes_that_trickle_in_do_not_hold_a_connection(tmp_path: Path) -> None:
+def test_slow_bytes_do_not_keep_a_connection_open(tmp_path: Path) -> None:
     """One byte at a time, each in good time: the handshake has one deadline as a whole."""
     certs = make_folder(tmp_path)
 
@@ -111,7 +111,7 @@ def test_bytes_that_trickle_in_do_not_hold_a_connection(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("impatient")
-def test_strangers_with_no_or_false_certificates_get_no_stream_and_are_counted(
+def test_peers_without_valid_certificates_get_no_stream_and_are_counted(
     tmp_path: Path,
 ) -> None:
     certs, others = make_folder(tmp_path / "ours", "0"), make_folder(tmp_path / "theirs", "0")
@@ -158,7 +158,7 @@ def test_strangers_with_no_or_false_certificates_get_no_stream_and_are_counted(
     asyncio.run(play())
 
 
-def test_a_stranger_is_a_connection_that_brought_no_stream_in_time() -> None:
+def test_an_unidentified_connection_is_one_without_a_stream_in_time() -> None:
     strangers = UnidentifiedConnections()
     for second in range(5):
         strangers.note_connection(float(second))
@@ -173,7 +173,7 @@ def test_a_stranger_is_a_connection_that_brought_no_stream_in_time() -> None:
     assert strangers.count(2 * late) == 3
 
 
-def test_connections_that_hold_still_are_no_more_than_the_port_takes(
+def test_idle_connections_are_bounded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Descriptors are left for the checkpoint, however many connections strangers open."""
@@ -197,7 +197,7 @@ def test_connections_that_hold_still_are_no_more_than_the_port_takes(
     asyncio.run(play())
 
 
-def test_a_request_that_fells_grpc_s_server_costs_no_stream_and_the_port_opens_again() -> None:
+def test_a_request_that_crashes_grpcs_server_costs_no_stream_and_the_port_reopens() -> None:
     """A path that is not UTF-8: found by the fuzzer."""
 
     async def play() -> None:
@@ -249,7 +249,7 @@ def test_a_compressed_frame_is_refused_however_small() -> None:
     asyncio.run(play())
 
 
-def test_a_million_tiny_frames_end_their_stream_and_hold_up_nobody() -> None:
+def test_a_million_tiny_frames_end_their_stream_and_delay_no_other() -> None:
     async def play() -> None:
         async with cohort("attacker", "honest") as (run, attacker, honest):
             await attacker.describe()
@@ -303,7 +303,7 @@ def no_refill(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_refill")
-def test_who_is_refused_again_and_again_is_put_off_without_a_word() -> None:
+def test_a_repeatedly_refused_peer_is_closed_silently() -> None:
     async def play() -> None:
         async with serving() as run:
             await knock_too_often(run)
@@ -313,7 +313,7 @@ def test_who_is_refused_again_and_again_is_put_off_without_a_word() -> None:
 
 
 @pytest.mark.usefixtures("no_refill")
-def test_a_revoked_device_that_comes_again_and_again_does_not_put_off_the_others(
+def test_a_revoked_device_that_retries_does_not_block_other_devices(
     tmp_path: Path,
 ) -> None:
     certs = make_folder(tmp_path, "0", "1")
@@ -338,7 +338,7 @@ def test_a_revoked_device_that_comes_again_and_again_does_not_put_off_the_others
 # Let in, and up to no good.
 
 
-def test_an_enrolled_device_acts_as_no_other_and_reads_no_other_s_plan(tmp_path: Path) -> None:
+def test_an_enrolled_device_cannot_act_as_another_or_read_its_plan(tmp_path: Path) -> None:
     certs = make_folder(tmp_path, "attacker", "honest")
     own = credentials_of(certs, "attacker")
 
@@ -411,7 +411,7 @@ async def sends_a_byte_now_and_then(device: RawDevice) -> None:
         sends_a_byte_now_and_then,
     ],
 )
-def test_nobody_stops_a_round_with_a_deadline_by_stalling(
+def test_a_stalled_device_cannot_stop_a_round_with_a_deadline(
     stall: Callable[[RawDevice], Awaitable[None]],
 ) -> None:
     async def play() -> None:
@@ -443,7 +443,7 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("announced", SHAPES.values(), ids=SHAPES.keys())
-def test_a_shape_bomb_is_refused_before_anything_is_set_aside(announced: dict[str, int]) -> None:
+def test_a_shape_bomb_is_refused_before_any_memory_is_allocated(announced: dict[str, int]) -> None:
     async def play() -> None:
         async with cohort("attacker", "honest") as (run, attacker, honest):
             await attacker.describe()

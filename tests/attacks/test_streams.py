@@ -53,7 +53,7 @@ async def next_of(reader: asyncio.StreamReader, kind: int) -> tuple[int, bytes]:
                 return int.from_bytes(head[5:], "big"), payload
 
 
-def test_a_connection_opens_no_more_than_its_streams_and_hears_so_beforehand() -> None:
+def test_a_connection_is_limited_to_its_announced_number_of_streams() -> None:
     async def play() -> None:
         async with serving() as run:
             reader, writer = await asyncio.open_connection("127.0.0.1", run.port)

@@ -1,4 +1,4 @@
-"""What ``headwater-server status`` and the orders say, with and without a server."""
+"""The output of ``headwater-server status`` and of the orders, with and without a server."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from typer.testing import CliRunner
 
 from headwater.common.system.console import console
 from headwater.server.cli import app
-from headwater.server.operations import orders
-from headwater.server.operations import run_lock as presence
+from headwater.server.operations import orders, run_lock
 from headwater.server.operations.history import History, round_columns
 from headwater.server.operations.run_lock import RunLock
 from headwater.server.operations.status import LONG_WAIT_SECONDS, duration_text, names_text
@@ -28,7 +27,7 @@ from tests.round_rows import row
 
 @pytest.fixture(autouse=True)
 def wide(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The console took its width when it was imported, maybe by another test."""
+    """Set a fixed width: the console has the width at its import, maybe by another test."""
     monkeypatch.setattr(console, "width", 100)
 
 
@@ -79,7 +78,7 @@ def server(folder: Path) -> Iterator[RunLock]:
 
 
 @pytest.mark.usefixtures("server")
-def test_of_a_server_that_runs_status_shows_the_run_and_its_fleet(folder: Path) -> None:
+def test_status_of_a_running_server_shows_the_run_and_its_devices(folder: Path) -> None:
     code, text = run("status", "--out", folder)
     assert code == 0
     for part in (
@@ -95,7 +94,7 @@ def test_of_a_server_that_runs_status_shows_the_run_and_its_fleet(folder: Path) 
 @pytest.mark.parametrize(
     ("seconds", "is_told"), [(LONG_WAIT_SECONDS, True), (LONG_WAIT_SECONDS - 1, False)]
 )
-def test_status_says_for_whom_a_round_has_waited_a_minute(
+def test_status_names_the_devices_that_a_round_has_awaited_for_a_minute(
     seconds: float, is_told: bool, folder: Path
 ) -> None:
     history = History(folder)
@@ -105,19 +104,19 @@ def test_status_says_for_whom_a_round_has_waited_a_minute(
     assert ("it has waited 1 min for nas" in text) == is_told
 
 
-def test_of_a_server_that_is_gone_status_shows_when_and_fails(folder: Path) -> None:
+def test_status_of_an_ended_server_shows_the_last_heartbeat_and_fails(folder: Path) -> None:
     RunLock(folder).release()
-    os.utime(folder / presence.FILE, (100.0, 100.0))
+    os.utime(folder / run_lock.FILE, (100.0, 100.0))
     code, text = run("status", "--out", folder)
     assert code == 1
     assert "down: no server runs" in text
     assert "continue with: headwater-server --resume --out" in text
-    # It was killed, and could not say that the device went.
+    # A killed server cannot record that its devices disconnected.
     assert "connected" not in text.replace("devices connected", "")
 
 
 @pytest.mark.parametrize("command", ["status", "drain"])
-def test_of_a_simulation_over_the_wire_the_simulator_goes_on(command: str, folder: Path) -> None:
+def test_a_simulation_over_grpc_is_continued_by_the_simulator(command: str, folder: Path) -> None:
     held = RunLock(folder)
     held.write_info({"command": "headwater-simulate"})
     held.release()
@@ -127,15 +126,15 @@ def test_of_a_simulation_over_the_wire_the_simulator_goes_on(command: str, folde
 
 
 @pytest.mark.usefixtures("server")
-def test_a_server_whose_heart_has_stopped_is_not_healthy(folder: Path) -> None:
-    os.utime(folder / presence.FILE, (100.0, 100.0))
+def test_a_server_without_a_recent_heartbeat_is_not_healthy(folder: Path) -> None:
+    os.utime(folder / run_lock.FILE, (100.0, 100.0))
     code, text = run("status", "--out", folder)
     assert code == 1
     assert "up, but not responding" in text
 
 
 @pytest.mark.parametrize(("is_up", "code"), [(True, 0), (False, 1)])
-def test_for_machines_status_is_one_object_and_the_exit_status(
+def test_json_status_is_one_object_with_an_exit_status(
     is_up: bool, code: int, folder: Path
 ) -> None:
     held = RunLock(folder) if is_up else None
@@ -143,15 +142,15 @@ def test_for_machines_status_is_one_object_and_the_exit_status(
     if held is not None:
         held.release()
     assert ended.exit_code == code
-    told: dict[str, Any] = json.loads(ended.output)
-    assert told["is_up"] is is_up
-    assert told["num_connected"] == int(is_up)
-    assert [device["name"] for device in told["devices"]] == ["nas", "pi"]
-    assert told["last_round"]["ended_at"] == "1970-01-01T00:01:00.000Z"
+    status: dict[str, Any] = json.loads(ended.output)
+    assert status["is_up"] is is_up
+    assert status["num_connected"] == int(is_up)
+    assert [device["name"] for device in status["devices"]] == ["nas", "pi"]
+    assert status["last_round"]["ended_at"] == "1970-01-01T00:01:00.000Z"
 
 
 @pytest.mark.parametrize("command", ["status", "pause", "resume", "drain"])
-def test_where_no_run_is_each_command_says_so(command: str, tmp_path: Path) -> None:
+def test_each_command_names_a_folder_without_a_run(command: str, tmp_path: Path) -> None:
     for folder, what in ((tmp_path, "holds no run"), (tmp_path / "nowhere", "is not a folder")):
         code, text = run(command, "--out", folder)
         assert code == 2
@@ -160,9 +159,7 @@ def test_where_no_run_is_each_command_says_so(command: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("command", ["pause", "resume", "drain"])
-def test_an_order_to_a_server_that_does_not_run_teaches_how_to_go_on(
-    command: str, folder: Path
-) -> None:
+def test_an_order_without_a_running_server_says_how_to_continue(command: str, folder: Path) -> None:
     code, text = run(command, "--out", folder)
     assert code == 2
     assert f"nothing to {command}" in text
@@ -170,7 +167,7 @@ def test_an_order_to_a_server_that_does_not_run_teaches_how_to_go_on(
     assert orders.read_order(folder) is None
 
 
-def test_a_pause_that_outlasted_its_server_can_be_undone(folder: Path) -> None:
+def test_a_pause_can_be_undone_without_a_server(folder: Path) -> None:
     orders.write_order(folder, "pause")
     _, text = run("status", "--out", folder)
     assert "still paused; to undo: headwater-server resume" in text
@@ -182,7 +179,7 @@ def test_a_pause_that_outlasted_its_server_can_be_undone(folder: Path) -> None:
     assert order.verb == "resume"
 
 
-def test_the_two_words_resume_are_told_apart_in_the_help() -> None:
+def test_the_help_distinguishes_the_two_kinds_of_resume() -> None:
     text = run("resume", "--help")[1]
     assert "an order to a server that runs" in text
     assert "headwater-server --resume --out DIR" in text

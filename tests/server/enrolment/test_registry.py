@@ -1,4 +1,4 @@
-"""The registry: one token lets in one device once, and what is ended stays ended."""
+"""The registry: a token admits one device once, and a revoked certificate stays revoked."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def registry(folder: Path) -> Iterator[Registry]:
 
 
 class Signer:
-    """Signs for one key, and counts how often."""
+    """Signs certificates for one key, and counts them."""
 
     def __init__(self, folder: Path, name: str, key: Key | None = None) -> None:
         self._authority, self._name = Authority.load(folder), name
@@ -68,7 +68,9 @@ def serial_in(pem: bytes) -> str:
     return serial_of(x509.load_pem_x509_certificate(pem))
 
 
-def test_a_token_is_good_once_and_for_the_same_key_again(folder: Path, registry: Registry) -> None:
+def test_a_token_is_valid_once_and_for_repeats_with_the_same_key(
+    folder: Path, registry: Registry
+) -> None:
     registry.add_token("pi", b"s", expires_at=NOW + 60, now=NOW)
     first, other = Signer(folder, "pi"), Signer(folder, "pi")
     pem = redeem(registry, b"s", "pi", first)
@@ -85,7 +87,7 @@ def test_a_token_expires_by_the_servers_clock(folder: Path, registry: Registry) 
         redeem(registry, b"s", "pi", Signer(folder, "pi"), now=NOW + 61)
 
 
-def test_a_token_is_for_its_name_alone(folder: Path, registry: Registry) -> None:
+def test_a_token_is_valid_only_for_its_name(folder: Path, registry: Registry) -> None:
     registry.add_token("pi", b"s", expires_at=NOW + 60, now=NOW)
     with pytest.raises(JoinTokenUnknown):
         redeem(registry, b"s", "laptop", Signer(folder, "laptop"))
@@ -101,7 +103,7 @@ def test_a_new_token_of_a_name_voids_the_one_before(folder: Path, registry: Regi
     redeem(registry, b"t", "pi", Signer(folder, "pi"))
 
 
-def test_the_port_is_wanted_while_a_token_is_out_and_a_moment_longer(
+def test_the_port_is_open_while_a_token_is_valid_and_a_minute_after_its_use(
     folder: Path, registry: Registry
 ) -> None:
     assert not registry.has_open_token(NOW)
@@ -113,7 +115,7 @@ def test_the_port_is_wanted_while_a_token_is_out_and_a_moment_longer(
     assert not registry.has_open_token(NOW + LINGER_SECONDS + 1)
 
 
-def test_a_name_with_a_certificate_that_counts_is_taken_until_it_is_revoked(
+def test_a_name_with_a_valid_certificate_is_taken_until_it_is_revoked(
     folder: Path, registry: Registry
 ) -> None:
     now = time.time()
@@ -126,7 +128,7 @@ def test_a_name_with_a_certificate_that_counts_is_taken_until_it_is_revoked(
     registry.add_token("pi", b"t", expires_at=now + 60, now=now)
 
 
-def test_a_revoked_certificate_stays_so_when_the_name_is_enrolled_anew(
+def test_a_revoked_certificate_stays_revoked_when_the_name_is_enrolled_again(
     folder: Path, registry: Registry
 ) -> None:
     registry.add_token("pi", b"s", expires_at=NOW + 60, now=NOW)
@@ -149,16 +151,14 @@ def test_a_key_is_certified_once(folder: Path, registry: Registry) -> None:
     redeem(registry, b"t", "pi", Signer(folder, "pi"))  # the token is as it was
 
 
-def test_revoking_voids_the_token_that_is_out(folder: Path, registry: Registry) -> None:
+def test_revoking_voids_the_open_token(folder: Path, registry: Registry) -> None:
     registry.add_token("pi", b"s", expires_at=NOW + 60, now=NOW)
     registry.revoke("pi")
     with pytest.raises(JoinTokenUnknown):
         redeem(registry, b"s", "pi", Signer(folder, "pi"))
 
 
-def test_a_renewal_that_was_never_used_gives_way_to_the_next(
-    folder: Path, registry: Registry
-) -> None:
+def test_an_unused_renewal_is_replaced_by_the_next(folder: Path, registry: Registry) -> None:
     registry.add_token("pi", b"s", expires_at=NOW + 60, now=NOW)
     serial = serial_in(redeem(registry, b"s", "pi", Signer(folder, "pi")))
     lost, kept = Signer(folder, "pi"), Signer(folder, "pi")
@@ -184,7 +184,7 @@ def test_revoking_a_name_ends_its_renewed_certificate_too(folder: Path, registry
     assert found.ended == "revoked"
 
 
-def test_a_reader_sees_that_another_has_changed_something(folder: Path, registry: Registry) -> None:
+def test_a_reader_notices_another_connections_change(folder: Path, registry: Registry) -> None:
     other = Registry(folder)
     registry.has_changed()
     assert not registry.has_changed()
@@ -206,7 +206,8 @@ def _redeem_in_process(folder: Path, secret: bytes, found: object) -> None:
     found.put(outcome)  # type: ignore[attr-defined]
 
 
-def test_of_several_processes_at_once_one_gets_the_certificate(
+@pytest.mark.slow
+def test_one_of_several_concurrent_processes_gets_the_certificate(
     folder: Path, registry: Registry
 ) -> None:
     registry.add_token("pi", b"s", expires_at=NOW + 60, now=NOW)
@@ -223,7 +224,7 @@ def test_of_several_processes_at_once_one_gets_the_certificate(
     assert outcomes == ["certificate", "used", "used", "used"]
 
 
-def test_what_cannot_be_opened_is_named(tmp_path: Path) -> None:
+def test_a_registry_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
     with pytest.raises(StateError):
         Registry(tmp_path)
     (tmp_path / REGISTRY_FILE).write_bytes(b"not a database, and long enough to be told apart" * 9)
@@ -231,7 +232,7 @@ def test_what_cannot_be_opened_is_named(tmp_path: Path) -> None:
         Registry(tmp_path)
 
 
-def test_the_file_has_no_secret_of_a_token_in_it(folder: Path) -> None:
+def test_the_file_contains_no_tokens_secret(folder: Path) -> None:
     token = token_for(folder, "pi")
     base = sqlite3.connect(folder / REGISTRY_FILE)
     base.execute("VACUUM")
@@ -247,8 +248,8 @@ def test_a_signing_request_for_another_name_or_of_another_kind_is_refused(
     token, authority = token_for(folder, "pi"), Authority.load(folder)
 
     def ask(request: bytes) -> bytes:
-        asked = JoinRequest(name="pi", secret=token.secret, signing_request=request)
-        return issue(asked, authority, registry, now=time.time())
+        join_request = JoinRequest(name="pi", secret=token.secret, signing_request=request)
+        return issue(join_request, authority, registry, now=time.time())
 
     with pytest.raises(IdentityRefused):
         ask(signing_request("laptop", new_key()))

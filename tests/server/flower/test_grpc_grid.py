@@ -5,9 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 
+import pytest
+
 from headwater.server.flower.grid_fleet import GridFleet
 from headwater.server.flower.grpc_grid import TURN_WEIGHT, GrpcGrid
 from tests.attacks.raw import RUN_ID, RawDevice, Run, serving
+
+pytestmark = pytest.mark.slow  # sockets
 
 FOLD_SECONDS = 0.05
 

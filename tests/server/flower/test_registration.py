@@ -1,4 +1,4 @@
-"""The registration: newcomers are asked once, and whoever is left out again, without waiting for it."""
+"""New nodes are asked once; left-out devices are asked again without waiting for the answer."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ LEFT_OUT = REQUEST.model_copy(update={"left_out": "one example takes 3.1 s of it
 
 
 class Wire(HeadwaterGrid):
-    """A network in which a test decides who answers what, and when."""
+    """A grid whose test decides which node answers what, and when."""
 
     silent_seconds = 300.0
 
     def __init__(self, *nodes: int) -> None:
         super().__init__()
         self.nodes = list(nodes)
-        self.questions: list[Message] = []
+        self.requests: list[Message] = []
         self.refused: dict[int, str] = {}
         self._answers: list[Message] = []
         self._open: dict[int, Message] = {}
@@ -46,7 +46,7 @@ class Wire(HeadwaterGrid):
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         pushed = {ensure_message_id(message): message for message in messages}
-        self.questions += pushed.values()
+        self.requests += pushed.values()
         return list(pushed)
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterator[Message]:
@@ -58,18 +58,18 @@ class Wire(HeadwaterGrid):
     ) -> Iterator[Message]:
         raise NotImplementedError
 
-    def asked(self) -> list[tuple[int, str | None]]:
-        """Return whom the registration asked since the last look, and why it is left out."""
+    def new_requests(self) -> list[tuple[int, str | None]]:
+        """Return the nodes asked since the last call, each with its reason for being left out."""
         found = [
             (m.metadata.dst_node_id, records.read(m.content, DescribeRequest).left_out)
-            for m in self.questions
+            for m in self.requests
         ]
-        self._open |= {m.metadata.dst_node_id: m for m in self.questions}
-        self.questions = []
+        self._open |= {m.metadata.dst_node_id: m for m in self.requests}
+        self.requests = []
         return found
 
     def answer(self, node: int, **changes: Any) -> None:
-        """Let a node answer what it was asked last."""
+        """Answer a node's last request."""
         report = {"name": f"d{node}", "num_examples": 10, "layout_digest": "same"} | changes
         content = records.content_with_head(json.dumps(report), None)
         self._answers.append(Message(content, reply_to=self._open[node]))
@@ -83,7 +83,7 @@ def known(*nodes: int) -> tuple[Registration, Wire]:
     wire = Wire(*nodes)
     registration = Registration(wire)
     registration.update(REQUEST)
-    assert wire.asked() == [(node, None) for node in nodes]
+    assert wire.new_requests() == [(node, None) for node in nodes]
     for node in nodes:
         wire.answer(node)
     registration.update(REQUEST)
@@ -97,17 +97,17 @@ def examples(registration: Registration) -> dict[int, int]:
     return {node: report.num_examples for node, report in registration.reports.items()}
 
 
-def test_who_is_left_out_is_told_why_and_its_answer_takes_the_place_of_the_old_one() -> None:
+def test_a_left_out_device_gets_the_reason_and_its_answer_replaces_the_old_one() -> None:
     registration, wire = known(1, 2)
     registration.ask_again({"d2": LEFT_OUT})
-    assert wire.asked() == [(2, LEFT_OUT.left_out)]
+    assert wire.new_requests() == [(2, LEFT_OUT.left_out)]
     wire.answer(2, num_examples=20)
     registration.update(REQUEST)
     assert examples(registration) == {1: 10, 2: 20}
     assert wire.refused == {}
 
 
-def test_nobody_waits_for_the_answer_of_who_is_left_out() -> None:
+def test_registration_does_not_wait_for_repeated_requests() -> None:
     registration, wire = known(1, 2)
     registration.ask_again({"d2": LEFT_OUT})
     registration.update(REQUEST)
@@ -118,30 +118,32 @@ def test_nobody_waits_for_the_answer_of_who_is_left_out() -> None:
     assert not registration.is_settled
 
 
-def test_who_has_not_answered_yet_is_not_asked_twice() -> None:
+def test_a_device_that_has_not_answered_is_not_asked_twice() -> None:
     registration, wire = known(1)
     registration.ask_again({"d1": LEFT_OUT})
-    assert len(wire.asked()) == 1
+    assert len(wire.new_requests()) == 1
     registration.ask_again({"d1": LEFT_OUT})
     registration.update(REQUEST)
-    assert wire.asked() == []
+    assert wire.new_requests() == []
     wire.answer(1)
     registration.update(REQUEST)
     registration.ask_again({"d1": LEFT_OUT})
-    assert len(wire.asked()) == 1
+    assert len(wire.new_requests()) == 1
 
 
-def test_who_has_answered_something_later_may_be_asked_once_more() -> None:
+def test_a_device_that_answered_a_later_message_may_be_asked_again() -> None:
     """An instruction to train takes the question's place on the stream of the device."""
     registration, wire = known(1)
     registration.ask_again({"d1": LEFT_OUT})
-    wire.asked()
+    wire.new_requests()
     registration.forget_repeats({1})
     registration.ask_again({"d1": LEFT_OUT})
-    assert wire.asked() == [(1, LEFT_OUT.left_out)]
+    assert wire.new_requests() == [(1, LEFT_OUT.left_out)]
 
 
-def test_who_is_silent_when_asked_again_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_known_device_that_ignores_a_repeated_request_is_not_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     registration, wire = known(1)
     registration.ask_again({"d1": LEFT_OUT})
     monkeypatch.setattr(wire, "silent_seconds", -1.0)
@@ -149,21 +151,21 @@ def test_who_is_silent_when_asked_again_is_not_refused(monkeypatch: pytest.Monke
     assert wire.refused == {}
     assert examples(registration) == {1: 10}
     registration.ask_again({"d1": LEFT_OUT})
-    assert len(wire.asked()) == 2
+    assert len(wire.new_requests()) == 2
 
 
-def test_who_is_gone_is_not_asked_again() -> None:
+def test_a_disconnected_device_is_not_asked_again() -> None:
     registration, wire = known(1)
     wire.nodes.clear()
     registration.update(REQUEST)
     registration.ask_again({"d1": LEFT_OUT})
-    assert wire.asked() == []
+    assert wire.new_requests() == []
 
 
-def test_who_fails_when_asked_again_stays_as_it_was() -> None:
+def test_a_known_device_that_fails_keeps_its_old_description() -> None:
     registration, wire = known(1)
     registration.ask_again({"d1": LEFT_OUT})
-    wire.asked()
+    wire.new_requests()
     wire.fail(1, records.to_flower_error(TaskFailed("busy for a moment")))
     registration.update(REQUEST)
     assert examples(registration) == {1: 10}
@@ -178,21 +180,21 @@ def test_who_fails_when_asked_again_stays_as_it_was() -> None:
         ({"name": "d2"}, "IdentityRefused"),
     ],
 )
-def test_who_lies_when_asked_again_is_turned_away(lie: dict[str, Any], code: str) -> None:
+def test_a_known_device_with_a_false_answer_is_refused(lie: dict[str, Any], code: str) -> None:
     registration, wire = known(1, 2)
     registration.ask_again({"d1": LEFT_OUT})
-    wire.asked()
+    wire.new_requests()
     wire.answer(1, **lie)
     registration.update(REQUEST)
     assert wire.refused == {1: code}
     assert examples(registration) == {2: 10}
 
 
-def test_two_devices_of_one_name_are_still_told_apart() -> None:
+def test_a_second_device_of_a_name_is_refused() -> None:
     registration, wire = known(1)
     wire.nodes.append(2)
     registration.update(REQUEST)
-    wire.asked()
+    wire.new_requests()
     wire.answer(2, name="d1")
     registration.update(REQUEST)
     assert wire.refused == {2: "IdentityRefused"}

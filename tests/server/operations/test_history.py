@@ -1,4 +1,4 @@
-"""The history in SQLite: what is written, what a resumed run drops, and files of other versions."""
+"""The history in SQLite: contents, resumed runs, and files of other versions."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def rounds_in(folder: Path) -> list[int]:
 
 def test_a_round_is_read_back_as_it_was_written(tmp_path: Path) -> None:
     history = History(tmp_path)
-    told = asdict(row(1, "a", loss=math.nan, masked_clients=[masked("b")]))
-    history.add_round(round_columns(told, ended_at=5.0))
+    fields = asdict(row(1, "a", loss=math.nan, masked_clients=[masked("b")]))
+    history.add_round(round_columns(fields, ended_at=5.0))
     found = read(tmp_path)
     history.close()
     assert found is not None
@@ -45,7 +45,7 @@ def test_a_round_is_read_back_as_it_was_written(tmp_path: Path) -> None:
     assert found.last_round["metrics"] == {"test_accuracy": 0.75}
 
 
-def test_a_resumed_run_drops_what_lies_behind_its_checkpoint_and_fills_gaps(tmp_path: Path) -> None:
+def test_a_resumed_run_drops_rounds_after_its_checkpoint_and_fills_gaps(tmp_path: Path) -> None:
     history = History(tmp_path)
     for number in (1, 3, 4, 5):
         history.add_round(round_columns(asdict(row(number, "a"))))
@@ -73,7 +73,7 @@ def test_devices_are_read_back_and_only_changed_ones_are_written(tmp_path: Path)
     again.close()
 
 
-def test_events_come_newest_first_and_the_state_is_the_last(tmp_path: Path) -> None:
+def test_events_are_read_newest_first_with_the_latest_state(tmp_path: Path) -> None:
     history = History(tmp_path)
     for kind in ("started", "paused"):
         history.add_event(kind, "because")
@@ -86,7 +86,7 @@ def test_events_come_newest_first_and_the_state_is_the_last(tmp_path: Path) -> N
     assert found.state == {"round": 2, "stands": "paused"}
 
 
-def test_a_history_that_is_closed_is_one_file_also_after_it_was_read(tmp_path: Path) -> None:
+def test_a_closed_history_is_one_file_also_after_it_was_read(tmp_path: Path) -> None:
     history = History(tmp_path)
     history.add_event("started")
     read(tmp_path)
@@ -95,7 +95,7 @@ def test_a_history_that_is_closed_is_one_file_also_after_it_was_read(tmp_path: P
     assert [path.name for path in tmp_path.iterdir()] == [FILE]
 
 
-def test_a_history_that_a_newer_version_wrote_is_put_aside_and_kept(tmp_path: Path) -> None:
+def test_a_history_of_a_newer_version_is_renamed_and_kept(tmp_path: Path) -> None:
     database = sqlite3.connect(tmp_path / FILE)
     database.execute(f"PRAGMA user_version = {VERSION + 1}")
     database.close()
@@ -107,7 +107,9 @@ def test_a_history_that_a_newer_version_wrote_is_put_aside_and_kept(tmp_path: Pa
     assert len(list(tmp_path.glob(f"{FILE}.*"))) == 1
 
 
-def test_a_damaged_history_is_put_aside_by_the_server_and_named_to_a_reader(tmp_path: Path) -> None:
+def test_a_damaged_history_is_renamed_by_the_server_and_an_error_to_a_reader(
+    tmp_path: Path,
+) -> None:
     (tmp_path / FILE).write_bytes(b"no database" * 1000)
     with pytest.raises(StateError, match="cannot be read"):
         read(tmp_path)
@@ -115,11 +117,11 @@ def test_a_damaged_history_is_put_aside_by_the_server_and_named_to_a_reader(tmp_
     assert read(tmp_path) is not None
 
 
-def test_no_history_is_none(tmp_path: Path) -> None:
+def test_a_folder_without_a_history_reads_as_none(tmp_path: Path) -> None:
     assert read(tmp_path) is None
 
 
-def test_a_migration_that_was_interrupted_is_done_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_a_migration_is_applied_completely_or_not_at_all(tmp_path: Path) -> None:
     database = sqlite3.connect(tmp_path / FILE)
     with pytest.raises(sqlite3.OperationalError):
         database.executescript(f"BEGIN; {MIGRATIONS[0]} SELECT nothing FROM nowhere; COMMIT;")

@@ -1,4 +1,4 @@
-"""Orders to a running server, and what stands in the folder after each."""
+"""Orders to a running server, and the run's state after each."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ def order(verb: Verb) -> Order:
 
 
 @pytest.mark.parametrize("verb", ["pause", "resume", "drain"])
-def test_an_order_that_was_given_stands(verb: Verb, tmp_path: Path) -> None:
+def test_an_order_is_read_back(verb: Verb, tmp_path: Path) -> None:
     assert orders.read_order(tmp_path) is None
     given = orders.write_order(tmp_path, verb)
     assert orders.read_order(tmp_path) == given == Order(verb=verb, at=given.at)
 
 
-def test_the_last_order_stands(tmp_path: Path) -> None:
+def test_a_later_order_replaces_an_earlier_one(tmp_path: Path) -> None:
     orders.write_order(tmp_path, "drain", now=1.0)
     assert orders.write_order(tmp_path, "pause", now=2.0) == orders.read_order(tmp_path)
 
 
 @pytest.mark.parametrize("text", ["", "pause", "[]", '{"verb": "stop", "at": 1}', '{"at": 1}'])
-def test_what_is_no_order_is_named(text: str, tmp_path: Path) -> None:
+def test_a_malformed_order_is_named(text: str, tmp_path: Path) -> None:
     (tmp_path / orders.FILE).write_text(text)
     with pytest.raises(StateError, match=r"order\.json is not an order"):
         orders.read_order(tmp_path)
 
 
-def test_an_order_into_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
+def test_an_order_to_a_missing_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(StateError, match="cannot write the order"):
         orders.write_order(tmp_path / "nowhere", "pause")
 
@@ -55,7 +55,7 @@ def test_a_pause_outlasts_a_restart_and_a_drain_does_not() -> None:
         ("drain", "draining", "draining"),
     ],
 )
-def test_a_round_in_progress_ends_before_an_order_is_done(
+def test_a_round_in_progress_ends_before_an_order_takes_effect(
     verb: Verb | None, in_a_round: RunState, between: RunState
 ) -> None:
     given = None if verb is None else order(verb)

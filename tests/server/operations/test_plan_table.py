@@ -1,3 +1,5 @@
+"""The table of ``headwater-server plan``, for runs of the in-process engine."""
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -11,10 +13,12 @@ from headwater.common.system.console import console
 from headwater.server.cli import app
 from headwater.simulation.run import run_engine
 
+pytestmark = pytest.mark.slow  # runs an engine
+
 
 @pytest.fixture(autouse=True)
 def wide_console() -> Iterator[None]:
-    """The console took its width when it was imported, maybe by another test."""
+    """Set a fixed width: the console has the width at its import, maybe by another test."""
     before = console.width
     console.width = 200
     yield
@@ -29,7 +33,7 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def test_the_table_names_every_device_and_why_it_was_asked_for_so_much(run_folder: Path) -> None:
+def test_the_table_shows_every_device_and_the_reason_for_its_plan(run_folder: Path) -> None:
     shown = CliRunner(env={"COLUMNS": "200"}).invoke(
         app, ["plan", "--out", str(run_folder), "--explain"]
     )
@@ -54,7 +58,7 @@ upload_bytes_per_second = 1_000_000_000
 
 
 @pytest.mark.parametrize("explain", [True, False])
-def test_who_was_left_out_is_named_and_told_by_how_much(tmp_path: Path, explain: bool) -> None:
+def test_a_left_out_device_is_shown_with_the_reason(tmp_path: Path, explain: bool) -> None:
     (tmp_path / "fleet.toml").write_text(FLEET)
     overrides = {
         "task": "examples/digits.py:Digits",
@@ -73,7 +77,7 @@ def test_who_was_left_out_is_named_and_told_by_how_much(tmp_path: Path, explain:
     assert (said in shown.output) == explain
 
 
-def test_a_round_that_is_not_there_is_named(run_folder: Path) -> None:
+def test_a_missing_round_is_named(run_folder: Path) -> None:
     shown = CliRunner().invoke(app, ["plan", "--out", str(run_folder), "--round", "7"])
     assert shown.exit_code == 2
 

@@ -11,7 +11,7 @@ from headwater.server.operations.progress import print_settings, round_line
 from tests.round_rows import row
 
 
-def test_the_progress_line_shows_the_noise_scale_where_it_is_followed() -> None:
+def test_the_progress_line_shows_a_noise_scale_that_is_followed() -> None:
     known = {"noise_scale": 1234.5, "target": 600}
     assert "noise scale 1,234" in round_line(row(1, "pi", target_by="noise scale", **known))
     assert "noise" not in round_line(row(1, "pi", target_by="examples", **known))
@@ -40,7 +40,7 @@ ANNOUNCED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", ANNOUNCED)
-def test_the_derived_numbers_are_announced(case: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_derived_numbers_are_printed(case: str, capsys: pytest.CaptureFixture[str]) -> None:
     changes, words = ANNOUNCED[case]
     task = "examples/text_transformer.py:TextTransformer"
     print_settings(Settings.model_validate({"task": task, **changes}), where="here")

@@ -1,4 +1,4 @@
-"""The server's metrics: their names, their sums, and how many devices have labels."""
+"""The server's metrics: names, sums, and the bound on labelled devices."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_rounds_add_up() -> None:
     assert found.items() >= expected.items()
 
 
-def test_a_scrape_tells_how_the_server_stands() -> None:
+def test_a_scrape_shows_the_servers_state() -> None:
     found = samples(ServerMetrics(lambda: NOW))
     expected = {
         "connected_devices": 3,
@@ -83,7 +83,7 @@ def test_a_scrape_tells_how_the_server_stands() -> None:
     assert "loss" not in found
 
 
-def test_refusals_of_the_rounds_and_of_the_intake_are_added() -> None:
+def test_refusals_of_rounds_and_streams_are_added() -> None:
     metrics = ServerMetrics(lambda: NOW)
     opened = OpenRound(
         plans={},
@@ -100,7 +100,7 @@ def figures(round_number: int) -> DeviceMetrics:
     return DeviceMetrics(round=round_number, accumulation_steps=1, seconds=1.0, peak_bytes=1)
 
 
-def test_only_so_many_devices_have_labels_and_the_others_are_counted() -> None:
+def test_labelled_devices_are_bounded_and_the_rest_counted() -> None:
     most = exporter.MAX_LABELLED
     first = {f"d{number}": figures(1) for number in range(most)}
     kept, num_without = labelled_devices({}, first, round_number=1)
@@ -112,7 +112,7 @@ def test_only_so_many_devices_have_labels_and_the_others_are_counted() -> None:
     assert num_without == 2
 
 
-def test_a_device_that_had_no_part_for_long_makes_room() -> None:
+def test_an_idle_device_loses_its_labels() -> None:
     now = 1 + IDLE_ROUNDS
     kept, _ = labelled_devices({"gone": figures(1), "here": figures(2)}, {}, round_number=now)
     assert kept == {"here": figures(2)}

@@ -99,7 +99,7 @@ def test_the_curves_are_drawn(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("loss", [-1.0, float("nan")])
-def test_the_curves_are_drawn_whatever_the_loss(tmp_path: Path, loss: float) -> None:
+def test_the_curves_are_drawn_for_any_loss(tmp_path: Path, loss: float) -> None:
     round_log = opened(tmp_path)
     for number in (1, 2):
         round_log.stepped(row(number, *CLIENTS, loss=loss, metrics={}))
@@ -107,7 +107,7 @@ def test_the_curves_are_drawn_whatever_the_loss(tmp_path: Path, loss: float) -> 
     drawn(tmp_path)
 
 
-def test_the_batch_has_a_panel_of_its_own_only_where_the_noise_scale_was_followed(
+def test_a_followed_noise_scale_has_its_own_panel(
     tmp_path: Path,
 ) -> None:
     sizes = []
@@ -122,7 +122,7 @@ def test_the_batch_has_a_panel_of_its_own_only_where_the_noise_scale_was_followe
     assert sizes[1][0] > sizes[0][0]
 
 
-def test_rows_of_before_there_was_a_target_are_drawn_all_the_same(tmp_path: Path) -> None:
+def test_rows_without_a_target_are_drawn(tmp_path: Path) -> None:
     written(tmp_path, 2)
     lines = [json.loads(line) for line in (tmp_path / ROUNDS).read_text().splitlines()]
     for line in lines:
@@ -156,7 +156,7 @@ def test_tensorboard_events_are_written(tmp_path: Path) -> None:
     assert not [name for name in NOISE if name.encode() in content]
 
 
-def test_target_and_noise_go_to_tensorboard_where_they_are_known(tmp_path: Path) -> None:
+def test_known_targets_and_noise_go_to_tensorboard(tmp_path: Path) -> None:
     round_log = opened(tmp_path)
     round_log.stepped(
         row(

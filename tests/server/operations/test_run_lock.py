@@ -29,7 +29,7 @@ def test_a_folder_without_a_server_is_down(tmp_path: Path) -> None:
     assert (seen.is_up, seen.is_well, seen.heartbeat_seconds) == (False, False, None)
 
 
-def test_a_server_is_up_until_it_lets_go_and_tells_of_itself(tmp_path: Path) -> None:
+def test_a_server_is_up_until_it_unlocks_the_folder(tmp_path: Path) -> None:
     held = RunLock(tmp_path)
     held.write_info({"address": "a rather long address", "pid": 1})
     held.write_info({"pid": 2})
@@ -41,7 +41,7 @@ def test_a_server_is_up_until_it_lets_go_and_tells_of_itself(tmp_path: Path) -> 
     assert not read_server_state(tmp_path).is_up
 
 
-def test_a_heartbeat_that_is_too_old_is_not_well(tmp_path: Path) -> None:
+def test_a_server_with_an_old_heartbeat_is_not_well(tmp_path: Path) -> None:
     held = RunLock(tmp_path)
     os.utime(tmp_path / FILE, (1000.0, 1000.0))
     assert read_server_state(tmp_path, now=1000.0 + FRESH_SECONDS - 1).is_well

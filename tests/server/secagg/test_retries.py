@@ -1,4 +1,4 @@
-"""A session that one device made fail is tried again without it, and nobody pays for a lie."""
+"""A failed session is retried without the device at fault, and no honest device is excluded."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ Lie = Callable[[Any], Any]
 
 
 class CastFleet:
-    """The devices of a cast as a server's fleet; answers are changed by the lies of their names."""
+    """A cast's devices as a fleet; ``lies`` changes the replies of the devices that it names."""
 
     def __init__(self, cast: Cast, lies: Mapping[str, Lie]) -> None:
         self.cast, self.lies = cast, lies
@@ -76,8 +76,8 @@ class CastFleet:
             yield Reply(name=name, said=said, beside=None if vector is None else vector.tobytes())
 
 
-class Attempts:
-    """What came of a round: its sum or its end, who was refused, and who is left out."""
+class SessionResult:
+    """The result of a round's sessions: sum or abort, refused and excluded devices."""
 
     def __init__(self, cast: Cast, lies: Mapping[str, Lie]) -> None:
         self.refused: dict[str, HeadwaterError] = {}
@@ -96,7 +96,7 @@ class Attempts:
         try:
             self.opened = sum_masked(
                 ReadyCohort(ready=ready, planned_weights=weights, metrics=(), max_examples=1),
-                CastFleet(cast, lies),  # type: ignore[arg-type] # it does nothing but converse
+                CastFleet(cast, lies),  # type: ignore[arg-type] # it implements converse only
                 set_up=set_up,
                 bounds=None,
                 phase_seconds=1.0,
@@ -124,123 +124,123 @@ def with_stranger(num_devices: int) -> Cast:
     return cast
 
 
-def holds_sum_of(cast: Cast, came: Attempts, *names: str) -> None:
-    assert came.opened is not None, came.aborted
-    assert came.opened.survived == names
-    plain_P, _ = cast.plain_sum(names, came.opened)
-    np.testing.assert_array_equal(came.opened.vector_P, plain_P)
+def holds_sum_of(cast: Cast, result: SessionResult, *names: str) -> None:
+    assert result.opened is not None, result.aborted
+    assert result.opened.survived == names
+    plain_P, _ = cast.plain_sum(names, result.opened)
+    np.testing.assert_array_equal(result.opened.vector_P, plain_P)
 
 
 # -- before anybody has masked: another attempt with the same updates
 
 
-def test_a_device_that_nobody_knows_costs_one_attempt_and_no_update() -> None:
+def test_an_unknown_device_costs_one_attempt_and_no_update() -> None:
     cast = with_stranger(4)
-    came = Attempts(cast, {})
-    assert came.num_attempts == 2
-    holds_sum_of(cast, came, *cast.names)
-    assert set(came.left_out) == set(came.refused) == {"sybil"}
-    assert "4 of 5 devices refused its keys" in came.left_out["sybil"]
+    result = SessionResult(cast, {})
+    assert result.num_attempts == 2
+    holds_sum_of(cast, result, *cast.names)
+    assert set(result.left_out) == set(result.refused) == {"sybil"}
+    assert "4 of 5 devices refused its keys" in result.left_out["sybil"]
 
 
-def test_a_device_whose_signature_is_another_s_costs_one_attempt() -> None:
+def test_a_device_with_a_foreign_signature_costs_one_attempt() -> None:
     cast = Cast(5, mode="active")
     device = cast.parties[LIAR].device
     cast.join(replace(device, identity=SigningIdentity.new(LIAR)), weight=1, seed=1)
-    came = Attempts(cast, {})
-    holds_sum_of(cast, came, *(name for name in cast.names if name != LIAR))
-    assert set(came.left_out) == {LIAR}
+    result = SessionResult(cast, {})
+    holds_sum_of(cast, result, *(name for name in cast.names if name != LIAR))
+    assert set(result.left_out) == {LIAR}
 
 
-def test_a_dealer_whose_shares_two_of_three_find_bad_is_left_out() -> None:
+def test_a_dealer_whose_shares_are_bad_for_two_of_three_is_excluded() -> None:
     def bad(dealt: SharesReply) -> SharesReply:
         shares = tuple(s.model_copy(update={"sealed": bytes(len(s.sealed))}) for s in dealt.shares)
         return dealt.model_copy(update={"shares": shares})
 
-    came = Attempts(Cast(3), {LIAR: changing(SharesReply, bad)})
-    assert isinstance(came.aborted, TooFewSurvivors)
-    assert set(came.left_out) == {LIAR}
-    assert isinstance(came.refused[LIAR], HeadwaterError)  # and none of it in silence
+    result = SessionResult(Cast(3), {LIAR: changing(SharesReply, bad)})
+    assert isinstance(result.aborted, TooFewSurvivors)
+    assert set(result.left_out) == {LIAR}
+    assert isinstance(result.refused[LIAR], HeadwaterError)  # and none of it in silence
 
 
-def test_a_holder_that_complains_of_all_others_is_left_out_and_they_are_not() -> None:
+def test_a_holder_that_complains_of_all_others_is_excluded_alone() -> None:
     def complaining(checked: CheckReply) -> CheckReply:
         return checked.model_copy(update={"bad_dealers": ("d000", "d001")})
 
-    came = Attempts(Cast(3), {LIAR: changing(CheckReply, complaining)})
-    assert isinstance(came.aborted, TooFewSurvivors)
-    assert set(came.left_out) == {LIAR}
+    result = SessionResult(Cast(3), {LIAR: changing(CheckReply, complaining)})
+    assert isinstance(result.aborted, TooFewSurvivors)
+    assert set(result.left_out) == {LIAR}
 
 
-def test_who_leaves_for_bad_shares_is_counted_though_the_round_goes_on() -> None:
+def test_a_dealer_of_bad_shares_is_counted_although_the_round_continues() -> None:
     cast = Cast(5)
 
     def complaining(checked: CheckReply) -> CheckReply:
         return checked.model_copy(update={"bad_dealers": ("d000",)})
 
-    came = Attempts(cast, {LIAR: changing(CheckReply, complaining)})
-    holds_sum_of(cast, came, *cast.names[1:])  # of two that are level, the dealer
-    assert isinstance(came.refused["d000"], WrongShare)
-    assert LIAR in str(came.refused["d000"])
-    assert not came.left_out
+    result = SessionResult(cast, {LIAR: changing(CheckReply, complaining)})
+    holds_sum_of(cast, result, *cast.names[1:])  # of two that are level, the dealer
+    assert isinstance(result.refused["d000"], WrongShare)
+    assert LIAR in str(result.refused["d000"])
+    assert not result.left_out
 
 
-# -- behind the masks: the round is aborted
+# -- after the masks: the round is aborted
 
 
-def test_a_dealer_whose_shares_open_something_else_is_left_out() -> None:
+def test_a_dealer_whose_shares_do_not_match_its_commitment_is_excluded() -> None:
     def other_seed(dealt: SharesReply) -> SharesReply:
         return dealt.model_copy(update={"seed_commitment": spoiled(dealt.seed_commitment)})
 
-    came = Attempts(Cast(5, mode="active"), {LIAR: changing(SharesReply, other_seed)})
-    assert isinstance(came.aborted, DealerCheated)
-    assert came.num_attempts == 1
-    assert set(came.left_out) == {LIAR}
+    result = SessionResult(Cast(5, mode="active"), {LIAR: changing(SharesReply, other_seed)})
+    assert isinstance(result.aborted, DealerCheated)
+    assert result.num_attempts == 1
+    assert set(result.left_out) == {LIAR}
 
 
-def test_a_holder_of_wrong_shares_that_ends_a_session_of_three_is_left_out() -> None:
-    def wrong(told: UnmaskReply) -> UnmaskReply:
-        shares = {name: spoiled(share) for name, share in told.self_seed_shares.items()}
-        return told.model_copy(update={"self_seed_shares": shares})
+def test_a_holder_of_wrong_shares_that_ends_a_session_of_three_is_excluded() -> None:
+    def wrong(reply: UnmaskReply) -> UnmaskReply:
+        shares = {name: spoiled(share) for name, share in reply.self_seed_shares.items()}
+        return reply.model_copy(update={"self_seed_shares": shares})
 
-    came = Attempts(Cast(3, mode="active"), {LIAR: changing(UnmaskReply, wrong)})
-    assert isinstance(came.aborted, TooFewSurvivors)
-    assert set(came.left_out) == {LIAR}
-    assert came.left_out[LIAR].startswith("WrongShare")
+    result = SessionResult(Cast(3, mode="active"), {LIAR: changing(UnmaskReply, wrong)})
+    assert isinstance(result.aborted, TooFewSurvivors)
+    assert set(result.left_out) == {LIAR}
+    assert result.left_out[LIAR].startswith("WrongShare")
 
 
-# -- who is not to blame
+# -- devices that are not at fault
 
 
 @pytest.mark.parametrize("accused", ["d000", "d000, d001", "server", ""])
-def test_on_the_word_of_one_device_nobody_is_left_out(accused: str) -> None:
+def test_one_accuser_excludes_nobody(accused: str) -> None:
     def lying(said: object) -> object:
         raise IdentityUnknown(f"{accused}: not on the allow-list of {LIAR}")
 
-    came = Attempts(Cast(3, mode="active"), {LIAR: changing(SharesReply, lying)})
-    assert isinstance(came.aborted, TooFewSurvivors)
-    assert came.left_out == {}
-    assert set(came.refused) == {LIAR}
+    result = SessionResult(Cast(3, mode="active"), {LIAR: changing(SharesReply, lying)})
+    assert isinstance(result.aborted, TooFewSurvivors)
+    assert result.left_out == {}
+    assert set(result.refused) == {LIAR}
 
 
-def test_who_vanishes_is_not_left_out() -> None:
+def test_a_vanished_device_is_not_excluded() -> None:
     def gone(said: object) -> object:
         raise LateUpdate("the phase's time is over")
 
     for kind in (SharesReply, CheckReply, MaskReply, UnmaskReply):
-        came = Attempts(Cast(3, mode="active"), {LIAR: changing(kind, gone)})
-        assert came.aborted is not None
-        assert came.left_out == {}
+        result = SessionResult(Cast(3, mode="active"), {LIAR: changing(kind, gone)})
+        assert result.aborted is not None
+        assert result.left_out == {}
 
 
-def test_a_late_answer_is_no_fault() -> None:
+def test_a_late_reply_is_not_a_fault() -> None:
     evidence = Evidence()
     evidence.members = frozenset({"a", "b", "c"})
     evidence.add_rejected("a", LateUpdate("a: too late"))
     assert evidence.at_fault(TooFewSurvivors("too few")) == {}
 
 
-def test_a_third_of_the_members_is_not_enough_and_one_more_is() -> None:
+def test_more_than_a_third_of_the_members_must_accuse() -> None:
     for num_accusers, is_left_out in ((2, False), (3, True)):
         evidence = Evidence()
         evidence.members = frozenset("abcdef")
@@ -249,7 +249,7 @@ def test_a_third_of_the_members_is_not_enough_and_one_more_is() -> None:
         assert ("f" in evidence.at_fault(TooFewSurvivors("too few"))) is is_left_out
 
 
-def test_strangers_accusations_do_not_count() -> None:
+def test_accusations_of_non_members_do_not_count() -> None:
     evidence = Evidence()
     evidence.members = frozenset("abc")
     for name in "wxyz":
@@ -257,16 +257,16 @@ def test_strangers_accusations_do_not_count() -> None:
     assert evidence.at_fault(TooFewSurvivors("too few")) == {}
 
 
-def test_an_accusation_names_whom_it_accuses_and_no_other_text_names_anybody() -> None:
+def test_only_an_accusation_names_accused_devices() -> None:
     assert accused_in(accusation(["a", "b.c-d"], "not on it: e, f")) == {"a", "b.c-d"}
     assert accused_in("nothing of the kind") == {"nothing of the kind"}
 
 
-# -- for how long
+# -- how long a device is excluded
 
 
 class LyingFleet(GridFleet):
-    """Simulated devices, one of which commits to another self seed than it deals shares of."""
+    """Simulated devices, one of which deals shares of a self seed that it did not commit to."""
 
     def converse(
         self,
@@ -291,7 +291,10 @@ class LyingFleet(GridFleet):
             yield reply
 
 
-def test_a_cheat_costs_one_attempt_and_is_left_out_of_the_rounds_behind_it(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_a_cheating_device_costs_one_attempt_and_is_excluded_from_the_next_rounds(
+    tmp_path: Path,
+) -> None:
     settings = Settings.model_validate(
         {
             "task": "tests/tasks.py:TwoLayers",
@@ -322,7 +325,8 @@ def test_a_cheat_costs_one_attempt_and_is_left_out_of_the_rounds_behind_it(tmp_p
     assert again.planner.excluded["1"].through_round == 1 + FIRST_ROUNDS
 
 
-def test_where_too_few_are_left_it_is_said_who_is_left_out_and_why() -> None:
+@pytest.mark.slow
+def test_too_few_clients_names_the_excluded_devices_and_the_reasons() -> None:
     settings = Settings.model_validate(
         {
             "task": "tests/tasks.py:TwoLayers",

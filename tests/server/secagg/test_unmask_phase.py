@@ -1,4 +1,4 @@
-"""The server's half of secure aggregation: who is asked, who left and why, what is opened."""
+"""The server's phases of secure aggregation: requests, exclusions, and the unmasked sum."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_cohorts_up_to_64_are_complete_and_larger_ones_as_sparse_as_the_bounds_a
     assert (large.num_neighbours, large.threshold) == (size.num_neighbours, size.threshold)
 
 
-def test_a_cohort_for_which_no_graph_is_dense_enough_is_refused_by_name() -> None:
+def test_a_cohort_without_a_dense_enough_graph_is_refused_by_a_named_error() -> None:
     chosen = make_setup(mode="active", dropout=0.3)
     with pytest.raises(NoSuchGraph):
         parameters_of(chosen, members(1000))
@@ -119,7 +119,7 @@ def test_a_dealer_of_bad_shares_is_excluded_before_the_masks_with_the_reason() -
         ("masked_update", "fewer than 4 holders remain"),
     ],
 )
-def test_an_abort_says_in_which_phase_too_few_were_left(after: str | None, said: str) -> None:
+def test_an_abort_names_the_phase_with_too_few_members(after: str | None, said: str) -> None:
     cast, plan = Cast(6), FaultPlan()
     for name in cast.names[:4]:
         plan = plan.drop(client=name, after=after)
@@ -127,7 +127,7 @@ def test_an_abort_says_in_which_phase_too_few_were_left(after: str | None, said:
         cast.play(plan)
 
 
-def test_too_few_signatures_abort_before_any_share_is_asked_for() -> None:
+def test_too_few_signatures_abort_before_any_share_is_requested() -> None:
     cast, played = Cast(6, mode="active"), Played()
     plan = FaultPlan()
     for name in cast.names[:2]:  # five of six must sign
@@ -137,14 +137,14 @@ def test_too_few_signatures_abort_before_any_share_is_asked_for() -> None:
     assert "unmask" not in played.requests
 
 
-def test_only_those_who_signed_are_asked_for_shares() -> None:
+def test_only_signers_are_asked_for_shares() -> None:
     cast = Cast(7, mode="active")
     phase = phase_before_opening(cast, FaultPlan().drop(client="d003", after="masked_update"))
     assert phase.recipients == tuple(name for name in cast.names if name != "d003")
     assert phase.survived == tuple(cast.names)  # its update came: it is in the sum all the same
 
 
-def test_the_sum_can_be_opened_as_soon_as_enough_shares_are_there() -> None:
+def test_the_sum_can_be_unmasked_as_soon_as_enough_shares_have_arrived() -> None:
     cast = Cast(9)  # t = 5
     played, ready = Played(), []
 
@@ -165,7 +165,7 @@ def test_the_sum_can_be_opened_as_soon_as_enough_shares_are_there() -> None:
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 3])
-def test_any_number_of_threads_opens_the_same_sum(num_threads: int) -> None:
+def test_the_unmasked_sum_is_independent_of_the_number_of_threads(num_threads: int) -> None:
     cast = Cast(5, num_values=100_000)
     phase: Any = open_session(cast.setup)
     while not isinstance(phase, UnmaskPhase):
@@ -185,7 +185,7 @@ def test_any_number_of_threads_opens_the_same_sum(num_threads: int) -> None:
     np.testing.assert_array_equal(opened.vector_P, plain_P)
 
 
-def test_a_phase_is_frozen_and_a_reply_makes_a_new_one() -> None:
+def test_a_reply_makes_a_new_phase_and_leaves_the_old_unchanged() -> None:
     cast = Cast(3)
     phase = open_session(cast.setup)
     session: Any = cast.parties["d000"].session
@@ -205,7 +205,7 @@ class ServerKilled(BaseException):
     + [("semi-honest", action) for action in ACTIONS if action != "consistency"],
 )
 @pytest.mark.parametrize("victim", ["d001", "d005"])
-def test_a_server_killed_in_mid_session_opens_a_new_attempt_and_no_update_is_masked_twice(
+def test_a_restarted_server_opens_a_new_attempt_and_no_update_is_masked_twice(
     mode: str, action: str, victim: str
 ) -> None:
     cast, played = Cast(9, mode=mode), Played()
@@ -238,7 +238,7 @@ def test_a_server_killed_in_mid_session_opens_a_new_attempt_and_no_update_is_mas
     assert {type(again.refused[name]) for name in again.refused} <= {UpdateAlreadyMasked}
 
 
-def test_in_a_sparse_graph_who_has_too_few_holders_left_leaves_before_masking() -> None:
+def test_in_a_sparse_graph_a_device_with_too_few_holders_is_excluded_before_masking() -> None:
     # All but t - 1 of one device's neighbours vanish after they dealt: its secrets could not be
     # opened, so it may not mask. The others lose nothing by it.
     assumed = Floor(corrupted=0.05, dropout=0.05)

@@ -1,4 +1,4 @@
-"""The health service and the word of a pause, on the devices' port."""
+"""The health service and the pause notice on the devices' port."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from headwater.common.transport.wire_pb2 import Notice
 from tests.attacks.raw import RawDevice, serving
 
+pytestmark = pytest.mark.slow  # sockets
+
 SERVING = HealthCheckResponse.SERVING
 NOT_SERVING = HealthCheckResponse.NOT_SERVING
 
 
-async def ask(port: int, service: str = "", method: str = "Check") -> int:
+async def check_health(port: int, service: str = "", method: str = "Check") -> int:
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         call = channel.unary_unary(
             f"/grpc.health.v1.Health/{method}",
@@ -30,10 +32,10 @@ async def ask(port: int, service: str = "", method: str = "Check") -> int:
 def test_the_server_is_healthy_until_it_drains() -> None:
     async def play() -> None:
         async with serving() as run:
-            assert await ask(run.port) == SERVING
-            assert await ask(run.port, "headwater.Stream") == SERVING
+            assert await check_health(run.port) == SERVING
+            assert await check_health(run.port, "headwater.Stream") == SERVING
             run.servicer.drain()
-            assert await ask(run.port) == NOT_SERVING
+            assert await check_health(run.port) == NOT_SERVING
 
     asyncio.run(play())
 
@@ -45,17 +47,19 @@ def test_the_server_is_healthy_until_it_drains() -> None:
         ("", "Watch", grpc.StatusCode.UNIMPLEMENTED),
     ],
 )
-def test_what_is_not_served_is_said(service: str, method: str, code: grpc.StatusCode) -> None:
+def test_an_unsupported_health_request_is_refused(
+    service: str, method: str, code: grpc.StatusCode
+) -> None:
     async def play() -> None:
         async with serving() as run:
             with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await ask(run.port, service, method)
+                await check_health(run.port, service, method)
             assert caught.value.code() is code
 
     asyncio.run(play())
 
 
-def test_devices_are_told_of_a_pause_and_newcomers_too() -> None:
+def test_connected_and_new_devices_are_notified_of_a_pause() -> None:
     async def play() -> None:
         async with serving() as run, RawDevice(run.port, "first") as first:
             await first.enter()
@@ -71,18 +75,18 @@ def test_devices_are_told_of_a_pause_and_newcomers_too() -> None:
     asyncio.run(play())
 
 
-def test_what_is_noted_of_a_device_counts_its_bytes_and_its_refusals() -> None:
+def test_a_record_counts_a_devices_bytes_and_its_disconnection() -> None:
     async def play() -> None:
         async with serving() as run:
             async with RawDevice(run.port, "device") as device:
                 await device.enter()
-                (noted,) = run.servicer.device_records.devices()
-                assert noted.is_connected
+                (record,) = run.servicer.device_records.devices()
+                assert record.is_connected
                 run.servicer.pause(True)
                 frame = await device.next()
-                assert noted.bytes_down >= frame.ByteSize()
-            while noted.is_connected:
+                assert record.bytes_down >= frame.ByteSize()
+            while record.is_connected:
                 await asyncio.sleep(0.01)
-            assert noted.last_seen is not None
+            assert record.last_seen is not None
 
     asyncio.run(play())
