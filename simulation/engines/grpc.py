@@ -91,11 +91,6 @@ def check_engine(settings: Settings) -> None:
             f"{chosen.clients:,}",
             remedy="lower --clients, or take --engine in-process",
         )
-    if settings.cohort.min_clients > chosen.clients:
-        raise SettingsError(
-            f"a round needs {settings.cohort.min_clients} clients and there are {chosen.clients}",
-            remedy="lower --min-clients, or raise --clients",
-        )
     if chosen.compute in ("vectorised", "fused"):
         raise SettingsError(
             f"--compute {chosen.compute} computes many devices in one pass, and here each device "

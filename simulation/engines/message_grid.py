@@ -72,16 +72,10 @@ class InProcessGrid(HeadwaterGrid):
         """Create the nodes of a run.
 
         Raises:
-            SettingsError: a round needs more clients than there are, or the fleet's file is wrong.
+            SettingsError: see ``with_fleet``.
         """
         super().__init__()
         settings = with_fleet(settings)
-        needed, clients = settings.cohort.min_clients, settings.simulation.clients
-        if needed > clients:
-            raise SettingsError(
-                f"a round needs {needed} clients and the simulator has {clients}",
-                remedy="lower --min-clients, or raise --clients",
-            )
         self._app = app
         self._settings = settings
         self._fleet = fleet_spec(settings)
@@ -90,8 +84,8 @@ class InProcessGrid(HeadwaterGrid):
         self._waiting: dict[str, Message] = {}
         self._bytes_up = 0
         self._bytes_down = 0
-        self._devices = ConnectedDevices(self._fleet, min_clients=needed)
-        self._connected: Collection[int] = range(clients)
+        self._devices = ConnectedDevices(self._fleet, min_clients=settings.cohort.min_clients)
+        self._connected: Collection[int] = range(self._fleet.num_devices)
         self._attempts: defaultdict[int, TrainAttempt] = defaultdict(TrainAttempt)
 
     def num_bytes(self) -> tuple[int, int]:

@@ -70,8 +70,9 @@ def with_fleet(settings: Settings) -> Settings:
     """Return the settings with the number of devices in the fleet's file, if there is a file.
 
     Raises:
-        SettingsError: a file is wrong, another number of clients is set, a fault affects no device,
-            or the engine cannot simulate a file's content.
+        SettingsError: a file is wrong, another number of clients is set, a round needs more clients
+            than there are, a fault affects no device, or the engine cannot simulate a file's
+            content.
     """
     chosen = settings.simulation
     if chosen.fleet is not None:
@@ -86,6 +87,12 @@ def with_fleet(settings: Settings) -> Settings:
             _check_engine(settings, f"{chosen.fleet} sets availability")
         chosen = chosen.model_copy(update={"clients": len(devices)})
         settings = settings.model_copy(update={"simulation": chosen})
+    if settings.cohort.min_clients > chosen.clients:
+        raise SettingsError(
+            f"a round needs {settings.cohort.min_clients} clients and the simulator has "
+            f"{chosen.clients}",
+            remedy="lower --min-clients, or raise --clients",
+        )
     _check_faults(settings)
     return settings
 

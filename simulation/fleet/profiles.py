@@ -26,51 +26,18 @@ MAX_DEVICES, MAX_ENTRIES = 100_000, 10_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Profile:
-    """A kind of device, and its share of a drawn fleet.
-
-    ``relative_speed`` is relative to a laptop, ``memory_bytes`` is the client's memory limit, and
-    ``on_battery`` the share of rounds in which the device runs on its battery.
-    """
-
-    name: str
-    share: float
-    cores: float
-    relative_speed: float
-    memory_bytes: int
-    upload_bytes_per_second: float
-    on_battery: float = 0.0
-
-
-PROFILES = (
-    Profile(name="laptop", share=0.30, cores=8, relative_speed=1.0, memory_bytes=4096 * MIB,
-            upload_bytes_per_second=5e6, on_battery=0.2),
-    Profile(name="pi5-8gb", share=0.20, cores=4, relative_speed=0.4, memory_bytes=2048 * MIB,
-            upload_bytes_per_second=2.5e6),
-    Profile(name="pi4-4gb", share=0.20, cores=4, relative_speed=0.16, memory_bytes=1024 * MIB,
-            upload_bytes_per_second=2.5e6),
-    Profile(name="pi4-2gb", share=0.20, cores=4, relative_speed=0.16, memory_bytes=512 * MIB,
-            upload_bytes_per_second=1.2e6),
-    Profile(name="pi-zero2-512mb", share=0.10, cores=4, relative_speed=0.06,
-            memory_bytes=360 * MIB, upload_bytes_per_second=0.6e6),
-)  # fmt: skip
-OWN_FIGURES = Profile(
-    name="own figures", share=0, cores=1, relative_speed=1, memory_bytes=0,
-    upload_bytes_per_second=0,
-)  # fmt: skip
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class SimulatedDevice:
     """The figures of one device.
 
-    If ``examples_per_second`` or ``micro_batch_seconds`` is None, it follows from the relative
-    speed and the model's size.
+    ``relative_speed`` is relative to a laptop, ``memory_bytes`` is the client's memory limit, and
+    ``on_battery`` the share of rounds in which the device runs on its battery. If
+    ``examples_per_second`` or ``micro_batch_seconds`` is None, it follows from the relative speed
+    and the model's size.
     """
 
-    profile: str
-    cores: float
-    relative_speed: float
+    profile: str = "own figures"
+    cores: float = 1.0
+    relative_speed: float = 1.0
     memory_bytes: int
     upload_bytes_per_second: float
     examples_per_second: float | None = None
@@ -80,19 +47,32 @@ class SimulatedDevice:
     on_battery: float = 0.0
 
 
+PROFILES = (
+    SimulatedDevice(profile="laptop", cores=8, relative_speed=1.0, memory_bytes=4096 * MIB,
+                    upload_bytes_per_second=5e6, on_battery=0.2),
+    SimulatedDevice(profile="pi5-8gb", cores=4, relative_speed=0.4, memory_bytes=2048 * MIB,
+                    upload_bytes_per_second=2.5e6),
+    SimulatedDevice(profile="pi4-4gb", cores=4, relative_speed=0.16, memory_bytes=1024 * MIB,
+                    upload_bytes_per_second=2.5e6),
+    SimulatedDevice(profile="pi4-2gb", cores=4, relative_speed=0.16, memory_bytes=512 * MIB,
+                    upload_bytes_per_second=1.2e6),
+    SimulatedDevice(profile="pi-zero2-512mb", cores=4, relative_speed=0.06, memory_bytes=360 * MIB,
+                    upload_bytes_per_second=0.6e6),
+)  # fmt: skip
+PROFILE_SHARES = (0.30, 0.20, 0.20, 0.20, 0.10)  # of a drawn fleet
+
+
 @lru_cache(maxsize=100_000)
 def draw_device(run_seed: int, part: int) -> SimulatedDevice:
     """Draw the device of this number."""
     generator = np.random.default_rng(seed_of("fleet", run_seed, part))
-    kind = PROFILES[generator.choice(len(PROFILES), p=[p.share for p in PROFILES])]
+    profile = PROFILES[generator.choice(len(PROFILES), p=PROFILE_SHARES)]
     spread = generator.uniform(0.8, 1.25, size=3).tolist()  # arithmetic on numpy's scalars is slow
-    return SimulatedDevice(
-        profile=kind.name,
-        cores=kind.cores,
-        relative_speed=kind.relative_speed * spread[0],
-        memory_bytes=int(kind.memory_bytes * spread[1]),
-        upload_bytes_per_second=kind.upload_bytes_per_second * spread[2],
-        on_battery=kind.on_battery,
+    return replace(
+        profile,
+        relative_speed=profile.relative_speed * spread[0],
+        memory_bytes=int(profile.memory_bytes * spread[1]),
+        upload_bytes_per_second=profile.upload_bytes_per_second * spread[2],
     )
 
 
@@ -163,7 +143,7 @@ def read_fleet_file(path: Path) -> tuple[tuple[SimulatedDevice, ...], FleetFault
 
 
 def _devices(file: _FleetFile, path: Path) -> Iterator[SimulatedDevice]:
-    profiles = {one.name: one for one in PROFILES}
+    profiles = {one.profile: one for one in PROFILES}
     for number, table in enumerate(file.device, 1):
         profile = None if table.profile is None else profiles[table.profile]
         required = ("examples_per_second", "memory_bytes", "upload_bytes_per_second")
@@ -174,15 +154,7 @@ def _devices(file: _FleetFile, path: Path) -> Iterator[SimulatedDevice]:
                 f"device number {number}: expected a profile, or all of {', '.join(required)}; "
                 f"found no {', '.join(missing)}",
             )
-        chosen = profile or OWN_FIGURES
-        base = SimulatedDevice(
-            profile=chosen.name,
-            cores=chosen.cores,
-            relative_speed=chosen.relative_speed,
-            memory_bytes=chosen.memory_bytes,
-            upload_bytes_per_second=chosen.upload_bytes_per_second,
-            on_battery=chosen.on_battery,
-        )
+        base = profile or SimulatedDevice(memory_bytes=0, upload_bytes_per_second=0.0)
         device = replace(base, **table.model_dump(exclude_none=True, exclude=TABLE_ONLY_KEYS))
         for availability in _availability(table, path, number):
             yield replace(device, availability=availability)

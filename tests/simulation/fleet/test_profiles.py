@@ -49,9 +49,9 @@ def test_there_are_as_many_clients_as_the_counts_sum_to_in_the_file_s_order(
     assert kinds == ["laptop", "laptop", "own figures"]
 
 
-@pytest.mark.parametrize("profile", PROFILES, ids=lambda profile: profile.name)
+@pytest.mark.parametrize("profile", PROFILES, ids=lambda profile: profile.profile)
 def test_a_profile_brings_its_figures_without_spread(tmp_path: Path, profile: Any) -> None:
-    settings = fleet(tmp_path, f'[[device]]\nprofile = "{profile.name}"\n')
+    settings = fleet(tmp_path, f'[[device]]\nprofile = "{profile.profile}"\n')
     drawn = fleet_spec(settings).device(0)
     assert (drawn.relative_speed, drawn.memory_bytes) == (
         profile.relative_speed,
@@ -225,6 +225,11 @@ def test_a_missing_fleet_file_is_named(tmp_path: Path) -> None:
         read_fleet(tmp_path / "nowhere.toml")
 
 
+def test_a_round_that_needs_more_clients_than_there_are_is_refused() -> None:
+    with pytest.raises(SettingsError, match="needs 3 clients and the simulator has 2"):
+        with_fleet(load(None, {"simulation.clients": 2, "cohort.min_clients": 3}))
+
+
 def test_another_number_of_clients_than_the_file_has_is_refused(tmp_path: Path) -> None:
     text = f"[[device]]\ncount = 4\n{OWN}"
     assert with_fleet(fleet(tmp_path, text, **{"simulation.clients": 4})).simulation.clients == 4
@@ -256,5 +261,5 @@ def test_the_docs_table_has_every_key_of_the_file() -> None:
 
 
 def test_a_table_may_name_every_profile_there_is() -> None:
-    for profile in PROFILES:
-        assert DeviceTable.model_validate({"profile": profile.name}).profile == profile.name
+    for name in [profile.profile for profile in PROFILES]:
+        assert DeviceTable.model_validate({"profile": name}).profile == name

@@ -10,7 +10,12 @@ import pytest
 
 from headwater.client.device.interfaces import Speed, TimeShare
 from headwater.common.settings.schema import ClientSettings
-from headwater.simulation.fleet.profiles import PROFILES, SimulatedDevice, draw_device
+from headwater.simulation.fleet.profiles import (
+    PROFILE_SHARES,
+    PROFILES,
+    SimulatedDevice,
+    draw_device,
+)
 from headwater.simulation.fleet.virtual_hardware import VirtualClock, VirtualHardware
 
 
@@ -28,15 +33,15 @@ def test_another_seed_draws_another_fleet() -> None:
 
 def test_the_profiles_have_their_shares() -> None:
     drawn = Counter(draw_device(0, part).profile for part in range(4000))
-    assert math.isclose(sum(profile.share for profile in PROFILES), 1)
-    for profile in PROFILES:
+    assert math.isclose(sum(PROFILE_SHARES), 1)
+    for profile, share in zip(PROFILES, PROFILE_SHARES, strict=True):
         # Four standard deviations of a binomial count.
-        deviation = math.sqrt(4000 * profile.share * (1 - profile.share))
-        assert abs(drawn[profile.name] - 4000 * profile.share) <= 4 * deviation
+        deviation = math.sqrt(4000 * share * (1 - share))
+        assert abs(drawn[profile.profile] - 4000 * share) <= 4 * deviation
 
 
 def test_a_spread_stays_within_a_quarter() -> None:
-    by_name = {profile.name: profile for profile in PROFILES}
+    by_name = {profile.profile: profile for profile in PROFILES}
     for part in range(200):
         drawn = draw_device(1, part)
         profile = by_name[drawn.profile]

@@ -87,7 +87,7 @@ def test_a_folder_s_name_shows_the_settings_and_contains_no_path() -> None:
     ("grid", "tree", "message"),
     [
         ({RATE: [0.1, -1]}, {}, r"the sweep at learning_rate=-1: optimizer.learning_rate .*-1"),
-        ({"optimizer.rate": [1]}, {}, "optimizer.rate: extra inputs"),
+        ({"optimizer.rate": [1]}, {}, "optimizer.rate is not a setting"),
         ({"seed": [1, 2]}, {}, "seed is set, and a sweep sets it by itself"),
         ({}, {"out": "here"}, "out is set, and a sweep sets it by itself"),
         ({RATE: [0.1, 0.1]}, {}, "two runs of the sweep are the same"),
