@@ -196,7 +196,7 @@ class SessionRefused(HeadwaterError):
     """
 class CohortTooSmall(SessionRefused):
     """The session has fewer than three members, or fewer than the device's own minimum."""
-    remedy = "wait for more devices: a sum of two tells each the other's update"
+    remedy = "wait for more devices: from a sum of two, each learns the other's update"
 class RosterRefused(SessionRefused):
     """The roster has a name or a key twice, or changes the device's own entry."""
 class IdentityUnknown(SessionRefused):

@@ -257,7 +257,7 @@ def follow_clip(state: ClipState, *, largest_mean: float, num_clipped: int) -> C
     largest = max(state.largest_mean, largest_mean)
     if not largest:
         return ClipState(clip=min(2 * state.clip, MAX_BLIND_CLIP) if num_clipped else state.clip)
-    least = math.ldexp(1, math.frexp(MIN_CLIP_ROOM * largest)[1])
-    most = least * (MAX_CLIP_ROOM // MIN_CLIP_ROOM)
+    lower = math.ldexp(1, math.frexp(MIN_CLIP_ROOM * largest)[1])
+    upper = lower * (MAX_CLIP_ROOM // MIN_CLIP_ROOM)
     moved = state.clip * (2 if num_clipped else 0.5)
-    return ClipState(clip=min(max(moved, least), most, MAX_CLIP), largest_mean=largest)
+    return ClipState(clip=min(max(moved, lower), upper, MAX_CLIP), largest_mean=largest)

@@ -230,8 +230,8 @@ class _Odds:
         )
 
     def insecure(self, k: int, t: int) -> float:
-        most = 2 * t - k if self.is_active else t
-        ways = sum(w for i, w in _ways_down(self.n - 1, self.num_corrupted, k) if i >= most)
+        needed = 2 * t - k if self.is_active else t
+        ways = sum(w for i, w in _ways_down(self.n - 1, self.num_corrupted, k) if i >= needed)
         return _log2_ratio(self.n * ways, math.comb(self.n - 1, k))
 
     def least_threshold(self, k: int, bits: int) -> int:

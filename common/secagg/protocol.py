@@ -15,7 +15,7 @@ phase           the server sends              a device replies
 advertise_keys  ``KeysRequest``                ``KeysReply``: two fresh X25519 keys, signed
 share_keys      ``Roster``: U1                ``SharesReply``: sealed shares and commitments
 check_shares    ``CheckRequest``           ``CheckReply``: whose shares are bad
-masked_update   ``MaskRequest``: U2            ``MaskReply``, and the masked vector beside it
+masked_update   ``MaskRequest``: U2            ``MaskReply``, with the masked vector
 consistency     ``SurvivorsRequest``: U3         ``SurvivorsReply`` (active mode only)
 unmask          ``UnmaskRequest``: U3, U2-U3   ``UnmaskReply``: one share for each, of one kind
 ==============  ============================  ===================================================
