@@ -30,6 +30,8 @@ from tests import reference
 from tests.laws.architectures import ARCHITECTURES, NUM_EXAMPLES
 from tests.server.planning.planned import assign
 
+pytestmark = pytest.mark.slow
+
 RELATIVE = 1e-6  # as for plans that nobody made (test_exact_step)
 MIB = 2**20
 
@@ -110,7 +112,7 @@ class PlannedRound:
         return self.task.train_examples(data=None, part=part, num_parts=5)
 
     def window(self, work: Assignment) -> Window:
-        """Return the examples that a client takes, if its place is the one that the server knows."""
+        """Return the examples that a client takes, if the server knows its place."""
         return window(
             SamplerPosition(offset=NUM_EXAMPLES - work.candidate.estimate.examples_left),
             quota=work.quota,

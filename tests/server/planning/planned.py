@@ -86,11 +86,11 @@ def devices_of(rows: list[dict[str, Any]]) -> list[Candidate]:
     return [device(f"d{at}", **row) for at, row in enumerate(rows)]
 
 
-def here_after(work: Assignment, quota: int, costs: TransferCosts) -> float:
-    """Return download + (ceil(q / m) a + q b) / share + upload, for who is believed."""
-    vitals, line = work.candidate.estimate.vitals, work.candidate.estimate.line
+def here_after(assigned: Assignment, quota: int, costs: TransferCosts) -> float:
+    """Return download + (ceil(q / m) a + q b) / share + upload, at the believed speed."""
+    vitals, line = assigned.candidate.estimate.vitals, assigned.candidate.estimate.line
     assert line is not None
     down, up = vitals.download_bytes_per_second, vitals.upload_bytes_per_second
-    work = math.ceil(quota / work.max_micro_batch_size) * line.base + quota * line.each
+    work = math.ceil(quota / assigned.max_micro_batch_size) * line.base + quota * line.each
     transfers = (costs.image_bytes / down if down else 0) + (costs.update_bytes / up if up else 0)
-    return transfers + work * work.speed_cut / vitals.share
+    return transfers + work * assigned.speed_cut / vitals.share

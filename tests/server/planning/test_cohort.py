@@ -82,7 +82,7 @@ def test_seed_and_round_change_the_sample() -> None:
     assert len(samples) == 4
 
 
-# Who is too slow.
+# Clients that are too slow.
 
 
 def invited(
@@ -113,7 +113,7 @@ def invited(
 
 
 @given(NAMES, st.none() | st.integers(1, 40), st.integers(1, 50))
-def test_where_nobody_is_too_slow_the_cohort_is_the_seeded_sample(
+def test_if_no_client_is_too_slow_the_cohort_is_the_seeded_sample(
     names: list[str], size: int | None, round_number: int
 ) -> None:
     found = invited(names, {}, round_number, size=size)
@@ -127,7 +127,7 @@ def test_where_nobody_is_too_slow_the_cohort_is_the_seeded_sample(
     round_number=st.integers(1, 50),
     data=st.data(),
 )
-def test_a_place_that_falls_to_a_slow_device_goes_to_the_next_in_the_walk(
+def test_the_next_client_in_the_order_takes_the_place_of_a_slow_one(
     names: list[str], size: int | None, round_number: int, data: st.DataObject
 ) -> None:
     slow = data.draw(st.sets(st.sampled_from(names)))
@@ -171,8 +171,8 @@ class Fleet:
     within=st.integers(1, 7),
     data=st.data(),
 )
-@settings(max_examples=100, deadline=None)
-def test_who_is_left_out_is_asked_within_so_many_rounds(
+@settings(max_examples=30, deadline=None)
+def test_a_client_that_is_left_out_is_invited_within_so_many_rounds(
     num_names: int, size: int | None, within: int, data: st.DataObject
 ) -> None:
     """Whoever else is slow meanwhile, and however large the sample and the walk are."""
@@ -188,7 +188,7 @@ def test_who_is_left_out_is_asked_within_so_many_rounds(
 
 
 @given(within=st.integers(2, 7), away=st.sets(st.integers(1, 40)))
-def test_a_device_that_was_away_in_its_round_is_asked_when_it_is_back(
+def test_a_client_that_was_away_in_its_round_is_invited_when_it_is_back(
     within: int, away: set[int]
 ) -> None:
     fleet = Fleet(None, within)
@@ -201,12 +201,12 @@ def test_a_device_that_was_away_in_its_round_is_asked_when_it_is_back(
             assert number - since < within - 1
 
 
-def test_with_one_round_nobody_is_ever_left_out() -> None:
+def test_within_one_round_no_client_is_ever_left_out() -> None:
     for number in range(1, 20):
         assert invited(["a", "b"], {"a": 9.0, "b": 9.0}, number, within=1).left_out == {}
 
 
-def test_slow_devices_are_not_all_asked_in_the_same_round() -> None:
+def test_slow_clients_are_not_all_invited_in_the_same_round() -> None:
     names = [str(n) for n in range(1000)]
     fleet = Fleet(None, 10)
     slow = dict.fromkeys(names[1:], 2.0)
@@ -216,7 +216,7 @@ def test_slow_devices_are_not_all_asked_in_the_same_round() -> None:
     assert sum(counts) == 2 * 999
 
 
-def test_a_slow_device_that_is_asked_is_told_why() -> None:
+def test_an_exception_has_its_reason() -> None:
     names = ["fast", "slow"]
     found = [invited(names, {"slow": 2.0}, number, within=10) for number in range(1, 11)]
     (asked,) = [one.exceptions["slow"] for one in found if one.exceptions]
@@ -224,7 +224,7 @@ def test_a_slow_device_that_is_asked_is_told_why() -> None:
     assert all(one.left_out == {"slow": "slow is slow"} for one in found if not one.exceptions)
 
 
-def test_where_too_few_are_fast_enough_the_fastest_of_the_others_are_asked() -> None:
+def test_if_too_few_are_fast_enough_the_fastest_slow_clients_are_invited() -> None:
     slow = {"a": 8.0, "b": 2.0, "c": 4.0}
     rounds = [invited(["a", "b", "c", "d"], slow, number, needed=3) for number in range(1, 11)]
     for found in rounds:
@@ -238,13 +238,13 @@ def test_where_too_few_are_fast_enough_the_fastest_of_the_others_are_asked() -> 
         assert found.left_out == {"a": "a is slow"}
 
 
-# What an update weighs.
+# Weights of updates.
 
 
 def test_with_dataset_weighting_an_update_weighs_what_its_device_owns() -> None:
     assert dataset_weights({"a": 10, "b": 300}) == {"a": 10, "b": 300}
 
 
-def test_nobody_weighs_more_than_a_thousand_median_devices() -> None:
+def test_no_client_weighs_more_than_a_thousand_median_clients() -> None:
     weights = dataset_weights({"a": 7, "b": 8, "c": 9, "liar": 2**40})
     assert weights == {"a": 7, "b": 8, "c": 9, "liar": 8 * MAX_MEDIANS}

@@ -1,4 +1,4 @@
-"""Quotas: bounded, enough, and shared by pace, transfers, turns and what is left."""
+"""Quotas: bounded, sufficient, and by speed, transfers, turns and the examples left."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_a_device_twice_as_fast_gets_twice_the_quota() -> None:
     assert (assigned["slow"].quota, assigned["fast"].quota) == (300, 600)
 
 
-def test_a_device_that_gives_half_of_its_time_gets_half_the_quota_and_is_told_so() -> None:
+def test_a_client_that_gives_half_of_its_time_gets_half_the_quota_with_that_reason() -> None:
     devices = [
         device("whole", 10_000, each=0.001),
         device("half", 10_000, each=0.001, share=0.5, is_on_battery=True),
@@ -127,7 +127,7 @@ def test_uploads_come_one_turn_after_another_the_slowest_last() -> None:
     assert sum(quotas.values()) == 4000
 
 
-def test_a_turn_long_before_the_end_is_told() -> None:
+def test_a_turn_long_before_the_end_is_a_reason() -> None:
     devices = [device(str(n), 10_000, each=0.001) for n in range(10)]
     assigned = assign(devices, plan(), target=1000, costs=TransferCosts(turn_seconds=0.005))
     # T - 5.5 turns of 5 ms on the average are 100 ms: T is 127.5 ms, and ten turns 39 % of it.
@@ -158,12 +158,13 @@ def test_a_device_at_the_end_of_its_epoch_gives_what_is_left_and_others_the_rest
     assert said == "all its epoch has left: 30 examples; in one micro-batch"
 
 
-def test_a_device_whose_pace_is_not_known_is_taken_for_the_median() -> None:
+def test_a_client_of_unknown_speed_is_planned_as_the_median() -> None:
     devices = [device(str(n), 10_000, each=each) for n, each in enumerate((1e-3, 2e-3, 4e-3))]
     assigned = assign([*devices, device("unknown", 10_000)], plan(), target=4500)
     assert assigned["unknown"].quota == assigned["1"].quota
 
 
+@pytest.mark.slow
 def test_a_hundred_thousand_devices_are_planned_to_the_target() -> None:
     devices = [
         device(

@@ -1,4 +1,4 @@
-"""What devices claim of themselves: believed within bounds, and no harm to the others."""
+"""Claims of clients are believed within bounds, and do no harm to other clients."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_what_one_device_claims_does_not_break_a_round_with_a_deadline(
 
 
 @pytest.mark.parametrize("num_honest", [3, 7, 60])
-def test_who_claims_to_be_instant_gets_at_most_farthest_times_the_median_s_quota(
+def test_a_client_that_claims_to_be_instant_gets_a_bounded_multiple_of_the_median_s_quota(
     num_honest: int,
 ) -> None:
     honest = [device(f"d{n}", 10**6, each=1e-3) for n in range(num_honest)]
@@ -81,7 +81,7 @@ def test_an_honest_fleet_sixteen_times_apart_in_speed_and_in_memory_is_believed(
 
 
 @pytest.mark.parametrize(("base", "fastest"), [(0.0, None), (0.0, 1), (0.01, None), (0.001, 8)])
-def test_a_claim_is_held_against_a_median_device_with_the_same_micro_batch(
+def test_a_claim_is_compared_with_a_median_client_of_the_same_micro_batch(
     base: float, fastest: int | None
 ) -> None:
     honest = [device(f"d{n}", 10**6, base=0.01, each=1e-3) for n in range(5)]
@@ -91,7 +91,7 @@ def test_a_claim_is_held_against_a_median_device_with_the_same_micro_batch(
         Line(base=b, each=e).at(work.max_micro_batch_size) for b, e in ((base, 1e-9), (0.01, 1e-3))
     )
     assert work.speed_cut * said == pytest.approx(max(said, median / MAX_SPEED_RATIO))
-    assert work.speed_cut > 1 == (said < median / MAX_SPEED_RATIO)
+    assert (work.speed_cut > 1) == (said < median / MAX_SPEED_RATIO)
 
 
 def test_a_fleet_in_which_examples_take_no_time_is_planned_all_the_same() -> None:
@@ -101,7 +101,7 @@ def test_a_fleet_in_which_examples_take_no_time_is_planned_all_the_same() -> Non
     assert not any(work.speed_cut > 1 for work in assigned.values())
 
 
-def test_liars_below_half_of_the_cohort_cannot_move_what_is_believed_of_the_others() -> None:
+def test_liars_below_half_of_the_cohort_cannot_change_the_other_quotas() -> None:
     honest = [device(f"d{n}", 10**6, each=1e-3) for n in range(5)]
     liars = [device(f"l{n}", 10**6, each=1e9) for n in range(4)]
     assigned = assign([*honest, *liars], plan(), target=5004)

@@ -1,4 +1,4 @@
-"""When each device is foreseen to finish, and who is too slow for the deadline."""
+"""The planned finish of each client, and the clients that are too slow for the deadline."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.server.planning.planned import COSTS, ROWS, assign, device, devices_o
 
 @given(rows=ROWS, target=st.integers(1, 40_000), costs=COSTS)
 @hypothesis_settings(deadline=None, max_examples=100)
-def test_each_device_is_foreseen_to_finish_its_quota_when_its_plan_says(
+def test_each_client_finishes_its_quota_when_its_plan_says(
     rows: list[dict[str, Any]], target: int, costs: TransferCosts
 ) -> None:
     """In the share of its time that it gives; who has no more examples may take until T."""
@@ -63,12 +63,12 @@ def test_each_device_is_foreseen_to_finish_its_quota_when_its_plan_says(
         ),
     ],
 )
-def test_no_finish_is_told(one: Candidate, chosen: settings.PlanSettings) -> None:
+def test_a_plan_without_a_finish(one: Candidate, chosen: settings.PlanSettings) -> None:
     work = assign([one], chosen, target=90)["pi"]
     assert work.finish_seconds(work.micro_batch_size) is None
 
 
-def test_the_finish_is_told_in_the_reason() -> None:
+def test_the_reason_names_the_finish() -> None:
     work = assign([device(base=0.5, each=0.1, fastest_micro_batch_size=32)], plan(), target=90)[
         "pi"
     ]
@@ -88,7 +88,7 @@ def test_a_quota_cut_evenly_takes_the_time_of_its_own_micro_batches() -> None:
 
 @given(rows=ROWS, deadline=st.floats(1e-3, 1e4), costs=COSTS)
 @hypothesis_settings(deadline=None, max_examples=100)
-def test_who_is_not_too_slow_ends_in_its_share_of_the_deadline(
+def test_a_client_that_is_not_too_slow_ends_in_its_share_of_the_deadline(
     rows: list[dict[str, Any]], deadline: float, costs: TransferCosts
 ) -> None:
     costs = TransferCosts(image_bytes=costs.image_bytes, update_bytes=costs.update_bytes)
@@ -111,7 +111,7 @@ def test_with_a_deadline_no_more_than_the_target_is_gathered() -> None:
 
 
 @pytest.mark.parametrize("deadline_share", [DEADLINE_SHARE, 0.3])
-def test_who_cannot_finish_one_example_in_time_is_too_slow_and_told_by_how_much(
+def test_a_client_that_cannot_finish_one_example_in_time_is_too_slow_by_that_factor(
     deadline_share: float,
 ) -> None:
     def found(seconds: float) -> str | None:
@@ -134,14 +134,14 @@ def test_transfers_turn_and_share_of_time_count_against_the_deadline() -> None:
     assert found.factor == 8.0 / (8.8 * DEADLINE_SHARE)
 
 
-def test_without_a_deadline_or_a_known_pace_nobody_is_too_slow() -> None:
+def test_without_a_deadline_or_a_known_speed_no_client_is_too_slow() -> None:
     assert slowness(device(each=1e9).estimate, deadline_seconds=None, costs=TransferCosts()) is None
     assert (
         slowness(device(each=None).estimate, deadline_seconds=1e-6, costs=TransferCosts()) is None
     )
 
 
-def test_who_is_asked_anyway_is_asked_for_one_example() -> None:
+def test_an_exception_is_assigned_one_example() -> None:
     slow = device("slow", each=60.0)._replace(exception="one example, though it is slow")
     assigned = assign(
         [device("fast", 1000, each=0.001), slow], plan(), target=100, deadline_seconds=10.0

@@ -1,13 +1,18 @@
-"""An answer is held against what its plan can lead to, in examples and in steps."""
+"""Updates are checked against their plans, in examples and in steps; a batch counts whole or not."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
 
 import pytest
 import torch
 
-from headwater.common.messages import Plan, Step, Update, UpdateReport
+from headwater.common.messages import Plan, ReportFields, Step, Update, UpdateReport
 from headwater.common.model.parameters import ModelLayout
+from headwater.common.stats.gradient_noise import NoiseSums
 from headwater.server.aggregation.cohort_sum import CohortSum
+from headwater.server.aggregation.round_sum import ReportColumns
+from headwater.server.fleet import ReportBatch, SingleReport, UpdateBatch
 from headwater.server.rounds.open_round import OpenRound
 
 STEP = Step(num_examples=1, weight=1, loss=0.0, gradient_norm=0.0, seconds=1.0, peak_bytes=0)
@@ -24,7 +29,7 @@ def refusal(*, quota: int, num_examples: int, num_steps: int, finish: float | No
         finish_seconds=finish,
     )
     total = CohortSum(ModelLayout(trainable=(), constant=(), num_bytes=0))
-    total.open(num_clients=1, planned_weight=plan.most_examples)
+    total.open(num_clients=1, planned_weight=plan.max_examples)
     opened = OpenRound(
         plans={"pi": plan}, total=total, max_weight_per_example=1, owned={"pi": 2**53}
     )
@@ -39,7 +44,7 @@ def refusal(*, quota: int, num_examples: int, num_steps: int, finish: float | No
         steps=(STEP,) * num_steps,
         reason="quota",
     )
-    opened.take(Update(values_P=torch.zeros(0), report=report))
+    opened.take(UpdateBatch.of(Update(values_P=torch.zeros(0), report=report)))
     error = opened.refused.get("pi")
     return None if error is None else error.code
 
@@ -68,3 +73,84 @@ def test_an_update_holds_a_step_an_example_and_one_more_at_the_most(
     for num_steps, code in ((most + 1, None), (most + 2, "CountOutOfRange")):
         found = refusal(quota=40, num_examples=40, num_steps=num_steps, finish=finish)
         assert found == code
+
+
+class Reports(ReportBatch):
+    """The reports of several clients."""
+
+    def __init__(self, *reports: UpdateReport) -> None:
+        self._reports = reports
+
+    def __len__(self) -> int:
+        return len(self._reports)
+
+    def __getitem__(self, at: int) -> ReportFields:  # type: ignore[override]
+        return self._reports[at]
+
+    @property
+    def columns(self) -> ReportColumns:
+        return ReportColumns.of(*self._reports)
+
+    def noise(self, owned: Mapping[str, int]) -> Sequence[NoiseSums]:
+        return [part for one in self._reports for part in SingleReport(one).noise(owned)]
+
+
+def report_of(name: str, num_examples: int) -> UpdateReport:
+    return UpdateReport(
+        name=name,
+        round=1,
+        num_examples=num_examples,
+        weight=num_examples,
+        loss_sum=0.0,
+        micro_batch_size=1,
+        seconds=1.0,
+        steps=(STEP,) * num_examples,
+        reason="quota",
+    )
+
+
+def taken(*batches: Sequence[tuple[str, int]]) -> OpenRound:
+    """Return a round of quotas of 4 that took these batches of (name, number of examples)."""
+    plan = Plan(round=1, run_seed=0, model_version=0, quota=4, micro_batch_size=1)
+    total = CohortSum(ModelLayout(trainable=(), constant=(), num_bytes=0))
+    total.open(num_clients=3, planned_weight=12)
+    opened = OpenRound(
+        plans=dict.fromkeys("abc", plan), total=total, max_weight_per_example=1, owned={}
+    )
+    for batch in batches:
+        reports = Reports(*(report_of(*one) for one in batch))
+        opened.take(UpdateBatch(values_P=torch.zeros(0), reports=reports))
+    assert total.weight == sum(report.num_examples for report in opened.accepted.values())
+    return opened
+
+
+def test_a_batch_of_several_updates_is_accepted() -> None:
+    opened = taken([("a", 4), ("b", 2)], [("c", 3)])
+    assert set(opened.accepted) == {"a", "b", "c"}
+    assert opened.refused == {}
+
+
+@pytest.mark.parametrize(
+    ("batch", "code", "why"),
+    [
+        ([("a", 4), ("b", 5)], "CountOutOfRange", "b: 5 examples, its plan allows 4"),
+        ([("a", 4), ("stranger", 1)], "UnexpectedUpdate", "stranger: no update"),
+        ([("a", 4), ("a", 4)], "UnexpectedUpdate", "twice"),
+    ],
+)
+def test_a_batch_with_a_wrong_update_is_refused_as_a_whole(
+    batch: list[tuple[str, int]], code: str, why: str
+) -> None:
+    opened = taken(batch)
+    assert opened.accepted == {}
+    assert {name: error.code for name, error in opened.refused.items()} == {
+        name: code for name, _ in batch
+    }
+    assert why in str(next(iter(opened.refused.values())))
+    assert opened.refusals[code] == 1
+
+
+def test_a_second_update_of_a_client_is_refused_and_the_first_one_stays() -> None:
+    opened = taken([("a", 4)], [("a", 2), ("b", 2)])
+    assert set(opened.accepted) == {"a"}
+    assert set(opened.refused) == {"a (again)", "b"}

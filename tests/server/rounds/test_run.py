@@ -27,7 +27,6 @@ from headwater.common.errors import (
 from headwater.common.flower import records
 from headwater.common.messages import (
     DescribeRequest,
-    DeviceReport,
     EvaluateReport,
     Plan,
     ReadyReport,
@@ -37,8 +36,9 @@ from headwater.common.messages import (
 from headwater.common.model.parameters import ModelImage
 from headwater.common.secagg.protocol import Phase, Request
 from headwater.common.settings.schema import Settings
-from headwater.server.app import GridFleet
-from headwater.server.fleet import Dropout, Reply, Traffic
+from headwater.server.fleet import Dropout, Reply, Traffic, UpdateBatch
+from headwater.server.flower.grid_fleet import GridFleet
+from headwater.server.planning.cohort import ConnectedClients
 from headwater.server.rounds.round_row import RoundRow
 from headwater.server.rounds.run import run
 from headwater.server.rounds.training import Training
@@ -47,6 +47,15 @@ from headwater.simulation.fleet.virtual_hardware import virtual_hardware
 
 Answer = Update | Dropout
 Tamper = Callable[[Answer], Iterator[Answer]]
+
+
+def _update_of(answer: UpdateBatch | Dropout) -> Answer:
+    """Return a batch of one as the update that its device sent."""
+    if isinstance(answer, Dropout):
+        return answer
+    (report,) = answer.reports
+    assert isinstance(report, UpdateReport)
+    return Update(values_P=answer.values_P, report=report)
 
 
 class Network:
@@ -58,7 +67,7 @@ class Network:
         self._fleet = GridFleet(grid)
         self._tamper = tamper
 
-    def describe(self, request: DescribeRequest, *, min_clients: int) -> Mapping[str, DeviceReport]:
+    def describe(self, request: DescribeRequest, *, min_clients: int) -> ConnectedClients:
         return self._fleet.describe(request, min_clients=min_clients)
 
     def ask_again(self, requests: Mapping[str, DescribeRequest]) -> None:
@@ -69,10 +78,11 @@ class Network:
 
     def train(
         self, plans: Mapping[str, Plan], image: ModelImage, *, timeout_seconds: float | None
-    ) -> Iterator[Answer]:
+    ) -> Iterator[UpdateBatch | Dropout]:
         for answer in self._fleet.train(plans, image, timeout_seconds=timeout_seconds):
             assert not isinstance(answer, ReadyReport)
-            yield from self._tamper(answer)
+            for changed in self._tamper(_update_of(answer)):
+                yield UpdateBatch.of(changed) if isinstance(changed, Update) else changed
 
     def converse(
         self,
