@@ -146,7 +146,7 @@ def test_a_run_whose_client_was_killed_goes_on_to_what_chance_and_faults_make_of
     )  # fmt: skip
     with Processes(tmp_path) as processes:
         engine, below = started(processes, *settings, "--rounds", 100_000)
-        max(below, key=psutil.Process.create_time).kill()
+        max(below, key=lambda process: process.pid).kill()
         assert engine.wait() == 1, engine.text()
         assert "ConnectionLost: the process of device 7 was ended by SIGKILL" in engine.text()
         wait_for_the_end_of(below)
@@ -179,7 +179,7 @@ def test_status_names_who_is_awaited_and_no_process_is_left_when_the_engine_is_k
     with Processes(tmp_path) as processes:
         engine, below = started(processes, *DIGITS, "--clients", 4, "--rounds", 100_000)
         assert len(below) == 5
-        out, last = tmp_path / "wire", max(below, key=psutil.Process.create_time)
+        out, last = tmp_path / "wire", max(below, key=lambda process: process.pid)
         last.suspend()
         until(lambda: read_status(out)["awaited"] == ["3"], what=lambda: str(read_status(out)))
         last.resume()

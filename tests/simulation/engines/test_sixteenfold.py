@@ -63,6 +63,7 @@ def test_the_fleet_is_sixteenfold_in_speed_and_in_memory_and_has_examples_enough
         assert len(examples) >= FEWEST_EXAMPLES
 
 
+@pytest.mark.slow
 def test_planned_devices_idle_five_percent_at_most_behind_the_third_round(folder: Path) -> None:
     _, rows = sixteenfold(folder, "planned")
     for row in rows[SETTLING_ROUNDS:]:
@@ -74,6 +75,7 @@ def test_planned_devices_idle_five_percent_at_most_behind_the_third_round(folder
         assert idle.num_free == NUM_DEVICES
 
 
+@pytest.mark.slow
 def test_with_a_fixed_k_the_same_devices_idle_half_of_the_round(folder: Path) -> None:
     _, rows = sixteenfold(folder, "K 6")
     for row in rows[SETTLING_ROUNDS:]:
