@@ -1,4 +1,4 @@
-"""What is foreseen of many devices at once is what each comes to on its walk."""
+"""The prediction of many devices at once equals the simulation of each one, step by step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from headwater.client.training.micro_batches import SamplerPosition, SamplerState
 from headwater.common.messages import Plan
 from headwater.common.settings.sources import load
-from headwater.simulation.compute.dry_run import rehearse
+from headwater.simulation.compute.dry_run import predict_round
 from headwater.simulation.fleet.devices import ClientPlan, Devices
 from headwater.simulation.fleet.fleet_spec import with_fleet
 from tests.tasks import TwoLayers
@@ -31,41 +31,36 @@ on_battery = {on_battery}
 """
 
 
-@functools.cache
-def fleet(folder: Path) -> Path:
-    path = folder / "fleet.toml"
-    path.write_text(
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("fleet")
+    (folder / "fleet.toml").write_text(
         "".join(
             DEVICE.format(speed=2 + part, dispatch=part % 3, on_battery=part % 2 / 2)
             for part in range(NUM_DEVICES)
         )
     )
-    return path
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("fleet")
+    return folder
 
 
 @functools.cache
-def kept(folder: Path, *, walks: bool) -> Devices:
-    """Return the fleet's devices, which all walk if it is to be so: as if links could be slow."""
+def devices_of(folder: Path, *, step_by_step: bool) -> Devices:
+    """Return the fleet's devices; with slow links each is simulated step by step."""
     spec = f"{TwoLayers.__module__.replace('.', '/')}.py:{TwoLayers.__name__}"
-    chosen = {"task": spec, "simulation.fleet": fleet(folder), "seed": 5}
+    chosen = {"task": spec, "simulation.fleet": folder / "fleet.toml", "seed": 5}
     devices = Devices(with_fleet(load(None, chosen)))
-    if walks:
+    if step_by_step:
         devices.__dict__["has_slow_links"] = True
     return devices
 
 
-# Seconds by which a finish, or a deadline, is off what the device needs for its quota.
+# Seconds by which a finish time or a deadline differs from what the device needs for its quota.
 OFF = st.sampled_from([0.0, 0.0, 1e-12, -1e-12, 0.3, -0.3, 2.0, -2.0, 30.0])
 
 
 @st.composite
 def cohorts(draw: st.DrawFn) -> list[dict[str, Any]]:
-    """Draw what each device is asked for, and where it is."""
+    """Draw each device's plan and position."""
     return [
         {
             "quota": draw(st.integers(1, 12)),
@@ -79,9 +74,9 @@ def cohorts(draw: st.DrawFn) -> list[dict[str, Any]]:
     ]
 
 
-def called_of(asked: list[dict[str, Any]]) -> list[ClientPlan]:
-    found = []
-    for part, one in enumerate(asked):
+def clients_of(cohort: list[dict[str, Any]]) -> list[ClientPlan]:
+    clients = []
+    for part, one in enumerate(cohort):
         quota, size = one["quota"], one["micro_batch_size"]
         seconds = -(-quota // size) * (part % 3) + quota / (2 + part)
         finish, deadline = one["finish"], one["deadline"]
@@ -95,49 +90,42 @@ def called_of(asked: list[dict[str, Any]]) -> list[ClientPlan]:
             deadline_seconds=None if deadline is None else max(seconds + deadline, 0.1),
             share=one["share"],
         )
-        found.append(ClientPlan(str(part), part, plan))
-    return found
+        clients.append(ClientPlan(str(part), part, plan))
+    return clients
 
 
-def seen(devices: Devices, asked: list[dict[str, Any]]) -> dict[str, tuple[object, ...]]:
-    """Return all that is foreseen of each device, and its place."""
-    called = called_of(asked)
-    for part, told in enumerate(asked):
-        devices.positions[part] = SamplerState(
-            place=SamplerPosition(epoch=1, offset=told["offset"])
-        )
-    found = rehearse(devices, called)
-    assert (found.alone, found.dropouts) == ([], [])
-    all_of = found.foreseen
-    assert all_of is not None
-    foreseen = {}
-    for at, device in enumerate(all_of.called):
-        one = all_of.some(np.array([at]))
-        columns = [one.num_examples, one.num_owned, one.epoch, one.offset, one.micro_batch_size]
-        columns += [one.sizes, one.peak_bytes]
-        seconds = (one.seconds.tolist(), one.step_seconds.tolist())
-        foreseen[device.name] = (
+def predicted(devices: Devices, cohort: list[dict[str, Any]]) -> dict[str, tuple[object, ...]]:
+    """Return all that is predicted of each device, and its position after the round."""
+    for part, one in enumerate(cohort):
+        place = SamplerPosition(epoch=1, offset=one["offset"])
+        devices.positions[part] = SamplerState(place=place)
+    prediction = predict_round(devices, clients_of(cohort))
+    assert (prediction.alone, prediction.dropouts) == ([], [])
+    all_of = {}
+    for at, client in enumerate(prediction.columns.clients):
+        one_of = prediction.columns.some(np.array([at]))
+        columns = [one_of.num_examples, one_of.num_owned, one_of.epoch, one_of.offset]
+        columns += [one_of.micro_batch_size, one_of.sizes, one_of.peak_bytes]
+        columns += [one_of.positions(np.array([0]))]
+        seconds = (one_of.seconds.tolist(), one_of.step_seconds.tolist())
+        all_of[client.name] = (
             *(column.tolist() for column in columns),
-            *(*seconds, one.reasons, one.vitals, devices.positions[device.part]),
+            *(*seconds, one_of.reasons, one_of.vitals, devices.positions[client.part]),
         )
-    return foreseen
+    return all_of
 
 
-@given(asked=cohorts())
-@hypothesis_settings(deadline=None, max_examples=150)
-def test_what_is_foreseen_at_once_is_what_each_comes_to_on_its_walk(
-    folder: Path, asked: list[dict[str, Any]]
+@given(cohort=cohorts())
+@hypothesis_settings(deadline=None, max_examples=100)
+def test_the_prediction_of_many_devices_equals_that_of_each_step_by_step(
+    folder: Path, cohort: list[dict[str, Any]]
 ) -> None:
-    assert seen(kept(folder, walks=False), asked) == seen(kept(folder, walks=True), asked)
+    at_once, step_by_step = (
+        predicted(devices_of(folder, step_by_step=is_one), cohort) for is_one in (False, True)
+    )
+    assert at_once == step_by_step
 
 
-def test_at_the_pace_that_was_foreseen_nobody_has_to_walk(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def walk(*given: object) -> None:
-        raise AssertionError
-
-    monkeypatch.setattr("headwater.simulation.compute.dry_run._walk", walk)
-    one = {"quota": 7, "micro_batch_size": 2, "finish": 0.0, "deadline": 30.0, "share": 0.2}
-    found = seen(kept(folder, walks=False), [one | {"offset": 0}] * NUM_DEVICES)
-    assert [told[0] for told in found.values()] == [[7]] * NUM_DEVICES
+def test_a_round_without_clients_predicts_nothing(folder: Path) -> None:
+    prediction = predict_round(devices_of(folder, step_by_step=False), [])
+    assert len(prediction.columns) == 0

@@ -1,8 +1,8 @@
-"""Three ways to compute a round: the same devices do the same, and the model comes out the same.
+"""The law of the simulator: every way to compute a round gives what one device after another gives.
 
-One by one gives the wire's bits. The others add the same float32 terms in another order: each
-coordinate of a sum of n terms may differ by n 2^-24 of the sum of the terms' sizes, and after a
-few steps of plain SGD the models by as much of what moved them.
+One by one gives the wire's bits. The other modes add the same float32 terms in another order: each
+coordinate of a sum of n terms may differ by n 2^-24 of the sum of the terms' sizes, and after a few
+steps of plain SGD the models by as much of what moved them.
 """
 
 from __future__ import annotations
@@ -26,11 +26,8 @@ from headwater.server.rounds.run import MODEL
 from headwater.simulation.fleet.fleet_spec import with_fleet
 from headwater.simulation.run import run_engine
 
-TASKS = {
-    "mlp": f"{__file__}:Spread",
-    "cnn": "tests/laws/architectures.py:Cnn",
-    "ragged": "tests/laws/architectures.py:Ragged",
-}
+RAGGED = "tests/laws/architectures.py:Ragged"
+CNN = "tests/laws/architectures.py:Cnn"
 FLEET = """
 [[device]]
 profile = "laptop"
@@ -45,19 +42,23 @@ memory_bytes = 400_000_000
 upload_bytes_per_second = 1_000_000
 availability = 0.8
 """
-# What a device tells of its work, whichever way it is computed.
+# What a device reports of its work, in every mode.
 SAME = (
     *("name", "accumulation_steps", "micro_batch_size", "num_examples", "num_refused", "weight"),
     *("seconds", "step_seconds", "peak_bytes", "reason", "plan"),
 )
 ROUNDS = 3
+VOCABULARY, LENGTH, WIDTH = 11, 4, 32
+BATCHED = "headwater.simulation.compute.batched"
 
 
-class Spread:
+class Mlp:
     """Vectors in, one of five classes out; devices own 5 to 40 examples."""
 
+    hidden = 16
+
     def new_model(self) -> nn.Module:
-        return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 5))
+        return nn.Sequential(nn.Linear(6, self.hidden), nn.Tanh(), nn.Linear(self.hidden, 5))
 
     def train_examples(self, *, data: Path | None, part: int, num_parts: int) -> TensorDataset:
         random = torch.Generator().manual_seed(part)
@@ -72,8 +73,103 @@ class Spread:
         return loss, len(labels), {"accuracy": (logits.argmax(1) == labels).sum()}
 
 
-class Spoiled(Spread):
-    """Of device 2 one example has no finite loss."""
+class LargeLayer(Mlp):
+    """A layer of 36,864 weights, whose gradients are computed one device at a time."""
+
+    def new_model(self) -> nn.Module:
+        return nn.Sequential(
+            nn.Unflatten(1, (6, 1)),
+            nn.Linear(1, 192, bias=False),
+            nn.Linear(192, 192),
+            nn.Tanh(),
+            nn.Linear(192, 1),
+            nn.Flatten(),
+        )
+
+
+class LongEpoch(Mlp):
+    """Some devices have so many examples that their permutation is not drawn with the others'."""
+
+    def train_examples(self, *, data: Path | None, part: int, num_parts: int) -> TensorDataset:
+        number = 150 if part % 2 else 7
+        random = torch.Generator().manual_seed(part)
+        inputs = torch.randn(number, 6, generator=random)
+        return TensorDataset(inputs, torch.randint(5, (number,), generator=random))
+
+
+class Attention(nn.Module):
+    """Embeddings, attention and an MLP after norms; one bias belongs to two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
+        self.places = nn.Parameter(torch.randn(LENGTH, WIDTH))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.attend = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
+        self.wide = nn.Linear(WIDTH, 4 * WIDTH)
+        self.narrow = nn.Linear(4 * WIDTH, WIDTH)
+        self.mix = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.out = nn.Linear(WIDTH, WIDTH)
+        self.out.bias = self.narrow.bias
+        self.logits = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        values = self.norm(self.tokens(tokens_BT) + self.places)
+        query, key, value = self.attend(values).unsqueeze(1).chunk(3, dim=-1)
+        seen = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        values = values + self.out(self.mix(seen.squeeze(1)))
+        logits: Tensor = self.logits(values + self.narrow(functional.gelu(self.wide(values))))
+        return logits
+
+
+class Tokens:
+    """Each token is predicted from itself; the weight counts tokens."""
+
+    max_weight_per_example = LENGTH
+
+    def new_model(self) -> nn.Module:
+        return Attention()
+
+    def train_examples(self, *, data: Path | None, part: int, num_parts: int) -> TensorDataset:
+        random = torch.Generator().manual_seed(part)
+        number = 3 + 2 * (part % 5)
+        return TensorDataset(torch.randint(VOCABULARY, (number, LENGTH), generator=random))
+
+    def loss_sum(self, model: nn.Module, batch: Any) -> tuple[Tensor, int, dict[str, Tensor]]:
+        (tokens_BT,) = batch
+        logits_BTV = model(tokens_BT)
+        loss = functional.cross_entropy(logits_BTV.transpose(1, 2), tokens_BT, reduction="sum")
+        right = (logits_BTV.argmax(2) == tokens_BT).sum()
+        return loss, tokens_BT.numel(), {"accuracy": right}
+
+
+class LayerTwice(Mlp):
+    """A linear layer that runs twice: its norm is no sum over pairs."""
+
+    def new_model(self) -> nn.Module:
+        twice = nn.Linear(16, 16)
+        return nn.Sequential(nn.Linear(6, 16), twice, nn.Tanh(), twice, nn.Linear(16, 5))
+
+
+class ConstantInput(Mlp):
+    """A linear layer whose input is the same for all examples."""
+
+    def new_model(self) -> nn.Module:
+        class Shifted(nn.Module):
+            def __init__(self, inner: nn.Module) -> None:
+                super().__init__()
+                self.inner = inner
+                self.shift = nn.Linear(1, 5)
+
+            def forward(self, values: Tensor) -> Tensor:
+                logits: Tensor = self.inner(values) + self.shift(torch.ones(1))
+                return logits
+
+        return Shifted(super().new_model())
+
+
+class BadExample(Mlp):
+    """One example of device 2 has no finite loss."""
 
     def train_examples(self, *, data: Path | None, part: int, num_parts: int) -> TensorDataset:
         inputs, labels = super().train_examples(data=data, part=part, num_parts=num_parts).tensors
@@ -82,24 +178,28 @@ class Spoiled(Spread):
         return TensorDataset(inputs, labels)
 
 
-class Random(Spread):
-    """A model that draws random numbers as it trains."""
+class Random(Mlp):
+    """A model that draws random numbers in training."""
 
     def new_model(self) -> nn.Module:
         return nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.5), nn.Linear(16, 5))
 
 
-class Unfit(Spread):
-    """A loss that looks at values, which no pass over many devices can."""
+class Branching(Mlp):
+    """A loss that branches on a value, which torch.func cannot run."""
 
     def loss_sum(self, model: nn.Module, batch: Any) -> tuple[Tensor, int, dict[str, Tensor]]:
         loss, weight, sums = super().loss_sum(model, batch)
         return (loss if loss.item() >= 0 else -loss), weight, sums
 
 
+def spec(task: type) -> str:
+    return f"{__file__}:{task.__name__}"
+
+
 def run(out: Path, compute: str, **overrides: Any) -> list[dict[str, Any]]:
     chosen = {
-        "task": TASKS["mlp"],
+        "task": spec(Mlp),
         "rounds": ROUNDS,
         "threads": 1,
         "out": out,
@@ -111,144 +211,125 @@ def run(out: Path, compute: str, **overrides: Any) -> list[dict[str, Any]]:
     }
     settings = with_fleet(load(None, chosen | overrides))
     run_engine(settings, on_round=lambda _: None, resume=False)
-    return read_rows(out)
+    rows = read_rows(out)
+    # Devices computed alone report after the others.
+    return [{**row, "clients": sorted(row["clients"], key=lambda one: one["name"])} for row in rows]
 
 
 def model_in(out: Path) -> Tensor:
     return torch.cat([tensor.flatten() for _, tensor in sorted(load_file(out / MODEL).items())])
 
 
-def told(rows: list[dict[str, Any]]) -> list[Any]:
-    return [[{key: client[key] for key in SAME} for client in row["clients"]] for row in rows]
+def assert_equals_one_by_one(
+    folder: Path, mode: str, **overrides: Any
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Run both modes: the same work to the figure, the same sums, norms and model to rounding."""
+    rows = run(folder / "one-by-one", "one-by-one", **overrides)
+    others = run(folder / mode, mode, **overrides)
+    for row, other in zip(rows, others, strict=True):
+        assert (row["weight"], row["refused"]) == (other["weight"], other["refused"])
+        assert row["loss"] == pytest.approx(other["loss"], rel=1e-5)
+        assert row["metrics"] == pytest.approx(other["metrics"], rel=1e-6)
+        if mode == "vectorised" and row["noise_scale"] is not None:
+            assert other["noise_scale"] == pytest.approx(row["noise_scale"], rel=1e-3)
+        for one, same in zip(row["clients"], other["clients"], strict=True):
+            assert {key: one[key] for key in SAME} == {key: same[key] for key in SAME}
+            assert one["loss"] == pytest.approx(same["loss"], rel=1e-5, abs=1e-6)
+            assert one["step_loss"] == pytest.approx(same["step_loss"], rel=1e-5, abs=1e-6)
+            if mode == "vectorised":
+                norms = one["step_gradient_norm"]
+                # A sum that cancels has the error of the largest sum before it.
+                bound = 2e-5 * max(norms)
+                assert same["step_gradient_norm"] == pytest.approx(norms, rel=1e-5, abs=bound)
+    torch.testing.assert_close(
+        model_in(folder / "one-by-one"), model_in(folder / mode), rtol=0, atol=2e-6
+    )
+    return rows, others
 
 
-def assert_alike(folder: Path, one: str, other: str, rows: list[list[dict[str, Any]]]) -> None:
-    """Check two runs: the same work to the figure, the same sums and model to rounding."""
-    first, second = rows
-    assert told(first) == told(second)
-    for row, twin in zip(first, second, strict=True):
-        assert (row["weight"], row["refused"]) == (twin["weight"], twin["refused"])
-        assert row["loss"] == pytest.approx(twin["loss"], rel=1e-5)
-        assert row["metrics"] == pytest.approx(twin["metrics"], rel=1e-6)
-        for client, same in zip(row["clients"], twin["clients"], strict=True):
-            assert client["loss"] == pytest.approx(same["loss"], rel=1e-5, abs=1e-6)
-            assert client["step_loss"] == pytest.approx(same["step_loss"], rel=1e-5, abs=1e-6)
-    torch.testing.assert_close(model_in(folder / one), model_in(folder / other), rtol=0, atol=2e-6)
+@pytest.mark.parametrize("mode", ["vectorised", "fused"])
+@pytest.mark.parametrize("task", [Mlp, LongEpoch, LayerTwice, ConstantInput])
+def test_every_mode_equals_one_by_one(tmp_path: Path, task: type, mode: str) -> None:
+    _, others = assert_equals_one_by_one(tmp_path, mode, task=spec(task))
+    if mode == "fused":
+        assert {row["noise_scale"] for row in others} == {None}
 
 
-def assert_norms_alike(rows: list[dict[str, Any]], twins: list[dict[str, Any]]) -> None:
-    for row, twin in zip(rows, twins, strict=True):
-        assert twin["noise_scale"] == pytest.approx(row["noise_scale"], rel=1e-3)
-        for client, same in zip(row["clients"], twin["clients"], strict=True):
-            norms = client["step_gradient_norm"]
-            assert same["step_gradient_norm"] == pytest.approx(norms, rel=1e-5)
+@pytest.mark.parametrize("mode", ["vectorised", "fused"])
+def test_dataset_weights_equal_one_by_one(tmp_path: Path, mode: str) -> None:
+    assert_equals_one_by_one(tmp_path, mode, **{"cohort.weighting": "dataset"})
 
 
-def by_name(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [
-        {**row, "clients": sorted(row["clients"], key=lambda client: str(client["name"]))}
-        for row in rows
-    ]
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["vectorised", "fused"])
+@pytest.mark.parametrize("task", [spec(Tokens), spec(LargeLayer), CNN])
+def test_larger_models_equal_one_by_one(tmp_path: Path, task: str, mode: str) -> None:
+    assert_equals_one_by_one(tmp_path, mode, task=task, **{"optimizer.learning_rate": 0.01})
 
 
-@pytest.mark.parametrize("weighting", ["samples", "dataset"])
-def test_all_ways_do_the_same(tmp_path: Path, weighting: str) -> None:
-    ways = ("one-by-one", "vectorised", "fused")
-    rows = {way: run(tmp_path / way, way, **{"cohort.weighting": weighting}) for way in ways}
-    for way in ways[1:]:
-        assert_alike(tmp_path, "one-by-one", way, [rows["one-by-one"], rows[way]])
-    # Vectorised, each device has its own vector, and its norms tell the noise.
-    assert_norms_alike(rows["one-by-one"], rows["vectorised"])
-    assert {row["noise_scale"] for row in rows["fused"]} == {None}
-
-
-@pytest.mark.parametrize("fewest", [0, 1 << 40])
-def test_vectors_side_by_side_or_in_turn_are_the_same_where_layers_do_not_tell(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fewest: int
+@pytest.mark.parametrize("task", [Mlp, Tokens])
+def test_norms_from_vectors_equal_norms_from_linear_layers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task: type
 ) -> None:
-    monkeypatch.setattr("headwater.simulation.compute.linear_hooks.MOST_ELSEWHERE", -1.0)
-    monkeypatch.setattr("headwater.simulation.compute.batched.FEWEST_VECTORS", fewest)
-    ways = ("one-by-one", "vectorised")
-    rows = [run(tmp_path / way, way, **{"cohort.weighting": "dataset"}) for way in ways]
-    assert_alike(tmp_path, *ways, rows)
-    assert_norms_alike(*rows)
+    monkeypatch.setattr("headwater.simulation.compute.linear_layers.MAX_OTHER_SHARE", -1.0)
+    chosen = {"task": spec(task), "optimizer.learning_rate": 0.02}
+    assert_equals_one_by_one(tmp_path, "vectorised", **chosen, **{"cohort.weighting": "dataset"})
 
 
-def test_devices_with_more_than_a_pass_have_vectors_beside_those_whose_layers_tell(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_models_too_large_for_vectors_are_computed_one_by_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("headwater.simulation.compute.batched.MOST_AT_ONCE", 24)
-    ways = ("one-by-one", "vectorised")
-    longer = {"plan.accumulation_steps": 8}  # devices have 5 to 40 examples, and take 32
-    rows = [by_name(run(tmp_path / way, way, **longer)) for way in ways]
-    assert_alike(tmp_path, *ways, rows)
-    assert_norms_alike(*rows)
+    monkeypatch.setattr(f"{BATCHED}.VECTORS_BYTES", 1 << 10)
+    run(tmp_path / "alone", "one-by-one", task=CNN)
+    run(tmp_path / "vectorised", "vectorised", task=CNN)
+    assert "computed one by one: vectors of" in capsys.readouterr().out
+    assert torch.equal(model_in(tmp_path / "alone"), model_in(tmp_path / "vectorised"))
 
 
-def test_who_has_more_than_a_pass_is_computed_alone_where_vectors_cannot_be(
+@pytest.mark.parametrize("mode", ["vectorised", "fused"])
+def test_devices_with_more_examples_than_a_pass_equal_one_by_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    monkeypatch.setattr(f"{BATCHED}.MAX_AT_ONCE", 24)
+    # Devices have 5 to 40 examples, and use at most 32.
+    assert_equals_one_by_one(tmp_path, mode, **{"plan.accumulation_steps": 8})
+
+
+def test_blocks_that_fail_in_the_run_are_computed_one_by_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def grad(function: Callable[..., Any], *, has_aux: bool) -> Callable[..., Any]:
-        def fail(*tensors: Tensor) -> Any:
-            raise RuntimeError("there is no rule for this operator. See the manual")
+        real = torch.func.grad(function, has_aux=has_aux)
 
-        return fail
+        def limited(trained: Any, mask: Tensor, *tensors: Tensor) -> Any:
+            if len(mask) != 3:  # the self-test's
+                raise RuntimeError("there is no rule for this operator. See the manual")
+            return real(trained, mask, *tensors)
 
-    monkeypatch.setattr("headwater.simulation.compute.batched.MOST_AT_ONCE", 24)
+        return limited
+
+    monkeypatch.setattr("headwater.simulation.compute.linear_layers.MAX_OTHER_SHARE", -1.0)
     monkeypatch.setattr("headwater.simulation.compute.per_example.grad", grad)
-    caplog.set_level("INFO", logger="headwater.simulation.compute.batched")
-    longer = {"plan.accumulation_steps": 8}
-    ways = ("one-by-one", "vectorised")
-    rows = [by_name(run(tmp_path / way, way, **longer)) for way in ways]
-    assert_alike(tmp_path, *ways, rows)
-    assert_norms_alike(*rows)
-    num_large = sum(client["num_examples"] > 24 for row in rows[0] for client in row["clients"])
-    said = re.findall(r"(\d+) devices are computed one by one: RuntimeError: there is", caplog.text)
-    assert sum(map(int, said)) == num_large > 0
+    caplog.set_level("INFO", logger=BATCHED)
+    assert_equals_one_by_one(tmp_path, "vectorised")
+    counts = re.findall(r"(\d+) devices are computed one by one: RuntimeError: there", caplog.text)
+    assert sum(map(int, counts)) == 12 * ROUNDS
 
 
-def test_half_precision_has_vectors(tmp_path: Path) -> None:
+def test_half_precision_has_norms(tmp_path: Path) -> None:
     # Each of a dozen operators in a row rounds by 2^-9.
     rows = run(tmp_path / "half", "vectorised", **{"plan.precision": "bfloat16"})
     whole = run(tmp_path / "whole", "vectorised")
-    for row, twin in zip(rows, whole, strict=True):
-        assert row["loss"] == pytest.approx(twin["loss"], rel=2**-6)
-        for client, same in zip(row["clients"], twin["clients"], strict=True):
-            norms = same["step_gradient_norm"]
-            assert client["step_gradient_norm"] == pytest.approx(norms, rel=2**-4)
+    for row, same in zip(rows, whole, strict=True):
+        assert row["loss"] == pytest.approx(same["loss"], rel=2**-6)
+        for one, other in zip(row["clients"], same["clients"], strict=True):
+            norms = other["step_gradient_norm"]
+            assert one["step_gradient_norm"] == pytest.approx(norms, rel=2**-4)
 
 
-def test_what_cannot_be_compiled_is_named_and_computed_as_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def compiling(function: Callable[..., Any], *, fullgraph: bool) -> Callable[..., Any]:
-        def fail(*tensors: Tensor) -> Any:
-            raise RuntimeError("there is no compiler. See the manual")
-
-        return fail
-
-    run(tmp_path / "plain", "fused")
-    assert "compiled:" not in capsys.readouterr().out
-    monkeypatch.setattr("torch.compile", compiling)
-    run(tmp_path / "tried", "fused", **{"simulation.compile": True})
-    said = "passes are not compiled: RuntimeError: there is no compiler\n"
-    assert capsys.readouterr().out.count(said) == 1
-    assert torch.equal(model_in(tmp_path / "plain"), model_in(tmp_path / "tried"))
-
-
-def test_convolutions_with_group_norm_do_too(tmp_path: Path) -> None:
-    rows = [run(tmp_path / way, way, task=TASKS["cnn"]) for way in ("one-by-one", "fused")]
-    assert_alike(tmp_path, "one-by-one", "fused", rows)
-
-
-def test_one_by_one_is_the_wire_bit_for_bit(tmp_path: Path) -> None:
-    direct = run(tmp_path / "direct", "one-by-one")
-    wired = run(tmp_path / "wired", "auto", **{"simulation.wire": True})
-    assert torch.equal(model_in(tmp_path / "direct"), model_in(tmp_path / "wired"))
-    assert [row["clients"] for row in direct] == [row["clients"] for row in wired]
-
-
-def test_planned_fleets_with_jitter_and_absence_do_the_same(tmp_path: Path) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["vectorised", "fused"])
+def test_planned_fleets_with_jitter_and_absence_equal_one_by_one(tmp_path: Path, mode: str) -> None:
     path = tmp_path / "fleet.toml"
     path.write_text(FLEET)
     chosen: dict[str, Any] = {
@@ -259,48 +340,44 @@ def test_planned_fleets_with_jitter_and_absence_do_the_same(tmp_path: Path) -> N
         "plan.effective_batch_size": 60,
         "cohort.deadline_seconds": 5.0,
     }
-    ways = ("one-by-one", "vectorised", "fused")
-    rows = [run(tmp_path / way, way, **chosen) for way in ways]
-    for way, of_way in zip(ways[1:], rows[1:], strict=True):
-        assert_alike(tmp_path, "one-by-one", way, [rows[0], of_way])
+    assert_equals_one_by_one(tmp_path, mode, **chosen)
 
 
-@pytest.mark.parametrize("way", ["vectorised", "fused"])
-def test_who_spoils_a_pass_is_computed_alone(tmp_path: Path, way: str) -> None:
-    task = f"{__file__}:Spoiled"
-    rows = [by_name(run(tmp_path / one, one, task=task)) for one in ("one-by-one", way)]
-    assert_alike(tmp_path, "one-by-one", way, rows)
-    refused = [client["num_refused"] for client in rows[1][0]["clients"]]
-    assert sum(refused) == 1
+@pytest.mark.parametrize("mode", ["vectorised", "fused"])
+def test_a_device_with_a_bad_example_is_computed_alone(tmp_path: Path, mode: str) -> None:
+    _, others = assert_equals_one_by_one(tmp_path, mode, task=spec(BadExample))
+    assert sum(client["num_refused"] for client in others[0]["clients"]) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("task", "why"),
     [
-        (f"{__file__}:Random", "draws random numbers"),
-        (f"{__file__}:Unfit", "RuntimeError"),
-        (TASKS["ragged"], "looks different alone"),
+        (spec(Random), "draws random numbers"),
+        (spec(Branching), "RuntimeError"),
+        (RAGGED, "looks different alone"),
     ],
 )
-def test_what_cannot_be_computed_together_is_computed_one_by_one_and_says_so(
+def test_tasks_that_cannot_be_batched_are_computed_one_by_one_with_the_reason(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     task: str,
     why: str,
 ) -> None:
-    monkeypatch.setattr("headwater.simulation.compute.modes.FEW", 2)
+    monkeypatch.setattr("headwater.simulation.compute.modes.MAX_ONE_BY_ONE", 2)
     run(tmp_path / "auto", "auto", task=task)
-    said = capsys.readouterr().out
-    assert "devices are computed one by one: " in said
-    assert why in said
+    output = capsys.readouterr().out
+    assert "devices are computed one by one: " in output
+    assert why in output
     run(tmp_path / "alone", "one-by-one", task=task)
     assert torch.equal(model_in(tmp_path / "auto"), model_in(tmp_path / "alone"))
-    with pytest.raises(SettingsError, match="--compute fused cannot be"):
+    with pytest.raises(SettingsError, match="--compute fused is not possible"):
         run(tmp_path / "fused", "fused", task=task)
 
 
-def test_few_devices_have_the_wire_s_bits_unasked(
+@pytest.mark.slow
+def test_auto_computes_few_devices_one_by_one_and_many_fused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run(tmp_path / "few", "auto")
@@ -310,10 +387,10 @@ def test_few_devices_have_the_wire_s_bits_unasked(
     assert "devices are computed fused" in capsys.readouterr().out
 
 
-def test_the_noise_scale_is_followed_with_vectors_of_their_own(
+def test_auto_measures_the_noise_scale_if_plans_follow_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headwater.simulation.compute.modes.FEW", 2)
+    monkeypatch.setattr("headwater.simulation.compute.modes.MAX_ONE_BY_ONE", 2)
     chosen: dict[str, Any] = {
         "plan.accumulation_steps": None,
         "plan.follow_noise_scale": True,

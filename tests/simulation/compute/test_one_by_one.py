@@ -1,4 +1,4 @@
-"""One by one in a fleet: whose examples cannot be opened any more drops out, and nobody else."""
+"""One by one: a device whose examples cannot be opened drops out, and no other device."""
 
 from __future__ import annotations
 
@@ -9,49 +9,47 @@ from headwater.common.messages import Plan, Update
 from headwater.common.settings.sources import load
 from headwater.common.task import Examples
 from headwater.server.fleet import Dropout
-from headwater.simulation.compute.one_by_one import MOST_TOGETHER, OneByOne
+from headwater.simulation.compute.one_by_one import MAX_TOGETHER, OneByOne
 from headwater.simulation.fleet.devices import ClientPlan, Devices
 from headwater.simulation.fleet.fleet_spec import with_fleet
 from tests.tasks import TwoLayers
 
-NUM_DEVICES = MOST_TOGETHER + 3
-GONE = 2
+NUM_DEVICES = MAX_TOGETHER + 3
+NO_DATA = 2
 
 
-class CardTakenOut(Devices):
-    """Devices of which one had its examples on a card."""
+class OneWithoutData(Devices):
+    """Devices, one of which cannot open its examples."""
 
     def training_examples(self, part: int, plan: Plan) -> Examples:
-        if part == GONE:
+        if part == NO_DATA:
             raise MissingData("the card was taken out")
         return super().training_examples(part, plan)
 
 
-def made(kind: type[Devices]) -> Devices:
+def devices_of(kind: type[Devices]) -> Devices:
     spec = f"{TwoLayers.__module__.replace('.', '/')}.py:{TwoLayers.__name__}"
     return kind(with_fleet(load(None, {"task": spec, "simulation.clients": NUM_DEVICES})))
 
 
-def answers(one_by_one: OneByOne, devices: Devices) -> list[Update | Dropout]:
+def replies(devices: Devices) -> list[Update | Dropout]:
     plan = Plan(round=1, run_seed=0, model_version=0, quota=4, micro_batch_size=2)
-    called = [ClientPlan(str(part), part, plan) for part in range(NUM_DEVICES)]
-    found: list[Update | Dropout] = []
+    clients = [ClientPlan(str(part), part, plan) for part in range(NUM_DEVICES)]
+    copies: list[Update | Dropout] = []
     image = devices.trainer.image
-    for answer in one_by_one.train(called, image, run_id=1, timeout_seconds=None):
-        assert isinstance(answer, Update | Dropout)
-        if isinstance(answer, Update):  # the vector is another's soon
-            answer = Update(values_P=answer.values_P.clone(), report=answer.report)
-        found.append(answer)
-    return found
+    for reply in OneByOne(devices).train(clients, image, run_id=1, timeout_seconds=None):
+        assert isinstance(reply, Update | Dropout)
+        if isinstance(reply, Update):  # the next device gets the vector
+            reply = Update(values_P=reply.values_P.clone(), report=reply.report)
+        copies.append(reply)
+    return copies
 
 
-def test_whose_examples_are_gone_drops_out_and_the_others_send_what_they_would() -> None:
-    whole, broken = made(Devices), made(CardTakenOut)
-    expected = answers(OneByOne(whole), whole)
-    found = answers(OneByOne(broken), broken)
-    assert [answer.name for answer in found] == [str(part) for part in range(NUM_DEVICES)]
+def test_a_device_without_data_drops_out_and_the_others_send_the_same_updates() -> None:
+    expected, found = replies(devices_of(Devices)), replies(devices_of(OneWithoutData))
+    assert [reply.name for reply in found] == [str(part) for part in range(NUM_DEVICES)]
     for part, (one, other) in enumerate(zip(found, expected, strict=True)):
-        if part == GONE:
+        if part == NO_DATA:
             assert isinstance(one, Dropout)
             assert isinstance(one.error, MissingData)
             continue

@@ -1,9 +1,11 @@
-"""Several processes compute what one would: the same bits, the same lines, the same errors."""
+"""Several processes give what one process gives: the same bits, log lines and errors."""
 
 from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,18 +27,19 @@ from headwater.server.operations.round_log import read_rows
 from headwater.server.rounds.round_row import RoundRow
 from headwater.server.rounds.run import MODEL
 from headwater.simulation.compute.one_by_one import OneByOne
-from headwater.simulation.compute.worker_pool import Workers
+from headwater.simulation.compute.worker_pool import WorkerPool
 from headwater.simulation.fleet.devices import ClientPlan, Devices
 from headwater.simulation.run import run_engine
 
+pytestmark = pytest.mark.slow
 NUM_DEVICES = 6
 NOT_FINITE, RAISES = 2, 4
-# What a row says of this machine's time, which no two runs have alike.
-OF_THIS_MACHINE = ("seconds", "seconds_split", "updates_per_hour")
+# A row's fields about this machine's time, which differ in each run.
+WALL_CLOCK = ("seconds", "seconds_split", "updates_per_hour")
 
 
 class Uneven:
-    """Devices own 4 to 24 examples; of one none has a finite loss, and of one all raise."""
+    """Devices own 4 to 24 examples; one has no finite loss, and one raises for each example."""
 
     def new_model(self) -> nn.Module:
         return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 3))
@@ -72,7 +75,7 @@ def settings_of(**chosen: Any) -> Settings:
     )
 
 
-def of_workers() -> list[psutil.Process]:
+def worker_processes() -> list[psutil.Process]:
     children = psutil.Process().children(recursive=True)
     return [child for child in children if "headwater.simulation.compute.worker" in child.cmdline()]
 
@@ -81,27 +84,27 @@ def test_two_workers_give_the_model_and_the_lines_of_one_process(tmp_path: Path)
     found = []
     for workers in (1, 2):
         out = tmp_path / str(workers)
-        num_there: list[int] = []
+        num_running: list[int] = []
 
-        def on_round(row: RoundRow, num_there: list[int] = num_there) -> None:
-            num_there.append(len(of_workers()))
+        def on_round(row: RoundRow, num_running: list[int] = num_running) -> None:
+            num_running.append(len(worker_processes()))
 
         settings = settings_of(**{"out": str(out), "simulation.workers": workers})
         run_engine(settings, on_round=on_round, resume=False)
-        assert num_there == [0, 0] if workers == 1 else [2, 2]
-        assert not of_workers()
+        assert num_running == [0, 0] if workers == 1 else [2, 2]
+        assert not worker_processes()
         rows = read_rows(out)
         found.append(
             (
                 (out / MODEL).read_bytes(),
-                [{key: row[key] for key in row if key not in OF_THIS_MACHINE} for row in rows],
+                [{key: row[key] for key in row if key not in WALL_CLOCK} for row in rows],
             )
         )
     assert found[0] == found[1]
     assert len(found[0][1][0]["clients"]) == NUM_DEVICES - 2
 
 
-def called(round_number: int) -> list[ClientPlan]:
+def clients_of(round_number: int) -> list[ClientPlan]:
     plans = (
         Plan(
             round=round_number,
@@ -117,23 +120,23 @@ def called(round_number: int) -> list[ClientPlan]:
 
 
 @pytest.fixture(scope="module")
-def workers() -> Iterator[Workers]:
-    found = Workers(Devices(settings_of()), 2)
-    yield found
-    found.close()
+def pool() -> Iterator[WorkerPool]:
+    pool = WorkerPool(Devices(settings_of()), 2)
+    yield pool
+    pool.close()
 
 
-def test_answers_come_in_their_turn_with_the_vectors_of_one_process(workers: Workers) -> None:
+def test_replies_come_in_order_with_the_vectors_of_one_process(pool: WorkerPool) -> None:
     one_by_one = OneByOne(Devices(settings_of()))
     for round_number in (1, 2):
         image = build_model(Uneven(), seed=round_number)
-        given = called(round_number)
+        clients = clients_of(round_number)
         expected = [
             (answer.values_P.clone(), answer.report) if isinstance(answer, Update) else answer
-            for answer in one_by_one.train(given, image, run_id=1, timeout_seconds=None)
+            for answer in one_by_one.train(clients, image, run_id=1, timeout_seconds=None)
         ]
         for one, answer in zip(
-            expected, workers.train(given, image, run_id=1, timeout_seconds=None), strict=True
+            expected, pool.train(clients, image, run_id=1, timeout_seconds=None), strict=True
         ):
             if isinstance(answer, Update):
                 assert isinstance(one, tuple)
@@ -143,36 +146,56 @@ def test_answers_come_in_their_turn_with_the_vectors_of_one_process(workers: Wor
                 assert isinstance(one, Dropout)
                 assert (answer.name, type(answer.error)) == (one.name, type(one.error))
                 assert answer.error.message == one.error.message
-        of_bad = expected[NOT_FINITE]
-        assert isinstance(of_bad, Dropout)
-        assert isinstance(of_bad.error, EmptyUpdate)
+        not_finite = expected[NOT_FINITE]
+        assert isinstance(not_finite, Dropout)
+        assert isinstance(not_finite.error, EmptyUpdate)
 
 
-def test_round_that_is_given_up_leaves_nothing_for_the_next(workers: Workers) -> None:
+def test_an_aborted_round_leaves_nothing_for_the_next(pool: WorkerPool) -> None:
     image = build_model(Uneven(), seed=3)
-    given_up = workers.train(called(3), image, run_id=1, timeout_seconds=None)
-    next(given_up)
-    given_up.close()  # type: ignore[attr-defined]
+    aborted = pool.train(clients_of(3), image, run_id=1, timeout_seconds=None)
+    next(aborted)
+    aborted.close()  # type: ignore[attr-defined]
     names = [
         answer.report.name if isinstance(answer, Update) else answer.name
-        for answer in workers.train(called(4), image, run_id=1, timeout_seconds=None)
+        for answer in pool.train(clients_of(4), image, run_id=1, timeout_seconds=None)
     ]
     assert names == [str(part) for part in range(NUM_DEVICES)]
 
 
-def test_killed_worker_ends_the_run_by_name_and_none_is_left(workers: Workers) -> None:
-    for process in of_workers()[:1]:
+def test_a_killed_worker_ends_the_run_and_the_error_names_worker_and_device(
+    pool: WorkerPool,
+) -> None:
+    for process in worker_processes()[:1]:
         os.kill(process.pid, signal.SIGKILL)
     with pytest.raises(WorkerDied, match=r"worker process \d of 2 was ended by SIGKILL at device"):
         list(
-            workers.train(called(5), build_model(Uneven(), seed=3), run_id=1, timeout_seconds=None)
+            pool.train(clients_of(5), build_model(Uneven(), seed=3), run_id=1, timeout_seconds=None)
         )
-    workers.close()
-    assert not of_workers()
+    pool.close()
+    assert not worker_processes()
 
 
-@pytest.mark.parametrize("chosen", [{"simulation.workers": 2}, {"simulation.compile": True}])
-def test_what_computes_is_not_chosen_where_updates_are_messages(chosen: dict[str, Any]) -> None:
-    settings = settings_of(**{**chosen, "simulation.wire": True})
+def test_workers_end_when_the_simulator_is_killed(tmp_path: Path) -> None:
+    code = (
+        "import sys, time; from tests.simulation.compute.test_worker_pool import *\n"
+        "pool = WorkerPool(Devices(settings_of()), 2)\n"
+        "list(pool.train(clients_of(1), build_model(Uneven(), seed=1), run_id=1, "
+        "timeout_seconds=None))\n"
+        "print('ready', flush=True); time.sleep(60)"
+    )
+    path = [sys.executable, "-c", code]
+    with subprocess.Popen(path, stdout=subprocess.PIPE, cwd=Path(__file__).parents[3]) as simulator:
+        assert simulator.stdout is not None
+        assert b"ready" in simulator.stdout.readline()
+        workers = psutil.Process(simulator.pid).children(recursive=True)
+        assert len(workers) == 2
+        simulator.kill()
+    _, running = psutil.wait_procs(workers, timeout=20)
+    assert not running
+
+
+def test_masked_updates_refuse_workers() -> None:
+    settings = settings_of(**{"simulation.workers": 2, "secure.aggregation": "semi-honest"})
     with pytest.raises(SettingsError, match="worker processes"):
         run_engine(settings, on_round=lambda _: None, resume=False)
