@@ -12,7 +12,7 @@ from rich.logging import RichHandler
 from rich.markup import escape
 
 from headwater.common.errors import HeadwaterError
-from headwater.common.system.json_logs import Format, JsonFormatter, LineSink
+from headwater.common.system.json_logs import Format, JsonFormatter, LineStream
 
 # No emoji: a device may be called a:ant:b.
 console = Console(highlight=False, emoji=False)
@@ -51,8 +51,8 @@ def start_log(*, verbose: bool, log_format: Format | None = None) -> None:
         handler = logging.StreamHandler()
         handler.setFormatter(JsonFormatter())
         output_log.setLevel(logging.INFO)
-        console.file = cast(IO[str], LineSink(output_log.info))
-        stderr.file = cast(IO[str], LineSink(output_log.warning))
+        console.file = cast(IO[str], LineStream(output_log.info))
+        stderr.file = cast(IO[str], LineStream(output_log.warning))
     elif sys.stderr.isatty():
         handler = RichHandler(console=stderr, show_path=False, markup=False)
     else:
