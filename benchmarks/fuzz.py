@@ -44,7 +44,6 @@ MINUTES = 10.0
 BATCH = 300
 TRACED_FILES = (
     "server/transport/admission.py",
-    "server/transport/doorway.py",
     "server/transport/servicer.py",
     "server/transport/staging.py",
     "server/transport/stream.py",

@@ -1,15 +1,14 @@
-"""What the fuzzers send, and what must hold behind it.
+"""The fuzzers' inputs, and the checks after each input.
 
 Three targets, from the inside out:
 
-- ``decode``: each decoder of bytes that come from the other side. It must give a value or the named
-  error, and nothing else.
+- ``decode``: each decoder of received bytes. It must return a value or raise its named error.
 - ``Conversations``: whole streams of frames, valid and mutated, through the real servicer, over a
-  stream without a socket: a thousand a second. Behind each, the stream has ended or goes on by the
-  rules, nothing is held, and an update that came through is the one that was sent.
-- ``Wire``: bytes of a real connection (HTTP/2 and all), mutated and sent over a socket.
+  stream without a socket: a thousand a second. After each, the stream has ended or continues
+  correctly, no memory is held, and an accepted update is the one that was sent.
+- ``Wire``: a real connection's bytes including HTTP/2, mutated and sent over a socket.
 
-Streams are drawn by hypothesis, so a failure shrinks to the shortest that fails.
+Hypothesis draws the streams, so a failure shrinks to the shortest failing stream.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ from tests.attacks.raw import VECTOR, WAIT_SECONDS, RawDevice, head_of, layout_d
 
 Result = TypeVar("Result")
 
-MESSAGE_ID = "asked"
+MESSAGE_ID = "instruction"
 NAME = "fuzzed"
 HEADS: tuple[type[update.WireMessage], ...] = (
     update.Plan,
@@ -152,7 +151,7 @@ def chunks() -> st.SearchStrategy[Chunk]:
 
 
 def client_frames() -> st.SearchStrategy[bytes]:
-    """Draw frames as a device sends them, each valid by itself."""
+    """Draw frames of a device, each valid on its own."""
     faults = st.builds(Fault, message_id=texts(), code=texts(), text=texts())
     return st.one_of(
         replies().map(lambda reply: ClientFrame(reply=reply)),
@@ -166,21 +165,21 @@ def client_frames() -> st.SearchStrategy[bytes]:
 
 
 def honest_heads() -> st.SearchStrategy[bytes]:
-    """Draw JSON as it stands in heads, mostly an update's, with odd values in its fields."""
+    """Draw the JSON of a head, mostly an update's, with odd values in its fields."""
     plan = json.dumps({"round": 1})
-    asked = type("Asked", (), {"head_json": plan})
-    head = json.loads(head_of(asked, NAME))  # type: ignore[arg-type]
+    instruction = type("Instruction", (), {"head_json": plan})
+    head = json.loads(head_of(instruction, NAME))  # type: ignore[arg-type]
     odd: st.SearchStrategy[Any] = st.one_of(
         st.sampled_from([-1, 0, 2**53, 2**64, 1e308, None, True, "", [], {}, "NaN"]),
         st.floats(),
         st.text(max_size=8),
     )
     changed = st.tuples(st.sampled_from(sorted(head)), odd).map(lambda kv: head | {kv[0]: kv[1]})
-    return changed.map(lambda told: json.dumps(told).encode())
+    return changed.map(lambda fields: json.dumps(fields).encode())
 
 
 def honest_script() -> list[bytes | None]:
-    """Return a stream that does all as it should: None is where the server asks."""
+    """Return an honest stream; None marks where the server sends an instruction."""
     hello = Hello(protocol_version=PROTOCOL_VERSION, name=NAME, layout_digest=layout_digest())
     parts = [
         Chunk(transfer_id=MESSAGE_ID, offset=offset, data=VECTOR[offset : offset + 20])
@@ -198,7 +197,7 @@ def honest_script() -> list[bytes | None]:
 
 @st.composite
 def scripts(draw: st.DrawFn) -> list[bytes | None]:
-    """Draw a stream: an honest one, of which up to four frames are not as they should be."""
+    """Draw an honest stream with up to four wrong frames."""
     script = honest_script()
     for _ in range(draw(st.integers(0, 4))):
         place = draw(st.integers(0, len(script)))
@@ -223,8 +222,8 @@ def scripts(draw: st.DrawFn) -> list[bytes | None]:
 
 
 def _request(data: bytes) -> object:
-    told = json.loads(data)
-    return JoinRequest.of_json(told) if isinstance(told, dict) else None
+    fields = json.loads(data)
+    return JoinRequest.of_json(fields) if isinstance(fields, dict) else None
 
 
 def _join_token(data: bytes) -> object:
@@ -241,7 +240,7 @@ DECODERS: dict[str, tuple[Callable[[bytes], object], tuple[type[Exception], ...]
 
 
 def decode(data: bytes) -> Counter[str]:
-    """Give the same bytes to each decoder; returns how many of them took the bytes.
+    """Pass the same bytes to each decoder; return how many accepted them.
 
     Raises:
         Exception: what a decoder raised that is not among its own errors.
@@ -263,10 +262,10 @@ def decode(data: bytes) -> Counter[str]:
 
 @dataclass(kw_only=True)
 class ScriptedStream:
-    """A stream without a socket, that says what it was given and then ends."""
+    """A stream without a socket that sends a script and then ends."""
 
     script: list[bytes | None]
-    ask: Callable[[], Coroutine[Any, Any, None]]
+    instruct: Callable[[], Coroutine[Any, Any, None]]
     port: int
     written: list[ServerFrame] = field(default_factory=list)
 
@@ -282,7 +281,7 @@ class ScriptedStream:
             await asyncio.sleep(0)  # the writer's turn
             if frame is not None:
                 return frame
-            await self.ask()
+            await self.instruct()
         return grpc.aio.EOF
 
     async def write(self, data: bytes) -> None:
@@ -290,7 +289,7 @@ class ScriptedStream:
 
 
 class Conversations:
-    """An servicer to talk to, and the checks behind each conversation."""
+    """A servicer, and the checks after each conversation with it."""
 
     def __init__(self) -> None:
         self.num_played = 0
@@ -314,7 +313,7 @@ class Conversations:
         self.servicer.stop(say_goodbye=False)
 
     def play(self, script: Sequence[bytes | None]) -> None:
-        """Let the servicer hear a script, and check what it is left with.
+        """Send a script to the servicer, and check its state afterwards.
 
         Raises:
             AssertionError: it holds something, or took an update that was not sent.
@@ -333,13 +332,13 @@ class Conversations:
         return asyncio.run_coroutine_threadsafe(work, self.servicer._loop).result(60)
 
     async def _talk(self, script: list[bytes | None]) -> ScriptedStream:
-        # Each from an address of its own, as refusals are rationed by address.
-        stream = ScriptedStream(script=script, ask=self._ask, port=self.num_played)
+        # Each from its own address, because refusals are limited per address.
+        stream = ScriptedStream(script=script, instruct=self._instruct, port=self.num_played)
         await self.servicer._serve(None, stream)
         return stream
 
-    async def _ask(self) -> None:
-        ask = DeviceInstruction(
+    async def _instruct(self) -> None:
+        instruction = DeviceInstruction(
             node_id=node_id_of(NAME),
             message_id=MESSAGE_ID,
             message_type="train",
@@ -347,7 +346,7 @@ class Conversations:
             image=None,
             reply_bytes=len(VECTOR),
         )
-        await self.servicer._send_instructions([ask])
+        await self.servicer._send_instructions([instruction])
 
     def _check_arrivals(self) -> None:
         with contextlib.suppress(queue.Empty):
@@ -363,7 +362,7 @@ class Conversations:
                     self.endings["taken"] += 1
 
     async def _leave_all(self) -> None:
-        """Let all devices be gone, and check that nothing is held for them."""
+        """Remove all sessions, and check that no memory is held for them."""
         servicer = self.servicer
         for session in list(servicer._sessions.values()):
             assert session.stream is None
@@ -381,8 +380,8 @@ class Conversations:
 
 
 async def record(port: int) -> bytes:
-    """Return what a device sends over its socket: HTTP/2's preface, a hello, a reply, a chunk."""
-    heard, is_over = bytearray(), asyncio.Event()
+    """Return the bytes of a device's socket: HTTP/2's preface, a hello, a reply, a chunk."""
+    received, is_over = bytearray(), asyncio.Event()
     near: list[asyncio.StreamWriter] = []
 
     async def pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -396,7 +395,7 @@ async def record(port: int) -> bytes:
         answering = asyncio.create_task(back())
         with contextlib.suppress(OSError):
             while data := await reader.read(65536):
-                heard.extend(data)
+                received.extend(data)
                 far_writer.write(data)
         answering.cancel()
         for end in (far_writer, writer):
@@ -414,11 +413,11 @@ async def record(port: int) -> bytes:
             await device.end()
         near[0].close()  # gRPC may keep its end for another channel
         await is_over.wait()
-    return bytes(heard)
+    return bytes(received)
 
 
 async def send_bytes(port: int, data: bytes) -> None:
-    """Send bytes to the port, and read until the other side is silent or closes."""
+    """Send bytes to the port, and read until the server is silent or closes."""
     reader, writer = await _connect(port)
     with contextlib.suppress(OSError):
         writer.write(data)
@@ -431,7 +430,7 @@ async def send_bytes(port: int, data: bytes) -> None:
 
 
 async def _connect(port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Connect, and wait for a port that is being opened again."""
+    """Connect, and wait if the port is being reopened."""
     async with asyncio.timeout(WAIT_SECONDS):
         while True:
             try:
@@ -447,7 +446,7 @@ async def _close(writer: asyncio.StreamWriter) -> None:
 
 
 async def is_served(port: int) -> bool:
-    """Tell whether an honest device is still let in, or is again within the patience of a test.
+    """Return whether an honest device is still admitted, now or after a short wait.
 
     As a device does, it tries again where nothing is said for a while: gRPC's server may lose a
     stream that comes at the same time as those that it refuses ("Failed execute_batch").

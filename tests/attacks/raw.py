@@ -1,6 +1,6 @@
 """A server in this process and devices that speak its frames by hand, over real sockets.
 
-A raw device does what it is told and nothing by itself, so a test can break any rule of the wire.
+A raw device sends only the frames that a test tells it to, so a test can violate any rule.
 """
 
 from __future__ import annotations
@@ -76,15 +76,15 @@ class Run:
         return self.servicer.refusals
 
     def model(self) -> bytes:
-        """Return the model as it is now."""
+        """Return the current model."""
         return bytes(self.training.image.buffer())
 
     def begin(self) -> None:
-        """Begin with the devices that are connected."""
+        """Start the run with the connected devices."""
         self.thread.start()
 
     async def end(self) -> None:
-        """Wait for the run's end, which must be one of its own accord."""
+        """Wait until the run has ended by itself."""
         await asyncio.wait_for(asyncio.to_thread(self.thread.join), WAIT_SECONDS)
         if self.error:
             raise self.error[0]
@@ -152,7 +152,7 @@ def _serve(run: Run, silent_seconds: float) -> None:
 
 
 class RawDevice:
-    """One stream, spoken by hand."""
+    """One stream whose frames the test writes."""
 
     def __init__(
         self, port: int, name: str = "attacker", *, credentials: Credentials | None = None
@@ -193,7 +193,7 @@ class RawDevice:
         return ServerFrame.FromString(data)
 
     async def next_of(self, *kinds: str) -> ServerFrame:
-        """Skip frames until one of these kinds comes; models are kept in ``image``."""
+        """Return the next frame of these kinds; keep skipped models in ``image``."""
         while True:
             frame = await self.next()
             if frame.WhichOneof("kind") == "image":
@@ -210,7 +210,7 @@ class RawDevice:
         return (await self.next_of("fault")).fault
 
     async def hello(self, **changes: Any) -> None:
-        """Say hello, as an honest device would but for ``changes``."""
+        """Send an honest device's hello with ``changes``."""
         honest: dict[str, Any] = {
             "protocol_version": PROTOCOL_VERSION,
             "name": self.name,
@@ -219,47 +219,47 @@ class RawDevice:
         await self.send(hello=Hello(**(honest | changes)))
 
     async def enter(self) -> None:
-        """Say hello and be welcomed."""
+        """Send a hello and wait for the welcome."""
         await self.hello()
         await self.next_of("welcome")
 
     async def describe(self, **changes: Any) -> None:
-        """Say what the device is, but for ``changes``."""
-        asked = (await self.next_of("instruction")).instruction
+        """Send an honest description with ``changes``."""
+        instruction = (await self.next_of("instruction")).instruction
         report = {
             "name": self.name,
             "num_examples": NUM_EXAMPLES,
             "layout_digest": layout_digest(),
         }
-        await self.reply(asked, json.dumps(report | changes))
+        await self.reply(instruction, json.dumps(report | changes))
 
     async def plan(self) -> Instruction:
         """Wait for the next plan."""
         return (await self.next_of("instruction")).instruction
 
     async def reply(
-        self, asked: Instruction, head: str, vector: bytes = b"", **changes: Any
+        self, instruction: Instruction, head: str, vector: bytes = b"", **changes: Any
     ) -> None:
-        """Send a reply's head and its vector, the head but for ``changes``."""
+        """Send a reply's head with ``changes``, and its vector."""
         honest: dict[str, Any] = {
-            "message_id": asked.message_id,
+            "message_id": instruction.message_id,
             "head_json": head,
             "num_bytes": len(vector),
             "sha256": hashlib.sha256(vector).digest(),
         }
         await self.send(reply=Reply(**(honest | changes)))
         for offset in range(0, len(vector), CHUNK_BYTES):
-            await self.chunk(asked, offset, vector[offset : offset + CHUNK_BYTES])
+            await self.chunk(instruction, offset, vector[offset : offset + CHUNK_BYTES])
 
-    async def chunk(self, asked: Instruction, offset: int, data: bytes) -> None:
-        await self.send(chunk=Chunk(transfer_id=asked.message_id, offset=offset, data=data))
+    async def chunk(self, instruction: Instruction, offset: int, data: bytes) -> None:
+        await self.send(chunk=Chunk(transfer_id=instruction.message_id, offset=offset, data=data))
 
-    async def update(self, asked: Instruction, **changes: Any) -> None:
-        """Send an honest update but for ``changes`` in its head."""
-        await self.reply(asked, head_of(asked, self.name, **changes), VECTOR)
+    async def update(self, instruction: Instruction, **changes: Any) -> None:
+        """Send an honest update with ``changes`` in its head."""
+        await self.reply(instruction, head_of(instruction, self.name, **changes), VECTOR)
 
     async def refused(self) -> str:
-        """Return the code of the fault by which the server ends the stream."""
+        """Return the code of the fault with which the server ends the stream."""
         fault = await self.fault()
         await self.end()
         return fault.code
@@ -274,9 +274,9 @@ class RawDevice:
 VECTOR = torch.arange(11, dtype=torch.float32).numpy().tobytes()
 
 
-def head_of(asked: Instruction, name: str, /, **changes: Any) -> str:
-    """Return the head of an honest update but for ``changes``."""
-    plan = json.loads(asked.head_json)
+def head_of(instruction: Instruction, name: str, /, **changes: Any) -> str:
+    """Return the head of an honest update with ``changes``."""
+    plan = json.loads(instruction.head_json)
     honest = {
         "name": name,
         "round": plan["round"],
@@ -292,7 +292,7 @@ def head_of(asked: Instruction, name: str, /, **changes: Any) -> str:
 
 
 def step(**changes: Any) -> dict[str, Any]:
-    """Return the one step of an honest update but for ``changes``."""
+    """Return the only step of an honest update with ``changes``."""
     honest = {
         "num_examples": 8,
         "weight": 8,
@@ -306,7 +306,7 @@ def step(**changes: Any) -> dict[str, Any]:
 
 @contextlib.asynccontextmanager
 async def cohort(*names: str, **how: Any) -> AsyncIterator[tuple[Any, ...]]:
-    """Serve a run that begins with devices of these names; yields the run and the devices."""
+    """Serve a run that starts with devices of these names; yield the run and the devices."""
     async with contextlib.AsyncExitStack() as stack:
         run = await stack.enter_async_context(serving(**how))
         devices = [await stack.enter_async_context(RawDevice(run.port, name)) for name in names]
@@ -317,13 +317,13 @@ async def cohort(*names: str, **how: Any) -> AsyncIterator[tuple[Any, ...]]:
 
 
 async def be_honest(run: Run, device: RawDevice) -> None:
-    """Let the honest device do its one round."""
+    """Take the honest device through its only round."""
     await device.update(await device.plan())
     await run.end()
 
 
 def honest_model() -> bytes:
-    """Return the model of a run in which the honest device alone takes part."""
+    """Return the model of a run with only the honest device."""
 
     async def train() -> bytes:
         async with cohort("honest") as (run, device):

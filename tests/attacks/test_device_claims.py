@@ -1,4 +1,4 @@
-"""What a device that was let in may claim of itself, and what that costs the others."""
+"""False claims of an admitted device about itself cost other devices little or nothing."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def quota_of(plan: Instruction) -> int:
 def test_an_implausible_claim_neither_starves_nor_delays_other_devices(
     claim: dict[str, Any], num_bounded: int
 ) -> None:
-    """Whatever one device claims of itself, each honest one keeps its part of ten examples."""
+    """For any claim of one device, each honest device keeps its quota of ten examples."""
 
     async def play() -> None:
         names = ("attacker", "first", "second")
@@ -115,10 +115,10 @@ def test_a_left_out_device_that_never_answers_does_not_delay_the_round() -> None
         async with cohort("slow", "honest", **options) as (run, slow, honest):
             await slow.describe(seconds_per_micro_batch=0.0, seconds_per_example=60.0)
             await honest.describe(**PACE)
-            asked = (await slow.next_of("instruction")).instruction
+            instruction = (await slow.next_of("instruction")).instruction
             why = "one example takes 60.0 s of its 9.0 s"
-            assert asked.message_type == "query.describe"
-            assert json.loads(asked.head_json)["left_out"] == why
+            assert instruction.message_type == "query.describe"
+            assert json.loads(instruction.head_json)["left_out"] == why
             for _ in range(3):
                 await honest.update(await honest.plan())
             await run.end()
@@ -225,28 +225,28 @@ def test_a_device_that_disconnects_before_its_description_may_return() -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "noted"),
+    ("sent", "recorded"),
     [
         ("OutsideActiveHours", "OutsideActiveHours"),
         ("x" * 100_000, "HeadwaterError"),
         ("\0", "HeadwaterError"),
     ],
 )
-def test_a_leaving_device_may_send_a_bounded_reason(code: str, noted: str) -> None:
+def test_a_leaving_device_may_send_a_bounded_reason(sent: str, recorded: str) -> None:
     async def play() -> None:
         async with cohort("away", "honest") as (run, away, honest):
             await away.describe()
             await honest.describe()
             await away.plan()
-            await away.send(leave=Leave(code=code, text="y" * 100_000))
+            await away.send(leave=Leave(code=sent, text="y" * 100_000))
             await away.end()
             await be_honest(run, honest)
-            assert run.refusals == {noted: 1}
-            told = run.rows[0].refused["away"]
-            assert told.startswith(f"{noted}: ")
-            assert len(told) < 1200
+            assert run.refusals == {recorded: 1}
+            reason = run.rows[0].refused["away"]
+            assert reason.startswith(f"{recorded}: ")
+            assert len(reason) < 1200
             (device,) = (one for one in run.servicer.device_records.devices() if one.name == "away")
-            assert device.refusal_code == noted
+            assert device.refusal_code == recorded
             assert len(device.refusal_text or "") <= MAX_REASON_CHARACTERS
 
     asyncio.run(play())

@@ -1,6 +1,6 @@
-"""What a hostile or broken device may say before it is let in, and how the server refuses it.
+"""Hostile and broken first messages of a device are refused by named errors.
 
-An honest device takes part meanwhile, and the model is the one that it alone would have made.
+An honest device takes part at the same time; the model equals that of a run with it alone.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""What a hostile or broken device may send as its update, and how the server refuses it.
+"""Hostile and broken updates are refused by named errors.
 
-In each case an honest device takes part in the same round, and the model is the one that the honest
-device alone would have made.
+An honest device takes part in each round; the model equals that of a run with it alone.
 """
 
 from __future__ import annotations
@@ -299,10 +298,10 @@ def test_two_losses_that_overflow_their_sum_do_not_end_the_evaluation() -> None:
             for device in devices:
                 await device.update(await device.plan())
             for device in devices:
-                asked = await device.plan()
+                instruction = await device.plan()
                 loss = 1.0 if device.name == "honest" else 1.7e308
                 report = {"name": device.name, "weight": 2, "loss_sum": loss}
-                await device.reply(asked, json.dumps(report))
+                await device.reply(instruction, json.dumps(report))
             await run.end()
             assert run.rows[0].metrics["held_out_loss"] == 0.5
 

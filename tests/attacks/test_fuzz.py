@@ -1,4 +1,4 @@
-"""A short form of ``benchmarks/fuzz.py``, the same each time."""
+"""A short, deterministic form of ``benchmarks/fuzz.py``."""
 
 from __future__ import annotations
 
@@ -41,12 +41,14 @@ def conversations() -> Iterator[Conversations]:
         yield servicer
 
 
+@pytest.mark.slow
 @settings(max_examples=150, **SHORT)  # type: ignore[arg-type]
 @given(data=mutated(client_frames()) | honest_heads() | mutated(honest_heads()))
 def test_a_decoder_returns_a_value_or_raises_its_own_error(data: bytes) -> None:
     decode(data)
 
 
+@pytest.mark.slow
 def test_no_stream_leaves_memory_allocated_or_a_false_update_accepted(
     conversations: Conversations,
 ) -> None:
@@ -56,7 +58,7 @@ def test_no_stream_leaves_memory_allocated_or_a_false_update_accepted(
         conversations.play(script)
 
     play()
-    # What is refused at the door would try nothing behind it.
+    # A refused connection would exercise no later code.
     assert conversations.endings.keys() >= REACHED
 
 

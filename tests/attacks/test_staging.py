@@ -1,4 +1,4 @@
-"""Uploads that wait: what they hold, and that they give it back."""
+"""Staged uploads: integrity, memory accounting and a full disk."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from headwater.server.transport.staging import StagedUpload, StagingMemory
 DATA = bytes(range(256)) * 16
 
 
-def staged(room: StagingMemory) -> StagedUpload:
+def staged(memory: StagingMemory) -> StagedUpload:
     """Return an upload that has arrived."""
-    upload = StagedUpload(room, num_bytes=len(DATA), sha256=hashlib.sha256(DATA).digest())
+    upload = StagedUpload(memory, num_bytes=len(DATA), sha256=hashlib.sha256(DATA).digest())
     for offset in range(0, len(DATA), 1000):
         upload.add(offset, DATA[offset : offset + 1000])
     return upload
@@ -22,8 +22,8 @@ def staged(room: StagingMemory) -> StagedUpload:
 
 @pytest.mark.parametrize("limit_bytes", [0, len(DATA) - 1, len(DATA)])
 def test_an_upload_is_unchanged_in_ram_and_on_disk(limit_bytes: int) -> None:
-    room = StagingMemory(limit_bytes)
-    upload = staged(room)
+    memory = StagingMemory(limit_bytes)
+    upload = staged(memory)
     upload.verify()
     assert upload.is_whole
     assert bytes(upload.view()) == DATA
@@ -31,22 +31,22 @@ def test_an_upload_is_unchanged_in_ram_and_on_disk(limit_bytes: int) -> None:
 
 
 def test_memory_released_twice_is_returned_once() -> None:
-    room = StagingMemory(2 * len(DATA))
-    first, second = staged(room), staged(room)
-    assert room.held_bytes == 2 * len(DATA)
+    memory = StagingMemory(2 * len(DATA))
+    first, second = staged(memory), staged(memory)
+    assert memory.held_bytes == 2 * len(DATA)
     first.release()
     first.release()
-    assert room.held_bytes == len(DATA)
+    assert memory.held_bytes == len(DATA)
     second.release()
-    assert room.held_bytes == 0
+    assert memory.held_bytes == 0
 
 
 def test_a_third_upload_is_staged_on_disk_if_ram_holds_two() -> None:
-    room = StagingMemory(2 * len(DATA))
-    uploads = [staged(room) for _ in range(3)]
+    memory = StagingMemory(2 * len(DATA))
+    uploads = [staged(memory) for _ in range(3)]
     assert [upload.is_in_ram for upload in uploads] == [True, True, False]
     uploads[0].release()
-    assert staged(room).is_in_ram
+    assert staged(memory).is_in_ram
 
 
 def test_a_full_disk_is_reported_before_any_byte_is_written() -> None:

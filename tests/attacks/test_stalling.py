@@ -1,9 +1,11 @@
-"""A device that was let in, stays connected, and does not answer."""
+"""An admitted device that stays connected and does not answer."""
 
 from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+
+import pytest
 
 from headwater.common.settings.sources import load
 from headwater.server.enrolment.commands import SETTINGS_FILE, make_folder
@@ -33,12 +35,13 @@ def test_a_server_set_up_by_init_ends_rounds_without_stalled_devices(
 ) -> None:
     make_folder(tmp_path, hosts=[], certificates_last=None)
     settings = load(tmp_path / SETTINGS_FILE, {})
-    # That a round with a deadline ends is tried in test_strangers.py.
+    # test_strangers.py tests that a round with a deadline ends.
     assert settings.cohort.deadline_seconds is not None
 
 
+@pytest.mark.slow
 def test_a_device_that_stalls_repeatedly_is_invited_once_in_ten_rounds() -> None:
-    """A round waits for it until the deadline; the rounds behind the third do not wait."""
+    """Three rounds wait for it until the deadline; the following rounds do not."""
     rounds = 5
 
     async def play() -> None:

@@ -1,7 +1,7 @@
-"""Those who have no business at the port: each is refused, counted, and costs next to nothing.
+"""Unwanted peers at the devices' port: each is refused, counted, and costs next to nothing.
 
-What a device that was let in may send is in ``test_device_sends.py``; what strangers may say to the
-enrolment port is in ``tests/integration/test_enrolment_strangers.py``.
+``test_device_sends.py`` tests the updates of admitted devices, and
+``tests/integration/test_enrolment_strangers.py`` unwanted peers at the enrolment port.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ HALF_A_HEADERS_FRAME = bytes.fromhex("0000400104") + b"\x00"
 
 
 async def until(claim: Callable[[], bool], *, seconds: float = 15.0) -> None:
-    """Wait until it holds."""
+    """Wait until a condition holds."""
     async with asyncio.timeout(seconds):
         while not claim():
             await asyncio.sleep(0.02)
@@ -46,7 +46,7 @@ async def until(claim: Callable[[], bool], *, seconds: float = 15.0) -> None:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the port wait for one second where it waits for ten, and for sixty."""
+    """Reduce the port's limits of ten and sixty seconds to one second."""
     monkeypatch.setattr(port_module, "HANDSHAKE_SECONDS", 1)
     monkeypatch.setattr(port_module, "IDLE_SECONDS", 1)
 
@@ -74,7 +74,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_a_connection_that_delays_its_stream_is_closed(said: bytes) -> None:
-    """Slow-loris: a connection that says one thing and then nothing is closed by the server."""
+    """Slow-loris: the server closes a connection that sends a little and then nothing."""
 
     async def play() -> None:
         async with serving() as run:
@@ -92,7 +92,7 @@ def test_a_connection_that_delays_its_stream_is_closed(said: bytes) -> None:
 
 @pytest.mark.usefixtures("impatient")
 def test_slow_bytes_do_not_keep_a_connection_open(tmp_path: Path) -> None:
-    """One byte at a time, each in good time: the handshake has one deadline as a whole."""
+    """One byte at a time: the handshake as a whole has one deadline."""
     certs = make_folder(tmp_path)
 
     async def play() -> None:
@@ -126,7 +126,7 @@ def test_peers_without_valid_certificates_get_no_stream_and_are_counted(
         ),
     }
 
-    async def knock(channel: grpc.aio.Channel) -> grpc.StatusCode:
+    async def open_stream(channel: grpc.aio.Channel) -> grpc.StatusCode:
         async with channel:
             call = channel.stream_stream(STREAM_METHOD)()
             with pytest.raises(grpc.aio.AioRpcError) as refusal:
@@ -138,8 +138,8 @@ def test_peers_without_valid_certificates_get_no_stream_and_are_counted(
             here = f"127.0.0.1:{run.port}"
             nothing_shown = grpc.ssl_channel_credentials(ours.ca)
             codes = [
-                await knock(grpc.aio.insecure_channel(here)),
-                await knock(grpc.aio.secure_channel(here, nothing_shown)),
+                await open_stream(grpc.aio.insecure_channel(here)),
+                await open_stream(grpc.aio.secure_channel(here, nothing_shown)),
             ]
             for stranger in shown.values():
                 async with RawDevice(run.port, "0", credentials=stranger) as device:
@@ -176,7 +176,7 @@ def test_an_unidentified_connection_is_one_without_a_stream_in_time() -> None:
 def test_idle_connections_are_bounded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Descriptors are left for the checkpoint, however many connections strangers open."""
+    """Descriptors remain for the checkpoint, however many connections strangers open."""
     monkeypatch.setattr(port_module, "MAX_DESCRIPTORS", port_module.RESERVED_DESCRIPTORS + 20)
 
     async def play() -> None:
@@ -198,21 +198,21 @@ def test_idle_connections_are_bounded(
 
 
 def test_a_request_that_crashes_grpcs_server_costs_no_stream_and_the_port_reopens() -> None:
-    """A path that is not UTF-8: found by the fuzzer."""
+    """A path that is not UTF-8; the fuzzer found it."""
 
     async def play() -> None:
         async with cohort("honest") as (run, honest):
             await honest.describe()
             plan = await honest.plan()
             recorded = await record(run.port)
-            felling = recorded.replace(
+            crashing = recorded.replace(
                 STREAM_METHOD.encode(), STREAM_METHOD.encode()[:-1] + b"\xff"
             )
-            assert felling != recorded
+            assert crashing != recorded
             port = run.servicer._listener
             assert port is not None
             for times in (1, 2):
-                await send_bytes(run.port, felling)
+                await send_bytes(run.port, crashing)
                 await until(lambda times=times: port.num_restarts == times)  # type: ignore[misc]
                 assert await is_served(run.port)
             await honest.update(plan)
@@ -222,7 +222,7 @@ def test_a_request_that_crashes_grpcs_server_costs_no_stream_and_the_port_reopen
     asyncio.run(play())
 
 
-# Behind the door.
+# Admitted peers.
 
 
 def test_a_compressed_frame_is_refused_however_small() -> None:
@@ -264,7 +264,7 @@ def test_a_million_tiny_frames_end_their_stream_and_delay_no_other() -> None:
                     num_sent += 1
             await attacker.end()
             assert run.refusals["ProtocolMismatch"] == 1
-            # What it may, what was on its way when it heard, and no more.
+            # The limit, and the frames in flight when the stream ended.
             assert FRAMES <= num_sent < 100_000
             async with RawDevice(run.port, "attacker") as again:
                 await again.enter()
@@ -284,11 +284,11 @@ def test_an_honest_stream_has_frames_to_spare() -> None:
     assert frames.tokens <= FRAMES + FRAMES_PER_INSTRUCTION + 6
     idle = FrameLimit(at=0.0)
     assert sum(idle.take(0.0) for _ in range(5000)) == FRAMES
-    assert idle.take(2.0)  # it comes back with time
+    assert idle.take(2.0)  # the tokens refill with time
 
 
-async def knock_too_often(run: Run, *, credentials: Credentials | None = None) -> None:
-    """Come with a version that is none, more often than is rationed."""
+async def exceed_rate_limit(run: Run, *, credentials: Credentials | None = None) -> None:
+    """Send an invalid version more often than the rate limit allows."""
     for _ in range(int(BURST) + 5):
         async with RawDevice(run.port, "0", credentials=credentials) as device:
             with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
@@ -298,7 +298,7 @@ async def knock_too_often(run: Run, *, credentials: Credentials | None = None) -
 
 @pytest.fixture
 def no_refill(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a slow machine not give back what was taken."""
+    """Stop the rate limit's refill, so that a slow machine gets the same result."""
     monkeypatch.setattr("headwater.server.transport.rate_limit.PER_SECOND", 0.0)
 
 
@@ -306,7 +306,7 @@ def no_refill(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_repeatedly_refused_peer_is_closed_silently() -> None:
     async def play() -> None:
         async with serving() as run:
-            await knock_too_often(run)
+            await exceed_rate_limit(run)
             assert run.refusals == {"ProtocolMismatch": BURST, "TooManyAttempts": 5}
 
     asyncio.run(play())
@@ -326,7 +326,7 @@ def test_a_revoked_device_that_retries_does_not_block_other_devices(
             async with RawDevice(run.port, "0", credentials=revoked) as device:
                 await device.hello()
                 assert await device.refused() == "CertificateRevoked"
-            await knock_too_often(run, credentials=revoked)
+            await exceed_rate_limit(run, credentials=revoked)
             assert run.refusals["TooManyAttempts"] == 6
             other = credentials_of(certs, "1")
             async with RawDevice(run.port, "1", credentials=other) as device:
@@ -402,6 +402,7 @@ async def sends_a_byte_now_and_then(device: RawDevice) -> None:
         await asyncio.sleep(0.3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "stall",
     [

@@ -1,7 +1,7 @@
-"""How many streams one connection may open, spoken to the port in HTTP/2's own frames.
+"""The limit on streams per connection, tested with raw HTTP/2 frames.
 
-A client of gRPC's own heeds what the server allows and lets its next stream wait, so the frames are
-written here by hand (RFC 9113; header fields by RFC 7541, as literals).
+A gRPC client respects the server's limit and queues its next stream, so the frames are written by
+hand (RFC 9113; header fields by RFC 7541, as literals).
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def test_a_connection_is_limited_to_its_announced_number_of_streams() -> None:
             reader, writer = await asyncio.open_connection("127.0.0.1", run.port)
             try:
                 writer.write(PREFACE + frame(SETTINGS))
-                _, told = await next_of(reader, SETTINGS)
-                allowed = dict(struct.iter_unpack(">HI", told))
+                _, payload = await next_of(reader, SETTINGS)
+                allowed = dict(struct.iter_unpack(">HI", payload))
                 assert allowed[MAX_CONCURRENT_STREAMS] == MAX_STREAMS
 
                 # A client's streams have odd numbers.
