@@ -316,7 +316,7 @@ class Trial:
             self._start_server(port=self._port)
             return
         filler = machines.fill(self._file("state"))
-        self._clients["0"].wait_for("the device cannot keep its place")
+        self._clients["0"].wait_for("the device cannot write its state file")
         filler.unlink()
 
     def _lose_devices(self, num_gone: int) -> None:
@@ -335,7 +335,7 @@ class Trial:
         checkout = machines.copy_version(self._folder / "release", NEW_VERSION)
         old = self._clients["0"]
         old.kill(signal.SIGTERM)
-        old.wait_for("asked to stop")
+        old.wait_for("stopping: what is summed")
         self._file("gate").touch()
         old.succeed()
         new = self._start_client("0", prepare=partial(machines.start_anew, checkout))

@@ -65,7 +65,7 @@ def test_a_device_that_is_asked_to_stop_sends_what_it_has(tmp_path: Path) -> Non
         stopped, other = (processes.client(port_of(server), i, task=task.spec) for i in range(2))
         task.wait_until_reached()
         stopped.kill(signal.SIGTERM)
-        stopped.wait_for("asked to stop")
+        stopped.wait_for("stopping: what is summed")
         task.open()
         for process in (stopped, server, other):
             process.succeed()
@@ -84,7 +84,7 @@ def test_a_device_that_left_does_not_end_the_evaluation_of_the_others(tmp_path: 
         stopped, other = (processes.client(port_of(server), i, task=task.spec) for i in range(2))
         task.wait_until_reached()
         stopped.kill(signal.SIGTERM)
-        stopped.wait_for("asked to stop")
+        stopped.wait_for("stopping: what is summed")
         task.open()
         for process in (stopped, server, other):
             process.succeed()

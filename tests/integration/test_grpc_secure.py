@@ -172,7 +172,7 @@ def test_a_device_that_insists_on_masks_adds_nothing_to_a_run_in_clear(tmp_path:
         server = processes.server("--rounds", 2, *PLAN, "--min-clients", 1, task=task)
         client = processes.client(port_of(server), 0, *SEMI_HONEST, task=task)
         assert server.wait() == 1
-        assert "this device insists on semi-honest secure aggregation" in server.text()
+        assert "this device requires semi-honest secure aggregation" in server.text()
         assert "MaskingRequired" in client.text()
         assert_tidy(server)
         assert_tidy(client)
@@ -188,7 +188,7 @@ def test_a_device_that_is_asked_to_stop_stays_for_its_session(tmp_path: Path) ->
         clients = start_clients(processes, port_of(server), [()] * 3, task=task.spec)
         task.wait_until_reached()
         clients[0].kill(signal.SIGTERM)
-        clients[0].wait_for("asked to stop")
+        clients[0].wait_for("stopping: what is summed")
         task.open()
         for process in (*clients, server):
             process.succeed()

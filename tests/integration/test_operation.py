@@ -105,7 +105,7 @@ def test_a_run_is_watched_paused_drained_and_goes_on_exactly(tmp_path: Path) -> 
         assert found["sent_bytes_total"] == sum(told["received_bytes_total"] for told in own)
 
         assert "resumed" in operator.say("resume").text()
-        clients[0].wait_for("the run goes on")
+        clients[0].wait_for("the run continues")
         until(
             lambda: scrape(server, "server")["rounds_total"] > paused["round"],
             what=lambda: "a round after the pause",
@@ -115,7 +115,7 @@ def test_a_run_is_watched_paused_drained_and_goes_on_exactly(tmp_path: Path) -> 
         for process in (server, *clients):
             process.succeed()
         drained = rows(tmp_path / "out")[-1]["round"]
-        assert f"drained behind round {drained} of {MANY}" in server.text()
+        assert f"drained after round {drained} of {MANY}" in server.text()
         assert "headwater-server --resume --out" in server.text()
         assert operator.status()["stands"] == "down"
 
@@ -163,7 +163,7 @@ def test_a_server_that_waits_for_devices_is_drained_at_once(tmp_path: Path) -> N
         operator.wait_for("waiting")
         operator.say("drain")
         server.succeed()
-        assert "drained behind round 0 of 2" in server.text()
+        assert "drained after round 0 of 2" in server.text()
 
 
 @pytest.mark.parametrize("side", ["server", "client"])
