@@ -86,12 +86,16 @@ class TrainingContext:
         return fitting
 
     def why_one_does_not_fit(self) -> str:
-        """Describe the predicted bytes of one example, and the limit."""
+        """Describe the predicted peak of one example, and the limit."""
         line, limit = self.memory.line, self.memory.limit_bytes()
-        needed = "more" if line is None else f"{line.at(1) / 2**20:,.0f} MiB"
-        given = "what there is" if limit is None else f"{limit / 2**20:,.0f} MiB"
-        text = f"one example alone does not fit: by prediction it takes {needed}"
+        assert line is not None  # without both there is no prediction
+        assert limit is not None
+        text = (
+            f"one example alone does not fit: its predicted peak is {line.at(1) / 2**20:,.0f} MiB, "
+            f"the limit {limit / 2**20:,.0f} MiB"
+        )
         if is_on(self.image.model):
-            return f"{text} with activation checkpointing of {given}"
-        helps = "would not help" if self.checkpointed_bytes else "has no blocks, or is not measured"
-        return f"{text} of {given}, and activation checkpointing {helps}"
+            return f"{text}, with activation checkpointing"
+        if self.checkpointed_bytes is None:
+            return f"{text}, and the model has no blocks for activation checkpointing"
+        return f"{text}, and activation checkpointing would not save memory"
