@@ -226,30 +226,38 @@ def _drawn(
             f"{num_examples:,}",
             remedy="lower --examples-per-device",
         )
-
-    def rng_of(device: int) -> PortableRandom:
-        return PortableRandom("drawn", rule.seed, rule.kind, device)
-
-    if column is None:
-        size_of = _size_of(rule, per_device, num_examples)
-
-        def draw(device: int) -> IntArray:
-            rng = rng_of(device)
-            return rng.sample(size_of(rng), num_examples)
-
+    if column is not None:
+        draw = _draw_by_value(rule, column, per_device)
         return SampledPartition(num_devices=num_devices, draw=draw)
+    size_of = _size_of(rule, per_device, num_examples)
+
+    def draw_any(device: int) -> IntArray:
+        rng = _device_rng(rule, device)
+        return rng.sample(size_of(rng), num_examples)
+
+    return SampledPartition(num_devices=num_devices, draw=draw_any)
+
+
+def _device_rng(rule: PartitionRule, device: int) -> PortableRandom:
+    return PortableRandom("drawn", rule.seed, rule.kind, device)
+
+
+def _draw_by_value(
+    rule: PartitionRule, column: Column, per_device: int
+) -> Callable[[int], IntArray]:
+    """Return a function that draws a device's examples, so many of each value of the column."""
     if rule.kind == "labels" and rule.amount > min(column.num_values, per_device):
         raise NoSuchPartition(
             f"each device should have {rule.amount:,.0f} labels; there are {column.num_values:,}, "
             f"and each draws {per_device:,} examples",
             remedy="ask for fewer labels on each, or raise --examples-per-device",
         )
-    sorted_E, starts_V1 = column.examples_by_value(np.arange(num_examples))
+    sorted_E, starts_V1 = column.examples_by_value(np.arange(len(column.codes_E)))
     values_V = PortableRandom("values", rule.seed, rule.kind).permutation(column.num_values)
 
-    def draw_by_value(device: int) -> IntArray:
+    def draw(device: int) -> IntArray:
         """Draw the rule's number of examples of each value, or all that the value has."""
-        rng = rng_of(device)
+        rng = _device_rng(rule, device)
         if rule.kind == "dirichlet":
             counts = _mix(column.codes_E, column.num_values * rule.amount, per_device, rng)
         elif rule.kind == "labels":
@@ -268,7 +276,7 @@ def _drawn(
             ]
         )
 
-    return SampledPartition(num_devices=num_devices, draw=draw_by_value)
+    return draw
 
 
 def _size_of(rule: PartitionRule, mean: int, num_examples: int) -> Callable[[PortableRandom], int]:

@@ -104,13 +104,23 @@ def next_number(last: SessionNumber | None, *, round_number: int) -> SessionNumb
     return SessionNumber(last.round, last.attempt + 1)
 
 
-class Parameters(SecureMessage):
-    """The server's choices for a session; each device checks them against its own minimum."""
+class SessionHeader(SecureMessage):
+    """The fields that name a session and its mode."""
 
     run: RunId
     round: Natural
     attempt: Natural
     mode: Mode
+
+    @property
+    def number(self) -> SessionNumber:
+        """The session's number in the run."""
+        return SessionNumber(self.round, self.attempt)
+
+
+class Parameters(SessionHeader):
+    """The server's choices for a session; each device checks them against its own minimum."""
+
     threshold: Holders
     num_neighbours: Holders | None = Field(None, description="None: the complete graph")
     cipher: Cipher = "chacha20"
@@ -119,11 +129,6 @@ class Parameters(SecureMessage):
     scalars: Annotated[tuple[Scalar, ...], Field(max_length=MAX_SCALARS)]
     rotation_seed: Digest | None = Field(None, description="seed of a 16-bit ring's rotation")
     bounds_digest: Digest | None = Field(None, description="digest of that rotation's block bounds")
-
-    @property
-    def number(self) -> SessionNumber:
-        """The session's number in the run."""
-        return SessionNumber(self.round, self.attempt)
 
 
 class Member(SecureMessage):
@@ -137,18 +142,8 @@ class Member(SecureMessage):
     signature: Signature | None = Field(None, repr=False)
 
 
-class KeysRequest(SecureMessage):
+class KeysRequest(SessionHeader):
     """Phase 0, server: a session opens."""
-
-    run: RunId
-    round: Natural
-    attempt: Natural
-    mode: Mode
-
-    @property
-    def number(self) -> SessionNumber:
-        """The session's number in the run."""
-        return SessionNumber(self.round, self.attempt)
 
 
 class KeysReply(SecureMessage):
