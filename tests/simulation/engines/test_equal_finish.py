@@ -1,4 +1,4 @@
-"""Rounds bound by time: at an uneven pace devices end together, and gather what was planned."""
+"""Rounds with a common finish: with jitter, devices stop together and sum the planned examples."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def idle_of(rows: list[Any]) -> float:
 
 
 @pytest.mark.slow
-def test_at_an_uneven_pace_devices_wait_for_each_other_half_as_long_as_with_fixed_quotas(
+def test_with_jitter_devices_idle_half_as_long_as_with_fixed_quotas(
     folder: Path,
 ) -> None:
     """The same devices a thousand times as fast draw the same jitter, and have fixed quotas."""
@@ -72,7 +72,7 @@ def test_at_an_uneven_pace_devices_wait_for_each_other_half_as_long_as_with_fixe
     assert idle_of(bound) <= 0.5 * idle_of(fixed)
 
 
-def test_rounds_gather_what_was_planned_on_the_average_and_none_strays_far(folder: Path) -> None:
+def test_rounds_sum_the_planned_examples_on_average_and_within_bounds(folder: Path) -> None:
     """Of k steps of deviation JITTER the sum deviates by JITTER sqrt(k): of all of them, here."""
     numbers = [row["num_examples"] for row in rows_of(folder, "off")]
     assert all(abs(number / BATCH - 1) <= 4 * JITTER / BATCH**0.5 for number in numbers[1:])
@@ -80,13 +80,13 @@ def test_rounds_gather_what_was_planned_on_the_average_and_none_strays_far(folde
     assert abs(sum(numbers) / all_told - 1) <= 4 * JITTER / all_told**0.5
 
 
-def test_at_the_pace_that_was_foreseen_each_device_does_its_quota(folder: Path) -> None:
+def test_at_the_predicted_speed_each_device_computes_its_quota(folder: Path) -> None:
     for row in rows_of(folder, "off", jitter=0.0):
         assert row["num_examples"] == BATCH
         assert {client["reason"] for client in row["clients"]} == {"quota"}
 
 
-def test_masked_devices_end_by_time_as_well_and_none_is_refused(folder: Path) -> None:
+def test_masked_devices_stop_by_time_too_and_none_is_refused(folder: Path) -> None:
     plain, masked = rows_of(folder, "off"), rows_of(folder, "semi-honest")
     assert [row["refused"] for row in masked] == [{}] * ROUNDS
     # In the first round no pace is known but the one told: both are planned alike.

@@ -1,4 +1,4 @@
-"""Runs on a fleet's file: who is there, how long it takes, and how long the devices wait."""
+"""Runs on a fleet's file: availability, jitter, batteries, virtual time and idle time."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_a_run_is_a_function_of_the_seed(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_unsteady_fleet_stopped_after_every_round_equals_the_unbroken_run(
+def test_a_fleet_with_jitter_resumed_after_every_round_equals_the_uninterrupted_run(
     tmp_path: Path,
 ) -> None:
     whole = told(run(unsteady(tmp_path, "whole", rounds=5)))
@@ -82,7 +82,7 @@ def test_an_unsteady_fleet_stopped_after_every_round_equals_the_unbroken_run(
     assert (tmp_path / "whole" / MODEL).read_bytes() == (tmp_path / "broken" / MODEL).read_bytes()
 
 
-def test_devices_that_are_away_are_not_invited_and_the_others_always_are(tmp_path: Path) -> None:
+def test_exactly_the_connected_devices_are_invited(tmp_path: Path) -> None:
     rows = run(unsteady(tmp_path, "run", rounds=8))
     cohorts = [{client["name"] for client in row["clients"]} for row in rows]
     assert all({"0", "1"} <= cohort for cohort in cohorts)
@@ -91,12 +91,12 @@ def test_devices_that_are_away_are_not_invited_and_the_others_always_are(tmp_pat
     assert set.union(*cohorts) == {str(part) for part in range(6)}
 
 
-def test_a_round_waits_until_enough_devices_are_there(tmp_path: Path) -> None:
+def test_a_round_waits_until_enough_devices_are_connected(tmp_path: Path) -> None:
     rows = run(unsteady(tmp_path, "run", rounds=4, **{"cohort.min_clients": 5}))
     assert all(row["num_invited"] >= 5 for row in rows)
 
 
-def test_jitter_differs_by_micro_batch_by_round_and_by_device(tmp_path: Path) -> None:
+def test_jitter_differs_between_micro_batches_rounds_and_devices(tmp_path: Path) -> None:
     chosen = {"plan.accumulation_steps": 3, "plan.micro_batch_size": 4}
     rows = run(unsteady(tmp_path, "run", rounds=2, **chosen))
     seconds = [
@@ -110,7 +110,7 @@ def test_jitter_differs_by_micro_batch_by_round_and_by_device(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("share", [0.5, 1.0])
-def test_a_device_on_battery_stops_at_its_share_and_is_asked_for_less_the_next_time(
+def test_a_device_on_battery_stops_at_its_share_and_gets_a_smaller_quota_next_time(
     tmp_path: Path, share: float
 ) -> None:
     path = tmp_path / "one.toml"
@@ -140,7 +140,7 @@ def test_a_device_on_battery_stops_at_its_share_and_is_asked_for_less_the_next_t
                 assert drawn[int(client["name"])]
 
 
-def test_a_round_of_ten_hours_is_simulated_and_told_in_virtual_seconds(tmp_path: Path) -> None:
+def test_a_round_of_ten_hours_is_reported_in_virtual_seconds(tmp_path: Path) -> None:
     path = tmp_path / "slow.toml"
     path.write_text(
         "[[device]]\nexamples_per_second = 0.0005\nmemory_bytes = 400_000_000\n"
@@ -161,7 +161,7 @@ def test_a_round_of_ten_hours_is_simulated_and_told_in_virtual_seconds(tmp_path:
 
 
 @pytest.mark.slow
-def test_the_command_prints_the_idle_time_and_resumes_from_the_file_it_recorded(
+def test_the_command_prints_the_idle_time_and_resumes_from_the_recorded_file(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "unsteady.toml"

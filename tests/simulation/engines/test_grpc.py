@@ -1,4 +1,4 @@
-"""The real server and real clients of a simulated fleet, held against the devices in process."""
+"""The engine grpc: real server and client processes, compared with the devices in process."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def assert_same(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_twenty_clients_over_the_wire_give_the_model_and_the_plans_of_twenty_in_process(
+def test_twenty_client_processes_give_the_model_and_the_plans_of_twenty_in_process(
     tmp_path: Path,
 ) -> None:
     with Processes(tmp_path) as processes:
@@ -134,7 +134,7 @@ def wait_for_the_end_of(processes: list[psutil.Process]) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_whose_client_was_killed_goes_on_to_what_chance_and_faults_make_of_it_in_process(
+def test_a_run_resumed_after_a_client_was_killed_equals_the_run_in_process_with_all_faults(
     tmp_path: Path,
 ) -> None:
     """Batteries, jitter, absence, lies, slow links, dropouts and deadlines are the same on both."""
@@ -173,7 +173,7 @@ def test_a_run_whose_client_was_killed_goes_on_to_what_chance_and_faults_make_of
 
 
 @pytest.mark.slow
-def test_status_names_who_is_awaited_and_no_process_is_left_when_the_engine_is_killed(
+def test_status_names_the_awaited_device_and_no_process_survives_a_killed_engine(
     tmp_path: Path,
 ) -> None:
     with Processes(tmp_path) as processes:

@@ -1,4 +1,4 @@
-"""Runs in which things go wrong: what is refused, what goes in, and what is said of it."""
+"""Runs with injected faults: refused and summed updates, and the summary of a run."""
 
 from __future__ import annotations
 
@@ -64,7 +64,9 @@ def step_of(settings: Settings) -> list[float]:
     return torch.cat([part.flatten() for part in moved]).tolist()
 
 
-def test_what_is_not_finite_is_refused_and_the_model_is_that_of_the_others(tmp_path: Path) -> None:
+def test_a_non_finite_update_is_refused_and_the_model_equals_that_of_the_other_devices(
+    tmp_path: Path,
+) -> None:
     text = "[[liar]]\ndevices = [1]\nkind = 'nan'\n[[liar]]\ndevices = [4]\nkind = 'infinite'\n"
     lying = settings_of(tmp_path, "lying", text)
     gone = settings_of(tmp_path, "gone", "[[dropout]]\ndevices = [1, 4]\n")
@@ -80,7 +82,7 @@ def test_what_is_not_finite_is_refused_and_the_model_is_that_of_the_others(tmp_p
 
 
 @pytest.mark.parametrize("secure", [{}, SECURE], ids=["in clear", "masked"])
-def test_a_flipped_sign_goes_in_and_turns_the_step_of_a_cohort_of_liars(
+def test_sign_flipped_updates_of_a_whole_cohort_are_summed_and_reverse_the_step(
     tmp_path: Path, secure: dict[str, Any]
 ) -> None:
     text = "[[liar]]\nshare = 1\nkind = 'sign-flipped'\n"
@@ -105,7 +107,7 @@ def test_a_scaled_update_moves_the_model_by_its_factor(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("phase", ["train", "share_keys", "masked_update", "unmask"])
-def test_a_device_vanishes_at_the_phase_that_is_named(tmp_path: Path, phase: str) -> None:
+def test_a_device_vanishes_at_the_phase_of_its_fault(tmp_path: Path, phase: str) -> None:
     text = f"[[dropout]]\ndevices = [2]\nphase = '{phase}'\nfirst_round = 2\nlast_round = 2\n"
     rows = run(settings_of(tmp_path, "run", text, **SECURE))
     assert [set(row["refused"]) for row in rows] == [set(), {"2"}, set()]
@@ -114,7 +116,7 @@ def test_a_device_vanishes_at_the_phase_that_is_named(tmp_path: Path, phase: str
     assert ("2" in names(rows[1])) == (phase == "unmask")
 
 
-def test_a_device_that_vanishes_at_the_evaluation_is_in_the_sum_and_not_in_the_test(
+def test_a_device_that_vanishes_at_the_evaluation_is_summed_but_not_evaluated(
     tmp_path: Path,
 ) -> None:
     text = "[[dropout]]\ndevices = [2, 3]\nphase = 'evaluate'\n"
@@ -123,7 +125,7 @@ def test_a_device_that_vanishes_at_the_evaluation_is_in_the_sum_and_not_in_the_t
     assert [row["metrics"]["held_out_clients"] for row in rows] == [4, 4, 4]
 
 
-def test_a_slow_link_takes_its_factor_of_time_in_its_rounds_only(tmp_path: Path) -> None:
+def test_a_slow_link_multiplies_the_transfer_time_in_its_rounds_only(tmp_path: Path) -> None:
     text = "[[slow_link]]\ndevices = [3]\nfactor = 50\nfirst_round = 2\nlast_round = 2\n"
     settings = settings_of(tmp_path, "run", text)
     rows = run(settings)
@@ -139,7 +141,7 @@ def test_a_slow_link_takes_its_factor_of_time_in_its_rounds_only(tmp_path: Path)
     assert link_slowdown(fleet_spec(settings).faults, moment) == 50
 
 
-def test_a_link_that_is_too_slow_for_the_deadline_comes_too_late(tmp_path: Path) -> None:
+def test_an_update_over_a_link_too_slow_for_the_deadline_is_late(tmp_path: Path) -> None:
     text = "[[slow_link]]\ndevices = [3]\nfactor = 1e6\nfirst_round = 2\nlast_round = 2\n"
     settings = settings_of(tmp_path, "run", text, **{"cohort.deadline_seconds": 1.0})
     rows = run(settings)
@@ -182,7 +184,7 @@ def test_faults_are_a_function_of_the_seed(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_with_faults_stopped_after_every_round_equals_the_unbroken_one(
+def test_a_run_with_faults_resumed_after_every_round_equals_the_uninterrupted_one(
     tmp_path: Path,
 ) -> None:
     whole = settings_of(tmp_path, "whole", MIXED, rounds=5)
@@ -194,7 +196,7 @@ def test_a_run_with_faults_stopped_after_every_round_equals_the_unbroken_one(
     assert told(rows) == told(read_rows(tmp_path / "whole"))
 
 
-def test_the_conclusion_says_what_was_refused_and_what_went_in(tmp_path: Path) -> None:
+def test_the_summary_counts_refused_and_summed_updates(tmp_path: Path) -> None:
     text = (
         "[[liar]]\ndevices = [1, 2]\nkind = 'nan'\nlast_round = 2\n"
         "[[liar]]\ndevices = [4]\nkind = 'sign-flipped'\n"
@@ -210,6 +212,6 @@ def test_the_conclusion_says_what_was_refused_and_what_went_in(tmp_path: Path) -
     ]
 
 
-def test_without_faults_nothing_is_said_of_them(tmp_path: Path) -> None:
+def test_without_faults_the_summary_is_empty(tmp_path: Path) -> None:
     settings = settings_of(tmp_path, "run", "", rounds=1)
     assert fault_lines(run(settings), settings) == []

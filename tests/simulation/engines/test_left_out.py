@@ -1,4 +1,4 @@
-"""Devices that are too slow for the deadline: left out, told why, asked in their turn, and back."""
+"""Devices too slow for the deadline: left out with a reason, invited in turn, and back when fast."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def simulate_on_messages(chosen: Settings) -> list[RoundRow]:
 WHY = "one example takes 10.0 s of its 1.8 s"
 
 
-def test_slow_devices_are_left_out_told_why_and_asked_once_in_so_many_rounds(
+def test_slow_devices_are_left_out_with_a_reason_and_invited_once_in_n_rounds(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO):
@@ -88,7 +88,7 @@ def test_slow_devices_are_left_out_told_why_and_asked_once_in_so_many_rounds(
     assert f"round 1: 2 more left out (2: {WHY}; 3: {WHY})" in caplog.messages
 
 
-def test_a_device_that_became_fast_comes_back_in_the_round_behind(tmp_path: Path) -> None:
+def test_a_device_that_became_fast_is_invited_in_the_next_round(tmp_path: Path) -> None:
     """What it tells when it is left out counts for the next round."""
     chosen = settings(tmp_path, "run", 2, **{"cohort.invite_within_rounds": 1000})
     assert simulate(chosen)[1].left_out.keys() == {"2", "3"}
@@ -101,7 +101,7 @@ def test_a_device_that_became_fast_comes_back_in_the_round_behind(tmp_path: Path
     assert [client.name for client in rows[0].clients] == ["0", "1", "2", "3"]
 
 
-def test_too_few_fast_devices_bring_in_the_slow_ones_rather_than_abort_at_once(
+def test_slow_devices_are_invited_if_there_are_too_few_fast_ones(
     tmp_path: Path,
 ) -> None:
     # Device 2 needs ten seconds for an example: with a deadline of 10.2 it comes, if it is asked.
@@ -134,7 +134,7 @@ def test_a_run_with_devices_left_out_resumes_with_the_same_plans(tmp_path: Path)
     assert told[0] == told[1]
 
 
-def test_who_is_left_out_and_away_says_what_it_is_when_it_is_back_on_messages_too(
+def test_a_disconnected_left_out_device_describes_itself_on_its_return_on_both_engines(
     tmp_path: Path,
 ) -> None:
     """Devices 2 and 3 are there in rounds 1, 2 and 4 of each four, and asked in between."""
@@ -162,7 +162,7 @@ def test_who_is_left_out_and_away_says_what_it_is_when_it_is_back_on_messages_to
     assert models[0] == models[1]
 
 
-def test_what_is_forgotten_of_devices_is_told_again_as_it_was(
+def test_reports_dropped_from_the_cache_are_computed_again_with_the_same_content(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a cohort of one the reports of two are kept, where 4,000 would be."""

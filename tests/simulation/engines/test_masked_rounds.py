@@ -1,4 +1,4 @@
-"""Masked rounds in the simulator: the plain run's model but for fixed point, and dropouts borne."""
+"""Masked rounds in the simulator: the plain run's model up to rounding, and dropouts."""
 
 from __future__ import annotations
 
@@ -44,7 +44,9 @@ def model_of(out: Path) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("mode", ["semi-honest", "active"])
-def test_a_masked_run_is_the_plain_run_but_for_fixed_point(mode: str, tmp_path: Path) -> None:
+def test_a_masked_run_equals_the_plain_run_up_to_fixed_point_rounding(
+    mode: str, tmp_path: Path
+) -> None:
     """A mean of n devices is off by at most n c 2^-31 a coordinate; a step moves by the rate of it.
 
     c is the first clip bound, 2^8, at most: from then on it falls. Later steps see gradients of a
@@ -65,7 +67,7 @@ def test_a_masked_run_is_the_plain_run_but_for_fixed_point(mode: str, tmp_path: 
         assert after["metrics"].get(train) == pytest.approx(before["metrics"].get(train), abs=1e-6)
 
 
-def test_rows_of_a_masked_round_tell_nothing_that_a_device_summed(tmp_path: Path) -> None:
+def test_rows_of_a_masked_round_contain_no_value_of_a_single_device(tmp_path: Path) -> None:
     rows = run(tmp_path, secure={"aggregation": "semi-honest"})
     for row in rows:
         assert row["clients"] == []
@@ -93,7 +95,9 @@ def test_a_sixteen_bit_ring_trains_to_about_the_same_loss(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(("mode", "dropout"), [("semi-honest", 0.3), ("active", 0.15)])
 @pytest.mark.slow
-def test_rounds_count_though_devices_vanish(mode: str, dropout: float, tmp_path: Path) -> None:
+def test_masked_rounds_count_although_devices_vanish(
+    mode: str, dropout: float, tmp_path: Path
+) -> None:
     rows = run(
         tmp_path,
         rounds=6,
@@ -106,7 +110,7 @@ def test_rounds_count_though_devices_vanish(mode: str, dropout: float, tmp_path:
     assert all(row["num_clients"] + len(row["refused"]) >= 16 for row in rows)
 
 
-def test_too_many_dropouts_abort_by_name_and_the_run_gives_up_in_the_end(tmp_path: Path) -> None:
+def test_too_many_dropouts_abort_the_round_and_finally_the_run(tmp_path: Path) -> None:
     with pytest.raises(TooFewSurvivors):
         run(
             tmp_path,
@@ -116,7 +120,7 @@ def test_too_many_dropouts_abort_by_name_and_the_run_gives_up_in_the_end(tmp_pat
         )
 
 
-def test_an_aborted_session_is_followed_by_another_of_a_higher_number(tmp_path: Path) -> None:
+def test_an_aborted_session_is_followed_by_one_with_a_higher_number(tmp_path: Path) -> None:
     with pytest.raises(TooFewSurvivors):
         run(
             tmp_path,
@@ -128,6 +132,6 @@ def test_an_aborted_session_is_followed_by_another_of_a_higher_number(tmp_path: 
     assert (told["round"], told["attempt"]) == (1, 3)
 
 
-def test_what_would_undo_the_masks_is_refused(tmp_path: Path) -> None:
+def test_settings_that_would_reveal_masked_updates_are_refused(tmp_path: Path) -> None:
     with pytest.raises(SettingsError):
         run(tmp_path, secure={"aggregation": "semi-honest"}, evaluation={"on_devices": True})

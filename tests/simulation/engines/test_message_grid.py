@@ -1,4 +1,4 @@
-"""The in-process grid: rounds, looks at the fleet, and apps that are not ours."""
+"""The in-process grid: rounds, looks at the fleet, and apps that are not Headwater's."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ def settings_of(folder: Path) -> Settings:
     return load(None, {"simulation.fleet": folder / "fleet.toml", "cohort.min_clients": 2})
 
 
-def test_devices_that_are_never_there_together_end_the_run_by_name(tmp_path: Path) -> None:
+def test_devices_that_are_never_connected_together_end_the_run_with_an_error(
+    tmp_path: Path,
+) -> None:
     grid = InProcessGrid(ClientApp(), settings_of(tmp_path))
     for look in range(MAX_LOOKS):
         assert len(list(grid.get_node_ids())) == 1, look
@@ -41,7 +43,7 @@ def test_devices_that_are_never_there_together_end_the_run_by_name(tmp_path: Pat
         grid.get_node_ids()
 
 
-def test_a_strategy_and_an_app_of_flower_s_own_run_on_it_in_numbered_rounds() -> None:
+def test_a_flower_strategy_and_a_flower_app_run_on_the_grid_in_numbered_rounds() -> None:
     app = ClientApp()
     rounds: list[int] = []
 

@@ -131,7 +131,7 @@ def test_a_run_reports_the_noise_heterogeneity_and_gradient_of_its_data(task: Di
     assert scale == pytest.approx(expected[0] / expected[1], rel=ERRORS * spread)
 
 
-def test_norms_of_different_devices_would_take_heterogeneity_for_noise() -> None:
+def test_norms_of_different_devices_would_mistake_heterogeneity_for_noise() -> None:
     rows = rows_of("OneDigitEach")
     expected = truth(OneDigitEach())
     wrong = []

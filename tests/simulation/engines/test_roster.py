@@ -1,4 +1,4 @@
-"""A population of which only the cohort exists: who is not invited is never made."""
+"""A large population: only the devices of the cohort are created."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def run(out: Path, *, engine: Any = run_engine, **overrides: Any) -> list[dict[s
     return read_rows(out)
 
 
-def test_of_a_large_population_only_the_cohort_is_made(tmp_path: Path, opened: Path) -> None:
+def test_only_the_cohort_of_a_large_population_is_created(tmp_path: Path, opened: Path) -> None:
     rows = run(tmp_path / "out", **{"simulation.clients": 20_000})
     invited = [client["name"] for row in rows for client in row["clients"]]
     assert len(invited) == len(set(invited)) == 3 * 5
@@ -73,7 +73,9 @@ def test_of_a_large_population_only_the_cohort_is_made(tmp_path: Path, opened: P
     assert parts <= {*invited, "0"}
 
 
-def test_the_same_devices_do_the_same_where_all_are_made(tmp_path: Path, opened: Path) -> None:
+def test_devices_created_on_demand_act_like_devices_created_at_once(
+    tmp_path: Path, opened: Path
+) -> None:
     """On messages every device describes itself as it joins; one that cannot is replaced."""
     one, other = (
         run(tmp_path / name, engine=engine, **{"simulation.clients": 20, "rounds": 2})

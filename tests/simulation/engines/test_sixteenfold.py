@@ -1,4 +1,4 @@
-"""The fleet of examples/fleets/sixteenfold.toml: equal finish, within every memory."""
+"""The fleet of examples/fleets/sixteenfold.toml: a common finish time, within each memory."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("sixteenfold")
 
 
-def test_the_fleet_is_sixteenfold_in_speed_and_in_memory_and_has_examples_enough() -> None:
+def test_the_fleet_spans_a_factor_of_sixteen_in_speed_and_memory() -> None:
     settings = settings_of(Path("unused"))
     devices = [fleet_spec(settings).device(part) for part in range(settings.simulation.clients)]
     speeds = [one.examples_per_second or 0.0 for one in devices]
@@ -64,7 +64,7 @@ def test_the_fleet_is_sixteenfold_in_speed_and_in_memory_and_has_examples_enough
 
 
 @pytest.mark.slow
-def test_planned_devices_idle_five_percent_at_most_behind_the_third_round(folder: Path) -> None:
+def test_planned_devices_idle_at_most_five_percent_after_the_third_round(folder: Path) -> None:
     _, rows = sixteenfold(folder, "planned")
     for row in rows[SETTLING_ROUNDS:]:
         idle = idle_time(row)
@@ -83,7 +83,7 @@ def test_with_a_fixed_k_the_same_devices_idle_half_of_the_round(folder: Path) ->
 
 
 @pytest.mark.parametrize("kind", ["planned", "K 6"])
-def test_no_device_is_ever_over_its_memory(folder: Path, kind: str) -> None:
+def test_no_device_ever_exceeds_its_memory(folder: Path, kind: str) -> None:
     settings, rows = sixteenfold(folder, kind)
     found = peak_memory(rows, lambda name: fleet_spec(settings).device(int(name)).memory_bytes)
     assert found is not None
@@ -97,7 +97,7 @@ def test_no_device_is_ever_over_its_memory(folder: Path, kind: str) -> None:
             assert client["peak_bytes"] <= settings.plan.memory_fraction * limit
 
 
-def test_the_smallest_hold_a_few_examples_at_a_time_and_larger_ones_more(folder: Path) -> None:
+def test_micro_batches_grow_with_the_device_s_memory(folder: Path) -> None:
     settings, rows = sixteenfold(folder, "planned")
     sizes = {
         fleet_spec(settings).device(int(client["name"])).memory_bytes: client["micro_batch_size"]

@@ -1,4 +1,4 @@
-"""The target of a round in whole runs: followed, or in tokens, and the rate that goes with it."""
+"""The target batch in whole runs: following the noise scale, in tokens, and the learning rate."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.slow
-def test_a_run_resumed_after_every_round_has_the_unbroken_one_s_targets(
+def test_a_run_resumed_after_every_round_has_the_targets_of_the_uninterrupted_one(
     tmp_path: Path, run: str
 ) -> None:
     task, changes = RUNS[run]
@@ -105,7 +105,7 @@ def test_a_run_resumed_after_every_round_has_the_unbroken_one_s_targets(
     assert len({row[0] for row in told[0]}) > 1
 
 
-def test_a_followed_target_moves_by_two_at_most_and_devices_that_finish_measure() -> None:
+def test_a_followed_target_changes_at_most_twofold_and_finished_devices_measure() -> None:
     rows = rows_of(chosen(DIGITS, 12, plan={"follow_noise_scale": True}))
     targets = [row.target for row in rows]
     assert targets[0] == 512
@@ -122,7 +122,7 @@ def test_a_followed_target_moves_by_two_at_most_and_devices_that_finish_measure(
     assert sum(row.gradient_variance is not None for row in rows) > len(rows) / 2
 
 
-def test_tokens_are_gathered_within_what_the_examples_differ_by() -> None:
+def test_summed_tokens_match_the_target_within_one_example_s_tokens() -> None:
     rows = rows_of(chosen(RAGGED, 4, plan={"tokens_per_update": 200}))
     assert rows[0].target == 200 // MOST_TOKENS
     # From the second round on the mean is that of 25 examples or more. An example's tokens are 1 to
@@ -133,7 +133,7 @@ def test_tokens_are_gathered_within_what_the_examples_differ_by() -> None:
 
 
 @pytest.mark.parametrize(("scaling", "power"), [("none", 0.0), ("linear", 1.0), ("sqrt", 0.5)])
-def test_the_rate_goes_with_what_a_round_gathered_and_not_with_its_target(
+def test_the_learning_rate_scales_with_the_summed_weight_and_not_with_the_target(
     scaling: str, power: float
 ) -> None:
     """42 of 60 examples a device in one round, and the 18 that its epoch has left in the next."""
@@ -156,7 +156,7 @@ def test_the_rate_goes_with_what_a_round_gathered_and_not_with_its_target(
         assert row.learning_rate == pytest.approx(expected, rel=8 * 2.0**-52)
 
 
-def test_where_k_is_set_the_noise_is_told_and_no_target() -> None:
+def test_with_k_set_rows_contain_the_noise_and_no_target() -> None:
     (row,) = rows_of(
         chosen(
             DIGITS,
@@ -170,7 +170,7 @@ def test_where_k_is_set_the_noise_is_told_and_no_target() -> None:
     assert row.gradient_variance is not None
 
 
-def test_local_steps_tell_no_noise() -> None:
+def test_rows_of_local_steps_contain_no_noise() -> None:
     plan = {"accumulation_steps": 4, "micro_batch_size": 4, "local_steps": 2}
     (row,) = rows_of(chosen(DIGITS, 1, plan=plan))
     assert (row.gradient_variance, row.squared_gradient, row.noise_scale) == (None, None, None)

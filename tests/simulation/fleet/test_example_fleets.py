@@ -1,4 +1,4 @@
-"""The tasks and fleets that the docs simulate: what they claim of their data holds."""
+"""The example tasks and fleets have the properties that the documentation claims."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_the_task_is_additive(spec: str) -> None:
     check_additive(task, task.new_model(), task.train_examples(data=None, part=1, num_parts=3))
 
 
-def test_a_fifth_of_the_synthetic_labels_are_random_and_those_of_the_test_are_right() -> None:
+def test_a_fifth_of_the_synthetic_training_labels_are_random_and_test_labels_are_right() -> None:
     noisy, right = Synthetic(), RightLabels()
     readings, labels = noisy.train_examples(data=None, part=3, num_parts=60).tensors
     same_readings, true_labels = right.train_examples(data=None, part=3, num_parts=60).tensors
@@ -51,7 +51,7 @@ def labels_of(part: int) -> Tensor:
     return SlowOwners().train_examples(data=None, part=part, num_parts=NUM_DEVICES).tensors[1]
 
 
-def test_the_slow_owners_own_their_classes_alone_and_are_the_slow_ones_of_the_fleet() -> None:
+def test_only_the_slow_devices_own_the_slow_classes() -> None:
     speeds = [one.examples_per_second or 0.0 for one in read_fleet(FLEETS / "slow_owners.toml")]
     assert len(speeds) == NUM_DEVICES
     for part, speed in enumerate(speeds):
@@ -84,7 +84,7 @@ def weights_of_the_slow(folder: Path, weighting: str) -> list[float]:
     ]
 
 
-def test_weighting_by_data_set_gives_slow_devices_the_part_that_they_own(tmp_path: Path) -> None:
+def test_weighting_by_data_set_weighs_slow_devices_by_their_examples(tmp_path: Path) -> None:
     owned = [len(labels_of(part)) for part in range(NUM_DEVICES)]
     share = sum(owned[FIRST_SLOW:]) / sum(owned)
     assert weights_of_the_slow(tmp_path, "dataset") == [share] * 3

@@ -1,4 +1,4 @@
-"""Faults as data: whom they strike, when, what comes of it, and what is wrong with a file."""
+"""Faults as data: affected devices and rounds, their effects, and errors in a file."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def lied(**fault: Any) -> torch.Tensor:
     return falsify(VALUES_P, [LiarFault(devices=(0,), **fault)], moment())
 
 
-def test_named_devices_are_struck_in_their_rounds_both_inclusive() -> None:
+def test_a_fault_affects_named_devices_in_its_rounds_both_inclusive() -> None:
     fault = DropoutFault(devices=(3, 5), first_round=2, last_round=4)
     assert [struck(fault, round_number=n) for n in range(1, 6)] == [
         set(), {3, 5}, {3, 5}, {3, 5}, set(),
@@ -55,7 +55,7 @@ def test_named_devices_are_struck_in_their_rounds_both_inclusive() -> None:
 
 
 @pytest.mark.parametrize(("share", "count"), [(0.1, 10), (0.25, 25), (1.0, 100), (0.001, 1)])
-def test_a_share_strikes_the_same_devices_in_every_round_and_as_many_as_it_rounds_to(
+def test_a_share_affects_the_same_rounded_number_of_devices_in_every_round(
     share: float, count: int
 ) -> None:
     fault = LiarFault(share=share, kind="nan")
@@ -65,12 +65,12 @@ def test_a_share_strikes_the_same_devices_in_every_round_and_as_many_as_it_round
     assert (struck(fault, seed=1) == first) == (share == 1)
 
 
-def test_two_different_shares_strike_different_devices() -> None:
+def test_two_different_shares_affect_different_devices() -> None:
     one, other = LiarFault(share=0.3, kind="nan"), LiarFault(share=0.3, kind="sign-flipped")
     assert struck(one) != struck(other)
 
 
-def test_a_chance_is_drawn_anew_for_each_device_and_round_and_repeats_itself() -> None:
+def test_a_chance_is_drawn_for_each_device_and_round_and_is_repeatable() -> None:
     fault = SlowLinkFault(devices=tuple(range(100)), factor=2, chance=0.3)
     rounds = [struck(fault, round_number=n) for n in range(1, 41)]
     assert rounds == [struck(fault, round_number=n) for n in range(1, 41)]
@@ -79,7 +79,7 @@ def test_a_chance_is_drawn_anew_for_each_device_and_round_and_repeats_itself() -
     assert abs(sum(map(len, rounds)) - 1200) <= 4 * (4000 * 0.3 * 0.7) ** 0.5
 
 
-def test_an_attempt_draws_the_chance_of_a_dropout_anew() -> None:
+def test_another_attempt_draws_the_chance_of_a_dropout_again() -> None:
     faults = FleetFaults(dropout=(DropoutFault(devices=(0,), chance=0.5),))
     drawn = {unanswered_stage(faults, moment(), attempt=attempt) for attempt in range(20)}
     assert drawn == {None, "train"}
@@ -119,13 +119,13 @@ def test_a_flipped_sign_and_a_factor_are_exact() -> None:
 
 
 @pytest.mark.parametrize("kind", ["nan", "infinite"])
-def test_one_value_that_is_not_finite_is_put_among_the_others(kind: str) -> None:
+def test_a_non_finite_fault_changes_one_value(kind: str) -> None:
     told = lied(kind=kind)
     assert int((told != VALUES_P).sum()) == int((~told.isfinite()).sum()) == 1
     assert bool(told.isnan().any()) == (kind == "nan")
 
 
-def test_random_lies_have_the_norm_of_the_update_and_differ_by_device_and_round() -> None:
+def test_random_vectors_have_the_norm_of_the_update_and_differ_by_device_and_round() -> None:
     honest_P = torch.randn(1000, generator=torch.Generator().manual_seed(1))
     noise = [LiarFault(share=1.0, kind="random")]
     found = [falsify(honest_P, noise, moment(part, n)) for part, n in ((0, 1), (1, 1), (0, 2))]
@@ -139,13 +139,13 @@ def test_random_lies_have_the_norm_of_the_update_and_differ_by_device_and_round(
     assert torch.equal(found[0], falsify(honest_P, noise, moment(0, 1)))
 
 
-def test_a_random_lie_about_nothing_is_nothing() -> None:
+def test_the_random_vector_for_a_zero_update_is_zero() -> None:
     noise = [LiarFault(share=1.0, kind="random")]
     assert torch.equal(falsify(torch.zeros(5), noise, moment()), torch.zeros(5))
     assert len(falsify(torch.zeros(0), noise, moment())) == 0
 
 
-def test_lies_are_told_one_upon_the_other_and_the_honest_vector_is_left_alone() -> None:
+def test_faults_act_in_sequence_and_leave_the_honest_vector_unchanged() -> None:
     twice = LiarFault(devices=(0,), kind="scaled", factor=2)
     flipped = LiarFault(devices=(0,), kind="sign-flipped")
     faults = FleetFaults(liar=(twice, flipped, LiarFault(devices=(1,), kind="nan")))
@@ -155,7 +155,7 @@ def test_lies_are_told_one_upon_the_other_and_the_honest_vector_is_left_alone() 
     assert falsify(honest_P, falsifications(faults, moment(2)), moment(2)) is honest_P
 
 
-def test_no_faults_strike_nobody() -> None:
+def test_without_faults_no_device_is_affected() -> None:
     assert not NO_FAULTS
     assert unanswered_stage(NO_FAULTS, moment()) is None
     assert link_slowdown(NO_FAULTS, moment()) == 1.0
@@ -171,7 +171,7 @@ def settings_with(folder: Path, faults: str, **chosen: Any) -> Settings:
     return with_fleet(load(None, {"simulation.faults": path, **chosen}))
 
 
-def test_faults_of_the_fleet_s_file_and_of_their_own_add_up(tmp_path: Path) -> None:
+def test_faults_of_the_fleet_s_file_and_of_the_faults_file_add_up(tmp_path: Path) -> None:
     fleet = tmp_path / "fleet.toml"
     fleet.write_text(
         '[[device]]\nprofile = "laptop"\ncount = 4\n[[slow_link]]\ndevices = [1]\nfactor = 2\n'
@@ -183,7 +183,7 @@ def test_faults_of_the_fleet_s_file_and_of_their_own_add_up(tmp_path: Path) -> N
     assert [bool(falsifications(faults, moment(part, num=4))) for part in range(4)] == [0, 0, 1, 0]
 
 
-def test_a_dropout_by_the_file_joins_those_by_chance(tmp_path: Path) -> None:
+def test_dropouts_of_the_file_add_to_random_dropouts(tmp_path: Path) -> None:
     text = "[[dropout]]\ndevices = [7]\nlast_round = 2\n"
     settings = settings_with(tmp_path, text, **{"simulation.dropout": 0.2})
     found = [vanishes_at(fleet_spec(settings), 7, round_number=n, attempt=0) for n in range(1, 200)]
@@ -218,7 +218,7 @@ def test_a_dropout_by_the_file_joins_those_by_chance(tmp_path: Path) -> None:
         ("dropout = 3", "dropout: "),
     ],
 )
-def test_what_is_wrong_with_a_faults_file_is_named_with_its_table_and_key(
+def test_an_error_in_a_faults_file_names_table_and_key(
     tmp_path: Path, text: str, named: str
 ) -> None:
     with pytest.raises(SettingsError, match=rf"faults\.toml: .*{named}") as caught:
@@ -226,7 +226,7 @@ def test_what_is_wrong_with_a_faults_file_is_named_with_its_table_and_key(
     assert "docs/fleet.md" in caught.value.remedy
 
 
-def test_a_faults_file_that_is_not_there_or_no_toml_is_named(tmp_path: Path) -> None:
+def test_a_missing_or_malformed_faults_file_is_refused_by_its_path(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"cannot read the faults file .*nowhere\.toml: No su"):
         read_faults(tmp_path / "nowhere.toml")
     with pytest.raises(SettingsError, match=r"faults\.toml is not a TOML file"):
@@ -249,14 +249,14 @@ SECURE = {"secure.aggregation": "semi-honest"}
         ),
     ],
 )
-def test_faults_that_could_strike_nobody_are_refused(
+def test_faults_that_cannot_affect_any_device_are_refused(
     tmp_path: Path, text: str, chosen: dict[str, Any], named: str
 ) -> None:
     with pytest.raises(SettingsError, match=named):
         settings_with(tmp_path, text, **chosen)
 
 
-def test_phases_and_engines_that_a_run_has_are_taken(tmp_path: Path) -> None:
+def test_faults_that_fit_the_run_s_phases_and_engine_are_accepted(tmp_path: Path) -> None:
     assert settings_with(tmp_path, "[[dropout]]\nshare = 1\nphase = 'unmask'", **SECURE)
     on_ray = {"simulation.engine": "flower-ray"}
     read_faults.cache_clear()

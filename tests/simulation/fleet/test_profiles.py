@@ -1,4 +1,4 @@
-"""A fleet's file: what it says is what is simulated, and what is wrong with it is named."""
+"""A fleet's file: the simulated devices have its figures, and errors name table and key."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def fleet(folder: Path, text: str, **overrides: Any) -> Settings:
     return load(None, {"seed": SEED, "simulation.fleet": path, **overrides})
 
 
-def test_there_are_as_many_clients_as_the_counts_sum_to_in_the_file_s_order(
+def test_the_number_of_clients_is_the_sum_of_the_counts_in_the_file_s_order(
     tmp_path: Path,
 ) -> None:
     text = f'[[device]]\nprofile = "laptop"\ncount = 2\n[[device]]\n{OWN}'
@@ -50,7 +50,7 @@ def test_there_are_as_many_clients_as_the_counts_sum_to_in_the_file_s_order(
 
 
 @pytest.mark.parametrize("profile", PROFILES, ids=lambda profile: profile.profile)
-def test_a_profile_brings_its_figures_without_spread(tmp_path: Path, profile: Any) -> None:
+def test_a_profile_in_a_file_has_its_figures_without_spread(tmp_path: Path, profile: Any) -> None:
     settings = fleet(tmp_path, f'[[device]]\nprofile = "{profile.profile}"\n')
     drawn = fleet_spec(settings).device(0)
     assert (drawn.relative_speed, drawn.memory_bytes) == (
@@ -68,7 +68,7 @@ def test_own_figures_override_the_profile_s(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("num_parameters", [10, 10_000_000])
-def test_examples_per_second_hold_for_every_size_of_model(
+def test_examples_per_second_do_not_depend_on_the_model_s_size(
     tmp_path: Path, num_parameters: int
 ) -> None:
     settings = fleet(tmp_path, f"[[device]]\nmicro_batch_seconds = 0.25\n{OWN}")
@@ -97,7 +97,7 @@ def test_settings_with_a_fleet_survive_toml_and_flower_s_run_config(tmp_path: Pa
     assert with_fleet(load(left, {})) == settings == from_run_config(settings.to_run_config())
 
 
-def test_jitter_has_mean_one_and_the_spread_that_is_set() -> None:
+def test_jitter_has_mean_one_and_the_set_deviation() -> None:
     jitter = Jitter(0.1, seed=1)
     factors = [jitter.next_factor() for _ in range(10_000)]
     mean = sum(factors) / len(factors)
@@ -112,14 +112,14 @@ def test_no_jitter_is_a_factor_of_exactly_one() -> None:
     assert [jitter.next_factor() for _ in range(3)] == [1.0, 1.0, 1.0]
 
 
-def test_a_device_is_there_in_the_fraction_of_rounds_that_is_set(tmp_path: Path) -> None:
+def test_a_device_is_connected_in_the_set_fraction_of_rounds(tmp_path: Path) -> None:
     settings = fleet(tmp_path, f"[[device]]\navailability = 0.3\n{OWN}")
     there = sum(is_connected(fleet_spec(settings), 0, round_number=n, look=0) for n in range(4000))
     # Four standard deviations of a binomial count.
     assert abs(there - 1200) <= 4 * (4000 * 0.3 * 0.7) ** 0.5
 
 
-def test_a_trace_of_availability_has_an_entry_a_round_and_is_repeated(tmp_path: Path) -> None:
+def test_a_list_of_availability_has_an_entry_per_round_and_repeats(tmp_path: Path) -> None:
     settings = fleet(tmp_path, f"[[device]]\navailability = [1, 0, 0.5]\n{OWN}")
     there = [is_connected(fleet_spec(settings), 0, round_number=n, look=0) for n in range(1, 1201)]
     assert all(there[0::3])
@@ -128,13 +128,13 @@ def test_a_trace_of_availability_has_an_entry_a_round_and_is_repeated(tmp_path: 
     assert abs(sum(there[2::3]) - 200) <= 4 * (400 * 0.25) ** 0.5
 
 
-def test_a_later_look_is_one_entry_further_in_the_trace(tmp_path: Path) -> None:
+def test_each_further_look_uses_the_next_entry_of_the_trace(tmp_path: Path) -> None:
     settings = fleet(tmp_path, f"[[device]]\navailability = [0, 0, 1]\n{OWN}")
     looks = [is_connected(fleet_spec(settings), 0, round_number=1, look=look) for look in range(6)]
     assert looks == [False, False, True, False, False, True]
 
 
-def test_a_device_is_on_battery_in_the_fraction_of_rounds_that_is_set(tmp_path: Path) -> None:
+def test_a_device_is_on_battery_in_the_set_fraction_of_rounds(tmp_path: Path) -> None:
     settings = fleet(tmp_path, f"[[device]]\non_battery = 0.3\ncount = 2\n{OWN}")
     drawn = [
         [is_on_battery(fleet_spec(settings), p, round_number=n) for n in range(4000)]
@@ -145,7 +145,7 @@ def test_a_device_is_on_battery_in_the_fraction_of_rounds_that_is_set(tmp_path: 
         assert abs(sum(one) - 1200) <= 4 * (4000 * 0.3 * 0.7) ** 0.5
 
 
-def test_many_devices_are_on_battery_as_each_of_them_is(tmp_path: Path) -> None:
+def test_the_column_of_batteries_equals_each_device_s_battery(tmp_path: Path) -> None:
     text = "".join(f"[[device]]\non_battery = {share}\n{OWN}" for share in (0, 0.5, 0.01, 0.99, 1))
     settings = fleet(tmp_path, text)
     parts = range(5)
@@ -159,14 +159,12 @@ def test_many_devices_are_on_battery_as_each_of_them_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("share", "is_on"), [(0, False), (1, True)])
-def test_a_share_of_none_or_all_is_never_drawn_otherwise(
-    tmp_path: Path, share: int, is_on: bool
-) -> None:
+def test_a_battery_share_of_zero_or_one_is_certain(tmp_path: Path, share: int, is_on: bool) -> None:
     settings = fleet(tmp_path, f"[[device]]\non_battery = {share}\n{OWN}")
     assert all(is_on_battery(fleet_spec(settings), 0, round_number=n) == is_on for n in range(100))
 
 
-def test_a_laptop_has_a_battery_unless_the_file_says_otherwise(tmp_path: Path) -> None:
+def test_a_laptop_has_a_battery_unless_the_file_sets_none(tmp_path: Path) -> None:
     text = '[[device]]\nprofile = "laptop"\n[[device]]\nprofile = "laptop"\non_battery = 0\n'
     settings = fleet(tmp_path, text)
     assert fleet_spec(settings).device(0).on_battery > 0
@@ -205,7 +203,7 @@ def test_a_laptop_has_a_battery_unless_the_file_says_otherwise(tmp_path: Path) -
         (f"[[device]]\ncount = {MAX_DEVICES}\n{OWN}\n[[device]]\n{OWN}", "count: 100,001"),
     ],
 )
-def test_what_is_wrong_with_a_file_is_named_with_its_table_and_key(
+def test_an_error_in_a_fleet_file_names_table_and_key(
     tmp_path: Path, text: str, named: str
 ) -> None:
     with pytest.raises(SettingsError, match=rf"fleet\.toml: .*{named}") as caught:
@@ -220,7 +218,7 @@ def test_a_fleet_file_that_is_not_toml_is_a_settings_error(tmp_path: Path, conte
         read_fleet(tmp_path / "fleet.toml")
 
 
-def test_a_missing_fleet_file_is_named(tmp_path: Path) -> None:
+def test_a_missing_fleet_file_is_refused_by_its_path(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"nowhere\.toml: No such file"):
         read_fleet(tmp_path / "nowhere.toml")
 
@@ -238,7 +236,7 @@ def test_another_number_of_clients_than_the_file_has_is_refused(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("trace", ["0.5", "[1, 1, 0.9]"])
-def test_what_ray_cannot_simulate_is_refused_on_ray(tmp_path: Path, trace: str) -> None:
+def test_availability_is_refused_on_ray(tmp_path: Path, trace: str) -> None:
     text = f"[[device]]\navailability = {trace}\n{OWN}"
     with pytest.raises(SettingsError, match="availability, which the engine flower-ray does not"):
         with_fleet(fleet(tmp_path, text, **{"simulation.engine": "flower-ray"}))
@@ -260,6 +258,6 @@ def test_the_docs_table_has_every_key_of_the_file() -> None:
     assert [key for key in DeviceTable.model_fields if f"| `{key}` |" not in text] == []
 
 
-def test_a_table_may_name_every_profile_there_is() -> None:
+def test_a_table_may_name_every_profile() -> None:
     for name in [profile.profile for profile in PROFILES]:
         assert DeviceTable.model_validate({"profile": name}).profile == name

@@ -1,4 +1,4 @@
-"""Traces of availability: what a file says is when a device is there, and mistakes are named."""
+"""Traces of availability: the rounds in which devices are connected, and errors in a file."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def there(settings: Settings, part: int, rounds: range) -> list[int]:
     return [n for n in rounds if is_connected(fleet_spec(settings), part, round_number=n, look=0)]
 
 
-def test_a_trace_of_shares_holds_for_each_device_of_the_table_and_begins_anew(
+def test_a_trace_of_shares_applies_to_each_device_of_the_table_and_repeats(
     tmp_path: Path,
 ) -> None:
     settings = fleet(tmp_path, "round,share\n1,1\n2,0\n\n3, 0.5\n", count=2)
@@ -44,7 +44,7 @@ def test_a_trace_of_shares_holds_for_each_device_of_the_table_and_begins_anew(
     assert drawn[0] != drawn[1]
 
 
-def test_a_trace_of_rounds_names_the_rounds_of_each_device_both_inclusive(tmp_path: Path) -> None:
+def test_a_trace_of_rounds_lists_each_device_s_rounds_both_inclusive(tmp_path: Path) -> None:
     text = "device,first_round,last_round\n0,1,2\n1,2,3\n0,5,5\n1,6,6\n"
     settings = fleet(tmp_path, text, count=2)
     assert there(settings, 0, range(1, 13)) == [1, 2, 5, 7, 8, 11]  # anew behind round 6
@@ -63,7 +63,7 @@ def test_a_trace_in_seconds_is_read_at_the_start_of_each_round(tmp_path: Path) -
     rows=st.lists(st.tuples(st.integers(1, 30), st.integers(0, 10)), min_size=1, max_size=8),
     index=st.integers(0, 100),
 )
-def test_spans_that_meet_or_overlap_are_there_where_any_of_them_is(
+def test_adjacent_or_overlapping_spans_are_merged(
     rows: list[tuple[int, int]], index: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     path = tmp_path_factory.mktemp("traces") / "trace.csv"
@@ -74,7 +74,7 @@ def test_spans_that_meet_or_overlap_are_there_where_any_of_them_is(
     assert found.at(index) == any(first <= number <= first + more for first, more in rows)
 
 
-def test_always_is_every_entry_of_the_trace() -> None:
+def test_a_device_is_always_available_if_its_span_covers_the_trace() -> None:
     assert RoundShares((1.0, 1.0)).is_always
     assert not RoundShares((1.0, 0.9)).is_always
     assert Spans(starts=(0,), ends=(4,), period=4).is_always
@@ -109,14 +109,14 @@ R, S = "device,first_round,last_round\n", "device,from_seconds,to_seconds\n"
         ('round,share\n1,"1\n', "", "is not a CSV file: "),
     ],
 )
-def test_what_is_wrong_with_a_trace_is_named_with_its_line(
+def test_an_error_in_a_trace_names_its_line(
     tmp_path: Path, trace: str, more: str, named: str
 ) -> None:
     with pytest.raises(SettingsError, match=rf"trace\.csv.*{named}"):
         fleet(tmp_path, trace, count=2, more=more)
 
 
-def test_a_trace_that_is_not_there_or_no_text_is_named(tmp_path: Path) -> None:
+def test_a_missing_or_binary_trace_is_refused_by_its_path(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"cannot read the trace .*nowhere\.csv: No such file"):
         read_trace(tmp_path / "nowhere.csv", num_devices=1, round_seconds=None)
     (tmp_path / "trace.csv").write_bytes(b"\xff\xfe")
@@ -131,7 +131,7 @@ def test_round_seconds_without_a_trace_are_refused(tmp_path: Path) -> None:
         with_fleet(load(None, {"simulation.fleet": path}))
 
 
-def test_a_run_invites_whom_the_trace_says_round_by_round(tmp_path: Path) -> None:
+def test_a_run_invites_the_trace_s_devices_in_each_round(tmp_path: Path) -> None:
     text = "device,first_round,last_round\n0,1,3\n1,2,2\n2,3,4\n"
     settings = fleet(tmp_path, text, count=3).model_copy(
         update={"task": "tests/tasks.py:TwoLayers", "rounds": 6, "out": tmp_path / "out"}

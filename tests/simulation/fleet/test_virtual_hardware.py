@@ -1,4 +1,4 @@
-"""The simulated fleet: the same machines on every engine, under a clock of their own."""
+"""Drawn devices, the virtual clock, and the vitals that virtual hardware reports."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from headwater.simulation.fleet.profiles import (
 from headwater.simulation.fleet.virtual_hardware import VirtualClock, VirtualHardware
 
 
-def test_a_device_is_the_same_machine_whenever_it_is_drawn() -> None:
+def test_a_device_is_the_same_in_every_draw() -> None:
     first = [draw_device(3, part) for part in range(20)]
     draw_device.cache_clear()
     assert [draw_device(3, part) for part in reversed(range(20))] == first[::-1]
@@ -55,7 +55,7 @@ def clock_of_a_line(transfer_seconds: float) -> VirtualClock:
 
 
 @pytest.mark.parametrize("sizes", [[], [1], [4, 4, 3]])
-def test_virtual_time_is_a_line_in_the_micro_batches_and_examples(sizes: list[int]) -> None:
+def test_virtual_time_is_linear_in_micro_batches_and_examples(sizes: list[int]) -> None:
     clock = clock_of_a_line(8.0)
     start = clock.seconds()
     for size in sizes:
@@ -63,7 +63,7 @@ def test_virtual_time_is_a_line_in_the_micro_batches_and_examples(sizes: list[in
     assert clock.seconds() - start == 8.0 + 0.5 * len(sizes) + 0.25 * sum(sizes)
 
 
-def test_the_transfer_is_in_the_round_s_seconds_and_not_in_the_first_step_s() -> None:
+def test_the_transfer_counts_in_the_round_s_seconds_and_not_in_the_first_step_s() -> None:
     clock = clock_of_a_line(8.0)
     round_start, step_start = clock.seconds(), clock.seconds()
     clock.worked(2)
@@ -78,7 +78,7 @@ def test_model_and_update_travel_at_the_link_s_rate() -> None:
     assert machine.clock.seconds() - start == 2 * 4 * 1000 / drawn.upload_bytes_per_second
 
 
-def test_a_machine_tells_what_was_drawn() -> None:
+def test_hardware_reports_the_device_s_figures() -> None:
     drawn = draw_device(0, 7)
     machine = VirtualHardware(drawn, 1000)
     told = machine.vitals()
@@ -98,7 +98,7 @@ LAPTOP = SimulatedDevice(
 )
 
 
-def test_a_device_on_battery_says_so_and_gives_what_its_owner_lets_it() -> None:
+def test_a_device_on_battery_reports_it_and_uses_its_owner_s_share() -> None:
     machine = VirtualHardware(
         LAPTOP, 10, is_on_battery=True, client_settings=ClientSettings(battery_share=0.3)
     )
@@ -106,7 +106,7 @@ def test_a_device_on_battery_says_so_and_gives_what_its_owner_lets_it() -> None:
     assert machine.time_share() == TimeShare(share=0.3, reason="on battery")
 
 
-def test_a_device_on_mains_gives_all_and_one_without_a_battery_does_not_speak_of_it() -> None:
+def test_a_device_on_mains_uses_all_its_time_and_one_without_battery_reports_none() -> None:
     on_mains = VirtualHardware(LAPTOP, 10)
     assert (on_mains.vitals().is_on_battery, on_mains.time_share()) == (False, TimeShare())
     without = VirtualHardware(replace(LAPTOP, on_battery=0.0), 10)

@@ -1,4 +1,4 @@
-"""A simulated device's memory: a line that is known, a limit that holds, and a guard before it."""
+"""Virtual memory: linear peaks, a limit, and the margin that a device keeps below it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def memory(
     return made
 
 
-def test_a_peak_is_the_line_s_and_the_limit_is_the_device_s() -> None:
+def test_peaks_are_linear_and_the_limit_is_the_device_s() -> None:
     one = memory(2000)
     assert one.line == Line(base=1000.0, each=100.0)
     assert one.limit_bytes() == 2000
@@ -47,7 +47,7 @@ def test_a_peak_is_the_line_s_and_the_limit_is_the_device_s() -> None:
         assert one.end(size) == 1000 + 100 * size
 
 
-def test_a_micro_batch_beyond_the_limit_fails_as_it_begins_and_shows_in_the_next_peak() -> None:
+def test_a_micro_batch_over_the_limit_fails_and_counts_in_the_next_peak() -> None:
     one = memory(2000)
     with pytest.raises(MemoryError, match="11 examples"):
         one.begin(11)
@@ -61,14 +61,14 @@ def test_a_micro_batch_beyond_the_limit_fails_as_it_begins_and_shows_in_the_next
     ("limit_bytes", "fitting"),
     [(2000, int((2000 * GUARD_SHARE - 1000) / 100)), (1100, 0), (1000, 0), (10, 0)],
 )
-def test_what_fits_is_foreseen_with_the_margin_of_a_process(limit_bytes: int, fitting: int) -> None:
+def test_the_fitting_size_has_the_margin_of_a_real_process(limit_bytes: int, fitting: int) -> None:
     one = memory(limit_bytes)
     assert one.fitting(1) == fitting
     if fitting:
         one.begin(fitting)
 
 
-def test_where_no_example_could_be_measured_nothing_is_foreseen_and_everything_fits() -> None:
+def test_without_a_measured_example_every_micro_batch_fits() -> None:
     one = memory(2000, each=None)
     assert (one.line, one.fitting(1)) == (None, None)
     one.begin(10**6)
@@ -102,7 +102,7 @@ def machine_of(part: int, settings: Settings) -> tuple[Identity, Hardware]:
     return identity, virtual_hardware(identity, settings, layout)
 
 
-def test_a_machine_made_for_a_plan_knows_its_memory_as_one_made_to_describe_itself() -> None:
+def test_hardware_built_for_a_plan_has_the_memory_of_hardware_built_for_a_description() -> None:
     settings = load(None, {"task": TASK, "simulation.clients": 3})
     _, untold = machine_of(1, settings)
     identity, told = machine_of(1, settings)
@@ -134,7 +134,7 @@ def run(folder: Path, memory_mib: float, **overrides: Any) -> tuple[Settings, li
     return settings, read_rows(folder / "out")
 
 
-def test_rows_tell_virtual_peaks_and_the_planner_keeps_its_margin(tmp_path: Path) -> None:
+def test_rows_contain_virtual_peaks_and_the_planner_keeps_its_margin(tmp_path: Path) -> None:
     settings, rows = run(tmp_path, 320, **{"plan.effective_batch_size": 100})
     for row in rows:
         (client,) = row["clients"]
@@ -142,7 +142,7 @@ def test_rows_tell_virtual_peaks_and_the_planner_keeps_its_margin(tmp_path: Path
         assert IDLE_BYTES < client["peak_bytes"] <= 320 * 2**20 * settings.plan.memory_fraction
 
 
-def test_a_size_that_is_set_too_large_is_cut_by_the_device_before_it_crosses_the_limit(
+def test_a_device_reduces_a_micro_batch_size_that_would_exceed_its_limit(
     tmp_path: Path,
 ) -> None:
     chosen = {"plan.micro_batch_size": 400, "plan.effective_batch_size": 400}
@@ -158,7 +158,7 @@ def test_a_size_that_is_set_too_large_is_cut_by_the_device_before_it_crosses_the
     )
 
 
-def test_a_device_whose_memory_holds_no_example_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_device_whose_memory_fits_no_example_is_refused(tmp_path: Path) -> None:
     text = "[[device]]\nexamples_per_second = 100\nupload_bytes_per_second = 1e6\n"
     limits = [240 * 2**20, 400 * 2**20]
     tables = [f"{text}memory_bytes = {limit}\n" for limit in limits]

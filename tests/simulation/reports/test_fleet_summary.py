@@ -1,4 +1,4 @@
-"""What a run's rows come to: idle time, and the fullest device."""
+"""The summary of a run: idle time and the fullest device."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MIXED = row_of(
 )
 
 
-def test_idle_time_leaves_out_who_was_bound_and_counts_them_apart() -> None:
+def test_idle_time_excludes_limited_devices_and_counts_them_separately() -> None:
     idle = idle_time(MIXED)
     assert idle.share == 1 - 3.5 / 4
     assert idle.share_of_all == 1 - (23 / 7) / 7
@@ -36,7 +36,7 @@ def test_idle_time_leaves_out_who_was_bound_and_counts_them_apart() -> None:
     assert (idle.free_seconds, idle.minimum_seconds) == (4.0, 7.0)
 
 
-def test_the_line_shows_the_longest_of_those_bound_by_one_micro_batch() -> None:
+def test_the_line_shows_the_last_finish_of_devices_at_the_minimum() -> None:
     assert idle_line([MIXED]) == (
         "12.5%, mean over rounds 1 to 1; in the last 2 devices were done by 4.00 s; not counted: "
         "3 limited by their own data, 2 at the minimum of one example (the last of them after "
@@ -44,24 +44,24 @@ def test_the_line_shows_the_longest_of_those_bound_by_one_micro_batch() -> None:
     )
 
 
-def test_a_device_with_k_set_to_one_example_is_bound_by_the_setting_and_counts() -> None:
+def test_a_device_with_k_set_to_one_example_is_not_at_the_minimum() -> None:
     plan = "K set to 1; micro-batch as set"
     idle = idle_time(row_of((1, 7.0, plan, "quota"), (1, 1.0, plan, "quota")))
     assert (idle.num_free, idle.share) == (2, 1 - 4 / 7)
 
 
-def test_a_round_in_which_all_were_bound_has_no_idle_time() -> None:
+def test_a_round_without_free_devices_has_no_idle_time() -> None:
     row = row_of((9, 1.0, "all its 9 examples", "quota"))
     assert idle_time(row).share is None
     assert idle_line([row]) == "no device whose quota the planner could raise or lower"
 
 
-def test_a_round_that_nobody_ended_has_no_idle_time() -> None:
+def test_a_round_without_clients_has_no_idle_time() -> None:
     assert idle_time(row_of()).share is None
     assert idle_time(row_of()).share_of_all == 0
 
 
-def test_the_first_three_rounds_are_left_out_where_there_are_more() -> None:
+def test_the_first_three_rounds_are_excluded_if_there_are_more() -> None:
     plan = "speed-bound: 2 examples"
     uneven = ((2, 1.0, plan, "quota"), (2, 9.0, plan, "quota"))
     even = ((2, 9.0, plan, "quota"), (2, 9.0, plan, "quota"))
@@ -74,7 +74,7 @@ def peaks(number: int, refused: dict[str, str], **peak_bytes: int) -> dict[str, 
     return {"round": number, "clients": clients, "refused": refused}
 
 
-def test_the_fullest_device_is_that_of_the_largest_share_of_its_limit_in_any_round() -> None:
+def test_the_fullest_device_has_the_highest_ratio_of_peak_to_limit_in_any_round() -> None:
     limits = {"a": 100 * 2**20, "b": 1000 * 2**20}
     rows = [peaks(1, {}, a=50 * 2**20, b=900 * 2**20), peaks(2, {}, a=80 * 2**20, b=10 * 2**20)]
     found = peak_memory(rows, limits.__getitem__)
@@ -84,7 +84,7 @@ def test_the_fullest_device_is_that_of_the_largest_share_of_its_limit_in_any_rou
     )
 
 
-def test_devices_over_their_limit_are_counted_and_named_whatever_came_after() -> None:
+def test_devices_over_their_limit_are_counted_and_named() -> None:
     rows = [peaks(1, {}, a=5, b=21), peaks(2, {"c": "OutOfMemory: c: none fits"}, a=5, b=3)]
     found = peak_memory(rows, lambda name: 20)
     assert found is not None
@@ -94,5 +94,5 @@ def test_devices_over_their_limit_are_counted_and_named_whatever_came_after() ->
     )
 
 
-def test_a_run_that_nobody_took_part_in_has_no_fullest_device() -> None:
+def test_a_run_without_clients_has_no_fullest_device() -> None:
     assert peak_memory([peaks(1, {})], lambda name: 20) is None

@@ -1,4 +1,4 @@
-"""A simulated run whose data a partition deals out: what it prints, refuses, and gives to whom."""
+"""The line and the table that describe a partition, and partitions that are refused."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def sizes(settings: Settings) -> list[int]:
     return [held.num_examples for held in examples_of_devices(settings)]
 
 
-def test_the_devices_report_what_they_were_dealt(tmp_path: Path) -> None:
+def test_the_devices_report_their_partition(tmp_path: Path) -> None:
     settings = settings_of(tmp_path, "quantity:1")
     rows: list[RoundRow] = []
     run_engine(settings, on_round=rows.append, resume=False)
@@ -88,7 +88,7 @@ def test_another_seed_is_another_partition_and_the_same_seed_the_same_model(
     assert models[0] == models[1] != models[2]
 
 
-def test_the_line_tells_sizes_and_labels(tmp_path: Path) -> None:
+def test_the_line_shows_sizes_and_labels(tmp_path: Path) -> None:
     said = partition_line(settings_of(tmp_path, "labels:4"))
     # Ten examples of each label in five shards of two, one on each device.
     assert said == "8 examples a device, median 8; 4 values of label"
@@ -98,7 +98,7 @@ def test_the_line_tells_sizes_and_labels(tmp_path: Path) -> None:
     assert said == "8 examples a device, median 8; 4 values of label"
 
 
-def test_the_line_tells_who_would_have_had_nothing(tmp_path: Path) -> None:
+def test_the_line_counts_devices_that_would_have_been_empty(tmp_path: Path) -> None:
     settings = settings_of(tmp_path, "dirichlet:0.001", simulation__clients=40)
     # Each of forty devices has just one of forty examples, so all owners but those four or so that
     # the four labels have were given one.
@@ -108,7 +108,7 @@ def test_the_line_tells_who_would_have_had_nothing(tmp_path: Path) -> None:
     assert partition_line(settings).endswith("empty devices got an example of the largest")
 
 
-def test_of_many_devices_the_line_tells_the_first(tmp_path: Path) -> None:
+def test_the_line_describes_the_first_of_many_devices(tmp_path: Path) -> None:
     settings = settings_of(
         tmp_path, "iid", simulation__clients=10**6, partition__examples_per_device=3
     )
@@ -121,7 +121,7 @@ def test_of_many_devices_the_line_tells_the_first(tmp_path: Path) -> None:
     ("partition", "clients", "error"),
     [("column:region", 5, MissingColumn), ("iid", 41, NoSuchPartition)],
 )
-def test_what_cannot_be_is_known_before_a_round(
+def test_an_impossible_partition_is_refused_before_the_first_round(
     partition: str, clients: int, error: type[Exception], tmp_path: Path
 ) -> None:
     with pytest.raises(error):
@@ -129,7 +129,7 @@ def test_what_cannot_be_is_known_before_a_round(
 
 
 @pytest.mark.slow
-def test_the_command_shows_the_partition_and_refuses_one_that_cannot_be(tmp_path: Path) -> None:
+def test_the_command_shows_the_partition_and_refuses_an_impossible_one(tmp_path: Path) -> None:
     task = settings_of(tmp_path, "task").task
 
     def simulate(*given: str, status: int) -> subprocess.CompletedProcess[str]:
@@ -147,7 +147,7 @@ def test_the_command_shows_the_partition_and_refuses_one_that_cannot_be(tmp_path
     assert not (tmp_path / "out").exists()
 
 
-def test_under_flower_a_node_s_part_is_dealt_by_the_run_s_configuration() -> None:
+def test_under_flower_the_run_s_configuration_partitions_the_data() -> None:
     chosen = {"partition.kind": "labels:3", "partition.examples_per_device": 8, "seed": 5}
     settings = load(None, {"task": "tests/tasks.py:TwoLayers", **chosen})
     context = Context(

@@ -12,7 +12,7 @@ from headwater.simulation.reports.session_aborts import STEPS, abort_probability
 
 @pytest.mark.parametrize("num_devices", [3, 4, 5])
 @pytest.mark.parametrize("mode", ["semi-honest", "active"])
-def test_the_chain_of_binomials_is_the_sum_over_all_ways_to_vanish(
+def test_the_chain_of_binomials_equals_the_sum_over_all_ways_to_vanish(
     num_devices: int, mode: Mode
 ) -> None:
     """Each device vanishes at step 0 (training) to 6 (unmask), or never (7)."""
@@ -29,5 +29,5 @@ def test_the_chain_of_binomials_is_the_sum_over_all_ways_to_vanish(
     assert math.isclose(found, aborted, rel_tol=1e-9)
 
 
-def test_nobody_aborts_where_nobody_vanishes() -> None:
+def test_no_session_aborts_if_no_device_vanishes() -> None:
     assert abort_probability(40, dropout=0.0, mode="active", min_members=3, min_survivors=0.7) == 0
