@@ -1,4 +1,4 @@
-"""A run taken up again is the run that never stopped, byte for byte."""
+"""A resumed run equals the uninterrupted run, byte for byte."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from headwater.server.rounds.run import MODEL
 from headwater.simulation.run import run_engine
 
 ROUNDS_IN_ALL = 5
-# What the machine was measured at: the only things that may differ.
+# Values that the machine has measured: only these may differ.
 MEASURED = {"seconds", "seconds_split", "updates_per_hour", "bytes_up"}
 
 RUNS: dict[str, dict[str, Any]] = {
@@ -71,8 +71,8 @@ def simulate(settings: Settings, *, resume: bool = False) -> None:
     run_engine(settings, on_round=lambda _: None, resume=resume)
 
 
-def told(out: Path) -> list[dict[str, Any]]:
-    """Return the rows without what the machine was measured at."""
+def comparable_rows(out: Path) -> list[dict[str, Any]]:
+    """Return the rows without the values that the machine has measured."""
     return [
         {name: value for name, value in row.items() if name not in MEASURED}
         for row in read_rows(out)
@@ -80,32 +80,34 @@ def told(out: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("run", RUNS)
-def test_a_run_stopped_after_every_round_equals_the_unbroken_one(tmp_path: Path, run: str) -> None:
+def test_a_run_resumed_after_every_round_equals_the_uninterrupted_one(
+    tmp_path: Path, run: str
+) -> None:
     unbroken, broken = tmp_path / "unbroken", tmp_path / "broken"
     simulate(chosen(unbroken, ROUNDS_IN_ALL, run))
     for rounds in range(1, ROUNDS_IN_ALL + 1):
         simulate(chosen(broken, rounds, run), resume=rounds > 1)
     assert (broken / MODEL).read_bytes() == (unbroken / MODEL).read_bytes()
-    assert told(broken) == told(unbroken)
-    assert len(told(broken)) == ROUNDS_IN_ALL
+    assert comparable_rows(broken) == comparable_rows(unbroken)
+    assert len(comparable_rows(broken)) == ROUNDS_IN_ALL
 
 
-def test_rows_written_behind_the_last_checkpoint_are_done_again(tmp_path: Path) -> None:
+def test_rows_after_the_last_checkpoint_are_computed_again(tmp_path: Path) -> None:
     unbroken, broken = tmp_path / "unbroken", tmp_path / "broken"
     simulate(chosen(unbroken, 3, "adam"))
     simulate(chosen(broken, 2, "adam"))
     with (broken / ROUNDS).open("a") as file:
         file.write(json.dumps({"round": 3, "clients": []}) + '\n{"round": 4, "cli')
     simulate(chosen(broken, 3, "adam"), resume=True)
-    assert told(broken) == told(unbroken)
+    assert comparable_rows(broken) == comparable_rows(unbroken)
 
 
-def test_resuming_without_a_checkpoint_begins_a_run(tmp_path: Path) -> None:
+def test_resuming_without_a_checkpoint_starts_a_run(tmp_path: Path) -> None:
     simulate(chosen(tmp_path, 1, "sgd"), resume=True)
-    assert len(told(tmp_path)) == 1
+    assert len(comparable_rows(tmp_path)) == 1
 
 
-def test_a_folder_of_another_run_is_refused_and_left_as_it_was(tmp_path: Path) -> None:
+def test_a_folder_of_another_run_is_refused_and_not_changed(tmp_path: Path) -> None:
     simulate(chosen(tmp_path, 1, "sgd"))
     before = {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
     with pytest.raises(SettingsError, match="holds the checkpoint of another run"):
@@ -136,7 +138,9 @@ class Slow(TwoLayers):
 
 
 @pytest.mark.slow
-def test_a_run_killed_in_the_middle_of_a_round_equals_the_unbroken_one(tmp_path: Path) -> None:
+def test_a_run_killed_in_the_middle_of_a_round_resumes_to_the_uninterrupted_one(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "slow.py").write_text(SLOW_TASK)
     killed, unbroken = tmp_path / "killed", tmp_path / "unbroken"
 
@@ -157,4 +161,4 @@ def test_a_run_killed_in_the_middle_of_a_round_equals_the_unbroken_one(tmp_path:
     simulate(settings(killed), resume=True)
     simulate(settings(unbroken))
     assert (killed / MODEL).read_bytes() == (unbroken / MODEL).read_bytes()
-    assert told(killed) == told(unbroken)
+    assert comparable_rows(killed) == comparable_rows(unbroken)

@@ -89,6 +89,6 @@ def test_at_the_predicted_speed_each_device_computes_its_quota(folder: Path) -> 
 def test_masked_devices_stop_by_time_too_and_none_is_refused(folder: Path) -> None:
     plain, masked = rows_of(folder, "off"), rows_of(folder, "semi-honest")
     assert [row["refused"] for row in masked] == [{}] * ROUNDS
-    # In the first round no pace is known but the one told: both are planned alike.
+    # In the first round only the reported speed is known, so both are planned alike.
     assert masked[0]["num_examples"] == plain[0]["num_examples"] != BATCH
     assert idle_of(masked) <= 2 * idle_of(plain)

@@ -57,8 +57,8 @@ def run(settings: Settings, *, resume: bool = False) -> list[dict[str, Any]]:
     return read_rows(settings.out)
 
 
-def told(rows: list[dict[str, Any]]) -> list[Any]:
-    """Return what the virtual devices did, round by round: who, how much, how long, and why."""
+def comparable_rows(rows: list[dict[str, Any]]) -> list[Any]:
+    """Return each round's clients with examples, seconds and reasons, without measured values."""
     keys = ["name", "num_examples", "micro_batch_size", "seconds", "step_seconds", "peak_bytes"]
     keys += ["plan", "reason"]
     return [[{key: client[key] for key in keys} for client in row["clients"]] for row in rows]
@@ -66,19 +66,19 @@ def told(rows: list[dict[str, Any]]) -> list[Any]:
 
 @pytest.mark.slow
 def test_a_run_is_a_function_of_the_seed(tmp_path: Path) -> None:
-    first = told(run(unsteady(tmp_path, "first", rounds=4)))
-    assert told(run(unsteady(tmp_path, "again", rounds=4))) == first
-    assert told(run(unsteady(tmp_path, "other", rounds=4, seed=1))) != first
+    first = comparable_rows(run(unsteady(tmp_path, "first", rounds=4)))
+    assert comparable_rows(run(unsteady(tmp_path, "again", rounds=4))) == first
+    assert comparable_rows(run(unsteady(tmp_path, "other", rounds=4, seed=1))) != first
 
 
 @pytest.mark.slow
 def test_a_fleet_with_jitter_resumed_after_every_round_equals_the_uninterrupted_run(
     tmp_path: Path,
 ) -> None:
-    whole = told(run(unsteady(tmp_path, "whole", rounds=5)))
+    whole = comparable_rows(run(unsteady(tmp_path, "whole", rounds=5)))
     for rounds in range(1, 6):
         broken = run(unsteady(tmp_path, "broken", rounds=rounds), resume=rounds > 1)
-    assert told(broken) == whole
+    assert comparable_rows(broken) == whole
     assert (tmp_path / "whole" / MODEL).read_bytes() == (tmp_path / "broken" / MODEL).read_bytes()
 
 
@@ -129,8 +129,10 @@ def test_a_device_on_battery_stops_at_its_share_and_gets_a_smaller_quota_next_ti
     settings = on_fleet(path, tmp_path / "out", **chosen)
     clients = [client for row in run(settings) for client in row["clients"]]
     cut_short = [client for client in clients if client["reason"] == "on battery"]
-    told = [client for client in clients if "giving 50% of its time on battery" in client["plan"]]
-    assert bool(cut_short) == bool(told) == (share < 1)
+    reduced = [
+        client for client in clients if "giving 50% of its time on battery" in client["plan"]
+    ]
+    assert bool(cut_short) == bool(reduced) == (share < 1)
     for row in read_rows(tmp_path / "out"):
         drawn = {
             p: is_on_battery(fleet_spec(settings), p, round_number=row["round"]) for p in range(3)

@@ -27,7 +27,7 @@ DIGITS_SET = {
     "optimizer.learning_rate": 0.01,
     "threads": 1,
 }
-# Of this machine: how long it took, and what went over its wires.
+# Values that depend on the machine: seconds, and bytes on the wire.
 OF_THE_MACHINE = ("seconds", "seconds_split", "updates_per_hour", "bytes_up", "bytes_down")
 
 FLEET = """
@@ -69,20 +69,20 @@ chance = 0.3
 
 
 def on_the_wire(processes: Processes, *settings: object) -> None:
-    """Run a simulation to its end, which must be a good one."""
+    """Run a simulation with client processes, which must succeed."""
     out = processes.folder / "wire"
     processes.run("simulation", "--engine", "grpc", "--out", out, *settings).succeed()
 
 
 def in_process(folder: Path, overrides: dict[str, Any]) -> None:
-    """Run the same in this process, one device after the other."""
+    """Run the same settings in this process, one device after another."""
     out = folder / "here"
     settings = load(None, {**overrides, "simulation.compute": "one-by-one", "out": out})
     run_engine(with_fleet(settings), on_round=lambda row: None, resume=False)
 
 
-def told(out: Path) -> list[Any]:
-    """Return what a run noted of its rounds and devices, but for what its machine took."""
+def comparable_rows(out: Path) -> list[Any]:
+    """Return the rows of a run, without the values that its machine has measured."""
     rows = [dict(row) for row in read_rows(out)]
     for row in rows:
         for key in OF_THE_MACHINE:
@@ -92,8 +92,8 @@ def told(out: Path) -> list[Any]:
 
 
 def assert_same(folder: Path) -> None:
-    """Hold that both runs made the same plans, and the same model bit for bit."""
-    assert told(folder / "wire") == told(folder / "here")
+    """Check that both runs made the same plans, and the same model bit for bit."""
+    assert comparable_rows(folder / "wire") == comparable_rows(folder / "here")
     models = [(folder / name / MODEL).read_bytes() for name in ("wire", "here")]
     assert models[0] == models[1]
 
@@ -106,11 +106,11 @@ def test_twenty_client_processes_give_the_model_and_the_plans_of_twenty_in_proce
         on_the_wire(processes, *DIGITS, "--clients", 20, "--rounds", 3)
     in_process(tmp_path, {**DIGITS_SET, "simulation.clients": 20, "rounds": 3})
     assert_same(tmp_path)
-    assert [len(row["clients"]) for row in told(tmp_path / "wire")] == [20, 20, 20]
+    assert [len(row["clients"]) for row in comparable_rows(tmp_path / "wire")] == [20, 20, 20]
 
 
 def started(processes: Processes, *settings: object) -> tuple[Process, list[psutil.Process]]:
-    """Start a run; return its engine and all processes below it, once a round was counted."""
+    """Start a run; return its engine and its child processes, after the first committed round."""
     out = processes.folder / "wire"
     more = ("--engine", "grpc", "--no-check", "--out", out)
     engine = processes.start("simulation", *settings, *more)
@@ -137,7 +137,7 @@ def wait_for_the_end_of(processes: list[psutil.Process]) -> None:
 def test_a_run_resumed_after_a_client_was_killed_equals_the_run_in_process_with_all_faults(
     tmp_path: Path,
 ) -> None:
-    """Batteries, jitter, absence, lies, slow links, dropouts and deadlines are the same on both."""
+    """Batteries, jitter, availability, liars, slow links, dropouts and deadlines are the same."""
     fleet = tmp_path / "fleet.toml"
     fleet.write_text(FLEET)
     settings = (
@@ -150,7 +150,7 @@ def test_a_run_resumed_after_a_client_was_killed_equals_the_run_in_process_with_
         assert engine.wait() == 1, engine.text()
         assert "ConnectionLost: the process of device 7 was ended by SIGKILL" in engine.text()
         wait_for_the_end_of(below)
-        rounds = max(len(told(tmp_path / "wire")) + 3, 12)
+        rounds = max(len(comparable_rows(tmp_path / "wire")) + 3, 12)
         on_the_wire(processes, "--resume", "--rounds", rounds)
     overrides = {
         **DIGITS_SET,
@@ -163,7 +163,7 @@ def test_a_run_resumed_after_a_client_was_killed_equals_the_run_in_process_with_
     }
     in_process(tmp_path, overrides)
     assert_same(tmp_path)
-    rows = told(tmp_path / "wire")
+    rows = comparable_rows(tmp_path / "wire")
     assert not any(row["num_aborted"] for row in rows)
     assert any(row["left_out"] for row in rows)
     assert len({row["num_invited"] for row in rows}) > 1

@@ -166,7 +166,7 @@ first_round = 2
 """
 
 
-def told(rows: list[dict[str, Any]]) -> list[Any]:
+def comparable_rows(rows: list[dict[str, Any]]) -> list[Any]:
     keys = ("name", "num_examples", "seconds", "loss")
     return [
         [row["refused"], [[client[key] for key in keys] for client in row["clients"]]]
@@ -177,7 +177,7 @@ def told(rows: list[dict[str, Any]]) -> list[Any]:
 @pytest.mark.slow
 def test_faults_are_a_function_of_the_seed(tmp_path: Path) -> None:
     runs = [
-        told(run(settings_of(tmp_path, out, MIXED, rounds=5, seed=seed)))
+        comparable_rows(run(settings_of(tmp_path, out, MIXED, rounds=5, seed=seed)))
         for out, seed in (("first", 0), ("again", 0), ("other", 1))
     ]
     assert runs[0] == runs[1] != runs[2]
@@ -193,7 +193,7 @@ def test_a_run_with_faults_resumed_after_every_round_equals_the_uninterrupted_on
         broken = settings_of(tmp_path, "broken", MIXED, rounds=rounds)
         rows = run(broken, resume=rounds > 1)
     assert model_of(broken) == model_of(whole)
-    assert told(rows) == told(read_rows(tmp_path / "whole"))
+    assert comparable_rows(rows) == comparable_rows(read_rows(tmp_path / "whole"))
 
 
 def test_the_summary_counts_refused_and_summed_updates(tmp_path: Path) -> None:

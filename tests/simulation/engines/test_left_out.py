@@ -1,4 +1,4 @@
-"""Devices too slow for the deadline: left out with a reason, invited in turn, and back when fast."""
+"""Devices too slow for the deadline: left out with a reason, invited in turn, back when fast."""
 
 from __future__ import annotations
 
@@ -75,9 +75,9 @@ def test_slow_devices_are_left_out_with_a_reason_and_invited_once_in_n_rounds(
     with caplog.at_level(logging.INFO):
         rows = simulate(settings(tmp_path, "run", 9))
     for name in ("2", "3"):
-        asked = [row.round for row in rows if name in row.refused]
-        assert len(asked) == 3
-        assert [later - earlier for earlier, later in pairwise(asked)] == [3, 3]
+        invited = [row.round for row in rows if name in row.refused]
+        assert len(invited) == 3
+        assert [later - earlier for earlier, later in pairwise(invited)] == [3, 3]
         for row in rows:
             # Asked, it comes ten seconds late, as was foreseen.
             assert (name in row.left_out) == (name not in row.refused)
@@ -104,7 +104,7 @@ def test_a_device_that_became_fast_is_invited_in_the_next_round(tmp_path: Path) 
 def test_slow_devices_are_invited_if_there_are_too_few_fast_ones(
     tmp_path: Path,
 ) -> None:
-    # Device 2 needs ten seconds for an example: with a deadline of 10.2 it comes, if it is asked.
+    # Device 2 needs ten seconds for an example, so with a deadline of 10.2 its update is in time.
     changes = {
         "cohort.min_clients": 3,
         "cohort.deadline_seconds": 10.2,
@@ -124,20 +124,20 @@ def test_a_run_with_devices_left_out_resumes_with_the_same_plans(tmp_path: Path)
         simulate(settings(tmp_path, "broken", rounds), resume=rounds > 1)
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     assert (whole / MODEL).read_bytes() == (broken / MODEL).read_bytes()
-    told = [
+    plans = [
         [
             (row["left_out"], row["refused"], [(c["name"], c["plan"]) for c in row["clients"]])
             for row in read_rows(folder)
         ]
         for folder in (whole, broken)
     ]
-    assert told[0] == told[1]
+    assert plans[0] == plans[1]
 
 
 def test_a_disconnected_left_out_device_describes_itself_on_its_return_on_both_engines(
     tmp_path: Path,
 ) -> None:
-    """Devices 2 and 3 are there in rounds 1, 2 and 4 of each four, and asked in between."""
+    """Devices 2 and 3 are connected in rounds 1, 2 and 4 of every four."""
     plans: dict[str, list[Any]] = {}
     for name, run in (("calls", simulate), ("messages", simulate_on_messages)):
         chosen = settings(tmp_path, name, 8)
@@ -166,15 +166,15 @@ def test_reports_dropped_from_the_cache_are_computed_again_with_the_same_content
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a cohort of one the reports of two are kept, where 4,000 would be."""
-    told = []
+    plans = []
     for name in ("kept", "forgotten"):
         chosen = settings(tmp_path, name, 9, **{"cohort.size": 1, "plan.effective_batch_size": 8})
         (tmp_path / "fleet.toml").write_text(FLEET.replace("count", "on_battery = 0.5\ncount"))
         read_fleet_file.cache_clear()
         rows = simulate(chosen)
-        told.append([(row.left_out, row.refused, [c.plan for c in row.clients]) for row in rows])
+        plans.append([(row.left_out, row.refused, [c.plan for c in row.clients]) for row in rows])
         monkeypatch.setattr("headwater.simulation.fleet.devices.MIN_CACHE_SIZE", 0)
-    assert any(left_out for left_out, *_ in told[0])
-    assert told[0] == told[1]
+    assert any(left_out for left_out, *_ in plans[0])
+    assert plans[0] == plans[1]
     models = [(tmp_path / name / MODEL).read_bytes() for name in ("kept", "forgotten")]
     assert models[0] == models[1]

@@ -128,8 +128,8 @@ def test_an_aborted_session_is_followed_by_one_with_a_higher_number(tmp_path: Pa
             cohort={"max_aborted_rounds": 3},
             simulation={"clients": 6, "dropout": 0.9},
         )
-    told = json.loads((tmp_path / "session.json").read_text())
-    assert (told["round"], told["attempt"]) == (1, 3)
+    session = json.loads((tmp_path / "session.json").read_text())
+    assert (session["round"], session["attempt"]) == (1, 3)
 
 
 def test_settings_that_would_reveal_masked_updates_are_refused(tmp_path: Path) -> None:

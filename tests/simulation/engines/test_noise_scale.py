@@ -44,7 +44,7 @@ class OneDigitEach(Digits):
 
 
 class AllDigitsEach(OneDigitEach):
-    """The same images, dealt out so that each device has some of every digit."""
+    """The same images, partitioned so that each device has some of every digit."""
 
     def train_examples(self, *, data: Path | None, part: int, num_parts: int) -> TensorDataset:
         whole = [

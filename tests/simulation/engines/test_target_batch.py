@@ -94,15 +94,15 @@ def test_a_run_resumed_after_every_round_has_the_targets_of_the_uninterrupted_on
     for rounds in range(1, 7):
         rows_of(chosen(task, rounds, out=broken, **changes), resume=rounds > 1)
     assert (whole / MODEL).read_bytes() == (broken / MODEL).read_bytes()
-    told = [
+    targets = [
         [
             [row[name] for name in ("target", "weight", "learning_rate", "noise_scale")]
             for row in read_rows(folder)
         ]
         for folder in (whole, broken)
     ]
-    assert told[0] == told[1]
-    assert len({row[0] for row in told[0]}) > 1
+    assert targets[0] == targets[1]
+    assert len({row[0] for row in targets[0]}) > 1
 
 
 def test_a_followed_target_changes_at_most_twofold_and_finished_devices_measure() -> None:

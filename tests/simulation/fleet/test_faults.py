@@ -120,9 +120,9 @@ def test_a_flipped_sign_and_a_factor_are_exact() -> None:
 
 @pytest.mark.parametrize("kind", ["nan", "infinite"])
 def test_a_non_finite_fault_changes_one_value(kind: str) -> None:
-    told = lied(kind=kind)
-    assert int((told != VALUES_P).sum()) == int((~told.isfinite()).sum()) == 1
-    assert bool(told.isnan().any()) == (kind == "nan")
+    changed = lied(kind=kind)
+    assert int((changed != VALUES_P).sum()) == int((~changed.isfinite()).sum()) == 1
+    assert bool(changed.isnan().any()) == (kind == "nan")
 
 
 def test_random_vectors_have_the_norm_of_the_update_and_differ_by_device_and_round() -> None:

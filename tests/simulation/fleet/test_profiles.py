@@ -73,7 +73,7 @@ def test_examples_per_second_do_not_depend_on_the_model_s_size(
 ) -> None:
     settings = fleet(tmp_path, f"[[device]]\nmicro_batch_seconds = 0.25\n{OWN}")
     clock = VirtualHardware(fleet_spec(settings).device(0), num_parameters).clock
-    clock.seconds()  # the transfer is behind the first look
+    clock.seconds()  # the first call adds the transfer
     start = clock.seconds()
     clock.worked(5)
     assert clock.seconds() - start == pytest.approx(0.25 + 5 / 10, rel=1e-9)

@@ -47,7 +47,7 @@ def test_a_trace_of_shares_applies_to_each_device_of_the_table_and_repeats(
 def test_a_trace_of_rounds_lists_each_device_s_rounds_both_inclusive(tmp_path: Path) -> None:
     text = "device,first_round,last_round\n0,1,2\n1,2,3\n0,5,5\n1,6,6\n"
     settings = fleet(tmp_path, text, count=2)
-    assert there(settings, 0, range(1, 13)) == [1, 2, 5, 7, 8, 11]  # anew behind round 6
+    assert there(settings, 0, range(1, 13)) == [1, 2, 5, 7, 8, 11]  # repeats after round 6
     assert there(settings, 1, range(1, 13)) == [2, 3, 6, 8, 9, 12]
 
 

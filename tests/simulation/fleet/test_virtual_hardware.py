@@ -81,11 +81,11 @@ def test_model_and_update_travel_at_the_link_s_rate() -> None:
 def test_hardware_reports_the_device_s_figures() -> None:
     drawn = draw_device(0, 7)
     machine = VirtualHardware(drawn, 1000)
-    told = machine.vitals()
+    vitals = machine.vitals()
     assert machine.cores() == drawn.cores
-    assert told.memory_limit_bytes == machine.memory.limit_bytes() == drawn.memory_bytes
-    assert told.upload_bytes_per_second == drawn.upload_bytes_per_second
-    assert told.download_bytes_per_second == drawn.upload_bytes_per_second
+    assert vitals.memory_limit_bytes == machine.memory.limit_bytes() == drawn.memory_bytes
+    assert vitals.upload_bytes_per_second == drawn.upload_bytes_per_second
+    assert vitals.download_bytes_per_second == drawn.upload_bytes_per_second
 
 
 LAPTOP = SimulatedDevice(

@@ -104,12 +104,12 @@ def machine_of(part: int, settings: Settings) -> tuple[Identity, Hardware]:
 
 def test_hardware_built_for_a_plan_has_the_memory_of_hardware_built_for_a_description() -> None:
     settings = load(None, {"task": TASK, "simulation.clients": 3})
-    _, untold = machine_of(1, settings)
-    identity, told = machine_of(1, settings)
+    _, measured_late = machine_of(1, settings)
+    identity, measured = machine_of(1, settings)
     trainer = trainer_of(TASK, replace_batch_norm=False, check_task=True)
-    trainer.measure(identity, told)
-    assert untold.vitals() == told.vitals()
-    line = untold.memory.line
+    trainer.measure(identity, measured)
+    assert measured_late.vitals() == measured.vitals()
+    line = measured_late.memory.line
     assert line is not None
     num_bytes = 2 * 4 * trainer.image.layout.num_parameters
     assert line.base == IDLE_BYTES + num_bytes

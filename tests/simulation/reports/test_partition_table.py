@@ -21,7 +21,7 @@ from headwater.simulation.reports.partition_table import examples_of_devices, pa
 from headwater.simulation.run import run_engine
 from tests.processes import Processes
 
-# Forty examples of four labels; who wrote them is told by a method.
+# Forty examples of four labels; a method returns their writers.
 TASK = """
 import torch
 from torch import nn
@@ -158,6 +158,6 @@ def test_under_flower_the_run_s_configuration_partitions_the_data() -> None:
         run_config=settings.to_run_config(),
     )
     enter_run(1)
-    asked = read_request(Message(RecordDict(), 1, "train"), context, this_machine)
-    assert asked.identity.rule == settings.partition.rule(seed=5)
-    assert (asked.identity.part, asked.identity.num_parts) == (3, 7)
+    request = read_request(Message(RecordDict(), 1, "train"), context, this_machine)
+    assert request.identity.rule == settings.partition.rule(seed=5)
+    assert (request.identity.part, request.identity.num_parts) == (3, 7)

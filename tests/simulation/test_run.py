@@ -1,4 +1,4 @@
-"""How a run ends that cannot go on."""
+"""Runs that end early: divergence, a changed seed, unreadable test examples."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from headwater.simulation.run import run_engine
 CHOSEN = {"task": "examples/digits.py:Digits", "simulation.clients": 3}
 
 
-def test_a_run_that_diverges_ends_by_name_and_keeps_the_last_whole_model(tmp_path: Path) -> None:
+def test_a_diverged_run_ends_with_an_error_and_keeps_the_last_finite_model(tmp_path: Path) -> None:
     growing = {"optimizer.learning_rate": 1e10, "optimizer.arguments": {"weight_decay": 1e30}}
     settings = load(None, CHOSEN | growing | {"rounds": 9, "out": tmp_path})
     with pytest.raises(Diverged, match="not finite"):
@@ -32,7 +32,7 @@ def test_a_resumed_run_with_another_seed_is_refused(tmp_path: Path) -> None:
         run_engine(other, on_round=lambda row: None, resume=True)
 
 
-def test_test_examples_that_cannot_be_read_are_named_before_the_first_round(tmp_path: Path) -> None:
+def test_unreadable_test_examples_are_refused_before_the_first_round(tmp_path: Path) -> None:
     file = tmp_path / "blind.py"
     file.write_text(
         "from examples.digits import Digits\n\n"
