@@ -96,8 +96,8 @@ class Reply:
     """A client's reply in a secure session, and the bytes that came with it."""
 
     name: str
-    said: secagg.Reply
-    beside: memoryview | bytes | None = field(default=None, repr=False)
+    message: secagg.Reply
+    vector: memoryview | bytes | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -144,13 +144,13 @@ class Fleet(Protocol):
         phase: Phase,
         requests: Mapping[str, Request],
         *,
-        beside: bytes | None = None,
+        vector: bytes | None = None,
         reply_bytes: int = 0,
         timeout_seconds: float | None,
     ) -> Iterator[Reply | Dropout]:
         """Send one phase's requests of a secure session, and yield each reply as it arrives.
 
-        ``beside`` is sent with every request; ``reply_bytes`` come with every reply and are valid
+        ``vector`` is sent with every request; ``reply_bytes`` come with every reply and are valid
         until the next reply is requested.
         """
         ...

@@ -90,7 +90,7 @@ class HeadwaterGrid(Grid):
     def expect(self, request: DescribeRequest) -> None:
         """Set the description that devices must match, before any is admitted."""
 
-    def expect_beside(self, message_type: str, num_bytes: int) -> None:
+    def expect_vector(self, message_type: str, num_bytes: int) -> None:
         """Set the vector's bytes in each reply to messages of a type."""
 
     def name_of(self, node_id: int) -> str | None:

@@ -106,18 +106,18 @@ class GridFleet:
         phase: Phase,
         requests: Mapping[str, Request],
         *,
-        beside: bytes | None = None,
+        vector: bytes | None = None,
         reply_bytes: int = 0,
         timeout_seconds: float | None,
     ) -> Iterator[Reply | Dropout]:
         def read(_: str, content: RecordDict) -> Reply:
-            said = records.read(content, phase.reply)
-            return Reply(name=said.name, said=said, beside=records.vector(content))
+            message = records.read(content, phase.reply)
+            return Reply(name=message.name, message=message, vector=records.vector(content))
 
         message_type = f"query.{phase.action}"
         if self._own is not None:
-            self._own.expect_beside(message_type, reply_bytes)
-        array = None if beside is None else records.flat_array(beside, dtype="float32")
+            self._own.expect_vector(message_type, reply_bytes)
+        array = None if vector is None else records.flat_array(vector, dtype="float32")
         contents = {name: records.content_of(request, array) for name, request in requests.items()}
         return self._send(message_type, contents, phase.action, timeout_seconds, read)
 

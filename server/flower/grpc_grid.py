@@ -59,7 +59,7 @@ class GrpcGrid(HeadwaterGrid):
         self._servicer.require_layout(request.layout_digest)
         self._update_bytes = 4 * request.num_parameters
 
-    def expect_beside(self, message_type: str, num_bytes: int) -> None:
+    def expect_vector(self, message_type: str, num_bytes: int) -> None:
         self._reply_bytes[message_type] = num_bytes
 
     def name_of(self, node_id: int) -> str | None:

@@ -146,39 +146,8 @@ def run_session(
     """
     state: Any = open_session(setup)
     while not isinstance(state, UnmaskedSum):
-        requests = state.requests()
-        if not requests:
-            state = state.close()  # raises TooFewSurvivors
-            continue
-        phase = PHASE_OF[type(next(iter(requests.values())))]
-        is_masking = isinstance(state, MaskPhase)
-        evidence.has_masked |= is_masking
-        if isinstance(state, DealPhase):
-            evidence.members = frozenset(requests)
-        replies = fleet.converse(
-            phase,
-            requests,
-            beside=bounds.tobytes() if is_masking and bounds is not None else None,
-            reply_bytes=state.total.vector_P.nbytes if is_masking else 0,
-            timeout_seconds=phase_seconds,
-        )
-        for reply in replies:
-            if isinstance(reply, Dropout):
-                refuse(reply.name, reply.error)
-                evidence.add_client_error(reply.name, reply.error)
-                continue
-            try:
-                vector = (reply.beside,) if is_masking else ()
-                state = state.take(reply.name, reply.said, *vector)
-            except HeadwaterError as error:
-                log.warning("%s: %s", error.code, error)
-                refuse(reply.name, error)
-                evidence.add_rejected(reply.name, error)
-            if isinstance(state, UnmaskPhase) and state.can_unmask:
-                break
-        close_replies = getattr(replies, "close", None)
-        if close_replies is not None:
-            close_replies()  # cancels the requests that are still open
+        if requests := state.requests():
+            state = _exchange(state, requests, fleet, bounds, phase_seconds, refuse, evidence)
         if isinstance(state, CheckPhase):
             evidence.add_complaints(state.complaints)
             for name, reason in state.excluded.items():
@@ -189,4 +158,45 @@ def run_session(
             if isinstance(state, UnmaskPhase)
             else state.close()
         )
+    return state
+
+
+def _exchange(
+    state: Any,
+    requests: Mapping[str, Request],
+    fleet: Fleet,
+    bounds: NDArray[np.float32] | None,
+    phase_seconds: float,
+    refuse: Refuse,
+    evidence: Evidence,
+) -> Any:
+    """Send a phase's requests, and return the phase with the accepted replies."""
+    is_masking = isinstance(state, MaskPhase)
+    evidence.has_masked |= is_masking
+    if isinstance(state, DealPhase):
+        evidence.members = frozenset(requests)
+    replies = fleet.converse(
+        PHASE_OF[type(next(iter(requests.values())))],
+        requests,
+        vector=bounds.tobytes() if is_masking and bounds is not None else None,
+        reply_bytes=state.total.vector_P.nbytes if is_masking else 0,
+        timeout_seconds=phase_seconds,
+    )
+    for reply in replies:
+        if isinstance(reply, Dropout):
+            refuse(reply.name, reply.error)
+            evidence.add_client_error(reply.name, reply.error)
+            continue
+        try:
+            vector = (reply.vector,) if is_masking else ()
+            state = state.take(reply.name, reply.message, *vector)
+        except HeadwaterError as error:
+            log.warning("%s: %s", error.code, error)
+            refuse(reply.name, error)
+            evidence.add_rejected(reply.name, error)
+        if isinstance(state, UnmaskPhase) and state.can_unmask:
+            break
+    close_replies = getattr(replies, "close", None)
+    if close_replies is not None:
+        close_replies()  # cancels the requests that are still open
     return state

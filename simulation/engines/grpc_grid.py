@@ -105,8 +105,8 @@ class SimulatedGrpcGrid(HeadwaterGrid):
     def expect(self, request: DescribeRequest) -> None:
         self._inner.expect(request)
 
-    def expect_beside(self, message_type: str, num_bytes: int) -> None:
-        self._inner.expect_beside(message_type, num_bytes)
+    def expect_vector(self, message_type: str, num_bytes: int) -> None:
+        self._inner.expect_vector(message_type, num_bytes)
 
     def num_bytes(self) -> tuple[int, int]:
         return self._inner.num_bytes()

@@ -73,7 +73,9 @@ class CastFleet:
                 yield Dropout(name=name, error=error)
                 continue
             vector = session.vector if isinstance(said, MaskReply) else None
-            yield Reply(name=name, said=said, beside=None if vector is None else vector.tobytes())
+            yield Reply(
+                name=name, message=said, vector=None if vector is None else vector.tobytes()
+            )
 
 
 class SessionResult:
@@ -273,21 +275,21 @@ class LyingFleet(GridFleet):
         phase: Phase,
         requests: Mapping[str, Request],
         *,
-        beside: bytes | None = None,
+        vector: bytes | None = None,
         reply_bytes: int = 0,
         timeout_seconds: float | None,
     ) -> Iterator[Reply | Dropout]:
         for reply in super().converse(
             phase,
             requests,
-            beside=beside,
+            vector=vector,
             reply_bytes=reply_bytes,
             timeout_seconds=timeout_seconds,
         ):
-            said = reply.said if isinstance(reply, Reply) else None
+            said = reply.message if isinstance(reply, Reply) else None
             if isinstance(reply, Reply) and reply.name == "1" and isinstance(said, SharesReply):
                 lie = {"seed_commitment": spoiled(said.seed_commitment)}
-                reply = replace(reply, said=said.model_copy(update=lie))
+                reply = replace(reply, message=said.model_copy(update=lie))
             yield reply
 
 
