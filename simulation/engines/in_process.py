@@ -148,7 +148,7 @@ class LocalFleet:
         phase: Phase,
         requests: Mapping[str, Request],
         *,
-        beside: bytes | None = None,
+        vector: bytes | None = None,
         reply_bytes: int = 0,
         timeout_seconds: float | None,
     ) -> Iterator[Reply | Dropout]:
