@@ -1,1 +1,1 @@
-"""The device: it sums the gradients of its own examples and sends one vector."""
+"""The client: sums the gradients of its own examples and sends one vector."""

@@ -1,6 +1,6 @@
 """The client as a Flower ClientApp: describe, train, evaluate, and the phases of a secure session.
 
-The same app runs in the simulator, behind our own gRPC stream, in Flower's Ray simulation and on
+The same app runs in the simulator, over our own gRPC stream, in Flower's Ray simulation and on
 SuperNodes. Only this file and ``client.flower`` use Flower's types.
 """
 

@@ -1,6 +1,6 @@
 """Reads which device a Flower message is for, and that device's own settings.
 
-A node's configuration belongs to the machine. Behind our stream it is made from the device's
+A node's configuration belongs to the machine. With our own stream it is made from the device's
 settings (``client.flower.node``); on a SuperNode it is ``--node-config``.
 """
 
@@ -84,7 +84,7 @@ class DeviceRequest:
     def secure(self) -> SecureSettings:
         """The stricter of the run's and the node's secure aggregation settings.
 
-        Behind our own stream the settings are the device's own. On Flower's engines they arrive
+        With our own stream the settings are the device's own. On Flower's engines they arrive
         with the run, from the user who submits it.
         """
         return strictest_settings(

@@ -10,7 +10,7 @@ once the key is erased nobody can open any copy of them.
 
 The record of masked and answered sessions and the sampler state are not taken from these bytes:
 an old copy of them could make the client mask an update twice. They are forced to the state file
-before a reply leaves, as behind ``headwater-client``, and read from there.
+before a reply leaves, as ``headwater-client`` does, and read from there.
 """
 
 from __future__ import annotations
@@ -191,16 +191,7 @@ class SuspendedSession(SecureMessage):
     members: tuple[Name, ...] = ()
 
 
-DESCRIPTION = (
-    "name",
-    "run",
-    "round",
-    "model_digest",
-    "num_values",
-    "planned_weight",
-    "update_id",
-    "has_aes",
-)
+DESCRIPTION = [n for n in Participant.__dataclass_fields__ if n in SuspendedSession.model_fields]
 """The fields of ``Participant`` in the JSON head; the others are the device's own settings."""
 
 

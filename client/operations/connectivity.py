@@ -17,7 +17,7 @@ from headwater.client.enrolment.signing_identity import check_enrolment, host_na
 from headwater.client.operations.findings import Finding, fault, fault_of, good, note
 from headwater.common.errors import HeadwaterError
 from headwater.common.settings.schema import Settings
-from headwater.common.transport.certificates import name_in
+from headwater.common.transport.certificates import common_name_in
 from headwater.common.transport.tls import check_address, read_credentials, split_address
 
 RENEW_DAYS = 30
@@ -61,7 +61,7 @@ def check_connection(settings: Settings) -> Iterator[Finding]:
 
 def check_certificate(leaf: x509.Certificate, name: str, now: dt.datetime) -> Finding:
     """Check the name and the remaining days of this device's certificate, which is valid today."""
-    certified_name = name_in(leaf.subject)
+    certified_name = common_name_in(leaf.subject)
     if certified_name != name:
         return fault(
             "TLS",
