@@ -26,7 +26,7 @@ from headwater.client.training.spool import Spool
 from headwater.client.training.task_trial import check_runs, checkpointed_bytes
 from headwater.common.data.additivity import check_additive
 from headwater.common.data.batches import evaluate_sums
-from headwater.common.data.shares import ClientDatasets
+from headwater.common.data.client_datasets import ClientDatasets
 from headwater.common.errors import BuffersChanged, ModelMismatch, NonFiniteUpdate, OutOfMemory
 from headwater.common.messages import DescribeRequest, DeviceReport, EvaluateReport, Plan, Update
 from headwater.common.model.parameters import build_model
@@ -69,7 +69,7 @@ class Trainer:
 
         Raises:
             EmptyDataset, MissingData, TaskNotAdditive, TaskFailed: see ``headwater.common.errors``.
-            MissingColumn, NoSuchPartition: see ``headwater.common.data.shares``.
+            MissingColumn, NoSuchPartition: see ``headwater.common.data.client_datasets``.
         """
         return self._opened(identity)
 

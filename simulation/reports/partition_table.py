@@ -15,10 +15,10 @@ from rich.table import Table
 from rich.text import Text
 
 from headwater.client.training.trainer import trainer_of
+from headwater.common.data.client_datasets import ClientDatasets
 from headwater.common.data.columns import column_of
 from headwater.common.data.partition import Column, DisjointPartition
 from headwater.common.data.partition_spec import LABEL
-from headwater.common.data.shares import ClientDatasets
 from headwater.common.errors import MissingColumn, SettingsError
 from headwater.common.settings.schema import Settings
 from headwater.common.system.console import console

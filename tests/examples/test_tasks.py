@@ -17,10 +17,11 @@ from examples.tabular_csv import RANGES, TabularCsv
 from examples.text_transformer import CONTEXT, PADDING, TextTransformer, stretches
 from headwater.common.data.additivity import check_additive
 from headwater.common.data.batches import SubsetView, batch_of
-from headwater.common.data.partition_spec import rule_of
-from headwater.common.data.shares import Shares
+from headwater.common.data.partition_spec import parse_rule
+from headwater.common.data.client_datasets import ClientDatasets
 from headwater.common.errors import EmptyDataset, MissingData
-from headwater.common.settings.schema import Settings, load
+from headwater.common.settings.schema import Settings
+from headwater.common.settings.sources import load
 from headwater.common.task import Task, load_task, loss_sum, open_train_examples
 from headwater.server.rounds.round_row import RoundRow
 from headwater.simulation.run import run_engine
@@ -281,9 +282,9 @@ def test_binary_files_are_left_out_and_counted_in_the_log(
 
 
 def test_a_partition_by_module_gives_a_device_whole_modules() -> None:
-    shares = Shares(TextTransformer())
+    shares = ClientDatasets(TextTransformer())
     modules = shares.column("module", data=None)
-    rule = rule_of("column:module", examples_per_device=None, seed=0)
+    rule = parse_rule("column:module", examples_per_device=None, seed=0)
     found = shares.of(rule, data=None, part=3, num_parts=modules.num_values)
     assert isinstance(found, SubsetView)
     (name,) = set(modules.values_V[modules.codes_E[found.positions]].tolist())
@@ -295,5 +296,5 @@ def test_pictures_tell_their_labels_and_open_no_file(tmp_path: Path) -> None:
     for name in ("3/a.png", "7/b.png"):
         (tmp_path / name).parent.mkdir()
         (tmp_path / name).write_bytes(b"no picture")
-    column = Shares(ImageFolder()).column("label", data=tmp_path)
+    column = ClientDatasets(ImageFolder()).column("label", data=tmp_path)
     assert column.values_V[column.codes_E].tolist() == [3, 7]

@@ -9,8 +9,8 @@ import pytest
 from torch.utils.data import TensorDataset
 
 from headwater.common.data.batches import SubsetView
+from headwater.common.data.client_datasets import ClientDatasets
 from headwater.common.data.partition_spec import PartitionRule
-from headwater.common.data.shares import ClientDatasets
 from headwater.common.errors import EmptyDataset, MissingColumn, NoSuchPartition
 from tests.tasks import TwoLayers, examples
 
