@@ -107,8 +107,8 @@ def test_a_run_outlasts_its_devices_certificate(tmp_path: Path) -> None:
         task.wait_until_reached()
         server.wait_for("0: its certificate is renewed")
         client.wait_for("this device's certificate was renewed")
-        server.wait_for("0: its certificate has ended, and so does its stream")
-        server.wait_for("0 came with its renewed certificate")
+        server.wait_for("0: its certificate has expired, so its stream ends")
+        server.wait_for("0 connected with its renewed certificate")
         assert (config.parent / "device.pem").read_bytes() != before
         task.open()
         assert client.wait() == 0, client.text()

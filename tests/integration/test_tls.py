@@ -51,7 +51,7 @@ def test_only_the_device_that_a_certificate_was_made_for_is_let_in(tmp_path: Pat
         assert_refused(foreign, "ConnectionLost")
         assert_refused(plain, "ConnectionLost")
         assert_refused(borrowed, "IdentityRefused")
-        assert "the certificate is that of '1', not of '0'" in borrowed.text()
+        assert "the certificate is for '1', not for '0'" in borrowed.text()
         assert_refused(wrong_kind, "ConnectionLost")
         assert server.poll() is None
         processes.client(port, 0, *files(certs, "0"), task=task).succeed()
