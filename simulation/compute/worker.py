@@ -148,10 +148,3 @@ def main() -> None:
             work(connection, descriptor, start)
         except (EOFError, BrokenPipeError, ConnectionResetError):
             logging.getLogger(__name__).debug("the simulator has ended")
-
-
-if __name__ == "__main__":
-    # Pickled results name their class by this module's own name.
-    from headwater.simulation.compute import worker
-
-    worker.main()

@@ -39,6 +39,7 @@ from headwater.simulation.compute.worker import (
 )
 from headwater.simulation.fleet.devices import ClientPlan, Devices
 
+RUN_WORKER = "from headwater.simulation.compute.worker import main; main()"
 # Orders that wait at a worker, in addition to the one that it carries out: it is never idle.
 AHEAD = 1
 # Slots for vectors: at most so many, and so many bytes, but at least two for each worker.
@@ -186,7 +187,7 @@ def _started(number: int, descriptor: int, start: WorkerSettings) -> _Worker:
     with theirs:
         passed = (theirs.fileno(), descriptor)
         process = subprocess.Popen(
-            [sys.executable, "-m", "headwater.simulation.compute.worker", *map(str, passed)],
+            [sys.executable, "-c", RUN_WORKER, *map(str, passed)],
             stdin=subprocess.DEVNULL,
             pass_fds=passed,
         )

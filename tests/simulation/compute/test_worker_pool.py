@@ -27,7 +27,7 @@ from headwater.server.operations.round_log import read_rows
 from headwater.server.rounds.round_row import RoundRow
 from headwater.server.rounds.run import MODEL
 from headwater.simulation.compute.one_by_one import OneByOne
-from headwater.simulation.compute.worker_pool import WorkerPool
+from headwater.simulation.compute.worker_pool import RUN_WORKER, WorkerPool
 from headwater.simulation.fleet.devices import ClientPlan, Devices
 from headwater.simulation.run import run_engine
 
@@ -77,7 +77,7 @@ def settings_of(**chosen: Any) -> Settings:
 
 def worker_processes() -> list[psutil.Process]:
     children = psutil.Process().children(recursive=True)
-    return [child for child in children if "headwater.simulation.compute.worker" in child.cmdline()]
+    return [child for child in children if RUN_WORKER in child.cmdline()]
 
 
 def test_two_workers_give_the_model_and_the_lines_of_one_process(tmp_path: Path) -> None:
