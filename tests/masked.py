@@ -26,7 +26,7 @@ from headwater.client.training.micro_batches import SamplerPosition, SamplerStat
 from headwater.client.training.trainer import Trainer, trainer_of
 from headwater.common.errors import HeadwaterError
 from headwater.common.flower import records
-from headwater.common.flower.grid import enter_run, ensure_message_id
+from headwater.common.flower.grid import ensure_message_id, enter_run
 from headwater.common.messages import Plan, ReadyReport, UpdateReport
 from headwater.common.model.parameters import ModelImage
 from headwater.common.secagg.masked_numbers import bounds_of
@@ -77,7 +77,7 @@ def plan(round_number: int = 1, **changes: Any) -> Plan:
 
 
 @dataclass(kw_only=True)
-class Told:
+class DeviceReply:
     """What a device sent on a message."""
 
     head: str
@@ -112,7 +112,7 @@ class AppDevice:
             run_config=settings_of(**settings).to_run_config(),
         )
 
-    def send(self, kind: str, head: str, vector: memoryview | bytes | None = None) -> Told:
+    def send(self, kind: str, head: str, vector: memoryview | bytes | None = None) -> DeviceReply:
         """Send a message to the device.
 
         Raises:
@@ -124,7 +124,9 @@ class AppDevice:
         reply = self.app(message, self.context)
         if reply.has_error():
             raise records.error_of_reply(reply)
-        return Told(head=records.head_json(reply.content), vector=records.vector(reply.content))
+        return DeviceReply(
+            head=records.head_json(reply.content), vector=records.vector(reply.content)
+        )
 
     def kept(self) -> dict[str, Any]:
         """Return what the device keeps in its context."""
@@ -151,7 +153,7 @@ class NodeDevice:
     def answer(self, kind: str, head: str, vector: memoryview | bytes | None = None) -> NodeAnswer:
         return self.node.answer(message_id="m", message_type=kind, head_json=head, payload=vector)
 
-    def send(self, kind: str, head: str, vector: memoryview | bytes | None = None) -> Told:
+    def send(self, kind: str, head: str, vector: memoryview | bytes | None = None) -> DeviceReply:
         """Send a message to the device.
 
         Raises:
@@ -160,7 +162,7 @@ class NodeDevice:
         answer = self.answer(kind, head, vector)
         if answer.error is not None:
             raise answer.error
-        return Told(head=answer.head_json, vector=answer.vector or None)
+        return DeviceReply(head=answer.head_json, vector=answer.vector or None)
 
     def kept(self) -> dict[str, Any]:
         """Return what the device keeps on disk."""
@@ -195,7 +197,7 @@ class FlowerDevice:
         )
         self.keep(context)
 
-    def send(self, kind: str, head: str, vector: memoryview | bytes | None = None) -> Told:
+    def send(self, kind: str, head: str, vector: memoryview | bytes | None = None) -> DeviceReply:
         """Send a message to the device.
 
         Raises:
@@ -211,18 +213,20 @@ class FlowerDevice:
         self.keep(context)
         if reply.has_error():
             raise records.error_of_reply(reply)
-        return Told(head=records.head_json(reply.content), vector=records.vector(reply.content))
+        return DeviceReply(
+            head=records.head_json(reply.content), vector=records.vector(reply.content)
+        )
 
     @property
     def context(self) -> Context:
         """What the SuperNode has of it, read back."""
-        told = ContextProto()
-        told.ParseFromString(self.between)
-        return context_from_proto(told)
+        message = ContextProto()
+        message.ParseFromString(self.context_bytes)
+        return context_from_proto(message)
 
     def keep(self, context: Context) -> None:
         """Put another context in its place."""
-        self.between = context_to_proto(context).SerializeToString()
+        self.context_bytes = context_to_proto(context).SerializeToString()
 
     @property
     def keys(self) -> list[Path]:
@@ -235,17 +239,19 @@ class FlowerDevice:
 
 
 class Device(Protocol):
-    """One of them."""
+    """Any of the devices above."""
 
     name: str
 
-    def send(self, kind: str, head: str, vector: memoryview | bytes | None = None) -> Told: ...
+    def send(
+        self, kind: str, head: str, vector: memoryview | bytes | None = None
+    ) -> DeviceReply: ...
 
     def kept(self) -> dict[str, Any]: ...
 
 
 def plain_sum(
-    part: int, asked: Plan, *, place: SamplerPosition = START
+    part: int, round_plan: Plan, *, place: SamplerPosition = START
 ) -> tuple[NDArray[np.float64], UpdateReport]:
     """Return what a device without masks would send: whole numbers, which no sum rounds.
 
@@ -253,25 +259,25 @@ def plain_sum(
     """
     device = AppDevice(part)
     records.save_state(device.context, SAMPLER, SamplerState(place=place))
-    told = train(device, asked.model_copy(update={"is_masked": False}))
-    assert told.vector is not None
-    values = np.frombuffer(told.vector, np.float32).astype(np.float64)
-    return values, records.parse(told.head, UpdateReport)
+    sent = train(device, round_plan.model_copy(update={"is_masked": False}))
+    assert sent.vector is not None
+    values = np.frombuffer(sent.vector, np.float32).astype(np.float64)
+    return values, records.parse(sent.head, UpdateReport)
 
 
-def train(device: Device, asked: Plan, image: bytes | None = None) -> Told:
+def train(device: Device, round_plan: Plan, image: bytes | None = None) -> DeviceReply:
     """Send a plan with the model."""
-    return device.send("train", asked.model_dump_json(), memoryview(image or model()))
+    return device.send("train", round_plan.model_dump_json(), memoryview(image or model()))
 
 
-def ready(device: Device, asked: Plan) -> ReadyReport:
+def ready(device: Device, round_plan: Plan) -> ReadyReport:
     """Send a masked plan."""
-    told = train(device, asked)
-    assert told.vector is None
-    return records.parse(told.head, ReadyReport)
+    sent = train(device, round_plan)
+    assert sent.vector is None
+    return records.parse(sent.head, ReadyReport)
 
 
-def ask(device: Device, request: Request, beside: bytes | None = None) -> Told:
+def ask(device: Device, request: Request, beside: bytes | None = None) -> DeviceReply:
     """Send a phase's message."""
     action = next(phase.action for phase in PHASES if phase.request is type(request))
     return device.send(f"query.{action}", request.model_dump_json(exclude_none=True), beside)
@@ -312,18 +318,18 @@ def play(
         for name, request in state.requests().items():
             phase = next(phase for phase in PHASES if phase.request is type(request))
             action = phase.action
-            if name in gone and is_behind(action, gone[name]):
+            if name in gone and is_after(action, gone[name]):
                 continue
             beside = bounds if action == "masked_update" else None
             try:
-                told = ask(here[name], request, beside)
+                sent = ask(here[name], request, beside)
             except HeadwaterError as error:
                 played.refused[name] = error
                 continue
-            played.heads.append(told.head)
-            reply: Any = records.parse(told.head, phase.reply)
+            played.heads.append(sent.head)
+            reply: Any = records.parse(sent.head, phase.reply)
             if isinstance(state, MaskPhase):
-                state = state.take(name, reply, told.vector)
+                state = state.take(name, reply, sent.vector)
             else:
                 state = state.take(name, reply)
         if action == until:
@@ -333,14 +339,14 @@ def play(
     return played
 
 
-def is_behind(action: str, last: str | None) -> bool:
+def is_after(action: str, last: str | None) -> bool:
     """Whether a phase comes after the last that a device answers; None: it answers none."""
     return last is None or ACTIONS.index(action) > ACTIONS.index(last)
 
 
 def opening_of(
     devices: Iterable[Device],
-    asked: Plan,
+    round_plan: Plan,
     *,
     mode: Any = "semi-honest",
     attempt: int = 1,
@@ -351,13 +357,13 @@ def opening_of(
     return SessionSetup(
         **{
             "run": RUN,
-            "number": SessionNumber(asked.round, attempt),
+            "number": SessionNumber(round_plan.round, attempt),
             "mode": mode,
             "model_digest": hashlib.sha256(model()).digest(),
             "num_values": image.layout.num_parameters,
-            "planned_weights": {d.name: asked.weigh_as or asked.quota for d in devices},
+            "planned_weights": {d.name: round_plan.weigh_as or round_plan.quota for d in devices},
             "clip": CLIP,
-            "bounds": bounds_of((), largest_weight=asked.quota, max_examples=asked.quota),
+            "bounds": bounds_of((), largest_weight=round_plan.quota, max_examples=round_plan.quota),
             **more,
         }
     )

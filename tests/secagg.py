@@ -1,4 +1,4 @@
-"""A secure session without a network: real devices, the real server, and faults told as data."""
+"""A secure session without a network: real devices, the real server, and faults as data."""
 
 from __future__ import annotations
 

@@ -22,8 +22,8 @@ from tests.masked import (
     TASK,
     AppDevice,
     Device,
+    DeviceReply,
     NodeDevice,
-    Told,
     ask,
     opening_of,
     plan,
@@ -67,7 +67,7 @@ class Failing:
         self._kinds = set(kinds)
         self._disk = disk
 
-    def send(self, kind: str, head: str, vector: memoryview | bytes | None = None) -> Told:
+    def send(self, kind: str, head: str, vector: memoryview | bytes | None = None) -> DeviceReply:
         before = None
         if kind in self._kinds:
             self._kinds.remove(kind)
@@ -79,9 +79,9 @@ class Failing:
             assert str(self._disk.folder) not in answer.error.message  # it travels
             self.num_failed += 1
             before = self._device.kept()
-        told = self._device.send(kind, head, vector)
+        sent = self._device.send(kind, head, vector)
         assert before is None or self._device.kept() != before
-        return told
+        return sent
 
 
 def test_nothing_is_answered_before_it_is_on_disk(tmp_path: Path) -> None:
@@ -167,15 +167,15 @@ class Watched:
         self._device = device
         self._secrets = secrets
 
-    def send(self, kind: str, head: str, vector: memoryview | bytes | None = None) -> Told:
-        told = self._device.send(kind, head, vector)
+    def send(self, kind: str, head: str, vector: memoryview | bytes | None = None) -> DeviceReply:
+        sent = self._device.send(kind, head, vector)
         session = session_of(self._device)
         for number, secret in enumerate(session.state.secrets() if session.state else ()):
             if not secret.is_erased:
                 key = f"{self.name} {type(session.state).__name__} {number}"
                 self._secrets[key] = bytes(secret.reveal())
         self.shown += [repr(session), repr(vars(session)), json.dumps(self.kept())]
-        return told
+        return sent
 
 
 def session_of(device: Device) -> SecureSession:
@@ -273,12 +273,12 @@ def test_a_masked_vector_is_sent_as_a_view_of_the_accumulator(
     for one in cohort:
         ready(one, plan())
     play(cohort, opening_of(cohort, plan()), until="masked_update")
-    told = ask(device, MaskRequest(members=NAMES))
+    sent = ask(device, MaskRequest(members=NAMES))
     memory = device.node.trainer.accumulator.values_P.numpy().data.cast("B")
-    assert isinstance(told.vector, memoryview)
-    assert told.vector == memory
+    assert isinstance(sent.vector, memoryview)
+    assert sent.vector == memory
     memory[0] = (memory[0] + 1) % 256
-    assert told.vector == memory
+    assert sent.vector == memory
 
 
 def test_a_record_survives_the_context() -> None:

@@ -45,10 +45,10 @@ from tests.masked import (
     RUN,
     AppDevice,
     Device,
+    DeviceReply,
     FlowerDevice,
-    Told,
     ask,
-    is_behind,
+    is_after,
     opening_of,
     plain_sum,
     plan,
@@ -97,18 +97,18 @@ def place_of(device: Device) -> SamplerPosition:
 class Then:
     """A device to which something happens once it has answered."""
 
-    def __init__(self, device: FlowerDevice, then: Callable[[str, Told], None]) -> None:
+    def __init__(self, device: FlowerDevice, then: Callable[[str, DeviceReply], None]) -> None:
         self.name, self.kept = device.name, device.kept
         self._device = device
         self._then = then
 
-    def send(self, kind: str, head: str, vector: memoryview | bytes | None = None) -> Told:
-        told = self._device.send(kind, head, vector)
-        self._then(kind, told)
-        return told
+    def send(self, kind: str, head: str, vector: memoryview | bytes | None = None) -> DeviceReply:
+        sent = self._device.send(kind, head, vector)
+        self._then(kind, sent)
+        return sent
 
 
-# The session goes on.
+# The session continues in the next process.
 
 
 @pytest.mark.parametrize("mode", ["semi-honest", "active"])
@@ -153,7 +153,7 @@ def test_an_unmasked_update_may_join_another_session(tmp_path: Path) -> None:
     np.testing.assert_array_equal(sum_of(opened), expected)
 
 
-# Nothing is masked twice.
+# No update is masked twice.
 
 
 @pytest.mark.parametrize("action", [action for action in ACTIONS if action != "consistency"])
@@ -163,14 +163,14 @@ def test_a_restarted_supernode_leaves_the_session_and_uses_no_example_twice(
     """Once its masked vector is with the server, the others' shares open the sum with it."""
     sums = [plain_sum(part, plan())[0] for part in range(5)]
     cohort = trained(devices(tmp_path, 5))
-    fresh = FlowerDevice(0, tmp_path / "0").between
+    fresh = FlowerDevice(0, tmp_path / "0").context_bytes
 
-    def restart(kind: str, _: Told) -> None:
+    def restart(kind: str, _: DeviceReply) -> None:
         if kind == f"query.{action}":
-            cohort[0].between = fresh  # its memory is gone
+            cohort[0].context_bytes = fresh  # its memory is gone
 
     played = play([Then(cohort[0], restart), *cohort[1:]], opening_of(cohort, plan()))
-    is_masked = not is_behind("masked_update", action)
+    is_masked = not is_after("masked_update", action)
     np.testing.assert_array_equal(sum_of(played.sum), sum(sums[0 if is_masked else 1 :]))
     if action == "unmask":
         assert not played.refused
@@ -183,15 +183,15 @@ def test_a_restarted_supernode_leaves_the_session_and_uses_no_example_twice(
 def test_an_old_context_cannot_mask_the_update_again(tmp_path: Path) -> None:
     cohort = trained(devices(tmp_path, 3))
     play(cohort, opening_of(cohort, plan()), until="check_shares")
-    before = cohort[0].between
+    before = cohort[0].context_bytes
     assert ask(cohort[0], MaskRequest(members=ALL)).vector is not None
-    behind = cohort[0].between
-    cohort[0].between = before
+    after = cohort[0].context_bytes
+    cohort[0].context_bytes = before
     with pytest.raises(UpdateAlreadyMasked):
         ask(cohort[0], MaskRequest(members=ALL))
     with pytest.raises(UpdateAlreadyMasked):
         ask(cohort[0], KEYS.model_copy(update={"attempt": 2}))
-    cohort[0].between = behind
+    cohort[0].context_bytes = after
     ask(cohort[0], UnmaskRequest(survived=ALL, dropped=()))
 
 
@@ -199,9 +199,9 @@ def test_an_old_context_cannot_sign_a_second_survivor_set(tmp_path: Path) -> Non
     cohort = trained(enrolled(tmp_path, 5))
     names = tuple(device.name for device in cohort)
     play(cohort, opening_of(cohort, plan(), mode="active"), until="masked_update")
-    before = cohort[0].between
+    before = cohort[0].context_bytes
     ask(cohort[0], SurvivorsRequest(survived=names, dropped=()))
-    cohort[0].between = before
+    cohort[0].context_bytes = before
     ask(cohort[0], SurvivorsRequest(survived=names, dropped=()))
     with pytest.raises(SurvivorsChanged):
         ask(cohort[0], SurvivorsRequest(survived=names[:4], dropped=names[4:]))
@@ -220,7 +220,7 @@ def test_nothing_is_masked_before_the_record_is_on_disk(tmp_path: Path) -> None:
     assert ask(cohort[0], MaskRequest(members=ALL)).vector is not None
 
 
-# Where it waits, and how long.
+# Where the update is stored, and for how long.
 
 
 def test_only_the_owner_reads_the_key_and_the_session_s_end_erases_it(tmp_path: Path) -> None:
@@ -242,11 +242,11 @@ def test_the_next_plan_erases_an_aborted_session_s_key(is_masked: bool, tmp_path
     cohort = trained(devices(tmp_path, 3))
     play(cohort, opening_of(cohort, plan()), until="masked_update")
     device, old = cohort[0], cohort[0].keys[0].read_bytes()
-    left = device.between
+    left = device.context_bytes
     train(device, plan(2, is_masked=is_masked))
     assert [key.read_bytes() for key in device.keys if key.read_bytes() == old] == []
     assert len(device.keys) == is_masked
-    device.between = left  # whoever kept a copy has nothing
+    device.context_bytes = left  # whoever kept a copy has nothing
     with pytest.raises(UpdateNotHeld):
         ask(device, UnmaskRequest(survived=ALL, dropped=()))
 
@@ -338,7 +338,7 @@ def test_simulated_keys_need_no_file_and_differ() -> None:
     assert bytes(again.read().reveal()) in found
 
 
-# Nothing is shown.
+# Nothing is revealed.
 
 
 def forms(secret: bytes) -> list[bytes]:
@@ -374,12 +374,12 @@ def test_no_secret_appears_in_the_context_a_file_a_log_or_a_message(
     cohort = enrolled(tmp_path, 4)
 
     def looking(device: FlowerDevice) -> Then:
-        def look(kind: str, told: Told) -> None:
-            seen.extend((device.between, repr(device.context).encode()))
+        def look(kind: str, sent: DeviceReply) -> None:
+            seen.extend((device.context_bytes, repr(device.context).encode()))
             files = [path for path in device.folder.glob("**/*") if path.is_file()]
             seen.extend(path.read_bytes() for path in files if path not in device.keys)
             if kind != "query.unmask":  # which tells shares, one kind of each dealer
-                seen.extend((told.head.encode(), bytes(told.vector or b"")))
+                seen.extend((sent.head.encode(), bytes(sent.vector or b"")))
 
         return Then(device, look)
 
@@ -405,7 +405,7 @@ def test_no_secret_appears_in_the_context_a_file_a_log_or_a_message(
         )
 
 
-# What the device insists on, whatever the run says.
+# What the node requires, whatever the run says.
 
 
 def test_a_node_can_require_more_than_the_run(tmp_path: Path) -> None:

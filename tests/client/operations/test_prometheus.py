@@ -15,7 +15,7 @@ from headwater.common.messages import ReadyReport, Step, UpdateReport, Vitals
 
 def report(seconds: float, num_steps: int = 2, **changes: Any) -> UpdateReport:
     step = Step(num_examples=4, weight=4, loss=1.0, gradient_norm=1.0, seconds=0.1, peak_bytes=70)
-    told: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "name": "pi",
         "round": 1,
         "num_examples": 4 * num_steps,
@@ -26,7 +26,7 @@ def report(seconds: float, num_steps: int = 2, **changes: Any) -> UpdateReport:
         "steps": (step,) * num_steps,
         "reason": "quota",
     }
-    return UpdateReport(**{**told, **changes})
+    return UpdateReport(**{**fields, **changes})
 
 
 def samples(counters: Counters, vitals: Vitals, limit_bytes: int | None) -> dict[str, float]:

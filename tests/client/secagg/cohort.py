@@ -8,7 +8,7 @@ from typing import Any
 from headwater.client.training.micro_batches import SamplerPosition
 from headwater.common.messages import DescribeRequest
 from headwater.server.secagg.parameters import SessionSetup
-from tests.masked import AppDevice, Device, Told, opening_of, plan, ready, trainer
+from tests.masked import AppDevice, Device, DeviceReply, opening_of, plan, ready, trainer
 
 
 def devices(count: int = 4, **chosen: Any) -> list[AppDevice]:
@@ -46,15 +46,15 @@ def describe(**changes: Any) -> str:
 class Between:
     """A device to which something happens once it has answered an action."""
 
-    def __init__(self, device: Device, action: str, then: Callable[[Told], object]) -> None:
+    def __init__(self, device: Device, action: str, then: Callable[[DeviceReply], object]) -> None:
         self.name = device.name
         self.device = device
         self.kept = device.kept
         self._kind = f"query.{action}"
         self._then = then
 
-    def send(self, kind: str, head: str, vector: memoryview | bytes | None = None) -> Told:
-        told = self.device.send(kind, head, vector)
+    def send(self, kind: str, head: str, vector: memoryview | bytes | None = None) -> DeviceReply:
+        sent = self.device.send(kind, head, vector)
         if kind == self._kind:
-            self._then(told)
-        return told
+            self._then(sent)
+        return sent

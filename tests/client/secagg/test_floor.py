@@ -43,7 +43,7 @@ ACTIVE = {"aggregation": "active"}
 pytestmark = pytest.mark.usefixtures("a_process_of_its_own")
 
 
-# What the device insists on.
+# What the device requires.
 
 
 @pytest.mark.parametrize("chosen", [SEMI_HONEST, ACTIVE])
@@ -113,7 +113,7 @@ def test_a_device_without_an_identity_takes_no_part_in_active_sessions(tmp_path:
         ask(device, KEYS.model_copy(update={"mode": "active"}))
 
 
-# What is wrong with an update is said before a session opens, and not how large it is.
+# A faulty update is reported before a session opens, without its figures.
 
 
 BAD_TASK = """
@@ -142,7 +142,7 @@ class Talkative(TwoLayers):
 
 
 @pytest.mark.parametrize(
-    ("task", "asked", "error"),
+    ("task", "round_plan", "error"),
     [
         ("AllBad", plan(), EmptyUpdate),
         ("Heavy", plan(), CountOutOfRange),
@@ -152,7 +152,7 @@ class Talkative(TwoLayers):
 )
 def test_a_refused_update_reveals_none_of_its_numbers(
     task: str,
-    asked: Plan,
+    round_plan: Plan,
     error: type[HeadwaterError],
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
@@ -161,11 +161,11 @@ def test_a_refused_update_reveals_none_of_its_numbers(
     device = NodeDevice(0, tmp_path, task=f"{tmp_path}/bad_masked.py:{task}")
     image = bytes(device.node.trainer.image.buffer())
     with pytest.raises(error) as caught:
-        train(device, asked, image)
-    told = caught.value.message
-    assert "own log" in told
+        train(device, round_plan, image)
+    message = caught.value.message
+    assert "own log" in message
     for number in ("8", "977", "49"):
-        assert number not in told
+        assert number not in message
     assert any(record.levelname == "WARNING" for record in caplog.records)
     with pytest.raises(UpdateNotHeld):
         ask(device, KEYS)

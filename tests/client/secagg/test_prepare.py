@@ -28,7 +28,7 @@ from tests.faults import FaultPlan
 from tests.masked import (
     RUN,
     AppDevice,
-    Told,
+    DeviceReply,
     ask,
     opening_of,
     plain_sum,
@@ -48,14 +48,14 @@ pytestmark = pytest.mark.usefixtures("a_process_of_its_own")
 
 
 def test_a_masked_plan_is_answered_with_a_ready_report_alone() -> None:
-    told = train(AppDevice(0), plan())
-    assert told.vector is None
-    assert json.loads(told.head).keys() <= set(ReadyReport.model_fields)
+    sent = train(AppDevice(0), plan())
+    assert sent.vector is None
+    assert json.loads(sent.head).keys() <= set(ReadyReport.model_fields)
     clear = train(AppDevice(0), plan(is_masked=False))
     assert clear.vector is not None
     hidden = {"num_examples", "weight", "loss_sum", "metric_sums", "steps", "num_left"}
     assert hidden & json.loads(clear.head).keys()
-    assert not hidden & json.loads(told.head).keys()
+    assert not hidden & json.loads(sent.head).keys()
 
 
 @pytest.mark.parametrize("mode", ["semi-honest", "active"])
@@ -89,12 +89,12 @@ def test_the_norm_and_the_noise_sums_are_masked() -> None:
 
 
 def test_a_sum_scaled_to_the_device_s_data_is_masked_with_the_scaled_weight() -> None:
-    asked = plan(weigh_as=24)
-    expected = [plain_sum(part, asked)[0] for part in range(3)]
+    round_plan = plan(weigh_as=24)
+    expected = [plain_sum(part, round_plan)[0] for part in range(3)]
     cohort = devices(3)
     for device in cohort:
-        ready(device, asked)
-    opened = play(cohort, opening_of(cohort, asked)).sum
+        ready(device, round_plan)
+    opened = play(cohort, opening_of(cohort, round_plan)).sum
     np.testing.assert_array_equal(sum_of(opened), sum(expected))
     assert (opened.numbers[WEIGHT], opened.numbers["summed_weight"]) == (72, 24)
 
@@ -139,7 +139,7 @@ def _digest(data: bytes) -> bytes:
     return hashlib.sha256(data).digest()
 
 
-# The device's own pace.
+# The device's own training speed.
 
 
 class Steady(ThisMachine):
@@ -161,10 +161,10 @@ def test_a_device_follows_and_reports_its_own_training_speed() -> None:
     unasked = ready(device, plan())
     assert (unasked.seconds_per_micro_batch, unasked.seconds_per_example) == (None, None)
     device.send("query.describe", describe())
-    told = Line(base=0.0, each=2.0)
-    assert read_speed(device.kept()["pace"]) == told
+    measured = Line(base=0.0, each=2.0)
+    assert read_speed(device.kept()["pace"]) == measured
     step = Step(num_examples=4, weight=4, loss=0, gradient_norm=0, seconds=4, peak_bytes=0)
-    expected = pace.updated_line(told, [step, step])
+    expected = pace.updated_line(measured, [step, step])
     found = ready(device, plan())
     assert found.seconds == 8.0
     assert (
@@ -175,18 +175,18 @@ def test_a_device_follows_and_reports_its_own_training_speed() -> None:
     device.send("query.describe", describe())
     assert read_speed(device.kept()["pace"]) == expected
     device.send("query.describe", describe(left_out="too slow"))
-    assert read_speed(device.kept()["pace"]) == told
+    assert read_speed(device.kept()["pace"]) == measured
 
 
-# Whose memory it lies in.
+# Whose memory holds the update.
 
 
 def test_an_update_is_masked_in_place_unless_another_device_needs_the_memory() -> None:
     seen: list[bool] = []
 
-    def look(told: Told) -> None:
-        assert told.vector is not None
-        masked = np.frombuffer(told.vector, np.uint8)
+    def look(sent: DeviceReply) -> None:
+        assert sent.vector is not None
+        masked = np.frombuffer(sent.vector, np.uint8)
         seen.append(np.shares_memory(masked, trainer().accumulator.values_P.numpy()))
 
     cohort = [Between(device, "masked_update", look) for device in trained(3)]
@@ -198,7 +198,7 @@ def test_a_probe_during_the_session_leaves_the_update_unchanged() -> None:
     expected = sum(plain_sum(part, plan())[0] for part in range(3))
     cohort = trained(3)
     last = Between(
-        cohort[2], "check_shares", lambda told: cohort[2].send("query.describe", describe())
+        cohort[2], "check_shares", lambda sent: cohort[2].send("query.describe", describe())
     )
     played = play([*cohort[:2], last], make_setup(cohort))
     np.testing.assert_array_equal(sum_of(played.sum), expected)

@@ -27,10 +27,10 @@ from tests.masked import (
     TASK,
     AppDevice,
     Device,
+    DeviceReply,
     NodeDevice,
-    Told,
     ask,
-    is_behind,
+    is_after,
     opening_of,
     plain_sum,
     plan,
@@ -43,7 +43,7 @@ from tests.masked import (
 pytestmark = pytest.mark.usefixtures("a_process_of_its_own")
 
 
-# Order, and processes that were started anew.
+# The order of requests, and restarted processes.
 
 
 def test_a_phase_out_of_order_is_refused() -> None:
@@ -89,12 +89,12 @@ def test_a_restarted_process_leaves_the_session_and_uses_no_example_twice(
     for device in cohort:
         ready(device, plan())
 
-    def restart(_: Told) -> None:
+    def restart(_: DeviceReply) -> None:
         between.device = NodeDevice(0, tmp_path, task=f"././{TASK}")
 
     between = Between(killed, action, restart)
     played = play([between, *others], opening_of(cohort, plan()))
-    is_masked = not is_behind("masked_update", action)
+    is_masked = not is_after("masked_update", action)
     np.testing.assert_array_equal(sum_of(played.sum), sum(sums[0 if is_masked else 1 :]))
     if action == "unmask":
         assert not played.refused

@@ -174,7 +174,7 @@ def test_nothing_is_answered_or_masked_if_the_record_cannot_be_stored(action: st
         return message
 
     plan = FaultPlan().tell(action, full, client=ME)
-    if action == "unmask":  # what it would have told is erased: it fails closed, the rest go on
+    if action == "unmask":  # the reply is lost with the erased shares; the other members continue
         played = cast.play(plan)
         assert ME in played.refused
         assert ME in played.sum.survived

@@ -38,7 +38,7 @@ NAME = "large_model.py"
 
 
 class Stream:
-    """Keeps what is written, and breaks if told so."""
+    """Keeps what is written, and can be broken."""
 
     def __init__(self) -> None:
         self.frames: list[ClientFrame] = []
@@ -46,7 +46,7 @@ class Stream:
 
     async def write(self, frame: ClientFrame) -> None:
         if self.is_broken:
-            raise StreamBroken("as told")
+            raise StreamBroken("broken by the test")
         self.frames.append(frame)
 
     async def first(self, kind: str) -> ClientFrame:
@@ -83,10 +83,10 @@ class Device:
 
     async def ask(self) -> None:
         plan = Plan(round=1, run_seed=0, model_version=0, quota=4, micro_batch_size=2)
-        asked = Instruction(
+        instruction = Instruction(
             message_id="1", message_type="train", head_json=plan.model_dump_json(), image_id="m"
         )
-        await self.exchange.take_instruction(asked, is_stopping=False)
+        await self.exchange.take_instruction(instruction, is_stopping=False)
 
     async def finish(self) -> None:
         """Grant the turn, take all and acknowledge it."""
@@ -100,11 +100,11 @@ class Device:
 
 
 def run(device: Device, story: Callable[[Device], Awaitable[None]]) -> None:
-    async def told() -> None:
+    async def limited() -> None:
         async with asyncio.timeout(60):
             await story(device)
 
-    asyncio.run(told())
+    asyncio.run(limited())
 
 
 def test_transfers_of_model_and_update_measure_the_link(tmp_path: Path) -> None:
