@@ -103,7 +103,7 @@ class History:
         self._written: dict[str, tuple[Any, ...]] = {}
         try:
             self._database = _open(self._path)
-        except (sqlite3.DatabaseError, _TooNew) as error:
+        except sqlite3.DatabaseError as error:
             if isinstance(error, sqlite3.OperationalError):
                 raise  # the file is locked, full or read-only, not damaged
             aside = self._path.with_name(f"{FILE}.{time.time_ns()}")
@@ -165,10 +165,6 @@ class History:
         self._database.close()
 
 
-class _TooNew(Exception):
-    pass
-
-
 def _open(path: Path) -> sqlite3.Connection:
     database = sqlite3.connect(path, timeout=BUSY_SECONDS)
     try:
@@ -177,7 +173,7 @@ def _open(path: Path) -> sqlite3.Connection:
         database.execute("PRAGMA synchronous = NORMAL")
         (version,) = database.execute("PRAGMA user_version").fetchone()
         if version > VERSION:
-            raise _TooNew(f"it has version {version}, this server writes {VERSION}")
+            raise sqlite3.DatabaseError(f"it has version {version}, this server writes {VERSION}")
         for number in range(version, VERSION):
             steps = f"BEGIN; {MIGRATIONS[number]} PRAGMA user_version = {number + 1}; COMMIT;"
             database.executescript(steps)

@@ -19,7 +19,7 @@ from headwater.common.secagg.protocol import (
     SessionNumber,
     SharesReply,
 )
-from headwater.common.secagg.rotation import rotated_encoding
+from headwater.common.secagg.hadamard_rotation import rotated_encoding
 from headwater.common.secagg.session import SessionView, keys_message, session_of
 from tests.faults import FaultPlan
 from tests.secagg import MODEL, PLANNED, Cast

@@ -23,7 +23,7 @@ from headwater.common.transport.wire_pb2 import Chunk, ClientFrame, Leave
 from headwater.server.enrolment.peer_certificates import CertificateVerifier
 from headwater.server.transport import listener as port_module
 from headwater.server.transport.listener import UnidentifiedConnections
-from headwater.server.transport.rate_limit import BURST, FRAMES, FRAMES_PER_INSTRUCTION, FrameLimit
+from headwater.server.transport.rate_limit import BURST, FRAMES
 from tests.attacks.fuzzing import is_served, record, send_bytes
 from tests.attacks.raw import LIMITLESS, RawDevice, Run, cohort, serving
 from tests.certificates import credentials_of, make_folder, put_signed, revoke, tls_of
@@ -274,17 +274,6 @@ def test_a_million_tiny_frames_end_their_stream_and_delay_no_other() -> None:
             assert [client.name for client in run.rows[0].clients] == ["honest"]
 
     asyncio.run(play())
-
-
-def test_an_honest_stream_has_frames_to_spare() -> None:
-    frames, now = FrameLimit(at=0.0), 0.0
-    for _ in range(10_000):  # rounds at full speed, of a description, a reply and three chunks
-        frames.grant_reply(3 << 20)
-        assert all(frames.take(now) for _ in range(5))
-    assert frames.tokens <= FRAMES + FRAMES_PER_INSTRUCTION + 6
-    idle = FrameLimit(at=0.0)
-    assert sum(idle.take(0.0) for _ in range(5000)) == FRAMES
-    assert idle.take(2.0)  # the tokens refill with time
 
 
 async def exceed_rate_limit(run: Run, *, credentials: Credentials | None = None) -> None:

@@ -12,13 +12,7 @@ import pytest
 from headwater.client.enrolment.join import join
 from headwater.common.errors import PortInUse
 from headwater.server.transport.enrolment_port import EnrolmentPort
-from headwater.server.transport.rate_limit import (
-    BURST,
-    MAX_ADDRESSES,
-    PER_SECOND,
-    RateLimit,
-    subscriber,
-)
+from headwater.server.transport.rate_limit import BURST
 from tests.certificates import (
     make_folder,
 )
@@ -65,23 +59,6 @@ def test_an_address_that_connects_too_often_gets_no_handshake(tmp_path: Path) ->
             seconds=20,
             what=lambda: str(port.refusals),
         )
-
-
-def test_the_rate_limit_recovers_with_time_and_forgets_addresses() -> None:
-    ration = RateLimit()
-    assert [ration.take("a", 0.0) for _ in range(int(BURST) + 1)] == [True] * int(BURST) + [False]
-    assert ration.take("b", 0.0)
-    assert ration.take("a", 1 / PER_SECOND)
-    assert not ration.take("a", 1 / PER_SECOND)
-    for number in range(MAX_ADDRESSES):
-        ration.take(str(number), 3.0)
-    assert ration.take("a", 3.0)
-
-
-def test_an_ipv6_subscriber_is_its_64_bit_prefix() -> None:
-    assert subscriber("2001:db8:1:2:3:4:5:6") == subscriber("2001:db8:1:2::1")
-    assert subscriber("2001:db8:1:2::1") != subscriber("2001:db8:1:3::1")
-    assert subscriber("192.0.2.1") != subscriber("192.0.2.2")
 
 
 def test_the_enrolment_port_requires_tls_1_3(tmp_path: Path) -> None:
