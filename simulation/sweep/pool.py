@@ -10,9 +10,9 @@ from __future__ import annotations
 import os
 import signal
 from collections import deque
-from collections.abc import Generator, Sequence
-from contextlib import suppress
-from multiprocessing import get_context
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from multiprocessing import get_context, resource_tracker
 from multiprocessing.connection import Connection, wait
 
 from headwater.simulation.sweep.grid import SweepRun
@@ -33,8 +33,9 @@ def run_all(
 
     def start_worker() -> None:
         if waiting:
-            worker = _Worker(waiting.popleft())
-            workers[worker.pipe] = worker
+            with _sigint_deferred():
+                worker = _Worker(waiting.popleft())
+                workers[worker.pipe] = worker
 
     try:
         for _ in range(jobs):
@@ -64,11 +65,7 @@ class _Worker:
         context = get_context("spawn")
         self.pipe, other_end = context.Pipe()
         self._process = context.Process(target=execute_runs, args=(other_end,))
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # the worker unblocks it
-        try:
-            self._process.start()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        self._process.start()
         other_end.close()
         self.is_alive = True
         self.begin(run)
@@ -103,3 +100,24 @@ class _Worker:
         self._process.join(EXIT_SECONDS)
         self._process.kill()
         self._process.join()
+
+
+@contextmanager
+def _sigint_deferred() -> Iterator[None]:
+    """Defer Ctrl-C, so that no process is started halfway or forgotten.
+
+    A process that is started here inherits the blocked SIGINT, and unblocks it once it can handle
+    it. The resource tracker of ``multiprocessing`` unblocks SIGINT as it starts, so it is started
+    first. The mask holds for one thread only; the handler covers the others.
+    """
+    received: list[int] = []
+    handler = signal.signal(signal.SIGINT, lambda number, _: received.append(number))
+    resource_tracker.ensure_running()
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        signal.signal(signal.SIGINT, handler)
+    if received:
+        signal.raise_signal(signal.SIGINT)

@@ -86,6 +86,7 @@ def start(folder: Path, out: str, *more: str, **env: str) -> subprocess.Popen[st
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        process_group=0,
     )
     STARTED.append(process)
     return process
@@ -156,6 +157,21 @@ def test_an_interrupted_sweep_resumes_to_the_models_of_the_uninterrupted_one(fol
     assert {
         path: path.stat().st_mtime_ns for path in (folder / "interrupted").glob("*/*/*")
     } == written
+
+
+@pytest.mark.slow
+def test_ctrl_c_while_workers_start_leaves_no_traceback_and_no_process(folder: Path) -> None:
+    """The terminal sends SIGINT to the sweep and to the workers, which may still import torch."""
+    sweep = start(folder, "out", "--jobs", "2")
+    for _ in while_running(sweep):
+        if len(workers := psutil.Process(sweep.pid).children()) >= 3:  # and a resource tracker
+            break
+    os.killpg(sweep.pid, signal.SIGINT)
+    output = output_of(sweep)
+    assert sweep.returncode == 130, output
+    assert "Traceback" not in output
+    _, alive = psutil.wait_procs(workers, timeout=PATIENCE_SECONDS)
+    assert not alive
 
 
 @pytest.mark.slow
