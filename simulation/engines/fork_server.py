@@ -12,15 +12,15 @@ is checked on real examples in a separate child, so that devices inherit nothing
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import json
 import os
-import select
 import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,6 @@ from headwater.simulation.engines.client_processes import ROUND, STATE
 from headwater.simulation.engines.device_app import process_app
 from headwater.simulation.engines.shared_round import SharedRound
 
-REAP_SECONDS = 0.05
 PATIENCE_SECONDS = 60.0  # for the server, which is on the same machine
 CHECK_FAILED = 3  # exit status of the child that checks the task, after it has reported why
 
@@ -91,10 +90,13 @@ def main() -> None:
     port = json.loads(line)["port"]
     gc.collect()
     gc.freeze()  # a collection would write into every object, and so copy its page
-    parts = {}
+    parts: dict[int, int] = {}  # by process id
     for part in range(run.num_devices):
         parts[_fork(lambda: _run_device(run, part, port))] = part  # noqa: B023 - called at once
-    _report_ends(parts, send)
+    threading.Thread(target=_end_with_the_engine, args=(parts,), daemon=True).start()
+    while parts:
+        child, wait_status = os.waitpid(-1, 0)
+        send({"ended": parts.pop(child), "status": os.waitstatus_to_exitcode(wait_status)})
 
 
 def _load(order: dict[str, Any]) -> ForkedRun:
@@ -172,7 +174,7 @@ def _run_device(run: ForkedRun, part: int, port: int) -> int:
     for stream in (sys.stdout, sys.stderr):
         os.dup2(log_file, stream.fileno())
     os.close(log_file)
-    threading.Thread(target=_exit_with_the_engine, name="engine", daemon=True).start()
+    threading.Thread(target=_end_with_the_engine, daemon=True).start()
     start_log(verbose=run.is_verbose)
     settings, layout = run.settings, run.trainer.image.layout
     torch.set_num_threads(settings.threads or 1)
@@ -193,32 +195,11 @@ def _run_device(run: ForkedRun, part: int, port: int) -> int:
     return 0
 
 
-def _exit_with_the_engine() -> None:
-    """End this process as soon as the engine's process has ended, for whatever reason."""
+def _end_with_the_engine(children: Collection[int] = ()) -> None:
+    """Kill the children and end this process when the engine's process ends, for any reason."""
     while os.read(sys.stdin.fileno(), 1):
         pass
+    for child in list(children):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
     os._exit(1)
-
-
-def _report_ends(parts: dict[int, int], send: Send) -> None:
-    """Report each device that ends; kill the devices if the engine has ended."""
-    while parts:
-        closed, _, _ = select.select([sys.stdin.fileno()], [], [], REAP_SECONDS)
-        if closed:
-            for child in parts:
-                os.kill(child, signal.SIGKILL)
-            return
-        for child, wait_status in _ended_children():
-            send({"ended": parts.pop(child), "status": os.waitstatus_to_exitcode(wait_status)})
-
-
-def _ended_children() -> Iterator[tuple[int, int]]:
-    """Yield the children that have ended, with their wait status."""
-    while True:
-        try:
-            child, wait_status = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
-            return
-        if not child:
-            return
-        yield child, wait_status
