@@ -18,9 +18,10 @@ from headwater.common.messages import DeviceReport, Vitals
 from headwater.common.model.parameters import build_model
 from headwater.common.settings import schema as settings
 from headwater.common.task import load_task
-from headwater.server.planning.device_estimates import NOTHING
-from headwater.server.planning.planner import Device, Link, assign
-from headwater.server.planning.round_plans import Planning
+from headwater.server.planning.cohort import ConnectedClients
+from headwater.server.planning.device_estimates import UNKNOWN_DEVICE
+from headwater.server.planning.planner import TransferCosts, assign
+from headwater.server.planning.round_plans import RoundPlanner
 from headwater.server.planning.target_batch import Target
 
 MIB = 2**20
@@ -29,7 +30,7 @@ DEADLINE_SECONDS = 10.0
 
 
 def device_report(number: int) -> DeviceReport:
-    """Return what a device tells: of 13 speeds, 9 memories, 7 links and 977 data sets."""
+    """Return a device's report: of 13 speeds, 9 memories, 7 links and 977 data sets."""
     slow = 1000.0 if number % 5 == 0 else 1.0
     return DeviceReport(
         name=str(number),
@@ -63,19 +64,17 @@ def seconds_of(work: Callable[[], object], *, times: int) -> Figures:
 def measure(num_devices: int, *, times: int) -> Figures:
     """Plan rounds of so many devices, with and without a deadline, and with turns."""
     reports = [device_report(number) for number in range(num_devices)]
-    told = {report.name: report for report in reports}
-    devices = [
-        Device(name=one.name, num_examples=one.num_examples, learned=NOTHING.told(one))
-        for one in reports
-    ]
-    link = Link(image_bytes=MIB, update_bytes=MIB)
-    turns = Link(image_bytes=MIB, update_bytes=MIB, turn_seconds=1e-4)
+    clients = ConnectedClients(reports={report.name: report for report in reports})
+    estimates = [UNKNOWN_DEVICE.after_description(report) for report in reports]
+    names = list(clients.reports)
+    costs = TransferCosts(image_bytes=MIB, update_bytes=MIB)
+    turns = TransferCosts(image_bytes=MIB, update_bytes=MIB, turn_seconds=1e-4)
     target = 20 * num_devices
     figures: Figures = {"devices": num_devices}
-    for name, its_link in (("assign", link), ("assign_with_turns", turns)):
+    for name, its_costs in (("assign", costs), ("assign_with_turns", turns)):
         figures[name] = seconds_of(
-            lambda its_link=its_link: assign(  # type: ignore[misc]
-                devices, settings.PlanSettings(), target=target, link=its_link
+            lambda its_costs=its_costs: assign(  # type: ignore[misc]
+                names, estimates, {}, settings.PlanSettings(), target=target, costs=its_costs
             ),
             times=times,
         )
@@ -85,10 +84,10 @@ def measure(num_devices: int, *, times: int) -> Figures:
             plan=settings.PlanSettings(effective_batch_size=target),
             cohort=settings.CohortSettings(deadline_seconds=deadline),
         )
-        planning = Planning(chosen, Target(chosen.plan, max_weight_per_example=1), layout)
+        planner = RoundPlanner(chosen, Target(chosen.plan, max_weight_per_example=1), layout)
         figures[name] = seconds_of(
-            lambda planning=planning: planning.plan(  # type: ignore[misc]
-                told,
+            lambda planner=planner: planner.plan(  # type: ignore[misc]
+                clients,
                 round_number=1,
                 counted={},
                 turn_seconds=1e-4,

@@ -44,8 +44,8 @@ class ReportColumns:
     """The reports of several updates as columns, with an entry for each client.
 
     A metric's column has entries only for the clients that report it. ``sent_weight`` is the weight
-    of an update, ``summed_weight`` the weight that its loss was summed over, according to its steps;
-    they differ only with dataset weighting.
+    of an update, ``summed_weight`` the weight that its steps summed the loss over; they differ only
+    with dataset weighting.
     """
 
     round: int

@@ -54,7 +54,7 @@ class CohortColumns:
         return seconds
 
     def turns(self) -> Ints:
-        """Return each client's turn, counted from the end (1 is last); of equal ones the first is last."""
+        """Return each client's turn from the end (1 is last); of equal clients the first is last."""
         order = np.argsort(-self.finish(np.ones_like(self.most)), kind="stable")
         turns = np.empty_like(order)
         turns[order] = np.arange(1, len(order) + 1)

@@ -1,8 +1,8 @@
 """Excludes clients that made a secure session fail from the following rounds.
 
 A client is excluded for ten rounds the first time and for twice as many each further time. It
-returns afterwards, because a broken device may have been repaired. ``headwater.server.secagg.blame``
-decides which clients are at fault.
+returns afterwards, because a broken device may have been repaired. ``server.secagg.blame`` decides
+which clients are at fault.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
@@ -170,16 +170,19 @@ def assign(
         columns = (np.minimum(steps * sizes, left), nothing + 1.0, nothing, nothing, nothing)
     else:
         columns = _equal_quotas(candidates, sizes, target, deadline_seconds, costs)
-    rows = zip(sizes.tolist(), bounds, *(column.tolist() for column in columns), strict=True)
-    shared: dict[tuple[object, ...], Assignment] = {}
-    assigned = {}
-    for one, row in zip(candidates, rows, strict=True):
-        kind = (row, plan_inputs(one, row[1], is_k_set=steps is not None))
-        assignment = shared.get(kind)
-        if assignment is None:
-            size, bound, quota, cut, ahead, transfers, free = row
-            assignment = shared[kind] = Assignment(
-                candidate=one,
+    figures = [sizes.tolist(), bounds, *(column.tolist() for column in columns)]
+    inputs = plan_inputs(candidates, bounds, is_k_set=steps is not None)
+    first_of: dict[tuple[object, ...], int] = {}
+    assigned: list[Assignment] = []
+    for at, kind in enumerate(zip(*figures, inputs, strict=True)):
+        first = first_of.setdefault(kind, at)
+        if first < at:
+            assigned.append(assigned[first])
+            continue
+        size, bound, quota, cut, ahead, transfers, free, _ = kind
+        assigned.append(
+            Assignment(
+                candidate=candidates[at],
                 quota=quota,
                 max_micro_batch_size=size,
                 size_bound=bound,
@@ -189,17 +192,25 @@ def assign(
                 transfers=transfers,
                 free_seconds=free,
             )
-        assigned[one.name] = assignment
-    return assigned
+        )
+    return dict(zip(names, assigned, strict=True))
 
 
-def plan_inputs(one: Candidate, bound: SizeBound, *, is_k_set: bool) -> tuple[object, ...]:
-    """Return what of a candidate enters its plan and the plan's reason, other than its name."""
-    known = one.estimate
-    vitals = known.vitals
-    limit = vitals.memory_limit_bytes if bound is SizeBound.MEMORY else None
-    inputs = (limit, known.num_examples, known.num_left, known.deadline_share, one.exception)
-    return inputs if is_k_set else (inputs, known.line, vitals.share, vitals.is_on_battery)
+def plan_inputs(
+    candidates: Sequence[Candidate], bounds: Sequence[SizeBound], *, is_k_set: bool
+) -> Iterable[tuple[object, ...]]:
+    """Yield what of each candidate enters its plan and the plan's reason, other than its name."""
+    values = _INPUTS_OF_SET_K if is_k_set else _INPUTS
+    for (_, estimate, exception), bound in zip(candidates, bounds, strict=True):
+        limit = estimate.vitals.memory_limit_bytes if bound is SizeBound.MEMORY else None
+        yield (*values(estimate), limit, exception)
+
+
+_INPUTS_OF_SET_K = operator.attrgetter("num_examples", "num_left", "deadline_share")
+_INPUTS = operator.attrgetter(
+    *("num_examples", "num_left", "deadline_share"),
+    *("line", "vitals.share", "vitals.is_on_battery"),
+)
 
 
 def _equal_quotas(
@@ -240,8 +251,12 @@ def micro_batch_sizes(
         kinds = [SizeBound.MAXIMUM, SizeBound.FASTEST, SizeBound.DATA, SizeBound.MEMORY]
         fastest = [one.fastest_micro_batch_size or math.inf for one in estimates]
         left = [float(one.examples_left) for one in estimates]
-        largest = np.full_like(fitting, chosen.max_micro_batch_size)
-        limits = [largest, np.array(fastest), np.array(left), fitting]
+        limits = [
+            np.full_like(fitting, chosen.max_micro_batch_size),
+            np.array(fastest),
+            np.array(left),
+            fitting,
+        ]
     rows = np.stack(limits)
     first = rows.argmin(axis=0)  # of equal limits the first
     return rows.min(axis=0).astype(np.int64), [kinds[at] for at in first.tolist()]

@@ -1,4 +1,4 @@
-"""A round's plans: which clients are invited, which are left out, and what each invited client does.
+"""A round's plans: which clients are invited or left out, and what each invited client does.
 
 The decisions are pure functions in other modules: ``cohort`` selects the clients, ``planner``
 assigns their work, ``plan_messages`` writes it down, ``device_estimates`` and ``exclusions`` follow

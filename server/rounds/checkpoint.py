@@ -1,8 +1,8 @@
-"""The checkpoint: one file, replaced whole after each committed round.
+"""The checkpoint: one file, replaced as a whole after each committed round.
 
-It holds the image, the optimizer's state, the scales of the sum, what each device last had counted
-and what was learned of it. It is written beside the old one, forced to disk and renamed over it, so
-that at every instant one whole checkpoint is there.
+It holds the model image, the optimizer's state, the scales of the cohort sum, and for each client
+the last round that included its update and its estimate. The new file is written next to the old
+one, flushed to disk and renamed over it, so that there is a complete checkpoint at every instant.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ OPTIMIZER = "optimizer."
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Progress:
-    """Where a run stands, beside its tensors."""
+    """A run's state other than its tensors; the names are the keys in the file."""
 
     run_id: int
     round: int
@@ -54,9 +54,9 @@ def save(
         CheckpointFailed: the disk is full or not writable; the old checkpoint is untouched.
     """
     tensors = {IMAGE: image_U8, **{OPTIMIZER + name: t for name, t in optimizer.items()}}
-    # By hand: ``asdict`` would copy what is kept of every device.
-    told = json.dumps({one.name: getattr(progress, one.name) for one in fields(progress)})
-    metadata = {"version": str(VERSION), "progress": told, "sha256": digest(told, tensors)}
+    # Not by ``asdict``, which would copy the estimates of all clients.
+    plain = json.dumps({one.name: getattr(progress, one.name) for one in fields(progress)})
+    metadata = {"version": str(VERSION), "progress": plain, "sha256": digest(plain, tensors)}
     try:
         with atomic_writer(folder / FILE) as part:
             write_tensors(part, tensors, metadata)
@@ -70,7 +70,7 @@ def load(folder: Path) -> tuple[Progress, Tensor, dict[str, Tensor]] | None:
     """Return progress, image and optimizer tensors, or None if there is no checkpoint.
 
     Raises:
-        CheckpointCorrupt: there is one, but it cannot be read back whole.
+        CheckpointCorrupt: the file is incomplete or damaged.
     """
     path = folder / FILE
     if not path.exists():
@@ -80,11 +80,9 @@ def load(folder: Path) -> tuple[Progress, Tensor, dict[str, Tensor]] | None:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         if metadata.get("version") != str(VERSION):
-            raise CheckpointCorrupt(
-                f"{path} is of version {metadata.get('version')}, not {VERSION}"
-            )
+            raise CheckpointCorrupt(f"{path} has version {metadata.get('version')}, not {VERSION}")
         if metadata["sha256"] != digest(metadata["progress"], tensors):
-            raise CheckpointCorrupt(f"{path}: the SHA-256 of its content is not the one it bears")
+            raise CheckpointCorrupt(f"{path}: the SHA-256 of its content is not the stored one")
         progress = Progress(**json.loads(metadata["progress"]))
         image_U8 = tensors.pop(IMAGE)
     except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
@@ -92,12 +90,12 @@ def load(folder: Path) -> tuple[Progress, Tensor, dict[str, Tensor]] | None:
     return progress, image_U8, {n.removeprefix(OPTIMIZER): t for n, t in tensors.items()}
 
 
-def digest(told: str, tensors: Mapping[str, Tensor]) -> str:
-    """Return the SHA-256 over the plain part and every tensor, read where it lies.
+def digest(plain: str, tensors: Mapping[str, Tensor]) -> str:
+    """Return the SHA-256 over the plain part and every tensor, read in place.
 
-    safetensors has no checksum of its own: without this a disk's flipped bit would train on.
+    safetensors has no checksum of its own: a bit that flips on the disk would go unnoticed.
     """
-    sha = hashlib.sha256(told.encode())
+    sha = hashlib.sha256(plain.encode())
     for name, tensor in sorted(tensors.items()):
         sha.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
         sha.update(tensor.detach().reshape(-1).view(torch.uint8).numpy().data)

@@ -1,6 +1,6 @@
-"""The model's quality: on the server's test examples and on what the devices hold out.
+"""Evaluates the model on the server's test examples and on the examples that devices hold out.
 
-Devices send sums, the server divides once, as everywhere.
+Devices send sums, and the server divides once, as for gradients.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ MICRO_BATCH_SIZE = 256
 
 
 def open_test_examples(task: Task, image: ModelImage) -> Examples | None:
-    """Open the task's test examples and try the first of them; None if it has none.
+    """Open the task's test examples and evaluate the first one; None if the task has none.
 
     Raises:
         MissingData: they cannot be read.
-        TaskFailed: the first cannot be evaluated.
+        TaskFailed: the first one cannot be evaluated.
     """
     test_examples = getattr(task, "test_examples", None)
     try:
@@ -45,7 +45,7 @@ def open_test_examples(task: Task, image: ModelImage) -> Examples | None:
 
 
 def on_server(task: Task, image: ModelImage, examples: Examples | None) -> dict[str, float]:
-    """Return test_loss and the task's metrics on its test examples; empty if it has none."""
+    """Return test_loss and the task's metrics on its test examples; empty without examples."""
     if examples is None:
         return {}
     loss, weight, sums = evaluate_sums(task, image.model, examples, MICRO_BATCH_SIZE)
@@ -53,7 +53,7 @@ def on_server(task: Task, image: ModelImage, examples: Examples | None) -> dict[
 
 
 def on_devices(reports: Iterable[EvaluateReport]) -> dict[str, float]:
-    """Return held_out_loss and metrics over all devices that answered."""
+    """Return held_out_loss and the metrics over all devices that answered."""
     answers = list(reports)
     names = sorted({name for answer in answers for name in answer.metric_sums})
     sums = {n: math.fsum(answer.metric_sums.get(n, 0.0) for answer in answers) for n in names}
@@ -62,7 +62,7 @@ def on_devices(reports: Iterable[EvaluateReport]) -> dict[str, float]:
 
 
 def means(prefix: str, loss: float, weight: int, sums: dict[str, float]) -> dict[str, float]:
-    """Divide sums by their weight; nothing at all if the weight is zero."""
+    """Divide sums by their weight; return nothing if the weight is zero."""
     if weight == 0:
         return {}
     rows = {f"{prefix}_loss": loss / weight}

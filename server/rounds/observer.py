@@ -1,4 +1,4 @@
-"""Observers of a run: the round log, the operator's control and the metrics implement ``Observer``."""
+"""Observers of a run: the base class of the round log, the operator's control and the metrics."""
 
 from __future__ import annotations
 

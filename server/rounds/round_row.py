@@ -17,7 +17,7 @@ from headwater.server.planning.target_batch import TargetBy
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClientRow:
-    """One client's part in a round."""
+    """One client's figures in a round."""
 
     name: str
     accumulation_steps: int
@@ -38,9 +38,9 @@ class ClientRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MaskedClientRow:
-    """One client's part in a masked round: what it was asked for, and what it shows of itself.
+    """One client's figures in a masked round: its plan, its seconds and its memory.
 
-    How much of that it summed, and what came out, nobody knows but the client.
+    Only the client knows how much of the plan it summed, and the result.
     """
 
     name: str
@@ -54,7 +54,7 @@ class MaskedClientRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RoundRow:
-    """One committed round, as it stands in rounds.jsonl."""
+    """One committed round, as it is written to rounds.jsonl."""
 
     round: int
     num_clients: int
@@ -71,22 +71,22 @@ class RoundRow:
     bytes_up: int
     bytes_down: int
     num_scale_shifts: int
-    # What the round was to gather, in examples, and by which setting; not set where K is.
+    # The round's target in examples, and the setting that gives it; None where K is set.
     target: int | None = None
     target_by: TargetBy | None = None
-    # S, |G|^2 and heterogeneity are this round's own, the noise scale S/|G|^2 that of the rounds so
-    # far, all per unit of weight (server/planning/noise_scale.py). The devices that measured sent this share
-    # of the round's weight. Not set where none did.
+    # S, |G|^2 and heterogeneity are this round's own, the noise scale S/|G|^2 is that of the rounds
+    # so far, all per unit of weight (server/planning/noise_scale.py). ``measured_share`` is the share
+    # of the weight that was sent by clients with measurements. None where no client measured.
     noise_scale: float | None = None
     gradient_variance: float | None = None
     squared_gradient: float | None = None
     heterogeneity: float | None = None
     measured_share: float | None = None
-    # Times that the round was begun before, and aborted.
+    # The number of earlier attempts at this round, which were aborted.
     num_aborted: int = 0
-    # Coordinates and numbers that a masked round's fixed-point ranges cut off; not set in others.
+    # Coordinates and numbers that a masked round's fixed-point ranges cut off; None without masks.
     num_clipped: int | None = None
-    # Devices that claimed more than was believed, and those that were too slow for the deadline.
+    # Clients that claimed more than was believed, and those that were left out.
     num_bounded: int = 0
     left_out: dict[str, str] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
@@ -95,7 +95,7 @@ class RoundRow:
 
     @property
     def k_range(self) -> tuple[int, int]:
-        """The smallest and the largest K of the cohort; in a masked round, of its plans."""
+        """The smallest and the largest K of the cohort; of its plans in a masked round."""
         steps = (
             self.clients.num_steps
             if isinstance(self.clients, ClientRows)
@@ -106,7 +106,7 @@ class RoundRow:
 
 
 def client_row(report: ReportFields, *, plan_reason: str, local_steps: int) -> ClientRow:
-    """Turn a client's report into its row."""
+    """Return the row of a client's report."""
     steps = report.steps
     return ClientRow(
         name=report.name,
@@ -120,7 +120,7 @@ def client_row(report: ReportFields, *, plan_reason: str, local_steps: int) -> C
         step_seconds=[step.seconds for step in steps],
         step_loss=[step.loss for step in steps],
         step_gradient_norm=[step.gradient_norm for step in steps],
-        # Between local steps the model moves and the sum begins anew: no two batch sizes of one.
+        # Local steps move the model, so their gradients are not of two batch sizes at one model.
         gradient_variance=(
             [found.variance if found else None for found in estimates_after_steps(steps)]
             if local_steps == 1
@@ -133,7 +133,7 @@ def client_row(report: ReportFields, *, plan_reason: str, local_steps: int) -> C
 
 
 class ClientRows(Sequence[ClientRow]):
-    """The rows of a round's clients, each made when it is asked for: nobody may be."""
+    """The rows of a round's clients; each is made when it is read, as often none is."""
 
     def __init__(self, accepted: Mapping[str, ReportFields], plans: Mapping[str, Plan]) -> None:
         self._reports = [accepted[name] for name in plans if name in accepted]
@@ -141,7 +141,7 @@ class ClientRows(Sequence[ClientRow]):
 
     @property
     def num_steps(self) -> list[int]:
-        """K of each."""
+        """K of each client."""
         return [report.num_steps for report in self._reports]
 
     def __len__(self) -> int:
@@ -162,7 +162,7 @@ class ClientRows(Sequence[ClientRow]):
 
 
 def masked_client_row(ready: ReadyReport, plan: Plan) -> MaskedClientRow:
-    """Turn what a client tells of itself in a masked round into its row."""
+    """Return the row of a client in a masked round."""
     return MaskedClientRow(
         name=ready.name,
         planned_steps=plan.accumulation_steps,

@@ -79,9 +79,7 @@ class CachedAssign:
             self._assigned = dict(self._assigned)  # the earlier result is the caller's
             some = list(compress(names, changed)), list(compress(estimates, changed))
             for name, one in assign(*some, exceptions, plan, **others).items():
-                kind = (
-                    *(one.quota, one.max_micro_batch_size, one.size_bound),
-                    plan_inputs(one.candidate, one.size_bound, is_k_set=is_k_set),
-                )
+                (inputs,) = plan_inputs([one.candidate], [one.size_bound], is_k_set=is_k_set)
+                kind = (one.quota, one.max_micro_batch_size, one.size_bound, inputs)
                 self._assigned[name] = self._shared.setdefault(kind, one) if is_k_set else one
         return self._assigned

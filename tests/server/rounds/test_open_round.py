@@ -1,4 +1,4 @@
-"""Updates are checked against their plans, in examples and in steps; a batch counts whole or not."""
+"""Updates are checked against their plans, in examples and steps; a batch counts whole or not."""
 
 from __future__ import annotations
 
