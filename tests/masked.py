@@ -22,7 +22,7 @@ from headwater.client.flower.node import Node, NodeAnswer
 from headwater.client.flower.request import SIMULATED
 from headwater.client.flower.state_file import SAMPLER
 from headwater.client.training.context import Identity
-from headwater.client.training.micro_batches import SamplerPosition, SamplerState
+from headwater.client.training.sampler import SamplerPosition, SamplerState
 from headwater.client.training.trainer import Trainer, trainer_of
 from headwater.common.errors import HeadwaterError
 from headwater.common.flower import records

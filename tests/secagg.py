@@ -28,7 +28,7 @@ from headwater.common.secagg.protocol import (
     Request,
     SessionNumber,
 )
-from headwater.common.secagg.scalars import encode_scalars
+from headwater.common.secagg.scalar_encoding import encode_scalars
 from headwater.server.secagg.key_phases import CheckPhase, DealPhase, KeysPhase, open_session
 from headwater.server.secagg.mask_phases import MaskPhase, SignPhase
 from headwater.server.secagg.parameters import SessionSetup

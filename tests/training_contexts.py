@@ -14,7 +14,7 @@ from headwater.client.memory.peak_model import ProcessMemory
 from headwater.client.training.accumulator import Accumulator
 from headwater.client.training.context import TrainingContext
 from headwater.client.training.local_update import train_round
-from headwater.client.training.micro_batches import Window
+from headwater.client.training.sampler import Window
 from headwater.common.messages import Plan, Update
 from headwater.common.model.parameters import build_model
 from headwater.common.stats.linear_fit import Line

@@ -23,7 +23,7 @@ from headwater.client.enrolment.signing_identity import (
 from headwater.client.flower.state_file import SAMPLER, SPEED, read_sampler, read_speed
 from headwater.client.secagg.prepare import strictest_settings
 from headwater.client.training.context import HardwareOf, Identity
-from headwater.client.training.micro_batches import SamplerState
+from headwater.client.training.sampler import SamplerState
 from headwater.client.training.spool import Spool
 from headwater.client.training.trainer import Trainer, trainer_of
 from headwater.common.errors import SettingsError
@@ -33,7 +33,7 @@ from headwater.common.settings.sources import from_run_config
 from headwater.common.stats.linear_fit import Line
 
 if TYPE_CHECKING:
-    from headwater.client.flower.suspended import SuspendedUpdate
+    from headwater.client.flower.suspended_updates import SuspendedUpdate
 
 # Keys of a node's configuration.
 SIMULATED = "simulated"
@@ -75,7 +75,7 @@ class DeviceRequest:
     @property
     def suspended(self) -> SuspendedUpdate:
         """The device's update in the context, for engines where no process stays."""
-        from headwater.client.flower.suspended import SuspendedUpdate
+        from headwater.client.flower.suspended_updates import SuspendedUpdate
 
         is_simulated = SIMULATED in self.context.node_config
         return SuspendedUpdate(self.context, self.identity.name, is_simulated=is_simulated)

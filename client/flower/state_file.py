@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from headwater.client.secagg.types import SessionRecord
-from headwater.client.training.micro_batches import SamplerPosition, SamplerState
+from headwater.client.training.sampler import SamplerPosition, SamplerState
 from headwater.common.errors import StateError
 from headwater.common.stats.linear_fit import Line
 from headwater.common.system.atomic_file import write_atomically

@@ -28,6 +28,7 @@ from headwater.client.secagg.states import (
 from headwater.client.secagg.types import UnmaskedUpdate
 from headwater.common.errors import OutOfPhase
 from headwater.common.secagg.fixed_point import RingVector, encode_in_place
+from headwater.common.secagg.hadamard_rotation import Rotation, rotate_in_place
 from headwater.common.secagg.keys import agree, pairwise_sign, self_mask_key
 from headwater.common.secagg.masking import SCALARS, VECTOR, Stream, mask_in_place
 from headwater.common.secagg.protocol import (
@@ -39,8 +40,7 @@ from headwater.common.secagg.protocol import (
     UnmaskReply,
     UnmaskRequest,
 )
-from headwater.common.secagg.rotation import Rotation, rotate_in_place
-from headwater.common.secagg.scalars import encode_scalars
+from headwater.common.secagg.scalar_encoding import encode_scalars
 from headwater.common.secagg.session import survivors_message
 
 MaskedState = TypeVar("MaskedState", bound=AwaitingUnmask | SessionFinished)

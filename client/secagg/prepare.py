@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from headwater.client.device.sensors import has_aes
 from headwater.client.enrolment.signing_identity import Enrolment
 from headwater.client.secagg.types import Floor, Participant, UnmaskedUpdate
-from headwater.client.training.micro_batches import SamplerState
+from headwater.client.training.sampler import SamplerState
 from headwater.client.training.trainer import Trainer
 from headwater.common.errors import (
     CountOutOfRange,

@@ -14,6 +14,7 @@ from headwater.client.secagg.types import Participant, SessionRecord
 from headwater.common import errors
 from headwater.common.secagg.fixed_point import plan_encoding
 from headwater.common.secagg.graph import GraphSize, Mode, check_graph_size
+from headwater.common.secagg.hadamard_rotation import rotated_encoding
 from headwater.common.secagg.protocol import (
     MIN_MEMBERS,
     NUM_CLIPPED,
@@ -27,7 +28,6 @@ from headwater.common.secagg.protocol import (
     complete_threshold,
     max_clipped,
 )
-from headwater.common.secagg.rotation import rotated_encoding
 from headwater.common.secagg.session import keys_message
 
 

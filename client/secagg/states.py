@@ -13,10 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwater.client.secagg.types import Participant, SessionRecord
+from headwater.common.secagg.hadamard_rotation import Rotation
 from headwater.common.secagg.keys import KeyPair
 from headwater.common.secagg.masking import Stream
 from headwater.common.secagg.protocol import KeysReply, KeysRequest, UnmaskReply
-from headwater.common.secagg.rotation import Rotation
 from headwater.common.secagg.secret import Secret
 from headwater.common.secagg.session import SessionView
 

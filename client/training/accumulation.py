@@ -34,7 +34,7 @@ from headwater.client.training.gradient_pass import (
     add_micro_batch,
     bad_examples,
 )
-from headwater.client.training.micro_batches import Window, split
+from headwater.client.training.sampler import Window, split
 from headwater.client.training.stop_rules import StopRules, num_until_finish
 from headwater.common.errors import OutOfMemory
 from headwater.common.messages import MAX_STEPS, Plan, Step, StopReason

@@ -11,7 +11,7 @@ from typing import cast
 from headwater.client.device.interfaces import Clock, Hardware, Memory, TimeShare
 from headwater.client.memory.activation_checkpointing import is_on, switch_on
 from headwater.client.training.accumulator import Accumulator
-from headwater.client.training.batches import Batches
+from headwater.client.training.batch_fetch import Batches
 from headwater.common.data.partition_spec import PartitionRule
 from headwater.common.messages import Vitals
 from headwater.common.model.parameters import ModelImage, ModelLayout

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from headwater.client.memory.peak_model import is_allocation_failure
 from headwater.client.training.context import TrainingContext
-from headwater.client.training.micro_batches import Window, seed_of
+from headwater.client.training.sampler import Window, seed_of
 from headwater.common.errors import HeadwaterError, TaskError
 from headwater.common.messages import Plan, Step
 from headwater.common.task import Metrics, loss_sum

@@ -18,7 +18,7 @@ from torch import Tensor
 from headwater.client.memory.activation_checkpointing import is_on_in
 from headwater.client.training.accumulation import WindowSum, sum_window
 from headwater.client.training.context import TrainingContext
-from headwater.client.training.micro_batches import Window, split
+from headwater.client.training.sampler import Window, split
 from headwater.client.training.spool import Spool
 from headwater.client.training.stop_rules import StopRules
 from headwater.common.errors import BuffersChanged, EmptyUpdate, NonFiniteUpdate

@@ -28,7 +28,7 @@ from typing import Any
 
 from headwater.client.training.accumulation import WindowSum
 from headwater.client.training.context import TrainingContext
-from headwater.client.training.micro_batches import Window
+from headwater.client.training.sampler import Window
 from headwater.common.messages import Plan, Step
 from headwater.common.system.atomic_file import OWNER_ONLY, atomic_writer
 

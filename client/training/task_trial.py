@@ -11,7 +11,7 @@ import logging
 from headwater.client.memory.activation_checkpointing import footprint_bytes, switch_on
 from headwater.client.training.context import TrainingContext
 from headwater.client.training.gradient_pass import InvalidGradients, backward, forward
-from headwater.client.training.micro_batches import SamplerPosition, Window, window
+from headwater.client.training.sampler import SamplerPosition, Window, window
 from headwater.common.errors import OutOfMemory, TaskFailed
 from headwater.common.messages import Plan
 

@@ -17,11 +17,11 @@ from headwater.client.device.hardware import ThisMachine
 from headwater.client.device.interfaces import Hardware, Speed
 from headwater.client.memory import activation_checkpointing as checkpointing
 from headwater.client.training.accumulator import Accumulator
-from headwater.client.training.batches import Batches
+from headwater.client.training.batch_fetch import Batches
 from headwater.client.training.context import NO_BATCHES, Identity, TrainingContext
 from headwater.client.training.local_update import LocalSum, make_update, sum_gradients
-from headwater.client.training.micro_batches import SamplerState, Window, held_out_positions, window
 from headwater.client.training.probe import ExampleProbe
+from headwater.client.training.sampler import SamplerState, Window, held_out_positions, window
 from headwater.client.training.spool import Spool
 from headwater.client.training.task_trial import check_runs, checkpointed_bytes
 from headwater.common.data.additivity import check_additive

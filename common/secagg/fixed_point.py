@@ -21,7 +21,7 @@ chooses the finest f, so 2^f >= 2^30 / (W c), and the error of the mean of a com
 most n c 2^-31, whatever W is; for a cohort with a fraction s of its planned weight, 1/s of that.
 
 With 16 bits c 2^f is about 2^15 / W: a device has w/W of 32,768 steps. That suffices only for
-coordinates of similar size, which is why ``common/secagg/rotation.py`` rotates them first.
+coordinates of similar size, which is why ``common/secagg/hadamard_rotation.py`` rotates them first.
 
 The scale and the clip bound are public. Nobody can see what a malicious device masks instead of an
 update, nor whether it clips: it can move the sum to any value of the ring (out of scope, as all

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from headwater.common.errors import SumOutOfRange
 from headwater.common.messages import UpdateReport
 from headwater.common.secagg.protocol import MAX_SCALARS, NUM_CLIPPED, WEIGHT
-from headwater.common.secagg.scalars import Scalar
+from headwater.common.secagg.scalar_encoding import Scalar
 from headwater.common.stats.gradient_noise import NoiseSums
 
 LOSS, NUM_EXAMPLES, NUM_REFUSED = "loss_sum", "num_examples", "num_refused"

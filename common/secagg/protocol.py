@@ -45,7 +45,7 @@ from headwater.common.secagg.keys import (
     SESSION_BYTES,
 )
 from headwater.common.secagg.masking import Cipher
-from headwater.common.secagg.scalars import Scalar
+from headwater.common.secagg.scalar_encoding import Scalar
 from headwater.common.secagg.shamir import MAX_HOLDERS
 
 MAX_COMPLETE = 64

@@ -19,7 +19,7 @@ from headwater import __version__
 from headwater.common.errors import SettingsError
 
 if TYPE_CHECKING:
-    from headwater.common.settings.catalog import Setting
+    from headwater.common.settings.introspection import Setting
 
 SET = "set"
 OWN_PANEL = "Options"
@@ -35,7 +35,7 @@ def overrides(context: typer.Context) -> dict[str, Any]:
     Raises:
         SettingsError: a KEY=VALUE without its ``=``.
     """
-    from headwater.common.settings.catalog import all_settings
+    from headwater.common.settings.introspection import all_settings
 
     given: dict[str, Any] = dict(context.obj)
     given.update(map(_split, given.pop(SET, ())))
@@ -178,7 +178,7 @@ class _WithSettings(_ReadableHelp):
     @cached_property
     def _options(self) -> dict[str, TyperOption]:
         """The options by the dotted key of their setting, in the order of the help."""
-        from headwater.common.settings.catalog import all_settings
+        from headwater.common.settings.introspection import all_settings
         from headwater.common.settings.schema import PANELS
 
         command = (self.name or "").removeprefix("headwater-")

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from headwater.common.errors import SettingsError
-from headwater.common.settings.catalog import all_settings, branches
+from headwater.common.settings.introspection import all_settings, branches
 from headwater.common.settings.schema import SETTINGS_FILE, Settings
 
 COMMAND_LINE = "the command line"

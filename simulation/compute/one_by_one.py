@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 
 from headwater.client.device.interfaces import Hardware
 from headwater.client.training.accumulator import Accumulator
-from headwater.client.training.batches import Batches
+from headwater.client.training.batch_fetch import Batches
 from headwater.client.training.context import TrainingContext
 from headwater.client.training.local_update import LocalSum, make_update
-from headwater.client.training.micro_batches import SamplerPosition, SamplerState, Window, window
+from headwater.client.training.sampler import SamplerPosition, SamplerState, Window, window
 from headwater.common.errors import EmptyUpdate, HeadwaterError, error_of, travelling
 from headwater.common.messages import Update
 from headwater.common.model.parameters import ModelImage

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from headwater.common.settings.catalog import to_markdown
+from headwater.common.settings.introspection import to_markdown
 
 DOCS = Path(__file__).parents[2] / "docs"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from safetensors.torch import load_file
 from headwater.common.settings.sources import load
 from headwater.server.rounds.run import MODEL
 from headwater.simulation.run import run_engine
+
+pytestmark = pytest.mark.engine
 
 ROUNDS = 2
 CHOSEN = {
@@ -27,19 +30,21 @@ ANOTHER_ORDER = 1e-5
 FIXED_POINT = 1e-3
 
 
-def run(out: Path, *, resume: bool = False, **changes: Any) -> dict[str, torch.Tensor]:
-    settings = load(None, {**CHOSEN, "out": out, **changes})
+def run(
+    out: Path, *, resume: bool = False, changes: Mapping[str, Any] | None = None
+) -> dict[str, torch.Tensor]:
+    settings = load(None, {**CHOSEN, "out": out, **(changes or {})})
     run_engine(settings, on_round=lambda row: None, resume=resume)
     return load_file(out / MODEL)
 
 
 @pytest.fixture(scope="module")
 def one_by_one(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
-    return run(tmp_path_factory.mktemp("one"), **{"simulation.compute": "one-by-one"})
+    return run(tmp_path_factory.mktemp("one"), changes={"simulation.compute": "one-by-one"})
 
 
 def test_one_by_one_trains(one_by_one: dict[str, torch.Tensor], tmp_path: Path) -> None:
-    first = run(tmp_path, rounds=1)
+    first = run(tmp_path, changes={"rounds": 1})
     assert any((first[name] != one_by_one[name]).any() for name in first)
 
 
@@ -47,7 +52,7 @@ def test_one_by_one_trains(one_by_one: dict[str, torch.Tensor], tmp_path: Path) 
 def test_devices_computed_together_give_the_model_of_one_by_one(
     compute: str, one_by_one: dict[str, torch.Tensor], tmp_path: Path
 ) -> None:
-    together = run(tmp_path, **{"simulation.compute": compute})
+    together = run(tmp_path, changes={"simulation.compute": compute})
     for name, tensor in one_by_one.items():
         torch.testing.assert_close(together[name], tensor, rtol=ANOTHER_ORDER, atol=ANOTHER_ORDER)
 
@@ -56,7 +61,7 @@ def test_devices_computed_together_give_the_model_of_one_by_one(
 def test_masked_updates_give_the_model_of_plain_ones(
     mode: str, one_by_one: dict[str, torch.Tensor], tmp_path: Path
 ) -> None:
-    masked = run(tmp_path, **{"secure.aggregation": mode})
+    masked = run(tmp_path, changes={"secure.aggregation": mode})
     for name, tensor in one_by_one.items():
         torch.testing.assert_close(masked[name], tensor, rtol=FIXED_POINT, atol=FIXED_POINT)
 
@@ -64,7 +69,7 @@ def test_masked_updates_give_the_model_of_plain_ones(
 def test_a_resumed_run_gives_the_bits_of_an_unbroken_one(
     one_by_one: dict[str, torch.Tensor], tmp_path: Path
 ) -> None:
-    run(tmp_path, rounds=1)
+    run(tmp_path, changes={"rounds": 1})
     resumed = run(tmp_path, resume=True)
     assert all(torch.equal(resumed[name], tensor) for name, tensor in one_by_one.items())
 
@@ -72,5 +77,5 @@ def test_a_resumed_run_gives_the_bits_of_an_unbroken_one(
 def test_a_server_and_clients_over_grpc_give_the_bits_of_the_simulator(
     one_by_one: dict[str, torch.Tensor], tmp_path: Path
 ) -> None:
-    networked = run(tmp_path, **{"simulation.engine": "grpc"})
+    networked = run(tmp_path, changes={"simulation.engine": "grpc"})
     assert all(torch.equal(networked[name], tensor) for name, tensor in one_by_one.items())

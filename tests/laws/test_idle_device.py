@@ -24,7 +24,7 @@ UNUSED = {
     "cryptography.x509",
     "psutil",
     "headwater.client.secagg.session",
-    "headwater.client.flower.suspended",
+    "headwater.client.flower.suspended_updates",
     "torch._dynamo",
 }
 

@@ -19,7 +19,7 @@ from headwater.client.device.interfaces import TimeShare
 from headwater.client.memory.activation_checkpointing import switch_off, switch_on
 from headwater.client.training.context import TrainingContext
 from headwater.client.training.local_update import train_round
-from headwater.client.training.micro_batches import SamplerPosition, window
+from headwater.client.training.sampler import SamplerPosition, window
 from headwater.common.errors import OutOfMemory
 from headwater.common.messages import Plan
 from headwater.common.task import Task

@@ -20,9 +20,9 @@ from headwater.client.secagg.types import Floor
 from headwater.common.errors import TooFewSurvivors
 from headwater.common.secagg.fixed_point import decode_mean
 from headwater.common.secagg.graph import Mode, ceil_fraction
+from headwater.common.secagg.hadamard_rotation import Rotation, unrotate_in_place
 from headwater.common.secagg.protocol import WEIGHT, SessionNumber, complete_threshold
-from headwater.common.secagg.rotation import Rotation, unrotate_in_place
-from headwater.common.secagg.scalars import decode_scalars
+from headwater.common.secagg.scalar_encoding import decode_scalars
 from tests.faults import FaultPlan
 from tests.secagg import ACTIONS, Cast, Played
 
@@ -203,7 +203,7 @@ def test_the_next_round_succeeds_after_one_that_too_many_left(mode: Mode) -> Non
     masked = [name for name in cast.names if cast.parties[name].is_spent]
     assert masked == cast.names[3:]
 
-    cast.opening = replace(cast.opening, number=SessionNumber(2, 1))
+    cast.setup = replace(cast.setup, number=SessionNumber(2, 1))
     for number, name in enumerate(cast.names):  # all train on new examples, and remember the rest
         before = cast.parties[name]
         cast.join(

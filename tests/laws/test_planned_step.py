@@ -16,7 +16,7 @@ from headwater.client.memory.peak_model import ProcessMemory
 from headwater.client.training.accumulator import Accumulator
 from headwater.client.training.context import TrainingContext
 from headwater.client.training.local_update import train_round
-from headwater.client.training.micro_batches import SamplerPosition, Window, window
+from headwater.client.training.sampler import SamplerPosition, Window, window
 from headwater.common.messages import Plan, Vitals
 from headwater.common.model.parameters import ModelImage, build_model
 from headwater.common.settings import schema as chosen

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from headwater.client.training.micro_batches import SamplerPosition
+from headwater.client.training.sampler import SamplerPosition
 from headwater.common.messages import DescribeRequest
 from headwater.server.secagg.parameters import SessionSetup
 from tests.masked import AppDevice, Device, DeviceReply, opening_of, plan, ready, trainer

@@ -14,13 +14,18 @@ from headwater.client.device.hardware import ThisMachine
 from headwater.client.device.interfaces import Speed, SpeedProbe
 from headwater.client.flower.state_file import read_speed
 from headwater.client.secagg.pending import pending_in
-from headwater.client.training.micro_batches import SamplerPosition
+from headwater.client.training.sampler import SamplerPosition
 from headwater.common.errors import CorruptUpdate, SessionMismatch, UpdateNotHeld
 from headwater.common.messages import ReadyReport, Step
 from headwater.common.secagg.fixed_point import decode_mean
+from headwater.common.secagg.hadamard_rotation import (
+    STEPS,
+    Rotation,
+    first_bounds,
+    unrotate_in_place,
+)
 from headwater.common.secagg.masked_numbers import LOSS, NUM_EXAMPLES
 from headwater.common.secagg.protocol import NUM_CLIPPED, WEIGHT, MaskRequest, UnmaskRequest
-from headwater.common.secagg.rotation import STEPS, Rotation, first_bounds, unrotate_in_place
 from headwater.common.stats import training_speed as pace
 from headwater.common.stats.linear_fit import Line
 from tests.client.secagg.cohort import Between, describe, devices, make_setup, place_of, trained

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headwater.client.secagg.prepare import update_id
-from headwater.client.training.micro_batches import SamplerPosition, SamplerState, Window
+from headwater.client.training.sampler import SamplerPosition, SamplerState, Window
 from headwater.common.errors import OutOfPhase, TooFewSurvivors, UpdateAlreadyMasked, UpdateNotHeld
 from headwater.common.secagg.protocol import (
     CheckRequest,

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from headwater.client.training.micro_batches import split
+from headwater.client.training.sampler import split
 from headwater.common.errors import EmptyUpdate, TaskError
 from tests.tasks import (
     HUGE_GRADIENT,

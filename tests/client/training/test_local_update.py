@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 
 from headwater.client.training.context import TrainingContext
 from headwater.client.training.local_update import train_round
-from headwater.client.training.micro_batches import SamplerPosition, split, window
+from headwater.client.training.sampler import SamplerPosition, split, window
 from headwater.common.errors import BuffersChanged, NonFiniteUpdate, TaskError
 from tests.tasks import HUGE_GRADIENT, NAN_LOSS, TwoLayers, examples, gradient_sum
 from tests.training_contexts import plan, sums, trained, training_context

@@ -27,7 +27,7 @@ from headwater.client.device.hardware import ThisMachine
 from headwater.client.flower.request import SIMULATED, SPOOL, spool_of
 from headwater.client.training.context import Identity, TrainingContext
 from headwater.client.training.local_update import train_round
-from headwater.client.training.micro_batches import SamplerState, Window
+from headwater.client.training.sampler import SamplerState, Window
 from headwater.client.training.spool import Spool
 from headwater.client.training.trainer import Trainer
 from headwater.common.errors import EmptyUpdate
@@ -391,7 +391,7 @@ from pathlib import Path
 import torch
 torch.set_num_threads(1)
 from headwater.client.device.hardware import ThisMachine
-from headwater.client.training.micro_batches import SamplerState
+from headwater.client.training.sampler import SamplerState
 from headwater.client.training.context import Identity
 from headwater.client.training.trainer import Trainer
 from headwater.client.training.spool import Spool

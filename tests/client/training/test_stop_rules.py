@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from headwater.client.device.interfaces import TimeShare
 from headwater.client.training.accumulation import sum_window
 from headwater.client.training.local_update import train_round
-from headwater.client.training.micro_batches import SamplerPosition, window
+from headwater.client.training.sampler import SamplerPosition, window
 from headwater.client.training.stop_rules import StopRules, num_until_finish
 from headwater.common.messages import MAX_STEPS, Plan, Step, Update
 from tests.tasks import TwoLayers, examples

@@ -9,7 +9,7 @@ import torch
 
 from headwater.client.device.hardware import ThisMachine
 from headwater.client.training.context import Identity
-from headwater.client.training.micro_batches import SamplerPosition, SamplerState
+from headwater.client.training.sampler import SamplerPosition, SamplerState
 from headwater.client.training.trainer import Trainer
 from headwater.common.errors import BuffersChanged, EmptyUpdate, ModelMismatch
 from headwater.common.messages import DescribeRequest, Plan

@@ -9,7 +9,7 @@ import pytest
 
 from headwater.client.device.interfaces import Clock, Memory, Speed, SpeedProbe, TimeShare
 from headwater.client.training.context import Identity
-from headwater.client.training.micro_batches import SamplerState
+from headwater.client.training.sampler import SamplerState
 from headwater.client.training.trainer import Trainer
 from headwater.common.errors import OutOfMemory
 from headwater.common.messages import Plan, Vitals

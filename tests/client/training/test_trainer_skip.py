@@ -8,7 +8,7 @@ import pytest
 
 from headwater.client.device.hardware import ThisMachine
 from headwater.client.training.context import Identity
-from headwater.client.training.micro_batches import SamplerPosition, SamplerState, permutation
+from headwater.client.training.sampler import SamplerPosition, SamplerState, permutation
 from headwater.client.training.trainer import Trainer
 from headwater.common.errors import EmptyUpdate
 from headwater.common.messages import Plan
@@ -17,7 +17,7 @@ from headwater.common.messages import Plan
 TASK = """
 import torch
 from torch import nn
-from headwater.client.training.micro_batches import permutation
+from headwater.client.training.sampler import permutation
 
 class HalfBad:
     def new_model(self):

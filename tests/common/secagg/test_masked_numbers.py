@@ -14,7 +14,7 @@ from headwater.common.secagg.masked_numbers import (
     check_sums,
 )
 from headwater.common.secagg.protocol import NUM_CLIPPED, WEIGHT
-from headwater.common.secagg.scalars import Scalar, plan_scalar
+from headwater.common.secagg.scalar_encoding import Scalar, plan_scalar
 
 DEVICES, PLANNED = 5, 8
 

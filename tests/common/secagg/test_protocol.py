@@ -29,7 +29,7 @@ from headwater.common.secagg.protocol import (
     next_number,
     signatures_needed,
 )
-from headwater.common.secagg.scalars import plan_scalar
+from headwater.common.secagg.scalar_encoding import plan_scalar
 from headwater.common.secagg.session import (
     framed,
     keys_message,

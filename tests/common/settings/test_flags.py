@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 from headwater import __version__
 from headwater.client import cli as client_cli
 from headwater.common.errors import SettingsError
-from headwater.common.settings.catalog import all_settings
 from headwater.common.settings.flags import key_values, numbers, overrides
+from headwater.common.settings.introspection import all_settings
 from headwater.common.settings.sources import load
 from headwater.server import cli as server_cli
 from headwater.simulation import cli as simulation_cli

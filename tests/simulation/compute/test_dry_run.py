@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from headwater.client.training.micro_batches import SamplerPosition, SamplerState
+from headwater.client.training.sampler import SamplerPosition, SamplerState
 from headwater.common.messages import Plan
 from headwater.common.settings.sources import load
 from headwater.simulation.compute.dry_run import predict_round

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from headwater.client.secagg.types import Floor
 from headwater.common.errors import NonFiniteUpdate
 from headwater.common.secagg.fixed_point import decode_mean, encode_in_place, plan_encoding
-from headwater.common.secagg.rotation import (
+from headwater.common.secagg.hadamard_rotation import (
     BOUND_FACTOR,
     MAX_CLIPPED_FRACTION,
     MAX_GROWTH,

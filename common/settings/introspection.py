@@ -1,6 +1,6 @@
 """Lists every setting with its flag, range and default, as read from the pydantic tree.
 
-``python -m headwater.common.settings.catalog`` prints docs/settings.md.
+``python -m headwater.common.settings.introspection`` prints docs/settings.md.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
-from headwater.client.training.batches import ALIGNED_BYTES, MAX_BYTES, Batches
-from headwater.client.training.micro_batches import split
+from headwater.client.training.batch_fetch import ALIGNED_BYTES, MAX_BYTES, Batches
+from headwater.client.training.sampler import split
 from headwater.common.data.batches import SubsetView, batch_of
 from headwater.common.task import Task
 from tests.tasks import TwoLayers

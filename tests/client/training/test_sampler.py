@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from headwater.client.training.micro_batches import (
+from headwater.client.training.sampler import (
     SamplerPosition,
     SamplerState,
     Window,

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headwater.common.errors import CountOutOfRange, NonFiniteUpdate, RingCanWrap
-from headwater.common.secagg.scalars import (
+from headwater.common.secagg.scalar_encoding import (
     MAX_SCALE_BITS,
     Scalar,
     decode_scalars,

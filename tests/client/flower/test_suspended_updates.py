@@ -15,14 +15,14 @@ import numpy as np
 import pytest
 
 from headwater.client.enrolment.signing_identity import make_identity
-from headwater.client.flower.suspended import SUSPENDED
 from headwater.client.flower.suspended_keys import (
     KeyFile,
     SimulatedKey,
     is_in_memory,
     memory_folder,
 )
-from headwater.client.training.micro_batches import SamplerPosition
+from headwater.client.flower.suspended_updates import SUSPENDED
+from headwater.client.training.sampler import SamplerPosition
 from headwater.common.errors import (
     CohortTooSmall,
     MaskingRequired,
@@ -35,8 +35,8 @@ from headwater.common.errors import (
     UpdateNotHeld,
 )
 from headwater.common.flower import records
+from headwater.common.secagg.hadamard_rotation import Rotation, first_bounds
 from headwater.common.secagg.protocol import MaskRequest, SurvivorsRequest, UnmaskRequest
-from headwater.common.secagg.rotation import Rotation, first_bounds
 from headwater.common.secagg.secret import Secret
 from tests.faults import FaultPlan
 from tests.masked import (
