@@ -1,4 +1,4 @@
-"""An authority with its devices, in one folder, made the way that the commands make them."""
+"""An authority and devices in one folder, created as the commands create them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ HOSTS = ("localhost", "127.0.0.1")
 
 
 def make_folder(folder: Path, *names: str, hosts: Sequence[str] = HOSTS) -> Path:
-    """Make an authority and its registry, and enrol devices."""
+    """Create an authority and its registry, and enrol devices."""
     make_authority(folder, hosts=hosts)
     Registry(folder, create=True).close()
     for name in names:
@@ -44,7 +44,7 @@ def make_folder(folder: Path, *names: str, hosts: Sequence[str] = HOSTS) -> Path
 def token_for(
     folder: Path, name: str, *, address: str = "127.0.0.1:1", valid: float = 60
 ) -> JoinToken:
-    """Make a join token, noted in the registry."""
+    """Create a join token and register it."""
     token = JoinToken.new(
         address=address,
         fingerprint=fingerprint(Authority.load(folder).certificate),
@@ -58,7 +58,7 @@ def token_for(
 
 
 def enrol(folder: Path, name: str, *, days: tuple[float, float] | None = None) -> Key:
-    """Enrol a device: its certificate and key lie in NAME.pem.
+    """Enrol a device; its certificate and key are written to NAME.pem.
 
     With ``days`` the certificate is valid from and until so many days from now.
     """
@@ -98,7 +98,7 @@ def revoke(folder: Path, name: str) -> int:
 def signed(
     folder: Path, name: str, key: Key, *, begins: dt.datetime, ends: dt.datetime
 ) -> x509.Certificate:
-    """Return a certificate of the authority that the registry has never heard of."""
+    """Return a certificate that the authority signed and the registry does not have."""
     authority = Authority.load(folder)
     builder = (
         x509.CertificateBuilder()
@@ -116,7 +116,7 @@ def signed(
 
 
 def put_signed(folder: Path, name: str, *, days: Iterable[float]) -> None:
-    """Put a certificate into NAME.pem that is valid from and until so many days from now."""
+    """Write a certificate to NAME.pem that is valid between these days from now."""
     key, now = new_key(), dt.datetime.now(dt.UTC)
     begins, ends = (now + dt.timedelta(days=d) for d in days)
     certificate = signed(folder, name, key, begins=begins, ends=ends)
@@ -138,7 +138,7 @@ def files(folder: Path, name: str) -> tuple[object, ...]:
 
 
 def credentials_of(folder: Path, name: str) -> Credentials:
-    """Read a side's files without a look at their dates."""
+    """Read a side's files without checking their dates."""
     tls = tls_of(folder, name)
     assert tls.ca is not None
     assert tls.certificate is not None

@@ -51,12 +51,12 @@ def token_at(folder: Path, port: int, name: str = "pi", *, valid: float = 60) ->
 async def stream_server(folder: Path, **how: object):  # type: ignore[no-untyped-def]
     """Serve streams with the registry and the authority of a folder."""
     own = credentials_of(folder, "server")
-    identities = CertificateVerifier.of(tls_of(folder, "server"), own)
+    verifier = CertificateVerifier.of(tls_of(folder, "server"), own)
     try:
-        async with serving(credentials=own, verifier=identities, **how) as run:  # type: ignore[arg-type]
+        async with serving(credentials=own, verifier=verifier, **how) as run:  # type: ignore[arg-type]
             yield run
     finally:
-        identities.close()
+        verifier.close()
 
 
 def tls_to(
@@ -66,7 +66,7 @@ def tls_to(
     ciphers: str | None = None,
     own: Path | None = None,
 ) -> ssl.SSLSocket:
-    """Open a TLS connection that trusts anybody."""
+    """Open a TLS connection that accepts any certificate."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     context.set_alpn_protocols(["h2"])

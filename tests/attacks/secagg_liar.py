@@ -1,4 +1,4 @@
-"""One device that lies in a secure session: what it changes, and the sum of the others."""
+"""A hostile device in a secure session: its changes, and the sum without it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MODES = ("semi-honest", "active")
 
 
 def changed(**fields: Any) -> Callable[[tuple[Any, Any]], Any]:
-    """Change fields of an answer; a function is given the answer and returns the field's value."""
+    """Change fields of a reply; a function takes the reply and returns the field's value."""
 
     def change(said: tuple[Any, Any]) -> tuple[Any, Any]:
         answer, vector = said
@@ -25,7 +25,7 @@ def changed(**fields: Any) -> Callable[[tuple[Any, Any]], Any]:
 
 
 def sum_without(cast: Cast, played: Played, *names: str) -> None:
-    """Hold the sum against the plain sum of all but these devices."""
+    """Check the sum against the plain sum without these devices."""
     assert list(played.sum.survived) == [name for name in cast.names if name not in names]
     plain_P, _ = cast.plain_sum(played.sum.survived, played.sum)
     np.testing.assert_array_equal(played.sum.vector_P, plain_P)

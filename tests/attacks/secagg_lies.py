@@ -8,6 +8,7 @@ from typing import Any
 
 from headwater.client.secagg.types import Floor, SessionRecord
 from headwater.common.secagg.fixed_point import plan_encoding
+from headwater.common.secagg.hadamard_rotation import rotated_encoding
 from headwater.common.secagg.identity import SigningIdentity
 from headwater.common.secagg.protocol import (
     WEIGHT,
@@ -19,7 +20,6 @@ from headwater.common.secagg.protocol import (
     SessionNumber,
     SharesReply,
 )
-from headwater.common.secagg.hadamard_rotation import rotated_encoding
 from headwater.common.secagg.session import SessionView, keys_message, session_of
 from tests.faults import FaultPlan
 from tests.secagg import MODEL, PLANNED, Cast

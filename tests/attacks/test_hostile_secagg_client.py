@@ -1,7 +1,7 @@
-"""A device that lies in a secure session: its lie is found, named, and costs the others nothing.
+"""A hostile device in a secure session: its lies are detected, named, and cost others nothing.
 
-Here are its lies until anybody has masked, of keys and of shares; ``test_hostile_secagg_masks`` and
-``test_hostile_secagg_unmask`` have the later ones.
+This file has the lies about keys and shares, before any update is masked; the later lies are in
+``test_hostile_secagg_masks`` and ``test_hostile_secagg_unmask``.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def test_one_identity_cannot_sign_for_another_name() -> None:
 
 
 def bad_share(*holders: str, **fields: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Change what is dealt to these holders, or to all."""
+    """Change the shares dealt to these holders, or to all."""
 
     def shares(dealt: SharesReply) -> tuple[Any, ...]:
         return tuple(
@@ -215,5 +215,5 @@ def test_a_single_liar_is_excluded_alone_as_dealer_or_holder(
     others -= {liar}
     complaints = {liar: others} if as_holder else {holder: frozenset({liar}) for holder in others}
     left = resolve_complaints(complaints)
-    # A holder that complains of one alone is believed: of two, one is at fault.
+    # A holder that complains of a single dealer is believed: one of the two is at fault.
     assert set(left) == (set(others) if as_holder and len(others) == 1 else {liar})

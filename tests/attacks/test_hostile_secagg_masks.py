@@ -1,6 +1,6 @@
-"""A device that lies with its masked vector, and in what order it says what.
+"""A hostile device lies about its masked vector, or sends replies out of order.
 
-What it masks nobody can see: garbage within the clip bound is out of scope (docs/security.md).
+Nobody can see what it masks: garbage within the clip bound is out of scope (docs/security.md).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def test_a_vector_under_another_name_is_rejected(name: str) -> None:
     cast = Cast(6)
     played = cast.play(FaultPlan().answer("masked_update", changed(name=name), client=LIAR))
     assert isinstance(played.rejected[LIAR], UnexpectedUpdate)
-    sum_without(cast, played, LIAR)  # and the one whose name it was is in the sum
+    sum_without(cast, played, LIAR)  # and the device whose name was used is in the sum
 
 
 def test_a_vector_of_another_session_is_rejected() -> None:

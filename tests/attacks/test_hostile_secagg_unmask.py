@@ -1,4 +1,4 @@
-"""A device that lies when the sum is opened: of who survived, of others' shares, or of its own."""
+"""A hostile device lies while the sum is unmasked: about survivors, received or dealt shares."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_signature_of_a_dropped_device_is_rejected() -> None:
     sum_without(cast, played, LIAR)
 
 
-# -- others' shares
+# -- received shares
 
 
 def wrong(kind: str, dealer: str) -> Callable[[Any], Any]:
@@ -89,7 +89,7 @@ def test_a_wrong_share_identifies_its_holder_and_the_sum_is_recovered(mode: str,
 def test_too_many_wrong_shares_abort_the_round_and_identify_every_holder() -> None:
     cast = Cast(5)
     plan = FaultPlan()
-    liars = ("d001", "d002", "d003")  # two good shares are left of three that are needed
+    liars = ("d001", "d002", "d003")  # two correct shares remain, three are needed
     for name in liars:
         plan = plan.answer("unmask", wrong("self_seed_shares", "d000"), client=name)
     played = Played()
@@ -125,11 +125,11 @@ def test_shares_of_the_wrong_kind_or_number_are_rejected(
     sum_without(cast, played, "d005")
 
 
-# -- what was dealt before
+# -- dealt shares
 
 
 class Cheat(SecureSession):
-    """A device that deals the shares of another mask key than it advertised."""
+    """A device that deals shares of a mask key that it did not advertise."""
 
     def answer(self, request: Request, bounds: memoryview | bytes | None = None) -> Reply:
         if isinstance(request, Roster) and isinstance(self.state, AwaitingRoster):
