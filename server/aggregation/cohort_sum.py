@@ -1,11 +1,11 @@
-"""The cohort's sum: 64-bit integers, so that the order of arrival cannot change a bit.
+"""The cohort sum: adds updates as 64-bit integers, so that their order cannot change a bit.
 
-Each tensor has a power-of-two scale 2^f. An update's coordinate x enters as the integer nearest to
-x 2^f, and integer addition is associative: whatever order the updates come in, and on whichever
-engine, the sum is the same. The scale leaves HEADROOM_BITS and log2(cohort) above the largest sum
-of the last round, so overflow is rare; when it comes, sum and scale are shifted down together and
-the shift is counted, never refused. What had arrived before a shift is rounded once more: only in a
-round with a shift may the order move the sum, by a step of the coarser scale for each shift.
+Each tensor has a power-of-two scale 2^f. An update's coordinate x is added as the integer nearest
+to x 2^f, and integer addition is associative: the sum is the same for every order of the updates
+and on every engine. The scale leaves HEADROOM_BITS and log2(cohort) above the largest sum of the
+last round, so overflow is rare. If a sum could overflow, it is shifted down together with its
+scale; the shift is counted, and no update is refused for it. Updates added before a shift are
+rounded once more: only then may the order change the sum, by a step of the coarser scale a shift.
 
 Error: n updates of a tensor whose largest sum last round was M < 2^e are summed with an absolute
 error of at most n 2^-(f+1), where f = 61 - 10 - ceil(log2 n) - e. For n = 100 and M = 1 (e = 1) it
@@ -31,15 +31,15 @@ HEADROOM_BITS = 10
 SUM_BITS = 62
 Floats = NDArray[np.float32] | NDArray[np.float64]
 
-# Before the first round nothing is known: a gradient of up to 2^10 per unit of weight fits.
+# Before the first round no sum is known: a gradient of up to 2^10 per unit of weight fits.
 FIRST_LARGEST_MEAN = 1.0
 
-# float32 is below 2^128 and resolves down to 2^-149: scales beyond these bounds gain nothing.
+# float32 is below 2^128 and resolves 2^-149: scales beyond these bounds have no advantage.
 MIN_SCALE_BITS, MAX_SCALE_BITS = -100, 200
 
 
 class CohortSum:
-    """The sum of a round's updates, of twice the model's width."""
+    """The sum of a round's updates, in twice the bytes of the model."""
 
     def __init__(self, layout: ModelLayout) -> None:
         self._layout = layout
@@ -57,18 +57,18 @@ class CohortSum:
 
     @property
     def largest(self) -> list[float] | None:
-        """The largest absolute sum per tensor of the last round; kept across restarts."""
+        """The largest absolute sum of each tensor in the last round; the checkpoint stores it."""
         return None if self._is_first else list(self._largest)
 
     def restore(self, largest: Sequence[float] | None) -> None:
-        """Take up the state that ``largest`` gave."""
+        """Restore the state that ``largest`` returned."""
         if largest is not None:
             self._largest, self._is_first = list(largest), False
 
     def open(self, *, num_clients: int, planned_weight: int) -> None:
         """Empty the sum and fix the round's scales.
 
-        ``planned_weight`` scales the guess of the first round only, when no sum is known yet.
+        ``planned_weight`` scales the guess for the first round only, when no sum is known yet.
         """
         self._sum_P.fill(0)
         self.weight = 0
@@ -83,11 +83,11 @@ class CohortSum:
         self._runs = _runs_of(self._layout, self._scale_bits)
 
     def check(self, values_P: Tensor, *, name: str) -> list[float]:
-        """Check an update's vector before anything of it is added; return what ``fold`` asks for.
+        """Check an update's vector before any of it is added; return the peaks for ``fold``.
 
         Raises:
-            CorruptUpdate: it has another length than the model.
-            NonFiniteUpdate: it has a NaN or an infinity.
+            CorruptUpdate: its length is not the model's.
+            NonFiniteUpdate: it contains a NaN or an infinity.
         """
         if values_P.numel() != self._layout.num_parameters:
             raise CorruptUpdate(
@@ -96,13 +96,13 @@ class CohortSum:
             )
         peaks = self._peaks_of(values_P.numpy())
         if not all(map(math.isfinite, peaks)):
-            raise NonFiniteUpdate(f"{name}: the update holds a NaN or an infinity")
+            raise NonFiniteUpdate(f"{name}: the update contains a NaN or an infinity")
         return peaks
 
     def fold(self, values_P: Tensor, weight: int, peaks: Sequence[float] | None = None) -> None:
         """Add one checked update, or a sum of many in float64.
 
-        ``peaks`` are what ``check`` returned of it; they are looked for if they are not at hand.
+        ``peaks`` is what ``check`` returned; it is computed if it is not given.
         """
         source: Floats = values_P.numpy()
         num_shifts = self.num_shifts
@@ -111,14 +111,14 @@ class CohortSum:
         if self.num_shifts != num_shifts:
             self._runs = _runs_of(self._layout, self._scale_bits)
         for low, high, factor in self._runs:
-            # A power of two changes no digit of a float32, nor does it overflow: there is room for
-            # the product in SUM_BITS. What is lost below 2^-126 is far below 1/2.
+            # Multiplying a float32 by a power of two is exact, and the product fits in SUM_BITS.
+            # Rounding below 2^-126 is far below 1/2.
             scaled = source[low:high] * factor
             self._sum_P[low:high] += np.rint(scaled, out=scaled).astype(np.int64)
         self.weight += weight
 
     def _peaks_of(self, source: Floats) -> list[float]:
-        """Return the largest magnitude in each tensor, 0 in an empty one; NaN if there is one."""
+        """Return each tensor's largest magnitude: 0 in an empty one, NaN if it contains one."""
         spans = self._layout.spans
         if len(source) > CHUNK or len(self._starts) < len(spans):
             parts = [source[start:end] for start, end in spans]
@@ -144,7 +144,7 @@ class CohortSum:
     def close(self) -> Tensor:
         """Divide once, by the cohort's weight, and return the mean gradient [P] in float32.
 
-        The mean is written over the sum's own memory: the sum is gone afterwards.
+        The mean overwrites the sum's memory: the sum is lost afterwards.
         """
         mean_P = self._sum_P.view(np.float32)[: self._layout.num_parameters]
         for t, (start, end) in enumerate(self._layout.spans):
@@ -154,9 +154,9 @@ class CohortSum:
                 wide = self._sum_P[low:high].astype(np.float64)
                 wide *= 2.0 ** -self._scale_bits[t]
                 largest = max(largest, float(np.abs(wide).max()))
-                # Coordinate i of the mean lies in bytes 4i..4i+3, behind every sum still unread.
+                # Coordinate i of the mean is in bytes 4i..4i+3, before every sum still to be read.
                 mean_P[low:high] = wide / self.weight
-            # A sum that rounded to nothing, or cancelled, sets the scale by its largest update.
+            # If a sum rounded to zero, or cancelled, its largest update sets the scale.
             if largest or self._peaks[t]:
                 self._largest[t] = largest or self._peaks[t]
             elif self._is_first:
@@ -165,15 +165,15 @@ class CohortSum:
         return torch.from_numpy(mean_P)
 
 
-# Coordinates from ``low`` to before ``high``, and what each, or all, are multiplied by.
+# Coordinates ``low`` (inclusive) to ``high`` (exclusive), and their factors or common factor.
 _Run = tuple[int, int, "Floats | np.floating[Any]"]
 
 
 def _runs_of(layout: ModelLayout, scale_bits: Sequence[int]) -> list[_Run]:
-    """Cut a vector into runs of up to CHUNK coordinates; a model of no more is one run.
+    """Divide a vector into runs of up to CHUNK coordinates; a smaller model is one run.
 
-    Each operation on a run has its price: that of four tensors of a small model was dearer than
-    their coordinates.
+    Each numpy call has a fixed cost: for the four tensors of a small model, the calls took longer
+    than their coordinates.
     """
     spans = layout.spans
     is_narrow = all(-126 <= bits <= 127 for bits in scale_bits)  # as float32 has exponents

@@ -1,11 +1,11 @@
-"""Optimizers of ``torch.optim`` without torch's compiler, which they load and do not need.
+"""Uses optimizers of ``torch.optim`` without loading torch's compiler, which they do not need.
 
-The first optimizer of a process imports ``torch._dynamo``: over a second and 73 MB (torch 2.13), to
-tell a compiler that is not there where not to compile (``torch/_compile.py``; ``torch/optim/
-optimizer.py``, ``_use_grad_for_differentiable``). Of it they call ``disable``, which returns the
-function to be called, and ``graph_break``, which does nothing outside of a compiled function. While
-an optimizer is at work here a stand-in does both. Whatever else is asked of the stand-in, the real
-module is loaded for; and where that is loaded already there is no stand-in.
+The first optimizer of a process imports ``torch._dynamo``, which takes over a second and 73 MB
+(torch 2.13), only to mark functions that should not be compiled (``torch/_compile.py``;
+``torch/optim/optimizer.py``, ``_use_grad_for_differentiable``). Optimizers call two functions of
+it: ``disable``, which returns the function to call, and ``graph_break``, which does nothing outside
+of a compiled function. While an optimizer is in use here, a stub provides both. Any other attribute
+of the stub loads the real module; if that is loaded already, no stub is used.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ NAME = "torch._dynamo"
 _lock = threading.RLock()
 
 
-class _StandIn(ModuleType):
-    """What optimizers use of ``torch._dynamo``, where nothing is compiled."""
+class _Stub(ModuleType):
+    """The two functions of ``torch._dynamo`` that optimizers call, without effect."""
 
     @staticmethod
     def disable(fn: Callable[..., Any], *_: Any, **__: Any) -> Callable[..., Any]:
@@ -37,7 +37,7 @@ class _StandIn(ModuleType):
         return None
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # the import system looks for those
+        if name.startswith("__"):  # the import system looks these up
             raise AttributeError(name)
         _remove(self)
         return getattr(importlib.import_module(NAME), name)
@@ -45,22 +45,22 @@ class _StandIn(ModuleType):
 
 @contextmanager
 def without_dynamo() -> Iterator[None]:
-    """Let optimizers be made and step without loading torch's compiler. May be nested."""
+    """Create optimizers and take steps without loading torch's compiler; may be nested."""
     with _lock:
         if NAME in sys.modules:
             yield
             return
-        stand_in = _StandIn(NAME)
-        sys.modules[NAME] = stand_in
-        torch._dynamo = stand_in
+        stub = _Stub(NAME)
+        sys.modules[NAME] = stub
+        torch._dynamo = stub
         try:
             yield
         finally:
-            _remove(stand_in)
+            _remove(stub)
 
 
-def _remove(stand_in: ModuleType) -> None:
-    """Leave things as they were, unless the real module is there by now."""
-    if sys.modules.get(NAME) is stand_in:
+def _remove(stub: ModuleType) -> None:
+    """Remove the stub, unless the real module has replaced it."""
+    if sys.modules.get(NAME) is stub:
         del sys.modules[NAME]
         del torch._dynamo

@@ -23,13 +23,13 @@ from headwater.server.aggregation.dynamo_stub import without_dynamo
 
 Scheduler = torch.optim.lr_scheduler.LRScheduler
 
-# Their rate is not a factor of the step that is taken with it: Rprop has it in the first step
-# alone, ASGD in the next one, and Adafactor as an upper bound.
+# The learning rate is no factor of these optimizers' steps: Rprop uses it in the first step only,
+# ASGD in the next one, and Adafactor as an upper bound.
 RATE_IS_NO_FACTOR = (torch.optim.Rprop, torch.optim.ASGD, torch.optim.Adafactor)
 
 
 def rate_factor(scaling: Literal["none", "linear", "sqrt"], batch_ratio: float) -> float:
-    """Return what the rate is multiplied by when the batch is ``batch_ratio`` times its reference.
+    """Return the factor of the learning rate for a batch of ``batch_ratio`` times its reference.
 
     Linear: Goyal et al. 2017, for SGD while the batch is below the noise scale. Square root:
     Malladi et al. 2022, for Adam and its kin, whose steps do not grow with the gradient.
@@ -40,7 +40,7 @@ def rate_factor(scaling: Literal["none", "linear", "sqrt"], batch_ratio: float) 
 
 
 class ServerOptimizer:
-    """An optimizer over an image, with warmup and schedule."""
+    """An optimizer of a model image's parameters, with warmup and schedule."""
 
     @without_dynamo()
     def __init__(
@@ -57,7 +57,7 @@ class ServerOptimizer:
         if schedule.batch_scaling != "none" and isinstance(self._optimizer, RATE_IS_NO_FACTOR):
             raise SettingsError(
                 f"the steps of {type(self._optimizer).__name__} are not proportional to its rate, "
-                f"so that it cannot follow the batch",
+                f"so that it cannot scale with the batch",
                 remedy="leave out --batch-scaling, or choose sgd, adam or adamw",
             )
 
@@ -68,7 +68,7 @@ class ServerOptimizer:
 
     @without_dynamo()
     def step(self, mean_P: Tensor, factor: float = 1.0) -> float:
-        """Take one step along a mean gradient [P], move the schedule on and return the rate used.
+        """Take one step along a mean gradient [P], advance the schedule, and return the rate used.
 
         That is the schedule's rate times ``factor``, for this step alone: schedules compute their
         next rate from the last one, and must not see it.
@@ -93,7 +93,7 @@ class ServerOptimizer:
 
     @contextmanager
     def _rates_times(self, factor: float) -> Iterator[None]:
-        """Multiply each group's rate by ``factor``, and put back the very numbers after that."""
+        """Multiply each group's rate by ``factor``, and restore the exact rates afterwards."""
         groups = self._optimizer.param_groups
         rates = [group["lr"] for group in groups]
         for group in groups:
@@ -106,7 +106,7 @@ class ServerOptimizer:
 
     @property
     def _kinds(self) -> list[str]:
-        """The classes whose state this is."""
+        """The names of the classes that the state belongs to."""
         parts = getattr(self._scheduler, "_schedulers", [self._scheduler])
         return [type(part).__name__ for part in (self._optimizer, *parts) if part is not None]
 
@@ -132,23 +132,23 @@ class ServerOptimizer:
 
     @without_dynamo()
     def restore(self, tensors: Mapping[str, Tensor], rest: str) -> None:
-        """Take up the state that ``state`` gave.
+        """Restore what ``state`` returned.
 
         Raises:
-            CheckpointCorrupt: it is not that of this optimizer.
+            CheckpointCorrupt: the state belongs to another optimizer or schedule.
         """
         try:
-            told = json.loads(rest)
-            if told["kinds"] != self._kinds:
-                raise ValueError(f"it is that of {told['kinds']}, not of {self._kinds}")
+            plain = json.loads(rest)
+            if plain["kinds"] != self._kinds:
+                raise ValueError(f"it belongs to {plain['kinds']}, not to {self._kinds}")
             state: dict[int, dict[str, Any]] = {}
-            for name, value in (*tensors.items(), *told["plain"].items()):
+            for name, value in (*tensors.items(), *plain["plain"].items()):
                 index, _, key = name.partition(".")
                 state.setdefault(int(index), {})[key] = value
-            self._optimizer.load_state_dict({"state": state, "param_groups": told["groups"]})
+            self._optimizer.load_state_dict({"state": state, "param_groups": plain["groups"]})
             if self._scheduler is not None:
                 own = self._scheduler.state_dict()
-                self._scheduler.load_state_dict(_in_form_of(own, told["scheduler"]))
+                self._scheduler.load_state_dict(_with_types_of(own, plain["scheduler"]))
         except (KeyError, ValueError, TypeError) as error:
             raise CheckpointCorrupt(
                 f"the optimizer's state does not fit: {error}",
@@ -156,23 +156,25 @@ class ServerOptimizer:
             ) from error
 
 
-def _in_form_of(own: Any, told: Any) -> Any:
-    """Undo what JSON does to a scheduler's state: keys that are numbers come back as text."""
+def _with_types_of(own: Any, read: Any) -> Any:
+    """Restore the types that JSON changes in a scheduler's state: numeric keys become text."""
     if isinstance(own, dict):
         keys = {str(key): key for key in own}
-        return type(own)({keys.get(key, key): _in_form_of(own.get(key), told[key]) for key in told})
-    if isinstance(own, list) and len(own) == len(told):
-        return [_in_form_of(*pair) for pair in zip(own, told, strict=True)]
-    return told
+        return type(own)(
+            {keys.get(key, key): _with_types_of(own.get(key), read[key]) for key in read}
+        )
+    if isinstance(own, list) and len(own) == len(read):
+        return [_with_types_of(*pair) for pair in zip(own, read, strict=True)]
+    return read
 
 
 def _try_out(optimizer: settings.OptimizerSettings, schedule: settings.ScheduleSettings) -> None:
-    """Take two steps on a parameter of its own.
+    """Take two steps on a parameter made for it.
 
-    Some classes of torch refuse their arguments only when they step; a run should not begin then.
+    Some of torch's classes refuse their arguments only in a step; the run should not begin then.
 
     Raises:
-        SettingsError: optimizer or schedule cannot be made, or cannot step.
+        SettingsError: the optimizer or the schedule cannot be created, or cannot step.
     """
     parameter = torch.nn.Parameter(torch.zeros(2, 2))
     made = _optimizer([parameter], optimizer)
@@ -191,7 +193,7 @@ def _try_out(optimizer: settings.OptimizerSettings, schedule: settings.ScheduleS
 
 
 def _named_class(module: Any, name: str, base: type) -> type[Any]:
-    """Find a class of a torch module by its name in any case."""
+    """Return a class of a torch module by its name, ignoring case."""
     classes = {
         key.lower(): value
         for key, value in vars(module).items()

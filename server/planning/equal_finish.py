@@ -36,7 +36,7 @@ class CohortColumns:
     size: Ints
     """Examples per micro-batch, 1 or more."""
     base: Floats
-    """Seconds per micro-batch, in addition to those of its examples."""
+    """Seconds per micro-batch, in addition to its examples."""
     each: Floats
     """Seconds per example, above 0."""
     fixed: Floats
@@ -54,7 +54,7 @@ class CohortColumns:
         return seconds
 
     def turns(self) -> Ints:
-        """Return each client's turn from the end (1 is last); of equal clients the first is last."""
+        """Return each client's turn from the end, 1 being the last; of equals the first is last."""
         order = np.argsort(-self.finish(np.ones_like(self.most)), kind="stable")
         turns = np.empty_like(order)
         turns[order] = np.arange(1, len(order) + 1)

@@ -1,9 +1,9 @@
-"""How many examples a round is to gather: its target effective batch.
+"""A round's target: the number of examples of its effective batch.
 
-Three ways, of which the settings choose one: a number of examples; a number of tokens, that is of
-weight, over the weight of an example; or the gradient noise scale as it is followed from round to
-round. The planner shares the target out. What a round really gathers may be less (a deadline, a
-dropout, the end of a device's examples), and the learning rate follows that, not the target.
+The settings choose one of three ways: a number of examples; a number of tokens (units of weight),
+divided by the weight of an example; or the gradient noise scale, which is estimated from round to
+round. The planner divides the target among the clients. A round may sum fewer examples (after a
+deadline, a dropout, or at the end of a client's epoch); the learning rate follows the actual batch.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ TargetBy = Literal["examples", "tokens", "noise scale"]
 
 # The target at most doubles or halves from one round to the next: the noise scale of the first
 # rounds is hardly known, and the learning rate may depend on it.
-LARGEST_CHANGE = 2.0
-# One example says nothing of the noise. Of twice as many as there are clients somebody is asked for
-# two or more, however they are shared out, so that a target at its least can rise again.
-LEAST_PER_CLIENT = 2
+MAX_CHANGE = 2.0
+# A single example does not show the noise. With twice as many examples as clients, some client has
+# two or more, however they are divided, so that a target at its minimum can rise again.
+MIN_PER_CLIENT = 2
 
 DEFAULT_EXAMPLES = settings.PlanSettings().effective_batch_size
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchTotals:
-    """What rounds have gathered: sums, or sums in which each round fades by DECAY."""
+    """Totals of one round's batch, or of several, with each earlier round multiplied by DECAY."""
 
     num_examples: float = 0.0
-    summed_weight: float = 0.0  # what the losses were summed over
-    sent_weight: float = 0.0  # what the updates weighed; another only with dataset weighting
+    summed_weight: float = 0.0  # the weight that the losses were summed over
+    sent_weight: float = 0.0  # the updates' weight; it differs only with dataset weighting
 
     def after(self, later: BatchTotals) -> BatchTotals:
-        """Return the fading sums behind one more round."""
+        """Return the decayed totals after one more round."""
         return BatchTotals(
             num_examples=DECAY * self.num_examples + later.num_examples,
             summed_weight=DECAY * self.summed_weight + later.summed_weight,
@@ -49,11 +49,11 @@ class BatchTotals:
 def check(plan: settings.PlanSettings) -> None:
     """Check that the settings choose one target.
 
-    Of the two batch sizes the examples count as set if they are not the default: a run's own
-    settings.toml names every setting.
+    The number of examples counts as set if it is not the default, because a run's own settings.toml
+    names every setting.
 
     Raises:
-        SettingsError: two are set, or one that this run cannot keep to.
+        SettingsError: two targets are set, or one that this run cannot follow.
     """
     is_k_set = plan.accumulation_steps is not None
     has_examples = plan.effective_batch_size != DEFAULT_EXAMPLES
@@ -61,39 +61,39 @@ def check(plan: settings.PlanSettings) -> None:
         if plan.follow_noise_scale or has_examples:
             other = "--follow-noise-scale" if plan.follow_noise_scale else "--effective-batch-size"
             raise SettingsError(
-                f"both --tokens-per-update and {other} say what a round gathers",
+                f"both --tokens-per-update and {other} set the target of a round",
                 remedy=f"leave out --tokens-per-update or {other}",
             )
         if is_k_set:
             raise SettingsError(
-                "--accumulation-steps sets what each client does, so that no tokens can be shared "
-                "out",
+                "--accumulation-steps sets the work of each client, so that no number of tokens "
+                "can be divided among them",
                 remedy="leave out --accumulation-steps or --tokens-per-update",
             )
     if not plan.follow_noise_scale:
         return
     if is_k_set:
         raise SettingsError(
-            "--accumulation-steps sets what each client does, so that the batch cannot follow the "
-            "noise scale",
+            "--accumulation-steps sets the work of each client, so that the batch cannot follow "
+            "the noise scale",
             remedy="leave out --accumulation-steps or --follow-noise-scale",
         )
     if plan.local_steps > 1:
         raise SettingsError(
-            f"with {plan.local_steps} local steps the model moves between the micro-batches, and "
-            f"their norms tell no noise scale",
+            f"with {plan.local_steps} local steps the model moves between the micro-batches, so "
+            f"that their norms show no noise scale",
             remedy="leave out --local-steps or --follow-noise-scale",
         )
     if plan.effective_batch_size > plan.max_effective_batch_size:
         raise SettingsError(
-            f"the noise scale is followed from --effective-batch-size {plan.effective_batch_size}, "
+            f"the target starts at --effective-batch-size {plan.effective_batch_size}, "
             f"which is above --max-effective-batch-size {plan.max_effective_batch_size}",
             remedy="raise --max-effective-batch-size",
         )
 
 
 def target_by(plan: settings.PlanSettings) -> TargetBy | None:
-    """Return which of the three the settings choose; None where K is set."""
+    """Return which of the three ways the settings choose; None where K is set."""
     if plan.accumulation_steps is not None:
         return None
     if plan.tokens_per_update is not None:
@@ -102,7 +102,7 @@ def target_by(plan: settings.PlanSettings) -> TargetBy | None:
 
 
 def examples_for(tokens: int, weight_per_example: float) -> int:
-    """Return how many examples hold at least so many tokens."""
+    """Return how many examples contain at least this number of tokens."""
     return max(math.ceil(tokens / weight_per_example), 1)
 
 
@@ -111,29 +111,29 @@ def following(
 ) -> int:
     """Return the next target on the way from ``current`` to the noise scale [units of weight].
 
-    At most twice and at least half of the current one, 1 at least and ``most`` at most; where the
-    noise scale is not known the target stays.
+    It is between half and twice the current target, at least 1 and at most ``most``. While the
+    noise scale is unknown, the target stays.
     """
     if noise_scale is None:
         return min(current, most)
     wanted = noise_scale / weight_per_example
-    near = min(max(wanted, current / LARGEST_CHANGE), current * LARGEST_CHANGE)
+    near = min(max(wanted, current / MAX_CHANGE), current * MAX_CHANGE)
     return min(max(round(near), 1), most)
 
 
 def evened(quota: int, micro_batch_size: int) -> int:
-    """Return the micro-batch size that cuts a quota evenly, and in two at least.
+    """Return the micro-batch size that divides a quota evenly, into at least two micro-batches.
 
-    The number of micro-batches stays, or becomes two. The first and all of them are then batches of
-    sizes far enough apart: from 16 and 17 examples S would be known with 11 to 17 times the
-    variance that it has from 8 and 16.
+    The number of micro-batches stays, or becomes two. The first one and all of them together are
+    then batches of sufficiently different sizes: an estimate of S from 16 and 17 examples would
+    have 11 to 17 times the variance of one from 8 and 16.
     """
     num_micro_batches = max(math.ceil(quota / micro_batch_size), 2)
     return max(math.ceil(quota / num_micro_batches), 1)
 
 
 class Target:
-    """The target of the round at hand, and what it follows from."""
+    """The target of the current round, and the state that it follows from."""
 
     def __init__(self, plan: settings.PlanSettings, *, max_weight_per_example: int) -> None:
         """Start before the first round.
@@ -152,38 +152,38 @@ class Target:
 
     @property
     def weight_per_example(self) -> float:
-        """The mean of the committed rounds; before the first the most that the task allows."""
+        """The mean of the committed rounds; before the first one, the maximum of the task."""
         seen = self._seen
         return seen.summed_weight / seen.num_examples if seen.summed_weight else self._max_weight
 
     @property
     def num_examples(self) -> int:
-        """What the round at hand is to gather."""
+        """The target of the current round."""
         if self._plan.tokens_per_update is not None:
             return examples_for(self._plan.tokens_per_update, self.weight_per_example)
         if self.by == "noise scale":
-            return max(self._followed, LEAST_PER_CLIENT * self._num_invited)
+            return max(self._followed, MIN_PER_CLIENT * self._num_invited)
         return self._plan.effective_batch_size
 
     def open(self, *, num_invited: int) -> int:
-        """Return the target of a round in which so many are invited, in examples."""
+        """Return the target of a round with this number of invited clients, in examples."""
         self._num_invited = num_invited
         return self.num_examples
 
     def micro_batch_size(self, quota: int, planned: int) -> int:
-        """Return the micro-batch size for a quota: as planned, or so that it tells the noise."""
+        """Return the micro-batch size for a quota: as planned, or one that shows the noise."""
         return evened(quota, planned) if self.by == "noise scale" else planned
 
-    def ratio(self, round_gathered: BatchTotals) -> float:
-        """Return what a round gathered over what is set: of tokens where they are set."""
+    def ratio(self, totals: BatchTotals) -> float:
+        """Return a round's batch over the batch that is set, in tokens if these are set."""
         if self._plan.tokens_per_update is not None:
-            return round_gathered.summed_weight / self._plan.tokens_per_update
-        return round_gathered.num_examples / self._plan.effective_batch_size
+            return totals.summed_weight / self._plan.tokens_per_update
+        return totals.num_examples / self._plan.effective_batch_size
 
-    def commit(self, round_gathered: BatchTotals, noise: RoundNoise | None) -> None:
-        """Take in a round that counts."""
+    def commit(self, totals: BatchTotals, noise: RoundNoise | None) -> None:
+        """Update the state after a committed round."""
         current = self.num_examples
-        self._seen = self._seen.after(round_gathered)
+        self._seen = self._seen.after(totals)
         if noise is not None:
             self.noise_scale = self.noise_scale.after(noise)
         if self.by == "noise scale":
@@ -195,7 +195,7 @@ class Target:
             )
 
     def state(self) -> dict[str, float]:
-        """Return what a checkpoint keeps."""
+        """Return the state for a checkpoint."""
         return {
             "followed": self._followed,
             "num_examples": self._seen.num_examples,
@@ -206,7 +206,7 @@ class Target:
         }
 
     def restore(self, state: Mapping[str, float]) -> None:
-        """Take up what ``state`` gave; nothing leaves the target at its start.
+        """Restore what ``state`` returned; an empty mapping leaves the initial state.
 
         Raises:
             CheckpointCorrupt: a figure is missing.
@@ -224,11 +224,11 @@ class Target:
             )
             self._followed = int(state["followed"])
         except KeyError as error:
-            raise CheckpointCorrupt(f"the state of the target lacks {error}") from error
+            raise CheckpointCorrupt(f"the state of the target has no {error}") from error
 
 
 def described(plan: settings.PlanSettings, *, max_weight_per_example: int) -> str:
-    """Say in a line what a round gathers, with its arithmetic where it can be said.
+    """Return a line that describes the target, with its arithmetic where it is known.
 
     Raises:
         SettingsError: see ``check``.

@@ -75,8 +75,8 @@ class RoundRow:
     target: int | None = None
     target_by: TargetBy | None = None
     # S, |G|^2 and heterogeneity are this round's own, the noise scale S/|G|^2 is that of the rounds
-    # so far, all per unit of weight (server/planning/noise_scale.py). ``measured_share`` is the share
-    # of the weight that was sent by clients with measurements. None where no client measured.
+    # so far, all per unit of weight (server/planning/noise_scale.py). ``measured_share`` is the
+    # share of the weight that was sent by clients with measurements. None where no client measured.
     noise_scale: float | None = None
     gradient_variance: float | None = None
     squared_gradient: float | None = None

@@ -79,11 +79,11 @@ assert sys.modules[NAME] is real is torch._dynamo
 
 SERVER_OPTIMIZER = """
 from headwater.common.model.parameters import ModelImage
-from headwater.common.settings.schema import Optimizer, Schedule
+from headwater.common.settings.schema import OptimizerSettings, ScheduleSettings
 from headwater.server.aggregation.server_optimizer import ServerOptimizer
 
 image = ModelImage(torch.nn.Linear(2, 2))
-chosen = Optimizer(name="adam"), Schedule(name="CosineAnnealingLR", arguments={"T_max": 3})
+chosen = OptimizerSettings(name="adam"), ScheduleSettings(name="CosineAnnealingLR", arguments={"T_max": 3})
 optimizer = ServerOptimizer(image, *chosen)
 optimizer.step(torch.ones(6))
 optimizer.restore(*optimizer.state())

@@ -14,8 +14,8 @@ from headwater.common.errors import CheckpointCorrupt, SettingsError
 from headwater.common.settings import schema as settings
 from headwater.server.planning.noise_scale import DECAY, RoundNoise
 from headwater.server.planning.target_batch import (
-    LARGEST_CHANGE,
-    LEAST_PER_CLIENT,
+    MAX_CHANGE,
+    MIN_PER_CLIENT,
     BatchTotals,
     Target,
     check,
@@ -154,8 +154,8 @@ def test_a_target_that_follows_leaves_each_client_enough_to_measure_the_noise_ag
     followed = target(follow_noise_scale=True, effective_batch_size=512)
     for _ in range(20):
         followed.commit(of(512, 512), noise(1.0))
-    assert followed.open(num_invited=30) == 30 * LEAST_PER_CLIENT
-    assert followed.open(num_invited=3) <= 30 * LEAST_PER_CLIENT
+    assert followed.open(num_invited=30) == 30 * MIN_PER_CLIENT
+    assert followed.open(num_invited=3) <= 30 * MIN_PER_CLIENT
 
 
 def test_a_target_stays_while_the_noise_scale_is_not_known() -> None:
@@ -179,8 +179,8 @@ def test_the_next_target_is_near_the_last_and_within_its_bounds(
 ) -> None:
     found = following(current, scale, weight_per_example=weight, most=most)
     assert 1 <= found <= most
-    assert found <= LARGEST_CHANGE * current
-    assert found >= min(math.floor(current / LARGEST_CHANGE), most)
+    assert found <= MAX_CHANGE * current
+    assert found >= min(math.floor(current / MAX_CHANGE), most)
 
 
 @given(quota=st.integers(1, 5000), size=st.integers(1, 600))
