@@ -199,8 +199,10 @@ def splitmix64(seed: Number, number: Number) -> Number:
 
 
 def _permute(run_seed: int, epoch: int, name: str, num_examples: int) -> Ints:
-    seed = np.array([sampler_seed(run_seed, name)], dtype=np.uint64)
-    order: Ints = _permutations(seed, np.array([epoch]), num_examples)[0]
+    # As ``_permutations`` for one client, in less than half the time.
+    state = splitmix64(sampler_seed(run_seed, name), epoch + 1)
+    keys: Any = splitmix64(np.uint64(state), np.arange(1, num_examples + 1, dtype=np.uint64))
+    order: Ints = np.argsort(keys)
     return order
 
 

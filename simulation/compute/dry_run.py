@@ -20,7 +20,7 @@ from headwater.client.training.accumulation import sum_window
 from headwater.client.training.accumulator import Accumulator
 from headwater.client.training.context import TrainingContext
 from headwater.client.training.gradient_pass import MicroBatchResult, Positions
-from headwater.client.training.micro_batches import Window, next_position
+from headwater.client.training.sampler import Window, next_position
 from headwater.client.training.stop_rules import RECENT_STEPS, StopRules
 from headwater.common.errors import HeadwaterError
 from headwater.common.messages import MAX_STEPS, Plan, Step, StopReason

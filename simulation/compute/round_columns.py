@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headwater.client.training.micro_batches import (
+from headwater.client.training.sampler import (
     MAX_SHORT,
     next_position,
     permutation,

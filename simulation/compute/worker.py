@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection
 import torch
 from torch import Tensor
 
-from headwater.client.training.micro_batches import SamplerState
+from headwater.client.training.sampler import SamplerState
 from headwater.common.messages import Update, UpdateReport
 from headwater.common.model.parameters import ModelLayout
 from headwater.common.settings.schema import Settings
