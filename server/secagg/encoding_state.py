@@ -16,15 +16,15 @@ from numpy.typing import NDArray
 
 from headwater.common.secagg import masked_numbers
 from headwater.common.secagg.fixed_point import ClipState, decode_mean, follow_clip
-from headwater.common.secagg.masked_numbers import check_sums, metric_sums_in, noise_sums_in
-from headwater.common.secagg.protocol import NUM_CLIPPED, WEIGHT
-from headwater.common.secagg.rotation import (
+from headwater.common.secagg.hadamard_rotation import (
     Rotation,
     device_spread,
     first_bounds,
     follow_bounds,
     unrotate_in_place,
 )
+from headwater.common.secagg.masked_numbers import check_sums, metric_sums_in, noise_sums_in
+from headwater.common.secagg.protocol import NUM_CLIPPED, WEIGHT
 from headwater.server.aggregation.round_sum import RoundSum
 from headwater.server.secagg.unmask_phase import UnmaskedSum
 

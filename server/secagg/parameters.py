@@ -9,6 +9,7 @@ from typing import TypeVar
 from headwater.common.errors import LateUpdate, TooFewSurvivors, UnexpectedUpdate
 from headwater.common.secagg.fixed_point import Encoding, RingBits, plan_encoding
 from headwater.common.secagg.graph import SECURITY_BITS, Mode, ceil_fraction, graph_size
+from headwater.common.secagg.hadamard_rotation import rotated_encoding
 from headwater.common.secagg.protocol import (
     MAX_COMPLETE,
     MIN_MEMBERS,
@@ -22,8 +23,7 @@ from headwater.common.secagg.protocol import (
     complete_threshold,
     max_clipped,
 )
-from headwater.common.secagg.rotation import rotated_encoding
-from headwater.common.secagg.scalars import Scalar, plan_scalar
+from headwater.common.secagg.scalar_encoding import Scalar, plan_scalar
 
 R = TypeVar("R", bound=Reply)
 

@@ -39,7 +39,7 @@ from headwater.common.secagg.protocol import (
     UnmaskReply,
     UnmaskRequest,
 )
-from headwater.common.secagg.scalars import decode_scalars
+from headwater.common.secagg.scalar_encoding import decode_scalars
 from headwater.common.secagg.secret import Secret
 from headwater.common.secagg.session import SessionView
 from headwater.common.secagg.shamir import combine
