@@ -1,1 +1,1 @@
-"""The aggregation server: it adds what the devices send, divides once and steps the model."""
+"""The aggregation server: plans rounds, adds up the updates, divides once and steps the model."""

@@ -1,1 +1,1 @@
-"""Adds updates, divides once, and takes the step."""
+"""Adds up the updates, divides once by their weight, and takes the optimizer's step."""

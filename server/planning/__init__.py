@@ -1,1 +1,1 @@
-"""Which devices take part in a round, and how much each does."""
+"""Plans each round with pure functions: the cohort, each client's work, and the target batch."""

@@ -1,1 +1,1 @@
-"""One round from its plans to its checkpoint."""
+"""Runs the rounds from the plans to the committed step, and stores checkpoints."""

@@ -69,7 +69,7 @@ class CachedAssign:
         **others: Any,
     ) -> dict[str, Assignment]:
         is_k_set = plan.accumulation_steps is not None
-        inputs = (exceptions, plan, () if is_k_set else others)
+        inputs: tuple[Any, ...] = (exceptions, plan, () if is_k_set else others)
         # The estimate of a client that has not changed is the same object.
         changed = list(map(operator.is_not, estimates, self._estimates))
         if names != self._names or inputs != self._others or (any(changed) and not is_k_set):
@@ -79,7 +79,7 @@ class CachedAssign:
             self._assigned = dict(self._assigned)  # the earlier result is the caller's
             some = list(compress(names, changed)), list(compress(estimates, changed))
             for name, one in assign(*some, exceptions, plan, **others).items():
-                (inputs,) = plan_inputs([one.candidate], [one.size_bound], is_k_set=is_k_set)
-                kind = (one.quota, one.max_micro_batch_size, one.size_bound, inputs)
+                (own_inputs,) = plan_inputs([one.candidate], [one.size_bound], is_k_set=is_k_set)
+                kind = (one.quota, one.max_micro_batch_size, one.size_bound, own_inputs)
                 self._assigned[name] = self._shared.setdefault(kind, one) if is_k_set else one
         return self._assigned

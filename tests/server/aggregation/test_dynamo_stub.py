@@ -19,7 +19,8 @@ NAME = "torch._dynamo"
 
 EVERY_OPTIMIZER = """
 from torch.optim import Optimizer
-refused = {torch.optim.LBFGS, torch.optim.SparseAdam}  # as server/aggregation/server_optimizer.py does
+# As in server/aggregation/server_optimizer.py:
+refused = {torch.optim.LBFGS, torch.optim.SparseAdam}
 kinds = [
     kind for kind in vars(torch.optim).values()
     if isinstance(kind, type) and issubclass(kind, Optimizer) and kind is not Optimizer
@@ -50,10 +51,10 @@ for kind, parameter in zip(kinds, found):
 
 ANOTHER_NAME_LOADS_THE_REAL_ONE = """
 with without_dynamo():
-    stand_in = sys.modules[NAME]
-    assert stand_in.is_compiling is not None
-    assert sys.modules[NAME] is not stand_in
-assert sys.modules[NAME] is torch._dynamo and torch._dynamo is not stand_in
+    stub = sys.modules[NAME]
+    assert stub.is_compiling is not None
+    assert sys.modules[NAME] is not stub
+assert sys.modules[NAME] is torch._dynamo and torch._dynamo is not stub
 """
 
 NESTED = """
@@ -83,7 +84,8 @@ from headwater.common.settings.schema import OptimizerSettings, ScheduleSettings
 from headwater.server.aggregation.server_optimizer import ServerOptimizer
 
 image = ModelImage(torch.nn.Linear(2, 2))
-chosen = OptimizerSettings(name="adam"), ScheduleSettings(name="CosineAnnealingLR", arguments={"T_max": 3})
+schedule = ScheduleSettings(name="CosineAnnealingLR", arguments={"T_max": 3})
+chosen = OptimizerSettings(name="adam"), schedule
 optimizer = ServerOptimizer(image, *chosen)
 optimizer.step(torch.ones(6))
 optimizer.restore(*optimizer.state())

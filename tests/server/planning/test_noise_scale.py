@@ -201,7 +201,7 @@ def test_dataset_weighting_scales_vectors_and_not_the_steps_norms() -> None:
     assert (np.abs(found - truth(fleet)) <= ERRORS * error).all()
 
 
-def test_the_others_stand_for_a_device_with_one_micro_batch() -> None:
+def test_other_devices_measure_for_a_device_with_one_micro_batch() -> None:
     """Of like devices two in five measure nothing: the estimate stays without bias."""
     table_NP = made_up(400, seed=9)
     fleet = [
@@ -214,7 +214,7 @@ def test_the_others_stand_for_a_device_with_one_micro_batch() -> None:
     assert (np.abs(found - truth(fleet)) <= ERRORS * error).all()
 
 
-def test_the_share_of_the_weight_that_measured_is_told() -> None:
+def test_the_measured_share_of_the_weight_is_returned() -> None:
     parts = [
         noise_sums(told([3.0, 5.0], [2, 4]), num_owned=9),
         noise_sums(told([3.0], [2]), num_owned=9),
@@ -241,7 +241,7 @@ def across_devices(fleet: Sequence[Device], random: np.random.Generator) -> Roun
     )
 
 
-def test_devices_that_differ_are_told_from_noise_and_norms_across_devices_are_not() -> None:
+def test_differences_between_devices_are_heterogeneity_and_not_noise() -> None:
     """Ten devices of one kind of data each: their differences are heterogeneity, not noise."""
     fleet = [
         Device(gradients_NP=made_up(64, seed=20 + part, place=2.0), cuts=(8, 8))
@@ -324,7 +324,7 @@ def test_a_device_that_gave_all_its_examples_adds_no_variance_to_the_mean() -> N
     assert sums.sum_variance == 0
 
 
-def test_a_round_in_which_nobody_measured_has_no_estimate() -> None:
+def test_a_round_without_measurements_has_no_estimate() -> None:
     assert round_noise(NoiseSums(weight=9.0), squared_mean=1.0) is None
 
 
@@ -373,7 +373,7 @@ def test_the_ratio_is_taken_last() -> None:
     assert scale.ratio == pytest.approx((DECAY + 100) / (DECAY + 1), rel=1e-15)
 
 
-def test_a_lasting_change_is_followed_as_the_old_rounds_fade() -> None:
+def test_the_estimate_follows_a_lasting_change() -> None:
     scale = NoiseScale()
     for _ in range(50):
         scale = scale.after(noise(10.0, 1.0))

@@ -1,4 +1,4 @@
-"""What a round is to gather, in its three ways."""
+"""A round's target, in its three ways."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_settings_that_choose_one_target_or_none_are_taken(changes: dict[str, An
     check(settings.PlanSettings.model_validate(plan(**changes).model_dump()))
 
 
-def test_fixed_examples_are_the_target_whatever_was_gathered() -> None:
+def test_a_fixed_target_does_not_depend_on_earlier_batches() -> None:
     fixed = target(effective_batch_size=64)
     assert fixed.open(num_invited=1000) == 64
     fixed.commit(of(3, 9), noise(1e6))
@@ -99,11 +99,11 @@ def test_fixed_examples_are_the_target_whatever_was_gathered() -> None:
     assert fixed.by == "examples"
 
 
-def test_where_k_is_set_no_target_is_told() -> None:
+def test_where_k_is_set_there_is_no_target() -> None:
     assert target(accumulation_steps=2).by is None
 
 
-def test_tokens_are_shared_out_by_the_most_an_example_may_hold_and_then_by_their_mean() -> None:
+def test_tokens_are_divided_by_the_maximum_of_an_example_and_then_by_the_mean() -> None:
     tokens = target(tokens_per_update=1000, most=64)
     assert tokens.open(num_invited=3) == math.ceil(1000 / 64)
     tokens.commit(of(16, 400), None)  # 25 an example
@@ -114,7 +114,7 @@ def test_tokens_are_shared_out_by_the_most_an_example_may_hold_and_then_by_their
 
 
 @given(st.integers(1, 2**31), st.floats(1e-3, 1e6))
-def test_the_examples_for_some_tokens_are_the_fewest_that_hold_them(
+def test_the_examples_for_a_number_of_tokens_are_the_fewest_that_contain_them(
     tokens: int, weight: float
 ) -> None:
     found = examples_for(tokens, weight)
@@ -209,7 +209,7 @@ def test_the_ratio_that_scales_the_rate_is_in_the_unit_that_was_set() -> None:
     assert target(accumulation_steps=2, effective_batch_size=10).ratio(summed) == 3.0
 
 
-def test_the_state_goes_through_json_and_goes_on_as_if_unbroken() -> None:
+def test_a_restored_state_gives_the_targets_of_an_unbroken_run() -> None:
     one = target(follow_noise_scale=True, effective_batch_size=100, most=9)
     for round_number in range(5):
         one.commit(of(one.open(num_invited=2), 700 / 3), noise(300 / (round_number + 1)))
@@ -223,13 +223,13 @@ def test_the_state_goes_through_json_and_goes_on_as_if_unbroken() -> None:
             kept.commit(of(50, 70), noise(1 / 3))
 
 
-def test_a_checkpoint_of_before_the_first_round_starts_the_target_anew() -> None:
+def test_an_empty_state_leaves_the_initial_target() -> None:
     fresh = target(follow_noise_scale=True)
     fresh.restore({})
     assert fresh.open(num_invited=1) == 512
 
 
-def test_a_state_that_lacks_a_figure_is_corrupt_and_named() -> None:
+def test_a_state_without_a_figure_is_corrupt_and_the_error_names_it() -> None:
     state = target().state()
     del state["variance"]
     with pytest.raises(CheckpointCorrupt, match="variance"):

@@ -77,7 +77,7 @@ def test_a_file_cut_off_anywhere_is_corrupt(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("extra", [b"\0", b"{}", bytes(64)])
-def test_a_file_with_something_behind_it_is_corrupt(tmp_path: Path, extra: bytes) -> None:
+def test_a_file_with_appended_bytes_is_corrupt(tmp_path: Path, extra: bytes) -> None:
     save(tmp_path)
     with (tmp_path / FILE).open("ab") as file:
         file.write(extra)

@@ -176,7 +176,7 @@ HOSTILE: dict[str, tuple[Callable[[Update], Update], type[HeadwaterError]]] = {
 
 
 @pytest.mark.parametrize("case", HOSTILE)
-def test_a_hostile_update_is_refused_by_name_and_the_round_is_that_of_the_others(
+def test_a_hostile_update_is_refused_by_name_and_the_other_updates_count(
     case: str,
 ) -> None:
     change, error = HOSTILE[case]
@@ -193,7 +193,7 @@ def test_a_hostile_update_is_refused_by_name_and_the_round_is_that_of_the_others
         assert (row.weight, row.loss, row.num_clients) == (other.weight, other.loss, 2)
 
 
-def test_with_dataset_weighting_an_update_weighs_what_its_device_owns_and_nothing_else() -> None:
+def test_with_dataset_weighting_an_update_has_the_weight_of_its_device_s_examples() -> None:
     def of_samples(answer: Answer) -> Iterator[Answer]:
         is_one = isinstance(answer, Update) and answer.report.name == "1"
         yield replaced(weight=8)(answer) if is_one and isinstance(answer, Update) else answer
@@ -216,7 +216,7 @@ def test_devices_that_own_the_same_step_alike_with_either_weighting() -> None:
     assert rows[0].loss == weighed[0].loss
 
 
-def test_a_name_that_nobody_asked_is_refused_and_the_round_is_that_of_the_others() -> None:
+def test_an_unknown_name_is_refused_and_the_other_updates_count() -> None:
     def stranger(answer: Answer) -> Iterator[Answer]:
         is_one = isinstance(answer, Update) and answer.report.name == "1"
         yield replaced(name="stranger")(answer) if is_one and isinstance(answer, Update) else answer
@@ -359,7 +359,7 @@ def test_a_client_that_was_not_counted_gets_the_same_examples_again() -> None:
     assert one_first != one_second
 
 
-def test_rounds_that_abort_for_good_end_the_run_with_their_error() -> None:
+def test_too_many_aborted_rounds_end_the_run_with_their_error() -> None:
     settings = chosen(cohort={"min_clients": 3, "max_aborted_rounds": 4})
     calls: list[str] = []
 
