@@ -44,7 +44,7 @@ from headwater.client.memory.peak_model import ProcessMemory
 from headwater.client.training.accumulator import Accumulator
 from headwater.client.training.context import TrainingContext
 from headwater.client.training.local_update import train_round
-from headwater.client.training.micro_batches import SamplerPosition, Window, split, window
+from headwater.client.training.sampler import SamplerPosition, Window, split, window
 from headwater.common.data.batches import batch_of
 from headwater.common.messages import Plan
 from headwater.common.model.parameters import ModelImage, build_model

@@ -24,11 +24,11 @@ from safetensors.torch import load_file
 
 from benchmarks.measure import ROOT, Figures, arguments, report
 from examples.slow_owners import SLOW_CLASSES
-from headwater.common.settings.schema import load
+from headwater.common.settings.sources import load
 from headwater.common.task import Task, load_task, open_train_examples
 from headwater.server.operations.round_log import read_rows
 from headwater.server.rounds.run import MODEL
-from headwater.simulation.fleet.profiles import with_fleet
+from headwater.simulation.fleet.fleet_spec import with_fleet
 from headwater.simulation.run import run_engine
 
 TASK = "examples/slow_owners.py:SlowOwners"

@@ -15,7 +15,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from headwater.common.messages import DeviceReport, Plan, Step, UpdateReport
-from headwater.common.transport.limits import CHANNEL, CHUNK_BYTES, METHOD, PROTOCOL_VERSION
+from headwater.common.transport.limits import (
+    CHANNEL_OPTIONS,
+    CHUNK_BYTES,
+    PROTOCOL_VERSION,
+    STREAM_METHOD,
+)
 from headwater.common.transport.wire_pb2 import (
     Chunk,
     ClientFrame,
@@ -81,9 +86,9 @@ class FakeDevice:
         import grpc.aio
 
         while True:
-            async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", CHANNEL) as channel:
+            async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", CHANNEL_OPTIONS) as channel:
                 try:
-                    await self._serve(channel.stream_stream(METHOD)())
+                    await self._serve(channel.stream_stream(STREAM_METHOD)())
                     return
                 except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
                     self.num_reconnects += 1

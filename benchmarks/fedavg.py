@@ -2,9 +2,9 @@
 
 Strategy, averaging and rounds are Flower's own (``flwr.serverapp.strategy.FedAvg``). A device does
 one epoch over its examples by plain SGD, in micro-batches as large as the operator sets or as fit
-in its memory (McMahan et al. 2017, algorithm 1, E = 1), on the machine that ``headwater.simulation.fleet.virtual_hardware.virtual_hardware``
-gives it. Who would end behind the deadline is late: its update is lost, as it would be in Flower,
-and is not computed here. The round then lasts until the deadline.
+in its memory (McMahan et al. 2017, algorithm 1, E = 1), on the machine that
+``simulation.fleet.virtual_hardware`` gives it. A device that would end after the deadline is late:
+its update is lost, as it would be in Flower, and is not computed here. The round then lasts until the deadline.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAvg
 
 from headwater.client.training.context import Identity
-from headwater.client.training.micro_batches import permutation, split
+from headwater.client.training.sampler import permutation, split
 from headwater.client.training.trainer import trainer_of
 from headwater.common.data.batches import batch_of, evaluate_sums
 from headwater.common.model.parameters import ModelImage, build_model

@@ -65,7 +65,7 @@ def expected_model(number: int, rounds: int) -> list[float]:
 async def play(port: int, number: int) -> Figures:
     """Be ``number`` devices until the server says goodbye."""
     from headwater.common.model.parameters import build_model
-    from headwater.common.system.heap import collect_only_what_is_new
+    from headwater.common.system.heap import freeze_loaded_objects
     from headwater.common.task import load_task
 
     layout = build_model(load_task(TASK), seed=0).layout
@@ -78,7 +78,7 @@ async def play(port: int, number: int) -> Figures:
             name, layout.digest, update, weight=weight, think_seconds=THINK_SECONDS * spread
         )
         devices.append(device)
-    collect_only_what_is_new()  # no pause of this process may be taken for one of the server's
+    freeze_loaded_objects()  # no pause of this process may be taken for one of the server's
     await asyncio.gather(*(device.run(port) for device in devices))
     return {
         "taken": [[(plan.round, plan.at) for plan in device.taken] for device in devices],

@@ -46,7 +46,9 @@ def columns(num_examples: int) -> dict[str | None, Column | None]:
 def drawn(kind: str, by_name: dict[str | None, Column | None], num_examples: int) -> None:
     rule = parse_rule(kind, examples_per_device=EXAMPLES_EACH, seed=SEED)
     assert rule is not None
-    dealing = partition_examples(rule, by_name[rule.column], num_examples=num_examples, num_devices=POPULATION)
+    dealing = partition_examples(
+        rule, by_name[rule.column], num_examples=num_examples, num_devices=POPULATION
+    )
     for device in range(0, POPULATION, POPULATION // 1000):
         dealing.positions(device)
 
@@ -54,7 +56,9 @@ def drawn(kind: str, by_name: dict[str | None, Column | None], num_examples: int
 def dealt(kind: str, by_name: dict[str | None, Column | None], num_examples: int) -> None:
     rule = parse_rule(kind, examples_per_device=None, seed=SEED)
     assert rule is not None
-    dealing = partition_examples(rule, by_name[rule.column], num_examples=num_examples, num_devices=NUM_DEALT)
+    dealing = partition_examples(
+        rule, by_name[rule.column], num_examples=num_examples, num_devices=NUM_DEALT
+    )
     for device in range(NUM_DEALT):
         dealing.positions(device)
 

@@ -46,8 +46,8 @@ SIMULATED = {
     "--dropout 0.1",
     "semi-honest, sparse": f"{ADAM} --clients 70 --rounds 1 --secure-aggregation semi-honest",
     "active": f"{ADAM} --clients 6 --rounds 2 --secure-aggregation active",
-    "transformer": "--task examples/text_transformer.py:TextTransformer --threads 1 --clients 3 --rounds 2 "
-    "--accumulation-steps 2 --micro-batch-size 2 --optimizer adamw --learning-rate 0.003",
+    "transformer": "--task examples/text_transformer.py:TextTransformer --threads 1 --clients 3 "
+    "--rounds 2 --accumulation-steps 2 --micro-batch-size 2 --optimizer adamw --learning-rate 0.003",
     "synthetic": "--task examples/synthetic.py:Synthetic --threads 1 --clients 40 --rounds 3",
     "engine grpc": f"{ADAM} --clients 3 --rounds 3 --engine grpc",
     "engine flower-ray": f"{ADAM} --clients 4 --rounds 2 --engine flower-ray "
@@ -100,7 +100,7 @@ def _simulate(flags: str, out: Path) -> None:
 
 
 def _network(out: Path) -> Path:
-    """A server and two clients, each a process of its own, over loopback."""
+    """Run a server and two clients, each in its own process, over loopback."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"127.0.0.1:{free.getsockname()[1]}"
     flags = f"{ADAM} --accumulation-steps 3 --rounds 4 --min-clients 2 --listen {address}"

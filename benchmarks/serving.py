@@ -1,7 +1,7 @@
 """The real server and real devices as child processes, for the benchmarks that need sockets.
 
-``python -m benchmarks.serving`` runs ``headwater.server.serve.serve_run``, the whole of ``headwater-server``
-behind its command line, and writes one line of JSON for each committed round. With ``pause`` it
+``python -m benchmarks.serving`` runs ``server.serve.serve_run``, the whole of ``headwater-server``
+without its command line, and writes one line of JSON for each committed round. With ``pause`` it
 holds the run after a round, with ``pace_seconds`` for so long after each: the devices stay
 connected and idle. ``planned_at`` in a line is when the round's plans were ready, by
 ``time.monotonic``, which all processes of a machine share.

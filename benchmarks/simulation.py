@@ -57,8 +57,8 @@ def ours(
     way: str, work: Work, number: int, rounds: int, *, on_round: OnRound = lambda _: _tick()
 ) -> None:
     """Run rounds of the whole system."""
-    from headwater.common.settings.schema import load
-    from headwater.simulation.fleet.profiles import with_fleet
+    from headwater.common.settings.sources import load
+    from headwater.simulation.fleet.fleet_spec import with_fleet
     from headwater.simulation.run import run_engine
 
     chosen = {

@@ -39,9 +39,11 @@ from dataclasses import dataclass, replace
 
 from benchmarks.fedavg import Round, epoch_seconds, run_fedavg
 from benchmarks.measure import ROOT, Figures, arguments, report
-from headwater.common.settings.schema import Settings, load
+from headwater.common.settings.schema import Settings
+from headwater.common.settings.sources import load
+from headwater.server.operations.round_log import row_to_dict
 from headwater.server.rounds.round_row import RoundRow
-from headwater.simulation.fleet.profiles import device_of, with_fleet
+from headwater.simulation.fleet.fleet_spec import fleet_spec, with_fleet
 from headwater.simulation.reports.fleet_summary import idle_time
 from headwater.simulation.run import run_engine
 
@@ -144,7 +146,7 @@ class Race:
         Raises:
             _Ended: it was the last one that is needed.
         """
-        self._idle.append(idle_time(plain(row)).share_of_all)
+        self._idle.append(idle_time(row_to_dict(row)).share_of_all)
         self._take(
             row.slowest_client_seconds,
             row.metrics["test_accuracy"],
@@ -283,7 +285,7 @@ def compared(case: Case) -> Figures:
     """Race the three and set them beside each other."""
     settings = settings_of(case, case.seeds[0])
     rates = [
-        device_of(settings, part).examples_per_second or math.nan
+        fleet_spec(settings).device(part).examples_per_second or math.nan
         for part in range(settings.simulation.clients)
     ]
     fixed_rounds = [

@@ -1,4 +1,4 @@
-"""Writes the list of folders and files in docs/architecture.md from the first lines of their docstrings.
+"""Writes the list of files in docs/architecture.md from the first lines of their docstrings.
 
 ``make docs`` runs it, and a test holds the page to it.
 """

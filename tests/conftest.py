@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, settings
 
 MAX_CPU_SECONDS = 2.0
 
-# `make test` draws the same examples each time; `make test-slow` draws fresh ones, and prints how to
-# draw a failing one again.
+# `make test` draws the same examples each time; `make test-slow` draws fresh ones, and prints how
+# to draw a failing one again.
 settings.register_profile("quick", deadline=None, derandomize=True, max_examples=30)
 settings.register_profile(
     "fresh",

@@ -1,4 +1,4 @@
-"""docs/architecture.md names every file, in the words of the file itself, and links to what exists."""
+"""docs/architecture.md names every file in the file's own words, and its links lead to files."""
 
 from __future__ import annotations
 
