@@ -115,6 +115,7 @@ def squared_mean(row: RoundRow) -> float:
 
 
 @pytest.mark.parametrize("task", [OneDigitEach(), AllDigitsEach()], ids=lambda t: type(t).__name__)
+@pytest.mark.slow
 def test_a_run_reports_the_noise_heterogeneity_and_gradient_of_its_data(task: Digits) -> None:
     rows = rows_of(type(task).__name__)
     expected = truth(task)
