@@ -2,10 +2,11 @@
 
 The sealed bytes (``client.flower.suspended_updates``) are in the SuperNode's memory, where any
 process that reaches its local port can fetch them. Their key is elsewhere: 32 random bytes per
-update, in a file that only its owner can read, in a folder whose content is memory (tmpfs). The key is overwritten
-and removed when the update's session ends or the next plan comes; then nothing can open the bytes.
-If a run ends in the middle of a session, its key remains. It opens nothing once the SuperNode has
-ended, and is gone after a reboot. Swap may still write memory to a disk; that is out of scope.
+update, in a file that only its owner can read, in a folder whose content is memory (tmpfs). The key
+is overwritten and removed when the update's session ends or the next plan comes; then nothing can
+open the bytes. If a run ends in the middle of a session, its key remains. It opens nothing once the
+SuperNode has ended, and is gone after a reboot. Swap may still write memory to a disk; that is out
+of scope.
 """
 
 from __future__ import annotations
