@@ -60,7 +60,7 @@ proto:
 
 docs:
 	$(VENV)/bin/python docs/write_tree.py
-	$(VENV)/bin/python -m headwater.common.settings.catalog > docs/settings.md
+	$(VENV)/bin/python -m headwater.common.settings.introspection > docs/settings.md
 
 # One file for all platforms; torch has its own rules above.
 constraints:

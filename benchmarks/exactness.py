@@ -2,8 +2,8 @@
 
 A window of micro-batches of 32, 32, 32 and 5 examples (K = 4) is summed by
 ``client.training.local_update.train_round`` and divided once by its weight, as our server does;
-``mean of means`` divides each micro-batch's loss by its own size and by K, as accelerate and most training
-loops do (accelerate itself runs too, if it is installed). Both are held against the gradient of the
+``mean of means`` divides each micro-batch's loss by its own size and by K, as accelerate and most
+training loops do (accelerate itself runs too, if it is installed). Both are held against the gradient of the
 101 examples in one batch: the error is the length of the difference over the length of that
 gradient.
 

@@ -4,7 +4,8 @@ Strategy, averaging and rounds are Flower's own (``flwr.serverapp.strategy.FedAv
 one epoch over its examples by plain SGD, in micro-batches as large as the operator sets or as fit
 in its memory (McMahan et al. 2017, algorithm 1, E = 1), on the machine that
 ``simulation.fleet.virtual_hardware`` gives it. A device that would end after the deadline is late:
-its update is lost, as it would be in Flower, and is not computed here. The round then lasts until the deadline.
+its update is lost, as it would be in Flower, and is not computed here. The round then lasts until
+the deadline.
 """
 
 from __future__ import annotations

@@ -186,16 +186,14 @@ def _permutations(seeds_D: Seeds, epochs_D: Ints, number: int) -> Ints:
     return order
 
 
-Number = TypeVar("Number", int, Seeds)
 
 
-def splitmix64(seed: Number, number: Number) -> Number:
+def splitmix64(seed: Any, number: Any) -> Any:
     """Return the n-th 64-bit number, n from 1, of the splitmix64 generator; for ints or arrays."""
-    value: Any = seed + number * INCREMENT & MASK
+    value = seed + number * INCREMENT & MASK
     value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & MASK
     value = (value ^ (value >> 27)) * 0x94D049BB133111EB & MASK
-    mixed: Number = value ^ (value >> 31)
-    return mixed
+    return value ^ (value >> 31)
 
 
 def _permute(run_seed: int, epoch: int, name: str, num_examples: int) -> Ints:

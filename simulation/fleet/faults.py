@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from headwater.client.training.micro_batches import seed_of
+from headwater.client.training.sampler import seed_of
 from headwater.simulation.fleet.toml_tables import file_error, read_tables
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwater.client.memory.peak_model import LARGEST_SIZE
-from headwater.client.training.micro_batches import Seeds
+from headwater.client.training.sampler import Seeds
 from headwater.common.messages import Vitals
 from headwater.simulation.fleet.random_events import are_on_battery, battery_seed
 from headwater.simulation.fleet.virtual_hardware import VirtualHardware

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headwater.client.training.micro_batches import SamplerPosition, SamplerState
+from headwater.client.training.sampler import SamplerPosition, SamplerState
 
 Ints = NDArray[np.int64]
 

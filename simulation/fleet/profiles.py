@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from headwater.client.training.micro_batches import seed_of
+from headwater.client.training.sampler import seed_of
 from headwater.simulation.fleet.faults import FleetFaults
 from headwater.simulation.fleet.toml_tables import file_error, read_tables
 from headwater.simulation.fleet.traces import ALWAYS, Availability, RoundShares, read_trace

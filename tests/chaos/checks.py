@@ -20,15 +20,15 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from headwater.client.app import client_app
-from headwater.client.flower.state_file import walk_of
-from headwater.client.training.micro_batches import Place, Window, order
+from headwater.client.flower.state_file import read_sampler
+from headwater.client.training.sampler import SamplerPosition, Window, permutation
 from headwater.common.model.parameters import build_model
 from headwater.common.settings.schema import Settings
 from headwater.common.task import Examples, load_task
 from headwater.server.app import server_app
 from headwater.server.rounds import checkpoint
 from headwater.simulation.engines.message_grid import InProcessGrid
-from headwater.simulation.fleet.virtual_hardware import simulated_machine
+from headwater.simulation.fleet.virtual_hardware import virtual_hardware
 from tests.reference import Picked, mean_gradient, trajectory
 
 SEED, RUN_ID = 0, 1
@@ -44,7 +44,7 @@ class Counted:
     """What the rows say was counted: the examples of each round, and each device's next place."""
 
     rounds: list[Picked]
-    places: dict[str, Place]
+    places: dict[str, SamplerPosition]
 
 
 def doubled(examples: Examples) -> Examples:
@@ -55,14 +55,14 @@ def doubled(examples: Examples) -> Examples:
 
 def counted(rows: Rows, data: Mapping[str, Examples]) -> Counted:
     """Follow the devices' walks through the rows."""
-    places = dict.fromkeys(data, Place())
+    places = dict.fromkeys(data, SamplerPosition())
     rounds: list[Picked] = []
     for row in rows:
         picked: list[tuple[Examples, Sequence[int]]] = []
         for client in row["clients"]:
             name, number = client["name"], client["num_examples"]
             examples, place = data[name], places[name]
-            walk = order(SEED, place.epoch, name, len(examples))
+            walk = permutation(SEED, place.epoch, name, len(examples))
             positions = walk[place.offset : place.offset + number].tolist()
             assert len(positions) == number, f"{name}: {number} examples behind {place}"
             window = Window(
@@ -115,7 +115,7 @@ def _smallest_step(task: Any, model: torch.nn.Module, picked: Picked) -> float:
 def run_in_process(settings: Settings) -> None:
     """Run the same apps in this process, without sockets, disks that fill, or signals."""
     torch.set_num_threads(settings.threads or 1)
-    grid = InProcessGrid(client_app(simulated_machine), settings)
+    grid = InProcessGrid(client_app(virtual_hardware), settings)
     grid.enter_run(RUN_ID)
     context = Context(
         run_id=RUN_ID,
@@ -127,14 +127,14 @@ def run_in_process(settings: Settings) -> None:
     server_app(on_round=lambda _: None)(grid, context)
 
 
-def check_places(out: Path, state: Path, places: Mapping[str, Place]) -> None:
+def check_places(out: Path, state: Path, places: Mapping[str, SamplerPosition]) -> None:
     """Hold that each device's own record says the same of what was counted as the rows do."""
     found = checkpoint.load(out)
     assert found is not None
     progress = found[0]
     for name, place in places.items():
         path = state / f"{name}-{progress.run_id}.json"
-        walk = walk_of(json.loads(path.read_text()).get("walk"))
+        walk = read_sampler(json.loads(path.read_text()).get("walk"))
         own = walk.settle(progress.counted.get(name)).place
         assert own == place, f"device {name} is at {own}, by the rows at {place}"
 

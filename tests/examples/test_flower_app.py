@@ -16,7 +16,7 @@ from torch.nn import functional
 from examples.flower_app.digits_app import client_app, server_app, task
 from headwater.client.flower.gradient_sum import GradientSum
 from headwater.common.errors import BatchDependentLayer, ModelMismatch, SettingsError, TaskError
-from headwater.common.flower.grid import OwnGrid, numbered
+from headwater.common.flower.grid import HeadwaterGrid, ensure_message_id
 from headwater.common.settings import schema as settings
 from headwater.server.flower.sum_of_gradients import NUM_REFUSED, SumOfGradients
 
@@ -26,7 +26,7 @@ NUM_NODES, NUM_ROUNDS, LEARNING_RATE = 3, 4, 0.5
 Spoil = Callable[[RecordDict], None]
 
 
-class AppGrid(OwnGrid):
+class AppGrid(HeadwaterGrid):
     """Runs a ClientApp on a few nodes, as any app's messages are; nothing of ours is in them."""
 
     def __init__(self, app: ClientApp, run_config: dict[str, float | int]) -> None:
@@ -57,7 +57,7 @@ class AppGrid(OwnGrid):
             messages, key=lambda message: message.metadata.dst_node_id, reverse=self.is_reversed
         )
         for message in ordered:
-            numbered(message)
+            ensure_message_id(message)
             node_id = message.metadata.dst_node_id
             reply = self._app(message, self.context(node_id))
             if message.metadata.message_type == "train" and node_id in self.spoil:

@@ -17,8 +17,8 @@ from examples.tabular_csv import RANGES, TabularCsv
 from examples.text_transformer import CONTEXT, PADDING, TextTransformer, stretches
 from headwater.common.data.additivity import check_additive
 from headwater.common.data.batches import SubsetView, batch_of
-from headwater.common.data.partition_spec import parse_rule
 from headwater.common.data.client_datasets import ClientDatasets
+from headwater.common.data.partition_spec import parse_rule
 from headwater.common.errors import EmptyDataset, MissingData
 from headwater.common.settings.schema import Settings
 from headwater.common.settings.sources import load

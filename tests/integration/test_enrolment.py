@@ -164,7 +164,7 @@ def test_a_clock_outside_the_server_certificates_dates_is_named(
     certs = make_folder(tmp_path / "certs")
     put_signed(certs, "server", days=days)
     (certs / "server-key.pem").write_bytes((certs / "server.pem").read_bytes())
-    with enrolment(certs) as port, pytest.raises(ClockWrong, match="this machine.s clock"):
+    with enrolment(certs) as port, pytest.raises(ClockWrong, match=r"this machine.s clock"):
         join(token_at(certs, port.port), tmp_path / "device")
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from headwater.common.data.partition_spec import parse_rule
 from headwater.common.data.client_datasets import ClientDatasets
+from headwater.common.data.partition_spec import parse_rule
 from headwater.common.task import load_task
 from headwater.server.planning.cohort import candidates_in_turn
 from tests.processes import Process, Processes, model_digest, port_of, rows, write_task

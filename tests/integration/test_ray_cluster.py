@@ -15,8 +15,7 @@ from headwater.common.settings.sources import load
 from headwater.server.operations.round_log import read_rows
 from headwater.server.rounds.run import MODEL
 from headwater.simulation.engines.ray_cluster import ADDRESS, joined
-from headwater.simulation.fleet.fleet_spec import with_fleet
-from headwater.simulation.fleet.fleet_spec import fleet_spec
+from headwater.simulation.fleet.fleet_spec import fleet_spec, with_fleet
 from headwater.simulation.fleet.random_events import vanishes_at
 from headwater.simulation.run import run_engine
 from tests.processes import until
