@@ -113,7 +113,7 @@ class OneRoundAtATime:
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @given(clients=CLIENTS, seed=st.integers(0, 1000))
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=settings().max_examples // 2)
 def test_mean_gradient_is_that_of_one_big_batch_however_it_was_cut(
     architecture: str, clients: list[Client], seed: int
 ) -> None:
@@ -127,7 +127,7 @@ def test_mean_gradient_is_that_of_one_big_batch_however_it_was_cut(
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 @given(cohorts=st.lists(CLIENTS, min_size=1, max_size=4))
-@settings(max_examples=6, deadline=None, derandomize=True)
+@settings(max_examples=settings().max_examples // 5)
 def test_trajectory_of_sgd_is_that_of_big_batches(
     architecture: str, momentum: float, cohorts: list[list[Client]]
 ) -> None:
@@ -158,7 +158,7 @@ def test_trajectory_of_sgd_is_that_of_big_batches(
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @given(clients=CLIENTS)
-@settings(max_examples=8, deadline=None, derandomize=True)
+@settings(max_examples=settings().max_examples // 5)
 def test_adam_steps_as_far_from_the_reference_as_its_eps_lets_the_gradient_s_rounding(
     architecture: str, clients: list[Client]
 ) -> None:

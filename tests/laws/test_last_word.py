@@ -57,7 +57,7 @@ def plan_of(quota: int, size: int, finish_seconds: float | None = None) -> Plan:
     # An example takes a second: from half of the quota to a quarter more than it.
     finish=st.none() | st.floats(1.0, 1.5 * NUM_EXAMPLES),
 )
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=settings().max_examples // 2)
 def test_what_is_sent_is_the_gradient_of_a_beginning_of_the_window(
     architecture: str,
     quota: int,
@@ -100,7 +100,7 @@ def test_what_is_sent_is_the_gradient_of_a_beginning_of_the_window(
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @given(quota=st.integers(1, NUM_EXAMPLES), size=st.integers(1, 17))
-@settings(max_examples=15, deadline=None, derandomize=True)
+@settings(max_examples=settings().max_examples // 5)
 def test_activations_computed_twice_change_no_bit(architecture: str, quota: int, size: int) -> None:
     place = place_of(ARCHITECTURES[architecture])
     part = window(SamplerPosition(), quota=quota, run_seed=0, name="pi", num_examples=NUM_EXAMPLES)

@@ -133,7 +133,7 @@ def test_every_dropout_pattern_of_three_devices_and_mix_of_four_holds_in_active_
             check(cast, drops, survivors(cast.names, drops, "active"))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=settings().max_examples // 2)
 @given(
     num_devices=st.integers(3, 12),
     mode=st.sampled_from(["semi-honest", "active"]),

@@ -170,7 +170,7 @@ class PlannedRound:
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @given(fleet=fleets().filter(lambda fleet: bool(fleet.plans())), seed=st.integers(0, 1000))
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=settings().max_examples // 2)
 def test_a_planned_step_is_that_of_one_big_batch_of_the_same_examples(
     architecture: str, fleet: Fleet, seed: int
 ) -> None:
@@ -183,7 +183,7 @@ def test_a_planned_step_is_that_of_one_big_batch_of_the_same_examples(
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @given(fleet=fleets().filter(lambda fleet: bool(fleet.plans())))
-@settings(max_examples=8, deadline=None, derandomize=True)
+@settings(max_examples=settings().max_examples // 5)
 def test_devices_of_any_memory_give_the_step_that_devices_of_all_memory_give(
     architecture: str, fleet: Fleet
 ) -> None:
@@ -201,7 +201,7 @@ def test_devices_of_any_memory_give_the_step_that_devices_of_all_memory_give(
     fleet=fleets().filter(lambda fleet: bool(fleet.plans())),
     owned=st.lists(st.integers(1, 10**6), min_size=5, max_size=5),
 )
-@settings(max_examples=12, deadline=None, derandomize=True)
+@settings(max_examples=settings().max_examples // 5)
 def test_with_dataset_weighting_each_device_s_mean_counts_by_what_it_owns(
     architecture: str, fleet: Fleet, owned: list[int]
 ) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from zoneinfo import ZoneInfo
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from headwater.client.device.availability import (
@@ -96,7 +96,6 @@ def test_a_device_whose_only_hour_is_skipped_this_week_looks_again_later() -> No
     assert again.until == dt.datetime(2026, 4, 5, 2, tzinfo=BERLIN)
 
 
-@settings(deadline=None)
 @given(
     st.sampled_from([NIGHTS, NOT_AT_WORK, ClientSettings(active_hours="Sun 01:00-02:00")]),
     st.datetimes(dt.datetime(2026, 1, 1), dt.datetime(2027, 1, 1)),
@@ -117,7 +116,6 @@ def test_a_device_is_away_exactly_outside_its_active_hours(
     assert is_active(chosen, wall_of(away.until, BERLIN))
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(-200_000, 200_000), min_size=1, max_size=20), st.floats(0, 3600))
 def test_cached_hours_equal_hours_computed_at_each_time(seconds: list[int], lead: float) -> None:
     clock = [dt.datetime(2026, 3, 28, 12, tzinfo=dt.UTC)]

@@ -7,7 +7,7 @@ import logging
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from headwater.client.device.byte_quota import MAX_DAYS, ByteQuota, with_bytes_added
@@ -50,7 +50,6 @@ def test_a_temporarily_wrong_clock_loses_no_count(tmp_path: Path, wrong: dt.date
     assert allowance(path).used(wrong) == 10
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.dates(), st.integers(0, 2**40)), min_size=1, max_size=40))
 def test_the_last_counted_days_are_kept(moved: list[tuple[dt.date, int]]) -> None:
     days: dict[dt.date, int] = {}

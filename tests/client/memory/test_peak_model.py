@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from headwater.client.memory.peak_model import (
@@ -242,7 +242,6 @@ class Allocator:
 RUNS = st.lists(st.tuples(st.integers(1, 256), st.floats(0, 1)), min_size=1, max_size=60)
 
 
-@settings(deadline=None)
 @given(RUNS)
 def test_no_sequence_of_sizes_moves_a_correct_line(run: list[tuple[int, float]]) -> None:
     """Small micro-batches after large ones peak as high; one example does not look huge."""
@@ -255,7 +254,6 @@ def test_no_sequence_of_sizes_moves_a_correct_line(run: list[tuple[int, float]])
         assert known.now == Line(base=300 * MIB, each=MIB)
 
 
-@settings(deadline=None)
 @given(RUNS, st.floats(0, 0.2), st.floats(0.5, 3))
 def test_no_peak_exceeds_the_line_corrected_by_it(
     run: list[tuple[int, float]], fragments: float, believed: float

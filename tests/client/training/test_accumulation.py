@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -26,7 +26,6 @@ from tests.tasks import (
 from tests.training_contexts import plan, sums, trained, training_context
 
 
-@settings(deadline=None, max_examples=40)
 @given(st.integers(1, 24), st.integers(1, 30))
 def test_the_update_is_the_exact_sum_for_every_micro_batch_size(quota: int, size: int) -> None:
     context = training_context(TwoLayers(), examples(24))
@@ -36,7 +35,6 @@ def test_the_update_is_the_exact_sum_for_every_micro_batch_size(quota: int, size
     assert len(update.report.steps) == -(-quota // size)
 
 
-@settings(deadline=None, max_examples=60)
 @given(
     st.lists(
         st.sampled_from([0, 0, NAN_LOSS, NAN_GRADIENT, RAISES_BACKWARD, RAISES_FORWARD]),

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -76,7 +76,6 @@ def test_one_example_that_does_not_fit_is_out_of_memory() -> None:
         trained(context, plan(8, 8))
 
 
-@settings(deadline=None, max_examples=150)
 @given(
     st.integers(1, 24),
     st.integers(1, 12),

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.data import TensorDataset
@@ -47,7 +47,6 @@ def assert_same(batch: list[Tensor], expected: list[Tensor]) -> None:
             assert rows.data_ptr() % ALIGNED_BYTES == others.data_ptr() % ALIGNED_BYTES == 0
 
 
-@settings(deadline=None, max_examples=60)
 @given(st.integers(1, 40), st.integers(1, 20), st.integers(1, 9), st.integers(0, 2**31))
 def test_every_batch_equals_one_fetched_alone(
     num_examples: int, num_features: int, size: int, seed: int

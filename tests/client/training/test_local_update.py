@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
@@ -179,7 +179,6 @@ def test_refused_examples_do_not_count_as_left_in_the_epoch() -> None:
     assert trained(context, plan(4, 2)).report.num_left == 6
 
 
-@settings(deadline=None, max_examples=40)
 @given(st.integers(1, 12), st.integers(1, 2**40), st.integers(1, 3))
 def test_scaling_to_another_weight_rounds_once(quota: int, weigh_as: int, local_steps: int) -> None:
     context = training_context(TwoLayers(), examples(12))

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 from flwr.app import Context, RecordDict
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -99,7 +99,6 @@ def assert_same(found: Update, expected: Update) -> None:
         assert replace(one, peak_bytes=0) == replace(other, peak_bytes=0)
 
 
-@settings(deadline=None, max_examples=40)
 @given(
     st.integers(2, 24),
     st.integers(1, 8),
@@ -214,7 +213,6 @@ def test_the_spool_of_another_layout_is_deleted(
     assert update.report.num_examples == 22
 
 
-@settings(deadline=None, max_examples=60)
 @given(st.floats(0, 1, exclude_max=True), st.integers(1, 255), st.booleans())
 def test_the_sum_is_exact_whichever_byte_is_damaged(at: float, change: int, cuts: bool) -> None:
     chosen = plan(22, 4)

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from headwater.client.device.interfaces import TimeShare
@@ -234,7 +234,6 @@ def test_time_between_micro_batches_counts_in_the_pace() -> None:
     finish=st.floats(1.0, 200.0),
     paces=st.lists(st.floats(0.2, 5.0), min_size=1, max_size=80),
 )
-@settings(deadline=None, max_examples=40)
 def test_a_window_has_between_min_and_max_examples_at_any_pace(
     quota: int, size: int, finish: float, paces: list[float]
 ) -> None:
@@ -250,7 +249,6 @@ def test_a_window_has_between_min_and_max_examples_at_any_pace(
     pace=st.floats(0.4, 2.5),
     shift=st.floats(0, 1),
 )
-@settings(deadline=None, max_examples=40)
 def test_at_a_steady_pace_a_window_ends_within_half_an_example_of_the_finish(
     quota: int, size: int, pace: float, shift: float
 ) -> None:
@@ -282,7 +280,6 @@ STEPS = st.lists(st.tuples(st.integers(1, 300), st.floats(0, 1e3)), min_size=0, 
     passed=st.floats(0, 1e7),
     num_done=st.integers(1, 2**40),
 )
-@settings(deadline=None, max_examples=200)
 def test_num_until_finish_fits_the_remaining_time_or_is_the_minimum(
     taken: list[tuple[int, float]], quota: int, finish: float | None, passed: float, num_done: int
 ) -> None:

@@ -10,7 +10,6 @@ from itertools import chain
 import numpy as np
 import pytest
 from hypothesis import assume, given
-from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from headwater.common.data.partition import (
@@ -92,7 +91,6 @@ def possible(kind: str, codes: list[int], num_devices: int) -> bool:
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(codes=CODES, seed=st.integers(0, 9), data=st.data())
-@hypothesis_settings(deadline=None, max_examples=60)
 def test_every_example_is_on_one_device_and_no_device_is_empty(
     kind: str, codes: list[int], seed: int, data: st.DataObject
 ) -> None:
@@ -113,7 +111,6 @@ def test_every_example_is_on_one_device_and_no_device_is_empty(
     num_devices=st.integers(1, 10**6),
     data=st.data(),
 )
-@hypothesis_settings(deadline=None, max_examples=60)
 def test_a_sampling_device_has_distinct_examples_and_at_least_one(
     kind: str, codes: list[int], num_devices: int, data: st.DataObject
 ) -> None:
@@ -146,14 +143,12 @@ def test_a_seed_determines_the_partition(kind: str, examples_per_device: int | N
 
 
 @given(st.integers(1, 300), st.integers(0, 300))
-@hypothesis_settings(deadline=None, max_examples=50)
 def test_iid_sizes_differ_by_at_most_one_example(num_devices: int, num_more: int) -> None:
     found = sizes(partitioned("iid", np.zeros(num_devices + num_more), num_devices))
     assert max(found) - min(found) <= 1
 
 
 @given(CODES, st.integers(1, 30), st.integers(1, 4))
-@hypothesis_settings(deadline=None, max_examples=100)
 def test_each_device_has_the_given_number_of_labels_wherever_possible(
     codes: list[int], num_devices: int, per_device: int
 ) -> None:

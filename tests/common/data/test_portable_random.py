@@ -11,7 +11,6 @@ from itertools import combinations
 import numpy as np
 import pytest
 from hypothesis import given
-from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from headwater.common.data.portable_random import PortableRandom
@@ -69,7 +68,6 @@ def test_other_seeds_give_other_numbers() -> None:
 
 
 @given(st.integers(1, 2**53), st.integers(0, 50))
-@hypothesis_settings(deadline=None, max_examples=50)
 def test_integers_are_below_their_bound(bound: int, seed: int) -> None:
     drawn = PortableRandom(seed).integers(bound, 50)
     assert drawn.min() >= 0
@@ -82,7 +80,6 @@ def test_the_largest_uniform_number_stays_below_every_bound(bound: int) -> None:
 
 
 @given(st.integers(1, 300), st.data())
-@hypothesis_settings(deadline=None, max_examples=50)
 def test_a_sample_is_distinct_and_in_range(population: int, data: st.DataObject) -> None:
     count = data.draw(st.integers(0, population))
     some = PortableRandom(count, population).sample(count, population)

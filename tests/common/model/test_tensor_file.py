@@ -22,9 +22,7 @@ def made(dtype: torch.dtype, shape: list[int]) -> Tensor:
     return raw.view(dtype).reshape(shape)
 
 
-@settings(
-    deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     tensors=st.dictionaries(
         st.text(min_size=1, max_size=9),

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given
-from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as some
 
@@ -18,7 +17,6 @@ FLOATS = st.floats(width=32)
 
 
 @given(values=some.arrays(np.float32, st.integers(0, 70), elements=FLOATS))
-@hypothesis_settings(deadline=None)
 def test_a_vector_is_finite_if_each_of_its_numbers_is(values: np.ndarray) -> None:
     assert all_finite(torch.from_numpy(values)) == bool(np.isfinite(values).all())
 

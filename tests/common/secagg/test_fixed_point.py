@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -81,7 +81,6 @@ def test_an_element_is_the_nearest_integer_within_the_clip(
     assert surely <= num_clipped <= perhaps
 
 
-@settings(deadline=None)
 @given(WEIGHTS, st.integers(1, 20), CLIPS, st.sampled_from(BOTH), st.integers(0, 2**32))
 def test_the_sum_does_not_wrap_even_if_every_coordinate_is_at_the_clip(
     weights: list[int], length: int, clip: float, ring_bits: RingBits, seed: int
@@ -99,7 +98,6 @@ def test_the_sum_does_not_wrap_even_if_every_coordinate_is_at_the_clip(
     assert np.array_equal(decode(total, encoding), plain * 2.0**-encoding.scale_bits)
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.lists(SMALL, min_size=5, max_size=5), min_size=1, max_size=12),
     st.integers(1, 100),

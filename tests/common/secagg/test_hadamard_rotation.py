@@ -8,7 +8,7 @@ import tracemalloc
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -71,7 +71,6 @@ def test_columns_are_those_of_hadamard_s_matrix_up_to_signs(block_size: int) -> 
         assert len({sign for _, sign in signs}) == 2
 
 
-@settings(deadline=None)
 @given(LENGTHS, SMALL_BLOCKS, st.integers(0, 2**32))
 def test_rotating_back_gives_the_vector(length: int, block_size: int, seed: int) -> None:
     rotation = Rotation(

@@ -13,7 +13,7 @@ import pytest
 from cryptography.hazmat.primitives.ciphers import Cipher as OpenCipher
 from cryptography.hazmat.primitives.ciphers.algorithms import AES
 from cryptography.hazmat.primitives.ciphers.modes import ECB
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -170,7 +170,6 @@ def masked_by(name: str, names: list[str], plain: NDArray[np.uint32]) -> NDArray
     return masked
 
 
-@settings(deadline=None)
 @given(st.integers(2, 8), st.integers(1, 40), st.data())
 def test_the_sum_of_survivors_remains_after_unmasking(
     num_devices: int, length: int, data: st.DataObject

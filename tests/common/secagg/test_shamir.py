@@ -78,7 +78,6 @@ def test_shares_are_the_values_of_the_polynomials(
         assert shares[h].tobytes() == bytes(expected)
 
 
-@settings(deadline=None)
 @given(
     st.binary(min_size=1, max_size=9),
     st.tuples(st.integers(1, 40), st.integers(1, 40), st.integers(1, 40)).map(sorted),
@@ -99,7 +98,6 @@ def test_any_threshold_of_shares_reconstructs_the_secret(
     assert by_integers == secret
 
 
-@settings(deadline=None)
 @given(st.integers(2, 16), st.integers(16, MAX_HOLDERS), st.binary(min_size=32, max_size=32))
 def test_slip_0039_s_reference_reads_our_shares(
     threshold: int, num_holders: int, secret: bytes

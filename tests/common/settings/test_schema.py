@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 from hypothesis import given
-from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -56,7 +55,6 @@ TREES = st.builds(
 
 
 @given(TREES)
-@hypothesis_settings(deadline=None, max_examples=50)
 def test_a_tree_written_as_toml_is_read_back_the_same(
     tmp_path_factory: pytest.TempPathFactory, tree: Settings
 ) -> None:
@@ -66,7 +64,6 @@ def test_a_tree_written_as_toml_is_read_back_the_same(
 
 
 @given(TREES)
-@hypothesis_settings(deadline=None, max_examples=50)
 def test_a_tree_flattened_for_flower_is_rebuilt_the_same(tree: Settings) -> None:
     flat = tree.to_run_config()
     assert all(isinstance(value, (bool, int, float, str)) for value in flat.values())

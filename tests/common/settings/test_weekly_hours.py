@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from zoneinfo import ZoneInfo
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from headwater.common.settings.weekly_hours import (
@@ -131,7 +131,6 @@ def texts(draw: st.DrawFn) -> str:
     return ", ".join(windows)
 
 
-@settings(deadline=None)
 @given(
     texts(),
     st.sampled_from(ZONES),

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor, nn
@@ -62,7 +62,6 @@ def resolution(largest: float, num_clients: int) -> float:
 
 
 @given(UPDATES, st.data())
-@settings(deadline=None)
 def test_the_order_of_arrival_does_not_change_a_bit(
     rows: list[list[float]], data: st.DataObject
 ) -> None:
@@ -77,7 +76,6 @@ def test_the_order_of_arrival_does_not_change_a_bit(
 
 
 @given(UPDATES, st.data())
-@settings(deadline=None)
 def test_the_mean_is_the_exact_sum_over_the_weight_within_the_documented_bound(
     rows: list[list[float]], data: st.DataObject
 ) -> None:
@@ -147,7 +145,6 @@ def test_a_round_without_an_outlier_counts_no_shift() -> None:
 
 
 @given(st.integers(0, 2), st.lists(st.integers(-60, 60), min_size=3, max_size=3))
-@settings(deadline=None)
 def test_where_a_shift_falls_moves_the_sum_by_no_more_than_the_bound(
     position: int, exponents: list[int]
 ) -> None:
@@ -238,7 +235,6 @@ def test_nor_is_one_of_a_small_model(value: float, position: int) -> None:
         CohortSum(SMALL).check(values_P, name="pi")
 
 
-@settings(deadline=None, max_examples=30)
 @given(UPDATES, st.sampled_from([-130, -120, -60, 0, 60, 110]))
 def test_a_small_model_is_summed_as_the_same_tensors_of_a_large_one(
     rows: list[list[float]], exponent: int

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import islice
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from headwater.server.planning import cohort
@@ -171,7 +171,6 @@ class Fleet:
     within=st.integers(1, 7),
     data=st.data(),
 )
-@settings(max_examples=30, deadline=None)
 def test_a_client_that_is_left_out_is_invited_within_so_many_rounds(
     num_names: int, size: int | None, within: int, data: st.DataObject
 ) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from headwater.server.planning import equal_finish as module
@@ -60,7 +60,6 @@ CLOSE = 4 * module.RESOLUTION
 
 
 @given(rows=ROWS, turn=TURN, target=TARGET)
-@settings(deadline=None, max_examples=100)
 def test_the_quotas_sum_to_the_target_if_the_bounds_allow(
     rows: list[dict[str, Any]], turn: float, target: int
 ) -> None:
@@ -71,7 +70,6 @@ def test_the_quotas_sum_to_the_target_if_the_bounds_allow(
 
 
 @given(rows=ROWS, turn=TURN, target=TARGET)
-@settings(deadline=None, max_examples=100)
 def test_free_devices_end_together_up_to_one_example_of_the_slower(
     rows: list[dict[str, Any]], turn: float, target: int
 ) -> None:
@@ -88,7 +86,6 @@ def test_free_devices_end_together_up_to_one_example_of_the_slower(
 
 
 @given(rows=ROWS, turn=TURN, target=TARGET, finish=st.floats(1e-3, 1e4))
-@settings(deadline=None, max_examples=100)
 def test_with_a_finish_given_nobody_is_asked_for_more_than_it_allows(
     rows: list[dict[str, Any]], turn: float, target: int, finish: float
 ) -> None:
@@ -105,7 +102,6 @@ def test_with_a_finish_given_nobody_is_asked_for_more_than_it_allows(
 
 
 @given(rows=ROWS, longest=st.floats(1e-3, 1e4), finish=st.floats(1e-3, 1e4))
-@settings(deadline=None, max_examples=100)
 def test_nobody_trains_longer_than_it_may(
     rows: list[dict[str, Any]], longest: float, finish: float
 ) -> None:
@@ -117,7 +113,6 @@ def test_nobody_trains_longer_than_it_may(
 
 
 @given(rows=ROWS, target=TARGET, at=st.integers(0, 11), faster=st.floats(0.01, 1.0))
-@settings(deadline=None, max_examples=100)
 def test_a_faster_device_is_asked_for_no_less(
     rows: list[dict[str, Any]], target: int, at: int, faster: float
 ) -> None:
@@ -133,7 +128,6 @@ def test_a_faster_device_is_asked_for_no_less(
 
 
 @given(rows=ROWS, target=TARGET, at=st.integers(0, 11), larger=st.integers(1, 300))
-@settings(deadline=None, max_examples=100)
 def test_a_device_with_larger_micro_batches_is_asked_for_no_less(
     rows: list[dict[str, Any]], target: int, at: int, larger: int
 ) -> None:

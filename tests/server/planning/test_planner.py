@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 from hypothesis import given
-from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from headwater.common.messages import MAX_STEPS, Plan
@@ -23,7 +22,6 @@ from tests.server.planning.planned import COSTS, ROWS, assign, device, devices_o
 
 
 @given(rows=ROWS, target=st.integers(1, 40_000), size=st.none() | st.integers(1, 300), costs=COSTS)
-@hypothesis_settings(deadline=None, max_examples=100)
 def test_every_quota_is_within_its_bounds(
     rows: list[dict[str, Any]], target: int, size: int | None, costs: TransferCosts
 ) -> None:
@@ -44,7 +42,6 @@ def test_every_quota_is_within_its_bounds(
 
 
 @given(rows=ROWS, target=st.integers(1, 40_000), costs=COSTS)
-@hypothesis_settings(deadline=None, max_examples=100)
 def test_the_quotas_sum_to_the_target_or_take_all_there_is(
     rows: list[dict[str, Any]], target: int, costs: TransferCosts
 ) -> None:
@@ -58,7 +55,6 @@ def test_the_quotas_sum_to_the_target_or_take_all_there_is(
 
 
 @given(rows=ROWS, target=st.integers(1, 40_000), costs=COSTS)
-@hypothesis_settings(deadline=None, max_examples=100)
 def test_no_device_is_done_early_that_could_have_taken_another_example(
     rows: list[dict[str, Any]], target: int, costs: TransferCosts
 ) -> None:

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 from hypothesis import given
-from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from headwater.common.settings import schema as settings
@@ -25,7 +24,6 @@ def size_of(one: Candidate, chosen: settings.PlanSettings) -> tuple[int, SizeBou
     target=st.integers(1, 40_000),
     more=st.floats(1, 100),
 )
-@hypothesis_settings(deadline=None, max_examples=100)
 def test_a_device_with_more_memory_has_no_smaller_micro_batch(
     rows: list[dict[str, Any]], target: int, more: float
 ) -> None:

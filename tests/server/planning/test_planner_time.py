@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 from hypothesis import given
-from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from headwater.common.messages import MAX_STEPS
@@ -25,7 +24,6 @@ from tests.server.planning.planned import COSTS, ROWS, assign, device, devices_o
 
 
 @given(rows=ROWS, target=st.integers(1, 40_000), costs=COSTS)
-@hypothesis_settings(deadline=None, max_examples=100)
 def test_each_client_finishes_its_quota_when_its_plan_says(
     rows: list[dict[str, Any]], target: int, costs: TransferCosts
 ) -> None:
@@ -87,7 +85,6 @@ def test_a_quota_cut_evenly_takes_the_time_of_its_own_micro_batches() -> None:
 
 
 @given(rows=ROWS, deadline=st.floats(1e-3, 1e4), costs=COSTS)
-@hypothesis_settings(deadline=None, max_examples=100)
 def test_a_client_that_is_not_too_slow_ends_in_its_share_of_the_deadline(
     rows: list[dict[str, Any]], deadline: float, costs: TransferCosts
 ) -> None:

@@ -85,9 +85,7 @@ def test_a_file_with_appended_bytes_is_corrupt(tmp_path: Path, extra: bytes) -> 
         checkpoint.load(tmp_path)
 
 
-@settings(
-    deadline=None, max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_a_bit_flipped_anywhere_is_corrupt(tmp_path: Path, data: st.DataObject) -> None:
     save(tmp_path)

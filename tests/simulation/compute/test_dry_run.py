@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import given
-from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from headwater.client.training.sampler import SamplerPosition, SamplerState
@@ -116,7 +115,6 @@ def predicted(devices: Devices, cohort: list[dict[str, Any]]) -> dict[str, tuple
 
 
 @given(cohort=cohorts())
-@hypothesis_settings(deadline=None, max_examples=100)
 def test_the_prediction_of_many_devices_equals_that_of_each_step_by_step(
     folder: Path, cohort: list[dict[str, Any]]
 ) -> None:

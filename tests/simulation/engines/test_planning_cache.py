@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 from hypothesis import given
-from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from headwater.common.messages import DeviceReport, Vitals
@@ -72,7 +71,6 @@ def planner(chosen: Settings, decisions: Decisions) -> RoundPlanner:
     ],
 )
 @given(rounds=st.lists(CHANGES, min_size=2, max_size=6))
-@hypothesis_settings(deadline=None, max_examples=40)
 def test_rounds_with_caches_have_the_plans_of_rounds_without(
     chosen: dict[str, int], rounds: list[list[tuple[int, str]]]
 ) -> None:
