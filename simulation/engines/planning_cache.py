@@ -72,14 +72,16 @@ class CachedAssign:
         inputs: tuple[Any, ...] = (exceptions, plan, () if is_k_set else others)
         # The estimate of a client that has not changed is the same object.
         changed = list(map(operator.is_not, estimates, self._estimates))
-        if names != self._names or inputs != self._others or (any(changed) and not is_k_set):
+        if names != self._names or inputs != self._others:
             changed, self._assigned, self._shared = [True] * len(names), {}, {}
         self._names, self._estimates, self._others = names, estimates, inputs
-        if any(changed):
+        if any(changed) and not is_k_set:
+            self._assigned = assign(names, estimates, exceptions, plan, **others)
+        elif any(changed):
             self._assigned = dict(self._assigned)  # the earlier result is the caller's
             some = list(compress(names, changed)), list(compress(estimates, changed))
             for name, one in assign(*some, exceptions, plan, **others).items():
-                (own_inputs,) = plan_inputs([one.candidate], [one.size_bound], is_k_set=is_k_set)
+                (own_inputs,) = plan_inputs([one.candidate], [one.size_bound], is_k_set=True)
                 kind = (one.quota, one.max_micro_batch_size, one.size_bound, own_inputs)
-                self._assigned[name] = self._shared.setdefault(kind, one) if is_k_set else one
+                self._assigned[name] = self._shared.setdefault(kind, one)
         return self._assigned
