@@ -3,9 +3,9 @@
 A window of micro-batches of 32, 32, 32 and 5 examples (K = 4) is summed by
 ``client.training.local_update.train_round`` and divided once by its weight, as our server does;
 ``mean of means`` divides each micro-batch's loss by its own size and by K, as accelerate and most
-training loops do (accelerate itself runs too, if it is installed). Both are held against the gradient of the
-101 examples in one batch: the error is the length of the difference over the length of that
-gradient.
+training loops do (accelerate itself runs too, if it is installed). Both are compared with the
+gradient of the 101 examples in one batch: the error is the length of the difference over the length
+of that gradient.
 
 ``fedavg``: two clients, with windows of 32, 32, 32, 5 and of 32, 32, weighed by Flower's own
 ``aggregate`` with their numbers of examples. FedAvg itself is exact where a client sends the

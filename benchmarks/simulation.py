@@ -39,8 +39,8 @@ from benchmarks.measure import Figures, arguments, child, memory_of, report
 from benchmarks.simulated_work import WORK, Work, loss_of, resident
 
 if TYPE_CHECKING:
+    from headwater.server.rounds.round_loop import OnRound
     from headwater.server.rounds.round_row import RoundRow
-    from headwater.server.rounds.run import OnRound
 
 WAYS = ("fused", "vectorised", "one-by-one")
 BARE = ("bare_fused", "bare_vectors", "bare_loop")

@@ -12,9 +12,9 @@ from headwater.common.settings.sources import from_run_config
 from headwater.server.flower.grid_fleet import GridFleet
 from headwater.server.operations.round_log import RoundLog
 from headwater.server.rounds.observer import Observer, Observers
+from headwater.server.rounds.round_loop import OnRound, run
 from headwater.server.rounds.round_row import RoundRow
-from headwater.server.rounds.run import OnRound, run
-from headwater.server.rounds.training import Training
+from headwater.server.rounds.run_state import Training
 
 # Flower's engines show only the loggers that descend from Flower's own.
 flower_log = logging.getLogger("flwr.headwater")

@@ -26,7 +26,7 @@ from headwater.common.model.parameters import ModelImage
 from headwater.common.secagg import protocol as secagg
 from headwater.common.secagg.protocol import Phase, Request
 from headwater.common.stats.gradient_noise import NoiseSums, noise_sums
-from headwater.server.aggregation.round_sum import ReportColumns
+from headwater.server.aggregation.round_reports import ReportColumns
 from headwater.server.planning.cohort import ConnectedClients
 
 

@@ -28,7 +28,7 @@ from headwater.server.operations.orders import Order
 from headwater.server.operations.run_lock import SERVER
 from headwater.server.rounds import checkpoint
 from headwater.server.rounds.observer import Observer, Observers
-from headwater.server.rounds.run import OnRound
+from headwater.server.rounds.round_loop import OnRound
 from headwater.server.transport.enrolment_port import enrolment_port
 from headwater.server.transport.servicer import Servicer
 

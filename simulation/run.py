@@ -16,8 +16,8 @@ from headwater.common.errors import SettingsError
 from headwater.common.settings.schema import Settings
 from headwater.common.system.heap import keep_freed_memory
 from headwater.server.operations.round_log import RoundLog
-from headwater.server.rounds.run import OnRound, run
-from headwater.server.rounds.training import Training
+from headwater.server.rounds.round_loop import OnRound, run
+from headwater.server.rounds.run_state import Training
 from headwater.simulation.engines.in_process import LocalFleet
 from headwater.simulation.engines.planning_cache import cached_decisions
 from headwater.simulation.fleet.fleet_spec import with_fleet

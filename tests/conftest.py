@@ -11,6 +11,9 @@ from hypothesis import HealthCheck, settings
 
 MAX_CPU_SECONDS = 2.0
 
+# One thread for each of the processes that share the machine's cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # `make test` draws the same examples each time; `make test-slow` draws fresh ones, and prints how
 # to draw a failing one again.
 settings.register_profile("quick", deadline=None, derandomize=True, max_examples=30)

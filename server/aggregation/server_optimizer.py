@@ -19,7 +19,7 @@ from torch import Tensor
 from headwater.common.errors import CheckpointCorrupt, SettingsError
 from headwater.common.model.parameters import ModelImage
 from headwater.common.settings import schema as settings
-from headwater.server.aggregation.dynamo_stub import without_dynamo
+from headwater.server.aggregation.torch_compiler_stub import without_dynamo
 
 Scheduler = torch.optim.lr_scheduler.LRScheduler
 

@@ -19,11 +19,11 @@ from headwater.common.errors import RoundAborted, StateError
 from headwater.common.messages import DeviceReport
 from headwater.common.system.json_logs import FIELDS
 from headwater.server.operations import orders
-from headwater.server.operations.history import round_columns
-from headwater.server.operations.history_writer import HistoryWriter
 from headwater.server.operations.orders import Order, read_order, run_state
 from headwater.server.operations.round_log import read_rows, row_to_dict
 from headwater.server.operations.run_lock import RunLock
+from headwater.server.operations.sqlite_history import round_columns
+from headwater.server.operations.sqlite_writer import HistoryWriter
 from headwater.server.operations.status import duration_text, names_text
 from headwater.server.rounds.observer import Drained, Observer
 from headwater.server.rounds.open_round import OpenRound

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from headwater.common.errors import SettingsError
 from headwater.common.system.console import console
-from headwater.server.operations import history
+from headwater.server.operations import sqlite_history
 from headwater.server.operations.orders import Verb, read_order, write_order
 from headwater.server.operations.run_lock import read_server_state
 from headwater.server.operations.status import check_run
@@ -55,7 +55,7 @@ def _wait_for_answer(folder: Path, verb: Verb, restart: str) -> str:
     """Wait until the server's state shows the order; return a sentence about it."""
     end = time.monotonic() + ANSWER_SECONDS
     while time.monotonic() < end:
-        snapshot = history.read(folder)
+        snapshot = sqlite_history.read(folder)
         state = None if snapshot is None else snapshot.state.get("stands")
         if state in STATES_AFTER[verb]:
             return _describe(str(state), folder, restart)

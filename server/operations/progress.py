@@ -13,8 +13,8 @@ from headwater.common.system.console import console
 from headwater.common.task import load_task, max_weight_per_example
 from headwater.server.operations.round_log import CURVES, EVENTS, ROUNDS, read_rows
 from headwater.server.planning.target_batch import described
+from headwater.server.rounds.round_loop import MODEL, OnRound
 from headwater.server.rounds.round_row import RoundRow
-from headwater.server.rounds.run import MODEL, OnRound
 
 
 def print_settings(settings: Settings, *, where: str) -> None:

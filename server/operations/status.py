@@ -22,7 +22,7 @@ from rich.table import Table
 
 from headwater.common.errors import SettingsError
 from headwater.common.system.json_logs import rfc3339, to_json_value
-from headwater.server.operations import history
+from headwater.server.operations import sqlite_history
 from headwater.server.operations.orders import read_order
 from headwater.server.operations.run_lock import FILE, ServerState, read_server_state
 from headwater.server.transport.device_records import DeviceRecord
@@ -45,7 +45,7 @@ def read_status(folder: Path, *, now: float | None = None) -> dict[str, Any]:
     """
     check_run(folder)
     now = time.time() if now is None else now
-    server, snapshot = read_server_state(folder, now=now), history.read(folder)
+    server, snapshot = read_server_state(folder, now=now), sqlite_history.read(folder)
     state = {} if snapshot is None else snapshot.state
     order = read_order(folder)
     devices = [] if snapshot is None else [_device(one, server, now) for one in snapshot.devices]
@@ -79,7 +79,7 @@ def check_run(folder: Path) -> None:
     Raises:
         SettingsError: it holds neither a lock nor a history.
     """
-    if not any((folder / name).exists() for name in (FILE, history.FILE)):
+    if not any((folder / name).exists() for name in (FILE, sqlite_history.FILE)):
         problem = "holds no run of a server" if folder.is_dir() else "is not a folder"
         raise SettingsError(f"{folder} {problem}", remedy="name the server's own folder: --out DIR")
 

@@ -25,7 +25,7 @@ from headwater.common.secagg.hadamard_rotation import (
 )
 from headwater.common.secagg.masked_numbers import check_sums, metric_sums_in, noise_sums_in
 from headwater.common.secagg.protocol import NUM_CLIPPED, WEIGHT
-from headwater.server.aggregation.round_sum import RoundSum
+from headwater.server.aggregation.round_reports import RoundSum
 from headwater.server.secagg.unmask_phase import UnmaskedSum
 
 

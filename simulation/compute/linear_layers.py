@@ -129,7 +129,7 @@ def _hooked(
         yield
 
 
-def add_to_gradient(parameter: nn.Parameter, gradient: Tensor) -> None:
+def add_to_gradient(parameter: Tensor, gradient: Tensor) -> None:
     """Add to a parameter's gradient, which is a view of the accumulator."""
     assert parameter.grad is not None  # the accumulator's
     parameter.grad += gradient

@@ -29,7 +29,7 @@ from headwater.common.errors import SettingsError, WorkerDied
 from headwater.common.flower.grid import CLIENT_APP_FAILED, Run, simulate_on_ray
 from headwater.common.settings.schema import Settings
 from headwater.server.app import server_app
-from headwater.server.rounds.run import OnRound
+from headwater.server.rounds.round_loop import OnRound
 from headwater.simulation.engines.device_app import ray_app
 from headwater.simulation.engines.ray_cluster import (
     QUIET,

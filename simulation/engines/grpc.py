@@ -17,7 +17,7 @@ from pathlib import Path
 from headwater.common.errors import SettingsError, StateError
 from headwater.common.settings.schema import Settings
 from headwater.server.flower.grpc_grid import GrpcGrid
-from headwater.server.rounds.run import OnRound
+from headwater.server.rounds.round_loop import OnRound
 from headwater.server.serve import serve_run
 from headwater.server.transport.servicer import Servicer
 from headwater.simulation.engines.client_processes import ROUND, ClientProcesses

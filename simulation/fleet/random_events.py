@@ -61,7 +61,7 @@ def is_on_battery(fleet: FleetSpec, part: int, *, round_number: int) -> bool:
     share = fleet.device(part).on_battery
     if share == 0:
         return False
-    draw = splitmix64(battery_seed(fleet.seed, part), round_number) >> DROPPED_BITS
+    draw: int = splitmix64(battery_seed(fleet.seed, part), round_number) >> DROPPED_BITS
     return draw < share * NUM_DRAWS
 
 

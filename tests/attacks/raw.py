@@ -36,9 +36,9 @@ from headwater.common.transport.wire_pb2 import (
 from headwater.server.enrolment.peer_certificates import CertificateVerifier
 from headwater.server.flower.grid_fleet import GridFleet
 from headwater.server.flower.grpc_grid import GrpcGrid
+from headwater.server.rounds.round_loop import run as run_rounds
 from headwater.server.rounds.round_row import RoundRow
-from headwater.server.rounds.run import run as run_rounds
-from headwater.server.rounds.training import Training
+from headwater.server.rounds.run_state import Training
 from headwater.server.transport.servicer import Servicer
 
 TASK = "tests/tasks.py:TwoLayers"

@@ -46,7 +46,7 @@ POINTS = {
     "uploaded, not verified": _server("transport.staging:StagedUpload.verify"),
     "acknowledged, not folded": _server("rounds.open_round:OpenRound.take"),
     "folded": _server("rounds.open_round:OpenRound.take", "behind"),
-    "stepped": _server("rounds.training:Training.commit", "behind"),
+    "stepped": _server("rounds.run_state:Training.commit", "behind"),
     "noted": _server("operations.round_log:RoundLog.stepped", "behind"),
     "before the checkpoint": _server("rounds.checkpoint:save"),
     "in the checkpoint": _server("rounds.checkpoint:write_tensors", "in"),

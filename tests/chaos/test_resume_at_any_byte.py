@@ -24,7 +24,7 @@ from headwater.common.settings.schema import Settings
 from headwater.server.operations.round_log import read_rows
 from headwater.server.rounds import checkpoint
 from headwater.server.rounds.checkpoint import FILE, Progress
-from headwater.server.rounds.run import MODEL
+from headwater.server.rounds.round_loop import MODEL
 from headwater.simulation.run import run_engine
 from tests.chaos.deaths import Point, arm_at
 from tests.processes import ended

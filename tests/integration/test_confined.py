@@ -14,6 +14,7 @@ def kinds() -> list[object]:
     return [pytest.param("rlimit"), pytest.param("cgroup", marks=CAGES)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by", kinds())
 def test_a_device_in_little_memory_loses_nothing(by: str) -> None:
     """``run`` itself raises if a device was killed, or ended with an error."""
@@ -23,6 +24,7 @@ def test_a_device_in_little_memory_loses_nothing(by: str) -> None:
     assert figures["lost_micro_batches"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by", kinds())
 def test_a_device_whose_limit_is_lowered_while_it_works_recovers(by: str) -> None:
     fleet = [Confinement(memory_bytes=900 * MB, by=by), Confinement()]  # type: ignore[arg-type]

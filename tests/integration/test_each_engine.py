@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from headwater.common.settings.sources import load
-from headwater.server.rounds.run import MODEL
+from headwater.server.rounds.round_loop import MODEL
 from headwater.simulation.run import run_engine
 
 pytestmark = pytest.mark.engine

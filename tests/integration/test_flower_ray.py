@@ -9,7 +9,7 @@ import pytest
 
 from headwater.common.settings.schema import Settings
 from headwater.server.operations.round_log import read_rows
-from headwater.server.rounds.run import MODEL
+from headwater.server.rounds.round_loop import MODEL
 from headwater.simulation.run import run_engine
 from tests.ray_sessions import Started, finish, interrupt, until_committed
 

@@ -13,7 +13,7 @@ from headwater.common.errors import SettingsError
 from headwater.common.settings.schema import Settings
 from headwater.common.settings.sources import load
 from headwater.server.operations.round_log import read_rows
-from headwater.server.rounds.run import MODEL
+from headwater.server.rounds.round_loop import MODEL
 from headwater.simulation.engines.ray_cluster import ADDRESS, joined
 from headwater.simulation.fleet.fleet_spec import fleet_spec, with_fleet
 from headwater.simulation.fleet.random_events import vanishes_at
@@ -216,10 +216,11 @@ def test_a_worker_that_is_killed_ends_the_run_by_name_and_what_was_committed_is_
     assert (tmp_path / MODEL).exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("address", "why"),
     [
-        ("ray://localhost:10001", "no HOST:PORT"),
+        ("ray://localhost:10001", "not HOST:PORT"),
         ("localhost:1", "refused"),
         ("localhost:70000", ""),
         ("nonsense", "Invalid address format"),

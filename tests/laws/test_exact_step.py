@@ -113,7 +113,7 @@ class OneRoundAtATime:
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @given(clients=CLIENTS, seed=st.integers(0, 1000))
-@settings(max_examples=settings().max_examples // 2)
+@settings(max_examples=settings().max_examples // 3)
 def test_mean_gradient_is_that_of_one_big_batch_however_it_was_cut(
     architecture: str, clients: list[Client], seed: int
 ) -> None:

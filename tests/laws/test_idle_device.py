@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 # What headwater-client imports before it connects, where its settings name no files of TLS.
@@ -29,6 +31,7 @@ UNUSED = {
 }
 
 
+@pytest.mark.slow
 def test_a_device_in_clear_imports_neither_x509_nor_psutil_nor_a_secure_session() -> None:
     done = subprocess.run(
         [sys.executable, "-c", PLAIN_DEVICE], cwd=ROOT, capture_output=True, text=True, check=True

@@ -101,6 +101,7 @@ def every_pattern(num_devices: int, mode: Mode) -> list[Drops]:
     ]
 
 
+@pytest.mark.slow
 def test_every_dropout_pattern_of_three_and_four_devices_gives_the_sum_of_who_came() -> None:
     outcomes = []
     for num_devices in (3, 4):

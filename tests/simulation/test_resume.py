@@ -17,7 +17,7 @@ from headwater.common.errors import CheckpointCorrupt, SettingsError
 from headwater.common.settings.schema import Settings
 from headwater.server.operations.round_log import ROUNDS, read_rows
 from headwater.server.rounds.checkpoint import FILE
-from headwater.server.rounds.run import MODEL
+from headwater.server.rounds.round_loop import MODEL
 from headwater.simulation.run import run_engine
 
 ROUNDS_IN_ALL = 5
@@ -79,6 +79,7 @@ def comparable_rows(out: Path) -> list[dict[str, Any]]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", RUNS)
 def test_a_run_resumed_after_every_round_equals_the_uninterrupted_one(
     tmp_path: Path, run: str

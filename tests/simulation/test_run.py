@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from headwater.common.errors import Diverged, SettingsError
 from headwater.common.settings.sources import load
-from headwater.server.rounds.run import MODEL
+from headwater.server.rounds.round_loop import MODEL
 from headwater.simulation.run import run_engine
 
 CHOSEN = {"task": "examples/digits.py:Digits", "simulation.clients": 3}

@@ -13,12 +13,12 @@ from headwater.common.errors import NonFiniteUpdate, TooFewClients
 from headwater.common.messages import DeviceReport, Plan, ReadyReport, Vitals
 from headwater.common.model.parameters import ModelLayout
 from headwater.server.aggregation.cohort_sum import CohortSum
-from headwater.server.operations import control, history, orders
+from headwater.server.operations import control, orders, sqlite_history
 from headwater.server.operations.control import FIRST_NOTICE_SECONDS, LongWaitNotice, RunControl
-from headwater.server.operations.history_writer import MAX_QUEUED
 from headwater.server.operations.orders import Order
 from headwater.server.operations.round_log import RoundLog
 from headwater.server.operations.run_lock import read_server_state
+from headwater.server.operations.sqlite_writer import MAX_QUEUED
 from headwater.server.rounds.observer import Drained
 from headwater.server.rounds.open_round import OpenRound
 from headwater.server.transport.device_records import DeviceRecords
@@ -48,14 +48,14 @@ class ControlledRun:
     def wait_for(self, *verbs: str) -> None:
         until(lambda: self.orders == list(verbs), seconds=30, what=lambda: f"{self.orders}")
 
-    def snapshot(self) -> history.HistorySnapshot:
-        found = history.read(self.folder)
+    def snapshot(self) -> sqlite_history.HistorySnapshot:
+        found = sqlite_history.read(self.folder)
         assert found is not None
         return found
 
-    def until_written(self, is_so: Callable[[history.HistorySnapshot], bool]) -> None:
+    def until_written(self, is_so: Callable[[sqlite_history.HistorySnapshot], bool]) -> None:
         def is_there() -> bool:
-            found = history.read(self.folder)
+            found = sqlite_history.read(self.folder)
             return found is not None and is_so(found)
 
         until(is_there, seconds=30, what=lambda: "the history")
@@ -188,8 +188,8 @@ def test_a_failing_disk_is_logged_once_counted_and_retried(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = ControlledRun(tmp_path)
-    history.History(tmp_path).close()
-    blocking = sqlite3.connect(tmp_path / history.FILE, isolation_level=None)
+    sqlite_history.History(tmp_path).close()
+    blocking = sqlite3.connect(tmp_path / sqlite_history.FILE, isolation_level=None)
     blocking.execute("BEGIN EXCLUSIVE")  # acts like a failing disk on the writer
     with caplog.at_level(logging.WARNING):
         run.control.start({})

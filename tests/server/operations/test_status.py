@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 from headwater.common.system.console import console
 from headwater.server.cli import app
 from headwater.server.operations import orders, run_lock
-from headwater.server.operations.history import History, round_columns
 from headwater.server.operations.run_lock import RunLock
+from headwater.server.operations.sqlite_history import History, round_columns
 from headwater.server.operations.status import LONG_WAIT_SECONDS, duration_text, names_text
 from headwater.server.transport.device_records import DeviceRecord
 from tests.processes import ROOT

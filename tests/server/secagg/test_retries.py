@@ -39,9 +39,9 @@ from headwater.server.fleet import Dropout, Reply
 from headwater.server.flower.grid_fleet import GridFleet
 from headwater.server.operations.round_log import RoundLog
 from headwater.server.planning.exclusions import FIRST_ROUNDS
+from headwater.server.rounds.round_loop import run
 from headwater.server.rounds.round_row import RoundRow
-from headwater.server.rounds.run import run
-from headwater.server.rounds.training import Training
+from headwater.server.rounds.run_state import Training
 from headwater.server.secagg.blame import Evidence
 from headwater.server.secagg.parameters import SessionSetup
 from headwater.server.secagg.retries import sum_masked

@@ -22,7 +22,7 @@ from torch.utils.data import TensorDataset
 from headwater.common.errors import SettingsError
 from headwater.common.settings.sources import load
 from headwater.server.operations.round_log import read_rows
-from headwater.server.rounds.run import MODEL
+from headwater.server.rounds.round_loop import MODEL
 from headwater.simulation.fleet.fleet_spec import with_fleet
 from headwater.simulation.run import run_engine
 

@@ -24,8 +24,8 @@ from headwater.common.settings.schema import Settings
 from headwater.common.settings.sources import load
 from headwater.server.fleet import Dropout
 from headwater.server.operations.round_log import read_rows
+from headwater.server.rounds.round_loop import MODEL
 from headwater.server.rounds.round_row import RoundRow
-from headwater.server.rounds.run import MODEL
 from headwater.simulation.compute.one_by_one import OneByOne
 from headwater.simulation.compute.worker_pool import RUN_WORKER, WorkerPool
 from headwater.simulation.fleet.devices import ClientPlan, Devices

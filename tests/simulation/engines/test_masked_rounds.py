@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from headwater.common.errors import SettingsError, TooFewSurvivors
 from headwater.common.settings.schema import Settings
 from headwater.server.operations.round_log import read_rows
-from headwater.server.rounds.run import MODEL
+from headwater.server.rounds.round_loop import MODEL
 from headwater.simulation.run import run_engine
 
 DEVICES = 8

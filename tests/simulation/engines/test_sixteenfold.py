@@ -82,6 +82,7 @@ def test_with_a_fixed_k_the_same_devices_idle_half_of_the_round(folder: Path) ->
         assert (idle_time(row).share or 0.0) > 0.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["planned", "K 6"])
 def test_no_device_ever_exceeds_its_memory(folder: Path, kind: str) -> None:
     settings, rows = sixteenfold(folder, kind)
@@ -97,6 +98,7 @@ def test_no_device_ever_exceeds_its_memory(folder: Path, kind: str) -> None:
             assert client["peak_bytes"] <= settings.plan.memory_fraction * limit
 
 
+@pytest.mark.slow
 def test_micro_batches_grow_with_the_device_s_memory(folder: Path) -> None:
     settings, rows = sixteenfold(folder, "planned")
     sizes = {

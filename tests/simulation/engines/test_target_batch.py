@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from headwater.common.settings.schema import Settings
 from headwater.server.operations.round_log import read_rows
+from headwater.server.rounds.round_loop import MODEL
 from headwater.server.rounds.round_row import RoundRow
-from headwater.server.rounds.run import MODEL
 from headwater.simulation.run import run_engine
 
 PER_DEVICE, MOST_TOKENS = 60, 8

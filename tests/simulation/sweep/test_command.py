@@ -15,7 +15,7 @@ import pytest
 
 from headwater.server.operations.round_log import read_rows
 from headwater.server.rounds.checkpoint import FILE
-from headwater.server.rounds.run import MODEL
+from headwater.server.rounds.round_loop import MODEL
 from headwater.simulation.sweep.worker import LOG, RESULT
 
 PATIENCE_SECONDS = 240

@@ -23,14 +23,14 @@ from headwater.common.model.parameters import state_dict
 from headwater.common.model.tensor_file import write_tensors
 from headwater.common.settings.schema import SETTINGS_FILE, Settings
 from headwater.common.system.atomic_file import atomic_writer
-from headwater.server.aggregation.round_sum import RoundSum
+from headwater.server.aggregation.round_reports import RoundSum
 from headwater.server.fleet import Fleet, Traffic
 from headwater.server.planning.round_plans import RoundPlans
 from headwater.server.rounds import checkpoint, evaluation
 from headwater.server.rounds.observer import Drained, Observer, Observers
 from headwater.server.rounds.open_round import OpenRound
 from headwater.server.rounds.round_row import ClientRows, RoundRow, masked_client_row
-from headwater.server.rounds.training import StepResult, Training
+from headwater.server.rounds.run_state import StepResult, Training
 
 log = logging.getLogger(__name__)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from headwater.common.messages import Step, UpdateReport
-from headwater.server.aggregation.round_sum import (
+from headwater.server.aggregation.round_reports import (
     ReportColumns,
     total_loss,
     total_metrics,

@@ -39,9 +39,9 @@ from headwater.common.settings.schema import Settings
 from headwater.server.fleet import Dropout, Reply, Traffic, UpdateBatch
 from headwater.server.flower.grid_fleet import GridFleet
 from headwater.server.planning.cohort import ConnectedClients
+from headwater.server.rounds.round_loop import run
 from headwater.server.rounds.round_row import RoundRow
-from headwater.server.rounds.run import run
-from headwater.server.rounds.training import Training
+from headwater.server.rounds.run_state import Training
 from headwater.simulation.engines.message_grid import InProcessGrid
 from headwater.simulation.fleet.virtual_hardware import virtual_hardware
 

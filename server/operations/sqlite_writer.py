@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from headwater.server.operations.history import History
+from headwater.server.operations.sqlite_history import History
 from headwater.server.transport.device_records import DeviceRecords
 
 log = logging.getLogger(__name__)

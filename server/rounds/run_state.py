@@ -25,7 +25,7 @@ from headwater.common.model.vectors import all_finite, squared_norm
 from headwater.common.settings.schema import Settings
 from headwater.common.task import load_task, max_weight_per_example
 from headwater.server.aggregation.cohort_sum import CohortSum
-from headwater.server.aggregation.round_sum import (
+from headwater.server.aggregation.round_reports import (
     RoundSum,
     total_loss,
     total_metrics,
@@ -44,7 +44,7 @@ from headwater.server.secagg.encoding_state import EncodingState, decode_sum
 from headwater.server.secagg.parameters import SessionSetup
 from headwater.server.secagg.retries import sum_masked
 from headwater.server.secagg.session import ReadyCohort, setup_of
-from headwater.server.secagg.session_numbers import SessionNumbers
+from headwater.server.secagg.session_counter import SessionNumbers
 
 NOTHING_FINITE = "lower --learning-rate if the model diverged, or look at the devices' data"
 DEFAULT_DECISIONS = Decisions()

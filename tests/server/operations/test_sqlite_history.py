@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from headwater.common.errors import StateError
-from headwater.server.operations.history import (
+from headwater.server.operations.sqlite_history import (
     FILE,
     MIGRATIONS,
     VERSION,
