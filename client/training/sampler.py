@@ -186,8 +186,6 @@ def _permutations(seeds_D: Seeds, epochs_D: Ints, number: int) -> Ints:
     return order
 
 
-
-
 def splitmix64(seed: Any, number: Any) -> Any:
     """Return the n-th 64-bit number, n from 1, of the splitmix64 generator; for ints or arrays."""
     value = seed + number * INCREMENT & MASK

@@ -14,7 +14,7 @@ from headwater.common.errors import CountOutOfRange, HeadwaterError, UnexpectedU
 from headwater.common.messages import Plan, ReadyReport, ReportFields
 from headwater.common.stats.gradient_noise import NoiseSums
 from headwater.server.aggregation.cohort_sum import CohortSum
-from headwater.server.aggregation.round_sum import ReportColumns
+from headwater.server.aggregation.round_reports import ReportColumns
 from headwater.server.fleet import Dropout, ReportBatch, UpdateBatch
 
 log = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from headwater.common.messages import Step, StopReason, Vitals
 from headwater.common.stats.gradient_noise import NoiseSums, noise_sums, solve_noise
-from headwater.server.aggregation.round_sum import ReportColumns
+from headwater.server.aggregation.round_reports import ReportColumns
 from headwater.server.fleet import ReportBatch
 from headwater.server.planning.noise_scale import total
 from headwater.simulation.compute.example_rows import Rows

@@ -11,7 +11,7 @@ from headwater.common.messages import Plan, ReportFields, Step, Update, UpdateRe
 from headwater.common.model.parameters import ModelLayout
 from headwater.common.stats.gradient_noise import NoiseSums
 from headwater.server.aggregation.cohort_sum import CohortSum
-from headwater.server.aggregation.round_sum import ReportColumns
+from headwater.server.aggregation.round_reports import ReportColumns
 from headwater.server.fleet import ReportBatch, SingleReport, UpdateBatch
 from headwater.server.rounds.open_round import OpenRound
 
