@@ -71,18 +71,16 @@ class DeviceEstimate:
         disconnected keeps the speed that was measured in its rounds. A client that was left out as
         too slow does not: it may have become faster, and its description is the only sign of it.
         """
-        found = replace(self, num_examples=report.num_examples)
-        if not self.is_outdated:
-            return found
-        found = replace(found, vitals=_merged(self.vitals, report.vitals), is_outdated=False)
-        if self.line is not None and self.waiting_since is None:
-            return found
-        return replace(
-            found,
-            line=training_speed.reported_line(report),
-            fastest_micro_batch_size=report.fastest_micro_batch_size,
-            deadline_share=DEADLINE_SHARE,
-        )
+        changes: dict[str, Any] = {"num_examples": report.num_examples}
+        if self.is_outdated:
+            changes |= {"vitals": _merged(self.vitals, report.vitals), "is_outdated": False}
+            if self.line is None or self.waiting_since is not None:
+                changes |= {
+                    "line": training_speed.reported_line(report),
+                    "fastest_micro_batch_size": report.fastest_micro_batch_size,
+                    "deadline_share": DEADLINE_SHARE,
+                }
+        return replace(self, **changes)
 
     def after_disconnect(self) -> DeviceEstimate:
         """Return the estimate after the client disconnected: its next description is to be read."""

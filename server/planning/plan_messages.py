@@ -36,16 +36,14 @@ def plans_of(
         "held_out_fraction": held_out_fraction(settings.evaluation),
         "is_masked": settings.secure.aggregation != "off",
     }
-    assignments = list(assigned.values())
+    assignments = assigned.values()
     rounds, weights_of = map(counted.get, assigned), map(weights.get, assigned)
     kinds = list(zip(map(id, assignments), rounds, weights_of, strict=True))
-    by_id = dict(zip(map(id, assignments), assignments, strict=True))
     shared = {}
-    for kind in set(kinds):
-        assignment, counted_round, weigh_as = by_id[kind[0]], kind[1], kind[2]
+    for kind, assignment in dict(zip(kinds, assignments, strict=True)).items():
         size = micro_batch_size(assignment.quota, assignment.micro_batch_size)
         fields = _work(assignment, settings, size)
-        shared[kind] = Plan(**common, **fields, counted_round=counted_round, weigh_as=weigh_as)
+        shared[kind] = Plan(**common, **fields, counted_round=kind[1], weigh_as=kind[2])
     return dict(zip(assigned, map(shared.__getitem__, kinds), strict=True))
 
 
@@ -58,7 +56,7 @@ def _work(assignment: Assignment, settings: Settings, micro_batch_size: int) -> 
     # Local steps move the model, so a device must not choose their number by stopping early.
     is_summing = settings.plan.local_steps == 1
     finish = assignment.finish_seconds(micro_batch_size) if is_summing else None
-    share = assignment.candidate.estimate.deadline_share
+    share = assignment.estimate.deadline_share
     return {
         "quota": assignment.quota,
         "micro_batch_size": micro_batch_size,

@@ -17,8 +17,8 @@ def of_plan(assignment: Assignment, *, finish_seconds: float | None = None) -> s
 
     As in "speed-bound: 40 examples until 10.2 s; memory-bound: 3 examples fit in 410 MiB".
     """
-    if assignment.candidate.exception is not None:
-        return f"{assignment.candidate.exception}; {_of_size(assignment)}"
+    if assignment.exception is not None:
+        return f"{assignment.exception}; {_of_size(assignment)}"
     until = "" if finish_seconds is None else f" until {_seconds(finish_seconds)}"
     return f"{_of_quota(assignment)}{until}{_of_cuts(assignment)}; {_of_size(assignment)}"
 
@@ -35,12 +35,12 @@ def of_lateness(times: int) -> str:
 
 def _of_quota(assignment: Assignment) -> str:
     quota, steps = assignment.quota, assignment.accumulation_steps
-    client, size = assignment.candidate, assignment.max_micro_batch_size
+    estimate, size = assignment.estimate, assignment.max_micro_batch_size
     if steps is not None and quota == steps * size:
         return f"K set to {steps}"
-    if quota == client.estimate.num_examples:
+    if quota == estimate.num_examples:
         text = f"all its {_examples(quota)}"
-    elif quota == client.estimate.examples_left:
+    elif quota == estimate.examples_left:
         text = f"all its epoch has left: {_examples(quota)}"
     elif quota == MAX_STEPS * size:
         text = f"{_examples(quota)}: {MAX_STEPS} micro-batches at the most"
@@ -53,7 +53,7 @@ def _of_quota(assignment: Assignment) -> str:
 
 def _of_cuts(assignment: Assignment) -> str:
     """Return what made the quota smaller than the client's speed alone would."""
-    vitals, text = assignment.candidate.estimate.vitals, ""
+    vitals, text = assignment.estimate.vitals, ""
     if assignment.accumulation_steps is not None:
         return text
     if assignment.speed_cut > 1:
@@ -70,7 +70,7 @@ def _of_cuts(assignment: Assignment) -> str:
 
 def _of_size(assignment: Assignment) -> str:
     size, bound = assignment.max_micro_batch_size, assignment.size_bound
-    limit = assignment.candidate.estimate.vitals.memory_limit_bytes
+    limit = assignment.estimate.vitals.memory_limit_bytes
     if assignment.quota <= size and bound is not SizeBound.SET:
         return "in one micro-batch"
     if bound is SizeBound.MEMORY and limit is not None:

@@ -19,20 +19,26 @@ median client with the same micro-batch; the cut is counted and reported. A lyin
 from __future__ import annotations
 
 import math
-import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import repeat
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from headwater.common.messages import MAX_STEPS, Vitals
 from headwater.common.settings import schema as settings
 from headwater.common.stats.linear_fit import Line
 from headwater.common.stats.training_speed import MIN_SECONDS_PER_EXAMPLE
-from headwater.server.planning.device_estimates import DEADLINE_SHARE, DeviceEstimate
-from headwater.server.planning.equal_finish import CohortColumns, Floats, Ints, equal_finish
+from headwater.server.planning.device_estimates import (
+    DEADLINE_SHARE,
+    MIN_TIME_SHARE,
+    DeviceEstimate,
+)
+from headwater.server.planning.equal_finish import CohortColumns, equal_finish
+from headwater.server.planning.estimate_columns import EstimateColumns, Floats, Ints
 
 # A fleet of Pi Zeros and laptops is sixteen times apart; a client that is farther than this from
 # the median more likely has a clock that jumped, or lies.
@@ -43,15 +49,6 @@ MAX_TRANSFER_SECONDS = 1e9
 # A speed that is measured in less time is mostly the scheduler's noise: it should end no window.
 MIN_FINISH_SECONDS = 1.0
 MAX_FINISH_SECONDS = 30 * 86_400.0
-
-
-class Candidate(NamedTuple):
-    """A client that the planner assigns work to."""
-
-    name: str
-    estimate: DeviceEstimate
-    exception: str | None = None
-    """Why the client is invited for one example although it is too slow; None if it is not."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,18 +78,22 @@ class SizeBound(Enum):
     MEMORY = "what fits in memory"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Assignment:
+SIZE_BOUNDS = tuple(SizeBound)
+
+
+class Assignment(NamedTuple):
     """What the planner assigns to a client, and what bound it.
 
-    Candidates with the same plan share one assignment, whose ``candidate`` is the first of them.
+    Clients with the same plan share one assignment, whose ``estimate`` is that of the first.
     """
 
-    candidate: Candidate
+    estimate: DeviceEstimate
     quota: int
     max_micro_batch_size: int
     """The largest micro-batch allowed; the quota may be smaller."""
     size_bound: SizeBound
+    exception: str | None = None
+    """Why the client is invited for one example although it is too slow; None if it is not."""
     accumulation_steps: int | None = None
     """K, where the operator has set it."""
     speed_cut: float = 1.0
@@ -112,7 +113,7 @@ class Assignment:
     @property
     def time_share(self) -> float | None:
         """The share of the client's time that the quota counts on; None where K is set."""
-        return None if self.accumulation_steps is not None else self.candidate.estimate.time_share
+        return None if self.accumulation_steps is not None else self.estimate.time_share
 
     def finish_seconds(self, micro_batch_size: int) -> float | None:
         """Return when the client should have trained on its quota, and may stop.
@@ -123,16 +124,14 @@ class Assignment:
         None where K is set, where the speed is unknown, where the client is expected to be late,
         and where the time is too short to measure a speed in.
         """
-        line = self.candidate.estimate.line
-        if self.accumulation_steps is not None or line is None:
-            return None
-        if self.candidate.exception is not None:
+        line = self.estimate.line
+        if self.accumulation_steps is not None or line is None or self.exception is not None:
             return None
         num_micro_batches = -(-self.quota // micro_batch_size)
         seconds = (num_micro_batches * line.base + self.quota * line.each) * self.speed_cut
-        most = min(self.candidate.estimate.examples_left, MAX_STEPS * self.max_micro_batch_size)
+        most = min(self.estimate.examples_left, MAX_STEPS * self.max_micro_batch_size)
         if self.quota == most:
-            seconds = max(seconds, self.candidate.estimate.time_share * self.free_seconds)
+            seconds = max(seconds, self.estimate.time_share * self.free_seconds)
         is_measurable = MIN_FINISH_SECONDS <= seconds <= MAX_FINISH_SECONDS
         return seconds if is_measurable else None
 
@@ -161,67 +160,52 @@ def assign(
     """
     if not names:
         return {}
-    candidates = list(map(Candidate, names, estimates, map(exceptions.get, names)))
     steps = chosen.accumulation_steps
-    sizes, bounds = micro_batch_sizes(candidates, chosen)
+    known = EstimateColumns.of(estimates)
+    reasons = list(map(exceptions.get, names))
+    sizes, bounds = micro_batch_sizes(known, chosen)
+    limits = np.where(bounds == SIZE_BOUNDS.index(SizeBound.MEMORY), known.memory_limit, 0.0)
+    inputs = [known.num_examples, known.examples_left, known.deadline_share, limits, bounds]
     if steps is not None:
-        left = np.array([one.estimate.examples_left for one in candidates], dtype=np.int64)
-        nothing = np.zeros(len(candidates))
-        columns = (np.minimum(steps * sizes, left), nothing + 1.0, nothing, nothing, nothing)
+        nothing = np.zeros(len(names))
+        quotas: Ints = np.minimum(steps * sizes, known.examples_left)
+        times: list[Floats] = [nothing + 1.0, nothing, nothing, nothing]
     else:
-        columns = _equal_quotas(candidates, sizes, target, deadline_seconds, costs)
-    figures = [sizes.tolist(), bounds, *(column.tolist() for column in columns)]
-    inputs = plan_inputs(candidates, bounds, is_k_set=steps is not None)
-    first_of: dict[tuple[object, ...], int] = {}
-    assigned: list[Assignment] = []
-    for at, kind in enumerate(zip(*figures, inputs, strict=True)):
-        first = first_of.setdefault(kind, at)
-        if first < at:
-            assigned.append(assigned[first])
-            continue
-        size, bound, quota, cut, ahead, transfers, free, _ = kind
-        assigned.append(
-            Assignment(
-                candidate=candidates[at],
-                quota=quota,
-                max_micro_batch_size=size,
-                size_bound=bound,
-                accumulation_steps=steps,
-                speed_cut=cut,
-                ahead=ahead,
-                transfers=transfers,
-                free_seconds=free,
-            )
+        is_exception = np.array([reason is not None for reason in reasons])
+        transfers = np.array([costs.transfer_seconds(one.vitals) for one in estimates])
+        cohort, speed_cuts = _cohort_columns(
+            *(known, sizes, is_exception, transfers), deadline_seconds, costs.turn_seconds
         )
-    return dict(zip(names, assigned, strict=True))
+        quotas, *parts = _equal_quotas(cohort, target, deadline_seconds)
+        times = [speed_cuts, *parts]
+        inputs += [known.base, known.each, known.share, known.is_on_battery]
+    kinds = zip(_row_bytes([quotas, sizes, *times, *inputs]), reasons, strict=True)
+    rows = zip(
+        *(estimates, quotas.tolist(), sizes.tolist(), [SIZE_BOUNDS[at] for at in bounds.tolist()]),
+        *(reasons, repeat(steps, len(names)), *(column.tolist() for column in times)),
+        strict=True,
+    )
+    shared: dict[tuple[bytes, str | None], Assignment] = {}
+    assigned: dict[str, Assignment] = {}
+    for name, kind, row in zip(names, kinds, rows, strict=True):
+        one = shared.get(kind)
+        if one is None:
+            one = shared[kind] = Assignment._make(row)
+        assigned[name] = one
+    return assigned
 
 
-def plan_inputs(
-    candidates: Sequence[Candidate], bounds: Sequence[SizeBound], *, is_k_set: bool
-) -> Iterable[tuple[object, ...]]:
-    """Yield what of each candidate enters its plan and the plan's reason, other than its name."""
-    values = _INPUTS_OF_SET_K if is_k_set else _INPUTS
-    for (_, estimate, exception), bound in zip(candidates, bounds, strict=True):
-        limit = estimate.vitals.memory_limit_bytes if bound is SizeBound.MEMORY else None
-        yield (*values(estimate), limit, exception)
-
-
-_INPUTS_OF_SET_K = operator.attrgetter("num_examples", "num_left", "deadline_share")
-_INPUTS = operator.attrgetter(
-    *("num_examples", "num_left", "deadline_share"),
-    *("line", "vitals.share", "vitals.is_on_battery"),
-)
+def _row_bytes(columns: Sequence[Ints | Floats]) -> list[bytes]:
+    """Return the bytes of each row: a dict compares them faster than tuples of numbers."""
+    table = np.stack(columns, axis=1, dtype=np.float64)
+    rows: list[bytes] = table.view(f"S{table.shape[1] * table.itemsize}").ravel().tolist()
+    return rows
 
 
 def _equal_quotas(
-    candidates: Sequence[Candidate],
-    sizes: Ints,
-    target: int,
-    deadline_seconds: float | None,
-    costs: TransferCosts,
-) -> tuple[Ints, Floats, Floats, Floats, Floats]:
-    """Return the quotas by equal finish, and four more columns of the assignments."""
-    cohort, speed_cuts = _columns(candidates, sizes, deadline_seconds, costs)
+    cohort: CohortColumns, target: int, deadline_seconds: float | None
+) -> tuple[Ints, Floats, Floats, Floats]:
+    """Return the quotas by equal finish, and the last three columns of the assignments."""
     quotas, finish_seconds = equal_finish(
         cohort,
         target=target,
@@ -229,86 +213,71 @@ def _equal_quotas(
     )
     ahead = cohort.ahead(cohort.turns(), finish_seconds)
     free = finish_seconds - ahead - cohort.fixed
-    return quotas, speed_cuts, ahead / finish_seconds, cohort.fixed / finish_seconds, free
+    return quotas, ahead / finish_seconds, cohort.fixed / finish_seconds, free
 
 
-def micro_batch_sizes(
-    candidates: Sequence[Candidate], chosen: settings.PlanSettings
-) -> tuple[Ints, list[SizeBound]]:
+def micro_batch_sizes(known: EstimateColumns, chosen: settings.PlanSettings) -> tuple[Ints, Ints]:
     """Return the largest micro-batches that fit in the clients' memories, and what bound each.
 
     base + size x bytes per example must stay within ``memory_fraction`` of the limit; one example
     is assigned in any case, as the device itself decides in the end. Where no size is set, it is at
-    most what the device measured to be the fastest, and what its epoch has left.
+    most what the device measured to be the fastest, and what its epoch has left. The bounds are
+    indices of SIZE_BOUNDS.
     """
-    estimates = [one.estimate for one in candidates]
-    fitting = _fitting_sizes(estimates, chosen.memory_fraction)
+    fitting = _fitting_sizes(known, chosen.memory_fraction)
     if chosen.micro_batch_size is not None or chosen.accumulation_steps is not None:
         largest = chosen.micro_batch_size or chosen.set_micro_batch_size
         kinds = [SizeBound.SET, SizeBound.MEMORY]
         limits = [np.full_like(fitting, largest), fitting]
     else:
         kinds = [SizeBound.MAXIMUM, SizeBound.FASTEST, SizeBound.DATA, SizeBound.MEMORY]
-        fastest = [one.fastest_micro_batch_size or math.inf for one in estimates]
-        left = [float(one.examples_left) for one in estimates]
-        limits = [
-            np.full_like(fitting, chosen.max_micro_batch_size),
-            np.array(fastest),
-            np.array(left),
-            fitting,
-        ]
+        fastest = np.where(known.fastest > 0, known.fastest, np.inf)
+        left = known.examples_left.astype(np.float64)
+        limits = [np.full_like(fitting, chosen.max_micro_batch_size), fastest, left, fitting]
     rows = np.stack(limits)
     first = rows.argmin(axis=0)  # of equal limits the first
-    return rows.min(axis=0).astype(np.int64), [kinds[at] for at in first.tolist()]
+    indices = np.array([SIZE_BOUNDS.index(kind) for kind in kinds])
+    return rows.min(axis=0).astype(np.int64), indices[first]
 
 
-def _fitting_sizes(estimates: Sequence[DeviceEstimate], fraction: float) -> Floats:
+def _fitting_sizes(known: EstimateColumns, fraction: float) -> Floats:
     """Return the largest micro-batches that fit in memory; 2^40 where that is unknown."""
-    rows = [_MEMORY(one.vitals) for one in estimates]
-    limit, base, slope = np.array(rows, dtype=np.float64).T  # None becomes NaN
+    limit, slope = known.memory_limit, known.bytes_per_example
     is_known = (limit >= 0) & (slope > 0)
-    base[np.isnan(base)] = 0.0
+    base = np.where(np.isnan(known.base_bytes), 0.0, known.base_bytes)
     room = np.where(is_known, np.maximum(limit * fraction - base, 0.0), np.inf)
     sizes = room / np.where(is_known, np.maximum(slope, MIN_BYTES), 1.0)
     fitting: Floats = np.maximum(np.floor(np.minimum(sizes, 2.0**40)), 1.0)
     return fitting
 
 
-_MEMORY = operator.attrgetter("memory_limit_bytes", "base_bytes", "bytes_per_example")
-
-
-def _columns(
-    candidates: Sequence[Candidate],
+def _cohort_columns(
+    known: EstimateColumns,
     sizes: Ints,
+    is_exception: NDArray[np.bool_],
+    transfer_seconds: Floats,
     deadline_seconds: float | None,
-    costs: TransferCosts,
+    turn_seconds: float,
 ) -> tuple[CohortColumns, Floats]:
-    """Return the candidates as columns, and the claimed speed over the believed one of each."""
-    estimates = [one.estimate for one in candidates]
-    share = np.array([one.time_share for one in estimates])
-    lines = [one.line for one in estimates]
-    base = np.array([math.nan if line is None else line.base for line in lines]) / share
-    each = np.array([math.nan if line is None else line.each for line in lines]) / share
+    """Return the cohort's columns, and the claimed speed over the believed one of each client."""
+    share = np.maximum(known.share, MIN_TIME_SHARE)
+    base, each = known.base / share, known.each / share
+    is_measured = ~np.isnan(base)
     # Clients that are invited as an exception claim to be slow: their claims cannot raise a quota.
-    is_measured = np.array([line is not None for line in lines])
-    is_regular = is_measured & np.array([one.exception is None for one in candidates])
+    is_regular = is_measured & ~is_exception
     median = _median_line(base[is_regular], each[is_regular], largest=int(sizes.max()))
     base[~is_measured], each[~is_measured] = median.base, median.each
     believed = (median.base + sizes * median.each) / MAX_SPEED_RATIO
     speed_cuts = np.where(is_regular, np.maximum(believed / (base + sizes * each), 1.0), 1.0)
-    deadline = math.inf if deadline_seconds is None else deadline_seconds
-    most = [
-        min(one.estimate.examples_left, MAX_STEPS * size) if one.exception is None else 1
-        for one, size in zip(candidates, sizes.tolist(), strict=True)
-    ]
+    most: Ints = np.where(is_exception, 1, np.minimum(known.examples_left, MAX_STEPS * sizes))
     cohort = CohortColumns(
         size=sizes,
         base=base * speed_cuts,
         each=each * speed_cuts,
-        fixed=np.array([costs.transfer_seconds(one.vitals) for one in estimates]),
-        most=np.array(most, dtype=np.int64),
-        longest=deadline * np.array([one.deadline_share for one in estimates]),
-        turn_seconds=costs.turn_seconds,
+        fixed=transfer_seconds,
+        most=most,
+        longest=(math.inf if deadline_seconds is None else deadline_seconds) * known.deadline_share,
+        turn_seconds=turn_seconds,
     )
     return cohort, speed_cuts
 

@@ -14,7 +14,7 @@ from typing import Any
 from headwater.common.settings.schema import PlanSettings
 from headwater.server.planning.cohort import population_order
 from headwater.server.planning.device_estimates import DeviceEstimate
-from headwater.server.planning.planner import Assignment, assign, plan_inputs
+from headwater.server.planning.planner import Assignment, SizeBound, assign
 from headwater.server.planning.round_plans import Decisions
 
 
@@ -81,7 +81,15 @@ class CachedAssign:
             self._assigned = dict(self._assigned)  # the earlier result is the caller's
             some = list(compress(names, changed)), list(compress(estimates, changed))
             for name, one in assign(*some, exceptions, plan, **others).items():
-                (own_inputs,) = plan_inputs([one.candidate], [one.size_bound], is_k_set=True)
-                kind = (one.quota, one.max_micro_batch_size, one.size_bound, own_inputs)
-                self._assigned[name] = self._shared.setdefault(kind, one)
+                self._assigned[name] = self._shared.setdefault(_inputs_of_set_k(one), one)
         return self._assigned
+
+
+def _inputs_of_set_k(one: Assignment) -> tuple[object, ...]:
+    """Return the values that a plan and its reason follow from with K set."""
+    known, is_memory = one.estimate, one.size_bound is SizeBound.MEMORY
+    return (
+        *(one.quota, one.max_micro_batch_size, one.size_bound, one.exception),
+        *(known.num_examples, known.examples_left, known.deadline_share),
+        known.vitals.memory_limit_bytes if is_memory else None,
+    )

@@ -25,10 +25,10 @@ from headwater.common.task import Examples, Task, max_weight_per_example
 from headwater.server.aggregation.cohort_sum import CohortSum
 from headwater.server.planning.cohort import dataset_weights, slowness
 from headwater.server.planning.device_estimates import DeviceEstimate
-from headwater.server.planning.planner import Assignment, Candidate, TransferCosts
+from headwater.server.planning.planner import Assignment, TransferCosts
 from tests import reference
 from tests.laws.architectures import ARCHITECTURES, NUM_EXAMPLES
-from tests.server.planning.planned import assign
+from tests.server.planning.planned import Candidate, assign
 
 pytestmark = pytest.mark.slow
 
@@ -111,13 +111,13 @@ class PlannedRound:
     def examples(self, part: int) -> Examples:
         return self.task.train_examples(data=None, part=part, num_parts=5)
 
-    def window(self, work: Assignment) -> Window:
+    def window(self, name: str, work: Assignment) -> Window:
         """Return the examples that a client takes, if the server knows its place."""
         return window(
-            SamplerPosition(offset=NUM_EXAMPLES - work.candidate.estimate.examples_left),
+            SamplerPosition(offset=NUM_EXAMPLES - work.estimate.examples_left),
             quota=work.quota,
             run_seed=0,
-            name=work.candidate.name,
+            name=name,
             num_examples=NUM_EXAMPLES,
         )
 
@@ -155,7 +155,7 @@ class PlannedRound:
                 memory=self._memory,
                 should_stop=lambda: False,
             )
-            update = train_round(plan, self.window(work), place)
+            update = train_round(plan, self.window(name, work), place)
             # No window is cut short: the planner knows what the epoch has left.
             assert update.report.num_examples == work.quota
             self._sum.check(update.values_P, name=name)
@@ -164,7 +164,8 @@ class PlannedRound:
 
     def picked(self, plans: dict[str, Assignment]) -> reference.Picked:
         return [
-            (self.examples(int(name)), self.window(work).positions) for name, work in plans.items()
+            (self.examples(int(name)), self.window(name, work).positions)
+            for name, work in plans.items()
         ]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from hypothesis import strategies as st
 
@@ -13,10 +13,19 @@ from headwater.common.settings import schema as settings
 from headwater.common.stats.linear_fit import Line
 from headwater.server.planning import planner
 from headwater.server.planning.device_estimates import DeviceEstimate
-from headwater.server.planning.planner import Assignment, Candidate, TransferCosts
+from headwater.server.planning.planner import Assignment, TransferCosts
 
 MIB = 2**20
 VITALS = tuple(Vitals.model_fields)
+
+
+class Candidate(NamedTuple):
+    """A client that work is assigned to."""
+
+    name: str
+    estimate: DeviceEstimate
+    exception: str | None = None
+    """Why it is invited although it is too slow."""
 
 
 def device(
@@ -88,7 +97,7 @@ def devices_of(rows: list[dict[str, Any]]) -> list[Candidate]:
 
 def here_after(assigned: Assignment, quota: int, costs: TransferCosts) -> float:
     """Return download + (ceil(q / m) a + q b) / share + upload, at the believed speed."""
-    vitals, line = assigned.candidate.estimate.vitals, assigned.candidate.estimate.line
+    vitals, line = assigned.estimate.vitals, assigned.estimate.line
     assert line is not None
     down, up = vitals.download_bytes_per_second, vitals.upload_bytes_per_second
     work = math.ceil(quota / assigned.max_micro_batch_size) * line.base + quota * line.each

@@ -47,8 +47,7 @@ def test_the_quotas_sum_to_the_target_or_take_all_there_is(
 ) -> None:
     assigned = assign(devices_of(rows), plan(), target=target, costs=costs).values()
     there_is = sum(
-        min(work.candidate.estimate.examples_left, MAX_STEPS * work.max_micro_batch_size)
-        for work in assigned
+        min(work.estimate.examples_left, MAX_STEPS * work.max_micro_batch_size) for work in assigned
     )
     total = sum(work.quota for work in assigned)
     assert total == min(max(target, len(rows)), there_is)
@@ -64,9 +63,7 @@ def test_no_device_is_done_early_that_could_have_taken_another_example(
     assigned = assign(devices, plan(), target=target, costs=costs).values()
     last = max((here_after(a, a.quota, costs) for a in assigned if a.quota > 1), default=0.0)
     for work in assigned:
-        if work.quota < min(
-            work.candidate.estimate.examples_left, MAX_STEPS * work.max_micro_batch_size
-        ):
+        if work.quota < min(work.estimate.examples_left, MAX_STEPS * work.max_micro_batch_size):
             # T is known to a millionth.
             assert here_after(work, work.quota + 1, costs) >= last * (1 - 4e-6)
 
@@ -180,9 +177,9 @@ def test_a_hundred_thousand_devices_are_planned_to_the_target() -> None:
 def test_the_longest_reason_fits_into_a_plan() -> None:
     """All that can be said of one device at once, with the longest numbers."""
     work = Assignment(
-        candidate=device(
+        estimate=device(
             num_examples=2**40, each=1.0, share=0.25, is_on_battery=True, memory_limit_bytes=2**53
-        ),
+        ).estimate,
         quota=2**40 - 1,
         max_micro_batch_size=2**31,
         size_bound=SizeBound.MEMORY,

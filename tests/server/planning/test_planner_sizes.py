@@ -10,13 +10,14 @@ from hypothesis import strategies as st
 
 from headwater.common.settings import schema as settings
 from headwater.server.planning import plan_reasons as reasons
-from headwater.server.planning.planner import Candidate, SizeBound, micro_batch_sizes
-from tests.server.planning.planned import MIB, ROWS, assign, device, devices_of, plan
+from headwater.server.planning.estimate_columns import EstimateColumns
+from headwater.server.planning.planner import SIZE_BOUNDS, SizeBound, micro_batch_sizes
+from tests.server.planning.planned import MIB, ROWS, Candidate, assign, device, devices_of, plan
 
 
 def size_of(one: Candidate, chosen: settings.PlanSettings) -> tuple[int, SizeBound]:
-    sizes, bounds = micro_batch_sizes([one], chosen)
-    return int(sizes[0]), bounds[0]
+    sizes, bounds = micro_batch_sizes(EstimateColumns.of([one.estimate]), chosen)
+    return int(sizes[0]), SIZE_BOUNDS[bounds[0]]
 
 
 @given(

@@ -17,10 +17,18 @@ from headwater.server.planning.device_estimates import DEADLINE_SHARE
 from headwater.server.planning.planner import (
     MAX_FINISH_SECONDS,
     MIN_FINISH_SECONDS,
-    Candidate,
     TransferCosts,
 )
-from tests.server.planning.planned import COSTS, ROWS, assign, device, devices_of, here_after, plan
+from tests.server.planning.planned import (
+    COSTS,
+    ROWS,
+    Candidate,
+    assign,
+    device,
+    devices_of,
+    here_after,
+    plan,
+)
 
 
 @given(rows=ROWS, target=st.integers(1, 40_000), costs=COSTS)
@@ -30,15 +38,15 @@ def test_each_client_finishes_its_quota_when_its_plan_says(
     """In the share of its time that it gives; who has no more examples may take until T."""
     assigned = assign(devices_of(rows), plan(), target=target, costs=costs)
     for work in assigned.values():
-        line, size = work.candidate.estimate.line, work.micro_batch_size
+        line, size = work.estimate.line, work.micro_batch_size
         found = work.finish_seconds(size)
         if line is None:
             assert found is None
             continue
         ends = (math.ceil(work.quota / size) * line.base + work.quota * line.each) * work.speed_cut
-        share = work.candidate.estimate.time_share
+        share = work.estimate.time_share
         is_full = work.quota in (
-            work.candidate.estimate.examples_left,
+            work.estimate.examples_left,
             MAX_STEPS * work.max_micro_batch_size,
         )
         until = max(ends, share * work.free_seconds) if is_full else ends
