@@ -8,8 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any, Protocol, overload
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -25,7 +24,7 @@ from headwater.common.messages import (
 from headwater.common.model.parameters import ModelImage
 from headwater.common.secagg import protocol as secagg
 from headwater.common.secagg.protocol import Phase, Request
-from headwater.common.stats.gradient_noise import NoiseSums, noise_sums
+from headwater.common.stats.gradient_noise import NoiseSums
 from headwater.server.aggregation.round_reports import ReportColumns
 from headwater.server.planning.cohort import ConnectedClients
 
@@ -51,44 +50,15 @@ class ReportBatch(Sequence[ReportFields], ABC):
         """Return parts of the round's noise sums, for clients that own so many examples."""
 
 
-class SingleReport(ReportBatch):
-    """A batch of one report."""
-
-    def __init__(self, report: ReportFields) -> None:
-        self._report = report
-
-    def __len__(self) -> int:
-        return 1
-
-    @overload
-    def __getitem__(self, at: int) -> ReportFields: ...
-    @overload
-    def __getitem__(self, at: slice) -> Sequence[ReportFields]: ...
-    def __getitem__(self, at: int | slice) -> ReportFields | Sequence[ReportFields]:
-        return (self._report,)[at]
-
-    @cached_property
-    def columns(self) -> ReportColumns:
-        return ReportColumns.of(self._report)
-
-    def noise(self, owned: Mapping[str, int]) -> Sequence[NoiseSums]:
-        return [noise_sums(self._report, num_owned=owned[self._report.name])]
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UpdateBatch:
-    """The updates of one or several clients: the sum of their vectors, and their reports.
+    """The updates of several clients: the sum of their vectors in float64, and their reports.
 
-    A device sends a batch of one, in float32. The simulator adds up many updates, in float64.
+    Only the simulator adds up updates before the server does.
     """
 
     values_P: Tensor = field(repr=False)
     reports: ReportBatch = field(repr=False)
-
-    @staticmethod
-    def of(update: Update) -> UpdateBatch:
-        """Return a device's own update as a batch."""
-        return UpdateBatch(values_P=update.values_P, reports=SingleReport(update.report))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,10 +102,10 @@ class Fleet(Protocol):
 
     def train(
         self, plans: Mapping[str, Plan], image: ModelImage, *, timeout_seconds: float | None
-    ) -> Iterator[UpdateBatch | ReadyReport | Dropout]:
+    ) -> Iterator[Update | UpdateBatch | ReadyReport | Dropout]:
         """Send plans and model, and yield each answer as it arrives: a ReadyReport if masked.
 
-        The vector of a batch is valid until the next answer is requested.
+        The vector of an update or a batch is valid until the next answer is requested.
         """
         ...
 

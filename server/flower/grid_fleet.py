@@ -28,7 +28,7 @@ from headwater.common.messages import (
 )
 from headwater.common.model.parameters import ModelImage
 from headwater.common.secagg.protocol import Phase, Request
-from headwater.server.fleet import Dropout, Reply, Traffic, UpdateBatch
+from headwater.server.fleet import Dropout, Reply, Traffic
 from headwater.server.flower.registration import Registration, check_name
 from headwater.server.planning.cohort import ConnectedClients
 
@@ -86,7 +86,7 @@ class GridFleet:
 
     def train(
         self, plans: Mapping[str, Plan], image: ModelImage, *, timeout_seconds: float | None
-    ) -> Iterator[UpdateBatch | ReadyReport | Dropout]:
+    ) -> Iterator[Update | ReadyReport | Dropout]:
         def read(name: str, content: RecordDict) -> Update | ReadyReport:
             if plans[name].is_masked:
                 ready = records.read(content, ReadyReport)
@@ -96,10 +96,7 @@ class GridFleet:
             _check_in_time(update.report, timeout_seconds)
             return update
 
-        return (
-            UpdateBatch.of(answer) if isinstance(answer, Update) else answer
-            for answer in self._send_model("train", plans, image, timeout_seconds, read)
-        )
+        return self._send_model("train", plans, image, timeout_seconds, read)
 
     def converse(
         self,

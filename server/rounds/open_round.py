@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from itertools import chain
 
 from headwater.common.errors import CountOutOfRange, HeadwaterError, UnexpectedUpdate, UpdateRefused
-from headwater.common.messages import Plan, ReadyReport, ReportFields
-from headwater.common.stats.gradient_noise import NoiseSums
+from headwater.common.messages import Plan, ReadyReport, ReportFields, Update
+from headwater.common.stats.gradient_noise import NoiseSums, noise_sums
 from headwater.server.aggregation.cohort_sum import CohortSum
 from headwater.server.aggregation.round_reports import ReportColumns
 from headwater.server.fleet import Dropout, ReportBatch, UpdateBatch
@@ -40,6 +40,7 @@ class OpenRound:
         self.refused: dict[str, HeadwaterError] = {}
         self.refusals: Counter[str] = Counter()
         """How many answers the round itself refused, by error code."""
+        self._reports: list[ReportFields] = []
         self._batches: list[ReportBatch] = []
         self._total = total
         self._max_weight = max_weight_per_example
@@ -47,44 +48,67 @@ class OpenRound:
 
     @property
     def columns(self) -> Sequence[ReportColumns]:
-        """The accepted reports as columns, batch by batch."""
-        return [batch.columns for batch in self._batches]
+        """The accepted reports as columns: of the single updates together, and of each batch."""
+        single = [ReportColumns.of(*self._reports)] if self._reports else []
+        return single + [batch.columns for batch in self._batches]
 
     @property
     def noise(self) -> Sequence[NoiseSums]:
         """The accepted updates' parts of the round's noise sums."""
-        return list(chain.from_iterable(batch.noise(self._owned) for batch in self._batches))
+        owned = self._owned
+        single = [noise_sums(report, num_owned=owned[report.name]) for report in self._reports]
+        return single + list(chain.from_iterable(batch.noise(owned) for batch in self._batches))
 
     def refuse(self, name: str, error: HeadwaterError) -> None:
         """Record why a client is not in the round."""
         self.refused[name] = error
 
-    def take(self, answer: UpdateBatch | ReadyReport | Dropout) -> None:
+    def take(self, answer: Update | UpdateBatch | ReadyReport | Dropout) -> None:
         """Check an answer; add it to the sum, or record why not. A batch counts whole or not."""
         match answer:
             case Dropout():
                 self.refuse(answer.name, answer.error)
             case ReadyReport():
                 self._take_ready(answer)
+            case Update():
+                self._take_update(answer)
             case UpdateBatch():
-                self._take_updates(answer)
+                self._take_batch(answer)
 
-    def _take_updates(self, batch: UpdateBatch) -> None:
-        columns = batch.reports.columns
-        names = columns.names
+    def _take_update(self, update: Update) -> None:
+        """Check and add one update; its report becomes part of columns after the last update."""
+        report = update.report
         try:
-            self._check(columns)
-            name = names[0] if len(names) == 1 else f"{len(names)} devices"
+            plan = self._check_awaited(report.name, report.round, self.accepted)
+            self._check_counts(
+                report.name, plan, report.num_examples, report.weight, report.num_steps
+            )
+            peaks = self._total.check(update.values_P, name=report.name)
+        except UpdateRefused as error:
+            self._refuse_updates([report.name], error)
+            return
+        self._total.fold(update.values_P, report.weight, peaks)
+        self.accepted[report.name] = report
+        self._reports.append(report)
+
+    def _take_batch(self, batch: UpdateBatch) -> None:
+        columns = batch.reports.columns
+        try:
+            self._check_columns(columns)
+            name = f"{len(columns.names)} devices"
             peaks = self._total.check(batch.values_P, name=name)
         except UpdateRefused as error:
-            self._count(error)
-            for name in names:
-                # Keep the update that was accepted before, and the refusal of this one.
-                self.refused[f"{name} (again)" if name in self.accepted else name] = error
+            self._refuse_updates(columns.names, error)
             return
         self._total.fold(batch.values_P, sum(columns.sent_weight), peaks)
-        self.accepted |= zip(names, batch.reports, strict=True)
+        self.accepted |= zip(columns.names, batch.reports, strict=True)
         self._batches.append(batch.reports)
+
+    def _refuse_updates(self, names: Sequence[str], error: UpdateRefused) -> None:
+        self._count(error)
+        for name in names:
+            # Keep the update that was accepted before, and the refusal of this one.
+            self.refused[f"{name} (again)" if name in self.accepted else name] = error
 
     def _take_ready(self, ready: ReadyReport) -> None:
         try:
@@ -117,13 +141,12 @@ class OpenRound:
             )
         return plan
 
-    def _check(self, columns: ReportColumns) -> None:
+    def _check_columns(self, columns: ReportColumns) -> None:
         """Check a batch's reports against their plans.
 
         Raises:
             UnexpectedUpdate: see ``_check_awaited``; or a client is in the batch twice.
-            CountOutOfRange: more examples or weight than a plan can lead to, or none; with dataset
-                weighting any weight other than the plan's.
+            CountOutOfRange: see ``_check_counts``.
         """
         names = columns.names
         plans = [self._check_awaited(name, columns.round, self.accepted) for name in names]
@@ -138,9 +161,20 @@ class OpenRound:
             strict=True,
         )
         for (_, *counts), at in {figure: at for at, figure in enumerate(figures)}.items():
-            fault = self._fault(plans[at], *counts)
-            if fault is not None:
-                raise CountOutOfRange(f"{names[at]}: {fault}")
+            self._check_counts(names[at], plans[at], *counts)
+
+    def _check_counts(
+        self, name: str, plan: Plan, num_examples: int, weight: int, num_steps: int
+    ) -> None:
+        """Check the counts of an update against its plan.
+
+        Raises:
+            CountOutOfRange: more examples or weight than a plan can lead to, or none; with dataset
+                weighting any weight other than the plan's.
+        """
+        fault = self._fault(plan, num_examples, weight, num_steps)
+        if fault is not None:
+            raise CountOutOfRange(f"{name}: {fault}")
 
     def _fault(self, plan: Plan, num_examples: int, weight: int, num_steps: int) -> str | None:
         """Return what is wrong with the counts of an update; None if nothing is."""

@@ -94,7 +94,7 @@ class LocalFleet:
 
     def train(
         self, plans: Mapping[str, Plan], image: ModelImage, *, timeout_seconds: float | None
-    ) -> Iterator[UpdateBatch | ReadyReport | Dropout]:
+    ) -> Iterator[Update | UpdateBatch | ReadyReport | Dropout]:
         if self._compute is None:
             self._compute = compute_of(self._settings, self._devices)
         called = [ClientPlan(name, int(name), plan) for name, plan in plans.items()]
@@ -114,8 +114,8 @@ class LocalFleet:
             if isinstance(answer, Dropout):
                 yield answer
                 continue
-            batch = UpdateBatch.of(answer) if isinstance(answer, Update) else answer
-            self._bytes_up += len(batch.reports) * 4 * image.layout.num_parameters
+            num_updates = 1 if isinstance(answer, Update) else len(answer.reports)
+            self._bytes_up += num_updates * 4 * image.layout.num_parameters
             if isinstance(answer, Update) and _is_late(answer, timeout_seconds):
                 text = (
                     f"{answer.name} took {answer.report.seconds:.1f} s, "
@@ -123,7 +123,7 @@ class LocalFleet:
                 )
                 yield Dropout(name=answer.name, error=LateUpdate(text))
             else:
-                yield batch
+                yield answer
 
     def _begin(self, round_number: int) -> None:
         """Reset the attempts if this is another round."""

@@ -9,10 +9,10 @@ import torch
 
 from headwater.common.messages import Plan, ReportFields, Step, Update, UpdateReport
 from headwater.common.model.parameters import ModelLayout
-from headwater.common.stats.gradient_noise import NoiseSums
+from headwater.common.stats.gradient_noise import NoiseSums, noise_sums
 from headwater.server.aggregation.cohort_sum import CohortSum
 from headwater.server.aggregation.round_reports import ReportColumns
-from headwater.server.fleet import ReportBatch, SingleReport, UpdateBatch
+from headwater.server.fleet import ReportBatch, UpdateBatch
 from headwater.server.rounds.open_round import OpenRound
 
 STEP = Step(num_examples=1, weight=1, loss=0.0, gradient_norm=0.0, seconds=1.0, peak_bytes=0)
@@ -44,7 +44,7 @@ def refusal(*, quota: int, num_examples: int, num_steps: int, finish: float | No
         steps=(STEP,) * num_steps,
         reason="quota",
     )
-    opened.take(UpdateBatch.of(Update(values_P=torch.zeros(0), report=report)))
+    opened.take(Update(values_P=torch.zeros(0), report=report))
     error = opened.refused.get("pi")
     return None if error is None else error.code
 
@@ -92,7 +92,7 @@ class Reports(ReportBatch):
         return ReportColumns.of(*self._reports)
 
     def noise(self, owned: Mapping[str, int]) -> Sequence[NoiseSums]:
-        return [part for one in self._reports for part in SingleReport(one).noise(owned)]
+        return [noise_sums(one, num_owned=owned[one.name]) for one in self._reports]
 
 
 def report_of(name: str, num_examples: int) -> UpdateReport:

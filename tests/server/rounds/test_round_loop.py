@@ -36,7 +36,7 @@ from headwater.common.messages import (
 from headwater.common.model.parameters import ModelImage
 from headwater.common.secagg.protocol import Phase, Request
 from headwater.common.settings.schema import Settings
-from headwater.server.fleet import Dropout, Reply, Traffic, UpdateBatch
+from headwater.server.fleet import Dropout, Reply, Traffic
 from headwater.server.flower.grid_fleet import GridFleet
 from headwater.server.planning.cohort import ConnectedClients
 from headwater.server.rounds.round_loop import run
@@ -47,15 +47,6 @@ from headwater.simulation.fleet.virtual_hardware import virtual_hardware
 
 Answer = Update | Dropout
 Tamper = Callable[[Answer], Iterator[Answer]]
-
-
-def _update_of(answer: UpdateBatch | Dropout) -> Answer:
-    """Return a batch of one as the update that its device sent."""
-    if isinstance(answer, Dropout):
-        return answer
-    (report,) = answer.reports
-    assert isinstance(report, UpdateReport)
-    return Update(values_P=answer.values_P, report=report)
 
 
 class Network:
@@ -78,11 +69,10 @@ class Network:
 
     def train(
         self, plans: Mapping[str, Plan], image: ModelImage, *, timeout_seconds: float | None
-    ) -> Iterator[UpdateBatch | Dropout]:
+    ) -> Iterator[Answer]:
         for answer in self._fleet.train(plans, image, timeout_seconds=timeout_seconds):
             assert not isinstance(answer, ReadyReport)
-            for changed in self._tamper(_update_of(answer)):
-                yield UpdateBatch.of(changed) if isinstance(changed, Update) else changed
+            yield from self._tamper(answer)
 
     def converse(
         self,
