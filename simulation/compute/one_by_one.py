@@ -11,26 +11,39 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
+
+import numpy as np
 
 from headwater.client.device.interfaces import Hardware
 from headwater.client.training.accumulator import Accumulator
 from headwater.client.training.batch_fetch import Batches
 from headwater.client.training.context import TrainingContext
 from headwater.client.training.local_update import LocalSum, make_update
-from headwater.client.training.sampler import SamplerPosition, SamplerState, Window, window
+from headwater.client.training.sampler import (
+    SamplerPosition,
+    SamplerState,
+    Window,
+    next_position,
+    window,
+)
 from headwater.common.errors import EmptyUpdate, HeadwaterError, error_of, travelling
 from headwater.common.messages import Update
 from headwater.common.model.parameters import ModelImage
 from headwater.common.task import Examples
 from headwater.server.fleet import Dropout, UpdateBatch
+from headwater.simulation.compute.round_columns import draw_positions
 from headwater.simulation.fleet.devices import ClientPlan, Devices
 from headwater.simulation.fleet.faults import falsify
+from headwater.simulation.fleet.position_columns import NO_ROUND
 
 log = logging.getLogger(__name__)
 
 # Devices that go through the stages together, and the bytes of their vectors: these must stay in
 # the processor's caches.
 MAX_TOGETHER, TOGETHER_BYTES = 8, 512 << 10
+# Devices whose examples are opened and whose permutations are drawn together.
+MAX_DRAWN = 512
 
 
 def next_window(devices: Devices, client: ClientPlan, num_examples: int) -> Window:
@@ -46,13 +59,42 @@ def next_window(devices: Devices, client: ClientPlan, num_examples: int) -> Wind
     )
 
 
+def next_windows(devices: Devices, opened: Sequence[tuple[ClientPlan, Examples]]) -> list[Window]:
+    """Return the ``next_window`` of each device, with the permutations drawn in columns."""
+    clients, plans = [one for one, _ in opened], [one.plan for one, _ in opened]
+    parts = np.array([one.part for one in clients], dtype=np.int64)
+    counted = np.array([plan.counted_round or NO_ROUND for plan in plans], dtype=np.int64)
+    owned = np.array([len(examples) for _, examples in opened], dtype=np.int64)
+    epoch, offset = next_position(*devices.positions.settle(parts, counted), owned)
+    max_examples = np.array([plan.max_examples for plan in plans], dtype=np.int64)
+    lengths = np.minimum(max_examples, owned - offset)
+    positions = iter(draw_positions(clients, epoch, offset, lengths, owned).tolist())
+    rows = zip(plans, epoch.tolist(), offset.tolist(), lengths.tolist(), strict=True)
+    return [
+        Window(
+            positions=tuple(islice(positions, length)),
+            epoch=epoch,
+            offset=offset,
+            ends_epoch=length < plan.quota,
+        )
+        for plan, epoch, offset, length in rows
+    ]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _PreparedClient:
-    """A device with its examples and hardware for this round."""
+class _OpenedClient:
+    """A device with its examples, and its window of this round."""
 
     client: ClientPlan
     examples: Examples
     window: Window
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _PreparedClient:
+    """A device with its window's batches, and its hardware for this round."""
+
+    opened: _OpenedClient
     batches: Batches
     hardware: Hardware
 
@@ -61,7 +103,7 @@ class _PreparedClient:
 class _TrainedClient:
     """A device whose window is summed."""
 
-    prepared: _PreparedClient
+    opened: _OpenedClient
     context: TrainingContext
     local_sum: LocalSum
 
@@ -83,20 +125,28 @@ class OneByOne:
     ) -> Iterator[Update | UpdateBatch | Dropout]:
         """Yield each device's reply; its vector is valid until the next reply is requested."""
         at_once = max(min(TOGETHER_BYTES // image.layout.num_bytes, MAX_TOGETHER), 1)
-        for start in range(0, len(clients), at_once):
-            yield from self.replies(clients[start : start + at_once], image.buffer(), run_id=run_id)
+        for start in range(0, len(clients), MAX_DRAWN):
+            opened = self._open(clients[start : start + MAX_DRAWN])
+            for first in range(0, len(opened), at_once):
+                some = opened[first : first + at_once]
+                yield from self._replies(some, image.buffer(), run_id=run_id)
 
-    def replies(
-        self, clients: Sequence[ClientPlan], model: memoryview, *, run_id: int
+    def reply(self, client: ClientPlan, model: memoryview, *, run_id: int) -> Update | Dropout:
+        """Let one device carry out its plan, and store its position."""
+        return self._replies(self._open([client]), model, run_id=run_id)[0]
+
+    def _replies(
+        self, opened: Sequence[_OpenedClient | Dropout], model: memoryview, *, run_id: int
     ) -> list[Update | Dropout]:
         """Let a few devices carry out their plans, and store their positions."""
-        prepared = [self._prepare(client) for client in clients]
+        prepared = [one if isinstance(one, Dropout) else self._prepare(one) for one in opened]
         trained: list[_TrainedClient | Dropout] = []
-        for one, accumulator in zip(prepared, self._some_accumulators(len(clients)), strict=True):
+        for one, accumulator in zip(prepared, self._some_accumulators(len(opened)), strict=True):
             if isinstance(one, Dropout):
                 trained.append(one)
                 continue
-            self._devices.trainer.load_model(run_id, one.client.plan.model_version, model)
+            version = one.opened.client.plan.model_version
+            self._devices.trainer.load_model(run_id, version, model)
             trained.append(self._train(one, accumulator))
         return [one if isinstance(one, Dropout) else self._update(one) for one in trained]
 
@@ -109,43 +159,53 @@ class OneByOne:
             self._accumulators.append(Accumulator(trainer.image))
         return self._accumulators[:number]
 
-    def _prepare(self, client: ClientPlan) -> _PreparedClient | Dropout:
-        """Open a device's examples, and fetch those of its window if they are few."""
-        try:
-            examples = self._devices.training_examples(client.part, client.plan)
-        except Exception as error:
-            return _dropout(client, error)
-        positions = next_window(self._devices, client, len(examples))
-        batches = Batches(self._devices.trainer.task, examples)
-        batches.begin(positions.positions)
+    def _open(self, clients: Sequence[ClientPlan]) -> list[_OpenedClient | Dropout]:
+        """Open the devices' examples, and choose the windows of those that could open them."""
+        examples: list[Examples | Dropout] = []
+        for client in clients:
+            try:
+                examples.append(self._devices.training_examples(client.part, client.plan))
+            except Exception as error:
+                examples.append(_dropout(client, error))
+        pairs = list(zip(clients, examples, strict=True))
+        opened = [(one, own) for one, own in pairs if not isinstance(own, Dropout)]
+        windows = iter(next_windows(self._devices, opened))
+        return [
+            own
+            if isinstance(own, Dropout)
+            else _OpenedClient(client=client, examples=own, window=next(windows))
+            for client, own in pairs
+        ]
+
+    def _prepare(self, one: _OpenedClient) -> _PreparedClient:
+        """Fetch the examples of a device's window if they are few, and get its hardware."""
+        client = one.client
+        batches = Batches(self._devices.trainer.task, one.examples)
+        batches.begin(one.window.positions)
         try:
             batches.fetch()
         except Exception as error:
             # An example cannot be read; the micro-batch with it will fail, and name it.
             log.debug("%s: examples are fetched per micro-batch: %s", client.name, error)
-        return _PreparedClient(
-            client=client,
-            examples=examples,
-            window=positions,
-            batches=batches,
-            hardware=self._devices.hardware(client.part, round_number=client.plan.round),
-        )
+        hardware = self._devices.hardware(client.part, round_number=client.plan.round)
+        return _PreparedClient(opened=one, batches=batches, hardware=hardware)
 
     def _train(self, one: _PreparedClient, accumulator: Accumulator) -> _TrainedClient | Dropout:
-        trainer, client = self._devices.trainer, one.client
+        trainer, opened = self._devices.trainer, one.opened
+        client = opened.client
         try:
             context = trainer.context(
-                one.examples, client.name, one.hardware, accumulator, one.batches
+                opened.examples, client.name, one.hardware, accumulator, one.batches
             )
-            local_sum = trainer.sum(client.plan, one.window, context)
+            local_sum = trainer.sum(client.plan, opened.window, context)
         except Exception as error:
             return _dropout(client, error)
-        return _TrainedClient(prepared=one, context=context, local_sum=local_sum)
+        return _TrainedClient(opened=opened, context=context, local_sum=local_sum)
 
     def _update(self, one: _TrainedClient) -> Update | Dropout:
         """Return a device's update and store its position; an unusable window is skipped."""
-        devices, client, window = self._devices, one.prepared.client, one.prepared.window
-        part, plan, num_owned = client.part, client.plan, len(one.prepared.examples)
+        devices, client, window = self._devices, one.opened.client, one.opened.window
+        part, plan, num_owned = client.part, client.plan, len(one.opened.examples)
         try:
             update = make_update(plan, window, one.context, one.local_sum)
         except EmptyUpdate as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
-from itertools import chain
+from itertools import chain, compress
 from typing import Any
 
 import numpy as np
@@ -34,6 +34,29 @@ def ranges(starts: Ints, lengths: Ints) -> Ints:
     numbers: Ints = np.repeat(starts - (np.cumsum(lengths) - lengths), lengths)
     numbers += np.arange(len(numbers))
     return numbers
+
+
+def draw_positions(
+    clients: Sequence[ClientPlan], epoch: Ints, offset: Ints, num_examples: Ints, num_owned: Ints
+) -> Ints:
+    """Return ``num_examples`` [D] examples of each device, one device after another.
+
+    They follow ``offset`` [D] in the device's permutation of ``epoch`` [D] of its ``num_owned`` [D]
+    examples. Short permutations are drawn all at once; a long one is cached from round to round.
+    """
+    positions = np.empty(num_examples.sum(), dtype=np.int64)
+    is_short = num_owned <= MAX_SHORT
+    lengths = num_owned[is_short]
+    seeds = [sampler_seed(one.plan.run_seed, one.name) for one in compress(clients, is_short)]
+    drawn = permutations(np.array(seeds, dtype=np.uint64), epoch[is_short], lengths)
+    starts = np.cumsum(lengths) - lengths + offset[is_short]
+    positions[np.repeat(is_short, num_examples)] = drawn[ranges(starts, num_examples[is_short])]
+    ends = np.cumsum(num_examples)
+    for at in np.flatnonzero(~is_short).tolist():
+        one, start, number = clients[at], offset[at], num_examples[at]
+        order = permutation(one.plan.run_seed, int(epoch[at]), one.name, int(num_owned[at]))
+        positions[ends[at] - number : ends[at]] = order[start : start + number]
+    return positions
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -89,28 +112,14 @@ class RoundColumns:
         return slice(int(self._step_starts[at]), int(self._step_starts[at + 1]))
 
     def positions(self, at: Ints) -> Ints:
-        """Return the examples that these devices use, in order, one device after another.
-
-        Short permutations are drawn all at once; a long one is cached from round to round.
-        """
-        num_examples, owned = self.num_examples[at], self.num_owned[at]
-        positions = np.empty(num_examples.sum(), dtype=np.int64)
-        is_short = owned <= MAX_SHORT
-        own, lengths = at[is_short], owned[is_short]
-        clients = [self.clients[row] for row in own.tolist()]
-        seeds = [sampler_seed(one.plan.run_seed, one.name) for one in clients]
-        drawn = permutations(np.array(seeds, dtype=np.uint64), self.epoch[own], lengths)
-        starts = np.cumsum(lengths) - lengths + self.offset[own]
-        positions[np.repeat(is_short, num_examples)] = drawn[ranges(starts, num_examples[is_short])]
-        ends = np.cumsum(num_examples)
-        for place in np.flatnonzero(~is_short).tolist():
-            row, end = int(at[place]), ends[place]
-            one, offset, number = self.clients[row], self.offset[row], num_examples[place]
-            order = permutation(
-                one.plan.run_seed, int(self.epoch[row]), one.name, int(self.num_owned[row])
-            )
-            positions[end - number : end] = order[offset : offset + number]
-        return positions
+        """Return the examples that these devices use, in order, one device after another."""
+        return draw_positions(
+            [self.clients[row] for row in at.tolist()],
+            self.epoch[at],
+            self.offset[at],
+            self.num_examples[at],
+            self.num_owned[at],
+        )
 
     def some(self, at: Ints) -> RoundColumns:
         """Return the columns of these devices."""

@@ -120,7 +120,7 @@ def work(connection: Connection, descriptor: int, start: WorkerSettings) -> None
         devices.positions[client.part] = order.position
         if order.is_checkpointed:
             trainer.checkpointed.add(client.name)
-        (reply,) = one_by_one.replies([client], shared.image, run_id=order.run_id)
+        reply = one_by_one.reply(client, shared.image, run_id=order.run_id)
         report = error = None
         if isinstance(reply, Update):
             shared.slots[order.slot].copy_(reply.values_P)
