@@ -16,14 +16,14 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from headwater.client.training.accumulation import sum_window
+from headwater.client.training.accumulation import WindowSum, sum_window
 from headwater.client.training.accumulator import Accumulator
 from headwater.client.training.context import TrainingContext
 from headwater.client.training.gradient_pass import MicroBatchResult, Positions
 from headwater.client.training.sampler import Window, next_position
 from headwater.client.training.stop_rules import RECENT_STEPS, StopRules
 from headwater.common.errors import HeadwaterError
-from headwater.common.messages import MAX_STEPS, Plan, Step, StopReason
+from headwater.common.messages import MAX_STEPS, Plan, Step, StopReason, Vitals
 from headwater.server.fleet import Dropout
 from headwater.simulation.compute.one_by_one import next_window
 from headwater.simulation.compute.round_columns import Floats, Ints, RoundColumns
@@ -50,7 +50,7 @@ class Prediction:
 def predict_round(devices: Devices, clients: Sequence[ClientPlan]) -> Prediction:
     """Predict each device's round, and store its position after it as pending."""
     steady, others = _split_steady(devices, clients)
-    parts, alone, dropouts = [], [], []
+    parts, simulated, alone, dropouts = [], [], [], []
     if steady:
         columns = _predict_steady(devices, steady)
         is_plain = _ends_as_planned(columns)
@@ -60,11 +60,13 @@ def predict_round(devices: Devices, clients: Sequence[ClientPlan]) -> Prediction
         parts.append(columns)
     for one in others:
         try:
-            parts.append(_simulate(devices, one))
+            simulated.append(_simulate(devices, one))
         except NotPredictable:
             alone.append(one)
         except HeadwaterError as error:
             dropouts.append(Dropout(name=one.name, error=error))
+    if simulated:
+        parts.append(_columns_of(simulated))
     columns = RoundColumns.joined(parts)
     if len(columns):
         numbers = np.array([one.part for one in columns.clients])
@@ -218,7 +220,19 @@ def _ints(values: Iterable[int]) -> Ints:
 # One device, step by step.
 
 
-def _simulate(devices: Devices, client: ClientPlan) -> RoundColumns:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _SimulatedClient:
+    """A device whose window was run without gradients."""
+
+    client: ClientPlan
+    window: Window
+    total: WindowSum
+    num_owned: int
+    seconds: float
+    vitals: Vitals
+
+
+def _simulate(devices: Devices, client: ClientPlan) -> _SimulatedClient:
     """Run one device's window without gradients.
 
     Raises:
@@ -235,21 +249,37 @@ def _simulate(devices: Devices, client: ClientPlan) -> RoundColumns:
     begun = context.clock.seconds()
     rules = StopRules(plan, context, begun)
     total = sum_window(plan, window, context, rules, add=_advance)
-    ends_epoch = total.reason == "quota" and window.ends_epoch
+    return _SimulatedClient(
+        client=client,
+        window=window,
+        total=total,
+        num_owned=len(examples),
+        seconds=context.clock.seconds() - begun,
+        vitals=context.vitals(),
+    )
+
+
+def _columns_of(simulated: Sequence[_SimulatedClient]) -> RoundColumns:
+    """Return the columns of devices that were simulated one by one."""
+    windows, totals = [one.window for one in simulated], [one.total for one in simulated]
+    steps = [step for total in totals for step in total.steps]
     return RoundColumns(
-        clients=[client],
-        num_examples=_ints([total.num_examples]),
-        num_owned=_ints([len(examples)]),
-        epoch=_ints([window.epoch]),
-        offset=_ints([window.offset]),
-        micro_batch_size=_ints([total.micro_batch_size]),
-        seconds=_floats([context.clock.seconds() - begun]),
-        reasons=["epoch end" if ends_epoch else total.reason],
-        vitals=[context.vitals()],
-        num_steps=_ints([len(total.steps)]),
-        sizes=_ints(step.num_examples for step in total.steps),
-        step_seconds=_floats(step.seconds for step in total.steps),
-        peak_bytes=_ints(step.peak_bytes for step in total.steps),
+        clients=[one.client for one in simulated],
+        num_examples=_ints(total.num_examples for total in totals),
+        num_owned=_ints(one.num_owned for one in simulated),
+        epoch=_ints(window.epoch for window in windows),
+        offset=_ints(window.offset for window in windows),
+        micro_batch_size=_ints(total.micro_batch_size for total in totals),
+        seconds=_floats(one.seconds for one in simulated),
+        reasons=[
+            "epoch end" if total.reason == "quota" and window.ends_epoch else total.reason
+            for window, total in zip(windows, totals, strict=True)
+        ],
+        vitals=[one.vitals for one in simulated],
+        num_steps=_ints(len(total.steps) for total in totals),
+        sizes=_ints(step.num_examples for step in steps),
+        step_seconds=_floats(step.seconds for step in steps),
+        peak_bytes=_ints(step.peak_bytes for step in steps),
     )
 
 
