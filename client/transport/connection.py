@@ -147,6 +147,7 @@ class Connection:
         async with self._channel() as channel:
             call = channel.stream_stream(STREAM_METHOD)()
             self._stream = stream = ClientStream(
+                address=self._address,
                 call=call,
                 node=self._node,
                 exchange=self._exchange,

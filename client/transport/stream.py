@@ -53,6 +53,7 @@ Call = Any  # grpc.aio.StreamStreamCall, which ships without types
 class ClientStream:
     """One stream, while its connection lasts."""
 
+    address: str
     call: Call
     node: Node
     exchange: Exchange
@@ -84,6 +85,7 @@ class ClientStream:
         self.session = welcome.session
         self.node.enter(welcome.run_id)
         self.node.counters.connected()
+        log.info("connected to %s", self.address)
         self.has_contact = True
         jobs: list[Coroutine[Any, Any, None]] = [self._leave_when_stopped()]
         if self.availability.is_set:

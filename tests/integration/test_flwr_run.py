@@ -28,7 +28,7 @@ from headwater.simulation.run import run_engine
 from tests.venvs import make_venv
 
 ROOT = Path(__file__).resolve().parents[2]
-PATIENCE_SECONDS = 180
+PATIENCE_SECONDS = 280
 NUM_NODES = 4
 PARTS = range(NUM_NODES)
 # Each belongs to one machine, or to an engine that `flwr run` is not.
@@ -240,6 +240,7 @@ def in_process(out: Path, **changes: Any) -> Settings:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_flwr_run_on_supernodes_gives_the_in_process_model_bit_for_bit(
     deployment: Deployment, tmp_path: Path
 ) -> None:
@@ -251,6 +252,7 @@ def test_flwr_run_on_supernodes_gives_the_in_process_model_bit_for_bit(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_an_active_session_on_supernodes_gives_the_in_process_model_though_one_vanishes(
     deployment: Deployment, tmp_path: Path
 ) -> None:
