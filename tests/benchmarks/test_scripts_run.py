@@ -38,6 +38,7 @@ def test_script_ends_with_one_line_of_json(name: str, tmp_path: Path) -> None:
     assert "machine" in figures
 
 
+@pytest.mark.slow
 def test_help_says_what_is_measured(tmp_path: Path) -> None:
     said = said_by(tmp_path, "wire_bytes", "--help")
     assert "Bytes on the wire per update" in said
