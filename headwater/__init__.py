@@ -4,15 +4,38 @@ The rooms lie at the top of the repository (``server/``, ``client/``, ``common/`
 and are imported from here alone, so that a user's own ``common.py`` or ``client/`` collides with
 nothing. In a checkout and for type checkers the folders beside this file are symbolic links; a
 wheel has the folders themselves.
+
+The public names are loaded at their first use, so that ``import headwater`` loads no torch. To add
+one, name it three times: for type checkers, in ``__all__``, and in ``_MODULES``.
 """
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from headwater.client.flower.gradient_sum import GradientSum
+    from headwater.server.flower.sum_of_gradients import SumOfGradients
 
 __version__ = "0.1.0"
+__all__ = ["GradientSum", "SumOfGradients", "__version__"]
+
+_MODULES = {
+    "GradientSum": "headwater.client.flower.gradient_sum",
+    "SumOfGradients": "headwater.server.flower.sum_of_gradients",
+}
 
 _HERE = Path(__file__).resolve().parent
 if not (_HERE / "common").is_dir():
     # A Flower bundle, or a checkout on a file system without symbolic links: the rooms are beside.
     __path__.append(str(_HERE.parent))
+
+if not TYPE_CHECKING:  # for a type checker, every other name would exist and be of type Any
+
+    def __getattr__(name: str) -> object:
+        """Return a public name from its module (PEP 562)."""
+        if name not in _MODULES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(import_module(_MODULES[name]), name)
