@@ -12,7 +12,7 @@ from headwater.common.settings.sources import from_run_config
 from headwater.server.flower.grid_fleet import GridFleet
 from headwater.server.operations.round_log import RoundLog
 from headwater.server.rounds.observer import Observer, Observers
-from headwater.server.rounds.round_loop import OnRound, run
+from headwater.server.rounds.round_loop import NO_OBSERVER, OnRound, run
 from headwater.server.rounds.round_row import RoundRow
 from headwater.server.rounds.run_state import Training
 
@@ -21,7 +21,7 @@ flower_log = logging.getLogger("flwr.headwater")
 
 
 def server_app(
-    *, on_round: OnRound, resume: bool = False, observer: Observer | None = None
+    *, on_round: OnRound, resume: bool = False, observer: Observer = NO_OBSERVER
 ) -> ServerApp:
     """Return a ServerApp that calls ``on_round`` per committed round and ``observer`` per event."""
     app = ServerApp()
@@ -33,7 +33,7 @@ def server_app(
             torch.set_num_threads(settings.threads)
         training = Training(settings, run_id=context.run_id)
         fleet = GridFleet(grid)
-        observers = Observers(RoundLog(), *([observer] if observer is not None else []))
+        observers = Observers(RoundLog(), observer)
         run(training, fleet, on_round=on_round, resume=resume, observer=observers)
 
     return app

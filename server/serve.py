@@ -28,7 +28,7 @@ from headwater.server.operations.orders import Order
 from headwater.server.operations.run_lock import SERVER
 from headwater.server.rounds import checkpoint
 from headwater.server.rounds.observer import Observer, Observers
-from headwater.server.rounds.round_loop import OnRound
+from headwater.server.rounds.round_loop import NO_OBSERVER, OnRound
 from headwater.server.transport.enrolment_port import enrolment_port
 from headwater.server.transport.servicer import Servicer
 
@@ -46,6 +46,7 @@ def serve_run(
     *,
     on_round: OnRound,
     resume: bool,
+    observer: Observer = NO_OBSERVER,
     make_grid: MakeGrid = grpc_grid,
     command: str = SERVER,
     long_wait_advice: str = LONG_WAIT_ADVICE,
@@ -93,7 +94,7 @@ def serve_run(
         protection = "mutual TLS" if credentials else "plain text"
         console.print(f"listening on {address} ({protection})", soft_wrap=True)
         stack.enter_context(enrolment_port(settings, stream_port=servicer.port))
-        observer = stack.enter_context(_observer(settings, servicer, control))
+        own_observer = stack.enter_context(_observer(settings, servicer, control))
         if control is not None:
             info = {"pid": os.getpid(), "address": address, "run_id": run_id, "command": command}
             control.start(info)
@@ -106,7 +107,8 @@ def serve_run(
             state=RecordDict(),
             run_config=settings.to_run_config(),
         )
-        app = server_app(on_round=on_round, resume=resume, observer=observer)
+        observers = Observers(own_observer, observer)
+        app = server_app(on_round=on_round, resume=resume, observer=observers)
         freeze_loaded_objects()
         app(grid, context)
         if control is not None and control.is_draining and control.round < settings.rounds:

@@ -16,7 +16,8 @@ from headwater.common.errors import SettingsError
 from headwater.common.settings.schema import Settings
 from headwater.common.system.heap import keep_freed_memory
 from headwater.server.operations.round_log import RoundLog
-from headwater.server.rounds.round_loop import OnRound, run
+from headwater.server.rounds.observer import Observer, Observers
+from headwater.server.rounds.round_loop import NO_OBSERVER, OnRound, run
 from headwater.server.rounds.run_state import Training
 from headwater.simulation.engines.in_process import LocalFleet
 from headwater.simulation.engines.planning_cache import cached_decisions
@@ -25,7 +26,9 @@ from headwater.simulation.fleet.fleet_spec import with_fleet
 MAX_NEW_OBJECTS = 500_000
 
 
-def run_engine(settings: Settings, *, on_round: OnRound, resume: bool) -> None:
+def run_engine(
+    settings: Settings, *, on_round: OnRound, resume: bool, observer: Observer = NO_OBSERVER
+) -> None:
     """Run the settings on the engine that they name.
 
     Raises:
@@ -48,25 +51,28 @@ def run_engine(settings: Settings, *, on_round: OnRound, resume: bool) -> None:
             )
         from headwater.simulation.engines.flower_ray import run_on_ray
 
-        run_on_ray(settings, on_round=on_round)
+        run_on_ray(settings, on_round=on_round, observer=observer)
     elif engine == "grpc":
         from headwater.simulation.engines.grpc import run_on_grpc
 
-        run_on_grpc(settings, on_round=on_round, resume=resume)
+        run_on_grpc(settings, on_round=on_round, resume=resume, observer=observer)
     elif is_masked:
-        run_on_messages(settings, on_round=on_round, resume=resume)
+        run_on_messages(settings, on_round=on_round, resume=resume, observer=observer)
     else:
-        _run_in_process(settings, on_round=on_round, resume=resume)
+        _run_in_process(settings, on_round=on_round, resume=resume, observer=observer)
 
 
-def _run_in_process(settings: Settings, *, on_round: OnRound, resume: bool) -> None:
+def _run_in_process(
+    settings: Settings, *, on_round: OnRound, resume: bool, observer: Observer
+) -> None:
     """Run the rounds with direct calls to the devices; Flower is not loaded."""
     settings, run_id = with_fleet(settings), secrets.randbits(62)
     training = Training(settings, run_id=run_id, decisions=cached_decisions())
     fleet = LocalFleet(settings, run_id=run_id)
     keep_freed_memory()
     with contextlib.closing(fleet), _rare_collections():
-        run(training, fleet, on_round=on_round, resume=resume, observer=RoundLog())
+        observers = Observers(RoundLog(), observer)
+        run(training, fleet, on_round=on_round, resume=resume, observer=observers)
 
 
 @contextlib.contextmanager
@@ -84,7 +90,9 @@ def _rare_collections() -> Iterator[None]:
         gc.collect()  # else the devices' data of a finished run stays in memory
 
 
-def run_on_messages(settings: Settings, *, on_round: OnRound, resume: bool) -> None:
+def run_on_messages(
+    settings: Settings, *, on_round: OnRound, resume: bool, observer: Observer = NO_OBSERVER
+) -> None:
     """Run Flower's ServerApp and ClientApp on a grid that delivers messages in this process."""
     from flwr.app import Context, RecordDict
 
@@ -103,4 +111,4 @@ def run_on_messages(settings: Settings, *, on_round: OnRound, resume: bool) -> N
         state=RecordDict(),
         run_config=settings.to_run_config(),
     )
-    server_app(on_round=on_round, resume=resume)(grid, context)
+    server_app(on_round=on_round, resume=resume, observer=observer)(grid, context)

@@ -180,7 +180,7 @@ class RunControl(Observer):
         self._is_in_round = False
         self._history.add_event("aborted", f"{error.code}: {error}")
 
-    def committed(self, row: RoundRow) -> None:
+    def on_round(self, row: RoundRow) -> None:
         self._is_in_round, self.round = False, row.round
         columns = round_columns(row_to_dict(row), ended_at=time.time())
         self._history.add(lambda history: history.add_round(columns))

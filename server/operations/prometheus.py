@@ -122,7 +122,7 @@ class ServerMetrics(Observer):
         with self._lock:
             self._num_aborted += 1
 
-    def committed(self, row: RoundRow) -> None:
+    def on_round(self, row: RoundRow) -> None:
         self._seconds.observe(max(row.seconds - row.seconds_split.get("wait", 0.0), 0.0))
         with self._lock:
             self._row = row

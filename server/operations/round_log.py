@@ -10,7 +10,10 @@ import time
 from pathlib import Path
 from typing import Any, TextIO
 
+from torch import nn
+
 from headwater.common.errors import StateError
+from headwater.common.settings.schema import Settings
 from headwater.common.system.atomic_file import write_atomically
 from headwater.server.operations.curves import draw_curves
 from headwater.server.rounds.observer import Observer
@@ -38,14 +41,18 @@ class RoundLog(Observer):
         self._file: TextIO
         self._board: _Board | None = None
 
-    def started(self, folder: Path, *, round_number: int) -> None:
+    def started(self, settings: Settings, *, round_number: int, model: nn.Module) -> None:
         """Open the files and drop the rows after ``round_number``, the last checkpoint's round.
 
-        The checkpoints of the dropped rounds were never written: they are run again.
+        The checkpoints of the dropped rounds were never written: they are run again. A run without
+        a folder has no files.
 
         Raises:
             StateError: the folder cannot be written.
         """
+        folder = settings.out
+        if folder is None:
+            return
         try:
             folder.mkdir(parents=True, exist_ok=True)
             kept = [row for row in read_rows(folder) if row["round"] <= round_number]

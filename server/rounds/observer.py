@@ -1,12 +1,18 @@
-"""Observers of a run: the base class of the round log, the operator's control and the metrics."""
+"""Observers of a run: the round log, the operator's control, the metrics, and those of users.
+
+All implement methods of one class, ``Observer``. A user's observer is any object with the method
+``on_round``, or a function of a row (``headwater.server.tracking.user_observer``).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
+
+from torch import nn
 
 from headwater.common.errors import RoundAborted
 from headwater.common.messages import DeviceReport
+from headwater.common.settings.schema import Settings
 from headwater.server.rounds.open_round import OpenRound
 from headwater.server.rounds.round_row import RoundRow
 
@@ -21,12 +27,16 @@ class Drained(Exception):
 class Observer:
     """Receives a run's events, on the rounds' own thread.
 
-    No method may block. Only ``started`` and ``stepped`` may raise, and only a ``StateError``,
+    No method may block. Only ``started`` and ``stepped`` may raise, and only a ``HeadwaterError``,
     which ends the run. A class that inherits from this one implements the events that it needs.
     """
 
-    def started(self, folder: Path, *, round_number: int) -> None:
-        """Handle the start of a run that writes to ``folder``, after the committed round."""
+    def started(self, settings: Settings, *, round_number: int, model: nn.Module) -> None:
+        """Handle the start of a run after the committed round ``round_number``.
+
+        ``settings.out`` is the folder that it writes to, if any. The steps change ``model`` in
+        place: it is the model of the last step at any time.
+        """
 
     def begun(self, round_number: int, reports: Mapping[str, DeviceReport]) -> None:
         """Handle the start of a round, with the reports of the connected clients."""
@@ -40,11 +50,11 @@ class Observer:
     def stepped(self, row: RoundRow) -> None:
         """Handle a round's step, before its checkpoint is written."""
 
-    def committed(self, row: RoundRow) -> None:
-        """Handle a round whose checkpoint is on disk (if the run writes to a folder)."""
+    def on_round(self, row: RoundRow) -> None:
+        """Handle a committed round: its checkpoint is on disk, if the run writes to a folder."""
 
     def ended(self) -> None:
-        """Handle the end of a run that was started, also after an error."""
+        """Handle the end of a run, also after an error; the model is saved if it could be."""
 
 
 class Observers(Observer):
@@ -53,9 +63,9 @@ class Observers(Observer):
     def __init__(self, *observers: Observer) -> None:
         self._observers = observers
 
-    def started(self, folder: Path, *, round_number: int) -> None:
+    def started(self, settings: Settings, *, round_number: int, model: nn.Module) -> None:
         for observer in self._observers:
-            observer.started(folder, round_number=round_number)
+            observer.started(settings, round_number=round_number, model=model)
 
     def begun(self, round_number: int, reports: Mapping[str, DeviceReport]) -> None:
         for observer in self._observers:
@@ -73,9 +83,9 @@ class Observers(Observer):
         for observer in self._observers:
             observer.stepped(row)
 
-    def committed(self, row: RoundRow) -> None:
+    def on_round(self, row: RoundRow) -> None:
         for observer in self._observers:
-            observer.committed(row)
+            observer.on_round(row)
 
     def ended(self) -> None:
         for observer in self._observers:

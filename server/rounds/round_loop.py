@@ -58,9 +58,36 @@ def run(
     """
     settings = training.settings
     folder = settings.out
-    if folder is None:
+    if folder is not None:
+        _resume_or_begin(training, fleet, folder, resume=resume)
+    try:
+        observer.started(settings, round_number=training.round, model=training.image.model)
+        if folder is not None:
+            _write_settings(folder, settings)
         _run_rounds(training, fleet, on_round, observer)
-        return
+    except BaseException:
+        try:
+            if folder is not None:
+                _step_back(training, folder)
+                _save_model(folder, training)
+        except HeadwaterError as error:
+            # The error that ended the run is the one to show; this one may follow from it.
+            log.warning("%s: %s", error.code, error)
+        raise
+    else:
+        if folder is not None:
+            _save_model(folder, training)
+    finally:
+        observer.ended()
+
+
+def _resume_or_begin(training: Training, fleet: Fleet, folder: Path, *, resume: bool) -> None:
+    """Restore the checkpoint in the run's folder, or check that there is none.
+
+    Raises:
+        SettingsError: there is one, and the run should not resume.
+        HeadwaterError: see ``Training.resume``.
+    """
     if resume and training.resume(folder, fleet):
         log.info("resumed after round %d", training.round)
     elif resume:
@@ -70,22 +97,6 @@ def run(
             f"{folder} holds the checkpoint of another run",
             remedy="continue that run with --resume, or choose another --out",
         )
-    observer.started(folder, round_number=training.round)
-    _write_settings(folder, settings)
-    try:
-        _run_rounds(training, fleet, on_round, observer)
-    except BaseException:
-        try:
-            _step_back(training, folder)
-            _save_model(folder, training)
-        except HeadwaterError as error:
-            # The error that ended the run is the one to show; this one may follow from it.
-            log.warning("%s: %s", error.code, error)
-        raise
-    else:
-        _save_model(folder, training)
-    finally:
-        observer.ended()
 
 
 def _step_back(training: Training, folder: Path) -> None:
@@ -122,7 +133,7 @@ def _run_rounds(training: Training, fleet: Fleet, on_round: OnRound, observer: O
                 image_U8=training.image.bytes_U8,
                 optimizer=tensors,
             )
-        observer.committed(row)
+        observer.on_round(row)
         on_round(row)
 
 

@@ -29,7 +29,8 @@ from headwater.common.errors import SettingsError, WorkerDied
 from headwater.common.flower.grid import CLIENT_APP_FAILED, Run, simulate_on_ray
 from headwater.common.settings.schema import Settings
 from headwater.server.app import server_app
-from headwater.server.rounds.round_loop import OnRound
+from headwater.server.rounds.observer import Observer
+from headwater.server.rounds.round_loop import NO_OBSERVER, OnRound
 from headwater.simulation.engines.device_app import ray_app
 from headwater.simulation.engines.ray_cluster import (
     QUIET,
@@ -43,7 +44,7 @@ REGISTRATION_POLL_SECONDS = 0.05
 MAX_SHOWN = 300  # characters of either end of Ray's message about a failed worker
 
 
-def run_on_ray(settings: Settings, *, on_round: OnRound) -> None:
+def run_on_ray(settings: Settings, *, on_round: OnRound, observer: Observer = NO_OBSERVER) -> None:
     """Run the settings with ``settings.simulation.clients`` nodes on Ray.
 
     The nodes are named 0 to N-1, as on the in-process engine. With RAY_ADDRESS set, the workers
@@ -63,7 +64,7 @@ def run_on_ray(settings: Settings, *, on_round: OnRound) -> None:
     os.environ.update(QUIET)
     threads = settings.threads or 1
     settings = settings.model_copy(update={"threads": threads})
-    app = _WatchedServerApp(settings, on_round)
+    app = _WatchedServerApp(settings, on_round, observer)
     with tempfile.TemporaryDirectory(
         prefix="headwater-", dir=RAY_FOLDER_PARENT, ignore_cleanup_errors=True
     ) as folder:
@@ -159,10 +160,10 @@ class _WatchedServerApp:
     Flower runs it in another thread, and wraps or only logs the errors that are raised there.
     """
 
-    def __init__(self, settings: Settings, on_round: OnRound) -> None:
+    def __init__(self, settings: Settings, on_round: OnRound, observer: Observer) -> None:
         self.error: Exception | None = None
         self._settings = settings
-        self._inner = server_app(on_round=on_round)
+        self._inner = server_app(on_round=on_round, observer=observer)
         self._stop_requested = threading.Event()
         self._thread: threading.Thread | None = None
         self.app = ServerApp()

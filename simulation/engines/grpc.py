@@ -17,7 +17,8 @@ from pathlib import Path
 from headwater.common.errors import SettingsError, StateError
 from headwater.common.settings.schema import Settings
 from headwater.server.flower.grpc_grid import GrpcGrid
-from headwater.server.rounds.round_loop import OnRound
+from headwater.server.rounds.observer import Observer
+from headwater.server.rounds.round_loop import NO_OBSERVER, OnRound
 from headwater.server.serve import serve_run
 from headwater.server.transport.servicer import Servicer
 from headwater.simulation.engines.client_processes import ROUND, ClientProcesses
@@ -38,7 +39,9 @@ LONG_WAIT_ADVICE = (
 )
 
 
-def run_on_grpc(settings: Settings, *, on_round: OnRound, resume: bool) -> None:
+def run_on_grpc(
+    settings: Settings, *, on_round: OnRound, resume: bool, observer: Observer = NO_OBSERVER
+) -> None:
     """Run the settings with ``settings.simulation.clients`` client processes.
 
     They are named 0 to N-1 and connect to a free port of the loopback interface without TLS. When
@@ -72,6 +75,7 @@ def run_on_grpc(settings: Settings, *, on_round: OnRound, resume: bool) -> None:
                 None,
                 on_round=on_round,
                 resume=resume,
+                observer=observer,
                 make_grid=make_grid,
                 command="headwater-simulate",
                 long_wait_advice=LONG_WAIT_ADVICE,

@@ -8,10 +8,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from torch import nn
 
 from headwater.common.errors import NonFiniteUpdate, TooFewClients
 from headwater.common.messages import DeviceReport, Plan, ReadyReport, Vitals
 from headwater.common.model.parameters import ModelLayout
+from headwater.common.settings.schema import Settings
 from headwater.server.aggregation.cohort_sum import CohortSum
 from headwater.server.operations import control, orders, sqlite_history
 from headwater.server.operations.control import FIRST_NOTICE_SECONDS, LongWaitNotice, RunControl
@@ -142,7 +144,7 @@ def test_a_drain_ends_only_its_own_server(tmp_path: Path) -> None:
 
 def test_events_of_the_rounds_are_written(run: ControlledRun) -> None:
     round_log = RoundLog()
-    round_log.started(run.folder, round_number=0)
+    round_log.started(Settings(out=run.folder), round_number=0, model=nn.Module())
     round_log.ended()
     plan = Plan(round=1, run_seed=0, model_version=0, quota=20, micro_batch_size=8)
     report = DeviceReport(name="pi", num_examples=9, layout_digest="x", vitals=Vitals(battery=0.5))
@@ -155,7 +157,7 @@ def test_events_of_the_rounds_are_written(run: ControlledRun) -> None:
     run.control.aborted(TooFewClients("one of two"))
     run.control.begun(1, {report.name: report})
     run.control.closed(opened_round({}))
-    run.control.committed(row(1, "pi"))
+    run.control.on_round(row(1, "pi"))
     run.until_written(lambda found: found.last_round is not None)
     run.until_written(lambda found: found.state["stands"] == "waiting" and len(found.devices) == 2)
     found = run.snapshot()
@@ -194,7 +196,7 @@ def test_a_failing_disk_is_logged_once_counted_and_retried(
     with caplog.at_level(logging.WARNING):
         run.control.start({})
         until(lambda: run.control.num_failures >= 2, seconds=60, what=lambda: "failures")
-        run.control.committed(row(1, "pi"))
+        run.control.on_round(row(1, "pi"))
         assert run.control.may_begin()
         blocking.execute("ROLLBACK")
         blocking.close()

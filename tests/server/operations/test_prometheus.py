@@ -45,9 +45,9 @@ def samples(metrics: ServerMetrics) -> dict[str, float]:
 
 def test_rounds_add_up() -> None:
     metrics = ServerMetrics(lambda: NOW)
-    metrics.committed(row(1, "a", "b"))
+    metrics.on_round(row(1, "a", "b"))
     metrics.aborted(TooFewClients("none"))
-    metrics.committed(row(2, "a", loss=0.25, masked_clients=[masked("m")]))
+    metrics.on_round(row(2, "a", loss=0.25, masked_clients=[masked("m")]))
     found = samples(metrics)
     expected = {
         "rounds_total": 2,

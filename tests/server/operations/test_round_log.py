@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 
 from headwater.common.errors import StateError
+from headwater.common.settings.schema import Settings
 from headwater.server.operations.round_log import (
     CURVES,
     EVENTS,
@@ -25,7 +27,7 @@ CLIENTS = ("pi", "laptop")
 
 def opened(folder: Path, round_number: int = 0) -> RoundLog:
     round_log = RoundLog()
-    round_log.started(folder, round_number=round_number)
+    round_log.started(Settings(out=folder), round_number=round_number, model=nn.Module())
     return round_log
 
 
