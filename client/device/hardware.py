@@ -6,7 +6,6 @@ A limit or sensor that the machine lacks is reported as absent, never as zero.
 from __future__ import annotations
 
 import datetime as dt
-import functools
 import logging
 import time
 from pathlib import Path
@@ -19,6 +18,7 @@ from headwater.client.memory.peak_model import ProcessMemory
 from headwater.common.messages import Vitals
 from headwater.common.settings.schema import ClientSettings, Settings
 from headwater.common.system.heap import keep_mmap_threshold
+from headwater.common.system.run_scope import cached_in_scope
 
 log = logging.getLogger(__name__)
 
@@ -95,7 +95,7 @@ def this_machine(identity: object, settings: Settings, layout: object) -> ThisMa
     return _this_machine(settings.client)
 
 
-@functools.cache
+@cached_in_scope()
 def _this_machine(chosen: ClientSettings) -> ThisMachine:
-    """Make the machine once: its memory model is kept as long as the process."""
+    """Make the machine once: its memory model is kept as long as the run."""
     return ThisMachine(chosen)

@@ -21,7 +21,7 @@ from headwater.client.flower.state_file import StateFile
 from headwater.client.operations.counters import Counters
 from headwater.client.secagg.pending import pending_in
 from headwater.client.training.context import Identity
-from headwater.client.training.trainer import Trainer, stop_requested
+from headwater.client.training.trainer import Trainer
 from headwater.common.errors import CorruptUpdate, HeadwaterError, StateError, error_of, travelling
 from headwater.common.flower import records
 from headwater.common.flower.grid import ensure_message_id, enter_run
@@ -165,8 +165,8 @@ class Node:
 
     def interrupt(self) -> None:
         """End the running training after its current micro-batch."""
-        stop_requested.set()
+        self.trainer.stop_requested.set()
 
     def resume(self) -> None:
         """Allow training again."""
-        stop_requested.clear()
+        self.trainer.stop_requested.clear()

@@ -31,14 +31,12 @@ from headwater.common.errors import BuffersChanged, ModelMismatch, NonFiniteUpda
 from headwater.common.messages import DescribeRequest, DeviceReport, EvaluateReport, Plan, Update
 from headwater.common.model.parameters import build_model
 from headwater.common.system.heap import release_freed_memory
+from headwater.common.system.run_scope import cached_in_scope
 from headwater.common.task import Examples, load_task
 
 log = logging.getLogger(__name__)
 
 MAX_OPEN_DATASETS = 20_000  # of clients; a simulated population may have any size
-
-stop_requested = threading.Event()
-"""Set when the process is to stop: training ends early, and the sum so far is sent."""
 
 
 class Trainer:
@@ -49,6 +47,8 @@ class Trainer:
         self.datasets = ClientDatasets(self.task)
         self.image = build_model(self.task, seed=0, replace_batch_norm=replace_batch_norm)
         self.accumulator = Accumulator(self.image)
+        self.stop_requested = threading.Event()
+        """Set when the device is to stop: training ends early, and the sum so far is sent."""
         self.checkpointed: set[str] = set()
         """Names of the clients with activation checkpointing on; it is never switched off again."""
         self._loaded: tuple[int, int] | None = None
@@ -162,7 +162,7 @@ class Trainer:
             checkpointed_bytes=self._checkpointed_bytes,
             time_share=hardware.time_share,
             vitals=hardware.vitals,
-            should_stop=stop_requested.is_set,
+            should_stop=self.stop_requested.is_set,
             batches=batches,
         )
 
@@ -310,7 +310,7 @@ class Trainer:
         )
 
 
-@functools.cache
+@cached_in_scope()
 def trainer_of(task_spec: str, *, replace_batch_norm: bool, check_task: bool) -> Trainer:
-    """Return this process's trainer of a task, made at the first call."""
+    """Return the run's trainer of a task in this process, made at the first call."""
     return Trainer(task_spec, replace_batch_norm=replace_batch_norm, check_task=check_task)

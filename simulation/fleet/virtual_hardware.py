@@ -23,6 +23,7 @@ from headwater.common.messages import Vitals
 from headwater.common.model.parameters import ModelLayout
 from headwater.common.settings.schema import ClientSettings, Settings
 from headwater.common.stats.linear_fit import Line
+from headwater.common.system.run_scope import cached_in_scope
 from headwater.simulation.fleet.faults import link_slowdown
 from headwater.simulation.fleet.fleet_spec import fleet_spec
 from headwater.simulation.fleet.profiles import MIB, SimulatedDevice
@@ -193,7 +194,10 @@ def _vitals(
     )
 
 
-_activation_bytes_of_shapes: dict[tuple[object, ...], float] = {}
+@cached_in_scope()
+def _activation_bytes_of_shapes() -> dict[tuple[object, ...], float]:
+    """Return what was counted in this run; the caller adds to it."""
+    return {}
 
 
 def _activation_bytes(probe: SpeedProbe) -> float:
@@ -210,9 +214,10 @@ def _activation_bytes(probe: SpeedProbe) -> float:
         return probe.activation_bytes()
     shapes = tuple((tensor.shape, tensor.dtype) for batch in batches for tensor in batch)
     key = (id(probe.task), id(probe.image), shapes)
-    if key not in _activation_bytes_of_shapes:
-        _activation_bytes_of_shapes[key] = probe.activation_bytes()
-    return _activation_bytes_of_shapes[key]
+    counted = _activation_bytes_of_shapes()
+    if key not in counted:
+        counted[key] = probe.activation_bytes()
+    return counted[key]
 
 
 def virtual_hardware(identity: Identity, settings: Settings, layout: ModelLayout) -> Hardware:
@@ -266,7 +271,7 @@ def build_hardware(
     return hardware
 
 
-@functools.lru_cache(maxsize=MAX_OPEN_DATASETS)
+@cached_in_scope(maxsize=MAX_OPEN_DATASETS)
 def _bytes_per_example(
     device: SimulatedDevice,
     num_parameters: int,

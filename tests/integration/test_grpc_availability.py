@@ -16,7 +16,7 @@ from headwater.client.app import app as own_app
 from headwater.client.device.availability import LEAD_SECONDS, ROUND_SLACK_BYTES, Availability
 from headwater.client.flower.node import Node
 from headwater.client.training.context import Identity
-from headwater.client.training.trainer import stop_requested, trainer_of
+from headwater.client.training.trainer import Trainer, trainer_of
 from headwater.client.transport import leaving as departure
 from headwater.client.transport.connection import Connection
 from headwater.common.settings.schema import ClientSettings, Settings
@@ -48,12 +48,16 @@ class WallClock:
         return self.shows
 
 
+def trainer_in_use(task: GatedTask) -> Trainer:
+    return trainer_of(task.spec, replace_batch_norm=False, check_task=True)
+
+
 def device(
     task: GatedTask, port: int, clock: WallClock, chosen: ClientSettings, folder: Path
 ) -> Connection:
     """Return device 0, in this process, with a clock of its own."""
     settings = Settings(task=task.spec, threads=1, client=chosen)
-    trainer = trainer_of(task.spec, replace_batch_norm=False, check_task=True)
+    trainer = trainer_in_use(task)
     identity = Identity(name="0", data=None, part=0, num_parts=2)
     trainer.examples(identity)
     layout = trainer.image.layout
@@ -93,7 +97,10 @@ def test_a_device_sends_a_partial_update_before_its_hours_end_and_returns_in_the
         def play() -> None:
             task.wait_until_reached()
             clock.shows = NOON + dt.timedelta(seconds=3600 - LEAD_SECONDS)
-            until(stop_requested.is_set, what=lambda: "the device to stop summing")
+            until(
+                trainer_in_use(task).stop_requested.is_set,
+                what=lambda: "the device to stop summing",
+            )
             task.open()
             server.wait_for("0 left for a while: OutsideActiveHours")
             until(lambda: seen(out)["refusal_code"] is not None, what=lambda: "it to be noted")

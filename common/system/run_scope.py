@@ -1,0 +1,74 @@
+"""The scope of a run: its caches, and the Python objects that its settings name.
+
+A process that a command started has one scope. ``headwater.simulate``, ``serve`` and ``take_part``
+open one for each call, so that calls in one process, also in several threads, share no model and no
+measurement, and leave nothing in memory. A scope follows the context (``contextvars``): it holds in
+``asyncio`` tasks and in ``asyncio.to_thread``, and not in a plain thread.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, Generic, ParamSpec, TypeVar
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class _Scope:
+    objects: Mapping[str, object] = field(default_factory=dict)
+    caches: dict[Callable[..., Any], Callable[..., Any]] = field(default_factory=dict)
+
+
+_PROCESS = _Scope()
+_current: ContextVar[_Scope] = ContextVar("headwater.run_scope")
+
+
+@contextmanager
+def run_scope(objects: Mapping[str, object]) -> Iterator[None]:
+    """Open a scope in which settings may name these objects."""
+    token = _current.set(_Scope(dict(objects)))
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def object_named(name: str) -> object | None:
+    """Return the Python object that the settings of this run name so; None if there is none."""
+    return _current.get(_PROCESS).objects.get(name)
+
+
+class CachedInScope(Generic[Arguments, Result]):
+    """A function with a cache in each scope, of the last ``maxsize`` results (None: of all)."""
+
+    def __init__(self, function: Callable[Arguments, Result], maxsize: int | None) -> None:
+        self._function = function
+        self._maxsize = maxsize
+        functools.update_wrapper(self, function)
+
+    def __call__(self, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        """Return the cached result, or call the function."""
+        caches = _current.get(_PROCESS).caches
+        cached = caches.get(self._function)
+        if cached is None:
+            new = functools.lru_cache(maxsize=self._maxsize)(self._function)
+            cached = caches.setdefault(self._function, new)
+        result: Result = cached(*args, **kwargs)
+        return result
+
+    def cache_clear(self) -> None:
+        """Forget the results of this scope."""
+        _current.get(_PROCESS).caches.pop(self._function, None)
+
+
+def cached_in_scope(
+    maxsize: int | None = None,
+) -> Callable[[Callable[Arguments, Result]], CachedInScope[Arguments, Result]]:
+    """Return a decorator that caches a function's results in the scope of the run."""
+    return lambda function: CachedInScope(function, maxsize)
