@@ -60,6 +60,7 @@ def run(
             "threads": 1,
             "out": str(folder / "out"),
             "cohort.min_clients": len(fleet),
+            "optimizer.name": "sgd",
             "optimizer.learning_rate": 0.01,
             **plan,
         }

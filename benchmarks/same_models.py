@@ -49,7 +49,8 @@ SIMULATED = {
     "transformer": "--task examples/text_transformer.py:TextTransformer --threads 1 --clients 3 "
     "--rounds 2 "
     "--accumulation-steps 2 --micro-batch-size 2 --optimizer adamw --learning-rate 0.003",
-    "synthetic": "--task examples/synthetic.py:Synthetic --threads 1 --clients 40 --rounds 3",
+    "synthetic": "--task examples/synthetic.py:Synthetic --optimizer sgd --threads 1 "
+    "--clients 40 --rounds 3",
     "engine grpc": f"{ADAM} --clients 3 --rounds 3 --engine grpc",
     "engine flower-ray": f"{ADAM} --clients 4 --rounds 2 --engine flower-ray "
     "--accumulation-steps 2",

@@ -40,7 +40,7 @@ def seconds_of(secure: dict[str, Any], *, devices: int, rounds: int, size: int) 
                 "check_task": False,
                 "out": Path(folder),
                 "plan": {"accumulation_steps": 4, "micro_batch_size": size},
-                "optimizer": {"learning_rate": 0.01},
+                "optimizer": {"name": "sgd", "learning_rate": 0.01},
                 "simulation": {"clients": devices},
                 "secure": secure,
             }

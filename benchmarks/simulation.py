@@ -70,6 +70,7 @@ def ours(
         "simulation.workers": WORKERS if way == SHARED else 1,
         "plan.accumulation_steps": work.each // work.micro_batch,
         "plan.micro_batch_size": work.micro_batch,
+        "optimizer.name": "sgd",
         "optimizer.learning_rate": work.learning_rate,
     }
     settings = with_fleet(load(None, chosen))

@@ -51,6 +51,7 @@ def setting(
     meaning: str,
     flag: str | None = None,
     *,
+    alias: str = "",
     on: str | None = None,
     panel: str | None = None,
     short: bool = False,
@@ -62,12 +63,19 @@ def setting(
         default: the value if neither the file nor the command line sets one; None is "not set".
         meaning: what the setting does; shown by --help-all and docs/settings.md.
         flag: by default the key, as in ``--min-clients`` or ``--insecure/--no-insecure``.
+        alias: a second, shorter name of the flag; "" for none.
         on: the commands that have the flag, by default the branch's; "" for no flag.
         panel: the heading of the flag in --help-all, by default the branch's.
         short: whether --help shows the flag too.
         limits: ge, gt, le and lt, as in pydantic.
     """
-    extra: dict[str, Any] = {"flag": flag, "on": on, "panel": panel, "short": short}
+    extra: dict[str, Any] = {
+        "flag": flag,
+        "alias": alias,
+        "on": on,
+        "panel": panel,
+        "short": short,
+    }
     return Field(default, description=meaning, json_schema_extra=extra, **limits)
 
 

@@ -104,7 +104,10 @@ def _option_of(setting: Setting) -> TyperOption:
     meaning = f"{setting.meaning[0].upper()}{setting.meaning[1:]}."
     meaning += " May be repeated." if is_repeated else ""
     return TyperOption(
-        param_decls=[setting.flag, setting.key.replace(".", "__")],
+        param_decls=[
+            *filter(None, (setting.flag, setting.alias)),
+            setting.key.replace(".", "__"),
+        ],
         type=bool if is_switch else str,
         is_flag=is_switch,
         multiple=is_repeated,

@@ -91,6 +91,7 @@ class Setting:
 
     key: str
     flag: str
+    alias: str
     commands: frozenset[str]
     panel: str
     is_short: bool
@@ -135,6 +136,7 @@ def _walk(branch: type[Branch], prefix: str, inherited: dict[str, Any]) -> Itera
             key=prefix + key,
             flag=own.get("flag")
             or f"--{words}" + (f"/--no-{words}" if bool in value.types else ""),
+            alias=own["alias"],
             commands=frozenset(own["on"].split()),
             panel=own["panel"],
             is_short=own["short"],
@@ -160,7 +162,8 @@ def to_markdown() -> str:
             heading = section
             lines += ["", f"## [{section}]" if section else "## Top level", ""]
             lines += ["| key | flag | values | default | meaning |", "| --- " * 5 + "|"]
-        flag = f"`{setting.flag}`" if setting.commands else ""
+        flag = " ".join(f"`{name}`" for name in (setting.flag, setting.alias) if name)
+        flag = flag if setting.commands else ""
         default = "not set" if setting.default is None else f"`{json.dumps(setting.default)}`"
         lines.append(
             f"| `{key}` | {flag} | {setting.value.expected} | {default} | {setting.meaning} |"

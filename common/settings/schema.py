@@ -2,7 +2,7 @@
 
 A field holds all that is known of a setting: key, type, range, unit, default, meaning and flag.
 ``flags.py`` generates the command line from this tree, ``sources.py`` reads the TOML file and the
-flags into it, and ``catalog.py`` writes docs/settings.md from it. To add a setting, add a field.
+flags into it, and ``introspection.py`` writes docs/settings.md. To add a setting, add a field.
 
 The tree also travels as Flower's flat ``run_config`` (dotted keys), so that the same apps find the
 same settings on every engine.
@@ -64,11 +64,24 @@ PANELS = (TASK, DEVICE_PANEL, SERVER, SIMULATION, TRAINING, PLAN, RUN, SECURE, T
 class OptimizerSettings(Branch):
     """The server optimizer: any class of ``torch.optim`` that needs no closure."""
 
-    name: Name = setting("sgd", "class of torch.optim: sgd, adam, adamw", "--optimizer", short=True)
-    learning_rate: Rate = setting(0.1, "learning rate of the server optimizer", short=True)
+    name: Name = setting(
+        "adam", "class of torch.optim: adam, adamw, sgd", "--optimizer", short=True
+    )
+    learning_rate: Rate | None = setting(
+        None,
+        "learning rate of the server optimizer; not set: 0.1 for sgd, 0.01 for others",
+        alias="--lr",
+        short=True,
+    )
     arguments: dict[str, Scalar | list[float]] = setting(
         {}, "another argument of the optimizer, e.g. momentum=0.9", "--optimizer-argument"
     )
+
+    @property
+    def rate(self) -> float:
+        """The learning rate: as set, or one that suits the optimizer on small models."""
+        default = 0.1 if self.name.lower() == "sgd" else 0.01
+        return default if self.learning_rate is None else self.learning_rate
 
 
 class ScheduleSettings(Branch):
@@ -388,7 +401,7 @@ class Settings(Branch):
         le=2**53,
     )
     rounds: Count = setting(
-        30, "server steps to take", on=f"{RUNS} sweep", panel=TRAINING, short=True
+        100, "server steps to take", on=f"{RUNS} sweep", panel=TRAINING, short=True
     )
     threads: Count | None = setting(
         None,

@@ -239,9 +239,7 @@ def _optimizer(
         key: tuple(value) if isinstance(value, list) else value
         for key, value in chosen.arguments.items()
     }
-    optimizer: torch.optim.Optimizer = _made(
-        kind, parameters, {**arguments, "lr": chosen.learning_rate}
-    )
+    optimizer: torch.optim.Optimizer = _made(kind, parameters, {**arguments, "lr": chosen.rate})
     return optimizer
 
 

@@ -29,7 +29,7 @@ def print_settings(settings: Settings, *, where: str) -> None:
     else:
         work = described(plan, max_weight_per_example=_max_weight(settings))
     console.print(f"[bold]{settings.task}[/] on {where}, seed {settings.seed}")
-    rate = f"{optimizer.learning_rate:g}{_scaling(settings)}"
+    rate = f"{optimizer.rate:g}{_scaling(settings)}"
     mode = settings.secure.aggregation
     masked = "" if mode == "off" else f"; updates are masked ({mode})"
     console.print(f"{settings.rounds} rounds of {optimizer.name} at {rate}; {work}{masked}")

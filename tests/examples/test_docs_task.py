@@ -45,6 +45,7 @@ def test_the_task_of_the_doc_trains_in_the_simulator(task_file: Path) -> None:
     overrides = {
         "task": f"{task_file}:Rainfall",
         "rounds": 5,
+        "optimizer.name": "sgd",
         "threads": 1,
         "simulation.clients": 4,
         "plan.accumulation_steps": 2,

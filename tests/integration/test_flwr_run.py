@@ -44,7 +44,8 @@ NOT_OF_A_FLOWER_RUN = (
 )
 RUN_CONFIG = (
     f"threads=1 cohort.min_clients={NUM_NODES - 1} plan.accumulation_steps=2 "
-    "plan.micro_batch_size=8 optimizer.learning_rate=0.1 secure.phase_seconds=1000"
+    "plan.micro_batch_size=8 optimizer.name=sgd optimizer.learning_rate=0.1 "
+    "secure.phase_seconds=1000"
 )
 # A SuperNode that does not wait: how often it looks for messages and replies cannot be set. Given
 # a type of message it stops, in good order as on Ctrl-C, when it is sent one of that.

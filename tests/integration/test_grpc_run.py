@@ -48,7 +48,10 @@ def test_the_commands_make_the_simulators_model_byte_for_byte(tmp_path: Path) ->
 @pytest.mark.parametrize(
     "settings",
     [
-        pytest.param((*PLAN, "--local-steps", 3, "--learning-rate", 1.0), id="local steps"),
+        pytest.param(
+            (*PLAN, "--local-steps", 3, "--optimizer", "sgd", "--learning-rate", 1.0),
+            id="local steps",
+        ),
         pytest.param((*PLAN, *ADAM, "--evaluate-on-devices"), id="held-out examples"),
         pytest.param((*PLAN, "--precision", "bfloat16"), id="bfloat16"),
     ],

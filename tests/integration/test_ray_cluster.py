@@ -116,6 +116,7 @@ def test_a_fleet_on_both_workers_is_that_of_this_process_bit_for_bit(
             "threads": 1,
             "rounds": 3,
             "plan.effective_batch_size": 24,
+            "optimizer.name": "sgd",
             "optimizer.learning_rate": 0.001,
         },
     )
@@ -159,7 +160,7 @@ def test_masked_rounds_on_ray_give_the_in_process_model_though_devices_vanish_in
     """Other devices vanish before the masks; what the dictionaries name comes behind them."""
     chosen: dict[str, Any] = {
         "task": SMALL,
-        "optimizer": {"learning_rate": 0.001},
+        "optimizer": {"name": "sgd", "learning_rate": 0.001},
         "seed": seed,
         "rounds": 2,
         "threads": 1,

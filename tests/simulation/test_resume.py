@@ -28,7 +28,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "sgd": {},
     "adam": {"optimizer": {"name": "adam", "learning_rate": 0.01}},
     "momentum with warmup and schedule": {
-        "optimizer": {"learning_rate": 0.01, "arguments": {"momentum": 0.9}},
+        "optimizer": {"name": "sgd", "learning_rate": 0.01, "arguments": {"momentum": 0.9}},
         "schedule": {
             "name": "MultiStepLR",
             "arguments": {"milestones": [1, 2], "gamma": 0.5},
@@ -61,7 +61,7 @@ def chosen(out: Path, rounds: int, run: str) -> Settings:
             "out": out,
             "simulation": {"clients": 3},
             "plan": {"accumulation_steps": 2, "micro_batch_size": 4},
-            "optimizer": {"learning_rate": 0.01},
+            "optimizer": {"name": "sgd", "learning_rate": 0.01},
             **RUNS[run],
         }
     )

@@ -16,7 +16,11 @@ CHOSEN = {"task": "examples/digits.py:Digits", "simulation.clients": 3}
 
 
 def test_a_diverged_run_ends_with_an_error_and_keeps_the_last_finite_model(tmp_path: Path) -> None:
-    growing = {"optimizer.learning_rate": 1e10, "optimizer.arguments": {"weight_decay": 1e30}}
+    growing = {
+        "optimizer.name": "sgd",
+        "optimizer.learning_rate": 1e10,
+        "optimizer.arguments": {"weight_decay": 1e30},
+    }
     settings = load(None, CHOSEN | growing | {"rounds": 9, "out": tmp_path})
     with pytest.raises(Diverged, match="not finite"):
         run_engine(settings, on_round=lambda row: None, resume=False)

@@ -121,6 +121,10 @@ def test_check_and_doctor_take_the_client_s_flags() -> None:
         assert of_client - own == {"check_task"}
 
 
+def test_lr_is_short_for_learning_rate() -> None:
+    assert parsed("simulate", "--lr", "0.5") == parsed("simulate", "--learning-rate", "0.5")
+
+
 def test_flags_that_are_not_given_set_nothing() -> None:
     assert parsed("simulate") == {}
     assert load(None, parsed("server")) == load(None, {})

@@ -323,3 +323,9 @@ def test_of_the_others_the_first_step_is_proportional_to_its_rate(name: str) -> 
         moves.append(image.values_P.double() - before_P)
     # Parameters of up to 4 are rounded by 2^-22 at the most, twice.
     assert torch.allclose(2 * moves[0], moves[1], rtol=0, atol=2 * 2.0**-22)
+
+
+def test_the_learning_rate_suits_the_optimizer_unless_it_is_set() -> None:
+    rates = [settings.OptimizerSettings(name=name).rate for name in ("sgd", "SGD", "adam", "NAdam")]
+    assert rates == [0.1, 0.1, 0.01, 0.01]
+    assert settings.OptimizerSettings(name="sgd", learning_rate=0.5).rate == 0.5

@@ -21,20 +21,20 @@ def test_the_progress_line_shows_a_noise_scale_that_is_followed() -> None:
 ANNOUNCED: dict[str, tuple[dict[str, Any], str]] = {
     "K": (
         {"plan": {"accumulation_steps": 3, "micro_batch_size": 4}},
-        "sgd at 0.1; K 3 x micro-batch 4 = 12 examples per client",
+        "adam at 0.01; K 3 x micro-batch 4 = 12 examples per client",
     ),
-    "examples": ({}, "sgd at 0.1; the planner shares out 512 examples per round"),
+    "examples": ({}, "adam at 0.01; the planner shares out 512 examples per round"),
     "tokens": (
         {"plan": {"tokens_per_update": 4096, "micro_batch_size": 4}},
         "4,096 tokens / (4 x 64) = 16 micro-batches in round 1",
     ),
     "a rate that follows the batch": (
         {"schedule": {"batch_scaling": "sqrt"}},
-        "sgd at 0.1 x sqrt(examples / 512);",
+        "adam at 0.01 x sqrt(examples / 512);",
     ),
     "a rate that follows the tokens": (
         {"plan": {"tokens_per_update": 4096}, "schedule": {"batch_scaling": "linear"}},
-        "sgd at 0.1 x (tokens / 4,096);",
+        "adam at 0.01 x (tokens / 4,096);",
     ),
 }
 

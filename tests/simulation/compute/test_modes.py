@@ -205,6 +205,7 @@ def run(out: Path, compute: str, **overrides: Any) -> list[dict[str, Any]]:
         "out": out,
         "simulation.clients": 12,
         "simulation.compute": compute,
+        "optimizer.name": "sgd",
         "optimizer.learning_rate": 0.1,
         "plan.accumulation_steps": 3,
         "plan.micro_batch_size": 4,
@@ -264,7 +265,9 @@ def test_dataset_weights_equal_one_by_one(tmp_path: Path, mode: str) -> None:
 @pytest.mark.parametrize("mode", ["vectorised", "fused"])
 @pytest.mark.parametrize("task", [spec(Tokens), spec(LargeLayer), CNN])
 def test_larger_models_equal_one_by_one(tmp_path: Path, task: str, mode: str) -> None:
-    assert_equals_one_by_one(tmp_path, mode, task=task, **{"optimizer.learning_rate": 0.01})
+    assert_equals_one_by_one(
+        tmp_path, mode, task=task, **{"optimizer.name": "sgd", "optimizer.learning_rate": 0.01}
+    )
 
 
 @pytest.mark.parametrize("task", [Mlp, Tokens])
@@ -272,7 +275,7 @@ def test_norms_from_vectors_equal_norms_from_linear_layers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task: type
 ) -> None:
     monkeypatch.setattr("headwater.simulation.compute.linear_layers.MAX_OTHER_SHARE", -1.0)
-    chosen = {"task": spec(task), "optimizer.learning_rate": 0.02}
+    chosen = {"task": spec(task), "optimizer.name": "sgd", "optimizer.learning_rate": 0.02}
     assert_equals_one_by_one(tmp_path, "vectorised", **chosen, **{"cohort.weighting": "dataset"})
 
 

@@ -45,6 +45,7 @@ def unsteady(folder: Path, out: str, *, rounds: int, **overrides: Any) -> Settin
     chosen: dict[str, Any] = {
         "task": "tests/tasks.py:TwoLayers",
         "rounds": rounds,
+        "optimizer.name": "sgd",
         "optimizer.learning_rate": 0.01,
         "plan.effective_batch_size": 40,
     }
@@ -124,6 +125,7 @@ def test_a_device_on_battery_stops_at_its_share_and_gets_a_smaller_quota_next_ti
         "plan.effective_batch_size": 18,
         "plan.micro_batch_size": 1,
         "client.battery_share": share,
+        "optimizer.name": "sgd",
         "optimizer.learning_rate": 0.001,
     }
     settings = on_fleet(path, tmp_path / "out", **chosen)
@@ -153,6 +155,7 @@ def test_a_round_of_ten_hours_is_reported_in_virtual_seconds(tmp_path: Path) -> 
         "rounds": 3,
         "plan.accumulation_steps": 18,
         "plan.micro_batch_size": 1,
+        "optimizer.name": "sgd",
         "optimizer.learning_rate": 0.001,
     }
     rows = run(on_fleet(path, tmp_path / "out", **chosen))

@@ -27,6 +27,7 @@ CHOSEN: dict[str, Any] = {
     "simulation.clients": 6,
     "plan.accumulation_steps": 2,
     "plan.micro_batch_size": 4,
+    "optimizer.name": "sgd",
     "optimizer.learning_rate": 0.01,
 }
 SECURE = {"secure.aggregation": "semi-honest"}

@@ -47,6 +47,7 @@ def settings(folder: Path, name: str, rounds: int, **changes: Any) -> Settings:
             "plan.effective_batch_size": 20,
             "cohort.deadline_seconds": 2.0,
             "cohort.invite_within_rounds": 3,
+            "optimizer.name": "sgd",
             "optimizer.learning_rate": 0.001,
             "out": folder / name,
             **changes,

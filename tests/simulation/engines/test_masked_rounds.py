@@ -27,7 +27,7 @@ def settings_of(out: Path, **changes: Any) -> Settings:
             "threads": 1,
             "out": out,
             "plan": {"accumulation_steps": 2, "micro_batch_size": 4},
-            "optimizer": {"learning_rate": 0.5},
+            "optimizer": {"name": "sgd", "learning_rate": 0.5},
             "simulation": {"clients": DEVICES},
             **changes,
         }

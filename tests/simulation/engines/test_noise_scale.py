@@ -89,7 +89,7 @@ def rows_of(task_class: str, **changes: Any) -> list[RoundRow]:
             "threads": 1,
             "simulation": {"clients": NUM_DEVICES, "compute": "vectorised"},
             "plan": {"accumulation_steps": QUOTA // MICRO_BATCH, "micro_batch_size": MICRO_BATCH},
-            "optimizer": {"learning_rate": 1e-30},
+            "optimizer": {"name": "sgd", "learning_rate": 1e-30},
             "evaluation": {"every_rounds": 10_000},
             **changes,
         }

@@ -54,6 +54,7 @@ def run(out: Path, *, engine: Any = run_engine, **overrides: Any) -> list[dict[s
         "threads": 1,
         "out": out,
         "check_task": False,
+        "optimizer.name": "sgd",
         "optimizer.learning_rate": 0.01,
         "plan.effective_batch_size": 40,
         "cohort.size": 5,

@@ -28,6 +28,7 @@ def settings_of(out: Path, **overrides: Any) -> Settings:
         "rounds": ROUNDS,
         "threads": 1,
         "out": out,
+        "optimizer.name": "sgd",
         "optimizer.learning_rate": 0.01,
         "evaluation.every_rounds": ROUNDS,
         "simulation.fleet": ROOT / "examples" / "fleets" / "sixteenfold.toml",

@@ -147,7 +147,7 @@ def test_the_learning_rate_scales_with_the_summed_weight_and_not_with_the_target
                 "name": "ExponentialLR",
                 "arguments": {"gamma": 0.5},
             },
-            optimizer={"learning_rate": 0.1},
+            optimizer={"name": "sgd", "learning_rate": 0.1},
         )
     )
     assert [row.num_examples for row in rows] == [252, 108, 252, 108, 252]

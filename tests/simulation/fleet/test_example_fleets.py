@@ -72,6 +72,7 @@ def weights_of_the_slow(folder: Path, weighting: str) -> list[float]:
         "rounds": 3,
         "threads": 1,
         "out": folder / weighting,
+        "optimizer.name": "sgd",
         "optimizer.learning_rate": 0.01,
         "plan.effective_batch_size": 300,
         "cohort.weighting": weighting,

@@ -38,6 +38,8 @@ task = "{folder}/slow.py:Slow"
 rounds = 30
 [simulation]
 clients = 2
+[optimizer]
+name = "sgd"
 [plan]
 accumulation_steps = 2
 micro_batch_size = 4
