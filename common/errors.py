@@ -110,8 +110,11 @@ class UnsupportedModel(TaskError):
     """The model has no trainable parameter, or one that is not float32."""
     remedy = "build the model in float32; ask for bfloat16 arithmetic with --precision bfloat16"
 class TaskFailed(TaskError):
-    """The task raised an exception on every example that was tried."""
+    """The task's own code raised an exception; on examples, on every one that was tried."""
     remedy = "try the task on its data alone with `headwater-client check`"
+class NoFiniteExample(TaskError):
+    """Every example that was looked at has a loss or gradient of NaN or infinity."""
+    remedy = "look for NaN in the data: empty cells of a CSV file, divisions by zero, logarithms"
 
 # Device refused: this client cannot take part as it is. -----------------------------------------
 

@@ -16,7 +16,8 @@ from typing import Any, Protocol, cast, runtime_checkable
 
 from torch import Tensor, nn
 
-from headwater.common.errors import EmptyDataset, MissingData, TaskError, UnknownTask
+from headwater.common.errors import EmptyDataset, MissingData, TaskError, TaskFailed, UnknownTask
+from headwater.common.user_code import described, running
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +79,7 @@ def load_task(spec: str) -> Task:
     try:
         task = task_class()
     except Exception as error:
-        raise TaskError(f"{spec} cannot be constructed: {type(error).__name__}: {error}") from error
+        raise TaskError(f"{spec} cannot be constructed: {described(error)}") from error
     missing = [m for m in ("new_model", "train_examples", "loss_sum") if not hasattr(task, m)]
     if missing:
         raise TaskError(f"the task {spec} has no method {', '.join(missing)}")
@@ -103,7 +104,7 @@ def _import_file(path: Path) -> Any:
         spec.loader.exec_module(module)
     except Exception as error:
         del sys.modules[name]
-        raise UnknownTask(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
+        raise UnknownTask(f"{path} cannot be imported: {described(error)}") from error
     finally:
         sys.path.remove(folder)
         if folder not in sys.path:
@@ -117,12 +118,18 @@ def open_train_examples(task: Task, *, data: Path | None, part: int, num_parts: 
     Raises:
         MissingData: the task raised an OSError or a ValueError: the path does not exist, cannot be
             read, or has unexpected content.
+        TaskFailed: the task raised another exception.
         EmptyDataset: there is no example.
     """
     try:
-        examples = task.train_examples(data=data, part=part, num_parts=num_parts)
-    except (OSError, ValueError) as error:
-        raise MissingData(f"the task {type(task).__name__} found no data: {error}") from error
+        with running("train_examples"):
+            examples = task.train_examples(data=data, part=part, num_parts=num_parts)
+    except TaskFailed as failed:
+        error = failed.__cause__
+        if not isinstance(error, OSError | ValueError):
+            raise
+        name = type(task).__name__
+        raise MissingData(f"the task {name} found no data: {described(error)}") from error
     if len(examples) == 0:
         source = f"in {data}" if data is not None else f"as part {part} of {num_parts}"
         raise EmptyDataset(f"the task {type(task).__name__} found no example {source}")

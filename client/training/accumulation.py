@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 from headwater.client.memory.activation_checkpointing import is_on, switch_on
 from headwater.client.training.context import TrainingContext
 from headwater.client.training.gradient_pass import (
+    CHANGING_FAULT,
     InvalidGradients,
     MicroBatchResult,
     NonFiniteLoss,
@@ -36,12 +37,16 @@ from headwater.client.training.gradient_pass import (
 )
 from headwater.client.training.sampler import Window, split
 from headwater.client.training.stop_rules import StopRules, num_until_finish
+from headwater.common.data.example_faults import ExampleFault, summary
 from headwater.common.errors import OutOfMemory
 from headwater.common.messages import MAX_STEPS, Plan, Step, StopReason
 from headwater.common.system.heap import release_freed_memory
 from headwater.common.task import Metrics
 
 log = logging.getLogger(__name__)
+
+# A data set that answers differently each time may give a NaN now and then.
+MAX_RETRIES = 3
 
 AddMicroBatch = Callable[[Plan, Window, Positions, TrainingContext, float], MicroBatchResult]
 
@@ -58,6 +63,10 @@ class WindowSum:
     done: list[Positions] = field(default_factory=list)
     remaining: deque[Positions] = field(default_factory=deque)
     refused: list[int] = field(default_factory=list)
+    faults: dict[int, ExampleFault] = field(default_factory=dict)
+    """Why examples were refused; not of those that were refused before a restart."""
+    num_retries: int = 0
+    """How often a loss that was not finite was finite in the search for the bad examples."""
     num_reductions: int = 0
     """How often memory made the micro-batches smaller."""
     micro_batch_size: int = 1
@@ -143,7 +152,7 @@ def sum_window(
         if after_each is not None:
             after_each(total)
     context.accumulator.check_views()
-    _log_losses(plan, total, context)
+    _log_reductions(plan, total, context)
     return total
 
 
@@ -262,7 +271,12 @@ def _add_or_leave_out(
     except InvalidGradients:
         is_invalid = True
     bad = bad_examples(plan, window, positions, context, with_backward=is_invalid)
+    if not bad:  # only of a loss: nothing was added, and the micro-batch is fetched again
+        total.num_retries += 1
+        if total.num_retries > MAX_RETRIES:
+            bad = dict.fromkeys(positions, CHANGING_FAULT)
     total.refused += bad
+    total.faults |= bad
     good = tuple(p for p in positions if p not in bad)
     if good:
         total.remaining.appendleft(good)
@@ -278,6 +292,8 @@ def _restarted(
     return WindowSum(
         remaining=deque(remaining),
         refused=total.refused,
+        faults=total.faults,
+        num_retries=total.num_retries,
         num_reductions=total.num_reductions,
         micro_batch_size=total.micro_batch_size,
     )
@@ -287,10 +303,22 @@ def _flat(groups: Iterable[Positions]) -> Sequence[int]:
     return [p for group in groups for p in group]
 
 
-def _log_losses(plan: Plan, total: WindowSum, context: TrainingContext) -> None:
-    where = f"{context.name}, round {plan.round}"
+def log_left_out(plan: Plan, total: WindowSum, context: TrainingContext) -> None:
+    """Log, once a round, how many examples were left out, and why."""
     if total.refused:
-        log.warning("%s: %d example(s) left out", where, len(total.refused))
+        faults = {p: total.faults[p] for p in total.refused if p in total.faults}
+        log.warning(
+            "%s, round %d: %d left out of %d examples\n%s",
+            context.name,
+            plan.round,
+            len(total.refused),
+            total.num_examples + len(total.refused),
+            summary(faults, context.examples),
+        )
+
+
+def _log_reductions(plan: Plan, total: WindowSum, context: TrainingContext) -> None:
+    where = f"{context.name}, round {plan.round}"
     if total.num_reductions:
         log.warning(
             "%s: micro-batches of %d instead of %d; memory made them smaller %d time(s)",

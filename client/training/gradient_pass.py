@@ -20,13 +20,19 @@ from torch import Tensor
 from headwater.client.memory.peak_model import is_allocation_failure
 from headwater.client.training.context import TrainingContext
 from headwater.client.training.sampler import Window, seed_of
+from headwater.common.data.example_faults import ExampleFault, exception_fault, loss_fault
 from headwater.common.errors import HeadwaterError, TaskError
 from headwater.common.messages import Plan, Step
 from headwater.common.task import Metrics, loss_sum
+from headwater.common.user_code import described
 
 log = logging.getLogger(__name__)
 
 Positions = tuple[int, ...]
+
+GRADIENT_FAULT = ExampleFault("its gradient is NaN or infinite, though its loss is finite")
+CHANGING_FAULT = ExampleFault("its micro-batch gives NaN now and then: the data set is random")
+TOGETHER_FAULT = ExampleFault("the sum overflows in its micro-batch, though not alone")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -44,6 +50,10 @@ class NonFiniteLoss(Exception):
 
 class InvalidGradients(Exception):
     """The vector is partly updated or not finite, and must be set to zero."""
+
+    def __init__(self, text: str = "", fault: ExampleFault = GRADIENT_FAULT) -> None:
+        super().__init__(text)
+        self.fault = fault
 
 
 def add_micro_batch(
@@ -148,7 +158,7 @@ def backward(loss: Tensor) -> None:
 def _classified(error: Exception) -> Exception:
     if is_allocation_failure(error):
         return MemoryError(str(error))
-    return InvalidGradients(f"{type(error).__name__}: {error}")
+    return InvalidGradients(described(error), exception_fault(error))
 
 
 Engine = Callable[..., Any]
@@ -200,40 +210,55 @@ def bad_examples(
     context: TrainingContext,
     *,
     with_backward: bool,
-) -> list[int]:
+) -> dict[int, ExampleFault]:
     """Return the examples with a non-finite loss or, ``with_backward``, a non-finite gradient.
 
     With ``with_backward`` each pass starts from a vector of zeros, and the vector is invalid after
-    the search. If no example fails alone, the sum overflowed, and all examples are returned.
+    the search; if no example fails alone, the sum overflowed, and all examples are returned.
+    Without it, none is returned if the loss of all is finite now: the data set answers differently
+    each time.
 
     Raises:
         MemoryError: an allocation failed during the search.
     """
 
-    def is_clean(some: Positions) -> bool:
+    def fault_in(some: Positions) -> ExampleFault | None:
         try:
             if not with_backward:
                 with torch.no_grad():
-                    return math.isfinite(forward(plan, window, some, context)[0].item())
+                    is_finite = math.isfinite(forward(plan, window, some, context)[0].item())
+                return None if is_finite else _loss_fault(some, context)
             context.accumulator.zero()
-            backward(forward(plan, window, some, context)[0])
+            loss = forward(plan, window, some, context)[0]
+            backward(loss)
         except InvalidGradients as error:
-            log.debug("%s: an example failed: %s", context.name, error)
-            return False
-        return math.isfinite(context.accumulator.gradient_norm())
+            return error.fault
+        if math.isfinite(context.accumulator.gradient_norm()):
+            return None
+        return GRADIENT_FAULT if math.isfinite(loss.item()) else _loss_fault(some, context)
 
-    return _bisected(positions, is_clean) or list(positions)
+    if not with_backward and fault_in(positions) is None:
+        return {}
+    return _bisected(positions, fault_in)
 
 
-def _bisected(positions: Positions, is_clean: Callable[[Positions], bool]) -> list[int]:
+def _loss_fault(positions: Positions, context: TrainingContext) -> ExampleFault:
+    """Return why the loss is not finite; a batch of several examples is not examined."""
+    return loss_fault(context.batches.of(positions) if len(positions) == 1 else None)
+
+
+def _bisected(
+    positions: Positions, fault_in: Callable[[Positions], ExampleFault | None]
+) -> dict[int, ExampleFault]:
     """Find by bisection the examples without which the rest is clean.
 
     If both halves are clean and the whole is not, all examples are returned.
     """
-    if is_clean(positions):
-        return []
+    fault = fault_in(positions)
+    if fault is None:
+        return {}
     if len(positions) == 1:
-        return list(positions)
+        return {positions[0]: fault}
     middle = len(positions) // 2
-    bad = [*_bisected(positions[:middle], is_clean), *_bisected(positions[middle:], is_clean)]
-    return bad or list(positions)
+    bad = _bisected(positions[:middle], fault_in) | _bisected(positions[middle:], fault_in)
+    return bad or dict.fromkeys(positions, TOGETHER_FAULT)

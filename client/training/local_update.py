@@ -214,6 +214,8 @@ def _joined(first: WindowSum, second: WindowSum) -> WindowSum:
         steps=first.steps + second.steps,
         done=first.done + second.done,
         refused=first.refused + second.refused,
+        faults=first.faults | second.faults,
+        num_retries=first.num_retries + second.num_retries,
         num_reductions=first.num_reductions + second.num_reductions,
         micro_batch_size=min(first.micro_batch_size, second.micro_batch_size),
         reason=second.reason,

@@ -16,6 +16,7 @@ from torch.utils.data import Subset
 from headwater.client.device.hardware import ThisMachine
 from headwater.client.device.interfaces import Hardware, Speed
 from headwater.client.memory import activation_checkpointing as checkpointing
+from headwater.client.training.accumulation import log_left_out
 from headwater.client.training.accumulator import Accumulator
 from headwater.client.training.batch_fetch import Batches
 from headwater.client.training.context import NO_BATCHES, Identity, TrainingContext
@@ -33,6 +34,7 @@ from headwater.common.model.parameters import build_model
 from headwater.common.system.heap import release_freed_memory
 from headwater.common.system.run_scope import cached_in_scope
 from headwater.common.task import Examples, load_task
+from headwater.common.user_code import running
 
 log = logging.getLogger(__name__)
 
@@ -264,6 +266,7 @@ class Trainer:
         context = self.context(examples, identity.name, hardware)
         try:
             local_sum = self.sum(plan, positions, context, spool)
+            log_left_out(plan, local_sum.total, context)
             update = make_update(plan, positions, context, local_sum)
         except Exception:
             if spool is not None:
@@ -298,11 +301,13 @@ class Trainer:
 
         Raises:
             NonFiniteUpdate: one of the sums is not finite.
+            TaskFailed: an example raised an exception.
         """
         _, held_out = self.split(identity, run_seed=plan.run_seed, fraction=plan.held_out_fraction)
-        loss_sum, weight, metric_sums = evaluate_sums(
-            self.task, self.image.model, held_out, plan.micro_batch_size
-        )
+        with running("the evaluation on held-out examples"):
+            loss_sum, weight, metric_sums = evaluate_sums(
+                self.task, self.image.model, held_out, plan.micro_batch_size
+            )
         if not all(math.isfinite(value) for value in (loss_sum, *metric_sums.values())):
             raise NonFiniteUpdate(f"{identity.name}: the held-out loss or a metric is not finite")
         return EvaluateReport(

@@ -25,6 +25,7 @@ from headwater.common.errors import (
     UnsupportedModel,
 )
 from headwater.common.task import Task
+from headwater.common.user_code import running
 
 ALIGNMENT_BYTES = 8
 
@@ -139,9 +140,11 @@ def build_model(task: Task, *, seed: int, replace_batch_norm: bool = False) -> M
 
     Raises:
         BatchDependentLayer, UnsupportedModel: see ``ModelImage``.
+        TaskFailed: ``new_model`` raised an exception.
     """
     torch.manual_seed(seed)
-    model = task.new_model()
+    with running("new_model"):
+        model = task.new_model()
     if replace_batch_norm:
         replace_batch_norm_by_group_norm(model)
     return ModelImage(model)

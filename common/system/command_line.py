@@ -46,13 +46,19 @@ class CommandGroup(SettingsGroup):
     """One of the three commands: it shows an error with its remedy and exits with its status."""
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command."""
+        """Run the command; no traceback shows the frames of the command line's libraries."""
         try:
             return super().invoke(ctx)
         except (HeadwaterError, KeyboardInterrupt) as error:
             from headwater.common.system.console import show_error
 
             raise typer.Exit(show_error(error)) from error
+        except (click.ClickException, click.exceptions.Exit, click.Abort):
+            raise
+        except Exception as error:
+            from headwater.common.system.console import show_fault
+
+            raise typer.Exit(show_fault(error)) from error
 
 
 def new_app(name: str) -> typer.Typer:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import traceback
 from typing import IO, cast
 
 from rich.console import Console
 from rich.logging import RichHandler
 from rich.markup import escape
 
-from headwater.common.errors import HeadwaterError
+from headwater.common.errors import HeadwaterError, TaskFailed
 from headwater.common.system.json_logs import Format, JsonFormatter, LineStream
+from headwater.common.user_code import described, is_users, own_traceback, user_frames
 
 # No emoji: a device may be called a:ant:b.
 console = Console(highlight=False, emoji=False)
@@ -34,6 +36,20 @@ def show_error(error: HeadwaterError | KeyboardInterrupt) -> int:
         if error.remedy:
             stderr.print(f"  [bold]remedy[/]: {escape(error.remedy)}", soft_wrap=True)
     return error.exit_status
+
+
+def show_fault(error: Exception) -> int:
+    """Print an exception that no error of ours names, and return the exit status.
+
+    If the user's own code raised it, only the user's lines are shown; else the traceback within
+    this project.
+    """
+    if any(is_users(frame.filename) for frame in user_frames(error)):
+        return show_error(TaskFailed(f"the task failed: {described(error)}"))
+    text = "".join(traceback.format_exception(type(error), error, own_traceback(error)))
+    stderr.print(escape(text), soft_wrap=True, end="")
+    stderr.print("this is a fault of headwater, not of your task: please report it", soft_wrap=True)
+    return HeadwaterError.exit_status
 
 
 def start_log(*, verbose: bool, log_format: Format | None = None) -> None:

@@ -19,8 +19,9 @@ class RoundSum:
 
     ``mean_P`` is divided once, by ``weight``, which the updates sent. ``summed_weight`` is what
     their losses were summed over; it differs from ``weight`` only with dataset weighting. ``names``
-    are the clients whose updates are included. ``num_clipped`` counts the values that a fixed-point
-    range cut off; None without masking.
+    are the clients whose updates are included. ``num_refused`` counts the examples that these
+    clients left out. ``num_clipped`` counts the values that a fixed-point range cut off; None
+    without masking.
     """
 
     names: tuple[str, ...]
@@ -31,6 +32,7 @@ class RoundSum:
     loss_sum: float
     metric_sums: Mapping[str, float]
     noise: NoiseSums | None
+    num_refused: float = 0
     num_clipped: int | None = None
 
     @property
@@ -51,6 +53,7 @@ class ReportColumns:
     round: int
     names: Sequence[str]
     num_examples: Sequence[int]
+    num_refused: Sequence[int]
     num_steps: Sequence[int]
     sent_weight: Sequence[int]
     summed_weight: Sequence[int]
@@ -66,6 +69,7 @@ class ReportColumns:
             round=reports[0].round,
             names=[report.name for report in reports],
             num_examples=[report.num_examples for report in reports],
+            num_refused=[report.num_refused for report in reports],
             num_steps=[report.num_steps for report in reports],
             sent_weight=[report.weight for report in reports],
             summed_weight=[report.summed_weight for report in reports],

@@ -11,10 +11,11 @@ from collections.abc import Iterable
 from torch.utils.data import Subset
 
 from headwater.common.data.batches import evaluate_sums
-from headwater.common.errors import HeadwaterError, MissingData, TaskFailed
+from headwater.common.errors import MissingData, TaskFailed
 from headwater.common.messages import EvaluateReport
 from headwater.common.model.parameters import ModelImage
 from headwater.common.task import Examples, Task
+from headwater.common.user_code import described, running
 
 MICRO_BATCH_SIZE = 256
 
@@ -24,23 +25,21 @@ def open_test_examples(task: Task, image: ModelImage) -> Examples | None:
 
     Raises:
         MissingData: they cannot be read.
-        TaskFailed: the first one cannot be evaluated.
+        TaskFailed: ``test_examples`` raised another exception, or the first one did.
     """
     test_examples = getattr(task, "test_examples", None)
     try:
-        examples: Examples | None = test_examples() if test_examples is not None else None
-    except (OSError, ValueError) as error:
-        raise MissingData(f"the task's test_examples found no data: {error}") from error
+        with running("test_examples"):
+            examples: Examples | None = test_examples() if test_examples is not None else None
+    except TaskFailed as failed:
+        error = failed.__cause__
+        if not isinstance(error, OSError | ValueError):
+            raise
+        raise MissingData(f"the task's test_examples found no data: {described(error)}") from error
     if examples is None or len(examples) == 0:
         return None
-    try:
+    with running("the first test example"):
         evaluate_sums(task, image.model, Subset(examples, [0]), 1)  # type: ignore[arg-type]
-    except HeadwaterError:
-        raise
-    except Exception as error:
-        raise TaskFailed(
-            f"the first test example failed: {type(error).__name__}: {error}"
-        ) from error
     return examples
 
 
@@ -48,7 +47,8 @@ def on_server(task: Task, image: ModelImage, examples: Examples | None) -> dict[
     """Return test_loss and the task's metrics on its test examples; empty without examples."""
     if examples is None:
         return {}
-    loss, weight, sums = evaluate_sums(task, image.model, examples, MICRO_BATCH_SIZE)
+    with running("the evaluation on test_examples"):
+        loss, weight, sums = evaluate_sums(task, image.model, examples, MICRO_BATCH_SIZE)
     return means("test", loss, weight, sums)
 
 

@@ -35,6 +35,7 @@ from headwater.server.rounds.run_state import StepResult, Training
 log = logging.getLogger(__name__)
 
 MODEL = "model.safetensors"
+MAX_LEFT_OUT_NAMED = 5  # clients in one log line
 
 OnRound = Callable[[RoundRow], None]
 NO_OBSERVER = Observers()
@@ -161,7 +162,9 @@ def _run_round(training: Training, fleet: Fleet, observer: Observer) -> RoundRow
         bytes_up=after.bytes_up - before.bytes_up,
         bytes_down=after.bytes_down - before.bytes_down,
     )
-    return _row(training, planned, opened, done, step, metrics, traffic, watch)
+    row = _row(training, planned, opened, done, step, metrics, traffic, watch)
+    _log_left_out(row)
+    return row
 
 
 def _plan(training: Training, fleet: Fleet, observer: Observer, watch: _Stopwatch) -> RoundPlans:
@@ -218,6 +221,7 @@ def _row(
         num_clients=len(done.names),
         num_invited=len(planned.plans),
         num_examples=round(done.num_examples),
+        num_examples_left_out=round(done.num_refused),
         weight=done.weight,
         loss=done.loss,
         metrics=metrics,
@@ -246,6 +250,29 @@ def _row(
             for name in done.names
             if name in ready
         ],
+    )
+
+
+def _log_left_out(row: RoundRow) -> None:
+    """Log, in one line a round, how many examples the clients left out; the clients say why."""
+    if not row.num_examples_left_out:
+        return
+    if row.masked_clients:
+        where = "; the masks hide on which clients"
+    else:
+        counts = {client.name: client.num_refused for client in row.clients if client.num_refused}
+        most = sorted(counts, key=counts.__getitem__, reverse=True)[:MAX_LEFT_OUT_NAMED]
+        named = ", ".join(f"{name}: {counts[name]}" for name in most)
+        where = f" on {len(counts)} of {row.num_clients} clients ({named})"
+        if len(counts) > len(most):
+            where = f"{where[:-1]}, ...)"
+    log.warning(
+        "round %d: %d left out of %d examples%s: they raised an exception, or their loss or "
+        "gradient is not finite",
+        row.round,
+        row.num_examples_left_out,
+        row.num_examples + row.num_examples_left_out,
+        where,
     )
 
 

@@ -82,6 +82,8 @@ class RoundRow:
     squared_gradient: float | None = None
     heterogeneity: float | None = None
     measured_share: float | None = None
+    # Examples that the clients left out: they raised, or their loss or gradient was not finite.
+    num_examples_left_out: int = 0
     # The number of earlier attempts at this round, which were aborted.
     num_aborted: int = 0
     # Coordinates and numbers that a masked round's fixed-point ranges cut off; None without masks.

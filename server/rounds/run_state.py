@@ -178,6 +178,7 @@ class Training:
             mean_P=self.sum.close(),
             weight=self.sum.weight,
             num_examples=sum(chain.from_iterable(part.num_examples for part in columns)),
+            num_refused=sum(chain.from_iterable(part.num_refused for part in columns)),
             summed_weight=total_summed_weight(
                 columns, max_weight_per_example=self.max_weight_per_example
             ),

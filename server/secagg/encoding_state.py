@@ -107,6 +107,7 @@ def decode_sum(unmasked: UnmaskedSum, state: EncodingState) -> tuple[RoundSum, E
         loss_sum=numbers[masked_numbers.LOSS],
         metric_sums=metric_sums_in(numbers),
         num_examples=numbers[masked_numbers.NUM_EXAMPLES],
+        num_refused=numbers[masked_numbers.NUM_REFUSED],
         summed_weight=numbers[masked_numbers.SUMMED_WEIGHT],
         noise=noise_sums_in(numbers),
         num_clipped=num_clipped,

@@ -83,6 +83,7 @@ class CohortReports(ReportBatch):
             round=planned.clients[0].plan.round,
             names=[client.name for client in planned.clients],
             num_examples=planned.num_examples.tolist(),
+            num_refused=[0] * len(planned.clients),  # devices with bad examples are computed alone
             num_steps=planned.num_steps.tolist(),
             sent_weight=[one.plan.weigh_as or 0 for one in planned.clients]
             if is_scaled

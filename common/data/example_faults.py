@@ -1,0 +1,100 @@
+"""Why an example is left out: a NaN in its input or target, an unusable loss, or an exception.
+
+The check, the start of a run and the rounds report these faults in the same words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Subset
+
+from headwater.common.data.batches import SubsetView
+from headwater.common.task import Examples
+from headwater.common.user_code import described
+
+# So many positions are named for each kind of fault.
+MAX_NAMED = 5
+
+
+@dataclass(frozen=True, slots=True)
+class ExampleFault:
+    """Why one example is left out; ``detail`` has an exception's text and the user's own lines."""
+
+    kind: str
+    detail: str = ""
+
+
+def exception_fault(error: BaseException) -> ExampleFault:
+    """Return the fault of an example whose forward or backward pass raised this exception."""
+    return ExampleFault(f"it raised {type(error).__name__}", described(error))
+
+
+def loss_fault(batch: Any) -> ExampleFault:
+    """Return why the loss of a batch of one example is not finite; None if it is not known."""
+    parts = [text for name, value in _parts(batch) if (text := _non_finite(name, value))]
+    if parts:
+        return ExampleFault(" and ".join(parts))
+    if batch is None:
+        return ExampleFault("its loss is NaN or infinite")
+    return ExampleFault("its loss is NaN or infinite, though the example itself is finite")
+
+
+def summary(faults: Mapping[int, ExampleFault], examples: Examples) -> str:
+    """Return how many examples have each kind of fault, with the first positions and details.
+
+    The positions are those in the data set that the task itself opened.
+    """
+    by_kind: dict[str, list[int]] = {}
+    for position, fault in sorted(faults.items()):
+        by_kind.setdefault(fault.kind, []).append(position)
+    lines = []
+    for kind, positions in sorted(by_kind.items(), key=lambda item: -len(item[1])):
+        named = ", ".join(str(own_position(examples, p)) for p in positions[:MAX_NAMED])
+        more = ", ..." if len(positions) > MAX_NAMED else ""
+        lines.append(f"{len(positions)}: {kind} (position {named}{more})")
+        detail = faults[positions[0]].detail
+        lines += [f"  {line}" for line in detail.splitlines()]
+    return "\n".join(f"  {line}" for line in lines)
+
+
+def own_position(examples: Examples, position: int) -> int:
+    """Return an example's position in the data set of which ``examples`` may be a subset."""
+    while isinstance(examples, SubsetView | Subset):
+        if isinstance(examples, SubsetView):
+            position, examples = int(examples.positions[position]), examples.whole
+        else:
+            position, examples = examples.indices[position], examples.dataset  # type: ignore[assignment]
+    return position
+
+
+def _parts(batch: Any, name: str = "the example") -> Iterable[tuple[str, Tensor]]:
+    """Yield a batch's tensors, each with what it is; of a pair the input and the target."""
+    if isinstance(batch, Tensor):
+        yield name, batch
+    elif isinstance(batch, np.ndarray) and batch.dtype.kind in "fc":
+        yield name, torch.from_numpy(batch)
+    elif isinstance(batch, Mapping):
+        for key, value in batch.items():
+            yield from _parts(value, f"its {key!r}")
+    elif isinstance(batch, list | tuple):
+        names = (
+            ("its input", "its target")
+            if len(batch) == 2
+            else [f"its element {at}" for at in range(len(batch))]
+        )
+        for one, value in zip(names, batch, strict=True):
+            yield from _parts(value, one)
+
+
+def _non_finite(name: str, values: Tensor) -> str | None:
+    if not values.is_floating_point() and not values.is_complex():
+        return None
+    if values.isnan().any():
+        return f"{name} has a NaN"
+    return None if values.isfinite().all() else f"{name} has an infinity"

@@ -1,0 +1,112 @@
+"""Examples that cannot be trained on are left out and counted; one line a round says why."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from headwater.client.device.hardware import ThisMachine
+from headwater.client.training.accumulation import log_left_out
+from headwater.client.training.context import Identity
+from headwater.client.training.local_update import sum_gradients
+from headwater.client.training.sampler import SamplerState
+from headwater.client.training.trainer import Trainer
+from headwater.common.messages import Plan
+from headwater.common.settings.sources import load
+from headwater.server.rounds.round_row import RoundRow
+from headwater.simulation.run import run_engine
+from tests.tasks import NAN_GRADIENT, NAN_LOSS, RAISES_FORWARD, TwoLayers, examples
+from tests.training_contexts import plan, training_context, whole
+
+GAPS = "tests/stranger_tasks/csv_with_gaps.py"
+
+
+def trained(spec: str, quota: int = 40) -> None:
+    trainer = Trainer(spec, replace_batch_norm=False, check_task=False)
+    device = Identity(name="pi", data=None, part=0, num_parts=1)
+    chosen = Plan(round=3, run_seed=0, model_version=0, quota=quota, micro_batch_size=4)
+    trainer.train(device, ThisMachine(), chosen, SamplerState())
+
+
+def test_a_device_says_once_a_round_how_many_rows_it_left_out_and_why(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    trained(f"{GAPS}:Gaps")
+    (line,) = [record.message for record in caplog.records]
+    assert "pi, round 3: 5 left out of 40 examples" in line
+    assert "4: its input has a NaN (position 0, 10, 20, 30)" in line
+    assert "1: its target has a NaN (position 5)" in line
+
+
+def test_the_line_shows_the_user_s_own_code_that_raised(caplog: pytest.LogCaptureFixture) -> None:
+    trained(f"{GAPS}:Words")
+    (line,) = [record.message for record in caplog.records]
+    assert "1: it raised ValueError (position 7)" in line
+    assert "csv_with_gaps.py" in line
+    assert 'cells = [float(cell) if cell else float("nan")' in line
+    assert "client/training" not in line
+
+
+def test_with_local_steps_there_is_still_one_line_a_round(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    data = examples(24, kinds=[NAN_LOSS, NAN_GRADIENT, RAISES_FORWARD] * 4)
+    context = training_context(TwoLayers(), data)
+    chosen = plan(24, 2, local_steps=6, local_learning_rate=1e-4)
+    local_sum = sum_gradients(chosen, whole(data, 24), context)
+    assert not caplog.records
+    log_left_out(chosen, local_sum.total, context)
+    (line,) = [record.message for record in caplog.records]
+    assert "12 left out of 24" in line
+    assert "4: its gradient is NaN or infinite, though its loss is finite" in line
+
+
+class NowAndThen(Dataset[tuple[torch.Tensor, ...]]):
+    """Every seventh answer has a NaN, whatever is asked for."""
+
+    def __init__(self) -> None:
+        self.data, self.num_answers = examples(12), 0
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, position: int) -> tuple[torch.Tensor, ...]:
+        inputs, target, kind = self.data[position]
+        self.num_answers += 1
+        return (inputs * torch.nan if self.num_answers == 7 else inputs), target, kind
+
+
+def test_a_micro_batch_with_a_nan_now_and_then_is_fetched_again_and_none_is_left_out() -> None:
+    data = NowAndThen()
+    context = training_context(TwoLayers(), data)  # type: ignore[arg-type]
+    total = sum_gradients(plan(12, 4), whole(data.data, 12), context).total
+    assert total.num_examples == 12
+    assert not total.refused
+
+
+@pytest.mark.parametrize("masks", [{}, {"secure.aggregation": "semi-honest"}])
+def test_the_round_s_row_and_one_log_line_have_the_number_left_out(
+    masks: dict[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    rows: list[RoundRow] = []
+    overrides = {
+        "task": f"{GAPS}:Gaps",
+        "rounds": 2,
+        "threads": 1,
+        "simulation.clients": 3,
+        "plan.accumulation_steps": 10,
+        "plan.micro_batch_size": 4,
+        "optimizer.learning_rate": 1e-4,
+        "check_task": False,
+        **masks,
+    }
+    with caplog.at_level(logging.WARNING, "headwater.server"):
+        run_engine(load(None, overrides), on_round=rows.append, resume=False)
+    assert [row.num_examples_left_out for row in rows] == [15, 15]
+    lines = [one.message for one in caplog.records if one.name.startswith("headwater.server")]
+    assert [line.partition(" on ")[0].partition(";")[0] for line in lines] == [
+        f"round {n}: 15 left out of 120 examples" for n in (1, 2)
+    ]
