@@ -10,6 +10,7 @@ import typer
 from headwater.client import commands
 from headwater.common.settings.flags import PlainCommand, SettingsCommand
 from headwater.common.system.command_line import Config, LogFormat, Verbose, new_app, read_settings
+from headwater.common.system.stop_signals import interrupt_at_stop_signals
 
 DEVICE_FOLDER = Path("headwater-device")  # the default of ``join``
 
@@ -91,6 +92,7 @@ def join(
 
 def main() -> None:
     """Run the command."""
+    interrupt_at_stop_signals()
     app()
 
 

@@ -17,6 +17,7 @@ from headwater.common.system.command_line import (
     new_app,
     read_settings,
 )
+from headwater.common.system.stop_signals import interrupt_at_stop_signals
 
 app = new_app("headwater-server")
 
@@ -206,6 +207,7 @@ def _order(out: Path, verb: Literal["pause", "resume", "drain"]) -> None:
 
 def main() -> None:
     """Run the command."""
+    interrupt_at_stop_signals()
     app()
 
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import FrameType
 
 import torch
 from flwr.app import Context, RecordDict
@@ -56,9 +54,9 @@ def serve_run(
     ``command`` is the one that continues the run if it is drained; ``long_wait_advice`` ends the
     warning about a round that waits long for a device.
 
-    After SIGTERM, Ctrl-C or an error of settings or disk, the streams are closed without a goodbye:
-    the devices keep trying to connect and continue when the server is back. A finished or drained
-    run sends a goodbye.
+    After a KeyboardInterrupt or an error of settings or disk, the streams are closed without a
+    goodbye: the devices keep trying to connect and continue when the server is back. A finished or
+    drained run sends a goodbye.
 
     Raises:
         HeadwaterError: see ``headwater.common.errors``.
@@ -78,10 +76,10 @@ def serve_run(
         credentials=credentials,
         staging_bytes=settings.server.staging_bytes,
         reconnect_seconds=settings.cohort.reconnect_seconds,
+        return_seconds=settings.cohort.return_seconds,
         spool_folder=folder,
         verifier=CertificateVerifier.of(settings.tls, credentials),
     )
-    signal.signal(signal.SIGTERM, _interrupt)
     with ExitStack() as stack:
         control = None
         if folder is not None:
@@ -208,7 +206,3 @@ def _run_position(settings: Settings, *, resume: bool) -> tuple[int, int]:
         if loaded is not None:
             return loaded[0].run_id, loaded[0].round
     return secrets.randbits(62), 0
-
-
-def _interrupt(_: int, __: FrameType | None) -> None:
-    raise KeyboardInterrupt

@@ -10,6 +10,7 @@ import typer
 
 from headwater.common.settings.flags import SettingsCommand, key_values, numbers, overrides
 from headwater.common.system.command_line import Config, Resume, Verbose, new_app, read_settings
+from headwater.common.system.stop_signals import interrupt_at_stop_signals
 
 if TYPE_CHECKING:
     from headwater.common.settings.schema import Settings
@@ -170,6 +171,7 @@ def _print_summary(settings: Settings) -> None:
 
 def main() -> None:
     """Run the command."""
+    interrupt_at_stop_signals()
     app()
 
 

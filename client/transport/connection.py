@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import random
-import signal
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +21,7 @@ from headwater.client.transport.exchange import Exchange, ModelBroken, StreamBro
 from headwater.client.transport.leaving import LeavePolicy
 from headwater.client.transport.stream import WRITE_ERRORS, ClientStream
 from headwater.common.errors import ConnectionLost, CorruptUpdate, ProtocolMismatch
+from headwater.common.system.stop_signals import StopRequests, at_stop_signals
 from headwater.common.transport.limits import CHANNEL_OPTIONS, PROTOCOL_VERSION, STREAM_METHOD
 from headwater.common.transport.wire_pb2 import ClientFrame, Hello
 
@@ -75,11 +74,7 @@ class Connection:
         return self._stopping.is_set()
 
     def stop(self) -> None:
-        """Stop gracefully: send what is summed so far, then close. A second call stops at once."""
-        if self._stopping.is_set():
-            log.warning("second request to stop: stopping at once, nothing more is sent")
-            logging.shutdown()
-            os._exit(130)
+        """Stop gracefully: send what is summed so far, then close."""
         log.warning("stopping: what is summed so far is sent; stop again to end at once")
         self._stopping.set()
         self._node.interrupt()
@@ -263,15 +258,16 @@ class RetryPolicy:
 
 
 async def stay_connected(connection: Connection, *, stay: bool) -> None:
-    """Run a connection until its run has ended, or forever with ``stay``; SIGTERM ends it.
+    """Run a connection until its run has ended, or forever with ``stay``; a stop signal ends it.
 
     Raises:
         HeadwaterError: see ``Connection.run``.
     """
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, connection.stop)
-    await connection.run()
-    while stay and not connection.is_stopping:
-        await asyncio.sleep(FIRST_BACKOFF_SECONDS)
+    # Not by the loop's add_signal_handler, which Windows lacks.
+    requests = StopRequests(lambda: loop.call_soon_threadsafe(connection.stop))
+    with at_stop_signals(requests):
         await connection.run()
+        while stay and not connection.is_stopping:
+            await asyncio.sleep(FIRST_BACKOFF_SECONDS)
+            await connection.run()

@@ -11,14 +11,12 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
-import signal
 import tempfile
 import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 
 import tomli_w
 from flwr.app import Context, Message, RecordDict
@@ -28,6 +26,7 @@ from headwater.client.app import client_app
 from headwater.common.errors import SettingsError, WorkerDied
 from headwater.common.flower.grid import CLIENT_APP_FAILED, Run, simulate_on_ray
 from headwater.common.settings.schema import Settings
+from headwater.common.system.stop_signals import StopRequests, at_stop_signals, interrupt
 from headwater.server.app import server_app
 from headwater.server.rounds.observer import Observer
 from headwater.server.rounds.round_loop import NO_OBSERVER, OnRound
@@ -130,26 +129,17 @@ def _interrupt_in_order(app: _WatchedServerApp) -> Iterator[None]:
     """On Ctrl-C stop the ServerApp, then Flower's workers, and then raise KeyboardInterrupt.
 
     Raised immediately, it makes Flower shut Ray down while threads wait for Ray's replies, and one
-    of these threads then blocked the process for ever. A second Ctrl-C is raised immediately.
+    of these threads then blocked the process for ever. A second request is raised immediately.
     """
-    default = signal.default_int_handler
-    is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or signal.getsignal(signal.SIGINT) is not default:
-        yield
-        return
     was_interrupted = False
 
-    def interrupt(_: int, __: FrameType | None) -> None:
+    def stop() -> None:
         nonlocal was_interrupted
         was_interrupted = True
-        signal.signal(signal.SIGINT, default)
         app.request_stop()
 
-    signal.signal(signal.SIGINT, interrupt)
-    try:
+    with at_stop_signals(StopRequests(stop, interrupt)):
         yield
-    finally:
-        signal.signal(signal.SIGINT, default)
     if was_interrupted:
         raise KeyboardInterrupt
 

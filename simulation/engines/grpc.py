@@ -8,7 +8,6 @@ model has the same bits as with ``--compute one-by-one``.
 
 from __future__ import annotations
 
-import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -56,7 +55,7 @@ def run_on_grpc(
     check_engine(settings)
     listen = settings.server.model_copy(update={"listen": "127.0.0.1:0"})
     settings = settings.model_copy(update={"server": listen, "threads": settings.threads or 1})
-    with _client_folder(settings) as folder, _sigterm_restored():
+    with _client_folder(settings) as folder:
         shared_round = SharedRound(folder / ROUND, is_new=True)
         with ClientProcesses(settings, folder) as clients:
 
@@ -121,13 +120,3 @@ def _client_folder(settings: Settings) -> Iterator[Path]:
     except OSError as error:
         raise StateError(f"cannot write {folder}: {error.strerror}") from error
     yield folder
-
-
-@contextmanager
-def _sigterm_restored() -> Iterator[None]:
-    """Restore this process's SIGTERM handler, which the server replaces."""
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,107 @@
+"""Requests to stop the process: SIGTERM and Ctrl-C, and Ctrl-Break on Windows.
+
+A signal within a second of a request repeats it: ``timeout`` sends two, one to the process and one
+to its group, and a terminal or a service manager may add its own. The second one used to interrupt
+the orderly end that the first had begun. A later signal is a new request, which ends the process at
+once.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+REPEAT_SECONDS = 1.0
+STOP_SIGNALS = tuple(
+    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGBREAK") if hasattr(signal, name)
+)
+STOPPED_STATUS = 130
+
+
+class StopRequests:
+    """A signal handler that calls ``stop`` at the first request and ``again`` at each later one.
+
+    | seconds since the last request of this process | calls |
+    | --- | --- |
+    | there was none | ``stop`` |
+    | less than 1 | nothing, even if another handler took that request |
+    | 1 or more | ``again`` |
+    """
+
+    _requested_at: float | None = None  # of the class: one process has one sequence of requests
+
+    def __init__(
+        self,
+        stop: Callable[[], object],
+        again: Callable[[], object] | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``again`` is ``end_at_once`` by default."""
+        self._stop = stop
+        self._again = end_at_once if again is None else again
+        self._clock = clock
+        self._is_stopping = False
+
+    def __call__(self, *_: object) -> None:
+        """Handle a signal."""
+        now, before = self._clock(), StopRequests._requested_at
+        if before is not None and now - before < REPEAT_SECONDS:
+            return
+        StopRequests._requested_at = now
+        if self._is_stopping:
+            self._again()
+            return
+        self._is_stopping = True
+        self._stop()
+
+
+def interrupt() -> None:
+    """Raise KeyboardInterrupt, as Python does at Ctrl-C."""
+    raise KeyboardInterrupt
+
+
+def end_at_once() -> None:
+    """End the process without any further step."""
+    log.warning("second request to stop: ending at once, nothing more is sent or stored")
+    logging.shutdown()
+    os._exit(STOPPED_STATUS)
+
+
+def interrupt_at_stop_signals() -> None:
+    """Raise KeyboardInterrupt at a stop signal until the process ends; for a command's ``main``."""
+    _install(StopRequests(interrupt))
+
+
+@contextmanager
+def at_stop_signals(requests: StopRequests) -> Iterator[None]:
+    """Let ``requests`` handle the stop signals; only the main thread of a process can do so.
+
+    An ignored signal stays ignored: a shell without job control starts background processes so.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = _install(requests)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _install(requests: StopRequests) -> dict[signal.Signals, Any]:
+    """Set the handler of each stop signal that is not ignored; return the handlers before."""
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    known = {n: handler for n, handler in before.items() if handler not in (signal.SIG_IGN, None)}
+    for number in known:
+        signal.signal(number, requests)
+    return known
