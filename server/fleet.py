@@ -116,12 +116,14 @@ class Fleet(Protocol):
         *,
         vector: bytes | None = None,
         reply_bytes: int = 0,
+        num_needed: int = 0,
         timeout_seconds: float | None,
     ) -> Iterator[Reply | Dropout]:
         """Send one phase's requests of a secure session, and yield each reply as it arrives.
 
         ``vector`` is sent with every request; ``reply_bytes`` come with every reply and are valid
-        until the next reply is requested.
+        until the next reply is requested. With fewer than ``num_needed`` replies the session would
+        be aborted, so a lost connection is awaited for longer.
         """
         ...
 

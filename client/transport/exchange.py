@@ -163,6 +163,15 @@ class Exchange:
         if fault.message_id == self._message_id:
             self._abort()
 
+    def forget(self) -> None:
+        """Abort the instruction in progress, because the server does not remember it."""
+        if self._message_id:
+            log.warning(
+                "the server no longer waits for what this device was doing; a later round uses "
+                "the same examples"
+            )
+            self._abort()
+
     async def end(self) -> None:
         """Abort the instruction and wait until the vector and the model are free again."""
         self._abort()

@@ -82,6 +82,8 @@ class ClientStream:
         """
         async with asyncio.timeout(CONNECT_SECONDS):
             welcome = await self._say_hello(hello)
+        if hello.session and hello.session != welcome.session:
+            self.exchange.forget()  # another server, or one that gave this device up
         self.session = welcome.session
         self.node.enter(welcome.run_id)
         self.node.counters.connected()

@@ -93,6 +93,12 @@ class HeadwaterGrid(Grid):
     def expect_vector(self, message_type: str, num_bytes: int) -> None:
         """Set the vector's bytes in each reply to messages of a type."""
 
+    def expect_replies(self, num_needed: int) -> None:
+        """Set the number of replies to ``send_and_receive`` below which a round would be aborted.
+
+        Until then, a grid over a network waits longer for nodes that lost their connection.
+        """
+
     def name_of(self, node_id: int) -> str | None:
         """Return the name that a node proved or claimed when it connected; None if unknown."""
         return None

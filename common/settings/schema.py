@@ -160,8 +160,13 @@ class CohortSettings(Branch):
         "in so many rounds",
         "--invite-within",
     )
+    return_seconds: Seconds = setting(
+        5.0,
+        "how long a round waits for clients that lost their connection, once all others are done",
+        on="",
+    )
     reconnect_seconds: Seconds = setting(
-        60.0, "how long a client that lost its connection in a round may take to return", on=""
+        60.0, "the same while the round has too few updates; and how long a stream may stall", on=""
     )
 
 

@@ -50,8 +50,10 @@ class GridFleet:
         self._registration = Registration(grid)
         self._reports: dict[str, DeviceReport] = {}
         self._flower_bytes_up = self._flower_bytes_down = 0
+        self._min_clients = 0
 
     def describe(self, request: DescribeRequest, *, min_clients: int) -> ConnectedClients:
+        self._min_clients = min_clients
         if self._own is not None:
             self._own.expect(request)
         next_notice = time.monotonic() + FIRST_NOTICE_SECONDS
@@ -96,6 +98,7 @@ class GridFleet:
             _check_in_time(update.report, timeout_seconds)
             return update
 
+        self._expect_replies(self._min_clients)
         return self._send_model("train", plans, image, timeout_seconds, read)
 
     def converse(
@@ -105,6 +108,7 @@ class GridFleet:
         *,
         vector: bytes | None = None,
         reply_bytes: int = 0,
+        num_needed: int = 0,
         timeout_seconds: float | None,
     ) -> Iterator[Reply | Dropout]:
         def read(_: str, content: RecordDict) -> Reply:
@@ -114,6 +118,7 @@ class GridFleet:
         message_type = f"query.{phase.action}"
         if self._own is not None:
             self._own.expect_vector(message_type, reply_bytes)
+        self._expect_replies(num_needed)
         array = None if vector is None else records.flat_array(vector, dtype="float32")
         contents = {name: records.content_of(request, array) for name, request in requests.items()}
         return self._send(message_type, contents, phase.action, timeout_seconds, read)
@@ -124,7 +129,12 @@ class GridFleet:
         def read(_: str, content: RecordDict) -> EvaluateReport:
             return records.read(content, EvaluateReport)
 
+        self._expect_replies(0)
         return self._send_model("evaluate", plans, image, timeout_seconds, read)
+
+    def _expect_replies(self, num_needed: int) -> None:
+        if self._own is not None:
+            self._own.expect_replies(num_needed)
 
     def _send_model(
         self,

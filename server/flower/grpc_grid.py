@@ -41,6 +41,7 @@ class GrpcGrid(HeadwaterGrid):
         self._sent: dict[str, Message] = {}
         self._update_bytes = 0
         self._reply_bytes: dict[str, int] = {}
+        self._num_needed = 0
         self._turn_seconds: float | None = None
 
     def num_bytes(self) -> tuple[int, int]:
@@ -62,6 +63,9 @@ class GrpcGrid(HeadwaterGrid):
     def expect_vector(self, message_type: str, num_bytes: int) -> None:
         self._reply_bytes[message_type] = num_bytes
 
+    def expect_replies(self, num_needed: int) -> None:
+        self._num_needed = num_needed
+
     def name_of(self, node_id: int) -> str | None:
         return self._servicer.name_of(node_id)
 
@@ -69,10 +73,14 @@ class GrpcGrid(HeadwaterGrid):
         self._servicer.refuse(node_id, error)
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        return self._push(messages, num_needed=None)
+
+    def _push(self, messages: Iterable[Message], *, num_needed: int | None) -> list[str]:
         pushed = {ensure_message_id(message): message for message in messages}
         self._sent |= pushed
         self._servicer.send_instructions(
-            [self._instruction(message_id, message) for message_id, message in pushed.items()]
+            [self._instruction(message_id, message) for message_id, message in pushed.items()],
+            num_needed=num_needed,
         )
         return list(pushed)
 
@@ -91,7 +99,8 @@ class GrpcGrid(HeadwaterGrid):
         self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> Iterator[Message]:
         end = None if timeout is None else time.monotonic() + timeout
-        awaited = {id_: self._recipient(id_) for id_ in self.push_messages(messages)}
+        pushed = self._push(messages, num_needed=self._num_needed)
+        awaited = {id_: self._recipient(id_) for id_ in pushed}
         device_records = self._servicer.device_records
         device_records.set_awaited(awaited.values())
         try:
@@ -111,7 +120,7 @@ class GrpcGrid(HeadwaterGrid):
                     self._measure_turn(time.monotonic() - begun)
         finally:
             device_records.set_awaited([])
-            self._servicer.cancel(list(awaited))
+            self._servicer.end_exchange(list(awaited))
             for message_id in awaited:
                 self._sent.pop(message_id, None)
 

@@ -135,21 +135,25 @@ class SignPhase:
         )
         return replace(self, signed={**self.signed, sender: signed.signature})
 
+    @property
+    def num_needed(self) -> int:
+        """The number of signatures without which the session is aborted."""
+        return signatures_needed(
+            self.session.parameters.threshold,
+            len(self.session.members),
+            corrupted=self.setup.corrupted,
+        )
+
     def close(self) -> UnmaskPhase:
         """Return the phase that asks the signers for shares and passes them all signatures.
 
         Raises:
             TooFewSurvivors: too few signed for the clients to continue, or to remove every mask.
         """
-        needed = signatures_needed(
-            self.session.parameters.threshold,
-            len(self.session.members),
-            corrupted=self.setup.corrupted,
-        )
-        if len(self.signed) < needed:
+        if len(self.signed) < self.num_needed:
             raise TooFewSurvivors(
                 f"{self.setup.number}: {len(self.signed)} devices signed the survivor set, "
-                f"{needed} must"
+                f"{self.num_needed} must"
             )
         dealers = (*self.survived, *self.dropped)
         check_holders(self.session, dealers, present=tuple(self.signed))

@@ -28,7 +28,7 @@ from headwater.server.fleet import Dropout, Fleet
 from headwater.server.secagg.blame import Evidence
 from headwater.server.secagg.encoding_state import EncodingState
 from headwater.server.secagg.key_phases import CheckPhase, DealPhase, open_session
-from headwater.server.secagg.mask_phases import MaskPhase
+from headwater.server.secagg.mask_phases import MaskPhase, SignPhase
 from headwater.server.secagg.parameters import SessionSetup
 from headwater.server.secagg.unmask_phase import UnmaskedSum, UnmaskPhase
 
@@ -180,6 +180,7 @@ def _exchange(
         requests,
         vector=bounds.tobytes() if is_masking and bounds is not None else None,
         reply_bytes=state.total.vector_P.nbytes if is_masking else 0,
+        num_needed=_num_needed(state, len(requests)),
         timeout_seconds=phase_seconds,
     )
     for reply in replies:
@@ -200,3 +201,13 @@ def _exchange(
     if close_replies is not None:
         close_replies()  # cancels the requests that are still open
     return state
+
+
+def _num_needed(state: Any, num_requests: int) -> int:
+    """Return the number of replies without which a phase, or the next one, aborts the session."""
+    if isinstance(state, SignPhase):
+        return state.num_needed
+    if isinstance(state, UnmaskPhase):
+        return num_requests  # ``run_session`` ends the phase as soon as it has enough
+    setup: SessionSetup = state.setup
+    return max(setup.least_members, setup.least_survivors(num_requests))

@@ -16,6 +16,7 @@ import time
 from urllib.parse import unquote
 
 from headwater.common.errors import (
+    ConnectionLost,
     HeadwaterError,
     IdentityRefused,
     ModelMismatch,
@@ -30,6 +31,8 @@ from headwater.server.transport.rate_limit import FrameLimit, RateLimit, subscri
 from headwater.server.transport.session import DeviceSession, Stream, node_id_of
 
 log = logging.getLogger(__name__)
+
+MAX_STARTS_OVER = 5  # in one round
 
 
 class Admission:
@@ -113,6 +116,7 @@ class Admission:
         if certificate is not None:
             self._connections.verifier.end_renewed(certificate)
         self._attach(session, stream, hello, has_displaced=has_displaced)
+        self._continue(session, resumes=resumes)
         return session
 
     def _check(self, hello: Hello, certificate: PeerCertificate | None) -> None:
@@ -190,6 +194,24 @@ class Admission:
         session.record = self._connections.device_records.note_connected(session.name)
         if self.is_paused:
             self._connections.downloads.send(session, ServerFrame(notice=Notice(is_paused=True)))
-        if session.instruction is not None:
-            self._connections.downloads.send_instruction(session, session.instruction)
         log.info("%s connected from %s", session.name, stream.peer())
+
+    def _continue(self, session: DeviceSession, *, resumes: bool) -> None:
+        """Send what a device that returns has missed: its instruction, or that its round closed.
+
+        A device that starts over again and again, for example because the kernel kills it for lack
+        of memory each time, is in this round no longer.
+        """
+        instruction, downloads = session.instruction, self._connections.downloads
+        if session.missed is not None and resumes:
+            downloads.send(session, session.missed)
+        session.missed = None
+        if instruction is None:
+            return
+        if not resumes or downloads.lacks_model(session, instruction):
+            session.num_starts_over += 1
+        if session.num_starts_over > MAX_STARTS_OVER:
+            text = f"{session.name} started this round's work over {MAX_STARTS_OVER} times"
+            self._connections.uploads.fail(session, ConnectionLost(text))
+            return
+        downloads.send_instruction(session, instruction)

@@ -41,6 +41,11 @@ class Downloads:
             write = partial(self._write_instruction, session, instruction, session.stream)
             session.outbox.put_nowait(write)
 
+    def lacks_model(self, session: DeviceSession, instruction: DeviceInstruction) -> bool:
+        """Return whether the instruction needs a model that the device does not have."""
+        is_needed = instruction.image is not None and self._image is not None
+        return is_needed and self._image is not None and session.image_id != self._image[0]
+
     async def write(
         self, stream: Stream, frame: ServerFrame, session: DeviceSession | None = None
     ) -> None:

@@ -1,13 +1,13 @@
 """Serves the devices' gRPC streams: sends them instructions and receives their replies.
 
 One event loop in a thread of its own serves all streams. The rounds call ``send_instructions`` and
-``cancel``, and read the queue ``arrivals``. ``server.transport.stream`` serves one stream,
+``end_exchange``, and read the queue ``arrivals``. ``server.transport.stream`` serves one stream,
 ``admission`` checks it, ``uploads`` receives replies, ``downloads`` sends, and ``watchdog`` ends
 streams that hang. A faulty device or upload is refused by a named error before any of its data
 reaches the sum.
 
-A device that loses its connection may return with its session's token within ``reconnect_seconds``:
-its instruction is still open, and its upload continues after the last received byte.
+A device that loses its connection may return with its session's token: its instruction is still
+open, and its upload continues after the last received byte. ``watchdog`` decides how long.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from headwater.server.transport.listener import HealthService, Listener
 from headwater.server.transport.session import (
     Arrival,
     DeviceInstruction,
+    OpenExchange,
     Sessions,
     Stream,
     Work,
@@ -58,6 +59,7 @@ class Servicer:
         credentials: Credentials | None,
         staging_bytes: int,
         reconnect_seconds: float,
+        return_seconds: float,
         spool_folder: Path | None = None,
         verifier: CertificateVerifier | None = None,
         device_records: DeviceRecords | None = None,
@@ -84,7 +86,9 @@ class Servicer:
             self._connections, run_id=run_id, has_tls=credentials is not None
         )
         self._streams = Streams(self._connections, self._admission)
-        self._watchdog = Watchdog(self._connections, reconnect_seconds=reconnect_seconds)
+        self._watchdog = Watchdog(
+            self._connections, reconnect_seconds=reconnect_seconds, return_seconds=return_seconds
+        )
         self._is_closing = False
         self._health = HealthService()
         self._listener: Listener | None = None
@@ -156,14 +160,21 @@ class Servicer:
             return False
         return responded.wait(within_seconds)
 
-    def send_instructions(self, instructions: Sequence[DeviceInstruction]) -> None:
-        """Send instructions; their outcomes arrive in ``arrivals``."""
-        self._call(self._send_instructions(instructions))
+    def send_instructions(
+        self, instructions: Sequence[DeviceInstruction], *, num_needed: int | None = None
+    ) -> None:
+        """Send instructions; their outcomes arrive in ``arrivals``.
 
-    def cancel(self, message_ids: Sequence[str]) -> None:
-        """Cancel instructions whose replies the round awaits no longer."""
+        ``num_needed`` is set if a round awaits the replies together, until ``end_exchange``. Then a
+        device that loses its connection is awaited for as long as others work, and for longer than
+        ``return_seconds`` only while fewer than ``num_needed`` have replied.
+        """
+        self._call(self._send_instructions(instructions, num_needed))
+
+    def end_exchange(self, message_ids: Sequence[str]) -> None:
+        """End the exchange, and cancel the instructions whose replies are awaited no longer."""
         if not self._is_closing:
-            self._call(self._cancel(set(message_ids)))
+            self._call(self._end_exchange(set(message_ids)))
 
     def refuse(self, node_id: int, error: HeadwaterError) -> None:
         """End a device's session, and refuse the session until the server ends."""
@@ -208,8 +219,15 @@ class Servicer:
             self._listener.note_stream(stream.peer())
         await self._streams.serve(stream)
 
-    async def _send_instructions(self, instructions: Sequence[DeviceInstruction]) -> None:
+    async def _send_instructions(
+        self, instructions: Sequence[DeviceInstruction], num_needed: int | None
+    ) -> None:
         await self._downloads.set_model(instructions)
+        if num_needed is not None:
+            self._uploads.exchange = OpenExchange(
+                message_ids=frozenset(one.message_id for one in instructions),
+                num_needed=num_needed,
+            )
         for one in instructions:
             session = self._sessions.get(one.node_id)
             if session is None:
@@ -219,11 +237,12 @@ class Servicer:
                 )
                 continue
             self._uploads.cancel(session)
-            session.instruction = one
+            session.instruction, session.num_starts_over = one, 0
             session.frame_limit.grant_reply(one.reply_bytes)
             self._downloads.send_instruction(session, one)
 
-    async def _cancel(self, message_ids: set[str]) -> None:
+    async def _end_exchange(self, message_ids: set[str]) -> None:
+        self._uploads.exchange = None
         for session in self._sessions.values():
             if session.instruction is not None and session.instruction.message_id in message_ids:
                 self._uploads.cancel_late(session)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from headwater.common.errors import HeadwaterError
-from headwater.common.transport.wire_pb2 import Reply
+from headwater.common.transport.wire_pb2 import Reply, ServerFrame
 from headwater.server.enrolment.peer_certificates import PeerCertificate
 from headwater.server.transport.device_records import DeviceRecord
 from headwater.server.transport.rate_limit import FrameLimit
@@ -41,6 +41,16 @@ class DeviceInstruction:
     """The exact length of the vector in the reply."""
     vector: bytes = b""
     """A vector small enough to travel in the instruction's own frame."""
+
+
+@dataclass(kw_only=True, slots=True)
+class OpenExchange:
+    """Instructions that a round awaits together: its plans, or one phase of its secure session."""
+
+    message_ids: frozenset[str]
+    num_needed: int
+    """With fewer replies the round would be aborted."""
+    num_replies: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,6 +87,10 @@ class DeviceSession:
     """Of the current stream."""
     instruction: DeviceInstruction | None = None
     """The instruction whose reply is awaited."""
+    num_starts_over: int = 0
+    """How often the device came back to this instruction without its model, or as a new process."""
+    missed: ServerFrame | None = None
+    """The error that the device is sent when it returns: its round closed while it was away."""
     cancelled: deque[str] = field(default_factory=lambda: deque(maxlen=MAX_CANCELLED))
     """Message ids of cancelled instructions; a reply to one may cross the cancellation."""
     reply: Reply | None = None

@@ -56,6 +56,7 @@ class StagedUpload:
         self.num_bytes = num_bytes
         self.sha256 = sha256
         self.received = 0
+        self._num_starts = self._started_at = 0
         self._memory = memory
         self._digest = hashlib.sha256()
         self._data: bytearray | mmap.mmap = bytearray()
@@ -66,6 +67,12 @@ class StagedUpload:
             self._data = mmap.mmap(-1, num_bytes) if num_bytes else bytearray()
         else:
             self._spool = _spool(num_bytes, memory.spool_folder)
+
+    def note_start(self) -> int:
+        """Note that the upload starts or continues; return how often it did so at this byte."""
+        self._num_starts = 1 + (self._num_starts if self.received == self._started_at else 0)
+        self._started_at = self.received
+        return self._num_starts
 
     def add(self, offset: int, data: bytes) -> None:
         """Append the next chunk.

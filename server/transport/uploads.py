@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from headwater.common.errors import (
+    ConnectionLost,
     CorruptUpdate,
     HeadwaterError,
     LateUpdate,
@@ -26,7 +27,7 @@ from headwater.common.errors import (
 )
 from headwater.common.transport.limits import CHUNK_BYTES, MAX_REPLY_HEAD_BYTES, RECEIPT_EVERY_BYTES
 from headwater.common.transport.wire_pb2 import Chunk, Fault, Receipt, Reply, ServerFrame
-from headwater.server.transport.session import Arrival, DeviceSession
+from headwater.server.transport.session import Arrival, DeviceSession, OpenExchange
 from headwater.server.transport.staging import StagedUpload, StagingMemory
 
 log = logging.getLogger(__name__)
@@ -35,6 +36,8 @@ MAX_UPLOADS = 16
 # Below this rate an upload has little in flight: less than gRPC's smallest window.
 SLOW_BYTES_PER_SECOND = CHUNK_BYTES
 SLOW_AFTER_SECONDS = 3.0
+# An upload that breaks off so often without a further byte is given up.
+MAX_STARTS = 10
 
 Send = Callable[[DeviceSession, ServerFrame], None]
 
@@ -55,6 +58,8 @@ class Uploads:
     ) -> None:
         self.arrivals: queue.SimpleQueue[Arrival] = queue.SimpleQueue()
         self.refusals: Counter[str] = Counter()
+        self.exchange: OpenExchange | None = None
+        """The instructions that a round awaits now."""
         self._memory = memory
         self._send = send
         self._max_uploads = max_uploads
@@ -125,6 +130,10 @@ class Uploads:
                 self.reject(session, error)
                 return
         received = session.upload.received
+        if session.upload.note_start() > MAX_STARTS:
+            text = f"{session.name}: its upload broke off {MAX_STARTS} times at byte {received:,}"
+            self.reject(session, LateUpdate(text))
+            return
         session.heard_at = now
         self._started[session] = UploadStart(at=now, from_bytes=received)
         self._send(session, _receipt(reply.message_id, received))
@@ -157,6 +166,8 @@ class Uploads:
             self.reject(session, CorruptUpdate(f"{session.name}: {error}"))
             return
         session.upload, session.reply, session.instruction = None, None, None
+        if self.exchange is not None and instruction.message_id in self.exchange.message_ids:
+            self.exchange.num_replies += 1
         self._send(session, _receipt(reply.message_id, upload.num_bytes, is_done=True))
         self.arrivals.put(
             Arrival(
@@ -187,9 +198,25 @@ class Uploads:
     def cancel_late(self, session: DeviceSession) -> None:
         """Cancel the session's instruction because its round has closed; notify the device."""
         if session.instruction is not None:
-            late = LateUpdate(f"{session.name}: the round closed before its update arrived")
-            self._send(session, fault_frame(late, session.instruction.message_id))
+            if session.stream is None:
+                self._note_missed(session, session.instruction.message_id)
+            else:
+                late = LateUpdate(f"{session.name}: the round closed before its update arrived")
+                self._send(session, fault_frame(late, session.instruction.message_id))
             self.cancel(session)
+
+    def fail_lost(self, session: DeviceSession, error: ConnectionLost) -> None:
+        """Stop waiting for a device without a connection, which is notified when it returns."""
+        if session.instruction is not None:
+            self._note_missed(session, session.instruction.message_id)
+            self.fail(session, error)
+
+    def _note_missed(self, session: DeviceSession, message_id: str) -> None:
+        late = LateUpdate(
+            f"{session.name}: the round closed while it was disconnected; a later round uses its "
+            "examples"
+        )
+        session.missed = fault_frame(late, message_id)
 
     def cancel(self, session: DeviceSession) -> None:
         """Stop waiting for the session's reply; the caller sends the device the reason."""

@@ -150,6 +150,7 @@ class LocalFleet:
         *,
         vector: bytes | None = None,
         reply_bytes: int = 0,
+        num_needed: int = 0,
         timeout_seconds: float | None,
     ) -> Iterator[Reply | Dropout]:
         raise NotImplementedError("masked rounds run on messages (headwater.simulation.run)")

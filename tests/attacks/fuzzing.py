@@ -302,6 +302,7 @@ class Conversations:
             verifier=CertificateVerifier.of(TlsSettings(), None),
             staging_bytes=1 << 20,
             reconnect_seconds=60.0,
+            return_seconds=5.0,
         )
         self.servicer.require_layout(layout_digest())
 
@@ -346,7 +347,7 @@ class Conversations:
             image=None,
             reply_bytes=len(VECTOR),
         )
-        await self.servicer._send_instructions([instruction])
+        await self.servicer._send_instructions([instruction], None)
 
     def _check_arrivals(self) -> None:
         with contextlib.suppress(queue.Empty):

@@ -96,6 +96,7 @@ async def serving(
     rounds: int = 1,
     min_clients: int = 1,
     reconnect_seconds: float = 30.0,
+    return_seconds: float = 5.0,
     silent_seconds: float = 30.0,
     deadline: float | None = None,
     on_devices: bool = False,
@@ -130,6 +131,7 @@ async def serving(
         verifier=verifier,
         staging_bytes=1 << 20,
         reconnect_seconds=reconnect_seconds,
+        return_seconds=return_seconds,
     )
     servicer.start()
     run = Run(

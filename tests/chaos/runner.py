@@ -172,10 +172,9 @@ class Trial:
         )
         self._file("task.py").write_text(text)
         self.task = f"{self._file('task.py')}:Task"
-        reconnect = 1.0 if self.plan.num_gone else 90.0
         self._file("settings.toml").write_text(
             "[optimizer.arguments]\nmomentum = 0.9\n"
-            f"[cohort]\nreconnect_seconds = {reconnect}\nmax_aborted_rounds = 1000\n"
+            "[cohort]\nreconnect_seconds = 90.0\nmax_aborted_rounds = 1000\n"
         )
         self._tls = self._file("certificates") if self.scenario.has_tls else None
         if self._tls is not None:

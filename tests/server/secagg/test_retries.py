@@ -277,6 +277,7 @@ class LyingFleet(GridFleet):
         *,
         vector: bytes | None = None,
         reply_bytes: int = 0,
+        num_needed: int = 0,
         timeout_seconds: float | None,
     ) -> Iterator[Reply | Dropout]:
         for reply in super().converse(
@@ -284,6 +285,7 @@ class LyingFleet(GridFleet):
             requests,
             vector=vector,
             reply_bytes=reply_bytes,
+            num_needed=num_needed,
             timeout_seconds=timeout_seconds,
         ):
             said = reply.message if isinstance(reply, Reply) else None

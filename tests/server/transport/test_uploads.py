@@ -39,7 +39,9 @@ def session(number: int) -> DeviceSession:
         image=None,
         reply_bytes=len(VECTOR),
     )
-    return DeviceSession(name=str(number), node_id=number, token=b"", instruction=instruction)
+    return DeviceSession(
+        name=str(number), node_id=number, token=b"", instruction=instruction, stream=object()
+    )
 
 
 def announce(uploads: Uploads, one: DeviceSession) -> None:
