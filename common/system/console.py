@@ -6,11 +6,13 @@ import logging
 import os
 import sys
 import traceback
+from collections.abc import Iterable
 from typing import IO, cast
 
 from rich.console import Console
 from rich.logging import RichHandler
-from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
 
 from headwater.common.errors import HeadwaterError, TaskFailed
 from headwater.common.system.json_logs import Format, JsonFormatter, LineStream
@@ -21,6 +23,7 @@ console = Console(highlight=False, emoji=False)
 stderr = Console(stderr=True, highlight=False, emoji=False)
 # Takes what a command prints, if the log is JSON.
 output_log = logging.getLogger("headwater.command")
+TITLE_WIDTH = 12
 
 
 def show_error(error: HeadwaterError | KeyboardInterrupt) -> int:
@@ -32,9 +35,11 @@ def show_error(error: HeadwaterError | KeyboardInterrupt) -> int:
         fields = {"code": error.code, "remedy": error.remedy}
         output_log.error(error.message, extra={"fields": fields})
     else:
-        stderr.print(f"[bold red]{error.code}[/]: {escape(error.message)}", soft_wrap=True)
+        shown = Text.assemble((error.code, "bold red"), ": ", _printable_lines(error.message))
+        stderr.print(shown, soft_wrap=True)
         if error.remedy:
-            stderr.print(f"  [bold]remedy[/]: {escape(error.remedy)}", soft_wrap=True)
+            shown = Text.assemble("  ", ("remedy", "bold"), ": ", _printable_lines(error.remedy))
+            stderr.print(shown, soft_wrap=True)
     return error.exit_status
 
 
@@ -47,7 +52,7 @@ def show_fault(error: Exception) -> int:
     if any(is_users(frame.filename) for frame in user_frames(error)):
         return show_error(TaskFailed(f"the task failed: {described(error)}"))
     text = "".join(traceback.format_exception(type(error), error, own_traceback(error)))
-    stderr.print(escape(text), soft_wrap=True, end="")
+    stderr.print(Text(_printable_lines(text)), soft_wrap=True, end="")
     stderr.print("this is a fault of headwater, not of your task: please report it", soft_wrap=True)
     return HeadwaterError.exit_status
 
@@ -70,11 +75,64 @@ def start_log(*, verbose: bool, log_format: Format | None = None) -> None:
         console.file = cast(IO[str], LineStream(output_log.info))
         stderr.file = cast(IO[str], LineStream(output_log.warning))
     elif sys.stderr.isatty():
-        handler = RichHandler(console=stderr, show_path=False, markup=False)
+        # Through the console that shows the progress, which then stays below the log.
+        shown_by = console if console.is_terminal else stderr
+        handler = RichHandler(console=shown_by, show_path=False, markup=False)
+        handler.setFormatter(PrintableFormatter("%(message)s"))
     else:
         handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        handler.setFormatter(PrintableFormatter("%(asctime)s %(levelname)s %(message)s"))
     logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, handlers=[handler])
+
+
+def printable(text: object) -> str:
+    r"""Return a text from outside with its control characters as escapes: ESC becomes \x1b.
+
+    A device, a task or a file may choose such a text; on a terminal it must not move the cursor,
+    change colours or begin another line.
+    """
+    return "".join(sign if sign.isprintable() else _escaped(sign) for sign in str(text))
+
+
+def _escaped(sign: str) -> str:
+    return sign.encode("unicode_escape").decode("ascii")
+
+
+def _printable_lines(text: str) -> str:
+    """Return a text of several lines with all other control characters as escapes."""
+    return "\n".join(map(printable, text.split("\n")))
+
+
+def print_text(text: str) -> None:
+    """Print a text as it is; a terminal wraps it between words, elsewhere it stays one line."""
+    console.print(Text(_printable_lines(text)), soft_wrap=not console.is_terminal)
+
+
+def print_titled(rows: Iterable[tuple[str, str]]) -> None:
+    """Print titles with a text each; in a terminal the text wraps in its own column."""
+    if not console.is_terminal:
+        for title, text in rows:
+            line = f"  {title:<{TITLE_WIDTH}}{printable(text)}"
+            console.print(line, soft_wrap=True, markup=False)
+        return
+    table = Table.grid(padding=0)
+    table.add_column(width=TITLE_WIDTH + 2, no_wrap=True)
+    table.add_column(overflow="fold")
+    for title, text in rows:
+        table.add_row(Text(f"  {title}"), Text(printable(text)))
+    console.print(table)
+
+
+class PrintableFormatter(logging.Formatter):
+    """Formats a record as text in which a message cannot pose as another record.
+
+    Control characters become escapes, and the further lines of a message are indented. A traceback
+    stays as it is.
+    """
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's own name
+        record.message = _printable_lines(record.message).replace("\n", "\n    ")
+        return super().formatMessage(record)
 
 
 def _logs_json() -> bool:

@@ -7,10 +7,13 @@ from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
+from rich.text import Text
 
 from headwater.common.errors import SettingsError
-from headwater.common.system.console import console
+from headwater.common.system.console import console, print_text, printable
 from headwater.server.operations.round_log import ROUNDS, read_rows
+
+MAX_NAME_WIDTH = 24  # a longer name continues on the next line
 
 
 def show_plan(folder: Path, *, round_number: int | None, explain: bool) -> None:
@@ -38,9 +41,9 @@ def show_plan(folder: Path, *, round_number: int | None, explain: bool) -> None:
         hint = "" if explain else ": --explain shows why"
         console.print(f"{_devices(len(row['left_out']))} left out as too slow{hint}")
     for name, reason in row["left_out"].items() if explain else ():
-        console.print(f"{name} was left out: {reason}", soft_wrap=True)
+        print_text(f"{name} was left out: {reason}")
     for name, error in row["refused"].items():
-        console.print(f"{name} did not finish: {error}", soft_wrap=True)
+        print_text(f"{name} did not finish: {error}")
 
 
 def plan_table(row: dict[str, Any], *, explain: bool) -> Table:
@@ -50,20 +53,21 @@ def plan_table(row: dict[str, Any], *, explain: bool) -> Table:
         title=f"round {row['round']}: {row['num_clients']} of {row['num_invited']} clients, "
         f"{row['num_examples']} examples, slowest {slowest:.3g} s",
         box=SIMPLE_HEAD,
+        pad_edge=False,
     )
-    table.add_column("device")
+    table.add_column("device", overflow="fold", max_width=MAX_NAME_WIDTH)
     for column in ("examples", "K x size", "seconds", "of slowest"):
-        table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("reason for this plan" if explain else "ended by")
+        table.add_column(column, justify="right", overflow="fold", min_width=len("seconds"))
+    table.add_column("reason for this plan" if explain else "ended by", overflow="fold")
     for client in [*row["clients"], *map(_planned, row.get("masked_clients", []))]:
         share = client["seconds"] / slowest if slowest else 1.0
         table.add_row(
-            client["name"],
+            Text(printable(client["name"])),
             str(client["num_examples"]),
             f"{client['accumulation_steps']} x {client['micro_batch_size']}",
             f"{client['seconds']:.3g}",
             f"{share:.0%}",
-            _reason(client) if explain else client["reason"],
+            Text(printable(_reason(client) if explain else client["reason"])),
         )
     return table
 

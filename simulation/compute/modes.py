@@ -21,7 +21,7 @@ import logging
 from headwater.common.data.batches import UnsupportedBatch
 from headwater.common.errors import SettingsError
 from headwater.common.settings.schema import Settings
-from headwater.common.system.console import console
+from headwater.common.system.console import print_text
 from headwater.simulation.compute.batched import BatchedCompute, VectorsTooLarge
 from headwater.simulation.compute.one_by_one import OneByOne
 from headwater.simulation.compute.worker_pool import WorkerPool, num_workers
@@ -78,4 +78,4 @@ def _one_by_one(settings: Settings, devices: Devices, num_invited: int) -> Compu
 
 
 def _say(how: str) -> None:
-    console.print(f"devices are computed {how}", soft_wrap=True, markup=False, highlight=False)
+    print_text(f"devices are computed {how}")

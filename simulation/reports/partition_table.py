@@ -21,7 +21,7 @@ from headwater.common.data.partition import Column, DisjointPartition
 from headwater.common.data.partition_spec import LABEL
 from headwater.common.errors import MissingColumn, SettingsError
 from headwater.common.settings.schema import Settings
-from headwater.common.system.console import console
+from headwater.common.system.console import console, print_text, printable
 from headwater.common.task import load_task, open_train_examples
 
 # The line describes the first devices; more would take longer and change little.
@@ -105,7 +105,7 @@ def announce_partition(settings: Settings) -> None:
         HeadwaterError: see ``examples_of_devices``.
     """
     text = f"partition {settings.partition.kind}: {partition_line(settings)}"
-    console.print(text, soft_wrap=True, markup=False, emoji=False)
+    print_text(text)
 
 
 def show_partition(settings: Settings) -> None:
@@ -117,13 +117,13 @@ def show_partition(settings: Settings) -> None:
     rule = settings.partition.rule(seed=settings.seed)
     table = Table(box=None, pad_edge=False)
     for title in ("device", "examples", (rule and rule.column) or LABEL):
-        table.add_column(Text(title))
+        table.add_column(Text(printable(title)), overflow="fold")
     for device, one in enumerate(islice(examples_of_devices(settings), MAX_ROWS)):
         shown = ", ".join(
             f"{value}: {count:,}" for value, count in one.by_value[:MAX_VALUES_IN_ROW]
         )
         more = ", ..." if len(one.by_value) > MAX_VALUES_IN_ROW else ""
-        table.add_row(str(device), f"{one.num_examples:,}", Text(shown + more))
+        table.add_row(str(device), f"{one.num_examples:,}", Text(printable(shown + more)))
     console.print(table)
     announce_partition(settings)
 
