@@ -156,8 +156,8 @@ def status(
     """Show the state of a run and of each of its devices.
 
     For each device: when it was last seen, K, memory, temperature, battery, bytes, and why it was
-    refused. Exit status 0: the server runs and its heartbeat is fresh. 1: it does not run, or does
-    not answer.
+    refused. Exit status 0: the server runs and its heartbeat is fresh, or the run is finished. 1:
+    the server has ended before the last round, or it does not answer. 2: there is no run.
     """
     from headwater.common.system.console import console
     from headwater.server.operations import status as status_table
@@ -167,7 +167,7 @@ def status(
         typer.echo(status_table.as_json(state))
     else:
         console.print(status_table.as_table(state, out), soft_wrap=False)
-    raise typer.Exit(0 if state["is_well"] else 1)
+    raise typer.Exit(status_table.exit_status(state))
 
 
 @app.command(cls=PlainCommand)

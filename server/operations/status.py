@@ -2,7 +2,7 @@
 
 It reads the run's folder, so it works whether or not the server runs. It does not import torch,
 because container health checks run it twice a minute. Its exit status is a health check: 0 if the
-server runs and its heartbeat is recent, 1 otherwise.
+server runs and its heartbeat is recent, or if the run is finished; 1 otherwise.
 """
 
 from __future__ import annotations
@@ -19,15 +19,20 @@ from rich.console import Group, RenderableType
 from rich.filesize import decimal
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from headwater.common.errors import SettingsError
+from headwater.common.system.console import printable
 from headwater.common.system.json_logs import rfc3339, to_json_value
 from headwater.server.operations import sqlite_history
 from headwater.server.operations.orders import read_order
 from headwater.server.operations.run_lock import FILE, ServerState, read_server_state
+from headwater.server.operations.sqlite_history import HistorySnapshot
 from headwater.server.transport.device_records import DeviceRecord
 
 MAX_ROWS = 100
+COLUMNS = ("seen", "K", "memory", "heat", "battery", "up", "down")
+MAX_NAME_WIDTH = 24  # a longer name continues on the next line
 ABSENT = "-"
 # A round that has waited this long for a device is reported.
 LONG_WAIT_SECONDS = 60.0
@@ -49,14 +54,16 @@ def read_status(folder: Path, *, now: float | None = None) -> dict[str, Any]:
     state = {} if snapshot is None else snapshot.state
     order = read_order(folder)
     devices = [] if snapshot is None else [_device(one, server, now) for one in snapshot.devices]
+    is_finished = not server.is_up and snapshot is not None and _is_finished(snapshot)
     return {
         "is_up": server.is_up,
+        "is_finished": is_finished,
         "is_well": server.is_well,
         "heartbeat_seconds": server.heartbeat_seconds,
         "pid": server.info.get("pid") if server.is_up else None,
         "address": server.info.get("address") if server.is_up else None,
         "command": server.command,
-        "stands": state.get("stands") if server.is_up else "down",
+        "stands": state.get("stands") if server.is_up else "finished" if is_finished else "down",
         "order": None if order is None or order.verb == "resume" else order.verb,
         "round": state.get("round"),
         "rounds": state.get("rounds"),
@@ -71,6 +78,20 @@ def read_status(folder: Path, *, now: float | None = None) -> dict[str, Any]:
         "num_connected": sum(device["is_connected"] for device in devices),
         "devices": devices,
     }
+
+
+def _is_finished(snapshot: HistorySnapshot) -> bool:
+    """Return whether the last server ended because the run was done, perhaps while it drained."""
+    last = next((one for one in snapshot.events if one["kind"] in ("started", "ended")), None)
+    if last is None or last["kind"] == "started":
+        return False
+    num_done, rounds = snapshot.state.get("round") or 0, snapshot.state.get("rounds") or 0
+    return last["detail"] == "done" or 0 < rounds <= num_done
+
+
+def exit_status(status: dict[str, Any]) -> int:
+    """Return 0 if the server is well or the run is finished, otherwise 1."""
+    return 0 if status["is_well"] or status["is_finished"] else 1
 
 
 def check_run(folder: Path) -> None:
@@ -112,7 +133,7 @@ def as_table(status: dict[str, Any], folder: Path) -> RenderableType:
     parts: list[RenderableType] = [_headline(status, folder)]
     waited = status["awaited_seconds"] or 0.0
     if status["awaited"] and waited >= LONG_WAIT_SECONDS:
-        names = escape(names_text(status["awaited"], status["num_awaited"]))
+        names = escape(printable(names_text(status["awaited"], status["num_awaited"])))
         parts.append(f"it has waited {duration_text(waited)} for {names}")
     last = status["last_round"]
     if last is not None:
@@ -136,6 +157,11 @@ def as_table(status: dict[str, Any], folder: Path) -> RenderableType:
 
 
 def _headline(status: dict[str, Any], folder: Path) -> str:
+    if status["is_finished"]:
+        return (
+            f"[bold green]finished[/]: {status['round']} of {status['rounds']} rounds done, ended "
+            f"{_ago(status['heartbeat_seconds'])}; the model is in {escape(str(folder))}"
+        )
     if not status["is_up"]:
         ago, path = _ago(status["heartbeat_seconds"]), escape(str(folder))
         line = (
@@ -155,12 +181,12 @@ def _headline(status: dict[str, Any], folder: Path) -> str:
 
 
 def _fleet(devices: list[dict[str, Any]]) -> Table:
-    table = Table(box=SIMPLE_HEAD)
-    table.add_column("device", overflow="fold", min_width=6)
-    for column in ("seen", "K", "memory", "heat", "battery", "up", "down"):
-        table.add_column(column, justify="right", no_wrap=True)
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("device", overflow="fold", min_width=6, max_width=MAX_NAME_WIDTH)
+    for column in COLUMNS:
+        table.add_column(column, justify="right", overflow="fold")
     for device in devices:
-        table.add_row(*_cells(device))
+        table.add_row(*map(Text, _cells(device)))
     return table
 
 
@@ -170,7 +196,7 @@ def _cells(device: dict[str, Any]) -> list[str]:
     heat, battery = device["temperature_celsius"], device["battery"]
     mains = "" if device["is_on_battery"] is not True else " in use"
     return [
-        device["name"],
+        printable(device["name"]),
         "connected" if device["is_connected"] else _ago(device["last_seen_seconds"]),
         ABSENT if steps is None else f"{steps} x {size}",
         _memory(peak, limit),
@@ -189,8 +215,8 @@ def _memory(peak: int | None, limit: int | None) -> str:
 
 
 def _refusal(device: dict[str, Any]) -> str:
-    reason = escape(f"{device['refusal_code']}: {device['refusal_text']}")
-    return f"{escape(device['name'])} refused at {device['refused_at']}: {reason}"
+    reason = f"{device['refusal_code']}: {device['refusal_text']}"
+    return escape(printable(f"{device['name']} refused at {device['refused_at']}: {reason}"))
 
 
 def _ago(seconds: float | None) -> str:

@@ -58,7 +58,7 @@ class Operator:
     def status(self) -> dict[str, Any]:
         said = self.say("status", "--json")
         told: dict[str, Any] = json.loads(said.text())
-        assert said.wait() == (0 if told["is_well"] else 1)
+        assert said.wait() == (0 if told["is_well"] or told["is_finished"] else 1)
         return told
 
     def wait_for(self, stands: str) -> dict[str, Any]:
@@ -126,6 +126,7 @@ def test_a_run_is_watched_paused_drained_and_goes_on_exactly(tmp_path: Path) -> 
             process.succeed()
         again.succeed()
         ended = operator.status()
+        assert (ended["stands"], ended["is_up"]) == ("finished", False)
         assert ended["round"] == ended["last_round"]["round"] == num_rounds
         kinds = [event["kind"] for event in reversed(ended["events"])]
         day = ["started", "pause", "resume", "drain", "ended", "started", "ended"]

@@ -115,6 +115,88 @@ def test_status_of_an_ended_server_shows_the_last_heartbeat_and_fails(folder: Pa
     assert "connected" not in text.replace("devices connected", "")
 
 
+def end(folder: Path, *, round_number: int, reason: str) -> None:
+    RunLock(folder).release()
+    history = History(folder)
+    history.write_state({"stands": "ended", "round": round_number, "rounds": 9})
+    history.add_event("started")
+    history.add_event("ended", reason)
+    history.close()
+
+
+@pytest.mark.parametrize(
+    ("round_number", "reason"), [(9, "done"), (9, "drained"), (4, "done")], ids=str
+)
+def test_status_of_a_finished_run_says_finished_and_succeeds(
+    round_number: int, reason: str, folder: Path
+) -> None:
+    """A run may end before its last round because it has reached its goal."""
+    end(folder, round_number=round_number, reason=reason)
+    code, text = run("status", "--out", folder)
+    assert code == 0
+    assert f"finished: {round_number} of 9 rounds done" in text
+    assert "down" not in text.split("device")[0]
+    found = json.loads(CliRunner().invoke(app, ["status", "--json", "--out", str(folder)]).output)
+    assert (found["stands"], found["is_finished"]) == ("finished", True)
+
+
+@pytest.mark.parametrize("reason", ["drained", "stopped", "StateError: the disk is full"])
+def test_a_run_that_ended_early_is_not_finished(reason: str, folder: Path) -> None:
+    end(folder, round_number=4, reason=reason)
+    code, text = run("status", "--out", folder)
+    assert code == 1
+    assert "down: no server runs" in text
+
+
+def test_a_run_that_was_started_again_and_killed_is_not_finished(folder: Path) -> None:
+    end(folder, round_number=9, reason="done")
+    history = History(folder)
+    history.add_event("started")
+    history.close()
+    assert run("status", "--out", folder)[0] == 1
+
+
+def test_the_help_lists_the_exit_statuses_of_status() -> None:
+    text = run("status", "--help")[1]
+    assert "Exit status 0: the server runs" in text
+    assert "or the run is finished" in text
+
+
+def test_the_table_fits_80_columns_and_shows_everything(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(console, "width", 80)
+    name = "kitchen-pi-of-the-third-floor.example.org"
+    history = History(folder)
+    history.write_devices([wide_record(name)])
+    history.close()
+    lines = CliRunner().invoke(app, ["status", "--out", str(folder)]).output.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "…" not in "".join(lines)
+    rows = lines[next(at for at, line in enumerate(lines) if "─" in line) + 1 :]
+    column = rows[0].split()[0]
+    for line in rows[1:]:
+        if len(line.split()) and line.startswith(" ") and column != name:
+            column += line.split()[0]
+    assert column.startswith(name)
+
+
+def wide_record(name: str) -> DeviceRecord:
+    return DeviceRecord(
+        name=name,
+        last_seen=0.0,
+        accumulation_steps=4096,
+        micro_batch_size=65_536,
+        peak_bytes=123_456_789_012,
+        memory_limit_bytes=256_000_000_000,
+        temperature_celsius=61.4,
+        battery=0.83,
+        is_on_battery=True,
+        bytes_up=923_456_789_012,
+        bytes_down=923_456_789_012,
+    )
+
+
 @pytest.mark.parametrize("command", ["status", "drain"])
 def test_a_simulation_over_grpc_is_continued_by_the_simulator(command: str, folder: Path) -> None:
     held = RunLock(folder)
