@@ -53,13 +53,13 @@ def serve(
     listen, metrics = settings.server.listen, settings.server.metrics
     credentials = check_addresses(settings, listen, metrics=metrics)
     from headwater.common.settings.sources import default_out
-    from headwater.server.operations.progress import print_result, print_settings, progress_bar
+    from headwater.server.operations.progress import print_result, print_settings, show_progress
     from headwater.server.serve import serve_run
 
     settings = settings.model_copy(update={"out": settings.out or default_out(settings)})
     print_settings(settings, where=listen)
-    with progress_bar(settings) as on_round:
-        serve_run(settings, credentials, on_round=on_round, resume=resume)
+    with show_progress(settings) as (on_round, observer):
+        serve_run(settings, credentials, on_round=on_round, resume=resume, observer=observer)
     print_result(settings)
 
 

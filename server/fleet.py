@@ -81,6 +81,11 @@ class Traffic:
 class Fleet(Protocol):
     """The clients that a run trains with."""
 
+    @property
+    def has_virtual_clock(self) -> bool:
+        """Whether the clients' seconds are those of a simulator's clock."""
+        ...
+
     def describe(self, request: DescribeRequest, *, min_clients: int) -> ConnectedClients:
         """Wait until ``min_clients`` are connected, and return all that are, with their reports.
 

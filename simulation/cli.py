@@ -131,7 +131,7 @@ def _simulate(settings: Settings, *, resume: bool, is_only_shown: bool) -> None:
     settings = settings.model_copy(
         update={"threads": settings.threads or 1, "out": settings.out or default_out(settings)}
     )
-    from headwater.server.operations.progress import print_result, print_settings, progress_bar
+    from headwater.server.operations.progress import print_result, print_settings, show_progress
 
     fleet = settings.simulation.fleet
     where = f"{settings.simulation.clients} simulated devices"
@@ -142,15 +142,15 @@ def _simulate(settings: Settings, *, resume: bool, is_only_shown: bool) -> None:
         announce_partition(settings)
     from headwater.simulation.run import run_engine
 
-    with progress_bar(settings) as on_round:
-        run_engine(settings, on_round=on_round, resume=resume)
+    with show_progress(settings) as (on_round, observer):
+        run_engine(settings, on_round=on_round, resume=resume, observer=observer)
     print_result(settings)
     _print_summary(settings)
 
 
 def _print_summary(settings: Settings) -> None:
     """Print aborted sessions, waiting times, memory and injected faults, if the run had any."""
-    from headwater.common.system.console import console
+    from headwater.common.system.console import print_titled
     from headwater.server.operations.round_log import read_rows
     from headwater.simulation.fleet.fleet_spec import fleet_spec
     from headwater.simulation.reports.fault_summary import fault_lines
@@ -165,8 +165,7 @@ def _print_summary(settings: Settings) -> None:
         peak = peak_memory(rows, lambda name: fleet_spec(settings).device(int(name)).memory_bytes)
         lines.append(("idle", idle_line(rows)))
         lines += [] if peak is None else [("memory", memory_line(peak))]
-    for title, line in [*lines, *fault_lines(rows, settings)]:
-        console.print(f"  {title:<12}{line}", soft_wrap=True)
+    print_titled([*lines, *fault_lines(rows, settings)])
 
 
 def main() -> None:

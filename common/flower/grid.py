@@ -40,6 +40,8 @@ class HeadwaterGrid(Grid):
 
     awaits_more = False
     """Whether further nodes may connect on their own."""
+    has_virtual_clock = False
+    """Whether the devices' seconds are those of a simulator's clock."""
     silent_seconds = SILENT_SECONDS
 
     def __init__(self) -> None:

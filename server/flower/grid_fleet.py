@@ -52,6 +52,10 @@ class GridFleet:
         self._flower_bytes_up = self._flower_bytes_down = 0
         self._min_clients = 0
 
+    @property
+    def has_virtual_clock(self) -> bool:
+        return self._own is not None and self._own.has_virtual_clock
+
     def describe(self, request: DescribeRequest, *, min_clients: int) -> ConnectedClients:
         self._min_clients = min_clients
         if self._own is not None:

@@ -1,18 +1,22 @@
-"""The command line's view of a run: its settings, a progress bar, then its result and files."""
+"""The command line's view of a run: its settings, its progress, then its result and files."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from rich.filesize import decimal
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.markup import escape
+from rich.text import Text
 
 from headwater.common.settings.schema import Settings
-from headwater.common.system.console import console
+from headwater.common.system.console import console, printable
+from headwater.common.system.live_status import LiveStatus, pack
 from headwater.common.task import load_task, max_weight_per_example
+from headwater.server.operations.round_display import RoundDisplay
 from headwater.server.operations.round_log import CURVES, EVENTS, ROUNDS, read_rows
 from headwater.server.planning.target_batch import described
+from headwater.server.rounds.observer import Observer
 from headwater.server.rounds.round_loop import MODEL, OnRound
 from headwater.server.rounds.round_row import RoundRow
 
@@ -28,7 +32,7 @@ def print_settings(settings: Settings, *, where: str) -> None:
         )
     else:
         work = described(plan, max_weight_per_example=_max_weight(settings))
-    console.print(f"[bold]{settings.task}[/] on {where}, seed {settings.seed}")
+    console.print(f"[bold]{escape(str(settings.task))}[/] on {where}, seed {settings.seed}")
     rate = f"{optimizer.rate:g}{_scaling(settings)}"
     mode = settings.secure.aggregation
     masked = "" if mode == "off" else f"; updates are masked ({mode})"
@@ -52,48 +56,19 @@ def _scaling(settings: Settings) -> str:
 
 
 @contextmanager
-def progress_bar(settings: Settings) -> Iterator[OnRound]:
-    """Show a progress bar during the run; without a terminal, print ten lines in all."""
-    bar = Progress(
-        TextColumn("round"),
-        MofNCompleteColumn(),
-        BarColumn(bar_width=24),
-        TextColumn("{task.fields[line]}"),
-        TimeElapsedColumn(),
-        console=console,
-        disable=not console.is_terminal,
-    )
-    with bar:
-        shown = bar.add_task("rounds", total=settings.rounds, line="waiting for clients")
+def show_progress(settings: Settings) -> Iterator[tuple[OnRound, Observer]]:
+    """Show a run's progress: a block in a terminal, elsewhere lines as ``LineSchedule`` allows.
+
+    Yields what prints a committed round's line, and the observer from which it is composed.
+    """
+    display = RoundDisplay(settings, clock=time.monotonic, is_ascii=console.options.ascii_only)
+    with LiveStatus(console, block=display.block, wait_line=display.wait_line) as status:
 
         def on_round(row: RoundRow) -> None:
-            bar.update(shown, completed=row.round, line=round_line(row))
-            is_due = row.round % max(settings.rounds // 10, 1) == 0 or row.round == settings.rounds
-            if not console.is_terminal and is_due:
-                console.print(
-                    f"round {row.round:>4}/{settings.rounds}  {round_line(row)}", soft_wrap=True
-                )
+            is_last = row.round == settings.rounds
+            status.event(lambda: display.round_line(row), is_important=is_last)
 
-        yield on_round
-
-
-def round_line(row: RoundRow) -> str:
-    """Return a round's key figures in one line."""
-    low, high = row.k_range
-    accuracy = row.metrics.get("test_accuracy")
-    is_shown = row.target_by == "noise scale" and row.noise_scale is not None
-    noise = [f"noise scale {row.noise_scale:,.0f}"] if is_shown else []
-    parts = [
-        f"loss {row.loss:.3f}",
-        *([] if accuracy is None else [f"test accuracy {accuracy:.1%}"]),
-        f"{row.num_clients}/{row.num_invited} clients",
-        *([f"{len(row.left_out)} left out"] if row.left_out else []),
-        f"batch {row.weight}",
-        *noise,
-        f"K {low}" if low == high else f"K {low}-{high}",
-        f"up {decimal(row.bytes_up)} down {decimal(row.bytes_down)}",
-    ]
-    return "  ".join(parts)
+        yield on_round, display
 
 
 def print_result(settings: Settings) -> None:
@@ -102,12 +77,13 @@ def print_result(settings: Settings) -> None:
     if folder is None:
         return
     for last in (row for row in read_rows(folder)[-1:] if row["metrics"]):
-        shown = ", ".join(
-            f"{name.replace('_', ' ')} [bold]{value:.4f}[/]"
-            for name, value in last["metrics"].items()
-            if value is not None
-        )
-        console.print(f"after round {last['round']}: {shown}")
+        parts: list[Text | str] = [f"after round {last['round']}:"]
+        for name, value in last["metrics"].items():
+            shown = "not finite" if value is None else f"{value:.4f}"
+            title = printable(name.replace("_", " "))
+            parts.append(Text.assemble(title, " ", (shown, "bold")))
+        for line in pack(parts, console.width):
+            console.print(line)
     for title, name in (
         ("model", MODEL),
         ("metrics", ROUNDS),
@@ -115,4 +91,4 @@ def print_result(settings: Settings) -> None:
         ("TensorBoard", EVENTS),
     ):
         if (folder / name).exists():
-            console.print(f"  {title:<12}{folder / name}", soft_wrap=True)
+            console.print(f"  {title:<12}{folder / name}", soft_wrap=True, markup=False)

@@ -41,6 +41,9 @@ class Observer:
     def begun(self, round_number: int, reports: Mapping[str, DeviceReport]) -> None:
         """Handle the start of a round, with the reports of the connected clients."""
 
+    def asked(self, opened: OpenRound) -> None:
+        """Handle a planned round, whose plans are about to be sent; it fills with the answers."""
+
     def closed(self, opened: OpenRound) -> None:
         """Handle the end of a round's answers: all are in, or the deadline has passed."""
 
@@ -70,6 +73,10 @@ class Observers(Observer):
     def begun(self, round_number: int, reports: Mapping[str, DeviceReport]) -> None:
         for observer in self._observers:
             observer.begun(round_number, reports)
+
+    def asked(self, opened: OpenRound) -> None:
+        for observer in self._observers:
+            observer.asked(opened)
 
     def closed(self, opened: OpenRound) -> None:
         for observer in self._observers:

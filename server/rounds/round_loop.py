@@ -143,7 +143,9 @@ def _run_round(training: Training, fleet: Fleet, observer: Observer) -> RoundRow
     watch = _Stopwatch()
     planned = _plan(training, fleet, observer, watch)
     before = fleet.traffic()
-    opened = _train(training, fleet, planned, watch)
+    opened = training.open_round(planned)
+    observer.asked(opened)
+    _train(training, fleet, opened, watch)
     training.planner.learn(
         planned, accepted=opened.accepted, ready=opened.ready, refused=opened.refused
     )
@@ -164,7 +166,8 @@ def _run_round(training: Training, fleet: Fleet, observer: Observer) -> RoundRow
     )
     row = _row(training, planned, opened, done, step, metrics, traffic, watch)
     _log_left_out(row)
-    return row
+    is_virtual = fleet.has_virtual_clock
+    return replace(row, virtual_seconds=row.slowest_client_seconds) if is_virtual else row
 
 
 def _plan(training: Training, fleet: Fleet, observer: Observer, watch: _Stopwatch) -> RoundPlans:
@@ -189,18 +192,16 @@ def _plan(training: Training, fleet: Fleet, observer: Observer, watch: _Stopwatc
     return planned
 
 
-def _train(training: Training, fleet: Fleet, planned: RoundPlans, watch: _Stopwatch) -> OpenRound:
+def _train(training: Training, fleet: Fleet, opened: OpenRound, watch: _Stopwatch) -> None:
     """Send the plans, and add up the updates as they arrive."""
-    opened = training.open_round(planned)
     fold_seconds = 0.0
     timeout = training.settings.cohort.deadline_seconds
-    for answer in fleet.train(planned.plans, training.image, timeout_seconds=timeout):
+    for answer in fleet.train(opened.plans, training.image, timeout_seconds=timeout):
         start = time.perf_counter()
         opened.take(answer)
         fold_seconds += time.perf_counter() - start
     watch.lap("train", less=fold_seconds)
     watch.split["fold"] = fold_seconds
-    return opened
 
 
 def _row(

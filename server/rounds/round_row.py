@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import overload
 
 from headwater.common.messages import Plan, ReadyReport, ReportFields
@@ -84,6 +85,8 @@ class RoundRow:
     measured_share: float | None = None
     # Examples that the clients left out: they raised, or their loss or gradient was not finite.
     num_examples_left_out: int = 0
+    # The slowest client's seconds if the clients' clock is virtual; None where the clock is real.
+    virtual_seconds: float | None = None
     # The number of earlier attempts at this round, which were aborted.
     num_aborted: int = 0
     # Coordinates and numbers that a masked round's fixed-point ranges cut off; None without masks.
@@ -99,12 +102,22 @@ class RoundRow:
     def k_range(self) -> tuple[int, int]:
         """The smallest and the largest K of the cohort; of its plans in a masked round."""
         steps = (
-            self.clients.num_steps
+            [report.num_steps for report in self.clients.reports]
             if isinstance(self.clients, ClientRows)
             else [row.accumulation_steps for row in self.clients]
         )
         steps += [row.planned_steps for row in self.masked_clients]
         return min(steps), max(steps)
+
+    @property
+    def slowest(self) -> tuple[str, float]:
+        """The name of the client that took longest, and its seconds."""
+        slowest = max((*self._parts, *self.masked_clients), key=attrgetter("seconds"))
+        return slowest.name, slowest.seconds
+
+    @property
+    def _parts(self) -> Sequence[ClientRow | ReportFields]:
+        return self.clients.reports if isinstance(self.clients, ClientRows) else self.clients
 
 
 def client_row(report: ReportFields, *, plan_reason: str, local_steps: int) -> ClientRow:
@@ -138,16 +151,13 @@ class ClientRows(Sequence[ClientRow]):
     """The rows of a round's clients; each is made when it is read, as often none is."""
 
     def __init__(self, accepted: Mapping[str, ReportFields], plans: Mapping[str, Plan]) -> None:
-        self._reports = [accepted[name] for name in plans if name in accepted]
+        self.reports: Sequence[ReportFields] = [
+            accepted[name] for name in plans if name in accepted
+        ]
         self._plans = plans
 
-    @property
-    def num_steps(self) -> list[int]:
-        """K of each client."""
-        return [report.num_steps for report in self._reports]
-
     def __len__(self) -> int:
-        return len(self._reports)
+        return len(self.reports)
 
     @overload
     def __getitem__(self, at: int) -> ClientRow: ...
@@ -155,8 +165,8 @@ class ClientRows(Sequence[ClientRow]):
     def __getitem__(self, at: slice) -> list[ClientRow]: ...
     def __getitem__(self, at: int | slice) -> ClientRow | list[ClientRow]:
         if isinstance(at, slice):
-            return [self._row(report) for report in self._reports[at]]
-        return self._row(self._reports[at])
+            return [self._row(report) for report in self.reports[at]]
+        return self._row(self.reports[at])
 
     def _row(self, report: ReportFields) -> ClientRow:
         plan = self._plans[report.name]

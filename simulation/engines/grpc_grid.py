@@ -36,6 +36,8 @@ CHECK_SECONDS = 0.1  # between two checks that all processes are alive
 class SimulatedGrpcGrid(HeadwaterGrid):
     """N simulated devices of a gRPC grid; the first ``get_node_ids`` starts them."""
 
+    has_virtual_clock = True
+
     def __init__(
         self,
         inner: GrpcGrid,

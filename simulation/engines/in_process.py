@@ -44,6 +44,8 @@ from headwater.simulation.fleet.random_events import may_vanish, vanishes_at
 class LocalFleet:
     """A ``headwater.server.fleet.Fleet`` of simulated devices in this process."""
 
+    has_virtual_clock = True
+
     def __init__(self, settings: Settings, *, run_id: int) -> None:
         """Take the run's settings, with the fleet's number of devices in them.
 

@@ -68,6 +68,8 @@ class ConnectedDevices:
 class InProcessGrid(HeadwaterGrid):
     """N nodes that run one ClientApp in this process."""
 
+    has_virtual_clock = True
+
     def __init__(self, app: ClientApp, settings: Settings) -> None:
         """Create the nodes of a run.
 

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import fcntl
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import typer
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 
 from headwater.common.errors import SettingsError, StateError
-from headwater.common.system.console import console
+from headwater.common.system.console import console, printable
+from headwater.common.system.live_status import LiveStatus, duration, head, line_of, pack
 from headwater.simulation.sweep.grid import Sweep, SweepRun, plan_runs, read_sweep
 from headwater.simulation.sweep.plot import draw_sweep
 from headwater.simulation.sweep.pool import run_all
@@ -28,6 +31,7 @@ from headwater.simulation.sweep.results import (
     summarize,
     write_tables,
 )
+from headwater.simulation.sweep.worker import RunProgress
 
 LOCK = "sweep.lock"
 
@@ -77,7 +81,8 @@ def run_sweep(
         finally:
             _report(folder, runs, sweep.metric)
     for run, reason in failed:
-        console.print(f"[bold red]failed[/] {run.folder}: {escape(reason)}", soft_wrap=True)
+        why = escape(printable(f"{run.folder}: {reason}"))
+        console.print(f"[bold red]failed[/] {why}", soft_wrap=True)
     return not failed
 
 
@@ -109,40 +114,61 @@ def _locked(folder: Path) -> Iterator[None]:
 
 def _execute(runs: Sequence[SweepRun], jobs: int) -> list[tuple[SweepRun, str]]:
     """Execute the runs under a progress bar over all rounds; return each failed run and why."""
-    failed, last_line, num_ended = [], "", 0
-    rounds = {run.folder: 0 for run in runs}
-    bar = Progress(
-        TextColumn("{task.fields[runs]} runs, round"),
-        MofNCompleteColumn(),
-        BarColumn(bar_width=24),
-        TextColumn("{task.fields[line]}"),
-        TimeElapsedColumn(),
-        console=console,
-        disable=not console.is_terminal,
-    )
-    with bar, closing(run_all(runs, jobs=jobs)) as updates:
-        total = sum(run.settings.rounds for run in runs)
-        shown = bar.add_task("rounds", total=total, runs=f"0/{len(runs)}", line="")
+    state = _SweepDisplay(runs)
+    with (
+        LiveStatus(console, block=state.block, wait_line=state.line) as status,
+        closing(run_all(runs, jobs=jobs)) as updates,
+    ):
         for run, progress in updates:
-            rounds[run.folder] = run.settings.rounds if progress.ended else progress.round
-            if progress.ended is None:
-                last_line = progress.line
-            else:
-                num_ended += 1
-                if progress.ended == "failed":
-                    failed.append((run, progress.line))
-                if not console.is_terminal:
-                    name = f"{run.folder.parent.name}/{run.folder.name}"
-                    outcome = ": ".join(filter(None, (progress.ended, progress.line)))
-                    line = f"run {num_ended:>4}/{len(runs)}  {name}  {outcome}"
-                    console.print(escape(line), soft_wrap=True)
-            bar.update(
-                shown,
-                completed=sum(rounds.values()),
-                runs=f"{num_ended}/{len(runs)}",
-                line=last_line,
-            )
-    return failed
+            state.take(run, progress)
+            if progress.ended is not None:
+                name = f"{run.folder.parent.name}/{run.folder.name}"
+                outcome = ": ".join(filter(None, (progress.ended, progress.line)))
+                line = f"run {state.num_ended:>4}/{len(runs)}  {name}  {printable(outcome)}"
+                status.event(partial(str, line), is_important=True)
+    return state.failed
+
+
+class _SweepDisplay:
+    """The progress of a sweep's runs, and its text."""
+
+    def __init__(self, runs: Sequence[SweepRun]) -> None:
+        self.failed: list[tuple[SweepRun, str]] = []
+        self.num_ended = 0
+        self._num_runs = len(runs)
+        self._total = sum(run.settings.rounds for run in runs)
+        self._done = {run.folder: 0 for run in runs}
+        self._last_line = ""
+        self._begin = time.monotonic()
+
+    def take(self, run: SweepRun, progress: RunProgress) -> None:
+        """Take a committed round, or the end of a run."""
+        self._done[run.folder] = run.settings.rounds if progress.ended else progress.round
+        if progress.ended is None:
+            self._last_line = progress.line
+            return
+        self.num_ended += 1
+        if progress.ended == "failed":
+            self.failed.append((run, progress.line))
+
+    def block(self, width: int) -> list[Text]:
+        """Return the state in lines of ``width`` columns."""
+        title = f"{self.num_ended} of {self._num_runs} runs"
+        is_ascii = console.options.ascii_only
+        lines = head(title, self._num_done / max(self._total, 1), [], width, is_ascii=is_ascii)
+        return pack([*lines, *self._figures()], width)
+
+    def line(self) -> str:
+        """Return the state as one line."""
+        return line_of([f"{self.num_ended} of {self._num_runs} runs", *self._figures()])
+
+    @property
+    def _num_done(self) -> int:
+        return sum(self._done.values())
+
+    def _figures(self) -> list[str]:
+        passed = duration(float(round(time.monotonic() - self._begin)))
+        return [f"{self._num_done:,} of {self._total:,} rounds", passed, self._last_line]
 
 
 def _report(folder: Path, runs: Sequence[SweepRun], preferred_metric: str | None) -> None:
@@ -160,7 +186,7 @@ def _report(folder: Path, runs: Sequence[SweepRun], preferred_metric: str | None
     files = {"points": folder / POINTS_FILE, "runs": folder / RUNS_FILE, "plot": plot}
     for title, path in files.items():
         if path is not None:
-            console.print(f"  {title:<12}{path}", soft_wrap=True)
+            console.print(f"  {title:<12}{path}", soft_wrap=True, markup=False)
 
 
 def table_of(summaries: Sequence[Summary], metric: str) -> Table:
@@ -170,7 +196,7 @@ def table_of(summaries: Sequence[Summary], metric: str) -> Table:
     for name in names.values() or ["point"]:
         table.add_column(name, overflow="fold")
     for title in ("seeds", metric.replace("_", " "), "spread", "range"):
-        table.add_column(title, justify="right", no_wrap=True)
+        table.add_column(title, justify="right", overflow="fold")
     for one in summaries:
         settings = [str(one.point[key]) for key in names] or ["as it is"]
         seeds = f"{len(one.values)}/{one.num_runs}"

@@ -68,14 +68,14 @@ def _interrupt_when_the_sweep_ends() -> None:
 
 def _execute(settings: Settings, pipe: Connection) -> RunProgress:
     """Execute or resume a run, and write its result unless another attempt could end otherwise."""
-    from headwater.server.operations.progress import round_line
+    from headwater.server.operations.round_display import brief_line
     from headwater.server.operations.round_log import read_rows
     from headwater.server.rounds.checkpoint import FILE
     from headwater.server.rounds.round_row import RoundRow
     from headwater.simulation.run import run_engine
 
     def on_round(row: RoundRow) -> None:
-        pipe.send(RunProgress(round=row.round, line=round_line(row)))
+        pipe.send(RunProgress(round=row.round, line=brief_line(row)))
 
     folder = settings.out
     assert folder is not None  # a sweep sets each run's folder

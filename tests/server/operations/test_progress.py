@@ -1,22 +1,17 @@
-"""What a run prints: its settings with the derived numbers, and a line for each round."""
+"""What a run prints before and after its rounds: derived numbers, metrics and files."""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from headwater.common.settings.schema import Settings
-from headwater.server.operations.progress import print_settings, round_line
+from headwater.server.operations.progress import print_result, print_settings
+from headwater.server.operations.round_log import ROUNDS, row_to_dict
 from tests.round_rows import row
-
-
-def test_the_progress_line_shows_a_noise_scale_that_is_followed() -> None:
-    known = {"noise_scale": 1234.5, "target": 600}
-    assert "noise scale 1,234" in round_line(row(1, "pi", target_by="noise scale", **known))
-    assert "noise" not in round_line(row(1, "pi", target_by="examples", **known))
-    assert "noise" not in round_line(row(1, "pi", target_by="noise scale", target=600))
-
 
 ANNOUNCED: dict[str, tuple[dict[str, Any], str]] = {
     "K": (
@@ -46,3 +41,17 @@ def test_the_derived_numbers_are_printed(case: str, capsys: pytest.CaptureFixtur
     print_settings(Settings.model_validate({"task": task, **changes}), where="here")
     shown = capsys.readouterr()
     assert words in " ".join((shown.out + shown.err).split())
+
+
+def test_the_metrics_of_a_hostile_task_are_printed_as_they_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A name that looks like rich's markup once ended the run with an error, and ESC was sent."""
+    metrics = {"train_[/x]": 0.25, "train_a\x1b[2Jb": 0.5}
+    fields = row_to_dict(row(2, "pi", metrics=metrics))
+    (tmp_path / ROUNDS).write_text(json.dumps(fields) + "\n")
+    print_result(Settings(out=tmp_path))
+    shown = capsys.readouterr().out
+    assert "train [/x] 0.2500" in shown
+    assert r"train a\x1b[2Jb 0.5000" in shown
+    assert "\x1b" not in shown

@@ -52,6 +52,8 @@ Tamper = Callable[[Answer], Iterator[Answer]]
 class Network:
     """Real devices, and a wire that may change what they say."""
 
+    has_virtual_clock = True
+
     def __init__(self, settings: Settings, tamper: Tamper) -> None:
         grid = InProcessGrid(client_app(virtual_hardware), settings)
         grid.enter_run(secrets.randbits(62))

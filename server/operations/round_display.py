@@ -1,0 +1,206 @@
+"""A run's progress as text: the block that a terminal shows, and a line for each round elsewhere.
+
+``RoundDisplay`` observes the rounds and only takes note: another thread draws the block, so that a
+simulation of thousands of rounds a second does not wait for its own display.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+
+from rich.filesize import decimal
+from rich.text import Text
+from torch import nn
+
+from headwater.common.errors import RoundAborted
+from headwater.common.messages import DeviceReport
+from headwater.common.settings.schema import Settings
+from headwater.common.system.console import printable
+from headwater.common.system.live_status import duration, head, line_of, pack
+from headwater.server.operations.status import names_text
+from headwater.server.rounds.observer import Observer
+from headwater.server.rounds.open_round import OpenRound
+from headwater.server.rounds.round_row import RoundRow
+
+# The seconds a round are the mean over the last points, which are at least this far apart.
+MAX_POINTS, POINT_SECONDS = 60, 0.5
+# A shorter wait is not shown in a terminal: it would only flicker.
+SHOWN_WAIT_SECONDS = 1.0
+MAX_NAMES = 5
+SPLITS = ("test_", "held_out_", "train_")
+NOT_METRICS = ("held_out_clients", "train_loss")
+
+
+class RoundDisplay(Observer):
+    """The state of a run, as its observers know it, and its text."""
+
+    def __init__(
+        self, settings: Settings, *, clock: Callable[[], float], is_ascii: bool = False
+    ) -> None:
+        self._rounds = settings.rounds
+        self._num_awaited = settings.cohort.min_clients
+        # With data set weighting a weight is the size of the device's data, in no unit of its own.
+        self._has_tokens = settings.cohort.weighting == "samples"
+        self._clock = clock
+        self._is_ascii = is_ascii
+        self._round = 0
+        self._row: RoundRow | None = None
+        self._metrics: Mapping[str, float] = {}
+        """Those of the last round that was evaluated, which has more than the other rounds."""
+        self._points: deque[tuple[float, int]] = deque(maxlen=MAX_POINTS)
+        self._opened: OpenRound | None = None
+        self._work = ""
+        self._since = clock()
+
+    # What the rounds report.
+
+    def started(self, settings: Settings, *, round_number: int, model: nn.Module) -> None:
+        self._round = round_number
+
+    def begun(self, round_number: int, reports: Mapping[str, DeviceReport]) -> None:
+        self._round = round_number - 1
+        self._points = self._points or deque([(self._clock(), self._round)], maxlen=MAX_POINTS)
+        self._enter("plans the round")
+
+    def asked(self, opened: OpenRound) -> None:
+        self._opened = opened
+        self._enter("")
+
+    def closed(self, opened: OpenRound) -> None:
+        self._opened = None
+        self._enter("steps and evaluates the model")
+
+    def aborted(self, error: RoundAborted) -> None:
+        self._opened = None
+        self._enter(f"aborted ({error.code}), begins again")
+
+    def on_round(self, row: RoundRow) -> None:
+        now = self._clock()
+        self._row, self._round = row, row.round
+        if len(row.metrics) >= len(self._metrics):
+            self._metrics = row.metrics
+        if not self._points or now - self._points[-1][0] >= POINT_SECONDS:
+            self._points.append((now, row.round))
+        self._enter("")
+
+    def _enter(self, work: str) -> None:
+        self._work, self._since = work, self._clock()
+
+    # Its text.
+
+    def block(self, width: int) -> list[Text]:
+        """Return the run's state in lines of ``width`` columns."""
+        row = self._row
+        title = f"round {self._round} of {self._rounds}"
+        share = self._round / self._rounds
+        lines = head(title, share, self._pace(row), width, is_ascii=self._is_ascii)
+        if row is not None:
+            lines += pack([*self._figures(row, self._metrics), *details(row)], width)
+        if self._round < self._rounds and self._clock() - self._since >= SHOWN_WAIT_SECONDS:
+            lines += pack([Text(self.wait_line(), style="dim")], width)
+        return lines
+
+    def round_line(self, row: RoundRow) -> str:
+        """Return a committed round as one line."""
+        width = len(str(self._rounds))
+        head = f"round {row.round:>{width}} of {self._rounds}"
+        pace = [] if row.round == self._rounds else self._pace(row)
+        return line_of([head, *self._figures(row, row.metrics), *pace, *details(row)])
+
+    def wait_line(self) -> str:
+        """Return what the run waits for, and since when."""
+        head = f"round {self._round + 1} of {self._rounds}:"
+        since = f"since {duration(float(round(self._clock() - self._since)))}"
+        opened = self._opened
+        if self._work:
+            return f"{head} {self._work} {since}"
+        if opened is None:
+            devices = "a device" if self._num_awaited == 1 else f"{self._num_awaited} devices"
+            return f"{head} waits for {devices} to be connected, {since}"
+        missing = [name for name in opened.plans if not _has_answered(opened, name)]
+        asked = len(opened.plans)
+        if not missing:
+            return f"{head} all {asked} devices have answered; sums their updates {since}"
+        names = printable(names_text(missing[:MAX_NAMES], len(missing)))
+        return f"{head} {asked - len(missing)} of {asked} devices answered; awaits {names} {since}"
+
+    def _figures(self, row: RoundRow, metrics: Mapping[str, float]) -> list[str]:
+        is_in_tokens = self._has_tokens and row.weight != row.num_examples
+        examples = f"{row.num_examples:,} examples"
+        name, seconds = row.slowest
+        virtual = "" if row.virtual_seconds is None else " (virtual)"
+        return [
+            f"loss {row.loss:.4g}",
+            main_metric(metrics),
+            f"{examples}, {row.weight:,} tokens" if is_in_tokens else examples,
+            f"{row.num_clients} of {row.num_invited} devices",
+            f"slowest {printable(name)}: {duration(seconds)}{virtual}",
+            left_out(row),
+        ]
+
+    def _pace(self, row: RoundRow | None) -> list[str]:
+        """Return the seconds a round and the time left; nothing before the first round."""
+        if row is None:
+            return []
+        (begin, first), (end, last) = self._points[0], self._points[-1]
+        seconds = (end - begin) / (last - first) if last > first else row.seconds
+        left = seconds * (self._rounds - row.round)
+        pace = [f"{duration(seconds)} a round"]
+        return pace if row.round >= self._rounds else [*pace, f"{duration(_rounded(left))} left"]
+
+
+def _has_answered(opened: OpenRound, name: str) -> bool:
+    return name in opened.accepted or name in opened.ready or name in opened.refused
+
+
+def _rounded(seconds: float) -> float:
+    """Return a forecast with two figures below a minute, else in whole seconds."""
+    return float(f"{seconds:.2g}") if seconds < 60 else float(round(seconds))
+
+
+def main_metric(metrics: Mapping[str, float]) -> str:
+    """Return a round's most telling metric: of the test before the training, accuracy before loss.
+
+    The training's own loss is shown in any case; a round without any other metric gives "".
+    """
+    names = [name for name in metrics if name.startswith(SPLITS) and name not in NOT_METRICS]
+    found = min(names, key=lambda name: (*_rank(name), name), default="")
+    value = metrics.get(found)
+    if value is None:
+        return ""
+    shown = printable(found.replace("_", " "))
+    is_share = found.endswith("accuracy") and 0 <= value <= 1
+    return f"{shown} {value:.1%}" if is_share else f"{shown} {value:.4g}"
+
+
+def _rank(name: str) -> tuple[int, bool, bool]:
+    """Return a metric's place: the lowest is shown."""
+    split = next(at for at, split in enumerate(SPLITS) if name.startswith(split))
+    kind = name.removeprefix(SPLITS[split])
+    return split, kind != "accuracy", kind == "loss"
+
+
+def brief_line(row: RoundRow) -> str:
+    """Return a round's loss and main metric."""
+    return line_of([f"loss {row.loss:.4g}", main_metric(row.metrics)])
+
+
+def left_out(row: RoundRow) -> str:
+    """Return how many examples and devices a round left out."""
+    devices = len(row.left_out)
+    text = f"{row.num_examples_left_out:,} left out"
+    if devices:
+        text += f", and {devices} slow device{'' if devices == 1 else 's'}"
+    return text
+
+
+def details(row: RoundRow) -> list[str]:
+    """Return the figures of a round that matter less: K, the noise scale and the bytes."""
+    low, high = row.k_range
+    is_shown = row.target_by == "noise scale" and row.noise_scale is not None
+    return [
+        f"K {low}" if low == high else f"K {low} to {high}",
+        f"noise scale {row.noise_scale:,.0f}" if is_shown else "",
+        f"up {decimal(row.bytes_up)}, down {decimal(row.bytes_down)}",
+    ]
