@@ -121,8 +121,14 @@ class NoFiniteExample(TaskError):
 class DeviceRefused(HeadwaterError):
     """This client cannot take part as it is."""
 class ModelMismatch(DeviceRefused):
-    """The client's model has another layout than the server's."""
+    """A model has another layout than expected: other tensors, shapes or an other order.
+
+    ``layout`` has the rows of the model that was expected (``common.model.mismatch``), if known.
+    """
     remedy = "give server and client the same task file and the same --replace-batch-norm"
+    def __init__(self, message: str, *, remedy: str | None = None, layout: str = "") -> None:
+        super().__init__(message, remedy=remedy)
+        self.layout = layout
 class ProtocolMismatch(DeviceRefused):
     """The other side speaks another version of the protocol, or breaks its rules."""
     remedy = "install the same version of headwater on both sides"

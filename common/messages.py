@@ -143,6 +143,7 @@ class DescribeRequest(WireMessage):
     wants_speed: bool
     layout_digest: str
     num_parameters: Natural
+    layout: str = Field("", description="the model's tensors, for common.model.mismatch")
     held_out_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
     left_out: Annotated[str, Field(max_length=200)] | None = Field(
         None, description="why the device, when described again, is excluded from the round"

@@ -17,14 +17,16 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from headwater.client.flower.gradient_sum import GradientSum
+    from headwater.common.model.trained_model import load_model
     from headwater.server.flower.sum_of_gradients import SumOfGradients
 
 __version__ = "0.1.0"
-__all__ = ["GradientSum", "SumOfGradients", "__version__"]
+__all__ = ["GradientSum", "SumOfGradients", "__version__", "load_model"]
 
 _MODULES = {
     "GradientSum": "headwater.client.flower.gradient_sum",
     "SumOfGradients": "headwater.server.flower.sum_of_gradients",
+    "load_model": "headwater.common.model.trained_model",
 }
 
 _HERE = Path(__file__).resolve().parent

@@ -30,6 +30,7 @@ from headwater.common.data.batches import evaluate_sums
 from headwater.common.data.client_datasets import ClientDatasets
 from headwater.common.errors import BuffersChanged, ModelMismatch, NonFiniteUpdate, OutOfMemory
 from headwater.common.messages import DescribeRequest, DeviceReport, EvaluateReport, Plan, Update
+from headwater.common.model.mismatch import difference_from_text
 from headwater.common.model.parameters import build_model
 from headwater.common.system.heap import release_freed_memory
 from headwater.common.system.run_scope import cached_in_scope
@@ -199,10 +200,13 @@ class Trainer:
             ModelMismatch: the server's model has another layout.
         """
         if request.layout_digest != self.image.layout.digest:
+            layout, there = self.image.layout, "the server's model"
+            difference = difference_from_text(
+                layout.rows, request.layout, here="this device's", there=there
+            )
             raise ModelMismatch(
-                f"{identity.name}: this device's model has {self.image.layout.num_parameters:,} "
-                f"parameters in layout {self.image.layout.digest[:12]}, the server's has "
-                f"{request.num_parameters:,} in {request.layout_digest[:12]}"
+                f"{identity.name}: this device's model has {layout.num_parameters:,} parameters, "
+                f"{there} has {request.num_parameters:,}: {difference}"
             )
         examples, _ = self.split(
             identity, run_seed=request.run_seed, fraction=request.held_out_fraction

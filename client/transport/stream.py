@@ -22,10 +22,12 @@ from headwater.client.device.availability import Availability, AwayPeriod
 from headwater.client.flower.node import Node
 from headwater.client.transport.exchange import Exchange
 from headwater.client.transport.leaving import LeavePolicy, leave_frame
-from headwater.common.errors import ProtocolMismatch, error_of
+from headwater.common.errors import HeadwaterError, ModelMismatch, ProtocolMismatch, error_of
+from headwater.common.model.mismatch import difference_from_text
 from headwater.common.transport.limits import FRAME_BYTES, HELLO_SECONDS, PROTOCOL_VERSION
 from headwater.common.transport.wire_pb2 import (
     ClientFrame,
+    Fault,
     Hello,
     Leave,
     Notice,
@@ -107,7 +109,7 @@ class ClientStream:
         if frame is None:
             raise TimeoutError("the server closed the connection")
         if frame.WhichOneof("kind") == "fault":
-            raise error_of(frame.fault.code, frame.fault.text)
+            raise self._refusal(frame.fault)
         if frame.WhichOneof("kind") != "welcome":
             raise ProtocolMismatch("the server did not answer hello with welcome")
         welcome = frame.welcome
@@ -123,6 +125,19 @@ class ClientStream:
                 self.node.name,
             )
         return welcome
+
+    def _refusal(self, fault: Fault) -> HeadwaterError:
+        """Return the error by which the server refused; name the tensor if the models differ."""
+        error = error_of(fault.code, fault.text)
+        if not isinstance(error, ModelMismatch) or not fault.layout:
+            return error
+        difference = difference_from_text(
+            self.node.trainer.image.layout.rows,
+            fault.layout,
+            here="this device's",
+            there="the server's model",
+        )
+        return ModelMismatch(f"this device's model is not the server's: {difference}")
 
     async def _read(self) -> ServerFrame | None:
         data = await self.call.read()
@@ -168,7 +183,7 @@ class ClientStream:
                 self.exchange.take_receipt(frame.receipt)
             case "fault":
                 if not frame.fault.message_id:  # it concerns the whole stream
-                    raise error_of(frame.fault.code, frame.fault.text)
+                    raise self._refusal(frame.fault)
                 self.exchange.take_fault(frame.fault)
             case "certificate" if self.renewal is not None:
                 self.renewal.take(frame.certificate)

@@ -10,20 +10,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from headwater.common.errors import (
-    BatchDependentLayer,
-    ModelMismatch,
-    SettingsError,
-    UnsupportedModel,
+from headwater.common.errors import BatchDependentLayer, ModelMismatch, UnsupportedModel
+from headwater.common.model.group_norm import (
+    GroupNormArguments,
+    replace_batch_norm_by_group_norm,
 )
+from headwater.common.model.mismatch import Row, to_text
 from headwater.common.task import Task
 from headwater.common.user_code import running
 
@@ -64,6 +63,16 @@ class ModelLayout:
         return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
 
     @cached_property
+    def rows(self) -> list[Row]:
+        """The name, shape and dtype of each tensor, in the order of the image."""
+        return [(slot.name, slot.shape, slot.dtype) for slot in (*self.trainable, *self.constant)]
+
+    @cached_property
+    def text(self) -> str:
+        """The rows as text, from which the other side can name the first tensor that differs."""
+        return to_text(self.rows)
+
+    @cached_property
     def spans(self) -> tuple[tuple[int, int], ...]:
         """The half-open range of coordinates of each trainable tensor in [P]."""
         starts = [slot.offset_bytes // 4 for slot in self.trainable]
@@ -76,8 +85,12 @@ class ModelLayout:
 class ModelImage:
     """A model whose parameters and buffers are views into one block of memory."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(
+        self, model: nn.Module, *, replaced_layers: Mapping[str, GroupNormArguments] | None = None
+    ) -> None:
         """Move the model's tensors into a new image.
+
+        ``replaced_layers`` are those that are not as the task built them.
 
         Raises:
             BatchDependentLayer: the model has a BatchNorm or a similar layer.
@@ -85,6 +98,7 @@ class ModelImage:
         """
         refuse_batch_dependent(model)
         self.model = model
+        self.replaced_layers = replaced_layers or {}
         self.modules = tuple(model.modules())
         """The model and its submodules, listed once because ``Module.modules`` is slow."""
         self._named = tuple(model.named_modules())
@@ -145,33 +159,8 @@ def build_model(task: Task, *, seed: int, replace_batch_norm: bool = False) -> M
     torch.manual_seed(seed)
     with running("new_model"):
         model = task.new_model()
-    if replace_batch_norm:
-        replace_batch_norm_by_group_norm(model)
-    return ModelImage(model)
-
-
-def load_initial(image: ModelImage, path: Path) -> None:
-    """Overwrite the model with a safetensors file that has the names of its state_dict.
-
-    Raises:
-        SettingsError: the file cannot be read.
-        ModelMismatch: names or shapes differ.
-    """
-    # Imported here: a device receives its model from the server and never needs them.
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    try:
-        state = load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise SettingsError(
-            f"cannot read the initial model {path}: {error}",
-            remedy="pass --initial-model a model.safetensors of the same task",
-        ) from error
-    try:
-        image.model.load_state_dict(state)
-    except RuntimeError as error:
-        raise ModelMismatch(f"{path} does not fit the task's model: {error}") from error
+    replaced = replace_batch_norm_by_group_norm(model) if replace_batch_norm else None
+    return ModelImage(model, replaced_layers=replaced)
 
 
 def state_dict(image: ModelImage) -> dict[str, Tensor]:
@@ -206,25 +195,6 @@ def refuse_batch_dependent(model: nn.Module) -> None:
             f"the model has {len(layers)} layer(s) that mix the examples of a batch: "
             f"{', '.join(layers[:5])}{', ...' if len(layers) > 5 else ''}"
         )
-
-
-def replace_batch_norm_by_group_norm(model: nn.Module) -> None:
-    """Replace every BatchNorm by a GroupNorm with the same scale and shift.
-
-    The number of groups is the largest divisor of the channels up to 32 (Wu and He 2018, section
-    4). A BatchNorm1d gets one group: flat features have one value per channel, and a group of one
-    value is always normalised to zero.
-    """
-    for module in list(model.modules()):
-        for name, child in list(module.named_children()):
-            if isinstance(child, nn.modules.batchnorm._BatchNorm):
-                channels = child.num_features
-                max_groups = 1 if isinstance(child, nn.BatchNorm1d) else min(32, channels)
-                groups = max(g for g in range(1, max_groups + 1) if channels % g == 0)
-                norm = nn.GroupNorm(groups, channels, eps=child.eps, affine=child.affine)
-                if child.affine:
-                    norm.load_state_dict({"weight": child.weight, "bias": child.bias})
-                setattr(module, name, norm)
 
 
 def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\nwire.proto\x12\theadwater\"i\n\x05Hello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x15\n\rlayout_digest\x18\x03 \x01(\t\x12\x0f\n\x07session\x18\x04 \x01(\x0c\x12\x10\n\x08image_id\x18\x05 \x01(\t\"Q\n\x05Reply\x12\x12\n\nmessage_id\x18\x01 \x01(\t\x12\x11\n\thead_json\x18\x02 \x01(\t\x12\x11\n\tnum_bytes\x18\x03 \x01(\x04\x12\x0e\n\x06sha256\x18\x04 \x01(\x0c\":\n\x05\x43hunk\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\"7\n\x05\x46\x61ult\x12\x12\n\nmessage_id\x18\x01 \x01(\t\x12\x0c\n\x04\x63ode\x18\x02 \x01(\t\x12\x0c\n\x04text\x18\x03 \x01(\t\"#\n\x05Leave\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\"\"\n\x07Renewal\x12\x17\n\x0fsigning_request\x18\x01 \x01(\x0c\"\xeb\x01\n\x0b\x43lientFrame\x12!\n\x05hello\x18\x01 \x01(\x0b\x32\x10.headwater.HelloH\x00\x12!\n\x05reply\x18\x02 \x01(\x0b\x32\x10.headwater.ReplyH\x00\x12!\n\x05\x63hunk\x18\x03 \x01(\x0b\x32\x10.headwater.ChunkH\x00\x12!\n\x05\x66\x61ult\x18\x04 \x01(\x0b\x32\x10.headwater.FaultH\x00\x12!\n\x05leave\x18\x05 \x01(\x0b\x32\x10.headwater.LeaveH\x00\x12%\n\x07renewal\x18\x06 \x01(\x0b\x32\x12.headwater.RenewalH\x00\x42\x06\n\x04kind\"[\n\x07Welcome\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x0f\n\x07session\x18\x02 \x01(\x0c\x12\x0e\n\x06run_id\x18\x03 \x01(\x04\x12\x15\n\rhas_displaced\x18\x04 \x01(\x08\"l\n\x0bInstruction\x12\x12\n\nmessage_id\x18\x01 \x01(\t\x12\x14\n\x0cmessage_type\x18\x02 \x01(\t\x12\x11\n\thead_json\x18\x03 \x01(\t\x12\x10\n\x08image_id\x18\x04 \x01(\t\x12\x0e\n\x06\x62\x65side\x18\x05 \x01(\x0c\"<\n\x05Image\x12\x10\n\x08image_id\x18\x01 \x01(\t\x12\x11\n\tnum_bytes\x18\x02 \x01(\x04\x12\x0e\n\x06sha256\x18\x03 \x01(\x0c\"C\n\x07Receipt\x12\x12\n\nmessage_id\x18\x01 \x01(\t\x12\x13\n\x0bnext_offset\x18\x02 \x01(\x04\x12\x0f\n\x07is_done\x18\x03 \x01(\x08\"+\n\x0b\x43\x65rtificate\x12\x0b\n\x03pem\x18\x01 \x01(\x0c\x12\x0f\n\x07refusal\x18\x02 \x01(\t\"\t\n\x07Goodbye\"\x1b\n\x06Notice\x12\x11\n\tis_paused\x18\x01 \x01(\x08\"\x8b\x03\n\x0bServerFrame\x12%\n\x07welcome\x18\x01 \x01(\x0b\x32\x12.headwater.WelcomeH\x00\x12-\n\x0binstruction\x18\x02 \x01(\x0b\x32\x16.headwater.InstructionH\x00\x12!\n\x05image\x18\x03 \x01(\x0b\x32\x10.headwater.ImageH\x00\x12!\n\x05\x63hunk\x18\x04 \x01(\x0b\x32\x10.headwater.ChunkH\x00\x12%\n\x07receipt\x18\x05 \x01(\x0b\x32\x12.headwater.ReceiptH\x00\x12!\n\x05\x66\x61ult\x18\x06 \x01(\x0b\x32\x10.headwater.FaultH\x00\x12%\n\x07goodbye\x18\x07 \x01(\x0b\x32\x12.headwater.GoodbyeH\x00\x12-\n\x0b\x63\x65rtificate\x18\x08 \x01(\x0b\x32\x16.headwater.CertificateH\x00\x12#\n\x06notice\x18\x0f \x01(\x0b\x32\x11.headwater.NoticeH\x00\x12\x13\n\x0bsmall_image\x18\x10 \x01(\x0c\x42\x06\n\x04kindb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\nwire.proto\x12\theadwater\"i\n\x05Hello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x15\n\rlayout_digest\x18\x03 \x01(\t\x12\x0f\n\x07session\x18\x04 \x01(\x0c\x12\x10\n\x08image_id\x18\x05 \x01(\t\"Q\n\x05Reply\x12\x12\n\nmessage_id\x18\x01 \x01(\t\x12\x11\n\thead_json\x18\x02 \x01(\t\x12\x11\n\tnum_bytes\x18\x03 \x01(\x04\x12\x0e\n\x06sha256\x18\x04 \x01(\x0c\":\n\x05\x43hunk\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\"G\n\x05\x46\x61ult\x12\x12\n\nmessage_id\x18\x01 \x01(\t\x12\x0c\n\x04\x63ode\x18\x02 \x01(\t\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x0e\n\x06layout\x18\x04 \x01(\t\"#\n\x05Leave\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\"\"\n\x07Renewal\x12\x17\n\x0fsigning_request\x18\x01 \x01(\x0c\"\xeb\x01\n\x0b\x43lientFrame\x12!\n\x05hello\x18\x01 \x01(\x0b\x32\x10.headwater.HelloH\x00\x12!\n\x05reply\x18\x02 \x01(\x0b\x32\x10.headwater.ReplyH\x00\x12!\n\x05\x63hunk\x18\x03 \x01(\x0b\x32\x10.headwater.ChunkH\x00\x12!\n\x05\x66\x61ult\x18\x04 \x01(\x0b\x32\x10.headwater.FaultH\x00\x12!\n\x05leave\x18\x05 \x01(\x0b\x32\x10.headwater.LeaveH\x00\x12%\n\x07renewal\x18\x06 \x01(\x0b\x32\x12.headwater.RenewalH\x00\x42\x06\n\x04kind\"[\n\x07Welcome\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x0f\n\x07session\x18\x02 \x01(\x0c\x12\x0e\n\x06run_id\x18\x03 \x01(\x04\x12\x15\n\rhas_displaced\x18\x04 \x01(\x08\"l\n\x0bInstruction\x12\x12\n\nmessage_id\x18\x01 \x01(\t\x12\x14\n\x0cmessage_type\x18\x02 \x01(\t\x12\x11\n\thead_json\x18\x03 \x01(\t\x12\x10\n\x08image_id\x18\x04 \x01(\t\x12\x0e\n\x06\x62\x65side\x18\x05 \x01(\x0c\"<\n\x05Image\x12\x10\n\x08image_id\x18\x01 \x01(\t\x12\x11\n\tnum_bytes\x18\x02 \x01(\x04\x12\x0e\n\x06sha256\x18\x03 \x01(\x0c\"C\n\x07Receipt\x12\x12\n\nmessage_id\x18\x01 \x01(\t\x12\x13\n\x0bnext_offset\x18\x02 \x01(\x04\x12\x0f\n\x07is_done\x18\x03 \x01(\x08\"+\n\x0b\x43\x65rtificate\x12\x0b\n\x03pem\x18\x01 \x01(\x0c\x12\x0f\n\x07refusal\x18\x02 \x01(\t\"\t\n\x07Goodbye\"\x1b\n\x06Notice\x12\x11\n\tis_paused\x18\x01 \x01(\x08\"\x8b\x03\n\x0bServerFrame\x12%\n\x07welcome\x18\x01 \x01(\x0b\x32\x12.headwater.WelcomeH\x00\x12-\n\x0binstruction\x18\x02 \x01(\x0b\x32\x16.headwater.InstructionH\x00\x12!\n\x05image\x18\x03 \x01(\x0b\x32\x10.headwater.ImageH\x00\x12!\n\x05\x63hunk\x18\x04 \x01(\x0b\x32\x10.headwater.ChunkH\x00\x12%\n\x07receipt\x18\x05 \x01(\x0b\x32\x12.headwater.ReceiptH\x00\x12!\n\x05\x66\x61ult\x18\x06 \x01(\x0b\x32\x10.headwater.FaultH\x00\x12%\n\x07goodbye\x18\x07 \x01(\x0b\x32\x12.headwater.GoodbyeH\x00\x12-\n\x0b\x63\x65rtificate\x18\x08 \x01(\x0b\x32\x16.headwater.CertificateH\x00\x12#\n\x06notice\x18\x0f \x01(\x0b\x32\x11.headwater.NoticeH\x00\x12\x13\n\x0bsmall_image\x18\x10 \x01(\x0c\x42\x06\n\x04kindb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,27 +38,27 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CHUNK']._serialized_start=215
   _globals['_CHUNK']._serialized_end=273
   _globals['_FAULT']._serialized_start=275
-  _globals['_FAULT']._serialized_end=330
-  _globals['_LEAVE']._serialized_start=332
-  _globals['_LEAVE']._serialized_end=367
-  _globals['_RENEWAL']._serialized_start=369
-  _globals['_RENEWAL']._serialized_end=403
-  _globals['_CLIENTFRAME']._serialized_start=406
-  _globals['_CLIENTFRAME']._serialized_end=641
-  _globals['_WELCOME']._serialized_start=643
-  _globals['_WELCOME']._serialized_end=734
-  _globals['_INSTRUCTION']._serialized_start=736
-  _globals['_INSTRUCTION']._serialized_end=844
-  _globals['_IMAGE']._serialized_start=846
-  _globals['_IMAGE']._serialized_end=906
-  _globals['_RECEIPT']._serialized_start=908
-  _globals['_RECEIPT']._serialized_end=975
-  _globals['_CERTIFICATE']._serialized_start=977
-  _globals['_CERTIFICATE']._serialized_end=1020
-  _globals['_GOODBYE']._serialized_start=1022
-  _globals['_GOODBYE']._serialized_end=1031
-  _globals['_NOTICE']._serialized_start=1033
-  _globals['_NOTICE']._serialized_end=1060
-  _globals['_SERVERFRAME']._serialized_start=1063
-  _globals['_SERVERFRAME']._serialized_end=1458
+  _globals['_FAULT']._serialized_end=346
+  _globals['_LEAVE']._serialized_start=348
+  _globals['_LEAVE']._serialized_end=383
+  _globals['_RENEWAL']._serialized_start=385
+  _globals['_RENEWAL']._serialized_end=419
+  _globals['_CLIENTFRAME']._serialized_start=422
+  _globals['_CLIENTFRAME']._serialized_end=657
+  _globals['_WELCOME']._serialized_start=659
+  _globals['_WELCOME']._serialized_end=750
+  _globals['_INSTRUCTION']._serialized_start=752
+  _globals['_INSTRUCTION']._serialized_end=860
+  _globals['_IMAGE']._serialized_start=862
+  _globals['_IMAGE']._serialized_end=922
+  _globals['_RECEIPT']._serialized_start=924
+  _globals['_RECEIPT']._serialized_end=991
+  _globals['_CERTIFICATE']._serialized_start=993
+  _globals['_CERTIFICATE']._serialized_end=1036
+  _globals['_GOODBYE']._serialized_start=1038
+  _globals['_GOODBYE']._serialized_end=1047
+  _globals['_NOTICE']._serialized_start=1049
+  _globals['_NOTICE']._serialized_end=1076
+  _globals['_SERVERFRAME']._serialized_start=1079
+  _globals['_SERVERFRAME']._serialized_end=1474
 # @@protoc_insertion_point(module_scope)

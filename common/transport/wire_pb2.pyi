@@ -42,14 +42,16 @@ class Chunk(_message.Message):
     def __init__(self, transfer_id: _Optional[str] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class Fault(_message.Message):
-    __slots__ = ("message_id", "code", "text")
+    __slots__ = ("message_id", "code", "text", "layout")
     MESSAGE_ID_FIELD_NUMBER: _ClassVar[int]
     CODE_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
     message_id: str
     code: str
     text: str
-    def __init__(self, message_id: _Optional[str] = ..., code: _Optional[str] = ..., text: _Optional[str] = ...) -> None: ...
+    layout: str
+    def __init__(self, message_id: _Optional[str] = ..., code: _Optional[str] = ..., text: _Optional[str] = ..., layout: _Optional[str] = ...) -> None: ...
 
 class Leave(_message.Message):
     __slots__ = ("code", "text")

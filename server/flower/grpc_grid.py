@@ -57,7 +57,7 @@ class GrpcGrid(HeadwaterGrid):
         return self._servicer.connected()
 
     def expect(self, request: DescribeRequest) -> None:
-        self._servicer.require_layout(request.layout_digest)
+        self._servicer.require_layout(request.layout_digest, request.layout)
         self._update_bytes = 4 * request.num_parameters
 
     def expect_vector(self, message_type: str, num_bytes: int) -> None:

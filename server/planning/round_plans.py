@@ -110,6 +110,7 @@ class RoundPlanner:
             wants_speed=not self._is_k_set,
             layout_digest=self.layout.digest,
             num_parameters=self.layout.num_parameters,
+            layout=self.layout.text,
             held_out_fraction=held_out_fraction(self.settings.evaluation),
             left_out=left_out,
         )

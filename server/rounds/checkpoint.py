@@ -38,6 +38,7 @@ class Progress:
     optimizer: str
     largest: list[float] | None
     counted: dict[str, int]
+    layout: str = ""
     asked: dict[str, Any] = field(default_factory=dict)
     learned: dict[str, dict[str, Any]] = field(default_factory=dict)
     target: dict[str, float] = field(default_factory=dict)

@@ -19,14 +19,13 @@ from headwater.common.errors import (
     TaskError,
 )
 from headwater.common.messages import EvaluateReport
-from headwater.common.model.parameters import state_dict
-from headwater.common.model.tensor_file import write_tensors
+from headwater.common.model.trained_model import MODEL as MODEL
 from headwater.common.settings.schema import SETTINGS_FILE, Settings
-from headwater.common.system.atomic_file import atomic_writer
 from headwater.server.aggregation.round_reports import RoundSum
 from headwater.server.fleet import Fleet, Traffic
 from headwater.server.planning.round_plans import RoundPlans
 from headwater.server.rounds import checkpoint, evaluation
+from headwater.server.rounds.model_files import save_model
 from headwater.server.rounds.observer import Drained, Observer, Observers
 from headwater.server.rounds.open_round import OpenRound
 from headwater.server.rounds.round_row import ClientRows, RoundRow, masked_client_row
@@ -34,7 +33,6 @@ from headwater.server.rounds.run_state import StepResult, Training
 
 log = logging.getLogger(__name__)
 
-MODEL = "model.safetensors"
 MAX_LEFT_OUT_NAMED = 5  # clients in one log line
 
 OnRound = Callable[[RoundRow], None]
@@ -341,13 +339,5 @@ def _write_settings(folder: Path, settings: Settings) -> None:
 
 def _save_model(folder: Path, training: Training) -> None:
     """Write the model, unless no round was committed."""
-    if not training.round:
-        return
-    try:
-        with atomic_writer(folder / MODEL) as part:
-            write_tensors(part, state_dict(training.image))
-    except Exception as error:
-        raise StateError(
-            f"the model could not be saved in {folder}: {error}",
-            remedy="free space and go on with --resume: the checkpoint holds the model",
-        ) from error
+    if training.round:
+        save_model(folder / MODEL, training.image, training.settings, round_number=training.round)

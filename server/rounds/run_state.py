@@ -14,13 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from headwater.common.errors import (
-    CheckpointCorrupt,
     Diverged,
     EmptyUpdate,
+    ModelMismatch,
     SettingsError,
     TooFewClients,
 )
-from headwater.common.model.parameters import build_model, load_initial
+from headwater.common.model.mismatch import difference_from_text
+from headwater.common.model.parameters import build_model
+from headwater.common.model.trained_model import load_initial
 from headwater.common.model.vectors import all_finite, squared_norm
 from headwater.common.settings.schema import Settings
 from headwater.common.task import load_task, max_weight_per_example
@@ -98,7 +100,8 @@ class Training:
         """Restore the checkpoint in ``folder``; return False if there is none.
 
         Raises:
-            CheckpointCorrupt: it cannot be read, or belongs to another model.
+            CheckpointCorrupt: it cannot be read.
+            ModelMismatch: it belongs to another model.
             SettingsError: a setting has changed that decides which examples a device takes.
         """
         saved = checkpoint.load(folder)
@@ -106,8 +109,10 @@ class Training:
             return False
         progress, image_U8, optimizer = saved
         if progress.layout_digest != self.image.layout.digest:
-            raise CheckpointCorrupt(
-                f"the checkpoint in {folder} belongs to another model",
+            rows = self.image.layout.rows
+            difference = difference_from_text(rows, progress.layout, there="the checkpoint")
+            raise ModelMismatch(
+                f"the checkpoint in {folder} belongs to another model: {difference}",
                 remedy="resume with the task that the run was started with",
             )
         chosen = self._data_settings()
@@ -285,6 +290,7 @@ class Training:
             run_id=self.run_id,
             round=self.round,
             layout_digest=self.image.layout.digest,
+            layout=self.image.layout.text,
             optimizer=optimizer,
             largest=self.sum.largest,
             counted=self.counted,

@@ -49,6 +49,8 @@ class Admission:
         """Whether the operator has paused the run; each admitted device is notified of it."""
         self.layout_digest: str | None = None
         """The model's layout; a device with another layout is refused. None accepts any."""
+        self.layout = ""
+        """The layout's rows (``common.model.mismatch``), which a refused device is told."""
         self._connections = connections
         self._run_id = run_id
         self._has_tls = has_tls
@@ -143,7 +145,8 @@ class Admission:
         if self.layout_digest is not None and hello.layout_digest != self.layout_digest:
             raise ModelMismatch(
                 f"{hello.name}: its model's layout is {hello.layout_digest[:12] or 'unknown'}, the "
-                f"server's {self.layout_digest[:12]}"
+                f"server's {self.layout_digest[:12]}; the device's log names the tensor",
+                layout=self.layout,
             )
 
     def _rate_key(self, stream: Stream) -> str:

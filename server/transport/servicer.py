@@ -114,9 +114,9 @@ class Servicer:
         self._thread.join()
         self._loop.close()
 
-    def require_layout(self, digest: str) -> None:
-        """Refuse devices whose model has another layout from now on."""
-        self._admission.layout_digest = digest
+    def require_layout(self, digest: str, layout: str) -> None:
+        """Refuse devices whose model has another layout from now on; they are told this one."""
+        self._admission.layout_digest, self._admission.layout = digest, layout
 
     @property
     def bytes_up(self) -> int:

@@ -20,6 +20,7 @@ from headwater.common.errors import (
     CorruptUpdate,
     HeadwaterError,
     LateUpdate,
+    ModelMismatch,
     OversizeUpdate,
     StateError,
     UnexpectedUpdate,
@@ -261,4 +262,5 @@ def _receipt(message_id: str, next_offset: int, *, is_done: bool = False) -> Ser
 def fault_frame(error: HeadwaterError, message_id: str = "") -> ServerFrame:
     """Return the frame that reports an error to a device, cut to what may be sent."""
     code, text = travelling(error)
-    return ServerFrame(fault=Fault(message_id=message_id, code=code, text=text))
+    layout = error.layout if isinstance(error, ModelMismatch) else ""
+    return ServerFrame(fault=Fault(message_id=message_id, code=code, text=text, layout=layout))

@@ -304,7 +304,7 @@ class Conversations:
             reconnect_seconds=60.0,
             return_seconds=5.0,
         )
-        self.servicer.require_layout(layout_digest())
+        self.servicer.require_layout(layout_digest(), "")
 
     def __enter__(self) -> Conversations:
         self.servicer.start()

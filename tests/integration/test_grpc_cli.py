@@ -81,7 +81,11 @@ def test_a_device_with_another_model_is_refused_and_the_server_waits_on(tmp_path
         server = processes.server("--rounds", 2, "--verbose", task=task)
         wrong = processes.client(port_of(server), 0, task=other)
         assert_refused(wrong, "ModelMismatch", status=1)
+        assert "in the server's model" in wrong.text()
         assert server.poll() is None
+        late = processes.client(port_of(server), 0, task=other)
+        assert_refused(late, "ModelMismatch", status=1)
+        assert "in the server's model" in late.text()
         right = processes.client(port_of(server), 1, task=task)
         right.succeed()
         assert server.wait() == 0

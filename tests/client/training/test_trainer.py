@@ -117,12 +117,14 @@ def test_a_client_with_only_bad_examples_passes_the_check(tmp_path: Path) -> Non
         home.train(identity(0), ThisMachine(), plan(), SamplerState())
 
 
-def test_another_layout_is_a_model_mismatch() -> None:
+def test_another_layout_is_a_model_mismatch_that_names_the_tensor() -> None:
+    layout = '[["0.weight",[7,3],"float32"]]'
     request = DescribeRequest(
-        run_seed=0, wants_speed=False, layout_digest="another", num_parameters=1
+        run_seed=0, wants_speed=False, layout_digest="another", num_parameters=1, layout=layout
     )
-    with pytest.raises(ModelMismatch, match="the server's has 1 in another"):
+    with pytest.raises(ModelMismatch) as caught:
         trainer().describe(identity(0), ThisMachine(), request)
+    assert "0.weight has shape (7, 3) in the server's model, (2, 3) in this" in str(caught.value)
 
 
 def test_measuring_the_speed_leaves_no_gradient() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,14 +17,14 @@ from headwater.common.errors import (
     SettingsError,
     UnsupportedModel,
 )
+from headwater.common.model.group_norm import replace_batch_norm_by_group_norm
 from headwater.common.model.parameters import (
     ALIGNMENT_BYTES,
     ModelImage,
     build_model,
-    load_initial,
-    replace_batch_norm_by_group_norm,
     state_dict,
 )
+from headwater.common.model.trained_model import load_initial
 from tests.tasks import TwoLayers
 
 
@@ -240,7 +241,7 @@ def test_an_initial_model_of_another_format_is_a_settings_error(
     tmp_path: Path, content: bytes
 ) -> None:
     (tmp_path / "model.safetensors").write_bytes(content)
-    with pytest.raises(SettingsError, match="cannot read the initial model"):
+    with pytest.raises(SettingsError, match="cannot be read"):
         load_initial(build_model(TwoLayers(), seed=0), tmp_path / "model.safetensors")
 
 
@@ -256,13 +257,20 @@ def with_one_more(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return {**state, "2.bias": torch.zeros(2)}
 
 
-@pytest.mark.parametrize("changed", [without_bias, of_another_shape, with_one_more])
-def test_an_initial_model_of_another_layout_is_a_mismatch(
-    tmp_path: Path, changed: Callable[[dict[str, Tensor]], dict[str, Tensor]]
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        (without_bias, "1.bias of shape (1) is not in the file"),
+        (of_another_shape, "1.bias has shape (2) in the file, (1) in the task's model"),
+        (with_one_more, "2.bias of shape (2) is not in the task's model"),
+    ],
+)
+def test_an_initial_model_of_another_layout_is_a_mismatch_that_names_the_tensor(
+    tmp_path: Path, changed: Callable[[dict[str, Tensor]], dict[str, Tensor]], named: str
 ) -> None:
     image = build_model(TwoLayers(), seed=0)
     save_file(changed(state_dict(image)), tmp_path / "model.safetensors")
-    with pytest.raises(ModelMismatch, match=r"[12]\.bias"):
+    with pytest.raises(ModelMismatch, match=re.escape(named)):
         load_initial(image, tmp_path / "model.safetensors")
 
 

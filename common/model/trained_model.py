@@ -1,0 +1,201 @@
+"""Reads a saved model: its tensors, and the record of the run that made it.
+
+The file is a plain safetensors file: the state_dict by the model's own names, and the record as
+metadata (``safetensors.safe_open(file, "pt").metadata()``). To read it runs no code of the file's.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import TypeAdapter, ValidationError
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from headwater.common.errors import ModelMismatch, SettingsError, UnknownTask
+from headwater.common.model.group_norm import GroupNormArguments, replay
+from headwater.common.model.mismatch import first_difference, rows_of
+from headwater.common.model.parameters import ModelImage
+from headwater.common.task import Task, load_task
+from headwater.common.user_code import running
+
+MODEL = "model.safetensors"
+BEST = "best.safetensors"
+_LAYERS = TypeAdapter(dict[str, GroupNormArguments])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelRecord:
+    """The run that made a model, as the file's metadata tells it."""
+
+    task: str | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
+    """The settings that shaped the training; no paths, addresses or secrets."""
+    rounds: int | None = None
+    headwater: str | None = None
+    torch: str | None = None
+    replaced_layers: dict[str, GroupNormArguments] = field(default_factory=dict)
+    layout_digest: str | None = None
+    best: dict[str, Any] | None = None
+    """The metric, its value and its round, if the file holds the best round's model."""
+
+    def to_metadata(self) -> dict[str, str]:
+        """Return the record as safetensors metadata: texts, of which some hold JSON."""
+        metadata = {
+            "format": "pt",  # by which other libraries know the file as a state_dict of PyTorch
+            "settings": json.dumps(self.settings),
+            "replaced_layers": json.dumps(
+                {name: asdict(layer) for name, layer in self.replaced_layers.items()}
+            ),
+        }
+        optional = {
+            "task": self.task,
+            "rounds": self.rounds,
+            "headwater": self.headwater,
+            "torch": self.torch,
+            "layout_digest": self.layout_digest,
+            "best": json.dumps(self.best) if self.best is not None else None,
+        }
+        return metadata | {key: str(value) for key, value in optional.items() if value is not None}
+
+    @classmethod
+    def of_metadata(cls, metadata: Mapping[str, str]) -> ModelRecord:
+        """Read a record; that of an older file, or of another program, is empty.
+
+        Raises:
+            ValueError: a value is malformed.
+        """
+        if "headwater" not in metadata:
+            return cls()
+        best, rounds = metadata.get("best"), metadata.get("rounds")
+        return cls(
+            task=metadata.get("task"),
+            settings=dict(json.loads(metadata.get("settings", "{}"))),
+            rounds=None if rounds is None else int(rounds),
+            headwater=metadata.get("headwater"),
+            torch=metadata.get("torch"),
+            replaced_layers=_LAYERS.validate_json(metadata.get("replaced_layers", "{}")),
+            layout_digest=metadata.get("layout_digest"),
+            best=None if best is None else dict(json.loads(best)),
+        )
+
+
+def load_model(path: str | Path, task: Task | str | None = None) -> nn.Module:
+    """Return a trained model: the task's plain ``nn.Module``, in eval mode.
+
+    Args:
+        path: a run's folder, of which ``model.safetensors`` is read, or a file.
+        task: the task object, or its name as in ``--task``. Without it the file's own record names
+            the task. As loading a task runs its code, the record is then believed only if it names
+            an installed module or a file below the working folder.
+
+    The layers that ``--replace-batch-norm`` replaced are replaced again. The caller's random state
+    is left as it was.
+
+    Raises:
+        SettingsError: the file is missing, incomplete or no safetensors file.
+        UnknownTask: there is no such task, none is named, or the record names one elsewhere.
+        TaskFailed: the task's ``new_model`` raised an exception.
+        ModelMismatch: the task's model has other tensors; names the first one that differs.
+    """
+    file = model_file(Path(path))
+    record, state = read_model(file)
+    chosen = task_of(task, record, file)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(int(record.settings.get("seed", 0)))
+        with running("new_model"):
+            model = chosen.new_model()
+    replay(model, record.replaced_layers)
+    load_state(model, state, file)
+    return model.eval()
+
+
+def model_file(path: Path) -> Path:
+    """Return a folder's model.safetensors; a file is returned as it is."""
+    return path / MODEL if path.is_dir() else path
+
+
+def read_model(file: Path) -> tuple[ModelRecord, dict[str, Tensor]]:
+    """Read a file's record and its tensors by name.
+
+    Raises:
+        SettingsError: the file is missing, incomplete or no safetensors file.
+    """
+    try:
+        with safe_open(file, framework="pt") as opened:
+            record = ModelRecord.of_metadata(opened.metadata() or {})
+            return record, {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    except FileNotFoundError as error:
+        raise SettingsError(
+            f"there is no model {file}", remedy="name a run's folder, or a .safetensors file"
+        ) from error
+    except (OSError, SafetensorError, ValueError, TypeError, ValidationError) as error:
+        raise SettingsError(
+            f"the model {file} cannot be read: {error}",
+            remedy="copy it again: it is incomplete, or no safetensors file",
+        ) from error
+
+
+def load_initial(image: ModelImage, path: Path) -> None:
+    """Overwrite the model with a file that has the names of its state_dict, or a run's folder.
+
+    Raises:
+        SettingsError: the file cannot be read.
+        ModelMismatch: names or shapes differ.
+    """
+    file = model_file(path)
+    load_state(image.model, read_model(file)[1], file)
+
+
+def load_state(model: nn.Module, state: Mapping[str, Tensor], file: Path) -> None:
+    """Load a file's tensors into a model.
+
+    Raises:
+        ModelMismatch: names or shapes differ.
+    """
+    try:
+        model.load_state_dict(state)
+    except RuntimeError as error:
+        difference = first_difference(rows_of(model.state_dict()), rows_of(state), there="the file")
+        raise ModelMismatch(
+            f"{file} does not fit the task's model: {difference}",
+            remedy="name the task that it was trained with; docs/model.md has more",
+        ) from error
+
+
+def task_of(task: Task | str | None, record: ModelRecord, file: Path) -> Task:
+    """Return a task as it is, load it by its name, or load the one that a file's record names.
+
+    Raises:
+        UnknownTask: there is no such task, none is named, or the record names one elsewhere.
+        TaskError: see ``load_task``.
+    """
+    if task is not None:
+        return load_task(task) if isinstance(task, str) else task
+    if record.task is None:
+        raise UnknownTask(
+            f"{file} does not say which task built its model", remedy=f"name it: {_HOW}"
+        )
+    if not _is_local(record.task):
+        raise UnknownTask(
+            f"{file} names the task {record.task}, which is outside of the working folder: a file "
+            "does not choose the code that is run",
+            remedy=f"if it is your own, name it yourself: {_HOW}",
+        )
+    return load_task(record.task)
+
+
+_HOW = "load_model(path, task='my_task.py:MyTask'), or --task"
+
+
+def _is_local(spec: str) -> bool:
+    """Return whether a task is an installed module or a file below the working folder."""
+    file_name = spec.rpartition(":")[0]
+    folder = Path.cwd().resolve()
+    is_drive = ":" in file_name or file_name.startswith(("\\", "/"))
+    return not is_drive and (folder / file_name).resolve().is_relative_to(folder)

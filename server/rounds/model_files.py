@@ -1,0 +1,73 @@
+"""Writes a run's models: model.safetensors when the run ends, best.safetensors at its best round.
+
+Each is a plain safetensors file with the record of the run as metadata. The record holds no time
+and no run id, so that equal runs give equal bytes; and no path, address or secret, as the file is
+made to be handed on.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headwater import __version__
+from headwater.common.errors import StateError
+from headwater.common.model.parameters import ModelImage, state_dict
+from headwater.common.model.tensor_file import write_tensors
+from headwater.common.model.trained_model import ModelRecord
+from headwater.common.settings.schema import Settings
+from headwater.common.system.atomic_file import atomic_writer
+
+# The settings that say how the model was trained, and none of where.
+RECORDED = (
+    *("seed", "rounds", "optimizer", "schedule", "plan", "cohort", "secure", "model"),
+    *("evaluation", "partition"),
+)
+
+
+def save_model(
+    file: Path,
+    image: ModelImage,
+    settings: Settings,
+    *,
+    round_number: int,
+    best: dict[str, Any] | None = None,
+) -> None:
+    """Replace a file by the model after a committed round; ``best`` is recorded if it is given.
+
+    Raises:
+        StateError: the disk is full or not writable; the old file is untouched.
+    """
+    record = ModelRecord(
+        task=settings.task,
+        settings=recorded_settings(settings),
+        rounds=round_number,
+        headwater=__version__,
+        torch=str(torch.__version__),
+        replaced_layers=dict(image.replaced_layers),
+        layout_digest=image.layout.digest,
+        best=best,
+    )
+    try:
+        with atomic_writer(file) as part:
+            write_tensors(part, state_dict(image), record.to_metadata())
+    except Exception as error:
+        raise StateError(
+            f"the model {file} could not be saved: {error}",
+            remedy="free space and go on with --resume: the checkpoint holds the model",
+        ) from error
+
+
+def recorded_settings(settings: Settings) -> dict[str, Any]:
+    """Return the settings that shaped the training, without those that are not set, and paths."""
+    return _without_paths(settings.model_dump(include={*RECORDED}, exclude_none=True))
+
+
+def _without_paths(tree: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: _without_paths(value) if isinstance(value, dict) else value
+        for key, value in tree.items()
+        if not isinstance(value, Path)
+    }
