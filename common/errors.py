@@ -58,6 +58,9 @@ class MissingColumn(SettingsError):
 class NoSuchPartition(SettingsError):
     """There are too few examples, labels or values to partition the data set as requested."""
     remedy = "ask for fewer devices, or for another --partition (docs/data.md)"
+class UnknownMetric(SettingsError):
+    """No evaluation of the run has the metric of --best or --stop-when."""
+    remedy = "name one of these metrics, or return it from the task's loss_sum (docs/model.md)"
 class PortInUse(SettingsError):
     """Another process holds the port."""
     remedy = "choose another port with --listen HOST:PORT, or stop the process that holds this one"

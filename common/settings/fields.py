@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -29,6 +30,26 @@ def _check_partition(text: str) -> str:
     return text
 
 
+CRITERION = re.compile(r"(?:(min|max):)?([A-Za-z_][\w.@/-]*)")
+
+
+def split_criterion(text: str) -> tuple[str | None, str]:
+    """Return the direction, "min", "max" or None, and the metric of ``min:NAME`` or ``NAME``.
+
+    Raises:
+        ValueError: it has another form.
+    """
+    found = CRITERION.fullmatch(text)
+    if found is None:
+        raise ValueError("expected the name of a metric, or min:NAME, or max:NAME")
+    return found[1], found[2]
+
+
+def _check_criterion(text: str) -> str:
+    split_criterion(text)
+    return text
+
+
 Scalar = bool | int | float | str
 Count = Annotated[int, Field(ge=1, le=2**31 - 1), Unit("N")]
 Steps = Annotated[int, Field(ge=1, le=4096), Unit("N")]
@@ -43,6 +64,7 @@ Name = Annotated[str, Unit("NAME")]
 Folder = Annotated[Path, Unit("DIR")]
 File = Annotated[Path, Unit("FILE")]
 Kind = Annotated[str, AfterValidator(_check_partition), Unit("KIND")]
+Criterion = Annotated[str, AfterValidator(_check_criterion), Unit("METRIC")]
 Hours = Annotated[str, AfterValidator(_check_hours), Unit("HH:MM-HH:MM")]
 
 

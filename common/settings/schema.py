@@ -23,6 +23,7 @@ from headwater.common.settings.fields import (
     Branch,
     Bytes,
     Count,
+    Criterion,
     File,
     Folder,
     Fraction,
@@ -235,6 +236,24 @@ class EvaluationSettings(Branch):
     held_out_fraction: float = setting(
         0.1, "share of a device's examples that is held out, if on_devices", on="", gt=0, lt=1
     )
+    best: Criterion | None = setting(
+        None,
+        "also keep best.safetensors, the model of the best evaluated round, by a metric such as "
+        "accuracy, loss, min:NAME or max:NAME (docs/model.md)",
+    )
+    stop_when: Criterion | None = setting(
+        None, "end the run when this metric has not improved for `patience` evaluations"
+    )
+    patience: Count | None = setting(
+        None, "evaluations without improvement after which stop_when ends the run; not set: 10"
+    )
+
+    @field_validator("patience")
+    @classmethod
+    def _check_patience(cls, number: int | None, info: ValidationInfo) -> int | None:
+        if number is not None and info.data.get("stop_when") is None:
+            raise ValueError("patience is for stop_when: name the metric with --stop-when")
+        return number
 
 
 class TlsSettings(Branch):

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from rich.markup import escape
 from rich.text import Text
 
+from headwater.common.model.trained_model import BEST, MODEL
 from headwater.common.settings.schema import Settings
 from headwater.common.system.console import console, printable
 from headwater.common.system.live_status import LiveStatus, pack
@@ -17,7 +18,7 @@ from headwater.server.operations.round_display import RoundDisplay
 from headwater.server.operations.round_log import CURVES, EVENTS, ROUNDS, read_rows
 from headwater.server.planning.target_batch import described
 from headwater.server.rounds.observer import Observer
-from headwater.server.rounds.round_loop import MODEL, OnRound
+from headwater.server.rounds.round_loop import OnRound
 from headwater.server.rounds.round_row import RoundRow
 
 
@@ -86,6 +87,7 @@ def print_result(settings: Settings) -> None:
             console.print(line)
     for title, name in (
         ("model", MODEL),
+        ("best model", BEST),
         ("metrics", ROUNDS),
         ("plot", CURVES),
         ("TensorBoard", EVENTS),

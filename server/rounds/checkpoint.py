@@ -44,6 +44,7 @@ class Progress:
     target: dict[str, float] = field(default_factory=dict)
     secure: dict[str, Any] = field(default_factory=dict)
     simulated: dict[str, Any] = field(default_factory=dict)
+    selection: dict[str, Any] = field(default_factory=dict)
 
 
 def save(

@@ -14,6 +14,7 @@ from headwater.common.data.batches import evaluate_sums
 from headwater.common.errors import MissingData, TaskFailed
 from headwater.common.messages import EvaluateReport
 from headwater.common.model.parameters import ModelImage
+from headwater.common.settings.schema import EvaluationSettings
 from headwater.common.task import Examples, Task
 from headwater.common.user_code import described, running
 
@@ -41,6 +42,19 @@ def open_test_examples(task: Task, image: ModelImage) -> Examples | None:
     with running("the first test example"):
         evaluate_sums(task, image.model, Subset(examples, [0]), 1)  # type: ignore[arg-type]
     return examples
+
+
+def test_metric_names(task: Task, image: ModelImage, examples: Examples | None) -> list[str] | None:
+    """Return the names of the metrics on the first test example; None without test examples."""
+    if examples is None:
+        return None
+    _, _, sums = evaluate_sums(task, image.model, Subset(examples, [0]), 1)  # type: ignore[arg-type]
+    return list(sums)
+
+
+def is_due(chosen: EvaluationSettings, *, round_number: int, rounds: int) -> bool:
+    """Return whether a round ends with an evaluation; the last one always does."""
+    return round_number % chosen.every_rounds == 0 or round_number == rounds
 
 
 def on_server(task: Task, image: ModelImage, examples: Examples | None) -> dict[str, float]:

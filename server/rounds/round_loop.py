@@ -19,6 +19,7 @@ from headwater.common.errors import (
     TaskError,
 )
 from headwater.common.messages import EvaluateReport
+from headwater.common.model.trained_model import BEST
 from headwater.common.model.trained_model import MODEL as MODEL
 from headwater.common.settings.schema import SETTINGS_FILE, Settings
 from headwater.server.aggregation.round_reports import RoundSum
@@ -57,12 +58,14 @@ def run(
     """
     settings = training.settings
     folder = settings.out
+    training.check_criteria()
     if folder is not None:
         _resume_or_begin(training, fleet, folder, resume=resume)
     try:
         observer.started(settings, round_number=training.round, model=training.image.model)
         if folder is not None:
             _write_settings(folder, settings)
+            _save_best(folder, training)  # a kill may have come between checkpoint and best model
         _run_rounds(training, fleet, on_round, observer)
     except BaseException:
         try:
@@ -110,6 +113,14 @@ def _run_rounds(training: Training, fleet: Fleet, on_round: OnRound, observer: O
     settings = training.settings
     num_aborted = 0
     while training.round < settings.rounds:
+        if (why := training.why_stopped) is not None:
+            log.warning(
+                "stopped after round %d of %d: %s; a larger --patience with --resume goes on",
+                training.round,
+                settings.rounds,
+                why,
+            )
+            return
         try:
             row = _run_round(training, fleet, observer)
         except Drained:
@@ -123,6 +134,8 @@ def _run_rounds(training: Training, fleet: Fleet, on_round: OnRound, observer: O
             continue
         row = replace(row, num_aborted=num_aborted)
         num_aborted = 0
+        if evaluation.is_due(settings.evaluation, round_number=row.round, rounds=settings.rounds):
+            training.follow_metrics(row.metrics, loss=row.loss)
         observer.stepped(row)
         if settings.out is not None:
             tensors, rest = training.optimizer.state()
@@ -132,6 +145,7 @@ def _run_rounds(training: Training, fleet: Fleet, on_round: OnRound, observer: O
                 image_U8=training.image.bytes_U8,
                 optimizer=tensors,
             )
+            _save_best(settings.out, training)
         observer.on_round(row)
         on_round(row)
 
@@ -293,8 +307,7 @@ def _evaluate(
     """Return the round's metrics: of the training always, of tests in the rounds that have them."""
     metrics = {f"train_{name}": value / done.weight for name, value in done.metric_sums.items()}
     chosen = training.settings.evaluation
-    is_last = training.round == training.settings.rounds
-    if training.round % chosen.every_rounds and not is_last:
+    if not evaluation.is_due(chosen, round_number=training.round, rounds=training.settings.rounds):
         return metrics
     metrics |= evaluation.on_server(training.task, training.image, training.test_examples)
     if chosen.on_devices:
@@ -341,3 +354,16 @@ def _save_model(folder: Path, training: Training) -> None:
     """Write the model, unless no round was committed."""
     if training.round:
         save_model(folder / MODEL, training.image, training.settings, round_number=training.round)
+
+
+def _save_best(folder: Path, training: Training) -> None:
+    """Keep the model of the last committed round, if it is the best one so far."""
+    best = training.selection.best
+    if best is not None and best.round == training.round:
+        save_model(
+            folder / BEST,
+            training.image,
+            training.settings,
+            round_number=training.round,
+            best={"metric": best.metric, "value": best.value, "round": best.round},
+        )

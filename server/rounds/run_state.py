@@ -40,7 +40,7 @@ from headwater.server.planning.noise_scale import RoundNoise, round_noise, total
 from headwater.server.planning.plan_messages import held_out_fraction
 from headwater.server.planning.round_plans import Decisions, RoundPlanner, RoundPlans
 from headwater.server.planning.target_batch import BatchTotals, Target
-from headwater.server.rounds import checkpoint, evaluation
+from headwater.server.rounds import checkpoint, evaluation, model_selection
 from headwater.server.rounds.open_round import OpenRound
 from headwater.server.secagg.encoding_state import EncodingState, decode_sum
 from headwater.server.secagg.parameters import SessionSetup
@@ -95,6 +95,7 @@ class Training:
         """The last round whose sum includes each client's update."""
         self.encoding = EncodingState()
         self.sessions: SessionNumbers | None = None
+        self.selection = model_selection.Selection()
 
     def resume(self, folder: Path, fleet: Fleet) -> bool:
         """Restore the checkpoint in ``folder``; return False if there is none.
@@ -133,6 +134,7 @@ class Training:
             exclusions.from_json(progress.secure.get("culprits", {})),
         )
         self.target.restore(progress.target)
+        self.selection = model_selection.restored(progress.selection, self.settings.evaluation)
         self.encoding = EncodingState.of_json(progress.secure)
         fleet.restore_simulated(progress.simulated)
         return True
@@ -284,6 +286,40 @@ class Training:
             noise_scale=self.target.noise_scale.ratio,
         )
 
+    def check_criteria(self) -> None:
+        """Check before the first round that it can follow the metrics that end or keep models.
+
+        Raises:
+            SettingsError, UnknownMetric: see ``model_selection.check_criteria``.
+        """
+        chosen = self.settings.evaluation
+        if chosen.best is None and chosen.stop_when is None:
+            return
+        if chosen.best is not None and self.settings.out is None:
+            raise SettingsError(
+                "--best keeps a file, and the run writes to no folder", remedy="name one: --out DIR"
+            )
+        names = evaluation.test_metric_names(self.task, self.image, self.test_examples)
+        model_selection.check_criteria(chosen, names)
+
+    def follow_metrics(self, metrics: dict[str, float], *, loss: float) -> None:
+        """Note an evaluated round's metrics; ``loss`` is that of the training, as train_loss.
+
+        Raises:
+            UnknownMetric: it is the first evaluation, and it has no such metric.
+        """
+        self.selection = model_selection.after_evaluation(
+            self.selection,
+            self.settings.evaluation,
+            {"train_loss": loss, **metrics},
+            round_number=self.round,
+        )
+
+    @property
+    def why_stopped(self) -> str | None:
+        """Why ``--stop-when`` ends the run after this round; None if it goes on."""
+        return model_selection.why_stopped(self.selection, self.settings.evaluation)
+
     def progress(self, fleet: Fleet, optimizer: str) -> checkpoint.Progress:
         """Return what a checkpoint stores in addition to its tensors."""
         return checkpoint.Progress(
@@ -302,6 +338,7 @@ class Training:
                 "culprits": exclusions.to_json(self.planner.excluded),
             },
             simulated=fleet.simulated_state(),
+            selection=self.selection.to_json(),
         )
 
 

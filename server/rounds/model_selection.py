@@ -1,0 +1,161 @@
+"""Follows metrics over a run's evaluations: which round is the best, and when to stop early.
+
+Only an improvement counts: an equal value, or NaN, is none. The run stops after ``patience``
+evaluations in a row without one (Prechelt 1998, "Early stopping - but when?", criterion UP).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from headwater.common.errors import SettingsError, UnknownMetric
+from headwater.common.settings.fields import split_criterion
+from headwater.common.settings.schema import EvaluationSettings
+
+DEFAULT_PATIENCE = 10
+TRAINING = "train_"
+# Metrics whose name ends so are minimised; every other one is maximised.
+LOWER_IS_BETTER = ("loss", "error", "perplexity", "mae", "mse", "rmse")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Followed:
+    """A metric's best value so far."""
+
+    criterion: str
+    """The setting that names the metric: ``accuracy``, ``min:test_error``."""
+    metric: str
+    """The metric's full name in rounds.jsonl."""
+    value: float | None = None
+    """None as long as every value was NaN."""
+    round: int | None = None
+    num_since: int = 0
+    """The evaluations since then, which brought no improvement."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Selection:
+    """What ``--best`` and ``--stop-when`` have found so far; None before the first evaluation."""
+
+    best: Followed | None = None
+    stop: Followed | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the state as a checkpoint stores it."""
+        return {
+            name: asdict(value)
+            for name, value in (("best", self.best), ("stop", self.stop))
+            if value is not None
+        }
+
+
+def restored(state: Mapping[str, Any], chosen: EvaluationSettings) -> Selection:
+    """Return a checkpoint's state; a criterion that has changed since starts anew."""
+
+    def followed(name: str, criterion: str | None) -> Followed | None:
+        saved = state.get(name)
+        return Followed(**saved) if saved and saved["criterion"] == criterion else None
+
+    return Selection(best=followed("best", chosen.best), stop=followed("stop", chosen.stop_when))
+
+
+def check_criteria(chosen: EvaluationSettings, names: Collection[str] | None) -> None:
+    """Check before the first round that its evaluations will have the metrics.
+
+    ``names`` are those that the task returned for its first test example; None if it has no test
+    examples. Then nothing is known of the metrics on examples that devices hold out.
+
+    Raises:
+        SettingsError: the run has no evaluation.
+        UnknownMetric: no evaluation will have the metric.
+    """
+    for flag, criterion in (("--best", chosen.best), ("--stop-when", chosen.stop_when)):
+        if criterion is None or split_criterion(criterion)[1].startswith(TRAINING):
+            continue
+        if names is not None:
+            kinds = ("test_", "held_out_") if chosen.on_devices else ("test_",)
+            known = {f"{kind}{name}" for kind in (*kinds, TRAINING) for name in (*names, "loss")}
+            full_name(criterion, known)
+        elif not chosen.on_devices:
+            raise SettingsError(
+                f"{flag} {criterion} needs an evaluation, and the task has no test_examples",
+                remedy="give the task the method test_examples, or let devices hold examples out "
+                "with --evaluate-on-devices, or follow the training with train_loss",
+            )
+
+
+def after_evaluation(
+    state: Selection,
+    chosen: EvaluationSettings,
+    metrics: Mapping[str, float],
+    *,
+    round_number: int,
+) -> Selection:
+    """Return the state after an evaluated round.
+
+    A metric that this round lacks, and an earlier one had, leaves its state as it was: no device
+    may have answered with its held-out examples.
+
+    Raises:
+        UnknownMetric: it is the first evaluation, and it has no such metric.
+    """
+
+    def follow(before: Followed | None, criterion: str | None) -> Followed | None:
+        if criterion is None:
+            return None
+        if before is None:
+            before = Followed(criterion=criterion, metric=full_name(criterion, metrics))
+        value = metrics.get(before.metric)
+        if value is None:
+            return before
+        if not is_better(value, than=before.value, is_minimised=is_minimised(criterion)):
+            return Followed(**{**asdict(before), "num_since": before.num_since + 1})
+        return Followed(criterion=criterion, metric=before.metric, value=value, round=round_number)
+
+    return Selection(
+        best=follow(state.best, chosen.best), stop=follow(state.stop, chosen.stop_when)
+    )
+
+
+def is_better(value: float, *, than: float | None, is_minimised: bool) -> bool:
+    """Return whether a value improves on the best one so far; NaN never does."""
+    if math.isnan(value):
+        return False
+    return than is None or (value < than if is_minimised else value > than)
+
+
+def is_minimised(criterion: str) -> bool:
+    """Return whether lower values are better: as ``min:`` or ``max:`` says, else by the name."""
+    direction, name = split_criterion(criterion)
+    return name.endswith(LOWER_IS_BETTER) if direction is None else direction == "min"
+
+
+def full_name(criterion: str, metrics: Collection[str]) -> str:
+    """Return the metric that a criterion names: NAME itself, else test_NAME, else held_out_NAME.
+
+    Raises:
+        UnknownMetric: there is none of these; lists the metrics that there are.
+    """
+    _, name = split_criterion(criterion)
+    for full in (name, f"test_{name}", f"held_out_{name}"):
+        if full in metrics:
+            return full
+    raise UnknownMetric(
+        f"no evaluation has a metric {name}; this run has {', '.join(sorted(metrics))}"
+    )
+
+
+def why_stopped(state: Selection, chosen: EvaluationSettings) -> str | None:
+    """Return why ``--stop-when`` ends the run here, or None if it goes on."""
+    followed, patience = state.stop, chosen.patience or DEFAULT_PATIENCE
+    if followed is None or followed.num_since < patience:
+        return None
+    best = (
+        "it was never a number"
+        if followed.value is None
+        else f"its best is {followed.value:.6g}, in round {followed.round}"
+    )
+    return f"{followed.metric} has not improved in {followed.num_since} evaluations; {best}"
