@@ -157,7 +157,7 @@ def run_fedavg(
         settings, learning_rate=learning_rate, deadline_seconds=deadline_seconds
     )
     task, image = federation.task, federation.image
-    test_examples = open_test_examples(task, image)
+    test_examples = open_test_examples(task, image.model)
     assert test_examples is not None
 
     def evaluate(number: int, arrays: ArrayRecord) -> MetricRecord | None:

@@ -171,6 +171,43 @@ def status(
 
 
 @app.command(cls=PlainCommand)
+def evaluate(
+    out: RunFolder,
+    data: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--data",
+            metavar="PATH",
+            help="Examples to test on, as a device's --data. May be repeated. [default: the task's "
+            "test_examples]",
+        ),
+    ] = None,
+    task: Annotated[
+        str | None,
+        typer.Option(
+            "--task", metavar="FILE.py:Class", help="The task. [default: the one in the model file]"
+        ),
+    ] = None,
+    is_best: Annotated[
+        bool, typer.Option("--best", help="Test best.safetensors, which --best METRIC keeps.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    r"""Test a run's model on examples of this machine: the loss and the task's metrics.
+
+    Try it: headwater-server evaluate --out runs/DIR --data rows.csv
+    """
+    from headwater.common.system.console import console
+    from headwater.server.operations import evaluate_model
+
+    tested = evaluate_model.evaluate(out, data=data or [], task=task, is_best=is_best)
+    if as_json:
+        typer.echo(evaluate_model.as_json(tested))
+    else:
+        console.print(evaluate_model.as_table(tested))
+
+
+@app.command(cls=PlainCommand)
 def pause(out: RunFolder) -> None:
     """Start no more rounds; the current one ends and the devices stay connected.
 

@@ -105,11 +105,21 @@ def load_model(path: str | Path, task: Task | str | None = None) -> nn.Module:
     """
     file = model_file(Path(path))
     record, state = read_model(file)
-    chosen = task_of(task, record, file)
-    with torch.random.fork_rng(devices=[]):
+    return load_module(task_of(task, record, file), record, state, file)
+
+
+def load_module(
+    task: Task, record: ModelRecord, state: Mapping[str, Tensor], file: Path
+) -> nn.Module:
+    """Return the task's model with the recorded layers and the tensors of a file, in eval mode.
+
+    Raises:
+        TaskFailed: the task's ``new_model`` raised an exception.
+        ModelMismatch: the task's model has other tensors; names the first one that differs.
+    """
+    with torch.random.fork_rng(devices=[]), running("new_model"):
         torch.manual_seed(int(record.settings.get("seed", 0)))
-        with running("new_model"):
-            model = chosen.new_model()
+        model = task.new_model()
     replay(model, record.replaced_layers)
     load_state(model, state, file)
     return model.eval()
@@ -132,7 +142,7 @@ def read_model(file: Path) -> tuple[ModelRecord, dict[str, Tensor]]:
             return record, {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
     except FileNotFoundError as error:
         raise SettingsError(
-            f"there is no model {file}", remedy="name a run's folder, or a .safetensors file"
+            f"there is no model at {file}", remedy="name a run's folder, or a .safetensors file"
         ) from error
     except (OSError, SafetensorError, ValueError, TypeError, ValidationError) as error:
         raise SettingsError(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
+from torch import nn
 from torch.utils.data import Subset
 
 from headwater.common.data.batches import evaluate_sums
@@ -15,13 +16,13 @@ from headwater.common.errors import MissingData, TaskFailed
 from headwater.common.messages import EvaluateReport
 from headwater.common.model.parameters import ModelImage
 from headwater.common.settings.schema import EvaluationSettings
-from headwater.common.task import Examples, Task
+from headwater.common.task import Examples, Metrics, Task
 from headwater.common.user_code import described, running
 
 MICRO_BATCH_SIZE = 256
 
 
-def open_test_examples(task: Task, image: ModelImage) -> Examples | None:
+def open_test_examples(task: Task, model: nn.Module) -> Examples | None:
     """Open the task's test examples and evaluate the first one; None if the task has none.
 
     Raises:
@@ -40,16 +41,20 @@ def open_test_examples(task: Task, image: ModelImage) -> Examples | None:
     if examples is None or len(examples) == 0:
         return None
     with running("the first test example"):
-        evaluate_sums(task, image.model, Subset(examples, [0]), 1)  # type: ignore[arg-type]
+        _first_sums(task, model, examples)
     return examples
 
 
-def test_metric_names(task: Task, image: ModelImage, examples: Examples | None) -> list[str] | None:
+def test_metric_names(task: Task, model: nn.Module, examples: Examples | None) -> list[str] | None:
     """Return the names of the metrics on the first test example; None without test examples."""
     if examples is None:
         return None
-    _, _, sums = evaluate_sums(task, image.model, Subset(examples, [0]), 1)  # type: ignore[arg-type]
-    return list(sums)
+    return list(_first_sums(task, model, examples))
+
+
+def _first_sums(task: Task, model: nn.Module, examples: Examples) -> Metrics:
+    _, _, sums = evaluate_sums(task, model, Subset(examples, [0]), 1)  # type: ignore[arg-type]
+    return sums
 
 
 def is_due(chosen: EvaluationSettings, *, round_number: int, rounds: int) -> bool:

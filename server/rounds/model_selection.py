@@ -37,7 +37,7 @@ class Followed:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Selection:
+class ModelSelection:
     """What ``--best`` and ``--stop-when`` have found so far; None before the first evaluation."""
 
     best: Followed | None = None
@@ -52,14 +52,16 @@ class Selection:
         }
 
 
-def restored(state: Mapping[str, Any], chosen: EvaluationSettings) -> Selection:
+def restored(state: Mapping[str, Any], chosen: EvaluationSettings) -> ModelSelection:
     """Return a checkpoint's state; a criterion that has changed since starts anew."""
 
     def followed(name: str, criterion: str | None) -> Followed | None:
         saved = state.get(name)
         return Followed(**saved) if saved and saved["criterion"] == criterion else None
 
-    return Selection(best=followed("best", chosen.best), stop=followed("stop", chosen.stop_when))
+    return ModelSelection(
+        best=followed("best", chosen.best), stop=followed("stop", chosen.stop_when)
+    )
 
 
 def check_criteria(chosen: EvaluationSettings, names: Collection[str] | None) -> None:
@@ -88,12 +90,12 @@ def check_criteria(chosen: EvaluationSettings, names: Collection[str] | None) ->
 
 
 def after_evaluation(
-    state: Selection,
+    state: ModelSelection,
     chosen: EvaluationSettings,
     metrics: Mapping[str, float],
     *,
     round_number: int,
-) -> Selection:
+) -> ModelSelection:
     """Return the state after an evaluated round.
 
     A metric that this round lacks, and an earlier one had, leaves its state as it was: no device
@@ -115,7 +117,7 @@ def after_evaluation(
             return Followed(**{**asdict(before), "num_since": before.num_since + 1})
         return Followed(criterion=criterion, metric=before.metric, value=value, round=round_number)
 
-    return Selection(
+    return ModelSelection(
         best=follow(state.best, chosen.best), stop=follow(state.stop, chosen.stop_when)
     )
 
@@ -148,7 +150,7 @@ def full_name(criterion: str, metrics: Collection[str]) -> str:
     )
 
 
-def why_stopped(state: Selection, chosen: EvaluationSettings) -> str | None:
+def why_stopped(state: ModelSelection, chosen: EvaluationSettings) -> str | None:
     """Return why ``--stop-when`` ends the run here, or None if it goes on."""
     followed, patience = state.stop, chosen.patience or DEFAULT_PATIENCE
     if followed is None or followed.num_since < patience:

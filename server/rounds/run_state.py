@@ -83,7 +83,7 @@ class Training:
         )
         if settings.model.initial is not None:
             load_initial(self.image, settings.model.initial)
-        self.test_examples = evaluation.open_test_examples(self.task, self.image)
+        self.test_examples = evaluation.open_test_examples(self.task, self.image.model)
         self.optimizer = ServerOptimizer(self.image, settings.optimizer, settings.schedule)
         self.max_weight_per_example = max_weight_per_example(self.task)
         self.target = Target(settings.plan, max_weight_per_example=self.max_weight_per_example)
@@ -95,7 +95,7 @@ class Training:
         """The last round whose sum includes each client's update."""
         self.encoding = EncodingState()
         self.sessions: SessionNumbers | None = None
-        self.selection = model_selection.Selection()
+        self.selection = model_selection.ModelSelection()
 
     def resume(self, folder: Path, fleet: Fleet) -> bool:
         """Restore the checkpoint in ``folder``; return False if there is none.
@@ -299,7 +299,7 @@ class Training:
             raise SettingsError(
                 "--best keeps a file, and the run writes to no folder", remedy="name one: --out DIR"
             )
-        names = evaluation.test_metric_names(self.task, self.image, self.test_examples)
+        names = evaluation.test_metric_names(self.task, self.image.model, self.test_examples)
         model_selection.check_criteria(chosen, names)
 
     def follow_metrics(self, metrics: dict[str, float], *, loss: float) -> None:

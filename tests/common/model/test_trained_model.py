@@ -203,7 +203,7 @@ def test_a_replaced_layer_that_the_task_does_not_have_is_a_mismatch(tmp_path: Pa
 
 
 def test_a_missing_model_is_named(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match=r"there is no model .*model\.safetensors"):
+    with pytest.raises(SettingsError, match=r"there is no model at .*model\.safetensors"):
         load_model(tmp_path, TwoLayers())
 
 

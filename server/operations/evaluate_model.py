@@ -1,0 +1,164 @@
+"""The command ``headwater-server evaluate``: tests a run's model on given examples.
+
+As everywhere, sums are added and divided once: the row of several data sets is not a mean of means.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Group, RenderableType
+from rich.markup import escape
+from rich.table import Table
+from torch import nn
+
+from headwater.common.data.batches import evaluate_sums
+from headwater.common.errors import MissingData, SettingsError
+from headwater.common.model.trained_model import (
+    BEST,
+    ModelRecord,
+    load_module,
+    model_file,
+    read_model,
+    task_of,
+)
+from headwater.common.system.json_logs import to_json_value
+from headwater.common.task import Examples, Metrics, Task, open_train_examples
+from headwater.common.user_code import running
+from headwater.server.rounds.evaluation import MICRO_BATCH_SIZE, open_test_examples
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataResult:
+    """The sums over one data set; ``weight`` is what they are divided by."""
+
+    data: str
+    num_examples: int
+    loss_sum: float
+    weight: int
+    metric_sums: Metrics
+
+    @property
+    def loss(self) -> float:
+        """The loss per unit of weight; NaN without any."""
+        return self.loss_sum / self.weight if self.weight else math.nan
+
+    @property
+    def metrics(self) -> Metrics:
+        """The metrics per unit of weight."""
+        return {
+            name: value / self.weight if self.weight else math.nan
+            for name, value in self.metric_sums.items()
+        }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvaluatedModel:
+    """A model, and its results on each data set, then on all of them if there are several."""
+
+    file: Path
+    record: ModelRecord
+    results: list[DataResult]
+
+
+def evaluate(
+    out: Path, *, data: Sequence[Path], task: str | None, is_best: bool = False
+) -> EvaluatedModel:
+    """Test the model of a run's folder on each path of ``data``, or on the task's test examples.
+
+    Raises:
+        SettingsError: there is no such model, or it cannot be read.
+        ModelMismatch, TaskError: see ``load_model``; or the task fails on an example.
+        MissingData, EmptyDataset: a path holds no examples, or the task has no test examples.
+    """
+    file = out / BEST if is_best else model_file(out)
+    if is_best and not file.exists():
+        raise SettingsError(
+            f"there is no {BEST} in {out}", remedy="the run keeps it with --best METRIC"
+        )
+    record, state = read_model(file)
+    chosen = task_of(task, record, file)
+    model = load_module(chosen, record, state, file)
+    if data:
+        opened = [
+            (str(path), open_train_examples(chosen, data=path, part=0, num_parts=1))
+            for path in data
+        ]
+    else:
+        test_examples = open_test_examples(chosen, model)
+        if test_examples is None:
+            raise MissingData(
+                "the task has no test_examples", remedy="name examples to test on with --data PATH"
+            )
+        opened = [("test examples", test_examples)]
+    results = [_sums(chosen, model, name, examples) for name, examples in opened]
+    if len(results) > 1:
+        results.append(_total(results))
+    return EvaluatedModel(file=file, record=record, results=results)
+
+
+def _sums(task: Task, model: nn.Module, name: str, examples: Examples) -> DataResult:
+    with running(f"the evaluation on {name}"):
+        loss, weight, sums = evaluate_sums(task, model, examples, MICRO_BATCH_SIZE)
+    return DataResult(
+        data=name, num_examples=len(examples), loss_sum=loss, weight=weight, metric_sums=sums
+    )
+
+
+def _total(results: Sequence[DataResult]) -> DataResult:
+    names = sorted({name for each in results for name in each.metric_sums})
+    return DataResult(
+        data="all",
+        num_examples=sum(each.num_examples for each in results),
+        loss_sum=math.fsum(each.loss_sum for each in results),
+        weight=sum(each.weight for each in results),
+        metric_sums={
+            name: math.fsum(each.metric_sums.get(name, 0.0) for each in results) for name in names
+        },
+    )
+
+
+def as_json(evaluated: EvaluatedModel) -> str:
+    """Return the results as one JSON object; a loss that is not finite is null."""
+    fields: dict[str, Any] = {
+        "model": str(evaluated.file),
+        "round": evaluated.record.rounds,
+        "results": [
+            {
+                "data": each.data,
+                "num_examples": each.num_examples,
+                "weight": each.weight,
+                "loss": each.loss,
+                "metrics": each.metrics,
+            }
+            for each in evaluated.results
+        ],
+    }
+    return json.dumps(to_json_value(fields), allow_nan=False)
+
+
+def as_table(evaluated: EvaluatedModel) -> RenderableType:
+    """Return the results as a line about the model and a table."""
+    rounds = evaluated.record.rounds
+    when = "" if rounds is None else f", after round {rounds}"
+    names = sorted({name for each in evaluated.results for name in each.metrics})
+    table = Table(box=SIMPLE_HEAD)
+    table.add_column("data", overflow="fold", min_width=8)
+    for column in ("examples", "weight", "loss", *(name.replace("_", " ") for name in names)):
+        table.add_column(column, justify="right", no_wrap=True)
+    for each in evaluated.results:
+        metrics = [f"{each.metrics[name]:.4f}" if name in each.metrics else "-" for name in names]
+        table.add_row(
+            escape(each.data),
+            str(each.num_examples),
+            str(each.weight),
+            f"{each.loss:.4f}",
+            *metrics,
+        )
+    return Group(f"{escape(str(evaluated.file))}{when}", table)
