@@ -30,7 +30,7 @@ from headwater.client.memory.peak_model import ProcessMemory
 from headwater.client.training.accumulator import Accumulator
 from headwater.client.training.context import TrainingContext
 from headwater.client.training.local_update import train_round
-from headwater.client.training.sampler import SamplerPosition, Window, split, window
+from headwater.client.training.sampler import ExampleOrder, SamplerPosition, Window, split, window
 from headwater.common.data.batches import batch_of
 from headwater.common.messages import Plan
 
@@ -93,7 +93,8 @@ def ours(bench: Bench, positions: Sequence[int]) -> Tensor:
         memory=ProcessMemory(),
         should_stop=lambda: False,
     )
-    chosen = Window(positions=tuple(positions), epoch=0, offset=0, ends_epoch=False)
+    order = ExampleOrder(0, "bench", len(bench.examples))
+    chosen = Window(positions=tuple(positions), place=SamplerPosition(), order=order)
     update = train_round(plan, chosen, place)
     return update.values_P.double() / update.report.weight
 

@@ -28,7 +28,6 @@ Name = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9]
 
 StopReason = Literal[
     "quota",
-    "epoch end",
     "finish",
     "deadline",
     "asked to stop",
@@ -199,9 +198,6 @@ class UpdateReport(WireMessage):
     steps: tuple[Step, ...]
     reason: StopReason
     vitals: Vitals = Vitals()
-    num_left: Natural | None = Field(
-        None, description="examples left in the epoch after this update"
-    )
     is_checkpointed: bool = Field(False, description="activations were recomputed to save memory")
 
     @property
@@ -281,8 +277,6 @@ class ReportFields(Protocol):
     def reason(self) -> StopReason: ...
     @property
     def vitals(self) -> Vitals: ...
-    @property
-    def num_left(self) -> int | None: ...
     @property
     def is_checkpointed(self) -> bool: ...
 

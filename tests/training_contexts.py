@@ -14,7 +14,7 @@ from headwater.client.memory.peak_model import ProcessMemory
 from headwater.client.training.accumulator import Accumulator
 from headwater.client.training.context import TrainingContext
 from headwater.client.training.local_update import train_round
-from headwater.client.training.sampler import Window
+from headwater.client.training.sampler import ExampleOrder, SamplerPosition, Window
 from headwater.common.messages import Plan, Update
 from headwater.common.model.parameters import build_model
 from headwater.common.stats.linear_fit import Line
@@ -108,7 +108,9 @@ def plan(quota: int, micro_batch_size: int, **changes: Any) -> Plan:
 
 def whole(data: TensorDataset, quota: int) -> Window:
     """Return a window in the order of the data set, in which positions are known."""
-    return Window(positions=tuple(range(len(data)))[:quota], epoch=0, offset=0, ends_epoch=False)
+    positions = tuple(range(len(data)))[:quota]
+    order = ExampleOrder(0, "pi", len(data))
+    return Window(positions=positions, place=SamplerPosition(), order=order)
 
 
 def sums(context: TrainingContext, positions: Sequence[int]) -> Tensor:

@@ -33,10 +33,15 @@ def read_sampler(plain: Plain | None) -> SamplerState:
     if plain is None:
         return SamplerState()
     return SamplerState(
-        place=SamplerPosition(**plain["place"]),
+        place=_read_place(plain["place"]),
         pending_round=plain["pending_round"],
-        pending_place=SamplerPosition(**plain["pending_place"]),
+        pending_place=_read_place(plain["pending_place"]),
     )
+
+
+def _read_place(plain: Plain) -> SamplerPosition:
+    # A file of an earlier version has epoch and offset only.
+    return SamplerPosition(**{**plain, "skipped": tuple(plain.get("skipped", ()))})
 
 
 def read_record(plain: Plain | None) -> SessionRecord:

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from headwater.client.device.sensors import has_aes
 from headwater.client.enrolment.signing_identity import Enrolment
 from headwater.client.secagg.types import Floor, Participant, UnmaskedUpdate
-from headwater.client.training.sampler import SamplerState
+from headwater.client.training.sampler import SamplerPosition, SamplerState, seed_of
 from headwater.client.training.trainer import Trainer
 from headwater.common.errors import (
     CountOutOfRange,
@@ -192,8 +192,10 @@ def participant_of(
 
 def update_id(run_id: int, plan: Plan, sampler: SamplerState) -> str:
     """Name an update by run, model and examples: the same sum has the same id after a restart."""
-    place, pending = sampler.place, sampler.pending_place
-    return (
-        f"run {run_id}, model {plan.model_version}, examples {place.epoch}:{place.offset} to "
-        f"{pending.epoch}:{pending.offset}"
-    )
+    begin, end = _name_of(sampler.place), _name_of(sampler.pending_place)
+    return f"run {run_id}, model {plan.model_version}, examples {begin} to {end}"
+
+
+def _name_of(place: SamplerPosition) -> str:
+    skipped = f"-{seed_of(*place.skipped):x}" if place.skipped else ""
+    return f"{place.epoch}:{place.offset}{skipped}"

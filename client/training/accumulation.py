@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -158,11 +158,14 @@ def sum_window(
 
 def _end(plan: Plan, window: Window, total: WindowSum, reason: StopReason) -> None:
     """End the window before its remaining examples."""
-    reached = set(window.positions[: window.positions.index(total.remaining[0][0])])
-    has_quota = reason == "finish" and len(reached) >= plan.quota
+    done, end = _flat(total.done), -1
+    for position in (*done, total.remaining[0][0]):
+        end = window.positions.index(position, end + 1)
+    has_quota = reason == "finish" and end >= plan.quota
     total.reason = "quota" if has_quota else reason
     # An example refused before the window was summed again may come after the new end.
-    total.refused = [p for p in total.refused if p in reached]
+    refused = Counter(window.positions[:end]) - Counter(done)
+    total.refused = list(refused.elements())
 
 
 def _reason_to_end(

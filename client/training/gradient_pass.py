@@ -117,7 +117,7 @@ def forward(
         MemoryError: an allocation failed.
         InvalidGradients: the task raised an exception.
     """
-    seed = _layers_seed(plan.run_seed, window.epoch, context.name) + positions[0]
+    seed = _layers_seed(plan.run_seed, window.place.epoch, context.name) + positions[0]
     torch.default_generator.manual_seed(seed)
     try:
         if plan.precision == "bfloat16":

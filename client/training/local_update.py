@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -103,7 +103,6 @@ def make_update(
             f"float32 when scaled to weight {weight}"
         )
     ratio = weight / total.weight
-    num_seen = window.offset + total.num_examples + len(total.refused)
     report = UpdateReport(
         name=context.name,
         round=plan.round,
@@ -115,9 +114,8 @@ def make_update(
         num_refused=len(total.refused),
         seconds=context.clock.seconds() - local_sum.start_seconds,
         steps=tuple(total.steps),
-        reason="epoch end" if total.reason == "quota" and window.ends_epoch else total.reason,
+        reason=total.reason,
         vitals=context.vitals(),
-        num_left=max(len(context.examples) - num_seen, 0),
         is_checkpointed=is_on_in(context.image.modules),
     )
     return Update(values_P=values_P, report=report)
@@ -176,12 +174,7 @@ def take_local_steps(
     total = WindowSum(micro_batch_size=plan.micro_batch_size)
     try:
         for positions in split(window.positions, size):
-            part = Window(
-                positions=positions,
-                epoch=window.epoch,
-                offset=window.offset + total.num_examples,
-                ends_epoch=False,
-            )
+            part = replace(window, positions=positions)
             step_sum = sum_window(plan, part, context, rules, before=total)
             if step_sum.weight:
                 context.accumulator.values_P.div_(step_sum.weight)

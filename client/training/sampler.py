@@ -1,9 +1,13 @@
 """Chooses the examples that a client trains on next, and splits them into micro-batches.
 
-A client goes through its examples in the order permutation(run seed, epoch, name): no example twice
-in a round, and none again before all were used, so the last round of an epoch may be short. Its new
-position is pending until the server reports that the round was committed with this client's update.
-A round that was aborted or repeated therefore gets the same examples.
+A client goes through its examples in the order permutation(run seed, epoch, name), and each epoch
+uses every example once. A window that reaches the end of its epoch goes on in the next one, and
+skips the examples that it already has; these come first in the following window. So a window has no
+example twice, unless it is longer than the data: then it is one pass over all examples after
+another, and the numbers of times that it has two examples differ by at most one.
+
+The position after a window is pending until the server reports that the round was committed with
+this client's update. A round that was aborted or repeated therefore gets the same examples.
 
 A permutation is the order of hashes of the examples' numbers, computed in integers only: it is the
 same for every numpy version and machine, and for a thousand clients it is one operation on columns.
@@ -17,7 +21,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,10 +37,33 @@ MAX_SHORT, NUM_CACHED = 128, 1 << 14
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplerPosition:
-    """The next example is number ``offset`` of the permutation of ``epoch``."""
+    """How far a client has come in the permutation of ``epoch``.
+
+    The places from ``offset`` on are not used yet, nor are those in ``skipped``: rising numbers
+    below ``offset``, at which a window from the epoch before found examples that it already had.
+    The next window begins with them.
+    """
 
     epoch: int = 0
     offset: int = 0
+    skipped: tuple[int, ...] = ()
+
+    def of_existing(self, num_examples: int) -> SamplerPosition:
+        """Return the position in a data set of this size; the next epoch's start if none is left.
+
+        The data set may have become smaller since the position was stored.
+        """
+        skipped = self.skipped
+        if skipped and skipped[-1] >= num_examples:
+            skipped = tuple(place for place in skipped if place < num_examples)
+        if not skipped and self.offset >= num_examples:
+            return SamplerPosition(epoch=self.epoch + 1)
+        offset = min(self.offset, num_examples)
+        return SamplerPosition(epoch=self.epoch, offset=offset, skipped=skipped)
+
+    def num_left(self, num_examples: int) -> int:
+        """Return how many examples of the epoch are not used yet."""
+        return len(self.skipped) + num_examples - self.offset
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,33 +88,39 @@ class SamplerState:
         return self if self.pending_round is None else SamplerState(place=self.pending_place)
 
 
+class ExampleOrder(NamedTuple):
+    """What a client's permutations follow from."""
+
+    run_seed: int
+    name: str
+    num_examples: int
+
+    def of(self, epoch: int) -> Ints:
+        """Return the permutation of an epoch."""
+        return permutation(self.run_seed, epoch, self.name, self.num_examples)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Window:
-    """The examples of one round: positions in the data set, in the order of the permutation."""
+    """The examples of one round: positions in the data set, in the order of their use.
+
+    They begin at ``place`` in the client's order.
+    """
 
     positions: tuple[int, ...]
-    epoch: int
-    offset: int
-    ends_epoch: bool
+    place: SamplerPosition
+    order: ExampleOrder
 
-    def after(self, num_used: int, num_examples: int) -> SamplerPosition:
+    def after(self, num_used: int) -> SamplerPosition:
         """Return the position after the first ``num_used`` examples of the window."""
-        epoch, offset = next_position(self.epoch, self.offset + num_used, num_examples)
-        return SamplerPosition(epoch=epoch, offset=offset)
-
-
-Position = TypeVar("Position", int, Ints)
-
-
-def next_position(
-    epoch: Position, offset: Position, num_examples: Position
-) -> tuple[Position, Position]:
-    """Return epoch and offset, or the next epoch and 0 if the epoch has no example at ``offset``.
-
-    For ints or arrays.
-    """
-    is_over: Any = offset >= num_examples
-    return epoch + is_over, offset * (1 - is_over)
+        place, num_examples = self.place, self.order.num_examples
+        while num_used:
+            number = min(num_used, num_examples)
+            num_used -= number
+            if number < place.num_left(num_examples):
+                return _within(place, number)  # without a permutation
+            _, place = _pass(place, number, self.order)
+        return place
 
 
 def window(
@@ -99,21 +132,59 @@ def window(
     num_examples: int,
     num_more: int = 0,
 ) -> Window:
-    """Take the next ``quota`` examples, or as many as the epoch still has.
+    """Take the next ``quota`` examples.
 
-    ``num_more`` further examples, if the epoch has them, are for a client that trains faster than
-    predicted.
+    ``num_more`` further examples are for a client that trains faster than predicted: as many of
+    them as the client has without using one twice.
     """
-    # If the data set became smaller since the position was stored, its next epoch starts.
-    epoch, offset = next_position(place.epoch, place.offset, num_examples)
-    order = permutation(run_seed, epoch, name, num_examples)
-    positions = order[offset : offset + quota + num_more].tolist()
-    return Window(
-        positions=tuple(positions),
-        epoch=epoch,
-        offset=offset,
-        ends_epoch=len(positions) < quota,
+    order = ExampleOrder(run_seed, name, num_examples)
+    place = after = place.of_existing(num_examples)
+    num_missing, positions = window_length(quota, num_more, num_examples), []
+    while num_missing:
+        taken, after = _pass(after, min(num_missing, num_examples), order)
+        num_missing -= len(taken)
+        positions += taken
+    return Window(positions=tuple(positions), place=place, order=order)
+
+
+def window_length(quota: int, num_more: int, num_examples: int) -> int:
+    """Return the number of examples in a window."""
+    return min(quota + num_more, max(quota, num_examples))
+
+
+def _within(place: SamplerPosition, number: int) -> SamplerPosition:
+    """Return the position after ``number`` examples, fewer than the epoch has left."""
+    from_skipped = min(number, len(place.skipped))
+    return SamplerPosition(
+        epoch=place.epoch,
+        offset=place.offset + number - from_skipped,
+        skipped=place.skipped[from_skipped:],
     )
+
+
+def _pass(
+    place: SamplerPosition, number: int, order: ExampleOrder
+) -> tuple[list[int], SamplerPosition]:
+    """Take ``number`` examples, at most all, none twice; return them and the position after."""
+    permuted = order.of(place.epoch)
+    end = place.offset + max(number - len(place.skipped), 0)
+    positions: list[int] = permuted[place.offset : end].tolist()
+    if place.skipped:
+        positions = permuted[list(place.skipped[:number])].tolist() + positions
+    num_more = number - place.num_left(order.num_examples)
+    if num_more < 0:
+        return positions, _within(place, number)
+    if num_more == 0:
+        return positions, SamplerPosition(epoch=place.epoch + 1)
+    permuted = order.of(place.epoch + 1)
+    is_new = np.ones(order.num_examples, dtype=np.bool_)
+    is_new[positions] = False
+    is_new = is_new[permuted]  # from examples to places in the permutation
+    places = np.flatnonzero(is_new)[:num_more]
+    offset = int(places[-1]) + 1
+    skipped = tuple(np.flatnonzero(~is_new[:offset]).tolist())
+    after = SamplerPosition(epoch=place.epoch + 1, offset=offset, skipped=skipped)
+    return positions + permuted[places].tolist(), after
 
 
 def split(positions: Sequence[int], micro_batch_size: int) -> list[tuple[int, ...]]:

@@ -228,8 +228,8 @@ class SpooledWindow:
             "run": self._spool.run_id,
             "round": plan.round,
             "version": plan.model_version,
-            "epoch": window.epoch,
-            "offset": window.offset,
+            "epoch": window.place.epoch,
+            "offset": window.place.offset,
             "layout": self._context.image.layout.digest,
             "plan": hashlib.sha256(plan.model_dump_json().encode()).hexdigest(),
         }

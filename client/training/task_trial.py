@@ -83,7 +83,7 @@ def checkpointed_bytes(context: TrainingContext) -> float | None:
 def _first_examples(context: TrainingContext) -> Window:
     return window(
         SamplerPosition(),
-        quota=NUM_EXAMPLES,
+        quota=min(NUM_EXAMPLES, len(context.examples)),
         run_seed=0,
         name=context.name,
         num_examples=len(context.examples),

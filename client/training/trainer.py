@@ -28,7 +28,13 @@ from headwater.client.training.task_trial import check_runs, checkpointed_bytes
 from headwater.common.data.additivity import check_additive
 from headwater.common.data.batches import evaluate_sums
 from headwater.common.data.client_datasets import ClientDatasets
-from headwater.common.errors import BuffersChanged, ModelMismatch, NonFiniteUpdate, OutOfMemory
+from headwater.common.errors import (
+    BuffersChanged,
+    CountOutOfRange,
+    ModelMismatch,
+    NonFiniteUpdate,
+    OutOfMemory,
+)
 from headwater.common.messages import DescribeRequest, DeviceReport, EvaluateReport, Plan, Update
 from headwater.common.model.mismatch import difference_from_text
 from headwater.common.model.parameters import build_model
@@ -40,6 +46,8 @@ from headwater.common.user_code import running
 log = logging.getLogger(__name__)
 
 MAX_OPEN_DATASETS = 20_000  # of clients; a simulated population may have any size
+# The most examples of a window that uses some of them more than once: it is a list in memory.
+MAX_REPEATED = 1 << 24
 
 
 class Trainer:
@@ -101,8 +109,18 @@ class Trainer:
     def _window(
         self, identity: Identity, plan: Plan, sampler: SamplerState
     ) -> tuple[Examples, Window]:
-        """Return the client's training examples and the plan's window of them."""
+        """Return the client's training examples and the plan's window of them.
+
+        Raises:
+            CountOutOfRange: the plan asks for more examples than a device can list.
+        """
         examples, _ = self.split(identity, run_seed=plan.run_seed, fraction=plan.held_out_fraction)
+        if plan.quota > max(len(examples), MAX_REPEATED):
+            raise CountOutOfRange(
+                f"{identity.name}, round {plan.round}: the plan asks for {plan.quota:,} examples, "
+                f"and the device has {len(examples):,}; with repetitions it gives at most "
+                f"{MAX_REPEATED:,}"
+            )
         return examples, window(
             sampler.place,
             quota=plan.quota,
@@ -277,7 +295,7 @@ class Trainer:
                 spool.remove()
             raise
         num_used = update.report.num_examples + update.report.num_refused
-        return update, sampler.pend(plan.round, positions.after(num_used, len(examples)))
+        return update, sampler.pend(plan.round, positions.after(num_used))
 
     def sum(
         self, plan: Plan, positions: Window, context: TrainingContext, spool: Spool | None = None
@@ -297,8 +315,8 @@ class Trainer:
 
     def skip(self, identity: Identity, plan: Plan, sampler: SamplerState) -> SamplerState:
         """Return the sampler's state after a plan's window, none of whose examples can be used."""
-        examples, unusable = self._window(identity, plan, sampler.settle(plan.counted_round))
-        return SamplerState(place=unusable.after(len(unusable.positions), len(examples)))
+        _, unusable = self._window(identity, plan, sampler.settle(plan.counted_round))
+        return SamplerState(place=unusable.after(len(unusable.positions)))
 
     def evaluate(self, identity: Identity, plan: Plan) -> EvaluateReport:
         """Sum loss and metrics over the client's held-out examples.

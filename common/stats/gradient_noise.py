@@ -95,15 +95,16 @@ def noise_sums(report: ReportFields, *, num_owned: int) -> NoiseSums:
     and S per unit of v is S per unit of w times v/w. ``num_owned`` is the number n of examples that
     the device draws from.
 
-    Edge cases: with K = 1, without norms, or with weight in one step only, nothing is measured.
+    Edge cases: with K = 1, without norms, with weight in one step only, or with an example used
+    more than once, nothing is measured.
     """
     sent = float(report.weight)
-    if report.num_steps < 2 or not report.has_norms:
+    if report.num_steps < 2 or not report.has_norms or report.num_examples > num_owned:
         return NoiseSums(weight=sent)
     estimate, summed = _first_and_last(report.steps), float(report.summed_weight)
     if estimate is None:
         return NoiseSums(weight=sent)
-    fraction = min(report.num_examples / num_owned, 1.0)
+    fraction = report.num_examples / num_owned
     variance = estimate.variance * (sent / summed)
     squared_gradient = estimate.squared_gradient + estimate.variance * fraction / summed
     return NoiseSums(

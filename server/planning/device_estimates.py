@@ -1,4 +1,4 @@
-"""What the server knows of each client: training speed, memory, lateness and place in its epoch.
+"""What the server knows of each client: training speed, memory, examples and lateness.
 
 One immutable ``DeviceEstimate`` for each client, and pure functions from one value to the next. The
 checkpoint stores the estimates, so that a resumed run plans what the unbroken run would plan.
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from headwater.common.errors import EmptyUpdate, HeadwaterError, LateUpdate
+from headwater.common.errors import HeadwaterError, LateUpdate
 from headwater.common.messages import DeviceReport, ReadyReport, ReportFields, Vitals
 from headwater.common.stats import training_speed
 from headwater.common.stats.linear_fit import Line
@@ -36,7 +36,6 @@ class DeviceEstimate:
     does not store it: a resumed server has new reports.
     ``line`` gives the seconds of a micro-batch; None if the run needs no speeds (K is set). With K
     set, only the memory figures of ``vitals`` are followed, as nothing else enters a plan.
-    ``num_left`` is the number of examples left in the epoch; None at its start: all.
     ``times_late`` counts the rounds in a row in which the client was late or did not answer.
     ``waiting_since`` is the first round since its last invitation in which the client was left out
     as too slow; None if there is none.
@@ -47,17 +46,10 @@ class DeviceEstimate:
     line: Line | None = None
     fastest_micro_batch_size: int | None = None
     vitals: Vitals = NO_VITALS
-    num_left: int | None = None
     deadline_share: float = DEADLINE_SHARE
     times_late: int = 0
     waiting_since: int | None = None
     is_outdated: bool = True
-
-    @property
-    def examples_left(self) -> int:
-        """The examples left in the epoch, all if unknown: a round uses no example twice."""
-        owned = self.num_examples
-        return owned if self.num_left is None else max(min(self.num_left, owned), 1)
 
     @property
     def time_share(self) -> float:
@@ -106,8 +98,6 @@ class DeviceEstimate:
                 known = self.after_update(report)
         elif ready is not None:
             known = self.after_masked_update(ready)
-        elif isinstance(error, EmptyUpdate):  # it went past a window: its place is not known
-            known = replace(self, num_left=None)
         if not isinstance(error, LateUpdate):
             return known.after_timely_update()
         return known if was_expected_late else known.after_late_update()
@@ -146,11 +136,6 @@ class DeviceEstimate:
             return self
         share = min(self.deadline_share * IN_TIME_FACTOR, DEADLINE_SHARE)
         return replace(self, deadline_share=share, times_late=0)
-
-    def after_commit(self, report: ReportFields) -> DeviceEstimate:
-        """Move on in the epoch: the client's update is part of a committed sum."""
-        num_left = report.num_left or None
-        return self if num_left == self.num_left else replace(self, num_left=num_left)
 
     def after_leaving_out(self, round_number: int) -> DeviceEstimate:
         """Return the estimate of a client that is left out of a round as too slow."""
@@ -200,7 +185,7 @@ def from_json(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, DeviceEstimate
     """Return the estimates that ``to_json`` wrote."""
     estimates = {}
     for name, row in rows.items():
-        plain = dict(row)
+        plain = {key: value for key, value in row.items() if key not in _REMOVED}
         line = plain.pop("line", None)
         estimates[name] = DeviceEstimate(
             vitals=Vitals(**plain.pop("vitals")),
@@ -213,9 +198,9 @@ def from_json(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, DeviceEstimate
 UNKNOWN_DEVICE = DeviceEstimate()
 _PLAIN = (
     "fastest_micro_batch_size",
-    "num_left",
     "deadline_share",
     "times_late",
     "waiting_since",
     "is_outdated",
 )
+_REMOVED = ("num_left",)  # in checkpoints of earlier versions

@@ -22,8 +22,7 @@ _UNKNOWN_LINE = Line(base=np.nan, each=np.nan)
 class EstimateColumns:
     """The fields of n estimates that enter a plan; an unknown value is NaN."""
 
-    num_examples: Floats
-    examples_left: Ints
+    num_examples: Ints
     deadline_share: Floats
     fastest: Floats
     """The micro-batch size that was measured to be the fastest."""
@@ -49,8 +48,7 @@ class EstimateColumns:
             return np.array(list(map(operator.attrgetter(name), items)), dtype=np.float64)
 
         return cls(
-            num_examples=column(estimates, "num_examples"),
-            examples_left=column(estimates, "examples_left").astype(np.int64),
+            num_examples=column(estimates, "num_examples").astype(np.int64),
             deadline_share=column(estimates, "deadline_share"),
             fastest=column(estimates, "fastest_micro_batch_size"),
             memory_limit=column(vitals, "memory_limit_bytes"),

@@ -36,19 +36,13 @@ def of_lateness(times: int) -> str:
 def _of_quota(assignment: Assignment) -> str:
     quota, steps = assignment.quota, assignment.accumulation_steps
     estimate, size = assignment.estimate, assignment.max_micro_batch_size
-    if steps is not None and quota == steps * size:
+    if steps is not None:
         return f"K set to {steps}"
     if quota == estimate.num_examples:
-        text = f"all its {_examples(quota)}"
-    elif quota == estimate.examples_left:
-        text = f"all its epoch has left: {_examples(quota)}"
-    elif quota == MAX_STEPS * size:
-        text = f"{_examples(quota)}: {MAX_STEPS} micro-batches at the most"
-    elif assignment.transfers >= 1:
-        text = f"link-bound: {_examples(quota)}"
-    else:
-        text = f"speed-bound: {_examples(quota)}"
-    return text if steps is None else f"K set to {steps}; {text}"
+        return f"all its {_examples(quota)}"
+    if quota == MAX_STEPS * size:
+        return f"{_examples(quota)}: {MAX_STEPS} micro-batches at the most"
+    return f"{'link' if assignment.transfers >= 1 else 'speed'}-bound: {_examples(quota)}"
 
 
 def _of_cuts(assignment: Assignment) -> str:

@@ -74,7 +74,7 @@ class SizeBound(Enum):
     SET = "as set"
     MAXIMUM = "at its maximum"
     FASTEST = "fastest measured"
-    DATA = "what its epoch has left"
+    DATA = "all its examples"
     MEMORY = "what fits in memory"
 
 
@@ -129,7 +129,7 @@ class Assignment(NamedTuple):
             return None
         num_micro_batches = -(-self.quota // micro_batch_size)
         seconds = (num_micro_batches * line.base + self.quota * line.each) * self.speed_cut
-        most = min(self.estimate.examples_left, MAX_STEPS * self.max_micro_batch_size)
+        most = min(self.estimate.num_examples, MAX_STEPS * self.max_micro_batch_size)
         if self.quota == most:
             seconds = max(seconds, self.estimate.time_share * self.free_seconds)
         is_measurable = MIN_FINISH_SECONDS <= seconds <= MAX_FINISH_SECONDS
@@ -153,10 +153,10 @@ def assign(
 
     ``exceptions`` says why a client is invited for one example although it is too slow.
 
-    With ``accumulation_steps`` set, each gets K micro-batches of the same size, but no more than
-    its epoch has left. Otherwise quotas are by equal finish, and their sum is ``target`` examples
-    if the clients' bounds and the deadline allow it. Clients for which everything that enters a
-    plan is the same share one assignment.
+    With ``accumulation_steps`` set, each gets K micro-batches of the same size, also if it owns
+    fewer examples. Otherwise quotas are by equal finish, and their sum is ``target`` examples if
+    the clients' bounds and the deadline allow it; no client gets more than it owns. Clients for
+    which everything that enters a plan is the same share one assignment.
     """
     if not names:
         return {}
@@ -165,10 +165,10 @@ def assign(
     reasons = list(map(exceptions.get, names))
     sizes, bounds = micro_batch_sizes(known, chosen)
     limits = np.where(bounds == SIZE_BOUNDS.index(SizeBound.MEMORY), known.memory_limit, 0.0)
-    inputs = [known.num_examples, known.examples_left, known.deadline_share, limits, bounds]
+    inputs = [known.num_examples, known.deadline_share, limits, bounds]
     if steps is not None:
         nothing = np.zeros(len(names))
-        quotas: Ints = np.minimum(steps * sizes, known.examples_left)
+        quotas: Ints = steps * sizes
         times: list[Floats] = [nothing + 1.0, nothing, nothing, nothing]
     else:
         is_exception = np.array([reason is not None for reason in reasons])
@@ -221,7 +221,7 @@ def micro_batch_sizes(known: EstimateColumns, chosen: settings.PlanSettings) -> 
 
     base + size x bytes per example must stay within ``memory_fraction`` of the limit; one example
     is assigned in any case, as the device itself decides in the end. Where no size is set, it is at
-    most what the device measured to be the fastest, and what its epoch has left. The bounds are
+    most what the device measured to be the fastest, and the examples that it owns. The bounds are
     indices of SIZE_BOUNDS.
     """
     fitting = _fitting_sizes(known, chosen.memory_fraction)
@@ -232,8 +232,8 @@ def micro_batch_sizes(known: EstimateColumns, chosen: settings.PlanSettings) -> 
     else:
         kinds = [SizeBound.MAXIMUM, SizeBound.FASTEST, SizeBound.DATA, SizeBound.MEMORY]
         fastest = np.where(known.fastest > 0, known.fastest, np.inf)
-        left = known.examples_left.astype(np.float64)
-        limits = [np.full_like(fitting, chosen.max_micro_batch_size), fastest, left, fitting]
+        owned = known.num_examples.astype(np.float64)
+        limits = [np.full_like(fitting, chosen.max_micro_batch_size), fastest, owned, fitting]
     rows = np.stack(limits)
     first = rows.argmin(axis=0)  # of equal limits the first
     indices = np.array([SIZE_BOUNDS.index(kind) for kind in kinds])
@@ -269,7 +269,7 @@ def _cohort_columns(
     base[~is_measured], each[~is_measured] = median.base, median.each
     believed = (median.base + sizes * median.each) / MAX_SPEED_RATIO
     speed_cuts = np.where(is_regular, np.maximum(believed / (base + sizes * each), 1.0), 1.0)
-    most: Ints = np.where(is_exception, 1, np.minimum(known.examples_left, MAX_STEPS * sizes))
+    most: Ints = np.where(is_exception, 1, np.minimum(known.num_examples, MAX_STEPS * sizes))
     cohort = CohortColumns(
         size=sizes,
         base=base * speed_cuts,

@@ -316,8 +316,3 @@ class RoundPlanner:
                 is_k_set=is_k_set,
                 was_expected_late=name in planned.exceptions,
             )
-
-    def count(self, accepted: Mapping[str, ReportFields]) -> None:
-        """Move on in the epochs of the clients whose updates are part of a committed sum."""
-        for name, report in accepted.items():
-            self.estimates[name] = self.estimates[name].after_commit(report)

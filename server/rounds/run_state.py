@@ -276,7 +276,6 @@ class Training:
             )
         self.round += 1
         self.counted |= dict.fromkeys(done.names, self.round)
-        self.planner.count(opened.accepted)
         target = self.target.num_examples if self.target.by else None
         self.target.commit(totals, noise)
         return StepResult(

@@ -34,8 +34,9 @@ from headwater.simulation.compute.passes import (
 )
 from headwater.simulation.compute.per_example import PerExampleModel
 from headwater.simulation.compute.report_columns import CohortReports
-from headwater.simulation.compute.round_columns import Floats, RoundColumns, ranges
+from headwater.simulation.compute.round_columns import Floats, RoundColumns
 from headwater.simulation.fleet.devices import ClientPlan, Devices
+from headwater.simulation.fleet.position_columns import ranges
 
 log = logging.getLogger(__name__)
 

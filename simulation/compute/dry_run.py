@@ -3,8 +3,8 @@
 The prediction gives each device's micro-batches and the times at which they end. It runs the
 device's own code (``client.training.accumulation``) with the same clock, memory and stop rules; a
 micro-batch only advances clock and memory. So the virtual clock shows what it would after real
-training. Devices of constant speed, whose window ends with its quota or its epoch, are predicted
-all at once, in columns: the same sums in the same order, and a hundred times as fast.
+training. Devices of constant speed, whose window ends with its quota, are predicted all at once, in
+columns: the same sums in the same order, and a hundred times as fast.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from headwater.client.training.accumulation import WindowSum, sum_window
 from headwater.client.training.accumulator import Accumulator
 from headwater.client.training.context import TrainingContext
 from headwater.client.training.gradient_pass import MicroBatchResult, Positions
-from headwater.client.training.sampler import Window, next_position
+from headwater.client.training.sampler import Window
 from headwater.client.training.stop_rules import RECENT_STEPS, StopRules
 from headwater.common.errors import HeadwaterError
-from headwater.common.messages import MAX_STEPS, Plan, Step, StopReason, Vitals
+from headwater.common.messages import MAX_STEPS, Plan, Step, Vitals
 from headwater.server.fleet import Dropout
 from headwater.simulation.compute.one_by_one import next_window
 from headwater.simulation.compute.round_columns import Floats, Ints, RoundColumns
 from headwater.simulation.fleet.devices import ClientPlan, Devices
-from headwater.simulation.fleet.position_columns import NO_ROUND
+from headwater.simulation.fleet.position_columns import NO_ROUND, PlaceColumns
 
 # Tolerance in examples or seconds; closer calls are simulated step by step.
 TOLERANCE = 1e-3
@@ -70,9 +70,8 @@ def predict_round(devices: Devices, clients: Sequence[ClientPlan]) -> Prediction
     columns = RoundColumns.joined(parts)
     if len(columns):
         numbers = np.array([one.part for one in columns.clients])
-        positions = columns.epoch, columns.offset
         round_number = clients[0].plan.round
-        devices.positions.set_pending(numbers, positions, round_number, columns.after)
+        devices.positions.set_pending(numbers, columns.places, round_number, columns.after)
     return Prediction(columns=columns, alone=alone, dropouts=dropouts)
 
 
@@ -104,15 +103,14 @@ def _split_steady(
 
 
 def _predict_steady(devices: Devices, clients: Sequence[ClientPlan]) -> RoundColumns:
-    """Predict windows that end with their quota or their epoch, as ``_simulate`` does for one."""
+    """Predict windows that end with their quota, as ``_simulate`` does for one."""
     hardware, plans = devices.hardware_columns, [one.plan for one in clients]
     parts = np.array([one.part for one in clients], dtype=np.int64)
-    quota = _ints(plan.quota for plan in plans)
+    num_examples = _ints(plan.quota for plan in plans)
     size = _ints(plan.micro_batch_size for plan in plans)
     counted = _ints(plan.counted_round or NO_ROUND for plan in plans)
     owned = devices.num_training_examples(parts, plans[0])
-    epoch, offset = next_position(*devices.positions.settle(parts, counted), owned)
-    num_examples = np.minimum(quota, owned - offset)
+    places = devices.positions.settle(parts, counted).of_existing(owned)
     num_steps = -(-num_examples // size)
     sizes, step_seconds, seconds = _steps(devices, parts, num_examples, size, num_steps)
     step_parts = np.repeat(parts, num_steps)
@@ -121,20 +119,16 @@ def _predict_steady(devices: Devices, clients: Sequence[ClientPlan]) -> RoundCol
         clients=clients,
         num_examples=num_examples,
         num_owned=owned,
-        epoch=epoch,
-        offset=offset,
+        places=places,
         micro_batch_size=size,
         seconds=seconds,
-        reasons=[_REASONS[is_short] for is_short in (num_examples < quota).tolist()],
+        reasons=["quota"] * len(clients),
         vitals=hardware.vitals(parts, round_number=plans[0].round),
         num_steps=num_steps,
         sizes=sizes,
         step_seconds=step_seconds,
         peak_bytes=peaks.astype(np.int64),
     )
-
-
-_REASONS: tuple[StopReason, StopReason] = ("quota", "epoch end")
 
 
 def _steps(
@@ -168,7 +162,7 @@ def _steps(
 
 
 def _ends_as_planned(columns: RoundColumns) -> NDArray[np.bool_]:
-    """Return which windows surely end with their quota or epoch, by ``client.training.stop_rules``.
+    """Return which windows surely end with their quota, by ``client.training.stop_rules``.
 
     All micro-batches but the last have one size and take the same time, so if a window ends early
     it ends before the last. A window whose end hangs on less than the tolerance is not sure.
@@ -188,10 +182,8 @@ def _ends_as_planned(columns: RoundColumns) -> NDArray[np.bool_]:
         recent = np.minimum(columns.num_steps, RECENT_STEPS) - 1
         recent_examples = recent * columns.micro_batch_size + columns.sizes[last]
         beyond = np.maximum(finish - passed, 0.0) / (recent * full + rest) * recent_examples
-    limit = np.minimum(
-        _ints(plan.max_examples for plan in plans), columns.num_owned - columns.offset
-    )
-    has_more = limit > columns.num_examples
+    most = _ints(plan.max_examples for plan in plans)
+    has_more = np.minimum(most, columns.num_owned) > columns.num_examples
     is_sure = is_alone | (until_finish > columns.sizes[last] - 0.5 + TOLERANCE)
     is_sure &= ~has_more | (beyond < 0.5 - TOLERANCE)
     is_sure |= np.isnan(finish)
@@ -267,14 +259,10 @@ def _columns_of(simulated: Sequence[_SimulatedClient]) -> RoundColumns:
         clients=[one.client for one in simulated],
         num_examples=_ints(total.num_examples for total in totals),
         num_owned=_ints(one.num_owned for one in simulated),
-        epoch=_ints(window.epoch for window in windows),
-        offset=_ints(window.offset for window in windows),
+        places=PlaceColumns.of([window.place for window in windows]),
         micro_batch_size=_ints(total.micro_batch_size for total in totals),
         seconds=_floats(one.seconds for one in simulated),
-        reasons=[
-            "epoch end" if total.reason == "quota" and window.ends_epoch else total.reason
-            for window, total in zip(windows, totals, strict=True)
-        ],
+        reasons=[total.reason for total in totals],
         vitals=[one.vitals for one in simulated],
         num_steps=_ints(len(total.steps) for total in totals),
         sizes=_ints(step.num_examples for step in steps),

@@ -21,21 +21,22 @@ from headwater.client.training.batch_fetch import Batches
 from headwater.client.training.context import TrainingContext
 from headwater.client.training.local_update import LocalSum, make_update
 from headwater.client.training.sampler import (
-    SamplerPosition,
+    ExampleOrder,
     SamplerState,
     Window,
-    next_position,
     window,
+    window_length,
 )
 from headwater.common.errors import EmptyUpdate, HeadwaterError, error_of, travelling
 from headwater.common.messages import Update
 from headwater.common.model.parameters import ModelImage
 from headwater.common.task import Examples
 from headwater.server.fleet import Dropout, UpdateBatch
-from headwater.simulation.compute.round_columns import draw_positions
+from headwater.simulation.compute.round_columns import samplers_of
 from headwater.simulation.fleet.devices import ClientPlan, Devices
 from headwater.simulation.fleet.faults import falsify
 from headwater.simulation.fleet.position_columns import NO_ROUND
+from headwater.simulation.fleet.window_columns import window_positions
 
 log = logging.getLogger(__name__)
 
@@ -67,19 +68,20 @@ def next_windows(devices: Devices, opened: Sequence[tuple[ClientPlan, Examples]]
     parts = np.array([one.part for one in clients], dtype=np.int64)
     counted = np.array([plan.counted_round or NO_ROUND for plan in plans], dtype=np.int64)
     owned = np.array([len(examples) for _, examples in opened], dtype=np.int64)
-    epoch, offset = next_position(*devices.positions.settle(parts, counted), owned)
-    max_examples = np.array([plan.max_examples for plan in plans], dtype=np.int64)
-    lengths = np.minimum(max_examples, owned - offset)
-    positions = iter(draw_positions(clients, epoch, offset, lengths, owned).tolist())
-    rows = zip(plans, epoch.tolist(), offset.tolist(), lengths.tolist(), strict=True)
+    places = devices.positions.settle(parts, counted).of_existing(owned)
+    lengths = [
+        window_length(plan.quota, plan.max_examples - plan.quota, number)
+        for plan, number in zip(plans, owned.tolist(), strict=True)
+    ]
+    samplers = samplers_of(clients, owned)
+    positions = iter(window_positions(samplers, places, np.array(lengths)).tolist())
     return [
         Window(
             positions=tuple(islice(positions, length)),
-            epoch=epoch,
-            offset=offset,
-            ends_epoch=length < plan.quota,
+            place=place,
+            order=ExampleOrder(client.plan.run_seed, client.name, len(examples)),
         )
-        for plan, epoch, offset, length in rows
+        for place, length, (client, examples) in zip(places, lengths, opened, strict=True)
     ]
 
 
@@ -207,20 +209,17 @@ class OneByOne:
     def _update(self, one: _TrainedClient) -> Update | Dropout:
         """Return a device's update and store its position; an unusable window is skipped."""
         devices, client, window = self._devices, one.opened.client, one.opened.window
-        part, plan, num_owned = client.part, client.plan, len(one.opened.examples)
+        part, plan = client.part, client.plan
         try:
             update = make_update(plan, window, one.context, one.local_sum)
         except EmptyUpdate as error:
-            after = window.after(len(window.positions), num_owned)
-            devices.positions[part] = SamplerState(place=after)
+            devices.positions[part] = SamplerState(place=window.after(len(window.positions)))
             return _dropout(client, error)
         except Exception as error:
             return _dropout(client, error)
         num_used = update.report.num_examples + update.report.num_refused
         devices.positions[part] = SamplerState(
-            place=SamplerPosition(epoch=window.epoch, offset=window.offset),
-            pending_round=plan.round,
-            pending_place=window.after(num_used, num_owned),
+            place=window.place, pending_round=plan.round, pending_place=window.after(num_used)
         )
         faults = devices.falsifications(part, round_number=plan.round)
         if faults:

@@ -23,7 +23,8 @@ from headwater.server.fleet import ReportBatch
 from headwater.server.planning.noise_scale import total
 from headwater.simulation.compute.example_rows import Rows
 from headwater.simulation.compute.per_example import ExampleSums
-from headwater.simulation.compute.round_columns import Floats, RoundColumns, ranges
+from headwater.simulation.compute.round_columns import Floats, RoundColumns
+from headwater.simulation.fleet.position_columns import ranges
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,13 +104,13 @@ class CohortReports(ReportBatch):
         first = last - planned.num_steps + 1
         weights, _ = self._of_steps
         small, large = weights[first], self.weight
-        is_measured = (small > 0) & (small < large)
-        if not is_measured.all():  # K = 1, or steps without weight
+        num_owned = np.array([owned[name] for name in columns.names])
+        is_measured = (small > 0) & (small < large) & (planned.num_examples <= num_owned)
+        if not is_measured.all():  # K = 1, steps without weight, or an example used twice
             return [total(noise_sums(report, num_owned=owned[report.name]) for report in self)]
         # The same formulas as ``common.stats.gradient_noise.noise_sums``, for all devices at once.
         sent = np.array(columns.sent_weight, dtype=np.float64)
-        num_owned = np.array([owned[name] for name in columns.names])
-        share = np.minimum(planned.num_examples / num_owned, 1.0)
+        share = planned.num_examples / num_owned
         variance, squared = solve_noise(small, norms[first], large, norms[last])
         squared += variance * share / large
         variance *= sent / large
@@ -122,12 +123,6 @@ class CohortReports(ReportBatch):
                 squared_gradient=math.fsum(sent * squared),
             )
         ]
-
-    @cached_property
-    def num_left(self) -> list[int]:
-        """The number of examples left in each device's epoch."""
-        left: list[int] = self.planned.num_left.tolist()
-        return left
 
     @property
     def is_not_finite(self) -> NDArray[np.bool_]:
@@ -255,10 +250,6 @@ class ReportView:
     @property
     def vitals(self) -> Vitals:
         return self._of.planned.vitals[self._at]
-
-    @property
-    def num_left(self) -> int | None:
-        return self._of.num_left[self._at]
 
     @property
     def is_checkpointed(self) -> bool:

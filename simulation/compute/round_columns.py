@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
-from itertools import chain, compress
+from itertools import chain
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headwater.client.training.sampler import (
-    MAX_SHORT,
-    next_position,
-    permutation,
-    permutations,
-    sampler_seed,
-)
 from headwater.common.messages import StopReason, Vitals
 from headwater.simulation.fleet.devices import ClientPlan
+from headwater.simulation.fleet.position_columns import PlaceColumns, ranges
+from headwater.simulation.fleet.window_columns import (
+    Samplers,
+    places_after,
+    window_positions,
+)
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -29,50 +28,25 @@ NO_INTS: Ints = np.zeros(0, dtype=np.int64)
 MIN_SHARE_OF_LONGEST = 0.75
 
 
-def ranges(starts: Ints, lengths: Ints) -> Ints:
-    """Return start, start + 1, ... of each length, one range after another."""
-    numbers: Ints = np.repeat(starts - (np.cumsum(lengths) - lengths), lengths)
-    numbers += np.arange(len(numbers))
-    return numbers
-
-
-def draw_positions(
-    clients: Sequence[ClientPlan], epoch: Ints, offset: Ints, num_examples: Ints, num_owned: Ints
-) -> Ints:
-    """Return ``num_examples`` [D] examples of each device, one device after another.
-
-    They follow ``offset`` [D] in the device's permutation of ``epoch`` [D] of its ``num_owned`` [D]
-    examples. Short permutations are drawn all at once; a long one is cached from round to round.
-    """
-    positions = np.empty(num_examples.sum(), dtype=np.int64)
-    is_short = num_owned <= MAX_SHORT
-    lengths = num_owned[is_short]
-    seeds = [sampler_seed(one.plan.run_seed, one.name) for one in compress(clients, is_short)]
-    drawn = permutations(np.array(seeds, dtype=np.uint64), epoch[is_short], lengths)
-    starts = np.cumsum(lengths) - lengths + offset[is_short]
-    positions[np.repeat(is_short, num_examples)] = drawn[ranges(starts, num_examples[is_short])]
-    ends = np.cumsum(num_examples)
-    for at in np.flatnonzero(~is_short).tolist():
-        one, start, number = clients[at], offset[at], num_examples[at]
-        order = permutation(one.plan.run_seed, int(epoch[at]), one.name, int(num_owned[at]))
-        positions[ends[at] - number : ends[at]] = order[start : start + number]
-    return positions
+def samplers_of(clients: Sequence[ClientPlan], num_owned: Ints) -> Samplers:
+    """Return the samplers of devices that train on so many examples each."""
+    seed = clients[0].plan.run_seed
+    return Samplers(names=[one.name for one in clients], run_seed=seed, num_owned=num_owned)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class RoundColumns:
     """The devices of a round: the examples that each uses, in which steps, and their times.
 
-    A device uses ``num_examples`` [D] of the ``num_owned`` [D] examples that it trains on, from
-    ``offset`` [D] on in its permutation of ``epoch`` [D]. Its ``num_steps`` [D] steps follow those
-    of the device before it in ``sizes``, ``step_seconds`` and ``peak_bytes`` [S].
+    A device uses ``num_examples`` [D] of the ``num_owned`` [D] examples that it trains on, from its
+    place on. Its ``num_steps`` [D] steps follow those of the device before it in ``sizes``,
+    ``step_seconds`` and ``peak_bytes`` [S].
     """
 
     clients: Sequence[ClientPlan]
     num_examples: Ints
     num_owned: Ints
-    epoch: Ints
-    offset: Ints
+    places: PlaceColumns
     micro_batch_size: Ints
     seconds: Floats
     reasons: Sequence[StopReason]
@@ -97,15 +71,13 @@ class RoundColumns:
         return is_whole
 
     @property
-    def num_left(self) -> Ints:
-        """The number of examples that each device's epoch has left after the round."""
-        left: Ints = np.maximum(self.num_owned - self.offset - self.num_examples, 0)
-        return left
+    def after(self) -> PlaceColumns:
+        """The devices' places after the round."""
+        return places_after(self._samplers, self.places, self.num_examples)
 
     @property
-    def after(self) -> Ints:
-        """The epochs and offsets after the round [2, D]."""
-        return np.stack(next_position(self.epoch, self.offset + self.num_examples, self.num_owned))
+    def _samplers(self) -> Samplers:
+        return samplers_of(self.clients, self.num_owned)
 
     def steps_of(self, at: int) -> slice:
         """Return the slice of a device's steps."""
@@ -113,13 +85,8 @@ class RoundColumns:
 
     def positions(self, at: Ints) -> Ints:
         """Return the examples that these devices use, in order, one device after another."""
-        return draw_positions(
-            [self.clients[row] for row in at.tolist()],
-            self.epoch[at],
-            self.offset[at],
-            self.num_examples[at],
-            self.num_owned[at],
-        )
+        places, num_examples = self.places.some(at), self.num_examples[at]
+        return window_positions(self._samplers.some(at), places, num_examples)
 
     def some(self, at: Ints) -> RoundColumns:
         """Return the columns of these devices."""
@@ -128,7 +95,7 @@ class RoundColumns:
         columns |= {name: getattr(self, name)[steps] for name in _OF_STEPS}
         rows = at.tolist()
         columns |= {name: [getattr(self, name)[row] for row in rows] for name in _LISTS}
-        return RoundColumns(**columns)
+        return RoundColumns(**columns, places=self.places.some(at))
 
     @staticmethod
     def joined(parts: Sequence[RoundColumns]) -> RoundColumns:
@@ -137,7 +104,8 @@ class RoundColumns:
             return parts[0]
         if not parts:
             columns: dict[str, Any] = dict.fromkeys((*_OF_DEVICES, *_OF_STEPS), NO_INTS)
-            return RoundColumns(**columns, clients=[], reasons=[], vitals=[])
+            places = PlaceColumns.of([])
+            return RoundColumns(**columns, places=places, clients=[], reasons=[], vitals=[])
         columns = {
             name: np.concatenate([getattr(part, name) for part in parts])
             for name in (*_OF_DEVICES, *_OF_STEPS)
@@ -146,13 +114,15 @@ class RoundColumns:
             name: list(chain.from_iterable(getattr(part, name) for part in parts))
             for name in _LISTS
         }
-        return RoundColumns(**columns)
+        return RoundColumns(**columns, places=PlaceColumns.joined([part.places for part in parts]))
 
 
 _LISTS = ("clients", "reasons", "vitals")
 _OF_STEPS = ("sizes", "step_seconds", "peak_bytes")
 _OF_DEVICES = tuple(
-    one.name for one in fields(RoundColumns) if one.init and one.name not in (*_LISTS, *_OF_STEPS)
+    one.name
+    for one in fields(RoundColumns)
+    if one.init and one.name not in (*_LISTS, *_OF_STEPS, "places")
 )
 
 

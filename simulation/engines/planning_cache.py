@@ -90,6 +90,6 @@ def _inputs_of_set_k(one: Assignment) -> tuple[object, ...]:
     known, is_memory = one.estimate, one.size_bound is SizeBound.MEMORY
     return (
         *(one.quota, one.max_micro_batch_size, one.size_bound, one.exception),
-        *(known.num_examples, known.examples_left, known.deadline_share),
+        known.deadline_share,
         known.vitals.memory_limit_bytes if is_memory else None,
     )

@@ -39,15 +39,15 @@ class IdleTime:
 def idle_time(row: Mapping[str, Any]) -> IdleTime:
     """Return the idle time of a row of rounds.jsonl.
 
-    A device is limited by its data if its plan is for all its examples, or for the rest of its
-    epoch. It is at the minimum if its plan is for a single example. A device that dropped out is
-    not among the row's clients and does not count.
+    A device is limited by its data if its plan is for all its examples. It is at the minimum if its
+    plan is for a single example. A device that dropped out is not among the row's clients and does
+    not count.
     """
     everybody, free, minimum, num_data = [], [], [], 0
     for client in _clients(row):
         seconds, plan = client["seconds"], client["plan"]
         everybody.append(seconds)
-        if "all its " in plan or client["reason"] == "epoch end":
+        if "all its " in plan:
             num_data += 1
         elif client["num_examples"] == 1 and not plan.startswith("K set"):
             minimum.append(seconds)
@@ -67,7 +67,7 @@ def idle_time(row: Mapping[str, Any]) -> IdleTime:
 def _clients(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Return the clients of a row; those of a masked round with their planned examples."""
     masked = [
-        {**client, "num_examples": client["planned_examples"], "reason": "quota"}
+        {**client, "num_examples": client["planned_examples"]}
         for client in row.get("masked_clients", [])
     ]
     return [*row["clients"], *masked]

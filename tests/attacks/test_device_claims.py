@@ -159,7 +159,7 @@ def test_false_vitals_in_an_update_do_not_change_other_devices_quotas() -> None:
                 await device.describe(**PACE)
             lie = {"share": 5e-324, "memory_limit_bytes": 0, "bytes_per_example": 1e99}
             steps = step(seconds=0.008)
-            await attacker.update(await attacker.plan(), vitals=lie, num_left=2**53, **steps)
+            await attacker.update(await attacker.plan(), vitals=lie, **steps)
             await honest.update(await honest.plan(), **steps)
             assert quota_of(await attacker.plan()) == 1
             await attacker.send(leave=Leave())

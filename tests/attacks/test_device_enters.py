@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from headwater.common.transport.limits import MAX_FRAME_BYTES
+from headwater.common.transport.limits import MAX_FRAME_BYTES, PROTOCOL_VERSION
 from headwater.common.transport.wire_pb2 import Leave
 from tests.attacks.raw import (
     RawDevice,
@@ -22,7 +22,7 @@ Attack = Callable[[RawDevice], Awaitable[None]]
 
 
 async def another_version(device: RawDevice) -> None:
-    await device.hello(protocol_version=2)
+    await device.hello(protocol_version=PROTOCOL_VERSION + 1)
 
 
 async def no_version(device: RawDevice) -> None:

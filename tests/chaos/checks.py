@@ -21,7 +21,7 @@ from torch import Tensor
 
 from headwater.client.app import client_app
 from headwater.client.flower.state_file import read_sampler
-from headwater.client.training.sampler import SamplerPosition, Window, permutation
+from headwater.client.training.sampler import SamplerPosition, window
 from headwater.common.model.parameters import build_model
 from headwater.common.settings.schema import Settings
 from headwater.common.task import Examples, load_task
@@ -62,14 +62,11 @@ def counted(rows: Rows, data: Mapping[str, Examples]) -> Counted:
         for client in row["clients"]:
             name, number = client["name"], client["num_examples"]
             examples, place = data[name], places[name]
-            walk = permutation(SEED, place.epoch, name, len(examples))
-            positions = walk[place.offset : place.offset + number].tolist()
-            assert len(positions) == number, f"{name}: {number} examples behind {place}"
-            window = Window(
-                positions=tuple(positions), epoch=place.epoch, offset=place.offset, ends_epoch=False
+            taken = window(
+                place, quota=number, run_seed=SEED, name=name, num_examples=len(examples)
             )
-            places[name] = window.after(number, len(examples))
-            picked.append((examples, positions))
+            places[name] = taken.after(number)
+            picked.append((examples, taken.positions))
         rounds.append(picked)
     return Counted(rounds=rounds, places=places)
 

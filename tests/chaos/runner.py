@@ -456,7 +456,7 @@ class Trial:
         check_folders(self.out, self._file("state"), self._file("spool"), self._names)
         is_unbroken = all(
             len(row["clients"]) == number
-            and all(client["reason"] in ("quota", "epoch end") for client in row["clients"])
+            and all(client["reason"] == "quota" for client in row["clients"])
             for row in found
         )
         assert is_unbroken or self.scenario.may_lose, "an update was left out of a round"

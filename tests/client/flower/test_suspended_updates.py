@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from headwater.client.enrolment.signing_identity import make_identity
+from headwater.client.flower.state_file import read_sampler
 from headwater.client.flower.suspended_keys import (
     KeyFile,
     SimulatedKey,
@@ -91,7 +92,7 @@ def trained(cohort: list[FlowerDevice]) -> list[FlowerDevice]:
 
 
 def place_of(device: Device) -> SamplerPosition:
-    return SamplerPosition(**device.kept()["walk"]["place"])
+    return read_sampler(device.kept()["walk"]).place
 
 
 class Then:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from headwater.client.flower.state_file import read_sampler
 from headwater.client.training.sampler import SamplerPosition
 from headwater.common.messages import DescribeRequest
 from headwater.server.secagg.parameters import SessionSetup
@@ -29,7 +30,7 @@ def make_setup(cohort: list[AppDevice], **chosen: Any) -> SessionSetup:
 
 def place_of(device: Device) -> SamplerPosition:
     """Return where the device's next window begins, if its pending round does not count."""
-    return SamplerPosition(**device.kept()["walk"]["place"])
+    return read_sampler(device.kept()["walk"]).place
 
 
 def describe(**changes: Any) -> str:

@@ -58,7 +58,7 @@ def test_a_masked_plan_is_answered_with_a_ready_report_alone() -> None:
     assert json.loads(sent.head).keys() <= set(ReadyReport.model_fields)
     clear = train(AppDevice(0), plan(is_masked=False))
     assert clear.vector is not None
-    hidden = {"num_examples", "weight", "loss_sum", "metric_sums", "steps", "num_left"}
+    hidden = {"num_examples", "weight", "loss_sum", "metric_sums", "steps"}
     assert hidden & json.loads(clear.head).keys()
     assert not hidden & json.loads(sent.head).keys()
 

@@ -205,7 +205,6 @@ def test_a_window_ends_at_the_largest_number_of_steps_of_a_report() -> None:
     update = trained(context, plan(quota, 2))
     assert len(update.report.steps) == MAX_STEPS
     assert (update.report.reason, update.report.weight) == ("short of memory", MAX_STEPS)
-    assert update.report.num_left == quota - MAX_STEPS
     assert torch.equal(update.values_P, sums(context, range(MAX_STEPS)))
 
 

@@ -18,16 +18,16 @@ from headwater.client.training.context import TrainingContext
 from headwater.client.training.local_update import train_round
 from headwater.client.training.sampler import SamplerPosition, split, window
 from headwater.common.errors import BuffersChanged, NonFiniteUpdate, TaskError
-from tests.tasks import HUGE_GRADIENT, NAN_LOSS, TwoLayers, examples, gradient_sum
+from tests.tasks import HUGE_GRADIENT, TwoLayers, examples, gradient_sum
 from tests.training_contexts import plan, sums, trained, training_context
 
 
-def test_a_window_at_the_end_of_an_epoch_reports_epoch_end() -> None:
+def test_a_window_at_the_end_of_an_epoch_has_its_whole_quota() -> None:
     data = examples(10)
     context = training_context(TwoLayers(), data)
-    short = window(SamplerPosition(offset=8), quota=4, run_seed=0, name="pi", num_examples=10)
-    update = train_round(plan(4, 4), short, context)
-    assert (update.report.reason, update.report.num_examples) == ("epoch end", 2)
+    late = window(SamplerPosition(offset=8), quota=4, run_seed=0, name="pi", num_examples=10)
+    update = train_round(plan(4, 4), late, context)
+    assert (update.report.reason, update.report.num_examples) == ("quota", 4)
 
 
 def test_bfloat16_arithmetic_is_summed_in_float32() -> None:
@@ -164,19 +164,6 @@ def test_each_step_records_its_loss_norm_seconds_and_peak_memory() -> None:
         assert step.peak_bytes > 2**20
     assert math.isclose(math.fsum(losses), report.loss_sum, rel_tol=1e-12)
     assert report.seconds == 10
-
-
-def test_the_report_counts_the_examples_left_in_the_epoch() -> None:
-    context = training_context(TwoLayers(), examples(10))
-    first = window(SamplerPosition(offset=3), quota=4, run_seed=0, name="pi", num_examples=10)
-    assert train_round(plan(4, 4), first, context).report.num_left == 3
-    last = window(SamplerPosition(offset=7), quota=4, run_seed=0, name="pi", num_examples=10)
-    assert train_round(plan(4, 4), last, context).report.num_left == 0
-
-
-def test_refused_examples_do_not_count_as_left_in_the_epoch() -> None:
-    context = training_context(TwoLayers(), examples(10, kinds=[0, NAN_LOSS]))
-    assert trained(context, plan(4, 2)).report.num_left == 6
 
 
 @given(st.integers(1, 12), st.integers(1, 2**40), st.integers(1, 3))

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from headwater.client.flower.state_file import read_sampler
 from headwater.client.training.sampler import (
     SamplerPosition,
     SamplerState,
@@ -35,59 +36,103 @@ def take(position: SamplerPosition, quota: int, num_examples: int, *, seed: int 
     return window(position, quota=quota, run_seed=seed, name="pi", num_examples=num_examples)
 
 
-@given(NUM_EXAMPLES, QUOTA, st.integers(0, 3))
-def test_a_window_never_has_an_example_twice(num_examples: int, quota: int, epoch: int) -> None:
-    taken = take(SamplerPosition(epoch=epoch), quota, num_examples).positions
-    assert len(set(taken)) == len(taken) == min(quota, num_examples)
+@st.composite
+def places(draw: st.DrawFn, num_examples: int) -> SamplerPosition:
+    """Draw a place in an epoch, with some of the places before it skipped."""
+    offset = draw(st.integers(0, num_examples))
+    skipped = draw(st.sets(st.integers(0, num_examples - 1)))
+    return SamplerPosition(
+        epoch=draw(st.integers(0, 3)),
+        offset=offset,
+        skipped=tuple(sorted(place for place in skipped if place < offset)),
+    )
 
 
-@given(NUM_EXAMPLES, st.lists(QUOTA, min_size=1, max_size=40))
-def test_no_example_repeats_before_all_were_used(num_examples: int, quotas: list[int]) -> None:
-    position, seen = SamplerPosition(), Counter[int]()
-    for quota in quotas:
-        taken = take(position, quota, num_examples)
-        seen.update(taken.positions)
-        position = taken.after(len(taken.positions), num_examples)
-        counts = [seen[p] for p in range(num_examples)]
-        assert max(counts) - min(counts) <= 1
+@given(NUM_EXAMPLES, st.integers(1, 200), st.data())
+def test_a_window_has_its_quota_and_the_counts_of_two_examples_differ_by_at_most_one(
+    num_examples: int, quota: int, data: st.DataObject
+) -> None:
+    taken = take(data.draw(places(num_examples)), quota, num_examples).positions
+    counts = Counter(taken)
+    assert len(taken) == quota
+    assert max(counts.values()) - min(counts[p] for p in range(num_examples)) <= 1
+
+
+@given(NUM_EXAMPLES, QUOTA, st.data())
+def test_a_window_is_the_rest_of_its_epoch_and_then_the_next_one_without_that_rest(
+    num_examples: int, quota: int, data: st.DataObject
+) -> None:
+    place = data.draw(places(num_examples))
+    taken = take(place, min(quota, num_examples), num_examples)
+    here, following = (
+        permutation(1, taken.place.epoch + ahead, "pi", num_examples).tolist() for ahead in (0, 1)
+    )
+    left = [here[at] for at in (*taken.place.skipped, *range(taken.place.offset, num_examples))]
+    expected = [*left, *(p for p in following if p not in left)]
+    assert list(taken.positions) == expected[: min(quota, num_examples)]
+
+
+@given(NUM_EXAMPLES, st.lists(st.tuples(QUOTA, st.integers(0, 60)), min_size=1, max_size=40))
+def test_every_epoch_uses_each_example_once_however_the_windows_are_cut(
+    num_examples: int, rounds: list[tuple[int, int]]
+) -> None:
+    place, used = SamplerPosition(), list[int]()
+    for quota, num_used in rounds:
+        taken = take(place, quota, num_examples)
+        place = taken.after(min(num_used, quota))
+        used += taken.positions[:num_used]
+        num_left = place.num_left(num_examples) % num_examples
+        assert (len(used) + num_left) % num_examples == 0
+        # The epochs before this one used each example once, and this one those that are not left.
+        num_epochs = (len(used) + num_left) // num_examples
+        order = permutation(1, place.epoch, "pi", num_examples).tolist()
+        left = [order[at] for at in (*place.skipped, *range(place.offset, num_examples))]
+        for position in range(num_examples):
+            is_left = num_left > 0 and position in left
+            assert used.count(position) == num_epochs - is_left
+
+
+@given(NUM_EXAMPLES, st.integers(1, 200), st.data())
+def test_the_place_after_a_window_is_that_after_its_parts(
+    num_examples: int, quota: int, data: st.DataObject
+) -> None:
+    """A window that is longer than the data is one pass over all examples after another."""
+    place = data.draw(places(num_examples))
+    whole, parts = take(place, quota, num_examples), list[int]()
+    for start in range(0, quota, num_examples):
+        part = take(place, min(quota - start, num_examples), num_examples)
+        parts += part.positions
+        place = part.after(len(part.positions))
+    assert (whole.positions, whole.after(quota)) == (tuple(parts), place)
 
 
 @given(NUM_EXAMPLES, QUOTA, st.data())
 def test_after_a_stopped_window_the_sampler_continues_after_its_used_examples(
     num_examples: int, quota: int, data: st.DataObject
 ) -> None:
-    first = take(SamplerPosition(), quota, num_examples)
+    first = take(SamplerPosition(), min(quota, num_examples), num_examples)
     num_taken = data.draw(st.integers(1, len(first.positions)))
-    rest = take(first.after(num_taken, num_examples), num_examples, num_examples)
-    if rest.epoch == 0:
-        whole = tuple(permutation(1, 0, "pi", num_examples).tolist())
-        assert first.positions[:num_taken] + rest.positions == whole
-    else:
-        assert num_taken == num_examples
+    rest = take(first.after(num_taken), num_examples, num_examples)
+    num_left = num_examples - num_taken
+    whole = tuple(permutation(1, 0, "pi", num_examples).tolist())
+    assert first.positions[:num_taken] + rest.positions[:num_left] == whole
 
 
-@given(NUM_EXAMPLES, QUOTA, st.integers(0, 20))
-def test_examples_beyond_the_quota_are_the_next_ones(
-    num_examples: int, quota: int, num_more: int
+@given(NUM_EXAMPLES, QUOTA, st.integers(0, 20), st.data())
+def test_examples_beyond_the_quota_are_the_next_ones_and_none_is_there_twice(
+    num_examples: int, quota: int, num_more: int, data: st.DataObject
 ) -> None:
+    place = data.draw(places(num_examples))
     taken = window(
-        SamplerPosition(),
+        place,
         quota=quota,
         num_more=num_more,
         run_seed=1,
         name="pi",
         num_examples=num_examples,
     )
-    assert taken.positions == take(SamplerPosition(), quota + num_more, num_examples).positions
-    assert taken.ends_epoch == (num_examples < quota)
-
-
-@given(NUM_EXAMPLES, QUOTA)
-def test_a_window_ends_the_epoch_only_if_it_is_shorter_than_the_quota(
-    num_examples: int, quota: int
-) -> None:
-    taken = take(SamplerPosition(), quota, num_examples)
-    assert taken.ends_epoch == (len(taken.positions) < quota)
+    expected = take(place, quota + num_more, num_examples).positions
+    assert taken.positions == expected[: max(quota, min(quota + num_more, num_examples))]
 
 
 def test_the_permutation_depends_on_epoch_seed_and_name() -> None:
@@ -184,14 +229,14 @@ def test_permutations_of_epochs_and_of_clients_are_independent() -> None:
 
 def test_an_aborted_round_gets_the_same_examples_again() -> None:
     first = take(SamplerPosition(), 4, 10)
-    walk = SamplerState().pend(1, first.after(4, 10))
+    walk = SamplerState().pend(1, first.after(4))
     again = take(walk.settle(None).place, 4, 10)
     assert again == first
 
 
 def test_a_counted_round_advances_the_sampler() -> None:
     first = take(SamplerPosition(), 4, 10)
-    walk = SamplerState().pend(7, first.after(4, 10)).settle(7)
+    walk = SamplerState().pend(7, first.after(4)).settle(7)
     assert walk == SamplerState(place=SamplerPosition(epoch=0, offset=4))
 
 
@@ -205,30 +250,34 @@ def test_settling_twice_advances_the_sampler_once() -> None:
     assert walk.settle(3).settle(3).place == SamplerPosition(offset=5)
 
 
-@given(st.integers(0, 2**40), st.integers(0, 2**40), st.none() | st.integers(0, 2**53))
-def test_a_sampler_state_survives_json(epoch: int, offset: int, pending: int | None) -> None:
-    walk = SamplerState(
-        place=SamplerPosition(epoch=epoch, offset=offset),
-        pending_round=pending,
-        pending_place=SamplerPosition(epoch=epoch, offset=offset + 1),
-    )
-    plain = json.loads(json.dumps(dataclasses.asdict(walk)))
-    back = SamplerState(
-        place=SamplerPosition(**plain["place"]),
-        pending_round=plain["pending_round"],
-        pending_place=SamplerPosition(**plain["pending_place"]),
-    )
-    assert back == walk
-
-
-@given(st.integers(1, 40), st.integers(0, 60), QUOTA)
-def test_a_data_set_that_became_smaller_still_yields_existing_examples(
-    num_examples: int, offset: int, quota: int
+@given(places(40), places(40), st.none() | st.integers(0, 2**53))
+def test_a_sampler_state_survives_json(
+    place: SamplerPosition, after: SamplerPosition, pending: int | None
 ) -> None:
-    taken = take(SamplerPosition(offset=offset), quota, num_examples)
-    assert taken.positions
+    walk = SamplerState(place=place, pending_round=pending, pending_place=after)
+    assert read_sampler(json.loads(json.dumps(dataclasses.asdict(walk)))) == walk
+
+
+def test_a_sampler_state_of_an_earlier_version_still_loads() -> None:
+    plain = {
+        "place": {"epoch": 2, "offset": 5},
+        "pending_round": 7,
+        "pending_place": {"epoch": 3, "offset": 0},
+    }
+    assert read_sampler(plain) == SamplerState(
+        place=SamplerPosition(epoch=2, offset=5),
+        pending_round=7,
+        pending_place=SamplerPosition(epoch=3),
+    )
+
+
+@given(NUM_EXAMPLES, places(60), QUOTA)
+def test_a_data_set_that_became_smaller_still_yields_existing_examples(
+    num_examples: int, place: SamplerPosition, quota: int
+) -> None:
+    taken = take(place, min(quota, num_examples), num_examples)
     assert set(taken.positions) <= set(range(num_examples))
-    assert taken.epoch == (1 if offset >= num_examples else 0)
+    assert len(set(taken.positions)) == len(taken.positions) == min(quota, num_examples)
 
 
 @given(st.lists(st.integers(), max_size=30), st.integers(1, 12))

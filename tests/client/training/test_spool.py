@@ -27,7 +27,7 @@ from headwater.client.device.hardware import ThisMachine
 from headwater.client.flower.request import SIMULATED, SPOOL, spool_of
 from headwater.client.training.context import Identity, TrainingContext
 from headwater.client.training.local_update import train_round
-from headwater.client.training.sampler import SamplerState, Window
+from headwater.client.training.sampler import ExampleOrder, SamplerPosition, SamplerState, Window
 from headwater.client.training.spool import Spool
 from headwater.client.training.trainer import Trainer
 from headwater.common.errors import EmptyUpdate
@@ -73,7 +73,8 @@ def device(*, cut_at: int | None = None, kinds: Sequence[int] = (), **more: Any)
 
 
 def window_of(context: TrainingContext, quota: int) -> Window:
-    return Window(positions=tuple(range(quota)), epoch=0, offset=0, ends_epoch=False)
+    order = ExampleOrder(0, "pi", quota)
+    return Window(positions=tuple(range(quota)), place=SamplerPosition(), order=order)
 
 
 def done(context: TrainingContext, chosen: Plan, kept: Spool | None = None) -> Update:
@@ -169,8 +170,8 @@ OTHERS: dict[str, Callable[[Plan], tuple[Plan, dict[str, Any]]]] = {
     "round 1, not 2": lambda chosen: (chosen.model_copy(update={"round": 2}), {}),
     "version 0, not 5": lambda chosen: (chosen.model_copy(update={"model_version": 5}), {}),
     "plan": lambda chosen: (chosen.model_copy(update={"precision": "bfloat16"}), {}),
-    "epoch 0, not 1": lambda chosen: (chosen, {"epoch": 1}),
-    "offset 0, not 9": lambda chosen: (chosen, {"offset": 9}),
+    "epoch 0, not 1": lambda chosen: (chosen, {"place": SamplerPosition(epoch=1)}),
+    "offset 0, not 9": lambda chosen: (chosen, {"place": SamplerPosition(offset=9)}),
     "other examples": lambda chosen: (chosen, {"positions": tuple(range(1, 23))}),
 }
 

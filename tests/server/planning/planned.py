@@ -68,7 +68,6 @@ ROWS = st.lists(
     st.fixed_dictionaries(
         {
             "num_examples": st.integers(1, 5000),
-            "num_left": st.none() | st.integers(1, 6000),
             "base": st.just(0.0) | SECONDS,
             "each": st.none() | SECONDS,
             "fastest_micro_batch_size": st.none() | st.integers(1, 300),

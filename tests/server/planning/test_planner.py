@@ -1,4 +1,4 @@
-"""Quotas: bounded, sufficient, and by speed, transfers, turns and the examples left."""
+"""Quotas: bounded, sufficient, and by speed, transfers, turns and the examples owned."""
 
 from __future__ import annotations
 
@@ -31,8 +31,7 @@ def test_every_quota_is_within_its_bounds(
     assert list(assigned) == [one.name for one in devices]
     for one in devices:
         work = assigned[one.name]
-        left = one.estimate.num_left or one.estimate.num_examples
-        assert 1 <= work.quota <= min(one.estimate.num_examples, left)
+        assert 1 <= work.quota <= one.estimate.num_examples
         assert 1 <= work.micro_batch_size <= work.quota
         assert work.micro_batch_size <= (size or chosen.max_micro_batch_size)
         assert math.ceil(work.quota / work.micro_batch_size) <= MAX_STEPS
@@ -47,7 +46,7 @@ def test_the_quotas_sum_to_the_target_or_take_all_there_is(
 ) -> None:
     assigned = assign(devices_of(rows), plan(), target=target, costs=costs).values()
     there_is = sum(
-        min(work.estimate.examples_left, MAX_STEPS * work.max_micro_batch_size) for work in assigned
+        min(work.estimate.num_examples, MAX_STEPS * work.max_micro_batch_size) for work in assigned
     )
     total = sum(work.quota for work in assigned)
     assert total == min(max(target, len(rows)), there_is)
@@ -63,7 +62,7 @@ def test_no_device_is_done_early_that_could_have_taken_another_example(
     assigned = assign(devices, plan(), target=target, costs=costs).values()
     last = max((here_after(a, a.quota, costs) for a in assigned if a.quota > 1), default=0.0)
     for work in assigned:
-        if work.quota < min(work.estimate.examples_left, MAX_STEPS * work.max_micro_batch_size):
+        if work.quota < min(work.estimate.num_examples, MAX_STEPS * work.max_micro_batch_size):
             # T is known to a millionth.
             assert here_after(work, work.quota + 1, costs) >= last * (1 - 4e-6)
 
@@ -128,27 +127,22 @@ def test_a_turn_long_before_the_end_is_a_reason() -> None:
     assert "turn" not in reasons.of_plan(assigned["0"])
 
 
-def test_a_set_k_is_the_same_for_all_and_never_more_than_they_have_left() -> None:
-    devices = [device("rich", 1000), device("poor", 5), device("late", 1000, num_left=7)]
+def test_a_set_k_is_the_same_for_all_whatever_they_own() -> None:
+    devices = [device("rich", 1000), device("poor", 5)]
     assigned = assign(devices, plan(accumulation_steps=3, micro_batch_size=4), target=512)
     assert [(a.quota, a.micro_batch_size, a.time_share) for a in assigned.values()] == [
         (12, 4, None),
-        (5, 4, None),
-        (7, 4, None),
+        (12, 4, None),
     ]
-    assert [reasons.of_plan(work) for work in assigned.values()] == [
-        "K set to 3; micro-batch as set",
-        "K set to 3; all its 5 examples; micro-batch as set",
-        "K set to 3; all its epoch has left: 7 examples; micro-batch as set",
-    ]
+    said = {reasons.of_plan(work) for work in assigned.values()}
+    assert said == {"K set to 3; micro-batch as set"}
 
 
-def test_a_device_at_the_end_of_its_epoch_gives_what_is_left_and_others_the_rest() -> None:
-    twins = [device(name, 100, each=1e-3, num_left=30) for name in ("a", "b")]
+def test_devices_with_few_examples_give_them_all_and_others_the_rest() -> None:
+    twins = [device(name, 30, each=1e-3) for name in ("a", "b")]
     assigned = assign([*twins, device("c", 1000, each=1e-3)], plan(), target=300)
     assert [work.quota for work in assigned.values()] == [30, 30, 240]
-    said = reasons.of_plan(assigned["a"])
-    assert said == "all its epoch has left: 30 examples; in one micro-batch"
+    assert reasons.of_plan(assigned["a"]) == "all its 30 examples; in one micro-batch"
 
 
 def test_a_client_of_unknown_speed_is_planned_as_the_median() -> None:

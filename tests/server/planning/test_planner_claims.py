@@ -25,7 +25,6 @@ EXTREMES: list[dict[str, Any]] = [
     {"each": 1e-3, "memory_limit_bytes": 2**53, "bytes_per_example": 5e-324},
     {"each": 1e-3, "memory_limit_bytes": 2**30, "bytes_per_example": 1e99},
     {"each": 1e-3, "fastest_micro_batch_size": 1},
-    {"each": 1e-3, "num_left": 2**53},
 ]
 LINKED = TransferCosts(image_bytes=10**6, update_bytes=10**6)
 

@@ -46,7 +46,7 @@ def test_each_client_finishes_its_quota_when_its_plan_says(
         ends = (math.ceil(work.quota / size) * line.base + work.quota * line.each) * work.speed_cut
         share = work.estimate.time_share
         is_full = work.quota in (
-            work.estimate.examples_left,
+            work.estimate.num_examples,
             MAX_STEPS * work.max_micro_batch_size,
         )
         until = max(ends, share * work.free_seconds) if is_full else ends

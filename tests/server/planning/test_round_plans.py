@@ -78,15 +78,6 @@ def test_with_k_set_a_client_s_work_is_the_same_until_its_memory_changes() -> No
     assert fourth["roomy"] is fourth["tight"]
 
 
-def test_an_epoch_that_ends_cuts_the_quota_of_that_device_alone() -> None:
-    made = planning(settings(accumulation_steps=2, micro_batch_size=20))
-    here = {name: report(name, limit=400 * MIB) for name in ("a", "b")}
-    assert {asked(plan) for plan in plans(made, here, 1).values()} == {(40, 20)}
-    made.estimates["b"] = replace(made.estimates["b"], num_left=7)
-    second = plans(made, here, 2)
-    assert (asked(second["a"]), asked(second["b"])) == ((40, 20), (7, 7))
-
-
 def test_a_left_out_client_s_new_description_counts_as_soon_as_it_arrives() -> None:
     chosen = load(None, {"cohort.deadline_seconds": 40, "cohort.size": 1, "seed": 1})
     made = planning(chosen)

@@ -20,6 +20,7 @@ from headwater.simulation.fleet.fleet_spec import with_fleet
 from tests.tasks import TwoLayers
 
 NUM_DEVICES, ROUND = 8, 3
+NUM_EXAMPLES = 24  # of each device
 DEVICE = """
 [[device]]
 examples_per_second = {speed}
@@ -57,17 +58,30 @@ def devices_of(folder: Path, *, step_by_step: bool) -> Devices:
 OFF = st.sampled_from([0.0, 0.0, 1e-12, -1e-12, 0.3, -0.3, 2.0, -2.0, 30.0])
 
 
+# Where a device is in its epoch, and the places before that which it skipped.
+PLACES = st.integers(0, NUM_EXAMPLES).flatmap(
+    lambda offset: st.fixed_dictionaries(
+        {
+            "offset": st.just(offset),
+            "skipped": st.sets(st.integers(0, NUM_EXAMPLES - 1)).map(
+                lambda places: tuple(sorted(place for place in places if place < offset))
+            ),
+        }
+    )
+)
+
+
 @st.composite
 def cohorts(draw: st.DrawFn) -> list[dict[str, Any]]:
     """Draw each device's plan and position."""
     return [
         {
-            "quota": draw(st.integers(1, 12)),
+            "quota": draw(st.integers(1, 12) | st.integers(1, 3 * NUM_EXAMPLES)),
             "micro_batch_size": draw(st.integers(1, 5)),
             "finish": draw(st.none() | OFF),
             "deadline": draw(st.none() | OFF),
             "share": draw(st.none() | st.sampled_from([1.0, 0.5, 0.2])),
-            "offset": draw(st.integers(0, 8)),
+            **draw(PLACES),
         }
         for _ in range(NUM_DEVICES)
     ]
@@ -96,20 +110,21 @@ def clients_of(cohort: list[dict[str, Any]]) -> list[ClientPlan]:
 def predicted(devices: Devices, cohort: list[dict[str, Any]]) -> dict[str, tuple[object, ...]]:
     """Return all that is predicted of each device, and its position after the round."""
     for part, one in enumerate(cohort):
-        place = SamplerPosition(epoch=1, offset=one["offset"])
+        place = SamplerPosition(epoch=1, offset=one["offset"], skipped=one["skipped"])
         devices.positions[part] = SamplerState(place=place)
     prediction = predict_round(devices, clients_of(cohort))
     assert (prediction.alone, prediction.dropouts) == ([], [])
     all_of = {}
     for at, client in enumerate(prediction.columns.clients):
         one_of = prediction.columns.some(np.array([at]))
-        columns = [one_of.num_examples, one_of.num_owned, one_of.epoch, one_of.offset]
+        columns = [one_of.num_examples, one_of.num_owned]
         columns += [one_of.micro_batch_size, one_of.sizes, one_of.peak_bytes]
         columns += [one_of.positions(np.array([0]))]
         seconds = (one_of.seconds.tolist(), one_of.step_seconds.tolist())
         all_of[client.name] = (
             *(column.tolist() for column in columns),
-            *(*seconds, one_of.reasons, one_of.vitals, devices.positions[client.part]),
+            *(*seconds, one_of.reasons, one_of.vitals),
+            *(*one_of.places, devices.positions[client.part]),
         )
     return all_of
 

@@ -33,13 +33,11 @@ def changed(one: DeviceEstimate, kind: str) -> DeviceEstimate:
         case "tight":
             vitals = one.vitals.model_copy(update={"memory_limit_bytes": 40 * MIB})
             return replace(one, vitals=vitals)
-    return replace(one, num_left=7)
+    return replace(one, num_examples=7)
 
 
 CHANGES = st.lists(
-    st.tuples(
-        st.integers(0, 3), st.sampled_from(["late", "in time", "weak", "tight", "epoch ends"])
-    ),
+    st.tuples(st.integers(0, 3), st.sampled_from(["late", "in time", "weak", "tight", "poor"])),
     max_size=3,
 )
 

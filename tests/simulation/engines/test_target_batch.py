@@ -136,12 +136,12 @@ def test_summed_tokens_match_the_target_within_one_example_s_tokens() -> None:
 def test_the_learning_rate_scales_with_the_summed_weight_and_not_with_the_target(
     scaling: str, power: float
 ) -> None:
-    """42 of 60 examples a device in one round, and the 18 that its epoch has left in the next."""
+    """252 examples in each round, where 504 are set."""
     rows = rows_of(
         chosen(
             RAGGED,
             5,
-            plan={"accumulation_steps": 7, "micro_batch_size": 6, "effective_batch_size": 252},
+            plan={"accumulation_steps": 7, "micro_batch_size": 6, "effective_batch_size": 504},
             schedule={
                 "batch_scaling": scaling,
                 "name": "ExponentialLR",
@@ -150,9 +150,9 @@ def test_the_learning_rate_scales_with_the_summed_weight_and_not_with_the_target
             optimizer={"name": "sgd", "learning_rate": 0.1},
         )
     )
-    assert [row.num_examples for row in rows] == [252, 108, 252, 108, 252]
+    assert [row.num_examples for row in rows] == [252] * 5
     for number, row in enumerate(rows):
-        expected = 0.1 * 0.5**number * (row.num_examples / 252) ** power
+        expected = 0.1 * 0.5**number * (252 / 504) ** power
         assert row.learning_rate == pytest.approx(expected, rel=8 * 2.0**-52)
 
 

@@ -21,8 +21,7 @@ MIXED = row_of(
     (40, 3.0, "speed-bound: 40 examples; in one micro-batch", "quota"),
     (20, 4.0, "speed-bound: 20 examples; in one micro-batch", "quota"),
     (9, 1.0, "all its 9 examples; micro-batch as set", "quota"),
-    (9, 1.0, "all its epoch has left: 9 examples; in one micro-batch", "quota"),
-    (5, 1.0, "speed-bound: 40 examples; in one micro-batch", "epoch end"),
+    (5, 1.0, "all its 5 examples; in one micro-batch", "deadline"),
     (1, 7.0, "speed-bound: 1 example; in one micro-batch", "quota"),
     (1, 6.0, "speed-bound: 1 example; in one micro-batch", "quota"),
 )
@@ -31,16 +30,16 @@ MIXED = row_of(
 def test_idle_time_excludes_limited_devices_and_counts_them_separately() -> None:
     idle = idle_time(MIXED)
     assert idle.share == 1 - 3.5 / 4
-    assert idle.share_of_all == 1 - (23 / 7) / 7
-    assert (idle.num_free, idle.num_limited_by_data, idle.num_at_minimum) == (2, 3, 2)
+    assert idle.share_of_all == 1 - (22 / 6) / 7
+    assert (idle.num_free, idle.num_limited_by_data, idle.num_at_minimum) == (2, 2, 2)
     assert (idle.free_seconds, idle.minimum_seconds) == (4.0, 7.0)
 
 
 def test_the_line_shows_the_last_finish_of_devices_at_the_minimum() -> None:
     assert idle_line([MIXED]) == (
         "12.5%, mean over rounds 1 to 1; in the last 2 devices were done by 4.00 s; not counted: "
-        "3 limited by their own data, 2 at the minimum of one example (the last of them after "
-        "7.00 s); with them 53.1%"
+        "2 limited by their own data, 2 at the minimum of one example (the last of them after "
+        "7.00 s); with them 47.6%"
     )
 
 
