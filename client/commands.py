@@ -6,12 +6,15 @@ idle device holds no module of the other subcommands in memory.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
 if TYPE_CHECKING:
+    from headwater.client.operations.activity import Activity
     from headwater.client.operations.counters import Counters
     from headwater.client.training.context import Identity
     from headwater.client.training.trainer import Trainer
@@ -156,8 +159,27 @@ def take_part(settings: Settings) -> None:
         f"{identity.name}: {num_examples} examples, server {device.server}", soft_wrap=True
     )
     _show_metrics(settings, node.counters)
-    asyncio.run(stay_connected(connection, stay=device.stay))
+    with _display(node.activity):
+        asyncio.run(stay_connected(connection, stay=device.stay))
     console.print(f"{identity.name}: done")
+
+
+@contextmanager
+def _display(activity: Activity) -> Iterator[None]:
+    """Show what the client does: in a terminal one line, elsewhere lines at a sane rate."""
+    import time
+
+    from headwater.client.operations.display import LONGEST_SILENCE_SECONDS, ClientDisplay
+    from headwater.common.system.console import console
+    from headwater.common.system.live_status import LineSchedule, LiveStatus
+
+    display = ClientDisplay(activity)
+    schedule = LineSchedule(start=time.monotonic(), longest_silence_seconds=LONGEST_SILENCE_SECONDS)
+    with LiveStatus(
+        console, block=display.block, wait_line=display.wait_line, schedule=schedule
+    ) as status:
+        activity.on_sent = lambda: status.event(display.sent_line)
+        yield
 
 
 def _show_metrics(settings: Settings, counters: Counters) -> None:

@@ -18,6 +18,7 @@ from flwr.clientapp import ClientApp
 from headwater.client.device.bandwidth import Bandwidth
 from headwater.client.flower.request import ALLOW_LIST, IDENTITY, SPOOL, spool_of
 from headwater.client.flower.state_file import StateFile
+from headwater.client.operations.activity import Activity
 from headwater.client.operations.counters import Counters
 from headwater.client.secagg.pending import pending_in
 from headwater.client.training.context import Identity
@@ -56,6 +57,7 @@ class Node:
         self.name = identity.name
         self.link = Bandwidth()
         self.counters = Counters()
+        self.activity = Activity(self.counters, trainer.progress)
         self._app = app
         self._run_config = settings.to_run_config()
         self._node_config: dict[str, str | int | float | bool] = {

@@ -149,6 +149,9 @@ def sum_window(
         since_seconds = (
             since_seconds + total.steps[-1].seconds if is_added else context.clock.seconds()
         )
+        context.progress.reach(
+            len(before.steps) + len(total.steps), before.num_examples + total.num_examples
+        )
         if after_each is not None:
             after_each(total)
     context.accumulator.check_views()

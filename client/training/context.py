@@ -12,6 +12,7 @@ from headwater.client.device.interfaces import Clock, Hardware, Memory, TimeShar
 from headwater.client.memory.activation_checkpointing import is_on, switch_on
 from headwater.client.training.accumulator import Accumulator
 from headwater.client.training.batch_fetch import Batches
+from headwater.client.training.progress import TrainingProgress
 from headwater.common.data.partition_spec import PartitionRule
 from headwater.common.messages import Vitals
 from headwater.common.model.parameters import ModelImage, ModelLayout
@@ -57,6 +58,7 @@ class TrainingContext:
     the model has no blocks to checkpoint."""
     time_share: Callable[[], TimeShare] = TimeShare
     vitals: Callable[[], Vitals] = Vitals
+    progress: TrainingProgress = field(default_factory=TrainingProgress, repr=False)
     batches: Batches = field(default=NO_BATCHES, repr=False)
     """Batches of ``task`` and ``examples``; replaced at construction if they belong to others."""
 

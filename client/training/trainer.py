@@ -22,6 +22,7 @@ from headwater.client.training.batch_fetch import Batches
 from headwater.client.training.context import NO_BATCHES, Identity, TrainingContext
 from headwater.client.training.local_update import LocalSum, make_update, sum_gradients
 from headwater.client.training.probe import ExampleProbe
+from headwater.client.training.progress import TrainingProgress
 from headwater.client.training.sampler import SamplerState, Window, held_out_positions, window
 from headwater.client.training.spool import Spool
 from headwater.client.training.task_trial import check_runs, checkpointed_bytes
@@ -58,6 +59,7 @@ class Trainer:
         self.datasets = ClientDatasets(self.task)
         self.image = build_model(self.task, seed=0, replace_batch_norm=replace_batch_norm)
         self.accumulator = Accumulator(self.image)
+        self.progress = TrainingProgress()
         self.stop_requested = threading.Event()
         """Set when the device is to stop: training ends early, and the sum so far is sent."""
         self.checkpointed: set[str] = set()
@@ -185,6 +187,7 @@ class Trainer:
             vitals=hardware.vitals,
             should_stop=self.stop_requested.is_set,
             batches=batches,
+            progress=self.progress,
         )
 
     def _measure_checkpointing(self, context: TrainingContext) -> None:
@@ -283,6 +286,7 @@ class Trainer:
             HeadwaterError: see ``sum_gradients`` and ``make_update`` in
                 ``headwater.client.training.local_update``.
         """
+        self.progress.begin(plan)
         sampler = sampler.settle(plan.counted_round)
         examples, positions = self._window(identity, plan, sampler)
         context = self.context(examples, identity.name, hardware)

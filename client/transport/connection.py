@@ -77,6 +77,7 @@ class Connection:
         """Stop gracefully: send what is summed so far, then close."""
         log.warning("stopping: what is summed so far is sent; stop again to end at once")
         self._stopping.set()
+        self._node.activity.enter("stops, and sends what is summed so far")
         self._node.interrupt()
 
     async def run(self) -> None:
@@ -103,6 +104,7 @@ class Connection:
             if self._stopping.is_set():
                 return
             try:
+                self._node.activity.enter(f"connects to {self._address}")
                 if await self._connect():
                     return
                 await self._exchange.end()
@@ -112,6 +114,7 @@ class Connection:
                     return
                 seconds = retries.wait_seconds(broken)
                 log.warning("%s: %s; trying again", self._address, broken)
+                self._node.activity.enter(f"tries {self._address} again at {_time_in(seconds)}")
                 await self._pause(seconds)
 
     async def _stay_away(self) -> bool:
@@ -124,6 +127,7 @@ class Connection:
             if str(away.error) != reason:
                 reason = str(away.error)
                 log.warning("%s: %s", away.error.code, reason)
+                self._node.activity.enter(f"stays away: {reason}")
             await self._pause(self._leaving.wait_seconds(away))
         return bool(reason)
 
@@ -203,6 +207,11 @@ class Connection:
             await self._stream.write(frame)
         except WRITE_ERRORS as error:
             raise StreamBroken(str(error)) from error
+
+
+def _time_in(seconds: float) -> str:
+    """Return the time of day after so many seconds, as 14:05:32."""
+    return time.strftime("%H:%M:%S", time.localtime(time.time() + seconds))
 
 
 class ConnectionBroken(Exception):

@@ -18,6 +18,7 @@ import time
 from collections.abc import Awaitable, Callable
 
 from headwater.client.flower.node import Node, NodeAnswer
+from headwater.client.operations.activity import WAITING
 from headwater.common.errors import (
     LateUpdate,
     ModelMismatch,
@@ -58,6 +59,7 @@ class Exchange:
         """Set when an answer has arrived at the server; the waiting task clears it."""
         self._node = node
         self._write = write
+        self._activity = node.activity
         self._incoming: _IncomingImage | None = None
         self._task: asyncio.Task[None] | None = None
         self._message_id = ""
@@ -96,6 +98,7 @@ class Exchange:
             )
         self.image_id = ""
         self._incoming = _IncomingImage(image, memory)
+        self._activity.enter("receives the model", num_bytes=len(memory))
 
     def take_chunk(self, chunk: Chunk) -> None:
         """Take a chunk of the model.
@@ -107,6 +110,7 @@ class Exchange:
         if incoming is None or chunk.transfer_id != incoming.image_id:
             raise ProtocolMismatch("the server sent a chunk of a model that it did not announce")
         incoming.add(chunk)
+        self._activity.num_moved = chunk.offset + len(chunk.data)
 
     async def take_small_image(self, image_id: str, data: bytes) -> None:
         """Take a model that arrives in the same frame as its instruction.
@@ -146,6 +150,7 @@ class Exchange:
         self._is_phase = instruction.message_type.startswith("query.")
         if not is_stopping:
             self._node.resume()
+        self._activity.begin(instruction.message_type)
         self._task = asyncio.create_task(self._carry_out(instruction))
 
     def take_receipt(self, receipt: Receipt) -> None:
@@ -204,6 +209,8 @@ class Exchange:
 
     def _abort(self) -> None:
         """Abort the instruction and its upload: the server no longer waits for them."""
+        if self._message_id:
+            self._activity.enter(WAITING)
         self._message_id, self._answer = "", None
         if self._upload is not None:
             self._upload.abort()
@@ -230,8 +237,10 @@ class Exchange:
             return
         if not upload.is_aborted and self._message_id == answer.message_id:
             self._message_id, self._answer = "", None
+            self._activity.enter(WAITING)
             if len(answer.vector):
                 self._node.remove_spool()
+                self._activity.sent()
             self.became_idle.set()
 
     async def _send_reply(self, upload: _Upload) -> None:
@@ -246,6 +255,8 @@ class Exchange:
         )
         if upload.is_aborted:
             return
+        if len(vector):
+            self._activity.enter("sends the update", num_bytes=len(vector))
         await self._write(ClientFrame(reply=reply))
         receipt = await upload.receipts.get()
         if receipt is None:
@@ -257,6 +268,7 @@ class Exchange:
             data = bytes(vector[offset : offset + CHUNK_BYTES])
             chunk = Chunk(transfer_id=answer.message_id, offset=offset, data=data)
             await self._write(ClientFrame(chunk=chunk))
+            self._activity.num_moved = offset + len(data)
         while receipt is not None and not receipt.is_done:
             receipt = await upload.receipts.get()
         if receipt is not None:

@@ -20,6 +20,7 @@ from google.protobuf.message import DecodeError
 
 from headwater.client.device.availability import Availability, AwayPeriod
 from headwater.client.flower.node import Node
+from headwater.client.operations.activity import WAITING
 from headwater.client.transport.exchange import Exchange
 from headwater.client.transport.leaving import LeavePolicy, leave_frame
 from headwater.common.errors import HeadwaterError, ModelMismatch, ProtocolMismatch, error_of
@@ -89,6 +90,7 @@ class ClientStream:
         self.session = welcome.session
         self.node.enter(welcome.run_id)
         self.node.counters.connected()
+        self.node.activity.enter(WAITING)
         log.info("connected to %s", self.address)
         self.has_contact = True
         jobs: list[Coroutine[Any, Any, None]] = [self._leave_when_stopped()]
@@ -163,6 +165,7 @@ class ClientStream:
             if (away := self.leaving.reason_to_decline(frame)) is not None:
                 await self._leave(leave_frame(away))
             elif await self._handle(frame):
+                self.node.activity.enter("the run has ended")
                 log.info("the run has ended")
                 return True
 
@@ -189,6 +192,8 @@ class ClientStream:
                 self.renewal.take(frame.certificate)
             case "notice":
                 _log_notice(frame.notice)
+                is_paused = frame.notice.is_paused
+                self.node.activity.enter("waits: the run is paused" if is_paused else WAITING)
             case "goodbye":
                 return True
             case other:

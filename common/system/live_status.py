@@ -7,6 +7,8 @@ thousands of events a second nor a run of many days floods the log.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -18,6 +20,8 @@ from typing import TYPE_CHECKING, Self
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
+from headwater.common.system.stop_signals import before_end
+
 if TYPE_CHECKING:
     from rich.live import Live
 
@@ -27,6 +31,7 @@ GAP_SHARE = 0.01
 TICK_SECONDS = 0.5
 REFRESHES_PER_SECOND = 4
 SEPARATOR = "  "
+SHOW_CURSOR = b"\x1b[?25h\r\n"
 MIN_BAR_COLUMNS, MAX_BAR_COLUMNS = 8, 40
 
 Block = Callable[[int], Sequence[Text]]
@@ -130,6 +135,7 @@ class LiveStatus:
                 vertical_overflow="crop",
             )
             self._live.start()
+            before_end.append(self._show_cursor)
         else:
             self._thread = threading.Thread(target=self._run, name="status", daemon=True)
             self._thread.start()
@@ -144,8 +150,14 @@ class LiveStatus:
         self._has_ended.set()
         if self._live is not None:
             self._live.stop()  # also shows the cursor again
+            before_end.remove(self._show_cursor)
         if self._thread is not None:
             self._thread.join()
+
+    def _show_cursor(self) -> None:
+        """Show the cursor again, from a signal handler: it must not wait for any lock."""
+        with contextlib.suppress(OSError, ValueError):
+            os.write(self._console.file.fileno(), SHOW_CURSOR)
 
     def _run(self) -> None:
         while not self._has_ended.wait(TICK_SECONDS):

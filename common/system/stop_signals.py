@@ -24,6 +24,8 @@ STOP_SIGNALS = tuple(
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGBREAK") if hasattr(signal, name)
 )
 STOPPED_STATUS = 130
+before_end: list[Callable[[], object]] = []
+"""Called before the process ends at once, as to show a terminal's cursor again."""
 
 
 class StopRequests:
@@ -71,6 +73,8 @@ def interrupt() -> None:
 
 def end_at_once() -> None:
     """End the process without any further step."""
+    for restore in before_end:
+        restore()
     log.warning("second request to stop: ending at once, nothing more is sent or stored")
     logging.shutdown()
     os._exit(STOPPED_STATUS)

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from headwater.common.model.trained_model import BEST, MODEL
 from headwater.common.settings.schema import Settings
-from headwater.common.system.console import console, printable
+from headwater.common.system.console import console, print_text, printable
 from headwater.common.system.live_status import LiveStatus, pack
 from headwater.common.task import load_task, max_weight_per_example
 from headwater.server.operations.round_display import RoundDisplay
@@ -33,11 +33,12 @@ def print_settings(settings: Settings, *, where: str) -> None:
         )
     else:
         work = described(plan, max_weight_per_example=_max_weight(settings))
-    console.print(f"[bold]{escape(str(settings.task))}[/] on {where}, seed {settings.seed}")
+    head = f"[bold]{escape(str(settings.task))}[/] on {where}, seed {settings.seed}"
+    console.print(head, soft_wrap=not console.is_terminal)
     rate = f"{optimizer.rate:g}{_scaling(settings)}"
     mode = settings.secure.aggregation
     masked = "" if mode == "off" else f"; updates are masked ({mode})"
-    console.print(f"{settings.rounds} rounds of {optimizer.name} at {rate}; {work}{masked}")
+    print_text(f"{settings.rounds} rounds of {optimizer.name} at {rate}; {work}{masked}")
 
 
 def _max_weight(settings: Settings) -> int:

@@ -80,7 +80,7 @@ class RoundDisplay(Observer):
         self._row, self._round = row, row.round
         if len(row.metrics) >= len(self._metrics):
             self._metrics = row.metrics
-        if not self._points or now - self._points[-1][0] >= POINT_SECONDS:
+        if len(self._points) < 2 or now - self._points[-1][0] >= POINT_SECONDS:
             self._points.append((now, row.round))
         self._enter("")
 

@@ -114,6 +114,9 @@ def test_a_run_is_watched_paused_drained_and_goes_on_exactly(tmp_path: Path) -> 
         operator.say("drain")
         for process in (server, *clients):
             process.succeed()
+        for client in clients:  # the first update's line, and the first round's
+            assert "round 1: sent K 1, 8 examples" in client.text()
+        assert f"round {1:>6} of {MANY}  loss" in server.text()
         drained = rows(tmp_path / "out")[-1]["round"]
         assert f"drained after round {drained} of {MANY}" in server.text()
         assert "headwater-server --resume --out" in server.text()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import io
 import itertools
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 from rich.text import Text
 
 from headwater.common.system.live_status import (
+    SHOW_CURSOR,
     LineSchedule,
     LiveStatus,
     duration,
@@ -17,6 +19,7 @@ from headwater.common.system.live_status import (
     line_of,
     pack,
 )
+from headwater.common.system.stop_signals import before_end
 
 
 class FakeClock:
@@ -182,6 +185,16 @@ def test_in_a_terminal_the_block_is_drawn_and_the_cursor_is_restored() -> None:
     assert status.is_live
     assert "round 1" in out.getvalue()
     assert out.getvalue().rindex("\x1b[?25h") > out.getvalue().rindex("\x1b[?25l")
+
+
+def test_a_process_that_ends_at_once_shows_the_cursor_first(tmp_path: Path) -> None:
+    with (tmp_path / "out").open("w") as out:
+        terminal = Console(file=out, force_terminal=True, width=80, height=10)
+        with LiveStatus(terminal, block=lambda _: [], wait_line=str):
+            for restore in before_end:
+                restore()
+            assert (tmp_path / "out").read_bytes().endswith(SHOW_CURSOR)
+    assert not before_end
 
 
 def test_no_color_leaves_no_colour_in_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
