@@ -119,6 +119,7 @@ def _open(settings: Settings) -> tuple[Trainer, Identity]:
         replace_batch_norm=settings.model.replace_batch_norm,
         check_task=settings.check_task,
     )
+    trainer.machine = ThisMachine(device)  # its own limit counts in the check too
     return trainer, identity
 
 

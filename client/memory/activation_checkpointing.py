@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -157,7 +157,18 @@ def _in_sequence(operations: list[nn.Module], values: Any) -> Any:
     return values
 
 
-class _Footprint:
+class Footprint(NamedTuple):
+    """The bytes of a forward and backward pass that autograd needs.
+
+    With checkpointing: memory kept between the passes counts once, the largest block
+    ``WORKING_FACTOR`` times. Plain: what autograd keeps, without temporaries.
+    """
+
+    checkpointed: float
+    plain: float
+
+
+class _FootprintMeter:
     """The bytes that a forward pass keeps: each storage once, the model's own not at all."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -165,11 +176,13 @@ class _Footprint:
         self._own |= {tensor.untyped_storage().data_ptr() for tensor in model.buffers()}
         self._kept: dict[int, int] = {}
         self._largest_block = 0
+        self._inner_bytes = 0
 
     def add_block(self, inputs: list[Tensor], inner: list[Tensor], is_dropped: bool) -> None:
         """Add a block: its inputs, which are kept, and its inner activations."""
         self._kept |= self._bytes_of(inputs if is_dropped else [*inputs, *inner])
         block = self._bytes_of(inner)
+        self._inner_bytes += sum(n for at, n in block.items() if at not in self._kept)
         self._largest_block = max(
             self._largest_block, sum(n for at, n in block.items() if at not in self._kept)
         )
@@ -183,29 +196,31 @@ class _Footprint:
         storages = [tensor.untyped_storage() for tensor in tensors]
         return {s.data_ptr(): s.nbytes() for s in storages if s.data_ptr() not in self._own}
 
-    @property
-    def num_bytes(self) -> float:
-        return sum(self._kept.values()) + WORKING_FACTOR * self._largest_block
+    def result(self) -> Footprint:
+        kept = sum(self._kept.values())
+        return Footprint(
+            checkpointed=kept + WORKING_FACTOR * self._largest_block,
+            plain=float(kept + self._inner_bytes),
+        )
 
 
-def footprint_bytes(model: nn.Module, forward: Callable[[], object]) -> float | None:
-    """Predict the bytes that a forward and backward pass takes with checkpointing.
+def footprint(model: nn.Module, forward: Callable[[], object]) -> Footprint | None:
+    """Predict the bytes that a forward and backward pass takes.
 
     ``forward`` runs once with checkpointing on, which takes less memory than a plain forward pass;
-    then checkpointing is as before. Memory kept between the passes counts once, the largest block
-    ``WORKING_FACTOR`` times. None if the model has no blocks.
+    then checkpointing is as before. None if the model has no blocks.
     """
     was_on = is_on(model)
     if not switch_on(model):
         return None
-    footprint = _Footprint(model)
+    meter = _FootprintMeter(model)
     try:
         with (
-            observed_by(footprint.add_block),
-            saved_tensors_hooks(footprint.add, lambda tensor: tensor),
+            observed_by(meter.add_block),
+            saved_tensors_hooks(meter.add, lambda tensor: tensor),
         ):
             forward()
     finally:
         if not was_on:
             switch_off(model)
-    return footprint.num_bytes
+    return meter.result()

@@ -238,18 +238,6 @@ def resident_bytes() -> int:
         return psutil.Process().memory_info().rss
 
 
-def is_allocation_failure(error: BaseException) -> bool:
-    """Return whether an exception is an allocation failure, which torch raises as a RuntimeError.
-
-    oneDNN, which computes convolutions, only says that it could not create something.
-    """
-    text = str(error)
-    return isinstance(error, MemoryError) or (
-        isinstance(error, RuntimeError)
-        and ("can't allocate memory" in text or text.startswith("could not create a "))
-    )
-
-
 def _status_bytes(name: str) -> int:
     with open("/proc/self/status") as status:
         rows = dict(line.split(":", 1) for line in status)

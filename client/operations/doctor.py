@@ -260,8 +260,12 @@ def check_training(
         trainer, identity = open_task(settings)
         yield from check_room(settings.client, identity.name, trainer.image.layout)
         examples = trainer.examples(identity)
-        trainer.check(examples, identity.name)
+        report = trainer.check(examples, identity.name)
         yield good("task", f"{settings.task}, {len(examples)} examples, its loss is a sum")
+        for text in report.notes:
+            yield good("task", text)
+        if report.left_out is not None:
+            yield note("data", report.left_out, "correct these rows, or leave them to be left out")
         for topic, text in measurements(trainer, identity, machine):
             yield good(topic, text)
     except HeadwaterError as error:

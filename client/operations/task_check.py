@@ -27,8 +27,13 @@ def show_task_check(settings: Settings, trainer: Trainer, identity: Identity) ->
         f"model       {trainer.image.layout.num_parameters:,} parameters, "
         f"{decimal(trainer.image.layout.num_bytes)}"
     )
-    trainer.check(examples, identity.name)
-    console.print("loss        is a sum over examples")
+    report = trainer.check(examples, identity.name)
+    if report.num_seen:
+        console.print("loss        is a sum over examples, and so are its metrics and gradients")
+    for note in report.notes:
+        console.print(f"note        {note}", soft_wrap=True, markup=False)
+    if report.left_out is not None:
+        console.print(f"left out    {report.left_out}", soft_wrap=True, markup=False)
     for topic, text in measurements(trainer, identity, ThisMachine(settings.client)):
         console.print(f"{topic:<11} {text}", soft_wrap=True)
 

@@ -26,7 +26,6 @@ from headwater.client.device.interfaces import Speed
 from headwater.client.memory.peak_model import (
     PeakMeter,
     PeakModel,
-    is_allocation_failure,
     resident_bytes,
 )
 from headwater.client.training.context import TrainingContext
@@ -40,7 +39,7 @@ from headwater.client.training.probe_fit import (
 from headwater.common.data.additivity import usable
 from headwater.common.data.batches import batch_of
 from headwater.common.errors import HeadwaterError, OutOfMemory, TaskFailed
-from headwater.common.system.heap import release_freed_memory
+from headwater.common.system.heap import is_allocation_failure, release_freed_memory
 from headwater.common.task import loss_sum
 
 log = logging.getLogger(__name__)

@@ -1,69 +1,218 @@
-"""Trial passes over a client's first examples, before the first plan.
+"""The check of a task before the first plan: on this client's own examples, within its memory.
 
-They check that the task runs at all, and measure the memory that activation checkpointing takes.
+The gradients are added in the accumulator, so the check takes the memory of a training pass of as
+many examples as it compares, and no second vector. A large or slow model is compared on two
+examples instead of four, and without gradients if two are predicted not to fit.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from headwater.client.memory.activation_checkpointing import footprint_bytes, switch_on
+from headwater.client.memory.activation_checkpointing import Footprint, footprint, switch_on
+from headwater.client.memory.peak_model import (
+    GUARD_SHARE,
+    WORKING_FACTOR,
+    PeakMeter,
+    resident_bytes,
+)
 from headwater.client.training.context import TrainingContext
-from headwater.client.training.gradient_pass import InvalidGradients, backward, forward
+from headwater.client.training.gradient_pass import InvalidGradients, forward
 from headwater.client.training.sampler import SamplerPosition, Window, window
-from headwater.common.errors import OutOfMemory, TaskFailed
+from headwater.common.data.additivity import NUM_TRIED, Comparison
+from headwater.common.data.example_cache import ExampleCache
+from headwater.common.data.example_faults import ExampleFault, summary
+from headwater.common.data.survey import Survey, look_over
+from headwater.common.data.trial_state import as_it_was
+from headwater.common.errors import NoFiniteExample, OutOfMemory, TaskFailed
 from headwater.common.messages import Plan
+from headwater.common.system.heap import release_freed_memory
 
 log = logging.getLogger(__name__)
 
-NUM_EXAMPLES = 8  # if so many all raise, the task is at fault and not the examples
+NUM_EXAMPLES = 8  # tried for the footprint
 PLAN = Plan(round=0, run_seed=0, model_version=0, quota=1, micro_batch_size=1)
 
+# More than two examples are compared only if their passes take no longer than this together.
+MAX_SECONDS = 2.0
+# A batch of the survey takes about this much, and at most so many examples.
+SURVEY_BYTES, MAX_SURVEY_BATCH = 64 << 20, 64
 
-def check_runs(context: TrainingContext) -> None:
-    """Run the first examples forward and backward, one by one, until one succeeds.
 
-    If one alone does not fit in memory, activation checkpointing is switched on and they run again.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckReport:
+    """What a passed check found: how many examples are left out and why, and what is notable."""
+
+    num_examples: int
+    num_seen: int
+    left_out: str | None
+    """How many of the examples cannot be trained on, and why; None if all can."""
+    notes: tuple[str, ...]
+
+
+def check_task(context: TrainingContext, *, predicted: Footprint | None = None) -> CheckReport:
+    """Check that the task runs on real examples, and that what it returns is a sum.
+
+    If one example alone does not fit in memory, or is predicted not to, activation checkpointing is
+    switched on. The accumulator's vector is zero afterwards.
 
     Raises:
-        TaskFailed: every example raised; the exception of the last one is its cause.
+        TaskFailed: every example that was tried raised, or examples raise together.
+        NoFiniteExample: no example has a finite loss and gradient.
+        TaskNotAdditive, BuffersChanged: see ``headwater.common.data.additivity``.
         OutOfMemory: one example alone does not fit.
     """
-    is_on, does_not_fit = False, f"{context.name}: one example alone does not fit in memory"
+    room, name, is_switched_on = _Room(context), context.name, False
+    does_not_fit = f"{name}: one example alone does not fit in memory"
+    if predicted is not None and not room.has(WORKING_FACTOR * predicted.plain, share=1.0):
+        is_switched_on = _switch_on(context)
+        if not room.has(predicted.checkpointed):
+            text = (
+                "the task was not checked: one example is predicted to take "
+                f"{room.would_be(predicted.checkpointed)}, even with activation checkpointing"
+            )
+            log.warning("%s: %s", name, text)
+            return CheckReport(
+                num_examples=len(context.examples), num_seen=0, left_out=None, notes=(text,)
+            )
     while True:
         try:
-            _run_one_by_one(context)
+            report = _checked(context, room)
             break
         except MemoryError:
-            if is_on:
+            if is_switched_on:
                 raise OutOfMemory(f"{does_not_fit}, even with activation checkpointing") from None
-            if not switch_on(context.image.model):
+            if not _switch_on(context):
                 why = "and the model has no blocks to checkpoint"
                 raise OutOfMemory(f"{does_not_fit}, {why}") from None
-        is_on = True
-        context.memory.use_checkpointing(None)
+            is_switched_on = True
+    if is_switched_on:
+        log.warning("%s: one example fits only with activation checkpointing", name)
+    return report
+
+
+def _switch_on(context: TrainingContext) -> bool:
+    is_on = switch_on(context.image.model)
     if is_on:
-        log.warning("%s: one example fits only with activation checkpointing", context.name)
+        context.memory.use_checkpointing(None)
+    return is_on
 
 
-def _run_one_by_one(context: TrainingContext) -> None:
-    tried, failure = _first_examples(context), None
-    try:
-        for position in tried.positions:
-            context.accumulator.zero()
-            try:
-                backward(forward(PLAN, tried, (position,), context)[0])
-                return
-            except InvalidGradients as error:
-                failure = error
-    finally:
-        context.accumulator.zero()
-    raise TaskFailed(f"all of {len(tried.positions)} examples failed: {failure}") from failure
+def _checked(context: TrainingContext, room: _Room) -> CheckReport:
+    task, model, examples = context.task, context.image.model, context.examples
+    with as_it_was(model):
+        comparison = Comparison(task, model, ExampleCache(task, examples))
+        comparison.add_singles(range(min(NUM_TRIED, len(examples))), room.may_add)
+        if comparison.singles:
+            comparison.run(room.may_train_on)
+        zero: set[str] = set()
+
+        def compare_halves(cache: ExampleCache, positions: Sequence[int]) -> None:
+            if comparison.singles:
+                zero.update(comparison.compare_halves(cache, positions))
+
+        survey = look_over(
+            task, model, examples, batch_size=room.survey_size(), after_first=compare_halves
+        )
+        if not comparison.singles:
+            comparison.add_singles(survey.good[:NUM_TRIED], room.may_add)
+            comparison.run(room.may_train_on)
+    faults = survey.faults | comparison.faults
+    if not comparison.singles:
+        raise _all_failed(context, survey, faults)
+    notes = [
+        *comparison.notes,
+        *(
+            f"the metric {metric} is 0 for all examples that were compared: whether it is a sum "
+            "could not be checked"
+            for metric in sorted(zero)
+        ),
+    ]
+    num_seen = len({*survey.seen, *faults})
+    return CheckReport(
+        num_examples=len(examples),
+        num_seen=num_seen,
+        left_out=_left_out(context, num_seen, faults),
+        notes=tuple(notes),
+    )
 
 
-def checkpointed_bytes(context: TrainingContext) -> float | None:
-    """Predict the bytes that one example takes with activation checkpointing.
+def _left_out(
+    context: TrainingContext, num_seen: int, faults: dict[int, ExampleFault]
+) -> str | None:
+    if not faults:
+        return None
+    return (
+        f"{len(faults):,} of {_seen(context, num_seen)} cannot be trained on and will be left out\n"
+        f"{summary(faults, context.examples)}"
+    )
+
+
+def _seen(context: TrainingContext, num_seen: int) -> str:
+    total = len(context.examples)
+    return f"{num_seen:,} examples" + (f" looked at, of {total:,}," if num_seen < total else "")
+
+
+def _all_failed(
+    context: TrainingContext, survey: Survey, faults: dict[int, ExampleFault]
+) -> TaskFailed | NoFiniteExample:
+    first = faults[min(faults)]
+    num_seen = len({*survey.seen, *faults})
+    if all(fault.detail for fault in faults.values()):
+        return TaskFailed(f"all of {_seen(context, num_seen)} failed: {first.detail}")
+    return NoFiniteExample(
+        f"{context.name}: none of {_seen(context, num_seen)} has a finite loss and gradient\n"
+        f"{summary(faults, context.examples)}"
+    )
+
+
+class _Room:
+    """The memory and time that trial passes may take, from what the passes so far took."""
+
+    def __init__(self, context: TrainingContext) -> None:
+        release_freed_memory()
+        self._memory = context.memory
+        self._rest_bytes = resident_bytes()
+        self._peak = PeakMeter()
+        self._begun = time.monotonic()
+
+    def may_add(self, num_examples: int) -> bool:
+        """Return whether to compare so many examples; one fewer has passed alone."""
+        spent = time.monotonic() - self._begun
+        is_fast = spent / (num_examples - 1) * num_examples <= MAX_SECONDS
+        return is_fast and self.may_train_on(num_examples)
+
+    def may_train_on(self, num_examples: int) -> bool:
+        """Return whether a batch of so many examples is predicted to fit."""
+        return self.has(num_examples * self._each)
+
+    def has(self, num_bytes: float, *, share: float = GUARD_SHARE) -> bool:
+        """Return whether this share of the limit has room for so many bytes more than at rest."""
+        limit = self._memory.limit_bytes()
+        return limit is None or self._rest_bytes + num_bytes <= share * limit
+
+    def would_be(self, num_bytes: float) -> str:
+        """Describe the process's peak with so many bytes more than at rest, and the limit."""
+        limit = self._memory.limit_bytes() or 0
+        peak = self._rest_bytes + num_bytes
+        return f"{peak / 2**20:,.0f} MiB of {limit / 2**20:,.0f} MiB"
+
+    def survey_size(self) -> int:
+        """Return how many examples a forward pass of the survey takes at a time."""
+        return int(max(min(SURVEY_BYTES / self._each, MAX_SURVEY_BATCH), 1))
+
+    @property
+    def _each(self) -> float:
+        # Of the passes of single examples; a pass of several raises it further.
+        return float(max(self._peak.peak_bytes() - self._rest_bytes, 1))
+
+
+def predicted_footprint(context: TrainingContext) -> Footprint | None:
+    """Predict the bytes that one example takes, with activation checkpointing and without.
 
     From one forward pass of the first example that succeeds, which takes less memory than a pass
     without checkpointing. None if the model has no blocks to checkpoint, or no example succeeds.
@@ -72,7 +221,7 @@ def checkpointed_bytes(context: TrainingContext) -> float | None:
     for position in tried.positions:
         one_pass = functools.partial(forward, PLAN, tried, (position,), context)
         try:
-            return footprint_bytes(context.image.model, one_pass)
+            return footprint(context.image.model, one_pass)
         except InvalidGradients as error:
             log.debug("%s: an example failed: %s", context.name, error)
         except MemoryError:

@@ -16,6 +16,7 @@ from torch.utils.data import Subset
 from headwater.client.device.hardware import ThisMachine
 from headwater.client.device.interfaces import Hardware, Speed
 from headwater.client.memory import activation_checkpointing as checkpointing
+from headwater.client.memory.activation_checkpointing import Footprint
 from headwater.client.training.accumulation import log_left_out
 from headwater.client.training.accumulator import Accumulator
 from headwater.client.training.batch_fetch import Batches
@@ -25,8 +26,7 @@ from headwater.client.training.probe import ExampleProbe
 from headwater.client.training.progress import TrainingProgress
 from headwater.client.training.sampler import SamplerState, Window, held_out_positions, window
 from headwater.client.training.spool import Spool
-from headwater.client.training.task_trial import check_runs, checkpointed_bytes
-from headwater.common.data.additivity import check_additive
+from headwater.client.training.task_trial import CheckReport, check_task, predicted_footprint
 from headwater.common.data.batches import evaluate_sums
 from headwater.common.data.client_datasets import ClientDatasets
 from headwater.common.errors import (
@@ -67,7 +67,9 @@ class Trainer:
         self._loaded: tuple[int, int] | None = None
         self._must_check = check_task
         self._opened = functools.lru_cache(maxsize=MAX_OPEN_DATASETS)(self._open)
-        self._checkpointed_bytes: float | None = None
+        self.machine: Hardware | None = None
+        """The machine whose memory the check keeps to; None for the process's own limits alone."""
+        self._footprint: Footprint | None = None
         self._is_checkpointing_measured = False
 
     def keep_open(self, num_clients: int) -> None:
@@ -91,8 +93,12 @@ class Trainer:
             identity.rule, data=identity.data, part=identity.part, num_parts=identity.num_parts
         )
         if self._must_check:
-            self.check(examples, identity.name)
+            report = self.check(examples, identity.name)
             self._must_check = False
+            if report.left_out is not None:
+                log.warning("%s: %s", identity.name, report.left_out)
+            for note in report.notes:
+                log.info("%s: %s", identity.name, note)
         return examples
 
     def split(
@@ -141,21 +147,23 @@ class Trainer:
             self.image.load(image)
             self._loaded = (run_id, version)
 
-    def check(self, examples: Examples, name: str) -> None:
-        """Check the task on real examples: it must run, and its loss must be a sum.
+    def check(self, examples: Examples, name: str) -> CheckReport:
+        """Check the task on real examples: it must run, and what it returns must be sums.
 
         Raises:
-            TaskFailed, TaskNotAdditive, OutOfMemory: see ``headwater.common.errors``.
+            TaskError, OutOfMemory: see ``check_task``.
         """
-        context = self.context(examples, name, ThisMachine())
+        context = self.context(examples, name, self.machine or ThisMachine())
         try:
             self._measure_checkpointing(context)
-            check_runs(context)
+            self.accumulator.zero()
+            report = check_task(context, predicted=self._footprint)
+            self.accumulator.check_views()
         finally:
             self._remember_checkpointing(name)
-        check_additive(self.task, self.image.model, examples)
-        release_freed_memory()  # the check held the gradients of a few examples at once
-        self.accumulator.zero()
+            self.accumulator.zero()
+        release_freed_memory()
+        return report
 
     def context(
         self,
@@ -199,12 +207,20 @@ class Trainer:
         if self._is_checkpointing_measured:
             return
         self.image.model.train()
-        self._checkpointed_bytes = num_bytes = checkpointed_bytes(context)
+        self._footprint = found = predicted_footprint(context)
         self._is_checkpointing_measured = True
-        if num_bytes is None:
+        if found is None:
             log.info("the model has no blocks for activation checkpointing, or no example works")
         else:
-            log.info("with activation checkpointing an example takes %.1f MiB", num_bytes / 2**20)
+            log.info(
+                "an example keeps %.1f MiB, and takes %.1f with activation checkpointing",
+                found.plain / 2**20,
+                found.checkpointed / 2**20,
+            )
+
+    @property
+    def _checkpointed_bytes(self) -> float | None:
+        return None if self._footprint is None else self._footprint.checkpointed
 
     def _remember_checkpointing(self, name: str) -> None:
         if checkpointing.is_on_in(self.image.modules):

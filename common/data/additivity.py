@@ -1,150 +1,373 @@
-"""Checks on a few real examples, before the first round, that a task's loss is a sum.
+"""Checks on a few real examples, before the first round, that what a task returns is a sum.
 
-It finds the most common mistakes (a mean is returned, batch statistics, padding is counted) and
-names them with the two numbers that should be equal.
+It finds the most common mistakes (a mean is returned, batch statistics, padding is counted, a wrong
+broadcast) and names them with the two numbers that should be equal.
+
+The check needs no second vector: the gradients of the single examples are added into the
+parameters' ``grad``, that of all together is subtracted there, and the rest must be zero.
 """
 
 from __future__ import annotations
 
-import copy
-import itertools
-import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from headwater.common.data.batches import batch_of
-from headwater.common.errors import BuffersChanged, HeadwaterError, TaskNotAdditive
-from headwater.common.model.vectors import all_finite
+from headwater.common.data.example_cache import ExampleCache
+from headwater.common.data.example_faults import ExampleFault, exception_fault, loss_fault
+from headwater.common.data.sums import BroadcastWatch, Sums, compare, compare_gradients
+from headwater.common.data.trial_state import (
+    as_it_was,
+    gradient_norm,
+    random_state,
+    zero_gradients,
+)
+from headwater.common.errors import (
+    BuffersChanged,
+    HeadwaterError,
+    TaskError,
+    TaskFailed,
+    TaskNotAdditive,
+)
+from headwater.common.system.heap import is_allocation_failure
 from headwater.common.task import Examples, Task, loss_sum, max_weight_per_example
+from headwater.common.user_code import described
 
-log = logging.getLogger(__name__)
+NUM_COMPARED, NUM_TRIED = 4, 16
+# A loss that draws random numbers in evaluation mode too is compared on means of so many draws.
+NUM_DRAWS, STANDARD_ERRORS = 16, 6.0
 
-# float32 rounding of a few examples is below 1e-5 relative; the mistakes that the check looks for
-# (a mean, batch statistics, counted padding) are off by a tenth and more.
-ADDITIVE_TOLERANCE = 2.0**-10
+GRADIENT_FAULT = ExampleFault("its gradient is NaN or infinite, though its loss is finite")
+
+RAGGED_REMEDY = (
+    "if the examples have different shapes, give the task a method collate(examples) that pads "
+    "them (docs/task.md)"
+)
+BROADCAST_REMEDY = (
+    "give both the same shape, for example model(inputs).squeeze(1) or targets.unsqueeze(1)"
+)
+
+MayTrainOn = Callable[[int], bool]
+"""Returns whether a batch of so many examples may be trained on, after one example was."""
 
 
-def check_additive(task: Task, model: nn.Module, examples: Examples) -> None:
-    """Check on up to four real examples that the loss, its weight and its gradient are sums.
+def check_additive(
+    task: Task, model: nn.Module, examples: Examples, *, may_train_on: MayTrainOn = lambda _: True
+) -> tuple[str, ...]:
+    """Check on up to four real examples that loss, weight, metrics and gradient are sums.
 
-    Compares each example alone, each adjacent pair, and all together. A model that draws random
-    numbers in training (dropout) is compared in evaluation mode, because its draws differ from call
-    to call. The model itself is not changed. A single example always passes. Examples that raise,
-    or give a NaN, are skipped, as they are in training.
+    Compares each example alone, each adjacent pair, and all together; see ``Comparison``. The model
+    is left as it was; gradients that it had are zero afterwards. A single example always passes.
+    Examples that raise, or give a NaN, are skipped, as they are in training.
+
+    Returns what the check noticed that is no mistake, such as random augmentation.
 
     Raises:
         TaskNotAdditive: with the two numbers that should be equal and the likely cause.
+        TaskFailed: examples that work alone raise together.
         BuffersChanged: the forward pass in training mode changed a buffer.
     """
-    model = copy.deepcopy(model)
-    model.train()
-    positions = usable(task, model, examples)
-    if not positions:
-        return
-    model.train(not _is_random(task, model, batch_of(task, examples, positions)))
-    singles = {p: _measured(task, model, batch_of(task, examples, [p])) for p in positions}
-    groups = [list(pair) for pair in itertools.pairwise(positions)] + [positions]
-    bound = max_weight_per_example(task)
-    for position, single in singles.items():
-        if single[1] > bound:
-            raise TaskNotAdditive(
-                f"example {position} weighs {single[1]}, more than the task's "
-                f"max_weight_per_example of {bound}",
-                remedy="set max_weight_per_example to the most tokens that one example can have",
-            )
-    for group in groups:
-        together = _measured(task, model, batch_of(task, examples, group))
-        _compare(together, [singles[position] for position in group], size=len(group))
-
-
-Measured = tuple[float, int, Tensor]
+    with as_it_was(model):
+        comparison = Comparison(task, model, ExampleCache(task, examples))
+        comparison.add_singles(range(min(NUM_TRIED, len(examples))), may_train_on)
+        comparison.run(may_train_on)
+    return tuple(comparison.notes)
 
 
 def usable(task: Task, model: nn.Module, examples: Examples) -> list[int]:
     """Return up to four of the first sixteen positions that give a finite loss and gradient."""
-    usable_positions: list[int] = []
-    for position in range(min(16, len(examples))):
+    with as_it_was(model):
+        comparison = Comparison(task, model, ExampleCache(task, examples))
+        comparison.add_singles(range(min(NUM_TRIED, len(examples))), lambda _: True)
+    return list(comparison.singles)
+
+
+class Comparison:
+    """Compares a batch of a few examples with its parts, in the memory that training takes.
+
+    A model that draws random numbers in training (dropout) is compared in evaluation mode, because
+    its draws differ from call to call. If it draws them there too, only means of many draws can be
+    compared, which finds a mean and nothing else.
+    """
+
+    def __init__(self, task: Task, model: nn.Module, cache: ExampleCache) -> None:
+        """Take the model in training mode; its gradients, if it has any, are set to zero."""
+        self.singles: dict[int, Sums] = {}
+        """The sums of each example that could be trained on, whose gradients are in ``grad``."""
+        self.faults: dict[int, ExampleFault] = {}
+        self.notes: list[str] = []
+        self._task, self._model, self._cache = task, model, cache
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self._norms: list[float] = []
+        self._is_random = False
+        zero_gradients(self._parameters)
+
+    # Single examples.
+
+    def add_singles(self, positions: Iterable[int], may_add: MayTrainOn) -> None:
+        """Add the gradients of single examples that work: two, or four if so many may be added.
+
+        Raises:
+            MemoryError: an allocation failed.
+            TaskError, BuffersChanged: see ``check_additive``.
+        """
+        bound = max_weight_per_example(self._task)
+        for position in positions:
+            sums = self._single(position)
+            if sums is None:
+                continue
+            if sums.weight > bound:
+                raise TaskNotAdditive(
+                    f"example {position} weighs {sums.weight}, more than the task's "
+                    f"max_weight_per_example of {bound}",
+                    remedy="set max_weight_per_example to the most tokens that one example can "
+                    "have",
+                )
+            num_next = len(self.singles) + 1
+            if num_next > NUM_COMPARED or (num_next > 2 and not may_add(num_next)):
+                return
+
+    def _single(self, position: int) -> Sums | None:
+        """Add one example's gradient; None if it has a fault."""
+        if position in self.singles:
+            return self.singles[position]
         try:
-            loss, _, gradient_P = _measured(task, model, batch_of(task, examples, [position]))
-        except HeadwaterError:
+            batch = self._cache.batch([position])
+            before = random_state()
+            sums = self._backward(batch, sign=1.0)
+            if random_state() != before and self._model.training and not self._is_random:
+                self._switch_mode(position)
+                self._restart()
+                sums = self._backward(self._cache.batch([position]), sign=1.0)
+            fault = None if math.isfinite(sums.loss) else loss_fault(self._cache.batch([position]))
+        except (HeadwaterError, MemoryError):
             raise
         except Exception as error:
-            log.debug("example %d is skipped: %s: %s", position, type(error).__name__, error)
-            continue
-        if math.isfinite(loss) and all_finite(gradient_P):
-            usable_positions.append(position)
-        if len(usable_positions) == 4:
-            break
-    return usable_positions
+            if is_allocation_failure(error):
+                raise MemoryError(str(error)) from error
+            fault = exception_fault(error)
+        norm = gradient_norm(self._parameters)
+        if fault is None and not math.isfinite(norm):
+            fault = GRADIENT_FAULT
+        if fault is not None:
+            self.faults[position] = fault
+            self._restart()
+            return None
+        self.singles[position] = sums
+        self._norms.append(norm)
+        return sums
 
+    def _switch_mode(self, position: int) -> None:
+        """Switch to evaluation mode, as the model draws random numbers in training."""
+        self._model.eval()
+        if self._draws([position]):
+            self._model.train()
+            self._is_random = True
 
-def _measured(task: Task, model: nn.Module, batch: Any) -> Measured:
-    """Return the loss sum, the weight and the flat gradient [P] of a batch."""
-    model.zero_grad(set_to_none=True)
-    before = [(name, buffer, buffer._version) for name, buffer in model.named_buffers()]
-    loss, weight, _ = loss_sum(task, model, batch)
-    loss.backward()  # type: ignore[no-untyped-call]
-    now = dict(model.named_buffers())
-    for name, buffer, version in before:
-        if now.get(name) is not buffer or buffer._version != version:
-            raise BuffersChanged(f"a forward pass in training changed the buffer {name}")
-    gradients = [
-        torch.zeros(p.numel()) if p.grad is None else p.grad.detach().reshape(-1)
-        for p in model.parameters()
-        if p.requires_grad
-    ]
-    gradient_P = torch.cat(gradients)
-    model.zero_grad(set_to_none=True)
-    return loss.item(), weight, gradient_P
+    def _draws(self, positions: Sequence[int]) -> bool:
+        """Return whether a forward pass draws random numbers from a generator of the process."""
+        batch, before = self._cache.batch(positions), random_state()
+        self.forward(batch)
+        return random_state() != before
 
+    def _restart(self) -> None:
+        """Add the gradients again, without those of an example that failed half-way."""
+        zero_gradients(self._parameters)
+        self._norms = []
+        for position in self.singles:
+            self.singles[position] = self._backward(self._cache.batch([position]), sign=1.0)
+            self._norms.append(gradient_norm(self._parameters))
 
-def _is_random(task: Task, model: nn.Module, batch: Any) -> bool:
-    model.train()
-    state = torch.get_rng_state()
-    losses = set()
-    for seed in (1, 2):
-        torch.manual_seed(seed)
+    # Groups.
+
+    def run(self, may_train_on: MayTrainOn) -> None:
+        """Compare the examples together with the examples alone.
+
+        Raises:
+            TaskNotAdditive, TaskFailed: see ``check_additive``.
+            MemoryError: an allocation failed.
+        """
+        positions = list(self.singles)
+        if positions and self._cache.differs_each_time(positions[0]):
+            self.notes.append(
+                f"example {positions[0]} differs each time it is read, as with random "
+                "augmentation: each example is read once and compared as it was"
+            )
+        if len(positions) < 2:
+            return
+        if not self._together(lambda: self._cache.freeze(positions), positions):
+            self.notes.append(
+                "collate draws random numbers, and its batches cannot be split into rows: nothing "
+                "could be compared"
+            )
+            return
+        if self._cache.is_frozen:
+            self.notes.append("collate draws random numbers: rows of one batch are compared")
+            self._restart()
+        if self._is_random:
+            self._compare_draws(positions)
+            return
+        pairs = [positions[at : at + 2] for at in range(len(positions) - 1)]
+        for group in pairs if len(positions) > 2 else []:
+            self.compare(group)
+        is_fitting = may_train_on(len(positions))
+        self.compare(positions, with_gradients=is_fitting)
+        if not is_fitting:
+            self.notes.append(
+                f"the gradients of {len(positions)} examples together were not compared: they are "
+                "predicted not to fit in memory"
+            )
+
+    def compare(self, group: Sequence[int], *, with_gradients: bool = False) -> None:
+        """Compare the sums of a group with those of its examples alone.
+
+        With ``with_gradients`` the group must be all examples, and the gradients are used up.
+
+        Raises:
+            TaskNotAdditive, TaskFailed: see ``check_additive``.
+        """
+        size = len(group)
+        total = gradient_norm(self._parameters)
+        if with_gradients:
+            together = self._together(
+                lambda: self._backward(self._cache.batch(group), sign=-1.0), group
+            )
+        else:
+            together = self._together(lambda: self.forward(self._cache.batch(group)), group)
+        gap = gradient_norm(self._parameters)
+        try:
+            compare(together, [self.singles[p] for p in group], size=size)
+            if with_gradients:
+                # The gradient of a single example is at most as long as the two sums around it.
+                length = math.fsum(2 * norm for norm in self._norms)
+                compare_gradients(gap=gap, total=total, length=length, size=size)
+        except TaskNotAdditive as error:
+            self._explain(error, group)
+
+    def compare_halves(self, cache: ExampleCache, positions: Sequence[int]) -> set[str]:
+        """Compare a larger batch with its two halves, without gradients; return zero metrics.
+
+        A metric that is zero for the few examples alone, such as the accuracy of an untrained
+        model, looks like a sum there.
+
+        Raises:
+            TaskNotAdditive: see ``check_additive``.
+        """
+        if self._is_random or len(positions) < 2 or not cache.freeze(positions):
+            return set()
+        middle = len(positions) // 2
+        halves = [
+            self.forward(cache.batch(half)) for half in (positions[:middle], positions[middle:])
+        ]
+        together = self.forward(cache.batch(positions))
+        try:
+            compare(together, halves, size=len(positions), how="in two halves")
+        except TaskNotAdditive as error:
+            again = self.forward(cache.batch(positions))
+            if again != together:
+                return set()  # a random generator that the check cannot see
+            self._raise_named(error, cache.batch(positions), len(positions))
+        return {name for name, value in together.metrics.items() if value == 0}
+
+    def _together(self, passed: Callable[[], Any], group: Sequence[int]) -> Any:
+        """Run a pass of several examples that work alone.
+
+        Raises:
+            TaskFailed: it raised an exception.
+        """
+        try:
+            return passed()
+        except (HeadwaterError, MemoryError):
+            raise
+        except Exception as error:
+            if is_allocation_failure(error):
+                raise MemoryError(str(error)) from error
+            raise together_failed(group, described(error)) from error
+
+    def _explain(self, error: TaskNotAdditive, group: Sequence[int]) -> None:
+        """Raise the error, with a wrong broadcast named; unless the loss itself is random."""
+        first = group[0]
+        again = self.forward(self._cache.batch([first]))
+        if again != self.singles[first]:
+            self._is_random = True
+            self._compare_draws(group)
+            return
+        self._raise_named(error, self._cache.batch(group), len(group))
+
+    def _raise_named(self, error: TaskNotAdditive, batch: Any, size: int) -> None:
+        with torch.no_grad(), BroadcastWatch(size) as watch:
+            loss_sum(self._task, self._model, batch)
+        if watch.found is not None:
+            raise TaskNotAdditive(
+                f"{error.message.partition(': ')[0]}: {watch.found}", remedy=BROADCAST_REMEDY
+            ) from error
+        raise error
+
+    def _compare_draws(self, positions: Sequence[int]) -> None:
+        """Compare means of many draws of a random loss; they show whether a mean is returned."""
+        together = [self.forward(self._cache.batch(positions)).loss for _ in range(NUM_DRAWS)]
+        alone = [
+            math.fsum(self.forward(self._cache.batch([p])).loss for p in positions)
+            for _ in range(NUM_DRAWS)
+        ]
+        means = [float(np.mean(draws)) for draws in (together, alone)]
+        error = math.sqrt(sum(float(np.var(draws)) for draws in (together, alone)) / NUM_DRAWS)
+        size, bound = len(positions), STANDARD_ERRORS * error
+        is_sum = abs(means[0] - means[1]) <= bound
+        is_mean = abs(means[0] * size - means[1]) <= max(size * bound, 0.01 * abs(means[1]))
+        if is_mean and not is_sum:
+            raise TaskNotAdditive(
+                f"the loss of {size} examples together is {means[0]:.6g}, the sum one by one "
+                f"{means[1]:.6g} (means of {NUM_DRAWS} random draws): probably a mean is returned, "
+                "not a sum"
+            )
+        self.notes.append(
+            "the loss draws random numbers in evaluation mode too: its means over "
+            f"{NUM_DRAWS} draws were compared, its gradients were not"
+        )
+
+    # Passes.
+
+    def forward(self, batch: Any) -> Sums:
+        """Return the sums of a batch, without gradients."""
         with torch.no_grad():
-            losses.add(loss_sum(task, model, batch)[0].item())
-    torch.set_rng_state(state)
-    return len(losses) > 1
+            return self._sums(batch)[1]
+
+    def _backward(self, batch: Any, *, sign: float) -> Sums:
+        """Add the gradient of a batch times ``sign``; nothing is added if its loss is not finite.
+
+        Raises:
+            BuffersChanged: the forward pass changed a buffer.
+        """
+        before = [(name, buffer, buffer._version) for name, buffer in self._model.named_buffers()]
+        loss, sums = self._sums(batch)
+        now = dict(self._model.named_buffers())
+        for name, buffer, version in before:
+            if now.get(name) is not buffer or buffer._version != version:
+                raise BuffersChanged(f"a forward pass in training changed the buffer {name}")
+        if math.isfinite(sums.loss):
+            (loss if sign == 1 else loss * sign).backward()  # type: ignore[no-untyped-call]
+        return sums
+
+    def _sums(self, batch: Any) -> tuple[Tensor, Sums]:
+        loss, weight, metrics = loss_sum(self._task, self._model, batch)
+        sums = Sums(loss.item(), weight, metrics)
+        for name, value in metrics.items():
+            if math.isfinite(sums.loss) and not math.isfinite(value):
+                raise TaskError(
+                    f"loss_sum returned {value} as the sum of the metric {name}",
+                    remedy="return sums of finite numbers as metrics",
+                )
+        return loss, sums
 
 
-def _compare(together: Measured, alone: Sequence[Measured], *, size: int) -> None:
-    """Compare one batch of ``size`` examples with the sums over its examples taken alone."""
-    weight = sum(single[1] for single in alone)
-    if together[1] != weight:
-        raise TaskNotAdditive(
-            f"{size} examples together weigh {together[1]}, one by one {weight}: "
-            "probably padding is counted in the weight",
-            remedy="count only real tokens or examples in the weight",
-        )
-    loss = math.fsum(single[0] for single in alone)
-    scale = math.fsum(abs(single[0]) for single in alone) or 1.0
-    if not abs(together[0] - loss) <= ADDITIVE_TOLERANCE * scale:
-        raise TaskNotAdditive(
-            f"the loss of {size} examples together is {together[0]:.6g}, the sum one by one "
-            f"{loss:.6g}: {_likely_cause(together[0], loss, size)}"
-        )
-    gradient_P = alone[0][2].clone()
-    for single in alone[1:]:
-        gradient_P += single[2]
-    norms = float(together[2].norm()), float(gradient_P.norm())
-    length = math.fsum(float(single[2].norm()) for single in alone)
-    gap = float(gradient_P.sub_(together[2]).norm())
-    if not gap <= ADDITIVE_TOLERANCE * (length or 1.0):
-        raise TaskNotAdditive(
-            f"the gradient of {size} examples together has length {norms[0]:.6g}, the sum one by "
-            f"one {norms[1]:.6g}, and they are {gap:.3g} apart: probably a layer mixes the "
-            "examples of a batch"
-        )
-
-
-def _likely_cause(together: float, alone: float, size: int) -> str:
-    if math.isclose(together * size, alone, rel_tol=0.01):
-        return "probably a mean is returned, not a sum"
-    return "probably padding enters the loss, or a layer mixes the examples of a batch"
+def together_failed(positions: Sequence[int], text: str) -> TaskFailed:
+    """Return the error of examples that work alone and raise together."""
+    return TaskFailed(
+        f"{len(positions)} examples that work one by one fail in one batch: {text}",
+        remedy=RAGGED_REMEDY,
+    )

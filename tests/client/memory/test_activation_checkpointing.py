@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from headwater.client.memory.activation_checkpointing import (
-    footprint_bytes,
+    Footprint,
+    footprint,
     is_on,
     switch_off,
     switch_on,
@@ -224,7 +225,7 @@ def test_the_repeated_blocks_are_checkpointed(name: str, kinds: list[str]) -> No
 def test_a_model_without_blocks_is_left_unchanged(model: nn.Module) -> None:
     assert not switch_on(model)
     assert not is_on(model)
-    assert footprint_bytes(model, lambda: None) is None
+    assert footprint(model, lambda: None) is None
 
 
 def test_without_gradients_a_block_runs_once() -> None:
@@ -348,16 +349,17 @@ def test_the_footprint_is_the_blocks_inputs_and_twice_the_largest_block() -> Non
             return out
 
     model = nn.Sequential(Wide(16), Wide(64), Wide(32))
-    found = footprint_bytes(model, lambda: model(torch.randn(10, 8)).sum())
+    found = footprint(model, lambda: model(torch.randn(10, 8)).sum())
     held, largest = 3 * 4 * 10 * 8, 4 * 10 * 64  # float32; tanh's output is kept once
-    assert found == held + WORKING_FACTOR * largest
+    plain = held + 4 * 10 * (16 + 64 + 32)
+    assert found == Footprint(checkpointed=held + WORKING_FACTOR * largest, plain=plain)
     assert not is_on(model)
 
 
 def test_measuring_the_footprint_leaves_checkpointing_as_it_was() -> None:
     model, inputs = made("residual")
     switch_on(model)
-    footprint_bytes(model, lambda: model(inputs).sum())
+    footprint(model, lambda: model(inputs).sum())
     assert is_on(model)
 
 

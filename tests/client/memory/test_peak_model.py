@@ -18,11 +18,10 @@ from headwater.client.memory.peak_model import (
     PeakMeter,
     PeakModel,
     ProcessMemory,
-    is_allocation_failure,
     resident_bytes,
 )
 from headwater.common.stats.linear_fit import Line
-from headwater.common.system.heap import release_freed_memory
+from headwater.common.system.heap import is_allocation_failure, release_freed_memory
 
 MIB = 2**20
 

@@ -2,36 +2,121 @@
 
 from __future__ import annotations
 
-import pytest
+from collections.abc import Sequence
 
-from headwater.client.training.task_trial import check_runs
-from headwater.common.errors import OutOfMemory, TaskFailed, travelling
-from tests.tasks import RAISES_BACKWARD, RAISES_FORWARD, TwoLayers, examples
+import pytest
+from torch import Tensor, nn
+
+from headwater.client.memory.activation_checkpointing import Footprint
+from headwater.client.memory.peak_model import ProcessMemory
+from headwater.client.training.task_trial import CheckReport, check_task
+from headwater.client.training.trainer import Trainer
+from headwater.common.errors import (
+    NoFiniteExample,
+    OutOfMemory,
+    TaskFailed,
+    TaskNotAdditive,
+    travelling,
+)
+from tests.tasks import NAN_LOSS, RAISES_BACKWARD, RAISES_FORWARD, TwoLayers, examples
 from tests.training_contexts import training_context
 
 
 def test_the_exception_of_a_task_that_fails_on_all_examples_is_shown() -> None:
     data = examples(3, kinds=[RAISES_FORWARD] * 3)
     with pytest.raises(TaskFailed, match="all of 3 examples failed: ValueError: a value"):
-        check_runs(training_context(TwoLayers(), data))
+        check_task(training_context(TwoLayers(), data))
 
 
 def test_failing_examples_are_skipped_if_another_succeeds() -> None:
     data = examples(3, kinds=[RAISES_FORWARD, RAISES_BACKWARD])
     context = training_context(TwoLayers(), data)
-    check_runs(context)
+    check_task(context)
     assert not context.accumulator.values_P.any()
 
 
 def test_one_example_that_does_not_fit_is_out_of_memory() -> None:
     data = examples(3)
     with pytest.raises(OutOfMemory, match="pi: one example alone"):
-        check_runs(training_context(TwoLayers(max_micro_batch=0), data))
+        check_task(training_context(TwoLayers(max_micro_batch=0), data))
 
 
 def test_the_text_of_a_task_s_exception_stays_on_the_device() -> None:
     data = examples(1, kinds=[RAISES_FORWARD])
     with pytest.raises(TaskFailed) as caught:
-        check_runs(training_context(TwoLayers(), data))
+        check_task(training_context(TwoLayers(), data))
     assert "a value" in str(caught.value)
     assert "a value" not in "".join(travelling(caught.value))
+
+
+GAPS, PICTURES = "tests/stranger_tasks/csv_with_gaps.py", "tests/stranger_tasks/pictures.py"
+
+
+def checked(spec: str) -> CheckReport:
+    trainer = Trainer(spec, replace_batch_norm=True, check_task=False)
+    return trainer.check(trainer.task.train_examples(data=None, part=0, num_parts=1), "pi")
+
+
+def test_the_report_counts_the_unusable_rows_of_all_data_with_positions_and_reasons() -> None:
+    left_out = checked(f"{GAPS}:Gaps").left_out
+    assert left_out is not None
+    assert left_out.splitlines() == [
+        "5 of 40 examples cannot be trained on and will be left out",
+        "  4: its input has a NaN (position 0, 10, 20, 30)",
+        "  1: its target has a NaN (position 5)",
+    ]
+
+
+def test_data_without_a_finite_example_is_an_error_by_name() -> None:
+    with pytest.raises(NoFiniteExample, match="none of 40 examples has a finite loss") as caught:
+        checked(f"{GAPS}:Empty")
+    assert "36: its target has a NaN (position 1, 2, 3, 4, 5, ...)" in caught.value.message
+
+
+def test_a_row_that_raises_is_reported_with_the_user_s_own_line() -> None:
+    left_out = checked(f"{GAPS}:Words").left_out
+    assert left_out is not None
+    assert "1: it raised ValueError (position 7)" in left_out
+    assert "cells = [float(cell)" in left_out
+
+
+def test_a_mean_metric_is_named_with_its_remedy_though_it_is_zero_for_a_few_examples() -> None:
+    with pytest.raises(TaskNotAdditive, match=r"the metric accuracy of .*: probably a mean") as one:
+        checked(f"{PICTURES}:MeanAccuracy")
+    assert "return the metric's sum" in one.value.remedy
+
+
+def test_random_augmentation_is_a_note_of_the_report() -> None:
+    assert any("differs each time" in note for note in checked(f"{PICTURES}:Augmented").notes)
+
+
+def test_good_examples_behind_sixteen_bad_ones_are_compared() -> None:
+    class Mean(TwoLayers):
+        def loss_sum(self, model: nn.Module, batch: Sequence[Tensor]) -> tuple[Tensor, int]:
+            loss, weight = super().loss_sum(model, batch)
+            return loss / weight, weight
+
+    context = training_context(Mean(), examples(24, kinds=[NAN_LOSS] * 20))
+    with pytest.raises(TaskNotAdditive, match="probably a mean"):
+        check_task(context)
+
+
+def test_without_room_for_two_examples_their_gradients_are_not_compared_as_a_note_says() -> None:
+    memory = ProcessMemory(lambda: 1)
+    report = check_task(training_context(TwoLayers(), examples(8), memory=memory))
+    assert any("predicted not to fit in memory" in note for note in report.notes)
+
+
+def test_a_check_that_is_predicted_not_to_fit_is_skipped_and_a_note_says_so() -> None:
+    class Blocks(TwoLayers):
+        def new_model(self) -> nn.Module:
+            model = super().new_model()
+            return nn.Sequential(nn.Sequential(*model.children()))
+
+        def loss_sum(self, model: nn.Module, batch: Sequence[Tensor]) -> tuple[Tensor, int]:
+            raise AssertionError("no pass may run")
+
+    context = training_context(Blocks(), examples(8), memory=ProcessMemory(lambda: 1))
+    report = check_task(context, predicted=Footprint(checkpointed=1e9, plain=2e9))
+    assert report.num_seen == 0
+    assert "the task was not checked" in report.notes[0]

@@ -11,7 +11,7 @@ from headwater.client.device.hardware import ThisMachine
 from headwater.client.training.context import Identity
 from headwater.client.training.sampler import SamplerPosition, SamplerState
 from headwater.client.training.trainer import Trainer
-from headwater.common.errors import BuffersChanged, EmptyUpdate, ModelMismatch
+from headwater.common.errors import BuffersChanged, EmptyUpdate, ModelMismatch, NoFiniteExample
 from headwater.common.messages import DescribeRequest, Plan
 from headwater.common.model.parameters import build_model
 from tests.tasks import TwoLayers
@@ -108,11 +108,16 @@ def test_the_sampler_advances_only_if_the_round_was_counted() -> None:
     assert after.place == SamplerPosition(offset=8)
 
 
-def test_a_client_with_only_bad_examples_passes_the_check(tmp_path: Path) -> None:
-    """Its updates are refused as empty; the task is not at fault."""
+def test_a_client_with_only_bad_examples_is_refused_by_the_check(tmp_path: Path) -> None:
+    (tmp_path / "bad_only.py").write_text(TASK_FILE)
+    home = trainer(f"{tmp_path}/bad_only.py:AllBad", check_task=True)
+    with pytest.raises(NoFiniteExample, match="none of 8 examples has a finite loss"):
+        home.examples(identity(0))
+
+
+def test_unchecked_updates_of_only_bad_examples_are_refused_as_empty(tmp_path: Path) -> None:
     (tmp_path / "all_bad.py").write_text(TASK_FILE)
-    home = trainer(f"{tmp_path}/all_bad.py:AllBad", check_task=True)
-    home.examples(identity(0))
+    home = trainer(f"{tmp_path}/all_bad.py:AllBad")
     with pytest.raises(EmptyUpdate):
         home.train(identity(0), ThisMachine(), plan(), SamplerState())
 

@@ -93,7 +93,7 @@ def test_a_layer_that_mixes_only_the_gradients_is_refused() -> None:
     mixing = Given(
         squares, lambda: nn.Sequential(nn.Linear(3, 2), GradientMixed(), nn.Linear(2, 1))
     )
-    with pytest.raises(TaskNotAdditive, match="the gradient of 2 examples together"):
+    with pytest.raises(TaskNotAdditive, match="the gradient of 4 examples together"):
         check(mixing)
 
 

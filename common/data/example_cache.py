@@ -1,0 +1,114 @@
+"""Examples that are fetched once, so that a data set with random augmentation can be checked.
+
+A data set may answer differently each time: crops, flips, noise. Sums over a batch and over its
+examples can be compared only if both see the same values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headwater.common.data.batches import UnsupportedBatch, batch_of, dataset_tensors, split_batch
+from headwater.common.task import Examples, Task
+
+
+class ExampleCache:
+    """Batches of examples each of which is fetched once.
+
+    A collate that draws random numbers is called once, by ``freeze``; later batches are its rows.
+    """
+
+    def __init__(self, task: Task, examples: Examples) -> None:
+        self.examples = examples
+        self._task = task
+        self._fetched: dict[int, Any] = {}
+        self._is_plain = dataset_tensors(task, examples) is not None
+        self._frozen: Any = None
+        self._rows: dict[int, int] = {}
+
+    def batch(self, positions: Sequence[int]) -> Any:
+        """Return a batch of these examples; the caller may change it."""
+        if self._frozen is not None and all(p in self._rows for p in positions):
+            tensors, rebuild = split_batch(self._frozen)
+            index = torch.tensor([self._rows[p] for p in positions])
+            return rebuild([tensor.index_select(0, index) for tensor in tensors])
+        if self._is_plain:
+            return batch_of(self._task, self.examples, positions)
+        for position in positions:
+            if position not in self._fetched:
+                self._fetched[position] = _fetch(self.examples, position)
+        collate = getattr(self._task, "collate", torch.utils.data.default_collate)
+        # A collate may take the labels out of an example's dict: each call gets its own.
+        return collate([_copied(self._fetched[position]) for position in positions])
+
+    def freeze(self, positions: Sequence[int]) -> bool:
+        """Collate these examples once, if collate draws random numbers.
+
+        Return False if such a batch is not rows of tensors, and cannot be split.
+        """
+        if not hasattr(self._task, "collate"):
+            return True
+        first = self.batch(positions)
+        if same(first, self.batch(positions)):
+            return True
+        try:
+            tensors, _ = split_batch(first)
+        except UnsupportedBatch:
+            return False
+        if any(len(tensor) != len(positions) for tensor in tensors):
+            return False
+        self._frozen, self._rows = first, {p: row for row, p in enumerate(positions)}
+        return True
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether collate draws random numbers."""
+        return self._frozen is not None
+
+    def differs_each_time(self, position: int) -> bool:
+        """Return whether an example differs from what it was when it was fetched first."""
+        if self._is_plain or position not in self._fetched:
+            return False
+        return not same(self._fetched[position], _fetch(self.examples, position))
+
+
+def same(one: Any, other: Any) -> bool:
+    """Return whether two examples or batches have equal values; a NaN equals a NaN."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        if one.shape != other.shape or one.dtype != other.dtype:
+            return False
+        return bool(((one == other) | ((one != one) & (other != other))).all())
+    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
+        is_number = one.dtype.kind in "fc" and one.dtype == other.dtype
+        return np.array_equal(one, other, equal_nan=is_number)
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    if isinstance(one, float) and isinstance(other, float):
+        return one == other or (one != one and other != other)
+    if getattr(type(one), "__eq__", None) is object.__eq__ and hasattr(one, "__dict__"):
+        # Two such objects are never equal: compare what they hold.
+        return type(one) is type(other) and same(vars(one), vars(other))
+    return bool(one == other)
+
+
+def _fetch(examples: Examples, position: int) -> Any:
+    fetch_all = getattr(examples, "__getitems__", None)
+    return examples[position] if fetch_all is None else fetch_all([position])[0]
+
+
+def _copied(value: Any) -> Any:
+    """Copy the containers of an example; what they hold is shared."""
+    if type(value) is dict:
+        return {key: _copied(item) for key, item in value.items()}
+    if type(value) is list:
+        return [_copied(item) for item in value]
+    if type(value) is tuple:
+        return tuple(_copied(item) for item in value)
+    return value

@@ -1,0 +1,148 @@
+"""Compares the sums of a batch with those of its examples alone, and names the likely mistake."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from headwater.common.errors import TaskNotAdditive
+from headwater.common.task import Metrics
+from headwater.common.user_code import user_line
+
+# float32 rounding of a few examples is below 1e-5 relative; the mistakes that the check looks for
+# (a mean, batch statistics, counted padding) are off by a tenth and more.
+TOLERANCE = 2.0**-10
+
+SUM_REMEDY = (
+    "return the metric's sum over the examples, such as the number of correct answers; the server "
+    "divides it by the weight"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Sums:
+    """What ``loss_sum`` returned for a batch."""
+
+    loss: float
+    weight: int
+    metrics: Metrics
+
+
+def compare(together: Sums, alone: Sequence[Sums], *, size: int, how: str = "one by one") -> None:
+    """Compare a batch of ``size`` examples with its parts; ``how`` says how it was split.
+
+    Raises:
+        TaskNotAdditive: with the two numbers that should be equal and the likely cause.
+    """
+    weight = sum(part.weight for part in alone)
+    if together.weight != weight:
+        raise TaskNotAdditive(
+            f"{size} examples together weigh {together.weight}, {how} {weight}: "
+            "probably padding is counted in the weight",
+            remedy="count only real tokens or examples in the weight",
+        )
+    loss = math.fsum(part.loss for part in alone)
+    if not _is_close(together.loss, [part.loss for part in alone]):
+        raise TaskNotAdditive(
+            f"the loss of {size} examples together is {together.loss:.6g}, the sum {how} "
+            f"{loss:.6g}: {_likely_cause(together.loss, loss, len(alone))}"
+        )
+    for name in sorted({*together.metrics, *(name for part in alone for name in part.metrics)}):
+        values = [part.metrics.get(name, 0.0) for part in alone]
+        value, total = together.metrics.get(name, 0.0), math.fsum(values)
+        if not _is_close(value, values):
+            is_mean = _is_mean(value, total, len(alone))
+            cause = "probably a mean is returned, not a sum" if is_mean else "it is no sum"
+            raise TaskNotAdditive(
+                f"the metric {name} of {size} examples together is {value:.6g}, the sum {how} "
+                f"{total:.6g}: {cause}",
+                remedy=SUM_REMEDY,
+            )
+
+
+def compare_gradients(*, gap: float, total: float, length: float, size: int) -> None:
+    """Compare the gradient of a batch with the sum of its examples' gradients.
+
+    ``gap`` is the norm of their difference, ``total`` that of the sum, and ``length`` at least the
+    sum of the norms of the single gradients, which may cancel.
+
+    Raises:
+        TaskNotAdditive: they differ.
+    """
+    if not gap <= TOLERANCE * (length or 1.0):
+        raise TaskNotAdditive(
+            f"the gradient of {size} examples together and the sum of their gradients one by one, "
+            f"of length {total:.6g}, are {gap:.3g} apart: probably a layer mixes the examples of a "
+            "batch"
+        )
+
+
+def _is_close(together: float, alone: Sequence[float]) -> bool:
+    scale = math.fsum(map(abs, alone)) or 1.0
+    return abs(together - math.fsum(alone)) <= TOLERANCE * scale
+
+
+def _likely_cause(together: float, alone: float, num_parts: int) -> str:
+    if _is_mean(together, alone, num_parts):
+        return "probably a mean is returned, not a sum"
+    return "probably padding enters the loss, or a layer mixes the examples of a batch"
+
+
+def _is_mean(together: float, alone: float, num_parts: int) -> bool:
+    # Of parts of several examples each, the sum is that of their means.
+    return math.isclose(together * num_parts, alone, rel_tol=0.01)
+
+
+class BroadcastWatch(TorchFunctionMode):
+    """Finds an operation that pairs every example with every other: (n, 1) against (n).
+
+    ``found`` describes the first one while the mode is active; None if there was none.
+    """
+
+    def __init__(self, num_examples: int) -> None:
+        super().__init__()
+        self.found: str | None = None
+        self._num_examples = num_examples
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: object,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Call the function, and look at the shapes of its tensors."""
+        values = [*args, *(kwargs or {}).values()]
+        shapes = [tuple(value.shape) for value in values if isinstance(value, Tensor)]
+        if self.found is None and len(shapes) == 2 and self._is_outer(*shapes):
+            one, other = shapes
+            name = func.__name__.strip("_")
+            together = _broadcast(one, other)
+            self.found = (
+                f"{name} of the shapes {one} and {other} gives {together}: every example is paired "
+                f"with every other\n{user_line() or ''}"
+            ).rstrip()
+        return func(*args, **(kwargs or {}))
+
+    def _is_outer(self, one: tuple[int, ...], other: tuple[int, ...]) -> bool:
+        """Return whether one axis of n comes from one tensor alone, and another from the other."""
+        try:
+            together = _broadcast(one, other)
+        except RuntimeError:
+            return False
+        num_axes, n = len(together), self._num_examples
+        left, right = ((1,) * (num_axes - len(shape)) + shape for shape in (one, other))
+        axes = [axis for axis in range(num_axes) if together[axis] == n]
+        only_left = [axis for axis in axes if right[axis] == 1]
+        only_right = [axis for axis in axes if left[axis] == 1]
+        return n > 1 and bool(only_left) and bool(only_right)
+
+
+def _broadcast(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(torch.broadcast_shapes(one, other))  # type: ignore[no-untyped-call]
