@@ -17,6 +17,7 @@ from typing import Any, Protocol, cast, runtime_checkable
 from torch import Tensor, nn
 
 from headwater.common.errors import EmptyDataset, MissingData, TaskError, TaskFailed, UnknownTask
+from headwater.common.streams import as_examples
 from headwater.common.user_code import described, running
 
 log = logging.getLogger(__name__)
@@ -119,11 +120,13 @@ def open_train_examples(task: Task, *, data: Path | None, part: int, num_parts: 
         MissingData: the task raised an OSError or a ValueError: the path does not exist, cannot be
             read, or has unexpected content.
         TaskFailed: the task raised another exception.
+        TaskError: it returned no examples; see ``as_examples``.
         EmptyDataset: there is no example.
     """
     try:
         with running("train_examples"):
-            examples = task.train_examples(data=data, part=part, num_parts=num_parts)
+            found = task.train_examples(data=data, part=part, num_parts=num_parts)
+            examples: Examples = as_examples(found, "train_examples")
     except TaskFailed as failed:
         error = failed.__cause__
         if not isinstance(error, OSError | ValueError):

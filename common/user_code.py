@@ -52,6 +52,8 @@ def user_frames(error: BaseException) -> list[traceback.FrameSummary]:
     frames = list(traceback.extract_tb(error.__traceback__))
     foreign = [frame for frame in frames if not frame.filename.startswith(_OURS)]
     own = [frame for frame in frames if is_users(frame.filename)] or foreign[-1:]
+    # A comprehension is a frame of its own at the same line.
+    own = [f for f, after in zip(own, [*own[1:], None], strict=True) if not _is_inner(after, f)]
     return own if len(own) <= MAX_FRAMES else [own[0], *own[1 - MAX_FRAMES :]]
 
 
@@ -67,6 +69,15 @@ def is_users(file: str) -> bool:
     return not is_known and not file.startswith("<")
 
 
+def _is_inner(inner: traceback.FrameSummary | None, outer: traceback.FrameSummary) -> bool:
+    """Return whether a frame is a comprehension in the line of the frame that called it."""
+    return (
+        inner is not None
+        and inner.name.startswith("<")
+        and (inner.filename, inner.lineno) == (outer.filename, outer.lineno)
+    )
+
+
 def own_traceback(error: BaseException) -> TracebackType | None:
     """Return an exception's traceback without the frames before this project's own code.
 
@@ -79,6 +90,18 @@ def own_traceback(error: BaseException) -> TracebackType | None:
     is_ours = [entry.tb_frame.f_code.co_filename.startswith(_OURS) for entry in frames]
     start = next((n for n in range(1, len(frames)) if is_ours[n]), 0)
     return frames[start] if frames else None
+
+
+def is_allocation_failure(error: BaseException) -> bool:
+    """Return whether an exception is an allocation failure, which torch raises as a RuntimeError.
+
+    oneDNN, which computes convolutions, only says that it could not create something.
+    """
+    text = str(error)
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError)
+        and ("can't allocate memory" in text or text.startswith("could not create a "))
+    )
 
 
 @contextmanager

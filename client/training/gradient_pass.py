@@ -22,9 +22,8 @@ from headwater.client.training.sampler import Window, seed_of
 from headwater.common.data.example_faults import ExampleFault, exception_fault, loss_fault
 from headwater.common.errors import HeadwaterError, TaskError
 from headwater.common.messages import Plan, Step
-from headwater.common.system.heap import is_allocation_failure
 from headwater.common.task import Metrics, loss_sum
-from headwater.common.user_code import described
+from headwater.common.user_code import described, is_allocation_failure
 
 log = logging.getLogger(__name__)
 

@@ -39,8 +39,9 @@ from headwater.client.training.probe_fit import (
 from headwater.common.data.additivity import usable
 from headwater.common.data.batches import batch_of
 from headwater.common.errors import HeadwaterError, OutOfMemory, TaskFailed
-from headwater.common.system.heap import is_allocation_failure, release_freed_memory
+from headwater.common.system.heap import release_freed_memory
 from headwater.common.task import loss_sum
+from headwater.common.user_code import is_allocation_failure
 
 log = logging.getLogger(__name__)
 

@@ -10,6 +10,7 @@ parameters' ``grad``, that of all together is subtracted there, and the rest mus
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -33,9 +34,8 @@ from headwater.common.errors import (
     TaskFailed,
     TaskNotAdditive,
 )
-from headwater.common.system.heap import is_allocation_failure
 from headwater.common.task import Examples, Task, loss_sum, max_weight_per_example
-from headwater.common.user_code import described
+from headwater.common.user_code import described, is_allocation_failure
 
 NUM_COMPARED, NUM_TRIED = 4, 16
 # A loss that draws random numbers in evaluation mode too is compared on means of so many draws.
@@ -299,7 +299,8 @@ class Comparison:
         self._raise_named(error, self._cache.batch(group), len(group))
 
     def _raise_named(self, error: TaskNotAdditive, batch: Any, size: int) -> None:
-        with torch.no_grad(), BroadcastWatch(size) as watch:
+        with torch.no_grad(), warnings.catch_warnings(), BroadcastWatch(size) as watch:
+            warnings.simplefilter("ignore")  # torch's own about the same broadcast, shown before
             loss_sum(self._task, self._model, batch)
         if watch.found is not None:
             raise TaskNotAdditive(

@@ -20,8 +20,8 @@ from headwater.common.data.additivity import together_failed
 from headwater.common.data.example_cache import ExampleCache
 from headwater.common.data.example_faults import ExampleFault, exception_fault, loss_fault
 from headwater.common.errors import HeadwaterError
-from headwater.common.system.heap import is_allocation_failure
 from headwater.common.task import Examples, Task, loss_sum
+from headwater.common.user_code import is_allocation_failure
 
 MAX_SEEN, MAX_SECONDS = 10_000, 1.0
 UNKNOWN_FAULT = ExampleFault("its loss is NaN or infinite in a batch, though not alone")

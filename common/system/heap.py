@@ -70,18 +70,6 @@ def release_freed_memory() -> None:
     _libc("malloc_trim")(0)
 
 
-def is_allocation_failure(error: BaseException) -> bool:
-    """Return whether an exception is an allocation failure, which torch raises as a RuntimeError.
-
-    oneDNN, which computes convolutions, only says that it could not create something.
-    """
-    text = str(error)
-    return isinstance(error, MemoryError) or (
-        isinstance(error, RuntimeError)
-        and ("can't allocate memory" in text or text.startswith("could not create a "))
-    )
-
-
 def _mallopt(parameter: int, value: int) -> None:
     _libc("mallopt")(parameter, value)
 

@@ -16,6 +16,7 @@ from headwater.common.errors import MissingData, TaskFailed
 from headwater.common.messages import EvaluateReport
 from headwater.common.model.parameters import ModelImage
 from headwater.common.settings.schema import EvaluationSettings
+from headwater.common.streams import as_examples
 from headwater.common.task import Examples, Metrics, Task
 from headwater.common.user_code import described, running
 
@@ -32,7 +33,8 @@ def open_test_examples(task: Task, model: nn.Module) -> Examples | None:
     test_examples = getattr(task, "test_examples", None)
     try:
         with running("test_examples"):
-            examples: Examples | None = test_examples() if test_examples is not None else None
+            found = test_examples() if test_examples is not None else None
+            examples = None if found is None else as_examples(found, "test_examples")
     except TaskFailed as failed:
         error = failed.__cause__
         if not isinstance(error, OSError | ValueError):
@@ -42,7 +44,8 @@ def open_test_examples(task: Task, model: nn.Module) -> Examples | None:
         return None
     with running("the first test example"):
         _first_sums(task, model, examples)
-    return examples
+    opened: Examples = examples
+    return opened
 
 
 def test_metric_names(task: Task, model: nn.Module, examples: Examples | None) -> list[str] | None:

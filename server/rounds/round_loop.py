@@ -280,8 +280,7 @@ def _log_left_out(row: RoundRow) -> None:
         if len(counts) > len(most):
             where = f"{where[:-1]}, ...)"
     log.warning(
-        "round %d: %d left out of %d examples%s: they raised an exception, or their loss or "
-        "gradient is not finite",
+        "round %d: %d of %d examples cannot be trained on and were left out%s",
         row.round,
         row.num_examples_left_out,
         row.num_examples + row.num_examples_left_out,

@@ -21,7 +21,8 @@ from headwater.client.memory.peak_model import (
     resident_bytes,
 )
 from headwater.common.stats.linear_fit import Line
-from headwater.common.system.heap import is_allocation_failure, release_freed_memory
+from headwater.common.system.heap import release_freed_memory
+from headwater.common.user_code import is_allocation_failure
 
 MIB = 2**20
 

@@ -1,0 +1,87 @@
+"""What a task may return as its examples: a map-style data set, or a stream that is read once.
+
+A client takes its examples in a new order each epoch, goes on after a restart where it was, and
+holds some out. A stream allows none of that, so its first examples are read into memory.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+
+from headwater.common.errors import TaskError
+
+log = logging.getLogger(__name__)
+
+MAX_EXAMPLES, MAX_BYTES = 10_000, 256 << 20
+OBJECT_BYTES = 64  # of a number or another small object
+
+
+def as_examples(found: Any, what: str) -> Any:
+    """Return what ``what`` returned as a map-style data set.
+
+    Of an ``IterableDataset``, an iterator or a generator the first ``MAX_EXAMPLES`` examples are
+    read, or fewer that take ``MAX_BYTES``; the log says so.
+
+    Raises:
+        TaskError: a DataLoader, or nothing that holds examples.
+    """
+    if isinstance(found, DataLoader):
+        raise TaskError(
+            f"{what} returned a DataLoader, which gives batches in an order of its own",
+            remedy="return its data set: micro-batches and their order are the plan's",
+        )
+    is_stream = isinstance(found, IterableDataset) or not hasattr(found, "__getitem__")
+    if is_stream and isinstance(found, Iterable):
+        return _read(found, what)
+    if is_stream or not hasattr(found, "__len__"):
+        raise TaskError(
+            f"{what} returned {type(found).__name__}, which has no len() and no [position]",
+            remedy="return a data set, a list of examples, or a stream of them (docs/task.md)",
+        )
+    return found
+
+
+def _read(stream: Iterable[Any], what: str) -> list[Any]:
+    examples: list[Any] = []
+    num_bytes, is_whole = 0, True
+    for example in stream:
+        if len(examples) >= MAX_EXAMPLES or num_bytes >= MAX_BYTES:
+            is_whole = False
+            break
+        examples.append(example)
+        num_bytes += _bytes_of(example)
+    _log_stream(what, len(examples), num_bytes, is_whole)
+    return examples
+
+
+@functools.cache
+def _log_stream(what: str, num_examples: int, num_bytes: int, is_whole: bool) -> None:
+    """Log, once in a process for each size, what was read."""
+    log.warning(
+        "%s returned a stream: its %s%s examples are read into memory (%.1f MiB) and used in every "
+        "epoch%s",
+        what,
+        "" if is_whole else "first ",
+        f"{num_examples:,}",
+        num_bytes / 2**20,
+        "" if is_whole else "; the rest of the stream is not used",
+    )
+
+
+def _bytes_of(example: Any) -> int:
+    if isinstance(example, Tensor | np.ndarray):
+        return example.nbytes
+    if isinstance(example, str | bytes | bytearray):
+        return len(example)
+    if isinstance(example, Mapping):
+        return sum(map(_bytes_of, example.values()))
+    if isinstance(example, list | tuple):
+        return sum(map(_bytes_of, example))
+    return OBJECT_BYTES
