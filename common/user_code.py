@@ -6,6 +6,7 @@ sixty lines hides the one or two that the user wrote; only these are shown.
 
 from __future__ import annotations
 
+import itertools
 import sysconfig
 import traceback
 from collections.abc import Iterator
@@ -53,7 +54,7 @@ def user_frames(error: BaseException) -> list[traceback.FrameSummary]:
     foreign = [frame for frame in frames if not frame.filename.startswith(_OURS)]
     own = [frame for frame in frames if is_users(frame.filename)] or foreign[-1:]
     # A comprehension is a frame of its own at the same line.
-    own = [f for f, after in zip(own, [*own[1:], None], strict=True) if not _is_inner(after, f)]
+    own = [f for f, after in itertools.zip_longest(own, own[1:]) if not _is_inner(after, f)]
     return own if len(own) <= MAX_FRAMES else [own[0], *own[1 - MAX_FRAMES :]]
 
 

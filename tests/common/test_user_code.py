@@ -76,3 +76,10 @@ def test_a_value_that_train_examples_cannot_read_shows_the_line(tmp_path: Path) 
     path.write_text(BROKEN)
     with pytest.raises(MissingData, match=r"(?s)'unknown'.*unreadable_task\.py.*float\(cell\)"):
         open_train_examples(load_task(f"{path}:Unreadable"), data=None, part=0, num_parts=1)
+
+
+def test_a_comprehension_is_shown_once_and_an_exception_never_raised_has_no_lines() -> None:
+    with pytest.raises(TaskFailed) as failed, running("x"):
+        [float(cell) for cell in ["unknown"]]
+    assert str(failed.value).count("float(cell)") == 1
+    assert described(ValueError("made")) == "ValueError: made"
