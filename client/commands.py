@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from headwater.client.operations.counters import Counters
     from headwater.client.training.context import Identity
     from headwater.client.training.trainer import Trainer
+    from headwater.client.transport.connection import Connection
     from headwater.common.settings.schema import Settings
 
 
@@ -126,6 +127,18 @@ def _open(settings: Settings) -> tuple[Trainer, Identity]:
 def take_part(settings: Settings) -> None:
     """Take part until the run ends, the device is asked to stop, or its patience ends."""
     import asyncio
+
+    from headwater.client.transport.connection import stay_connected
+    from headwater.common.system.console import console
+
+    with connection_of(settings) as connection:
+        asyncio.run(stay_connected(connection, stay=settings.client.stay))
+        console.print(f"{connection.name}: done")
+
+
+@contextmanager
+def connection_of(settings: Settings) -> Iterator[Connection]:
+    """Check the task, and yield the device's connection; meanwhile serve its metrics, if set."""
     import math
 
     from headwater.client.enrolment.signing_identity import check_enrolment
@@ -139,7 +152,7 @@ def take_part(settings: Settings) -> None:
     from headwater.client.app import app as own_app
     from headwater.client.device.availability import availability_of
     from headwater.client.flower.node import Node
-    from headwater.client.transport.connection import Connection, stay_connected
+    from headwater.client.transport.connection import Connection
     from headwater.common.system.console import console
 
     renewal = None
@@ -159,10 +172,8 @@ def take_part(settings: Settings) -> None:
     console.print(
         f"{identity.name}: {num_examples} examples, server {device.server}", soft_wrap=True
     )
-    _show_metrics(settings, node.counters)
-    with _display(node.activity):
-        asyncio.run(stay_connected(connection, stay=device.stay))
-    console.print(f"{identity.name}: done")
+    with _metrics(settings, node.counters), _display(node.activity):
+        yield connection
 
 
 @contextmanager
@@ -183,9 +194,11 @@ def _display(activity: Activity) -> Iterator[None]:
         yield
 
 
-def _show_metrics(settings: Settings, counters: Counters) -> None:
-    """Serve the metrics until the process ends, if an address is set."""
+@contextmanager
+def _metrics(settings: Settings, counters: Counters) -> Iterator[None]:
+    """Serve the metrics meanwhile, if an address is set."""
     if settings.client.metrics is None:
+        yield
         return
     from headwater.client.device.sensors import Sensors
     from headwater.client.memory.limits import MemoryLimits
@@ -197,4 +210,8 @@ def _show_metrics(settings: Settings, counters: Counters) -> None:
     # Its own sensors: the training thread reads the device's.
     metrics = ClientMetrics(counters, Sensors().vitals, limits.lowest_bytes)
     server = MetricsServer(settings.client.metrics, metrics.registry)
-    console.print(f"metrics at {server.url}", soft_wrap=True)
+    try:
+        console.print(f"metrics at {server.url}", soft_wrap=True)
+        yield
+    finally:
+        server.close()

@@ -17,6 +17,7 @@ from typing import Any, Protocol, cast, runtime_checkable
 from torch import Tensor, nn
 
 from headwater.common.errors import EmptyDataset, MissingData, TaskError, TaskFailed, UnknownTask
+from headwater.common.run_scope import object_named
 from headwater.common.streams import as_examples
 from headwater.common.user_code import described, running
 
@@ -58,14 +59,35 @@ class Task(Protocol):
 
 
 def load_task(spec: str) -> Task:
-    """Load ``FILE.py:Class`` and construct one instance.
+    """Load ``FILE.py:Class`` and construct one instance, or return the caller's object.
 
-    A relative FILE is searched in the working folder, then next to the installed packages.
+    The name of an object that a Python caller gave (``common.run_scope``) stands for that
+    object; a class is constructed. A relative FILE is searched in the working folder, then next to
+    the installed packages.
 
     Raises:
         UnknownTask: no such file, no such class, or the file fails to import.
         TaskError: the class cannot be constructed without arguments, or lacks a method of ``Task``.
     """
+    given = object_named(spec)
+    if given is not None and not isinstance(given, type):
+        return _checked(given, spec)
+    task_class = _class_named(spec) if given is None else given
+    try:
+        task = task_class()
+    except Exception as error:
+        raise TaskError(f"{spec} cannot be constructed: {described(error)}") from error
+    return _checked(task, spec)
+
+
+def _checked(task: object, spec: str) -> Task:
+    missing = [m for m in ("new_model", "train_examples", "loss_sum") if not hasattr(task, m)]
+    if missing:
+        raise TaskError(f"the task {spec} has no method {', '.join(missing)}")
+    return cast(Task, task)
+
+
+def _class_named(spec: str) -> type:
     file_name, separator, class_name = spec.rpartition(":")
     if not separator or not file_name or not class_name:
         raise UnknownTask(f"expected FILE.py:Class, found {spec!r}")
@@ -77,14 +99,7 @@ def load_task(spec: str) -> Task:
     task_class = getattr(_import_file(path.resolve()), class_name, None)
     if not isinstance(task_class, type):
         raise UnknownTask(f"{file_name} has no class {class_name}")
-    try:
-        task = task_class()
-    except Exception as error:
-        raise TaskError(f"{spec} cannot be constructed: {described(error)}") from error
-    missing = [m for m in ("new_model", "train_examples", "loss_sum") if not hasattr(task, m)]
-    if missing:
-        raise TaskError(f"the task {spec} has no method {', '.join(missing)}")
-    return cast(Task, task)
+    return task_class
 
 
 def _import_file(path: Path) -> Any:

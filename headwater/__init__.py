@@ -16,17 +16,37 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from headwater.client.api import take_part
     from headwater.client.flower.gradient_sum import GradientSum
+    from headwater.common.errors import HeadwaterError
     from headwater.common.model.trained_model import load_model
+    from headwater.server.api import serve
     from headwater.server.flower.sum_of_gradients import SumOfGradients
+    from headwater.server.run_result import Run
+    from headwater.simulation.api import simulate
 
 __version__ = "0.1.0"
-__all__ = ["GradientSum", "SumOfGradients", "__version__", "load_model"]
+__all__ = [
+    "GradientSum",
+    "HeadwaterError",
+    "Run",
+    "SumOfGradients",
+    "__version__",
+    "load_model",
+    "serve",
+    "simulate",
+    "take_part",
+]
 
 _MODULES = {
     "GradientSum": "headwater.client.flower.gradient_sum",
+    "HeadwaterError": "headwater.common.errors",
+    "Run": "headwater.server.run_result",
     "SumOfGradients": "headwater.server.flower.sum_of_gradients",
     "load_model": "headwater.common.model.trained_model",
+    "serve": "headwater.server.api",
+    "simulate": "headwater.simulation.api",
+    "take_part": "headwater.client.api",
 }
 
 _HERE = Path(__file__).resolve().parent

@@ -39,8 +39,8 @@ from headwater.common.errors import (
 from headwater.common.messages import DescribeRequest, DeviceReport, EvaluateReport, Plan, Update
 from headwater.common.model.mismatch import difference_from_text
 from headwater.common.model.parameters import build_model
+from headwater.common.run_scope import cached_in_scope
 from headwater.common.system.heap import release_freed_memory
-from headwater.common.system.run_scope import cached_in_scope
 from headwater.common.task import Examples, load_task
 from headwater.common.user_code import running
 

@@ -69,6 +69,11 @@ class Connection:
         self._stopping = asyncio.Event()
 
     @property
+    def name(self) -> str:
+        """The device's name."""
+        return self._node.name
+
+    @property
     def is_stopping(self) -> bool:
         """Whether ``stop`` was called."""
         return self._stopping.is_set()

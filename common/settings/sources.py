@@ -33,10 +33,13 @@ REMOVED: dict[str, tuple[Any, str]] = {
 }
 
 
-def load(config: Path | None, overrides: Mapping[str, Any]) -> Settings:
+def load(
+    config: Path | None, overrides: Mapping[str, Any], *, source: str = COMMAND_LINE
+) -> Settings:
     """Read the settings file, if any, and lay the given dotted overrides over it.
 
-    An override of ``None`` means that the flag was not given.
+    An override of ``None`` means that the flag was not given. ``source`` is where the overrides
+    come from, for errors.
 
     Raises:
         SettingsError: the file is missing or not TOML; a setting is unknown or its value wrong.
@@ -54,10 +57,16 @@ def load(config: Path | None, overrides: Mapping[str, Any]) -> Settings:
     given = {key: value for key, value in overrides.items() if value is not None}
     for key, value in given.items():
         _put(tree, key, value)
-    return _validated(tree, file=str(config), overridden=given)
+    return _validated(tree, file=str(config), overridden=given, source=source)
 
 
-def load_run(config: Path | None, overrides: Mapping[str, Any], *, resume: bool) -> Settings:
+def load_run(
+    config: Path | None,
+    overrides: Mapping[str, Any],
+    *,
+    resume: bool,
+    source: str = COMMAND_LINE,
+) -> Settings:
     """Read the settings of a run; a resumed run takes up those that it left in its folder.
 
     Raises:
@@ -71,7 +80,7 @@ def load_run(config: Path | None, overrides: Mapping[str, Any], *, resume: bool)
             )
         left = Path(out) / SETTINGS_FILE
         config = left if left.exists() else None
-    return load(config, overrides)
+    return load(config, overrides, source=source)
 
 
 def default_out(settings: Settings) -> Path:
@@ -98,7 +107,13 @@ def replacement_of(flag: str) -> str:
     return f" It was removed: {REMOVED[removed[flag]][1]}." if flag in removed else ""
 
 
-def _validated(tree: dict[str, Any], *, file: str, overridden: Iterable[str] = ()) -> Settings:
+def _validated(
+    tree: dict[str, Any],
+    *,
+    file: str,
+    overridden: Iterable[str] = (),
+    source: str = COMMAND_LINE,
+) -> Settings:
     for key, (inert, _) in REMOVED.items():
         section, _, leaf = key.partition(".")
         values = tree.get(section)
@@ -112,7 +127,7 @@ def _validated(tree: dict[str, Any], *, file: str, overridden: Iterable[str] = (
             key = _key_of(details)
             is_flag = any(_is_within(key, other) or _is_within(other, key) for other in overridden)
             # A union has an error for each of its types: the first says what is expected.
-            problems.setdefault(key, _problem(key, details, COMMAND_LINE if is_flag else file))
+            problems.setdefault(key, _problem(key, details, source if is_flag else file))
         raise _settings_error([*problems.values()]) from error
 
 

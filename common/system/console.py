@@ -6,7 +6,8 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import IO, cast
 
 from rich.console import Console
@@ -21,6 +22,13 @@ from headwater.common.user_code import described, is_users, own_traceback, user_
 # No emoji: a device may be called a:ant:b.
 console = Console(highlight=False, emoji=False)
 stderr = Console(stderr=True, highlight=False, emoji=False)
+# Environment variables, to be set before flwr and grpc are imported. grpc writes each failed
+# handshake to stderr; our own errors name the cause.
+QUIET_DEPENDENCIES = {
+    "FLWR_TELEMETRY_ENABLED": "0",
+    "FLWR_DISABLE_UPDATE_CHECK": "1",
+    "GRPC_VERBOSITY": "NONE",
+}
 # Takes what a command prints, if the log is JSON.
 output_log = logging.getLogger("headwater.command")
 TITLE_WIDTH = 12
@@ -57,16 +65,25 @@ def show_fault(error: Exception) -> int:
     return HeadwaterError.exit_status
 
 
+@contextmanager
+def silent(is_silent: bool) -> Iterator[None]:
+    """Print nothing in the meantime, if ``is_silent``; the log goes on."""
+    was_quiet = console.quiet
+    console.quiet = was_quiet or is_silent
+    try:
+        yield
+    finally:
+        console.quiet = was_quiet
+
+
 def start_log(*, verbose: bool, log_format: Format | None = None) -> None:
     """Log warnings, or with ``verbose`` everything, to the standard error stream.
 
     With ``json`` each line there is one JSON object. What the command prints becomes log lines
     too, and nothing goes to the standard output.
     """
-    os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
-    os.environ.setdefault("FLWR_DISABLE_UPDATE_CHECK", "1")
-    # grpc writes each failed handshake to stderr; our own errors name the cause.
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    for name, value in QUIET_DEPENDENCIES.items():
+        os.environ.setdefault(name, value)
     handler: logging.Handler
     if log_format == "json":
         handler = logging.StreamHandler()

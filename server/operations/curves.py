@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 Row = Mapping[str, Any]
 PANEL_INCHES, HEIGHT_INCHES = 3.7, 3.4
 
 
 def draw_curves(rows: Sequence[Row], path: Path) -> None:
-    """Draw rows of rounds.jsonl, at least one; a fourth panel shows a noise scale that K followed.
+    """Draw the ``curves`` into a PNG file.
 
     Raises:
         ImportError: matplotlib is not installed.
         OSError: the file cannot be written.
     """
-    os.environ.setdefault("MPLBACKEND", "Agg")
+    curves(rows).savefig(path, dpi=120)
+
+
+def curves(rows: Sequence[Row]) -> Figure:
+    """Draw rows of rounds.jsonl, at least one; a fourth panel shows a noise scale that K followed.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
     from matplotlib.figure import Figure
 
     panels = [_draw_loss, _draw_metrics, _draw_steps]
@@ -34,7 +44,7 @@ def draw_curves(rows: Sequence[Row], path: Path) -> None:
         draw(axes, rows)
         axes.set(xlabel="round")
         axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=120)
+    return figure
 
 
 def _draw_loss(axes: Any, rows: Sequence[Row]) -> None:

@@ -7,7 +7,7 @@ client that is skipped, refused, clipped or left out is counted here.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from operator import attrgetter
 from typing import overload
 
@@ -118,6 +118,15 @@ class RoundRow:
     @property
     def _parts(self) -> Sequence[ClientRow | ReportFields]:
         return self.clients.reports if isinstance(self.clients, ClientRows) else self.clients
+
+    def figures(self) -> dict[str, float]:
+        """Return the round's own numbers and metrics by name, without those that are None."""
+        own = {
+            one.name: value
+            for one in fields(self)
+            if isinstance(value := getattr(self, one.name), int | float)
+        }
+        return own | self.metrics
 
 
 def client_row(report: ReportFields, *, plan_reason: str, local_steps: int) -> ClientRow:

@@ -21,9 +21,9 @@ from headwater.common.data.batches import UnsupportedBatch, batch_of, split_batc
 from headwater.common.errors import TaskFailed
 from headwater.common.messages import Vitals
 from headwater.common.model.parameters import ModelLayout
+from headwater.common.run_scope import cached_in_scope
 from headwater.common.settings.schema import ClientSettings, Settings
 from headwater.common.stats.linear_fit import Line
-from headwater.common.system.run_scope import cached_in_scope
 from headwater.simulation.fleet.faults import link_slowdown
 from headwater.simulation.fleet.fleet_spec import fleet_spec
 from headwater.simulation.fleet.profiles import MIB, SimulatedDevice

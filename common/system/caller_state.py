@@ -1,0 +1,74 @@
+"""Leaves a caller's process as it was: the frame of the functions of the Python API.
+
+A command has its process to itself. A function that is called from a notebook or a script must not
+change what the caller's next line sees: torch's threads, random numbers, signal handlers, the log,
+the working folder. Allocation hints to the C library stay: they change no result.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import random
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import numpy as np
+import torch
+
+from headwater.common.errors import HeadwaterError
+from headwater.common.system.console import QUIET_DEPENDENCIES, silent
+from headwater.common.system.stop_signals import StopRequests, at_stop_signals, interrupt
+
+
+@contextmanager
+def caller_state(*, is_silent: bool) -> Iterator[None]:
+    """Restore the process's state afterwards, also after an error; ``is_silent`` prints nothing.
+
+    In the main thread SIGTERM raises KeyboardInterrupt, as Ctrl-C does. An error gets its remedy as
+    a note, which a traceback shows. Random states are restored in the main thread only: another
+    thread would wind back the numbers that the main thread draws meanwhile.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    num_threads, folder, was_frozen = torch.get_num_threads(), os.getcwd(), gc.get_freeze_count()
+    root = logging.getLogger()
+    level, log_handlers = root.level, root.handlers[:]
+    variables = {name: os.environ.get(name) for name in QUIET_DEPENDENCIES}
+    try:
+        os.environ.update(
+            {name: QUIET_DEPENDENCIES[name] for name, it in variables.items() if not it}
+        )
+        with ExitStack() as stack:
+            stack.enter_context(silent(is_silent))
+            stack.enter_context(at_stop_signals(StopRequests(interrupt, interrupt)))
+            if is_main:
+                stack.enter_context(_own_random_numbers())
+            yield
+    except HeadwaterError as error:
+        if error.remedy:
+            error.add_note(f"remedy: {error.remedy}")
+        raise
+    finally:
+        torch.set_num_threads(num_threads)
+        root.setLevel(level)
+        root.handlers[:] = log_handlers
+        if os.getcwd() != folder:
+            os.chdir(folder)
+        if not was_frozen:
+            gc.unfreeze()
+        for name, value in variables.items():
+            if value is None:
+                os.environ.pop(name, None)
+
+
+@contextmanager
+def _own_random_numbers() -> Iterator[None]:
+    numbers = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(numbers[0])
+        np.random.set_state(numbers[1])
+        random.setstate(numbers[2])

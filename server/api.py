@@ -1,0 +1,117 @@
+"""``headwater.serve``: the aggregation server, from a script or a thread."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from headwater.common.run_scope import run_scope
+from headwater.common.settings.keywords import GivenSettings, Objects, settings_of
+from headwater.common.settings.sources import default_out
+from headwater.common.system.caller_state import caller_state
+from headwater.common.system.command_line import check_addresses
+from headwater.common.task import Task
+from headwater.server.operations.progress import show_progress
+from headwater.server.rounds.observer import Observers
+from headwater.server.run_result import Run, RunRecorder
+from headwater.server.serve import serve_run
+from headwater.server.tracking.user_observer import GivenObservers, user_observers
+
+
+def serve(
+    task: Task | type[Task] | str | Path,
+    *,
+    rounds: int | None = None,
+    min_clients: int | None = None,
+    listen: str | None = None,
+    optimizer: str | type[torch.optim.Optimizer] | None = None,
+    learning_rate: float | None = None,
+    effective_batch_size: int | None = None,
+    accumulation_steps: int | None = None,
+    micro_batch_size: int | None = None,
+    local_steps: int | None = None,
+    local_learning_rate: float | None = None,
+    cohort_size: int | None = None,
+    deadline: float | None = None,
+    secure_aggregation: Literal["off", "semi-honest", "active"] | None = None,
+    seed: int | None = None,
+    threads: int | None = None,
+    out: str | Path | None = None,
+    settings: GivenSettings = None,
+    observer: GivenObservers = (),
+    resume: bool = False,
+    progress: bool = True,
+) -> Run:
+    """Serve a run to the clients that connect, as ``headwater-server`` does, until its last round.
+
+    Each keyword is the flag of that name; what is not given has the flag's default. It works in any
+    thread. In the main thread Ctrl-C and SIGTERM raise KeyboardInterrupt, and the process's state
+    is as before when this returns or raises. Clients wait for a server that stops so, and
+    ``resume=True`` with the same ``out`` continues. In another thread, ``headwater-server drain
+    --out DIR`` ends it.
+
+    Args:
+        task: an object with a task's methods, its class, or ``FILE.py:Class`` as for ``--task``.
+        rounds: server steps to take.
+        min_clients: fewest clients for a round to start and count.
+        listen: HOST:PORT where clients connect; beyond loopback with TLS (``settings``).
+        optimizer: class of torch.optim by its name, or an optimizer class of your own.
+        learning_rate: of the server optimizer.
+        effective_batch_size: examples per round over the whole cohort; the planner divides them.
+        accumulation_steps: K, the micro-batches per update; not given: by each client's speed.
+        micro_batch_size: examples per micro-batch; not given: by each client's memory.
+        local_steps: local SGD steps per round; above 1, with a server learning rate of 1.
+        local_learning_rate: of the local steps.
+        cohort_size: clients invited per round; not given: all.
+        deadline: seconds after which a round ends with the updates that it has.
+        secure_aggregation: hide single updates from the server.
+        seed: of the initial model, the order of examples and the cohorts.
+        threads: of torch; not given: all usable cores.
+        out: folder for model, metrics and checkpoints; not given: runs/TASK-TIME.
+        settings: all other settings, by dotted keys as in ``{"tls.ca": "ca.pem"}``
+            (docs/settings.md), or the path of a TOML file such as certs/server.toml.
+        observer: an object with ``on_round(row)``, a function of a row, or several.
+        resume: continue the run in ``out``.
+        progress: print the address and the progress.
+
+    Raises:
+        HeadwaterError: see ``headwater.common.errors``.
+    """
+    objects = Objects()
+    keywords: dict[str, Any] = {
+        "task": objects.name(task),
+        "rounds": rounds,
+        "min_clients": min_clients,
+        "listen": listen,
+        "optimizer": objects.name(optimizer),
+        "learning_rate": learning_rate,
+        "effective_batch_size": effective_batch_size,
+        "accumulation_steps": accumulation_steps,
+        "micro_batch_size": micro_batch_size,
+        "local_steps": local_steps,
+        "local_learning_rate": local_learning_rate,
+        "cohort_size": cohort_size,
+        "deadline": deadline,
+        "secure_aggregation": secure_aggregation,
+        "seed": seed,
+        "threads": threads,
+        "out": out,
+    }
+    with caller_state(is_silent=not progress), run_scope(objects.by_name):
+        chosen = settings_of("serve", "server", keywords, settings, resume=resume)
+        chosen = chosen.model_copy(update={"out": chosen.out or default_out(chosen)})
+        listen, metrics = chosen.server.listen, chosen.server.metrics
+        credentials = check_addresses(chosen, listen, metrics=metrics)
+        recorder = RunRecorder()
+        observers = [recorder, *user_observers(observer)]
+        with show_progress(chosen) as (on_round, display):
+            serve_run(
+                chosen,
+                credentials,
+                on_round=on_round,
+                resume=resume,
+                observer=Observers(display, *observers),
+            )
+        return recorder.result

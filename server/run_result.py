@@ -1,0 +1,103 @@
+"""The result of a run for Python: its rounds, the trained model and a plot."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from headwater.common.errors import SettingsError
+from headwater.common.settings.keywords import PREFIX
+from headwater.common.settings.schema import Settings
+from headwater.server.operations.curves import curves
+from headwater.server.operations.round_log import read_rows, row_to_dict
+from headwater.server.rounds.observer import Observer
+from headwater.server.rounds.round_row import RoundRow
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """A run that has ended."""
+
+    settings: Settings
+    """All settings of the run, also those that were not set."""
+    model: nn.Module = field(repr=False)
+    """The model after the last round, an ordinary module in evaluation mode."""
+    history: list[RoundRow]
+    """The rounds of this call, each with the figures of each client. A resumed run's earlier rounds
+    are in the file rounds.jsonl of its folder."""
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The metrics after the last round; empty if there was none."""
+        return dict(self.history[-1].metrics) if self.history else {}
+
+    def table(self) -> list[dict[str, float]]:
+        """Return a flat dictionary of numbers for each round, as pandas takes them."""
+        return [row.figures() for row in self.history]
+
+    def plot(self) -> Figure:
+        """Draw the loss, the metrics and more over the rounds; a notebook shows the figure.
+
+        Raises:
+            SettingsError: matplotlib is not installed, or there is no round.
+        """
+        folder = self.settings.out
+        rows: list[Any] = [] if folder is None else read_rows(folder)
+        rows = rows or [row_to_dict(row) for row in self.history]
+        if not rows:
+            raise SettingsError("there is no round to plot", remedy="train for a round or more")
+        try:
+            figure = curves(rows)
+        except ImportError as error:
+            raise SettingsError(
+                "plot() needs matplotlib, which is not installed",
+                remedy="pip install 'headwater[server]'",
+            ) from error
+        # A notebook asks for this method; without pyplot nothing else would draw the figure.
+        figure._repr_png_ = lambda: _png(figure)  # type: ignore[attr-defined]
+        return figure
+
+    def __repr__(self) -> str:
+        """Return one line with the key figures."""
+        task = (self.settings.task or "").removeprefix(PREFIX)
+        if not self.history:
+            return f"<Run of {task}: no round>"
+        last = self.history[-1]
+        parts = [f"{last.round} round{'s' if last.round > 1 else ''}", f"loss {last.loss:.4g}"]
+        parts += [f"{name.replace('_', ' ')} {value:.4g}" for name, value in last.metrics.items()]
+        parts.append(f"{sum(row.seconds for row in self.history):,.1f} s")
+        return f"<Run of {task}: {', '.join(parts)}>"
+
+
+class RunRecorder(Observer):
+    """Collects a run's rows, and its model."""
+
+    def __init__(self) -> None:
+        self._settings: Settings | None = None
+        self._model: nn.Module | None = None
+        self._rows: list[RoundRow] = []
+
+    def started(self, settings: Settings, *, round_number: int, model: nn.Module) -> None:
+        self._settings, self._model = settings, model
+
+    def on_round(self, row: RoundRow) -> None:
+        self._rows.append(row)
+
+    @property
+    def result(self) -> Run:
+        """The run, after its end."""
+        assert self._settings is not None  # the run has started
+        assert self._model is not None
+        return Run(settings=self._settings, model=self._model.eval(), history=self._rows)
+
+
+def _png(figure: Figure) -> bytes:
+    file = io.BytesIO()
+    figure.savefig(file, format="png")
+    return file.getvalue()

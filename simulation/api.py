@@ -1,0 +1,137 @@
+"""``headwater.simulate``: many clients on this machine, from a notebook or a script."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from headwater.common.errors import SettingsError
+from headwater.common.run_scope import run_scope
+from headwater.common.settings.keywords import PREFIX, GivenSettings, Objects, settings_of
+from headwater.common.settings.schema import Settings
+from headwater.common.system.caller_state import caller_state
+from headwater.common.task import Task
+from headwater.server.operations.progress import show_progress
+from headwater.server.rounds.observer import Observers
+from headwater.server.run_result import Run, RunRecorder
+from headwater.server.tracking.user_observer import GivenObservers, user_observers
+from headwater.simulation.fleet.fleet_spec import with_fleet
+from headwater.simulation.run import run_engine
+
+
+def simulate(
+    task: Task | type[Task] | str | Path,
+    *,
+    clients: int | None = None,
+    rounds: int | None = None,
+    optimizer: str | type[torch.optim.Optimizer] | None = None,
+    learning_rate: float | None = None,
+    effective_batch_size: int | None = None,
+    accumulation_steps: int | None = None,
+    micro_batch_size: int | None = None,
+    local_steps: int | None = None,
+    local_learning_rate: float | None = None,
+    cohort_size: int | None = None,
+    partition: str | None = None,
+    fleet: str | Path | None = None,
+    secure_aggregation: Literal["off", "semi-honest", "active"] | None = None,
+    engine: Literal["in-process", "grpc", "flower-ray"] | None = None,
+    seed: int | None = None,
+    threads: int | None = None,
+    out: str | Path | None = None,
+    settings: GivenSettings = None,
+    observer: GivenObservers = (),
+    resume: bool = False,
+    progress: bool = True,
+) -> Run:
+    """Train a task on simulated clients, as ``headwater-simulate`` does, and return the run.
+
+    Each keyword is the flag of that name (``learning_rate`` is ``--learning-rate``); what is not
+    given has the flag's default. Torch's threads and random numbers, signal handlers, the log and
+    the working folder are as before when this returns or raises. Ctrl-C raises KeyboardInterrupt;
+    with ``out`` the committed rounds are kept there, and ``resume=True`` continues after them.
+
+    Args:
+        task: an object with a task's methods, its class, or ``FILE.py:Class`` as for ``--task``.
+        clients: number of simulated clients.
+        rounds: server steps to take.
+        optimizer: class of torch.optim by its name, or an optimizer class of your own.
+        learning_rate: of the server optimizer.
+        effective_batch_size: examples per round over the whole cohort; the planner divides them.
+        accumulation_steps: K, the micro-batches per update; not given: by each client's speed.
+        micro_batch_size: examples per micro-batch; not given: by each client's memory.
+        local_steps: local SGD steps per round; above 1, with a server learning rate of 1.
+        local_learning_rate: of the local steps.
+        cohort_size: clients invited per round; not given: all.
+        partition: how to split one data set: iid, dirichlet:0.3, labels:2 ... (docs/data.md).
+        fleet: TOML file of the clients' speed, memory and links (docs/fleet.md).
+        secure_aggregation: hide single updates from the server.
+        engine: in-process, or client processes over gRPC or on Ray, which need the task as a path.
+        seed: of the initial model, the partition, the order of examples and the cohorts.
+        threads: of torch; not given: 1.
+        out: folder for model, metrics and checkpoints; not given: nothing is written.
+        settings: all other settings, by dotted keys as in ``{"plan.precision": "bfloat16"}``
+            (docs/settings.md), or the path of a TOML file.
+        observer: an object with ``on_round(row)``, a function of a row, or several.
+        resume: continue the run in ``out``.
+        progress: print the progress.
+
+    Raises:
+        HeadwaterError: see ``headwater.common.errors``.
+    """
+    objects = Objects()
+    keywords: dict[str, Any] = {
+        "task": objects.name(task),
+        "clients": clients,
+        "rounds": rounds,
+        "optimizer": objects.name(optimizer),
+        "learning_rate": learning_rate,
+        "effective_batch_size": effective_batch_size,
+        "accumulation_steps": accumulation_steps,
+        "micro_batch_size": micro_batch_size,
+        "local_steps": local_steps,
+        "local_learning_rate": local_learning_rate,
+        "cohort_size": cohort_size,
+        "partition": partition,
+        "fleet": fleet,
+        "secure_aggregation": secure_aggregation,
+        "engine": engine,
+        "seed": seed,
+        "threads": threads,
+        "out": out,
+    }
+    with caller_state(is_silent=not progress), run_scope(objects.by_name):
+        chosen = with_fleet(settings_of("simulate", "simulate", keywords, settings, resume=resume))
+        chosen = chosen.model_copy(update={"threads": chosen.threads or 1})
+        _check_objects(chosen)
+        recorder = RunRecorder()
+        observers = [recorder, *user_observers(observer)]
+        with show_progress(chosen) as (on_round, display):
+            run_engine(
+                chosen, on_round=on_round, resume=resume, observer=Observers(display, *observers)
+            )
+        return recorder.result
+
+
+def _check_objects(settings: Settings) -> None:
+    """Check that no other process would need a Python object of this one.
+
+    Raises:
+        SettingsError: naming the engine, and the object that it cannot load.
+    """
+    chosen = settings.simulation
+    named = {"task": settings.task}
+    if chosen.engine == "flower-ray":
+        named["optimizer"] = settings.optimizer.name
+    given = [key for key, name in named.items() if name is not None and name.startswith(PREFIX)]
+    if not given or (chosen.engine == "in-process" and chosen.workers == 1):
+        return
+    how = f"engine={chosen.engine!r}" if chosen.engine != "in-process" else "simulation.workers"
+    raise SettingsError(
+        f"the {given[0]} is a Python object, and {how} computes in other processes, which load it "
+        "from a file",
+        remedy="save it in a file, and name it as in task='my_task.py:MyTask'; or leave "
+        f"{how.partition('=')[0]} out",
+    )

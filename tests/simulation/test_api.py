@@ -1,0 +1,217 @@
+"""``headwater.simulate`` trains from Python, and leaves the caller's process as it was."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import inspect
+import logging
+import os
+import random
+import signal
+import sys
+import weakref
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import headwater
+from headwater.common.errors import SettingsError, TaskError, UnknownTask
+from headwater.common.settings.keywords import keyword_keys
+from headwater.common.settings.sources import load
+from headwater.server.rounds.round_loop import MODEL
+from headwater.server.rounds.round_row import RoundRow
+from headwater.simulation.run import run_engine
+from tests.python_tasks import SIGNS, Signs
+
+SMALL: dict[str, Any] = {"clients": 3, "rounds": 3, "accumulation_steps": 2, "micro_batch_size": 4}
+OWN = {"task", "settings", "observer", "resume", "progress"}
+
+
+def simulated(task: Any = Signs, **changes: Any) -> headwater.Run:
+    return headwater.simulate(task, **{**SMALL, "progress": False, **changes})
+
+
+def bytes_of(run: headwater.Run) -> list[bytes]:
+    return [tensor.detach().numpy().tobytes() for tensor in run.model.parameters()]
+
+
+def state() -> list[object]:
+    return [
+        torch.get_num_threads(),
+        torch.get_rng_state().tolist(),
+        [str(part) for part in np.random.get_state()],
+        random.getstate(),
+        signal.getsignal(signal.SIGINT),
+        signal.getsignal(signal.SIGTERM),
+        Path.cwd(),
+        (logging.getLogger().level, list(logging.getLogger().handlers)),
+        {name: value for name, value in os.environ.items() if name.startswith(("FLWR", "GRPC"))},
+        gc.get_threshold(),
+        gc.get_freeze_count() > 0,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("function", "command"),
+    [
+        (headwater.simulate, "simulate"),
+        (headwater.serve, "server"),
+        (headwater.take_part, "client"),
+    ],
+)
+def test_each_keyword_is_a_flag_of_the_command(function: Any, command: str) -> None:
+    names = set(inspect.signature(function).parameters) - OWN
+    assert names <= keyword_keys(command).keys()
+
+
+def test_an_object_a_class_and_a_file_train_the_command_s_model(tmp_path: Path) -> None:
+    keys = keyword_keys("simulate")
+    given = {keys[name]: value for name, value in SMALL.items()} | {"task": SIGNS}
+    settings = load(None, given | {"out": tmp_path / "command"})
+    run_engine(settings, on_round=lambda _: None, resume=False)
+    simulated(out=tmp_path / "python")
+    by_command, by_python = (
+        {name: tensor.tolist() for name, tensor in load_file(tmp_path / way / MODEL).items()}
+        for way in ("command", "python")
+    )
+    assert by_python == by_command
+    first, *others = (bytes_of(simulated(task)) for task in (Signs, Signs(), SIGNS))
+    assert others == [first, first]
+
+
+def test_masked_rounds_take_an_object() -> None:
+    run = simulated(secure_aggregation="semi-honest")
+    assert [row.num_clients for row in run.history] == [3, 3, 3]
+
+
+def test_settings_go_by_dotted_keys_nested_tables_or_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "own.toml"
+    file.write_text("seed = 7\n[optimizer]\nname = 'sgd'\narguments = {momentum = 0.5}\n")
+    dotted = {"seed": 7, "optimizer.name": "sgd", "optimizer.arguments.momentum": 0.5}
+    nested = {"seed": 7, "optimizer": {"name": "sgd", "arguments": {"momentum": 0.5}}}
+    trees = [simulated(settings=given).settings for given in (file, dotted, nested)]
+    assert trees[0] == trees[1] == trees[2]
+    assert simulated(settings=file, seed=8).settings.seed == 8
+
+
+def test_the_run_has_its_rounds_and_the_trained_model() -> None:
+    run = simulated()
+    assert [row.round for row in run.history] == [1, 2, 3]
+    assert run.metrics == run.history[-1].metrics
+    assert run.metrics.keys() == {"train_accuracy", "test_loss", "test_accuracy"}
+    assert [row["test_loss"] for row in run.table()] == [
+        row.metrics["test_loss"] for row in run.history
+    ]
+    assert all(type(value) in (int, float) for row in run.table() for value in row.values())
+    assert not run.model.training
+    assert run.model(torch.zeros(2, 3)).shape == (2, 2)
+    assert repr(run).startswith("<Run of Signs: 3 rounds, loss 0.")
+
+
+def test_plot_draws_each_panel_and_a_notebook_shows_it() -> None:
+    figure = simulated().plot()
+    assert {axes.get_title() for axes in figure.axes} >= {"metrics"}
+    assert figure._repr_png_().startswith(b"\x89PNG")  # type: ignore[attr-defined]
+
+
+def test_plot_names_the_extra_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = simulated()
+    for name in ("matplotlib", "matplotlib.figure"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(SettingsError) as caught:
+        run.plot()
+    assert "headwater[server]" in caught.value.remedy
+
+
+@pytest.mark.parametrize("masked", ["off", "semi-honest"])
+def test_the_process_is_as_before(masked: Any) -> None:
+    before = state()
+    simulated(secure_aggregation=masked, threads=2)
+    assert state() == before
+
+
+def test_the_process_is_as_before_after_an_error() -> None:
+    before = state()
+    with pytest.raises(SettingsError) as caught:
+        simulated(optimizer="sdg")
+    assert state() == before
+    assert caught.value.__notes__[0].startswith("remedy: one of: adadelta")
+
+
+def test_ctrl_c_returns_control_and_resume_reaches_the_same_model(tmp_path: Path) -> None:
+    def interrupt(row: RoundRow) -> None:
+        if row.round == 2:
+            raise KeyboardInterrupt
+
+    before = state()
+    with pytest.raises(KeyboardInterrupt):
+        simulated(out=tmp_path / "a", observer=interrupt)
+    assert state() == before
+    rest = simulated(out=tmp_path / "a", resume=True)
+    assert [row.round for row in rest.history] == [3]
+    assert bytes_of(rest) == bytes_of(simulated())
+
+
+def test_nothing_of_a_run_stays_in_memory() -> None:
+    task = Signs()
+    reference = weakref.ref(task)
+    run = simulated(task)
+    del task, run
+    gc.collect()
+    assert reference() is None
+
+
+def test_two_objects_of_one_name_are_two_tasks() -> None:
+    class Other(Signs):
+        def new_model(self) -> torch.nn.Module:
+            return torch.nn.Linear(3, 2)
+
+    Other.__name__ = "Signs"
+    assert len(bytes_of(simulated(Signs()))) == 4
+    assert len(bytes_of(simulated(Other()))) == 2
+
+
+def test_it_runs_where_an_event_loop_runs_already() -> None:
+    async def cell() -> headwater.Run:
+        return simulated()
+
+    assert len(asyncio.run(cell()).history) == 3
+
+
+def test_without_progress_nothing_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    simulated()
+    assert capsys.readouterr().out == ""
+    simulated(progress=True)
+    assert "round 3 of 3" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("task", "given", "message"),
+    [
+        (Signs, {"clients": "many"}, r"headwater.simulate\(\): simulation.clients \(--clients\)"),
+        (Signs, {"settings": {"plan.lokal_steps": 2}}, "did you mean plan.local_steps"),
+        (Signs, {"settings": {"plan": {"local_steps": 0}}}, "at least 1"),
+        (Signs, {"settings": "absent.toml"}, "cannot read the settings file absent.toml"),
+        (Signs, {"engine": "grpc"}, "the task is a Python object, and engine='grpc'"),
+        (Signs, {"engine": "flower-ray"}, "the task is a Python object, and engine='flower-ray'"),
+        (SIGNS, {"engine": "flower-ray", "optimizer": torch.optim.SGD}, "the optimizer is a"),
+        (Signs, {"settings": {"simulation.workers": 2}}, "simulation.workers computes in other"),
+        (Signs, {"observer": 3}, r"must have a method on_round\(row\)"),
+        (Signs, {"observer": RoundRow}, "found the class RoundRow"),
+    ],
+)
+def test_what_is_wrong_is_named(task: Any, given: dict[str, Any], message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
+        simulated(task, **given)
+
+
+def test_a_task_without_its_methods_is_named() -> None:
+    with pytest.raises(TaskError, match="no method new_model, train_examples, loss_sum"):
+        simulated(object())
+    with pytest.raises(UnknownTask):
+        simulated("absent.py:Task")
