@@ -119,6 +119,68 @@ class NoFiniteExample(TaskError):
     """Every example that was looked at has a loss or gradient of NaN or infinity."""
     remedy = "look for NaN in the data: empty cells of a CSV file, divisions by zero, logarithms"
 
+# Flower app: change the lines that convert it to sums of gradients. ------------------------------
+
+class ConversionError(HeadwaterError):
+    """A Flower app does not use ``GradientSum`` and ``SumOfGradients`` as docs/flower.md says.
+
+    Flower prints and sends only the text of an exception, so that the text has the remedy, too.
+    """
+    remedy = "see docs/flower.md for the lines that change"
+    def __str__(self) -> str:
+        return f"{self.message}. To fix it: {self.remedy}" if self.remedy else self.message
+class MeanLeftIn(ConversionError):
+    """The loss is a mean over the batch, or a sum that was divided or multiplied by its size."""
+    remedy = (
+        'sum the loss: criterion = nn.CrossEntropyLoss(reduction="sum"), then '
+        "sums.backward(criterion(outputs, labels), len(labels))"
+    )
+class CountsDisagree(ConversionError):
+    """The weight that was counted is not the number of examples that the app names."""
+    remedy = (
+        "count the examples of each batch, sums.backward(loss_sum, len(labels)), and leave the "
+        "count out of the metrics: sums.reply(message, metrics) sends it"
+    )
+class ParametersChanged(ConversionError):
+    """The parameters changed while their gradients were summed."""
+    remedy = (
+        "take optimizer.step() and the loop over epochs out of the client: the server takes the "
+        "step, one a round"
+    )
+class GradientsChanged(ConversionError):
+    """Something else than ``GradientSum.backward`` wrote to the gradients."""
+    remedy = (
+        "replace loss.backward() by sums.backward(loss_sum, len(labels)), and take "
+        "optimizer.zero_grad() and the clipping of gradients out of the loop"
+    )
+class OtherParameters(ConversionError):
+    """The gradients are those of other parameters than the server sent."""
+    remedy = (
+        "load the message's arrays before GradientSum(model) and restore nothing afterwards; a "
+        "layer that stays on the client is frozen on both sides: net.head.requires_grad_(False)"
+    )
+class UntaggedReply(ConversionError):
+    """A reply was not made by ``GradientSum.reply``."""
+    remedy = "end the client's train function with: return sums.reply(message, metrics)"
+class WeightsSent(ConversionError):
+    """A reply has the model's parameters where sums of gradients are due."""
+    remedy = (
+        "replace ArrayRecord(model.state_dict()), and the Message around it, by: return "
+        "sums.reply(message, metrics)"
+    )
+class ReplyChanged(ConversionError):
+    """A reply's arrays are not those that ``GradientSum.reply`` put in it."""
+    remedy = (
+        "take Flower's mods that clip or add noise (fixedclipping_mod, adaptiveclipping_mod, "
+        "LocalDpMod) out of ClientApp(mods=[...]): they treat a reply as a model"
+    )
+class StrategyWrapped(ConversionError):
+    """A wrapper around the strategy treats replies, or the arrays between rounds, as a model."""
+    remedy = (
+        "start SumOfGradients itself: strategy.start(grid=grid, ...); docs/flower.md says why "
+        "Flower's differential privacy does not fit sums of gradients"
+    )
+
 # Device refused: this client cannot take part as it is. -----------------------------------------
 
 class DeviceRefused(HeadwaterError):

@@ -1,47 +1,58 @@
 """A Flower strategy for existing Flower apps: ``FedAvg`` that adds gradients instead of models.
 
-Sampling, configuration and evaluation are FedAvg's. A reply's ArrayRecord holds the *sum* of each
-trainable parameter's gradients under the parameter's name (``client.flower.gradient_sum`` makes
-it), and its MetricRecord the weight that they were summed over. The strategy adds the sums in
-64-bit integers, divides once and takes one step of any ``torch.optim`` optimizer; frozen parameters
-and buffers pass through unchanged. Replies are added one by one as they arrive.
+Sampling, configuration and evaluation are FedAvg's. Each reply is made by ``GradientSum.reply``:
+the *sum* of each trainable parameter's gradients, tagged with the weight that they were summed
+over. The strategy adds the sums in 64-bit integers, divides once and takes one step of any
+``torch.optim`` optimizer; frozen parameters and buffers pass through unchanged. Replies are added
+one by one as they arrive.
 
-A hostile client can send any finite sums and weight. Only a reply's length decides how much memory
-is allocated; a reply that does not fit is left out, logged and counted.
+A reply that does not fit is left out, logged by name and counted. If no reply of the first rounds
+fits, the app is converted wrongly, and the run ends with the first refusal.
 """
 
 from __future__ import annotations
 
 import logging
-import math
+import sys
 from collections.abc import Callable, Iterable, Mapping
 
-import numpy as np
-import torch
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
-from flwr.serverapp.strategy import FedAvg
-from numpy.typing import NDArray
+from flwr.serverapp.strategy import (
+    DifferentialPrivacyClientSideAdaptiveClipping,
+    DifferentialPrivacyClientSideFixedClipping,
+    DifferentialPrivacyServerSideAdaptiveClipping,
+    DifferentialPrivacyServerSideFixedClipping,
+    FedAvg,
+)
 from torch import nn
 
 from headwater.common.errors import (
-    CorruptUpdate,
-    CountOutOfRange,
+    EmptyUpdate,
+    HeadwaterError,
     ModelMismatch,
     SettingsError,
+    StrategyWrapped,
     UpdateRefused,
 )
-from headwater.common.model.parameters import ModelImage, Slot
+from headwater.common.model.parameters import ModelImage
 from headwater.common.settings import schema as settings
 from headwater.common.settings.fields import Scalar
 from headwater.server.aggregation.cohort_sum import CohortSum
 from headwater.server.aggregation.server_optimizer import ServerOptimizer
+from headwater.server.flower.gradient_replies import ReplyReader
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("flwr.headwater")  # Flower shows what its own logger's children say
 
-MAX_WEIGHT = 2**53  # the largest count that a float, Flower's metric type, holds exactly
 FIRST_WEIGHT = 2**10  # a client's assumed weight, which fixes the sum's scale
 NUM_REFUSED = "num-refused"
+CLIENT_RATES = ("lr", "learning-rate", "learning_rate")
+WRAPPERS = (
+    DifferentialPrivacyClientSideAdaptiveClipping,
+    DifferentialPrivacyClientSideFixedClipping,
+    DifferentialPrivacyServerSideAdaptiveClipping,
+    DifferentialPrivacyServerSideFixedClipping,
+)
 
 MetricsAggregation = Callable[[list[RecordDict], str], MetricRecord]
 
@@ -51,14 +62,17 @@ class SumOfGradients(FedAvg):
 
     ``model`` is moved into the strategy's memory and holds the current parameters from then on. A
     round's metrics are FedAvg's, plus the total weight and the number of refused replies.
+
+    The learning rate is that of one step on all clients' examples. A rate that suits FedAvg's
+    clients, which take many steps a round, does not carry over; Adam depends least on it.
     """
 
     def __init__(
         self,
         model: nn.Module,
         *,
-        optimizer: str = "sgd",
-        learning_rate: float = 0.1,
+        optimizer: str = "adam",
+        learning_rate: float = 0.01,
         optimizer_arguments: Mapping[str, Scalar] | None = None,
         schedule: settings.ScheduleSettings | None = None,
         fraction_train: float = 1.0,
@@ -98,6 +112,7 @@ class SumOfGradients(FedAvg):
             )
         self._image = ModelImage(model)
         self._sum = CohortSum(self._image.layout)
+        self._optimizer_name = optimizer
         self._optimizer = ServerOptimizer(
             self._image,
             settings.OptimizerSettings(
@@ -107,9 +122,30 @@ class SumOfGradients(FedAvg):
             ),
             schedule or settings.ScheduleSettings(),
         )
-        self._values_P = torch.zeros(self._image.layout.num_parameters)
+        self._replies = ReplyReader(self._image, weighted_by_key)
         self._sent: ArrayRecord | None = None
         self._num_invited = 0
+        self._warned_of: set[str] = set()
+
+    def summary(self) -> None:
+        """Log FedAvg's summary, the server's step, and what to try for its learning rate.
+
+        Raises:
+            StrategyWrapped: see ``configure_train``.
+        """
+        self._refuse_wrapper()
+        super().summary()
+        log.info(
+            "\t└──> Sums of gradients: one step of %s a round, at the learning rate %g, on the "
+            "examples of all clients as one batch",
+            self._optimizer_name,
+            self._optimizer.learning_rate,
+        )
+        log.info(
+            "\t\t└── A learning rate of FedAvg's clients does not carry over: they took many "
+            "steps a round. Try adam at 0.01, 0.003 and 0.03 (fine-tuning: 0.0001), or sgd at 0.1, "
+            "0.3 and 1, and more rounds than FedAvg had"
+        )
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -118,8 +154,12 @@ class SumOfGradients(FedAvg):
 
         Raises:
             ModelMismatch: the arrays do not fit the model.
+            StrategyWrapped: a wrapper of Flower's for differential privacy is around the strategy,
+                or something changed the arrays since the last step.
         """
+        self._refuse_wrapper()
         if arrays is not self._sent:
+            before = self._image.bytes_U8.clone() if self._sent and server_round > 1 else None
             try:
                 self._image.model.load_state_dict(arrays.to_torch_state_dict())
             except RuntimeError as error:
@@ -127,6 +167,21 @@ class SumOfGradients(FedAvg):
                     f"the arrays do not fit the strategy's model: {error}",
                     remedy="start from ArrayRecord(model.state_dict()) of the same model",
                 ) from error
+            if before is not None and not before.equal(self._image.bytes_U8):
+                raise StrategyWrapped(
+                    f"round {server_round}: expected the arrays that the strategy's last step "
+                    f"made, found other values (noise, a moving average, a model loaded again)",
+                    remedy="leave the arrays alone between rounds; to set the model on purpose, "
+                    "load it into the model that SumOfGradients was given, and return "
+                    "ArrayRecord(model.state_dict()) from aggregate_train",
+                )
+        for key in CLIENT_RATES:
+            if key in config:
+                self._warn_once(
+                    f"the train_config has {key} = {config[key]!r}, which changes nothing: the "
+                    f"clients take no step. The rate is SumOfGradients(learning_rate=..., "
+                    f"schedule=...)"
+                )
         messages = list(super().configure_train(server_round, arrays, config, grid))
         self._num_invited = len(messages)
         return messages
@@ -137,62 +192,73 @@ class SumOfGradients(FedAvg):
         """Add the replies, divide once and take one step; (None, None) if no reply was accepted.
 
         The same replies give the same bits in any order.
+
+        Raises:
+            HeadwaterError: no reply was accepted in this round or before, and this is the first
+                refusal that is the app's fault.
         """
         self._sum.open(
             num_clients=self._num_invited, planned_weight=self._num_invited * FIRST_WEIGHT
         )
         metrics: list[MetricRecord] = []
-        num_refused = 0
+        refused: list[HeadwaterError] = []
         for reply in replies:
             name = f"node {reply.metadata.src_node_id}, round {server_round}"
             try:
                 metrics.append(self._fold(reply, name))
-            except UpdateRefused as error:
-                num_refused += 1
+            except HeadwaterError as error:
+                refused.append(error)
                 log.warning("left out: %s: %s", error.code, error)
         if not metrics:
             log.warning("round %d: no reply was accepted, the model is unchanged", server_round)
+            self._end_if_converted_wrongly(refused)
             return None, None
         weight = self._sum.weight
         self._optimizer.step(self._sum.close())
         self._sent = ArrayRecord(self._image.model.state_dict())
         means = self._mean_metrics(metrics)
-        means[self.weighted_by_key], means[NUM_REFUSED] = weight, num_refused
+        means[self.weighted_by_key], means[NUM_REFUSED] = weight, len(refused)
         return self._sent, means
 
     def _fold(self, reply: Message, name: str) -> MetricRecord:
-        """Check a reply as a whole, then add it; return its metrics.
+        """Check a reply as a whole, then add it; return its metrics, with the weight among them.
 
         Raises:
-            UpdateRefused: the reply is invalid; nothing of it was added.
+            HeadwaterError: see ``ReplyReader.read``; nothing of the reply was added.
         """
-        if reply.has_error():
-            raise UpdateRefused(f"{name}: the client failed: {(reply.error.reason or '')[:500]}")
-        arrays, metrics = reply.content.array_records, reply.content.metric_records
-        if len(arrays) != 1 or len(metrics) != 1:
-            raise CorruptUpdate(
-                f"{name}: expected one ArrayRecord and one MetricRecord, found {len(arrays)} and "
-                f"{len(metrics)}"
-            )
-        (metric_record,) = metrics.values()
-        weight = _weight(metric_record, self.weighted_by_key, name)
-        self._read(next(iter(arrays.values())), name)
-        self._sum.check(self._values_P, name=name)
-        self._sum.fold(self._values_P, weight)
-        return metric_record
+        metrics, weight = self._replies.read(reply, name)
+        self._sum.check(self._replies.values_P, name=name)
+        self._sum.fold(self._replies.values_P, weight)
+        return MetricRecord({**metrics, self.weighted_by_key: weight})
 
-    def _read(self, arrays: ArrayRecord, name: str) -> None:
-        """Copy a reply's sums into the flat vector."""
-        slots = self._image.layout.trainable
-        unexpected = sorted(arrays.keys() ^ {slot.name for slot in slots})
-        if unexpected:
-            raise CorruptUpdate(
-                f"{name}: the reply's array names differ from the trainable parameters' names: "
-                f"{', '.join(unexpected[:5])}",
-                remedy="reply with GradientSum(model).tensors(), not with the state_dict",
-            )
-        for slot, (start, end) in zip(slots, self._image.layout.spans, strict=True):
-            self._values_P.numpy()[start:end] = _float32_of(arrays[slot.name], slot, name)
+    def _end_if_converted_wrongly(self, refused: list[HeadwaterError]) -> None:
+        """Raise the first refusal that is the app's own fault, if no round has had a step yet."""
+        if self._sent is None:
+            for error in refused:
+                if isinstance(error, EmptyUpdate) or not isinstance(error, UpdateRefused):
+                    raise error
+
+    def _refuse_wrapper(self) -> None:
+        """Refuse Flower's wrappers for differential privacy.
+
+        A wrapper calls the strategy that it holds and leaves no trace in it, so its call is looked
+        for on the stack.
+        """
+        frame = sys._getframe(1)
+        while frame.f_back is not None:
+            frame = frame.f_back
+            caller = frame.f_locals.get("self")
+            if isinstance(caller, WRAPPERS) and caller.strategy is self:
+                raise StrategyWrapped(
+                    f"expected SumOfGradients as the run's strategy, found {type(caller).__name__} "
+                    f"around it, which clips the distance between a reply and the model and adds "
+                    f"noise to the model: a sum of gradients is no model"
+                )
+
+    def _warn_once(self, text: str) -> None:
+        if text not in self._warned_of:
+            self._warned_of.add(text)
+            log.warning("%s", text)
 
     def _mean_metrics(self, metrics: list[MetricRecord]) -> MetricRecord:
         """Return FedAvg's average of the metrics that all replies have; log the other metrics."""
@@ -204,46 +270,3 @@ class SumOfGradients(FedAvg):
             for record in metrics
         ]
         return self.train_metrics_aggr_fn(contents, self.weighted_by_key)
-
-
-def _weight(metrics: MetricRecord, key: str, name: str) -> int:
-    """Return a reply's weight.
-
-    Raises:
-        CorruptUpdate: a metric is a list, NaN or infinite.
-        CountOutOfRange: the weight is missing or not an integer from 1 to 2^53.
-    """
-    for metric, value in metrics.items():
-        if isinstance(value, list) or not math.isfinite(value):
-            raise CorruptUpdate(f"{name}: the metric {metric} must be finite, found {value!r:.80}")
-    weight = metrics.get(key)
-    if weight is None or isinstance(weight, list) or not 1 <= weight <= MAX_WEIGHT or weight % 1:
-        raise CountOutOfRange(
-            f"{name}: {key} must be the weight that the loss was summed over, 1 or more, found "
-            f"{weight!r}"
-        )
-    return int(weight)
-
-
-def _float32_of(array: Array, slot: Slot, name: str) -> NDArray[np.float32]:
-    """Return an array's elements [n], as a view of its bytes.
-
-    The header of ``numpy.save`` is compared, not parsed, so that a reply cannot decide what is
-    allocated or evaluated.
-
-    Raises:
-        CorruptUpdate: it is not float32 of the parameter's shape in C order.
-    """
-    start = 10 + int.from_bytes(array.data[8:10], "little")
-    header = f"{{'descr': '<f4', 'fortran_order': False, 'shape': {slot.shape!r}, }}"
-    fits = (
-        array.data[:8] == b"\x93NUMPY\x01\x00"
-        and array.data[10:start].strip() == header.encode()
-        and len(array.data) - start == 4 * slot.num_elements
-    )
-    if not fits:
-        raise CorruptUpdate(
-            f"{name}: {slot.name} must be float32 {slot.shape} in C order, found {array.dtype} "
-            f"{array.shape} in {len(array.data):,} bytes"
-        )
-    return np.frombuffer(array.data, dtype="<f4", offset=start)

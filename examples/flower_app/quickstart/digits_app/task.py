@@ -7,7 +7,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from headwater.client.flower.gradient_sum import GradientSum
+from headwater import GradientSum
 
 Loader = DataLoader[tuple[Tensor, ...]]
 
@@ -37,18 +37,17 @@ def load_data(partition_id: int, num_partitions: int, batch_size: int) -> tuple[
     return DataLoader(train_set, batch_size, shuffle=True), DataLoader(test_set, batch_size)
 
 
-def train(net: nn.Module, trainloader: Loader) -> tuple[dict[str, Tensor], float]:
+def train(net: nn.Module, trainloader: Loader) -> tuple[GradientSum, float]:
     """Go over the client's examples once; return the summed gradients and the mean loss."""
     criterion = nn.CrossEntropyLoss(reduction="sum")  # Headwater: was the default, the mean
     sums = GradientSum(net)  # Headwater: was optimizer = torch.optim.SGD(...)
     net.train()
-    loss_sum, num_examples = 0.0, 0
+    loss_sum = 0.0
     for images, labels in trainloader:
         loss = criterion(net(images), labels)
-        loss.backward()  # Headwater: no optimizer.zero_grad() before it, no optimizer.step() after
+        sums.backward(loss, len(labels))  # Headwater: was zero_grad(), loss.backward() and step()
         loss_sum += loss.item()
-        num_examples += len(labels)
-    return sums.tensors(), loss_sum / num_examples
+    return sums, loss_sum / sums.weight
 
 
 def test(net: nn.Module, testloader: Loader) -> tuple[float, float]:

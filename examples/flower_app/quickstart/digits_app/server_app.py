@@ -4,7 +4,7 @@ import torch
 from flwr.app import ArrayRecord, Context
 from flwr.serverapp import Grid, ServerApp
 
-from headwater.server.flower.sum_of_gradients import SumOfGradients
+from headwater import SumOfGradients
 
 from .task import Net
 
@@ -17,7 +17,6 @@ def main(grid: Grid, context: Context) -> None:
     # Headwater: was strategy = FedAvg(fraction_evaluate=1.0)
     strategy = SumOfGradients(
         model,
-        optimizer="adam",
         learning_rate=float(context.run_config["learning-rate"]),
         fraction_evaluate=1.0,
     )

@@ -16,15 +16,9 @@ app = ClientApp()
 def train(message: Message, context: Context) -> Message:
     model = _model_of(message)
     trainloader, _ = _loaders(context)
-    gradients, train_loss = train_fn(model, trainloader)
-    num_examples = sum(len(labels) for _, labels in trainloader)
-    content = RecordDict(
-        {
-            "arrays": ArrayRecord(gradients),  # Headwater: was ArrayRecord(model.state_dict())
-            "metrics": MetricRecord({"train_loss": train_loss, "num-examples": num_examples}),
-        }
-    )
-    return Message(content, reply_to=message)
+    sums, train_loss = train_fn(model, trainloader)
+    # Headwater: was a Message with ArrayRecord(model.state_dict()) and the number of examples
+    return sums.reply(message, {"train_loss": train_loss})
 
 
 @app.evaluate()
