@@ -1,8 +1,8 @@
 """Writes a run's models: model.safetensors when the run ends, best.safetensors at its best round.
 
 Each is a plain safetensors file with the record of the run as metadata. The record holds no time
-and no run id, so that equal runs give equal bytes; and no path, address or secret, as the file is
-made to be handed on.
+and no run id, so that equal runs give equal bytes, simulated or over a network; and no path,
+address or secret, as the file is made to be handed on.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from headwater.common.model.trained_model import ModelRecord
 from headwater.common.settings.schema import Settings
 from headwater.common.system.atomic_file import atomic_writer
 
-# The settings that say how the model was trained, and none of where.
-RECORDED = (
-    *("seed", "rounds", "optimizer", "schedule", "plan", "cohort", "secure", "model"),
-    *("evaluation", "partition"),
-)
+# The settings by which a server gets this model and no other, on every way of running.
+RECORDED: dict[str, Any] = {
+    **dict.fromkeys(("seed", "optimizer", "schedule", "plan", "model"), True),
+    "cohort": {"size", "weighting"},
+    "secure": {"aggregation", "ring_bits"},
+}
 
 
 def save_model(
@@ -62,7 +63,7 @@ def save_model(
 
 def recorded_settings(settings: Settings) -> dict[str, Any]:
     """Return the settings that shaped the training, without those that are not set, and paths."""
-    return _without_paths(settings.model_dump(include={*RECORDED}, exclude_none=True))
+    return _without_paths(settings.model_dump(include=RECORDED, exclude_none=True))
 
 
 def _without_paths(tree: dict[str, Any]) -> dict[str, Any]:
