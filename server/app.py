@@ -15,6 +15,7 @@ from headwater.server.rounds.observer import Observer, Observers
 from headwater.server.rounds.round_loop import NO_OBSERVER, OnRound, run
 from headwater.server.rounds.round_row import RoundRow
 from headwater.server.rounds.run_state import Training
+from headwater.server.tracking.trackers import trackers
 
 # Flower's engines show only the loggers that descend from Flower's own.
 flower_log = logging.getLogger("flwr.headwater")
@@ -31,9 +32,10 @@ def server_app(
         settings = from_run_config(context.run_config)
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
+        tracking = trackers(settings)
         training = Training(settings, run_id=context.run_id)
         fleet = GridFleet(grid)
-        observers = Observers(RoundLog(), observer)
+        observers = Observers(RoundLog(), *tracking, observer)
         run(training, fleet, on_round=on_round, resume=resume, observer=observers)
 
     return app

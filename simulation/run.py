@@ -19,6 +19,7 @@ from headwater.server.operations.round_log import RoundLog
 from headwater.server.rounds.observer import Observer, Observers
 from headwater.server.rounds.round_loop import NO_OBSERVER, OnRound, run
 from headwater.server.rounds.run_state import Training
+from headwater.server.tracking.trackers import trackers
 from headwater.simulation.engines.in_process import LocalFleet
 from headwater.simulation.engines.planning_cache import cached_decisions
 from headwater.simulation.fleet.fleet_spec import with_fleet
@@ -67,11 +68,12 @@ def _run_in_process(
 ) -> None:
     """Run the rounds with direct calls to the devices; Flower is not loaded."""
     settings, run_id = with_fleet(settings), secrets.randbits(62)
+    tracking = trackers(settings)
     training = Training(settings, run_id=run_id, decisions=cached_decisions())
     fleet = LocalFleet(settings, run_id=run_id)
     keep_freed_memory()
     with contextlib.closing(fleet), _rare_collections():
-        observers = Observers(RoundLog(), observer)
+        observers = Observers(RoundLog(), *tracking, observer)
         run(training, fleet, on_round=on_round, resume=resume, observer=observers)
 
 

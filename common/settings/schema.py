@@ -441,6 +441,13 @@ class Settings(Branch):
         panel=RUN,
         short=True,
     )
+    track: Annotated[str, Unit("mlflow|wandb|FILE.py:CLASS")] | None = setting(
+        None,
+        "record the run with MLflow or Weights & Biases, or with an observer of your own "
+        "(docs/extend.md)",
+        on=RUNS,
+        panel=RUN,
+    )
     check_task: bool = setting(
         True,
         "test on real examples that the task's loss is a sum",

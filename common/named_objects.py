@@ -1,0 +1,104 @@
+"""Finds what a setting names by its import path: an optimizer, a client algorithm, an observer.
+
+``FILE.py:Name`` names something in a file, ``package.module:Name`` something in a module that
+Python can import. The name of an object that a Python caller gave stands for that object
+(``common.run_scope``).
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from headwater.common.errors import SettingsError, UnknownTask
+from headwater.common.run_scope import object_named
+from headwater.common.user_code import described
+
+
+def find_named(spec: str, *, what: str) -> Any:
+    """Return the object that a spec names; ``what`` it should be, for errors.
+
+    Raises:
+        SettingsError: there is no such file, module or name, or the import fails.
+    """
+    given = object_named(spec)
+    if given is not None:
+        return given
+    place, colon, name = spec.rpartition(":")
+    if not colon or not place or not name:
+        raise SettingsError(
+            f"expected the {what} as FILE.py:Name or package.module:Name, found {spec!r}",
+            remedy="give its file or module, and its name in there",
+        )
+    try:
+        module = _module(place)
+    except UnknownTask as error:
+        raise SettingsError(f"the {what} {spec}: {error}", remedy=error.remedy) from error
+    if not hasattr(module, name):
+        raise SettingsError(
+            f"the {what} {spec}: {place} has no {name}", remedy="correct the name after the colon"
+        )
+    return getattr(module, name)
+
+
+def constructed(spec: str, arguments: Mapping[str, Any], *, what: str) -> Any:
+    """Return the object that a spec names; a class is constructed with these arguments.
+
+    Raises:
+        SettingsError: as ``find_named``; the class lacks an argument or raises; or there are
+            arguments for an object that is constructed already.
+    """
+    found = find_named(spec, what=what)
+    if not isinstance(found, type):
+        if arguments:
+            raise SettingsError(
+                f"the {what} {spec} is no class, and takes no argument {', '.join(arguments)}",
+                remedy="leave the arguments out, or name its class",
+            )
+        return found
+    check_arguments(found, arguments, what=f"the {what} {spec}")
+    try:
+        return found(**arguments)
+    except SettingsError:
+        raise
+    except Exception as error:
+        raise SettingsError(
+            f"the {what} {spec} cannot be constructed: {described(error)}",
+            remedy="correct the class or its arguments",
+        ) from error
+
+
+def check_arguments(function: Any, arguments: Mapping[str, Any], *, what: str) -> None:
+    """Check that a class or function has these arguments.
+
+    Raises:
+        SettingsError: it lacks one.
+    """
+    parameters = inspect.signature(function).parameters
+    if any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values()):
+        return
+    unknown = sorted(set(arguments) - set(parameters))
+    if unknown:
+        raise SettingsError(
+            f"{what} has no argument {', '.join(unknown)}",
+            remedy=f"it has: {', '.join(parameters) or 'none'}",
+        )
+
+
+def _module(place: str) -> Any:
+    from headwater.common.task import _import_file
+
+    if place.endswith(".py"):
+        path = Path(place)
+        if not path.is_file():
+            raise UnknownTask(f"there is no file {place}", remedy="correct the path")
+        return _import_file(path.resolve())
+    try:
+        return importlib.import_module(place)
+    except Exception as error:
+        raise UnknownTask(
+            f"{place} cannot be imported: {described(error)}", remedy="install or correct it"
+        ) from error
