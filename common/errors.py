@@ -40,9 +40,9 @@ class SettingsError(HeadwaterError):
     remedy = "see --help-all for the flags, and docs/settings.md for the settings file"
     exit_status = 2
 class UnknownTask(SettingsError):
-    """The task file, or the class in it, does not exist or cannot be imported."""
+    """The task's file, module or class does not exist or cannot be imported."""
     is_private = True
-    remedy = "name it as --task path/to/my_task.py:MyTask"
+    remedy = "name it as --task path/to/my_task.py:MyTask, or package.module:MyTask"
 class MissingData(SettingsError):
     """The data path does not exist or cannot be read."""
     is_private = True

@@ -1,4 +1,4 @@
-"""The task that a user writes: its interface, loading its file, and calling it safely.
+"""The task that a user writes: its interface, making one, and calling it safely.
 
 A task builds the model, opens a device's private examples and sums a loss. Its file imports torch
 and nothing of this project. Training relies on that sum being additive, so
@@ -7,21 +7,17 @@ and nothing of this project. Training relies on that sum being additive, so
 
 from __future__ import annotations
 
-import importlib.util
-import logging
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol, cast, runtime_checkable
 
 from torch import Tensor, nn
 
-from headwater.common.errors import EmptyDataset, MissingData, TaskError, TaskFailed, UnknownTask
+from headwater.common.errors import EmptyDataset, MissingData, TaskError, TaskFailed
 from headwater.common.run_scope import object_named
 from headwater.common.streams import as_examples
+from headwater.common.task_spec import METHODS, find_task_class
 from headwater.common.user_code import described, running
-
-log = logging.getLogger(__name__)
 
 Metrics = dict[str, float]
 LossSum = tuple[Tensor, int] | tuple[Tensor, int, Mapping[str, Any]]
@@ -59,20 +55,19 @@ class Task(Protocol):
 
 
 def load_task(spec: str) -> Task:
-    """Load ``FILE.py:Class`` and construct one instance, or return the caller's object.
+    """Load the class that a spec names and construct one instance, or return the caller's object.
 
     The name of an object that a Python caller gave (``common.run_scope``) stands for that
-    object; a class is constructed. A relative FILE is searched in the working folder, then next to
-    the installed packages.
+    object; a class is constructed. Any other spec is one of ``common.task_spec``.
 
     Raises:
-        UnknownTask: no such file, no such class, or the file fails to import.
+        UnknownTask: there is no such file, module or class, or its import fails.
         TaskError: the class cannot be constructed without arguments, or lacks a method of ``Task``.
     """
     given = object_named(spec)
     if given is not None and not isinstance(given, type):
         return _checked(given, spec)
-    task_class = _class_named(spec) if given is None else given
+    task_class = find_task_class(spec) if given is None else given
     try:
         task = task_class()
     except Exception as error:
@@ -81,51 +76,10 @@ def load_task(spec: str) -> Task:
 
 
 def _checked(task: object, spec: str) -> Task:
-    missing = [m for m in ("new_model", "train_examples", "loss_sum") if not hasattr(task, m)]
+    missing = [method for method in METHODS if not hasattr(task, method)]
     if missing:
         raise TaskError(f"the task {spec} has no method {', '.join(missing)}")
     return cast(Task, task)
-
-
-def _class_named(spec: str) -> type:
-    file_name, separator, class_name = spec.rpartition(":")
-    if not separator or not file_name or not class_name:
-        raise UnknownTask(f"expected FILE.py:Class, found {spec!r}")
-    path = Path(file_name)
-    if not path.is_absolute() and not path.exists():
-        path = Path(__file__).resolve().parent.parent / file_name
-    if not path.is_file():
-        raise UnknownTask(f"there is no task file {file_name}")
-    task_class = getattr(_import_file(path.resolve()), class_name, None)
-    if not isinstance(task_class, type):
-        raise UnknownTask(f"{file_name} has no class {class_name}")
-    return task_class
-
-
-def _import_file(path: Path) -> Any:
-    name = f"headwater_task_{path.stem}"
-    loaded = sys.modules.get(name)
-    if loaded is not None and getattr(loaded, "__file__", None) == str(path):
-        return loaded
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise UnknownTask(f"{path} is not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    # First, so that the task's own common.py is found and not a folder of that name in the
-    # working folder; afterwards last, so that its files hide no module that is imported later.
-    folder = str(path.parent)
-    sys.path.insert(0, folder)
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        del sys.modules[name]
-        raise UnknownTask(f"{path} cannot be imported: {described(error)}") from error
-    finally:
-        sys.path.remove(folder)
-        if folder not in sys.path:
-            sys.path.append(folder)
-    return module
 
 
 def open_train_examples(task: Task, *, data: Path | None, part: int, num_parts: int) -> Examples:
@@ -146,8 +100,8 @@ def open_train_examples(task: Task, *, data: Path | None, part: int, num_parts: 
         error = failed.__cause__
         if not isinstance(error, OSError | ValueError):
             raise
-        name = type(task).__name__
-        raise MissingData(f"the task {name} found no data: {described(error)}") from error
+        name, where = type(task).__name__, "" if data is None else f" in {data}"
+        raise MissingData(f"the task {name} found no data{where}: {described(error)}") from error
     if len(examples) == 0:
         source = f"in {data}" if data is not None else f"as part {part} of {num_parts}"
         raise EmptyDataset(f"the task {type(task).__name__} found no example {source}")

@@ -107,23 +107,6 @@ def test_a_task_is_loaded_by_file_and_class(task_file: Path) -> None:
     assert type(load_task(f"{task_file}:Good")).__name__ == "Good"
 
 
-@pytest.mark.parametrize("spec", ["Good", "my_task.py", ":Good", "my_task.py:", ""])
-def test_a_spec_without_file_and_class_is_an_unknown_task(spec: str) -> None:
-    with pytest.raises(UnknownTask, match=r"expected FILE\.py:Class"):
-        load_task(spec)
-
-
-def test_a_missing_task_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UnknownTask, match=r"there is no task file .*absent\.py"):
-        load_task(f"{tmp_path}/absent.py:Good")
-
-
-@pytest.mark.parametrize("name", ["Absent", "__file__"])
-def test_a_missing_class_is_named(task_file: Path, name: str) -> None:
-    with pytest.raises(UnknownTask, match=f"has no class {name}"):
-        load_task(f"{task_file}:{name}")
-
-
 @pytest.mark.parametrize("name", ["NeedsMore", "Fails"])
 def test_a_class_that_cannot_be_constructed_is_a_task_error(task_file: Path, name: str) -> None:
     with pytest.raises(TaskError, match=name):
@@ -133,14 +116,6 @@ def test_a_class_that_cannot_be_constructed_is_a_task_error(task_file: Path, nam
 def test_missing_methods_are_named(task_file: Path) -> None:
     with pytest.raises(TaskError, match="no method train_examples, loss_sum"):
         load_task(f"{task_file}:Unfinished")
-
-
-@pytest.mark.parametrize("text", ["def (", "import nowhere_to_be_found", "1 / 0"])
-def test_a_file_that_fails_to_import_is_an_unknown_task(tmp_path: Path, text: str) -> None:
-    file = tmp_path / "broken.py"
-    file.write_text(text)
-    with pytest.raises(UnknownTask, match="cannot be imported"):
-        load_task(f"{file}:Good")
 
 
 def test_a_file_that_is_not_python_is_an_unknown_task(tmp_path: Path) -> None:

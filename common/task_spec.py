@@ -1,0 +1,190 @@
+"""Finds the class that ``--task`` names.
+
+``FILE.py:Class`` names a class of a file, ``package.module:Class`` one of a module, in the working
+folder or installed. Without ``:Class`` it is the only task in there.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+import sys
+from collections.abc import Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from headwater.common.errors import UnknownTask
+from headwater.common.example_files import existing_or_bundled
+from headwater.common.task_import import (
+    explained,
+    import_task_module,
+    module_of_file,
+    module_of_name,
+)
+
+METHODS = ("new_model", "train_examples", "loss_sum")
+FORMS = "path/to/my_task.py:MyTask or package.module:MyTask"
+MAX_NAMES = 8
+
+
+def find_task_class(spec: str) -> type[Any]:
+    """Import what a spec names and return its class.
+
+    Raises:
+        UnknownTask: no such file, module or class; the import fails; or the spec names no class,
+            and there is none or more than one.
+    """
+    place, class_name = split_spec(spec)
+    if _is_path(place):
+        module = import_task_module(module_of_file(_existing_file(place)))
+    else:
+        module = _import_named(place)
+    return _class_in(module, place, class_name)
+
+
+def split_spec(spec: str) -> tuple[str, str | None]:
+    """Return the file or module of a spec, and its class if it names one.
+
+    Raises:
+        UnknownTask: one of them is empty.
+    """
+    place, colon, class_name = spec.rpartition(":")
+    if not colon or "/" in class_name or "\\" in class_name:  # the colon of a Windows drive
+        place, colon, class_name = spec, "", ""
+    if not place or (colon and not class_name):
+        raise UnknownTask(f"expected FILE.py:Class or package.module:Class, found {spec!r}")
+    return place, class_name or None
+
+
+def name_of(spec: str) -> str:
+    """Return a short name for a spec: its class, or else its file or module."""
+    place, class_name = split_spec(spec)
+    return class_name or (Path(place).stem if _is_path(place) else place.rpartition(".")[2])
+
+
+def source_file(spec: str) -> Path | None:
+    """Return the file that a spec names, without importing it; None if there is none."""
+    place, _ = split_spec(spec)
+    if _is_path(place):
+        file = existing_or_bundled(Path(place).expanduser())
+        return file if file.is_file() else None
+    module = module_of_name(place)
+    return None if module is None or not module.file.is_file() else module.file
+
+
+def _is_path(place: str) -> bool:
+    names = place.split(".")
+    return not all(map(str.isidentifier, names)) or names[1:] == ["py"]
+
+
+def _existing_file(place: str) -> Path:
+    path = existing_or_bundled(Path(place).expanduser())
+    if path.is_file():
+        if path.suffix != ".py":
+            raise UnknownTask(f"{place} is not a Python file")
+        return path.resolve()
+    if path.is_dir():
+        raise _is_folder(place, path)
+    folder = path.parent
+    files = _python_files(folder)
+    where = "" if path.is_absolute() else f" in {Path.cwd()}"
+    if not folder.is_dir():
+        where += f": there is no folder {path.parent}"
+    near = get_close_matches(path.name, files, n=1, cutoff=0.7)
+    found = f"; did you mean {path.parent / near[0]}?" if near else _listed("there is", files)
+    raise UnknownTask(f"there is no task file {place}{where}{found}")
+
+
+def _is_folder(place: str, folder: Path) -> UnknownTask:
+    return UnknownTask(f"{place} is a folder, not a task{_listed('it has', _python_files(folder))}")
+
+
+def _python_files(folder: Path) -> list[str]:
+    return sorted(one.name for one in folder.glob("*.py")) if folder.is_dir() else []
+
+
+def _import_named(name: str) -> ModuleType:
+    """Import a module by its dotted name.
+
+    Raises:
+        UnknownTask: there is no such module, or its import fails.
+    """
+    module = module_of_name(name)
+    try:
+        if module is not None:
+            if module.file.name == "__init__.py" and not module.file.exists():
+                raise _is_folder(name, module.file.parent)
+            return import_task_module(module)
+        with explained(Path(name)):
+            return importlib.import_module(name)
+    except UnknownTask as error:
+        missing = getattr(error.__cause__, "name", None)
+        is_itself = isinstance(error.__cause__, ModuleNotFoundError) and (
+            missing == name or name.startswith(f"{missing}.")
+        )
+        if not is_itself:
+            raise
+        raise _no_module(name) from error
+
+
+def _no_module(name: str) -> UnknownTask:
+    parent, _, last = name.rpartition(".")
+    folders = getattr(sys.modules.get(parent), "__path__", ()) if parent else [str(Path.cwd())]
+    names = [one.name for one in pkgutil.iter_modules(folders)]
+    near = get_close_matches(last, names, n=1)
+    full = ".".join(filter(None, (parent, near[0]))) if near else ""
+    return UnknownTask(
+        f"there is no module {name} in {Path.cwd()}, and none is installed"
+        + (f"; did you mean {full}?" if near else ""),
+        remedy=f"start in the folder that has it, or install its package; --task takes {FORMS}",
+    )
+
+
+def _class_in(module: ModuleType, place: str, class_name: str | None) -> type[Any]:
+    tasks = _tasks_in(module)
+    if class_name is None:
+        if len(tasks) == 1:
+            return tasks[0]
+        names = [one.__name__ for one in tasks]
+        if not tasks:
+            raise UnknownTask(
+                f"{place} has no task: no class in it has the methods {', '.join(METHODS)}",
+                remedy="see docs/task.md for a whole task",
+            )
+        raise UnknownTask(
+            f"{place} has {len(tasks)} tasks: {', '.join(names[:MAX_NAMES])}",
+            remedy=f"choose one of them, as in --task {place}:{names[0]}",
+        )
+    found = getattr(module, class_name, None)
+    if isinstance(found, type):
+        return found
+    if found is not None:
+        raise UnknownTask(f"{place} has no class {class_name}: it is a {type(found).__name__}")
+    classes = [name for name, one in vars(module).items() if isinstance(one, type)]
+    near = get_close_matches(class_name, classes, n=1)
+    candidates = _listed("its tasks:", [one.__name__ for one in tasks])
+    did_you_mean = f"; did you mean {near[0]}?" if near else candidates
+    raise UnknownTask(f"{place} has no class {class_name}{did_you_mean}")
+
+
+def _tasks_in(module: ModuleType) -> list[type[Any]]:
+    """Return the classes with a task's methods that a module itself defines."""
+    return [
+        one
+        for one in vars(module).values()
+        if isinstance(one, type)
+        and one.__module__ == module.__name__
+        and not one.__name__.startswith("_")
+        and not inspect.isabstract(one)
+        and all(hasattr(one, method) for method in METHODS)
+    ]
+
+
+def _listed(title: str, names: Sequence[str]) -> str:
+    if not names:
+        return ""
+    more = ", ..." if len(names) > MAX_NAMES else ""
+    return f"; {title} {', '.join(names[:MAX_NAMES])}{more}"
