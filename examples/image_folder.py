@@ -7,11 +7,18 @@ has GroupNorm, since BatchNorm would mix the examples of a batch. Try it::
     headwater-simulate --task examples/image_folder.py:ImageFolder --clients 20 --optimizer adam \
         --learning-rate 0.003
 
-For pictures of your own copy this file and change ``CLASSES`` and ``SIDE``. Without --data the
-devices share scikit-learn's handwritten digits.
+Without --data the devices share scikit-learn's handwritten digits. With it each opens a folder of
+its own. Run as a module, this file writes some of the digits into three such folders::
+
+    python -m headwater.examples.image_folder photos
+    headwater-simulate --task examples/image_folder.py:ImageFolder --data 'photos/*'
+    headwater-client check --task examples/image_folder.py:ImageFolder --data photos/device1
+
+For pictures of your own copy this file and change ``CLASSES`` and ``SIDE``.
 """
 
 import logging
+import sys
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -155,3 +162,17 @@ def _shuffled_digits() -> tuple[list[int], int]:
     num_digits = len(_digits()[1])
     shuffle = np.random.default_rng(SPLIT_SEED).permutation(num_digits)
     return shuffle.tolist(), int(num_digits * TEST_FRACTION)
+
+
+def write_folders(folder: Path, num_folders: int = 3, num_pictures: int = 300) -> None:
+    """Write digits that are not for tests as PNG files: a folder a device, in it one a class."""
+    images, labels = _digits()
+    shuffle, num_test = _shuffled_digits()
+    for number, row in enumerate(shuffle[num_test : num_test + num_pictures]):
+        below = folder / f"device{number % num_folders + 1}" / CLASSES[labels[row]]
+        below.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(images[row]).save(below / f"{row}.png")
+
+
+if __name__ == "__main__":
+    write_folders(Path(sys.argv[1]))

@@ -6,13 +6,19 @@ from what is publicly known of each column (an age lies between 0 and 120), neve
 own rows. Those below are the ones that the data set's own description publishes::
 
     headwater-simulate --task examples/tabular_csv.py:TabularCsv --clients 20
-    headwater-client --task examples/tabular_csv.py:TabularCsv --data patients.csv
 
-For another table copy this file and change ``RANGES`` and ``CLASSES``. Without --data the devices
-share the breast-cancer table that scikit-learn ships.
+Without --data the devices share the breast-cancer table that scikit-learn ships. With it each opens
+a file of its own. Run as a module, this file writes some of the table as five such files::
+
+    python -m headwater.examples.tabular_csv devices
+    headwater-simulate --task examples/tabular_csv.py:TabularCsv --data 'devices/*.csv'
+    headwater-client check --task examples/tabular_csv.py:TabularCsv --data devices/device1.csv
+
+For another table copy this file and change ``RANGES`` and ``CLASSES``.
 """
 
 import csv
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -145,3 +151,22 @@ def _numbers(
     if row[-1] not in names:
         raise ValueError(f"{where}: the label must be one of {CLASSES}, found {row[-1]!r}")
     return numbers, names.index(row[-1]) % len(CLASSES)
+
+
+def write_files(folder: Path, num_files: int = 5) -> None:
+    """Write the rows that are not for tests to CSV files, the n-th n times as long as the first."""
+    columns, labels = load_breast_cancer(return_X_y=True)
+    shuffle = np.random.default_rng(SPLIT_SEED).permutation(len(labels))
+    rows = shuffle[int(len(labels) * TEST_FRACTION) :]
+    ends = np.cumsum(np.arange(num_files + 1)) * len(rows) // (num_files * (num_files + 1) // 2)
+    folder.mkdir(parents=True, exist_ok=True)
+    for number in range(1, num_files + 1):
+        with (folder / f"device{number}.csv").open("w", newline="", encoding="utf-8") as file:
+            lines = csv.writer(file)
+            lines.writerow([*RANGES, "label"])
+            for row in rows[ends[number - 1] : ends[number]]:
+                lines.writerow([*columns[row], CLASSES[labels[row]]])
+
+
+if __name__ == "__main__":
+    write_files(Path(sys.argv[1]))

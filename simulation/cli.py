@@ -39,8 +39,9 @@ def simulate(
     ones that run over the network. With K set and one thread a simulated run gives the same model
     as a real one, bit for bit; for more than 32 devices use --compute one-by-one.
 
-    Try it: headwater-simulate --task examples/digits.py:Digits \
-        --optimizer adam --learning-rate 0.01
+    Without --task the bundled examples/digits.py:Digits is trained.
+
+    Try it: headwater-simulate --optimizer adam --learning-rate 0.01
     """
     if context.invoked_subcommand is None:
         settings = read_settings(context, config, resume=resume, verbose=verbose)
@@ -119,10 +120,12 @@ def sweep(
 
 
 def _simulate(settings: Settings, *, resume: bool, is_only_shown: bool) -> None:
-    from headwater.common.settings.sources import default_out
+    from headwater.common.settings.sources import default_out, with_default_task
+    from headwater.common.task_spec import find_task_class
     from headwater.simulation.fleet.fleet_spec import with_fleet
 
-    settings = with_fleet(settings)
+    settings = with_fleet(with_default_task(settings))
+    find_task_class(str(settings.task))  # an error in it comes before anything else
     if is_only_shown:
         from headwater.simulation.reports.partition_table import show_partition
 
@@ -136,7 +139,7 @@ def _simulate(settings: Settings, *, resume: bool, is_only_shown: bool) -> None:
     fleet = settings.simulation.fleet
     where = f"{settings.simulation.clients} simulated devices"
     print_settings(settings, where=where if fleet is None else f"{where} of {fleet.name}")
-    if settings.partition.kind != "task":
+    if settings.partition.kind != "task" or settings.simulation.data is not None:
         from headwater.simulation.reports.partition_table import announce_partition
 
         announce_partition(settings)
@@ -153,6 +156,7 @@ def _print_summary(settings: Settings) -> None:
     from headwater.common.system.console import print_titled
     from headwater.server.operations.round_log import read_rows
     from headwater.simulation.fleet.fleet_spec import fleet_spec
+    from headwater.simulation.fleet.identities import identities_of
     from headwater.simulation.reports.fault_summary import fault_lines
     from headwater.simulation.reports.fleet_summary import idle_line, memory_line, peak_memory
     from headwater.simulation.reports.session_aborts import sessions_line
@@ -162,7 +166,12 @@ def _print_summary(settings: Settings) -> None:
     if settings.simulation.dropout and settings.secure.aggregation != "off":
         lines.append(("sessions", sessions_line(rows, settings)))
     if settings.simulation.fleet is not None:
-        peak = peak_memory(rows, lambda name: fleet_spec(settings).device(int(name)).memory_bytes)
+        devices, part_of = fleet_spec(settings), identities_of(settings).part
+
+        def memory_of(name: str) -> int:
+            return devices.device(part_of(name)).memory_bytes
+
+        peak = peak_memory(rows, memory_of)
         lines.append(("idle", idle_line(rows)))
         lines += [] if peak is None else [("memory", memory_line(peak))]
     print_titled([*lines, *fault_lines(rows, settings)])

@@ -23,7 +23,7 @@ class ClientDatasets:
     """The data sets of all clients of a process; caches the whole data set and one partition."""
 
     def __init__(self, task: Task) -> None:
-        self._task = task
+        self.task = task
         self._whole = lru_cache(maxsize=1)(self._open_whole)
         self._partition = lru_cache(maxsize=1)(self._compute)
 
@@ -37,7 +37,7 @@ class ClientDatasets:
             MissingColumn, NoSuchPartition: see ``partition``.
         """
         if rule is None:
-            return open_train_examples(self._task, data=data, part=part, num_parts=num_parts)
+            return open_train_examples(self.task, data=data, part=part, num_parts=num_parts)
         partition = self.partition(rule, data=data, num_parts=num_parts)
         if not 0 <= part < num_parts:
             raise NoSuchPartition(
@@ -62,10 +62,10 @@ class ClientDatasets:
         """
         from headwater.common.data.columns import column_of
 
-        return column_of(self._task, self._whole(data), name)
+        return column_of(self.task, self._whole(data), name)
 
     def _open_whole(self, data: Path | None) -> Examples:
-        return open_train_examples(self._task, data=data, part=0, num_parts=1)
+        return open_train_examples(self.task, data=data, part=0, num_parts=1)
 
     def _compute(self, rule: PartitionRule, data: Path | None, num_parts: int) -> Partition:
         # Imported here: a device whose task splits its own data never needs it.

@@ -378,7 +378,14 @@ class SimulationSettings(Branch):
 
     clients: Count = setting(
         100,
-        "simulated devices; with a fleet, as many as its file has",
+        "simulated devices; with a fleet or own data, as many as there are",
+        on="simulate sweep",
+        short=True,
+    )
+    data: Annotated[str, Unit("PATTERN")] | tuple[str, ...] | None = setting(
+        None,
+        "the devices' own data, a file or folder each: 'devices/*.csv', in quotes; with "
+        "--partition the one data set to split (docs/data.md)",
         on="simulate sweep",
         short=True,
     )
@@ -414,7 +421,12 @@ class Settings(Branch):
     """The whole tree."""
 
     task: Annotated[str, Unit("FILE.py:Class")] | None = setting(
-        None, "file and class of your task", on=f"{ALL} sweep", panel=TASK, short=True
+        None,
+        "your task: FILE.py:Class or package.module:Class; the simulator without one trains the "
+        "bundled digits",
+        on=f"{ALL} sweep",
+        panel=TASK,
+        short=True,
     )
     seed: int = setting(
         0,

@@ -19,9 +19,12 @@ from pydantic_core import ErrorDetails
 from headwater.common.errors import SettingsError
 from headwater.common.settings.introspection import all_settings, branches
 from headwater.common.settings.schema import SETTINGS_FILE, Settings
+from headwater.common.task_spec import name_of
 
 COMMAND_LINE = "the command line"
 MAX_SHOWN = 10
+# What `headwater-simulate` runs without --task.
+DEFAULT_TASK = "headwater.examples.digits:Digits"
 
 # Settings of earlier versions: the value without effect, and what to use instead.
 REMOVED: dict[str, tuple[Any, str]] = {
@@ -83,9 +86,25 @@ def load_run(
     return load(config, overrides, source=source)
 
 
+def with_default_task(settings: Settings) -> Settings:
+    """Return a simulation's settings, with the bundled example as the task if none is set.
+
+    Raises:
+        SettingsError: the devices have data of their own, which the example would not open.
+    """
+    if settings.task is not None:
+        return settings
+    if settings.simulation.data is not None:
+        raise SettingsError(
+            "--data is set and no task, which would open it",
+            remedy="name the task with --task FILE.py:Class",
+        )
+    return settings.model_copy(update={"task": DEFAULT_TASK})
+
+
 def default_out(settings: Settings) -> Path:
     """Return ``runs/TASK-TIME``, a new folder for a run without --out."""
-    task = (settings.task or "run").rpartition(":")[2].lower()
+    task = "run" if settings.task is None else name_of(settings.task).lower()
     return Path("runs") / f"{task}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 

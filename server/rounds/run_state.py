@@ -120,8 +120,8 @@ class Training:
         for key, saved_value in progress.asked.items():
             if chosen[key] != saved_value:
                 raise SettingsError(
-                    f"the run in {folder} was started with {key} = {saved_value!r}, not "
-                    f"{chosen[key]!r}: the devices would take other examples",
+                    f"the run in {folder} was started with {key} = {saved_value!r:.200}, not "
+                    f"{chosen[key]!r:.200}: the devices would take other examples",
                     remedy="resume with the run's own settings: --resume --out DIR alone",
                 )
         self.image.bytes_U8.copy_(image_U8)
@@ -146,6 +146,7 @@ class Training:
             "seed": chosen.seed,
             "task": chosen.task,
             "simulation.clients": chosen.simulation.clients,
+            "simulation.data": chosen.simulation.model_dump(mode="json")["data"],
             "held_out_fraction": held_out_fraction(chosen.evaluation),
         }
 

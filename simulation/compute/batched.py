@@ -60,8 +60,8 @@ class VectorsTooLarge(UnsupportedBatch):
 class BatchedCompute:
     """Computes the devices of a round together; see ``simulation.fleet.devices.Compute``."""
 
-    def __init__(self, devices: Devices, *, with_norms: bool) -> None:
-        """Test it on a device's first examples.
+    def __init__(self, devices: Devices, *, first: int, with_norms: bool) -> None:
+        """Test it on the first examples of device number ``first``.
 
         Raises:
             UnsupportedBatch: the task, its model or its batches cannot be computed together.
@@ -74,12 +74,12 @@ class BatchedCompute:
         self._examples = ExampleRows(trainer.task, most_held=devices.cache_size)
         self._model = PerExampleModel(trainer.task, trainer.image, self._examples)
         self._at_once = MAX_AT_ONCE
-        memory_line = devices.hardware(0, round_number=1).memory.line
+        memory_line = devices.hardware(first, round_number=1).memory.line
         if memory_line is not None and memory_line.each:
             self._at_once = int(min(max(PASS_BYTES / memory_line.each, 1), MAX_AT_ONCE))
         self._max_vectors = VECTORS_BYTES // (4 * trainer.image.layout.num_parameters)
         self._layers: LinearLayers | None = None
-        loss, rows = check_sums(trainer, devices.identity(0), self._model, self._examples)
+        loss, rows = check_sums(trainer, devices.identity(first), self._model, self._examples)
         if not with_norms:
             return
         if devices.settings.plan.precision == "float32":

@@ -33,8 +33,10 @@ log = logging.getLogger(__name__)
 MAX_ONE_BY_ONE = 32
 
 
-def compute_of(settings: Settings, devices: Devices) -> Compute:
+def compute_of(settings: Settings, devices: Devices, *, first: int = 0) -> Compute:
     """Return the mode that the settings name, or the fastest that gives what the rounds need.
+
+    It is tried on device number ``first``.
 
     Raises:
         SettingsError: the named mode cannot compute this task or these settings.
@@ -52,7 +54,7 @@ def compute_of(settings: Settings, devices: Devices) -> Compute:
             raise UnsupportedBatch("each device's local steps need a model of its own")
         if plan.follow_noise_scale and not with_norms:
             raise UnsupportedBatch("the noise scale needs each device's own norms")
-        batched = BatchedCompute(devices, with_norms=with_norms)
+        batched = BatchedCompute(devices, first=first, with_norms=with_norms)
     except UnsupportedBatch as reason:
         if chosen != "auto" and not isinstance(reason, VectorsTooLarge):
             raise SettingsError(

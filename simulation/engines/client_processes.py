@@ -23,6 +23,7 @@ from typing import Any, Self
 
 from headwater.common.errors import ConnectionLost, error_of
 from headwater.common.settings.schema import Settings
+from headwater.simulation.fleet.identities import identities_of
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +48,7 @@ class ClientProcesses:
         """The devices that the server has refused."""
         self.state_folder = folder / STATE
         self._folder = folder
+        self._identities = identities_of(settings)
         self._ended: dict[int, int] = {}
         self._unread = b""
         with (folder / FORK_SERVER_LOG).open("ab") as own_log:
@@ -97,7 +99,8 @@ class ClientProcesses:
     def dismiss(self, part: int) -> None:
         """Record that the server has refused a device, which may therefore end."""
         self.dismissed.add(part)
-        log.warning("device %d is refused; its log is %s", part, self._log_of(part))
+        name = self._identities.name(part)
+        log.warning("device %s is refused; its log is %s", name, self._log_of(part))
 
     def check(self) -> None:
         """Check that every device's process is alive.
@@ -110,7 +113,8 @@ class ClientProcesses:
         for part in self._ended.keys() - self.dismissed:
             file = self._log_of(part)
             raise ConnectionLost(
-                f"the process of device {part} {_describe(self._ended[part])}{_last_line(file)}",
+                f"the process of device {self._identities.name(part)} "
+                f"{_describe(self._ended[part])}{_last_line(file)}",
                 remedy=f"see {file}; fewer --clients take less memory",
             )
         if self._fork_server.poll() is not None and not self._ended:
@@ -122,7 +126,7 @@ class ClientProcesses:
             )
 
     def _log_of(self, part: int) -> Path:
-        return self._folder / f"{part}.log"
+        return self._folder / f"{self._identities.name(part)}.log"
 
     def _send(self, order: dict[str, Any]) -> None:
         with contextlib.suppress(

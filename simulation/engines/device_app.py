@@ -29,6 +29,7 @@ from headwater.common.settings.schema import Settings
 from headwater.simulation.engines.shared_round import SharedRound
 from headwater.simulation.fleet.faults import STAGES, TRAIN, falsifications, falsify
 from headwater.simulation.fleet.fleet_spec import FleetSpec, fleet_spec
+from headwater.simulation.fleet.identities import identities_of
 from headwater.simulation.fleet.random_events import at_round, vanishes_at
 from headwater.simulation.fleet.virtual_hardware import virtual_hardware
 
@@ -55,9 +56,9 @@ class TrainAttempt:
         return first is not None and STAGES.index(message_type) >= STAGES.index(first)
 
 
-def vanished_reply(part: int, message: Message) -> Message:
+def vanished_reply(name: str, message: Message) -> Message:
     """Return the error that the server receives in place of a vanished device's reply."""
-    lost = ConnectionLost(f"device {part} has vanished")
+    lost = ConnectionLost(f"device {name} has vanished")
     return Message(records.to_flower_error(lost, is_same_process=True), reply_to=message)
 
 
@@ -81,7 +82,8 @@ def falsified_reply(
             replace_batch_norm=settings.model.replace_batch_norm,
             check_task=settings.check_task,
         )
-        pending = pending_in(trainer.accumulator).get(run_id, str(part)).update
+        name = identities_of(settings).name(part)
+        pending = pending_in(trainer.accumulator).get(run_id, name).update
         pending.values_P.copy_(falsify(pending.values_P, faults, moment))
         return reply
     update = records.read_update(reply.content)
@@ -92,6 +94,7 @@ def falsified_reply(
 def process_app(settings: Settings, part: int, shared_round: SharedRound) -> ClientApp:
     """Return the app of one device with a process of its own (``--engine grpc``)."""
     inner, fleet = client_app(virtual_hardware), fleet_spec(settings)
+    own_name = identities_of(settings).name(part)
     attempt = TrainAttempt()
 
     def run(message: Message, context: Context, *, number: int) -> Message:
@@ -110,7 +113,7 @@ def process_app(settings: Settings, part: int, shared_round: SharedRound) -> Cli
         if kind == TRAIN:
             attempt = attempt.invited(records.read(message.content, Plan).round)
         if attempt.has_vanished(fleet, part, kind):
-            return vanished_reply(part, message)
+            return vanished_reply(own_name, message)
         reply = run(message, context, number=attempt.round)
         if kind != TRAIN:
             return reply
@@ -126,15 +129,23 @@ def ray_app(app: ClientApp, settings: Settings, folder: Path) -> ClientApp:
 
     It changes to ``folder`` first: a worker on another machine starts where Ray was started there.
     """
-    fleet = fleet_spec(settings)
+    fleet, identities = fleet_spec(settings), identities_of(settings)
 
     def run(message: Message, context: Context) -> Message:
         try:
             os.chdir(folder)
         except OSError as error:
             return Message(records.to_flower_error(_no_folder(folder, error)), reply_to=message)
-        context.node_config[SIMULATED] = True
-        return app(message, context)
+        # Flower keeps the context, whose partition-id is the device's number for all that follows.
+        part = int(context.node_config["partition-id"])
+        own = Context(
+            run_id=context.run_id,
+            node_id=context.node_id,
+            node_config={**identities.node_config(part), SIMULATED: True},
+            state=context.state,
+            run_config=context.run_config,
+        )
+        return app(message, own)
 
     def take_part(message: Message, context: Context) -> Message:
         kind, part = message.metadata.message_type, int(context.node_config["partition-id"])
@@ -143,7 +154,7 @@ def ray_app(app: ClientApp, settings: Settings, folder: Path) -> ClientApp:
             attempt = attempt.invited(int(message.metadata.group_id))
             records.save_state(context, TRAIN_ATTEMPT, attempt)
         if attempt.has_vanished(fleet, part, kind):
-            return vanished_reply(part, message)
+            return vanished_reply(identities.name(part), message)
         with at_round(attempt.round):
             return run(message, context)
 

@@ -39,6 +39,7 @@ from headwater.common.system.heap import use_one_heap
 from headwater.simulation.engines.client_processes import ROUND, STATE
 from headwater.simulation.engines.device_app import process_app
 from headwater.simulation.engines.shared_round import SharedRound
+from headwater.simulation.fleet.identities import identities_of
 
 PATIENCE_SECONDS = 60.0  # for the server, which is on the same machine
 CHECK_FAILED = 3  # exit status of the child that checks the task, after it has reported why
@@ -62,8 +63,7 @@ class ForkedRun:
 
     def identity(self, part: int) -> Identity:
         """Return a device's name and its part of the data, the same on every engine."""
-        rule = self.settings.partition.rule(seed=self.settings.seed)
-        return Identity(name=str(part), data=None, part=part, num_parts=self.num_devices, rule=rule)
+        return identities_of(self.settings).of(part)
 
 
 def main() -> None:
@@ -170,7 +170,10 @@ def _fork(work: Callable[[], int]) -> int:
 
 def _run_device(run: ForkedRun, part: int, port: int) -> int:
     """Run one device until the run ends; return its exit status."""
-    log_file = os.open(run.folder / f"{part}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    identity = run.identity(part)
+    log_file = os.open(
+        run.folder / f"{identity.name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644
+    )
     for stream in (sys.stdout, sys.stderr):
         os.dup2(log_file, stream.fileno())
     os.close(log_file)
@@ -179,12 +182,12 @@ def _run_device(run: ForkedRun, part: int, port: int) -> int:
     settings, layout = run.settings, run.trainer.image.layout
     torch.set_num_threads(settings.threads or 1)
     app = process_app(settings, part, SharedRound(run.folder / ROUND))
-    node = Node(app, run.trainer, run.identity(part), settings, run.folder / STATE)
+    node = Node(app, run.trainer, identity, settings, run.folder / STATE)
     connection = Connection(
         node,
         f"127.0.0.1:{port}",
         renewal=None,
-        availability=availability_of(ClientSettings(), str(part), layout),
+        availability=availability_of(ClientSettings(), identity.name, layout),
         patience_seconds=PATIENCE_SECONDS,
     )
     try:

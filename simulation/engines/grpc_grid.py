@@ -28,6 +28,7 @@ from headwater.simulation.engines.shared_round import SharedRound
 from headwater.simulation.fleet.devices import FIRST_NODE_ID, FLEET_STATE
 from headwater.simulation.fleet.faults import TRAIN
 from headwater.simulation.fleet.fleet_spec import fleet_spec
+from headwater.simulation.fleet.identities import identities_of
 
 POLL_SECONDS = 0.002
 CHECK_SECONDS = 0.1  # between two checks that all processes are alive
@@ -51,7 +52,8 @@ class SimulatedGrpcGrid(HeadwaterGrid):
         super().__init__()
         self._inner = inner
         self._num_devices = settings.simulation.clients
-        self._part_of = {node_id_of(str(part)): part for part in range(self._num_devices)}
+        self._name_of = identities_of(settings).name
+        self._part_of = {node_id_of(self._name_of(part)): part for part in range(self._num_devices)}
         self._node_of = {part: node for node, part in self._part_of.items()}
         self._devices = ConnectedDevices(
             fleet_spec(settings), min_clients=settings.cohort.min_clients
@@ -158,7 +160,9 @@ class SimulatedGrpcGrid(HeadwaterGrid):
         self._device_records.set_awaited(str(self._part_of[node_id]) for node_id in nodes)
         try:
             for reply in self.pull_messages(message_ids):
-                self._device_records.note_answer(str(self._part_of[reply.metadata.src_node_id]))
+                self._device_records.note_answer(
+                    self._name_of(self._part_of[reply.metadata.src_node_id])
+                )
                 yield reply
         finally:
             self._device_records.set_awaited([])

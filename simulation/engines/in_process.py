@@ -97,9 +97,11 @@ class LocalFleet:
     def train(
         self, plans: Mapping[str, Plan], image: ModelImage, *, timeout_seconds: float | None
     ) -> Iterator[Update | UpdateBatch | ReadyReport | Dropout]:
+        part_of = self._devices.identities.part
+        called = [ClientPlan(name, part_of(name), plan) for name, plan in plans.items()]
         if self._compute is None:
-            self._compute = compute_of(self._settings, self._devices)
-        called = [ClientPlan(name, int(name), plan) for name, plan in plans.items()]
+            first = called[0].part if called else 0
+            self._compute = compute_of(self._settings, self._devices, first=first)
         if called:
             self._begin(called[0].plan.round)
         if may_vanish(self._devices.fleet):
@@ -162,12 +164,13 @@ class LocalFleet:
     ) -> Iterator[EvaluateReport | Dropout]:
         trainer = self._devices.trainer
         for name, plan in plans.items():
-            if self._vanishes_at(int(name)) is not None:
+            part = self._devices.identities.part(name)
+            if self._vanishes_at(part) is not None:
                 yield Dropout(name=name, error=ConnectionLost(f"device {name} has vanished"))
                 continue
             trainer.load_model(self._run_id, plan.model_version, image.buffer())
             try:
-                yield trainer.evaluate(self._devices.identity(int(name)), plan)
+                yield trainer.evaluate(self._devices.identity(part), plan)
             except HeadwaterError as error:
                 yield Dropout(name=name, error=error)
 

@@ -24,6 +24,7 @@ from headwater.simulation.engines.device_app import TrainAttempt, falsified_repl
 from headwater.simulation.fleet.devices import FIRST_NODE_ID, FLEET_STATE, MAX_LOOKS
 from headwater.simulation.fleet.faults import STAGES
 from headwater.simulation.fleet.fleet_spec import FleetSpec, fleet_spec, with_fleet
+from headwater.simulation.fleet.identities import identities_of
 from headwater.simulation.fleet.random_events import at_round, is_connected
 
 
@@ -81,6 +82,7 @@ class InProcessGrid(HeadwaterGrid):
         self._app = app
         self._settings = settings
         self._fleet = fleet_spec(settings)
+        self._identities = identities_of(settings)
         self._run_config = settings.to_run_config()
         self._contexts: dict[int, Context] = {}
         self._waiting: dict[str, Message] = {}
@@ -139,7 +141,7 @@ class InProcessGrid(HeadwaterGrid):
             self._attempts[node_id] = self._attempts[node_id].invited(self._devices.last_round)
         self._bytes_down += _num_bytes(message.content)
         if kind in STAGES and self._attempts[node_id].has_vanished(self._fleet, part, kind):
-            return vanished_reply(part, message)
+            return vanished_reply(self._identities.name(part), message)
         number = self._devices.last_round if is_training else self._devices.last_round + 1
         with at_round(number):
             reply = self._app(message, context)
@@ -157,11 +159,7 @@ class InProcessGrid(HeadwaterGrid):
             self._contexts[node_id] = Context(
                 run_id=self.run.run_id,
                 node_id=node_id,
-                node_config={
-                    "partition-id": part,
-                    "num-partitions": self._fleet.num_devices,
-                    SIMULATED: True,
-                },
+                node_config={**self._identities.node_config(part), SIMULATED: True},
                 state=RecordDict(),
                 run_config=self._run_config,
             )

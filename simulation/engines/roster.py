@@ -71,11 +71,12 @@ class FleetRoster(Mapping[str, DeviceReport]):
 
     def clients(self) -> ConnectedClients:
         """Return the connected clients, and what changed since the last call."""
-        gone = {part for part in self._absent if str(part) not in self}
-        described = self._described | {str(part) for part in self._absent - gone}
+        name_of = self._devices.identities.name
+        gone = {part for part in self._absent if name_of(part) not in self}
+        described = self._described | {name_of(part) for part in self._absent - gone}
         self._absent, self._described = set(), set()
         return ConnectedClients(
-            reports=self, described=described, disconnected={str(part) for part in gone}
+            reports=self, described=described, disconnected={name_of(part) for part in gone}
         )
 
     def ask_again(self, requests: Mapping[str, DescribeRequest]) -> None:
@@ -85,7 +86,7 @@ class FleetRoster(Mapping[str, DeviceReport]):
     def _describe_again(self, round_number: int) -> None:
         requests, self._requests = self._requests, {}
         for name, request in requests.items():
-            part = int(name)
+            part = self._devices.identities.part(name)
             if name not in self:
                 continue
             try:
@@ -116,15 +117,16 @@ class FleetRoster(Mapping[str, DeviceReport]):
 
     def __iter__(self) -> Iterator[str]:
         if self._names is None:
-            self._names = [str(part) for part in self._connected if part not in self.refused]
+            name_of = self._devices.identities.name
+            self._names = [name_of(part) for part in self._connected if part not in self.refused]
         return iter(self._names)
 
     def __contains__(self, name: object) -> bool:
-        part = int(str(name))
+        part = self._devices.identities.part(str(name))
         return part in self._connected and part not in self.refused
 
     def __getitem__(self, name: str) -> DeviceReport:
-        part = int(name)
+        part = self._devices.identities.part(name)
         report = self._reports.get(part)
         if report is not None:
             return report

@@ -21,6 +21,7 @@ from headwater.server.fleet import Dropout, UpdateBatch
 from headwater.simulation.fleet.faults import LiarFault, falsifications
 from headwater.simulation.fleet.fleet_spec import fleet_spec
 from headwater.simulation.fleet.hardware_columns import HardwareColumns, Ints
+from headwater.simulation.fleet.identities import identities_of
 from headwater.simulation.fleet.position_columns import PositionColumns
 from headwater.simulation.fleet.random_events import at_round, is_on_battery
 from headwater.simulation.fleet.virtual_hardware import (
@@ -45,7 +46,7 @@ _SteadyHardware = tuple[VirtualHardware, float | None]
 
 
 class ClientPlan(NamedTuple):
-    """A device's plan for a round; the client's name is the device's number."""
+    """A device's plan for a round; ``part`` is the device's number."""
 
     name: str
     part: int
@@ -68,7 +69,7 @@ class Compute(Protocol):
 
 
 class Devices:
-    """N devices, named 0 to N-1; a device's data and hardware are created when first needed."""
+    """N devices, numbered 0 to N-1; their data and hardware are created when first needed."""
 
     def __init__(self, settings: Settings) -> None:
         """Prepare the devices; the task is loaded when it is first needed.
@@ -81,7 +82,7 @@ class Devices:
         self.settings = settings
         self.fleet = fleet_spec(settings)
         self.num_devices = settings.simulation.clients
-        self._rule = settings.partition.rule(seed=settings.seed)
+        self.identities = identities_of(settings)
         self.positions = PositionColumns(self.num_devices)
         self._num_training_examples: Ints = np.zeros(self.num_devices, dtype=np.int64)
         self._steady: dict[tuple[int, bool], _SteadyHardware] = {}
@@ -112,9 +113,7 @@ class Devices:
 
     def identity(self, part: int) -> Identity:
         """Return a device's name and its part of the data."""
-        return Identity(
-            name=str(part), data=None, part=part, num_parts=self.num_devices, rule=self._rule
-        )
+        return self.identities.of(part)
 
     def examples(self, part: int) -> Examples:
         """Open a device's examples; those of the last ``cache_size`` devices stay open."""

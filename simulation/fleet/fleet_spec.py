@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from headwater.common.errors import SettingsError
+from headwater.common.example_files import existing_or_bundled
 from headwater.common.settings.schema import Settings
+from headwater.simulation.fleet.device_data import device_names, find_device_data
 from headwater.simulation.fleet.faults import (
     EVALUATE,
     NO_FAULTS,
@@ -20,6 +23,12 @@ from headwater.simulation.fleet.profiles import (
     draw_device,
     read_fleet,
     read_fleet_file,
+)
+
+COUNT = "leave --clients out, or change the fleet's file or the data"
+ONE_PATH = (
+    "give each device a path of its own with a pattern such as 'folder/*', in quotes; or split "
+    "this data set over the devices with --partition iid; or leave --clients out"
 )
 
 
@@ -45,7 +54,7 @@ class FleetSpec:
     @property
     def faults(self) -> FleetFaults:
         """The faults of the fleet's file and those of the faults file."""
-        faults = NO_FAULTS if self.fleet_file is None else read_fleet_file(self.fleet_file)[1]
+        faults = NO_FAULTS if self.fleet_file is None else read_fleet_file(self.fleet_file).faults
         return faults if self.faults_file is None else faults + read_faults(self.faults_file)
 
     def moment(self, part: int, *, round_number: int) -> Moment:
@@ -67,33 +76,76 @@ def fleet_spec(settings: Settings) -> FleetSpec:
 
 
 def with_fleet(settings: Settings) -> Settings:
-    """Return the settings with the number of devices in the fleet's file, if there is a file.
+    """Return the settings with the devices of the fleet's file, and those of their own data.
+
+    The result names each device's path. It is the same for settings that have been through here.
 
     Raises:
-        SettingsError: a file is wrong, another number of clients is set, a round needs more clients
-            than there are, a fault affects no device, or the engine cannot simulate a file's
-            content.
+        SettingsError: a file is wrong, nothing matches ``simulation.data``, it contradicts another
+            setting, another number of clients is set, a round needs more clients than there are, a
+            fault affects no device, or the engine cannot simulate a file's content.
     """
     chosen = settings.simulation
     if chosen.fleet is not None:
-        devices = read_fleet(chosen.fleet)
-        if "clients" in chosen.model_fields_set and chosen.clients != len(devices):
+        path = existing_or_bundled(chosen.fleet)
+        fleet = read_fleet_file(path)
+        if not all(device.availability.is_always for device in fleet.devices):
+            _check_engine(settings, f"{path} sets availability")
+        settings = _with(settings, fleet=path)
+        number = len(fleet.devices)
+        settings = _with_clients(settings, number, f"{path} has {number} devices", remedy=COUNT)
+        if fleet.data and chosen.data not in (None, fleet.data):
             raise SettingsError(
-                f"{chosen.fleet} has {len(devices)} devices, and simulation.clients is set to "
-                f"{chosen.clients}",
-                remedy="leave --clients out, or change the counts in the file",
+                f"{path} names the data of its devices, and simulation.data (--data) names others",
+                remedy="leave --data out, or the key data in the file",
             )
-        if not all(device.availability.is_always for device in devices):
-            _check_engine(settings, f"{chosen.fleet} sets availability")
-        chosen = chosen.model_copy(update={"clients": len(devices)})
-        settings = settings.model_copy(update={"simulation": chosen})
-    if settings.cohort.min_clients > chosen.clients:
+        settings = _with(settings, data=fleet.data or chosen.data)
+    if settings.simulation.data is not None:
+        settings = _with_data(settings, settings.simulation.data)
+    num_clients = settings.simulation.clients
+    if settings.cohort.min_clients > num_clients:
         raise SettingsError(
             f"a round needs {settings.cohort.min_clients} clients and the simulator has "
-            f"{chosen.clients}",
+            f"{num_clients}",
             remedy="lower --min-clients, or raise --clients",
         )
     _check_faults(settings)
+    return settings
+
+
+def _with(settings: Settings, **changed: Any) -> Settings:
+    return settings.model_copy(
+        update={"simulation": settings.simulation.model_copy(update=changed)}
+    )
+
+
+def _with_clients(settings: Settings, number: int, source: str, *, remedy: str) -> Settings:
+    """Set the number of clients that a source determines; refuse another one."""
+    chosen = settings.simulation
+    if "clients" in chosen.model_fields_set and chosen.clients != number:
+        raise SettingsError(
+            f"{source}, and simulation.clients is set to {chosen.clients}", remedy=remedy
+        )
+    return _with(settings, clients=number)
+
+
+def _with_data(settings: Settings, data: str | tuple[str, ...]) -> Settings:
+    """Set the devices' own paths and their number; with a partition, the one path to split."""
+    found = find_device_data(data, source="simulation.data (--data)", folder=Path())
+    settings = _with(settings, data=found)
+    if settings.partition.kind == "task":
+        device_names(found)  # raises an error if two are the same
+        if len(found) == 1:
+            source, remedy = f"--data names one path, {found[0]}, the data of 1 device", ONE_PATH
+        else:
+            source, remedy = f"--data matches the data of {len(found)} devices", COUNT
+        return _with_clients(settings, len(found), source, remedy=remedy)
+    if len(found) > 1:
+        raise SettingsError(
+            f"--data matches {len(found)} files and folders, one a device, and --partition "
+            f"{settings.partition.kind} splits one data set over all devices",
+            remedy="leave --partition out, or name the one data set that it splits",
+        )
     return settings
 
 

@@ -7,16 +7,18 @@ file's figures (``docs/fleet.md``). The file may list faults as well.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from headwater.client.training.sampler import seed_of
+from headwater.simulation.fleet.device_data import find_device_data
 from headwater.simulation.fleet.faults import FleetFaults
 from headwater.simulation.fleet.toml_tables import file_error, read_tables
 from headwater.simulation.fleet.traces import ALWAYS, Availability, RoundShares, read_trace
@@ -112,39 +114,72 @@ class DeviceTable(BaseModel):
     availability: Annotated[tuple[float, ...] | str, BeforeValidator(_entries)] = (1.0,)
     round_seconds: Annotated[float, Field(gt=0, le=30 * 86_400)] | None = None
     on_battery: Annotated[float, Field(ge=0, le=1)] | None = None
+    data: Annotated[str, Field(min_length=1)] | None = None
 
 
-class _FleetFile(FleetFaults):
+class _FleetTables(FleetFaults):
     device: Annotated[tuple[DeviceTable, ...], Field(min_length=1)]
+
+
+class FleetFile(NamedTuple):
+    """A fleet's file: its devices in order, their faults, and their own data, if it has any."""
+
+    devices: tuple[SimulatedDevice, ...]
+    faults: FleetFaults
+    data: tuple[str, ...]
+    """A path for each device, or none at all."""
 
 
 def read_fleet(path: Path) -> tuple[SimulatedDevice, ...]:
     """Return the devices of a fleet's file, in its order.
 
     Raises:
-        SettingsError: the file, or a trace that it names, does not exist or is wrong.
+        SettingsError: the file, or a trace or data that it names, does not exist or is wrong.
     """
-    return read_fleet_file(path)[0]
+    return read_fleet_file(path).devices
 
 
 @lru_cache(maxsize=8)
-def read_fleet_file(path: Path) -> tuple[tuple[SimulatedDevice, ...], FleetFaults]:
-    """Read a fleet's file, once per process: its devices and its faults.
+def read_fleet_file(path: Path) -> FleetFile:
+    """Read a fleet's file, once per process.
 
     Raises:
         SettingsError: see ``read_fleet``.
     """
-    file = read_tables(path, _FleetFile, name="fleet file")
-    num_devices = sum(table.count for table in file.device)
+    file = read_tables(path, _FleetTables, name="fleet file")
+    found = tuple(_own_data(table, path, number) for number, table in enumerate(file.device, 1))
+    tables = [
+        table.model_copy(update={"count": len(data)}) if data else table
+        for table, data in zip(file.device, found, strict=True)
+    ]
+    num_devices = sum(table.count for table in tables)
     if num_devices > MAX_DEVICES:
         raise file_error(path, f"count: {num_devices:,} devices in all, at most {MAX_DEVICES:,}")
+    if any(found) and not all(found):
+        number = found.index(()) + 1
+        raise file_error(path, f"device number {number} has no data, and other devices have")
     faults = FleetFaults(dropout=file.dropout, slow_link=file.slow_link, liar=file.liar)
-    return tuple(_devices(file, path)), faults
+    return FleetFile(tuple(_devices(tables, path)), faults, tuple(chain.from_iterable(found)))
 
 
-def _devices(file: _FleetFile, path: Path) -> Iterator[SimulatedDevice]:
+def _own_data(table: DeviceTable, path: Path, number: int) -> tuple[str, ...]:
+    """Return the paths of a table's data, which start in the fleet file's folder."""
+    if table.data is None:
+        return ()
+    source = f"{path}: device number {number}: data"
+    found = find_device_data(table.data, source=source, folder=path.parent)
+    if "count" in table.model_fields_set and table.count != len(found):
+        raise file_error(
+            path,
+            f"device number {number}: {table.data} has {len(found)} matches, and count is "
+            f"{table.count}; it may be left out",
+        )
+    return found
+
+
+def _devices(tables: Sequence[DeviceTable], path: Path) -> Iterator[SimulatedDevice]:
     profiles = {one.profile: one for one in PROFILES}
-    for number, table in enumerate(file.device, 1):
+    for number, table in enumerate(tables, 1):
         profile = None if table.profile is None else profiles[table.profile]
         required = ("examples_per_second", "memory_bytes", "upload_bytes_per_second")
         missing = [key for key in required if getattr(table, key) is None]
@@ -160,7 +195,7 @@ def _devices(file: _FleetFile, path: Path) -> Iterator[SimulatedDevice]:
             yield replace(device, availability=availability)
 
 
-TABLE_ONLY_KEYS = {"profile", "count", "availability", "round_seconds"}
+TABLE_ONLY_KEYS = {"profile", "count", "availability", "round_seconds", "data"}
 
 
 def _availability(table: DeviceTable, path: Path, number: int) -> tuple[Availability, ...]:

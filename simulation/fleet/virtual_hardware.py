@@ -26,6 +26,7 @@ from headwater.common.settings.schema import ClientSettings, Settings
 from headwater.common.stats.linear_fit import Line
 from headwater.simulation.fleet.faults import link_slowdown
 from headwater.simulation.fleet.fleet_spec import fleet_spec
+from headwater.simulation.fleet.identities import identities_of
 from headwater.simulation.fleet.profiles import MIB, SimulatedDevice
 from headwater.simulation.fleet.random_events import Jitter, is_on_battery, jitter_seed, round_now
 from headwater.simulation.fleet.virtual_memory import VirtualMemory
@@ -222,7 +223,8 @@ def _activation_bytes(probe: SpeedProbe) -> float:
 
 def virtual_hardware(identity: Identity, settings: Settings, layout: ModelLayout) -> Hardware:
     """Return a simulated device's hardware in the round of ``random_events.round_now``."""
-    fleet, part, number = fleet_spec(settings), identity.part, round_now()
+    fleet, number = fleet_spec(settings), round_now()
+    part = identities_of(settings).part(identity.name)
     has_jitter = fleet.device(part).jitter > 0
     return build_hardware(
         identity,
@@ -247,7 +249,7 @@ def build_hardware(
 
     ``slowdown`` is how many times as long a transfer takes.
     """
-    device = fleet_spec(settings).device(identity.part)
+    device = fleet_spec(settings).device(identities_of(settings).part(identity.name))
     current = device
     if slowdown != 1:
         rate = device.upload_bytes_per_second / slowdown

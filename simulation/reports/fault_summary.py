@@ -8,7 +8,7 @@ only counts them.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ from headwater.common.errors import ConnectionLost, LateUpdate
 from headwater.common.settings.schema import Settings
 from headwater.simulation.fleet.faults import falsifications, link_slowdown
 from headwater.simulation.fleet.fleet_spec import fleet_spec
+from headwater.simulation.fleet.identities import identities_of
 
 SUMMED = "went in"
 
@@ -46,11 +47,12 @@ def fault_lines(rows: Sequence[Mapping[str, Any]], settings: Settings) -> list[t
         return []
     liars: dict[str, FaultCount] = {}
     slow, num_vanished, num_invited = FaultCount(), 0, 0
+    parts = {identities_of(settings).name(part): part for part in range(fleet.num_devices)}
     for row in rows:
-        for name, outcome in _outcomes(row):
+        for name, outcome in _outcomes(row, parts):
             num_invited += 1
             num_vanished += outcome == ConnectionLost.__name__
-            moment = fleet.moment(int(name), round_number=row["round"])
+            moment = fleet.moment(parts[name], round_number=row["round"])
             for kind in {fault.kind for fault in falsifications(faults, moment)}:
                 liars.setdefault(kind, FaultCount()).add(name, outcome)
             if link_slowdown(faults, moment) > 1:
@@ -75,12 +77,12 @@ def fault_lines(rows: Sequence[Mapping[str, Any]], settings: Settings) -> list[t
     return lines
 
 
-def _outcomes(row: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _outcomes(row: Mapping[str, Any], names: Collection[str]) -> Iterator[tuple[str, str]]:
     """Yield each invited device of a round, with SUMMED or the error that refused its update."""
     for client in (*row["clients"], *row.get("masked_clients", [])):
         yield client["name"], SUMMED
     for name, reason in row["refused"].items():
-        if name.isdecimal():  # other names stand for a second update of the same device
+        if name in names:  # other names stand for a second update of the same device
             yield name, reason.partition(":")[0]
 
 

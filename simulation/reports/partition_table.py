@@ -22,7 +22,8 @@ from headwater.common.data.partition_spec import LABEL
 from headwater.common.errors import MissingColumn, SettingsError
 from headwater.common.settings.schema import Settings
 from headwater.common.system.console import console, print_text, printable
-from headwater.common.task import load_task, open_train_examples
+from headwater.common.task import load_task
+from headwater.simulation.fleet.identities import identities_of
 
 # The line describes the first devices; more would take longer and change little.
 MAX_DEVICES_IN_LINE = 1000
@@ -47,19 +48,20 @@ def examples_of_devices(settings: Settings) -> Iterator[DeviceExamples]:
     rule = settings.partition.rule(seed=settings.seed)
     number = settings.simulation.clients
     if rule is None:
-        task = load_task(_task(settings))
+        datasets, identities = _datasets(settings), identities_of(settings)
         for part in range(number):
-            examples = open_train_examples(task, data=None, part=part, num_parts=number)
+            one = identities.of(part)
+            examples = datasets.of(None, data=one.data, part=one.part, num_parts=one.num_parts)
             positions = np.arange(len(examples))
             try:
-                yield _count_values(column_of(task, examples, LABEL), positions)
+                yield _count_values(column_of(datasets.task, examples, LABEL), positions)
             except MissingColumn:
                 yield _count_values(None, positions)
         return
-    datasets = _datasets(settings)
-    partition = datasets.partition(rule, data=None, num_parts=number)
+    datasets, data = _datasets(settings), identities_of(settings).of(0).data
+    partition = datasets.partition(rule, data=data, num_parts=number)
     try:
-        column = datasets.column(rule.column or LABEL, data=None)
+        column = datasets.column(rule.column or LABEL, data=data)
     except MissingColumn:
         column = None
     for part in range(number):
@@ -92,7 +94,8 @@ def partition_line(settings: Settings) -> str:
     if kinds[-1] > 0:
         text += f"; {_range(kinds)} values of {(rule and rule.column) or LABEL}"
     if rule is not None:
-        partition = _datasets(settings).partition(rule, data=None, num_parts=number)
+        data = identities_of(settings).of(0).data
+        partition = _datasets(settings).partition(rule, data=data, num_parts=number)
         if isinstance(partition, DisjointPartition) and partition.num_moved:
             text += f"; {partition.num_moved:,} empty devices got an example of the largest"
     return text
@@ -104,7 +107,10 @@ def announce_partition(settings: Settings) -> None:
     Raises:
         HeadwaterError: see ``examples_of_devices``.
     """
-    text = f"partition {settings.partition.kind}: {partition_line(settings)}"
+    title = (
+        "data" if identities_of(settings).has_own_data else f"partition {settings.partition.kind}"
+    )
+    text = f"{title}: {partition_line(settings)}"
     print_text(text)
 
 
@@ -118,12 +124,13 @@ def show_partition(settings: Settings) -> None:
     table = Table(box=None, pad_edge=False)
     for title in ("device", "examples", (rule and rule.column) or LABEL):
         table.add_column(Text(printable(title)), overflow="fold")
+    name_of = identities_of(settings).name
     for device, one in enumerate(islice(examples_of_devices(settings), MAX_ROWS)):
         shown = ", ".join(
             f"{value}: {count:,}" for value, count in one.by_value[:MAX_VALUES_IN_ROW]
         )
         more = ", ..." if len(one.by_value) > MAX_VALUES_IN_ROW else ""
-        table.add_row(str(device), f"{one.num_examples:,}", Text(printable(shown + more)))
+        table.add_row(name_of(device), f"{one.num_examples:,}", Text(printable(shown + more)))
     console.print(table)
     announce_partition(settings)
 

@@ -23,7 +23,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from headwater.common.errors import SettingsError
 from headwater.common.settings.schema import Settings
-from headwater.common.settings.sources import load
+from headwater.common.settings.sources import load, with_default_task
+from headwater.common.task_spec import source_file
 from headwater.simulation.fleet.fleet_spec import with_fleet
 
 MAX_RUNS = 10_000
@@ -137,7 +138,7 @@ def _run_of(
     merged = {**copy.deepcopy(dict(tree)), **overrides, **point, "seed": seed}
     name = slug(point) or "as-it-is"
     try:
-        settings = with_fleet(load(None, merged))
+        settings = with_fleet(with_default_task(load(None, merged)))
     except SettingsError as error:
         message = error.message.removeprefix("the command line: ")
         raise SettingsError(f"the sweep at {name}: {message}", remedy=error.remedy) from error
@@ -155,7 +156,7 @@ def digest(settings: Settings) -> str:
     """Return ten hex digits over the settings, except seed and folder, and the files they name."""
     tree = settings.model_dump(mode="json", exclude={"seed", "out"})
     sha = hashlib.sha256(json.dumps(tree, sort_keys=True).encode())
-    task = Path(settings.task.rpartition(":")[0]) if settings.task is not None else None
+    task = None if settings.task is None else source_file(settings.task)
     for path in (task, settings.simulation.fleet, settings.simulation.faults):
         content = path.read_bytes() if path is not None and path.is_file() else b""
         sha.update(hashlib.sha256(content).digest())

@@ -1,0 +1,178 @@
+"""Simulated devices with files of their own do what real devices do with them, on every engine."""
+
+from __future__ import annotations
+
+import csv
+import os
+import random
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from headwater.common.errors import MissingData, SettingsError
+from headwater.common.settings.sources import load
+from headwater.common.system.run_scope import run_scope
+from headwater.server.rounds.round_loop import MODEL
+from headwater.simulation.run import run_engine
+from tests.processes import Processes, port_of, rows
+
+SIZES = {"pi2": 9, "pi10": 31, "laptop": 70, "kitchen": 23}  # not in natural order
+PLAN = {"rounds": 3, "plan.accumulation_steps": 2, "plan.micro_batch_size": 4, "threads": 1}
+FLAGS = ("--rounds", 3, "--accumulation-steps", 2, "--micro-batch-size", 4)
+# A package with siblings; its files have the names of other things.
+PACKAGE = {
+    "__init__.py": "",
+    "utils.py": "def width():\n    return 2\n",
+    "model.py": "from torch import nn\n\nfrom .utils import width\n\n\n"
+    "def net():\n    return nn.Linear(width(), 2)\n",
+    "tasks.py": """
+import csv
+
+import torch
+from torch.utils.data import TensorDataset
+
+from .model import net
+
+
+class Table:
+    def new_model(self):
+        return net()
+
+    def train_examples(self, *, data, part, num_parts):
+        import utils  # later, in whichever process
+
+        with open(data, newline="") as lines:
+            table = torch.tensor([[float(cell) for cell in row] for row in csv.reader(lines)])
+        table = table.reshape(-1, utils.width() + 1)[part::num_parts]
+        return TensorDataset(table[:, :-1], table[:, -1].long())
+
+    def loss_sum(self, model, batch):
+        inputs, labels = batch
+        loss = torch.nn.functional.cross_entropy(model(inputs), labels, reduction="sum")
+        return loss, len(labels)
+""",
+}
+TASK = "my_package.tasks"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "my_package").mkdir()
+    for name, text in PACKAGE.items():
+        (tmp_path / "my_package" / name).write_text(text)
+    (tmp_path / "devices").mkdir()
+    for name, size in SIZES.items():
+        draw = random.Random(name).random
+        cells = [(draw(), draw()) for _ in range(size)]
+        with (tmp_path / "devices" / f"{name}.csv").open("w", newline="") as lines:
+            csv.writer(lines).writerows([(*pair, int(sum(pair) > 1)) for pair in cells])
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def simulate(out: str, **changes: Any) -> dict[str, torch.Tensor]:
+    given = {key.replace("__", "."): value for key, value in changes.items()}
+    chosen = {**PLAN, "task": TASK, "simulation.data": "devices/*.csv", "out": Path(out), **given}
+    with run_scope({}):
+        run_engine(load(None, chosen), on_round=lambda row: None, resume=False)
+    return load_file(Path(out) / MODEL)
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_each_device_trains_on_its_own_file_under_the_file_s_name(folder: Path) -> None:
+    simulate("out", plan__micro_batch_size=40)
+    first = rows(folder / "out")[0]["clients"]
+    assert {client["name"]: client["num_examples"] for client in first} == SIZES
+
+
+@pytest.mark.parametrize("compute", ["fused", "vectorised"])
+def test_devices_computed_together_give_the_sums_of_one_by_one(folder: Path, compute: str) -> None:
+    expected = simulate("one", simulation__compute="one-by-one")
+    found = simulate("together", simulation__compute=compute)
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-5)
+
+
+def test_a_device_whose_file_is_empty_is_left_out_and_named(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (folder / "devices" / "a.csv").write_text("")  # the first of all
+    simulate("out", simulation__compute="fused")
+    first = rows(folder / "out")[0]["clients"]
+    assert {client["name"] for client in first} == {*SIZES}
+    assert "EmptyDataset: the task Table found no example in devices/a.csv" in caplog.text
+
+
+def test_data_that_no_device_can_read_end_the_run(folder: Path) -> None:
+    for file in (folder / "devices").iterdir():
+        file.write_text("a,b,c\n1,2,3\n")
+    with pytest.raises(MissingData, match=r"no data in devices/\w+\.csv: ValueError: could not"):
+        simulate("out")
+
+
+def test_a_resumed_run_keeps_its_devices_when_files_come(folder: Path) -> None:
+    simulate("out", rounds=2)
+    (folder / "devices" / "b.csv").write_text("1,2,0\n")
+    again = load(folder / "out" / "settings.toml", {"rounds": 3, "out": Path("out")})
+    with run_scope({}):
+        run_engine(again, on_round=lambda row: None, resume=True)
+    assert {client["name"] for client in rows(folder / "out")[-1]["clients"]} == {*SIZES}
+    (folder / "devices" / "kitchen.csv").unlink()  # so that the number is the same
+    other = load(None, {**PLAN, "task": TASK, "simulation.data": "devices/*.csv", "out": "out"})
+    with run_scope({}), pytest.raises(SettingsError, match=r"simulation\.data"):
+        run_engine(other, on_round=lambda row: None, resume=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "engine",
+    [
+        ("--compute", "one-by-one", "--workers", 2),
+        ("--engine", "grpc"),
+        ("--engine", "flower-ray"),
+    ],
+)
+def test_every_engine_gives_the_bits_of_one_process(
+    folder: Path, engine: tuple[object, ...]
+) -> None:
+    expected = simulate("one")
+    with Processes(folder) as processes:
+        given = ("--task", TASK, "--data", "devices/*.csv", "--out", "other", *FLAGS, *engine)
+        processes.run("simulation", *given, prepare=partial(os.chdir, folder)).succeed()
+    assert same(load_file(folder / "other" / MODEL), expected)
+
+
+@pytest.mark.slow
+def test_masked_rounds_sum_the_same_files(folder: Path) -> None:
+    expected = simulate("plain")
+    found = simulate("masked", secure__aggregation="semi-honest", secure__min_members=3)
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.slow
+def test_real_devices_with_these_names_and_files_make_the_same_model(folder: Path) -> None:
+    expected = simulate("simulated")
+    there = partial(os.chdir, folder)
+    with Processes(folder) as processes:
+        server = processes.server(*FLAGS, "--min-clients", len(SIZES), task=TASK, prepare=there)
+        port = port_of(server)
+        clients = [
+            processes.client(
+                *(port, number, "--name", name, "--data", f"devices/{name}.csv"),
+                *("--part", 0, "--num-parts", 1),
+                task=TASK,
+                prepare=there,
+            )
+            for number, name in enumerate(SIZES)
+        ]
+        for process in (server, *clients):
+            process.succeed()
+    assert same(load_file(folder / "out" / MODEL), expected)
