@@ -14,13 +14,16 @@ import torch
 from safetensors.torch import load_file
 
 from headwater.common.errors import MissingData, SettingsError
+from headwater.common.run_scope import run_scope
 from headwater.common.settings.sources import load
-from headwater.common.system.run_scope import run_scope
 from headwater.server.rounds.round_loop import MODEL
+from headwater.simulation.fleet.fleet_spec import with_fleet
+from headwater.simulation.reports.partition_table import examples_of_devices
 from headwater.simulation.run import run_engine
 from tests.processes import Processes, port_of, rows
 
 SIZES = {"pi2": 9, "pi10": 31, "laptop": 70, "kitchen": 23}  # not in natural order
+ORDER = ["kitchen", "laptop", "pi2", "pi10"]
 PLAN = {"rounds": 3, "plan.accumulation_steps": 2, "plan.micro_batch_size": 4, "threads": 1}
 FLAGS = ("--rounds", 3, "--accumulation-steps", 2, "--micro-batch-size", 4)
 # A package with siblings; its files have the names of other things.
@@ -87,9 +90,12 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 
 def test_each_device_trains_on_its_own_file_under_the_file_s_name(folder: Path) -> None:
-    simulate("out", plan__micro_batch_size=40)
-    first = rows(folder / "out")[0]["clients"]
-    assert {client["name"]: client["num_examples"] for client in first} == SIZES
+    simulate("out")
+    assert [one["name"] for one in rows(folder / "out")[0]["clients"]] == sorted(ORDER)
+    settings = with_fleet(load(None, {"task": TASK, "simulation.data": "devices/*.csv"}))
+    with run_scope({}):
+        shares = [one.num_examples for one in examples_of_devices(settings)]
+    assert shares == [SIZES[name] for name in ORDER]
 
 
 @pytest.mark.parametrize("compute", ["fused", "vectorised"])
