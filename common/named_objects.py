@@ -71,8 +71,10 @@ def constructed(spec: str, arguments: Mapping[str, Any], *, what: str) -> Any:
         ) from error
 
 
-def check_arguments(function: Any, arguments: Mapping[str, Any], *, what: str) -> None:
-    """Check that a class or function has these arguments.
+def check_arguments(
+    function: Any, arguments: Mapping[str, Any], *, what: str, num_own: int = 0
+) -> None:
+    """Check that a class or function has these arguments, after the first ``num_own``.
 
     Raises:
         SettingsError: it lacks one.
@@ -80,11 +82,11 @@ def check_arguments(function: Any, arguments: Mapping[str, Any], *, what: str) -
     parameters = inspect.signature(function).parameters
     if any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values()):
         return
-    unknown = sorted(set(arguments) - set(parameters))
+    unknown = sorted(set(arguments) - set(list(parameters)[num_own:]))
     if unknown:
         raise SettingsError(
             f"{what} has no argument {', '.join(unknown)}",
-            remedy=f"it has: {', '.join(parameters) or 'none'}",
+            remedy=f"it has: {', '.join(list(parameters)[num_own:]) or 'none'}",
         )
 
 

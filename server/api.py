@@ -13,6 +13,7 @@ from headwater.common.settings.sources import default_out
 from headwater.common.system.caller_state import caller_state
 from headwater.common.system.command_line import check_addresses
 from headwater.common.task import Task
+from headwater.server.aggregation.server_rule import ServerRule
 from headwater.server.operations.progress import show_progress
 from headwater.server.rounds.observer import Observers
 from headwater.server.run_result import Run, RunRecorder
@@ -26,7 +27,7 @@ def serve(
     rounds: int | None = None,
     min_clients: int | None = None,
     listen: str | None = None,
-    optimizer: str | type[torch.optim.Optimizer] | None = None,
+    optimizer: str | type[torch.optim.Optimizer] | ServerRule | None = None,
     learning_rate: float | None = None,
     effective_batch_size: int | None = None,
     accumulation_steps: int | None = None,
@@ -57,7 +58,8 @@ def serve(
         rounds: server steps to take.
         min_clients: fewest clients for a round to start and count.
         listen: HOST:PORT where clients connect; beyond loopback with TLS (``settings``).
-        optimizer: class of torch.optim by its name, or an optimizer class of your own.
+        optimizer: class of torch.optim by its name; or your own class, or server rule, as an object
+            or by its import path (docs/extend.md).
         learning_rate: of the server optimizer.
         effective_batch_size: examples per round over the whole cohort; the planner divides them.
         accumulation_steps: K, the micro-batches per update; not given: by each client's speed.

@@ -66,7 +66,10 @@ class OptimizerSettings(Branch):
     """The server optimizer: any class of ``torch.optim`` that needs no closure."""
 
     name: Name = setting(
-        "adam", "class of torch.optim: adam, adamw, sgd", "--optimizer", short=True
+        "adam",
+        "class of torch.optim: adam, adamw, sgd; or FILE.py:NAME, package.module:NAME of your own",
+        "--optimizer",
+        short=True,
     )
     learning_rate: Rate | None = setting(
         None,

@@ -1,4 +1,4 @@
-"""The server's step: any optimizer and any schedule of ``torch.optim``, on the mean gradient.
+"""The server's step on the mean gradient: an optimizer of torch or of the user, or a server rule.
 
 The optimizer steps the model's own parameters, which are views into the image, so the step changes
 the image in place.
@@ -6,8 +6,8 @@ the image in place.
 
 from __future__ import annotations
 
-import inspect
 import json
+import logging
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -18,10 +18,15 @@ from torch import Tensor
 
 from headwater.common.errors import CheckpointCorrupt, SettingsError
 from headwater.common.model.parameters import ModelImage
+from headwater.common.named_objects import check_arguments, find_named
 from headwater.common.settings import schema as settings
+from headwater.server.aggregation.server_rule import RuleOptimizer, ServerRule
 from headwater.server.aggregation.torch_compiler_stub import without_dynamo
 
+log = logging.getLogger(__name__)
+
 Scheduler = torch.optim.lr_scheduler.LRScheduler
+Kind = type[torch.optim.Optimizer] | ServerRule
 
 # The learning rate is no factor of these optimizers' steps: Rprop uses it in the first step only,
 # ASGD in the next one, and Adafactor as an upper bound.
@@ -42,17 +47,31 @@ def rate_factor(scaling: Literal["none", "linear", "sqrt"], batch_ratio: float) 
 class ServerOptimizer:
     """An optimizer of a model image's parameters, with warmup and schedule."""
 
-    @without_dynamo()
     def __init__(
         self,
         image: ModelImage,
         optimizer: settings.OptimizerSettings,
         schedule: settings.ScheduleSettings,
     ) -> None:
-        _try_out(optimizer, schedule)
-        self._parameters = image.trainable()
-        self._spans = image.layout.spans
-        self._optimizer = _optimizer(self._parameters, optimizer)
+        # Imports a user's module before the compiler's stub is in place, which it may import.
+        kind = _kind(optimizer.name)
+        with without_dynamo():
+            self._build(image, kind, optimizer, schedule)
+
+    def _build(
+        self,
+        image: ModelImage,
+        kind: Kind,
+        optimizer: settings.OptimizerSettings,
+        schedule: settings.ScheduleSettings,
+    ) -> None:
+        num_bytes = _try_out(kind, optimizer, schedule) * image.layout.num_parameters
+        log.info("%s keeps %.1f MiB of state", optimizer.name, num_bytes / 2**20)
+        self._parameters, self._spans = image.trainable(), image.layout.spans
+        if not isinstance(kind, type):  # a rule takes the whole vector
+            self._parameters = [torch.nn.Parameter(image.values_P)]
+            self._spans = ((0, image.layout.num_parameters),)
+        self._optimizer = _optimizer(kind, self._parameters, optimizer)
         self._scheduler = _scheduler(self._optimizer, schedule)
         if schedule.batch_scaling != "none" and isinstance(self._optimizer, RATE_IS_NO_FACTOR):
             raise SettingsError(
@@ -108,20 +127,16 @@ class ServerOptimizer:
     def _kinds(self) -> list[str]:
         """The names of the classes that the state belongs to."""
         parts = getattr(self._scheduler, "_schedulers", [self._scheduler])
-        return [type(part).__name__ for part in (self._optimizer, *parts) if part is not None]
+        names = [type(part).__name__ for part in (self._optimizer, *parts) if part is not None]
+        if isinstance(self._optimizer, RuleOptimizer):
+            names[0] = self._optimizer.name
+        return names
 
     @without_dynamo()
     def state(self) -> tuple[dict[str, Tensor], str]:
         """Return the tensors of the state by name, and the rest as JSON."""
         whole = self._optimizer.state_dict()
-        tensors: dict[str, Tensor] = {}
-        plain: dict[str, Any] = {}
-        for index, entries in whole["state"].items():
-            for key, value in entries.items():
-                if isinstance(value, Tensor):
-                    tensors[f"{index}.{key}"] = value
-                elif value is not None:
-                    plain[f"{index}.{key}"] = value
+        tensors, plain = _split_state(whole["state"])
         rest = {
             "kinds": self._kinds,
             "groups": whole["param_groups"],
@@ -168,16 +183,34 @@ def _with_types_of(own: Any, read: Any) -> Any:
     return read
 
 
-def _try_out(optimizer: settings.OptimizerSettings, schedule: settings.ScheduleSettings) -> None:
-    """Take two steps on a parameter made for it.
+def _split_state(
+    state: Mapping[int, Mapping[str, Any]],
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the tensors of an optimizer's state by name, and its other values."""
+    tensors: dict[str, Tensor] = {}
+    plain: dict[str, Any] = {}
+    for index, entries in state.items():
+        for key, value in entries.items():
+            if isinstance(value, Tensor):
+                tensors[f"{index}.{key}"] = value
+            elif value is not None:
+                plain[f"{index}.{key}"] = value
+    return tensors, plain
 
-    Some of torch's classes refuse their arguments only in a step; the run should not begin then.
+
+def _try_out(
+    kind: Kind, optimizer: settings.OptimizerSettings, schedule: settings.ScheduleSettings
+) -> float:
+    """Take two steps on a parameter made for it; return the bytes of state per parameter.
+
+    Some classes refuse their arguments only in a step; the run should not begin then.
 
     Raises:
-        SettingsError: the optimizer or the schedule cannot be created, or cannot step.
+        SettingsError: the optimizer or the schedule cannot be created, cannot step, or keeps what
+            no checkpoint can hold.
     """
     parameter = torch.nn.Parameter(torch.zeros(2, 2))
-    made = _optimizer([parameter], optimizer)
+    made = _optimizer(kind, [parameter], optimizer)
     scheduler = _scheduler(made, schedule)
     try:
         for _ in range(2):
@@ -185,11 +218,23 @@ def _try_out(optimizer: settings.OptimizerSettings, schedule: settings.ScheduleS
             made.step()
             if scheduler is not None:
                 scheduler.step()
+    except SettingsError:
+        raise
     except Exception as error:
         raise SettingsError(
             f"{optimizer.name} with the schedule {schedule.name} cannot step: {error}",
-            remedy="see their pages in torch's docs",
+            remedy="see their pages in torch's docs, or correct your own",
         ) from error
+    tensors, plain = _split_state(made.state_dict()["state"])
+    try:
+        json.dumps(plain)
+    except TypeError as error:
+        raise SettingsError(
+            f"{optimizer.name} keeps a state that no checkpoint can hold: {error}",
+            remedy="keep tensors, numbers, texts and lists of these",
+        ) from error
+    sizes = [tensor.nbytes for tensor in tensors.values() if tensor.numel() >= parameter.numel()]
+    return sum(sizes) / parameter.numel()
 
 
 def _named_class(module: Any, name: str, base: type) -> type[Any]:
@@ -207,13 +252,7 @@ def _named_class(module: Any, name: str, base: type) -> type[Any]:
 
 
 def _made(kind: type[Any], first: Any, arguments: Mapping[str, Any]) -> Any:
-    known = inspect.signature(kind).parameters
-    unknown = sorted(set(arguments) - set(known))
-    if unknown:
-        raise SettingsError(
-            f"{kind.__name__} has no argument {', '.join(unknown)}",
-            remedy=f"it has: {', '.join(list(known)[1:])}",
-        )
+    check_arguments(kind, arguments, what=kind.__name__, num_own=1)
     try:
         return kind(first, **arguments)
     except Exception as error:
@@ -223,11 +262,33 @@ def _made(kind: type[Any], first: Any, arguments: Mapping[str, Any]) -> Any:
         ) from error
 
 
+def _kind(name: str) -> Kind:
+    """Return torch's or the user's optimizer class of this name, or the user's server rule.
+
+    Raises:
+        SettingsError: there is none, or it is neither.
+    """
+    if ":" not in name:
+        return _named_class(torch.optim, name, torch.optim.Optimizer)
+    found = find_named(name, what="optimizer")
+    is_class = isinstance(found, type)
+    if is_class and issubclass(found, torch.optim.Optimizer):
+        kind: Kind = found
+        return kind
+    if is_class or not callable(found):
+        raise SettingsError(
+            f"{name} is neither a class of optimizers nor a function of a mean gradient and a "
+            "state",
+            remedy="inherit from torch.optim.Optimizer, or write a function (docs/extend.md)",
+        )
+    rule: ServerRule = found
+    return rule
+
+
 def _optimizer(
-    parameters: list[torch.nn.Parameter], chosen: settings.OptimizerSettings
+    kind: Kind, parameters: list[torch.nn.Parameter], chosen: settings.OptimizerSettings
 ) -> torch.optim.Optimizer:
-    kind = _named_class(torch.optim, chosen.name, torch.optim.Optimizer)
-    if kind in (torch.optim.LBFGS, torch.optim.SparseAdam):
+    if isinstance(kind, type) and issubclass(kind, torch.optim.LBFGS | torch.optim.SparseAdam):
         raise SettingsError(
             f"{kind.__name__} cannot step on a sum of gradients", remedy="choose sgd, adam or adamw"
         )
@@ -239,6 +300,8 @@ def _optimizer(
         key: tuple(value) if isinstance(value, list) else value
         for key, value in chosen.arguments.items()
     }
+    if not isinstance(kind, type):
+        return RuleOptimizer(parameters, kind, lr=chosen.rate, arguments=arguments)
     optimizer: torch.optim.Optimizer = _made(kind, parameters, {**arguments, "lr": chosen.rate})
     return optimizer
 
