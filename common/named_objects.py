@@ -7,14 +7,13 @@ Python can import. The name of an object that a Python caller gave stands for th
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from headwater.common.errors import SettingsError, UnknownTask
 from headwater.common.run_scope import object_named
+from headwater.common.task_spec import import_place
 from headwater.common.user_code import described
 
 
@@ -34,7 +33,7 @@ def find_named(spec: str, *, what: str) -> Any:
             remedy="give its file or module, and its name in there",
         )
     try:
-        module = _module(place)
+        module = import_place(place)
     except UnknownTask as error:
         raise SettingsError(f"the {what} {spec}: {error}", remedy=error.remedy) from error
     if not hasattr(module, name):
@@ -88,19 +87,3 @@ def check_arguments(
             f"{what} has no argument {', '.join(unknown)}",
             remedy=f"it has: {', '.join(list(parameters)[num_own:]) or 'none'}",
         )
-
-
-def _module(place: str) -> Any:
-    from headwater.common.task import _import_file
-
-    if place.endswith(".py"):
-        path = Path(place)
-        if not path.is_file():
-            raise UnknownTask(f"there is no file {place}", remedy="correct the path")
-        return _import_file(path.resolve())
-    try:
-        return importlib.import_module(place)
-    except Exception as error:
-        raise UnknownTask(
-            f"{place} cannot be imported: {described(error)}", remedy="install or correct it"
-        ) from error

@@ -38,11 +38,18 @@ def find_task_class(spec: str) -> type[Any]:
             and there is none or more than one.
     """
     place, class_name = split_spec(spec)
+    return _class_in(import_place(place), place, class_name)
+
+
+def import_place(place: str) -> ModuleType:
+    """Import a user's Python file or module.
+
+    Raises:
+        UnknownTask: there is none, or its import fails.
+    """
     if _is_path(place):
-        module = import_task_module(module_of_file(_existing_file(place)))
-    else:
-        module = _import_named(place)
-    return _class_in(module, place, class_name)
+        return import_task_module(module_of_file(_existing_file(place)))
+    return _import_named(place)
 
 
 def split_spec(spec: str) -> tuple[str, str | None]:
@@ -95,7 +102,10 @@ def _existing_file(place: str) -> Path:
         where += f": there is no folder {path.parent}"
     near = get_close_matches(path.name, files, n=1, cutoff=0.7)
     found = f"; did you mean {path.parent / near[0]}?" if near else _listed("there is", files)
-    raise UnknownTask(f"there is no task file {place}{where}{found}")
+    raise UnknownTask(
+        f"there is no file {place}{where}{found}",
+        remedy="correct the path; a relative one starts in the working folder",
+    )
 
 
 def _is_folder(place: str, folder: Path) -> UnknownTask:

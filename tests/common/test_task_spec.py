@@ -69,13 +69,13 @@ def test_the_class_may_be_left_out_if_there_is_one_task(folder: Path, spec: str)
         ("spec_one.py:Rian", "has no class Rian; did you mean Rain"),
         ("spec_one.py:Cloud", "has no class Cloud; its tasks: Rain"),
         ("spec_one.py:make", "has no class make: it is a function"),
-        ("spec_on.py:Rain", "no task file spec_on.py in .*did you mean spec_one.py"),
-        ("nowhere/a.py:A", "no task file nowhere/a.py in .*there is no folder nowhere"),
+        ("spec_on.py:Rain", "no file spec_on.py in .*did you mean spec_one.py"),
+        ("nowhere/a.py:A", "no file nowhere/a.py in .*there is no folder nowhere"),
         (".:Rain", "is a folder, not a task; it has spec_none.py, spec_one.py, spec_two.py"),
         ("spec_on:Rain", "no module spec_on in .*did you mean spec_one"),
         ("spec_one.deeper:Rain", "no module spec_one.deeper"),
         ("nowhere.at.all:Rain", "no module nowhere.at.all"),
-        ("examples/digts.py:Digits", "no task file examples/digts.py"),
+        ("examples/digts.py:Digits", "no file examples/digts.py"),
         ("headwater.examples.digts:Digits", "did you mean headwater.examples.digits"),
     ],
 )
@@ -98,7 +98,7 @@ def test_a_user_s_own_examples_folder_comes_before_the_bundled_one(folder: Path)
 
 
 def test_no_other_path_is_searched_beside_the_package(folder: Path) -> None:
-    with pytest.raises(UnknownTask, match="no task file common"):
+    with pytest.raises(UnknownTask, match="no file common"):
         find_task_class("common/task.py:Task")
 
 
