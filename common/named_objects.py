@@ -16,6 +16,8 @@ from headwater.common.run_scope import object_named
 from headwater.common.task_spec import import_place
 from headwater.common.user_code import described
 
+FORMS = "name it as path/to/file.py:Name or package.module:Name"
+
 
 def find_named(spec: str, *, what: str) -> Any:
     """Return the object that a spec names; ``what`` it should be, for errors.
@@ -35,7 +37,8 @@ def find_named(spec: str, *, what: str) -> Any:
     try:
         module = import_place(place)
     except UnknownTask as error:
-        raise SettingsError(f"the {what} {spec}: {error}", remedy=error.remedy) from error
+        own = FORMS if error.remedy == UnknownTask.remedy else error.remedy
+        raise SettingsError(f"the {what} {spec}: {error}", remedy=own) from error
     if not hasattr(module, name):
         raise SettingsError(
             f"the {what} {spec}: {place} has no {name}", remedy="correct the name after the colon"

@@ -99,7 +99,7 @@ def test_track_finds_a_class_of_the_user(tmp_path: Path) -> None:
         ("mlfow", "--track knows no 'mlfow'", "choose mlflow, wandb, or name a class"),
         ("mlflow", "--track mlflow needs MLflow", r"pip install 'headwater\[mlflow\]'"),
         ("wandb", "--track wandb needs the package", r"pip install 'headwater\[wandb\]'"),
-        ("absent.py:Mine", "there is no file absent.py", "correct the path"),
+        ("absent.py:Mine", "the observer absent.py:Mine: there is no", ""),
         (f"{__file__}:Mine", "has no Mine", "correct the name"),
     ],
 )
