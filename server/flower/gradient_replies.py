@@ -32,7 +32,9 @@ from headwater.common.model.parameters import ModelImage, Slot
 log = logging.getLogger("flwr.headwater")  # Flower shows what its own logger's children say
 
 ALIKE = 0.5  # a gradient has no reason to lie within 60 degrees of the parameters
-MAX_REASON = 1000  # characters of a client's own error that are logged
+MAX_REASON = 500  # characters at the end of another error of a client, which are logged
+# SuperNodes send "<class 'NAME'>:<'TEXT'>", Ray a traceback with a line "NAME: TEXT".
+OUR_ERROR = re.compile(r"headwater\.common\.errors\.(\w+)(?:'>:<'|: )([^\n]*?)(?:'>)?(?:\n|$)")
 
 
 class ReplyReader:
@@ -158,11 +160,11 @@ class ReplyReader:
 
 def _error_of_client(reason: str, name: str) -> HeadwaterError:
     """Return the error that a client raised, by its own name if it is one of ours."""
-    ours = re.search(r"headwater\.common\.errors\.(\w+)", reason)
-    text = f"{name}: the client failed: {reason[:MAX_REASON]}"
+    failed = f"{name}: the client failed"
+    ours = OUR_ERROR.search(reason)
     if ours is None:
-        return UpdateRefused(text)
-    error = error_of(ours[1], text)
+        return UpdateRefused(f"{failed}: {reason.strip()[-MAX_REASON:]}")
+    error = error_of(ours[1], f"{failed}: {ours[2]}")
     error.remedy = ""  # the client's text has it
     return error
 

@@ -7,7 +7,16 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import (
+    Array,
+    ArrayRecord,
+    ConfigRecord,
+    Context,
+    Error,
+    Message,
+    MetricRecord,
+    RecordDict,
+)
 from flwr.clientapp import ClientApp
 from torch import Tensor, nn
 from torch.nn import functional
@@ -17,11 +26,13 @@ from headwater.client.flower.gradient_sum import GradientSum
 from headwater.common.errors import (
     BatchDependentLayer,
     ConversionError,
+    MeanLeftIn,
     ModelMismatch,
     SettingsError,
     StrategyWrapped,
 )
 from headwater.common.flower.gradient_reply import TAG
+from headwater.common.flower.grid import ensure_message_id
 from headwater.common.settings import schema as settings
 from headwater.server.flower.sum_of_gradients import NUM_REFUSED, SumOfGradients
 from tests.flower_apps import AppGrid, Spoil, metrics_of, tagged
@@ -205,6 +216,39 @@ def fixed_replies() -> AppGrid:
         return sums.reply(message)
 
     return AppGrid(app, num_nodes=NUM_NODES)
+
+
+REASONS = {
+    "a SuperNode's": "<class 'headwater.common.errors.MeanLeftIn'>:<'a mean. To fix it: sum'>",
+    "Ray's": "ray::run()\n  File 'task.py'\nheadwater.common.errors.MeanLeftIn: a mean. To fix it: "
+    "sum\n\nThe above exception\nException ClientAppException occurred.",
+}
+
+
+@pytest.mark.parametrize("engine", REASONS)
+def test_an_error_of_ours_on_a_client_keeps_its_name_and_its_remedy(engine: str) -> None:
+    with pytest.raises(MeanLeftIn) as raised:
+        one_failing_round(REASONS[engine])
+    assert str(raised.value) == "node 0, round 1: the client failed: a mean. To fix it: sum"
+
+
+def test_another_error_on_every_client_leaves_the_model_as_it_is(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    assert one_failing_round("<class 'ZeroDivisionError'>:<'division by zero'>") == (None, None)
+    assert "left out: UpdateRefused: node 0, round 1: the client failed: <class" in caplog.text
+
+
+def one_failing_round(reason: str) -> tuple[ArrayRecord | None, MetricRecord | None]:
+    """Run a round in which every client fails, as Flower says it."""
+    strategy, grid = SumOfGradients(new_model()), new_grid()
+    arrays = ArrayRecord(new_model().state_dict())
+    messages = list(strategy.configure_train(1, arrays, ConfigRecord(), grid))
+    for message in messages:
+        ensure_message_id(message)
+    error = Error(code=2, reason=reason)
+    ordered = sorted(messages, key=lambda message: message.metadata.dst_node_id)
+    return strategy.aggregate_train(1, [Message(error, reply_to=it) for it in ordered])
 
 
 def test_an_app_whose_replies_are_all_wrong_ends_in_its_first_round_by_name() -> None:
