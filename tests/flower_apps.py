@@ -6,11 +6,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
-from flwr.common.constant import ErrorCode
 from torch import nn
 
 from headwater.common.flower.gradient_reply import TAG, checksum
-from headwater.common.flower.grid import HeadwaterGrid, ensure_message_id, enter_run
+from headwater.common.flower.grid import (
+    CLIENT_APP_FAILED,
+    HeadwaterGrid,
+    ensure_message_id,
+    enter_run,
+)
 
 Spoil = Callable[[RecordDict], None]
 
@@ -57,8 +61,8 @@ class AppGrid(HeadwaterGrid):
             try:
                 reply = self._app(message, self.context(node_id))
             except Exception as error:
-                code = ErrorCode.CLIENT_APP_RAISED_EXCEPTION
-                reply = Message(Error(code, f"{type(error)}:<'{error}'>"), reply_to=message)
+                reason = f"{type(error)}:<'{error}'>"
+                reply = Message(Error(CLIENT_APP_FAILED, reason), reply_to=message)
             if message.metadata.message_type == "train" and node_id in self.spoil:
                 self.spoil[node_id](reply.content)
             yield reply

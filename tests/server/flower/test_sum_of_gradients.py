@@ -32,7 +32,7 @@ from headwater.common.errors import (
     StrategyWrapped,
 )
 from headwater.common.flower.gradient_reply import TAG
-from headwater.common.flower.grid import ensure_message_id
+from headwater.common.flower.grid import CLIENT_APP_FAILED, ensure_message_id
 from headwater.common.settings import schema as settings
 from headwater.server.flower.sum_of_gradients import NUM_REFUSED, SumOfGradients
 from tests.flower_apps import AppGrid, Spoil, metrics_of, tagged
@@ -246,7 +246,7 @@ def one_failing_round(reason: str) -> tuple[ArrayRecord | None, MetricRecord | N
     messages = list(strategy.configure_train(1, arrays, ConfigRecord(), grid))
     for message in messages:
         ensure_message_id(message)
-    error = Error(code=2, reason=reason)
+    error = Error(code=CLIENT_APP_FAILED, reason=reason)
     ordered = sorted(messages, key=lambda message: message.metadata.dst_node_id)
     return strategy.aggregate_train(1, [Message(error, reply_to=it) for it in ordered])
 
@@ -283,6 +283,15 @@ def test_a_metric_that_not_every_reply_has_is_left_out_and_logged(
     _, metrics = trained(grid, num_rounds=1)
     assert set(metrics[1]) == {"train_loss", "num-examples", NUM_REFUSED}
     assert "battery is left out" in caplog.text
+
+
+def test_a_client_that_could_not_see_whether_its_loss_is_a_sum_is_named_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    grid = new_grid()
+    grid.spoil = dict.fromkeys(range(NUM_NODES), with_tag(is_reduction_seen=False))
+    assert trained(grid, num_rounds=2)[1][2][NUM_REFUSED] == 0
+    assert caplog.text.count("a mean left in would go unnoticed") == 1
 
 
 def test_the_true_count_may_stand_among_the_metrics() -> None:
