@@ -7,13 +7,14 @@ metadata (``safetensors.safe_open(file, "pt").metadata()``). To read it runs no 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
@@ -136,15 +137,27 @@ def read_model(file: Path) -> tuple[ModelRecord, dict[str, Tensor]]:
     Raises:
         SettingsError: the file is missing, incomplete or no safetensors file.
     """
+    with _opened(file) as opened:
+        record = ModelRecord.of_metadata(opened.metadata() or {})
+        return record, {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+
+
+def read_record(file: Path) -> ModelRecord:
+    """Read a file's record alone; raises as ``read_model``."""
+    with _opened(file) as opened:
+        return ModelRecord.of_metadata(opened.metadata() or {})
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[Any]:
     try:
         with safe_open(file, framework="pt") as opened:
-            record = ModelRecord.of_metadata(opened.metadata() or {})
-            return record, {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+            yield opened
     except FileNotFoundError as error:
         raise SettingsError(
             f"there is no model at {file}", remedy="name a run's folder, or a .safetensors file"
         ) from error
-    except (OSError, SafetensorError, ValueError, TypeError, ValidationError) as error:
+    except (OSError, SafetensorError, ValueError, TypeError) as error:
         raise SettingsError(
             f"the model {file} cannot be read: {error}",
             remedy="copy it again: it is incomplete, or no safetensors file",

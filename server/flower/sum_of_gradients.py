@@ -35,6 +35,7 @@ from headwater.common.errors import (
     StrategyWrapped,
     UpdateRefused,
 )
+from headwater.common.model.mismatch import first_difference, rows_of
 from headwater.common.model.parameters import ModelImage
 from headwater.common.settings import schema as settings
 from headwater.common.settings.fields import Scalar
@@ -160,11 +161,18 @@ class SumOfGradients(FedAvg):
         self._refuse_wrapper()
         if arrays is not self._sent:
             before = self._image.bytes_U8.clone() if self._sent and server_round > 1 else None
+            state, model = arrays.to_torch_state_dict(), self._image.model
             try:
-                self._image.model.load_state_dict(arrays.to_torch_state_dict())
+                model.load_state_dict(state)
             except RuntimeError as error:
+                difference = first_difference(
+                    rows_of(model.state_dict()),
+                    rows_of(state),
+                    here="the model",
+                    there="the arrays",
+                )
                 raise ModelMismatch(
-                    f"the arrays do not fit the strategy's model: {error}",
+                    f"the arrays do not fit the strategy's model: {difference}",
                     remedy="start from ArrayRecord(model.state_dict()) of the same model",
                 ) from error
             if before is not None and not before.equal(self._image.bytes_U8):

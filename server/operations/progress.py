@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from rich.markup import escape
 from rich.text import Text
 
-from headwater.common.model.trained_model import BEST, MODEL
+from headwater.common.model.trained_model import BEST, MODEL, read_record
 from headwater.common.settings.schema import Settings
 from headwater.common.system.console import console, print_text, printable
 from headwater.common.system.live_status import LiveStatus, pack
@@ -17,6 +18,7 @@ from headwater.common.task import load_task, max_weight_per_example
 from headwater.server.operations.round_display import RoundDisplay
 from headwater.server.operations.round_log import CURVES, EVENTS, ROUNDS, read_rows
 from headwater.server.planning.target_batch import described
+from headwater.server.rounds.model_selection import is_minimised
 from headwater.server.rounds.observer import Observer
 from headwater.server.rounds.round_loop import OnRound
 from headwater.server.rounds.round_row import RoundRow
@@ -94,4 +96,14 @@ def print_result(settings: Settings) -> None:
         ("TensorBoard", EVENTS),
     ):
         if (folder / name).exists():
-            console.print(f"  {title:<12}{folder / name}", soft_wrap=True, markup=False)
+            note = _best_round(settings, folder) if name == BEST else ""
+            console.print(f"  {title:<12}{folder / name}{note}", soft_wrap=True, markup=False)
+
+
+def _best_round(settings: Settings, folder: Path) -> str:
+    """Return which round best.safetensors holds, and why, as text behind its path."""
+    criterion, best = settings.evaluation.best, read_record(folder / BEST).best
+    if criterion is None or best is None:
+        return ""
+    word = "lowest" if is_minimised(criterion) else "highest"
+    return f" (round {best['round']}: the {word} {best['metric']}, {best['value']:.6g})"

@@ -16,7 +16,7 @@ from headwater.common.settings.fields import split_criterion
 from headwater.common.settings.schema import EvaluationSettings
 
 DEFAULT_PATIENCE = 10
-TRAINING = "train_"
+TRAINING, HELD_OUT = "train_", "held_out_loss"
 # Metrics whose name ends so are minimised; every other one is maximised.
 LOWER_IS_BETTER = ("loss", "error", "perplexity", "mae", "mse", "rmse")
 
@@ -98,18 +98,24 @@ def after_evaluation(
 ) -> ModelSelection:
     """Return the state after an evaluated round.
 
-    A metric that this round lacks, and an earlier one had, leaves its state as it was: no device
-    may have answered with its held-out examples.
+    A metric that this round lacks leaves its state as it was, if an earlier round had it, or if no
+    device has answered with its held-out examples.
 
     Raises:
-        UnknownMetric: it is the first evaluation, and it has no such metric.
+        UnknownMetric: no evaluation of this run has such a metric.
     """
+    is_whole = not chosen.on_devices or HELD_OUT in metrics
 
     def follow(before: Followed | None, criterion: str | None) -> Followed | None:
         if criterion is None:
             return None
         if before is None:
-            before = Followed(criterion=criterion, metric=full_name(criterion, metrics))
+            try:
+                before = Followed(criterion=criterion, metric=full_name(criterion, metrics))
+            except UnknownMetric:
+                if is_whole:
+                    raise
+                return None
         value = metrics.get(before.metric)
         if value is None:
             return before

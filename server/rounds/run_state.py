@@ -7,6 +7,7 @@ lateness outlives an aborted round.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sized
 from dataclasses import dataclass
 from itertools import chain
@@ -41,12 +42,15 @@ from headwater.server.planning.plan_messages import held_out_fraction
 from headwater.server.planning.round_plans import Decisions, RoundPlanner, RoundPlans
 from headwater.server.planning.target_batch import BatchTotals, Target
 from headwater.server.rounds import checkpoint, evaluation, model_selection
+from headwater.server.rounds.model_selection import HELD_OUT
 from headwater.server.rounds.open_round import OpenRound
 from headwater.server.secagg.encoding_state import EncodingState, decode_sum
 from headwater.server.secagg.parameters import SessionSetup
 from headwater.server.secagg.retries import sum_masked
 from headwater.server.secagg.session import ReadyCohort, setup_of
 from headwater.server.secagg.session_counter import SessionNumbers
+
+log = logging.getLogger(__name__)
 
 NOTHING_FINITE = "lower --learning-rate if the model diverged, or look at the devices' data"
 DEFAULT_DECISIONS = Decisions()
@@ -308,9 +312,12 @@ class Training:
         Raises:
             UnknownMetric: it is the first evaluation, and it has no such metric.
         """
+        chosen = self.settings.evaluation
+        if (chosen.best or chosen.stop_when) and chosen.on_devices and HELD_OUT not in metrics:
+            log.warning("round %d: no device has tested the model", self.round)
         self.selection = model_selection.after_evaluation(
             self.selection,
-            self.settings.evaluation,
+            chosen,
             {"train_loss": loss, **metrics},
             round_number=self.round,
         )

@@ -18,6 +18,7 @@ import pytest
 from pydantic import BaseModel
 
 from headwater.client.enrolment.signing_identity import make_identity
+from headwater.common.model.trained_model import BEST, read_model
 from headwater.common.settings.schema import Settings
 from headwater.common.settings.sources import from_run_config
 from headwater.server.operations.round_log import read_rows
@@ -44,7 +45,7 @@ NOT_OF_A_FLOWER_RUN = (
 )
 RUN_CONFIG = (
     f"threads=1 cohort.min_clients={NUM_NODES - 1} plan.accumulation_steps=2 "
-    "plan.micro_batch_size=8 optimizer.name=sgd optimizer.learning_rate=0.1 "
+    'plan.micro_batch_size=8 optimizer.name="sgd" optimizer.learning_rate=0.1 '
     "secure.phase_seconds=1000"
 )
 # A SuperNode that does not wait: how often it looks for messages and replies cannot be set. Given
@@ -234,6 +235,7 @@ def in_process(out: Path, **changes: Any) -> Settings:
             "threads": 1,
             "out": out,
             "plan": {"accumulation_steps": 2, "micro_batch_size": 8},
+            "optimizer": {"name": "sgd", "learning_rate": 0.1},
             **changes,
             "simulation": {"clients": NUM_NODES, **changes.get("simulation", {})},
         }
@@ -242,13 +244,20 @@ def in_process(out: Path, **changes: Any) -> Settings:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_flwr_run_on_supernodes_gives_the_in_process_model_bit_for_bit(
+def test_flwr_run_on_supernodes_stops_early_with_the_in_process_model_bit_for_bit(
     deployment: Deployment, tmp_path: Path
 ) -> None:
+    """Its loss falls from round 1 to round 2, so that it has no new maximum and the run stops."""
     deployment.start_nodes()
-    out = deployment.flwr_run("rounds=2")
+    out = deployment.flwr_run(
+        "rounds=9",
+        'evaluation.best="accuracy"',
+        'evaluation.stop_when="max:test_loss"',
+        "evaluation.patience=1",
+    )
     reference = alone(tmp_path, rounds=2)
     assert (out / MODEL).read_bytes() == (reference / MODEL).read_bytes()
+    assert read_model(out / BEST)[0].best is not None
     assert names_by_round(out) == names_by_round(reference) == [["0", "1", "2", "3"]] * 2
 
 
