@@ -1,0 +1,108 @@
+"""docs/model.md is held to its word: its commands run, and so does its Python."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+DOC = Path(__file__).parents[2] / "docs" / "model.md"
+TIMEOUT_SECONDS = 250
+PLAIN = [
+    "headwater-simulate",
+    "--task",
+    "my_task.py:MyTask",
+    "--clients",
+    "2",
+    "--rounds",
+    "1",
+    "--out",
+    "runs/plain",
+]
+# Checks behind each block of Python, in the order of the page.
+CHECKS = {
+    "digits = model": "assert digits.shape == (4,) and not model.training",
+    "replaced_layers": "assert isinstance(model[2], nn.GroupNorm)",
+    "start.safetensors": "from safetensors.torch import load_file\n"
+    "assert len(load_file('start.safetensors')) == len(model.state_dict())",
+    "torch.export.save": "again = torch.export.load('model.pt2').module()\n"
+    "rows = torch.rand(5, 64)\n"
+    "assert torch.allclose(again(rows), model(rows), atol=1e-5)",
+    "print(record": "assert record['rounds'] == '5'",
+}
+
+
+def blocks() -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```$", DOC.read_text(), re.DOTALL | re.MULTILINE)
+
+
+def commands() -> list[list[str]]:
+    """Return the page's indented commands, with continued lines joined."""
+    text = DOC.read_text().replace("\\\n", " ")
+    return [line.split() for line in re.findall(r"^    (headwater-.*)$", text, re.MULTILINE)]
+
+
+class Folder:
+    """A folder with the page's network and task."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.network, self.task, *self.blocks = blocks()
+        self.write(self.network)
+        (path / "my_task.py").write_text(self.task)
+
+    def write(self, network: str) -> None:
+        (self.path / "network.py").write_text(network)
+
+    def run(self, command: list[str]) -> subprocess.CompletedProcess[str]:
+        side = command[0].partition("-")[2]
+        module = {"simulate": "simulation"}.get(side, side)
+        return self._python("-m", f"headwater.{module}", *command[1:])
+
+    def execute(self, block: str, check: str) -> None:
+        """Run a block; one that does not import Headwater must do without it."""
+        ban = "" if "import headwater" in block else "sys.modules['headwater'] = None\n"
+        self._python("-c", f"import sys, torch\n{ban}{block}\n{check}")
+
+    def _python(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        done = subprocess.run(
+            [sys.executable, *arguments],
+            cwd=self.path,
+            env={**os.environ, "PYTHONPATH": str(DOC.parents[1])},
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_SECONDS,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done
+
+
+@pytest.mark.timeout(600)
+def test_the_commands_and_the_python_of_the_page_run(tmp_path: Path) -> None:
+    folder = Folder(tmp_path)
+    without_batch_norm = folder.network.replace("        nn.BatchNorm2d(8),\n", "")
+    plain_block = next(each for each in folder.blocks if "runs/plain" in each)
+    folder.write(without_batch_norm)
+    folder.run(PLAIN)
+    folder.execute(plain_block, "assert not model.training")
+    folder.write(folder.network)
+    left = [each for each in folder.blocks if each is not plain_block]
+
+    done = {" ".join(command): folder.run(command) for command in commands()}
+    [as_json] = [each.stdout for line, each in done.items() if line.endswith("--json")]
+    assert json.loads(as_json)["results"][0]["num_examples"] == 359
+    [stopped] = [each.stderr for line, each in done.items() if "--stop-when" in line]
+    assert "test_loss has not improved in 10 evaluations" in stopped
+    for found, check in CHECKS.items():
+        [block] = [each for each in left if found in each]
+        left.remove(block)
+        folder.execute(block, check)
+    [onnx] = left  # needs packages that only its reader installs
+    assert "torch.onnx.export" in onnx
