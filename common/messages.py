@@ -41,12 +41,10 @@ StopReason = Literal[
 
 # A report lists each accumulation step, and must fit in one frame of the wire format.
 MAX_STEPS = 4096
-# With ``finish_seconds`` a device may do quota / 4 more examples, or as few as quota / 2. Its speed
-# changes by up to a fifth from one round to the next, and a device that is a fifth faster does a
-# quarter more in the same time. Half the quota bounds the loss if the time was predicted badly; the
-# server waits for a device that is slower than that.
-EXTRA_DIVISOR = 4
-MIN_DIVISOR = 2
+# With ``finish_seconds`` a device may do quota / 5 more examples, or as many fewer: its speed
+# changes by up to a fifth from one round to the next. If the time was predicted badly, the round
+# still sums its target to a fifth; the server waits for a device that is slower than that.
+FINISH_DIVISOR = 5
 MAX_METRIC_CHARACTERS = 64  # of a metric's name in a masked round
 
 
@@ -124,15 +122,16 @@ class Plan(WireMessage):
     @property
     def min_examples(self) -> int:
         """Return the fewest examples after which ``finish_seconds`` may end the update."""
-        return self.quota if self.finish_seconds is None else -(-self.quota // MIN_DIVISOR)
+        is_flexible = self.finish_seconds is not None
+        return self.quota - self.quota // FINISH_DIVISOR if is_flexible else self.quota
 
     @property
     def max_examples(self) -> int:
-        """Return the quota; with ``finish_seconds`` a quarter more, within MAX_STEPS steps."""
+        """Return the quota; with ``finish_seconds`` a fifth more, within MAX_STEPS steps."""
         if self.finish_seconds is None:
             return self.quota
         room = max(MAX_STEPS - self.accumulation_steps, 0) * self.micro_batch_size
-        return self.quota + min(self.quota // EXTRA_DIVISOR, room)
+        return self.quota + min(self.quota // FINISH_DIVISOR, room)
 
 
 class DescribeRequest(WireMessage):

@@ -5,6 +5,10 @@ seconds. The server takes updates one after another, each in a turn of its own, 
 turn is j-th from the end must finish j turns before T. The slowest clients have the last turns, as
 they are the last to be ready in any case. So uploads are staggered, and none waits for another.
 
+A client's transfers may take longer than T. The round waits for its update in any case, so it also
+trains for a part of that time, on at most an equal share of the target: otherwise a model of few
+bytes would be trained on the examples of clients with fast links alone.
+
 If n turns take more than half of T, the round waits for the server, and no order of quotas would
 shorten it: the turns then share half of T, and every client has at least the other half. Otherwise
 a round would end before the first turns, and the fastest clients would get nothing to do.
@@ -27,6 +31,10 @@ RESOLUTION = 1e-6
 MAX_HALVINGS = 60
 # The largest share of T that all turns take together.
 TURNS_SHARE = 0.5
+# Every client may train for this part of its transfers' time: its update is late by as much.
+TRAINING_PER_TRANSFER = 0.25
+# A client is bound by its link if its transfers take at least this part of T.
+LINK_BOUND = 1 / (1 + TRAINING_PER_TRANSFER)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,8 +78,20 @@ class CohortColumns:
 
         The numbers never fall as T grows.
         """
-        budget = finish_seconds - self.fixed - self.ahead(turns, finish_seconds)
-        budget = np.minimum(np.maximum(budget, 0.0), self.longest) * (1 + 1e-12)
+        return self._within(finish_seconds - self.fixed - self.ahead(turns, finish_seconds))
+
+    def least(self, target: int) -> Ints:
+        """Return the fewest examples that each client gets: 1, or more if its link is slow.
+
+        What it trains on in TRAINING_PER_TRANSFER of its transfers' time, and not more than an
+        equal share of the target, so that a false claim of a slow link wins no more than that.
+        """
+        share = max(target // max(len(self.most), 1), 1)
+        return np.clip(self._within(TRAINING_PER_TRANSFER * self.fixed), 1, share)
+
+    def _within(self, seconds: Floats) -> Ints:
+        """Return the most examples that each client can train on in so many seconds; 0 if none."""
+        budget = np.minimum(np.maximum(seconds, 0.0), self.longest) * (1 + 1e-12)
         full = self.base + self.size * self.each
         whole = np.minimum(np.floor(budget / full), self.most // self.size)
         left = budget - whole * full
@@ -83,26 +103,27 @@ class CohortColumns:
 def equal_finish(
     cohort: CohortColumns, *, target: int, finish_seconds: float | None
 ) -> tuple[Ints, float]:
-    """Return each client's quota, at least 1, and T: the sum is ``target`` if that is possible.
+    """Return each client's quota, at least ``least``, and T: the sum is ``target`` if possible.
 
     The sum is more if there are more clients than that. It is less if the clients' own bounds, or a
     given finish, allow no more: then every client gets as much as it can have. No client below its
     own bound could finish another example by T, which is known to RESOLUTION.
     """
     turns = cohort.turns()
-    least = np.ones_like(cohort.most)
+    least = cohort.least(target)
     target = min(target, int(cohort.most.sum()))
 
     def at(finish: float) -> Ints:
         return np.maximum(cohort.quotas(turns, finish), least)
 
     if finish_seconds is not None:
+        least = np.maximum(np.minimum(cohort.quotas(turns, finish_seconds), least), 1)
         quotas = at(finish_seconds)
         if int(quotas.sum()) <= target:
             return quotas, finish_seconds
     # Search from below: one client that claims to need a century must not coarsen it for all.
     low, few = 0.0, least
-    high = float(cohort.finish(least).min())
+    high = float(cohort.finish(np.ones_like(least)).min())
     many = at(high)
     while int(many.sum()) < target:
         low, few = high, many
@@ -117,10 +138,10 @@ def equal_finish(
             high, many = middle, tried
         else:
             low, few = middle, tried
-    surplus = max(int(many.sum()) - max(target, len(least)), 0)
+    surplus = max(int(many.sum()) - max(target, int(least.sum())), 0)
     quotas = _without(surplus, many, many - few, cohort.finish(many) + cohort.ahead(turns, high))
     ends = cohort.finish(quotas) + cohort.ahead(turns, high)
-    is_free = quotas > 1
+    is_free = quotas > least
     return quotas, float(ends[is_free].max()) if is_free.any() else high
 
 

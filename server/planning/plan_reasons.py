@@ -6,6 +6,7 @@ The texts are part of the client's plan, of rounds.jsonl and of ``headwater-serv
 from __future__ import annotations
 
 from headwater.common.messages import MAX_STEPS
+from headwater.server.planning.equal_finish import LINK_BOUND
 from headwater.server.planning.planner import Assignment, SizeBound
 
 # A turn or a transfer is mentioned if it takes at least this part of the round.
@@ -42,7 +43,8 @@ def _of_quota(assignment: Assignment) -> str:
         return f"all its {_examples(quota)}"
     if quota == MAX_STEPS * size:
         return f"{_examples(quota)}: {MAX_STEPS} micro-batches at the most"
-    return f"{'link' if assignment.transfers >= 1 else 'speed'}-bound: {_examples(quota)}"
+    bound = "link" if assignment.transfers >= LINK_BOUND else "speed"
+    return f"{bound}-bound: {_examples(quota)}"
 
 
 def _of_cuts(assignment: Assignment) -> str:
@@ -55,7 +57,7 @@ def _of_cuts(assignment: Assignment) -> str:
     if vitals.share < 1:
         cause = " on battery" if vitals.is_on_battery else ""
         text += f", giving {vitals.share:.0%} of its time{cause}"
-    if NOTABLE <= assignment.transfers < 1:
+    if NOTABLE <= assignment.transfers < LINK_BOUND:
         text += f", its transfers {assignment.transfers:.0%} of the round"
     if assignment.ahead >= NOTABLE:
         text += f", its turn {assignment.ahead:.0%} before the end"

@@ -10,8 +10,9 @@ median client with the same micro-batch; the cut is counted and reported. A lyin
 
 * be assigned as much as MAX_SPEED_RATIO median clients with the memory that it claims, and send
   nothing or a false sum. The other quotas shrink, but never to zero.
-* be assigned a single example, by claiming a century for each, little memory or a slow link. That
-  costs the other clients nothing but its turn at the server.
+* be assigned a single example, by claiming a century for each, or little memory. That costs the
+  other clients nothing but its turn at the server.
+* be assigned an equal share of the target, by claiming a slow link.
 * keep a round without a deadline waiting, as any client can that does not answer.
 * move the median, if half of the cohort lies in the same way.
 """

@@ -81,6 +81,8 @@ class RoundPlanner:
     """Clients that were left out and asked to describe themselves again, and have not yet."""
     _bounded: set[str] = field(default_factory=set)
     """Clients of the last round that claim more than is believed."""
+    _has_logged_target: bool = False
+    """Whether the log says that the target is more than the clients' data allow."""
     _is_resumed: bool = False
     """Whether the next round is the first one after ``restore``."""
 
@@ -147,12 +149,14 @@ class RoundPlanner:
         self._check_enough(names, excluded, round_number)
         estimates = [self.estimates[name] for name in names]
         owned = {name: one.num_examples for name, one in zip(names, estimates, strict=True)}
+        target = self.target.open(num_invited=len(names))
+        self._log_target(round_number, target, owned)
         assigned = self.decisions.assign(
             names,
             estimates,
             exceptions,
             self.settings.plan,
-            target=self.target.open(num_invited=len(names)),
+            target=target,
             deadline_seconds=self.settings.cohort.deadline_seconds,
             costs=costs,
         )
@@ -290,6 +294,20 @@ class RoundPlanner:
             some = ", ".join(claims[:MAX_NAMES])
             text = "round %d: %d more not believed in all that they claim (%s)"
             log.info(text, round_number, len(claims), some)
+
+    def _log_target(self, round_number: int, target: int, owned: Mapping[str, int]) -> None:
+        """Log, once in a run, that the target is more than all examples of the cohort."""
+        num_owned = sum(owned.values())
+        if self._is_k_set or self._has_logged_target or target <= num_owned:
+            return
+        self._has_logged_target = True
+        log.warning(
+            "round %d: the target is %d examples; the data of %d clients allow %d",
+            round_number,
+            target,
+            len(owned),
+            num_owned,
+        )
 
     def learn(
         self,

@@ -22,9 +22,9 @@ class IdleTime:
 
     ``share`` is 1 - mean(finish) / T over the free devices: those whose quota the planner could
     raise or lower. T, or ``free_seconds``, is the last finish of these; without free devices
-    ``share`` is None. The other devices are counted separately. A device that computes the minimum,
-    a micro-batch of one example, may finish after T; ``share_of_all`` includes all devices and
-    waits for the last of all.
+    ``share`` is None. The other devices are counted separately. A device at its minimum, which is
+    one example, or a few if its link is slow, may finish after T; ``share_of_all`` includes all
+    devices and waits for the last of all.
     """
 
     share: float | None
@@ -40,8 +40,8 @@ def idle_time(row: Mapping[str, Any]) -> IdleTime:
     """Return the idle time of a row of rounds.jsonl.
 
     A device is limited by its data if its plan is for all its examples. It is at the minimum if its
-    plan is for a single example. A device that dropped out is not among the row's clients and does
-    not count.
+    plan is for a single example, or bound by its link. A device that dropped out is not among the
+    row's clients and does not count.
     """
     everybody, free, minimum, num_data = [], [], [], 0
     for client in _clients(row):
@@ -49,7 +49,9 @@ def idle_time(row: Mapping[str, Any]) -> IdleTime:
         everybody.append(seconds)
         if "all its " in plan:
             num_data += 1
-        elif client["num_examples"] == 1 and not plan.startswith("K set"):
+        elif plan.startswith("link-bound") or (
+            client["num_examples"] == 1 and not plan.startswith("K set")
+        ):
             minimum.append(seconds)
         else:
             free.append(seconds)
@@ -93,7 +95,7 @@ def idle_line(rows: Sequence[Mapping[str, Any]]) -> str:
     line += f"{last.num_limited_by_data} limited by their own data"
     if last.num_at_minimum:
         line += (
-            f", {last.num_at_minimum} at the minimum of one example (the last of "
+            f", {last.num_at_minimum} at the minimum (the last of "
             f"them after {last.minimum_seconds:.2f} s)"
         )
     if any(one.num_limited_by_data or one.num_at_minimum for one in idle):

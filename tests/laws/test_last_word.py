@@ -54,7 +54,7 @@ def plan_of(quota: int, size: int, finish_seconds: float | None = None) -> Plan:
     sizes=st.lists(st.integers(0, 20), min_size=1, max_size=20),
     share=st.floats(0.05, 1.0),
     checkpointed_bytes=st.none() | st.floats(0.5, 12.0),
-    # An example takes a second: from half of the quota to a quarter more than it.
+    # An example takes a second: from a fifth below the quota to a fifth above it.
     finish=st.none() | st.floats(1.0, 1.5 * NUM_EXAMPLES),
 )
 @settings(max_examples=settings().max_examples // 2)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from headwater.common.messages import MAX_STEPS, Plan
 from headwater.server.planning import plan_reasons as reasons
+from headwater.server.planning.equal_finish import LINK_BOUND
 from headwater.server.planning.planner import (
     MAX_FINISH_SECONDS,
     Assignment,
@@ -60,7 +61,8 @@ def test_no_device_is_done_early_that_could_have_taken_another_example(
     costs = TransferCosts(image_bytes=costs.image_bytes, update_bytes=costs.update_bytes)
     devices = devices_of([{**row, "each": row["each"] or 1e-3} for row in rows])
     assigned = assign(devices, plan(), target=target, costs=costs).values()
-    last = max((here_after(a, a.quota, costs) for a in assigned if a.quota > 1), default=0.0)
+    free = [a for a in assigned if a.quota > 1 and a.transfers < LINK_BOUND]
+    last = max((here_after(a, a.quota, costs) for a in free), default=0.0)
     for work in assigned:
         if work.quota < min(work.estimate.num_examples, MAX_STEPS * work.max_micro_batch_size):
             # T is known to a millionth.
@@ -98,12 +100,31 @@ def test_a_device_with_a_slow_link_gets_less_by_what_its_transfers_take() -> Non
     assert "transfers" not in reasons.of_plan(assigned["near"])
 
 
-def test_a_device_whose_transfers_alone_outlast_the_others_is_link_bound() -> None:
+@pytest.mark.parametrize(
+    ("rate", "quota"),
+    [
+        pytest.param(10_000, 50, id="a quarter of 0.2 s"),
+        pytest.param(1000, 250, id="a quarter of 2 s, and no more than an equal share"),
+        pytest.param(1e-6, 250, id="a claim that nobody can wait for wins no more"),
+    ],
+)
+def test_a_device_whose_transfers_outlast_the_others_trains_for_a_quarter_of_their_time(
+    rate: float, quota: int
+) -> None:
+    far = device("far", 1000, each=0.001, upload_bytes_per_second=rate)
+    near = device("near", 1000, each=1e-6)
+    costs = TransferCosts(update_bytes=2000)
+    assigned = assign([near, far], plan(), target=501, costs=costs)
+    assert [work.quota for work in assigned.values()] == [501 - quota, quota]
+    said = f"link-bound: {quota} examples; in one micro-batch"
+    assert reasons.of_plan(assigned["far"]) == said
+
+
+def test_a_slow_link_leaves_no_more_examples_than_the_deadline_allows() -> None:
     far = device("far", 1000, each=0.001, upload_bytes_per_second=1000)
     assigned = assign([device("near", 1000, each=0.001), far], plan(), target=501,
-                      costs=TransferCosts(update_bytes=2000))  # fmt: skip
-    assert [work.quota for work in assigned.values()] == [500, 1]
-    assert reasons.of_plan(assigned["far"]) == "link-bound: 1 example; in one micro-batch"
+                      deadline_seconds=2.25, costs=TransferCosts(update_bytes=2000))  # fmt: skip
+    assert [work.quota for work in assigned.values()] == [476, 25]  # 0.9 x 2.25 s - 2 s
 
 
 def test_uploads_come_one_turn_after_another_the_slowest_last() -> None:
@@ -179,7 +200,7 @@ def test_the_longest_reason_fits_into_a_plan() -> None:
         size_bound=SizeBound.MEMORY,
         speed_cut=1e30,
         ahead=0.5,
-        transfers=0.99,
+        transfers=0.79,
     )
     most = Plan.model_fields["reason"].metadata[0].max_length
     shown = reasons.of_plan(work, finish_seconds=MAX_FINISH_SECONDS)

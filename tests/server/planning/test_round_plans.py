@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+
+import pytest
 
 from headwater.common.messages import DeviceReport, Plan, Vitals
 from headwater.common.model.parameters import build_model
@@ -103,3 +106,17 @@ def test_a_left_out_client_s_new_description_counts_as_soon_as_it_arrives() -> N
     ]
     assert invited.count("slow") == 2
     assert not made.estimates["slow"].is_outdated
+
+
+def test_the_log_says_once_that_the_target_is_more_than_the_clients_own(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    made = planning(settings(effective_batch_size=150))
+    one = {"a": report("a", limit=400 * MIB)}
+    with caplog.at_level(logging.INFO):
+        plans(made, {**one, "b": report("b", limit=400 * MIB)}, 1)
+        assert not caplog.messages
+        for number in (2, 3):
+            plans(made, one, number)
+    said = "round 2: the target is 150 examples; the data of 1 clients allow 100"
+    assert caplog.messages == [said]

@@ -54,8 +54,8 @@ def refusal(*, quota: int, num_examples: int, num_steps: int, finish: float | No
     [
         pytest.param(40, None, None, id="its quota"),
         pytest.param(41, None, "CountOutOfRange", id="one more than its quota"),
-        pytest.param(50, 9.0, None, id="a quarter more, where the round is bound by time"),
-        pytest.param(51, 9.0, "CountOutOfRange", id="one more than that"),
+        pytest.param(48, 9.0, None, id="a fifth more, where the round is bound by time"),
+        pytest.param(49, 9.0, "CountOutOfRange", id="one more than that"),
         pytest.param(1, 9.0, None, id="less than half: it may have been stopped"),
     ],
 )
@@ -66,7 +66,7 @@ def test_an_update_holds_no_more_examples_than_its_plan_allows(
     assert found == code
 
 
-@pytest.mark.parametrize(("finish", "most"), [(None, 40), (9.0, 50)])
+@pytest.mark.parametrize(("finish", "most"), [(None, 40), (9.0, 48)])
 def test_an_update_holds_a_step_an_example_and_one_more_at_the_most(
     finish: float | None, most: int
 ) -> None:

@@ -173,6 +173,7 @@ def test_the_command_prints_the_idle_time_and_resumes_from_the_recorded_file(
     path.write_text(UNSTEADY)
     command = [sys.executable, "-m", "headwater.simulation", "--out", str(tmp_path / "out")]
     start = ["--task", "tests/tasks.py:TwoLayers", "--fleet", str(path), "--rounds", "2"]
+    start += ["--effective-batch-size", "64"]
     for arguments in (start, ["--resume", "--rounds", "3"]):
         result = subprocess.run(
             [*command, *arguments], capture_output=True, text=True, timeout=120, check=False
