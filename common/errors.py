@@ -394,14 +394,16 @@ def _subclasses(root: type[HeadwaterError]) -> list[type[HeadwaterError]]:
     return [root, *(leaf for child in root.__subclasses__() for leaf in _subclasses(child))]
 
 
-def error_of(code: str, message: str) -> HeadwaterError:
+def error_of(code: str, message: str, *, lines: str = "") -> HeadwaterError:
     """Rebuild an error from the code and message that the other side sent.
 
     An unknown ``code`` gives a plain ``HeadwaterError`` that quotes it: versions may differ.
     Line breaks and control characters become spaces, so the text stays on one line of a log.
+    ``lines`` are signs to keep: a line break, if the other side is a process of one's own.
     """
     code, message = (
-        "".join(sign if sign.isprintable() else " " for sign in text) for text in (code, message)
+        "".join(sign if sign.isprintable() or sign in lines else " " for sign in text)
+        for text in (code, message)
     )
     by_code = {leaf.__name__: leaf for leaf in _subclasses(HeadwaterError)}
     kind = by_code.get(code)

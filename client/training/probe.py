@@ -41,7 +41,7 @@ from headwater.common.data.batches import batch_of
 from headwater.common.errors import HeadwaterError, OutOfMemory, TaskFailed
 from headwater.common.system.heap import release_freed_memory
 from headwater.common.task import loss_sum
-from headwater.common.user_code import is_allocation_failure
+from headwater.common.user_code import described, is_allocation_failure
 
 log = logging.getLogger(__name__)
 
@@ -247,7 +247,7 @@ class ExampleProbe:
         except Exception as error:
             if is_allocation_failure(error):
                 raise MemoryError(str(error)) from error
-            raise _ExamplesFailed(f"{type(error).__name__}: {error}") from error
+            raise _ExamplesFailed(described(error)) from error
 
     def _working(self, *, together: int) -> list[int]:
         """Return up to 256 positions, of which the first ``together`` work in one micro-batch.

@@ -132,7 +132,7 @@ def _checked(context: TrainingContext, room: _Room) -> CheckReport:
             for metric in sorted(zero)
         ),
     ]
-    num_seen = len({*survey.seen, *faults})
+    num_seen = len({*survey.seen, *comparison.singles, *faults})
     return CheckReport(
         num_examples=len(examples),
         num_seen=num_seen,

@@ -79,7 +79,7 @@ def compare_gradients(*, gap: float, total: float, length: float, size: int) -> 
         raise TaskNotAdditive(
             f"the gradient of {size} examples together and the sum of their gradients one by one, "
             f"of length {total:.6g}, are {gap:.3g} apart: probably a layer mixes the examples of a "
-            "batch"
+            "batch, or a mean over tokens was multiplied by a number of examples"
         )
 
 

@@ -142,7 +142,7 @@ class ClientProcesses:
             for line in lines:
                 reply = json.loads(line)
                 if "failed" in reply:
-                    raise error_of(*reply["failed"])
+                    raise error_of(*reply["failed"], lines="\n")
                 self._ended[reply["ended"]] = reply["status"]
 
     def _wait_until_all_left(self) -> None:

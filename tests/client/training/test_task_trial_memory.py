@@ -1,0 +1,56 @@
+"""The check of a large model takes the memory of training, and no second vector."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TASK = """
+import torch
+from torch import nn
+
+class Wide:
+    '''Sixteen layers of 4 MiB: a vector of 64 MiB, and activations of some kilobytes.'''
+
+    def new_model(self):
+        return nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(16)))
+
+    def train_examples(self, *, data, part, num_parts):
+        return list(torch.rand(40, 1024))
+
+    def loss_sum(self, model, batch):
+        return model(batch).square().sum(), len(batch)
+"""
+
+MEASURE = """
+import json, sys
+import torch
+from headwater.client.memory.peak_model import PeakMeter, resident_bytes
+from headwater.client.training.trainer import Trainer
+
+torch.set_num_threads(1)
+trainer = Trainer(sys.argv[1], replace_batch_norm=False, check_task=False)
+examples = trainer.task.train_examples(data=None, part=0, num_parts=1)
+trainer.image.model(examples[0]).sum().item()  # loads the libraries of a product
+before, meter = resident_bytes(), PeakMeter()
+trainer.check(examples, "pi")
+vector = trainer.accumulator.values_P.nbytes
+print(json.dumps((meter.peak_bytes() - before) / vector))
+"""
+
+
+@pytest.mark.slow
+def test_the_check_peaks_at_less_than_one_vector_above_model_and_accumulator(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "wide.py"
+    path.write_text(TASK)
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE, f"{path}:Wide"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) < 1.0
