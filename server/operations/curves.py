@@ -1,17 +1,28 @@
-"""Draws curves.png: loss, metrics, K and, if it was followed, the noise scale over the rounds."""
+"""Draws curves.png: loss, metrics, time, devices and left-out examples over a run's rounds."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from headwater.common.system.console import printable
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Row = Mapping[str, Any]
-PANEL_INCHES, HEIGHT_INCHES = 3.7, 3.4
+COLUMNS, PANEL_INCHES, HEIGHT_INCHES = 4, 3.9, 3.1
+# More names than these could not be read: the other devices are drawn together.
+MAX_LINES, MAX_BARS, MAX_METRICS = 5, 8, 6
+MAX_NAME_CHARACTERS = 34
+# A logarithmic axis for a smaller range has ticks that are hard to read.
+MIN_LOG_RATIO = 5.0
+TIME_UNITS = (("days", 86_400.0), ("hours", 3_600.0), ("minutes", 60.0), ("seconds", 1.0))
 
 
 def draw_curves(rows: Sequence[Row], path: Path) -> None:
@@ -25,46 +36,70 @@ def draw_curves(rows: Sequence[Row], path: Path) -> None:
 
 
 def curves(rows: Sequence[Row]) -> Figure:
-    """Draw rows of rounds.jsonl, at least one; a fourth panel shows a noise scale that K followed.
+    """Draw rows of rounds.jsonl, at least one: two lines of four panels.
 
     Raises:
         ImportError: matplotlib is not installed.
     """
     from matplotlib.figure import Figure
 
-    panels = [_draw_loss, _draw_metrics, _draw_steps]
-    if any(row.get("target_by") == "noise scale" for row in rows):
-        panels.append(_draw_batch)
-    width = PANEL_INCHES * len(panels)
-    figure = Figure(figsize=(width, HEIGHT_INCHES))
+    width, height = PANEL_INCHES * COLUMNS, HEIGHT_INCHES * len(PANELS) / COLUMNS
+    figure = Figure(figsize=(width, height))
     # Margins in inches: measuring all labels for them would take as long as drawing the figure.
-    margins = {"left": 0.8 / width, "right": 1 - 0.1 / width, "bottom": 0.15, "top": 0.9}
-    subplots = figure.subplots(1, len(panels), gridspec_kw={**margins, "wspace": 0.22})
-    for draw, axes in zip(panels, subplots, strict=True):
+    # The widest tick label has six characters (``short_number``), which take half an inch.
+    margins = {"left": 0.7 / width, "right": 1 - 0.15 / width}
+    margins |= {"bottom": 0.5 / height, "top": 1 - 0.35 / height, "wspace": 0.22, "hspace": 0.42}
+    subplots = figure.subplots(len(PANELS) // COLUMNS, COLUMNS, gridspec_kw=margins)
+    for draw, axes in zip(PANELS, subplots.flat, strict=True):
         draw(axes, rows)
-        axes.set(xlabel="round")
         axes.spines[["top", "right"]].set_visible(False)
     return figure
 
 
+# Loss and metrics.
+
+
 def _draw_loss(axes: Any, rows: Sequence[Row]) -> None:
+    _draw_losses(axes, rows, _rounds(rows))
+    axes.set(title="loss per unit of weight")
+    _by_round(axes)
+
+
+def _draw_loss_over_time(axes: Any, rows: Sequence[Row]) -> None:
+    """Draw the loss over the time of the rounds: the devices' virtual time in a simulation."""
+    virtual = [row.get("virtual_seconds") for row in rows]
+    is_virtual = None not in virtual
+    seconds = list(accumulate(virtual if is_virtual else [row["seconds"] for row in rows]))
+    unit, size = next((unit for unit in TIME_UNITS if seconds[-1] >= 2 * unit[1]), TIME_UNITS[-1])
+    _draw_losses(axes, rows, [second / size for second in seconds])
+    axes.set(title="loss over time", xlabel=f"{'virtual time' if is_virtual else 'time'}, {unit}")
+    _short_ticks(axes.xaxis)
+    _short_ticks(axes.yaxis)
+
+
+def _draw_losses(axes: Any, rows: Sequence[Row], at: Sequence[float]) -> None:
     losses = [math.nan if row["loss"] is None else row["loss"] for row in rows]
-    axes.plot(_rounds(rows), losses, label="training")
+    _plot(axes, at, losses, "training")
     for name in ("test_loss", "held_out_loss"):
-        _plot_metric(axes, rows, name, name.removesuffix("_loss").replace("_", " "))
-    values = [value for line in axes.get_lines() for value in line.get_ydata()]
-    scale = "linear" if any(value <= 0 for value in values) else "log"
-    axes.set(title="loss per unit of weight", yscale=scale)
+        _plot_metric(axes, rows, at, name, name.removesuffix("_loss").replace("_", " "))
+    _scale(axes)
     axes.legend(frameon=False)
 
 
 def _draw_metrics(axes: Any, rows: Sequence[Row]) -> None:
     names = sorted({name for row in rows for name in row["metrics"] if not name.endswith("_loss")})
-    for name in names:
-        _plot_metric(axes, rows, name, name.replace("_", " "))
-    axes.set(title="metrics")
+    # The tests' metrics first: there may be more than a legend can name.
+    names.sort(key=lambda name: name.startswith("train_"))
+    for name in names[:MAX_METRICS]:
+        _plot_metric(axes, rows, _rounds(rows), name, _label(name.replace("_", " ")))
+    more = f" ({MAX_METRICS} of {len(names)})" if len(names) > MAX_METRICS else ""
+    axes.set(title=f"metrics{more}")
+    _by_round(axes)
     if names:
-        axes.legend(frameon=False)
+        axes.legend(frameon=False, fontsize="small")
+
+
+# The round's work.
 
 
 def _draw_steps(axes: Any, rows: Sequence[Row]) -> None:
@@ -76,30 +111,196 @@ def _draw_steps(axes: Any, rows: Sequence[Row]) -> None:
     ]
     low, high = [min(s) for s in steps], [max(s) for s in steps]
     axes.fill_between(_rounds(rows), low, high, alpha=0.3, label="K, min to max")
-    axes.plot(_rounds(rows), [sum(s) / len(s) for s in steps], label="K, mean")
+    _plot(axes, _rounds(rows), [sum(s) / len(s) for s in steps], "K, mean")
     axes.set(title="accumulation steps per device")
+    _by_round(axes)
     axes.legend(frameon=False)
 
 
 def _draw_batch(axes: Any, rows: Sequence[Row]) -> None:
-    """Draw the effective batch and the noise scale, both in units of weight."""
-    axes.plot(_rounds(rows), [row["weight"] for row in rows], label="effective batch")
-    # A round without an estimate leaves a gap.
-    scale = [math.nan if row["noise_scale"] is None else row["noise_scale"] for row in rows]
-    axes.plot(_rounds(rows), scale, label="noise scale")
+    """Draw the effective batch, and the noise scale if K followed it, both in units of weight."""
+    _plot(axes, _rounds(rows), [row["weight"] for row in rows], "effective batch")
+    if any(row.get("target_by") == "noise scale" for row in rows):
+        # A round without an estimate leaves a gap.
+        known = [row.get("noise_scale") for row in rows]
+        scale = [math.nan if value is None else value for value in known]
+        _plot(axes, _rounds(rows), scale, "noise scale")
     axes.set(title="weight per round")
-    axes.set_yscale("log", base=2)
-    axes.yaxis.set_major_formatter("{x:,g}")
+    _scale(axes)
+    _by_round(axes)
     axes.legend(frameon=False)
 
 
-def _plot_metric(axes: Any, rows: Sequence[Row], name: str, label: str) -> None:
+def _draw_left_out(axes: Any, rows: Sequence[Row]) -> None:
+    """Draw the examples that devices left out, and the devices that are not in the sum."""
+    examples = [_num_left_out(row) for row in rows]
+    devices = [len(row["left_out"]) + len(row["refused"]) for row in rows]
+    _plot(axes, _rounds(rows), examples, "examples")
+    if any(devices):
+        _plot(axes, _rounds(rows), devices, "devices: too slow, lost or refused")
+    axes.set(title="left out per round", ylim=(0, max(*examples, *devices, 1) * 1.3))
+    _by_round(axes)
+    axes.yaxis.get_major_locator().set_params(integer=True)
+    if any(examples) or any(devices):
+        axes.legend(frameon=False, loc="upper left")
+    else:
+        axes.annotate("nothing", (0.5, 0.5), xycoords="axes fraction", ha="center")
+
+
+def _num_left_out(row: Row) -> int:
+    known: int | None = row.get("num_examples_left_out")
+    return sum(client["num_refused"] for client in row["clients"]) if known is None else known
+
+
+# The devices.
+
+
+def _draw_seconds(axes: Any, rows: Sequence[Row]) -> None:
+    """Draw each device's seconds: a line for the slowest few, and a band for all others."""
+    seconds: defaultdict[str, dict[int, float]] = defaultdict(dict)
+    for row in rows:
+        for client in (*row["clients"], *row.get("masked_clients", [])):
+            seconds[client["name"]][row["round"]] = client["seconds"]
+    names = sorted(seconds, key=lambda name: -statistics.fmean(seconds[name].values()))
+    named = names if len(names) <= MAX_LINES + 1 else names[:MAX_LINES]
+    others = names[len(named) :]
+    for name in named:
+        found = [seconds[name].get(number, math.nan) for number in _rounds(rows)]
+        _plot(axes, _rounds(rows), found, _label(name))
+    if others:
+        _draw_others(axes, _rounds(rows), [seconds[name] for name in others])
+    axes.set(title="seconds per device")
+    _scale(axes)
+    _by_round(axes)
+    # The legend has the upper part of the panel to itself.
+    (low, high), room = axes.get_ylim(), 0.15 * len(axes.get_lines())
+    is_log = axes.get_yscale() == "log"
+    axes.set_ylim(low, high * (high / low) ** room if is_log else high + room * (high - low))
+    axes.legend(frameon=False, fontsize="small", loc="upper left")
+
+
+def _draw_others(axes: Any, rounds: Sequence[int], others: Sequence[Mapping[int, float]]) -> None:
+    found = [[one[number] for one in others if number in one] or [math.nan] for number in rounds]
+    axes.fill_between(rounds, list(map(min, found)), list(map(max, found)), alpha=0.25, color="0.5")
+    middle = [statistics.median(values) for values in found]
+    axes.plot(rounds, middle, color="0.4", label=f"median of {len(others)} others")
+
+
+def _draw_share(axes: Any, rows: Sequence[Row]) -> None:
+    """Draw each device's share of all weight as a bar; in masked rounds the plans' examples."""
+    weights: defaultdict[str, float] = defaultdict(float)
+    for row in rows:
+        for client in row["clients"]:
+            weights[client["name"]] += client["weight"]
+        for client in row.get("masked_clients", []):
+            weights[client["name"]] += client["planned_examples"]
+    names = sorted(weights, key=lambda name: -weights[name])
+    named = names if len(names) <= MAX_BARS + 1 else names[:MAX_BARS]
+    total = math.fsum(weights.values()) or 1.0
+    bars = [(_label(name), weights[name] / total) for name in named]
+    others = names[len(named) :]
+    if others:
+        rest = math.fsum(weights[name] for name in others) / total
+        bars.append((f"{len(others)} others, {rest / len(others):.2%} each", rest))
+    axes.barh(range(len(bars)), [100 * share for _, share in bars], color="C0", alpha=0.35)
+    for at, (label, share) in enumerate(bars):
+        # Inside the axes, where a long name needs no margin.
+        axes.annotate(f" {label}: {share:.1%}", (0, at), va="center", fontsize="small")
+    lowest = max(len(bars), 5) - 0.4
+    axes.set(title="share of all weight", xlabel="%", yticks=[], xlim=(0, None))
+    axes.set_ylim(lowest, -0.6)
+    _short_ticks(axes.xaxis)
+
+
+# Axes.
+
+
+def _plot(axes: Any, at: Sequence[float], values: Sequence[float], label: str) -> None:
+    """Plot a line; a value between two gaps, and a single round, are points."""
+    axes.plot(at, values, label=label, marker="." if _has_single(values) else "", markersize=3)
+
+
+def _has_single(values: Sequence[float]) -> bool:
+    is_known = [False, *(not math.isnan(value) for value in values), False]
+    return any(
+        now and not before and not after
+        for before, now, after in zip(is_known, is_known[1:], is_known[2:], strict=False)
+    )
+
+
+def _plot_metric(
+    axes: Any, rows: Sequence[Row], at: Sequence[float], name: str, label: str
+) -> None:
+    """Plot a metric in the rounds that have it."""
     points = [
-        (row["round"], row["metrics"][name]) for row in rows if row["metrics"].get(name) is not None
+        (x, row["metrics"][name])
+        for x, row in zip(at, rows, strict=True)
+        if row["metrics"].get(name) is not None
     ]
     if points:
-        axes.plot(*zip(*points, strict=True), label=label)
+        found, values = zip(*points, strict=True)
+        _plot(axes, found, values, label)
+
+
+def _scale(axes: Any) -> None:
+    """Make the y axis logarithmic where the values are positive and far apart."""
+    lines = [value for line in axes.get_lines() for value in line.get_ydata()]
+    known = [value for value in lines if math.isfinite(value)]
+    if known and min(known) > 0 and max(known) / min(known) >= MIN_LOG_RATIO:
+        from matplotlib.ticker import LogLocator, NullLocator
+
+        axes.set_yscale("log")
+        parts = (1, 2, 5) if max(known) / min(known) < 1e3 else (1,)
+        axes.yaxis.set_major_locator(LogLocator(subs=parts, numticks=9))
+        axes.yaxis.set_minor_locator(NullLocator())
+
+
+def _by_round(axes: Any) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axes.set(xlabel="round")
+    first, last = axes.dataLim.intervalx
+    if first == last:
+        axes.set_xlim(first - 1, last + 1)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
+    _short_ticks(axes.xaxis)
+    _short_ticks(axes.yaxis)
+
+
+def _short_ticks(axis: Any) -> None:
+    axis.set_major_formatter(lambda value, _: short_number(value))
+
+
+def short_number(value: float) -> str:
+    """Return a tick's label of at most six characters: 0.025, 150, 12.5k, 3M, 1e-07."""
+    for size, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if abs(value) >= size:
+            return f"{value / (1e3 if unit == 'k' else size):.4g}{unit}"
+    if value and abs(value) < 1e-3:
+        return f"{value:.0e}"
+    return f"{value:.4g}"
+
+
+def _label(text: str) -> str:
+    """Return a name as a label: not a formula, not hidden, and not too long."""
+    shown = printable(text).lstrip("_ ")
+    if len(shown) > MAX_NAME_CHARACTERS:
+        half = MAX_NAME_CHARACTERS // 2 - 1
+        shown = f"{shown[:half]}..{shown[-half:]}"
+    return shown.replace("$", r"\$")
 
 
 def _rounds(rows: Sequence[Row]) -> list[int]:
     return [row["round"] for row in rows]
+
+
+PANELS: tuple[Callable[[Any, Sequence[Row]], None], ...] = (
+    _draw_loss,
+    _draw_loss_over_time,
+    _draw_metrics,
+    _draw_left_out,
+    _draw_seconds,
+    _draw_share,
+    _draw_steps,
+    _draw_batch,
+)

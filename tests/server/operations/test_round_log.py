@@ -109,21 +109,6 @@ def test_the_curves_are_drawn_for_any_loss(tmp_path: Path, loss: float) -> None:
     drawn(tmp_path)
 
 
-def test_a_followed_noise_scale_has_its_own_panel(
-    tmp_path: Path,
-) -> None:
-    sizes = []
-    for name, target_by in (("fixed", "examples"), ("followed", "noise scale")):
-        round_log = opened(tmp_path / name)
-        for number, scale in ((1, None), (2, 40.0), (3, 90.0)):
-            round_log.stepped(
-                row(number, *CLIENTS, target=5, target_by=target_by, noise_scale=scale)
-            )
-        round_log.ended()
-        sizes.append(drawn(tmp_path / name))
-    assert sizes[1][0] > sizes[0][0]
-
-
 def test_rows_without_a_target_are_drawn(tmp_path: Path) -> None:
     written(tmp_path, 2)
     lines = [json.loads(line) for line in (tmp_path / ROUNDS).read_text().splitlines()]
@@ -133,6 +118,14 @@ def test_rows_without_a_target_are_drawn(tmp_path: Path) -> None:
     (tmp_path / ROUNDS).write_text("".join(json.dumps(line) + "\n" for line in lines))
     (tmp_path / CURVES).unlink()
     opened(tmp_path, 2).ended()
+    drawn(tmp_path)
+
+
+def test_metrics_with_hostile_names_are_drawn(tmp_path: Path) -> None:
+    """A name with two dollar signs was read as a formula, and ended the run with an error."""
+    round_log = opened(tmp_path)
+    round_log.stepped(row(1, *CLIENTS, metrics={r"train_$\frac$": 0.5, "train_[/x]\x1b": 1.0}))
+    round_log.ended()
     drawn(tmp_path)
 
 
