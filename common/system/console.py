@@ -44,10 +44,10 @@ def show_error(error: HeadwaterError | KeyboardInterrupt) -> int:
         output_log.error(error.message, extra={"fields": fields})
     else:
         shown = Text.assemble((error.code, "bold red"), ": ", _printable_lines(error.message))
-        stderr.print(shown, soft_wrap=True)
+        stderr.print(shown, soft_wrap=not stderr.is_terminal)
         if error.remedy:
             shown = Text.assemble("  ", ("remedy", "bold"), ": ", _printable_lines(error.remedy))
-            stderr.print(shown, soft_wrap=True)
+            stderr.print(shown, soft_wrap=not stderr.is_terminal)
     return error.exit_status
 
 

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import io
 import json
+import logging
 import subprocess
 import sys
 
 import pytest
+from rich.console import Console
 
 from headwater.common.errors import SettingsError
-from headwater.common.system.console import show_error
+from headwater.common.system import console as consoles
+from headwater.common.system.console import (
+    PrintableFormatter,
+    print_text,
+    print_titled,
+    printable,
+    show_error,
+)
 
 JSON_ERROR = """
 from headwater.common.errors import SettingsError
@@ -45,3 +55,54 @@ def test_in_json_output_and_errors_are_objects_on_the_error_stream() -> None:
         "too few",
         "more",
     )
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("kitchen-pi äöü 東京", "kitchen-pi äöü 東京"),
+        ("\x1b[2J", r"\x1b[2J"),
+        ("a\nb\tc\r", r"a\nb\tc\r"),
+        ("\x9b\x7f", r"\x9b\x7f"),
+        ("\u202egnp.exe", r"\u202egnp.exe"),
+    ],
+)
+def test_control_characters_are_shown_as_escapes(text: str, shown: str) -> None:
+    assert printable(text) == shown
+
+
+def test_a_hostile_error_reaches_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    show_error(SettingsError("found \x1b[2J", remedy="give [/x]\x07"))
+    assert capsys.readouterr().err == ("SettingsError: found \\x1b[2J\n  remedy: give [/x]\\x07\n")
+
+
+def test_a_log_message_cannot_pose_as_another_record_or_write_to_the_terminal() -> None:
+    record = logging.makeLogRecord(
+        {"msg": "%s", "args": ("refused\n12:00 WARNING all is well\x1b[2J",), "levelname": "INFO"}
+    )
+    text = PrintableFormatter("%(levelname)s %(message)s").format(record)
+    assert text == "INFO refused\n    12:00 WARNING all is well\\x1b[2J"
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_titled_texts_wrap_in_a_terminal_only(
+    is_terminal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = io.StringIO()
+    monkeypatch.setattr(
+        consoles,
+        "console",
+        Console(file=out, width=40, force_terminal=is_terminal, color_system=None),
+    )
+    words = "eight devices were done by 12.5 s, and [/x] three were not counted"
+    print_titled([("idle", words), ("memory", "device 3 was the fullest")])
+    print_text(words)
+    lines = out.getvalue().splitlines()
+    assert "…" not in out.getvalue()
+    assert "[/x]" in out.getvalue()
+    if is_terminal:
+        assert max(map(len, lines)) <= 40
+        assert lines[0].startswith("  idle        eight devices")
+        assert lines[1].startswith(" " * 14)
+    else:
+        assert lines == [f"  idle        {words}", "  memory      device 3 was the fullest", words]
