@@ -242,6 +242,12 @@ class SettingsGroup(_WithSettings, TyperGroup):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Find the subcommand; refuse flags before it, which would have no effect."""
+        if args[0] not in self.commands and any(key.endswith(".data") for key in ctx.obj):
+            raise click.UsageError(
+                f"--data takes one value, and {args[0]} follows it. If the shell has expanded a "
+                "pattern, put it in quotes: --data 'devices/*.csv'",
+                ctx,
+            )
         name, command, rest = super().resolve_command(ctx, args)
         given = [*ctx.obj, *(key for key, value in ctx.params.items() if value)]
         if given:

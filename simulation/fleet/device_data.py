@@ -49,7 +49,8 @@ def _nothing_found(data: str, path: Path, source: str) -> MissingData:
     above = path.parent
     while glob.has_magic(str(above)) or not above.is_dir():
         above = above.parent
-    there = sorted(below.name for below in above.iterdir())
+    names = (below.name for below in above.iterdir())
+    there = sorted(name for name in names if not name.startswith("."))
     shown = ", ".join(there[:MAX_SHOWN]) + (", ..." if len(there) > MAX_SHOWN else "")
     text = f"nothing matches {data}" if glob.has_magic(data) else f"{data} does not exist"
     return MissingData(

@@ -28,11 +28,12 @@ GOOD = ["--task", "tests/tasks.py:TwoLayers", "--clients", "2", "--rounds", "1"]
 
 # The arguments ({here} is the test's folder), the error's name, words of its message and remedy.
 CASES: dict[str, tuple[list[str], str, list[str]]] = {
-    "no task": ([], "SettingsError", ["no task is set", "--task"]),
+    "data without a task": (["--data", "."], "SettingsError", ["no task", "--task"]),
+    "data that do not exist": ([*GOOD, "--data", "a/*"], "MissingData", ["a/*", "in quotes"]),
     "unknown task file": (
         ["--task", "absent.py:Task"],
         "UnknownTask",
-        ["absent.py", "--task path/to"],
+        ["absent.py", "correct the path"],
     ),
     "empty data set": (
         [*GOOD, "--task", "{here}/bad.py:Empty"],
@@ -94,7 +95,7 @@ CASES: dict[str, tuple[list[str], str, list[str]]] = {
 }
 
 
-EXIT_2 = {"SettingsError", "UnknownTask", "EmptyDataset"}
+EXIT_2 = {"SettingsError", "UnknownTask", "EmptyDataset", "MissingData"}
 
 
 @pytest.mark.slow

@@ -205,6 +205,13 @@ def test_a_mistyped_flag_gets_the_nearest_one() -> None:
     assert "--rounds" in ended.output
 
 
+def test_a_pattern_that_the_shell_has_expanded_is_to_be_put_in_quotes() -> None:
+    ended = CliRunner().invoke(simulation_cli.app, ["--data", "a.csv", "b.csv", "c.csv"])
+    assert ended.exit_code == 2
+    assert "b.csv follows it" in ended.output
+    assert "put it in quotes" in ended.output
+
+
 def test_an_error_of_the_settings_is_shown_with_its_remedy_and_exit_status_2() -> None:
     ended = CliRunner().invoke(simulation_cli.app, ["--rounds", "0"])
     assert ended.exit_code == 2
