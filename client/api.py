@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from headwater.client import commands
+from headwater.client.training.local_update import ClientAlgorithm
 from headwater.client.transport.connection import Connection, stay_connected
 from headwater.common.run_scope import run_scope
 from headwater.common.settings.keywords import GivenSettings, Objects, settings_of
@@ -28,6 +29,7 @@ def take_part(
     part: int | None = None,
     num_parts: int | None = None,
     partition: str | None = None,
+    client_algorithm: str | ClientAlgorithm | type[ClientAlgorithm] | None = None,
     secure_aggregation: Literal["off", "semi-honest", "active"] | None = None,
     memory_limit: int | None = None,
     active_hours: str | None = None,
@@ -54,6 +56,8 @@ def take_part(
         part: this client's part of bundled data, from 0.
         num_parts: parts that the task splits bundled data into.
         partition: how to split one data set (docs/data.md); not given: as the task does.
+        client_algorithm: how this client makes its vector: an object with ``train(work)``, its
+            class, or ``FILE.py:CLASS`` (docs/extend.md); the server must name the same.
         secure_aggregation: send no update that the server could read.
         memory_limit: bytes that this process may use.
         active_hours: when to take part, as in ``22:00-06:00``.
@@ -78,6 +82,7 @@ def take_part(
         "part": part,
         "num_parts": num_parts,
         "partition": partition,
+        "client_algorithm": objects.name(client_algorithm),
         "secure_aggregation": secure_aggregation,
         "memory_limit": memory_limit,
         "active_hours": active_hours,

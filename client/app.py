@@ -16,6 +16,7 @@ import torch
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
+from headwater.client.algorithms.chosen import algorithm_for
 from headwater.client.device.bandwidth import read_bandwidth
 from headwater.client.device.hardware import this_machine
 from headwater.client.flower.request import SIMULATED, DeviceRequest, read_request, spool_of
@@ -103,7 +104,12 @@ def _train(request: DeviceRequest) -> RecordDict:
     with hide_details(plan, identity.name):
         try:
             update, sampler = trainer.train(
-                identity, request.hardware, plan, request.sampler, spool=spool
+                identity,
+                request.hardware,
+                plan,
+                request.sampler,
+                spool=spool,
+                algorithm=algorithm_for(plan, request.settings.algorithm, name=identity.name),
             )
         except EmptyUpdate:
             records.save_state(context, SAMPLER, trainer.skip(identity, plan, request.sampler))

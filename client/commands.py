@@ -73,6 +73,14 @@ def check_task(settings: Settings) -> None:
 
     trainer, identity = _open(settings)
     show_task_check(settings, trainer, identity)
+    if settings.algorithm.name is not None:
+        from headwater.client.algorithms.trial import try_algorithm
+        from headwater.common.system.console import console
+
+        try_algorithm(settings.algorithm, trainer, identity)
+        label, number = settings.algorithm.label, trainer.image.layout.num_parameters
+        text = f"client algorithm {label}: it makes a finite vector of {number:,} values"
+        console.print(text, soft_wrap=True)
 
 
 def run_doctor(settings: Settings) -> None:
@@ -141,6 +149,7 @@ def connection_of(settings: Settings) -> Iterator[Connection]:
     """Check the task, and yield the device's connection; meanwhile serve its metrics, if set."""
     import math
 
+    from headwater.client.algorithms.trial import try_algorithm
     from headwater.client.enrolment.signing_identity import check_enrolment
     from headwater.common.system.command_line import check_addresses
 
@@ -149,6 +158,7 @@ def connection_of(settings: Settings) -> Iterator[Connection]:
     trainer, identity = _open(settings)
     check_enrolment(settings.secure, identity.name)
     trainer.examples(identity)
+    try_algorithm(settings.algorithm, trainer, identity)
     from headwater.client.app import app as own_app
     from headwater.client.device.availability import availability_of
     from headwater.client.flower.node import Node

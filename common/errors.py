@@ -194,6 +194,9 @@ class ModelMismatch(DeviceRefused):
     def __init__(self, message: str, *, remedy: str | None = None, layout: str = "") -> None:
         super().__init__(message, remedy=remedy)
         self.layout = layout
+class AlgorithmMismatch(DeviceRefused):
+    """The plan is for another client algorithm than the device was started with."""
+    remedy = "start server and clients with the same --client-algorithm"
 class ProtocolMismatch(DeviceRefused):
     """The other side speaks another version of the protocol, or breaks its rules."""
     remedy = "install the same version of headwater on both sides"

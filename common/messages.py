@@ -91,6 +91,9 @@ class Plan(WireMessage):
     local_steps: Annotated[int, Field(ge=1, le=2**20)] = 1
     local_learning_rate: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 0.1
     precision: Literal["float32", "bfloat16"] = "float32"
+    algorithm: Annotated[str, Field(max_length=128)] | None = Field(
+        None, description="name of the client algorithm that the device must have; not set: none"
+    )
     deadline_seconds: Seconds | None = None
     finish_seconds: Seconds | None = Field(
         None,

@@ -34,6 +34,7 @@ def serve(
     micro_batch_size: int | None = None,
     local_steps: int | None = None,
     local_learning_rate: float | None = None,
+    client_algorithm: str | None = None,
     cohort_size: int | None = None,
     deadline: float | None = None,
     secure_aggregation: Literal["off", "semi-honest", "active"] | None = None,
@@ -66,6 +67,7 @@ def serve(
         micro_batch_size: examples per micro-batch; not given: by each client's memory.
         local_steps: local SGD steps per round; above 1, with a server learning rate of 1.
         local_learning_rate: of the local steps.
+        client_algorithm: the name of the client algorithm that the clients were started with.
         cohort_size: clients invited per round; not given: all.
         deadline: seconds after which a round ends with the updates that it has.
         secure_aggregation: hide single updates from the server.
@@ -94,6 +96,7 @@ def serve(
         "micro_batch_size": micro_batch_size,
         "local_steps": local_steps,
         "local_learning_rate": local_learning_rate,
+        "client_algorithm": client_algorithm,
         "cohort_size": cohort_size,
         "deadline": deadline,
         "secure_aggregation": secure_aggregation,

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import torch
 
+from headwater.client.training.local_update import ClientAlgorithm
 from headwater.common.errors import SettingsError
 from headwater.common.run_scope import run_scope
 from headwater.common.settings.keywords import PREFIX, GivenSettings, Objects, settings_of
@@ -34,6 +35,7 @@ def simulate(
     micro_batch_size: int | None = None,
     local_steps: int | None = None,
     local_learning_rate: float | None = None,
+    client_algorithm: str | ClientAlgorithm | type[ClientAlgorithm] | None = None,
     cohort_size: int | None = None,
     partition: str | None = None,
     fleet: str | Path | None = None,
@@ -66,6 +68,8 @@ def simulate(
         micro_batch_size: examples per micro-batch; not given: by each client's memory.
         local_steps: local SGD steps per round; above 1, with a server learning rate of 1.
         local_learning_rate: of the local steps.
+        client_algorithm: how a client makes its vector: an object with ``train(work)``, its class,
+            or ``FILE.py:CLASS`` (docs/extend.md); not given: the exact sum, or local steps.
         cohort_size: clients invited per round; not given: all.
         partition: how to split one data set: iid, dirichlet:0.3, labels:2 ... (docs/data.md).
         fleet: TOML file of the clients' speed, memory and links (docs/fleet.md).
@@ -95,6 +99,7 @@ def simulate(
         "micro_batch_size": micro_batch_size,
         "local_steps": local_steps,
         "local_learning_rate": local_learning_rate,
+        "client_algorithm": objects.name(client_algorithm),
         "cohort_size": cohort_size,
         "partition": partition,
         "fleet": fleet,
@@ -124,7 +129,7 @@ def _check_objects(settings: Settings) -> None:
         SettingsError: naming the engine, and the object that it cannot load.
     """
     chosen = settings.simulation
-    named = {"task": settings.task}
+    named = {"task": settings.task, "client algorithm": settings.algorithm.name}
     if chosen.engine == "flower-ray":
         named["optimizer"] = settings.optimizer.name
     given = [key for key, name in named.items() if name is not None and name.startswith(PREFIX)]

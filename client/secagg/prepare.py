@@ -141,9 +141,10 @@ def unmasked_update(
             f"{device.name}: the weight is {report.weight:,}, the plan allows "
             f"{device.planned_weight:,}"
         )
-    # The noise scale compares two batch sizes at one model; local steps move the model in between.
+    # The noise scale compares two batch sizes at one model; local steps move the model in between,
+    # and a client algorithm may send another vector than the sum.
     noise = NoiseSums(weight=report.weight)
-    if plan.local_steps == 1:
+    if plan.local_steps == 1 and plan.algorithm is None:
         noise = noise_sums(report, num_owned=num_owned)
     numbers = numbers_of(report, metrics=_metrics_of(report), noise=noise, squared_norm=norm * norm)
     return UnmaskedUpdate(values_P=update.values_P, numbers=numbers)

@@ -2,7 +2,7 @@
 
 With ``local_steps > 1`` the client takes H steps of plain SGD on means of its own sums (McMahan et
 al. 2017, algorithm 1) and sends weight x (parameters before - after), which the server treats as a
-gradient.
+gradient. A ``ClientAlgorithm`` of the user's may make another vector of its window.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from __future__ import annotations
 import functools
 import logging
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,9 +23,10 @@ from headwater.client.training.context import TrainingContext
 from headwater.client.training.sampler import Window, split
 from headwater.client.training.spool import Spool
 from headwater.client.training.stop_rules import StopRules
-from headwater.common.errors import BuffersChanged, EmptyUpdate, NonFiniteUpdate
+from headwater.common.errors import BuffersChanged, EmptyUpdate, NonFiniteUpdate, TaskError
 from headwater.common.messages import Plan, Update, UpdateReport
 from headwater.common.model.vectors import CHUNK, all_finite
+from headwater.common.user_code import running
 
 log = logging.getLogger(__name__)
 
@@ -49,9 +52,13 @@ def train_round(
 
 
 def sum_gradients(
-    plan: Plan, window: Window, context: TrainingContext, spool: Spool | None = None
+    plan: Plan,
+    window: Window,
+    context: TrainingContext,
+    spool: Spool | None = None,
+    algorithm: ClientAlgorithm | None = None,
 ) -> LocalSum:
-    """Sum the window's gradients into the accumulator.
+    """Sum the window's gradients into the accumulator, or what a client algorithm makes of them.
 
     Returns the k < K micro-batches done so far at the plan's deadline, on a request to stop, or if
     the device's owner wants it to do less. What the spool holds of the same window is not summed
@@ -61,24 +68,26 @@ def sum_gradients(
         OutOfMemory: one example alone does not fit.
         BuffersChanged, TaskFailed, TaskError, NonFiniteUpdate: see ``headwater.common.errors``.
     """
-    start_seconds = context.clock.seconds()
     image = context.image
     if not all([module.training for module in image.modules]):  # noqa: C419 - half of the time
         image.model.train()
     buffers = [(name, buffer, buffer._version) for name, buffer in image.buffers()]
-    if plan.local_steps == 1:
-        start_seconds, total = _sum_or_resume(plan, window, context, spool, start_seconds)
-        values_P = context.accumulator.values_P
+    work = LocalWork(plan, window, context, spool)
+    if algorithm is not None:
+        name = f"the client algorithm {type(algorithm).__name__}"
+        with running(name):
+            _carry_out(algorithm, work, name=name)
+    elif plan.local_steps > 1:
+        _carry_out(_LocalSteps(context), work, name="the local steps")
     else:
-        if spool is not None:
-            _warn_not_spooled()
-        rules = StopRules(plan, context, start_seconds)
-        values_P, total = take_local_steps(plan, window, context, rules)
+        work.sum()
     now = dict(image.buffers()) if buffers else {}
     for name, buffer, version in buffers:
         if now.get(name) is not buffer or buffer._version != version:
             raise BuffersChanged(f"training changed the buffer {name}")
-    return LocalSum(values_P=values_P, total=total, start_seconds=start_seconds)
+    return LocalSum(
+        values_P=context.accumulator.values_P, total=work.total, start_seconds=work.start_seconds
+    )
 
 
 def make_update(
@@ -121,22 +130,178 @@ def make_update(
     return Update(values_P=values_P, report=report)
 
 
-def _sum_or_resume(
-    plan: Plan,
-    window: Window,
-    context: TrainingContext,
-    spool: Spool | None,
-    start_seconds: float,
-) -> tuple[float, WindowSum]:
-    """Sum a window, from where its spool file ends; return when the window began, and the sum."""
-    if spool is None:
-        rules = StopRules(plan, context, start_seconds)
-        return start_seconds, sum_window(plan, window, context, rules)
-    spooled = spool.open(plan, window, context, start_seconds)
-    resumed = spooled.load()
-    rules = StopRules(plan, context, spooled.start_seconds)
-    total = sum_window(plan, window, context, rules, resumed=resumed, after_each=spooled.save)
-    return spooled.start_seconds, total
+class ClientAlgorithm(Protocol):
+    """How a client makes its vector from its window: FedProx, clipping, or your own.
+
+    One object serves all clients of a process and must keep nothing from one call to the next.
+    """
+
+    def train(self, work: LocalWork, /) -> Tensor:
+        """Return a float32 vector [P]: ``work.weight`` times what the server takes as a gradient.
+
+        The server divides the sum of all clients' vectors by the sum of their weights, once.
+        """
+        ...
+
+
+class LocalWork:
+    """One client's window in one round, as a client algorithm sees it.
+
+    Deadlines, memory, unusable examples and the spool are handled in ``sum`` and ``steps``, of
+    which an algorithm calls one, once.
+    """
+
+    def __init__(
+        self, plan: Plan, window: Window, context: TrainingContext, spool: Spool | None
+    ) -> None:
+        self.total = WindowSum(micro_batch_size=plan.micro_batch_size)
+        """Counts, losses and metrics of what was summed so far."""
+        self.start_seconds = context.clock.seconds()
+        self.learning_rate = plan.local_learning_rate
+        """The local learning rate (``--local-learning-rate``)."""
+        self.num_steps = plan.local_steps
+        """The planned local steps (``--local-steps``)."""
+        self.is_taken = False
+        """Whether the window was summed, or is being summed."""
+        self._plan = plan
+        self._window = window
+        self._context = context
+        self._spool = spool
+        self._start_P: Tensor | None = None
+
+    @property
+    def weight(self) -> int:
+        """The weight that was summed over so far: examples, or tokens."""
+        return self.total.weight
+
+    @property
+    def parameters_P(self) -> Tensor:  # noqa: N802 - a tensor's dimensions are in capitals
+        """The model's parameters; a change in place changes the model, until the round's end."""
+        if self._start_P is None:
+            self._start_P = self._context.image.values_P.clone()
+        return self._context.image.values_P
+
+    @property
+    def start_P(self) -> Tensor:  # noqa: N802 - as above
+        """A copy of the parameters as the server sent them."""
+        assert self.parameters_P is not None  # copies them
+        assert self._start_P is not None
+        return self._start_P
+
+    def sum(self) -> Tensor:
+        """Sum the gradients of all examples; return the sum [P], in the accumulator's memory."""
+        self._take()
+        plan, window, context = self._plan, self._window, self._context
+        if self._spool is None:
+            rules = StopRules(plan, context, self.start_seconds)
+            self.total = sum_window(plan, window, context, rules)
+            return context.accumulator.values_P
+        spooled = self._spool.open(plan, window, context, self.start_seconds)
+        resumed = spooled.load()
+        self.start_seconds = spooled.start_seconds
+        rules = StopRules(plan, context, self.start_seconds)
+        self.total = sum_window(
+            plan, window, context, rules, resumed=resumed, after_each=spooled.save
+        )
+        return context.accumulator.values_P
+
+    def steps(self) -> Iterator[Tensor]:
+        """Yield each local step's mean gradient [P] at the parameters as they are then.
+
+        There are ``num_steps``, or fewer if the device must stop. The next step's gradient takes
+        the same memory.
+        """
+        context = self._context
+        if self.num_steps == 1:
+            sum_P = self.sum()
+            if self.weight:
+                yield sum_P.div_(self.weight)
+            return
+        self._take()
+        if self._spool is not None:
+            _warn_not_spooled()
+        plan, rules = self._plan, StopRules(self._plan, context, self.start_seconds)
+        size = math.ceil(plan.accumulation_steps / plan.local_steps) * plan.micro_batch_size
+        for positions in split(self._window.positions, size):
+            part = replace(self._window, positions=positions)
+            step_sum = sum_window(plan, part, context, rules, before=self.total)
+            self.total = _joined(self.total, step_sum)
+            if step_sum.weight:
+                yield context.accumulator.values_P.div_(step_sum.weight)
+            if step_sum.reason != "quota":
+                break
+
+    def restore(self) -> None:
+        """Set the parameters back to those that the server sent."""
+        if self._start_P is not None:
+            self._context.image.values_P.copy_(self._start_P)
+
+    def keep(self, values_P: Tensor, name: str) -> None:
+        """Put an algorithm's vector into the accumulator.
+
+        Raises:
+            TaskError: it is no float32 vector [P], or no example was summed for it.
+            NonFiniteUpdate: it is not finite.
+        """
+        own_P, round_text = self._context.accumulator.values_P, f"round {self._plan.round}"
+        if not self.is_taken:
+            raise TaskError(
+                f"{name} called neither work.sum() nor work.steps(), and used no example",
+                remedy="see docs/extend.md for a client algorithm",
+            )
+        is_tensor = isinstance(values_P, Tensor)
+        found = f"{values_P.dtype} {tuple(values_P.shape)}" if is_tensor else str(type(values_P))
+        expected = f"{own_P.dtype} {tuple(own_P.shape)}"
+        if found != expected:
+            raise TaskError(
+                f"{name} must return {expected}, found {found}",
+                remedy="return one vector of the length of work.parameters_P",
+            )
+        if values_P is not own_P:
+            own_P.copy_(values_P.detach())
+        if not all_finite(own_P):
+            raise NonFiniteUpdate(
+                f"{self._context.name}, {round_text}: {name} diverged",
+                remedy="lower --local-learning-rate or --local-steps",
+            )
+
+    def _take(self) -> None:
+        if self.is_taken:
+            raise TaskError(
+                "a client algorithm called work.sum() or work.steps() twice in one round",
+                remedy="call one of them, once: each example is used once in a round",
+            )
+        self.is_taken = True
+
+
+class _LocalSteps:
+    """Plain SGD on the means of the client's own sums."""
+
+    def __init__(self, context: TrainingContext) -> None:
+        self._context = context
+
+    def train(self, work: LocalWork) -> Tensor:
+        image = self._context.image
+        start_P = work.start_P
+        optimizer = torch.optim.SGD(image.trainable(), lr=work.learning_rate)
+        for _ in work.steps():  # the mean is in the parameters' gradients
+            optimizer.step()
+        # The accumulator's vector is free now and takes the difference.
+        difference_P = torch.sub(start_P, image.values_P, out=self._context.accumulator.values_P)
+        return difference_P.mul_(work.weight)
+
+
+def _carry_out(algorithm: ClientAlgorithm, work: LocalWork, *, name: str) -> None:
+    """Let an algorithm make its vector in the accumulator; the parameters are as before.
+
+    Raises:
+        TaskError, NonFiniteUpdate: see ``LocalWork.keep``.
+    """
+    try:
+        values_P = algorithm.train(work)
+    finally:
+        work.restore()
+    work.keep(values_P, name)
 
 
 @functools.cache
@@ -157,42 +322,6 @@ def scale(values_P: Tensor, *, by: int, over: int) -> bool:
         chunk.copy_(chunk.double().mul_(by).div_(over))
         is_finite &= all_finite(chunk)
     return is_finite
-
-
-def take_local_steps(
-    plan: Plan, window: Window, context: TrainingContext, rules: StopRules
-) -> tuple[Tensor, WindowSum]:
-    """Take H local steps; return weight x (before - after) and the totals over all steps.
-
-    Raises:
-        NonFiniteUpdate: the steps diverged.
-    """
-    image = context.image
-    before_P = image.values_P.clone()
-    optimizer = torch.optim.SGD(image.trainable(), lr=plan.local_learning_rate)
-    size = math.ceil(plan.accumulation_steps / plan.local_steps) * plan.micro_batch_size
-    total = WindowSum(micro_batch_size=plan.micro_batch_size)
-    try:
-        for positions in split(window.positions, size):
-            part = replace(window, positions=positions)
-            step_sum = sum_window(plan, part, context, rules, before=total)
-            if step_sum.weight:
-                context.accumulator.values_P.div_(step_sum.weight)
-                optimizer.step()
-            total = _joined(total, step_sum)
-            if step_sum.reason != "quota":
-                break
-        # The accumulator's vector is free now and takes the difference.
-        values_P = torch.sub(before_P, image.values_P, out=context.accumulator.values_P)
-        values_P.mul_(total.weight)
-    finally:
-        image.values_P.copy_(before_P)
-    if not all_finite(values_P):
-        raise NonFiniteUpdate(
-            f"{context.name}, round {plan.round}: the local steps diverged",
-            remedy="lower --local-learning-rate or --local-steps",
-        )
-    return values_P, total
 
 
 def _joined(first: WindowSum, second: WindowSum) -> WindowSum:

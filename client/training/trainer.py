@@ -21,7 +21,12 @@ from headwater.client.training.accumulation import log_left_out
 from headwater.client.training.accumulator import Accumulator
 from headwater.client.training.batch_fetch import Batches
 from headwater.client.training.context import NO_BATCHES, Identity, TrainingContext
-from headwater.client.training.local_update import LocalSum, make_update, sum_gradients
+from headwater.client.training.local_update import (
+    ClientAlgorithm,
+    LocalSum,
+    make_update,
+    sum_gradients,
+)
 from headwater.client.training.probe import ExampleProbe
 from headwater.client.training.progress import TrainingProgress
 from headwater.client.training.sampler import SamplerState, Window, held_out_positions, window
@@ -293,6 +298,7 @@ class Trainer:
         sampler: SamplerState,
         *,
         spool: Spool | None = None,
+        algorithm: ClientAlgorithm | None = None,
     ) -> tuple[Update, SamplerState]:
         """Carry out a plan; return the update and the sampler's state with the round pending.
 
@@ -307,7 +313,7 @@ class Trainer:
         examples, positions = self._window(identity, plan, sampler)
         context = self.context(examples, identity.name, hardware)
         try:
-            local_sum = self.sum(plan, positions, context, spool)
+            local_sum = self.sum(plan, positions, context, spool, algorithm)
             log_left_out(plan, local_sum.total, context)
             update = make_update(plan, positions, context, local_sum)
         except Exception:
@@ -318,7 +324,12 @@ class Trainer:
         return update, sampler.pend(plan.round, positions.after(num_used))
 
     def sum(
-        self, plan: Plan, positions: Window, context: TrainingContext, spool: Spool | None = None
+        self,
+        plan: Plan,
+        positions: Window,
+        context: TrainingContext,
+        spool: Spool | None = None,
+        algorithm: ClientAlgorithm | None = None,
     ) -> LocalSum:
         """Sum a window's gradients into the context's accumulator.
 
@@ -326,7 +337,7 @@ class Trainer:
             HeadwaterError: see ``headwater.client.training.local_update.sum_gradients``.
         """
         try:
-            return sum_gradients(plan, positions, context, spool)
+            return sum_gradients(plan, positions, context, spool, algorithm)
         except BuffersChanged:
             self._loaded = None  # load the server's buffers again with the next plan
             raise

@@ -144,6 +144,25 @@ class PlanSettings(Branch):
     )
 
 
+class AlgorithmSettings(Branch):
+    """How a client makes its vector from its examples (docs/extend.md)."""
+
+    name: Annotated[str, Unit("FILE.py:CLASS")] | None = setting(
+        None,
+        "client algorithm of your own, such as FedProx; the same on both sides; not set: the exact "
+        "sum, or local_steps",
+        "--client-algorithm",
+    )
+    arguments: dict[str, Scalar | list[float]] = setting(
+        {}, "an argument of the client algorithm, e.g. mu=0.1", "--algorithm-argument"
+    )
+
+    @property
+    def label(self) -> str | None:
+        """The algorithm's own name, without its file or module."""
+        return None if self.name is None else self.name.rpartition(":")[2]
+
+
 class CohortSettings(Branch):
     """Which clients are invited, and how long a round waits."""
 
@@ -479,6 +498,7 @@ class Settings(Branch):
     optimizer: OptimizerSettings = branch(OptimizerSettings, TRAINING, on=RUNS)
     schedule: ScheduleSettings = branch(ScheduleSettings, TRAINING, on=RUNS)
     plan: PlanSettings = branch(PlanSettings, PLAN, on=RUNS)
+    algorithm: AlgorithmSettings = branch(AlgorithmSettings, PLAN, on=ALL)
     cohort: CohortSettings = branch(CohortSettings, RUN, on=RUNS)
     secure: SecureSettings = branch(SecureSettings, SECURE, on=RUNS)
     model: ModelSettings = branch(ModelSettings, TASK, on=ALL)

@@ -33,6 +33,7 @@ def plans_of(
         "local_steps": chosen.local_steps,
         "local_learning_rate": chosen.local_learning_rate,
         "precision": chosen.precision,
+        "algorithm": settings.algorithm.label,
         "held_out_fraction": held_out_fraction(settings.evaluation),
         "is_masked": settings.secure.aggregation != "off",
     }

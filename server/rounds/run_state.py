@@ -80,6 +80,7 @@ class Training:
         if settings.task is None:
             raise SettingsError("no task is set", remedy="name it with --task FILE.py:Class")
         _check_masked(settings)
+        _check_algorithm(settings)
         self.settings = settings
         self.task = load_task(settings.task)
         self.image = build_model(
@@ -268,7 +269,8 @@ class Training:
             sent_weight=done.weight,
         )
         noise = None
-        if done.noise is not None and self.settings.plan.local_steps == 1:
+        is_exact = self.settings.plan.local_steps == 1 and self.settings.algorithm.name is None
+        if done.noise is not None and is_exact:
             # Local steps move the model between the two batch sizes.
             noise = round_noise(done.noise, squared_mean=squared_norm(done.mean_P))
         rate = self.optimizer.step(
@@ -346,6 +348,20 @@ class Training:
             },
             simulated=fleet.simulated_state(),
             selection=self.selection.to_json(),
+        )
+
+
+def _check_algorithm(settings: Settings) -> None:
+    """Check that nothing needs exact sums where clients send what their algorithm makes of them.
+
+    Raises:
+        SettingsError: the batch should follow the noise scale.
+    """
+    if settings.algorithm.name is not None and settings.plan.follow_noise_scale:
+        raise SettingsError(
+            f"the noise scale is estimated from exact sums, and the client algorithm "
+            f"{settings.algorithm.label} may send something else",
+            remedy="leave out --follow-noise-scale or --client-algorithm",
         )
 
 

@@ -15,6 +15,7 @@ from itertools import islice
 
 import numpy as np
 
+from headwater.client.algorithms.chosen import algorithm_for
 from headwater.client.device.interfaces import Hardware
 from headwater.client.training.accumulator import Accumulator
 from headwater.client.training.batch_fetch import Batches
@@ -201,7 +202,10 @@ class OneByOne:
             context = trainer.context(
                 opened.examples, client.name, one.hardware, accumulator, one.batches
             )
-            local_sum = trainer.sum(client.plan, opened.window, context)
+            algorithm = algorithm_for(
+                client.plan, self._devices.settings.algorithm, name=client.name
+            )
+            local_sum = trainer.sum(client.plan, opened.window, context, algorithm=algorithm)
         except Exception as error:
             return _dropout(client, error)
         return _TrainedClient(opened=opened, context=context, local_sum=local_sum)

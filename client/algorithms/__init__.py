@@ -1,0 +1,1 @@
+"""The client algorithm that the settings name: how it is found, and its trial."""

@@ -1,0 +1,63 @@
+"""The trial of a client algorithm on a device's first examples, before the first round."""
+
+from __future__ import annotations
+
+from headwater.client.algorithms.chosen import algorithm_of
+from headwater.client.device.hardware import ThisMachine
+from headwater.client.training.context import Identity
+from headwater.client.training.local_update import sum_gradients
+from headwater.client.training.sampler import SamplerPosition, window
+from headwater.client.training.trainer import Trainer
+from headwater.common.errors import TaskError
+from headwater.common.messages import Plan
+from headwater.common.settings.schema import AlgorithmSettings
+
+NUM_EXAMPLES = 4
+
+
+def try_algorithm(chosen: AlgorithmSettings, trainer: Trainer, identity: Identity) -> None:
+    """Let the algorithm, if one is set, make its vector from four examples, in one and two steps.
+
+    Raises:
+        SettingsError: see ``algorithm_of``.
+        TaskFailed: it raised an exception; the message shows the user's line.
+        TaskError: it returned no vector of the model, used no example or one twice, or returned
+            another vector from the same examples.
+        NonFiniteUpdate: the vector is not finite.
+    """
+    algorithm = algorithm_of(chosen)
+    if algorithm is None:
+        return
+    examples = trainer.examples(identity)
+    context = trainer.context(examples, identity.name, trainer.machine or ThisMachine())
+    tried = window(
+        SamplerPosition(),
+        quota=min(NUM_EXAMPLES, len(examples)),
+        run_seed=0,
+        name=identity.name,
+        num_examples=len(examples),
+    )
+    for num_steps in (1, 2):
+        plan = Plan(
+            round=0,
+            run_seed=0,
+            model_version=0,
+            quota=len(tried.positions),
+            micro_batch_size=1,
+            local_steps=num_steps,
+            local_learning_rate=1e-3,
+        )
+        try:
+            vectors = [
+                sum_gradients(plan, tried, context, algorithm=algorithm).values_P.clone()
+                for _ in range(2)
+            ]
+        finally:
+            trainer.accumulator.zero()
+        if not vectors[0].equal(vectors[1]):
+            raise TaskError(
+                f"the client algorithm {type(algorithm).__name__} made two vectors from the same "
+                "examples and parameters",
+                remedy="keep nothing in the object: it serves all clients of a process, and an "
+                "aborted round is repeated",
+            )

@@ -1,0 +1,259 @@
+"""A client algorithm makes the vector of a window; masks, spool, resume and weights honour it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import headwater
+from examples.extensions.clipped_steps import ClippedSteps
+from examples.extensions.clipped_update import ClippedUpdate
+from examples.extensions.fedprox import FedProx
+from headwater.client.algorithms.chosen import algorithm_for
+from headwater.client.training.local_update import (
+    ClientAlgorithm,
+    LocalWork,
+    make_update,
+    sum_gradients,
+)
+from headwater.client.training.spool import Spool
+from headwater.common.errors import AlgorithmMismatch, SettingsError, TaskError, TaskFailed
+from headwater.common.messages import Update
+from headwater.common.settings.schema import AlgorithmSettings
+from headwater.server.rounds.round_row import RoundRow
+from tests.python_tasks import SIGNS, Signs
+from tests.tasks import TwoLayers, examples, gradient_sum
+from tests.training_contexts import plan, training_context, whole
+
+EXTENSIONS = Path(__file__).parents[3] / "examples" / "extensions"
+SMALL: dict[str, Any] = {"clients": 3, "rounds": 3, "micro_batch_size": 4, "progress": False}
+
+
+class WholeSum:
+    """The exact sum, as without an algorithm."""
+
+    def train(self, work: LocalWork) -> Tensor:
+        return work.sum()
+
+
+class PlainSteps:
+    """Plain local steps, as without an algorithm."""
+
+    def train(self, work: LocalWork) -> Tensor:
+        for mean_P in work.steps():
+            work.parameters_P.sub_(mean_P, alpha=work.learning_rate)
+        return work.weight * (work.start_P - work.parameters_P)
+
+
+def updated(algorithm: ClientAlgorithm | None, spool: Spool | None = None, **work: Any) -> Update:
+    data = examples(24)
+    context = training_context(TwoLayers(), data)
+    chosen, part = plan(24, 4, **work), whole(data, 24)
+    before_P = context.image.values_P.clone()
+    local_sum = sum_gradients(chosen, part, context, spool, algorithm)
+    update = make_update(chosen, part, context, local_sum)
+    assert torch.equal(context.image.values_P, before_P)
+    return update
+
+
+def bytes_of(run: headwater.Run) -> list[bytes]:
+    return [tensor.detach().numpy().tobytes() for tensor in run.model.parameters()]
+
+
+@pytest.mark.parametrize("masked", ["off", "semi-honest"])
+def test_the_whole_sum_as_an_algorithm_changes_no_bit(masked: Any) -> None:
+    given: dict[str, Any] = {**SMALL, "accumulation_steps": 2, "secure_aggregation": masked}
+    ours = headwater.simulate(Signs, client_algorithm=WholeSum, **given)
+    assert bytes_of(ours) == bytes_of(headwater.simulate(Signs, **given))
+
+
+def test_plain_steps_as_an_algorithm_are_the_built_in_local_steps() -> None:
+    work: dict[str, Any] = {"local_steps": 3, "local_learning_rate": 0.01}
+    ours, built_in = updated(PlainSteps(), **work), updated(None, **work)
+    torch.testing.assert_close(ours.values_P, built_in.values_P, rtol=1e-5, atol=1e-5)
+    assert ours.report.weight == built_in.report.weight == 24
+
+
+def test_fedprox_takes_the_steps_of_its_formula() -> None:
+    data, rate, mu = examples(24), 0.01, 0.5
+    start_P = training_context(TwoLayers(), data).image.values_P.double()
+    model_P = start_P.clone()
+    for positions in (range(12), range(12, 24)):
+        sum_P = torch.from_numpy(gradient_sum(model_P.float(), data, [*positions]))
+        model_P = model_P - rate * (sum_P / 12 + mu * (model_P - start_P))
+    update = updated(FedProx(mu), local_steps=2, local_learning_rate=rate)
+    expected_P = 24 * (start_P - model_P)
+    torch.testing.assert_close(update.values_P.double(), expected_P, rtol=1e-3, atol=1e-3)
+
+
+def test_a_clipped_update_has_the_direction_of_the_sum_and_at_most_the_norm() -> None:
+    whole_P = updated(None).values_P
+    clipped_P = updated(ClippedUpdate(0.5)).values_P
+    assert float(clipped_P.norm()) == pytest.approx(24 * 0.5, rel=1e-5)
+    torch.testing.assert_close(clipped_P / clipped_P.norm(), whole_P / whole_P.norm())
+    assert torch.equal(updated(ClippedUpdate(1e6)).values_P, whole_P)
+
+
+def test_clipped_steps_move_no_further_than_their_norms() -> None:
+    update = updated(ClippedSteps(0.25), local_steps=3, local_learning_rate=0.1)
+    assert 0 < float(update.values_P.norm()) <= 24 * 3 * 0.1 * 0.25 * (1 + 1e-5)
+
+
+def test_the_weight_of_a_plan_scales_the_vector() -> None:
+    own, scaled = updated(FedProx(), local_steps=2), updated(FedProx(), local_steps=2, weigh_as=48)
+    assert scaled.report.weight == 48
+    torch.testing.assert_close(scaled.values_P, 2 * own.values_P)
+
+
+def test_a_sum_that_was_cut_off_goes_on_from_the_spool(tmp_path: Path) -> None:
+    class PowerCut(BaseException):
+        pass
+
+    class CutOff(TwoLayers):
+        def loss_sum(self, model: torch.nn.Module, batch: Any) -> tuple[Tensor, int]:
+            if len(self.seen) == 4:
+                raise PowerCut
+            return super().loss_sum(model, batch)
+
+    data, chosen = examples(24), plan(24, 4)
+    part = whole(data, 24)
+
+    def spool() -> Spool:
+        return Spool(tmp_path, name="pi", run_id=1, every_seconds=0.0, max_share=float("inf"))
+
+    context = training_context(CutOff(), data)
+    with pytest.raises(PowerCut):
+        sum_gradients(chosen, part, context, spool(), ClippedUpdate(0.5))
+    task = TwoLayers()
+    found = sum_gradients(chosen, part, training_context(task, data), spool(), ClippedUpdate(0.5))
+    assert task.seen == [4, 4]
+    assert torch.equal(found.values_P, updated(ClippedUpdate(0.5)).values_P)
+
+
+@pytest.mark.parametrize("algorithm", [FedProx(0.1), f"{EXTENSIONS}/fedprox.py:FedProx"])
+def test_a_run_resumes_to_the_same_bits(algorithm: Any, tmp_path: Path) -> None:
+    def interrupt(row: RoundRow) -> None:
+        if row.round == 1:
+            raise KeyboardInterrupt
+
+    given: dict[str, Any] = {**SMALL, "accumulation_steps": 4, "local_steps": 2, "optimizer": "sgd"}
+    given |= {"client_algorithm": algorithm, "learning_rate": 1.0}
+    whole_run = headwater.simulate(Signs, **given)
+    with pytest.raises(KeyboardInterrupt):
+        headwater.simulate(Signs, out=tmp_path / "run", observer=interrupt, **given)
+    rest = headwater.simulate(Signs, out=tmp_path / "run", resume=True, **given)
+    assert bytes_of(rest) == bytes_of(whole_run)
+
+
+def test_masked_rounds_sum_what_the_algorithm_gives() -> None:
+    given: dict[str, Any] = {**SMALL, "accumulation_steps": 4, "local_steps": 2, "optimizer": "sgd"}
+    given |= {"client_algorithm": FedProx(0.1), "learning_rate": 1.0}
+    plain = headwater.simulate(Signs, **given)
+    masked = headwater.simulate(Signs, secure_aggregation="semi-honest", **given)
+    for one, other in zip(plain.model.parameters(), masked.model.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
+
+
+def test_many_devices_are_computed_one_by_one_and_a_line_says_so(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    given: dict[str, Any] = {**SMALL, "clients": 34, "rounds": 1, "progress": True}
+    headwater.simulate(Signs, client_algorithm=ClippedUpdate(1.0), **given)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "devices are computed one by one: the client algorithm ClippedUpdate" in said
+
+
+def test_arguments_come_from_the_settings() -> None:
+    name = f"{EXTENSIONS}/clipped_update.py:ClippedUpdate"
+    chosen = AlgorithmSettings(name=name, arguments={"max_norm": 0.5})
+    made = algorithm_for(plan(24, 4, algorithm="ClippedUpdate"), chosen, name="pi")
+    assert made is not None
+    assert torch.equal(updated(made).values_P, updated(ClippedUpdate(0.5)).values_P)
+
+
+@pytest.mark.parametrize(("planned", "own"), [("FedProx", None), (None, "x.py:FedProx")])
+def test_a_plan_for_another_algorithm_is_refused(planned: str | None, own: str | None) -> None:
+    chosen = AlgorithmSettings(name=own)
+    with pytest.raises(AlgorithmMismatch, match=r"the plan is for .*, this device has "):
+        algorithm_for(plan(24, 4, algorithm=planned), chosen, name="pi")
+
+
+class Half:
+    def train(self, work: LocalWork) -> Tensor:
+        return work.sum()[:3]
+
+
+class Nothing:
+    def train(self, work: LocalWork) -> Any:
+        work.sum()
+
+
+class Idle:
+    def train(self, work: LocalWork) -> Tensor:
+        return work.start_P
+
+
+class Twice:
+    def train(self, work: LocalWork) -> Tensor:
+        work.sum()
+        return work.sum()
+
+
+class Broken:
+    def train(self, work: LocalWork) -> Tensor:
+        return work.sum() / dict[str, float]()["norm"]
+
+
+class Remembering:
+    def __init__(self) -> None:
+        self.number = 0
+
+    def train(self, work: LocalWork) -> Tensor:
+        self.number += 1
+        return work.sum() * self.number
+
+
+class NoAlgorithm:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "error", "message"),
+    [
+        (Half, TaskError, r"Half must return torch.float32 \(26,\), found torch.float32 \(3,\)"),
+        (Nothing, TaskError, "found <class 'NoneType'>"),
+        (Idle, TaskError, r"called neither work.sum\(\) nor work.steps\(\)"),
+        (Twice, TaskError, "twice in one round"),
+        (Broken, TaskFailed, "the client algorithm Broken failed: KeyError"),
+        (Remembering, TaskError, "made two vectors from the same examples"),
+        (NoAlgorithm, SettingsError, r"has no method train\(work\)"),
+        ("absent.py:FedProx", SettingsError, "the client algorithm absent.py:FedProx"),
+    ],
+)
+def test_the_trial_names_what_is_wrong(
+    algorithm: Any, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        headwater.simulate(Signs, client_algorithm=algorithm, **SMALL)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"settings": {"plan.follow_noise_scale": True}},
+            "the noise scale is estimated",
+        ),
+        ({"settings": {"simulation.compute": "fused"}}, "--compute fused is not possible"),
+        ({"settings": {"algorithm.arguments.nu": 1}}, "has no argument"),
+        ({"settings": {"simulation.workers": 2}}, "the client algorithm is a Python object"),
+    ],
+)
+def test_what_does_not_go_with_an_algorithm_is_refused(given: Any, message: str) -> None:
+    small = {name: value for name, value in SMALL.items() if name != "micro_batch_size"}
+    with pytest.raises(SettingsError, match=message):
+        headwater.simulate(SIGNS, client_algorithm=FedProx, **small, **given)
