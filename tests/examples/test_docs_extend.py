@@ -1,0 +1,33 @@
+"""docs/extend.md is held to its word: its blocks run in their order, as in a notebook."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import headwater
+
+DOC = Path(__file__).parents[2] / "docs" / "extend.md"
+BLOCKS = re.findall(r"^```python\n(.*?)^```$", DOC.read_text(), re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.slow
+def test_the_notebook_of_the_doc_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    cells: dict[str, Any] = {}
+    runs = []
+    for block in BLOCKS:
+        exec(block, cells)
+        runs.append(cells["run"])
+    first, _, _, by_rule, by_algorithm = runs
+    assert len(first.history) == 40
+    assert first.metrics["test_accuracy"] > 0.9
+    assert 0.3 < cells["best"].accuracy <= 1
+    for run in (by_rule, by_algorithm):
+        assert isinstance(run, headwater.Run)
+        assert run.history[-1].loss < run.history[0].loss
+    assert torch.is_tensor(first.model(torch.zeros(1, 3)))
+    assert "<Run of Signs: 40 rounds" in capsys.readouterr().out
