@@ -22,8 +22,8 @@ Each term has one meaning, the same in code, logs, documentation, metrics and te
 * staleness: Server steps taken since the model that an update was computed at.
 * image: The bytes of a model as they are sent to clients: the trainable parameters, then the
   frozen parameters and the buffers.
-* place: How far a client has advanced through its examples: an epoch and an offset into its
-  order.
+* place: How far a client has advanced through its examples: an epoch, an offset into its order,
+  and the places before that which a window from the epoch before had skipped.
 * pairwise mask, self mask, masked sum, unmask, threshold: As in Bonawitz et al. 2017, "Practical
   Secure Aggregation for Privacy-Preserving Machine Learning": random vectors that a client shares
   with each neighbour and that cancel in the sum; one that it adds alone; the sum of masked

@@ -2,8 +2,8 @@
 
 The settings choose one of three ways: a number of examples; a number of tokens (units of weight),
 divided by the weight of an example; or the gradient noise scale, which is estimated from round to
-round. The planner divides the target among the clients. A round may sum fewer examples (after a
-deadline, a dropout, or at the end of a client's epoch); the learning rate follows the actual batch.
+round. The planner divides the target among the clients. A round may sum fewer examples, after a
+deadline or a dropout; the learning rate follows the actual batch.
 """
 
 from __future__ import annotations

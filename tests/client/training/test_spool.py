@@ -27,7 +27,13 @@ from headwater.client.device.hardware import ThisMachine
 from headwater.client.flower.request import SIMULATED, SPOOL, spool_of
 from headwater.client.training.context import Identity, TrainingContext
 from headwater.client.training.local_update import train_round
-from headwater.client.training.sampler import ExampleOrder, SamplerPosition, SamplerState, Window
+from headwater.client.training.sampler import (
+    ExampleOrder,
+    SamplerPosition,
+    SamplerState,
+    Window,
+    window,
+)
 from headwater.client.training.spool import Spool
 from headwater.client.training.trainer import Trainer
 from headwater.common.errors import EmptyUpdate
@@ -190,6 +196,22 @@ def test_a_file_of_another_window_is_deleted_and_the_log_says_why(
     assert any("is deleted" in text and reason in text for text in caplog.messages)
     assert torch.equal(found, train_round(other, part, device()).values_P)
     assert sum(seen_by(context)) == 22
+
+
+@pytest.mark.parametrize("quota", [22, 40])
+def test_a_window_across_epochs_continues_from_the_spool_to_the_same_bits(
+    quota: int, tmp_path: Path
+) -> None:
+    """Also one that has examples twice."""
+    chosen, place = plan(quota, 4), SamplerPosition(offset=17, skipped=(3, 5))
+    part = window(place, quota=quota, run_seed=0, name="pi", num_examples=24)
+    with pytest.raises(PowerCut):
+        train_round(chosen, part, device(cut_at=5), spool(tmp_path))
+    context = device()
+    resumed = train_round(chosen, part, context, spool(tmp_path))
+    assert sum(seen_by(context)) == quota - 20
+    assert torch.equal(resumed.values_P, train_round(chosen, part, device()).values_P)
+    assert resumed.report.num_examples == quota
 
 
 def test_the_spool_of_another_model_is_deleted(

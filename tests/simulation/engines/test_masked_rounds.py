@@ -43,6 +43,20 @@ def model_of(out: Path) -> torch.Tensor:
     return torch.cat([t.flatten() for _, t in sorted(load_file(out / MODEL).items())])
 
 
+def test_masks_change_no_plan_of_few_unlike_devices_and_hardly_their_model(tmp_path: Path) -> None:
+    """Without the counts of examples the planner plans the same; the bound is that of below."""
+    unlike: dict[str, Any] = {"plan": {}, "simulation": {"clients": 6}, "rounds": 4}
+    plain = run(tmp_path / "plain", **unlike)
+    masked = run(tmp_path / "masked", secure={"aggregation": "semi-honest"}, **unlike)
+    for row, other in zip(plain, masked, strict=True):
+        quotas = {client["name"]: client["planned_examples"] for client in other["masked_clients"]}
+        assert {client["name"]: client["num_examples"] for client in row["clients"]} == quotas
+        assert sum(quotas.values()) == other["num_examples"] == 512
+        assert min(quotas.values()) > 1
+    gap = (model_of(tmp_path / "plain") - model_of(tmp_path / "masked")).abs().max()
+    assert float(gap) <= 10 * len(plain) * 0.5 * (6 * 2.0**8 * 2.0**-31 + 2.0**-23)
+
+
 @pytest.mark.parametrize("mode", ["semi-honest", "active"])
 def test_a_masked_run_equals_the_plain_run_up_to_fixed_point_rounding(
     mode: str, tmp_path: Path

@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
 from headwater.common.settings.schema import Settings
 from headwater.server.operations.round_log import read_rows
 from headwater.server.rounds.round_loop import MODEL
 from headwater.server.rounds.round_row import RoundRow
+from headwater.simulation.fleet.fleet_spec import with_fleet
 from headwater.simulation.run import run_engine
 
 PER_DEVICE, MOST_TOKENS = 60, 8
@@ -130,6 +132,63 @@ def test_summed_tokens_match_the_target_within_one_example_s_tokens() -> None:
     for row in rows[1:]:
         assert row.target_by == "tokens"
         assert abs(row.weight - 200) <= 4 * math.sqrt(45 * (1 + 45 / 25)) * 2.3
+
+
+class Halves:
+    """120 examples a device; two devices learn which of two inputs is larger."""
+
+    def new_model(self) -> nn.Module:
+        return nn.Linear(2, 2)
+
+    def train_examples(self, *, data: Path | None, part: int, num_parts: int) -> TensorDataset:
+        inputs_E2 = torch.randn(120, 2, generator=torch.Generator().manual_seed(part))
+        return TensorDataset(inputs_E2, inputs_E2.argmax(1))
+
+    def loss_sum(self, model: nn.Module, batch: list[Tensor]) -> tuple[Tensor, int]:
+        inputs_B2, labels_B = batch
+        return nn.functional.cross_entropy(model(inputs_B2), labels_B, reduction="sum"), len(
+            labels_B
+        )
+
+
+FLEET = """
+[[device]]
+examples_per_second = 100
+memory_bytes = 1_000_000_000
+upload_bytes_per_second = 1_000_000_000
+[[device]]
+examples_per_second = {speed}
+memory_bytes = 1_000_000_000
+upload_bytes_per_second = {upload}
+jitter = {jitter}
+"""
+
+
+@pytest.mark.parametrize("target", [64, 160, 240])
+@pytest.mark.parametrize(
+    ("speed", "upload", "jitter"),
+    [
+        pytest.param(100, 10**9, 0, id="alike"),
+        pytest.param(10, 10**9, 0, id="ten times as slow"),
+        pytest.param(100, 100, 0, id="a slow link"),
+        pytest.param(60, 10**9, 0.2, id="an unsteady pace"),
+    ],
+)
+def test_every_planned_round_is_within_a_fifth_of_its_target(
+    tmp_path: Path, target: int, speed: float, upload: float, jitter: float
+) -> None:
+    """The ends of epochs, 120 examples each, fall into many of the rounds."""
+    path = tmp_path / "two.toml"
+    path.write_text(FLEET.format(speed=speed, upload=upload, jitter=jitter))
+    task = "tests/simulation/engines/test_target_batch.py:Halves"
+    changes: dict[str, Any] = {"simulation": {"fleet": path}}
+    settings = chosen(task, 8, plan={"effective_batch_size": target}, **changes)
+    rows = rows_of(with_fleet(settings))
+    assert [row.target for row in rows] == [target] * 8
+    assert all(abs(row.num_examples - target) <= target / 5 for row in rows)
+    # Neither device idles: the slower one has a tenth of the other's work, or an eighth of all.
+    shares = [min(client.num_examples for client in row.clients) for row in rows]
+    assert min(shares) >= target // 15
 
 
 @pytest.mark.parametrize(("scaling", "power"), [("none", 0.0), ("linear", 1.0), ("sqrt", 0.5)])
