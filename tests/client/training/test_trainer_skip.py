@@ -10,7 +10,7 @@ from headwater.client.device.hardware import ThisMachine
 from headwater.client.training.context import Identity
 from headwater.client.training.sampler import SamplerPosition, SamplerState, permutation
 from headwater.client.training.trainer import Trainer
-from headwater.common.errors import EmptyUpdate
+from headwater.common.errors import CountOutOfRange, EmptyUpdate
 from headwater.common.messages import Plan
 
 # The first examples of the client's permutation are all NaN, the rest are good.
@@ -46,3 +46,13 @@ def test_the_sampler_moves_past_a_window_without_usable_examples(tmp_path: Path)
     assert walk == SamplerState(place=SamplerPosition(epoch=0, offset=4))
     update, _ = trainer.train(identity, ThisMachine(), plan, walk)
     assert update.report.num_examples == len(permutation(0, 0, "device", 8)[4:])
+
+
+def test_a_plan_for_more_examples_than_a_device_can_list_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "half_bad.py"
+    file.write_text(TASK)
+    trainer = Trainer(f"{file}:HalfBad", replace_batch_norm=False, check_task=False)
+    identity = Identity(name="device", data=None, part=0, num_parts=1)
+    plan = Plan(round=1, run_seed=0, model_version=0, quota=2**40, micro_batch_size=2**31)
+    with pytest.raises(CountOutOfRange, match="1,099,511,627,776 examples, and the device has 8"):
+        trainer.train(identity, ThisMachine(), plan, SamplerState())
