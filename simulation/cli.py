@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,6 +9,7 @@ import typer
 
 from headwater.common.settings.flags import SettingsCommand, key_values, numbers, overrides
 from headwater.common.system.command_line import Config, Resume, Verbose, new_app, read_settings
+from headwater.common.system.portability import num_usable_cores
 from headwater.common.system.stop_signals import interrupt_at_stop_signals
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ def sweep(
         grid=key_values(grid or []),
         seeds=numbers(seeds) if seeds is not None else None,
         metric=metric,
-        jobs=jobs or len(os.sched_getaffinity(0)),
+        jobs=jobs or num_usable_cores(),
         out=out,
         overrides=overrides(context),
     )

@@ -86,7 +86,7 @@ class ByteQuota:
 
 def _read(path: Path) -> dict[dt.date, int]:
     try:
-        counts = json.loads(path.read_text())
+        counts = json.loads(path.read_text(encoding="utf-8"))
         days = {dt.date.fromisoformat(day): used for day, used in counts.items()}
         if not all(type(used) is int and used >= 0 for used in days.values()):
             raise ValueError("a count is not a whole number of 0 or more")

@@ -198,7 +198,7 @@ def _write_files(
     try:
         tree: dict[str, Any] = {}
         if settings.exists():
-            tree = tomllib.loads(settings.read_text())
+            tree = tomllib.loads(settings.read_text(encoding="utf-8"))
         for branch, values in changes.items():
             tree[branch] = {**tree.get(branch, {}), **values}
         write_atomically(ca_path, certificate_pem(ca), mode=READABLE)

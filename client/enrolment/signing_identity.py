@@ -119,8 +119,8 @@ def read_identity(path: Path, name: str) -> SigningIdentity:
     """Read an identity's file.
 
     Raises:
-        IdentityProblem: the file cannot be read, users other than its owner may read or write it,
-            or it holds no Ed25519 key.
+        IdentityProblem: the file cannot be read, users other than its owner may read or write it
+            (Windows has no such bits, and nothing is checked there), or it holds no Ed25519 key.
     """
     try:
         with path.open("rb") as file:
@@ -132,7 +132,7 @@ def read_identity(path: Path, name: str) -> SigningIdentity:
         identity = SigningIdentity.from_pem(name, pem)
     except IdentityProblem as error:
         raise IdentityProblem(f"{path}: {error}", remedy=error.remedy) from error
-    if mode & 0o077:
+    if os.name == "posix" and mode & 0o077:
         raise IdentityProblem(
             f"{path} is open to users other than its owner ({mode:03o}), who could sign as this "
             "device",
@@ -143,7 +143,7 @@ def read_identity(path: Path, name: str) -> SigningIdentity:
 
 def _read_allow_list(path: Path) -> AllowList:
     try:
-        return AllowList.parse(path.read_text())
+        return AllowList.parse(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise IdentityProblem(f"{path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:

@@ -75,7 +75,7 @@ class StateFile:
             StateError: the file cannot be read, or an entry is not valid.
         """
         try:
-            entries = json.loads(self.path.read_text())
+            entries = json.loads(self.path.read_text(encoding="utf-8"))
             for name, plain in entries.items():
                 READERS[name](plain)
         except FileNotFoundError:

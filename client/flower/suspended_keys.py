@@ -20,6 +20,7 @@ from pathlib import Path
 from headwater.common.errors import StateError, UpdateNotHeld
 from headwater.common.secagg.keys import KEY_BYTES
 from headwater.common.secagg.secret import Secret
+from headwater.common.system.atomic_file import NO_FOLLOW
 
 MOUNTS = Path("/proc/self/mountinfo")
 IN_MEMORY = ("tmpfs", "ramfs")
@@ -53,7 +54,7 @@ class KeyFile:
         key = Secret(os.urandom(KEY_BYTES))
         path = self._path()
         try:
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | NO_FOLLOW, 0o600)
             with open(descriptor, "wb") as file:
                 file.write(key.reveal())
         except OSError as error:
@@ -78,7 +79,7 @@ class KeyFile:
         path = self._path()
         with (
             contextlib.suppress(OSError),  # there is no such file, or it is a link
-            open(os.open(path, os.O_WRONLY | os.O_NOFOLLOW), "wb") as file,
+            open(os.open(path, os.O_WRONLY | NO_FOLLOW), "wb") as file,
         ):
             file.write(bytes(KEY_BYTES))
         try:
@@ -123,7 +124,7 @@ def memory_folder() -> Path:
     """
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     for parent in ([Path(runtime)] if runtime else []) + [Path("/dev/shm")]:
-        if not parent.is_dir() or not is_in_memory(parent):
+        if not hasattr(os, "geteuid") or not parent.is_dir() or not is_in_memory(parent):
             continue
         folder = parent / FOLDER.format(uid=os.geteuid())
         try:
@@ -145,7 +146,7 @@ def is_in_memory(folder: Path, mounts: Path = MOUNTS) -> bool:
     """Whether the table of mounts says that a folder's content is memory; False without a table."""
     kinds: dict[Path, str] = {}
     try:
-        for line in mounts.read_text().splitlines():
+        for line in mounts.read_text(encoding="utf-8").splitlines():
             mount, _, filesystem = line.partition(" - ")
             point = mount.split()[4].encode().decode("unicode_escape")
             kinds[Path(point)] = filesystem.split()[0]  # a later mount covers an earlier one

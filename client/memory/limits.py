@@ -11,13 +11,13 @@ memory (getrlimit(2)); the untouched part of it makes their limit look lower, ne
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from headwater.client.memory.peak_model import resident_bytes
+from headwater.common.system.portability import num_usable_cores
 
 # A lowered limit is noticed after so long; if reading takes long, it may cost 2 % of the time.
 READ_EVERY_SECONDS, READING_SHARE = 0.05, 0.02
@@ -87,8 +87,7 @@ class MemoryLimits:
 
 def usable_cores(root: Path = ROOT) -> float:
     """Return how many cores the process may use; a cgroup may grant a fraction of one."""
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return min([float(usable or 1), *_cgroup_cores(root)])
+    return min([float(num_usable_cores()), *_cgroup_cores(root)])
 
 
 def cgroup_folders(root: Path, controller: str) -> Iterator[Path]:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import resource
 import sys
 import time
 from collections.abc import Callable
@@ -24,6 +23,7 @@ from dataclasses import dataclass, replace
 
 from headwater.common.stats.linear_fit import Line
 from headwater.common.system.heap import keep_mmap_threshold, release_freed_memory
+from headwater.common.system.portability import optional_module
 
 # Share of the limit that may be filled. The planner plans for 0.8 (plan.memory_fraction), so a
 # prediction may be wrong by half of the rest before the device does less than its quota.
@@ -192,7 +192,8 @@ class ProcessMemory:
 
 
 # The peak is the process's in both; reading the thread's own waits for no other thread.
-_RUSAGE = getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)
+resource = optional_module("resource")
+_RUSAGE = getattr(resource, "RUSAGE_THREAD", None) or getattr(resource, "RUSAGE_SELF", None)
 _RUSAGE_UNIT = 1 if sys.platform == "darwin" else 1024
 
 
@@ -201,27 +202,33 @@ class PeakMeter:
 
     Linux resets its mark when 5 is written to /proc/self/clear_refs; elsewhere the mark covers the
     process's whole life. A process inherits its parent's mark as a lower bound of ``getrusage``. If
-    that bound is above its own peak, /proc is read instead, which takes longer.
+    that bound is above its own peak, /proc is read instead, which takes longer. Windows has neither
+    and gives the peak of the process's whole life.
     """
 
     def __init__(self) -> None:
         self._clear: int | None = None
         self._is_bounded = False
         with contextlib.suppress(OSError):
-            self._clear = os.open("/proc/self/clear_refs", os.O_WRONLY | os.O_CLOEXEC)
+            self._clear = os.open("/proc/self/clear_refs", os.O_WRONLY)
             self.reset()
-            self._is_bounded = self.peak_bytes() > 1.1 * _status_bytes("VmHWM")
+            self._is_bounded = resource is None or self.peak_bytes() > 1.1 * _status_bytes("VmHWM")
 
     def reset(self) -> None:
         """Set the peak to what is resident now."""
         if self._clear is not None:
-            os.pwrite(self._clear, b"5", 0)
+            os.write(self._clear, b"5")
 
     def peak_bytes(self) -> int:
         """Return the peak since the last reset."""
         if self._is_bounded:
             return _status_bytes("VmHWM")
-        return resource.getrusage(_RUSAGE).ru_maxrss * _RUSAGE_UNIT
+        if resource is None:
+            import psutil  # only on Windows: it costs an idle device 1 MB
+
+            used = psutil.Process().memory_info()
+            return int(getattr(used, "peak_wset", used.rss))
+        return int(resource.getrusage(_RUSAGE).ru_maxrss) * _RUSAGE_UNIT
 
     def __del__(self) -> None:
         if self._clear is not None:
@@ -239,6 +246,6 @@ def resident_bytes() -> int:
 
 
 def _status_bytes(name: str) -> int:
-    with open("/proc/self/status") as status:
+    with open("/proc/self/status", encoding="utf-8") as status:
         rows = dict(line.split(":", 1) for line in status)
     return int(rows[name].split()[0]) * 1024

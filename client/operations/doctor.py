@@ -153,7 +153,7 @@ CONTROLLER_OFF = (
 def has_memory_controller(root: Path) -> bool:
     """Whether the kernel counts the memory of cgroups; Raspberry Pi OS does not by default."""
     try:
-        rows = (root / "proc/cgroups").read_text().splitlines()
+        rows = (root / "proc/cgroups").read_text(encoding="utf-8").splitlines()
     except OSError:
         return True  # not Linux, or it does not say
     return all(row.split()[-1] == "1" for row in rows if row.startswith("memory\t"))

@@ -50,7 +50,7 @@ def load(
     tree: dict[str, Any] = {}
     if config is not None:
         try:
-            tree = tomllib.loads(config.read_text())
+            tree = tomllib.loads(config.read_text(encoding="utf-8"))
         except OSError as error:
             raise SettingsError(
                 f"cannot read the settings file {config}: {error.strerror}"

@@ -9,6 +9,7 @@ from pathlib import Path
 
 OWNER_ONLY = 0o600
 READABLE = 0o644
+NO_FOLLOW: int = getattr(os, "O_NOFOLLOW", 0)  # Windows has neither this nor owners' mode bits
 
 
 @contextlib.contextmanager
@@ -25,18 +26,19 @@ def atomic_writer(path: Path, *, mode: int | None = None) -> Iterator[Path]:
     """
     part = path.with_name(path.name + ".part")
     part.unlink(missing_ok=True)
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | NO_FOLLOW
     descriptor = os.open(part, flags, 0o666 if mode is None else mode)
     try:
         try:
-            if mode is not None:
+            if mode is not None and hasattr(os, "fchmod"):
                 os.fchmod(descriptor, mode)  # independent of the umask
         finally:
             os.close(descriptor)
         yield part
-        _sync(part)
+        _sync(part, os.O_RDWR)  # Windows syncs only what may be written
         part.replace(path)
-        _sync(path.parent)
+        if os.name == "posix":  # Windows opens no folder
+            _sync(path.parent, os.O_RDONLY)
     except BaseException:
         with contextlib.suppress(OSError):
             part.unlink(missing_ok=True)
@@ -53,9 +55,9 @@ def write_atomically(path: Path, content: bytes, *, mode: int | None = None) -> 
         part.write_bytes(content)
 
 
-def _sync(path: Path) -> None:
+def _sync(path: Path, flags: int) -> None:
     """Sync a file's content, or a folder's names, to disk."""
-    descriptor = os.open(path, os.O_RDONLY)
+    descriptor = os.open(path, flags)
     try:
         os.fsync(descriptor)
     finally:

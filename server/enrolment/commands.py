@@ -71,7 +71,7 @@ def make_folder(folder: Path, *, hosts: list[str], certificates_last: str | None
     if not settings.exists():
         _write_settings(settings, is_remote=is_remote)
         written.append(settings)
-    elif is_remote and '"127.0.0.1:' in settings.read_text():
+    elif is_remote and '"127.0.0.1:' in settings.read_text(encoding="utf-8"):
         stderr.print(f"{settings} was not changed and listens on 127.0.0.1: change it there")
     for path in written:
         console.print(str(path), soft_wrap=True)

@@ -80,7 +80,7 @@ def read_order(folder: Path) -> Order | None:
     """
     path = folder / FILE
     try:
-        fields = json.loads(path.read_text())
+        fields = json.loads(path.read_text(encoding="utf-8"))
         verb, at = fields["verb"], float(fields["at"])
     except FileNotFoundError:
         return None

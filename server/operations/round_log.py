@@ -58,7 +58,7 @@ class RoundLog(Observer):
             kept = [row for row in read_rows(folder) if row["round"] <= round_number]
             text = "".join(json.dumps(row) + "\n" for row in kept)
             write_atomically(folder / ROUNDS, text.encode())
-            self._file = (folder / ROUNDS).open("a")
+            self._file = (folder / ROUNDS).open("a", encoding="utf-8", newline="\n")
         except OSError as error:
             raise StateError(
                 f"cannot write {folder / ROUNDS}: {error.strerror}", remedy="choose another --out"
@@ -141,7 +141,7 @@ def read_rows(folder: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     rows = []
-    for line in path.read_text().splitlines():
+    for line in path.read_text(encoding="utf-8").splitlines():
         try:
             rows.append(json.loads(line))
         except ValueError:

@@ -1,14 +1,12 @@
 """The lock and heartbeat of a run's folder: at most one server, and a sign that it is alive.
 
-The kernel releases the lock however the process ends, so no stale lock remains, and two servers
+The system releases the lock however the process ends, so no stale lock remains, and two servers
 cannot share a run. The heartbeat is the lock file's modification time: it needs no space on a full
 disk, and stops when the server's event loop no longer responds.
 """
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import json
 import os
 import time
@@ -17,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from headwater.common.errors import SettingsError, StateError
+from headwater.common.system.file_lock import try_lock
 
 FILE = "server.lock"
 SERVER = "headwater-server"
@@ -57,14 +56,14 @@ class RunLock:
             StateError: it cannot be written.
         """
         try:
-            self._file = os.open(folder / FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            self._file = os.open(folder / FILE, os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
             raise StateError(
                 f"cannot write {folder / FILE}: {error.strerror}", remedy="choose another --out"
             ) from error
+        self._path = folder / FILE
         for _ in range(TRIES):
-            with contextlib.suppress(BlockingIOError):
-                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if try_lock(self._file):
                 return
             time.sleep(TRY_SECONDS)
         os.close(self._file)
@@ -77,11 +76,12 @@ class RunLock:
         """Write facts about this server for other processes; OSError on a full disk."""
         data = json.dumps(info).encode()
         os.ftruncate(self._file, 0)
-        os.pwrite(self._file, data, 0)
+        os.lseek(self._file, 0, os.SEEK_SET)
+        os.write(self._file, data)
 
     def beat(self) -> None:
         """Renew the heartbeat."""
-        os.utime(self._file)
+        os.utime(self._file if os.utime in os.supports_fd else self._path)
 
     def release(self) -> None:
         """Unlock the folder."""
@@ -95,7 +95,7 @@ def read_server_state(folder: Path, *, now: float | None = None) -> ServerState:
         StateError: the lock file exists and may not be read.
     """
     try:
-        file = os.open(folder / FILE, os.O_RDONLY | os.O_CLOEXEC)
+        file = os.open(folder / FILE, os.O_RDONLY)
     except FileNotFoundError:
         return ServerState(is_up=False, heartbeat_seconds=None, info={})
     except OSError as error:
@@ -106,14 +106,10 @@ def read_server_state(folder: Path, *, now: float | None = None) -> ServerState:
     try:
         heartbeat = os.fstat(file).st_mtime
         try:
-            info = json.loads(os.pread(file, 65_536, 0) or b"{}")
+            info = json.loads(os.read(file, 65_536) or b"{}")
         except ValueError:
             info = {}  # the server is writing it
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            is_up = False
-        except BlockingIOError:
-            is_up = True
+        is_up = not try_lock(file, is_shared=True)
     finally:
         os.close(file)
     age = max((time.time() if now is None else now) - heartbeat, 0.0)

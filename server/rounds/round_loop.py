@@ -344,7 +344,7 @@ class _Stopwatch:
 
 def _write_settings(folder: Path, settings: Settings) -> None:
     try:
-        (folder / SETTINGS_FILE).write_text(settings.to_toml())
+        (folder / SETTINGS_FILE).write_text(settings.to_toml(), encoding="utf-8")
     except OSError as error:
         raise StateError(f"cannot write {folder / SETTINGS_FILE}: {error.strerror}") from error
 

@@ -29,7 +29,7 @@ class SessionNumbers:
         self._last: SessionNumber | None = None
         if self._path is not None and self._path.exists():
             try:
-                fields = json.loads(self._path.read_text())
+                fields = json.loads(self._path.read_text(encoding="utf-8"))
                 if fields["run_id"] == run_id:
                     self._last = SessionNumber(int(fields["round"]), int(fields["attempt"]))
             except (OSError, ValueError, KeyError, TypeError) as error:

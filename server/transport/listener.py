@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import resource
 import threading
 import time
 from collections import OrderedDict, deque
@@ -22,10 +21,13 @@ import grpc.aio
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
 from headwater.common.errors import PortInUse
+from headwater.common.system.portability import optional_module
 from headwater.common.transport.limits import GRPC_OPTIONS, STREAM_METHOD
 from headwater.common.transport.tls import Credentials
 
 log = logging.getLogger(__name__)
+
+resource = optional_module("resource")
 
 HANDSHAKE_SECONDS = 10
 IDLE_SECONDS = 60
@@ -46,10 +48,12 @@ def grpc_options() -> list[tuple[str, int]]:
     Raises the soft limit on file descriptors to the hard one: each device takes a descriptor, and
     the checkpoint still needs one after strangers have taken all that they can.
     """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    limit = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
-    if soft != resource.RLIM_INFINITY and soft < limit:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    limit = MAX_DESCRIPTORS
+    if resource is not None:  # Windows limits no sockets
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        limit = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
+        if soft != resource.RLIM_INFINITY and soft < limit:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
     return [
         # Otherwise a second server would silently share the port.
         ("grpc.so_reuseport", 0),

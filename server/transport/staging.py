@@ -89,7 +89,8 @@ class StagedUpload:
         if self._spool is None:
             self._data[self.received : end] = data
         else:
-            os.pwrite(self._spool.fileno(), data, offset)
+            os.lseek(self._spool.fileno(), offset, os.SEEK_SET)
+            os.write(self._spool.fileno(), data)
         self._digest.update(data)
         self.received = end
 

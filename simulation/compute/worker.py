@@ -15,7 +15,7 @@ import signal
 import sys
 import tempfile
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from headwater.common.model.parameters import ModelLayout
 from headwater.common.settings.schema import Settings
 from headwater.common.system.console import start_log
 from headwater.common.system.heap import keep_freed_memory
+from headwater.common.system.portability import PipeEnd
 from headwater.simulation.compute.one_by_one import OneByOne
 from headwater.simulation.fleet.devices import ClientPlan, Devices
 
@@ -67,18 +68,17 @@ class SharedVectors:
 
     The memory is a file without a name, which goes with the last process that maps it. With
     ``memfd_create`` no limit of /dev/shm applies (a container has 64 MB), as it does to
-    ``multiprocessing.shared_memory`` and torch's shared tensors. Nothing is locked: the messages
-    between the processes settle which of them may write.
+    ``multiprocessing.shared_memory`` and torch's shared tensors. Where no descriptor can be passed
+    to a new process, as on Windows, it is a temporary file with a name. Nothing is locked: the
+    messages between the processes settle which of them may write.
     """
 
-    def __init__(self, layout: ModelLayout, num_slots: int, descriptor: int | None = None) -> None:
-        """Map the file of this descriptor, or a new one."""
+    def __init__(self, layout: ModelLayout, num_slots: int, descriptor: int) -> None:
+        """Map the file of this descriptor, which is empty if it is new."""
         image_bytes, slot_bytes = _aligned(layout.num_bytes), _aligned(4 * layout.num_parameters)
         num_bytes = image_bytes + num_slots * slot_bytes
-        if descriptor is None:
-            descriptor = _new_file()
+        if os.fstat(descriptor).st_size < num_bytes:
             os.ftruncate(descriptor, num_bytes)
-        self.descriptor = descriptor
         self._map = mmap.mmap(descriptor, num_bytes)
         self.image = memoryview(self._map)[: layout.num_bytes]
         self.slots: list[Tensor] = [
@@ -92,9 +92,11 @@ class SharedVectors:
         ]
 
 
-def _new_file() -> int:
+def unnamed_file() -> int:
+    """Open a new file without a name; return its descriptor."""
     if hasattr(os, "memfd_create"):
-        return os.memfd_create("headwater")
+        descriptor: int = os.memfd_create("headwater")
+        return descriptor
     with tempfile.TemporaryFile() as file:
         return os.dup(file.fileno())
 
@@ -103,7 +105,7 @@ def _aligned(num_bytes: int) -> int:
     return num_bytes + -num_bytes % ALIGNMENT_BYTES
 
 
-def work(connection: Connection, descriptor: int, start: WorkerSettings) -> None:
+def work(connection: PipeEnd, descriptor: int, start: WorkerSettings) -> None:
     """Carry out orders until the simulator closes the pipe.
 
     Raises:
@@ -138,13 +140,25 @@ def work(connection: Connection, descriptor: int, start: WorkerSettings) -> None
 
 def main() -> None:
     """Work for the process that started this one, on the descriptors that it names."""
+    # Imported here: Windows has no such class, and starts its workers by ``run_spawned``.
+    from multiprocessing.connection import Connection
+
+    _run(Connection(int(sys.argv[1])), int(sys.argv[2]))
+
+
+def run_spawned(connection: PipeEnd, path: Path) -> None:
+    """Work for the process that spawned this one, in the memory of this file."""
+    _run(connection, os.open(path, os.O_RDWR))
+
+
+def _run(connection: PipeEnd, descriptor: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C the simulator ends this process
-    pipe, descriptor = int(sys.argv[1]), int(sys.argv[2])
     os.dup2(2, 1)  # what a task prints must not mix with the simulator's output
-    with Connection(pipe) as connection:
-        try:
-            start: WorkerSettings = connection.recv()
-            start_log(verbose=start.is_verbose)
-            work(connection, descriptor, start)
-        except (EOFError, BrokenPipeError, ConnectionResetError):
-            logging.getLogger(__name__).debug("the simulator has ended")
+    try:
+        start: WorkerSettings = connection.recv()
+        start_log(verbose=start.is_verbose)
+        work(connection, descriptor, start)
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        logging.getLogger(__name__).debug("the simulator has ended")
+    finally:
+        connection.close()

@@ -16,26 +16,33 @@ was at, its workers outlive a killed simulator, and it cannot prefer a worker fo
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from multiprocessing import Pipe
+from multiprocessing import Pipe, get_context
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import cast
 
 from headwater.common.errors import WorkerDied, error_of
 from headwater.common.messages import Update
 from headwater.common.model.parameters import ModelImage
 from headwater.common.settings.schema import Settings
+from headwater.common.system.portability import PipeEnd, num_usable_cores
 from headwater.server.fleet import Dropout
 from headwater.simulation.compute.worker import (
     SharedVectors,
     TrainOrder,
     TrainResult,
     WorkerSettings,
+    run_spawned,
+    unnamed_file,
 )
 from headwater.simulation.fleet.devices import ClientPlan, Devices
 
@@ -49,15 +56,37 @@ MAX_SLOTS, SLOTS_BYTES = 64, 64 << 20
 def num_workers(settings: Settings, *, num_invited: int) -> int:
     """Return the number of processes: the setting, or the usable cores; at most ``num_invited``."""
     chosen = settings.simulation.workers
-    number = len(os.sched_getaffinity(0)) if chosen == "auto" else chosen
+    number = num_usable_cores() if chosen == "auto" else chosen
     return min(number, num_invited)
+
+
+class SpawnedProcess:
+    """A worker of a system without fork, with the methods of ``subprocess.Popen`` used here."""
+
+    def __init__(self, connection: PipeEnd, path: Path) -> None:
+        """Start it; like any program that spawns, a script needs ``if __name__ == "__main__"``."""
+        self._process = get_context("spawn").Process(
+            target=run_spawned, args=(connection, path), daemon=True
+        )
+        self._process.start()
+
+    def kill(self) -> None:
+        """End it at once."""
+        self._process.kill()
+
+    def wait(self) -> int:
+        """Wait for its end and return its status."""
+        self._process.join()
+        status = self._process.exitcode
+        assert status is not None  # it has ended
+        return status
 
 
 @dataclass(kw_only=True, slots=True)
 class _Worker:
     number: int
-    process: subprocess.Popen[bytes]
-    connection: Connection
+    process: subprocess.Popen[bytes] | SpawnedProcess
+    connection: PipeEnd
     orders: list[tuple[int, ClientPlan]] = field(default_factory=list)
     """The devices that it computes next, each with its number in the round."""
 
@@ -71,7 +100,9 @@ class WorkerPool:
         layout = devices.trainer.image.layout
         fitting = min(SLOTS_BYTES // (4 * layout.num_parameters), MAX_SLOTS)
         self._num_slots = max(fitting, (1 + AHEAD) * number)
-        self._shared = SharedVectors(layout, self._num_slots)
+        self._path = None if hasattr(os, "fork") else _named_file()
+        descriptor = unnamed_file() if self._path is None else os.open(self._path, os.O_RDWR)
+        self._shared = SharedVectors(layout, self._num_slots, descriptor)
         start = WorkerSettings(
             # The task was checked in this process, which reports its problems.
             settings=devices.settings.model_copy(update={"check_task": False}),
@@ -81,12 +112,12 @@ class WorkerPool:
         self._workers: list[_Worker] = []
         try:
             for at in range(number):
-                self._workers.append(_started(at, self._shared.descriptor, start))
+                self._workers.append(_started(at, descriptor, self._path, start))
         except BaseException:
             self.close()
             raise
         finally:
-            os.close(self._shared.descriptor)
+            os.close(descriptor)
 
     def train(
         self,
@@ -150,11 +181,10 @@ class WorkerPool:
         """Wait for results; return those that arrived, by their devices' numbers."""
         busy = {worker.connection: worker for worker in self._workers if worker.orders}
         results: dict[int, TrainResult] = {}
-        for connection in wait(list(busy)):
-            assert isinstance(connection, Connection)
-            worker = busy[connection]
+        for connection in wait(cast(list[Connection], list(busy))):
+            worker = busy[cast(PipeEnd, connection)]
             try:
-                result = connection.recv()
+                result = worker.connection.recv()
             except (EOFError, OSError) as error:
                 raise _died(worker, len(self._workers)) from error
             at, _ = worker.orders.pop(0)
@@ -180,17 +210,30 @@ class WorkerPool:
             worker.process.wait()
             worker.connection.close()
         self._workers = []
+        if self._path is not None:
+            with contextlib.suppress(OSError):  # Windows removes no file that is mapped
+                self._path.unlink(missing_ok=True)
 
 
-def _started(number: int, descriptor: int, start: WorkerSettings) -> _Worker:
+def _named_file() -> Path:
+    descriptor, name = tempfile.mkstemp(prefix="headwater-")
+    os.close(descriptor)
+    return Path(name)
+
+
+def _started(number: int, descriptor: int, path: Path | None, start: WorkerSettings) -> _Worker:
     ours, theirs = Pipe()
+    process: subprocess.Popen[bytes] | SpawnedProcess
     with theirs:
-        passed = (theirs.fileno(), descriptor)
-        process = subprocess.Popen(
-            [sys.executable, "-c", RUN_WORKER, *map(str, passed)],
-            stdin=subprocess.DEVNULL,
-            pass_fds=passed,
-        )
+        if path is None:
+            passed = (theirs.fileno(), descriptor)
+            process = subprocess.Popen(
+                [sys.executable, "-c", RUN_WORKER, *map(str, passed)],
+                stdin=subprocess.DEVNULL,
+                pass_fds=passed,
+            )
+        else:
+            process = SpawnedProcess(theirs, path)
     worker = _Worker(number=number, process=process, connection=ours)
     ours.send(start)
     return worker

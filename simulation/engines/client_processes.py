@@ -14,9 +14,11 @@ import contextlib
 import json
 import logging
 import os
+import queue
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -50,7 +52,7 @@ class ClientProcesses:
         self._folder = folder
         self._identities = identities_of(settings)
         self._ended: dict[int, int] = {}
-        self._unread = b""
+        self._lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         with (folder / FORK_SERVER_LOG).open("ab") as own_log:
             self._fork_server = subprocess.Popen(
                 [sys.executable, "-P", "-c", COMMAND.format(path=sys.path)],
@@ -60,11 +62,13 @@ class ClientProcesses:
                 # grpc would log each broken connection in its own words.
                 env={**os.environ, "GRPC_VERBOSITY": "NONE"},
                 process_group=0,
+                creationflags=getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0),  # on Windows
             )
         assert self._fork_server.stdin is not None
         assert self._fork_server.stdout is not None
         self._orders, self._replies = self._fork_server.stdin, self._fork_server.stdout
-        os.set_blocking(self._replies.fileno(), False)
+        self._reader = threading.Thread(target=self._collect_lines, daemon=True)
+        self._reader.start()
         self._send(
             {
                 "settings": settings.model_dump(mode="json"),
@@ -109,6 +113,9 @@ class ClientProcesses:
             ConnectionLost: a device's process has ended, or the fork server has.
             HeadwaterError: the task or its data could not be loaded.
         """
+        has_ended = self._fork_server.poll() is not None
+        if has_ended:
+            self._reader.join(END_SECONDS)
         self._read_replies()
         for part in self._ended.keys() - self.dismissed:
             file = self._log_of(part)
@@ -117,7 +124,7 @@ class ClientProcesses:
                 f"{_describe(self._ended[part])}{_last_line(file)}",
                 remedy=f"see {file}; fewer --clients take less memory",
             )
-        if self._fork_server.poll() is not None and not self._ended:
+        if has_ended and not self._ended:
             file = self._folder / FORK_SERVER_LOG
             raise ConnectionLost(
                 "the process that starts the devices "
@@ -135,21 +142,26 @@ class ClientProcesses:
             self._orders.write(json.dumps(order).encode() + b"\n")
             self._orders.flush()
 
+    def _collect_lines(self) -> None:
+        """Collect the fork server's replies, in a thread of its own, until all processes ended."""
+        for line in self._replies:
+            self._lines.put(line)
+
     def _read_replies(self) -> None:
         """Read the fork server's replies that have arrived."""
-        while data := self._replies.read():
-            *lines, self._unread = (self._unread + data).split(b"\n")
-            for line in lines:
-                reply = json.loads(line)
-                if "failed" in reply:
-                    raise error_of(*reply["failed"], lines="\n")
-                self._ended[reply["ended"]] = reply["status"]
+        while not self._lines.empty():
+            reply = json.loads(self._lines.get())
+            if "failed" in reply:
+                raise error_of(*reply["failed"], lines="\n")
+            self._ended[reply["ended"]] = reply["status"]
 
     def _wait_until_all_left(self) -> None:
         try:
             self._fork_server.wait(LEAVE_SECONDS)
         except subprocess.TimeoutExpired:
             log.warning("some devices have not left within %g s; they are ended", LEAVE_SECONDS)
+        else:
+            self._reader.join(END_SECONDS)
         self._read_replies()
         failed = [part for part in self._ended.keys() - self.dismissed if self._ended[part]]
         if failed:
@@ -164,10 +176,19 @@ class ClientProcesses:
         try:
             self._fork_server.wait(END_SECONDS)
         except subprocess.TimeoutExpired:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._fork_server.pid, signal.SIGKILL)
+            self._kill()
             self._fork_server.wait()
-        self._replies.close()
+        self._reader.join(END_SECONDS)
+        if not self._reader.is_alive():
+            self._replies.close()
+
+    def _kill(self) -> None:
+        """Kill the fork server; without process groups, its children end with its pipes."""
+        with contextlib.suppress(ProcessLookupError):
+            if hasattr(os, "killpg") and hasattr(signal, "SIGKILL"):
+                os.killpg(self._fork_server.pid, signal.SIGKILL)
+            else:
+                self._fork_server.kill()
 
 
 def _describe(status: int) -> str:
@@ -180,7 +201,7 @@ def _describe(status: int) -> str:
 def _last_line(file: Path) -> str:
     """Return the last line of a log, or nothing if there is none."""
     try:
-        text = file.read_text(errors="replace")
+        text = file.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
     lines = [line.strip() for line in text.split("\n") if line.strip()]

@@ -109,7 +109,7 @@ def _write_project(folder: Path, settings: Settings) -> None:
             }
         },
     }
-    (folder / "pyproject.toml").write_text(tomli_w.dumps(project))
+    (folder / "pyproject.toml").write_text(tomli_w.dumps(project), encoding="utf-8")
 
 
 @contextmanager

@@ -17,8 +17,10 @@ import gc
 import json
 import os
 import signal
+import subprocess
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -43,6 +45,12 @@ from headwater.simulation.fleet.identities import identities_of
 
 PATIENCE_SECONDS = 60.0  # for the server, which is on the same machine
 CHECK_FAILED = 3  # exit status of the child that checks the task, after it has reported why
+
+POLL_SECONDS = 0.05
+RUN_DEVICE = (
+    "import sys; sys.path[:] = {path!r}; "
+    "from headwater.simulation.engines.fork_server import run_spawned_device; run_spawned_device()"
+)
 
 Send = Callable[[dict[str, Any]], None]
 
@@ -82,12 +90,21 @@ def main() -> None:
     except HeadwaterError as error:
         send({"failed": [error.code, error.message]})
         return
-    if order["settings"]["check_task"] and not _check_in_child(run, send):
+    check = _check_in_child if hasattr(os, "fork") else _check_here
+    if order["settings"]["check_task"] and not check(run, send):
         return
     line = sys.stdin.readline()
     if not line:
         return
     port = json.loads(line)["port"]
+    if hasattr(os, "fork"):
+        _fork_devices(run, port, send)
+    else:
+        _spawn_devices(order, run.num_devices, port, send)
+
+
+def _fork_devices(run: ForkedRun, port: int, send: Send) -> None:
+    """Fork the devices and report the end of each."""
     gc.collect()
     gc.freeze()  # a collection would write into every object, and so copy its page
     parts: dict[int, int] = {}  # by process id
@@ -97,6 +114,38 @@ def main() -> None:
     while parts:
         child, wait_status = os.waitpid(-1, 0)
         send({"ended": parts.pop(child), "status": os.waitstatus_to_exitcode(wait_status)})
+
+
+def _spawn_devices(order: dict[str, Any], num_devices: int, port: int, send: Send) -> None:
+    """Start each device as a new process, and report the end of each: Windows has no fork.
+
+    Each one imports torch and loads the task by itself, which takes seconds and about 200 MB.
+    """
+    threading.Thread(target=_end_with_the_engine, daemon=True).start()
+    command = [sys.executable, "-P", "-c", RUN_DEVICE.format(path=sys.path)]
+    devices: dict[int, subprocess.Popen[bytes]] = {}
+    for part in range(num_devices):
+        # It ends when this process does, because then its standard input is closed.
+        devices[part] = device = subprocess.Popen(command, stdin=subprocess.PIPE)
+        assert device.stdin is not None
+        with contextlib.suppress(OSError):  # it has ended: reported below
+            device.stdin.write(json.dumps({**order, "part": part, "port": port}).encode() + b"\n")
+            device.stdin.flush()
+    while devices:
+        for part, device in list(devices.items()):
+            status = device.poll()
+            if status is not None:
+                del devices[part]
+                send({"ended": part, "status": status})
+        time.sleep(POLL_SECONDS)
+
+
+def run_spawned_device() -> None:
+    """Run the device that the first line of the standard input describes."""
+    torch.set_num_threads(1)
+    use_one_heap()
+    order = json.loads(sys.stdin.readline())
+    sys.exit(_run_device(_load(order), order["part"], order["port"]))
 
 
 def _load(order: dict[str, Any]) -> ForkedRun:
@@ -138,6 +187,14 @@ def _check_in_child(run: ForkedRun, send: Send) -> bool:
     return status == 0
 
 
+def _check_here(run: ForkedRun, send: Send) -> bool:
+    """Check the task in this process; send the error and return False if the check fails."""
+    error = _task_error(run)
+    if error is not None:
+        send({"failed": [error.code, error.message]})
+    return error is None
+
+
 def _task_error(run: ForkedRun) -> TaskError | None:
     """Check the task on the first device that has examples; return the error, if any."""
     for part in range(run.num_devices):
@@ -154,7 +211,8 @@ def _task_error(run: ForkedRun) -> TaskError | None:
 
 def _fork(work: Callable[[], int]) -> int:
     """Run ``work`` in a child, which exits with the returned status; return the child's id."""
-    child = os.fork()
+    assert hasattr(os, "fork")  # else the devices are spawned
+    child: int = os.fork()
     if child:
         return child
     status = 1
@@ -204,5 +262,5 @@ def _end_with_the_engine(children: Collection[int] = ()) -> None:
         pass
     for child in list(children):
         with contextlib.suppress(ProcessLookupError):
-            os.kill(child, signal.SIGKILL)
+            os.kill(child, signal.SIGKILL if hasattr(signal, "SIGKILL") else signal.SIGTERM)
     os._exit(1)

@@ -25,7 +25,7 @@ def read_tables(path: Path, kind: type[Tables], *, name: str) -> Tables:
         SettingsError: the file does not exist, is not TOML, or has a wrong, missing or unknown key.
     """
     try:
-        tree = tomllib.loads(path.read_text())
+        tree = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise SettingsError(f"cannot read the {name} {path}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

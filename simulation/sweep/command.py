@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -17,6 +16,7 @@ from rich.text import Text
 
 from headwater.common.errors import SettingsError, StateError
 from headwater.common.system.console import console, printable
+from headwater.common.system.file_lock import try_lock
 from headwater.common.system.live_status import LiveStatus, duration, head, line_of, pack
 from headwater.simulation.sweep.grid import Sweep, SweepRun, plan_runs, read_sweep
 from headwater.simulation.sweep.plot import draw_sweep
@@ -96,19 +96,17 @@ def _locked(folder: Path) -> Iterator[None]:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / LOCK).open("a")
+        file = (folder / LOCK).open("a", encoding="utf-8")
     except OSError as error:
         raise StateError(
             f"cannot write {folder}: {error.strerror}", remedy="choose another --out"
         ) from error
     with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+        if not try_lock(file.fileno()):
             raise SettingsError(
                 f"another process executes the sweep in {folder}",
                 remedy="wait for its end, or choose another --out",
-            ) from error
+            )
         yield
 
 

@@ -72,7 +72,7 @@ def read_sweep(path: Path | None) -> tuple[dict[str, Any], Sweep]:
     if path is None:
         return {}, Sweep()
     try:
-        tree = tomllib.loads(path.read_text())
+        tree = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise SettingsError(f"cannot read the sweep's file {path}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing import get_context, resource_tracker
 from multiprocessing.connection import Connection, wait
+from typing import cast
 
+from headwater.common.system.portability import PipeEnd
 from headwater.simulation.sweep.grid import SweepRun
 from headwater.simulation.sweep.worker import LOG, RunProgress, execute_runs
 
@@ -29,7 +32,7 @@ def run_all(
     When the generator ends or is closed, no worker process is left.
     """
     waiting = deque(runs)
-    workers: dict[Connection, _Worker] = {}
+    workers: dict[PipeEnd, _Worker] = {}
 
     def start_worker() -> None:
         if waiting:
@@ -41,8 +44,8 @@ def run_all(
         for _ in range(jobs):
             start_worker()
         while workers:
-            for ready in wait(list(workers)):
-                assert isinstance(ready, Connection)
+            for one in wait(cast(list[Connection], list(workers))):
+                ready = cast(PipeEnd, one)
                 worker = workers[ready]
                 run, progress = worker.run, worker.receive()
                 if progress.ended and worker.is_alive and waiting:
@@ -63,6 +66,7 @@ class _Worker:
 
     def __init__(self, run: SweepRun) -> None:
         context = get_context("spawn")
+        self.pipe: PipeEnd
         self.pipe, other_end = context.Pipe()
         self._process = context.Process(target=execute_runs, args=(other_end,))
         self._process.start()
@@ -89,7 +93,10 @@ class _Worker:
         return progress
 
     def interrupt(self) -> None:
-        """Interrupt the run as Ctrl-C does: its committed rounds are kept."""
+        """Interrupt the run as Ctrl-C does: its committed rounds are kept.
+
+        Windows cannot do this to one process and kills it, which the checkpoint withstands too.
+        """
         if self._process.is_alive():
             assert self._process.pid is not None
             os.kill(self._process.pid, signal.SIGINT)
@@ -110,6 +117,9 @@ def _sigint_deferred() -> Iterator[None]:
     it. The resource tracker of ``multiprocessing`` unblocks SIGINT as it starts, so it is started
     first. The mask holds for one thread only; the handler covers the others.
     """
+    if sys.platform == "win32":  # which has no such mask
+        yield
+        return
     received: list[int] = []
     handler = signal.signal(signal.SIGINT, lambda number, _: received.append(number))
     resource_tracker.ensure_running()

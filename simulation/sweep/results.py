@@ -74,7 +74,7 @@ def read_result(run: SweepRun) -> Result | None:
     """
     path = run.folder / RESULT
     try:
-        result = json.loads(path.read_text())
+        result = json.loads(path.read_text(encoding="utf-8"))
         rounds = result["rounds"]
         curves: dict[str, dict[int, float]] = {}
         for row in rounds:

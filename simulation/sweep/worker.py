@@ -15,13 +15,13 @@ import sys
 import threading
 from dataclasses import dataclass
 from multiprocessing import parent_process
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Literal
 
 from headwater.common.errors import Diverged, HeadwaterError
 from headwater.common.settings.schema import Settings
 from headwater.common.system.atomic_file import write_atomically
+from headwater.common.system.portability import PipeEnd
 
 log = logging.getLogger(__name__)
 
@@ -39,17 +39,19 @@ class RunProgress:
     ended: Outcome | None = None
 
 
-def execute_runs(pipe: Connection) -> None:
+def execute_runs(pipe: PipeEnd) -> None:
     """Execute each run whose settings arrive, until the sweep closes the pipe."""
     from headwater.common.system.console import start_log
 
     # A process group of its own: the terminal's Ctrl-C reaches the sweep, which then decides.
     # SIGINT is blocked until here, and ignored where a shell started the sweep in the background.
-    os.setpgrp()
+    if hasattr(os, "setpgrp"):
+        os.setpgrp()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     threading.Thread(target=_interrupt_when_the_sweep_ends, daemon=True).start()
     try:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+        if sys.platform != "win32":
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
         start_log(verbose=False)
         while True:
             pipe.send(_execute(pipe.recv(), pipe))
@@ -66,7 +68,7 @@ def _interrupt_when_the_sweep_ends() -> None:
     os.kill(os.getpid(), signal.SIGINT)
 
 
-def _execute(settings: Settings, pipe: Connection) -> RunProgress:
+def _execute(settings: Settings, pipe: PipeEnd) -> RunProgress:
     """Execute or resume a run, and write its result unless another attempt could end otherwise."""
     from headwater.server.operations.round_display import brief_line
     from headwater.server.operations.round_log import read_rows
