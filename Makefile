@@ -4,6 +4,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
+MYPY_FOR = $(VENV)/bin/mypy --platform $(1) --cache-dir .mypy_cache/$(1) headwater examples
 PYTEST := $(VENV)/bin/python -m pytest -n 2 --dist worksteal
 # A CPU build of torch; the default index would bring gigabytes of CUDA on amd64.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
@@ -19,14 +20,16 @@ test: $(VENV)/.dev lint types
 	$(PYTEST) -m "not slow"
 
 test-slow: $(VENV)/.dev
+	$(call MYPY_FOR,darwin)
 	$(PYTEST) -m "slow or hypothesis" --hypothesis-profile=fresh
 
 lint: $(VENV)/.dev
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/ruff check .
 
+# For this system and for Windows, at the same time; test-slow also checks for macOS.
 types: $(VENV)/.dev
-	$(VENV)/bin/mypy
+	@$(call MYPY_FOR,win32) & other=$$!; $(VENV)/bin/mypy; here=$$?; wait $$other && exit $$here
 
 install: $(VENV)/.demo
 
