@@ -92,8 +92,12 @@ class Registry:
                 isolation_level=None,
                 check_same_thread=False,
             )
-            with self._state_errors():
-                self._database.executescript(SCHEMA)
+            try:
+                with self._state_errors():
+                    self._database.executescript(SCHEMA)
+            except BaseException:
+                self._database.close()
+                raise
         except (OSError, sqlite3.Error) as error:
             raise StateError(
                 f"the registry of certificates {self.path}: {error}",
