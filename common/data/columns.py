@@ -17,6 +17,7 @@ from headwater.common.data.partition import Column
 from headwater.common.data.partition_spec import LABEL
 from headwater.common.errors import MissingColumn
 from headwater.common.task import Examples, Task
+from headwater.common.user_code import described
 
 # The names that data sets give their labels; torchvision's use targets.
 LABEL_ATTRIBUTES = ("label", "labels", "targets")
@@ -52,7 +53,7 @@ def _task_columns(task: Task, examples: Examples) -> Mapping[str, Any] | None:
     try:
         named = columns(examples)
     except Exception as error:
-        raise MissingColumn(f"{kind}.columns: {type(error).__name__}: {error}") from error
+        raise MissingColumn(f"{kind}.columns: {described(error)}") from error
     if not isinstance(named, Mapping):
         raise MissingColumn(
             f"{kind}.columns must return a dict by name, found {type(named).__name__}"

@@ -34,6 +34,40 @@ def test_check_shows_the_memory_limit_the_task_s_cost_and_the_device_s_speed() -
     assert "of its time" in found.output
 
 
+def test_check_shows_how_many_rows_cannot_be_trained_on_and_why() -> None:
+    task = "tests/stranger_tasks/csv_with_gaps.py:Gaps"
+    found = CliRunner().invoke(app, ["check", "--task", task, "--threads", "1"])
+    assert found.exit_code == 0, found.output
+    assert "left out    5 of 40 examples cannot be trained on" in found.output
+    assert "its input has a NaN (position 0, 10, 20, 30)" in found.output
+
+
+BROKEN = """
+class Broken:
+    def new_model(self):
+        import torch
+        return torch.nn.Linear(1, 1)
+    def train_examples(self, *, data, part, num_parts):
+        return self
+    def __len__(self):
+        return self.number
+    def __getitem__(self, position): ...
+    def loss_sum(self, model, batch): ...
+"""
+
+
+def test_a_fault_anywhere_in_the_user_s_code_shows_their_line_and_no_other(tmp_path: Path) -> None:
+    path = tmp_path / "broken_length.py"
+    path.write_text(BROKEN)
+    found = CliRunner().invoke(app, ["check", "--task", f"{path}:Broken", "--threads", "1"])
+    assert found.exit_code == 1
+    assert "no attribute 'number'" in found.output
+    assert "in __len__" in found.output
+    assert "return self.number" in found.output
+    assert "typer" not in found.output
+    assert "client/commands.py" not in found.output
+
+
 def test_check_refuses_a_memory_limit_of_zero() -> None:
     found = CliRunner().invoke(app, ["check", "--task", TASK, "--memory-limit", "0"])
     assert found.exit_code == 2

@@ -14,6 +14,7 @@ from headwater.client.training.trainer import Trainer
 from headwater.common.errors import BuffersChanged, EmptyUpdate, ModelMismatch, NoFiniteExample
 from headwater.common.messages import DescribeRequest, Plan
 from headwater.common.model.parameters import build_model
+from headwater.common.settings.schema import ClientSettings
 from tests.tasks import TwoLayers
 
 TASK_FILE = """
@@ -113,6 +114,13 @@ def test_a_client_with_only_bad_examples_is_refused_by_the_check(tmp_path: Path)
     home = trainer(f"{tmp_path}/bad_only.py:AllBad", check_task=True)
     with pytest.raises(NoFiniteExample, match="none of 8 examples has a finite loss"):
         home.examples(identity(0))
+
+
+def test_the_check_keeps_to_the_limit_that_the_device_s_owner_set() -> None:
+    home = trainer()
+    home.machine = ThisMachine(ClientSettings(memory_limit_bytes=1))
+    report = home.check(home.examples(identity(0)), "pi")
+    assert any("predicted not to fit" in note or "not checked" in note for note in report.notes)
 
 
 def test_unchecked_updates_of_only_bad_examples_are_refused_as_empty(tmp_path: Path) -> None:

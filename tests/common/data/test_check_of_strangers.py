@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from headwater.common.data.additivity import check_additive
+from headwater.common.data.additivity import NUM_COMPARED, check_additive
 from headwater.common.data.example_cache import same
 from headwater.common.errors import TaskFailed, TaskNotAdditive
 from headwater.common.model.parameters import build_model
@@ -83,3 +83,11 @@ def test_a_nan_is_the_same_as_a_nan_and_containers_are_compared_within() -> None
     assert same(one, other)
     assert not same(one, {**other, "y": (None, "texts")})
     assert not same(torch.ones(2), torch.ones(3))
+
+
+def test_each_example_is_read_once_and_one_again_to_see_whether_it_differs() -> None:
+    task = load_task(f"{PICTURES}:Augmented")
+    examples = task.train_examples(data=None, part=0, num_parts=1)
+    model = build_model(task, seed=0, replace_batch_norm=True).model
+    check_additive(task, model, examples)
+    assert getattr(examples, "num_fetched") == NUM_COMPARED + 1  # noqa: B009 - not of Examples
