@@ -54,7 +54,7 @@ def user_frames(error: BaseException) -> list[traceback.FrameSummary]:
     foreign = [frame for frame in frames if not frame.filename.startswith(_OURS)]
     own = [frame for frame in frames if is_users(frame.filename)] or foreign[-1:]
     # A comprehension is a frame of its own at the same line.
-    own = [f for f, after in itertools.zip_longest(own, own[1:]) if not _is_inner(after, f)]
+    own = own[:1] + [f for outer, f in itertools.pairwise(own) if not _is_inner(f, outer)]
     return own if len(own) <= MAX_FRAMES else [own[0], *own[1 - MAX_FRAMES :]]
 
 
@@ -70,13 +70,10 @@ def is_users(file: str) -> bool:
     return not is_known and not file.startswith("<")
 
 
-def _is_inner(inner: traceback.FrameSummary | None, outer: traceback.FrameSummary) -> bool:
+def _is_inner(inner: traceback.FrameSummary, outer: traceback.FrameSummary) -> bool:
     """Return whether a frame is a comprehension in the line of the frame that called it."""
-    return (
-        inner is not None
-        and inner.name.startswith("<")
-        and (inner.filename, inner.lineno) == (outer.filename, outer.lineno)
-    )
+    is_same = (inner.filename, inner.lineno) == (outer.filename, outer.lineno)
+    return is_same and inner.name.startswith("<")
 
 
 def own_traceback(error: BaseException) -> TracebackType | None:

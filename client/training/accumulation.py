@@ -37,7 +37,7 @@ from headwater.client.training.gradient_pass import (
 )
 from headwater.client.training.sampler import Window, split
 from headwater.client.training.stop_rules import StopRules, num_until_finish
-from headwater.common.data.example_faults import ExampleFault, summary
+from headwater.common.data.example_faults import ExampleFault, details, short_summary
 from headwater.common.errors import OutOfMemory
 from headwater.common.messages import MAX_STEPS, Plan, Step, StopReason
 from headwater.common.system.heap import release_freed_memory
@@ -309,18 +309,29 @@ def _flat(groups: Iterable[Positions]) -> Sequence[int]:
     return [p for group in groups for p in group]
 
 
-def log_left_out(plan: Plan, total: WindowSum, context: TrainingContext) -> None:
-    """Log, once a round, how many examples were left out, and why."""
-    if total.refused:
-        faults = {p: total.faults[p] for p in total.refused if p in total.faults}
-        log.warning(
-            "%s, round %d: %d left out of %d examples\n%s",
-            context.name,
-            plan.round,
-            len(total.refused),
-            total.num_examples + len(total.refused),
-            summary(faults, context.examples),
-        )
+def log_left_out(
+    plan: Plan, total: WindowSum, context: TrainingContext, known: set[tuple[str, str]]
+) -> None:
+    """Log, in one line a round, how many examples were left out, and why.
+
+    An exception's text, with the user's own lines, is logged once for each client and kind of
+    exception: ``known`` remembers them.
+    """
+    if not total.refused:
+        return
+    faults = {p: total.faults[p] for p in total.refused if p in total.faults}
+    log.warning(
+        "%s, round %d: %d of %d examples cannot be trained on and were left out: %s",
+        context.name,
+        plan.round,
+        len(total.refused),
+        total.num_examples + len(total.refused),
+        short_summary(faults, context.examples),
+    )
+    for kind, detail in details(faults).items():
+        if (context.name, kind) not in known:
+            known.add((context.name, kind))
+            log.warning("%s: %s: %s", context.name, kind, detail)
 
 
 def _log_reductions(plan: Plan, total: WindowSum, context: TrainingContext) -> None:

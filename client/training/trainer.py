@@ -75,6 +75,7 @@ class Trainer:
         self.machine: Hardware | None = None
         """The machine whose memory the check keeps to; None for the process's own limits alone."""
         self._footprint: Footprint | None = None
+        self._known_faults: set[tuple[str, str]] = set()
         self._is_checkpointing_measured = False
 
     def keep_open(self, num_clients: int) -> None:
@@ -314,7 +315,7 @@ class Trainer:
         context = self.context(examples, identity.name, hardware)
         try:
             local_sum = self.sum(plan, positions, context, spool, algorithm)
-            log_left_out(plan, local_sum.total, context)
+            log_left_out(plan, local_sum.total, context, self._known_faults)
             update = make_update(plan, positions, context, local_sum)
         except Exception:
             if spool is not None:

@@ -5,7 +5,7 @@ The check, the start of a run and the rounds report these faults in the same wor
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,21 +46,38 @@ def loss_fault(batch: Any) -> ExampleFault:
 
 
 def summary(faults: Mapping[int, ExampleFault], examples: Examples) -> str:
-    """Return how many examples have each kind of fault, with the first positions and details.
+    """Return how many examples have each kind of fault, a line each, with positions and details."""
+    lines = []
+    for kind, positions in _by_kind(faults):
+        lines.append(_counted(kind, positions, examples))
+        lines += [f"  {line}" for line in faults[positions[0]].detail.splitlines()]
+    return "\n".join(f"  {line}" for line in lines)
 
-    The positions are those in the data set that the task itself opened.
-    """
+
+def short_summary(faults: Mapping[int, ExampleFault], examples: Examples) -> str:
+    """Return ``summary`` on one line, without details."""
+    return "; ".join(_counted(kind, at, examples) for kind, at in _by_kind(faults))
+
+
+def details(faults: Mapping[int, ExampleFault]) -> dict[str, str]:
+    """Return the first details of each kind of fault that has some."""
+    first = {kind: faults[positions[0]].detail for kind, positions in _by_kind(faults)}
+    return {kind: detail for kind, detail in first.items() if detail}
+
+
+def _by_kind(faults: Mapping[int, ExampleFault]) -> list[tuple[str, list[int]]]:
+    """Return the positions of each kind of fault, the most frequent first."""
     by_kind: dict[str, list[int]] = {}
     for position, fault in sorted(faults.items()):
         by_kind.setdefault(fault.kind, []).append(position)
-    lines = []
-    for kind, positions in sorted(by_kind.items(), key=lambda item: -len(item[1])):
-        named = ", ".join(str(own_position(examples, p)) for p in positions[:MAX_NAMED])
-        more = ", ..." if len(positions) > MAX_NAMED else ""
-        lines.append(f"{len(positions)}: {kind} (position {named}{more})")
-        detail = faults[positions[0]].detail
-        lines += [f"  {line}" for line in detail.splitlines()]
-    return "\n".join(f"  {line}" for line in lines)
+    return sorted(by_kind.items(), key=lambda item: -len(item[1]))
+
+
+def _counted(kind: str, positions: Sequence[int], examples: Examples) -> str:
+    """Return a kind with its number, and its first positions in the data set of the task."""
+    named = ", ".join(str(own_position(examples, p)) for p in positions[:MAX_NAMED])
+    more = ", ..." if len(positions) > MAX_NAMED else ""
+    return f"{len(positions):,}: {kind} (position {named}{more})"
 
 
 def own_position(examples: Examples, position: int) -> int:

@@ -24,11 +24,12 @@ from tests.training_contexts import plan, training_context, whole
 GAPS = "tests/stranger_tasks/csv_with_gaps.py"
 
 
-def trained(spec: str, quota: int = 40) -> None:
+def trained(spec: str, *, num_rounds: int = 1) -> None:
     trainer = Trainer(spec, replace_batch_norm=False, check_task=False)
     device = Identity(name="pi", data=None, part=0, num_parts=1)
-    chosen = Plan(round=3, run_seed=0, model_version=0, quota=quota, micro_batch_size=4)
-    trainer.train(device, ThisMachine(), chosen, SamplerState())
+    chosen = Plan(round=3, run_seed=0, model_version=0, quota=40, micro_batch_size=4)
+    for _ in range(num_rounds):
+        trainer.train(device, ThisMachine(), chosen, SamplerState())
 
 
 def test_a_device_says_once_a_round_how_many_rows_it_left_out_and_why(
@@ -36,18 +37,23 @@ def test_a_device_says_once_a_round_how_many_rows_it_left_out_and_why(
 ) -> None:
     trained(f"{GAPS}:Gaps")
     (line,) = [record.message for record in caplog.records]
-    assert "pi, round 3: 5 left out of 40 examples" in line
-    assert "4: its input has a NaN (position 0, 10, 20, 30)" in line
-    assert "1: its target has a NaN (position 5)" in line
+    assert line == (
+        "pi, round 3: 5 of 40 examples cannot be trained on and were left out: 4: its input has a "
+        "NaN (position 0, 10, 20, 30); 1: its target has a NaN (position 5)"
+    )
 
 
-def test_the_line_shows_the_user_s_own_code_that_raised(caplog: pytest.LogCaptureFixture) -> None:
-    trained(f"{GAPS}:Words")
-    (line,) = [record.message for record in caplog.records]
-    assert "1: it raised ValueError (position 7)" in line
-    assert "csv_with_gaps.py" in line
-    assert 'cells = [float(cell) if cell else float("nan")' in line
-    assert "client/training" not in line
+def test_the_user_s_own_code_that_raised_is_shown_in_the_first_round_alone(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    trained(f"{GAPS}:Words", num_rounds=2)
+    first, detail, second = [record.message for record in caplog.records]
+    for line in (first, second):
+        assert "1: it raised ValueError (position 7)" in line
+        assert "\n" not in line
+    assert "csv_with_gaps.py" in detail
+    assert 'cells = [float(cell) if cell else float("nan")' in detail
+    assert "client/training" not in detail
 
 
 def test_with_local_steps_there_is_still_one_line_a_round(
@@ -58,9 +64,9 @@ def test_with_local_steps_there_is_still_one_line_a_round(
     chosen = plan(24, 2, local_steps=6, local_learning_rate=1e-4)
     local_sum = sum_gradients(chosen, whole(data, 24), context)
     assert not caplog.records
-    log_left_out(chosen, local_sum.total, context)
+    log_left_out(chosen, local_sum.total, context, {(context.name, "it raised ValueError")})
     (line,) = [record.message for record in caplog.records]
-    assert "12 left out of 24" in line
+    assert "12 of 24 examples cannot be trained on" in line
     assert "4: its gradient is NaN or infinite, though its loss is finite" in line
 
 
