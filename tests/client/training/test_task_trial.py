@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
+import torch
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 from headwater.client.memory.activation_checkpointing import Footprint
 from headwater.client.memory.peak_model import ProcessMemory
+from headwater.client.training.local_update import sum_gradients
 from headwater.client.training.task_trial import CheckReport, check_task
 from headwater.client.training.trainer import Trainer
 from headwater.common.errors import (
@@ -19,7 +22,7 @@ from headwater.common.errors import (
     travelling,
 )
 from tests.tasks import NAN_LOSS, RAISES_BACKWARD, RAISES_FORWARD, TwoLayers, examples
-from tests.training_contexts import training_context
+from tests.training_contexts import plan, training_context, whole
 
 
 def test_the_exception_of_a_task_that_fails_on_all_examples_is_shown() -> None:
@@ -120,3 +123,21 @@ def test_a_check_that_is_predicted_not_to_fit_is_skipped_and_a_note_says_so() ->
     report = check_task(context, predicted=Footprint(checkpointed=1e9, plain=2e9))
     assert report.num_seen == 0
     assert "the task was not checked" in report.notes[0]
+
+
+def test_augmentation_from_torch_s_generator_is_the_same_when_a_window_is_summed_again() -> None:
+    class Noise(Dataset[tuple[Tensor, ...]]):
+        def __len__(self) -> int:
+            return 8
+
+        def __getitem__(self, position: int) -> tuple[Tensor, ...]:
+            inputs, target, kind = data[position]
+            return inputs + torch.randn(inputs.shape), target, kind
+
+    data = examples(8)
+    context = training_context(TwoLayers(), Noise())  # type: ignore[arg-type]
+    vectors = [
+        sum_gradients(plan(8, 4), whole(data, 8), context).values_P.clone() for _ in range(2)
+    ]
+    assert vectors[0].any()
+    assert torch.equal(*vectors)
