@@ -14,13 +14,18 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from headwater.common.data.example_cache import ExampleCache
 from headwater.common.data.example_faults import ExampleFault, exception_fault, loss_fault
-from headwater.common.data.sums import BroadcastWatch, Sums, compare, compare_gradients
+from headwater.common.data.sums import (
+    BroadcastWatch,
+    Sums,
+    compare,
+    compare_draws,
+    compare_gradients,
+)
 from headwater.common.data.trial_state import (
     as_it_was,
     gradient_norm,
@@ -39,7 +44,7 @@ from headwater.common.user_code import described, is_allocation_failure
 
 NUM_COMPARED, NUM_TRIED = 4, 16
 # A loss that draws random numbers in evaluation mode too is compared on means of so many draws.
-NUM_DRAWS, STANDARD_ERRORS = 16, 6.0
+NUM_DRAWS = 16
 
 GRADIENT_FAULT = ExampleFault("its gradient is NaN or infinite, though its loss is finite")
 
@@ -315,17 +320,7 @@ class Comparison:
             math.fsum(self.forward(self._cache.batch([p])).loss for p in positions)
             for _ in range(NUM_DRAWS)
         ]
-        means = [float(np.mean(draws)) for draws in (together, alone)]
-        error = math.sqrt(sum(float(np.var(draws)) for draws in (together, alone)) / NUM_DRAWS)
-        size, bound = len(positions), STANDARD_ERRORS * error
-        is_sum = abs(means[0] - means[1]) <= bound
-        is_mean = abs(means[0] * size - means[1]) <= max(size * bound, 0.01 * abs(means[1]))
-        if is_mean and not is_sum:
-            raise TaskNotAdditive(
-                f"the loss of {size} examples together is {means[0]:.6g}, the sum one by one "
-                f"{means[1]:.6g} (means of {NUM_DRAWS} random draws): probably a mean is returned, "
-                "not a sum"
-            )
+        compare_draws(together, alone, size=len(positions))
         self.notes.append(
             "the loss draws random numbers in evaluation mode too: its means over "
             f"{NUM_DRAWS} draws were compared, its gradients were not"

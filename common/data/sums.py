@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -18,6 +19,7 @@ from headwater.common.user_code import user_line
 # float32 rounding of a few examples is below 1e-5 relative; the mistakes that the check looks for
 # (a mean, batch statistics, counted padding) are off by a tenth and more.
 TOLERANCE = 2.0**-10
+STANDARD_ERRORS = 6.0  # of the means of random draws
 
 SUM_REMEDY = (
     "return the metric's sum over the examples, such as the number of correct answers; the server "
@@ -80,6 +82,24 @@ def compare_gradients(*, gap: float, total: float, length: float, size: int) -> 
             f"the gradient of {size} examples together and the sum of their gradients one by one, "
             f"of length {total:.6g}, are {gap:.3g} apart: probably a layer mixes the examples of a "
             "batch, or a mean over tokens was multiplied by a number of examples"
+        )
+
+
+def compare_draws(together: Sequence[float], alone: Sequence[float], *, size: int) -> None:
+    """Compare random draws of a batch's loss with draws of the sum of its examples' losses.
+
+    Raises:
+        TaskNotAdditive: the means are those of a mean, and not those of a sum.
+    """
+    whole, total = (float(np.mean(draws)) for draws in (together, alone))
+    variances = [float(np.var(draws)) / len(draws) for draws in (together, alone)]
+    bound = STANDARD_ERRORS * math.sqrt(sum(variances))
+    is_sum = abs(whole - total) <= bound
+    is_mean = abs(whole * size - total) <= max(size * bound, 0.01 * abs(total))
+    if is_mean and not is_sum:
+        raise TaskNotAdditive(
+            f"the loss of {size} examples together is {whole:.6g}, the sum one by one {total:.6g} "
+            f"(means of {len(together)} random draws): probably a mean is returned, not a sum"
         )
 
 
