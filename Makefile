@@ -13,8 +13,7 @@ TORCH ?= $(shell $(PYTHON) -c "import platform; print('torch>=2.6,<2.11' if plat
 .PHONY: demo test test-slow lint types install install-client install-dev docs proto constraints clean
 
 demo: $(VENV)/.demo
-	$(VENV)/bin/headwater-simulate --task examples/digits.py:Digits --clients 100 --rounds 60 \
-		--optimizer adam --learning-rate 0.01 --micro-batch-size 4
+	$(VENV)/bin/headwater-simulate --rounds 60 --micro-batch-size 4
 
 test: $(VENV)/.dev lint types
 	$(PYTEST) -m "not slow"

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from headwater.common.errors import Diverged, SettingsError
 from headwater.common.settings.sources import load
 from headwater.server.rounds.round_loop import MODEL
+from headwater.server.rounds.round_row import RoundRow
 from headwater.simulation.run import run_engine
 
 CHOSEN = {"task": "examples/digits.py:Digits", "simulation.clients": 3}
@@ -48,3 +49,12 @@ def test_unreadable_test_examples_are_refused_before_the_first_round(tmp_path: P
     with pytest.raises(SettingsError, match="test_examples found no data"):
         run_engine(settings, on_round=lambda row: None, resume=False)
     assert not (tmp_path / "o" / MODEL).exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("clients", [20, 100])
+def test_the_defaults_train_the_digits_to_above_95_percent(tmp_path: Path, clients: int) -> None:
+    rows: list[RoundRow] = []
+    settings = load(None, CHOSEN | {"simulation.clients": clients, "out": tmp_path})
+    run_engine(settings, on_round=rows.append, resume=False)
+    assert rows[-1].metrics["test_accuracy"] > 0.95
