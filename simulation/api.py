@@ -27,6 +27,7 @@ def simulate(
     task: Task | type[Task] | str | Path,
     *,
     clients: int | None = None,
+    data: str | None = None,
     rounds: int | None = None,
     optimizer: str | type[torch.optim.Optimizer] | ServerRule | None = None,
     learning_rate: float | None = None,
@@ -59,6 +60,7 @@ def simulate(
     Args:
         task: an object with a task's methods, its class, or ``FILE.py:Class`` as for ``--task``.
         clients: number of simulated clients.
+        data: one file or folder a client, as in ``devices/*.csv``; not given: parts of the task's.
         rounds: server steps to take.
         optimizer: class of torch.optim by its name; or your own class, or server rule, as an object
             or by its import path (docs/extend.md).
@@ -91,6 +93,7 @@ def simulate(
     keywords: dict[str, Any] = {
         "task": objects.name(task),
         "clients": clients,
+        "data": data,
         "rounds": rounds,
         "optimizer": objects.name(optimizer),
         "learning_rate": learning_rate,

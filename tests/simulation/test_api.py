@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.utils.data import TensorDataset
 
 import headwater
 from headwater.common.errors import SettingsError, TaskError, UnknownTask
@@ -215,3 +216,16 @@ def test_a_task_without_its_methods_is_named() -> None:
         simulated(object())
     with pytest.raises(UnknownTask):
         simulated("absent.py:Task")
+
+
+def test_each_client_gets_its_own_file(tmp_path: Path) -> None:
+    class OwnFiles(Signs):
+        def train_examples(self, *, data: Path | None, part: int, num_parts: int) -> TensorDataset:
+            own = part if data is None else int(data.read_text())
+            return super().train_examples(data=None, part=own, num_parts=1)
+
+    for part in range(3):
+        (tmp_path / f"{part}.txt").write_text(str(part))
+    small = {name: value for name, value in SMALL.items() if name != "clients"}
+    run = headwater.simulate(OwnFiles, data=f"{tmp_path}/*.txt", progress=False, **small)
+    assert [row.num_clients for row in run.history] == [3, 3, 3]
