@@ -70,7 +70,7 @@ Lie = Callable[[Liar], Awaitable[None]]
 
 
 async def another_version(liar: Liar) -> None:
-    await liar.welcome(protocol_version=2)
+    await liar.welcome(protocol_version=PROTOCOL_VERSION + 1)
 
 
 async def no_welcome(liar: Liar) -> None:
