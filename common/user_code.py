@@ -102,8 +102,11 @@ def is_allocation_failure(error: BaseException) -> bool:
     )
 
 
+TASK_REMEDY = "correct the line that is shown; `headwater-client check` tries the task alone"
+
+
 @contextmanager
-def running(what: str) -> Iterator[None]:
+def running(what: str, *, remedy: str = TASK_REMEDY) -> Iterator[None]:
     """Turn an exception of the user's code into a ``TaskFailed`` that says where it was raised.
 
     ``what`` is the subject of the message, such as ``train_examples``. Errors of this project and
@@ -119,7 +122,7 @@ def running(what: str) -> Iterator[None]:
     except Exception as error:
         raise TaskFailed(
             f"{what} failed: {described(error)}",
-            remedy="correct the line that is shown; `headwater-client check` tries the task alone",
+            remedy=remedy,
         ) from error
 
 

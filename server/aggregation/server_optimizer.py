@@ -10,7 +10,7 @@ import json
 import logging
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -20,6 +20,7 @@ from headwater.common.errors import CheckpointCorrupt, SettingsError
 from headwater.common.model.parameters import ModelImage
 from headwater.common.named_objects import check_arguments, find_named
 from headwater.common.settings import schema as settings
+from headwater.common.user_code import running
 from headwater.server.aggregation.server_rule import RuleOptimizer, ServerRule
 from headwater.server.aggregation.torch_compiler_stub import without_dynamo
 
@@ -67,6 +68,7 @@ class ServerOptimizer:
     ) -> None:
         num_bytes = _try_out(kind, optimizer, schedule) * image.layout.num_parameters
         log.info("%s keeps %.1f MiB of state", optimizer.name, num_bytes / 2**20)
+        self._is_users = ":" in optimizer.name
         self._parameters, self._spans = image.trainable(), image.layout.spans
         if not isinstance(kind, type):  # a rule takes the whole vector
             self._parameters = [torch.nn.Parameter(image.values_P)]
@@ -94,13 +96,16 @@ class ServerOptimizer:
 
         Raises:
             SettingsError: the schedule is at its end (OneCycleLR has a total of steps).
+            TaskFailed: the user's own optimizer or rule raised; the message shows its line.
         """
         for parameter, (start, end) in zip(self._parameters, self._spans, strict=True):
             parameter.grad = mean_P[start:end].view(parameter.shape)
         with self._rates_times(factor):
             used = self.learning_rate
-            self._optimizer.step()
+            with self._running():
+                self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
+        self._copy_kept(mean_P)
         if self._scheduler is not None:
             try:
                 self._scheduler.step()
@@ -122,6 +127,22 @@ class ServerOptimizer:
         finally:
             for group, rate in zip(groups, rates, strict=True):
                 group["lr"] = rate
+
+    def _running(self) -> AbstractContextManager[None]:
+        """Name the user's optimizer or rule, if it is one, in the error of a step."""
+        if not self._is_users:
+            return nullcontext()
+        kind = "server rule" if isinstance(self._optimizer, RuleOptimizer) else "optimizer"
+        remedy = "correct the line that is shown, and resume the run"
+        return running(f"the {kind} {self._kinds[0]}", remedy=remedy)
+
+    def _copy_kept(self, mean_P: Tensor) -> None:
+        """Copy the state's tensors that lie in the memory of the mean, which the next sum takes."""
+        memory = mean_P.untyped_storage().data_ptr()
+        for entries in self._optimizer.state.values():
+            for key, value in entries.items():
+                if isinstance(value, Tensor) and value.untyped_storage().data_ptr() == memory:
+                    entries[key] = value.detach().clone()
 
     @property
     def _kinds(self) -> list[str]:

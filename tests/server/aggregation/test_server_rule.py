@@ -11,7 +11,7 @@ from torch import Tensor
 
 import headwater
 from examples.extensions.server_rules import Lion, signum
-from headwater.common.errors import SettingsError
+from headwater.common.errors import SettingsError, TaskFailed
 from headwater.common.model.parameters import build_model
 from headwater.common.run_scope import run_scope
 from headwater.common.settings.schema import OptimizerSettings, ScheduleSettings
@@ -155,3 +155,63 @@ def test_what_is_wrong_with_a_rule_is_named(
 def test_a_name_that_leads_nowhere_is_named(name: str, message: str) -> None:
     with pytest.raises(SettingsError, match=message):
         headwater.simulate(Signs, clients=2, optimizer=name, progress=False)
+
+
+def previous_step(mean_P: Tensor, state: dict[str, Any]) -> Tensor:
+    """Step along the previous round's mean, which is kept without a copy."""
+    step_P: Tensor = state.get("previous", torch.zeros_like(mean_P))
+    state["previous"] = mean_P
+    return step_P
+
+
+class PreviousStep(torch.optim.Optimizer):
+    """Steps along the previous round's gradient, which it keeps without a copy."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            if "previous" in self.state[parameter]:
+                parameter.sub_(self.state[parameter]["previous"], alpha=self.param_groups[0]["lr"])
+            self.state[parameter]["previous"] = parameter.grad
+
+
+@pytest.mark.parametrize("kind", [previous_step, PreviousStep])
+def test_a_kept_mean_survives_the_next_sum_in_the_same_memory(kind: object) -> None:
+    image = build_model(Signs(), seed=0)
+    before_P, rounds = image.values_P.clone(), means(3)
+    chosen = OptimizerSettings(name="python:it", learning_rate=0.5)
+    with run_scope({"python:it": kind}):
+        optimizer = ServerOptimizer(image, chosen, ScheduleSettings())
+    sum_P = torch.zeros(26)
+    for mean_P in rounds:
+        optimizer.step(sum_P.copy_(mean_P))
+    expected_P = before_P - 0.5 * rounds[0] - 0.5 * rounds[1]
+    torch.testing.assert_close(image.values_P, expected_P, rtol=0, atol=1e-6)
+
+
+class FailsAtOnes(PreviousStep):
+    """Raises at a gradient of ones."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if all(bool((p.grad == 1).all()) for p in self.param_groups[0]["params"]):
+            raise KeyError("no such moment")
+
+
+def fails_at_ones(mean_P: Tensor, state: dict[str, Any]) -> Tensor:
+    if bool((mean_P == 1).all()):
+        raise KeyError("no such moment")
+    return mean_P
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [(FailsAtOnes, "optimizer FailsAtOnes"), (fails_at_ones, "server rule fails_at_ones")],
+)
+def test_a_step_that_raises_in_a_round_shows_the_user_s_line(kind: object, name: str) -> None:
+    optimizer = optimizer_of(kind)
+    with pytest.raises(TaskFailed, match=f"the {name} failed: KeyError") as caught:
+        optimizer.step(torch.ones(26))
+    assert 'raise KeyError("no such moment")' in caught.value.message
