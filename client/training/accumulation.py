@@ -281,7 +281,8 @@ def _add_or_leave_out(
         total.num_retries += 1
         if total.num_retries > MAX_RETRIES:
             bad = dict.fromkeys(positions, CHANGING_FAULT)
-    total.refused += bad
+    # An example may be in the micro-batch twice: a window may be longer than the data.
+    total.refused += [p for p in positions if p in bad]
     total.faults |= bad
     good = tuple(p for p in positions if p not in bad)
     if good:

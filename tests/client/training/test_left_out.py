@@ -11,8 +11,8 @@ from torch.utils.data import Dataset
 from headwater.client.device.hardware import ThisMachine
 from headwater.client.training.accumulation import log_left_out
 from headwater.client.training.context import Identity
-from headwater.client.training.local_update import sum_gradients
-from headwater.client.training.sampler import SamplerState
+from headwater.client.training.local_update import sum_gradients, train_round
+from headwater.client.training.sampler import SamplerPosition, SamplerState, window
 from headwater.client.training.trainer import Trainer
 from headwater.common.messages import Plan
 from headwater.common.settings.sources import load
@@ -68,6 +68,16 @@ def test_with_local_steps_there_is_still_one_line_a_round(
     (line,) = [record.message for record in caplog.records]
     assert "12 of 24 examples cannot be trained on" in line
     assert "4: its gradient is NaN or infinite, though its loss is finite" in line
+
+
+@pytest.mark.parametrize("kind", [NAN_LOSS, NAN_GRADIENT, RAISES_FORWARD])
+def test_an_example_that_is_twice_in_a_micro_batch_is_counted_twice(kind: int) -> None:
+    data = examples(10, kinds=[kind])
+    part = window(SamplerPosition(), quota=40, run_seed=0, name="pi", num_examples=10)
+    report = train_round(plan(40, 20), part, training_context(TwoLayers(), data)).report
+    assert (report.num_examples, report.num_refused) == (36, 4)
+    num_used = report.num_examples + report.num_refused
+    assert part.after(num_used) == SamplerPosition(epoch=4)
 
 
 class NowAndThen(Dataset[tuple[torch.Tensor, ...]]):
