@@ -230,6 +230,7 @@ class SpooledWindow:
             "version": plan.model_version,
             "epoch": window.place.epoch,
             "offset": window.place.offset,
+            "skipped": list(window.place.skipped),
             "layout": self._context.image.layout.digest,
             "plan": hashlib.sha256(plan.model_dump_json().encode()).hexdigest(),
         }

@@ -178,6 +178,7 @@ OTHERS: dict[str, Callable[[Plan], tuple[Plan, dict[str, Any]]]] = {
     "plan": lambda chosen: (chosen.model_copy(update={"precision": "bfloat16"}), {}),
     "epoch 0, not 1": lambda chosen: (chosen, {"place": SamplerPosition(epoch=1)}),
     "offset 0, not 9": lambda chosen: (chosen, {"place": SamplerPosition(offset=9)}),
+    "skipped [], not [3]": lambda chosen: (chosen, {"place": SamplerPosition(skipped=(3,))}),
     "other examples": lambda chosen: (chosen, {"positions": tuple(range(1, 23))}),
 }
 
@@ -212,6 +213,23 @@ def test_a_window_across_epochs_continues_from_the_spool_to_the_same_bits(
     assert sum(seen_by(context)) == quota - 20
     assert torch.equal(resumed.values_P, train_round(chosen, part, device()).values_P)
     assert resumed.report.num_examples == quota
+
+
+def test_a_window_with_a_bad_example_twice_in_a_micro_batch_continues(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    chosen = plan(40, 20)
+    part = window(SamplerPosition(), quota=40, run_seed=0, name="pi", num_examples=10)
+    kept = spool(tmp_path)
+
+    def small(**how: Any) -> TrainingContext:
+        return training_context(CutOff(**how), examples(10, kinds=[NAN_LOSS]))
+
+    with pytest.raises(PowerCut):
+        train_round(chosen, part, small(cut_at=20), kept)
+    resumed = train_round(chosen, part, small(), kept)
+    assert "continues after 18 of 40 examples" in caplog.text
+    assert_same(resumed, train_round(chosen, part, small()))
 
 
 def test_the_spool_of_another_model_is_deleted(
