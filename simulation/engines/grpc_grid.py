@@ -157,7 +157,7 @@ class SimulatedGrpcGrid(HeadwaterGrid):
         """Send messages and yield the replies; ``timeout`` is in seconds of the virtual clock."""
         message_ids = self.push_messages(messages)
         nodes = [self._waiting[id_].metadata.dst_node_id for id_ in message_ids]
-        self._device_records.set_awaited(str(self._part_of[node_id]) for node_id in nodes)
+        self._device_records.set_awaited(self._name_of(self._part_of[id_]) for id_ in nodes)
         try:
             for reply in self.pull_messages(message_ids):
                 self._device_records.note_answer(
