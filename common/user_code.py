@@ -7,6 +7,7 @@ sixty lines hides the one or two that the user wrote; only these are shown.
 from __future__ import annotations
 
 import itertools
+import os
 import sysconfig
 import traceback
 from collections.abc import Iterator
@@ -19,13 +20,14 @@ from headwater.common.errors import HeadwaterError, TaskFailed
 # In a working copy the package is a folder of links: a file has two paths.
 _ROOTS = {Path(__file__).parent.parent, Path(__file__).resolve().parent.parent}
 _OURS = tuple(
-    f"{root / folder}/"
+    f"{root / folder}{os.sep}"
     for root in _ROOTS
     for folder in ("client", "server", "common", "simulation")
 )
 _LIBRARIES = tuple(
-    f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib", "purelib", "platlib")
+    f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib", "purelib", "platlib")
 )
+_SITE_PACKAGES = f"{os.sep}site-packages{os.sep}"
 
 MAX_FRAMES = 4
 MAX_CHARACTERS = 600  # of an exception's own text; pandas and torch can write pages
@@ -66,7 +68,7 @@ def user_line() -> str | None:
 
 def is_users(file: str) -> bool:
     """Return whether a source file is neither this project's nor a library's."""
-    is_known = file.startswith((*_OURS, *_LIBRARIES)) or "/site-packages/" in file
+    is_known = file.startswith((*_OURS, *_LIBRARIES)) or _SITE_PACKAGES in file
     return not is_known and not file.startswith("<")
 
 
