@@ -79,6 +79,7 @@ class StagedUpload:
 
         Raises:
             CorruptUpdate: the chunk is out of order, too long or empty.
+            StateError: the disk is full; only where its blocks cannot be allocated beforehand.
         """
         end = self.received + len(data)
         if offset != self.received or not data or len(data) > CHUNK_BYTES or end > self.num_bytes:
@@ -89,10 +90,19 @@ class StagedUpload:
         if self._spool is None:
             self._data[self.received : end] = data
         else:
-            os.lseek(self._spool.fileno(), offset, os.SEEK_SET)
-            os.write(self._spool.fileno(), data)
+            self._write(self._spool.fileno(), offset, data)
         self._digest.update(data)
         self.received = end
+
+    def _write(self, file: int, offset: int, data: bytes) -> None:
+        """Write all the data; one system call may write a part of it, as on a full disk."""
+        left = memoryview(data)
+        try:
+            os.lseek(file, offset, os.SEEK_SET)
+            while left:
+                left = left[os.write(file, left) :]
+        except OSError as error:
+            raise _no_room(self.num_bytes, self._memory.spool_folder, error) from error
 
     @property
     def is_whole(self) -> bool:
@@ -139,9 +149,13 @@ def _spool(num_bytes: int, folder: Path | None) -> IO[bytes]:
     except OSError as error:
         if file is not None:
             file.close()
-        raise StateError(
-            f"no room for an upload of {num_bytes:,} bytes in {folder or tempfile.gettempdir()}: "
-            f"{error.strerror}",
-            remedy="free space there, or raise server.staging_bytes",
-        ) from error
+        raise _no_room(num_bytes, folder, error) from error
     return file
+
+
+def _no_room(num_bytes: int, folder: Path | None, error: OSError) -> StateError:
+    return StateError(
+        f"no room for an upload of {num_bytes:,} bytes in {folder or tempfile.gettempdir()}: "
+        f"{error.strerror}",
+        remedy="free space there, or raise server.staging_bytes",
+    )

@@ -153,6 +153,9 @@ class Uploads:
         except CorruptUpdate as error:
             self.reject(session, CorruptUpdate(f"{session.name}: {error}"))
             return
+        except StateError as error:
+            self.reject(session, error)
+            return
         if upload.received // RECEIPT_EVERY_BYTES > before // RECEIPT_EVERY_BYTES:
             self._send(session, _receipt(chunk.transfer_id, upload.received))
         self._finish_if_whole(session)

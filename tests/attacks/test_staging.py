@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import os
 
 import pytest
 
@@ -52,6 +54,24 @@ def test_a_third_upload_is_staged_on_disk_if_ram_holds_two() -> None:
 def test_a_full_disk_is_reported_before_any_byte_is_written() -> None:
     with pytest.raises(StateError, match="no room for an upload"):
         StagedUpload(StagingMemory(0), num_bytes=2**62, sha256=b"")
+
+
+def test_a_chunk_that_the_system_writes_in_parts_is_written_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda file, data: write(file, data[:300]))
+    upload = staged(StagingMemory(0))
+    assert bytes(upload.view()) == DATA
+
+
+def test_a_disk_that_fills_during_an_upload_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(file: int, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(StateError, match=r"no room for an upload .* No space left"):
+        staged(StagingMemory(0))
 
 
 def test_one_flipped_bit_is_detected() -> None:
