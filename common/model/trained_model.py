@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from headwater.common.model.group_norm import GroupNormArguments, replay
 from headwater.common.model.mismatch import first_difference, rows_of
 from headwater.common.model.parameters import ModelImage
 from headwater.common.task import Task, load_task
+from headwater.common.task_spec import split_spec
 from headwater.common.user_code import running
 
 MODEL = "model.safetensors"
@@ -36,7 +37,7 @@ class ModelRecord:
 
     task: str | None = None
     settings: dict[str, Any] = field(default_factory=dict)
-    """The settings that shaped the training; no paths, addresses or secrets."""
+    """The settings that shaped the training; no addresses or secrets, and no path but of code."""
     rounds: int | None = None
     headwater: str | None = None
     torch: str | None = None
@@ -218,7 +219,10 @@ _HOW = "load_model(path, task='my_task.py:MyTask'), or --task"
 
 def _is_local(spec: str) -> bool:
     """Return whether a task is an installed module or a file below the working folder."""
-    file_name = spec.rpartition(":")[0]
-    folder = Path.cwd().resolve()
-    is_drive = ":" in file_name or file_name.startswith(("\\", "/"))
-    return not is_drive and (folder / file_name).resolve().is_relative_to(folder)
+    place, _ = split_spec(spec)
+    path, folder = Path(place), Path.cwd().resolve()
+    # load_task expands "~" also in "./~", and to look at a network path would connect to its host.
+    is_home = str(path).startswith("~")
+    if is_home or PureWindowsPath(place).drive or place.startswith(("\\\\", "//")):
+        return False
+    return (folder / path).resolve().is_relative_to(folder)

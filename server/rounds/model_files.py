@@ -1,8 +1,10 @@
 """Writes a run's models: model.safetensors when the run ends, best.safetensors at its best round.
 
 Each is a plain safetensors file with the record of the run as metadata. The record holds no time
-and no run id, so that equal runs give equal bytes, simulated or over a network; and no path,
-address or secret, as the file is made to be handed on.
+and no run id, so that equal runs give equal bytes, simulated or over a network. As the file is made
+to be handed on, the record holds no address, no secret, and no path but those that name code: the
+task, an optimizer and a client algorithm are recorded as the user gave them. A task that is a
+Python object has no name by which it could be loaded, and is left out.
 """
 
 from __future__ import annotations
@@ -17,12 +19,13 @@ from headwater.common.errors import StateError
 from headwater.common.model.parameters import ModelImage, state_dict
 from headwater.common.model.tensor_file import write_tensors
 from headwater.common.model.trained_model import ModelRecord
+from headwater.common.settings.keywords import PREFIX
 from headwater.common.settings.schema import Settings
 from headwater.common.system.atomic_file import atomic_writer
 
 # The settings by which a server gets this model and no other, on every way of running.
 RECORDED: dict[str, Any] = {
-    **dict.fromkeys(("seed", "optimizer", "schedule", "plan", "model"), True),
+    **dict.fromkeys(("seed", "optimizer", "schedule", "plan", "algorithm", "model"), True),
     "cohort": {"size", "weighting"},
     "secure": {"aggregation", "ring_bits"},
 }
@@ -41,8 +44,9 @@ def save_model(
     Raises:
         StateError: the disk is full or not writable; the old file is untouched.
     """
+    task = settings.task
     record = ModelRecord(
-        task=settings.task,
+        task=None if task is None or task.startswith(PREFIX) else task,
         settings=recorded_settings(settings),
         rounds=round_number,
         headwater=__version__,
@@ -62,7 +66,10 @@ def save_model(
 
 
 def recorded_settings(settings: Settings) -> dict[str, Any]:
-    """Return the settings that shaped the training, without those that are not set, and paths."""
+    """Return the settings that shaped the training, without paths and those that are not set.
+
+    An optimizer or a client algorithm of the user's own keeps its name, which may hold a path.
+    """
     return _without_paths(settings.model_dump(include=RECORDED, exclude_none=True))
 
 

@@ -16,6 +16,7 @@ import headwater
 from headwater.common.errors import ModelMismatch, SettingsError, UnknownTask
 from headwater.common.model.parameters import build_model
 from headwater.common.model.trained_model import MODEL, ModelRecord, load_model, read_model
+from headwater.common.settings.keywords import Objects
 from headwater.common.settings.schema import Settings
 from headwater.server.rounds.model_files import recorded_settings, save_model
 from tests.tasks import TwoLayers
@@ -160,6 +161,82 @@ def test_a_file_does_not_choose_code_outside_of_the_working_folder(
     saved(tmp_path, TwoLayers(), name=spec)
     with pytest.raises(UnknownTask, match="does not choose the code"):
         load_model(tmp_path)
+
+
+@pytest.fixture
+def working(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder; evil.py, which leaves a mark, is beside it, in the home, and linked."""
+    folder = tmp_path / "working"
+    (folder / "examples").mkdir(parents=True)
+    for evil in (tmp_path / "evil.py", tmp_path / "working-too" / "evil.py"):
+        evil.parent.mkdir(exist_ok=True)
+        evil.write_text(
+            f"open({str(tmp_path / 'mark')!r}, 'w')\nfrom tests.tasks import TwoLayers as T\n"
+        )
+    (folder / "linked.py").symlink_to(tmp_path / "evil.py")
+    (folder / "linked").symlink_to(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("USERPROFILE", str(tmp_path))
+    monkeypatch.chdir(folder)
+    return folder
+
+
+@pytest.mark.parametrize("class_name", ["", ":T"])
+@pytest.mark.parametrize(
+    "place",
+    [
+        "{beside}/evil.py",
+        "/{beside}/evil.py",
+        "{beside}/working/../evil.py",
+        "{beside}/working-too/evil.py",
+        "../evil.py",
+        "./../evil.py",
+        "examples/../../evil.py",
+        "~/evil.py",
+        "./~/evil.py",
+        "~root/evil.py",
+        "linked.py",
+        "./linked/evil.py",
+        "//host/share/evil.py",
+        r"\\host\share\evil.py",
+        r"\\?\C:\evil.py",
+        r"C:\evil.py",
+        "C:/evil.py",
+    ],
+)
+def test_a_file_outside_of_the_working_folder_is_not_run_with_or_without_its_class(
+    working: Path, place: str, class_name: str
+) -> None:
+    spec = place.format(beside=working.parent) + class_name
+    saved(working, TwoLayers(), name=spec)
+    with pytest.raises(UnknownTask, match="does not choose the code"):
+        load_model(working)
+    assert not (working.parent / "mark").exists()
+
+
+@pytest.mark.parametrize("place", ["mine.py", "{working}/mine.py", "./examples/../mine.py"])
+@pytest.mark.parametrize("class_name", ["", ":Mine"])
+def test_a_recorded_file_below_the_working_folder_is_accepted(
+    working: Path, place: str, class_name: str
+) -> None:
+    (working / "mine.py").write_text(
+        "from tests.tasks import TwoLayers\n\n\nclass Mine(TwoLayers): ...\n"
+    )
+    saved(working, TwoLayers(), name=place.format(working=working) + class_name)
+    load_model(working)
+
+
+def test_a_task_that_is_a_python_object_is_not_recorded(tmp_path: Path) -> None:
+    saved(tmp_path, TwoLayers(), name=Objects().name(TwoLayers()))
+    with pytest.raises(UnknownTask, match="does not say which task") as found:
+        load_model(tmp_path)
+    assert "task=" in str(found.value.remedy)
+
+
+def test_the_record_names_the_client_algorithm() -> None:
+    algorithm = {"name": "my_fedprox.py:FedProx", "arguments": {"mu": 0.1}}
+    settings = Settings.model_validate({"algorithm": algorithm})
+    assert recorded_settings(settings)["algorithm"] == algorithm
 
 
 def test_the_user_may_name_a_task_anywhere(tmp_path: Path) -> None:
