@@ -517,13 +517,14 @@ class Settings(Branch):
 
     def to_run_config(self) -> dict[str, Scalar]:
         """Flatten the tree to Flower's run_config: dotted keys, scalar values."""
-        return dict(_flatten(self.model_dump(mode="json", exclude_none=True), prefix=""))
+        return dict(flattened(self.model_dump(mode="json", exclude_none=True)))
 
 
-def _flatten(tree: Mapping[str, Any], *, prefix: str) -> Iterator[tuple[str, Scalar]]:
+def flattened(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Scalar]]:
+    """Yield each value of a tree with its dotted key; a list's keys end in its positions."""
     for key, value in tree.items():
         if isinstance(value, dict):
-            yield from _flatten(value, prefix=f"{prefix}{key}.")
+            yield from flattened(value, f"{prefix}{key}.")
         elif isinstance(value, list):
             for position, item in enumerate(value):
                 yield f"{prefix}{key}.{position}", item

@@ -15,7 +15,8 @@ from typing import Any
 from torch import nn
 
 from headwater.common.errors import SettingsError
-from headwater.common.settings.schema import Settings
+from headwater.common.settings.schema import Settings, flattened
+from headwater.server.rounds.model_files import recorded_settings
 from headwater.server.rounds.round_loop import MODEL
 from headwater.server.rounds.round_row import RoundRow
 
@@ -45,7 +46,7 @@ class MlflowTracker:
         self._settings: Settings | None = None
 
     def started(self, settings: Settings, *, round_number: int, model: nn.Module) -> None:
-        """Begin a run with the settings as parameters; a resumed run is one of its own."""
+        """Begin a run with the recorded settings as parameters; a resumed run is one of its own."""
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", EXPERIMENT)
         found = self._client.get_experiment_by_name(name)
         experiment = found.experiment_id if found else self._client.create_experiment(name)
@@ -54,7 +55,8 @@ class MlflowTracker:
         self._id = self._client.create_run(experiment, run_name=run_name, tags=tags).info.run_id
         self._settings = settings
         parameters = [
-            self._entities.Param(key, str(value)) for key, value in settings.to_run_config().items()
+            self._entities.Param(key, str(value))
+            for key, value in flattened(recorded_settings(settings))
         ]
         for start in range(0, len(parameters), MAX_PARAMETERS):
             self._client.log_batch(self._id, params=parameters[start : start + MAX_PARAMETERS])

@@ -14,7 +14,8 @@ from typing import Any
 from torch import nn
 
 from headwater.common.errors import SettingsError
-from headwater.common.settings.schema import Settings
+from headwater.common.settings.schema import Settings, flattened
+from headwater.server.rounds.model_files import recorded_settings
 from headwater.server.rounds.round_loop import MODEL
 from headwater.server.rounds.round_row import RoundRow
 
@@ -42,12 +43,12 @@ class WandbTracker:
         self._settings: Settings | None = None
 
     def started(self, settings: Settings, *, round_number: int, model: nn.Module) -> None:
-        """Begin a run with the settings as its config; a resumed run is one of its own."""
+        """Begin a run with the recorded settings as its config; a resumed run is one of its own."""
         self._settings = settings
         self._run = self._wandb.init(
             project=os.environ.get("WANDB_PROJECT", PROJECT),
             name=settings.out.name if settings.out is not None else None,
-            config={**settings.to_run_config(), "after_round": round_number},
+            config={**dict(flattened(recorded_settings(settings))), "after_round": round_number},
             reinit="create_new",  # a run of the caller's own goes on
         )
 

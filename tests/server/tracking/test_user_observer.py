@@ -134,7 +134,11 @@ def tracked(out: Path, name: str) -> None:
     (out / MODEL).write_bytes(b"")
     (observer,) = trackers(Settings(track=name, out=out))
     assert isinstance(observer, UserObserver)
-    observer.started(Settings(out=out, seed=5), round_number=0, model=nn.Module())
+    private = {"ca": out / "private", "key": out / "private"}
+    settings = Settings.model_validate(
+        {"out": out, "seed": 5, "tls": private, "client": {"data": out / "private"}}
+    )
+    observer.started(settings, round_number=0, model=nn.Module())
     observer.on_round(row(1, "a"))
     observer.ended()
 
@@ -149,7 +153,9 @@ def test_mlflow_gets_the_settings_the_figures_and_the_path_of_the_model(
     tracked(tmp_path / "run", "mlflow")
     sent = {name: (args, kwargs) for name, args, kwargs in service.sent if name != "log_batch"}
     batches = [kwargs for name, _, kwargs in service.sent if name == "log_batch"]
-    assert ("seed", "5") in batches[0]["params"]
+    assert {("seed", "5"), ("optimizer.name", "adam")} <= set(batches[0]["params"])
+    assert "private" not in str(batches)
+    assert "server.listen" not in dict(batches[0]["params"])
     figures = {name: (value, step) for name, value, _, step in batches[-1]["metrics"]}
     assert figures["loss"] == (row(1, "a").loss, 1)
     assert sent["set_tag"][0] == ("7", "headwater.model", str(tmp_path / "run" / MODEL))
@@ -169,6 +175,9 @@ def test_wandb_gets_the_settings_the_figures_and_the_path_of_the_model(
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     tracked(tmp_path / "run", "wandb")
     assert begun["config"]["seed"] == 5
+    assert begun["config"]["optimizer.name"] == "adam"
+    assert "private" not in str(begun["config"])
+    assert "server.listen" not in begun["config"]
     (_, figures, step), (_, _, end) = service.sent
     assert (figures[0]["loss"], step) == (row(1, "a").loss, {"step": 1})
     assert service.summary == {"model": str(tmp_path / "run" / MODEL)}
