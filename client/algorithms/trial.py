@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from headwater.client.algorithms.chosen import algorithm_of
 from headwater.client.device.hardware import ThisMachine
-from headwater.client.training.context import Identity
-from headwater.client.training.local_update import sum_gradients
-from headwater.client.training.sampler import SamplerPosition, window
+from headwater.client.training.context import Identity, TrainingContext
+from headwater.client.training.local_update import ClientAlgorithm, sum_gradients
+from headwater.client.training.sampler import SamplerPosition, Window, window
 from headwater.client.training.trainer import Trainer
 from headwater.common.errors import TaskError
 from headwater.common.messages import Plan
 from headwater.common.settings.schema import AlgorithmSettings
 
 NUM_EXAMPLES = 4
+# Examples that are drawn anew each time, such as flipped images, can be equal by chance.
+NUM_SUMS = 8
 
 
 def try_algorithm(chosen: AlgorithmSettings, trainer: Trainer, identity: Identity) -> None:
@@ -22,7 +24,7 @@ def try_algorithm(chosen: AlgorithmSettings, trainer: Trainer, identity: Identit
         SettingsError: see ``algorithm_of``.
         TaskFailed: it raised an exception; the message shows the user's line.
         TaskError: it returned no vector of the model, used no example or one twice, or returned
-            another vector from the same examples.
+            another vector from the same examples, whose plain sums are the same each time.
         NonFiniteUpdate: the vector is not finite.
     """
     algorithm = algorithm_of(chosen)
@@ -48,16 +50,31 @@ def try_algorithm(chosen: AlgorithmSettings, trainer: Trainer, identity: Identit
             local_learning_rate=1e-3,
         )
         try:
-            vectors = [
-                sum_gradients(plan, tried, context, algorithm=algorithm).values_P.clone()
-                for _ in range(2)
-            ]
+            is_same = _is_same(plan, tried, context, algorithm, num_times=2) or not _is_same(
+                plan.model_copy(update={"local_steps": 1}), tried, context, None, num_times=NUM_SUMS
+            )
         finally:
             trainer.accumulator.zero()
-        if not vectors[0].equal(vectors[1]):
+        if not is_same:
             raise TaskError(
                 f"the client algorithm {type(algorithm).__name__} made two vectors from the same "
                 "examples and parameters",
                 remedy="keep nothing in the object: it serves all clients of a process, and an "
                 "aborted round is repeated",
             )
+
+
+def _is_same(
+    plan: Plan,
+    tried: Window,
+    context: TrainingContext,
+    algorithm: ClientAlgorithm | None,
+    *,
+    num_times: int,
+) -> bool:
+    """Return whether all vectors of a window, or without an algorithm its plain sums, are equal."""
+    first_P = sum_gradients(plan, tried, context, algorithm=algorithm).values_P.clone()
+    return all(
+        sum_gradients(plan, tried, context, algorithm=algorithm).values_P.equal(first_P)
+        for _ in range(1, num_times)
+    )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.data import Dataset, TensorDataset
 
 import headwater
 from examples.extensions.clipped_steps import ClippedSteps
@@ -239,6 +241,30 @@ def test_the_trial_names_what_is_wrong(
 ) -> None:
     with pytest.raises(error, match=message):
         headwater.simulate(Signs, client_algorithm=algorithm, **SMALL)
+
+
+class Flipped(Dataset[tuple[Tensor, Tensor]]):
+    """Examples that are mirrored at random each time they are read."""
+
+    def __init__(self, data: TensorDataset) -> None:
+        self._data = data
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        inputs, label = self._data[index]
+        return inputs.flip(0) if random.random() < 0.5 else inputs, label
+
+
+class FlippedSigns(Signs):
+    def train_examples(self, **given: Any) -> Any:
+        return Flipped(super().train_examples(**given))
+
+
+def test_random_augmentation_is_no_fault_of_the_algorithm() -> None:
+    run = headwater.simulate(FlippedSigns, client_algorithm=WholeSum, **SMALL)
+    assert len(run.history) == SMALL["rounds"]
 
 
 @pytest.mark.parametrize(
