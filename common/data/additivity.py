@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -260,15 +261,16 @@ class Comparison:
         model, looks like a sum there.
 
         Raises:
-            TaskNotAdditive: see ``check_additive``.
+            TaskNotAdditive, TaskFailed: see ``check_additive``.
+            MemoryError: an allocation failed.
         """
         if self._is_random or len(positions) < 2 or not cache.freeze(positions):
             return set()
         middle = len(positions) // 2
-        halves = [
-            self.forward(cache.batch(half)) for half in (positions[:middle], positions[middle:])
+        *halves, together = [
+            self._together(partial(self._forward_of, cache, group), group)
+            for group in (positions[:middle], positions[middle:], positions)
         ]
-        together = self.forward(cache.batch(positions))
         try:
             compare(together, halves, size=len(positions), how="in two halves")
         except TaskNotAdditive as error:
@@ -327,6 +329,9 @@ class Comparison:
         )
 
     # Passes.
+
+    def _forward_of(self, cache: ExampleCache, group: Sequence[int]) -> Sums:
+        return self.forward(cache.batch(group))
 
     def forward(self, batch: Any) -> Sums:
         """Return the sums of a batch, without gradients."""

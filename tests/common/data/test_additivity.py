@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
-from headwater.common.data.additivity import check_additive
-from headwater.common.errors import BuffersChanged, TaskNotAdditive
+from headwater.common.data.additivity import Comparison, check_additive
+from headwater.common.data.example_cache import ExampleCache
+from headwater.common.errors import BuffersChanged, TaskFailed, TaskNotAdditive
 from headwater.common.task import Task
 from tests.tasks import (
     NAN_GRADIENT,
@@ -223,3 +224,16 @@ def test_a_mean_is_found_after_examples_that_fail() -> None:
 
     with pytest.raises(TaskNotAdditive, match="mean"):
         check(Mean(), examples(12, kinds=[NAN_LOSS, RAISES_FORWARD] * 3))
+
+
+def test_a_half_that_raises_is_named_with_the_user_s_line() -> None:
+    def five(model: nn.Module, batch: Sequence[Tensor]) -> Any:
+        if len(batch[0]) == 5:
+            raise ValueError("not five")
+        return squares(model, batch)
+
+    task, data = Given(five), examples(10)
+    comparison = Comparison(task, task.new_model(), ExampleCache(task, data))
+    with pytest.raises(TaskFailed, match="5 examples that work one by one fail") as caught:
+        comparison.compare_halves(ExampleCache(task, data), range(10))
+    assert 'raise ValueError("not five")' in caught.value.message
