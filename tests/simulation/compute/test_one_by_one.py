@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
 import torch
+from torch.utils.data import TensorDataset
 
 from headwater.common.errors import MissingData
 from headwater.common.messages import Plan, Update
@@ -12,7 +16,7 @@ from headwater.server.fleet import Dropout
 from headwater.simulation.compute.one_by_one import MAX_TOGETHER, OneByOne
 from headwater.simulation.fleet.devices import ClientPlan, Devices
 from headwater.simulation.fleet.fleet_spec import with_fleet
-from tests.tasks import TwoLayers
+from tests.tasks import NAN_LOSS, TwoLayers, examples
 
 NUM_DEVICES = MAX_TOGETHER + 3
 NO_DATA = 2
@@ -27,8 +31,8 @@ class OneWithoutData(Devices):
         return super().training_examples(part, plan)
 
 
-def devices_of(kind: type[Devices]) -> Devices:
-    spec = f"{TwoLayers.__module__.replace('.', '/')}.py:{TwoLayers.__name__}"
+def devices_of(kind: type[Devices], task: type[TwoLayers] = TwoLayers) -> Devices:
+    spec = f"{task.__module__.replace('.', '/')}.py:{task.__name__}"
     return kind(with_fleet(load(None, {"task": spec, "simulation.clients": NUM_DEVICES})))
 
 
@@ -57,3 +61,25 @@ def test_a_device_without_data_drops_out_and_the_others_send_the_same_updates() 
         assert isinstance(other, Update)
         assert torch.equal(one.values_P, other.values_P)
         assert one.report == other.report
+
+
+class SomeBad(TwoLayers):
+    """The first two examples of every device have a NaN."""
+
+    def train_examples(self, *, data: Path | None, part: int, num_parts: int) -> TensorDataset:
+        return examples(4, kinds=[NAN_LOSS, NAN_LOSS])
+
+
+def test_one_line_a_round_says_why_examples_are_left_out(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    devices = devices_of(Devices, SomeBad)
+    one_by_one, image = OneByOne(devices), devices.trainer.image
+    for number in (1, 2):
+        plan = Plan(round=number, run_seed=0, model_version=0, quota=4, micro_batch_size=2)
+        clients = [ClientPlan(str(part), part, plan) for part in range(NUM_DEVICES)]
+        for _ in one_by_one.train(clients, image, run_id=1, timeout_seconds=None):
+            pass
+    lines = [line for line in caplog.messages if "were left out" in line]
+    starts = [f"0, round {number}: 2 of 4 examples" for number in (1, 2)]
+    assert [line.startswith(start) for line, start in zip(lines, starts, strict=True)] == [True] * 2
