@@ -28,13 +28,11 @@ def caller_state(*, is_silent: bool) -> Iterator[None]:
     """Restore the process's state afterwards, also after an error; ``is_silent`` prints nothing.
 
     In the main thread SIGTERM raises KeyboardInterrupt, as Ctrl-C does. An error gets its remedy as
-    a note, which a traceback shows. Random states are restored in the main thread only: another
-    thread would wind back the numbers that the main thread draws meanwhile.
+    a note, which a traceback shows. What the whole process shares (random states, torch's threads,
+    the log, the working folder, the garbage collector) is restored in the main thread only: another
+    thread would undo what the main thread changed meanwhile.
     """
     is_main = threading.current_thread() is threading.main_thread()
-    num_threads, folder, was_frozen = torch.get_num_threads(), os.getcwd(), gc.get_freeze_count()
-    root = logging.getLogger()
-    level, log_handlers = root.level, root.handlers[:]
     variables = {name: os.environ.get(name) for name in QUIET_DEPENDENCIES}
     try:
         os.environ.update(
@@ -44,12 +42,26 @@ def caller_state(*, is_silent: bool) -> Iterator[None]:
             stack.enter_context(silent(is_silent))
             stack.enter_context(at_stop_signals(StopRequests(interrupt, interrupt)))
             if is_main:
+                stack.enter_context(_own_process_state())
                 stack.enter_context(_own_random_numbers())
             yield
     except HeadwaterError as error:
         if error.remedy:
             error.add_note(f"remedy: {error.remedy}")
         raise
+    finally:
+        for name, value in variables.items():
+            if value is None:
+                os.environ.pop(name, None)
+
+
+@contextmanager
+def _own_process_state() -> Iterator[None]:
+    num_threads, folder, was_frozen = torch.get_num_threads(), os.getcwd(), gc.get_freeze_count()
+    root = logging.getLogger()
+    level, log_handlers = root.level, root.handlers[:]
+    try:
+        yield
     finally:
         torch.set_num_threads(num_threads)
         root.setLevel(level)
@@ -58,9 +70,6 @@ def caller_state(*, is_silent: bool) -> Iterator[None]:
             os.chdir(folder)
         if not was_frozen:
             gc.unfreeze()
-        for name, value in variables.items():
-            if value is None:
-                os.environ.pop(name, None)
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import threading
 import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -65,15 +66,33 @@ def show_fault(error: Exception) -> int:
     return HeadwaterError.exit_status
 
 
+class _Silence:
+    """Counts those who want the console to be quiet."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._number = 0
+
+    def change(self, by: int) -> None:
+        with self._lock:
+            self._number += by
+            console.quiet = self._number > 0
+
+
+_silence = _Silence()
+
+
 @contextmanager
 def silent(is_silent: bool) -> Iterator[None]:
-    """Print nothing in the meantime, if ``is_silent``; the log goes on."""
-    was_quiet = console.quiet
-    console.quiet = was_quiet or is_silent
+    """Print nothing in the meantime, if ``is_silent``; the log goes on. Threads may overlap."""
+    if not is_silent:
+        yield
+        return
+    _silence.change(1)
     try:
         yield
     finally:
-        console.quiet = was_quiet
+        _silence.change(-1)
 
 
 def start_log(*, verbose: bool, log_format: Format | None = None) -> None:

@@ -1,0 +1,66 @@
+"""A call of the Python API leaves the caller's process alone, also from another thread."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+
+from headwater.common.system.caller_state import caller_state
+from headwater.common.system.console import console, silent
+
+
+def test_a_call_in_another_thread_does_not_undo_the_main_thread_s_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, ending = threading.Event(), threading.Event()
+
+    def call() -> None:
+        with caller_state(is_silent=True):
+            begun.set()
+            ending.wait()
+
+    thread, handler, root = (
+        threading.Thread(target=call),
+        logging.NullHandler(),
+        logging.getLogger(),
+    )
+    thread.start()
+    begun.wait()
+    monkeypatch.chdir(tmp_path)
+    root.addHandler(handler)
+    try:
+        ending.set()
+        thread.join()
+        assert Path.cwd() == tmp_path
+        assert handler in root.handlers
+    finally:
+        root.removeHandler(handler)
+
+
+def test_a_call_in_the_main_thread_restores_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, handlers = Path.cwd(), logging.getLogger().handlers[:]
+    num_threads = torch.get_num_threads()
+    with caller_state(is_silent=True):
+        monkeypatch.chdir(tmp_path)
+        logging.getLogger().addHandler(logging.NullHandler())
+        torch.set_num_threads(num_threads + 1)
+    assert Path.cwd() == folder
+    assert logging.getLogger().handlers == handlers
+    assert torch.get_num_threads() == num_threads
+
+
+def test_silences_that_overlap_end_with_the_last_one() -> None:
+    first, second = ExitStack(), ExitStack()
+    first.enter_context(silent(True))
+    second.enter_context(silent(True))
+    first.close()
+    assert console.quiet
+    second.close()
+    assert not console.quiet
