@@ -106,11 +106,18 @@ class Fleet(Protocol):
         ...
 
     def train(
-        self, plans: Mapping[str, Plan], image: ModelImage, *, timeout_seconds: float | None
+        self,
+        plans: Mapping[str, Plan],
+        image: ModelImage,
+        *,
+        num_needed: int = 0,
+        timeout_seconds: float | None,
     ) -> Iterator[Update | UpdateBatch | ReadyReport | Dropout]:
         """Send plans and model, and yield each answer as it arrives: a ReadyReport if masked.
 
-        The vector of an update or a batch is valid until the next answer is requested.
+        The vector of an update or a batch is valid until the next answer is requested. With fewer
+        than ``num_needed`` answers the round would be aborted, so a lost connection is awaited for
+        longer.
         """
         ...
 

@@ -50,14 +50,12 @@ class GridFleet:
         self._registration = Registration(grid)
         self._reports: dict[str, DeviceReport] = {}
         self._flower_bytes_up = self._flower_bytes_down = 0
-        self._min_clients = 0
 
     @property
     def has_virtual_clock(self) -> bool:
         return self._own is not None and self._own.has_virtual_clock
 
     def describe(self, request: DescribeRequest, *, min_clients: int) -> ConnectedClients:
-        self._min_clients = min_clients
         if self._own is not None:
             self._own.expect(request)
         next_notice = time.monotonic() + FIRST_NOTICE_SECONDS
@@ -91,7 +89,12 @@ class GridFleet:
         return 0.0 if self._own is None else self._own.turn_seconds()
 
     def train(
-        self, plans: Mapping[str, Plan], image: ModelImage, *, timeout_seconds: float | None
+        self,
+        plans: Mapping[str, Plan],
+        image: ModelImage,
+        *,
+        num_needed: int = 0,
+        timeout_seconds: float | None,
     ) -> Iterator[Update | ReadyReport | Dropout]:
         def read(name: str, content: RecordDict) -> Update | ReadyReport:
             if plans[name].is_masked:
@@ -102,7 +105,7 @@ class GridFleet:
             _check_in_time(update.report, timeout_seconds)
             return update
 
-        self._expect_replies(self._min_clients)
+        self._expect_replies(num_needed)
         return self._send_model("train", plans, image, timeout_seconds, read)
 
     def converse(

@@ -207,13 +207,24 @@ def _plan(training: Training, fleet: Fleet, observer: Observer, watch: _Stopwatc
 def _train(training: Training, fleet: Fleet, opened: OpenRound, watch: _Stopwatch) -> None:
     """Send the plans, and add up the updates as they arrive."""
     fold_seconds = 0.0
-    timeout = training.settings.cohort.deadline_seconds
-    for answer in fleet.train(opened.plans, training.image, timeout_seconds=timeout):
+    answers = fleet.train(
+        opened.plans,
+        training.image,
+        num_needed=_num_needed(training.settings),
+        timeout_seconds=training.settings.cohort.deadline_seconds,
+    )
+    for answer in answers:
         start = time.perf_counter()
         opened.take(answer)
         fold_seconds += time.perf_counter() - start
     watch.lap("train", less=fold_seconds)
     watch.split["fold"] = fold_seconds
+
+
+def _num_needed(settings: Settings) -> int:
+    """Return the number of answers without which a round, or its secure session, is aborted."""
+    is_masked = settings.secure.aggregation != "off"
+    return max(settings.cohort.min_clients, settings.secure.min_members if is_masked else 0)
 
 
 def _row(

@@ -95,7 +95,12 @@ class LocalFleet:
         return 0.0
 
     def train(
-        self, plans: Mapping[str, Plan], image: ModelImage, *, timeout_seconds: float | None
+        self,
+        plans: Mapping[str, Plan],
+        image: ModelImage,
+        *,
+        num_needed: int = 0,
+        timeout_seconds: float | None,
     ) -> Iterator[Update | UpdateBatch | ReadyReport | Dropout]:
         part_of = self._devices.identities.part
         called = [ClientPlan(name, part_of(name), plan) for name, plan in plans.items()]

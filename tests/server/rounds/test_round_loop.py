@@ -70,9 +70,16 @@ class Network:
         return self._fleet.turn_seconds()
 
     def train(
-        self, plans: Mapping[str, Plan], image: ModelImage, *, timeout_seconds: float | None
+        self,
+        plans: Mapping[str, Plan],
+        image: ModelImage,
+        *,
+        num_needed: int = 0,
+        timeout_seconds: float | None,
     ) -> Iterator[Answer]:
-        for answer in self._fleet.train(plans, image, timeout_seconds=timeout_seconds):
+        for answer in self._fleet.train(
+            plans, image, num_needed=num_needed, timeout_seconds=timeout_seconds
+        ):
             assert not isinstance(answer, ReadyReport)
             yield from self._tamper(answer)
 
@@ -376,3 +383,37 @@ def test_a_fault_of_the_task_on_every_client_is_the_runs_own_error() -> None:
 def test_more_clients_asked_for_than_simulated_is_a_settings_error() -> None:
     with pytest.raises(SettingsError, match=r"5 clients .* 3"):
         trained(chosen(cohort={"min_clients": 5}), honest)
+
+
+class Counted(BaseException):
+    """Ends a run as soon as its first round is sent."""
+
+
+class CountingNetwork(Network):
+    """Notes how many answers a round needs."""
+
+    num_needed = 0
+
+    def train(
+        self,
+        plans: Mapping[str, Plan],
+        image: ModelImage,
+        *,
+        num_needed: int = 0,
+        timeout_seconds: float | None,
+    ) -> Iterator[Answer]:
+        self.num_needed = num_needed
+        raise Counted
+
+
+@pytest.mark.parametrize(
+    ("secure", "expected"), [({}, 2), ({"aggregation": "semi-honest", "min_members": 4}, 4)]
+)
+def test_a_masked_round_needs_as_many_answers_as_its_session_has_members_at_least(
+    secure: dict[str, Any], expected: int
+) -> None:
+    settings = chosen(simulation={"clients": 5}, cohort={"min_clients": 2}, secure=secure)
+    network = CountingNetwork(settings, honest)
+    with pytest.raises(Counted):
+        run(Training(settings, run_id=1), network, on_round=lambda row: None)
+    assert network.num_needed == expected
