@@ -70,6 +70,8 @@ CHECKS = _rows(
      "every member's identity signed its keys for this session (active)"),
     ("sharing keys", "share_keys", errors.BadPublicKey,
      "no sharing key gives a shared secret that everybody can compute"),
+    ("complete graph", "share_keys", errors.MaskingTooWeak,
+     "up to 64 members all are neighbours: no sparse graph, whatever its sizes"),
     ("threshold", "share_keys", errors.ThresholdTooLow,
      "t, and k of a sparse graph, meet the rule for n"),
     ("reachable threshold", "share_keys", errors.ThresholdTooHigh,

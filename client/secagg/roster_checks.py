@@ -16,6 +16,7 @@ from headwater.common.secagg.fixed_point import plan_encoding
 from headwater.common.secagg.graph import GraphSize, Mode, check_graph_size
 from headwater.common.secagg.hadamard_rotation import rotated_encoding
 from headwater.common.secagg.protocol import (
+    MAX_COMPLETE,
     MIN_MEMBERS,
     NUM_CLIPPED,
     WEIGHT,
@@ -132,9 +133,14 @@ def _check_identities(members: Iterable[Member], request: KeysRequest, device: P
 
 
 def check_thresholds(parameters: Parameters, num_members: int, device: Participant) -> None:
-    """Check t, and k if the graph is sparse, against n."""
+    """Check t against n, and k; a graph of up to ``MAX_COMPLETE`` members must be complete."""
     t, k, mode = parameters.threshold, parameters.num_neighbours, parameters.mode
     if k is not None:
+        if num_members <= MAX_COMPLETE:
+            raise errors.MaskingTooWeak(
+                f"{device.name}: the session has a sparse graph of {k} neighbours each; up to "
+                f"{MAX_COMPLETE} members, all of {num_members} members must be neighbours"
+            )
         if k % 2:
             raise errors.MaskingTooWeak(
                 f"{device.name}: {k} neighbours is odd; a graph needs an even k"

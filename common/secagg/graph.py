@@ -67,7 +67,6 @@ class FailureBounds:
     unrecoverable_bits: float
 
 
-@functools.lru_cache(maxsize=4096)
 def ceil_fraction(fraction: float, total: int) -> int:
     """Return the least integer that is at least ``fraction`` of ``total``.
 
@@ -75,7 +74,12 @@ def ceil_fraction(fraction: float, total: int) -> int:
     of 100 is 7, though the float product is 7.000000000000001. Every count that follows from a
     fraction of corrupted, dropped or surviving members comes from here, on both sides.
     """
-    return math.ceil(Fraction(str(fraction)) * total)
+    return math.ceil(_decimal(fraction) * total)
+
+
+@functools.lru_cache(maxsize=64)
+def _decimal(fraction: float) -> Fraction:
+    return Fraction(str(fraction))
 
 
 @functools.cache

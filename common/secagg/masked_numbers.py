@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from headwater.common.errors import SumOutOfRange
 from headwater.common.messages import UpdateReport
 from headwater.common.secagg.protocol import MAX_SCALARS, NUM_CLIPPED, WEIGHT
-from headwater.common.secagg.scalar_encoding import Scalar
+from headwater.common.secagg.scalar_encoding import Scalar, largest_sum
 from headwater.common.stats.gradient_noise import NoiseSums
 
 LOSS, NUM_EXAMPLES, NUM_REFUSED = "loss_sum", "num_examples", "num_refused"
@@ -80,8 +80,8 @@ def check_sums(
     wrong = []
     for scalar in scalars:
         value = sums[scalar.name]
-        bound = planned_weight if scalar.name == WEIGHT else num_devices * scalar.bound
-        is_within = abs(value) <= bound * (1 + 1e-9)  # decoding rounds to float64
+        bound = planned_weight if scalar.name == WEIGHT else largest_sum(scalar, num_devices)
+        is_within = abs(value) <= bound
         is_within &= value > 0 or scalar.name not in POSITIVE
         is_within &= value >= 0 or scalar.name not in NON_NEGATIVE
         if not is_within:

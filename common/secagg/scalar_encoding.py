@@ -116,10 +116,21 @@ def _encoded(value: float | int, scalar: Scalar) -> tuple[int, bool]:
         raise NonFiniteUpdate(f"{scalar.name} is not finite")
     if scalar.is_count and not (0 <= value <= scalar.bound and value == int(value)):
         raise CountOutOfRange(f"{scalar.name} is not a count up to {scalar.bound:,.0f}")
-    scale = Fraction(2) ** scalar.scale_bits
-    max_steps = math.floor(Fraction(scalar.bound) * scale)
-    steps = round(Fraction(value) * scale)
+    max_steps = _max_steps(scalar)
+    steps = round(Fraction(value) * Fraction(2) ** scalar.scale_bits)
     return min(max(steps, -max_steps), max_steps), abs(steps) > max_steps
+
+
+def largest_sum(scalar: Scalar, num_devices: int) -> float:
+    """Return the largest sum that ``decode_scalars`` returns for devices within their bound.
+
+    It is decoded like a sum, so it is exact: rounding to float64 is monotone.
+    """
+    return math.ldexp(num_devices * _max_steps(scalar), -scalar.scale_bits)
+
+
+def _max_steps(scalar: Scalar) -> int:
+    return math.floor(Fraction(scalar.bound) * Fraction(2) ** scalar.scale_bits)
 
 
 def decode_scalars(total: NDArray[np.uint64], scalars: Sequence[Scalar]) -> dict[str, float]:

@@ -234,15 +234,29 @@ ROSTER = [
     Attack(check="threshold", action="share_keys", change=chosen(threshold=1)),
     Attack(check="threshold", action="share_keys", change=chosen(threshold=2)),
     Attack(check="threshold", action="share_keys", change=chosen(threshold=3), mode="active"),
-    Attack(
-        check="threshold",  # a sparse graph of so few is too thin
-        action="share_keys",
-        change=chosen(num_neighbours=2, threshold=2),
+    *(
+        Attack(check="complete graph", action="share_keys", change=chosen(**sizes), mode=mode)
+        for mode in ("semi-honest", "active")
+        for sizes in (
+            {"num_neighbours": 2, "threshold": 2},
+            {"num_neighbours": 4, "threshold": 4},
+            {"num_neighbours": 6},
+        )
     ),
-    Attack(check="threshold", action="share_keys", change=chosen(num_neighbours=6)),
+    Attack(
+        check="threshold",
+        action="share_keys",
+        num_devices=66,
+        change=chosen(num_neighbours=4, threshold=3),
+    ),
     Attack(check="reachable threshold", action="share_keys", change=chosen(threshold=6)),
     Attack(check="whole vector", action="share_keys", change=chosen(num_values=1)),
-    Attack(check="ring and clip", action="share_keys", change=chosen(num_neighbours=3)),
+    Attack(
+        check="ring and clip",  # an odd number of neighbours
+        action="share_keys",
+        num_devices=66,
+        change=chosen(num_neighbours=19),
+    ),
     Attack(check="ring and clip", action="share_keys", change=chosen(cipher="aes256-ctr")),
     Attack(check="ring and clip", action="share_keys", change=chosen(scalars=())),
     Attack(

@@ -49,6 +49,7 @@ from tests.secagg import Cast, Played
 
 # Checks that share an error and a phase are told apart by what the error says.
 SAYS = {
+    "complete graph": "must be neighbours",
     "unique members": "appears twice",
     "own dealers": "shares",
     "survivors": "surviv",

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from headwater.common.errors import SumOutOfRange
 from headwater.common.secagg.masked_numbers import (
@@ -14,7 +19,12 @@ from headwater.common.secagg.masked_numbers import (
     check_sums,
 )
 from headwater.common.secagg.protocol import NUM_CLIPPED, WEIGHT
-from headwater.common.secagg.scalar_encoding import Scalar, plan_scalar
+from headwater.common.secagg.scalar_encoding import (
+    Scalar,
+    decode_scalars,
+    encode_scalars,
+    plan_scalar,
+)
 
 DEVICES, PLANNED = 5, 8
 
@@ -56,3 +66,19 @@ def test_sums_at_their_bounds_are_accepted() -> None:
 def test_a_sum_out_of_range_is_refused_by_name(name: str, found: float) -> None:
     with pytest.raises(SumOutOfRange, match=name):
         check(**{name: found})
+
+
+@given(st.floats(1e-3, 1e12), st.integers(1, 1000))
+def test_the_largest_sum_of_honest_devices_is_accepted_and_the_next_float_refused(
+    bound: float, num_devices: int
+) -> None:
+    scalar = plan_scalar(LOSS, bound=bound, num_devices=num_devices)
+    each, num_clipped = encode_scalars({LOSS: 2 * bound}, [scalar])
+    total = np.array([int(each[0]) * num_devices], np.uint64)
+    largest = decode_scalars(total, [scalar])[LOSS]
+    assert num_clipped == 1
+    for sign in (1, -1):
+        check_sums({LOSS: sign * largest}, [scalar], num_devices=num_devices, planned_weight=1)
+        beyond = sign * math.nextafter(largest, math.inf)
+        with pytest.raises(SumOutOfRange):
+            check_sums({LOSS: beyond}, [scalar], num_devices=num_devices, planned_weight=1)

@@ -89,13 +89,24 @@ def test_thresholds_are_those_of_the_table() -> None:
 
 @pytest.mark.parametrize("percent", ["0", "0.5", "1", "5", "7", "10", "20", "33", "40"])
 def test_two_quorums_overlap_in_more_than_the_corrupted(percent: str) -> None:
-    fraction = Fraction(percent) / 100
     for n in range(3, 2001):
-        num_corrupted = -(-fraction.numerator * n // fraction.denominator)
-        quorum = signatures_needed(2, n, corrupted=float(fraction))
-        # Two sets of ``quorum`` signers among n members have at least 2 quorum - n in common.
-        assert 2 * quorum - n > num_corrupted
-        assert 2 * (quorum - 1) - n <= num_corrupted, "one signature fewer would do"
+        check_quorum(n, Fraction(percent) / 100)
+
+
+@pytest.mark.slow
+def test_two_quorums_overlap_in_more_than_the_corrupted_for_a_million_pairs() -> None:
+    for thousandths in range(501):
+        for n in range(3, 2001):
+            check_quorum(n, Fraction(thousandths, 1000))
+
+
+def check_quorum(n: int, fraction: Fraction) -> None:
+    """Check one (n, c) against integers alone."""
+    num_corrupted = -(-fraction.numerator * n // fraction.denominator)
+    quorum = signatures_needed(2, n, corrupted=float(fraction))
+    # Two sets of ``quorum`` signers among n members have at least 2 quorum - n in common.
+    assert 2 * quorum - n > num_corrupted
+    assert 2 * (quorum - 1) - n <= num_corrupted, "one signature fewer would do"
 
 
 @pytest.mark.parametrize("mode", ["semi-honest", "active"])
