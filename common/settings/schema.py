@@ -206,12 +206,18 @@ class SecureSettings(Branch):
     ring_bits: Literal[16, 32] = setting(
         32, "bits of a masked coordinate; 16 halves the traffic and rounds coarser"
     )
-    min_members: int = setting(3, "fewest members of a secure session", on=ALL, ge=3)
+    min_members: int = setting(
+        3,
+        "fewest members of a secure session; all members but one, if they collude, see the last "
+        "one's update: with 3 members, two suffice, so set it as high as the fleet allows",
+        on=ALL,
+        ge=3,
+    )
     min_survivors: Part = setting(
         0.7, "share of a session's members below which a device reveals nothing", on=""
     )
     corrupted: Probability = setting(
-        0.1, "share of devices assumed to collude, in cohorts above 64", on=""
+        0.1, "share of devices assumed to collude; decides the graph of more than 64 members", on=""
     )
     dropout: Probability = setting(
         0.1, "share of devices assumed to drop out, in cohorts above 64", on=""

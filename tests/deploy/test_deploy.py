@@ -85,6 +85,16 @@ def test_the_settings_that_the_installer_lays_down_load() -> None:
     assert load(DEPLOY / "client.toml", {}).client.stay
 
 
+def test_the_installer_s_minimum_of_members_is_higher_than_the_default() -> None:
+    assert load(DEPLOY / "client.toml", {}).secure.min_members == 10
+    assert load(None, {}).secure.min_members == 3
+
+
+def test_the_installer_s_minimum_stands_where_the_masks_are_explained() -> None:
+    page = (ROOT / "docs" / "security.md").read_text()
+    assert "`deploy/install-client.sh` writes 10 into a device's settings" in page
+
+
 def test_the_settings_that_the_installer_comments_out_are_settings(tmp_path: Path) -> None:
     text = re.sub(r"^# (\w+ = )", r"\1", (DEPLOY / "client.toml").read_text(), flags=re.M)
     (tmp_path / "all.toml").write_text(text)
