@@ -251,8 +251,11 @@ class NonFiniteUpdate(UpdateRefused):
 class CountOutOfRange(UpdateRefused):
     """The report has counts that the plan cannot have led to."""
 class EmptyUpdate(UpdateRefused):
-    """The update was computed from no finite example."""
-    remedy = "look at the device's data: every example it tried gave a loss or gradient of NaN"
+    """The update was computed from no example: all of them were left out."""
+    remedy = (
+        "look at the device's data: every example that it tried raised an exception, or gave a "
+        "loss or gradient of NaN or infinity"
+    )
 class LateUpdate(UpdateRefused):
     """The round's deadline passed before the update arrived."""
     remedy = "lengthen --deadline, or let the planner choose the quotas"

@@ -1,7 +1,7 @@
 """Finds what a setting names by its import path: an optimizer, a client algorithm, an observer.
 
 ``FILE.py:Name`` names something in a file, ``package.module:Name`` something in a module that
-Python can import. The name of an object that a Python caller gave stands for that object
+Python can import. If a Python caller gave an object under that name, it is found first
 (``common.run_scope``).
 """
 

@@ -57,8 +57,8 @@ class Task(Protocol):
 def load_task(spec: str) -> Task:
     """Load the class that a spec names and construct one instance, or return the caller's object.
 
-    The name of an object that a Python caller gave (``common.run_scope``) stands for that
-    object; a class is constructed. Any other spec is one of ``common.task_spec``.
+    If a Python caller gave an object under this name (``common.run_scope``), it is that object; a
+    class is constructed. Any other spec is one of ``common.task_spec``.
 
     Raises:
         UnknownTask: there is no such file, module or class, or its import fails.

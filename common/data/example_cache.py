@@ -18,7 +18,7 @@ from headwater.common.task import Examples, Task
 
 
 class ExampleCache:
-    """Batches of examples each of which is fetched once.
+    """Makes batches of examples, and fetches each example once.
 
     A collate that draws random numbers is called once, by ``freeze``; later batches are its rows.
     """

@@ -1,6 +1,6 @@
 """Names the first tensor in which two models differ.
 
-A digest of the layout tells that two models differ; a person needs to know where.
+A digest of the layout shows that two models differ; a person needs to know where.
 """
 
 from __future__ import annotations

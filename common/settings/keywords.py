@@ -60,7 +60,7 @@ def settings_of(
 ) -> Settings:
     """Return the settings of a call of ``function``; keywords win over ``settings``.
 
-    None stands for a keyword that was not given.
+    A keyword whose value is None counts as not given.
 
     Raises:
         SettingsError: as ``sources.load_run``.

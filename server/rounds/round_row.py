@@ -83,7 +83,7 @@ class RoundRow:
     squared_gradient: float | None = None
     heterogeneity: float | None = None
     measured_share: float | None = None
-    # Examples that the clients left out: they raised, or their loss or gradient was not finite.
+    # Examples that the clients left out: an exception, or a loss or gradient that is not finite.
     num_examples_left_out: int = 0
     # The slowest client's seconds if the clients' clock is virtual; None where the clock is real.
     virtual_seconds: float | None = None

@@ -50,7 +50,7 @@ class Admission:
         self.layout_digest: str | None = None
         """The model's layout; a device with another layout is refused. None accepts any."""
         self.layout = ""
-        """The layout's rows (``common.model.mismatch``), which a refused device is told."""
+        """The layout's rows (``common.model.mismatch``), which the refusal shows to the device."""
         self._connections = connections
         self._run_id = run_id
         self._has_tls = has_tls

@@ -115,7 +115,7 @@ class Servicer:
         self._loop.close()
 
     def require_layout(self, digest: str, layout: str) -> None:
-        """Refuse devices whose model has another layout from now on; they are told this one."""
+        """Refuse devices whose model has another layout from now on, and show them this one."""
         self._admission.layout_digest, self._admission.layout = digest, layout
 
     @property

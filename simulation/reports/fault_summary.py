@@ -82,7 +82,7 @@ def _outcomes(row: Mapping[str, Any], names: Collection[str]) -> Iterator[tuple[
     for client in (*row["clients"], *row.get("masked_clients", [])):
         yield client["name"], SUMMED
     for name, reason in row["refused"].items():
-        if name in names:  # other names stand for a second update of the same device
+        if name in names:  # another name marks a second update of the same device
             yield name, reason.partition(":")[0]
 
 

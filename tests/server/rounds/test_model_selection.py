@@ -1,4 +1,4 @@
-"""Which round is the best, when a run stops, and which metric a name stands for."""
+"""Which round is the best, when a run stops, and which metric a name means."""
 
 from __future__ import annotations
 
