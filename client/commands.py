@@ -164,6 +164,7 @@ def connection_of(settings: Settings) -> Iterator[Connection]:
     from headwater.client.flower.node import Node
     from headwater.client.transport.connection import Connection
     from headwater.common.system.console import console
+    from headwater.common.wording import counted
 
     renewal = None
     if credentials is not None:
@@ -178,10 +179,8 @@ def connection_of(settings: Settings) -> Iterator[Connection]:
         availability=availability_of(device, identity.name, trainer.image.layout),
         patience_seconds=math.inf if device.stay else device.patience_seconds,
     )
-    num_examples = len(trainer.examples(identity))
-    console.print(
-        f"{identity.name}: {num_examples} examples, server {device.server}", soft_wrap=True
-    )
+    examples = counted(len(trainer.examples(identity)), "example")
+    console.print(f"{identity.name}: {examples}, server {device.server}", soft_wrap=True)
     with _metrics(settings, node.counters), _display(node.activity):
         yield connection
 

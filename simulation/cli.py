@@ -11,6 +11,7 @@ from headwater.common.settings.flags import SettingsCommand, key_values, numbers
 from headwater.common.system.command_line import Config, Resume, Verbose, new_app, read_settings
 from headwater.common.system.portability import num_usable_cores
 from headwater.common.system.stop_signals import interrupt_at_stop_signals
+from headwater.common.wording import counted
 
 if TYPE_CHECKING:
     from headwater.common.settings.schema import Settings
@@ -137,7 +138,7 @@ def _simulate(settings: Settings, *, resume: bool, is_only_shown: bool) -> None:
     from headwater.server.operations.progress import print_result, print_settings, show_progress
 
     fleet = settings.simulation.fleet
-    where = f"{settings.simulation.clients} simulated devices"
+    where = counted(settings.simulation.clients, "simulated device")
     print_settings(settings, where=where if fleet is None else f"{where} of {fleet.name}")
     if settings.partition.kind != "task" or settings.simulation.data is not None:
         from headwater.simulation.reports.partition_table import announce_partition

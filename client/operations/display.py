@@ -11,6 +11,7 @@ from headwater.client.operations.activity import COMPUTING, Activity
 from headwater.common.messages import Plan
 from headwater.common.system.console import printable
 from headwater.common.system.live_status import duration, line_of, pack
+from headwater.common.wording import counted
 
 # A shorter wait has no duration in a terminal: it would only flicker.
 SHOWN_SECONDS = 2.0
@@ -48,7 +49,7 @@ class ClientDisplay:
                 return [f"{self._planned(plan)}, computes{since}", self._bytes()]
             step = min(progress.num_steps + 1, plan.accumulation_steps)
             micro_batch = f"micro-batch {step} of {plan.accumulation_steps}"
-            examples = f"{progress.num_examples}/{plan.quota} examples{self._pace()}"
+            examples = f"{progress.num_examples:,}/{counted(plan.quota, 'example')}{self._pace()}"
             return [f"round {plan.round}", micro_batch, examples, self._bytes()]
         stage = f"{printable(activity.stage)}{since}"
         if activity.num_bytes:
@@ -68,7 +69,8 @@ class ClientDisplay:
         if plan.is_masked:
             return [", ".join(filter(None, (self._planned(plan), verb)))]
         head = f"round {plan.round}: {verb}".rstrip()
-        return [f"{head} K {progress.num_steps}, {progress.num_examples} examples{self._pace()}"]
+        done = counted(progress.num_examples, "example")
+        return [f"{head} K {progress.num_steps}, {done}{self._pace()}"]
 
     @property
     def _is_masked(self) -> bool:
@@ -77,7 +79,7 @@ class ClientDisplay:
 
     def _planned(self, plan: Plan) -> str:
         k = plan.accumulation_steps
-        return f"round {plan.round}: masked update, planned K {k}, {plan.quota} examples"
+        return f"round {plan.round}: masked update, planned K {k}, {counted(plan.quota, 'example')}"
 
     def _pace(self) -> str:
         pace = self._activity.progress.examples_per_second

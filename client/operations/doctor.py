@@ -46,6 +46,7 @@ from headwater.common.model.parameters import ModelLayout
 from headwater.common.settings.schema import ClientSettings, Settings
 from headwater.common.settings.weekly_hours import wall_of
 from headwater.common.transport.limits import PROTOCOL_VERSION
+from headwater.common.wording import counted
 
 OpenTask = Callable[[Settings], tuple[Trainer, Identity]]
 
@@ -261,7 +262,9 @@ def check_training(
         yield from check_room(settings.client, identity.name, trainer.image.layout)
         examples = trainer.examples(identity)
         report = trainer.check(examples, identity.name)
-        yield good("task", f"{settings.task}, {len(examples)} examples, its loss is a sum")
+        yield good(
+            "task", f"{settings.task}, {counted(len(examples), 'example')}, its loss is a sum"
+        )
         for text in report.notes:
             yield good("task", text)
         if report.left_out is not None:

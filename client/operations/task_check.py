@@ -22,7 +22,7 @@ def show_task_check(settings: Settings, trainer: Trainer, identity: Identity) ->
     """
     examples = trainer.examples(identity)
     console.print(f"task        {settings.task}")
-    console.print(f"examples    {len(examples)}")
+    console.print(f"examples    {len(examples):,}")
     console.print(
         f"model       {trainer.image.layout.num_parameters:,} parameters, "
         f"{decimal(trainer.image.layout.num_bytes)}"
@@ -44,25 +44,26 @@ def measurements(
     """Yield the device's memory, speed, sensors and time share, each as a topic and a text."""
     lowest = hardware.limits.lowest()
     yield "memory", f"up to {decimal(lowest.num_bytes)}, by {lowest.source}"
-    speed = trainer.measure(identity, hardware)
+    speed, cores = trainer.measure(identity, hardware), hardware.cores()
     line = hardware.memory.line
     if line is not None:
         yield (
             "",
             f"{decimal(int(line.base))} + {decimal(int(line.each))} per example of a "
-            f"micro-batch: {hardware.memory.fitting(1)} fit",
+            f"micro-batch: {hardware.memory.fitting(1):,} fit",
         )
     yield (
         "speed",
-        f"{speed.seconds_per_micro_batch * 1e3:.2f} ms per micro-batch + "
-        f"{speed.seconds_per_example * 1e3:.3f} ms per example, {hardware.cores():g} cores",
+        f"{speed.seconds_per_micro_batch * 1e3:,.2f} ms per micro-batch + "
+        f"{speed.seconds_per_example * 1e3:,.3f} ms per example, "
+        f"{cores:g} core{'' if cores == 1 else 's'}",
     )
     fastest = speed.fastest_micro_batch_size
     yield (
         "",
         "fastest in the largest micro-batches that were tried"
         if fastest is None
-        else f"fastest in micro-batches of {fastest}",
+        else f"fastest in micro-batches of {fastest:,}",
     )
     yield "sensors", ", ".join(readings(hardware.vitals())) or "none"
     gives = hardware.time_share()

@@ -42,6 +42,7 @@ from headwater.common.errors import OutOfMemory
 from headwater.common.messages import MAX_STEPS, Plan, Step, StopReason
 from headwater.common.system.heap import release_freed_memory
 from headwater.common.task import Metrics
+from headwater.common.wording import counted
 
 log = logging.getLogger(__name__)
 
@@ -322,11 +323,11 @@ def log_left_out(
         return
     faults = {p: total.faults[p] for p in total.refused if p in total.faults}
     log.warning(
-        "%s, round %d: %d of %d examples cannot be trained on and were left out: %s",
+        "%s, round %d: %d of %s cannot be trained on and were left out: %s",
         context.name,
         plan.round,
         len(total.refused),
-        total.num_examples + len(total.refused),
+        counted(total.num_examples + len(total.refused), "example"),
         short_summary(faults, context.examples),
     )
     for kind, detail in details(faults).items():

@@ -31,6 +31,7 @@ from headwater.common.data.trial_state import as_it_was
 from headwater.common.errors import NoFiniteExample, OutOfMemory, TaskFailed
 from headwater.common.messages import Plan
 from headwater.common.system.heap import release_freed_memory
+from headwater.common.wording import counted
 
 log = logging.getLogger(__name__)
 
@@ -154,7 +155,7 @@ def _left_out(
 
 def _seen(context: TrainingContext, num_seen: int) -> str:
     total = len(context.examples)
-    return f"{num_seen:,} examples" + (f" looked at, of {total:,}," if num_seen < total else "")
+    return counted(num_seen, "example") + (f" looked at, of {total:,}," if num_seen < total else "")
 
 
 def _all_failed(

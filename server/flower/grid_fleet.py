@@ -28,6 +28,7 @@ from headwater.common.messages import (
 )
 from headwater.common.model.parameters import ModelImage
 from headwater.common.secagg.protocol import Phase, Request
+from headwater.common.wording import counted
 from headwater.server.fleet import Dropout, Reply, Traffic
 from headwater.server.flower.registration import Registration, check_name
 from headwater.server.planning.cohort import ConnectedClients
@@ -59,6 +60,7 @@ class GridFleet:
         if self._own is not None:
             self._own.expect(request)
         next_notice = time.monotonic() + FIRST_NOTICE_SECONDS
+        needed = counted(min_clients, "client")
         while True:
             self._registration.update(request)
             reports, refused = self._registration.reports, self._registration.refused
@@ -69,7 +71,7 @@ class GridFleet:
             if refused and (is_complete or (self._own is None and not reports)):
                 raise next(iter(refused.values()))
             if may_begin and time.monotonic() >= next_notice:
-                log.warning("waiting: %d of %d clients have joined", len(reports), min_clients)
+                log.warning("waiting: %d of %s joined", len(reports), needed)
                 next_notice = time.monotonic() + WAITING_NOTICE_SECONDS
             time.sleep(JOIN_POLL_SECONDS)
 

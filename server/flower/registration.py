@@ -25,6 +25,7 @@ from headwater.common.errors import (
 from headwater.common.flower import records
 from headwater.common.flower.grid import SILENT_SECONDS, HeadwaterGrid
 from headwater.common.messages import DescribeRequest, DeviceReport
+from headwater.common.wording import counted
 
 log = logging.getLogger(__name__)
 
@@ -128,7 +129,7 @@ class Registration:
             is_new = pending.node_id not in self.reports
             self.reports[pending.node_id] = report
             if is_new:
-                log.info("%s joined: %d examples", report.name, report.num_examples)
+                log.info("%s joined: %s", report.name, counted(report.num_examples, "example"))
             else:
                 log.info("%s has a new description", report.name)
         return True

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from headwater.common.errors import SettingsError
 from headwater.common.system.console import console, print_text, printable
+from headwater.common.wording import counted, natural
 from headwater.server.operations.round_log import ROUNDS, read_rows
 
 MAX_NAME_WIDTH = 24  # a longer name continues on the next line
@@ -36,13 +37,15 @@ def show_plan(folder: Path, *, round_number: int | None, explain: bool) -> None:
         )
     console.print(plan_table(row, explain=explain))
     if row["num_bounded"]:
-        console.print(f"{_devices(row['num_bounded'])} reported more than the server accepts")
+        console.print(
+            f"{counted(row['num_bounded'], 'device')} reported more than the server accepts"
+        )
     if row["left_out"]:
         hint = "" if explain else ": --explain shows why"
-        console.print(f"{_devices(len(row['left_out']))} left out as too slow{hint}")
+        console.print(f"{counted(len(row['left_out']), 'device')} left out as too slow{hint}")
     for name, reason in row["left_out"].items() if explain else ():
         print_text(f"{name} was left out: {reason}")
-    for name, error in row["refused"].items():
+    for name, error in sorted(row["refused"].items(), key=lambda one: natural(one[0])):
         print_text(f"{name} did not finish: {error}")
 
 
@@ -50,8 +53,9 @@ def plan_table(row: dict[str, Any], *, explain: bool) -> Table:
     """Return a row of rounds.jsonl as a table."""
     slowest = row["slowest_client_seconds"]
     table = Table(
-        title=f"round {row['round']}: {row['num_clients']} of {row['num_invited']} clients, "
-        f"{row['num_examples']} examples, slowest {slowest:.3g} s",
+        title=f"round {row['round']}: {row['num_clients']} of "
+        f"{counted(row['num_invited'], 'client')}, "
+        f"{counted(row['num_examples'], 'example')}, slowest {slowest:.3g} s",
         box=SIMPLE_HEAD,
         pad_edge=False,
     )
@@ -59,11 +63,12 @@ def plan_table(row: dict[str, Any], *, explain: bool) -> Table:
     for column in ("examples", "K x size", "seconds", "of slowest"):
         table.add_column(column, justify="right", overflow="fold", min_width=len("seconds"))
     table.add_column("reason for this plan" if explain else "ended by", overflow="fold")
-    for client in [*row["clients"], *map(_planned, row.get("masked_clients", []))]:
+    clients = [*row["clients"], *map(_planned, row.get("masked_clients", []))]
+    for client in sorted(clients, key=lambda one: natural(one["name"])):
         share = client["seconds"] / slowest if slowest else 1.0
         table.add_row(
             Text(printable(client["name"])),
-            str(client["num_examples"]),
+            f"{client['num_examples']:,}",
             f"{client['accumulation_steps']} x {client['micro_batch_size']}",
             f"{client['seconds']:.3g}",
             f"{share:.0%}",
@@ -76,10 +81,6 @@ def _reason(client: dict[str, Any]) -> str:
     """Return what limited the plan, and what ended the work if not the end of the quota."""
     ended = "" if client["reason"] == "quota" else f"; ended by: {client['reason']}"
     return f"{client['plan']}{ended}"
-
-
-def _devices(number: int) -> str:
-    return f"{number} device{'' if number == 1 else 's'}"
 
 
 def _planned(client: dict[str, Any]) -> dict[str, Any]:

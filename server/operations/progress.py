@@ -15,6 +15,7 @@ from headwater.common.settings.schema import Settings
 from headwater.common.system.console import console, print_text, printable
 from headwater.common.system.live_status import LiveStatus, pack
 from headwater.common.task import load_task, max_weight_per_example
+from headwater.common.wording import counted
 from headwater.server.operations.round_display import RoundDisplay
 from headwater.server.operations.round_log import CURVES, EVENTS, ROUNDS, read_rows
 from headwater.server.planning.target_batch import described
@@ -31,7 +32,7 @@ def print_settings(settings: Settings, *, where: str) -> None:
         size = plan.micro_batch_size or plan.set_micro_batch_size
         work = (
             f"K {plan.accumulation_steps} x micro-batch {size} = "
-            f"{plan.accumulation_steps * size} examples per client"
+            f"{counted(plan.accumulation_steps * size, 'example')} per client"
         )
     else:
         work = described(plan, max_weight_per_example=_max_weight(settings))
@@ -40,7 +41,7 @@ def print_settings(settings: Settings, *, where: str) -> None:
     rate = f"{optimizer.rate:g}{_scaling(settings)}"
     mode = settings.secure.aggregation
     masked = "" if mode == "off" else f"; updates are masked ({mode})"
-    print_text(f"{settings.rounds} rounds of {optimizer.name} at {rate}; {work}{masked}")
+    print_text(f"{counted(settings.rounds, 'round')} of {optimizer.name} at {rate}; {work}{masked}")
 
 
 def _max_weight(settings: Settings) -> int:

@@ -18,6 +18,7 @@ from headwater.common.messages import DeviceReport
 from headwater.common.settings.schema import Settings
 from headwater.common.system.console import printable
 from headwater.common.system.live_status import duration, head, line_of, pack
+from headwater.common.wording import counted
 from headwater.server.operations.status import names_text
 from headwater.server.rounds.observer import Observer
 from headwater.server.rounds.open_round import OpenRound
@@ -116,25 +117,27 @@ class RoundDisplay(Observer):
         if self._work:
             return f"{head} {self._work} {since}"
         if opened is None:
-            devices = "a device" if self._num_awaited == 1 else f"{self._num_awaited} devices"
-            return f"{head} waits for {devices} to be connected, {since}"
+            awaited = counted(self._num_awaited, "device")
+            return f"{head} waits for {awaited} to be connected, {since}"
         missing = [name for name in opened.plans if not _has_answered(opened, name)]
         asked = len(opened.plans)
+        devices = counted(asked, "device")
         if not missing:
-            return f"{head} all {asked} devices have answered; sums their updates {since}"
+            return f"{head} {asked} of {devices} answered; sums their updates {since}"
         names = printable(names_text(missing[:MAX_NAMES], len(missing)))
-        return f"{head} {asked - len(missing)} of {asked} devices answered; awaits {names} {since}"
+        num_answered = asked - len(missing)
+        return f"{head} {num_answered} of {devices} answered; awaits {names} {since}"
 
     def _figures(self, row: RoundRow, metrics: Mapping[str, float]) -> list[str]:
         is_in_tokens = self._has_tokens and row.weight != row.num_examples
-        examples = f"{row.num_examples:,} examples"
+        examples = counted(row.num_examples, "example")
         name, seconds = row.slowest
         virtual = "" if row.virtual_seconds is None else " (virtual)"
         return [
             f"loss {row.loss:.4g}",
             main_metric(metrics),
-            f"{examples}, {row.weight:,} tokens" if is_in_tokens else examples,
-            f"{row.num_clients} of {row.num_invited} devices",
+            f"{examples}, {counted(row.weight, 'token')}" if is_in_tokens else examples,
+            f"{row.num_clients:,} of {counted(row.num_invited, 'device')}",
             f"slowest {printable(name)}: {duration(seconds)}{virtual}",
             left_out(row),
         ]
@@ -191,7 +194,7 @@ def left_out(row: RoundRow) -> str:
     devices = len(row.left_out)
     text = f"{row.num_examples_left_out:,} left out"
     if devices:
-        text += f", and {devices} slow device{'' if devices == 1 else 's'}"
+        text += f", and {counted(devices, 'slow device')}"
     return text
 
 

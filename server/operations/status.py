@@ -24,6 +24,7 @@ from rich.text import Text
 from headwater.common.errors import SettingsError
 from headwater.common.system.console import printable
 from headwater.common.system.json_logs import rfc3339, to_json_value
+from headwater.common.wording import counted, natural
 from headwater.server.operations import sqlite_history
 from headwater.server.operations.orders import read_order
 from headwater.server.operations.run_lock import FILE, ServerState, read_server_state
@@ -138,15 +139,19 @@ def as_table(status: dict[str, Any], folder: Path) -> RenderableType:
     last = status["last_round"]
     if last is not None:
         loss = "not finite" if last["loss"] is None else f"{last['loss']:.4f}"
+        clients = f"{last['num_clients']} of {counted(last['num_invited'], 'client')}"
+        examples = counted(last["num_examples"], "example")
         parts.append(
-            f"last round {last['round']}: loss {loss}, {last['num_clients']} of "
-            f"{last['num_invited']} clients, {last['num_examples']} examples, "
+            f"last round {last['round']}: loss {loss}, {clients}, {examples}, "
             f"{last['seconds']:.3g} s"
         )
     if status["history_failures"]:
-        parts.append(f"[bold red]{status['history_failures']} writes of the history failed[/]")
+        failures = counted(status["history_failures"], "write")
+        parts.append(f"[bold red]{failures} of the history failed[/]")
     if status["devices"]:
-        shown = sorted(status["devices"], key=lambda one: (not one["is_connected"], one["name"]))
+        shown = sorted(
+            status["devices"], key=lambda one: (not one["is_connected"], natural(one["name"]))
+        )
         parts.append(_fleet(shown[:MAX_ROWS]))
         if len(shown) > MAX_ROWS:
             parts.append(f"and {len(shown) - MAX_ROWS} more: --json shows all")
@@ -159,7 +164,7 @@ def as_table(status: dict[str, Any], folder: Path) -> RenderableType:
 def _headline(status: dict[str, Any], folder: Path) -> str:
     if status["is_finished"]:
         return (
-            f"[bold green]finished[/]: {status['round']} of {status['rounds']} rounds done, ended "
+            f"[bold green]finished[/]: {_rounds_done(status)}, ended "
             f"{_ago(status['heartbeat_seconds'])}; the model is in {escape(str(folder))}"
         )
     if not status["is_up"]:
@@ -172,12 +177,17 @@ def _headline(status: dict[str, Any], folder: Path) -> str:
             line += f"\nstill paused; to undo: headwater-server resume --out {path}"
         return line
     word = "[bold green]up[/]" if status["is_well"] else "[bold red]up, but not responding[/]"
-    rounds = f"{status['round'] or 0} of {status['rounds'] or '?'} rounds done"
     beat = "" if status["is_well"] else f", last heartbeat {_ago(status['heartbeat_seconds'])}"
     return (
-        f"{word}: {status['stands'] or 'starting'}, {rounds}, {status['num_connected']} devices "
-        f"connected to {status['address']} (process {status['pid']}){beat}"
+        f"{word}: {status['stands'] or 'starting'}, {_rounds_done(status)}, "
+        f"{counted(status['num_connected'], 'device')} connected to {status['address']} "
+        f"(process {status['pid']}){beat}"
     )
+
+
+def _rounds_done(status: dict[str, Any]) -> str:
+    rounds = status["rounds"]
+    return f"{status['round'] or 0} of {counted(rounds, 'round') if rounds else '? rounds'} done"
 
 
 def _fleet(devices: list[dict[str, Any]]) -> Table:

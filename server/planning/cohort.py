@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from headwater.common.messages import DeviceReport
+from headwater.common.wording import natural
 from headwater.server.planning import plan_reasons
 from headwater.server.planning.device_estimates import (
     DEADLINE_SHARE,
@@ -200,9 +201,9 @@ def _digest(*parts: object) -> bytes:
 
 
 def in_order(names: Sequence[str] | set[str]) -> list[str]:
-    """Return the names sorted so that 2 comes before 10."""
+    """Return the names in natural order: 2 comes before 10, and pi2 before pi10."""
     if all(map(str.isdecimal, names)):
         numbers = list(map(int, names))
         if all(map(operator.lt, numbers, numbers[1:])):  # as a simulator's are
             return list(names)
-    return sorted(names, key=lambda n: (0, int(n), n) if n.isdecimal() else (1, 0, n))
+    return sorted(names, key=natural)

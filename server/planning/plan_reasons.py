@@ -6,6 +6,7 @@ The texts are part of the client's plan, of rounds.jsonl and of ``headwater-serv
 from __future__ import annotations
 
 from headwater.common.messages import MAX_STEPS
+from headwater.common.wording import counted
 from headwater.server.planning.equal_finish import LINK_BOUND
 from headwater.server.planning.planner import Assignment, SizeBound
 
@@ -40,11 +41,11 @@ def _of_quota(assignment: Assignment) -> str:
     if steps is not None:
         return f"K set to {steps}"
     if quota == estimate.num_examples:
-        return f"all its {_examples(quota)}"
+        return f"all its {counted(quota, 'example')}"
     if quota == MAX_STEPS * size:
-        return f"{_examples(quota)}: {MAX_STEPS} micro-batches at the most"
+        return f"{counted(quota, 'example')}: {MAX_STEPS} micro-batches at the most"
     bound = "link" if assignment.transfers >= LINK_BOUND else "speed"
-    return f"{bound}-bound: {_examples(quota)}"
+    return f"{bound}-bound: {counted(quota, 'example')}"
 
 
 def _of_cuts(assignment: Assignment) -> str:
@@ -71,14 +72,10 @@ def _of_size(assignment: Assignment) -> str:
         return "in one micro-batch"
     if bound is SizeBound.MEMORY and limit is not None:
         fit = "fits" if size == 1 else "fit"
-        return f"memory-bound: {_examples(size)} {fit} in {limit / 2**20:.0f} MiB"
+        return f"memory-bound: {counted(size, 'example')} {fit} in {limit / 2**20:.0f} MiB"
     if bound is SizeBound.FASTEST:
         return f"fastest measured: {size}"
     return f"micro-batch {bound.value}"
-
-
-def _examples(number: int) -> str:
-    return f"{number} example{'' if number == 1 else 's'}"
 
 
 def _times(factor: float) -> str:

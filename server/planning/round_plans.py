@@ -22,6 +22,7 @@ from headwater.common.messages import (
 )
 from headwater.common.model.parameters import ModelLayout
 from headwater.common.settings.schema import Settings
+from headwater.common.wording import counted, natural
 from headwater.server.planning.cohort import (
     ConnectedClients,
     PopulationOrder,
@@ -262,7 +263,7 @@ class RoundPlanner:
         if len(names) < needed:
             why = "".join(f"; {name} is left out {reason}" for name, reason in excluded.items())
             raise TooFewClients(
-                f"round {round_number}: {len(names)} clients are invited, at least "
+                f"round {round_number}: {counted(len(names), 'client')} invited, at least "
                 f"{needed} are needed{why}",
                 remedy="raise --cohort-size, or lower --min-clients",
             )
@@ -285,7 +286,7 @@ class RoundPlanner:
             for name, why in selection.left_out.items()
             if self.estimates[name].waiting_since is None
         ]
-        claims = sorted(bounded - self._bounded)
+        claims = sorted(bounded - self._bounded, key=natural)
         self._bounded = bounded
         if slow:
             some = "; ".join(slow[:MAX_NAMES])
@@ -302,11 +303,11 @@ class RoundPlanner:
             return
         self._has_logged_target = True
         log.warning(
-            "round %d: the target is %d examples; the data of %d clients allow %d",
+            "round %d: the target is %s; the data of %s allow %s",
             round_number,
-            target,
-            len(owned),
-            num_owned,
+            counted(target, "example"),
+            counted(len(owned), "client"),
+            f"{num_owned:,}",
         )
 
     def learn(

@@ -13,6 +13,7 @@ from itertools import chain
 from headwater.common.errors import CountOutOfRange, HeadwaterError, UnexpectedUpdate, UpdateRefused
 from headwater.common.messages import Plan, ReadyReport, ReportFields, Update
 from headwater.common.stats.gradient_noise import NoiseSums, noise_sums
+from headwater.common.wording import counted
 from headwater.server.aggregation.cohort_sum import CohortSum
 from headwater.server.aggregation.round_reports import ReportColumns
 from headwater.server.fleet import Dropout, ReportBatch, UpdateBatch
@@ -95,7 +96,7 @@ class OpenRound:
         columns = batch.reports.columns
         try:
             self._check_columns(columns)
-            name = f"{len(columns.names)} devices"
+            name = counted(len(columns.names), "device")
             peaks = self._total.check(batch.values_P, name=name)
         except UpdateRefused as error:
             self._refuse_updates(columns.names, error)
@@ -179,12 +180,13 @@ class OpenRound:
     def _fault(self, plan: Plan, num_examples: int, weight: int, num_steps: int) -> str | None:
         """Return what is wrong with the counts of an update; None if nothing is."""
         if not 0 < num_examples <= plan.max_examples:
-            return f"{num_examples} examples, its plan allows {plan.max_examples}"
+            return f"{counted(num_examples, 'example')}, its plan allows {plan.max_examples:,}"
         if plan.weigh_as is not None:
             if weight != plan.weigh_as:
                 return f"weight {weight}, its plan says {plan.weigh_as}"
         elif not 0 < weight <= num_examples * self._max_weight:
-            return f"weight {weight} for {num_examples} examples of at most {self._max_weight} each"
+            examples = counted(num_examples, "example")
+            return f"weight {weight} for {examples} of at most {self._max_weight} each"
         if num_steps > plan.max_examples + 1:
-            return f"{num_steps} steps for {plan.max_examples} examples"
+            return f"{num_steps} steps for {counted(plan.max_examples, 'example')}"
         return None

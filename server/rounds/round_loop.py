@@ -22,6 +22,7 @@ from headwater.common.messages import EvaluateReport
 from headwater.common.model.trained_model import BEST
 from headwater.common.model.trained_model import MODEL as MODEL
 from headwater.common.settings.schema import SETTINGS_FILE, Settings
+from headwater.common.wording import counted
 from headwater.server.aggregation.round_reports import RoundSum
 from headwater.server.fleet import Fleet, Traffic
 from headwater.server.planning.round_plans import RoundPlans
@@ -287,14 +288,14 @@ def _log_left_out(row: RoundRow) -> None:
         counts = {client.name: client.num_refused for client in row.clients if client.num_refused}
         most = sorted(counts, key=counts.__getitem__, reverse=True)[:MAX_LEFT_OUT_NAMED]
         named = ", ".join(f"{name}: {counts[name]}" for name in most)
-        where = f" on {len(counts)} of {row.num_clients} clients ({named})"
+        where = f" on {len(counts)} of {counted(row.num_clients, 'client')} ({named})"
         if len(counts) > len(most):
             where = f"{where[:-1]}, ...)"
     log.warning(
-        "round %d: %d of %d examples cannot be trained on and were left out%s",
+        "round %d: %d of %s cannot be trained on and were left out%s",
         row.round,
         row.num_examples_left_out,
-        row.num_examples + row.num_examples_left_out,
+        counted(row.num_examples + row.num_examples_left_out, "example"),
         where,
     )
 

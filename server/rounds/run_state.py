@@ -27,6 +27,7 @@ from headwater.common.model.trained_model import load_initial
 from headwater.common.model.vectors import all_finite, squared_norm
 from headwater.common.settings.schema import Settings
 from headwater.common.task import load_task, max_weight_per_example
+from headwater.common.wording import counted
 from headwater.server.aggregation.cohort_sum import CohortSum
 from headwater.server.aggregation.round_reports import (
     RoundSum,
@@ -250,8 +251,9 @@ class Training:
             is_empty = errors and all(isinstance(error, EmptyUpdate) for error in errors.values())
             why = "; ".join(f"{name}: {error}" for name, error in list(errors.items())[:3])
             left_out = f", {opened.num_left_out} left out as too slow"
+            invited = counted(len(opened.plans), "client")
             raise TooFewClients(
-                f"round {self.round + 1}: {len(included)} of {len(opened.plans)} clients "
+                f"round {self.round + 1}: {len(included)} of {invited} "
                 f"answered in time{left_out if opened.num_left_out else ''}, at least {needed} are "
                 f"needed" + (f" ({why})" if why else ""),
                 remedy=NOTHING_FINITE if is_empty else None,

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwater.common.errors import HeadwaterError, RoundAborted, SessionRefused
+from headwater.common.wording import counted
 from headwater.server.fleet import Fleet
 from headwater.server.secagg.blame import Evidence
 from headwater.server.secagg.parameters import SessionSetup
@@ -81,4 +82,4 @@ def _log_refused(setup: SessionSetup, refused: Mapping[str, HeadwaterError]) -> 
     some = "; ".join(f"{error.code}: {error}" for error in list(refused.values())[:MAX_LOGGED])
     if refused:
         more = f"; and {len(refused) - MAX_LOGGED} more" if len(refused) > MAX_LOGGED else ""
-        log.warning("%s: %d devices left (%s%s)", setup.number, len(refused), some, more)
+        log.warning("%s: %s left (%s%s)", setup.number, counted(len(refused), "device"), some, more)

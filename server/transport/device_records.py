@@ -22,6 +22,7 @@ from headwater.common.errors import (
     OutsideActiveHours,
 )
 from headwater.common.transport.limits import NAME_PATTERN
+from headwater.common.wording import natural
 
 if TYPE_CHECKING:  # these import torch, and `headwater-server status` starts without it
     from headwater.common.messages import Plan, Vitals
@@ -155,7 +156,7 @@ class DeviceRecords:
         """Return the names of the awaited devices, and how many seconds the round has waited."""
         with self._lock:
             since = min(self._awaited.values(), default=time.monotonic())
-            return sorted(self._awaited), time.monotonic() - since
+            return sorted(self._awaited, key=natural), time.monotonic() - since
 
     def note_refusal(self, name: str, error: HeadwaterError) -> None:
         """Record the refusal of a stream under this name; an invalid name is ignored."""

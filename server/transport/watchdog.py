@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from headwater.common.errors import ConnectionLost, LateUpdate, NoStream
+from headwater.common.wording import natural
 from headwater.server.transport.connections import Connections
 from headwater.server.transport.listener import UnidentifiedConnections
 from headwater.server.transport.session import DeviceSession, OpenExchange
@@ -179,7 +180,7 @@ class LostDevices:
 
 
 def _listed(names: Iterable[str]) -> str:
-    ordered = sorted(names)
+    ordered = sorted(names, key=natural)
     more = len(ordered) - MAX_NAMES
     return ", ".join(ordered[:MAX_NAMES]) + (f" and {more} more" if more > 0 else "")
 

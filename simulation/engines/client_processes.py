@@ -25,6 +25,7 @@ from typing import Any, Self
 
 from headwater.common.errors import ConnectionLost, error_of
 from headwater.common.settings.schema import Settings
+from headwater.common.wording import counted
 from headwater.simulation.fleet.identities import identities_of
 
 log = logging.getLogger(__name__)
@@ -166,7 +167,9 @@ class ClientProcesses:
         failed = [part for part in self._ended.keys() - self.dismissed if self._ended[part]]
         if failed:
             log.warning(
-                "%d devices ended in an error; see %s", len(failed), self._log_of(failed[0])
+                "%s ended in an error; see %s",
+                counted(len(failed), "device"),
+                self._log_of(failed[0]),
             )
 
     def _end(self) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from headwater.common.errors import MissingData, SettingsError
+from headwater.common.wording import natural
 
 MAX_NAME = 100  # characters; the wire allows 128, and a state file's name holds more than this one
 MAX_SHOWN = 3
@@ -37,7 +38,7 @@ def find_device_data(data: str | Sequence[str], *, source: str, folder: Path) ->
         found = [path for path in found if path.is_dir()]
     if not found:
         raise _nothing_found(data, path, source)
-    return tuple(map(str, sorted(found, key=_natural)))
+    return tuple(map(str, sorted(found, key=lambda path: natural(str(path)))))
 
 
 def _path(data: str, folder: Path) -> Path:
@@ -93,10 +94,3 @@ def _steps(path: Path) -> tuple[str, ...]:
 
 def _valid(text: str) -> str:
     return re.sub(r"^[^A-Za-z0-9]+", "", re.sub(r"[^A-Za-z0-9._-]+", "-", text))[:MAX_NAME]
-
-
-def _natural(path: Path) -> list[tuple[str, int]]:
-    """Return a key by which device2 comes before device10."""
-    parts = re.split(r"(\d+)", str(path))
-    numbers = [*map(int, parts[1::2]), 0]
-    return list(zip(parts[::2], numbers, strict=True))

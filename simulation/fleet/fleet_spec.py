@@ -9,6 +9,7 @@ from typing import Any
 from headwater.common.errors import SettingsError
 from headwater.common.example_files import existing_or_bundled
 from headwater.common.settings.schema import Settings
+from headwater.common.wording import counted
 from headwater.simulation.fleet.device_data import device_names, find_device_data
 from headwater.simulation.fleet.faults import (
     EVALUATE,
@@ -93,7 +94,9 @@ def with_fleet(settings: Settings) -> Settings:
             _check_engine(settings, f"{path} sets availability")
         settings = _with(settings, fleet=path)
         number = len(fleet.devices)
-        settings = _with_clients(settings, number, f"{path} has {number} devices", remedy=COUNT)
+        settings = _with_clients(
+            settings, number, f"{path} has {counted(number, 'device')}", remedy=COUNT
+        )
         if fleet.data and chosen.data not in (None, fleet.data):
             raise SettingsError(
                 f"{path} names the data of its devices, and simulation.data (--data) names others",
@@ -138,7 +141,7 @@ def _with_data(settings: Settings, data: str | tuple[str, ...]) -> Settings:
         if len(found) == 1:
             source, remedy = f"--data names one path, {found[0]}, the data of 1 device", ONE_PATH
         else:
-            source, remedy = f"--data matches the data of {len(found)} devices", COUNT
+            source, remedy = f"--data matches the data of {counted(len(found), 'device')}", COUNT
         return _with_clients(settings, len(found), source, remedy=remedy)
     if len(found) > 1:
         raise SettingsError(

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headwater.common.errors import OutOfMemory
+from headwater.common.wording import counted, natural
 
 # In the first rounds the quotas adapt to the measured speeds; their idle time is not counted.
 SETTLING_ROUNDS = 3
@@ -91,7 +92,9 @@ def idle_line(rows: Sequence[Mapping[str, Any]]) -> str:
     rounds = f"rounds {settled[0]['round']} to {settled[-1]['round']}"
     last = idle[-1]
     line = f"{_mean(shares):.1%}, mean over {rounds}; in the last "
-    line += f"{last.num_free} devices were done by {last.free_seconds:.2f} s; not counted: "
+    line += (
+        f"{counted(last.num_free, 'device')} finished by {last.free_seconds:.2f} s; not counted: "
+    )
     line += f"{last.num_limited_by_data} limited by their own data"
     if last.num_at_minimum:
         line += (
@@ -165,5 +168,5 @@ def _counted(names: frozenset[str]) -> str:
     """Return the number of devices, with the first names."""
     if not names:
         return "0"
-    first = sorted(names, key=lambda name: (len(name), name))
+    first = sorted(names, key=natural)
     return f"{len(names)} ({', '.join(first[:10])}{', ...' if len(first) > 10 else ''})"

@@ -23,6 +23,7 @@ from headwater.common.errors import MissingColumn, SettingsError
 from headwater.common.settings.schema import Settings
 from headwater.common.system.console import console, print_text, printable
 from headwater.common.task import load_task
+from headwater.common.wording import counted
 from headwater.simulation.fleet.identities import identities_of
 
 # The line describes the first devices; more would take longer and change little.
@@ -86,18 +87,19 @@ def partition_line(settings: Settings) -> str:
     number = settings.simulation.clients
     devices = list(islice(examples_of_devices(settings), MAX_DEVICES_IN_LINE))
     sizes = sorted(one.num_examples for one in devices)
-    text = f"{_range(sizes)} examples a device, median {sizes[len(sizes) // 2]:,}"
+    text = f"{_range(sizes, 'example')} a device, median {sizes[len(sizes) // 2]:,}"
     if number > len(devices):
-        text = f"of {number:,} devices the first {len(devices):,} have {text}"
+        text = f"of {counted(number, 'device')} the first {len(devices):,} have {text}"
     rule = settings.partition.rule(seed=settings.seed)
     kinds = sorted(len(one.by_value) for one in devices)
     if kinds[-1] > 0:
-        text += f"; {_range(kinds)} values of {(rule and rule.column) or LABEL}"
+        text += f"; {_range(kinds, 'value')} of {(rule and rule.column) or LABEL}"
     if rule is not None:
         data = identities_of(settings).of(0).data
         partition = _datasets(settings).partition(rule, data=data, num_parts=number)
         if isinstance(partition, DisjointPartition) and partition.num_moved:
-            text += f"; {partition.num_moved:,} empty devices got an example of the largest"
+            moved = counted(partition.num_moved, "empty device")
+            text += f"; {moved} got an example of the largest"
     return text
 
 
@@ -135,9 +137,9 @@ def show_partition(settings: Settings) -> None:
     announce_partition(settings)
 
 
-def _range(numbers: list[int]) -> str:
+def _range(numbers: list[int], noun: str) -> str:
     first, last = numbers[0], numbers[-1]
-    return f"{first:,}" if first == last else f"{first:,} to {last:,}"
+    return f"{'' if first == last else f'{first:,} to '}{counted(last, noun)}"
 
 
 def _datasets(settings: Settings) -> ClientDatasets:

@@ -18,6 +18,7 @@ from headwater.common.errors import SettingsError, StateError
 from headwater.common.system.console import console, printable
 from headwater.common.system.file_lock import try_lock
 from headwater.common.system.live_status import LiveStatus, duration, head, line_of, pack
+from headwater.common.wording import counted
 from headwater.simulation.sweep.grid import Sweep, SweepRun, plan_runs, read_sweep
 from headwater.simulation.sweep.plot import draw_sweep
 from headwater.simulation.sweep.pool import run_all
@@ -67,10 +68,11 @@ def run_sweep(
         remaining = [run for run in runs if read_result(run) is None]
         num_points = len(runs) // len(sweep.seeds)
         num_done = len(runs) - len(remaining)
-        done = f"; {num_done} runs are done" if num_done else ""
+        done = f"; {counted(num_done, 'run')} done" if num_done else ""
         console.print(
-            f"[bold]{escape(str(runs[0].settings.task))}[/]: {num_points} points x "
-            f"{len(sweep.seeds)} seeds = {len(runs)} runs in {folder}{done}",
+            f"[bold]{escape(str(runs[0].settings.task))}[/]: "
+            f"{counted(num_points, 'point')} x {counted(len(sweep.seeds), 'seed')} = "
+            f"{counted(len(runs), 'run')} in {folder}{done}",
             soft_wrap=True,
         )
         try:
@@ -151,14 +153,14 @@ class _SweepDisplay:
 
     def block(self, width: int) -> list[Text]:
         """Return the state in lines of ``width`` columns."""
-        title = f"{self.num_ended} of {self._num_runs} runs"
+        title = f"{self.num_ended} of {counted(self._num_runs, 'run')}"
         is_ascii = console.options.ascii_only
         lines = head(title, self._num_done / max(self._total, 1), [], width, is_ascii=is_ascii)
         return pack([*lines, *self._figures()], width)
 
     def line(self) -> str:
         """Return the state as one line."""
-        return line_of([f"{self.num_ended} of {self._num_runs} runs", *self._figures()])
+        return line_of([f"{self.num_ended} of {counted(self._num_runs, 'run')}", *self._figures()])
 
     @property
     def _num_done(self) -> int:
@@ -166,7 +168,7 @@ class _SweepDisplay:
 
     def _figures(self) -> list[str]:
         passed = duration(float(round(time.monotonic() - self._begin)))
-        return [f"{self._num_done:,} of {self._total:,} rounds", passed, self._last_line]
+        return [f"{self._num_done:,} of {counted(self._total, 'round')}", passed, self._last_line]
 
 
 def _report(folder: Path, runs: Sequence[SweepRun], preferred_metric: str | None) -> None:
@@ -180,7 +182,9 @@ def _report(folder: Path, runs: Sequence[SweepRun], preferred_metric: str | None
     plot = draw_sweep(folder, summaries, metric)
     console.print(table_of(summaries, metric))
     if len(results) < len(runs):
-        console.print(f"  {len(results)} of {len(runs)} runs are done; the same command continues")
+        console.print(
+            f"  {len(results)} of {counted(len(runs), 'run')} done; the same command continues"
+        )
     files = {"points": folder / POINTS_FILE, "runs": folder / RUNS_FILE, "plot": plot}
     for title, path in files.items():
         if path is not None:

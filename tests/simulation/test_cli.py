@@ -75,7 +75,7 @@ CASES: dict[str, tuple[list[str], str, list[str]]] = {
     "a deadline that the planner cannot keep": (
         [*GOOD, "--deadline", "1e-9"],
         "TooFewClients",
-        ["0 of 1 clients", "1 left out as too slow", "lengthen --deadline"],
+        ["0 of 1 client", "1 left out as too slow", "lengthen --deadline"],
     ),
     "a deadline that no device keeps": (
         [*GOOD, "--deadline", "1e-9", "--accumulation-steps", "2"],

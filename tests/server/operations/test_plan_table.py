@@ -113,6 +113,14 @@ def test_texts_of_hostile_devices_are_shown_as_they_are(tmp_path: Path) -> None:
     assert "\x1b" not in shown.output
 
 
+def test_devices_are_listed_in_natural_order(tmp_path: Path) -> None:
+    names = ["pi10", "pi2", "pi1"]
+    write_row(tmp_path, clients=[client(name) for name in names], refused={"b10": "x", "b9": "y"})
+    shown = CliRunner().invoke(app, ["plan", "--out", str(tmp_path)]).output
+    places = [shown.index(name) for name in ("pi1 ", "pi2 ", "pi10 ", "b9 ", "b10 ")]
+    assert places == sorted(places)
+
+
 def test_at_80_columns_the_table_wraps_and_cuts_nothing_off(tmp_path: Path) -> None:
     console.width = 80
     name = "kitchen-pi-of-the-third-floor.example.org"

@@ -167,7 +167,7 @@ def test_the_wait_of_each_part_of_a_round_is_named() -> None:
     assert shown.wait_line() == f"round 1 of 200: {waits}"
     for name in "bcdefgh":
         asked.refuse(name, ConnectionLost("gone"))
-    assert "all 8 devices have answered" in shown.wait_line()
+    assert "8 of 8 devices answered" in shown.wait_line()
     shown.closed(asked)
     assert "steps and evaluates the model" in shown.wait_line()
     shown.aborted(TooFewClients("none answered"))

@@ -82,7 +82,7 @@ def test_status_of_a_running_server_shows_the_run_and_its_devices(folder: Path) 
     code, text = run("status", "--out", folder)
     assert code == 0
     for part in (
-        "up: in a round, 3 of 9 rounds done, 1 devices connected to 127.0.0.1:8500 (process 7)",
+        "up: in a round, 3 of 9 rounds done, 1 device connected to 127.0.0.1:8500 (process 7)",
         "last round 3: loss 0.5000, 2 of 2 clients, 12 examples, 3 s",
         "pi connected 2 x 8 25.0 MB, 25% 61 °C 83% in use 2.0 MB 0 bytes",
         "nas refused at 1970-01-01T00:00:00.000Z: LateUpdate: nas did not answer within [5] s",
@@ -102,6 +102,14 @@ def test_status_names_the_devices_that_a_round_has_awaited_for_a_minute(
     history.close()
     _, text = run("status", "--out", folder)
     assert ("it has waited 1 min for nas" in text) == is_told
+
+
+def test_status_lists_devices_in_natural_order(folder: Path) -> None:
+    history = History(folder)
+    history.write_devices(DeviceRecord(name=name, last_seen=0.0) for name in ("pi10", "pi2"))
+    history.close()
+    _, text = run("status", "--out", folder)
+    assert text.index("pi2") < text.index("pi10")
 
 
 def test_status_of_an_ended_server_shows_the_last_heartbeat_and_fails(folder: Path) -> None:

@@ -69,6 +69,10 @@ def test_without_a_size_all_are_invited_in_order() -> None:
     assert sample(names, size=None, seed=0, round_number=1) == ["2", "9", "10", "a", "b"]
 
 
+def test_names_with_numbers_are_in_natural_order() -> None:
+    assert in_order({"pi10", "pi2", "pi1"}) == ["pi1", "pi2", "pi10"]
+
+
 def test_names_of_the_same_number_have_one_order() -> None:
     one = sample(["07", "7", "007"], size=None, seed=0, round_number=1)
     assert sample(["7", "007", "07"], size=None, seed=0, round_number=1) == one

@@ -118,5 +118,5 @@ def test_the_log_says_once_that_the_target_is_more_than_the_clients_own(
         assert not caplog.messages
         for number in (2, 3):
             plans(made, one, number)
-    said = "round 2: the target is 150 examples; the data of 1 clients allow 100"
+    said = "round 2: the target is 150 examples; the data of 1 client allow 100"
     assert caplog.messages == [said]

@@ -37,7 +37,7 @@ def test_idle_time_excludes_limited_devices_and_counts_them_separately() -> None
 
 def test_the_line_shows_the_last_finish_of_devices_at_the_minimum() -> None:
     assert idle_line([MIXED]) == (
-        "12.5%, mean over rounds 1 to 1; in the last 2 devices were done by 4.00 s; not counted: "
+        "12.5%, mean over rounds 1 to 1; in the last 2 devices finished by 4.00 s; not counted: "
         "2 limited by their own data, 2 at the minimum (the last of them after "
         "7.00 s); with them 47.6%"
     )

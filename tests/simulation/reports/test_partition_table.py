@@ -102,9 +102,7 @@ def test_the_line_counts_devices_that_would_have_been_empty(tmp_path: Path) -> N
     settings = settings_of(tmp_path, "dirichlet:0.001", simulation__clients=40)
     # Each of forty devices has just one of forty examples, so all owners but those four or so that
     # the four labels have were given one.
-    assert partition_line(settings).startswith(
-        "1 examples a device, median 1; 1 values of label; 3"
-    )
+    assert partition_line(settings).startswith("1 example a device, median 1; 1 value of label; 3")
     assert partition_line(settings).endswith("empty devices got an example of the largest")
 
 
