@@ -16,7 +16,7 @@ import torch
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
-from headwater.client.algorithms.chosen import algorithm_for
+from headwater.client.algorithms.lookup import algorithm_for
 from headwater.client.device.bandwidth import read_bandwidth
 from headwater.client.device.hardware import this_machine
 from headwater.client.flower.request import SIMULATED, DeviceRequest, read_request, spool_of

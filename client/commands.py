@@ -74,10 +74,8 @@ def check_task(settings: Settings) -> None:
     trainer, identity = _open(settings)
     show_task_check(settings, trainer, identity)
     if settings.algorithm.name is not None:
-        from headwater.client.algorithms.trial import try_algorithm
         from headwater.common.system.console import console
 
-        try_algorithm(settings.algorithm, trainer, identity)
         label, number = settings.algorithm.label, trainer.image.layout.num_parameters
         text = f"client algorithm {label}: it makes a finite vector of {number:,} values"
         console.print(text, soft_wrap=True)
@@ -96,17 +94,15 @@ def _open(settings: Settings) -> tuple[Trainer, Identity]:
     """Load the task and name this device, before it connects."""
     import torch
 
+    from headwater.client.algorithms.run_trainer import run_trainer
     from headwater.client.device.hardware import ThisMachine
     from headwater.client.enrolment.signing_identity import host_name
     from headwater.client.training.context import Identity
-    from headwater.client.training.trainer import trainer_of
     from headwater.common.errors import MissingData, SettingsError
     from headwater.common.system.heap import use_one_heap
 
     use_one_heap()  # before the thread that trains begins
     torch.set_num_threads(settings.threads or max(int(ThisMachine().cores()), 1))
-    if settings.task is None:
-        raise SettingsError("no task is set", remedy="name it with --task FILE.py:Class")
     device = settings.client
     if device.data is not None and not device.data.exists():
         raise MissingData(f"--data: {device.data} does not exist")
@@ -123,11 +119,7 @@ def _open(settings: Settings) -> tuple[Trainer, Identity]:
         num_parts=device.num_parts,
         rule=settings.partition.rule(seed=settings.seed),
     )
-    trainer = trainer_of(
-        settings.task,
-        replace_batch_norm=settings.model.replace_batch_norm,
-        check_task=settings.check_task,
-    )
+    trainer = run_trainer(settings)
     trainer.machine = ThisMachine(device)  # its own limit counts in the check too
     return trainer, identity
 
@@ -149,7 +141,6 @@ def connection_of(settings: Settings) -> Iterator[Connection]:
     """Check the task, and yield the device's connection; meanwhile serve its metrics, if set."""
     import math
 
-    from headwater.client.algorithms.trial import try_algorithm
     from headwater.client.enrolment.signing_identity import check_enrolment
     from headwater.common.system.command_line import check_addresses
 
@@ -158,7 +149,6 @@ def connection_of(settings: Settings) -> Iterator[Connection]:
     trainer, identity = _open(settings)
     check_enrolment(settings.secure, identity.name)
     trainer.examples(identity)
-    try_algorithm(settings.algorithm, trainer, identity)
     from headwater.client.app import app as own_app
     from headwater.client.device.availability import availability_of
     from headwater.client.flower.node import Node

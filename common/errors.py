@@ -109,6 +109,9 @@ class BatchDependentLayer(TaskError):
 class BuffersChanged(TaskError):
     """Training changed a buffer of the model; buffers belong to the server."""
     remedy = "keep running statistics out of the model: only gradients travel to the server"
+class AlgorithmBroken(TaskError):
+    """The client algorithm breaks one of the rules of docs/extend.md."""
+    remedy = "see docs/extend.md for a client algorithm"
 class UnsupportedModel(TaskError):
     """The model has no trainable parameter, or one that is not float32."""
     remedy = "build the model in float32; ask for bfloat16 arithmetic with --precision bfloat16"
@@ -195,8 +198,8 @@ class ModelMismatch(DeviceRefused):
         super().__init__(message, remedy=remedy)
         self.layout = layout
 class AlgorithmMismatch(DeviceRefused):
-    """The plan is for another client algorithm than the device was started with."""
-    remedy = "start server and clients with the same --client-algorithm"
+    """The plan is for another client algorithm, or other arguments, than the device has."""
+    remedy = "start server and clients with the same --client-algorithm and --algorithm-argument"
 class ProtocolMismatch(DeviceRefused):
     """The other side speaks another version of the protocol, or breaks its rules."""
     remedy = "install the same version of headwater on both sides"

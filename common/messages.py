@@ -46,6 +46,7 @@ MAX_STEPS = 4096
 # still sums its target to a fifth; the server waits for a device that is slower than that.
 FINISH_DIVISOR = 5
 MAX_METRIC_CHARACTERS = 64  # of a metric's name in a masked round
+MAX_ALGORITHM_CHARACTERS = 1024  # of a client algorithm's name and arguments
 
 
 class WireMessage(BaseModel):
@@ -91,8 +92,9 @@ class Plan(WireMessage):
     local_steps: Annotated[int, Field(ge=1, le=2**20)] = 1
     local_learning_rate: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 0.1
     precision: Literal["float32", "bfloat16"] = "float32"
-    algorithm: Annotated[str, Field(max_length=128)] | None = Field(
-        None, description="name of the client algorithm that the device must have; not set: none"
+    algorithm: Annotated[str, Field(max_length=MAX_ALGORITHM_CHARACTERS)] | None = Field(
+        None,
+        description="client algorithm that the device must have, as FedProx(mu=0.1); not set: none",
     )
     deadline_seconds: Seconds | None = None
     finish_seconds: Seconds | None = Field(

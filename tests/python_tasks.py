@@ -34,3 +34,13 @@ class Signs:
 
 
 SIGNS = f"{__file__}:Signs"
+
+# A client algorithm that the trial must refuse.
+REMEMBERING = """
+class Remembering:
+    number = 0
+
+    def train(self, work):
+        self.number += 1
+        return work.sum() * self.number
+"""

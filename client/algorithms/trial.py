@@ -2,42 +2,35 @@
 
 from __future__ import annotations
 
-from headwater.client.algorithms.chosen import algorithm_of
-from headwater.client.device.hardware import ThisMachine
-from headwater.client.training.context import Identity, TrainingContext
+from headwater.client.training.context import TrainingContext
 from headwater.client.training.local_update import ClientAlgorithm, sum_gradients
 from headwater.client.training.sampler import SamplerPosition, Window, window
-from headwater.client.training.trainer import Trainer
-from headwater.common.errors import TaskError
+from headwater.common.errors import AlgorithmBroken
 from headwater.common.messages import Plan
-from headwater.common.settings.schema import AlgorithmSettings
 
 NUM_EXAMPLES = 4
 # Examples that are drawn anew each time, such as flipped images, can be equal by chance.
 NUM_SUMS = 8
 
 
-def try_algorithm(chosen: AlgorithmSettings, trainer: Trainer, identity: Identity) -> None:
-    """Let the algorithm, if one is set, make its vector from four examples, in one and two steps.
+def try_algorithm(algorithm: ClientAlgorithm, context: TrainingContext) -> None:
+    """Let the algorithm make its vector from four examples, in one and in two local steps.
+
+    The accumulator's vector is zero afterwards.
 
     Raises:
-        SettingsError: see ``algorithm_of``.
         TaskFailed: it raised an exception; the message shows the user's line.
-        TaskError: it returned no vector of the model, used no example or one twice, or returned
-            another vector from the same examples, whose plain sums are the same each time.
+        AlgorithmBroken: it returned no vector of the model, used no example or one twice, or
+            returned another vector from the same examples, whose plain sums are the same each time.
         NonFiniteUpdate: the vector is not finite.
     """
-    algorithm = algorithm_of(chosen)
-    if algorithm is None:
-        return
-    examples = trainer.examples(identity)
-    context = trainer.context(examples, identity.name, trainer.machine or ThisMachine())
+    num_examples = len(context.examples)
     tried = window(
         SamplerPosition(),
-        quota=min(NUM_EXAMPLES, len(examples)),
+        quota=min(NUM_EXAMPLES, num_examples),
         run_seed=0,
-        name=identity.name,
-        num_examples=len(examples),
+        name=context.name,
+        num_examples=num_examples,
     )
     for num_steps in (1, 2):
         plan = Plan(
@@ -54,9 +47,9 @@ def try_algorithm(chosen: AlgorithmSettings, trainer: Trainer, identity: Identit
                 plan.model_copy(update={"local_steps": 1}), tried, context, None, num_times=NUM_SUMS
             )
         finally:
-            trainer.accumulator.zero()
+            context.accumulator.zero()
         if not is_same:
-            raise TaskError(
+            raise AlgorithmBroken(
                 f"the client algorithm {type(algorithm).__name__} made two vectors from the same "
                 "examples and parameters",
                 remedy="keep nothing in the object: it serves all clients of a process, and an "

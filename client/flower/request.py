@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from flwr.app import Context, Message
 
+from headwater.client.algorithms.run_trainer import run_trainer
 from headwater.client.device.interfaces import Hardware
 from headwater.client.enrolment.signing_identity import (
     Enrolment,
@@ -25,8 +26,7 @@ from headwater.client.secagg.prepare import strictest_settings
 from headwater.client.training.context import HardwareOf, Identity
 from headwater.client.training.sampler import SamplerState
 from headwater.client.training.spool import Spool
-from headwater.client.training.trainer import Trainer, trainer_of
-from headwater.common.errors import SettingsError
+from headwater.client.training.trainer import Trainer
 from headwater.common.flower import records
 from headwater.common.settings.schema import SecureSettings, Settings
 from headwater.common.settings.sources import from_run_config
@@ -61,16 +61,9 @@ class DeviceRequest:
         """The task's model and data in this process, loaded at the first use.
 
         Raises:
-            SettingsError: no task is set.
+            HeadwaterError: see ``run_trainer``.
         """
-        settings = self.settings
-        if settings.task is None:
-            raise SettingsError("no task is set", remedy="name it with --task FILE.py:Class")
-        return trainer_of(
-            settings.task,
-            replace_batch_norm=settings.model.replace_batch_norm,
-            check_task=settings.check_task,
-        )
+        return run_trainer(self.settings)
 
     @property
     def suspended(self) -> SuspendedUpdate:

@@ -23,7 +23,7 @@ from headwater.client.training.context import TrainingContext
 from headwater.client.training.sampler import Window, split
 from headwater.client.training.spool import Spool
 from headwater.client.training.stop_rules import StopRules
-from headwater.common.errors import BuffersChanged, EmptyUpdate, NonFiniteUpdate, TaskError
+from headwater.common.errors import AlgorithmBroken, BuffersChanged, EmptyUpdate, NonFiniteUpdate
 from headwater.common.messages import Plan, Update, UpdateReport
 from headwater.common.model.vectors import CHUNK, all_finite
 from headwater.common.user_code import running
@@ -66,7 +66,8 @@ def sum_gradients(
 
     Raises:
         OutOfMemory: one example alone does not fit.
-        BuffersChanged, TaskFailed, TaskError, NonFiniteUpdate: see ``headwater.common.errors``.
+        BuffersChanged, TaskFailed, AlgorithmBroken, NonFiniteUpdate: see
+            ``headwater.common.errors``.
     """
     image = context.image
     if not all([module.training for module in image.modules]):  # noqa: C419 - half of the time
@@ -240,20 +241,19 @@ class LocalWork:
         """Put an algorithm's vector into the accumulator.
 
         Raises:
-            TaskError: it is no float32 vector [P], or no example was summed for it.
+            AlgorithmBroken: it is no float32 vector [P], or no example was summed for it.
             NonFiniteUpdate: it is not finite.
         """
         own_P, round_text = self._context.accumulator.values_P, f"round {self._plan.round}"
         if not self.is_taken:
-            raise TaskError(
-                f"{name} called neither work.sum() nor work.steps(), and used no example",
-                remedy="see docs/extend.md for a client algorithm",
+            raise AlgorithmBroken(
+                f"{name} called neither work.sum() nor work.steps(), and used no example"
             )
         is_tensor = isinstance(values_P, Tensor)
         found = f"{values_P.dtype} {tuple(values_P.shape)}" if is_tensor else str(type(values_P))
         expected = f"{own_P.dtype} {tuple(own_P.shape)}"
         if found != expected:
-            raise TaskError(
+            raise AlgorithmBroken(
                 f"{name} must return {expected}, found {found}",
                 remedy="return one vector of the length of work.parameters_P",
             )
@@ -267,7 +267,7 @@ class LocalWork:
 
     def _take(self) -> None:
         if self.is_taken:
-            raise TaskError(
+            raise AlgorithmBroken(
                 "a client algorithm called work.sum() or work.steps() twice in one round",
                 remedy="call one of them, once: each example is used once in a round",
             )
@@ -295,7 +295,7 @@ def _carry_out(algorithm: ClientAlgorithm, work: LocalWork, *, name: str) -> Non
     """Let an algorithm make its vector in the accumulator; the parameters are as before.
 
     Raises:
-        TaskError, NonFiniteUpdate: see ``LocalWork.keep``.
+        AlgorithmBroken, NonFiniteUpdate: see ``LocalWork.keep``.
     """
     try:
         values_P = algorithm.train(work)

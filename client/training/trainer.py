@@ -10,6 +10,7 @@ import functools
 import logging
 import math
 import threading
+from collections.abc import Callable
 
 from torch.utils.data import Subset
 
@@ -51,6 +52,9 @@ from headwater.common.user_code import running
 
 log = logging.getLogger(__name__)
 
+Trial = Callable[[TrainingContext], None]
+"""A trial on a client's first examples, beside the task's check; it raises what it finds."""
+
 MAX_OPEN_DATASETS = 20_000  # of clients; a simulated population may have any size
 # The most examples of a window that uses some of them more than once: it is a list in memory.
 MAX_REPEATED = 1 << 24
@@ -59,7 +63,14 @@ MAX_REPEATED = 1 << 24
 class Trainer:
     """A task's model and gradient vector, shared by the clients of this process."""
 
-    def __init__(self, task_spec: str, *, replace_batch_norm: bool, check_task: bool) -> None:
+    def __init__(
+        self,
+        task_spec: str,
+        *,
+        replace_batch_norm: bool,
+        check_task: bool,
+        trial: Trial | None = None,
+    ) -> None:
         self.task = load_task(task_spec)
         self.datasets = ClientDatasets(self.task)
         self.image = build_model(self.task, seed=0, replace_batch_norm=replace_batch_norm)
@@ -71,6 +82,7 @@ class Trainer:
         """Names of the clients with activation checkpointing on; it is never switched off again."""
         self._loaded: tuple[int, int] | None = None
         self._must_check = check_task
+        self._trial = trial
         self._opened = functools.lru_cache(maxsize=MAX_OPEN_DATASETS)(self._open)
         self.machine: Hardware | None = None
         """The machine whose memory the check keeps to; None for the process's own limits alone."""
@@ -156,8 +168,11 @@ class Trainer:
     def check(self, examples: Examples, name: str) -> CheckReport:
         """Check the task on real examples: it must run, and what it returns must be sums.
 
+        Then comes the trial, if there is one.
+
         Raises:
             TaskError, OutOfMemory: see ``check_task``.
+            HeadwaterError: the trial failed.
         """
         context = self.context(examples, name, self.machine or ThisMachine())
         try:
@@ -165,6 +180,8 @@ class Trainer:
             self.accumulator.zero()
             report = check_task(context, predicted=self._footprint)
             self.accumulator.check_views()
+            if self._trial is not None:
+                self._trial(context)
         finally:
             self._remember_checkpointing(name)
             self.accumulator.zero()
@@ -370,6 +387,10 @@ class Trainer:
 
 
 @cached_in_scope()
-def trainer_of(task_spec: str, *, replace_batch_norm: bool, check_task: bool) -> Trainer:
+def trainer_of(
+    task_spec: str, *, replace_batch_norm: bool, check_task: bool, trial: Trial | None = None
+) -> Trainer:
     """Return the run's trainer of a task in this process, made at the first call."""
-    return Trainer(task_spec, replace_batch_norm=replace_batch_norm, check_task=check_task)
+    return Trainer(
+        task_spec, replace_batch_norm=replace_batch_norm, check_task=check_task, trial=trial
+    )

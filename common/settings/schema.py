@@ -154,13 +154,35 @@ class AlgorithmSettings(Branch):
         "--client-algorithm",
     )
     arguments: dict[str, Scalar | list[float]] = setting(
-        {}, "an argument of the client algorithm, e.g. mu=0.1", "--algorithm-argument"
+        {},
+        "an argument of the client algorithm, e.g. mu=0.1; the same on both sides",
+        "--algorithm-argument",
     )
+
+    @field_validator("arguments")
+    @classmethod
+    def _check_arguments(cls, given: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+        if given and info.data.get("name", "") is None:
+            raise ValueError("they are for a client algorithm: name it with --client-algorithm")
+        return given
 
     @property
     def label(self) -> str | None:
-        """The algorithm's own name, without its file or module."""
-        return None if self.name is None else self.name.rpartition(":")[2]
+        """The algorithm's own name, without its file or module, and its arguments: FedProx(mu=0.1).
+
+        Server and device compare it. The order of the arguments, and 1 or 1.0, make no difference.
+        """
+        if self.name is None:
+            return None
+        given = [f"{key}={_plain(value)!r}" for key, value in sorted(self.arguments.items())]
+        return self.name.rpartition(":")[2] + (f"({', '.join(given)})" if given else "")
+
+
+def _plain(value: Any) -> Any:
+    """Return an argument with its whole numbers as int, also within a list."""
+    if isinstance(value, list):
+        return [_plain(one) for one in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 class CohortSettings(Branch):
@@ -185,7 +207,8 @@ class CohortSettings(Branch):
     )
     return_seconds: Seconds = setting(
         5.0,
-        "how long a round waits for clients that lost their connection, once all others are done",
+        "how long, from the loss of its connection, a client may return to a round whose other "
+        "clients are done; while any of them works it may return in any case",
         on="",
     )
     reconnect_seconds: Seconds = setting(
@@ -490,7 +513,7 @@ class Settings(Branch):
     )
     check_task: bool = setting(
         True,
-        "test on real examples that the task's loss is a sum",
+        "test on real examples that the task's loss is a sum, and try the client algorithm",
         "--check/--no-check",
         on="client simulate",
         panel=TASK,

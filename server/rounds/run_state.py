@@ -21,6 +21,7 @@ from headwater.common.errors import (
     SettingsError,
     TooFewClients,
 )
+from headwater.common.messages import MAX_ALGORITHM_CHARACTERS
 from headwater.common.model.mismatch import difference_from_text
 from headwater.common.model.parameters import build_model
 from headwater.common.model.trained_model import load_initial
@@ -357,8 +358,15 @@ def _check_algorithm(settings: Settings) -> None:
     """Check that nothing needs exact sums where clients send what their algorithm makes of them.
 
     Raises:
-        SettingsError: the batch should follow the noise scale.
+        SettingsError: the batch should follow the noise scale; or name and arguments are too long
+            for a plan.
     """
+    if len(settings.algorithm.label or "") > MAX_ALGORITHM_CHARACTERS:
+        raise SettingsError(
+            f"a plan has room for {MAX_ALGORITHM_CHARACTERS:,} characters of a client algorithm's "
+            f"name and arguments, and these take {len(settings.algorithm.label or ''):,}",
+            remedy="give fewer arguments, and let the algorithm read long ones from a file",
+        )
     if settings.algorithm.name is not None and settings.plan.follow_noise_scale:
         raise SettingsError(
             f"the noise scale is estimated from exact sums, and the client algorithm "

@@ -18,9 +18,8 @@ from __future__ import annotations
 
 import logging
 
-from headwater.client.algorithms.trial import try_algorithm
 from headwater.common.data.batches import UnsupportedBatch
-from headwater.common.errors import EmptyDataset, MissingData, SettingsError
+from headwater.common.errors import SettingsError
 from headwater.common.settings.schema import Settings
 from headwater.common.system.console import print_text
 from headwater.simulation.compute.batched import BatchedCompute, VectorsTooLarge
@@ -77,24 +76,11 @@ def compute_of(settings: Settings, devices: Devices, *, first: int = 0) -> Compu
 
 
 def _one_by_one(settings: Settings, devices: Devices, num_invited: int) -> Compute:
-    if settings.check_task and settings.algorithm.name is not None:
-        _try_algorithm(settings, devices)
     number = num_workers(settings, num_invited=num_invited)
     if number == 1:
         return OneByOne(devices)
     _say(f"one by one, in {number} processes")
     return WorkerPool(devices, number)
-
-
-def _try_algorithm(settings: Settings, devices: Devices) -> None:
-    """Try the client algorithm on the first device that has examples."""
-    for part in range(devices.num_devices):
-        try:
-            devices.examples(part)
-        except (EmptyDataset, MissingData):
-            continue
-        try_algorithm(settings.algorithm, devices.trainer, devices.identity(part))
-        return
 
 
 def _say(how: str) -> None:

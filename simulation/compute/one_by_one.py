@@ -15,7 +15,7 @@ from itertools import islice
 
 import numpy as np
 
-from headwater.client.algorithms.chosen import algorithm_for
+from headwater.client.algorithms.lookup import algorithm_for
 from headwater.client.device.interfaces import Hardware
 from headwater.client.training.accumulation import log_left_out
 from headwater.client.training.accumulator import Accumulator

@@ -16,11 +16,11 @@ from pathlib import Path
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
+from headwater.client.algorithms.run_trainer import run_trainer
 from headwater.client.app import client_app
 from headwater.client.device.bandwidth import DOWNLOAD, UPLOAD
 from headwater.client.flower.request import SIMULATED
 from headwater.client.secagg.pending import pending_in
-from headwater.client.training.trainer import trainer_of
 from headwater.common.errors import ConnectionLost, SettingsError
 from headwater.common.flower import records
 from headwater.common.messages import Plan
@@ -76,14 +76,8 @@ def falsified_reply(
     if not faults or not reply.has_content() or records.HEAD not in reply.content:
         return reply
     if records.vector(reply.content) is None:
-        assert settings.task is not None  # the device has trained on it
-        trainer = trainer_of(
-            settings.task,
-            replace_batch_norm=settings.model.replace_batch_norm,
-            check_task=settings.check_task,
-        )
         name = identities_of(settings).name(part)
-        pending = pending_in(trainer.accumulator).get(run_id, name).update
+        pending = pending_in(run_trainer(settings).accumulator).get(run_id, name).update
         pending.values_P.copy_(falsify(pending.values_P, faults, moment))
         return reply
     update = records.read_update(reply.content)

@@ -29,12 +29,13 @@ from typing import Any
 
 import torch
 
+from headwater.client.algorithms.run_trainer import run_trainer
 from headwater.client.device.availability import availability_of
 from headwater.client.flower.node import Node
 from headwater.client.training.context import Identity
-from headwater.client.training.trainer import Trainer, trainer_of
+from headwater.client.training.trainer import Trainer
 from headwater.client.transport.connection import Connection, stay_connected
-from headwater.common.errors import HeadwaterError, TaskError
+from headwater.common.errors import HeadwaterError, NonFiniteUpdate, TaskError
 from headwater.common.settings.schema import ClientSettings, Settings
 from headwater.common.system.console import start_log, stderr
 from headwater.common.system.heap import use_one_heap
@@ -152,18 +153,14 @@ def _load(order: dict[str, Any]) -> ForkedRun:
     """Load the task and build its model.
 
     Raises:
-        HeadwaterError: see ``client.training.trainer.Trainer``.
+        HeadwaterError: see ``run_trainer``.
     """
     settings = Settings.model_validate({**order["settings"], "check_task": False})
     client = settings.client.model_copy(update={"spool": None})
     settings = settings.model_copy(update={"client": client})
-    assert settings.task is not None  # the server has loaded it
-    trainer = trainer_of(
-        settings.task, replace_batch_norm=settings.model.replace_batch_norm, check_task=False
-    )
     return ForkedRun(
         settings=settings,
-        trainer=trainer,
+        trainer=run_trainer(settings),
         folder=Path(order["folder"]),
         is_verbose=order["is_verbose"],
     )
@@ -195,13 +192,13 @@ def _check_here(run: ForkedRun, send: Send) -> bool:
     return error is None
 
 
-def _task_error(run: ForkedRun) -> TaskError | None:
+def _task_error(run: ForkedRun) -> TaskError | NonFiniteUpdate | None:
     """Check the task on the first device that has examples; return the error, if any."""
     for part in range(run.num_devices):
         identity = run.identity(part)
         try:
             run.trainer.check(run.trainer.examples(identity), identity.name)
-        except TaskError as error:
+        except (TaskError, NonFiniteUpdate) as error:
             return error
         except HeadwaterError:
             continue  # this device cannot open its data: it reports so when it describes itself

@@ -11,7 +11,12 @@ import logging
 from collections.abc import Collection, Iterator, KeysView, Mapping
 from itertools import islice
 
-from headwater.common.errors import BuffersChanged, HeadwaterError, TaskNotAdditive
+from headwater.common.errors import (
+    AlgorithmBroken,
+    BuffersChanged,
+    HeadwaterError,
+    TaskNotAdditive,
+)
 from headwater.common.messages import DescribeRequest, DeviceReport
 from headwater.common.settings.schema import Settings
 from headwater.server.planning.cohort import ConnectedClients
@@ -135,8 +140,8 @@ class FleetRoster(Mapping[str, DeviceReport]):
         since = self._since.get(part, self._first_round)
         try:
             report = self._devices.describe(part, self._request, round_number=since)
-        except (TaskNotAdditive, BuffersChanged):
-            raise  # a mistake of the task, whichever device runs it
+        except (TaskNotAdditive, BuffersChanged, AlgorithmBroken):
+            raise  # a mistake of the user's code, whichever device runs it
         except HeadwaterError as error:
             log.warning("a device was refused: %s: %s", error.code, error)
             self.refused[part] = error

@@ -9,9 +9,10 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from headwater.client.algorithms.run_trainer import run_trainer
 from headwater.client.device.interfaces import Hardware
 from headwater.client.training.context import Identity
-from headwater.client.training.trainer import MAX_OPEN_DATASETS, Trainer, trainer_of
+from headwater.client.training.trainer import MAX_OPEN_DATASETS, Trainer
 from headwater.common.errors import SettingsError
 from headwater.common.messages import DescribeRequest, DeviceReport, Plan, Update
 from headwater.common.model.parameters import ModelImage
@@ -101,13 +102,7 @@ class Devices:
     @functools.cached_property
     def trainer(self) -> Trainer:
         """The task, the model and the gradient vector, which all devices share."""
-        chosen = self.settings
-        assert chosen.task is not None  # see __init__
-        trainer = trainer_of(
-            chosen.task,
-            replace_batch_norm=chosen.model.replace_batch_norm,
-            check_task=chosen.check_task,
-        )
+        trainer = run_trainer(self.settings)
         trainer.keep_open(self.cache_size)
         return trainer
 

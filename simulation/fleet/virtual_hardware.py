@@ -11,12 +11,13 @@ import functools
 from collections.abc import Callable
 from dataclasses import replace
 
+from headwater.client.algorithms.run_trainer import run_trainer
 from headwater.client.device.interfaces import Hardware, Speed, SpeedProbe, TimeShare
 from headwater.client.device.throttle import time_share
 from headwater.client.memory.peak_model import WORKING_FACTOR
 from headwater.client.training.context import Identity
 from headwater.client.training.probe import MAX_EXAMPLES
-from headwater.client.training.trainer import MAX_OPEN_DATASETS, trainer_of
+from headwater.client.training.trainer import MAX_OPEN_DATASETS, Trainer
 from headwater.common.data.batches import UnsupportedBatch, batch_of, split_batch
 from headwater.common.errors import TaskFailed
 from headwater.common.messages import Vitals
@@ -261,33 +262,21 @@ def build_hardware(
         is_on_battery=is_on_battery,
         client_settings=settings.client,
     )
-    assert settings.task is not None  # the app has loaded it
     hardware.memory.bytes_per_example = _bytes_per_example(
-        device,
-        layout.num_parameters,
-        identity,
-        settings.task,
-        settings.model.replace_batch_norm,
-        settings.check_task,
+        device, layout.num_parameters, identity, run_trainer(settings)
     )
     return hardware
 
 
 @cached_in_scope(maxsize=MAX_OPEN_DATASETS)
 def _bytes_per_example(
-    device: SimulatedDevice,
-    num_parameters: int,
-    identity: Identity,
-    task: str,
-    replace_batch_norm: bool,
-    check_task: bool,
+    device: SimulatedDevice, num_parameters: int, identity: Identity, trainer: Trainer
 ) -> float | None:
     """Return the bytes of one more example, by the device's first ones; None if all of them fail.
 
     Counted and not measured, so it is the same on every machine; once per device and process.
     """
     hardware = VirtualHardware(device, num_parameters)
-    trainer = trainer_of(task, replace_batch_norm=replace_batch_norm, check_task=check_task)
     try:
         trainer.measure(identity, hardware)
     except TaskFailed:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from rich.table import Table
 from rich.text import Text
 
-from headwater.client.training.trainer import trainer_of
+from headwater.client.algorithms.run_trainer import run_trainer
 from headwater.common.data.client_datasets import ClientDatasets
 from headwater.common.data.columns import column_of
 from headwater.common.data.partition import Column, DisjointPartition
@@ -145,12 +145,7 @@ def _range(numbers: list[int], noun: str) -> str:
 def _datasets(settings: Settings) -> ClientDatasets:
     """Return the data sets of the devices: those in use, if the devices are in this process."""
     if settings.simulation.engine == "in-process":
-        trainer = trainer_of(
-            _task(settings),
-            replace_batch_norm=settings.model.replace_batch_norm,
-            check_task=settings.check_task,
-        )
-        return trainer.datasets
+        return run_trainer(settings).datasets
     return ClientDatasets(load_task(_task(settings)))
 
 

@@ -11,6 +11,7 @@ from headwater.common.settings.schema import Settings
 from headwater.server.operations.round_log import read_rows
 from headwater.server.rounds.round_loop import MODEL
 from headwater.simulation.run import run_engine
+from tests.python_tasks import REMEMBERING, SIGNS
 from tests.ray_sessions import Started, finish, interrupt, until_committed
 
 DIGITS = ["--task", "examples/digits.py:Digits"]
@@ -49,6 +50,18 @@ def test_until_ctrl_c_ray_gives_the_in_process_model_bit_for_bit_and_nothing_is_
     }
     run_engine(Settings.model_validate(chosen), on_round=lambda row: None, resume=False)
     assert (ray / MODEL).read_bytes() == (alone / MODEL).read_bytes()
+
+
+@pytest.mark.slow
+def test_a_worker_tries_the_client_algorithm_before_the_first_round(
+    tmp_path: Path, started: Started
+) -> None:
+    (tmp_path / "mine.py").write_text(REMEMBERING)
+    algorithm = ["--client-algorithm", f"{tmp_path}/mine.py:Remembering"]
+    process = started.simulate("--task", SIGNS, "--clients", "2", *algorithm, out=tmp_path / "run")
+    said = finish(process)
+    assert process.returncode == 1, said
+    assert "AlgorithmBroken: the client algorithm Remembering made two vectors" in said
 
 
 @pytest.mark.slow

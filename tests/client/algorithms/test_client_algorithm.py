@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ import headwater
 from examples.extensions.clipped_steps import ClippedSteps
 from examples.extensions.clipped_update import ClippedUpdate
 from examples.extensions.fedprox import FedProx
-from headwater.client.algorithms.chosen import algorithm_for
+from headwater.client.algorithms.lookup import algorithm_for
+from headwater.client.commands import connection_of
 from headwater.client.training.local_update import (
     ClientAlgorithm,
     LocalWork,
@@ -23,9 +25,16 @@ from headwater.client.training.local_update import (
     sum_gradients,
 )
 from headwater.client.training.spool import Spool
-from headwater.common.errors import AlgorithmMismatch, SettingsError, TaskError, TaskFailed
+from headwater.common.errors import (
+    AlgorithmBroken,
+    AlgorithmMismatch,
+    SettingsError,
+    TaskFailed,
+)
 from headwater.common.messages import Update
+from headwater.common.run_scope import run_scope
 from headwater.common.settings.schema import AlgorithmSettings
+from headwater.common.settings.sources import load
 from headwater.server.rounds.round_row import RoundRow
 from tests.python_tasks import SIGNS, Signs
 from tests.tasks import TwoLayers, examples, gradient_sum
@@ -172,7 +181,7 @@ def test_many_devices_are_computed_one_by_one_and_a_line_says_so(
 def test_arguments_come_from_the_settings() -> None:
     name = f"{EXTENSIONS}/clipped_update.py:ClippedUpdate"
     chosen = AlgorithmSettings(name=name, arguments={"max_norm": 0.5})
-    made = algorithm_for(plan(24, 4, algorithm="ClippedUpdate"), chosen, name="pi")
+    made = algorithm_for(plan(24, 4, algorithm="ClippedUpdate(max_norm=0.5)"), chosen, name="pi")
     assert made is not None
     assert torch.equal(updated(made).values_P, updated(ClippedUpdate(0.5)).values_P)
 
@@ -182,6 +191,39 @@ def test_a_plan_for_another_algorithm_is_refused(planned: str | None, own: str |
     chosen = AlgorithmSettings(name=own)
     with pytest.raises(AlgorithmMismatch, match=r"the plan is for .*, this device has "):
         algorithm_for(plan(24, 4, algorithm=planned), chosen, name="pi")
+
+
+@pytest.mark.parametrize(
+    ("planned", "own"), [({"mu": 0.2}, {"mu": 0.1}), ({"mu": 0.2}, {}), ({}, {"mu": 0.2})]
+)
+def test_a_plan_with_other_arguments_is_refused_and_both_are_named(
+    planned: dict[str, Any], own: dict[str, Any]
+) -> None:
+    server = load(None, {"algorithm.name": "FedProx", "algorithm.arguments": planned})
+    device = AlgorithmSettings(name=f"{EXTENSIONS}/fedprox.py:FedProx", arguments=own)
+    sent = plan(24, 4, algorithm=server.algorithm.label)
+    with pytest.raises(AlgorithmMismatch) as refused:
+        algorithm_for(sent, device, name="pi")
+    for arguments in (planned, own):
+        shown = f"FedProx(mu={arguments['mu']})" if arguments else "FedProx"
+        assert shown in str(refused.value)
+
+
+def test_equal_arguments_are_equal_in_any_order_and_as_whole_or_decimal_numbers() -> None:
+    one = AlgorithmSettings(name="A", arguments={"mu": 1, "norms": [1.0, 2.5], "kind": "l2"})
+    other = AlgorithmSettings(name="x.py:A", arguments={"kind": "l2", "norms": [1, 2.5], "mu": 1.0})
+    assert one.label == other.label == "A(kind='l2', mu=1, norms=[1, 2.5])"
+
+
+def test_arguments_without_an_algorithm_are_refused() -> None:
+    with pytest.raises(SettingsError, match="name it with --client-algorithm"):
+        load(None, {"algorithm.arguments.mu": 0.1})
+
+
+def test_arguments_that_no_plan_has_room_for_are_refused_before_the_first_round() -> None:
+    settings = {"algorithm.arguments": {"layers": "x" * 2000}}
+    with pytest.raises(SettingsError, match="a plan has room for 1,024 characters"):
+        headwater.simulate(Signs, client_algorithm=WholeSum, settings=settings, **SMALL)
 
 
 class Half:
@@ -226,12 +268,16 @@ class NoAlgorithm:
 @pytest.mark.parametrize(
     ("algorithm", "error", "message"),
     [
-        (Half, TaskError, r"Half must return torch.float32 \(26,\), found torch.float32 \(3,\)"),
-        (Nothing, TaskError, "found <class 'NoneType'>"),
-        (Idle, TaskError, r"called neither work.sum\(\) nor work.steps\(\)"),
-        (Twice, TaskError, "twice in one round"),
+        (
+            Half,
+            AlgorithmBroken,
+            r"Half must return torch.float32 \(26,\), found torch.float32 \(3,\)",
+        ),
+        (Nothing, AlgorithmBroken, "found <class 'NoneType'>"),
+        (Idle, AlgorithmBroken, r"called neither work.sum\(\) nor work.steps\(\)"),
+        (Twice, AlgorithmBroken, "twice in one round"),
         (Broken, TaskFailed, "the client algorithm Broken failed: KeyError"),
-        (Remembering, TaskError, "made two vectors from the same examples"),
+        (Remembering, AlgorithmBroken, "made two vectors from the same examples"),
         (NoAlgorithm, SettingsError, r"has no method train\(work\)"),
         ("absent.py:FedProx", SettingsError, "the client algorithm absent.py:FedProx"),
     ],
@@ -241,6 +287,40 @@ def test_the_trial_names_what_is_wrong(
 ) -> None:
     with pytest.raises(error, match=message):
         headwater.simulate(Signs, client_algorithm=algorithm, **SMALL)
+
+
+@pytest.mark.parametrize("masked", ["off", "semi-honest"])
+def test_masked_and_plain_rounds_have_the_same_trial(masked: Any) -> None:
+    with pytest.raises(AlgorithmBroken, match="made two vectors from the same examples"):
+        headwater.simulate(Signs, client_algorithm=Remembering, secure_aggregation=masked, **SMALL)
+
+
+@pytest.mark.parametrize("masked", ["off", "semi-honest"])
+def test_without_the_check_there_is_no_trial(masked: Any) -> None:
+    given: dict[str, Any] = {**SMALL, "settings": {"check_task": False}}
+    run = headwater.simulate(
+        Signs, client_algorithm=Remembering, secure_aggregation=masked, **given
+    )
+    assert len(run.history) == SMALL["rounds"]
+
+
+@pytest.mark.parametrize("is_checked", [True, False])
+def test_a_client_tries_its_algorithm_with_the_check_of_its_task(
+    is_checked: bool, tmp_path: Path
+) -> None:
+    chosen = {
+        "task": "python:Signs",
+        "check_task": is_checked,
+        "algorithm.name": "python:Remembering",
+        "client.state": tmp_path,
+    }
+    fails = pytest.raises(AlgorithmBroken, match="made two vectors")
+    with (
+        run_scope({"python:Signs": Signs, "python:Remembering": Remembering}),
+        fails if is_checked else nullcontext(),
+        connection_of(load(None, chosen)),
+    ):
+        pass
 
 
 class Flipped(Dataset[tuple[Tensor, Tensor]]):

@@ -19,6 +19,7 @@ from headwater.simulation.engines.grpc import CLIENTS, MAX_CLIENTS, check_engine
 from headwater.simulation.fleet.fleet_spec import with_fleet
 from headwater.simulation.run import run_engine
 from tests.processes import Process, Processes, until
+from tests.python_tasks import REMEMBERING, SIGNS
 
 DIGITS = ("--task", "examples/digits.py:Digits", "--optimizer", "adam", "--learning-rate", 0.01)
 DIGITS_SET = {
@@ -192,12 +193,28 @@ def test_status_names_the_awaited_device_and_no_process_survives_a_killed_engine
         assert not any("Traceback" in log.read_text() for log in logs)
 
 
+@pytest.mark.slow
+def test_the_client_algorithm_is_tried_before_the_first_round(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(REMEMBERING)
+    with Processes(tmp_path) as processes:
+        refused = processes.run(
+            "simulation", "--engine", "grpc", "--clients", 2, "--rounds", 1,
+            "--task", SIGNS, "--out", tmp_path / "a",
+            "--client-algorithm", tmp_path / "mine.py:Remembering",
+        )  # fmt: skip
+        assert (
+            "AlgorithmBroken: the client algorithm Remembering made two vectors" in refused.text()
+        )
+    assert refused.poll() == 1
+
+
 @pytest.mark.parametrize(
     ("chosen", "message"),
     [
         ({"simulation.clients": MAX_CLIENTS + 1}, "allows 1,000; --clients is 1,001"),
         ({"simulation.compute": "fused"}, "--compute fused computes many devices"),
         ({"tls.ca": "ca.pem"}, "without TLS"),
+        ({"cohort.return_seconds": 1}, "cohort.return_seconds has no effect"),
     ],
 )
 def test_unsupported_settings_are_refused_before_any_process_starts(

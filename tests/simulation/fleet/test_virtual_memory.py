@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from headwater.client.algorithms.run_trainer import run_trainer
 from headwater.client.device.interfaces import Hardware
 from headwater.client.memory.peak_model import GUARD_SHARE
 from headwater.client.training.context import Identity
-from headwater.client.training.trainer import trainer_of
 from headwater.common.model.parameters import ModelLayout
 from headwater.common.settings.schema import Settings
 from headwater.common.settings.sources import load
@@ -96,8 +96,7 @@ def test_checkpointing_lowers_the_line_and_slows_the_clock_by_a_third() -> None:
 
 
 def machine_of(part: int, settings: Settings) -> tuple[Identity, Hardware]:
-    trainer = trainer_of(TASK, replace_batch_norm=False, check_task=True)
-    layout: ModelLayout = trainer.image.layout
+    layout: ModelLayout = run_trainer(settings).image.layout
     identity = Identity(name=str(part), data=None, part=part, num_parts=3)
     return identity, virtual_hardware(identity, settings, layout)
 
@@ -106,7 +105,7 @@ def test_hardware_built_for_a_plan_has_the_memory_of_hardware_built_for_a_descri
     settings = load(None, {"task": TASK, "simulation.clients": 3})
     _, measured_late = machine_of(1, settings)
     identity, measured = machine_of(1, settings)
-    trainer = trainer_of(TASK, replace_batch_norm=False, check_task=True)
+    trainer = run_trainer(settings)
     trainer.measure(identity, measured)
     assert measured_late.vitals() == measured.vitals()
     line = measured_late.memory.line

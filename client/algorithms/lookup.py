@@ -1,4 +1,4 @@
-"""Finds the client algorithm that the settings name, and compares it with the plan's."""
+"""Looks up the client algorithm that the settings name, and compares it with the plan's."""
 
 from __future__ import annotations
 
@@ -25,10 +25,12 @@ def algorithm_of(chosen: AlgorithmSettings) -> ClientAlgorithm | None:
 def algorithm_for(plan: Plan, chosen: AlgorithmSettings, *, name: str) -> ClientAlgorithm | None:
     """Return the client algorithm for a plan.
 
-    A device runs the algorithm that it was started with, and never code that a server names.
+    A device runs the algorithm that it was started with, with the arguments that it was started
+    with. The server's code and arguments have no effect on the device: they are only compared.
 
     Raises:
-        AlgorithmMismatch: the plan is for another one than the device ``name`` has.
+        AlgorithmMismatch: the plan is for another algorithm than the device ``name`` has, or for
+            other arguments.
     """
     if plan.algorithm != chosen.label:
         raise AlgorithmMismatch(

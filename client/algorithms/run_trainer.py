@@ -1,0 +1,41 @@
+"""The trainer of a run's settings: the task's model, and the trials before the first round.
+
+Every way of running takes its trainer from here: ``headwater-client``, the simulator's processes on
+each engine, and SuperNodes. So the task's check and the trial of the client algorithm are one step,
+on the first examples that a process opens, and ``check_task`` switches both off.
+"""
+
+from __future__ import annotations
+
+import functools
+
+from headwater.client.algorithms.lookup import algorithm_of
+from headwater.client.algorithms.trial import try_algorithm
+from headwater.client.training.trainer import Trainer, Trial, trainer_of
+from headwater.common.errors import SettingsError
+from headwater.common.run_scope import cached_in_scope
+from headwater.common.settings.schema import AlgorithmSettings, Settings
+
+
+def run_trainer(settings: Settings) -> Trainer:
+    """Return the run's trainer in this process, made at the first call.
+
+    Raises:
+        SettingsError: no task is set; or as ``algorithm_of``.
+        HeadwaterError: the task cannot be loaded, see ``headwater.common.task.load_task``.
+    """
+    if settings.task is None:
+        raise SettingsError("no task is set", remedy="name it with --task FILE.py:Class")
+    return trainer_of(
+        settings.task,
+        replace_batch_norm=settings.model.replace_batch_norm,
+        check_task=settings.check_task,
+        trial=_trial(settings.algorithm.model_dump_json()),
+    )
+
+
+@cached_in_scope()
+def _trial(chosen_json: str) -> Trial | None:
+    """Return the trial of a client algorithm, the same object for the same settings."""
+    algorithm = algorithm_of(AlgorithmSettings.model_validate_json(chosen_json))
+    return None if algorithm is None else functools.partial(try_algorithm, algorithm)
