@@ -5,8 +5,9 @@ whose device has not read for ``reconnect_seconds``, rejects a stalled upload, a
 without a stream. A stream whose certificate was revoked or has expired is ended at once.
 
 A device that loses its connection in a round may return: a router restarts, a process is started
-again and continues from its spool. While other devices work, waiting for it costs nothing. After
-that the round waits only ``return_seconds`` more, unless it would have too few replies.
+again and continues from its spool. While other devices work, waiting for it costs nothing. When
+they are done, the round waits until ``return_seconds`` after the loss of the connection, or until
+``reconnect_seconds`` after it if it would have too few replies.
 """
 
 from __future__ import annotations

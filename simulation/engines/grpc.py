@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from headwater.common.errors import SettingsError, StateError
-from headwater.common.settings.schema import Settings
+from headwater.common.settings.schema import CohortSettings, Settings
 from headwater.server.flower.grpc_grid import GrpcGrid
 from headwater.server.rounds.observer import Observer
 from headwater.server.rounds.round_loop import NO_OBSERVER, OnRound
@@ -99,6 +99,12 @@ def check_engine(settings: Settings) -> None:
             f"--compute {chosen.compute} computes many devices in one pass, and here each device "
             "is a process",
             remedy="leave --compute out, or take --engine in-process",
+        )
+    if settings.cohort.return_seconds != CohortSettings().return_seconds:
+        raise SettingsError(
+            "cohort.return_seconds has no effect with --engine grpc: a round awaits every device, "
+            "and a device's process that ends, ends the run",
+            remedy="leave it out; to simulate devices that vanish, take --dropout or --faults",
         )
     if settings.tls.ca or settings.tls.certificate or settings.tls.key:
         raise SettingsError(
