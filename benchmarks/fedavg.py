@@ -21,7 +21,7 @@ from flwr.serverapp.strategy import FedAvg
 
 from headwater.client.training.context import Identity
 from headwater.client.training.sampler import permutation, split
-from headwater.client.training.trainer import trainer_of
+from headwater.client.training.trainer import Trainer
 from headwater.common.data.batches import batch_of, evaluate_sums
 from headwater.common.model.parameters import ModelImage, build_model
 from headwater.common.settings.schema import Settings
@@ -53,7 +53,7 @@ class Federation:
     ) -> None:
         """Load the task; the fleet and its number of devices are those of the settings."""
         assert settings.task is not None
-        self.trainer = trainer_of(settings.task, replace_batch_norm=False, check_task=False)
+        self.trainer = Trainer(settings.task, replace_batch_norm=False, check_task=False)
         self.task: Task = self.trainer.task
         self.image: ModelImage = build_model(
             self.task, seed=settings.seed, replace_batch_norm=False

@@ -16,6 +16,7 @@ from flwr.common.serde import context_from_proto, context_to_proto
 from flwr.proto.message_pb2 import Context as ContextProto
 from numpy.typing import NDArray
 
+from headwater.client.algorithms.run_trainer import run_trainer, trainer_of
 from headwater.client.app import app
 from headwater.client.enrolment.signing_identity import read_enrolment
 from headwater.client.flower.node import Node, NodeAnswer
@@ -23,7 +24,7 @@ from headwater.client.flower.request import SIMULATED
 from headwater.client.flower.state_file import SAMPLER
 from headwater.client.training.context import Identity
 from headwater.client.training.sampler import SamplerPosition, SamplerState
-from headwater.client.training.trainer import Trainer, trainer_of
+from headwater.client.training.trainer import Trainer
 from headwater.common.errors import HeadwaterError
 from headwater.common.flower import records
 from headwater.common.flower.grid import ensure_message_id, enter_run
@@ -55,7 +56,7 @@ def trainer(task: str = TASK) -> Trainer:
 
     The same task by another path has a trainer of its own, as it has in another process.
     """
-    return trainer_of(task, replace_batch_norm=False, check_task=False)
+    return run_trainer(settings_of(task=task))
 
 
 def model() -> bytes:

@@ -11,7 +11,7 @@ import functools
 
 from headwater.client.algorithms.lookup import algorithm_of
 from headwater.client.algorithms.trial import try_algorithm
-from headwater.client.training.trainer import Trainer, Trial, trainer_of
+from headwater.client.training.trainer import Trainer
 from headwater.common.errors import SettingsError
 from headwater.common.run_scope import cached_in_scope
 from headwater.common.settings.schema import AlgorithmSettings, Settings
@@ -28,14 +28,21 @@ def run_trainer(settings: Settings) -> Trainer:
         raise SettingsError("no task is set", remedy="name it with --task FILE.py:Class")
     return trainer_of(
         settings.task,
+        settings.algorithm.model_dump_json(),
         replace_batch_norm=settings.model.replace_batch_norm,
         check_task=settings.check_task,
-        trial=_trial(settings.algorithm.model_dump_json()),
     )
 
 
 @cached_in_scope()
-def _trial(chosen_json: str) -> Trial | None:
-    """Return the trial of a client algorithm, the same object for the same settings."""
-    algorithm = algorithm_of(AlgorithmSettings.model_validate_json(chosen_json))
-    return None if algorithm is None else functools.partial(try_algorithm, algorithm)
+def trainer_of(
+    task: str, algorithm_json: str, *, replace_batch_norm: bool, check_task: bool
+) -> Trainer:
+    """Return the trainer of a task and an algorithm; settings as a whole are no key of a cache."""
+    algorithm = algorithm_of(AlgorithmSettings.model_validate_json(algorithm_json))
+    return Trainer(
+        task,
+        replace_batch_norm=replace_batch_norm,
+        check_task=check_task,
+        trial=None if algorithm is None else functools.partial(try_algorithm, algorithm),
+    )

@@ -45,7 +45,6 @@ from headwater.common.errors import (
 from headwater.common.messages import DescribeRequest, DeviceReport, EvaluateReport, Plan, Update
 from headwater.common.model.mismatch import difference_from_text
 from headwater.common.model.parameters import build_model
-from headwater.common.run_scope import cached_in_scope
 from headwater.common.system.heap import release_freed_memory
 from headwater.common.task import Examples, load_task
 from headwater.common.user_code import running
@@ -384,13 +383,3 @@ class Trainer:
         return EvaluateReport(
             name=identity.name, weight=weight, loss_sum=loss_sum, metric_sums=metric_sums
         )
-
-
-@cached_in_scope()
-def trainer_of(
-    task_spec: str, *, replace_batch_norm: bool, check_task: bool, trial: Trial | None = None
-) -> Trainer:
-    """Return the run's trainer of a task in this process, made at the first call."""
-    return Trainer(
-        task_spec, replace_batch_norm=replace_batch_norm, check_task=check_task, trial=trial
-    )

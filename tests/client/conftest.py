@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from headwater.client.training.trainer import trainer_of
+from headwater.client.algorithms.run_trainer import trainer_of
 
 
 @pytest.fixture

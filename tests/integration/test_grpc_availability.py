@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 
+from headwater.client.algorithms.run_trainer import run_trainer
 from headwater.client.app import app as own_app
 from headwater.client.device.availability import LEAD_SECONDS, ROUND_SLACK_BYTES, Availability
 from headwater.client.flower.node import Node
 from headwater.client.training.context import Identity
-from headwater.client.training.trainer import Trainer, trainer_of
+from headwater.client.training.trainer import Trainer
 from headwater.client.transport import leaving as departure
 from headwater.client.transport.connection import Connection
 from headwater.common.settings.schema import ClientSettings, Settings
@@ -49,7 +50,7 @@ class WallClock:
 
 
 def trainer_in_use(task: GatedTask) -> Trainer:
-    return trainer_of(task.spec, replace_batch_norm=False, check_task=True)
+    return run_trainer(Settings(task=task.spec))
 
 
 def device(

@@ -11,7 +11,6 @@ import pytest
 from headwater.client.enrolment.signing_identity import make_identity
 from headwater.client.secagg.pending import pending_in
 from headwater.client.secagg.session import SecureSession
-from headwater.client.training.trainer import trainer_of
 from headwater.common.errors import SessionReplayed, StateError, UpdateNotHeld
 from headwater.common.flower import records
 from headwater.common.secagg.protocol import MaskRequest
@@ -30,6 +29,7 @@ from tests.masked import (
     play,
     ready,
     train,
+    trainer,
 )
 
 NAMES = ("d0", "d1", "d2")
@@ -179,12 +179,8 @@ class Watched:
 
 
 def session_of(device: Device) -> SecureSession:
-    trainer = (
-        device.node.trainer
-        if isinstance(device, NodeDevice)
-        else trainer_of(TASK, replace_batch_norm=False, check_task=False)
-    )
-    return pending_in(trainer.accumulator).get(RUN, device.name)
+    own = device.node.trainer if isinstance(device, NodeDevice) else trainer()
+    return pending_in(own.accumulator).get(RUN, device.name)
 
 
 def test_no_secret_appears_in_a_log_state_file_context_or_repr(
