@@ -22,6 +22,7 @@ from headwater.client.device.hardware import this_machine
 from headwater.client.flower.request import SIMULATED, DeviceRequest, read_request, spool_of
 from headwater.client.flower.state_file import SAMPLER, SECURE, SPEED, read_record
 from headwater.client.secagg.pending import pending_in
+from headwater.client.secagg.plan_policy import check_plan
 from headwater.client.secagg.prepare import (
     check_masking,
     floor_of,
@@ -99,6 +100,8 @@ def _train(request: DeviceRequest) -> RecordDict:
         if plan.is_masked:
             request.suspended.prepare()
     check_masking(request.secure, is_masked=plan.is_masked, name=identity.name, what="an update")
+    if plan.is_masked:
+        check_plan(plan, name=identity.name, told_examples=_told_examples(request, plan))
     _load_model(request, plan)
     spool = spool_of(context, identity.name)
     with hide_details(plan, identity.name):
@@ -120,6 +123,14 @@ def _train(request: DeviceRequest) -> RecordDict:
             _add_pending(request, plan, update)
             return records.content_of(ready_message(update.report, request.speed))
     return records.update_content(update, as_view=records.is_view(content))
+
+
+def _told_examples(request: DeviceRequest, plan: Plan) -> int:
+    """Return the number of examples that the server was told."""
+    training, _ = request.trainer.split(
+        request.identity, run_seed=plan.run_seed, fraction=plan.held_out_fraction
+    )
+    return len(training)
 
 
 def _add_pending(request: DeviceRequest, plan: Plan, update: Update) -> None:

@@ -302,6 +302,12 @@ class SessionReplayed(SessionRefused):
     """The session is not newer than every session that the device has seen."""
 class SessionMismatch(SessionRefused):
     """Other members were shown another model, roster or parameter set."""
+class PlanMismatch(SessionRefused):
+    """The session's parameters are for plans that differ from the device's own."""
+    remedy = "the server must give all devices of a round one local rate, precision and algorithm"
+class WeightTooLarge(SessionRefused):
+    """Most of the session's sum would be the device's own update."""
+    remedy = "plan more alike quotas, invite more devices, or raise secure.max_share on the device"
 class ComplaintIgnored(SessionRefused):
     """The session keeps a dealer whose share the device reported as bad."""
 class MaskingRequired(SessionRefused):

@@ -1,10 +1,12 @@
-"""What all tests share: how hypothesis draws, and Ctrl-C."""
+"""What all tests share: how hypothesis draws, Ctrl-C, and a process without updates."""
 
 from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 # One thread for each of the processes that share the machine's cores.
@@ -27,3 +29,13 @@ settings.load_profile("quick")
 # that a test starts and interrupts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture
+def a_process_of_its_own() -> Iterator[None]:
+    """Begin without updates, and without what another test learned of the task."""
+    from headwater.client.algorithms.run_trainer import trainer_of
+
+    trainer_of.cache_clear()
+    yield
+    trainer_of.cache_clear()

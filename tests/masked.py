@@ -31,6 +31,7 @@ from headwater.common.flower.grid import ensure_message_id, enter_run
 from headwater.common.messages import Plan, ReadyReport, UpdateReport
 from headwater.common.model.parameters import ModelImage
 from headwater.common.secagg.masked_numbers import bounds_of
+from headwater.common.secagg.plan_digest import plan_digest
 from headwater.common.secagg.protocol import PHASES, KeysRequest, Request, SessionNumber
 from headwater.common.settings.schema import Settings
 from headwater.server.secagg.key_phases import open_session
@@ -361,6 +362,7 @@ def opening_of(
             "number": SessionNumber(round_plan.round, attempt),
             "mode": mode,
             "model_digest": hashlib.sha256(model()).digest(),
+            "plan_digest": plan_digest(round_plan),
             "num_values": image.layout.num_parameters,
             "planned_weights": {d.name: round_plan.weigh_as or round_plan.quota for d in devices},
             "clip": CLIP,

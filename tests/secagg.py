@@ -37,6 +37,7 @@ from tests.faults import FaultPlan
 
 Phase = KeysPhase | DealPhase | CheckPhase | MaskPhase | SignPhase | UnmaskPhase
 
+PLAN = hashlib.sha256(b"what all plans have in common").digest()
 MODEL = hashlib.sha256(b"the model that everybody has").digest()
 RUN = 4711
 ACTIONS = tuple(phase.action for phase in PHASES)
@@ -128,6 +129,7 @@ class Cast:
                 "number": SessionNumber(1, 1),
                 "mode": mode,
                 "model_digest": MODEL,
+                "plan_digest": PLAN,
                 "num_values": num_values,
                 "planned_weights": dict.fromkeys(self.names, PLANNED),
                 "clip": 4.0,
@@ -142,6 +144,7 @@ class Cast:
                 "run": RUN,
                 "round": self.setup.number.round,
                 "model_digest": MODEL,
+                "plan_digest": PLAN,
                 "num_values": num_values,
                 "planned_weight": PLANNED,
                 "update_id": f"{name} 0",

@@ -174,6 +174,7 @@ class SuspendedSession(SecureMessage):
     run: RunId
     round: Natural
     model_digest: Digest
+    plan_digest: Digest
     num_values: Natural
     planned_weight: Weight
     update_id: str

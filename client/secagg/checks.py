@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
+from fractions import Fraction
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +27,7 @@ from headwater.common.secagg.protocol import (
     MIN_MEMBERS,
     NUM_CLIPPED,
     CheckRequest,
+    Member,
     Parameters,
     SurvivorsRequest,
     UnmaskRequest,
@@ -76,6 +78,12 @@ CHECKS = _rows(
      "t, and k of a sparse graph, meet the rule for n"),
     ("reachable threshold", "share_keys", errors.ThresholdTooHigh,
      "t holders can be left after the dropouts that the client assumes"),
+    ("same plan", "share_keys", errors.PlanMismatch,
+     "the session is for plans that have all but quota, micro-batch and times in common"),
+    ("own share", "share_keys, masked_update", errors.WeightTooLarge,
+     "the client's planned weight is at most its own share of all, with no other counted for more"),
+    ("steps for each", "share_keys", errors.MaskingTooWeak,
+     "each member has at least the client's own number of steps of the ring for a coordinate"),
     ("whole vector", "share_keys", errors.ModelMismatch,
      "the session masks all coordinates of the update"),
     ("ring and clip", "share_keys", errors.MaskingTooWeak,
@@ -125,6 +133,20 @@ def check_unmasked(device: Participant, record: SessionRecord) -> None:
     if record.masked == device.update_id:
         raise errors.UpdateAlreadyMasked(
             f"{device.name}: the update {device.update_id} was masked before, in {record.highest}"
+        )
+
+
+def check_share(members: Iterable[Member], names: Container[str], device: Participant) -> None:
+    """Check that the sum would not be mostly this client's own update.
+
+    Another member counts for no more than this client: a colluding one could claim any weight.
+    """
+    own = device.planned_weight
+    total = sum(min(member.planned_weight, own) for member in members if member.name in names)
+    if own > Fraction(str(device.floor.max_share)) * total:
+        raise errors.WeightTooLarge(
+            f"{device.name}: its planned weight of {own:,} would be {own / total:.0%} of the "
+            f"session, at most {device.floor.max_share:.0%} are accepted"
         )
 
 
@@ -178,6 +200,7 @@ def check_members(members: tuple[str, ...], state: AwaitingMaskRequest) -> None:
             f"{device.name}: U2 has {len(u2)} members; at least {least} are required, and "
             f"{session.parameters.threshold} of this client's holders"
         )
+    check_share(session.members.values(), u2, device)
 
 
 def check_update(update: UnmaskedUpdate, parameters: Parameters, device: Participant) -> None:

@@ -32,6 +32,7 @@ from headwater.common.messages import (
     UpdateReport,
 )
 from headwater.common.secagg.masked_numbers import MAX_METRICS, numbers_of
+from headwater.common.secagg.plan_digest import plan_digest
 from headwater.common.settings import schema as settings
 from headwater.common.stats.gradient_noise import NoiseSums, noise_sums
 from headwater.common.stats.linear_fit import Line
@@ -84,6 +85,8 @@ def floor_of(secure: settings.SecureSettings) -> Floor:
         mode="active" if secure.aggregation == "active" else "semi-honest",
         min_members=secure.min_members,
         min_survivors=secure.min_survivors,
+        max_share=secure.max_share,
+        member_bits=secure.member_bits,
         corrupted=secure.corrupted,
         dropout=secure.dropout,
     )
@@ -181,6 +184,7 @@ def participant_of(
         run=run_id,
         round=plan.round,
         model_digest=hashlib.sha256(trainer.image.buffer()).digest(),
+        plan_digest=plan_digest(plan),
         num_values=trainer.image.layout.num_parameters,
         planned_weight=plan.weigh_as or max_weight_per_example(trainer.task) * plan.max_examples,
         update_id=update_id(run_id, plan, sampler),

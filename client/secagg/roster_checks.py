@@ -9,7 +9,7 @@ import functools
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from headwater.client.secagg.checks import check_unmasked
+from headwater.client.secagg.checks import check_share, check_unmasked
 from headwater.client.secagg.types import Participant, SessionRecord
 from headwater.common import errors
 from headwater.common.secagg.fixed_point import plan_encoding
@@ -72,11 +72,17 @@ def check_roster(
             raise errors.SessionReplayed(
                 f"{device.name}: the roster is for {actual}, the keys were made for {expected}"
             )
+    if parameters.plan != device.plan_digest:
+        raise errors.PlanMismatch(
+            f"{device.name}: the session is for plans with digest {parameters.plan.hex()[:16]}, "
+            f"its own plan has {device.plan_digest.hex()[:16]}"
+        )
     _check_members(roster.members, keys=keys, device=device)
     if parameters.mode == "active":
         _check_identities(roster.members, request, device)
     num_members = len(roster.members)
     check_thresholds(parameters, num_members, device)
+    check_share(roster.members, {member.name for member in roster.members}, device)
     _check_ring(parameters, roster.members, device)
     _check_numbers(parameters, num_members, device)
 
@@ -211,6 +217,12 @@ def _check_ring(parameters: Parameters, members: Sequence[Member], device: Parti
     if encoding != finest:
         raise errors.MaskingTooWeak(
             f"{device.name}: the encoding is {encoding}; the finest that cannot wrap is {finest}"
+        )
+    least = min(members, key=lambda member: member.planned_weight)
+    if encoding.bound(least.planned_weight) < 2**floor.member_bits:
+        raise errors.MaskingTooWeak(
+            f"{device.name}: {least.name} has {encoding.bound(least.planned_weight):,} steps of "
+            f"the ring for a coordinate, at least {2**floor.member_bits:,} are required"
         )
     if parameters.cipher != "chacha20" and not all(member.has_aes for member in members):
         raise errors.MaskingTooWeak(

@@ -22,12 +22,16 @@ class Floor:
     ``corrupted`` and ``dropout`` are the fractions of members that the client assumes to collude
     with the server and to drop out, ``bits`` is -log2 of the failure probability that it accepts:
     the three decide which sparse graphs are dense enough.
-    ``min_survivors`` is the fraction of U2 that must be in the sum.
+    ``min_survivors`` is the fraction of U2 that must be in the sum. ``max_share`` is the largest
+    part of the session's weight that may be the client's own, and 2^``member_bits`` the fewest
+    steps of the ring that each member must have for a coordinate.
     """
 
     mode: Mode = "semi-honest"
     min_members: int = MIN_MEMBERS
     min_survivors: float = 0.7
+    max_share: float = 0.6
+    member_bits: int = 4
     corrupted: float = 0.1
     dropout: float = 0.1
     bits: int = SECURITY_BITS
@@ -48,6 +52,7 @@ class Participant:
     run: int
     round: int
     model_digest: bytes
+    plan_digest: bytes
     num_values: int
     planned_weight: int
     update_id: str

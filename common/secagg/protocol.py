@@ -121,6 +121,7 @@ class SessionHeader(SecureMessage):
 class Parameters(SessionHeader):
     """The server's choices for a session; each device checks them against its own minimum."""
 
+    plan: Digest = Field(description="of what all plans have in common (plan_digest)")
     threshold: Holders
     num_neighbours: Holders | None = Field(None, description="None: the complete graph")
     cipher: Cipher = "chacha20"

@@ -239,6 +239,12 @@ class SecureSettings(Branch):
     min_survivors: Part = setting(
         0.7, "share of a session's members below which a device reveals nothing", on=""
     )
+    max_share: Part = setting(
+        0.6, "largest part of a session's planned weight that a device accepts for itself", on=""
+    )
+    member_bits: int = setting(
+        4, "a device requires 2^this steps of the ring for each member", on="", ge=1, le=24
+    )
     corrupted: Probability = setting(
         0.1, "share of devices assumed to collude; decides the graph of more than 64 members", on=""
     )

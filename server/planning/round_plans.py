@@ -37,6 +37,7 @@ from headwater.server.planning.device_estimates import UNKNOWN_DEVICE, DeviceEst
 from headwater.server.planning.exclusions import Exclusion, exclude, excluded_in
 from headwater.server.planning.plan_messages import held_out_fraction, plans_of
 from headwater.server.planning.planner import Assignment, TransferCosts, assign
+from headwater.server.planning.share_limit import limited_quotas, limited_weights
 from headwater.server.planning.target_batch import Target
 
 log = logging.getLogger(__name__)
@@ -152,7 +153,7 @@ class RoundPlanner:
         owned = {name: one.num_examples for name, one in zip(names, estimates, strict=True)}
         target = self.target.open(num_invited=len(names))
         self._log_target(round_number, target, owned)
-        assigned = self.decisions.assign(
+        assigned: Mapping[str, Assignment] = self.decisions.assign(
             names,
             estimates,
             exceptions,
@@ -162,9 +163,13 @@ class RoundPlanner:
             costs=costs,
         )
         is_by_data = self.settings.cohort.weighting == "dataset"
-        weights = dataset_weights(owned) if is_by_data else {}
+        weights: Mapping[str, int] = dataset_weights(owned) if is_by_data else {}
         bounded = {name for name, one in assigned.items() if one.speed_cut > 1}
         bounded |= {name for name, weight in weights.items() if weight < owned[name]}
+        if self.settings.secure.aggregation != "off":
+            max_share = self.settings.secure.max_share
+            assigned = limited_quotas(assigned, max_share=max_share)
+            weights = limited_weights(weights, max_share=max_share)
         self._log(round_number, selection, bounded)
         self._note_selection(selection, waiting_since, round_number)
         return RoundPlans(

@@ -42,6 +42,7 @@ class SessionSetup:
     number: SessionNumber
     mode: Mode
     model_digest: bytes
+    plan_digest: bytes
     num_values: int
     planned_weights: Mapping[str, int]
     clip: float
@@ -89,6 +90,7 @@ def parameters_of(setup: SessionSetup, members: Iterable[Member]) -> Parameters:
         round=setup.number.round,
         attempt=setup.number.attempt,
         mode=setup.mode,
+        plan=setup.plan_digest,
         threshold=t,
         num_neighbours=k,
         cipher="aes256-ctr" if has_aes else "chacha20",

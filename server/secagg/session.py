@@ -22,6 +22,7 @@ from headwater.common.errors import HeadwaterError, UnexpectedUpdate
 from headwater.common.messages import Plan, ReadyReport
 from headwater.common.model.parameters import ModelImage
 from headwater.common.secagg.masked_numbers import bounds_of
+from headwater.common.secagg.plan_digest import plan_digest
 from headwater.common.secagg.protocol import PHASES, Phase, Request, SessionNumber
 from headwater.common.settings.schema import SecureSettings
 from headwater.server.fleet import Dropout, Fleet
@@ -47,6 +48,7 @@ class ReadyCohort:
     planned_weights: Mapping[str, int]
     metrics: tuple[str, ...]
     max_examples: int
+    plan_digest: bytes
 
     @staticmethod
     def of(
@@ -76,6 +78,7 @@ class ReadyCohort:
             },
             metrics=metrics,
             max_examples=max((plans[name].max_examples for name in accepted), default=1),
+            plan_digest=plan_digest(next(iter(plans.values()))),
         )
 
     def without(self, names: Iterable[str]) -> ReadyCohort:
@@ -109,6 +112,7 @@ def setup_of(
         number=number,
         mode=settings.aggregation,
         model_digest=hashlib.sha256(image.buffer()).digest(),
+        plan_digest=cohort.plan_digest,
         num_values=num_values,
         planned_weights=cohort.planned_weights,
         clip=state.clip.clip,

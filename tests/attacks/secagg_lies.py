@@ -250,6 +250,36 @@ ROSTER = [
         change=chosen(num_neighbours=4, threshold=3),
     ),
     Attack(check="reachable threshold", action="share_keys", change=chosen(threshold=6)),
+    Attack(check="same plan", action="share_keys", change=chosen(plan=bytes(32))),
+    Attack(
+        check="own share",  # 8 of 12, with the others' real plans
+        action="share_keys",
+        change=members(
+            lambda rows: [
+                row if row.name == VICTIM else row.model_copy(update={"planned_weight": 1})
+                for row in rows
+            ]
+        ),
+    ),
+    Attack(
+        check="own share",  # as above: another member's weight counts for no more than its own
+        action="share_keys",
+        change=members(
+            lambda rows: [
+                row
+                if row.name == VICTIM
+                else row.model_copy(update={"planned_weight": 40 if row.name == OTHER else 1})
+                for row in rows
+            ]
+        ),
+        cast={"floor": Floor(max_share=0.4)},
+    ),
+    Attack(
+        check="steps for each",
+        action="share_keys",
+        change=entry(OTHER, planned_weight=1),
+        cast={"floor": Floor(member_bits=28)},
+    ),
     Attack(check="whole vector", action="share_keys", change=chosen(num_values=1)),
     Attack(
         check="ring and clip",  # an odd number of neighbours

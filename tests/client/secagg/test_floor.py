@@ -146,7 +146,7 @@ class Talkative(TwoLayers):
     [
         ("AllBad", plan(), EmptyUpdate),
         ("Heavy", plan(), CountOutOfRange),
-        ("Steep", plan(weigh_as=977), NonFiniteUpdate),
+        ("Steep", plan(weigh_as=24), NonFiniteUpdate),
         ("Talkative", plan(), TaskError),
     ],
 )

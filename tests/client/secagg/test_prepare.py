@@ -89,7 +89,7 @@ def test_the_norm_and_the_noise_sums_are_masked() -> None:
     local = plan(local_steps=2)
     for device in cohort:
         ready(device, local)
-    again = play(cohort, make_setup(cohort, attempt=2)).sum.numbers
+    again = play(cohort, opening_of(cohort, local, attempt=2)).sum.numbers
     assert {value for name, value in again.items() if name.startswith("noise.")} == {0.0}
 
 

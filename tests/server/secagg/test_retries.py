@@ -49,7 +49,7 @@ from headwater.server.secagg.session import ReadyCohort
 from headwater.server.secagg.unmask_phase import UnmaskedSum
 from headwater.simulation.engines.message_grid import InProcessGrid
 from headwater.simulation.fleet.virtual_hardware import virtual_hardware
-from tests.secagg import Cast
+from tests.secagg import PLAN, Cast
 
 LIAR = "d002"
 RUN = 2**61 + 5
@@ -97,7 +97,13 @@ class SessionResult:
         ready = {n: ReadyReport(name=n, round=1, seconds=1.0, peak_bytes=0) for n in weights}
         try:
             self.opened = sum_masked(
-                ReadyCohort(ready=ready, planned_weights=weights, metrics=(), max_examples=1),
+                ReadyCohort(
+                    ready=ready,
+                    planned_weights=weights,
+                    metrics=(),
+                    max_examples=1,
+                    plan_digest=PLAN,
+                ),
                 CastFleet(cast, lies),  # type: ignore[arg-type] # it implements converse only
                 set_up=set_up,
                 bounds=None,

@@ -45,6 +45,7 @@ def make_setup(**changes: Any) -> SessionSetup:
         "number": SessionNumber(1, 1),
         "mode": "semi-honest",
         "model_digest": MODEL,
+        "plan_digest": bytes(32),
         "num_values": 10,
         "planned_weights": {},
         "clip": 4.0,

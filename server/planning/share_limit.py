@@ -1,0 +1,58 @@
+"""Limits the largest quotas and weights of a masked round.
+
+A device refuses to be most of a session's sum (``secure.max_share``): the sum would be its own
+update. The server therefore plans no client for more than a part of that, so that a session is
+still accepted after some of its clients have dropped out. What is cut is not given to the others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from headwater.server.planning.planner import Assignment
+
+# The planned part of a device's own limit: with fewer clients each is a larger part of the sum.
+PLANNED_PART = 0.8
+
+
+def limited_quotas(
+    assigned: Mapping[str, Assignment], *, max_share: float
+) -> Mapping[str, Assignment]:
+    """Return the assignments, with the largest quotas cut to the limit."""
+    limit = largest_value([one.quota for one in assigned.values()], max_share=max_share)
+    cut = {id(one): one._replace(quota=limit) for one in assigned.values() if one.quota > limit}
+    return {name: cut.get(id(one), one) for name, one in assigned.items()} if cut else assigned
+
+
+def limited_weights(weights: Mapping[str, int], *, max_share: float) -> Mapping[str, int]:
+    """Return the weights, with the largest cut to the limit."""
+    limit = largest_value(list(weights.values()), max_share=max_share)
+    return {name: min(weight, limit) for name, weight in weights.items()}
+
+
+def largest_value(values: Sequence[int], *, max_share: float) -> int:
+    """Return the largest v with v <= PLANNED_PART max_share x the sum of min(value, v).
+
+    =====================  =========  ======================================================
+    values                 max_share  result
+    =====================  =========  ======================================================
+    8, 8, 8                0.6        8: nothing is cut
+    100, 50, 10, 1, 1      0.6        57: of 119
+    30, 1, 1               0.6        1
+    7, 3                   0.6        1: two clients cannot have less than 0.48 each
+    =====================  =========  ======================================================
+    """
+    share = PLANNED_PART * max_share
+    ordered = sorted(values, reverse=True)
+    rest = sum(ordered)  # of the values that are not cut
+    for num_cut, value in enumerate(ordered):
+        if value <= share * (num_cut * value + rest):
+            return value
+        rest -= value
+        following = ordered[num_cut + 1] if num_cut + 1 < len(ordered) else 0
+        free = 1 - (num_cut + 1) * share
+        limit = math.floor(share * rest / free) if free > 0 else value
+        if limit >= following:
+            return max(limit, 1)
+    return 1

@@ -1,0 +1,53 @@
+"""The digest of what a round's plans have in common."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from headwater.common.messages import Plan
+from headwater.common.secagg.plan_digest import plan_digest
+
+FIELDS: dict[str, Any] = {
+    "round": 1,
+    "run_seed": 2,
+    "model_version": 0,
+    "quota": 8,
+    "micro_batch_size": 4,
+    "is_masked": True,
+}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"round": 2},
+        {"run_seed": 3},
+        {"model_version": 1},
+        {"local_steps": 2},
+        {"local_learning_rate": 1e-30},
+        {"precision": "bfloat16"},
+        {"algorithm": "none"},
+        {"held_out_fraction": 0.1},
+        {"weigh_as": 8},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_plans_that_differ_in_a_common_field_have_other_digests(change: dict[str, Any]) -> None:
+    assert plan_digest(Plan(**FIELDS)) != plan_digest(Plan(**FIELDS | change))
+
+
+def test_plans_of_unlike_devices_have_the_same_digest() -> None:
+    other = {
+        "quota": 9,
+        "micro_batch_size": 2,
+        "deadline_seconds": 5.0,
+        "finish_seconds": 2.0,
+        "counted_round": 3,
+        "share": 0.5,
+        "reason": "another",
+    }
+    assert plan_digest(Plan(**FIELDS)) == plan_digest(Plan(**FIELDS | other))
+    first, second = (Plan(**FIELDS, weigh_as=weight) for weight in (3, 7))
+    assert plan_digest(first) == plan_digest(second)
