@@ -14,6 +14,7 @@ CHUNK_BYTES = 1 << 20
 SMALL_IMAGE_BYTES = 64 << 10
 RECEIPT_EVERY_BYTES = 8 << 20
 MAX_REPLY_HEAD_BYTES = 1 << 20
+MAX_MESSAGE_ID = 128  # characters; the server's own ids have 36
 # The longest frame is a chunk, or a reply's head.
 MAX_FRAME_BYTES = max(CHUNK_BYTES, MAX_REPLY_HEAD_BYTES) + (1 << 16)
 

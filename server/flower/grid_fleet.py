@@ -65,7 +65,7 @@ class GridFleet:
             self._registration.update(request)
             reports, refused = self._registration.reports, self._registration.refused
             may_begin = self._own is None or self._own.may_begin()
-            if may_begin and len(reports) >= min_clients and self._registration.is_settled:
+            if may_begin and self._registration.may_begin(min_clients=min_clients):
                 return self._connected(reports.values())
             is_complete = not getattr(self._grid, "awaits_more", True)
             if refused and (is_complete or (self._own is None and not reports)):

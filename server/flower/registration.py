@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from flwr.app import Message
@@ -30,8 +30,7 @@ from headwater.common.wording import counted
 log = logging.getLogger(__name__)
 
 DESCRIBE = "query.describe"
-# A round waits for newcomers that were asked this recently, even if enough clients have joined:
-# the devices of a fleet start at about the same time.
+# The first round waits so long for newcomers, even if enough clients have joined.
 PATIENCE_SECONDS = 10.0
 
 
@@ -48,20 +47,34 @@ class PendingDescription:
 class Registration:
     """The nodes of a grid and their descriptions."""
 
-    def __init__(self, grid: Grid) -> None:
+    def __init__(self, grid: Grid, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.reports: dict[int, DeviceReport] = {}
         self.refused: dict[int, HeadwaterError] = {}
         self._grid = grid
         self._own = grid if isinstance(grid, HeadwaterGrid) else None
         self._pending: dict[str, PendingDescription] = {}
+        self._clock = clock
+        self._has_begun = False
+        self._enough_since: float | None = None
 
-    @property
-    def is_settled(self) -> bool:
-        """Whether every newcomer has answered or had enough time to answer."""
-        # Flower's own engines start all devices' processes at once, so they get more time.
-        patience = SILENT_SECONDS if self._own is None else PATIENCE_SECONDS
-        cutoff = time.monotonic() - patience
-        return all(one.is_repeat or one.at < cutoff for one in self._pending.values())
+    def may_begin(self, *, min_clients: int) -> bool:
+        """Return whether a round may begin with the clients that have described themselves.
+
+        The first round waits a little for newcomers that have not answered yet, because the
+        devices of a fleet start at about the same time; the wait ends even if more newcomers come.
+        No later round waits for a newcomer.
+        """
+        if len(self.reports) < min_clients:
+            return False
+        if not self._has_begun:
+            now = self._clock()
+            since = self._enough_since = now if self._enough_since is None else self._enough_since
+            # Flower's own engines start all devices' processes at once, so they get more time.
+            patience = SILENT_SECONDS if self._own is None else PATIENCE_SECONDS
+            self._has_begun = now - since >= patience or all(
+                one.is_repeat or one.at < now - patience for one in self._pending.values()
+            )
+        return self._has_begun
 
     def update(self, request: DescribeRequest) -> None:
         """Ask new nodes, take the answers that have arrived, and forget nodes that have left."""
@@ -102,7 +115,7 @@ class Registration:
             Message(records.content_of(request), node, DESCRIBE, group_id="describe")
             for node, request in requests.items()
         ]
-        now = time.monotonic()
+        now = self._clock()
         pushed = set(self._grid.push_messages(messages))
         for message in messages:  # a message that could not be pushed is sent again later
             if message.metadata.message_id in pushed:
@@ -148,7 +161,7 @@ class Registration:
 
     def _refuse_silent(self) -> None:
         limit = SILENT_SECONDS if self._own is None else self._own.silent_seconds
-        cutoff = time.monotonic() - limit
+        cutoff = self._clock() - limit
         for message_id, pending in list(self._pending.items()):
             if pending.at < cutoff:
                 del self._pending[message_id]

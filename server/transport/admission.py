@@ -70,6 +70,14 @@ class Admission:
         self._rate_limit.take(self._rate_key(stream), time.monotonic())
         log.warning("%s refused: %s: %s", stream.peer(), error.code, error)
 
+    def note_unanswered(self, stream: Stream) -> None:
+        """Count a stream that ended before its device answered anything, as if it was refused.
+
+        An honest device's connection seldom breaks so early, and a fleet's refusals have room for
+        it; a device that says hello and leaves, again and again, has to wait as refused ones do.
+        """
+        self._rate_limit.take(self._rate_key(stream), time.monotonic())
+
     def refuse_session(self, session: DeviceSession, error: HeadwaterError) -> None:
         """Refuse this session from now on; a restarted device has a new one and may try again."""
         self._refused_sessions[session.node_id] = (session.token, error)

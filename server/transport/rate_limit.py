@@ -1,4 +1,4 @@
-"""Token buckets that limit connections per address and frames per stream."""
+"""Token buckets that limit connections per address, and frames and bytes per stream."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ipaddress
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from headwater.common.transport.limits import CHUNK_BYTES
+from headwater.common.transport.limits import CHUNK_BYTES, MAX_REPLY_HEAD_BYTES
 
 # Per address (per /64 for IPv6). One join makes two connections.
 BURST, PER_SECOND, MAX_ADDRESSES = 20.0, 0.5, 4096
@@ -14,6 +14,10 @@ BURST, PER_SECOND, MAX_ADDRESSES = 20.0, 0.5, 4096
 # Per stream. An honest device sends a handful of frames per instruction in addition to its update's
 # chunks, and may be in the middle of an update when it learns that the update was refused.
 FRAMES, FRAMES_PER_INSTRUCTION, FRAMES_PER_SECOND = 1000.0, 32.0, 1.0
+# Bytes that no instruction asks for: faults, renewals, and a reply that crosses its cancellation.
+UNASKED_BYTES, UNASKED_BYTES_PER_SECOND = 4.0 * CHUNK_BYTES, 65_536.0
+# A reply without an instruction costs as much as this many frames: an honest device sends few.
+UNASKED_REPLY_FRAMES = 50
 
 
 class RateLimit:
@@ -40,23 +44,35 @@ class RateLimit:
 
 @dataclass(kw_only=True, slots=True)
 class FrameLimit:
-    """Limits the frames of one stream: a tiny frame costs the server as much as a large one."""
+    """Limits the frames of one stream, and their bytes.
+
+    A tiny frame costs the server as much as a large one; large ones that nothing asks for would
+    occupy its memory and the time of its event loop.
+    """
 
     tokens: float = FRAMES
+    num_bytes: float = UNASKED_BYTES
     at: float = 0.0
 
     def grant_reply(self, reply_bytes: int) -> None:
-        """Grant twice the frames that a reply of ``reply_bytes`` needs."""
+        """Grant twice the frames and bytes that a reply of ``reply_bytes`` needs."""
         grant = FRAMES_PER_INSTRUCTION + 2 * -(-reply_bytes // CHUNK_BYTES)
         self.tokens = min(self.tokens + grant, FRAMES + grant)
+        asked = 2.0 * (reply_bytes + MAX_REPLY_HEAD_BYTES)
+        self.num_bytes = min(self.num_bytes + asked, UNASKED_BYTES + asked)
 
-    def take(self, now: float) -> bool:
-        """Take a token if there is one."""
+    def take(self, now: float, *, num_bytes: int = 0, num_frames: int = 1) -> bool:
+        """Take the tokens of a frame if there are enough."""
+        seconds, self.at = now - self.at, now
         if self.tokens < FRAMES:
-            self.tokens = min(self.tokens + (now - self.at) * FRAMES_PER_SECOND, FRAMES)
-        self.at = now
-        is_allowed = self.tokens >= 1
-        self.tokens -= is_allowed
+            self.tokens = min(self.tokens + seconds * FRAMES_PER_SECOND, FRAMES)
+        if self.num_bytes < UNASKED_BYTES:
+            refill = seconds * UNASKED_BYTES_PER_SECOND
+            self.num_bytes = min(self.num_bytes + refill, UNASKED_BYTES)
+        is_allowed = self.tokens >= num_frames and self.num_bytes >= num_bytes
+        if is_allowed:
+            self.tokens -= num_frames
+            self.num_bytes -= num_bytes
         return is_allowed
 
 

@@ -87,6 +87,8 @@ class DeviceSession:
     """Of the current stream."""
     instruction: DeviceInstruction | None = None
     """The instruction whose reply is awaited."""
+    has_answered: bool = False
+    """Whether it has completed a reply, at least the one with its description."""
     num_starts_over: int = 0
     """How often the device came back to this instruction without its model, or as a new process."""
     missed: ServerFrame | None = None

@@ -56,7 +56,7 @@ class StagedUpload:
         self.num_bytes = num_bytes
         self.sha256 = sha256
         self.received = 0
-        self._num_starts = self._started_at = 0
+        self.num_starts = self._started_at = 0
         self._memory = memory
         self._digest = hashlib.sha256()
         self._data: bytearray | mmap.mmap = bytearray()
@@ -70,9 +70,9 @@ class StagedUpload:
 
     def note_start(self) -> int:
         """Note that the upload starts or continues; return how often it did so at this byte."""
-        self._num_starts = 1 + (self._num_starts if self.received == self._started_at else 0)
+        self.num_starts = 1 + (self.num_starts if self.received == self._started_at else 0)
         self._started_at = self.received
-        return self._num_starts
+        return self.num_starts
 
     def add(self, offset: int, data: bytes) -> None:
         """Append the next chunk.

@@ -66,6 +66,8 @@ class Streams:
                 writer.cancel()
                 await asyncio.wait([writer], timeout=WRITER_SECONDS)
         except HeadwaterError as error:
+            if session is not None:
+                self._connections.uploads.fail(session, error)  # no round waits for its return
             if session is not None and session.sending_since is not None:
                 # A write is stuck: no fault and no status can be sent after it.
                 self._admission.count_refusal(stream, error)
@@ -81,6 +83,8 @@ class Streams:
             log.debug("stream lost: %s", error)
         finally:
             self._connections.closing.pop(stream, None)
+            if session is not None and not session.has_answered:
+                self._admission.note_unanswered(stream)
             if session is not None and session.stream is stream:
                 self._detach(session)
 
@@ -134,8 +138,8 @@ class Streams:
     async def _read_all(self, session: DeviceSession, stream: Stream) -> None:
         while (frame := await self._read(stream)) is not None:
             session.heard_at = time.monotonic()
-            if not session.frame_limit.take(session.heard_at):
-                raise ProtocolMismatch(f"{session.name} sends too many frames")
+            if not session.frame_limit.take(session.heard_at, num_bytes=frame.ByteSize()):
+                raise ProtocolMismatch(f"{session.name} sends too many frames, or bytes")
             if session.record is not None:
                 session.record.bytes_up += frame.ByteSize() + GRPC_FRAME_BYTES
             if session.outbox.qsize() > MAX_OUTBOX_FRAMES:

@@ -22,12 +22,19 @@ from headwater.common.errors import (
     LateUpdate,
     ModelMismatch,
     OversizeUpdate,
+    ProtocolMismatch,
     StateError,
     UnexpectedUpdate,
     travelling,
 )
-from headwater.common.transport.limits import CHUNK_BYTES, MAX_REPLY_HEAD_BYTES, RECEIPT_EVERY_BYTES
+from headwater.common.transport.limits import (
+    CHUNK_BYTES,
+    MAX_MESSAGE_ID,
+    MAX_REPLY_HEAD_BYTES,
+    RECEIPT_EVERY_BYTES,
+)
 from headwater.common.transport.wire_pb2 import Chunk, Fault, Receipt, Reply, ServerFrame
+from headwater.server.transport.rate_limit import UNASKED_REPLY_FRAMES
 from headwater.server.transport.session import Arrival, DeviceSession, OpenExchange
 from headwater.server.transport.staging import StagedUpload, StagingMemory
 
@@ -61,6 +68,8 @@ class Uploads:
         self.refusals: Counter[str] = Counter()
         self.exchange: OpenExchange | None = None
         """The instructions that a round awaits now."""
+        self.answered: set[str] = set()
+        """The devices that answered a round since the watchdog last looked."""
         self._memory = memory
         self._send = send
         self._max_uploads = max_uploads
@@ -72,14 +81,16 @@ class Uploads:
         """Take a reply's head and queue its vector, which resumes where it broke off.
 
         A reply that crossed its cancellation is ignored; its device has been notified by then.
+
+        Raises:
+            ProtocolMismatch: the device has sent too many replies that the server does not await.
         """
         instruction = session.instruction
         if reply.message_id in session.cancelled:
             log.debug("%s: ignored a reply that crossed its cancellation", session.name)
             return
         if instruction is None or reply.message_id != instruction.message_id:
-            unexpected = UnexpectedUpdate(f"{session.name}: the server does not await this reply")
-            self._refuse(session, reply.message_id, unexpected)
+            self._refuse_unasked(session, reply)
             return
         if (
             len(reply.head_json) > MAX_REPLY_HEAD_BYTES
@@ -97,6 +108,17 @@ class Uploads:
         session.reply = reply
         self._waiting.append(session)
         self.start_waiting()
+
+    def _refuse_unasked(self, session: DeviceSession, reply: Reply) -> None:
+        """Refuse a reply that no instruction asks for; a device that sends many is disconnected.
+
+        The refusal repeats the reply's id, so an id longer than the server's own is not answered.
+        """
+        is_allowed = session.frame_limit.take(time.monotonic(), num_frames=UNASKED_REPLY_FRAMES)
+        if not is_allowed or len(reply.message_id) > MAX_MESSAGE_ID:
+            raise ProtocolMismatch(f"{session.name} sends replies that the server does not await")
+        unexpected = UnexpectedUpdate(f"{session.name}: the server does not await this reply")
+        self._refuse(session, reply.message_id, unexpected)
 
     def start_waiting(self) -> None:
         """Start waiting uploads, in order, while fewer than ``max_uploads`` are in progress."""
@@ -117,6 +139,8 @@ class Uploads:
 
     def _is_slow(self, session: DeviceSession, now: float) -> bool:
         start, upload = self._started[session], session.upload
+        if upload is not None and upload.num_starts > 1:
+            return True  # it broke off without a byte: it may not occupy a place again and again
         seconds = now - start.at
         received = 0 if upload is None else upload.received - start.from_bytes
         return seconds > SLOW_AFTER_SECONDS and received < seconds * SLOW_BYTES_PER_SECOND
@@ -170,8 +194,10 @@ class Uploads:
             self.reject(session, CorruptUpdate(f"{session.name}: {error}"))
             return
         session.upload, session.reply, session.instruction = None, None, None
+        session.has_answered = True
         if self.exchange is not None and instruction.message_id in self.exchange.message_ids:
             self.exchange.num_replies += 1
+            self.answered.add(session.name)
         self._send(session, _receipt(reply.message_id, upload.num_bytes, is_done=True))
         self.arrivals.put(
             Arrival(

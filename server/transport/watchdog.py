@@ -7,7 +7,8 @@ without a stream. A stream whose certificate was revoked or has expired is ended
 A device that loses its connection in a round may return: a router restarts, a process is started
 again and continues from its spool. While other devices work, waiting for it costs nothing. When
 they are done, the round waits until ``return_seconds`` after the loss of the connection, or until
-``reconnect_seconds`` after it if it would have too few replies.
+``reconnect_seconds`` after it if it would have too few replies. Each
+wait in vain halves the next one for that device: no device slows the rounds down by leaving.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ import asyncio
 import datetime as dt
 import logging
 import time
-from collections import Counter
-from collections.abc import Iterable
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Iterable, Mapping
 
 from headwater.common.errors import ConnectionLost, LateUpdate, NoStream
 from headwater.common.wording import natural
@@ -29,6 +30,10 @@ log = logging.getLogger(__name__)
 
 CHECK_SECONDS = 0.25
 MAX_NAMES = 5
+# After a wait in vain, so many answers of the device restore its full wait.
+FORGIVING_ANSWERS = 10
+MAX_KNOWN = 10_000
+NEWCOMERS = ""  # no device's name
 
 
 class Watchdog:
@@ -110,16 +115,52 @@ class Watchdog:
             )
 
 
+class ReturnWaits:
+    """How long a round waits for the return of each device: half as long after each wait in vain.
+
+    Devices that have answered no round yet share one wait, because without TLS a stranger may come
+    under ever new names.
+    """
+
+    def __init__(self, return_seconds: float) -> None:
+        self._return_seconds = return_seconds
+        self._in_vain: defaultdict[str, float] = defaultdict(float)
+        self._known: OrderedDict[str, None] = OrderedDict()
+
+    def seconds(self, name: str) -> float:
+        """Return how long the round waits for this device."""
+        return self._return_seconds * 2 ** -self._in_vain.get(self._key(name), 0.0)
+
+    def note_in_vain(self, names: Iterable[str]) -> None:
+        """Note that a round has waited for these devices, and has given them up."""
+        for key in {self._key(name) for name in names}:
+            self._in_vain[key] += 1
+
+    def note_answer(self, name: str) -> None:
+        """Note that a device has answered a round."""
+        key = self._key(name)
+        left = self._in_vain.pop(key, 0.0) - 1 / FORGIVING_ANSWERS
+        if left > 0:
+            self._in_vain[key] = left
+        self._known[name] = None
+        self._known.move_to_end(name)
+        if len(self._known) > MAX_KNOWN:
+            self._in_vain.pop(self._known.popitem(last=False)[0], None)
+
+    def _key(self, name: str) -> str:
+        return name if name in self._known else NEWCOMERS
+
+
 class LostDevices:
     """Gives up the devices that lost their connection in a round, and logs them.
 
     | other devices of the round | its replies | a lost device may return |
     | --- | --- | --- |
     | one or more still work | any | as long as they work |
-    | all are done | enough | for ``return_seconds`` |
+    | all are done | enough | for ``return_seconds``, or less: see ``ReturnWaits`` |
     | all are done | too few to count | for ``reconnect_seconds`` |
 
-    The seconds are counted from the loss of the connection.
+    The seconds are those without a connection, over all losses of a device in the round.
     """
 
     def __init__(
@@ -127,9 +168,11 @@ class LostDevices:
     ) -> None:
         self._connections = connections
         self._reconnect_seconds = reconnect_seconds
-        self._return_seconds = min(return_seconds, reconnect_seconds)
+        self._waits = ReturnWaits(min(return_seconds, reconnect_seconds))
         self._exchange: OpenExchange | None = None
-        self._lost: set[str] = set()
+        self._lost: dict[str, float] = {}
+        self._away_seconds: defaultdict[str, float] = defaultdict(float)
+        """Of the losses that ended with a return."""
         self._num_losses: Counter[str] = Counter()
 
     def may_return(self, session: DeviceSession) -> bool:
@@ -143,10 +186,14 @@ class LostDevices:
 
     def check(self, now: float) -> None:
         """Give up the devices that the round has waited for long enough; log all changes."""
-        exchange = self._connections.uploads.exchange
+        uploads = self._connections.uploads
+        while uploads.answered:
+            self._waits.note_answer(uploads.answered.pop())
+        exchange = uploads.exchange
         if exchange is not self._exchange:
             self._exchange = exchange
             self._lost.clear()
+            self._away_seconds.clear()
             self._num_losses.clear()
         if exchange is None:
             return
@@ -154,25 +201,38 @@ class LostDevices:
         lost = {session.name: session for session in awaited if session.stream is None}
         working = [session.name for session in awaited if session.stream is not None]
         has_enough = exchange.num_replies >= exchange.num_needed
-        limit = self._return_seconds if has_enough else self._reconnect_seconds
+        limits = {
+            name: self._waits.seconds(name) if has_enough else self._reconnect_seconds
+            for name in lost
+        }
+        longest = max(limits.values(), default=0.0)
         why = "" if has_enough else f"; with fewer than {exchange.num_needed} replies it is aborted"
-        waits = f"for {_listed(working)}" if working else f"up to {limit:g} s for a return{why}"
-        self._log_changes(lost.keys(), working, waits)
-        gone = [one for one in lost.values() if not working and now - one.lost_at >= limit]
+        waits = f"for {_listed(working)}" if working else f"up to {longest:g} s for a return{why}"
+        self._note_changes(lost, working, waits, now=now)
+        gone = [
+            one
+            for name, one in lost.items()
+            if not working and self._away_seconds[name] + now - one.lost_at >= limits[name]
+        ]
         for one in gone:
             away_seconds = now - one.lost_at
             error = ConnectionLost(f"{one.name} lost its connection {away_seconds:.0f} s ago")
-            self._connections.uploads.fail_lost(one, error)
-            self._lost.discard(one.name)
+            uploads.fail_lost(one, error)
+            del self._lost[one.name]
         if gone:
+            self._waits.note_in_vain(one.name for one in gone)
             names = _listed(one.name for one in gone)
             log.warning("the round goes on without %s: connection lost", names)
 
-    def _log_changes(self, lost: Iterable[str], working: Iterable[str], waits: str) -> None:
+    def _note_changes(
+        self, lost: Mapping[str, DeviceSession], working: Iterable[str], waits: str, *, now: float
+    ) -> None:
         """Log who lost a connection and who is back; of each device the 1st, 2nd, 4th, ... time."""
-        new = set(lost) - self._lost
-        back = self._lost.intersection(working)
-        self._lost = (self._lost | new) - back
+        new = lost.keys() - self._lost.keys()
+        back = self._lost.keys() & set(working)
+        for name in back:
+            self._away_seconds[name] += now - self._lost.pop(name)
+        self._lost |= {name: lost[name].lost_at for name in new}
         if logged := [name for name in back if _is_power_of_two(self._num_losses[name])]:
             log.warning("back in the round: %s", _listed(logged))
         self._num_losses.update(new)

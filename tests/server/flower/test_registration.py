@@ -14,7 +14,7 @@ from headwater.common.errors import HeadwaterError, TaskFailed
 from headwater.common.flower import records
 from headwater.common.flower.grid import HeadwaterGrid, ensure_message_id
 from headwater.common.messages import DescribeRequest, DeviceReport
-from headwater.server.flower.registration import Registration
+from headwater.server.flower.registration import PATIENCE_SECONDS, Registration
 
 REQUEST = DescribeRequest(run_seed=0, wants_speed=True, layout_digest="same", num_parameters=1)
 LEFT_OUT = REQUEST.model_copy(update={"left_out": "one example takes 3.1 s of its 2.0 s"})
@@ -111,11 +111,36 @@ def test_registration_does_not_wait_for_repeated_requests() -> None:
     registration, wire = known(1, 2)
     registration.ask_again({"d2": LEFT_OUT})
     registration.update(REQUEST)
-    assert registration.is_settled
+    assert registration.may_begin(min_clients=2)
     assert examples(registration) == {1: 10, 2: 10}
+
+
+def test_the_first_round_waits_once_for_newcomers_and_no_later_round_does() -> None:
+    now = [0.0]
+    wire = Wire(1)
+    registration = Registration(wire, clock=lambda: now[0])
+    registration.update(REQUEST)
+    wire.new_requests()
+    wire.answer(1)
+    for node in range(2, 12):  # a newcomer a second, each silent
+        wire.nodes.append(node)
+        registration.update(REQUEST)
+        assert not registration.may_begin(min_clients=1)
+        now[0] += PATIENCE_SECONDS / 10
+    assert registration.may_begin(min_clients=1)
+    wire.nodes.append(12)
+    registration.update(REQUEST)
+    assert registration.may_begin(min_clients=1)
+    assert examples(registration) == {1: 10}
+
+
+def test_the_first_round_begins_at_once_when_every_newcomer_has_answered() -> None:
+    registration, wire = known(1, 2)
+    assert registration.may_begin(min_clients=2)
+    assert not registration.may_begin(min_clients=3)
     wire.nodes.append(3)
     registration.update(REQUEST)
-    assert not registration.is_settled
+    assert registration.may_begin(min_clients=2)
 
 
 def test_a_device_that_has_not_answered_is_not_asked_twice() -> None:

@@ -12,7 +12,7 @@ from headwater.server.transport.downloads import Downloads
 from headwater.server.transport.session import DeviceInstruction, DeviceSession, OpenExchange
 from headwater.server.transport.staging import StagedUpload, StagingMemory
 from headwater.server.transport.uploads import MAX_STARTS, Uploads
-from headwater.server.transport.watchdog import LostDevices
+from headwater.server.transport.watchdog import FORGIVING_ANSWERS, LostDevices
 
 RECONNECT, RETURN = 60.0, 5.0
 EMPTY_DIGEST = bytes.fromhex("e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855")
@@ -40,6 +40,26 @@ class Round:
             connections, reconnect_seconds=RECONNECT, return_seconds=RETURN
         )
 
+    def next(self, *, at: float) -> None:
+        """Begin the next round with the same sessions, all of them connected."""
+        self.lost_devices.check(at)
+        self.uploads.exchange = OpenExchange(
+            message_ids=self.uploads.exchange.message_ids if self.uploads.exchange else frozenset(),
+            num_needed=1,
+        )
+        for number, (name, session) in enumerate(self.sessions.items()):
+            session.instruction, session.stream = _instruction(number, name), object()
+        self.lost_devices.check(at)
+
+    def seconds_lost_to(self, name: str) -> float:
+        """Lose a device after the other ones have answered; return how long the round waits."""
+        for other in self.sessions.keys() - {name}:
+            self.answer(other)
+        self.lose(name, at=0.0)
+        return next(
+            quarter / 4 for quarter in range(1000) if not self.is_awaited(name, at=quarter / 4)
+        )
+
     def lose(self, name: str, *, at: float) -> None:
         self.sessions[name].stream, self.sessions[name].lost_at = None, at
         self.lost_devices.check(at)
@@ -57,8 +77,8 @@ class Round:
         return self.sessions[name].instruction is not None
 
 
-def _session(number: int, name: str) -> DeviceSession:
-    instruction = DeviceInstruction(
+def _instruction(number: int, name: str) -> DeviceInstruction:
+    return DeviceInstruction(
         node_id=number,
         message_id=f"message {name}",
         message_type="train",
@@ -66,8 +86,15 @@ def _session(number: int, name: str) -> DeviceSession:
         image=None,
         reply_bytes=0,
     )
+
+
+def _session(number: int, name: str) -> DeviceSession:
     return DeviceSession(
-        name=name, node_id=number, token=b"", instruction=instruction, stream=object()
+        name=name,
+        node_id=number,
+        token=b"",
+        instruction=_instruction(number, name),
+        stream=object(),
     )
 
 
@@ -109,6 +136,46 @@ def test_a_round_that_lost_all_devices_waits_for_their_return() -> None:
     assert opened.is_awaited("b", at=RECONNECT + 2.0)  # the other one works again
     opened.answer("a")
     assert not opened.is_awaited("b", at=RECONNECT + 2.0)
+
+
+def test_each_wait_in_vain_halves_the_next_one_and_answers_restore_it() -> None:
+    opened = Round("flaps", "works")
+    opened.answer("flaps")
+    opened.answer("works")
+    waits = []
+    for _ in range(4):
+        opened.next(at=0.0)
+        waits.append(opened.seconds_lost_to("flaps"))
+    assert waits == [RETURN, RETURN / 2, RETURN / 4, 0.75]  # in steps of a quarter of a second
+    for _ in range(4 * FORGIVING_ANSWERS):
+        opened.next(at=0.0)
+        opened.answer("flaps")
+    opened.next(at=0.0)
+    assert opened.seconds_lost_to("flaps") == RETURN
+
+
+def test_newcomers_under_ever_new_names_share_one_wait() -> None:
+    opened = Round("works", "first", "second", "third")
+    for name in ("first", "second", "third"):
+        opened.answer("works")
+        if name != "first":
+            opened.next(at=0.0)
+        expected = {"first": RETURN, "second": RETURN / 2, "third": RETURN / 4}[name]
+        others = {"first", "second", "third"} - {name}
+        for other in others:  # they come under their own names in other rounds
+            opened.sessions[other].instruction = None
+        assert opened.seconds_lost_to(name) == expected
+
+
+def test_the_seconds_without_a_connection_add_up_over_a_round() -> None:
+    opened = Round("flaps", "works")
+    opened.answer("works")
+    for at in (0.0, 3.0):
+        opened.lose("flaps", at=at)
+        opened.come_back("flaps", at=at + 2.0)
+    opened.lose("flaps", at=6.0)
+    assert opened.is_awaited("flaps", at=6.5)
+    assert not opened.is_awaited("flaps", at=7.0)
 
 
 def test_a_device_that_was_given_up_hears_so_when_it_returns() -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from headwater.common.transport.limits import MAX_REPLY_HEAD_BYTES
 from headwater.server.transport.rate_limit import (
     BURST,
     FRAMES,
     FRAMES_PER_INSTRUCTION,
     MAX_ADDRESSES,
     PER_SECOND,
+    UNASKED_BYTES,
+    UNASKED_BYTES_PER_SECOND,
     FrameLimit,
     RateLimit,
     subscriber,
@@ -49,3 +52,17 @@ def test_an_honest_stream_has_frames_to_spare() -> None:
     idle = FrameLimit(at=0.0)
     assert sum(idle.take(0.0) for _ in range(5000)) == FRAMES
     assert idle.take(2.0)  # the tokens refill with time
+
+
+def test_a_stream_has_few_bytes_beyond_its_replies_and_they_refill_with_time() -> None:
+    frames = FrameLimit(at=0.0)
+    frames.grant_reply(100 << 20)
+    for _ in range(101):
+        assert frames.take(0.0, num_bytes=1 << 20)
+    silent = FrameLimit(at=0.0)
+    assert silent.take(0.0, num_bytes=int(UNASKED_BYTES))
+    assert not silent.take(0.0, num_bytes=1)
+    assert silent.take(1.0, num_bytes=int(UNASKED_BYTES_PER_SECOND))
+    for _ in range(1000):
+        silent.grant_reply(0)
+    assert silent.num_bytes <= UNASKED_BYTES + 2 * MAX_REPLY_HEAD_BYTES
