@@ -78,7 +78,7 @@ def check_task(settings: Settings) -> None:
 
         label, number = settings.algorithm.label, trainer.image.layout.num_parameters
         text = f"client algorithm {label}: it makes a finite vector of {number:,} values"
-        console.print(text, soft_wrap=True)
+        console.print(text, soft_wrap=True, markup=False)
 
 
 def run_doctor(settings: Settings) -> None:

@@ -9,8 +9,8 @@ from rich.text import Text
 
 from headwater.client.operations.activity import COMPUTING, Activity
 from headwater.common.messages import Plan
-from headwater.common.system.console import printable
 from headwater.common.system.live_status import duration, line_of, pack
+from headwater.common.system.printable import printable
 from headwater.common.wording import counted
 
 # A shorter wait has no duration in a terminal: it would only flicker.

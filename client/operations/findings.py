@@ -8,6 +8,7 @@ from typing import Literal
 
 from headwater.common.errors import HeadwaterError
 from headwater.common.system.console import console
+from headwater.common.system.printable import printable
 
 Grade = Literal["good", "note", "fault"]
 
@@ -49,9 +50,9 @@ def show(findings: Iterator[Finding]) -> bool:
     num_faults = 0
     for finding in findings:
         console.print(f"{MARKS[finding.grade]} {finding.topic:<8} ", end="")
-        console.print(finding.text, markup=False, soft_wrap=True)
+        console.print(printable(finding.text), markup=False, soft_wrap=True)
         if finding.remedy:
-            console.print(f"{'':<15}-> {finding.remedy}", markup=False, soft_wrap=True)
+            console.print(f"{'':<15}-> {printable(finding.remedy)}", markup=False, soft_wrap=True)
         num_faults += finding.grade == "fault"
     console.print(
         f"this device cannot take part: {num_faults} fault(s)"

@@ -18,6 +18,7 @@ from rich.text import Text
 
 from headwater.common.errors import HeadwaterError, TaskFailed
 from headwater.common.system.json_logs import Format, JsonFormatter, LineStream
+from headwater.common.system.printable import printable, printable_lines
 from headwater.common.user_code import described, is_users, own_traceback, user_frames
 
 # No emoji: a device may be called a:ant:b.
@@ -44,10 +45,10 @@ def show_error(error: HeadwaterError | KeyboardInterrupt) -> int:
         fields = {"code": error.code, "remedy": error.remedy}
         output_log.error(error.message, extra={"fields": fields})
     else:
-        shown = Text.assemble((error.code, "bold red"), ": ", _printable_lines(error.message))
+        shown = Text.assemble((error.code, "bold red"), ": ", printable_lines(error.message))
         stderr.print(shown, soft_wrap=not stderr.is_terminal)
         if error.remedy:
-            shown = Text.assemble("  ", ("remedy", "bold"), ": ", _printable_lines(error.remedy))
+            shown = Text.assemble("  ", ("remedy", "bold"), ": ", printable_lines(error.remedy))
             stderr.print(shown, soft_wrap=not stderr.is_terminal)
     return error.exit_status
 
@@ -61,7 +62,7 @@ def show_fault(error: Exception) -> int:
     if any(is_users(frame.filename) for frame in user_frames(error)):
         return show_error(TaskFailed(f"the task failed: {described(error)}"))
     text = "".join(traceback.format_exception(type(error), error, own_traceback(error)))
-    stderr.print(Text(_printable_lines(text)), soft_wrap=True, end="")
+    stderr.print(Text(printable_lines(text)), soft_wrap=True, end="")
     stderr.print("this is a fault of headwater, not of your task: please report it", soft_wrap=True)
     return HeadwaterError.exit_status
 
@@ -121,27 +122,9 @@ def start_log(*, verbose: bool, log_format: Format | None = None) -> None:
     logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, handlers=[handler])
 
 
-def printable(text: object) -> str:
-    r"""Return a text from outside with its control characters as escapes: ESC becomes \x1b.
-
-    A device, a task or a file may choose such a text; on a terminal it must not move the cursor,
-    change colours or begin another line.
-    """
-    return "".join(sign if sign.isprintable() else _escaped(sign) for sign in str(text))
-
-
-def _escaped(sign: str) -> str:
-    return sign.encode("unicode_escape").decode("ascii")
-
-
-def _printable_lines(text: str) -> str:
-    """Return a text of several lines with all other control characters as escapes."""
-    return "\n".join(map(printable, text.split("\n")))
-
-
 def print_text(text: str) -> None:
     """Print a text as it is; a terminal wraps it between words, elsewhere it stays one line."""
-    console.print(Text(_printable_lines(text)), soft_wrap=not console.is_terminal)
+    console.print(Text(printable_lines(text)), soft_wrap=not console.is_terminal)
 
 
 def print_titled(rows: Iterable[tuple[str, str]]) -> None:
@@ -167,7 +150,7 @@ class PrintableFormatter(logging.Formatter):
     """
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's own name
-        record.message = _printable_lines(record.message).replace("\n", "\n    ")
+        record.message = printable_lines(record.message).replace("\n", "\n    ")
         return super().formatMessage(record)
 
 

@@ -35,7 +35,9 @@ class JsonFormatter(logging.Formatter):
         entry |= {name: to_json_value(value) for name, value in fields.items() if name not in OWN}
         if record.exc_info:
             entry["traceback"] = self.formatException(record.exc_info)
-        return json.dumps(entry, ensure_ascii=False, allow_nan=False, default=str)
+        line = json.dumps(entry, ensure_ascii=False, allow_nan=False, default=str)
+        # JSON leaves some control characters as they are: those of C1, and bidirectional overrides.
+        return "".join(sign if sign.isprintable() else json.dumps(sign)[1:-1] for sign in line)
 
 
 def rfc3339(seconds: float) -> str:

@@ -39,6 +39,7 @@ from headwater.common.model.mismatch import first_difference, rows_of
 from headwater.common.model.parameters import ModelImage
 from headwater.common.settings import schema as settings
 from headwater.common.settings.fields import Scalar
+from headwater.common.system.printable import printable, printable_name
 from headwater.server.aggregation.cohort_sum import CohortSum
 from headwater.server.aggregation.server_optimizer import ServerOptimizer
 from headwater.server.flower.gradient_replies import ReplyReader
@@ -216,7 +217,7 @@ class SumOfGradients(FedAvg):
                 metrics.append(self._fold(reply, name))
             except HeadwaterError as error:
                 refused.append(error)
-                log.warning("left out: %s: %s", error.code, error)
+                log.warning("left out: %s: %s", error.code, printable(error))
         if not metrics:
             log.warning("round %d: no reply was accepted, the model is unchanged", server_round)
             self._end_if_converted_wrongly(refused)
@@ -266,13 +267,15 @@ class SumOfGradients(FedAvg):
     def _warn_once(self, text: str) -> None:
         if text not in self._warned_of:
             self._warned_of.add(text)
-            log.warning("%s", text)
+            log.warning("%s", printable(text))
 
     def _mean_metrics(self, metrics: list[MetricRecord]) -> MetricRecord:
         """Return FedAvg's average of the metrics that all replies have; log the other metrics."""
         common = set.intersection(*(set(record) for record in metrics))
         for missing in sorted(set().union(*metrics) - common):
-            log.warning("the metric %s is left out, because some replies lack it", missing)
+            log.warning(
+                "the metric %s is left out, because some replies lack it", printable_name(missing)
+            )
         contents = [
             RecordDict({"metrics": MetricRecord({key: record[key] for key in sorted(common)})})
             for record in metrics

@@ -10,7 +10,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headwater.common.system.console import printable
+from headwater.common.system.printable import plot_label
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -282,12 +282,7 @@ def short_number(value: float) -> str:
 
 
 def _label(text: str) -> str:
-    """Return a name as a label: not a formula, not hidden, and not too long."""
-    shown = printable(text).lstrip("_ ")
-    if len(shown) > MAX_NAME_CHARACTERS:
-        half = MAX_NAME_CHARACTERS // 2 - 1
-        shown = f"{shown[:half]}..{shown[-half:]}"
-    return shown.replace("$", r"\$")
+    return plot_label(text, max_characters=MAX_NAME_CHARACTERS)
 
 
 def _rounds(rows: Sequence[Row]) -> list[int]:

@@ -29,6 +29,7 @@ from headwater.common.model.trained_model import (
     task_of,
 )
 from headwater.common.system.json_logs import to_json_value
+from headwater.common.system.printable import printable, printable_name
 from headwater.common.task import Examples, Metrics, Task, open_train_examples
 from headwater.common.user_code import running
 from headwater.server.rounds.evaluation import MICRO_BATCH_SIZE, open_test_examples
@@ -150,15 +151,19 @@ def as_table(evaluated: EvaluatedModel) -> RenderableType:
     names = sorted({name for each in evaluated.results for name in each.metrics})
     table = Table(box=SIMPLE_HEAD)
     table.add_column("data", overflow="fold", min_width=8)
-    for column in ("examples", "weight", "loss", *(name.replace("_", " ") for name in names)):
+    for column in ("examples", "weight", "loss", *map(_title, names)):
         table.add_column(column, justify="right", no_wrap=True)
     for each in evaluated.results:
         metrics = [f"{each.metrics[name]:.4f}" if name in each.metrics else "-" for name in names]
         table.add_row(
-            escape(each.data),
+            escape(printable(each.data)),
             str(each.num_examples),
             str(each.weight),
             f"{each.loss:.4f}",
             *metrics,
         )
-    return Group(f"{escape(str(evaluated.file))}{when}", table)
+    return Group(f"{escape(printable(evaluated.file))}{when}", table)
+
+
+def _title(metric: str) -> str:
+    return escape(printable_name(metric.replace("_", " ")))

@@ -10,7 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from headwater.common.errors import SettingsError
-from headwater.common.system.console import console, print_text, printable
+from headwater.common.system.console import console, print_text
+from headwater.common.system.printable import printable, printable_name
 from headwater.common.wording import counted, natural
 from headwater.server.operations.round_log import ROUNDS, read_rows
 
@@ -67,7 +68,7 @@ def plan_table(row: dict[str, Any], *, explain: bool) -> Table:
     for client in sorted(clients, key=lambda one: natural(one["name"])):
         share = client["seconds"] / slowest if slowest else 1.0
         table.add_row(
-            Text(printable(client["name"])),
+            Text(printable_name(client["name"])),
             f"{client['num_examples']:,}",
             f"{client['accumulation_steps']} x {client['micro_batch_size']}",
             f"{client['seconds']:.3g}",

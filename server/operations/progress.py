@@ -12,8 +12,9 @@ from rich.text import Text
 
 from headwater.common.model.trained_model import BEST, MODEL, read_record
 from headwater.common.settings.schema import Settings
-from headwater.common.system.console import console, print_text, printable
+from headwater.common.system.console import console, print_text
 from headwater.common.system.live_status import LiveStatus, pack
+from headwater.common.system.printable import printable, printable_name
 from headwater.common.task import load_task, max_weight_per_example
 from headwater.common.wording import counted
 from headwater.server.operations.round_display import RoundDisplay
@@ -36,7 +37,7 @@ def print_settings(settings: Settings, *, where: str) -> None:
         )
     else:
         work = described(plan, max_weight_per_example=_max_weight(settings))
-    head = f"[bold]{escape(str(settings.task))}[/] on {where}, seed {settings.seed}"
+    head = f"[bold]{escape(printable(settings.task))}[/] on {where}, seed {settings.seed}"
     console.print(head, soft_wrap=not console.is_terminal)
     rate = f"{optimizer.rate:g}{_scaling(settings)}"
     mode = settings.secure.aggregation
@@ -85,7 +86,7 @@ def print_result(settings: Settings) -> None:
         parts: list[Text | str] = [f"after round {last['round']}:"]
         for name, value in last["metrics"].items():
             shown = "not finite" if value is None else f"{value:.4f}"
-            title = printable(name.replace("_", " "))
+            title = printable_name(name.replace("_", " "))
             parts.append(Text.assemble(title, " ", (shown, "bold")))
         for line in pack(parts, console.width):
             console.print(line)
@@ -107,4 +108,5 @@ def _best_round(settings: Settings, folder: Path) -> str:
     if criterion is None or best is None:
         return ""
     word = "lowest" if is_minimised(criterion) else "highest"
-    return f" (round {best['round']}: the {word} {best['metric']}, {best['value']:.6g})"
+    name = printable_name(best["metric"])
+    return f" (round {best['round']}: the {word} {name}, {best['value']:.6g})"

@@ -18,12 +18,14 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
 from headwater.common.errors import RoundAborted
+from headwater.common.system.printable import printable, printable_name
 from headwater.server.rounds.observer import Observer
 from headwater.server.rounds.open_round import OpenRound
 from headwater.server.rounds.round_row import ClientRow, MaskedClientRow, RoundRow
 
 PREFIX = "headwater_server_"
 MAX_LABELLED = 200
+MAX_LABEL_CHARACTERS = 128  # as long as a device's name may be
 IDLE_ROUNDS = 100
 # A round takes tenths of a second on a LAN, and up to an hour with slow links and deadlines.
 ROUND_SECONDS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 3600)
@@ -148,7 +150,7 @@ class ServerMetrics(Observer):
             f"{PREFIX}refusals", "Streams and updates refused, by error", labels=["code"]
         )
         for code, number in sorted(refusals.items()):
-            refused.add_metric([code], number)
+            refused.add_metric([printable_name(code)], number)
         yield refused
         yield _gauge("connected_devices", "Devices connected now", now.num_connected)
         yield _gauge("staged_bytes", "Bytes of uploads held in RAM now", now.staged_bytes)
@@ -166,7 +168,9 @@ class ServerMetrics(Observer):
         for name, meaning in DEVICE_METRICS.items():
             family = GaugeMetricFamily(f"{PREFIX}device_{name}", meaning, labels=["device"])
             for device, values in sorted(devices.items()):
-                family.add_metric([device], getattr(values, name))
+                family.add_metric(
+                    [printable(device, max_characters=MAX_LABEL_CHARACTERS)], getattr(values, name)
+                )
             yield family
         yield _gauge(
             "unlabelled_devices",

@@ -16,8 +16,8 @@ from torch import nn
 from headwater.common.errors import RoundAborted
 from headwater.common.messages import DeviceReport
 from headwater.common.settings.schema import Settings
-from headwater.common.system.console import printable
 from headwater.common.system.live_status import duration, head, line_of, pack
+from headwater.common.system.printable import printable, printable_name
 from headwater.common.wording import counted
 from headwater.server.operations.status import names_text
 from headwater.server.rounds.observer import Observer
@@ -138,7 +138,7 @@ class RoundDisplay(Observer):
             main_metric(metrics),
             f"{examples}, {counted(row.weight, 'token')}" if is_in_tokens else examples,
             f"{row.num_clients:,} of {counted(row.num_invited, 'device')}",
-            f"slowest {printable(name)}: {duration(seconds)}{virtual}",
+            f"slowest {printable_name(name)}: {duration(seconds)}{virtual}",
             left_out(row),
         ]
 
@@ -172,7 +172,7 @@ def main_metric(metrics: Mapping[str, float]) -> str:
     value = metrics.get(found)
     if value is None:
         return ""
-    shown = printable(found.replace("_", " "))
+    shown = printable_name(found.replace("_", " "))
     is_share = found.endswith("accuracy") and 0 <= value <= 1
     return f"{shown} {value:.1%}" if is_share else f"{shown} {value:.4g}"
 

@@ -15,6 +15,7 @@ from torch import nn
 from headwater.common.errors import StateError
 from headwater.common.settings.schema import Settings
 from headwater.common.system.atomic_file import write_atomically
+from headwater.common.system.printable import printable_name
 from headwater.server.operations.curves import draw_curves
 from headwater.server.rounds.observer import Observer
 from headwater.server.rounds.round_row import ClientRow, MaskedClientRow, RoundRow
@@ -178,7 +179,10 @@ class _Board:
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
+        values = [
+            Summary.Value(tag=printable_name(name), simple_value=value)
+            for name, value in scalars.items()
+        ]
         event = Event(wall_time=time.time(), step=step, summary=Summary(value=values))
         self._writer.add_event(event)
 

@@ -22,8 +22,8 @@ from rich.table import Table
 from rich.text import Text
 
 from headwater.common.errors import SettingsError
-from headwater.common.system.console import printable
 from headwater.common.system.json_logs import rfc3339, to_json_value
+from headwater.common.system.printable import printable, printable_name
 from headwater.common.wording import counted, natural
 from headwater.server.operations import sqlite_history
 from headwater.server.operations.orders import read_order
@@ -171,7 +171,7 @@ def _headline(status: dict[str, Any], folder: Path) -> str:
         ago, path = _ago(status["heartbeat_seconds"]), escape(str(folder))
         line = (
             f"[bold red]down[/]: no server runs in {path}, last heartbeat {ago}; continue with: "
-            f"{escape(status['command'])} --resume --out {path}"
+            f"{escape(printable(status['command']))} --resume --out {path}"
         )
         if status["order"] == "pause":
             line += f"\nstill paused; to undo: headwater-server resume --out {path}"
@@ -206,7 +206,7 @@ def _cells(device: dict[str, Any]) -> list[str]:
     heat, battery = device["temperature_celsius"], device["battery"]
     mains = "" if device["is_on_battery"] is not True else " in use"
     return [
-        printable(device["name"]),
+        printable_name(device["name"]),
         "connected" if device["is_connected"] else _ago(device["last_seen_seconds"]),
         ABSENT if steps is None else f"{steps} x {size}",
         _memory(peak, limit),

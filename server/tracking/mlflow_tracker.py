@@ -8,6 +8,7 @@ active run is left alone. Tried with mlflow-skinny 3.17.
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 from typing import Any
@@ -16,6 +17,7 @@ from torch import nn
 
 from headwater.common.errors import SettingsError
 from headwater.common.settings.schema import Settings, flattened
+from headwater.common.system.printable import printable_name
 from headwater.server.rounds.model_files import recorded_settings
 from headwater.server.rounds.round_loop import MODEL
 from headwater.server.rounds.round_row import RoundRow
@@ -65,7 +67,7 @@ class MlflowTracker:
         """Log the round's numbers and metrics, with the round as their step."""
         now = int(time.time() * 1000)
         metrics = [
-            self._entities.Metric(name, float(value), now, row.round)
+            self._entities.Metric(metric_key(name), float(value), now, row.round)
             for name, value in row.figures().items()
         ]
         self._client.log_batch(self._id, metrics=metrics)
@@ -79,3 +81,8 @@ class MlflowTracker:
         if folder is not None and (folder / MODEL).exists():
             self._client.set_tag(self._id, "headwater.model", str((folder / MODEL).resolve()))
         self._client.set_terminated(self._id, "FAILED" if has_failed else "FINISHED")
+
+
+def metric_key(name: str) -> str:
+    """Return a metric's name as MLflow accepts it; it refuses a round with another one."""
+    return re.sub(r"[^\w\-. /]", "_", printable_name(name))

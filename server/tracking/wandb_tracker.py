@@ -15,6 +15,7 @@ from torch import nn
 
 from headwater.common.errors import SettingsError
 from headwater.common.settings.schema import Settings, flattened
+from headwater.common.system.printable import printable_name
 from headwater.server.rounds.model_files import recorded_settings
 from headwater.server.rounds.round_loop import MODEL
 from headwater.server.rounds.round_row import RoundRow
@@ -54,7 +55,9 @@ class WandbTracker:
 
     def on_round(self, row: RoundRow) -> None:
         """Log the round's numbers and metrics, with the round as their step."""
-        self._run.log(row.figures(), step=row.round)
+        self._run.log(
+            {printable_name(name): value for name, value in row.figures().items()}, step=row.round
+        )
 
     def ended(self) -> None:
         """Note the path of the model, and end the run."""

@@ -7,8 +7,8 @@ without a stream. A stream whose certificate was revoked or has expired is ended
 A device that loses its connection in a round may return: a router restarts, a process is started
 again and continues from its spool. While other devices work, waiting for it costs nothing. When
 they are done, the round waits until ``return_seconds`` after the loss of the connection, or until
-``reconnect_seconds`` after it if it would have too few replies. Each
-wait in vain halves the next one for that device: no device slows the rounds down by leaving.
+``reconnect_seconds`` after it if it would have too few replies. Each wait in vain halves the next
+one for that device: no device slows the rounds down by leaving.
 """
 
 from __future__ import annotations

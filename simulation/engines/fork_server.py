@@ -39,6 +39,7 @@ from headwater.common.errors import HeadwaterError, NonFiniteUpdate, TaskError
 from headwater.common.settings.schema import ClientSettings, Settings
 from headwater.common.system.console import start_log, stderr
 from headwater.common.system.heap import use_one_heap
+from headwater.common.system.printable import printable
 from headwater.simulation.engines.client_processes import ROUND, STATE
 from headwater.simulation.engines.device_app import process_app
 from headwater.simulation.engines.shared_round import SharedRound
@@ -248,7 +249,7 @@ def _run_device(run: ForkedRun, part: int, port: int) -> int:
     try:
         asyncio.run(stay_connected(connection, stay=False))
     except HeadwaterError as error:
-        stderr.print(f"{error.code}: {error.message}", markup=False, soft_wrap=True)
+        stderr.print(printable(f"{error.code}: {error.message}"), markup=False, soft_wrap=True)
         return error.exit_status
     return 0
 

@@ -21,7 +21,8 @@ from headwater.common.data.partition import Column, DisjointPartition
 from headwater.common.data.partition_spec import LABEL
 from headwater.common.errors import MissingColumn, SettingsError
 from headwater.common.settings.schema import Settings
-from headwater.common.system.console import console, print_text, printable
+from headwater.common.system.console import console, print_text
+from headwater.common.system.printable import printable
 from headwater.common.task import load_task
 from headwater.common.wording import counted
 from headwater.simulation.fleet.identities import identities_of

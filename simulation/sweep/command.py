@@ -15,9 +15,10 @@ from rich.table import Table
 from rich.text import Text
 
 from headwater.common.errors import SettingsError, StateError
-from headwater.common.system.console import console, printable
+from headwater.common.system.console import console
 from headwater.common.system.file_lock import try_lock
 from headwater.common.system.live_status import LiveStatus, duration, head, line_of, pack
+from headwater.common.system.printable import printable, printable_name
 from headwater.common.wording import counted
 from headwater.simulation.sweep.grid import Sweep, SweepRun, plan_runs, read_sweep
 from headwater.simulation.sweep.plot import draw_sweep
@@ -70,7 +71,7 @@ def run_sweep(
         num_done = len(runs) - len(remaining)
         done = f"; {counted(num_done, 'run')} done" if num_done else ""
         console.print(
-            f"[bold]{escape(str(runs[0].settings.task))}[/]: "
+            f"[bold]{escape(printable(runs[0].settings.task))}[/]: "
             f"{counted(num_points, 'point')} x {counted(len(sweep.seeds), 'seed')} = "
             f"{counted(len(runs), 'run')} in {folder}{done}",
             soft_wrap=True,
@@ -196,8 +197,8 @@ def table_of(summaries: Sequence[Summary], metric: str) -> Table:
     names = short_names([one.point for one in summaries])
     table = Table(box=None, pad_edge=False, title_justify="left")
     for name in names.values() or ["point"]:
-        table.add_column(name, overflow="fold")
-    for title in ("seeds", metric.replace("_", " "), "spread", "range"):
+        table.add_column(escape(name), overflow="fold")
+    for title in ("seeds", escape(printable_name(metric.replace("_", " "))), "spread", "range"):
         table.add_column(title, justify="right", overflow="fold")
     for one in summaries:
         settings = [str(one.point[key]) for key in names] or ["as it is"]

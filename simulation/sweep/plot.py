@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from headwater.common.system.printable import plot_label
 from headwater.simulation.sweep.grid import Point
 from headwater.simulation.sweep.results import LOSS, Summary, short_names
 
@@ -40,14 +41,14 @@ def draw_sweep(folder: Path, summaries: Sequence[Summary], metric: str) -> Path 
         _draw_curve(curves, one, metric, f"C{row}")
         last_values.plot(one.values, [row] * len(one.values), "o", color=f"C{row}", alpha=0.4)
         last_values.plot([one.mean], [row], "|", color=f"C{row}", markersize=16, markeredgewidth=2)
-    title = metric.replace("_", " ")
+    title = plot_label(metric.replace("_", " "))
     total = len(with_values)
     best = f", the best {NUM_SHOWN} of {total}" if total > NUM_SHOWN else ""
     curves.set(title=f"{title}: mean and range over seeds", xlabel="round")
     if metric.endswith(LOSS):
         curves.set_yscale("log")
     last_values.set(title=f"{title} at the end{best}", yticks=range(len(shown)))
-    last_values.set_yticklabels([describe_point(one.point, names) for one in shown])
+    last_values.set_yticklabels([plot_label(describe_point(one.point, names)) for one in shown])
     last_values.invert_yaxis()
     for axes in (curves, last_values):
         axes.spines[["top", "right"]].set_visible(False)

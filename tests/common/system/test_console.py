@@ -17,7 +17,6 @@ from headwater.common.system.console import (
     PrintableFormatter,
     print_text,
     print_titled,
-    printable,
     show_error,
 )
 
@@ -55,20 +54,6 @@ def test_in_json_output_and_errors_are_objects_on_the_error_stream() -> None:
         "too few",
         "more",
     )
-
-
-@pytest.mark.parametrize(
-    ("text", "shown"),
-    [
-        ("kitchen-pi äöü 東京", "kitchen-pi äöü 東京"),
-        ("\x1b[2J", r"\x1b[2J"),
-        ("a\nb\tc\r", r"a\nb\tc\r"),
-        ("\x9b\x7f", r"\x9b\x7f"),
-        ("\u202egnp.exe", r"\u202egnp.exe"),
-    ],
-)
-def test_control_characters_are_shown_as_escapes(text: str, shown: str) -> None:
-    assert printable(text) == shown
 
 
 def test_a_hostile_error_reaches_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:

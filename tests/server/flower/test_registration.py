@@ -108,7 +108,7 @@ def test_a_left_out_device_gets_the_reason_and_its_answer_replaces_the_old_one()
 
 
 def test_registration_does_not_wait_for_repeated_requests() -> None:
-    registration, wire = known(1, 2)
+    registration, _ = known(1, 2)
     registration.ask_again({"d2": LEFT_OUT})
     registration.update(REQUEST)
     assert registration.may_begin(min_clients=2)
