@@ -8,6 +8,7 @@ is loaded with the first option, so that importing the command line stays cheap.
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 SET = "set"
 OWN_PANEL = "Options"
 OTHER_PANEL = "Other"
+MAIN_COMMANDS = ("server", "client", "simulate")
 # Keys of click's ctx.meta.
 SHOWS_ALL = "headwater.shows_all"
 HAS_SUBCOMMAND = "headwater.has_subcommand"
@@ -147,11 +149,54 @@ SET_OPTION = TyperOption(
 )
 
 
+def _long_names(parameter: click.Parameter) -> list[str]:
+    names = [*parameter.opts, *parameter.secondary_opts]
+    return [name for name in names if name.startswith("--")]
+
+
+def _hint(flag: str, own: list[str]) -> str:
+    """Return what to write in place of an unknown flag, as a sentence; "" if nothing is near.
+
+    Of a flag that other commands have, or nearly have, these are named. ``own`` are the flags of
+    the command that was called.
+    """
+    from headwater.common.settings.introspection import all_settings
+    from headwater.common.settings.sources import replacement_of
+
+    if replacement := replacement_of(flag):
+        return replacement
+    others: dict[str, set[str]] = {}
+    for setting in all_settings().values():
+        for name in filter(None, (*setting.flag.split("/"), setting.alias)):
+            others.setdefault(name, set()).update(setting.commands.intersection(MAIN_COMMANDS))
+    names = {name.removeprefix("--"): name for name in (*others, *own) if others.get(name, own)}
+    near = get_close_matches(flag.removeprefix("--"), names, n=1)
+    if not near:
+        return ""
+    found = names[near[0]]
+    question = "" if found == flag else f" Did you mean '{found}'?"
+    if found in own:
+        return question
+    where = " and ".join(f"headwater-{name}" for name in sorted(others[found]))
+    why = ": a device's data stays on the device" if found == "--data" else ""
+    return f"{question} {found} is an option of {where}{why}."
+
+
 class _ReadableHelp(click.Command):
     """A command whose help is plain text, with examples that can be copied.
 
     Its arguments are explained in the first paragraphs: click 8.5 loses typer's help of them.
     """
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse the flags; of an unknown one, name the nearest, or the command that has it."""
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            flag = error.option_name
+            own = [name for each in self.get_params(ctx) for name in _long_names(each)]
+            hint = _hint(flag, own)
+            raise click.UsageError(f"No such option '{flag}'.{hint}", ctx) from error
 
     def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write what the command does; an example keeps its lines, so that it can be copied."""
@@ -200,13 +245,7 @@ class _WithSettings(_ReadableHelp):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse the flags; those of settings move to ``ctx.obj``, by dotted keys."""
-        try:
-            rest = super().parse_args(ctx, args)
-        except click.NoSuchOption as error:
-            from headwater.common.settings.sources import replacement_of
-
-            message = error.format_message() + replacement_of(error.option_name)
-            raise click.UsageError(message, ctx) from error
+        rest = super().parse_args(ctx, args)
         options = self.settings_options(ctx)
         given = {key: ctx.params.pop(each.name or "", None) for key, each in options.items()}
         ctx.obj = {key: value for key, value in given.items() if value not in (None, ())}
@@ -242,12 +281,16 @@ class SettingsGroup(_WithSettings, TyperGroup):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Find the subcommand; refuse flags before it, which would have no effect."""
-        if args[0] not in self.commands and any(key.endswith(".data") for key in ctx.obj):
-            raise click.UsageError(
-                f"--data takes one value, and {args[0]} follows it. If the shell has expanded a "
-                "pattern, put it in quotes: --data 'devices/*.csv'",
-                ctx,
-            )
+        if args[0] not in self.commands:
+            if any(key.endswith(".data") for key in ctx.obj):
+                raise click.UsageError(
+                    f"--data takes one value, and {args[0]} follows it. If the shell has expanded "
+                    "a pattern, put it in quotes: --data 'devices/*.csv'",
+                    ctx,
+                )
+            near = get_close_matches(args[0], self.commands, n=1)
+            question = f" Did you mean '{near[0]}'?" if near else ""
+            raise click.UsageError(f"No such command '{args[0]}'.{question}", ctx)
         name, command, rest = super().resolve_command(ctx, args)
         given = [*ctx.obj, *(key for key, value in ctx.params.items() if value)]
         if given:

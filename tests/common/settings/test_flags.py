@@ -275,3 +275,35 @@ def test_a_removed_flag_says_what_replaced_it(app: typer.Typer, flag: str, remed
     ended = CliRunner().invoke(app, [flag])
     assert ended.exit_code == 2
     assert f"was removed: {remedy}" in " ".join(ended.output.split())
+
+
+@pytest.mark.parametrize(
+    ("command", "words", "said"),
+    [
+        ("client", "--tsk a.py", "No such option '--tsk'. Did you mean '--task'?"),
+        ("simulate", "--roundz 3", "No such option '--roundz'. Did you mean '--rounds'?"),
+        ("server", "--bogus", "No such option '--bogus'."),
+        (
+            "server",
+            "--data rows.csv",
+            "No such option '--data'. --data is an option of headwater-client and "
+            "headwater-simulate: a device's data stays on the device.",
+        ),
+        (
+            "client",
+            "--lerning-rate 1",
+            "Did you mean '--learning-rate'? --learning-rate is an option of headwater-server and "
+            "headwater-simulate.",
+        ),
+        ("client", "chek", "No such command 'chek'. Did you mean 'check'?"),
+        ("client", "--name a chek --part 1", "No such command 'chek'. Did you mean 'check'?"),
+    ],
+)
+def test_an_unknown_word_is_answered_by_the_nearest_one_or_the_command_that_has_it(
+    command: str, words: str, said: str
+) -> None:
+    app, path = COMMANDS[command]
+    ended = CliRunner().invoke(app, [*path, *words.split()])
+    assert ended.exit_code == 2
+    assert ended.output.rstrip().endswith(said)
+    assert ended.output.count("Did you mean") == said.count("Did you mean")
