@@ -101,7 +101,7 @@ def enroll(
             "--address",
             metavar="HOST:PORT",
             help="Where devices reach the enrolment port. [default: the first --host of `init` "
-            "and the port that the server had last, or 8501]",
+            "and the port that the server had last, or will have by FOLDER/server.toml]",
         ),
     ] = None,
     valid: Annotated[

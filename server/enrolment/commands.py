@@ -9,6 +9,7 @@ from pathlib import Path
 import tomli_w
 
 from headwater.common.errors import CertificateProblem, SettingsError
+from headwater.common.settings.sources import load
 from headwater.common.system.atomic_file import READABLE, write_atomically
 from headwater.common.system.console import console, stderr
 from headwater.common.transport.certificates import check_name, fingerprint
@@ -24,10 +25,11 @@ from headwater.server.enrolment.authority import (
     make_authority,
     read_certificate,
 )
+from headwater.server.enrolment.port_address import enrolment_address
 from headwater.server.enrolment.registry import Registry
 
 SETTINGS_FILE = "server.toml"
-STREAM_PORT, ENROLMENT_PORT = 8500, 8501
+STREAM_PORT = 8500
 LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "::1")
 MAX_SECONDS = 10 * 365 * 86_400.0
 # Limits how long an unresponsive device delays a round. The planner gives no client more work than
@@ -110,8 +112,9 @@ def make_token(folder: Path, name: str, *, address: str | None, valid: str) -> s
             remedy="restore it while devices join",
         )
     with Registry(folder) as registry:
-        port = registry.fact("enrolment_port") or str(ENROLMENT_PORT)
-        address = address or _address(next(iter(hosts_of(server)), "127.0.0.1"), port)
+        if address is None:
+            port = registry.fact("enrolment_port") or _port_to_be(folder / SETTINGS_FILE)
+            address = _address(next(iter(hosts_of(server)), "127.0.0.1"), port)
         host, _ = split_address(address)
         if not is_valid_for(server, host):
             raise CertificateProblem(
@@ -144,6 +147,22 @@ def revoke_device(folder: Path, name: str) -> None:
             remedy="check the name",
         )
     console.print(f"{name} is revoked: a running server ends its stream within a second")
+
+
+def _port_to_be(settings_file: Path) -> str:
+    """Return the enrolment port of a server that has not run yet, by the file of its settings.
+
+    Raises:
+        SettingsError: the file is wrong, or lets the server take a free port.
+    """
+    chosen = load(settings_file if settings_file.exists() else None, {}).server
+    _, port = split_address(enrolment_address(chosen))
+    if port == 0:
+        raise SettingsError(
+            f"{settings_file} lets the server take a free port, which is not known before it runs",
+            remedy="start the server first, or name the address: --address HOST:PORT",
+        )
+    return str(port)
 
 
 def _address(host: str, port: str) -> str:

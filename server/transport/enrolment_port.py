@@ -43,6 +43,7 @@ from headwater.server.enrolment.authority import (
     Authority,
 )
 from headwater.server.enrolment.join_request import JoinRequest, issue
+from headwater.server.enrolment.port_address import enrolment_address
 from headwater.server.enrolment.registry import Registry
 from headwater.server.transport.rate_limit import RateLimit, subscriber
 
@@ -251,18 +252,10 @@ def enrolment_port(settings: Settings, *, stream_port: int) -> Iterator[Enrolmen
     if folder is None or not (folder / CA_KEY_FILE).exists() or not Registry.is_in(folder):
         yield None
         return
-    port = EnrolmentPort(folder, _listen_address(settings), stream_port=stream_port)
+    port = EnrolmentPort(folder, enrolment_address(settings.server), stream_port=stream_port)
     try:
         port.start()
         console.print(f"devices join at port {port.port} while a join token is valid")
         yield port
     finally:
         port.stop()
-
-
-def _listen_address(settings: Settings) -> str:
-    """Return HOST:PORT of the enrolment port: by default the port after the stream's."""
-    if settings.server.enrolment_listen is not None:
-        return settings.server.enrolment_listen
-    host, port = split_address(settings.server.listen)
-    return f"[{host}]:{port + 1 if port else 0}"
