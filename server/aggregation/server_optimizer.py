@@ -20,7 +20,7 @@ from headwater.common.errors import CheckpointCorrupt, SettingsError
 from headwater.common.model.parameters import ModelImage
 from headwater.common.named_objects import check_arguments, find_named
 from headwater.common.settings import schema as settings
-from headwater.common.user_code import running
+from headwater.common.user_code import described, running
 from headwater.server.aggregation.server_rule import RuleOptimizer, ServerRule
 from headwater.server.aggregation.torch_compiler_stub import without_dynamo
 
@@ -242,9 +242,13 @@ def _try_out(
     except SettingsError:
         raise
     except Exception as error:
+        own, named = ":" in optimizer.name, schedule.name
         raise SettingsError(
-            f"{optimizer.name} with the schedule {schedule.name} cannot step: {error}",
-            remedy="see their pages in torch's docs, or correct your own",
+            f"{optimizer.name}{f' with the schedule {named}' if named else ''} cannot step: "
+            f"{described(error) if own else error}",
+            remedy="correct the line that is shown"
+            if own
+            else "see its page in torch's docs for its arguments",
         ) from error
     tensors, plain = _split_state(made.state_dict()["state"])
     try:

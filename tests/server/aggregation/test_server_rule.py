@@ -99,6 +99,19 @@ def test_masked_rounds_step_by_a_rule() -> None:
     assert [row.learning_rate for row in run.history] == [0.01, 0.01]
 
 
+def test_a_rule_that_raises_before_the_first_round_shows_the_user_s_line() -> None:
+    def broken(mean_P: Tensor, state: dict[str, Any]) -> Tensor:
+        norm: float = state["norm"]  # the user's line
+        return mean_P / norm
+
+    with pytest.raises(SettingsError) as refused:
+        optimizer_of(broken)
+    said = str(refused.value)
+    assert "python:it cannot step: KeyError: 'norm'" in said
+    assert "the user's line" in said
+    assert "schedule" not in said
+
+
 def test_other_rules_are_refused_at_resume() -> None:
     first = optimizer_of(signum)
     first.step(means(1)[0])
