@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 
 import torch
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
+from headwater.common.settings.schema import Settings
 from headwater.common.settings.sources import from_run_config
 from headwater.server.flower.grid_fleet import GridFleet
 from headwater.server.operations.round_log import RoundLog
@@ -21,10 +23,34 @@ from headwater.server.tracking.trackers import trackers
 flower_log = logging.getLogger("flwr.headwater")
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadedRun:
+    """What a run needs of the user's code and files: task, model, optimizer, trackers."""
+
+    training: Training
+    trackers: list[Observer]
+
+
+def load_run(settings: Settings, *, run_id: int) -> LoadedRun:
+    """Load a run, before any client is asked to connect.
+
+    Raises:
+        HeadwaterError: see ``trackers`` and ``Training``.
+    """
+    return LoadedRun(trackers=trackers(settings), training=Training(settings, run_id=run_id))
+
+
 def server_app(
-    *, on_round: OnRound, resume: bool = False, observer: Observer = NO_OBSERVER
+    *,
+    on_round: OnRound,
+    resume: bool = False,
+    observer: Observer = NO_OBSERVER,
+    loaded: LoadedRun | None = None,
 ) -> ServerApp:
-    """Return a ServerApp that calls ``on_round`` per committed round and ``observer`` per event."""
+    """Return a ServerApp that calls ``on_round`` per committed round and ``observer`` per event.
+
+    It loads the run when it starts, from the settings in its context, unless ``loaded`` has it.
+    """
     app = ServerApp()
 
     @app.main()
@@ -32,11 +58,10 @@ def server_app(
         settings = from_run_config(context.run_config)
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
-        tracking = trackers(settings)
-        training = Training(settings, run_id=context.run_id)
+        own = loaded or load_run(settings, run_id=context.run_id)
         fleet = GridFleet(grid)
-        observers = Observers(RoundLog(), *tracking, observer)
-        run(training, fleet, on_round=on_round, resume=resume, observer=observers)
+        observers = Observers(RoundLog(), *own.trackers, observer)
+        run(own.training, fleet, on_round=on_round, resume=resume, observer=observers)
 
     return app
 

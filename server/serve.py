@@ -18,7 +18,7 @@ from headwater.common.settings.schema import Settings
 from headwater.common.system.console import console
 from headwater.common.system.heap import freeze_loaded_objects, use_one_heap
 from headwater.common.transport.tls import Credentials, split_address
-from headwater.server.app import server_app
+from headwater.server.app import load_run, server_app
 from headwater.server.enrolment.peer_certificates import CertificateVerifier
 from headwater.server.flower.grpc_grid import GrpcGrid
 from headwater.server.operations.control import LONG_WAIT_ADVICE, RunControl
@@ -49,7 +49,7 @@ def serve_run(
     command: str = SERVER,
     long_wait_advice: str = LONG_WAIT_ADVICE,
 ) -> None:
-    """Listen, run all rounds with the connected devices, then dismiss the devices.
+    """Load the run, listen, run all rounds with the connected devices, then dismiss the devices.
 
     ``command`` is the one that continues the run if it is drained; ``long_wait_advice`` ends the
     warning about a round that waits long for a device.
@@ -86,6 +86,7 @@ def serve_run(
             control = stack.enter_context(
                 _control(settings.rounds, folder, servicer, round_number, long_wait_advice)
             )
+        loaded = load_run(settings, run_id=run_id)  # what is wrong comes before any client connects
         stack.enter_context(_open(servicer))
         host, _ = split_address(settings.server.listen)
         address = f"{host}:{servicer.port}"
@@ -106,7 +107,7 @@ def serve_run(
             run_config=settings.to_run_config(),
         )
         observers = Observers(own_observer, observer)
-        app = server_app(on_round=on_round, resume=resume, observer=observers)
+        app = server_app(on_round=on_round, resume=resume, observer=observers, loaded=loaded)
         freeze_loaded_objects()
         app(grid, context)
         if control is not None and control.is_draining and control.round < settings.rounds:
