@@ -47,6 +47,8 @@ CLOCK_SECONDS = 300.0  # a larger difference to the server's clock is worth a wa
 CA_FILE, OWN_FILE, SETTINGS_FILE = "ca.pem", "device.pem", "client.toml"
 KEY_FILE = ".device-key.pem"
 """The key until its certificate arrives: an interrupted join continues with the same key."""
+TOKEN_FILE = ".join-token"
+"""The hash of the token that the device has joined with, to know it again."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,15 +57,19 @@ class JoinResult:
 
     name: str
     folder: Path
-    server: str
     expires_at: dt.datetime
-    clock_off_seconds: float
+    clock_off_seconds: float = 0.0
     """This machine's clock minus the server's."""
     files: tuple[Path, ...] = field(default=())
+    is_new: bool = True
+    """False if the device had joined with this token before: nothing was sent or written."""
 
 
 def join(token: JoinToken, folder: Path) -> JoinResult:
     """Get a certificate for a token; write it to ``folder`` with the settings to start a client.
+
+    A token that this folder's certificate came with is not sent again: the server would have to
+    refuse it, and to warn of a second device.
 
     Raises:
         CertificateProblem: the folder has another device's files, or cannot be written.
@@ -72,7 +78,11 @@ def join(token: JoinToken, folder: Path) -> JoinResult:
         ClockWrong: this machine's clock is wrong, or the server's certificate has expired.
         DeviceRefused, NameTaken: the server refused.
     """
-    _check_folder(folder, token.name)
+    enrolled = _enrolled_certificate(folder, token)
+    if enrolled is not None:
+        return JoinResult(
+            name=token.name, folder=folder, expires_at=enrolled.not_valid_after_utc, is_new=False
+        )
     ca = _read_authority(token)
     key = _own_key(folder)
     answer, server_now = send_request(
@@ -88,29 +98,36 @@ def join(token: JoinToken, folder: Path) -> JoinResult:
     certificate = _read_certificate(answer, token.name, key, ca)
     host, _ = split_address(token.address)
     server = f"[{host}]:{answer['port']}" if ":" in host else f"{host}:{answer['port']}"
-    files = _write_files(folder, ca, certificate, key, server=server, name=token.name)
+    files = _write_files(folder, ca, certificate, key, token, server=server)
     return JoinResult(
         name=token.name,
         folder=folder,
-        server=server,
         expires_at=certificate.not_valid_after_utc,
         clock_off_seconds=time.time() - server_now,
         files=files,
     )
 
 
-def _check_folder(folder: Path, name: str) -> None:
-    own = folder / OWN_FILE
+def _enrolled_certificate(folder: Path, token: JoinToken) -> x509.Certificate | None:
+    """Return the certificate that this device has joined with by the token; None if it has not.
+
+    Raises:
+        CertificateProblem: the folder has another device's files, or cannot be written.
+    """
+    own, used = folder / OWN_FILE, folder / TOKEN_FILE
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if own.exists():
-            certificate = x509.load_pem_x509_certificate(own.read_bytes())
-            certified_name = common_name_in(certificate.subject)
-            if certified_name != name:
-                raise CertificateProblem(
-                    f"{own} is the certificate of {certified_name}, and the token is for {name}",
-                    remedy="choose another --folder",
-                )
+        if not own.exists():
+            return None
+        certificate = x509.load_pem_x509_certificate(own.read_bytes())
+        certified_name = common_name_in(certificate.subject)
+        if certified_name != token.name:
+            raise CertificateProblem(
+                f"{own} is the certificate of {certified_name}, and the token is for {token.name}",
+                remedy="choose another --folder",
+            )
+        is_same = used.exists() and used.read_bytes() == token.secret_digest
+        return certificate if is_same else None
     except OSError as error:
         raise CertificateProblem(
             f"{folder}: {error.strerror}", remedy="choose another --folder"
@@ -182,13 +199,13 @@ def _write_files(
     ca: x509.Certificate,
     certificate: x509.Certificate,
     key: Key,
+    token: JoinToken,
     *,
     server: str,
-    name: str,
 ) -> tuple[Path, ...]:
     ca_path, own, settings = (folder / file for file in (CA_FILE, OWN_FILE, SETTINGS_FILE))
     changes: dict[str, dict[str, Any]] = {
-        "client": {"server": server, "name": name},
+        "client": {"server": server, "name": token.name},
         "tls": {
             "ca": str(ca_path.resolve()),
             "certificate": str(own.resolve()),
@@ -204,6 +221,7 @@ def _write_files(
         write_atomically(ca_path, certificate_pem(ca), mode=READABLE)
         write_atomically(own, certificate_pem(certificate) + key_pem(key), mode=OWNER_ONLY)
         write_atomically(settings, tomli_w.dumps(tree).encode(), mode=READABLE)
+        write_atomically(folder / TOKEN_FILE, token.secret_digest, mode=OWNER_ONLY)
         (folder / KEY_FILE).unlink()
     except (OSError, ValueError, TypeError) as error:
         raise CertificateProblem(

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from headwater.client.enrolment.join import join
+from headwater.client.enrolment.join import TOKEN_FILE, join
 from headwater.common.errors import (
     AuthorityMismatch,
     CertificateProblem,
@@ -44,9 +44,11 @@ def test_a_device_joins_with_its_own_key(tmp_path: Path) -> None:
     certs, device = make_folder(tmp_path / "certs"), tmp_path / "device"
     with enrolment(certs) as port:
         joined = join(token_at(certs, port.port), device)
-    assert (joined.name, joined.server) == ("pi", f"127.0.0.1:{STREAM_PORT}")
+    assert joined.name == "pi"
+    assert f"127.0.0.1:{STREAM_PORT}" in (device / "client.toml").read_text()
     assert abs(joined.clock_off_seconds) < 5
-    assert {path.name for path in device.iterdir()} == {"ca.pem", "device.pem", "client.toml"}
+    files = {"ca.pem", "device.pem", "client.toml", TOKEN_FILE}
+    assert {path.name for path in device.iterdir()} == files
     assert stat.S_IMODE((device / "device.pem").stat().st_mode) == 0o600
     mine = Credentials(
         ca=(device / "ca.pem").read_bytes(),
@@ -81,6 +83,17 @@ def test_a_token_admits_one_device_only(tmp_path: Path) -> None:
             join(token, tmp_path / "second")
     assert port.refusals["JoinTokenUsed"] == 1
     assert not (tmp_path / "second" / "device.pem").exists()
+
+
+def test_a_device_that_repeats_its_join_is_told_and_alarms_nobody(tmp_path: Path) -> None:
+    certs, device = make_folder(tmp_path / "certs"), tmp_path / "device"
+    with enrolment(certs) as port:
+        token = token_at(certs, port.port)
+        first = join(token, device)
+        again = join(token, device)
+    assert (first.is_new, again.is_new) == (True, False)
+    assert again.expires_at == first.expires_at
+    assert "JoinTokenUsed" not in port.refusals
 
 
 def test_a_join_whose_answer_was_lost_continues_with_the_same_key(tmp_path: Path) -> None:
