@@ -32,8 +32,9 @@ def join_with(text: str, folder: Path) -> None:
 
     token = JoinToken.parse(sys.stdin.read(4096) if text == "-" else text)
     joined = join(token, folder)
+    how = "has joined" if joined.is_new else "is already enrolled, with this token"
     console.print(
-        f"{joined.name} has joined: its certificate ends on {joined.expires_at:%Y-%m-%d}, and is "
+        f"{joined.name} {how}: its certificate ends on {joined.expires_at:%Y-%m-%d}, and is "
         "renewed before then while the device takes part",
         soft_wrap=True,
     )
@@ -131,9 +132,16 @@ def take_part(settings: Settings) -> None:
     from headwater.client.transport.connection import stay_connected
     from headwater.common.system.console import console
 
-    with connection_of(settings) as connection:
-        asyncio.run(stay_connected(connection, stay=settings.client.stay))
-        console.print(f"{connection.name}: done")
+    connection: Connection | None = None
+    try:
+        with connection_of(settings) as connection:
+            asyncio.run(stay_connected(connection, stay=settings.client.stay))
+            is_early = connection.is_stopping and not connection.has_connected
+            end = "stopped before connecting" if is_early else "done"
+            console.print(f"{connection.name}: {end}", soft_wrap=True)
+    except KeyboardInterrupt:
+        is_early = connection is None or not connection.has_connected
+        raise KeyboardInterrupt("stopped before connecting" if is_early else "stopped") from None
 
 
 @contextmanager

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +18,13 @@ from headwater.client.device.availability import Availability
 from headwater.client.flower.node import Node
 from headwater.client.transport.exchange import Exchange, ModelBroken, StreamBroken
 from headwater.client.transport.leaving import LeavePolicy
+from headwater.client.transport.retries import (
+    FIRST_BACKOFF_SECONDS,
+    ConnectionBroken,
+    RetryPolicy,
+)
 from headwater.client.transport.stream import WRITE_ERRORS, ClientStream
-from headwater.common.errors import ConnectionLost, CorruptUpdate, ProtocolMismatch
+from headwater.common.errors import ProtocolMismatch
 from headwater.common.system.stop_signals import StopRequests, at_stop_signals
 from headwater.common.transport.limits import CHANNEL_OPTIONS, PROTOCOL_VERSION, STREAM_METHOD
 from headwater.common.transport.wire_pb2 import ClientFrame, Hello
@@ -30,10 +34,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-FIRST_BACKOFF_SECONDS = 0.2
-MAX_BACKOFF_SECONDS = 30.0
-# Corrupt models in a row: a flipped bit comes alone, a lying server repeats itself.
-MAX_CORRUPT_MODELS = 4
 RETRIED = (
     grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.CANCELLED,
@@ -72,6 +72,11 @@ class Connection:
     def name(self) -> str:
         """The device's name."""
         return self._node.name
+
+    @property
+    def has_connected(self) -> bool:
+        """Whether a server has welcomed this device; known once the stream has ended."""
+        return bool(self._session)
 
     @property
     def is_stopping(self) -> bool:
@@ -118,7 +123,9 @@ class Connection:
                 if self._stopping.is_set():
                     return
                 seconds = retries.wait_seconds(broken)
-                log.warning("%s: %s; trying again", self._address, broken)
+                hint = retries.hint(broken)
+                why = str(broken) if hint is None else f"{broken}; {hint}"
+                log.warning("%s: %s; trying again", self._address, why)
                 self._node.activity.enter(f"tries {self._address} again at {_time_in(seconds)}")
                 await self._pause(seconds)
 
@@ -166,11 +173,17 @@ class Connection:
             except grpc.aio.AioRpcError as error:
                 if error.code() not in RETRIED:
                     raise ProtocolMismatch(f"{self._address}: {error.details()}") from error
-                raise ConnectionBroken(str(error.details()), stream) from None
+                raise ConnectionBroken(
+                    str(error.details()), had_contact=stream.has_contact
+                ) from None
             except (asyncio.InvalidStateError, TimeoutError) as error:
-                raise ConnectionBroken(str(error) or "no answer", stream) from None
+                raise ConnectionBroken(
+                    str(error) or "no answer", had_contact=stream.has_contact
+                ) from None
             except ModelBroken as error:
-                raise ConnectionBroken(str(error), stream, is_corrupt=True) from None
+                raise ConnectionBroken(
+                    str(error), had_contact=stream.has_contact, is_corrupt=True
+                ) from None
             finally:
                 self._session = stream.session or self._session
                 self._node.counters.disconnected()
@@ -217,58 +230,6 @@ class Connection:
 def _time_in(seconds: float) -> str:
     """Return the time of day after so many seconds, as 14:05:32."""
     return time.strftime("%H:%M:%S", time.localtime(time.time() + seconds))
-
-
-class ConnectionBroken(Exception):
-    """The connection broke; another one may succeed."""
-
-    def __init__(self, text: str, stream: ClientStream, *, is_corrupt: bool = False) -> None:
-        super().__init__(text)
-        self.had_contact = stream.has_contact
-        self.is_corrupt = is_corrupt
-
-
-class RetryPolicy:
-    """Decides how long to wait before the next connection, and when to give up."""
-
-    def __init__(self, address: str, patience_seconds: float, *, has_tls: bool) -> None:
-        self._address = address
-        self._patience_seconds = patience_seconds
-        self._protection = "with TLS" if has_tls else "without TLS"
-        self._num_corrupt = 0
-        self.reset()
-
-    def reset(self) -> None:
-        """Start over, as if the last contact were now."""
-        self._backoff_seconds = FIRST_BACKOFF_SECONDS
-        self._last_contact = time.monotonic()
-
-    def wait_seconds(self, broken: ConnectionBroken) -> float:
-        """Return a random wait; it doubles with each failure, up to ``MAX_BACKOFF_SECONDS``.
-
-        A contact resets it, unless the model was corrupt: each such retry costs a whole model.
-
-        Raises:
-            CorruptUpdate: ``MAX_CORRUPT_MODELS`` in a row were corrupt.
-            ConnectionLost: the last contact was ``patience_seconds`` ago.
-        """
-        if broken.had_contact:
-            self._last_contact = time.monotonic()
-            if not broken.is_corrupt:
-                self._backoff_seconds = FIRST_BACKOFF_SECONDS
-        self._num_corrupt = self._num_corrupt + 1 if broken.is_corrupt else 0
-        if self._num_corrupt == MAX_CORRUPT_MODELS:
-            raise CorruptUpdate(f"{self._num_corrupt} times in a row {broken}") from None
-        left_seconds = self._last_contact + self._patience_seconds - time.monotonic()
-        if left_seconds <= 0:
-            raise ConnectionLost(
-                f"{self._address} could not be reached for {self._patience_seconds:g} s: {broken}",
-                remedy=f"check the address and that the server runs, {self._protection} as this "
-                "device",
-            ) from None
-        seconds = min(self._backoff_seconds * random.uniform(0.5, 1.0), left_seconds)
-        self._backoff_seconds = min(self._backoff_seconds * 2, MAX_BACKOFF_SECONDS)
-        return seconds
 
 
 async def stay_connected(connection: Connection, *, stay: bool) -> None:

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from headwater.common.settings.schema import Settings
     from headwater.common.transport.tls import Credentials
 
+CLIENT = "headwater-client"
+
 Config = Annotated[
     Path | None,
     typer.Option("--config", metavar="FILE", help="TOML file of settings; flags override it."),
@@ -52,6 +54,8 @@ class CommandGroup(SettingsGroup):
         except (HeadwaterError, KeyboardInterrupt) as error:
             from headwater.common.system.console import show_error
 
+            if isinstance(error, KeyboardInterrupt) and not error.args and self.name == CLIENT:
+                error = KeyboardInterrupt("stopped")  # a client has no committed rounds
             raise typer.Exit(show_error(error)) from error
         except (click.ClickException, click.exceptions.Exit, click.Abort):
             raise

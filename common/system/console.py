@@ -37,9 +37,13 @@ TITLE_WIDTH = 12
 
 
 def show_error(error: HeadwaterError | KeyboardInterrupt) -> int:
-    """Print an error with its remedy, and return the exit status; after Ctrl-C it is 130."""
+    """Print an error with its remedy, and return the exit status; after Ctrl-C it is 130.
+
+    The text of a KeyboardInterrupt, if it has one, says what was stopped.
+    """
     if isinstance(error, KeyboardInterrupt):
-        stderr.print("stopped; committed rounds are kept, --resume continues after them")
+        text = str(error) or "stopped; committed rounds are kept, --resume continues after them"
+        stderr.print(text, soft_wrap=True, markup=False)
         return 130
     if _logs_json():
         fields = {"code": error.code, "remedy": error.remedy}

@@ -34,6 +34,27 @@ def test_check_shows_the_memory_limit_the_task_s_cost_and_the_device_s_speed() -
     assert "of its time" in found.output
 
 
+STOPPED = """
+class Stopped:
+    def new_model(self):
+        raise KeyboardInterrupt
+    def train_examples(self, *, data, part, num_parts): ...
+    def loss_sum(self, model, batch): ...
+"""
+
+
+@pytest.mark.parametrize(
+    ("command", "said"), [([], "stopped before connecting\n"), (["check"], "stopped\n")]
+)
+def test_a_client_that_is_interrupted_before_it_connects_speaks_of_no_rounds(
+    command: list[str], said: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "stopped_early.py"
+    path.write_text(STOPPED)
+    found = CliRunner().invoke(app, [*command, "--task", f"{path}:Stopped", "--threads", "1"])
+    assert (found.exit_code, found.output) == (130, said)
+
+
 def test_check_shows_how_many_rows_cannot_be_trained_on_and_why() -> None:
     task = "tests/stranger_tasks/csv_with_gaps.py:Gaps"
     found = CliRunner().invoke(app, ["check", "--task", task, "--threads", "1"])

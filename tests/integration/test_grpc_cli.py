@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 from pathlib import Path
 
@@ -74,6 +75,16 @@ def test_a_server_that_is_not_there_is_given_up_after_the_patience(tmp_path: Pat
         assert "could not be reached for 1 s" in client.text()
 
 
+def test_a_client_that_is_stopped_before_it_has_connected_says_so(tmp_path: Path) -> None:
+    with Processes(tmp_path) as processes:
+        client = processes.client(free_port(), 0, task=write_task(tmp_path).spec)
+        client.wait_for("trying again")
+        client.kill(signal.SIGTERM)
+        assert client.wait() == 0
+        assert "0: stopped before connecting" in client.text()
+        assert "done" not in client.text()
+
+
 def test_a_device_with_another_model_is_refused_and_the_server_waits_on(tmp_path: Path) -> None:
     task = write_task(tmp_path).spec
     other = write_task(tmp_path / "other", hidden=17).spec
@@ -131,8 +142,13 @@ def test_a_server_that_cannot_start_keeps_the_devices_that_wait_for_it(tmp_path:
     with Processes(tmp_path) as processes:
         client = processes.client(port, 0, task=task)
         client.wait_for("trying again")
-        assert processes.server(*listen, task="nowhere.py:Task").wait() == 2
-        assert processes.server(*listen, "--optimizer", "nonsense", task=task).wait() == 2
+        for wrong in (
+            processes.server(*listen, task="nowhere.py:Task"),
+            processes.server(*listen, "--optimizer", "nonsense", task=task),
+            processes.server(*listen, "--track", "nonsense", task=task),
+        ):
+            assert wrong.wait() == 2
+            assert "listening" not in wrong.text()
         assert client.poll() is None
         server = processes.server(*listen, "--out", tmp_path / "third", task=task)
         for process in (client, server):

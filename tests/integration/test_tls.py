@@ -50,6 +50,7 @@ def test_only_the_device_that_a_certificate_was_made_for_is_let_in(tmp_path: Pat
         wrong_kind = processes.client(port, 0, *SHORT, *files(certs, "server"), task=task)
         assert_refused(foreign, "ConnectionLost")
         assert_refused(plain, "ConnectionLost")
+        assert "the server may want TLS: --tls-ca" in plain.text()
         assert_refused(borrowed, "IdentityRefused")
         assert "the certificate is for '1', not for '0'" in borrowed.text()
         assert_refused(wrong_kind, "ConnectionLost")
@@ -60,7 +61,7 @@ def test_only_the_device_that_a_certificate_was_made_for_is_let_in(tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_a_server_of_another_authority_is_not_trusted(tmp_path: Path) -> None:
+def test_a_server_of_another_authority_or_without_tls_is_not_trusted(tmp_path: Path) -> None:
     certs, others, task = tmp_path / "certs", tmp_path / "others", write_task(tmp_path).spec
     make_folder(certs, "0")
     make_folder(others)
@@ -73,8 +74,12 @@ def test_a_server_of_another_authority_is_not_trusted(tmp_path: Path) -> None:
             *files(elsewhere, "server"), "--out", tmp_path / "second", task=task
         )
         wrong = processes.client(port_of(named), 0, *SHORT, *files(elsewhere, "0"), task=task)
+        open_to_all = processes.server("--out", tmp_path / "third", task=task)
+        secured = processes.client(port_of(open_to_all), 0, *SHORT, *files(certs, "0"), task=task)
         assert_refused(misled, "ConnectionLost")
         assert_refused(wrong, "ConnectionLost")
+        assert_refused(secured, "ConnectionLost")
+        assert "the server may be without TLS" in secured.text()
 
 
 def test_a_second_connection_with_the_same_certificate_displaces_the_first(tmp_path: Path) -> None:

@@ -1,0 +1,85 @@
+"""Retries of a broken connection: how long to wait, when to give up, and what may be wrong."""
+
+from __future__ import annotations
+
+import random
+import time
+
+from headwater.common.errors import ConnectionLost, CorruptUpdate
+
+FIRST_BACKOFF_SECONDS = 0.2
+MAX_BACKOFF_SECONDS = 30.0
+# Corrupt models in a row: a flipped bit comes alone, a lying server repeats itself.
+MAX_CORRUPT_MODELS = 4
+# gRPC's words when a server that expects a TLS handshake ends a connection in plain text.
+CLOSED = ("Socket closed", "Connection reset")
+
+
+class ConnectionBroken(Exception):
+    """The connection broke; another one may succeed."""
+
+    def __init__(self, text: str, *, had_contact: bool, is_corrupt: bool = False) -> None:
+        super().__init__(text)
+        self.had_contact = had_contact
+        self.is_corrupt = is_corrupt
+
+
+class RetryPolicy:
+    """Decides how long to wait before the next connection, and when to give up."""
+
+    def __init__(self, address: str, patience_seconds: float, *, has_tls: bool) -> None:
+        self._address = address
+        self._patience_seconds = patience_seconds
+        self._has_tls = has_tls
+        self._num_corrupt = 0
+        self.reset()
+
+    def reset(self) -> None:
+        """Start over, as if the last contact were now."""
+        self._backoff_seconds = FIRST_BACKOFF_SECONDS
+        self._last_contact = time.monotonic()
+
+    def wait_seconds(self, broken: ConnectionBroken) -> float:
+        """Return a random wait; it doubles with each failure, up to ``MAX_BACKOFF_SECONDS``.
+
+        A contact resets it, unless the model was corrupt: each such retry costs a whole model.
+
+        Raises:
+            CorruptUpdate: ``MAX_CORRUPT_MODELS`` in a row were corrupt.
+            ConnectionLost: the last contact was ``patience_seconds`` ago.
+        """
+        if broken.had_contact:
+            self._last_contact = time.monotonic()
+            if not broken.is_corrupt:
+                self._backoff_seconds = FIRST_BACKOFF_SECONDS
+        self._num_corrupt = self._num_corrupt + 1 if broken.is_corrupt else 0
+        if self._num_corrupt == MAX_CORRUPT_MODELS:
+            raise CorruptUpdate(f"{self._num_corrupt} times in a row {broken}") from None
+        left_seconds = self._last_contact + self._patience_seconds - time.monotonic()
+        if left_seconds <= 0:
+            protection = "with TLS" if self._has_tls else "without TLS"
+            raise ConnectionLost(
+                f"{self._address} could not be reached for {self._patience_seconds:g} s: {broken}",
+                remedy=self.hint(broken)
+                or f"check the address and that the server runs, {protection} as this device",
+            ) from None
+        seconds = min(self._backoff_seconds * random.uniform(0.5, 1.0), left_seconds)
+        self._backoff_seconds = min(self._backoff_seconds * 2, MAX_BACKOFF_SECONDS)
+        return seconds
+
+    def hint(self, broken: ConnectionBroken) -> str | None:
+        """Return what to change if probably only one side uses TLS, by what gRPC says of it."""
+        text = str(broken)
+        if broken.had_contact:
+            return None
+        if self._has_tls and "WRONG_VERSION_NUMBER" in text:
+            return (
+                "the server may be without TLS: give it certificates (`headwater-server init`), or "
+                "leave out --tls-ca, --tls-certificate and --tls-key"
+            )
+        if not self._has_tls and any(closed in text for closed in CLOSED):
+            return (
+                "the server may want TLS: --tls-ca, --tls-certificate and --tls-key, or --config "
+                "with the file that `headwater-client join` wrote"
+            )
+        return None

@@ -1,0 +1,40 @@
+"""What a client says of a connection that broke, and how long it tries again."""
+
+from __future__ import annotations
+
+import pytest
+
+from headwater.client.transport.retries import ConnectionBroken, RetryPolicy
+from headwater.common.errors import ConnectionLost
+
+# The words of gRPC 1.81.
+TO_TLS = (
+    "failed to connect to all addresses; last error: UNAVAILABLE: ipv4:127.0.0.1:1: Socket closed"
+)
+TO_PLAIN = "Tls handshake failed (TSI_PROTOCOL_FAILURE): SSL_ERROR_SSL: WRONG_VERSION_NUMBER"
+TO_NOBODY = "Failed to connect to remote host: Connection refused"
+
+
+@pytest.mark.parametrize(
+    ("text", "has_tls", "hint"),
+    [
+        (TO_TLS, False, "the server may want TLS: --tls-ca"),
+        (TO_PLAIN, True, "the server may be without TLS"),
+        (TO_NOBODY, False, None),
+        (TO_NOBODY, True, None),
+        (TO_TLS, True, None),
+    ],
+)
+def test_a_client_that_differs_from_its_server_in_tls_is_told(
+    text: str, has_tls: bool, hint: str | None
+) -> None:
+    broken = ConnectionBroken(text, had_contact=False)
+    retries = RetryPolicy("pi:1", 60.0, has_tls=has_tls)
+    found = retries.hint(broken)
+    assert (found or "").startswith(hint or "")
+    assert (found is None) == (hint is None)
+    assert retries.hint(ConnectionBroken(text, had_contact=True)) is None
+    impatient = RetryPolicy("pi:1", 0.0, has_tls=has_tls)
+    with pytest.raises(ConnectionLost) as lost:
+        impatient.wait_seconds(broken)
+    assert (hint or "check the address and that the server runs") in lost.value.remedy
