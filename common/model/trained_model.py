@@ -28,6 +28,8 @@ from headwater.common.user_code import running
 
 MODEL = "model.safetensors"
 BEST = "best.safetensors"
+CHECKPOINT_KEY = "progress"
+"""The metadata of a checkpoint (``server.rounds.checkpoint``) that a model file does not have."""
 _LAYERS = TypeAdapter(dict[str, GroupNormArguments])
 
 
@@ -139,8 +141,23 @@ def read_model(file: Path) -> tuple[ModelRecord, dict[str, Tensor]]:
         SettingsError: the file is missing, incomplete or no safetensors file.
     """
     with _opened(file) as opened:
-        record = ModelRecord.of_metadata(opened.metadata() or {})
+        metadata = opened.metadata() or {}
+        if CHECKPOINT_KEY in metadata:
+            raise _is_checkpoint(file)
+        record = ModelRecord.of_metadata(metadata)
         return record, {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+
+
+def _is_checkpoint(file: Path) -> SettingsError:
+    """Return the error of a checkpoint in a model's place."""
+    model = file.with_name(MODEL)
+    return SettingsError(
+        f"{file} is a run's checkpoint, which --resume reads, and no model",
+        remedy=f"name the model beside it: {model}"
+        if model.exists()
+        else f"continue the run with --resume --out {file.parent}: it writes {MODEL} at its end, "
+        "also if it is stopped",
+    )
 
 
 def read_record(file: Path) -> ModelRecord:

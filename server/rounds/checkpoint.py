@@ -20,6 +20,7 @@ from torch import Tensor
 
 from headwater.common.errors import CheckpointCorrupt, CheckpointFailed
 from headwater.common.model.tensor_file import write_tensors
+from headwater.common.model.trained_model import CHECKPOINT_KEY
 from headwater.common.system.atomic_file import atomic_writer
 
 FILE = "checkpoint.safetensors"
@@ -58,7 +59,7 @@ def save(
     tensors = {IMAGE: image_U8, **{OPTIMIZER + name: t for name, t in optimizer.items()}}
     # Not by ``asdict``, which would copy the estimates of all clients.
     plain = json.dumps({one.name: getattr(progress, one.name) for one in fields(progress)})
-    metadata = {"version": str(VERSION), "progress": plain, "sha256": digest(plain, tensors)}
+    metadata = {"version": str(VERSION), CHECKPOINT_KEY: plain, "sha256": digest(plain, tensors)}
     try:
         with atomic_writer(folder / FILE) as part:
             write_tensors(part, tensors, metadata)
@@ -83,9 +84,9 @@ def load(folder: Path) -> tuple[Progress, Tensor, dict[str, Tensor]] | None:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         if metadata.get("version") != str(VERSION):
             raise CheckpointCorrupt(f"{path} has version {metadata.get('version')}, not {VERSION}")
-        if metadata["sha256"] != digest(metadata["progress"], tensors):
+        if metadata["sha256"] != digest(metadata[CHECKPOINT_KEY], tensors):
             raise CheckpointCorrupt(f"{path}: the SHA-256 of its content is not the stored one")
-        progress = Progress(**json.loads(metadata["progress"]))
+        progress = Progress(**json.loads(metadata[CHECKPOINT_KEY]))
         image_U8 = tensors.pop(IMAGE)
     except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
         raise CheckpointCorrupt(f"{path} cannot be read: {error}") from error

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
 
-from headwater.common.errors import CheckpointCorrupt, CheckpointFailed
+from headwater.common.errors import CheckpointCorrupt, CheckpointFailed, SettingsError
+from headwater.common.model.trained_model import MODEL, load_model
 from headwater.server.rounds import checkpoint
 from headwater.server.rounds.checkpoint import FILE, Progress
 
@@ -179,3 +180,14 @@ def test_a_part_left_by_a_killed_process_is_no_hindrance(tmp_path: Path) -> None
     assert checkpoint.load(tmp_path) is not None
     save(tmp_path, image_of(8))
     assert [path.name for path in tmp_path.iterdir()] == [FILE]
+
+
+@pytest.mark.parametrize("has_model", [True, False])
+def test_a_checkpoint_in_a_model_s_place_is_called_one(has_model: bool, tmp_path: Path) -> None:
+    save(tmp_path)
+    if has_model:
+        (tmp_path / MODEL).write_bytes(b"")
+    with pytest.raises(SettingsError, match="is a run's checkpoint") as caught:
+        load_model(tmp_path / FILE)
+    expected = str(tmp_path / MODEL) if has_model else f"--resume --out {tmp_path}"
+    assert expected in caught.value.remedy
