@@ -159,14 +159,14 @@ def status(
     refused. Exit status 0: the server runs and its heartbeat is fresh, or the run is finished. 1:
     the server has ended before the last round, or it does not answer. 2: there is no run.
     """
-    from headwater.common.system.console import console
+    from headwater.common.system.console import print_table
     from headwater.server.operations import status as status_table
 
     state = status_table.read_status(out)
     if as_json:
         typer.echo(status_table.as_json(state))
     else:
-        console.print(status_table.as_table(state, out), soft_wrap=False)
+        print_table(status_table.as_table(state, out))
     raise typer.Exit(status_table.exit_status(state))
 
 
@@ -197,14 +197,14 @@ def evaluate(
 
     Try it: headwater-server evaluate --out runs/DIR --data rows.csv
     """
-    from headwater.common.system.console import console
+    from headwater.common.system.console import print_table
     from headwater.server.operations import evaluate_model
 
     tested = evaluate_model.evaluate(out, data=data or [], task=task, is_best=is_best)
     if as_json:
         typer.echo(evaluate_model.as_json(tested))
     else:
-        console.print(evaluate_model.as_table(tested))
+        print_table(evaluate_model.as_table(tested))
 
 
 @app.command(cls=PlainCommand)

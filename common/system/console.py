@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import IO, cast
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.logging import RichHandler
 from rich.table import Table
 from rich.text import Text
@@ -34,6 +34,7 @@ QUIET_DEPENDENCIES = {
 # Takes what a command prints, if the log is JSON.
 output_log = logging.getLogger("headwater.command")
 TITLE_WIDTH = 12
+MAX_LINE_WIDTH = 10_000  # of a table in a pipe or a file
 
 
 def show_error(error: HeadwaterError | KeyboardInterrupt) -> int:
@@ -129,6 +130,15 @@ def start_log(*, verbose: bool, log_format: Format | None = None) -> None:
 def print_text(text: str) -> None:
     """Print a text as it is; a terminal wraps it between words, elsewhere it stays one line."""
     console.print(Text(printable_lines(text)), soft_wrap=not console.is_terminal)
+
+
+def print_table(table: RenderableType) -> None:
+    """Print tables and texts: a terminal wraps them at its width, elsewhere no line is wrapped."""
+    if console.is_terminal:
+        console.print(table)
+    else:
+        wide = Console(file=console.file, width=MAX_LINE_WIDTH, highlight=False, emoji=False)
+        wide.print(table)
 
 
 def print_titled(rows: Iterable[tuple[str, str]]) -> None:

@@ -10,12 +10,12 @@ from rich.table import Table
 from rich.text import Text
 
 from headwater.common.errors import SettingsError
-from headwater.common.system.console import console, print_text
+from headwater.common.system.console import console, print_table, print_text
 from headwater.common.system.printable import printable, printable_name
 from headwater.common.wording import counted, natural
 from headwater.server.operations.round_log import ROUNDS, read_rows
 
-MAX_NAME_WIDTH = 24  # a longer name continues on the next line
+MAX_NAME_WIDTH = 24  # in a terminal a longer name continues on the next line
 
 
 def show_plan(folder: Path, *, round_number: int | None, explain: bool) -> None:
@@ -36,7 +36,7 @@ def show_plan(folder: Path, *, round_number: int | None, explain: bool) -> None:
             f"{folder} has no round {round_number}",
             remedy=f"it has rounds {rows[0]['round']} to {rows[-1]['round']}",
         )
-    console.print(plan_table(row, explain=explain))
+    print_table(plan_table(row, explain=explain))
     if row["num_bounded"]:
         console.print(
             f"{counted(row['num_bounded'], 'device')} reported more than the server accepts"
@@ -60,7 +60,8 @@ def plan_table(row: dict[str, Any], *, explain: bool) -> Table:
         box=SIMPLE_HEAD,
         pad_edge=False,
     )
-    table.add_column("device", overflow="fold", max_width=MAX_NAME_WIDTH)
+    max_width = MAX_NAME_WIDTH if console.is_terminal else None
+    table.add_column("device", overflow="fold", max_width=max_width)
     for column in ("examples", "K x size", "seconds", "of slowest"):
         table.add_column(column, justify="right", overflow="fold", min_width=len("seconds"))
     table.add_column("reason for this plan" if explain else "ended by", overflow="fold")

@@ -22,6 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from headwater.common.errors import SettingsError
+from headwater.common.system.console import console
 from headwater.common.system.json_logs import rfc3339, to_json_value
 from headwater.common.system.printable import printable, printable_name
 from headwater.common.wording import counted, natural
@@ -33,7 +34,7 @@ from headwater.server.transport.device_records import DeviceRecord
 
 MAX_ROWS = 100
 COLUMNS = ("seen", "K", "memory", "heat", "battery", "up", "down")
-MAX_NAME_WIDTH = 24  # a longer name continues on the next line
+MAX_NAME_WIDTH = 24  # in a terminal a longer name continues on the next line
 ABSENT = "-"
 # A round that has waited this long for a device is reported.
 LONG_WAIT_SECONDS = 60.0
@@ -192,7 +193,8 @@ def _rounds_done(status: dict[str, Any]) -> str:
 
 def _fleet(devices: list[dict[str, Any]]) -> Table:
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column("device", overflow="fold", min_width=6, max_width=MAX_NAME_WIDTH)
+    max_width = MAX_NAME_WIDTH if console.is_terminal else None
+    table.add_column("device", overflow="fold", min_width=6, max_width=max_width)
     for column in COLUMNS:
         table.add_column(column, justify="right", overflow="fold")
     for device in devices:

@@ -121,8 +121,11 @@ def test_devices_are_listed_in_natural_order(tmp_path: Path) -> None:
     assert places == sorted(places)
 
 
-def test_at_80_columns_the_table_wraps_and_cuts_nothing_off(tmp_path: Path) -> None:
-    console.width = 80
+def test_in_a_terminal_of_80_columns_the_table_wraps_and_cuts_nothing_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(console, "width", 80)
+    monkeypatch.setattr(console, "_force_terminal", True)
     name = "kitchen-pi-of-the-third-floor.example.org"
     plan = "all its 128,000 examples, giving 50% of its time on battery; in 4,096 micro-batches"
     wide = client(

@@ -174,6 +174,7 @@ def test_the_table_fits_80_columns_and_shows_everything(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(console, "width", 80)
+    monkeypatch.setattr(console, "_force_terminal", True)
     name = "kitchen-pi-of-the-third-floor.example.org"
     history = History(folder)
     history.write_devices([wide_record(name)])
@@ -203,6 +204,21 @@ def wide_record(name: str) -> DeviceRecord:
         bytes_up=923_456_789_012,
         bytes_down=923_456_789_012,
     )
+
+
+def test_in_a_pipe_each_device_is_one_line_however_narrow_the_console_is(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(console, "width", 80)
+    name = "a-device-with-a-name-that-is-longer-than-forty-signs"
+    history = History(folder)
+    history.write_devices([wide_record(name)])
+    history.close()
+    text = CliRunner().invoke(app, ["status", "--out", str(folder)]).output
+    assert not console.is_terminal
+    (line,) = [line for line in text.splitlines() if name in line]
+    assert line.rstrip().endswith("923.5 GB   923.5 GB")
+    assert any(line.startswith("down: ") and str(folder) in line for line in text.splitlines())
 
 
 @pytest.mark.parametrize("command", ["status", "drain"])
