@@ -104,6 +104,8 @@ class LiveStatus:
         self._thread: threading.Thread | None = None
         self._has_ended = threading.Event()
         self._lock = threading.Lock()
+        self._skipped: Callable[[], str] | None = None
+        """The last event, if its line was not due."""
 
     @property
     def is_live(self) -> bool:
@@ -111,11 +113,23 @@ class LiveStatus:
         return self._live is not None
 
     def event(self, line: Callable[[], str], *, is_important: bool = False) -> None:
-        """Print an event's line if one is due; a terminal's block shows the event by itself."""
+        """Print an event's line if one is due; a terminal's block shows the event by itself.
+
+        The last event has its line in any case: see ``print_skipped``.
+        """
         if self._live is not None:
             return
         with self._lock:
-            if self._schedule.is_event_due(self._clock(), is_important=is_important):
+            is_due = self._schedule.is_event_due(self._clock(), is_important=is_important)
+            self._skipped = None if is_due else line
+            if is_due:
+                self._print(line())
+
+    def print_skipped(self) -> None:
+        """Print the last event's line, if it was not due; on leaving this is done in any case."""
+        with self._lock:
+            line, self._skipped = self._skipped, None
+            if line is not None:
                 self._print(line())
 
     def tick(self) -> None:
@@ -153,6 +167,7 @@ class LiveStatus:
             before_end.remove(self._show_cursor)
         if self._thread is not None:
             self._thread.join()
+        self.print_skipped()
 
     def _show_cursor(self) -> None:
         """Show the cursor again, from a signal handler: it must not wait for any lock."""

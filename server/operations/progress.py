@@ -21,7 +21,7 @@ from headwater.server.operations.round_display import RoundDisplay
 from headwater.server.operations.round_log import CURVES, EVENTS, ROUNDS, read_rows
 from headwater.server.planning.target_batch import described
 from headwater.server.rounds.model_selection import is_minimised
-from headwater.server.rounds.observer import Observer
+from headwater.server.rounds.observer import Observer, Observers
 from headwater.server.rounds.round_loop import OnRound
 from headwater.server.rounds.round_row import RoundRow
 
@@ -71,10 +71,19 @@ def show_progress(settings: Settings) -> Iterator[tuple[OnRound, Observer]]:
     with LiveStatus(console, block=display.block, wait_line=display.wait_line) as status:
 
         def on_round(row: RoundRow) -> None:
-            is_last = row.round == settings.rounds
-            status.event(lambda: display.round_line(row), is_important=is_last)
+            status.event(lambda: display.round_line(row))
 
-        yield on_round, display
+        yield on_round, Observers(display, _RunLines(status))
+
+
+class _RunLines(Observer):
+    """Prints lines about the whole run."""
+
+    def __init__(self, status: LiveStatus) -> None:
+        self._status = status
+
+    def ended(self) -> None:
+        self._status.print_skipped()  # the last round's, before anything that is said of the end
 
 
 def print_result(settings: Settings) -> None:

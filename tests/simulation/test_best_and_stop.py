@@ -15,7 +15,7 @@ import headwater
 from headwater.common.errors import SettingsError, UnknownMetric
 from headwater.common.model.trained_model import BEST, MODEL, read_model
 from headwater.common.settings.schema import Settings
-from headwater.server.operations.progress import print_result
+from headwater.server.operations.progress import print_result, show_progress
 from headwater.server.operations.round_log import read_rows
 from headwater.simulation.run import run_engine
 
@@ -189,3 +189,10 @@ def test_a_run_without_evaluation_names_the_flag_and_the_remedy(tmp_path: Path) 
 def test_a_best_model_needs_a_folder() -> None:
     with pytest.raises(SettingsError, match="--best keeps a file"):
         simulate(chosen(None, best="height"))
+
+
+def test_the_last_round_of_a_stopped_run_has_its_line(capsys: pytest.CaptureFixture[str]) -> None:
+    settings = chosen(None, stop_when="height", patience=3)
+    with show_progress(settings) as (on_round, observer):
+        run_engine(settings, on_round=on_round, resume=False, observer=observer)
+    assert f"round {PEAK + 3:>2} of 20" in capsys.readouterr().out

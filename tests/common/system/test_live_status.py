@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import itertools
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -99,6 +100,16 @@ def test_the_first_event_and_an_important_one_are_always_printed() -> None:
     status.event(lambda: "second")
     status.event(lambda: "last", is_important=True)
     assert out.getvalue().splitlines() == ["first", "last"]
+
+
+def test_the_last_event_has_its_line_when_the_display_ends_and_only_once() -> None:
+    status, out = piped(FakeClock())
+    with status:
+        for word in ("first", "second", "third"):
+            status.event(partial(str, word))
+        assert out.getvalue().splitlines() == ["first"]
+        status.print_skipped()
+    assert out.getvalue().splitlines() == ["first", "third"]
 
 
 def test_lines_about_one_long_wait_become_rarer_if_allowed() -> None:
