@@ -22,7 +22,8 @@ from flwr.serverapp.strategy import FedAvg
 from headwater.client.training.context import Identity
 from headwater.client.training.sampler import permutation, split
 from headwater.client.training.trainer import Trainer
-from headwater.common.data.batches import batch_of, evaluate_sums
+from headwater.common.data.batches import batch_of
+from headwater.common.data.evaluation import evaluate_sums
 from headwater.common.model.parameters import ModelImage, build_model
 from headwater.common.settings.schema import Settings
 from headwater.common.task import Examples, Task, loss_sum
@@ -164,8 +165,8 @@ def run_fedavg(
         if number == 0:
             return None
         image.model.load_state_dict(arrays.to_torch_state_dict())
-        _, weight, metrics = evaluate_sums(task, image.model, test_examples, TEST_MICRO_BATCH)
-        on_round(federation.take_round(metrics["accuracy"] / weight))
+        total = evaluate_sums(task, image.model, test_examples, TEST_MICRO_BATCH)
+        on_round(federation.take_round(total.metric_sums["accuracy"] / total.weight))
         return None
 
     grid = InProcessGrid(federation.app(), settings)

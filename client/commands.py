@@ -99,14 +99,14 @@ def _open(settings: Settings) -> tuple[Trainer, Identity]:
     from headwater.client.device.hardware import ThisMachine
     from headwater.client.enrolment.signing_identity import host_name
     from headwater.client.training.context import Identity
-    from headwater.common.errors import MissingData, SettingsError
+    from headwater.common.errors import SettingsError
     from headwater.common.system.heap import use_one_heap
+    from headwater.common.task import check_data_exists
 
     use_one_heap()  # before the thread that trains begins
     torch.set_num_threads(settings.threads or max(int(ThisMachine().cores()), 1))
     device = settings.client
-    if device.data is not None and not device.data.exists():
-        raise MissingData(f"--data: {device.data} does not exist")
+    check_data_exists(device.data)
     if device.part >= device.num_parts:
         raise SettingsError(
             f"--part: expected 0 to {device.num_parts - 1} of --num-parts {device.num_parts}, "

@@ -246,6 +246,7 @@ class EvaluateReport(WireMessage):
     weight: Natural
     loss_sum: Finite
     metric_sums: dict[str, Finite] = Field(default_factory=dict)
+    num_refused: Natural = Field(0, description="examples excluded for a NaN or an exception")
 
 
 class ReportFields(Protocol):

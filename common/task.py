@@ -82,6 +82,16 @@ def _checked(task: object, spec: str) -> Task:
     return cast(Task, task)
 
 
+def check_data_exists(data: Path | None) -> None:
+    """Check the path of ``--data`` before a task opens it.
+
+    Raises:
+        MissingData: there is no such file or folder.
+    """
+    if data is not None and not data.exists():
+        raise MissingData(f"--data: {data} does not exist")
+
+
 def open_train_examples(task: Task, *, data: Path | None, part: int, num_parts: int) -> Examples:
     """Open a device's examples.
 

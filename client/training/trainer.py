@@ -33,8 +33,9 @@ from headwater.client.training.progress import TrainingProgress
 from headwater.client.training.sampler import SamplerState, Window, held_out_positions, window
 from headwater.client.training.spool import Spool
 from headwater.client.training.task_trial import CheckReport, check_task, predicted_footprint
-from headwater.common.data.batches import evaluate_sums
 from headwater.common.data.client_datasets import ClientDatasets
+from headwater.common.data.evaluation import EvaluationSums, evaluate_sums
+from headwater.common.data.example_faults import details, short_summary
 from headwater.common.errors import (
     BuffersChanged,
     CountOutOfRange,
@@ -48,6 +49,7 @@ from headwater.common.model.parameters import build_model
 from headwater.common.system.heap import release_freed_memory
 from headwater.common.task import Examples, load_task
 from headwater.common.user_code import running
+from headwater.common.wording import counted
 
 log = logging.getLogger(__name__)
 
@@ -87,6 +89,8 @@ class Trainer:
         """The machine whose memory the check keeps to; None for the process's own limits alone."""
         self._footprint: Footprint | None = None
         self._known_faults: set[tuple[str, str]] = set()
+        self._num_not_evaluated: dict[str, tuple[int | None, int]] = {}
+        """The run, and how many held-out examples each client left out in its last evaluation."""
         self._is_checkpointing_measured = False
 
     def keep_open(self, num_clients: int) -> None:
@@ -367,19 +371,39 @@ class Trainer:
         return SamplerState(place=unusable.after(len(unusable.positions)))
 
     def evaluate(self, identity: Identity, plan: Plan) -> EvaluateReport:
-        """Sum loss and metrics over the client's held-out examples.
+        """Sum loss and metrics over the client's held-out examples that can be evaluated.
 
         Raises:
-            NonFiniteUpdate: one of the sums is not finite.
-            TaskFailed: an example raised an exception.
+            NonFiniteUpdate: one of the sums is not finite, though each example's loss is.
+            TaskFailed: every example raised an exception.
         """
         _, held_out = self.split(identity, run_seed=plan.run_seed, fraction=plan.held_out_fraction)
         with running("the evaluation on held-out examples"):
-            loss_sum, weight, metric_sums = evaluate_sums(
-                self.task, self.image.model, held_out, plan.micro_batch_size
-            )
-        if not all(math.isfinite(value) for value in (loss_sum, *metric_sums.values())):
+            total = evaluate_sums(self.task, self.image.model, held_out, plan.micro_batch_size)
+        self._log_not_evaluated(identity.name, total, held_out)
+        if not all(math.isfinite(value) for value in (total.loss_sum, *total.metric_sums.values())):
             raise NonFiniteUpdate(f"{identity.name}: the held-out loss or a metric is not finite")
         return EvaluateReport(
-            name=identity.name, weight=weight, loss_sum=loss_sum, metric_sums=metric_sums
+            name=identity.name,
+            weight=total.weight,
+            loss_sum=total.loss_sum,
+            metric_sums=total.metric_sums,
+            num_refused=len(total.faults),
         )
+
+    def _log_not_evaluated(self, name: str, total: EvaluationSums, held_out: Examples) -> None:
+        """Log how many held-out examples are left out, and why, whenever their number changes."""
+        number = len(total.faults)
+        found = (None if self._loaded is None else self._loaded[0], number)
+        if not number or self._num_not_evaluated.get(name) == found:
+            return
+        self._num_not_evaluated[name] = found
+        log.warning(
+            "%s: %d of %s cannot be evaluated and are left out: %s",
+            name,
+            number,
+            counted(len(held_out), "held-out example"),
+            short_summary(total.faults, held_out),
+        )
+        for kind, detail in details(total.faults).items():
+            log.warning("%s: %s: %s", name, kind, detail)

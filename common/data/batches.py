@@ -1,4 +1,4 @@
-"""Turns a task's examples into batches, and evaluates a model over all of them.
+"""Turns a task's examples into batches.
 
 A client's examples may be a subset of a data set that the process holds once (``SubsetView``). A
 batch of a plain ``TensorDataset`` is taken from its tensors by one indexing operation each.
@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
-from headwater.common.task import Examples, Metrics, Task, loss_sum
+from headwater.common.task import Examples, Task
 
 
 class SubsetView:
@@ -74,23 +74,6 @@ def batch_of(task: Task, examples: Examples, positions: Sequence[int]) -> Any:
     if fetch_all is not None:
         return collate(fetch_all(rows.tolist()))
     return collate([examples[position] for position in rows.tolist()])
-
-
-def evaluate_sums(
-    task: Task, model: nn.Module, examples: Examples, micro_batch_size: int
-) -> tuple[float, int, Metrics]:
-    """Return loss sum, weight and metric sums over all examples, in evaluation mode."""
-    model.eval()
-    loss_total, weight_total, totals = 0.0, 0, Metrics()
-    with torch.no_grad():
-        for start in range(0, len(examples), micro_batch_size):
-            positions = range(start, min(start + micro_batch_size, len(examples)))
-            loss, weight, metrics = loss_sum(task, model, batch_of(task, examples, positions))
-            loss_total += loss.item()
-            weight_total += weight
-            for name, value in metrics.items():
-                totals[name] = totals.get(name, 0.0) + value
-    return loss_total, weight_total, totals
 
 
 class UnsupportedBatch(Exception):

@@ -16,9 +16,11 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 from torch import nn
 
-from headwater.common.data.batches import evaluate_sums
+from headwater.common.data.evaluation import evaluate_sums
+from headwater.common.data.example_faults import summary
 from headwater.common.errors import MissingData, SettingsError
 from headwater.common.model.trained_model import (
     BEST,
@@ -30,17 +32,26 @@ from headwater.common.model.trained_model import (
 )
 from headwater.common.system.json_logs import to_json_value
 from headwater.common.system.printable import printable, printable_name
-from headwater.common.task import Examples, Metrics, Task, open_train_examples
+from headwater.common.task import (
+    Examples,
+    Metrics,
+    Task,
+    check_data_exists,
+    open_train_examples,
+)
 from headwater.common.user_code import running
 from headwater.server.rounds.evaluation import MICRO_BATCH_SIZE, open_test_examples
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataResult:
-    """The sums over one data set; ``weight`` is what they are divided by."""
+    """The sums over one data set's usable examples; ``weight`` is what they are divided by."""
 
     data: str
     num_examples: int
+    num_left_out: int
+    why_left_out: str = ""
+    """The kinds of fault with their first positions, a line each."""
     loss_sum: float
     weight: int
     metric_sums: Metrics
@@ -78,6 +89,8 @@ def evaluate(
         ModelMismatch, TaskError: see ``load_model``; or the task fails on an example.
         MissingData, EmptyDataset: a path holds no examples, or the task has no test examples.
     """
+    for path in data:
+        check_data_exists(path)
     file = out / BEST if is_best else model_file(out)
     if is_best and not file.exists():
         raise SettingsError(
@@ -106,9 +119,15 @@ def evaluate(
 
 def _sums(task: Task, model: nn.Module, name: str, examples: Examples) -> DataResult:
     with running(f"the evaluation on {name}"):
-        loss, weight, sums = evaluate_sums(task, model, examples, MICRO_BATCH_SIZE)
+        total = evaluate_sums(task, model, examples, MICRO_BATCH_SIZE)
     return DataResult(
-        data=name, num_examples=len(examples), loss_sum=loss, weight=weight, metric_sums=sums
+        data=name,
+        num_examples=len(examples) - len(total.faults),
+        num_left_out=len(total.faults),
+        why_left_out="\n".join(map(printable, summary(total.faults, examples).splitlines())),
+        loss_sum=total.loss_sum,
+        weight=total.weight,
+        metric_sums=total.metric_sums,
     )
 
 
@@ -117,6 +136,7 @@ def _total(results: Sequence[DataResult]) -> DataResult:
     return DataResult(
         data="all",
         num_examples=sum(each.num_examples for each in results),
+        num_left_out=sum(each.num_left_out for each in results),
         loss_sum=math.fsum(each.loss_sum for each in results),
         weight=sum(each.weight for each in results),
         metric_sums={
@@ -134,6 +154,7 @@ def as_json(evaluated: EvaluatedModel) -> str:
             {
                 "data": each.data,
                 "num_examples": each.num_examples,
+                "num_left_out": each.num_left_out,
                 "weight": each.weight,
                 "loss": each.loss,
                 "metrics": each.metrics,
@@ -145,24 +166,36 @@ def as_json(evaluated: EvaluatedModel) -> str:
 
 
 def as_table(evaluated: EvaluatedModel) -> RenderableType:
-    """Return the results as a line about the model and a table."""
+    """Return the results as a line about the model, a table, and why examples are left out."""
     rounds = evaluated.record.rounds
     when = "" if rounds is None else f", after round {rounds}"
     names = sorted({name for each in evaluated.results for name in each.metrics})
+    has_gaps = any(each.num_left_out for each in evaluated.results)
+    counts = ("examples", "left out") if has_gaps else ("examples",)
     table = Table(box=SIMPLE_HEAD)
     table.add_column("data", overflow="fold", min_width=8)
-    for column in ("examples", "weight", "loss", *map(_title, names)):
+    for column in (*counts, "weight", "loss", *map(_title, names)):
         table.add_column(column, justify="right", no_wrap=True)
     for each in evaluated.results:
-        metrics = [f"{each.metrics[name]:.4f}" if name in each.metrics else "-" for name in names]
         table.add_row(
             escape(printable(each.data)),
             str(each.num_examples),
+            *([str(each.num_left_out)] if has_gaps else []),
             str(each.weight),
-            f"{each.loss:.4f}",
-            *metrics,
+            f"{each.loss:.4f}" if each.weight else "-",
+            *(_metric(each, name) for name in names),
         )
-    return Group(f"{escape(printable(evaluated.file))}{when}", table)
+    reasons = [
+        Text(f"{each.num_left_out:,} left out of {printable(each.data)}:\n{each.why_left_out}")
+        for each in evaluated.results
+        if each.why_left_out
+    ]
+    return Group(f"{escape(printable(evaluated.file))}{when}", table, *reasons)
+
+
+def _metric(result: DataResult, name: str) -> str:
+    has_value = result.weight and name in result.metric_sums
+    return f"{result.metrics[name]:.4f}" if has_value else "-"
 
 
 def _title(metric: str) -> str:

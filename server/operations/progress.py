@@ -17,7 +17,7 @@ from headwater.common.system.live_status import LiveStatus, pack
 from headwater.common.system.printable import printable, printable_name
 from headwater.common.task import load_task, max_weight_per_example
 from headwater.common.wording import counted
-from headwater.server.operations.round_display import RoundDisplay
+from headwater.server.operations.round_display import RoundDisplay, evaluation_figures
 from headwater.server.operations.round_log import CURVES, EVENTS, ROUNDS, read_rows
 from headwater.server.planning.target_batch import described
 from headwater.server.rounds.model_selection import is_minimised
@@ -97,6 +97,10 @@ def print_result(settings: Settings) -> None:
             shown = "not finite" if value is None else f"{value:.4f}"
             title = printable_name(name.replace("_", " "))
             parts.append(Text.assemble(title, " ", (shown, "bold")))
+        # A row of an earlier version lacks these.
+        num_left_out = last.get("num_test_left_out", 0) + last.get("num_held_out_left_out", 0)
+        missing = last.get("not_evaluated", {})
+        parts += evaluation_figures(last.get("num_held_out_clients"), len(missing), num_left_out)
         for line in pack(parts, console.width):
             console.print(line)
     for title, name in (

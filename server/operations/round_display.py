@@ -30,7 +30,7 @@ MAX_POINTS, POINT_SECONDS = 60, 0.5
 SHOWN_WAIT_SECONDS = 1.0
 MAX_NAMES = 5
 SPLITS = ("test_", "held_out_", "train_")
-NOT_METRICS = ("held_out_clients", "train_loss")
+NOT_METRICS = ("train_loss",)
 
 
 class RoundDisplay(Observer):
@@ -140,6 +140,11 @@ class RoundDisplay(Observer):
             f"{row.num_clients:,} of {counted(row.num_invited, 'device')}",
             f"slowest {printable_name(name)}: {duration(seconds)}{virtual}",
             left_out(row),
+            *evaluation_figures(
+                row.num_held_out_clients,
+                len(row.not_evaluated),
+                row.num_test_left_out + row.num_held_out_left_out,
+            ),
         ]
 
     def _pace(self, row: RoundRow | None) -> list[str]:
@@ -196,6 +201,16 @@ def left_out(row: RoundRow) -> str:
     if devices:
         text += f", and {counted(devices, 'slow device')}"
     return text
+
+
+def evaluation_figures(num_clients: int | None, num_missing: int, num_left_out: int) -> list[str]:
+    """Return on how many devices the model was tested, and the examples that no test could use."""
+    return [
+        ""
+        if num_clients is None
+        else f"tested on {num_clients} of {num_clients + num_missing} devices",
+        f"{num_left_out:,} left out of the tests" if num_left_out else "",
+    ]
 
 
 def details(row: RoundRow) -> list[str]:

@@ -5,22 +5,46 @@ Devices send sums, and the server divides once, as for gradients.
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
+import torch
 from torch import nn
-from torch.utils.data import Subset
 
-from headwater.common.data.batches import evaluate_sums
-from headwater.common.errors import MissingData, TaskFailed
+from headwater.common.data.batches import batch_of
+from headwater.common.data.evaluation import evaluate_sums
+from headwater.common.data.example_faults import details, short_summary
+from headwater.common.errors import ConnectionLost, LateUpdate, MissingData, TaskFailed
 from headwater.common.messages import EvaluateReport
 from headwater.common.model.parameters import ModelImage
 from headwater.common.settings.schema import EvaluationSettings
 from headwater.common.streams import as_examples
-from headwater.common.task import Examples, Metrics, Task
+from headwater.common.task import Examples, Metrics, Task, loss_sum
 from headwater.common.user_code import described, running
+from headwater.common.wording import counted
+from headwater.server.fleet import Dropout
+
+log = logging.getLogger(__name__)
 
 MICRO_BATCH_SIZE = 256
+MAX_NAMED = 5  # clients in one log line
+
+
+@dataclass(kw_only=True, slots=True)
+class EvaluatedRound:
+    """The metrics of a round, and what was left out of them."""
+
+    metrics: dict[str, float] = field(default_factory=dict)
+    num_test_left_out: int = 0
+    """Test examples of the server that could not be evaluated."""
+    num_held_out_left_out: int = 0
+    """The same among the examples that devices hold out."""
+    num_held_out_clients: int | None = None
+    """Devices whose held-out examples are in the metrics; None if devices do not evaluate."""
+    not_evaluated: dict[str, str] = field(default_factory=dict)
+    """Why each of the other devices is not in them."""
 
 
 def open_test_examples(task: Task, model: nn.Module) -> Examples | None:
@@ -56,8 +80,9 @@ def test_metric_names(task: Task, model: nn.Module, examples: Examples | None) -
 
 
 def _first_sums(task: Task, model: nn.Module, examples: Examples) -> Metrics:
-    _, _, sums = evaluate_sums(task, model, Subset(examples, [0]), 1)  # type: ignore[arg-type]
-    return sums
+    model.eval()
+    with torch.no_grad():
+        return loss_sum(task, model, batch_of(task, examples, [0]))[2]
 
 
 def is_due(chosen: EvaluationSettings, *, round_number: int, rounds: int) -> bool:
@@ -65,22 +90,91 @@ def is_due(chosen: EvaluationSettings, *, round_number: int, rounds: int) -> boo
     return round_number % chosen.every_rounds == 0 or round_number == rounds
 
 
-def on_server(task: Task, image: ModelImage, examples: Examples | None) -> dict[str, float]:
-    """Return test_loss and the task's metrics on its test examples; empty without examples."""
+def on_server(
+    task: Task, image: ModelImage, examples: Examples | None, *, num_known: int
+) -> EvaluatedRound:
+    """Return test_loss and the task's metrics on its test examples; empty without examples.
+
+    It logs which examples are left out, unless they are ``num_known`` as in the test before.
+    """
     if examples is None:
-        return {}
+        return EvaluatedRound()
     with running("the evaluation on test_examples"):
-        loss, weight, sums = evaluate_sums(task, image.model, examples, MICRO_BATCH_SIZE)
-    return means("test", loss, weight, sums)
+        total = evaluate_sums(task, image.model, examples, MICRO_BATCH_SIZE)
+    if len(total.faults) not in (0, num_known):
+        log.warning(
+            "%d of %s cannot be evaluated and are left out: %s",
+            len(total.faults),
+            counted(len(examples), "test example"),
+            short_summary(total.faults, examples),
+        )
+        for kind, detail in details(total.faults).items():
+            log.warning("test examples: %s: %s", kind, detail)
+    return EvaluatedRound(
+        metrics=means("test", total.loss_sum, total.weight, total.metric_sums),
+        num_test_left_out=len(total.faults),
+    )
 
 
-def on_devices(reports: Iterable[EvaluateReport]) -> dict[str, float]:
-    """Return held_out_loss and the metrics over all devices that answered."""
-    answers = list(reports)
-    names = sorted({name for answer in answers for name in answer.metric_sums})
-    sums = {n: math.fsum(answer.metric_sums.get(n, 0.0) for answer in answers) for n in names}
-    loss = math.fsum(answer.loss_sum for answer in answers)
-    return means("held_out", loss, sum(answer.weight for answer in answers), sums)
+def on_devices(answers: Iterable[EvaluateReport | Dropout], *, round_number: int) -> EvaluatedRound:
+    """Return held_out_loss and the metrics over all devices that evaluated some example.
+
+    It logs what was left out, in a line for examples and one for devices. A lost connection, or a
+    device with too few examples to hold one out, is no warning.
+    """
+    reports: list[EvaluateReport] = []
+    refused: dict[str, int] = {}
+    missing: dict[str, str] = {}
+    warned: dict[str, str] = {}
+    for answer in answers:
+        if isinstance(answer, Dropout):
+            error = answer.error
+            is_warned, why = not isinstance(error, ConnectionLost | LateUpdate), str(error)
+            missing[answer.name] = f"{error.code}: {error}"
+        elif answer.weight:
+            reports.append(answer)
+            is_warned = False
+        else:
+            is_warned = bool(answer.num_refused)
+            number = counted(answer.num_refused, "held-out example")
+            why = f"none of its {number} can be evaluated"
+            missing[answer.name] = why if is_warned else "it has too few examples to hold one out"
+        if is_warned:
+            warned[answer.name] = why
+        if isinstance(answer, EvaluateReport) and answer.num_refused:
+            refused[answer.name] = answer.num_refused
+    if refused:
+        log.warning(
+            "round %d: %s cannot be evaluated and were left out on %d of %s (%s)",
+            round_number,
+            counted(sum(refused.values()), "held-out example"),
+            len(refused),
+            counted(len(reports) + len(missing), "device"),
+            _first({name: str(number) for name, number in refused.items()}),
+        )
+    if warned:
+        log.warning(
+            "round %d: the evaluation is without %d of %s (%s)",
+            round_number,
+            len(warned),
+            counted(len(reports) + len(missing), "device"),
+            _first(warned),
+        )
+    names = sorted({name for report in reports for name in report.metric_sums})
+    sums = {n: math.fsum(report.metric_sums.get(n, 0.0) for report in reports) for n in names}
+    loss = math.fsum(report.loss_sum for report in reports)
+    return EvaluatedRound(
+        metrics=means("held_out", loss, sum(report.weight for report in reports), sums),
+        num_held_out_left_out=sum(refused.values()),
+        num_held_out_clients=len(reports),
+        not_evaluated=missing,
+    )
+
+
+def _first(texts: Mapping[str, str]) -> str:
+    """Return the first clients with their texts."""
+    named = ", ".join(f"{name}: {text}" for name, text in list(texts.items())[:MAX_NAMED])
+    return f"{named}, ..." if len(texts) > MAX_NAMED else named
 
 
 def means(prefix: str, loss: float, weight: int, sums: dict[str, float]) -> dict[str, float]:

@@ -18,7 +18,6 @@ from headwater.common.errors import (
     StateError,
     TaskError,
 )
-from headwater.common.messages import EvaluateReport
 from headwater.common.model.trained_model import BEST
 from headwater.common.model.trained_model import MODEL as MODEL
 from headwater.common.settings.schema import SETTINGS_FILE, Settings
@@ -27,6 +26,7 @@ from headwater.server.aggregation.round_reports import RoundSum
 from headwater.server.fleet import Fleet, Traffic
 from headwater.server.planning.round_plans import RoundPlans
 from headwater.server.rounds import checkpoint, evaluation
+from headwater.server.rounds.evaluation import EvaluatedRound
 from headwater.server.rounds.model_files import save_model
 from headwater.server.rounds.observer import Drained, Observer, Observers
 from headwater.server.rounds.open_round import OpenRound
@@ -170,14 +170,14 @@ def _run_round(training: Training, fleet: Fleet, observer: Observer) -> RoundRow
     watch.lap("unmask" if opened.ready else "divide")
     step = training.commit(done, opened)
     watch.lap("step")
-    metrics = _evaluate(training, fleet, opened, done)
+    evaluated = _evaluate(training, fleet, opened, done)
     watch.lap("evaluate")
     after = fleet.traffic()
     traffic = Traffic(
         bytes_up=after.bytes_up - before.bytes_up,
         bytes_down=after.bytes_down - before.bytes_down,
     )
-    row = _row(training, planned, opened, done, step, metrics, traffic, watch)
+    row = _row(training, planned, opened, done, step, evaluated, traffic, watch)
     _log_left_out(row)
     is_virtual = fleet.has_virtual_clock
     return replace(row, virtual_seconds=row.slowest_client_seconds) if is_virtual else row
@@ -234,7 +234,7 @@ def _row(
     opened: OpenRound,
     done: RoundSum,
     step: StepResult,
-    metrics: dict[str, float],
+    evaluated: EvaluatedRound,
     traffic: Traffic,
     watch: _Stopwatch,
 ) -> RoundRow:
@@ -249,7 +249,11 @@ def _row(
         num_examples_left_out=round(done.num_refused),
         weight=done.weight,
         loss=done.loss,
-        metrics=metrics,
+        metrics=evaluated.metrics,
+        num_test_left_out=evaluated.num_test_left_out,
+        num_held_out_left_out=evaluated.num_held_out_left_out,
+        num_held_out_clients=evaluated.num_held_out_clients,
+        not_evaluated=evaluated.not_evaluated,
         learning_rate=step.learning_rate,
         seconds=watch.total,
         seconds_split=watch.split,
@@ -314,13 +318,14 @@ def _raise_common_fault(opened: OpenRound) -> None:
 
 def _evaluate(
     training: Training, fleet: Fleet, opened: OpenRound, done: RoundSum
-) -> dict[str, float]:
+) -> EvaluatedRound:
     """Return the round's metrics: of the training always, of tests in the rounds that have them."""
     metrics = {f"train_{name}": value / done.weight for name, value in done.metric_sums.items()}
     chosen = training.settings.evaluation
     if not evaluation.is_due(chosen, round_number=training.round, rounds=training.settings.rounds):
-        return metrics
-    metrics |= evaluation.on_server(training.task, training.image, training.test_examples)
+        return EvaluatedRound(metrics=metrics)
+    tested = training.evaluate_on_server()
+    found = EvaluatedRound()
     if chosen.on_devices:
         plans = {
             name: plan.model_copy(update={"model_version": training.round})
@@ -329,10 +334,12 @@ def _evaluate(
         answers = fleet.evaluate(
             plans, training.image, timeout_seconds=training.settings.cohort.deadline_seconds
         )
-        reports = [answer for answer in answers if isinstance(answer, EvaluateReport)]
-        metrics |= evaluation.on_devices(reports)
-        metrics["held_out_clients"] = len(reports)
-    return metrics
+        found = evaluation.on_devices(answers, round_number=training.round)
+    return replace(
+        found,
+        metrics=metrics | tested.metrics | found.metrics,
+        num_test_left_out=tested.num_test_left_out,
+    )
 
 
 class _Stopwatch:

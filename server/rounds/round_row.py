@@ -85,6 +85,12 @@ class RoundRow:
     measured_share: float | None = None
     # Examples that the clients left out: an exception, or a loss or gradient that is not finite.
     num_examples_left_out: int = 0
+    # What the evaluation could not use, of the server's test examples and of those that devices
+    # hold out; the devices in its metrics (None without --evaluate-on-devices), and why not others.
+    num_test_left_out: int = 0
+    num_held_out_left_out: int = 0
+    num_held_out_clients: int | None = None
+    not_evaluated: dict[str, str] = field(default_factory=dict)
     # The slowest client's seconds if the clients' clock is virtual; None where the clock is real.
     virtual_seconds: float | None = None
     # The number of earlier attempts at this round, which were aborted.

@@ -91,6 +91,7 @@ class Training:
         if settings.model.initial is not None:
             load_initial(self.image, settings.model.initial)
         self.test_examples = evaluation.open_test_examples(self.task, self.image.model)
+        self._num_test_left_out = 0
         self.optimizer = ServerOptimizer(self.image, settings.optimizer, settings.schedule)
         self.max_weight_per_example = max_weight_per_example(self.task)
         self.target = Target(settings.plan, max_weight_per_example=self.max_weight_per_example)
@@ -310,6 +311,14 @@ class Training:
             )
         names = evaluation.test_metric_names(self.task, self.image.model, self.test_examples)
         model_selection.check_criteria(chosen, names)
+
+    def evaluate_on_server(self) -> evaluation.EvaluatedRound:
+        """Test the model on the task's test examples; see ``evaluation.on_server``."""
+        tested = evaluation.on_server(
+            self.task, self.image, self.test_examples, num_known=self._num_test_left_out
+        )
+        self._num_test_left_out = tested.num_test_left_out
+        return tested
 
     def follow_metrics(self, metrics: dict[str, float], *, loss: float) -> None:
         """Note an evaluated round's metrics; ``loss`` is that of the training, as train_loss.

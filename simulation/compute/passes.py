@@ -15,13 +15,15 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import Subset
 
 from headwater.client.training.accumulator import Accumulator
 from headwater.client.training.context import Identity
 from headwater.client.training.trainer import Trainer
 from headwater.common.data.batches import UnsupportedBatch, batch_of
+from headwater.common.data.evaluation import evaluate_sums
 from headwater.common.model.vectors import CHUNK, squared_norm
-from headwater.common.task import loss_sum
+from headwater.common.task import Examples, loss_sum
 from headwater.simulation.compute.example_rows import ExampleRows, Rows
 from headwater.simulation.compute.gradient_norms import SquaredNorms, running_norms
 from headwater.simulation.compute.linear_layers import LinearLayers
@@ -143,15 +145,22 @@ def check_sums(
 ) -> tuple[Tensor, Rows]:
     """Compare a pass over a device's first examples with the task's own sum of them.
 
-    Returns that sum's loss, and the examples' rows.
+    Returns that sum's loss, and the examples' rows. Examples with NaN have no sum: they are passed
+    over.
 
     Raises:
         UnsupportedBatch: the pass fails, or they differ.
     """
     own = trainer.examples(identity)
-    positions = range(min(NUM_EXAMPLES, len(own)))
-    trainer.image.model.train()
+    first = range(min(NUM_EXAMPLES, len(own)))
     state = torch.get_rng_state()
+    subset: Examples = Subset(own, first)  # type: ignore[arg-type]
+    faults = evaluate_sums(trainer.task, trainer.image.model, subset, NUM_EXAMPLES).faults
+    torch.set_rng_state(state)
+    positions = [position for position in first if position not in faults]
+    if not positions:
+        raise UnsupportedBatch("the first examples cannot be trained on")
+    trainer.image.model.train()
     batch = batch_of(trainer.task, own, positions)
     loss, weight, metrics = loss_sum(trainer.task, trainer.image.model, batch)
     if not torch.equal(state, torch.get_rng_state()):

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch.utils.data import Dataset, Subset, TensorDataset
 
-from headwater.common.data.batches import SubsetView, batch_of, evaluate_sums
-from headwater.common.task import Examples, loss_sum
-from tests.tasks import TwoLayers, examples
+from headwater.common.data.batches import SubsetView, batch_of
+from headwater.common.task import Examples
+from tests.tasks import TwoLayers
 
 
 class OneByOne(Dataset[Any]):
@@ -62,14 +62,6 @@ def test_the_task_s_collate_gets_the_examples_of_a_view() -> None:
 
     rows = SubsetView(OneByOne(), np.array([7, 1]))
     assert batch_of(Collating(), rows, range(2)) == [107, 101]
-
-
-def test_evaluation_sums_equal_those_of_one_large_batch() -> None:
-    task, data = TwoLayers(), examples(10)
-    torch.manual_seed(1)
-    model = task.new_model()
-    whole = loss_sum(task, model, batch_of(task, data, range(10)))
-    assert evaluate_sums(task, model, data, 3) == (whole[0].item(), 10, {})
 
 
 def test_a_plain_list_of_examples_is_collated() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 from typer.testing import CliRunner
 
+from headwater.client.cli import app as client_app
 from headwater.common.model.parameters import build_model
 from headwater.common.model.trained_model import BEST, MODEL
 from headwater.common.settings.schema import Settings
@@ -97,6 +98,22 @@ def test_a_loss_that_is_no_number_is_null(run_folder: Path) -> None:
     assert json.loads(done.stdout)["results"][0]["loss"] is None
 
 
+def test_rows_with_nan_are_left_out_and_counted_with_the_reason(run_folder: Path) -> None:
+    (run_folder / "a.txt").write_text("1 nan 3 nan")
+    done = evaluated(run_folder, "--data", run_folder / "a.txt", "--data", run_folder / "b.txt")
+    assert "2 left out of" in done.stdout
+    assert "2: its element 0 has a NaN (position 1, 3)" in done.stdout
+    done = evaluated(run_folder, "--data", run_folder / "a.txt", "--json")
+    (row,) = json.loads(done.stdout)["results"]
+    assert (row["num_examples"], row["num_left_out"], row["loss"]) == (2, 2, (1 + 3) / 2)
+
+
+def test_data_with_no_finite_row_has_no_loss_and_says_why(run_folder: Path) -> None:
+    (run_folder / "a.txt").write_text("nan")
+    done = evaluated(run_folder, "--data", run_folder / "a.txt")
+    assert "1: its element 0 has a NaN (position 0)" in done.stdout
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "status"),
     [
@@ -132,3 +149,16 @@ def test_a_folder_without_the_model_is_named(tmp_path: Path, name: str) -> None:
     done = evaluated(tmp_path, *(["--best"] if name == BEST else []))
     assert done.exit_code == 2
     assert name in done.stderr
+
+
+def test_a_path_that_is_missing_is_named_in_the_words_of_the_client_s_check(
+    run_folder: Path,
+) -> None:
+    missing = run_folder / "nowhere.txt"
+    given = ["--task", f"{__file__}:Doubled", "--data", str(missing)]
+    lines = [
+        CliRunner().invoke(client_app, ["check", *given]).stderr,
+        evaluated(run_folder, "--data", missing).stderr,
+    ]
+    assert lines[0] == lines[1]
+    assert f"MissingData: --data: {missing} does not exist" in lines[0]

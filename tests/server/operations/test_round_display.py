@@ -197,7 +197,7 @@ def test_a_round_that_is_not_evaluated_keeps_the_last_test_metric_in_the_block()
     [
         ({"train_accuracy": 0.5, "test_loss": 2.0}, "test loss 2"),
         ({"test_loss": 2.0, "test_recall": 0.25}, "test recall 0.25"),
-        ({"held_out_accuracy": 1.0, "held_out_clients": 3}, "held out accuracy 100.0%"),
+        ({"held_out_accuracy": 1.0}, "held out accuracy 100.0%"),
         ({"train_loss": 3.0}, ""),
         ({}, ""),
     ],

@@ -123,7 +123,7 @@ def test_a_device_that_vanishes_at_the_evaluation_is_summed_but_not_evaluated(
     text = "[[dropout]]\ndevices = [2, 3]\nphase = 'evaluate'\n"
     rows = run(settings_of(tmp_path, "run", text, **{"evaluation.on_devices": True}))
     assert all(names(row) == set("012345") for row in rows)
-    assert [row["metrics"]["held_out_clients"] for row in rows] == [4, 4, 4]
+    assert [row["num_held_out_clients"] for row in rows] == [4, 4, 4]
 
 
 def test_a_slow_link_multiplies_the_transfer_time_in_its_rounds_only(tmp_path: Path) -> None:

@@ -1,0 +1,86 @@
+"""Evaluates a model over all examples, except those that it cannot be evaluated on.
+
+As in training, an example is left out if its loss is not finite or if it raises an exception; it is
+counted, with the reason. A batch that fails is divided until each half is usable or one example.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from headwater.common.data.batches import batch_of
+from headwater.common.data.example_faults import ExampleFault, exception_fault, loss_fault
+from headwater.common.errors import HeadwaterError
+from headwater.common.task import Examples, Metrics, Task, loss_sum
+from headwater.common.user_code import is_allocation_failure
+
+
+@dataclass(kw_only=True, slots=True)
+class EvaluationSums:
+    """The sums over the examples that could be evaluated, and the faults of those left out."""
+
+    loss_sum: float = 0.0
+    weight: int = 0
+    metric_sums: Metrics = field(default_factory=dict)
+    faults: dict[int, ExampleFault] = field(default_factory=dict)
+    """By the example's position."""
+
+
+def evaluate_sums(
+    task: Task, model: nn.Module, examples: Examples, micro_batch_size: int
+) -> EvaluationSums:
+    """Return the sums over all examples that can be evaluated, in evaluation mode.
+
+    Raises:
+        TaskError, MemoryError: the task breaks a rule, or an allocation failed.
+        Exception: the task's own, if every example raises one.
+    """
+    model.eval()
+    total, raised = EvaluationSums(), list[Exception]()
+    with torch.no_grad():
+        for start in range(0, len(examples), micro_batch_size):
+            positions = range(start, min(start + micro_batch_size, len(examples)))
+            _add(total, task, model, examples, positions, raised)
+    if raised and len(raised) == len(examples):
+        raise raised[0]
+    return total
+
+
+def _add(
+    total: EvaluationSums,
+    task: Task,
+    model: nn.Module,
+    examples: Examples,
+    positions: Sequence[int],
+    raised: list[Exception],
+) -> None:
+    """Add a batch to the total; divide it if it fails. Exceptions of single examples are kept."""
+    failure: Exception | None = None
+    try:
+        loss, weight, metrics = loss_sum(task, model, batch_of(task, examples, positions))
+        value = loss.item()
+    except (HeadwaterError, MemoryError):
+        raise
+    except Exception as error:
+        if is_allocation_failure(error):
+            raise
+        failure, value = error, math.nan
+    if math.isfinite(value):
+        total.loss_sum += value
+        total.weight += weight
+        for name, metric in metrics.items():
+            total.metric_sums[name] = total.metric_sums.get(name, 0.0) + metric
+    elif len(positions) > 1:
+        middle = len(positions) // 2
+        _add(total, task, model, examples, positions[:middle], raised)
+        _add(total, task, model, examples, positions[middle:], raised)
+    elif failure is not None:
+        raised.append(failure)
+        total.faults[positions[0]] = exception_fault(failure)
+    else:
+        total.faults[positions[0]] = loss_fault(batch_of(task, examples, positions))
