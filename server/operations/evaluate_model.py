@@ -49,12 +49,12 @@ class DataResult:
 
     data: str
     num_examples: int
-    num_left_out: int
-    why_left_out: str = ""
-    """The kinds of fault with their first positions, a line each."""
     loss_sum: float
     weight: int
     metric_sums: Metrics
+    num_left_out: int = 0
+    why_left_out: str = ""
+    """The kinds of fault with their first positions, a line each."""
 
     @property
     def loss(self) -> float:
