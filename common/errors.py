@@ -355,7 +355,8 @@ class DealerCheated(RoundAborted):
 class SumOutOfRange(RoundAborted):
     """A masked sum is larger than the plans allow; the masks hide which device is at fault."""
     remedy = (
-        "a device breaks the protocol; invite other cohorts, and see with which of them it happens"
+        "a device breaks the protocol: the next rounds are divided into groups until it is named "
+        "and left out. No more devices than secure.min_members cannot be divided: connect more"
     )
 
 # State: the disk. -------------------------------------------------------------------------------

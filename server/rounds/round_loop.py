@@ -130,7 +130,7 @@ def _run_rounds(training: Training, fleet: Fleet, on_round: OnRound, observer: O
             num_aborted += 1
             observer.aborted(error)
             log.warning("%s: %s", error.code, error)
-            if num_aborted >= settings.cohort.max_aborted_rounds:
+            if num_aborted >= settings.cohort.max_aborted_rounds and not training.has_narrowed:
                 raise
             continue
         row = replace(row, num_aborted=num_aborted)

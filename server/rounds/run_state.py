@@ -8,7 +8,8 @@ lateness outlives an aborted round.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sized
+import os
+from collections.abc import Mapping, Sized
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -46,15 +47,19 @@ from headwater.server.planning.target_batch import BatchTotals, Target
 from headwater.server.rounds import checkpoint, evaluation, model_selection
 from headwater.server.rounds.model_selection import HELD_OUT
 from headwater.server.rounds.open_round import OpenRound
+from headwater.server.secagg import group_testing
 from headwater.server.secagg.encoding_state import EncodingState, decode_sum
+from headwater.server.secagg.group_sums import sum_groups
 from headwater.server.secagg.parameters import SessionSetup
 from headwater.server.secagg.retries import sum_masked
 from headwater.server.secagg.session import ReadyCohort, setup_of
 from headwater.server.secagg.session_counter import SessionNumbers
+from headwater.server.secagg.unmask_phase import UnmaskedSum
 
 log = logging.getLogger(__name__)
 
 NOTHING_FINITE = "lower --learning-rate if the model diverged, or look at the devices' data"
+MASKED_FALSELY = "SumOutOfRange: the sums in and out of range show that it masked a false number"
 DEFAULT_DECISIONS = Decisions()
 
 
@@ -102,6 +107,9 @@ class Training:
         self.counted: dict[str, int] = {}
         """The last round whose sum includes each client's update."""
         self.encoding = EncodingState()
+        self.suspicion = group_testing.Suspicion()
+        self.has_narrowed = False
+        """Whether the sums of the last round told more about which client masks false numbers."""
         self.sessions: SessionNumbers | None = None
         self.selection = model_selection.ModelSelection()
 
@@ -144,6 +152,7 @@ class Training:
         self.target.restore(progress.target)
         self.selection = model_selection.restored(progress.selection, self.settings.evaluation)
         self.encoding = EncodingState.of_json(progress.secure)
+        self.suspicion = group_testing.from_json(progress.secure.get("suspicion", {}))
         fleet.restore_simulated(progress.simulated)
         return True
 
@@ -160,6 +169,7 @@ class Training:
 
     def open_round(self, planned: RoundPlans) -> OpenRound:
         """Empty the sum for a round with these plans."""
+        self.has_narrowed = False
         plans, max_weight = planned.plans, self.max_weight_per_example
         self.sum.open(
             num_clients=len(plans),
@@ -214,31 +224,53 @@ class Training:
         if self.sessions is None:
             self.sessions = SessionNumbers(self.settings.out, run_id=self.run_id)
         sessions, number = self.sessions, self.round + 1
+        rotation_seed = os.urandom(32)
+        groups = group_testing.groups(
+            cohort.ready,
+            self.suspicion,
+            least=chosen.min_members,
+            seed=f"{self.run_id} {number}".encode(),
+        )
 
-        def set_up(cohort: ReadyCohort) -> SessionSetup:
+        def set_up(group: ReadyCohort) -> SessionSetup:
             return setup_of(
-                cohort,
+                group,
                 chosen,
                 self.encoding,
                 run_id=self.run_id,
                 number=sessions.next(number),
                 image=self.image,
+                rotation_seed=rotation_seed,
+                whole=cohort if len(groups) > 1 else None,
             )
 
         bounds = None
         if chosen.ring_bits == 16:
             num_values = self.image.layout.num_parameters
             bounds = self.encoding.block_bounds(num_values)
-        unmasked = sum_masked(
-            cohort,
-            fleet,
-            set_up=set_up,
-            bounds=bounds,
-            phase_seconds=chosen.phase_seconds,
-            refuse=opened.refuse,
-            leave_out=lambda at_fault: self.planner.exclude(at_fault, round_number=number),
-        )
-        done, self.encoding = decode_sum(unmasked, self.encoding)
+
+        def exclude(at_fault: Mapping[str, str]) -> None:
+            self.planner.exclude(at_fault, round_number=number)
+
+        def run_session(group: ReadyCohort) -> UnmaskedSum:
+            return sum_masked(
+                group,
+                fleet,
+                set_up=set_up,
+                bounds=bounds,
+                phase_seconds=chosen.phase_seconds,
+                refuse=opened.refuse,
+                leave_out=exclude,
+            )
+
+        sums = sum_groups(cohort, groups, run_session=run_session, refuse=opened.refuse)
+        before = self.suspicion
+        self.suspicion, culprits = sums.after(before)
+        self.has_narrowed = bool(culprits) or self.suspicion.is_narrower(before)
+        exclude(dict.fromkeys(culprits, MASKED_FALSELY))
+        if suspects := self.suspicion.suspects:
+            log.warning("a false number is from one of %d clients", len(suspects))
+        done, self.encoding = decode_sum(sums.total(), self.encoding)
         return done
 
     def _check_enough(self, opened: OpenRound, included: Sized) -> None:
@@ -357,6 +389,7 @@ class Training:
             secure={
                 **self.encoding.to_json(),
                 "culprits": exclusions.to_json(self.planner.excluded),
+                "suspicion": group_testing.to_json(self.suspicion),
             },
             simulated=fleet.simulated_state(),
             selection=self.selection.to_json(),

@@ -17,8 +17,8 @@ more than a third          more than a third of the members refused its keys or 
 its own accusations        it found the shares of more than a third bad: not all of them lie
 =========================  ========================================================================
 
-A client is not at fault for leaving, for silence, for an error that it reports, or for an
-impossible masked sum: honest clients cause these too, or the masks hide the cause.
+A client is not at fault for leaving, for silence or for an error that it reports: honest clients
+cause these too. ``server.secagg.group_testing`` finds who masked an impossible number.
 """
 
 from __future__ import annotations

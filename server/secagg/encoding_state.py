@@ -63,20 +63,30 @@ class EncodingState:
         )
 
 
+def check_numbers(unmasked: UnmaskedSum) -> None:
+    """Check the sums of the masked numbers.
+
+    Raises:
+        SumOutOfRange: they are impossible for clients that followed their plans.
+    """
+    members = unmasked.session.members
+    check_sums(
+        unmasked.numbers,
+        unmasked.session.parameters.scalars,
+        num_devices=len(unmasked.survived),
+        planned_weight=sum(members[name].planned_weight for name in unmasked.survived),
+    )
+
+
 def decode_sum(unmasked: UnmaskedSum, state: EncodingState) -> tuple[RoundSum, EncodingState]:
     """Divide an unmasked sum by its weight; return it and the next round's encoding state.
 
     Raises:
-        SumOutOfRange: the numbers are impossible for clients that followed their plans.
+        SumOutOfRange: see ``check_numbers``.
     """
+    check_numbers(unmasked)
     numbers, parameters = unmasked.numbers, unmasked.session.parameters
-    members, num_devices = unmasked.session.members, len(unmasked.survived)
-    check_sums(
-        numbers,
-        parameters.scalars,
-        num_devices=num_devices,
-        planned_weight=sum(members[name].planned_weight for name in unmasked.survived),
-    )
+    num_devices = len(unmasked.survived)
     weight, num_clipped = round(numbers[WEIGHT]), round(numbers[NUM_CLIPPED])
     mean_P = decode_mean(unmasked.vector_P, encoding=parameters.encoding, weight=weight)
     if parameters.rotation_seed is None:

@@ -32,8 +32,10 @@ R = TypeVar("R", bound=Reply)
 class SessionSetup:
     """The server's choices for a session before it knows which clients advertise keys.
 
-    ``planned_weights`` has an entry for each client with an update. ``bounds`` are the largest
-    absolute values of the masked numbers other than weight and clipped count. ``corrupted`` and
+    ``planned_weights`` has an entry for each client with an update. ``added_weights`` are those of
+    all clients whose sums are added to this session's in the ring; None: the session's own.
+    ``bounds`` are the largest absolute values of the masked numbers other than weight and clipped
+    count. ``corrupted`` and
     ``dropout`` are the fractions of clients that a sparse graph must tolerate, except with
     probability 2^-``SECURITY_BITS``.
     """
@@ -45,6 +47,7 @@ class SessionSetup:
     plan_digest: bytes
     num_values: int
     planned_weights: Mapping[str, int]
+    added_weights: tuple[int, ...] | None = None
     clip: float
     ring_bits: RingBits = 32
     bounds: Mapping[str, float] = field(default_factory=dict)
@@ -72,7 +75,7 @@ def parameters_of(setup: SessionSetup, members: Iterable[Member]) -> Parameters:
     """
     rows = list(members)
     num_members = len(rows)
-    weights = [member.planned_weight for member in rows]
+    weights = list(setup.added_weights or (member.planned_weight for member in rows))
     if num_members <= MAX_COMPLETE:
         k, t = None, complete_threshold(num_members, setup.mode)
     else:
@@ -96,7 +99,7 @@ def parameters_of(setup: SessionSetup, members: Iterable[Member]) -> Parameters:
         cipher="aes256-ctr" if has_aes else "chacha20",
         num_values=setup.num_values,
         encoding=_encoding(setup, sum(weights)),
-        scalars=tuple(_scalars(setup, num_members, max(weights))),
+        scalars=tuple(_scalars(setup, len(weights), max(weights))),
         rotation_seed=setup.rotation_seed,
         bounds_digest=setup.bounds_digest,
     )

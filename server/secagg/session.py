@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -99,13 +98,20 @@ def setup_of(
     run_id: int,
     number: SessionNumber,
     image: ModelImage,
+    rotation_seed: bytes,
+    whole: ReadyCohort | None = None,
 ) -> SessionSetup:
-    """Choose the parameters that do not depend on which clients advertise keys."""
+    """Choose the parameters that do not depend on which clients advertise keys.
+
+    If ``cohort`` is a group of the round's clients, ``whole`` is all of them: bounds and encoding
+    are the whole's, so that the groups' sums can be added in the ring.
+    """
+    limits = whole or cohort
     assert settings.aggregation != "off"
     num_values = image.layout.num_parameters
     seed = digest = None
     if settings.ring_bits == 16:
-        seed = os.urandom(32)
+        seed = rotation_seed
         digest = hashlib.sha256(state.block_bounds(num_values).tobytes()).digest()
     return SessionSetup(
         run=run_id,
@@ -119,9 +125,10 @@ def setup_of(
         ring_bits=settings.ring_bits,
         bounds=bounds_of(
             cohort.metrics,
-            largest_weight=max(cohort.planned_weights.values(), default=1),
-            max_examples=cohort.max_examples,
+            largest_weight=max(limits.planned_weights.values(), default=1),
+            max_examples=limits.max_examples,
         ),
+        added_weights=None if whole is None else tuple(whole.planned_weights.values()),
         rotation_seed=seed,
         bounds_digest=digest,
         min_members=settings.min_members,
