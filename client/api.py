@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -98,10 +100,10 @@ def take_part(
     with caller_state(is_silent=not progress), run_scope(objects.by_name):
         chosen = settings_of("take_part", "client", keywords, settings)
         with commands.connection_of(chosen) as connection:
-            _Participation(connection, stay=chosen.client.stay).run()
+            Participation(connection, stay=chosen.client.stay).run()
 
 
-class _Participation:
+class Participation:
     """Runs a connection in a thread of its own, as a notebook's thread has a running event loop."""
 
     def __init__(self, connection: Connection, *, stay: bool) -> None:
@@ -121,7 +123,7 @@ class _Participation:
         """
         context = contextvars.copy_context()  # the run's scope
         thread = threading.Thread(target=context.run, args=(self._run,), name="take part")
-        with at_stop_signals(StopRequests(self._stop, self._stop_at_once)):
+        with at_stop_signals(StopRequests(self.stop, self.stop_at_once)):
             thread.start()
             while thread.is_alive():
                 thread.join(POLL_SECONDS)
@@ -130,12 +132,19 @@ class _Participation:
         if self._error is not None:
             raise self._error
 
-    def _stop(self) -> None:
+    def stop(self) -> None:
+        """Let the connection send what is summed so far and end; nothing if it has ended."""
         self._was_asked_to_stop = True
-        self._loop.call_soon_threadsafe(self._connection.stop)
+        self._call(self._connection.stop)
 
-    def _stop_at_once(self) -> None:
-        self._loop.call_soon_threadsafe(self._cancel)
+    def stop_at_once(self) -> None:
+        """Cancel the connection; nothing if it has ended."""
+        self._call(self._cancel)
+
+    def _call(self, function: Callable[[], object]) -> None:
+        # The thread that closes its loop is alive for a moment longer.
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(function)
 
     def _run(self) -> None:
         try:
