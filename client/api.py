@@ -8,13 +8,13 @@ import contextvars
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from headwater.client import commands
 from headwater.client.training.local_update import ClientAlgorithm
 from headwater.client.transport.connection import Connection, stay_connected
 from headwater.common.run_scope import run_scope
-from headwater.common.settings.keywords import GivenSettings, Objects, settings_of
+from headwater.common.settings.keywords import Call, GivenSettings, api_function
 from headwater.common.system.caller_state import caller_state
 from headwater.common.system.stop_signals import StopRequests, at_stop_signals
 from headwater.common.task import Task
@@ -25,6 +25,7 @@ LAST_EVENTS_SECONDS = 0.1
 POLL_SECONDS = 0.2  # on Windows a wait without a timeout cannot be interrupted
 
 
+@api_function
 def take_part(
     task: Task | type[Task] | str | Path,
     *,
@@ -78,27 +79,9 @@ def take_part(
     Raises:
         HeadwaterError: see ``headwater.common.errors``.
     """
-    objects = Objects()
-    keywords: dict[str, Any] = {
-        "task": objects.name(task),
-        "server": server,
-        "data": data,
-        "name": name,
-        "part": part,
-        "num_parts": num_parts,
-        "partition": partition,
-        "client_algorithm": objects.name(client_algorithm),
-        "secure_aggregation": secure_aggregation,
-        "memory_limit": memory_limit,
-        "active_hours": active_hours,
-        "state": state,
-        "spool": spool,
-        "threads": threads,
-        "stay": stay,
-        "patience": patience,
-    }
-    with caller_state(is_silent=not progress), run_scope(objects.by_name):
-        chosen = settings_of("take_part", "client", keywords, settings)
+    call = Call("take_part", locals())  # nothing but the arguments so far
+    with caller_state(is_silent=not progress), run_scope(call.objects):
+        chosen = call.settings()
         with commands.connection_of(chosen) as connection:
             Participation(connection, stay=chosen.client.stay).run()
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
 from headwater.common.run_scope import run_scope
-from headwater.common.settings.keywords import GivenSettings, Objects, settings_of
+from headwater.common.settings.keywords import Call, GivenSettings, api_function
 from headwater.common.settings.sources import default_out
 from headwater.common.system.caller_state import caller_state
 from headwater.common.system.command_line import check_addresses
@@ -21,6 +21,7 @@ from headwater.server.serve import serve_run
 from headwater.server.tracking.user_observer import GivenObservers, user_observers
 
 
+@api_function
 def serve(
     task: Task | type[Task] | str | Path,
     *,
@@ -83,29 +84,9 @@ def serve(
     Raises:
         HeadwaterError: see ``headwater.common.errors``.
     """
-    objects = Objects()
-    keywords: dict[str, Any] = {
-        "task": objects.name(task),
-        "rounds": rounds,
-        "min_clients": min_clients,
-        "listen": listen,
-        "optimizer": objects.name(optimizer),
-        "learning_rate": learning_rate,
-        "effective_batch_size": effective_batch_size,
-        "accumulation_steps": accumulation_steps,
-        "micro_batch_size": micro_batch_size,
-        "local_steps": local_steps,
-        "local_learning_rate": local_learning_rate,
-        "client_algorithm": client_algorithm,
-        "cohort_size": cohort_size,
-        "deadline": deadline,
-        "secure_aggregation": secure_aggregation,
-        "seed": seed,
-        "threads": threads,
-        "out": out,
-    }
-    with caller_state(is_silent=not progress), run_scope(objects.by_name):
-        chosen = settings_of("serve", "server", keywords, settings, resume=resume)
+    call = Call("serve", locals())  # nothing but the arguments so far
+    with caller_state(is_silent=not progress), run_scope(call.objects):
+        chosen = call.settings()
         chosen = chosen.model_copy(update={"out": chosen.out or default_out(chosen)})
         listen, metrics = chosen.server.listen, chosen.server.metrics
         credentials = check_addresses(chosen, listen, metrics=metrics)

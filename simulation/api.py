@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
 from headwater.client.training.local_update import ClientAlgorithm
 from headwater.common.errors import SettingsError
 from headwater.common.run_scope import run_scope
-from headwater.common.settings.keywords import PREFIX, GivenSettings, Objects, settings_of
+from headwater.common.settings.keywords import PREFIX, Call, GivenSettings, api_function
 from headwater.common.settings.schema import Settings
 from headwater.common.system.caller_state import caller_state
 from headwater.common.task import Task
@@ -23,6 +23,7 @@ from headwater.simulation.fleet.fleet_spec import with_fleet
 from headwater.simulation.run import run_engine
 
 
+@api_function
 def simulate(
     task: Task | type[Task] | str | Path,
     *,
@@ -89,31 +90,9 @@ def simulate(
     Raises:
         HeadwaterError: see ``headwater.common.errors``.
     """
-    objects = Objects()
-    keywords: dict[str, Any] = {
-        "task": objects.name(task),
-        "clients": clients,
-        "data": data,
-        "rounds": rounds,
-        "optimizer": objects.name(optimizer),
-        "learning_rate": learning_rate,
-        "effective_batch_size": effective_batch_size,
-        "accumulation_steps": accumulation_steps,
-        "micro_batch_size": micro_batch_size,
-        "local_steps": local_steps,
-        "local_learning_rate": local_learning_rate,
-        "client_algorithm": objects.name(client_algorithm),
-        "cohort_size": cohort_size,
-        "partition": partition,
-        "fleet": fleet,
-        "secure_aggregation": secure_aggregation,
-        "engine": engine,
-        "seed": seed,
-        "threads": threads,
-        "out": out,
-    }
-    with caller_state(is_silent=not progress), run_scope(objects.by_name):
-        chosen = with_fleet(settings_of("simulate", "simulate", keywords, settings, resume=resume))
+    call = Call("simulate", locals())  # nothing but the arguments so far
+    with caller_state(is_silent=not progress), run_scope(call.objects):
+        chosen = with_fleet(call.settings())
         chosen = chosen.model_copy(update={"threads": chosen.threads or 1})
         _check_objects(chosen)
         recorder = RunRecorder()

@@ -6,16 +6,28 @@ A keyword is a flag of the command with underscores: ``learning_rate=0.01`` is `
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from headwater.common.settings.introspection import all_settings, branches
 from headwater.common.settings.schema import Settings
 from headwater.common.settings.sources import load_run
 
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
 PREFIX = "python:"
 """Begins the name of a Python object in the settings, as in ``python:MyTask``."""
+OBJECTS = ("task", "optimizer", "client_algorithm")
+"""The keywords that may be Python objects instead of texts."""
+COMMANDS = {"simulate": "simulate", "serve": "server", "take_part": "client"}
+"""The command of each function."""
+NO_SETTINGS = ("settings", "observer", "resume", "progress")
+"""The arguments that are no settings."""
 
 GivenSettings = Mapping[str, Any] | str | Path | None
 """Settings by dotted keys or nested tables, or a TOML file of settings."""
@@ -41,37 +53,82 @@ class Objects:
         return name
 
 
+def api_function(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Let a function of the Python API name what was meant by an unknown keyword.
+
+    Raises:
+        TypeError: there is no such keyword, as Python would raise it.
+    """
+    name, names = function.__name__, [*inspect.signature(function).parameters]
+
+    @functools.wraps(function)
+    def checked(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        for word in kwargs:
+            if word not in names:
+                hint = _meant(word, names, COMMANDS[name])
+                raise TypeError(f"headwater.{name}() has no keyword {word}{hint}")
+        return function(*args, **kwargs)
+
+    return checked
+
+
+def _meant(word: str, names: list[str], command: str) -> str:
+    """Return what an unknown keyword probably means; "" if nothing is near."""
+    for setting in all_settings().values():
+        if setting.commands and command not in setting.commands:
+            continue
+        if word == _keyword(setting.alias):
+            return f"; did you mean {_keyword(setting.flag)}?"
+        if word in (_keyword(setting.flag), setting.key.rpartition(".")[2]):
+            return f"; set it by its key: settings={{{setting.key!r}: ...}}"
+    near = get_close_matches(word, names, n=1)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def _keyword(flag: str) -> str:
+    return flag.removeprefix("--").partition("/")[0].replace("-", "_")
+
+
+class Call:
+    """A call of a function of the Python API: its settings, and the Python objects among them."""
+
+    def __init__(self, function: str, arguments: Mapping[str, Any]) -> None:
+        """``arguments`` are all of the function's, by name; None stands for one not given."""
+        objects, keys = Objects(), keyword_keys(COMMANDS[function])
+        self._source = f"headwater.{function}()"
+        self._resume = bool(arguments.get("resume", False))
+        self._settings: GivenSettings = arguments["settings"]
+        self._keywords = {
+            keys[name]: objects.name(value) if name in OBJECTS else value
+            for name, value in arguments.items()
+            if name not in NO_SETTINGS and value is not None
+        }
+        self.objects = objects.by_name
+
+    def settings(self) -> Settings:
+        """Return the settings; keywords win over the argument ``settings``.
+
+        Raises:
+            SettingsError: as ``sources.load_run``.
+        """
+        others = self._settings
+        is_file = isinstance(others, str | Path)
+        given = {} if others is None or isinstance(others, str | Path) else dict(_flat(others, ""))
+        return load_run(
+            Path(str(others)) if is_file else None,
+            given | self._keywords,
+            resume=self._resume,
+            source=self._source,
+        )
+
+
 def keyword_keys(command: str) -> dict[str, str]:
     """Return the dotted key of each keyword of a command: simulate, server or client."""
     return {
-        setting.flag.removeprefix("--").partition("/")[0].replace("-", "_"): setting.key
+        _keyword(setting.flag): setting.key
         for setting in all_settings().values()
         if command in setting.commands
     }
-
-
-def settings_of(
-    function: str,
-    command: str,
-    keywords: Mapping[str, Any],
-    settings: GivenSettings,
-    *,
-    resume: bool = False,
-) -> Settings:
-    """Return the settings of a call of ``function``; keywords win over ``settings``.
-
-    A keyword whose value is None counts as not given.
-
-    Raises:
-        SettingsError: as ``sources.load_run``.
-    """
-    keys = keyword_keys(command)
-    is_file = isinstance(settings, str | Path)
-    table = {} if settings is None or isinstance(settings, str | Path) else settings
-    given = dict(_flat(table, ""))
-    given |= {keys[name]: value for name, value in keywords.items() if value is not None}
-    file = Path(str(settings)) if is_file else None
-    return load_run(file, given, resume=resume, source=f"headwater.{function}()")
 
 
 def _flat(table: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:

@@ -211,6 +211,25 @@ def test_what_is_wrong_is_named(task: Any, given: dict[str, Any], message: str) 
         simulated(task, **given)
 
 
+@pytest.mark.parametrize(
+    ("function", "word", "meant"),
+    [
+        (headwater.simulate, "learning_rat", "did you mean learning_rate?"),
+        (headwater.simulate, "lr", "did you mean learning_rate?"),
+        (headwater.serve, "precision", "set it by its key: settings={'plan.precision': ...}"),
+        (headwater.take_part, "sever", "did you mean server?"),
+        (headwater.take_part, "rounds", "has no keyword rounds"),
+    ],
+)
+def test_an_unknown_keyword_is_answered_by_the_nearest_one_or_its_key(
+    function: Any, word: str, meant: str
+) -> None:
+    with pytest.raises(TypeError) as refused:
+        function(Signs, **{word: 1})
+    assert str(refused.value).startswith(f"headwater.{function.__name__}() has no keyword {word}")
+    assert str(refused.value).endswith(meant)
+
+
 def test_a_task_without_its_methods_is_named() -> None:
     with pytest.raises(TaskError, match="no method new_model, train_examples, loss_sum"):
         simulated(object())
