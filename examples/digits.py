@@ -29,6 +29,10 @@ class Digits:
         return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
 
     def train_examples(self, *, data: Path | None, part: int, num_parts: int) -> TensorDataset:
+        if data is not None:
+            raise ValueError(
+                "the digits come with scikit-learn: leave --data out, or name a --task"
+            )
         images, labels = self._train
         rows = self._parts(num_parts)[part]
         return TensorDataset(images[rows], labels[rows])

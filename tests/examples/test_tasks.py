@@ -132,6 +132,15 @@ def test_a_missing_path_is_named_and_comes_as_missing_data(kind: str, tmp_path: 
         open_train_examples(TASKS[kind](), data=tmp_path / "nowhere", part=0, num_parts=1)
 
 
+@pytest.mark.parametrize(
+    "spec", ["digits.py:Digits", "synthetic.py:Synthetic", "slow_owners.py:SlowOwners"]
+)
+def test_a_task_that_brings_its_own_examples_refuses_data(spec: str, tmp_path: Path) -> None:
+    task = load_task(f"examples/{spec}")
+    with pytest.raises(MissingData, match="leave --data out, or name"):
+        open_train_examples(task, data=tmp_path, part=0, num_parts=1)
+
+
 @pytest.mark.parametrize("kind", ["pictures", "text"])
 def test_an_empty_folder_is_an_empty_data_set(kind: str, tmp_path: Path) -> None:
     with pytest.raises(EmptyDataset):
