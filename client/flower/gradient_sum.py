@@ -15,7 +15,6 @@ from __future__ import annotations
 import logging
 import operator
 from collections.abc import Mapping
-from itertools import islice
 from typing import Any
 
 import torch
@@ -58,7 +57,8 @@ class GradientSum:
         self._num_passes = 0
         self._is_reduction_seen = True
         self._most_rows = 1
-        self._hook = model.register_forward_pre_hook(self._note_rows, with_kwargs=True)
+        self._has_rows = True
+        self._hook = model.register_forward_hook(self._note_rows, with_kwargs=True)
 
     def backward(self, loss_sum: Tensor, n: int) -> None:
         """Add the gradients of a loss that was summed over ``n`` examples (or tokens), and count n.
@@ -147,11 +147,13 @@ class GradientSum:
                 "sums.backward(loss_sum, n) was never called: there is nothing to send",
                 remedy="call it for each batch; a client without examples should not reply",
             )
-        if self._most_rows > 1 and self.weight == self._num_passes:
+        if self._has_rows and self._most_rows > 1 and self.weight == self._num_passes:
             raise CountsDisagree(
                 f"expected the number of examples, found 1 in each of {self._num_passes} calls of "
-                f"sums.backward, while the model was given up to {self._most_rows} rows at once: "
-                f"these are batches"
+                f"sums.backward, while the model took up to {self._most_rows} rows at once, and "
+                f"returned as many: these are batches",
+                remedy=f"{CountsDisagree.remedy}. If the rows are the steps of one sequence, count "
+                f"the steps that the loss sums over, or pass it as a batch: x.unsqueeze(0)",
             )
         if (wrong := self._factors.wrong(self._num_passes)) is not None:
             raise MeanLeftIn(
@@ -192,13 +194,15 @@ class GradientSum:
                 "examples; if it can return one loss per example, pass losses.sum()"
             )
 
-    def _note_rows(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Note the rows of the model's first tensor in training: as a rule the batch's size."""
+    def _note_rows(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """Note the rows that the model takes in training: as a rule the batch's size.
+
+        They are no examples if the output has another number of rows: one class for a sequence.
+        """
         if torch.is_grad_enabled():
-            tensors = (
-                it for it in (*args, *kwargs.values()) if isinstance(it, Tensor) and it.dim()
-            )
-            self._most_rows = max(self._most_rows, *(len(it) for it in islice(tensors, 1)), 1)
+            given, returned = _num_rows([*args, *kwargs.values()]), _num_rows(output)
+            self._most_rows = max(self._most_rows, given or 1)
+            self._has_rows &= returned is None or returned == given
 
     def _parameter_versions(self) -> list[int]:
         return [parameter._version for parameter in self._image.trainable()]
@@ -236,6 +240,17 @@ class _SumFactors:
         if num_passes > 2 and self._is_constant and _is_close((self._constant or 0) * num_passes):
             return f"divided by the number of batches, {num_passes}"
         return None
+
+
+def _num_rows(values: Any) -> int | None:
+    """Return the rows of the first tensor that is no scalar; None if there is none."""
+    if isinstance(values, Tensor):
+        return len(values) if values.dim() else None
+    if isinstance(values, Mapping):
+        values = values.values()
+    elif not isinstance(values, list | tuple):
+        return None
+    return next((rows for one in values if (rows := _num_rows(one)) is not None), None)
 
 
 def _is_close(ratio: float) -> bool:

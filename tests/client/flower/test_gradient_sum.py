@@ -118,6 +118,43 @@ def test_batches_counted_instead_of_examples_are_refused(loop: Loop) -> None:
         loop.sums.reply(loop.message)
 
 
+class LastStep(nn.Module):
+    """One class for a sequence [steps, features], or for each of [steps, batch, features]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.top = nn.GRU(4, 5), nn.Linear(5, 3)
+
+    def forward(self, steps: Tensor) -> dict[str, Tensor]:
+        return {"logits": self.top(self.cell(steps)[0][-1])}
+
+
+@pytest.mark.parametrize("shape", [(7, 4), (7, 1, 4)])
+def test_one_sequence_at_a_time_counts_as_one_example(shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    model = LastStep()
+    message = train_message(model)
+    sums = GradientSum(model)
+    for label in (0, 1, 2):
+        logits = model(torch.randn(shape))["logits"]
+        target = torch.full(logits.shape[:-1], label)
+        sums.backward(functional.cross_entropy(logits, target, reduction="sum"), 1)
+    assert sums.reply(message).content
+
+
+def test_steps_that_are_counted_as_one_example_are_refused_with_what_to_count() -> None:
+    """A class for each step looks like a class for each example of a batch."""
+    model = nn.Linear(4, 3)
+    message = train_message(model)
+    sums = GradientSum(model)
+    loss = functional.cross_entropy(
+        model(torch.randn(7, 4)), torch.zeros(7).long(), reduction="sum"
+    )
+    sums.backward(loss, 1)
+    with pytest.raises(CountsDisagree, match=r"up to 7 rows .* steps of one sequence, count"):
+        sums.reply(message)
+
+
 def test_batches_of_one_example_count_as_such_beside_larger_batches_of_a_test(loop: Loop) -> None:
     loop.run(size=1)
     with torch.no_grad():
@@ -206,7 +243,7 @@ def test_a_loss_that_the_graph_does_not_explain_is_said_once(
 def test_a_model_may_be_used_again_in_the_next_round(loop: Loop) -> None:
     loop.run()
     first = loop.sums.reply(loop.message).content.array_records["arrays"].to_torch_state_dict()
-    assert not loop.model._forward_pre_hooks
+    assert not loop.model._forward_hooks
     loop.sums = GradientSum(loop.model)
     loop.run()
     again = loop.sums.tensors()
