@@ -55,13 +55,13 @@ def client_app(hardware_of: HardwareOf) -> ClientApp:
             try:
                 content = handle(read_request(message, context, hardware_of))
             except Exception as error:
+                is_simulated = SIMULATED in context.node_config
                 if not isinstance(error, HeadwaterError):
                     log.exception("the task or the device failed")
-                elif error.is_private:
+                elif error.is_private and not is_simulated:  # else the server shows it
                     log.warning("%s: %s", error.code, error)
-                is_same_process = SIMULATED in context.node_config
                 return Message(
-                    records.to_flower_error(error, is_same_process=is_same_process),
+                    records.to_flower_error(error, is_same_process=is_simulated),
                     reply_to=message,
                 )
             return Message(content, reply_to=message)

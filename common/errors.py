@@ -46,7 +46,7 @@ class UnknownTask(SettingsError):
 class MissingData(SettingsError):
     """The data path does not exist or cannot be read."""
     is_private = True
-    remedy = "point --data at this device's own file or folder"
+    remedy = "point --data at a file or folder that the task can read"
 class EmptyDataset(SettingsError):
     """The device has no example to train on."""
     is_private = True

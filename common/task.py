@@ -54,6 +54,10 @@ class Task(Protocol):
         ...
 
 
+# What a task raises that was given None for its data: open(None) is a TypeError.
+MISSES_DATA = (OSError, ValueError, TypeError, AttributeError, AssertionError)
+
+
 def load_task(spec: str) -> Task:
     """Load the class that a spec names and construct one instance, or return the caller's object.
 
@@ -97,7 +101,7 @@ def open_train_examples(task: Task, *, data: Path | None, part: int, num_parts: 
 
     Raises:
         MissingData: the task raised an OSError or a ValueError: the path does not exist, cannot be
-            read, or has unexpected content.
+            read, or has unexpected content; or there is no path, and the task cannot do without.
         TaskFailed: the task raised another exception.
         TaskError: it returned no examples; see ``as_examples``.
         EmptyDataset: there is no example.
@@ -107,15 +111,27 @@ def open_train_examples(task: Task, *, data: Path | None, part: int, num_parts: 
             found = task.train_examples(data=data, part=part, num_parts=num_parts)
             examples: Examples = as_examples(found, "train_examples")
     except TaskFailed as failed:
-        error = failed.__cause__
-        if not isinstance(error, OSError | ValueError):
-            raise
-        name, where = type(task).__name__, "" if data is None else f" in {data}"
-        raise MissingData(f"the task {name} found no data{where}: {described(error)}") from error
+        raise _not_opened(task, data, failed) from failed.__cause__
     if len(examples) == 0:
         source = f"in {data}" if data is not None else f"as part {part} of {num_parts}"
         raise EmptyDataset(f"the task {type(task).__name__} found no example {source}")
     return examples
+
+
+def _not_opened(task: Task, data: Path | None, failed: TaskFailed) -> MissingData | TaskFailed:
+    """Return the error for an exception that ``train_examples`` raised; it names the data."""
+    error, name = failed.__cause__, type(task).__name__
+    assert error is not None  # see ``running``
+    if data is None and isinstance(error, MISSES_DATA):
+        return MissingData(
+            f"no --data was given, and the task {name} found no data: {described(error)}",
+            remedy="name a file or folder that the task reads with --data; headwater-simulate also "
+            "takes one for each device, as in --data 'devices/*.csv'",
+        )
+    if isinstance(error, OSError | ValueError):
+        return MissingData(f"the task {name} found no data in {data}: {described(error)}")
+    on = "" if data is None else f" on {data}"
+    return TaskFailed(f"train_examples failed{on}: {described(error)}", remedy=failed.remedy)
 
 
 def max_weight_per_example(task: Task) -> int:

@@ -16,7 +16,7 @@ from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
 from headwater.client.device.bandwidth import Bandwidth
-from headwater.client.flower.request import ALLOW_LIST, IDENTITY, SPOOL, spool_of
+from headwater.client.flower.request import ALLOW_LIST, IDENTITY, SIMULATED, SPOOL, spool_of
 from headwater.client.flower.state_file import StateFile
 from headwater.client.operations.activity import Activity
 from headwater.client.operations.counters import Counters
@@ -129,7 +129,7 @@ class Node:
             log.exception("the instruction could not be carried out")
             return NodeAnswer(message_id=message_id, error=error_of(*travelling(error)))
         if reply.has_error():
-            return NodeAnswer(message_id=message_id, error=records.error_of_reply(reply))
+            return NodeAnswer(message_id=message_id, error=self._error_of(reply))
         if message_type == "train":
             self._count(reply.content)
         return NodeAnswer(
@@ -137,6 +137,13 @@ class Node:
             head_json=records.head_json(reply.content),
             vector=records.vector(reply.content) or b"",
         )
+
+    def _error_of(self, reply: Message) -> HeadwaterError:
+        """Return the error of a reply; a simulated device shows its server the whole message."""
+        assert self._context is not None
+        error = records.error_of_reply(reply)
+        error.is_private &= SIMULATED not in self._context.node_config
+        return error
 
     def _count(self, content: RecordDict) -> None:
         """Count an update, unless its report is one that the server will not be able to read."""

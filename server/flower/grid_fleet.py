@@ -40,6 +40,7 @@ Answer = TypeVar("Answer", bound=Update | ReadyReport | EvaluateReport | Reply)
 JOIN_POLL_SECONDS = 0.05
 FIRST_NOTICE_SECONDS, WAITING_NOTICE_SECONDS = 10.0, 60.0
 REPLY_POLL_SECONDS = 0.2
+REFUSALS_SECONDS = 1.0  # devices that are refused within this time share a line of the log
 
 
 class GridFleet:
@@ -60,16 +61,22 @@ class GridFleet:
         if self._own is not None:
             self._own.expect(request)
         next_notice = time.monotonic() + FIRST_NOTICE_SECONDS
-        needed = counted(min_clients, "client")
+        next_refusals = time.monotonic() + REFUSALS_SECONDS
+        needed, refusals = counted(min_clients, "client"), self._registration.refusals
         while True:
             self._registration.update(request)
             reports, refused = self._registration.reports, self._registration.refused
             may_begin = self._own is None or self._own.may_begin()
             if may_begin and self._registration.may_begin(min_clients=min_clients):
+                refusals.log()
                 return self._connected(reports.values())
             is_complete = not getattr(self._grid, "awaits_more", True)
-            if refused and (is_complete or (self._own is None and not reports)):
-                raise next(iter(refused.values()))
+            is_hopeless = is_complete or (self._own is None and not reports)
+            if refused and is_hopeless and not self._registration.awaits_newcomers:
+                raise refusals.take_error() or next(iter(refused.values()))
+            if time.monotonic() >= next_refusals:
+                refusals.log()
+                next_refusals = time.monotonic() + REFUSALS_SECONDS
             if may_begin and time.monotonic() >= next_notice:
                 log.warning("waiting: %d of %s joined", len(reports), needed)
                 next_notice = time.monotonic() + WAITING_NOTICE_SECONDS

@@ -165,7 +165,8 @@ class GrpcGrid(HeadwaterGrid):
 
 def _reply(message: Message, arrival: Arrival) -> Message:
     if arrival.error is not None:
-        return Message(records.to_flower_error(arrival.error), reply_to=message)
+        error = records.to_flower_error(arrival.error, is_same_process=True)  # as it was sent
+        return Message(error, reply_to=message)
     array = None
     if arrival.staging is not None and arrival.staging.num_bytes:
         array = records.flat_array(arrival.staging.view(), dtype="float32")

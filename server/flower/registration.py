@@ -26,6 +26,7 @@ from headwater.common.flower import records
 from headwater.common.flower.grid import SILENT_SECONDS, HeadwaterGrid
 from headwater.common.messages import DescribeRequest, DeviceReport
 from headwater.common.wording import counted
+from headwater.server.refused_devices import RefusedDevices
 
 log = logging.getLogger(__name__)
 
@@ -50,9 +51,11 @@ class Registration:
     def __init__(self, grid: Grid, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.reports: dict[int, DeviceReport] = {}
         self.refused: dict[int, HeadwaterError] = {}
+        self.refusals = RefusedDevices()
         self._grid = grid
         self._own = grid if isinstance(grid, HeadwaterGrid) else None
         self._pending: dict[str, PendingDescription] = {}
+        self._present: set[int] = set()
         self._clock = clock
         self._has_begun = False
         self._enough_since: float | None = None
@@ -76,9 +79,15 @@ class Registration:
             )
         return self._has_begun
 
+    @property
+    def awaits_newcomers(self) -> bool:
+        """Whether some newcomer that is connected has not answered yet."""
+        waiting = (one for one in self._pending.values() if not one.is_repeat)
+        return any(one.node_id in self._present for one in waiting)
+
     def update(self, request: DescribeRequest) -> None:
         """Ask new nodes, take the answers that have arrived, and forget nodes that have left."""
-        present = set(self._grid.get_node_ids())
+        present = self._present = set(self._grid.get_node_ids())
         if self._own is None and not self.reports.keys() <= present:
             self.refused.clear()  # a restarted SuperNode is a new node: its name is free again
         self.reports = {n: r for n, r in self.reports.items() if n in present}
@@ -172,7 +181,8 @@ class Registration:
 
     def _refuse(self, node_id: int, error: HeadwaterError) -> None:
         self.reports.pop(node_id, None)
-        log.warning("a device was refused: %s: %s", error.code, error)
+        name = None if self._own is None else self._own.name_of(node_id)
+        self.refusals.add(name, error)
         self.refused[node_id] = error
         if self._own is not None:
             self._own.refuse(node_id, error)

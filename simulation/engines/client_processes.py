@@ -105,7 +105,7 @@ class ClientProcesses:
         """Record that the server has refused a device, which may therefore end."""
         self.dismissed.add(part)
         name = self._identities.name(part)
-        log.warning("device %s is refused; its log is %s", name, self._log_of(part))
+        log.info("device %s is refused; its log is %s", name, self._log_of(part))
 
     def check(self) -> None:
         """Check that every device's process is alive.

@@ -35,7 +35,13 @@ from headwater.client.flower.node import Node
 from headwater.client.training.context import Identity
 from headwater.client.training.trainer import Trainer
 from headwater.client.transport.connection import Connection, stay_connected
-from headwater.common.errors import HeadwaterError, NonFiniteUpdate, TaskError
+from headwater.common.errors import (
+    HeadwaterError,
+    NoFiniteExample,
+    NonFiniteUpdate,
+    TaskError,
+    TaskFailed,
+)
 from headwater.common.settings.schema import ClientSettings, Settings
 from headwater.common.system.console import start_log, stderr
 from headwater.common.system.heap import use_one_heap
@@ -49,6 +55,7 @@ PATIENCE_SECONDS = 60.0  # for the server, which is on the same machine
 CHECK_FAILED = 3  # exit status of the child that checks the task, after it has reported why
 
 POLL_SECONDS = 0.05
+MAX_UNUSABLE = 5  # devices on which the check fails: a fault of the task shows on each
 RUN_DEVICE = (
     "import sys; sys.path[:] = {path!r}; "
     "from headwater.simulation.engines.fork_server import run_spawned_device; run_spawned_device()"
@@ -195,16 +202,26 @@ def _check_here(run: ForkedRun, send: Send) -> bool:
 
 def _task_error(run: ForkedRun) -> TaskError | NonFiniteUpdate | None:
     """Check the task on the first device that has examples; return the error, if any."""
+    unusable: list[TaskError | NonFiniteUpdate] = []
     for part in range(run.num_devices):
         identity = run.identity(part)
         try:
-            run.trainer.check(run.trainer.examples(identity), identity.name)
-        except (TaskError, NonFiniteUpdate) as error:
-            return error
+            examples = run.trainer.examples(identity)
         except HeadwaterError:
             continue  # this device cannot open its data: it reports so when it describes itself
-        return None
-    return None
+        try:
+            run.trainer.check(examples, identity.name)
+        except (TaskFailed, NoFiniteExample, NonFiniteUpdate) as error:
+            unusable.append(error)  # the data of another device may be better
+            if len(unusable) == MAX_UNUSABLE:
+                break
+        except TaskError as error:
+            return error
+        except HeadwaterError:
+            continue  # as above
+        else:
+            return None
+    return unusable[0] if unusable else None
 
 
 def _fork(work: Callable[[], int]) -> int:

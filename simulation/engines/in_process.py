@@ -79,9 +79,10 @@ class LocalFleet:
         for look in range(MAX_LOOKS):
             roster.look(request, round_number=number, look=look)
             if roster.has(min_clients):
+                roster.log_refusals()
                 return roster.clients()
-            if roster.refused:
-                raise next(iter(roster.refused.values()))
+            if (error := roster.take_error()) is not None:
+                raise error
         raise SettingsError(
             f"round {number}: {MAX_LOOKS:,} looks at the fleet found too few clients at once, at "
             f"least {min_clients} are needed",
@@ -102,6 +103,7 @@ class LocalFleet:
         num_needed: int = 0,
         timeout_seconds: float | None,
     ) -> Iterator[Update | UpdateBatch | ReadyReport | Dropout]:
+        self._roster.log_refusals()  # of devices that the plans needed
         part_of = self._devices.identities.part
         called = [ClientPlan(name, part_of(name), plan) for name, plan in plans.items()]
         if self._compute is None:

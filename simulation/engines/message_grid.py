@@ -92,6 +92,9 @@ class InProcessGrid(HeadwaterGrid):
         self._connected: Collection[int] = range(self._fleet.num_devices)
         self._attempts: defaultdict[int, TrainAttempt] = defaultdict(TrainAttempt)
 
+    def name_of(self, node_id: int) -> str | None:
+        return self._identities.name(node_id - FIRST_NODE_ID)
+
     def num_bytes(self) -> tuple[int, int]:
         """Return the bytes that the messages would have taken on the wire, up and down."""
         return self._bytes_up, self._bytes_down

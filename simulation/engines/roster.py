@@ -20,6 +20,7 @@ from headwater.common.errors import (
 from headwater.common.messages import DescribeRequest, DeviceReport
 from headwater.common.settings.schema import Settings
 from headwater.server.planning.cohort import ConnectedClients
+from headwater.server.refused_devices import RefusedDevices
 from headwater.simulation.fleet.devices import Devices
 from headwater.simulation.fleet.random_events import is_connected
 
@@ -49,6 +50,7 @@ class FleetRoster(Mapping[str, DeviceReport]):
         )
         """The number of reports that are kept; a device makes a dropped report again."""
         self._requests: Mapping[str, DescribeRequest] = {}
+        self._refusals = RefusedDevices()
         self._absent: set[int] = set()
         """Devices that were not connected in a look since the last call of ``clients``."""
         self._described: set[str] = set()
@@ -113,6 +115,14 @@ class FleetRoster(Mapping[str, DeviceReport]):
         able = (name for name in self if self.get(name) is not None)
         return sum(1 for _ in islice(able, number)) == number
 
+    def log_refusals(self) -> None:
+        """Log the devices that could not describe themselves since the last call, and why."""
+        self._refusals.log()
+
+    def take_error(self) -> HeadwaterError | None:
+        """Return the first reason why devices cannot describe themselves; None if all can."""
+        return self._refusals.take_error() or next(iter(self.refused.values()), None)
+
     def keys(self) -> KeysView[str]:
         """Return the names: the same object as long as they are the same."""
         return self._keys
@@ -143,7 +153,7 @@ class FleetRoster(Mapping[str, DeviceReport]):
         except (TaskNotAdditive, BuffersChanged, AlgorithmBroken):
             raise  # a mistake of the user's code, whichever device runs it
         except HeadwaterError as error:
-            log.warning("a device was refused: %s: %s", error.code, error)
+            self._refusals.add(name, error)
             self.refused[part] = error
             self._absent.add(part)
             self._keys, self._names = KeysView(self), None

@@ -19,7 +19,7 @@ from headwater.common.data.client_datasets import ClientDatasets
 from headwater.common.data.columns import column_of
 from headwater.common.data.partition import Column, DisjointPartition
 from headwater.common.data.partition_spec import LABEL
-from headwater.common.errors import MissingColumn, SettingsError
+from headwater.common.errors import HeadwaterError, MissingColumn, SettingsError
 from headwater.common.settings.schema import Settings
 from headwater.common.system.console import console, print_text
 from headwater.common.system.printable import printable
@@ -39,13 +39,15 @@ class DeviceExamples:
     num_examples: int
     by_value: tuple[tuple[str, int], ...]
     """The most frequent value first; empty if the examples have no such column."""
+    error: HeadwaterError | None = None
+    """Why the device cannot open its data, and is left out."""
 
 
 def examples_of_devices(settings: Settings) -> Iterator[DeviceExamples]:
     """Yield the examples of each simulated device, from device 0 on.
 
     Raises:
-        HeadwaterError: the task or its data do not exist, or the partition is impossible.
+        HeadwaterError: the task does not exist, or the partition is impossible.
     """
     rule = settings.partition.rule(seed=settings.seed)
     number = settings.simulation.clients
@@ -53,7 +55,11 @@ def examples_of_devices(settings: Settings) -> Iterator[DeviceExamples]:
         datasets, identities = _datasets(settings), identities_of(settings)
         for part in range(number):
             one = identities.of(part)
-            examples = datasets.of(None, data=one.data, part=one.part, num_parts=one.num_parts)
+            try:
+                examples = datasets.of(None, data=one.data, part=one.part, num_parts=one.num_parts)
+            except HeadwaterError as error:
+                yield DeviceExamples(num_examples=0, by_value=(), error=error)
+                continue
             positions = np.arange(len(examples))
             try:
                 yield _count_values(column_of(datasets.task, examples, LABEL), positions)
@@ -83,14 +89,18 @@ def partition_line(settings: Settings) -> str:
     """Return a line about the devices' examples: the first thousand devices, if there are more.
 
     Raises:
-        HeadwaterError: see ``examples_of_devices``.
+        HeadwaterError: see ``examples_of_devices``; or no device can open its data.
     """
     number = settings.simulation.clients
-    devices = list(islice(examples_of_devices(settings), MAX_DEVICES_IN_LINE))
+    tried = list(islice(examples_of_devices(settings), MAX_DEVICES_IN_LINE))
+    errors = [one.error for one in tried if one.error is not None]
+    devices = [one for one in tried if one.error is None]
+    if errors and not devices:
+        raise errors[0]
     sizes = sorted(one.num_examples for one in devices)
     text = f"{_range(sizes, 'example')} a device, median {sizes[len(sizes) // 2]:,}"
-    if number > len(devices):
-        text = f"of {counted(number, 'device')} the first {len(devices):,} have {text}"
+    if number > len(tried):
+        text = f"of {counted(number, 'device')} the first {len(tried):,} have {text}"
     rule = settings.partition.rule(seed=settings.seed)
     kinds = sorted(len(one.by_value) for one in devices)
     if kinds[-1] > 0:
@@ -101,6 +111,8 @@ def partition_line(settings: Settings) -> str:
         if isinstance(partition, DisjointPartition) and partition.num_moved:
             moved = counted(partition.num_moved, "empty device")
             text += f"; {moved} got an example of the largest"
+    if errors:
+        text += f"; {counted(len(errors), 'device')} cannot open the data"
     return text
 
 
@@ -133,6 +145,8 @@ def show_partition(settings: Settings) -> None:
             f"{value}: {count:,}" for value, count in one.by_value[:MAX_VALUES_IN_ROW]
         )
         more = ", ..." if len(one.by_value) > MAX_VALUES_IN_ROW else ""
+        if one.error is not None:
+            shown = f"left out: {one.error.code}: {' '.join(one.error.message.split())}"
         table.add_row(name_of(device), f"{one.num_examples:,}", Text(printable(shown + more)))
     console.print(table)
     announce_partition(settings)

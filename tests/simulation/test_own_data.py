@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import os
 import random
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from headwater.common.run_scope import run_scope
 from headwater.common.settings.sources import load
 from headwater.server.rounds.round_loop import MODEL
 from headwater.simulation.fleet.fleet_spec import with_fleet
-from headwater.simulation.reports.partition_table import examples_of_devices
+from headwater.simulation.reports.partition_table import examples_of_devices, partition_line
 from headwater.simulation.run import run_engine
 from tests.processes import Processes, port_of, rows
 
@@ -60,6 +61,8 @@ class Table:
 """,
 }
 TASK = "my_package.tasks"
+UNREADABLE = "1\n"  # a row of one cell, where the task expects three
+EXTENSIONS = Path("examples/extensions").resolve()
 
 
 @pytest.fixture
@@ -116,6 +119,53 @@ def test_a_device_whose_file_is_empty_is_left_out_and_named(
     assert "EmptyDataset: the task Table found no example in devices/a.csv" in caplog.text
 
 
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"simulation__compute": "one-by-one"},
+        {"simulation__compute": "fused"},
+        {"simulation__compute": "vectorised"},
+        {"algorithm__name": f"{EXTENSIONS}/fedprox.py:FedProx"},
+        pytest.param(
+            {"secure__aggregation": "semi-honest", "secure__min_members": 3},
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_a_device_whose_file_the_task_cannot_read_is_left_out_and_named_in_one_line(
+    folder: Path, how: dict[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    (folder / "devices" / "a.csv").write_text(UNREADABLE)  # the first of all
+    simulate("out", **how)
+    row = rows(folder / "out")[0]
+    assert {client["name"] for client in row["clients"] + row["masked_clients"]} == {*SIZES}
+    [line] = [line for line in caplog.messages if "a.csv" in line]
+    assert line.startswith("device a is refused: TaskFailed: train_examples failed on devices/a")
+    assert re.search(r'RuntimeError: .* File ".*tasks\.py", line \d+, in train_examples', line)
+
+
+def test_a_file_that_the_task_cannot_read_does_not_end_the_command_before_the_run(
+    folder: Path,
+) -> None:
+    (folder / "devices" / "a.csv").write_text(UNREADABLE)
+    chosen = with_fleet(load(None, {"task": TASK, "simulation.data": "devices/*.csv"}))
+    with run_scope({}):
+        said = partition_line(chosen)
+    assert said.startswith("9 to 70 examples a device")
+    assert said.endswith("; 1 device cannot open the data")
+
+
+@pytest.mark.parametrize("engine", [{}, {"secure__aggregation": "semi-honest"}])
+def test_without_data_a_task_that_needs_some_says_so_once(
+    folder: Path, engine: dict[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    text = r"(?s)^no --data was given, .*Table found no data: TypeError: .*line \d+.*open\(data"
+    with pytest.raises(MissingData, match=text) as raised:
+        simulate("out", simulation__data=None, simulation__clients=100, **engine)
+    assert "--data" in raised.value.remedy
+    assert not caplog.messages
+
+
 def test_data_that_no_device_can_read_end_the_run(folder: Path) -> None:
     for file in (folder / "devices").iterdir():
         file.write_text("a,b,c\n1,2,3\n")
@@ -148,10 +198,14 @@ def test_a_resumed_run_keeps_its_devices_when_files_come(folder: Path) -> None:
 def test_every_engine_gives_the_bits_of_one_process(
     folder: Path, engine: tuple[object, ...]
 ) -> None:
+    (folder / "devices" / "a.csv").write_text(UNREADABLE)
     expected = simulate("one")
     with Processes(folder) as processes:
         given = ("--task", TASK, "--data", "devices/*.csv", "--out", "other", *FLAGS, *engine)
-        processes.run("simulation", *given, prepare=partial(os.chdir, folder)).succeed()
+        run = processes.run("simulation", *given, prepare=partial(os.chdir, folder))
+        run.succeed()
+        [line] = [line for line in run.text().splitlines() if "devices/a.csv" in line]
+        assert "tasks.py" in line
     assert same(load_file(folder / "other" / MODEL), expected)
 
 

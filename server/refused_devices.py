@@ -1,0 +1,57 @@
+"""The devices that cannot take part, and why: equal reasons share one line of the log.
+
+A fault of the task, or a flag that is missing, keeps a whole fleet out with the same words.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from headwater.common.errors import HeadwaterError
+from headwater.common.wording import counted
+
+log = logging.getLogger(__name__)
+
+MAX_LINES, MAX_NAMES = 10, 5
+
+
+class RefusedDevices:
+    """Collects refusals until they are logged, and forgets them then."""
+
+    def __init__(self) -> None:
+        self._by_reason: dict[str, list[tuple[str | None, HeadwaterError]]] = {}
+
+    def add(self, name: str | None, error: HeadwaterError) -> None:
+        """Note why a device is refused; ``name`` is None if it is not known."""
+        reason = f"{error.code}: {' '.join(error.message.split())}"
+        self._by_reason.setdefault(reason, []).append((name, error))
+
+    def log(self) -> None:
+        """Log each reason in one line, with the devices that have it."""
+        by_reason, self._by_reason = self._by_reason, {}
+        for reason, refused in list(by_reason.items())[:MAX_LINES]:
+            log.warning("%s refused: %s", _named([name for name, _ in refused]), reason)
+        if len(by_reason) > MAX_LINES:
+            rest = [one for refused in list(by_reason.values())[MAX_LINES:] for one in refused]
+            names = _named([name for name, _ in rest])
+            log.warning("%s refused, each for another reason", names)
+
+    def take_error(self) -> HeadwaterError | None:
+        """Return the first error, which ends the run and is shown; log all if reasons differ."""
+        if not self._by_reason:
+            return None
+        _, error = next(iter(self._by_reason.values()))[0]
+        if len(self._by_reason) > 1:
+            self.log()
+        self._by_reason = {}
+        return error
+
+
+def _named(names: Sequence[str | None]) -> str:
+    known = [name for name in names if name is not None]
+    if len(names) == 1:
+        return f"device {known[0]} is" if known else "a device is"
+    more = ", ..." if len(known) > MAX_NAMES else ""
+    listed = f" ({', '.join(known[:MAX_NAMES])}{more})" if known else ""
+    return f"{counted(len(names), 'device')}{listed} are"

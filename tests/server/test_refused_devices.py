@@ -1,0 +1,48 @@
+"""Refused devices: one line of the log for each reason, with the devices that have it."""
+
+from __future__ import annotations
+
+import pytest
+
+from headwater.common.errors import LateUpdate, MissingData
+from headwater.server.refused_devices import MAX_LINES, RefusedDevices
+
+
+def test_equal_reasons_are_logged_once_with_their_count_and_the_first_names(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    refused = RefusedDevices()
+    for part in range(7):
+        refused.add(str(part), MissingData("no disk\n  at all"))
+    refused.add("pi", LateUpdate("it is silent"))
+    refused.add(None, LateUpdate("it left"))
+    refused.log()
+    refused.log()  # they are logged once
+    assert caplog.messages == [
+        "7 devices (0, 1, 2, 3, 4, ...) are refused: MissingData: no disk at all",
+        "device pi is refused: LateUpdate: it is silent",
+        "a device is refused: LateUpdate: it left",
+    ]
+
+
+def test_the_log_names_so_many_reasons_and_counts_the_rest(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    refused = RefusedDevices()
+    for part in range(MAX_LINES + 2):
+        refused.add(str(part), MissingData(f"no disk {part}"))
+    refused.log()
+    assert len(caplog.messages) == MAX_LINES + 1
+    assert caplog.messages[-1] == "2 devices (10, 11) are refused, each for another reason"
+
+
+def test_an_error_that_all_devices_share_is_raised_and_not_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    refused = RefusedDevices()
+    assert refused.take_error() is None
+    errors = [MissingData("no disk"), MissingData("no disk")]
+    for part, error in enumerate(errors):
+        refused.add(str(part), error)
+    assert refused.take_error() is errors[0]
+    assert not caplog.messages
