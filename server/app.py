@@ -6,7 +6,7 @@ import logging
 from dataclasses import dataclass
 
 import torch
-from flwr.app import Context
+from flwr.app import Context, RecordDict
 from flwr.serverapp import Grid, ServerApp
 
 from headwater.common.settings.schema import Settings
@@ -64,6 +64,17 @@ def server_app(
         run(own.training, fleet, on_round=on_round, resume=resume, observer=observers)
 
     return app
+
+
+def server_context(settings: Settings, *, run_id: int) -> Context:
+    """Return the context in which a ServerApp runs these settings."""
+    return Context(
+        run_id=run_id,
+        node_id=0,
+        node_config={},
+        state=RecordDict(),
+        run_config=settings.to_run_config(),
+    )
 
 
 def log_round(row: RoundRow) -> None:

@@ -10,7 +10,6 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
-from flwr.app import Context, RecordDict
 
 from headwater.common.errors import HeadwaterError, SettingsError, StateError
 from headwater.common.flower.grid import HeadwaterGrid
@@ -18,7 +17,7 @@ from headwater.common.settings.schema import Settings
 from headwater.common.system.console import console
 from headwater.common.system.heap import freeze_loaded_objects, use_one_heap
 from headwater.common.transport.tls import Credentials, split_address
-from headwater.server.app import load_run, server_app
+from headwater.server.app import load_run, server_app, server_context
 from headwater.server.enrolment.peer_certificates import CertificateVerifier
 from headwater.server.flower.grpc_grid import GrpcGrid
 from headwater.server.operations.control import LONG_WAIT_ADVICE, RunControl
@@ -99,17 +98,10 @@ def serve_run(
             control.start(info)
         grid = make_grid(servicer, (lambda: True) if control is None else control.may_begin)
         grid.enter_run(run_id)
-        context = Context(
-            run_id=run_id,
-            node_id=0,
-            node_config={},
-            state=RecordDict(),
-            run_config=settings.to_run_config(),
-        )
         observers = Observers(own_observer, observer)
         app = server_app(on_round=on_round, resume=resume, observer=observers, loaded=loaded)
         freeze_loaded_objects()
-        app(grid, context)
+        app(grid, server_context(settings, run_id=run_id))
         if control is not None and control.is_draining and control.round < settings.rounds:
             console.print(
                 f"drained after round {control.round} of {settings.rounds}; continue with: "

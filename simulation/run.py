@@ -96,21 +96,13 @@ def run_on_messages(
     settings: Settings, *, on_round: OnRound, resume: bool, observer: Observer = NO_OBSERVER
 ) -> None:
     """Run Flower's ServerApp and ClientApp on a grid that delivers messages in this process."""
-    from flwr.app import Context, RecordDict
-
     from headwater.client.app import client_app
-    from headwater.server.app import server_app
+    from headwater.server.app import server_app, server_context
     from headwater.simulation.engines.message_grid import InProcessGrid
     from headwater.simulation.fleet.virtual_hardware import virtual_hardware
 
     run_id = secrets.randbits(62)
     grid = InProcessGrid(client_app(virtual_hardware), settings)
     grid.enter_run(run_id)
-    context = Context(
-        run_id=run_id,
-        node_id=0,
-        node_config={},
-        state=RecordDict(),
-        run_config=settings.to_run_config(),
-    )
-    server_app(on_round=on_round, resume=resume, observer=observer)(grid, context)
+    app = server_app(on_round=on_round, resume=resume, observer=observer)
+    app(grid, server_context(settings, run_id=run_id))

@@ -27,7 +27,7 @@ from headwater.common.errors import SettingsError, WorkerDied
 from headwater.common.flower.grid import CLIENT_APP_FAILED, Run, simulate_on_ray
 from headwater.common.settings.schema import Settings
 from headwater.common.system.stop_signals import StopRequests, at_stop_signals, interrupt
-from headwater.server.app import server_app
+from headwater.server.app import server_app, server_context
 from headwater.server.rounds.observer import Observer
 from headwater.server.rounds.round_loop import NO_OBSERVER, OnRound
 from headwater.simulation.engines.device_app import ray_app
@@ -161,13 +161,7 @@ class _WatchedServerApp:
 
     def _main(self, grid: Grid, _: Context) -> None:
         self._thread = threading.current_thread()
-        context = Context(
-            run_id=grid.run.run_id,
-            node_id=0,
-            node_config={},
-            state=RecordDict(),
-            run_config=self._settings.to_run_config(),
-        )
+        context = server_context(self._settings, run_id=grid.run.run_id)
         try:
             self._inner(self._wait_for_nodes(grid), context)
         except _Stopped:

@@ -43,8 +43,7 @@ MUST_NOT_IMPORT = {
 }
 MAY_IMPORT_FLOWER = (
     *("client/app.py", "client/flower/", "common/flower/"),
-    *("server/app.py", "server/flower/", "server/serve.py"),
-    *("simulation/engines/", "simulation/run.py"),
+    *("server/app.py", "server/flower/", "simulation/engines/"),
 )
 MAY_IMPORT_GRPC = ("client/transport/", "server/transport/")
 PUBLIC_FLOWER = {"flwr.app", "flwr.clientapp", "flwr.serverapp", "flwr.serverapp.strategy"}
