@@ -61,29 +61,6 @@ MayTrainOn = Callable[[int], bool]
 """Returns whether a batch of so many examples may be trained on, after one example was."""
 
 
-def check_additive(
-    task: Task, model: nn.Module, examples: Examples, *, may_train_on: MayTrainOn = lambda _: True
-) -> tuple[str, ...]:
-    """Check on up to four real examples that loss, weight, metrics and gradient are sums.
-
-    Compares each example alone, each adjacent pair, and all together; see ``Comparison``. The model
-    is left as it was; gradients that it had are zero afterwards. A single example always passes.
-    Examples that raise, or give a NaN, are skipped, as they are in training.
-
-    Returns what the check noticed that is no mistake, such as random augmentation.
-
-    Raises:
-        TaskNotAdditive: with the two numbers that should be equal and the likely cause.
-        TaskFailed: examples that work alone raise together.
-        BuffersChanged: the forward pass in training mode changed a buffer.
-    """
-    with as_it_was(model):
-        comparison = Comparison(task, model, ExampleCache(task, examples))
-        comparison.add_singles(range(min(NUM_TRIED, len(examples))), may_train_on)
-        comparison.run(may_train_on)
-    return tuple(comparison.notes)
-
-
 def usable(task: Task, model: nn.Module, examples: Examples) -> list[int]:
     """Return up to four of the first sixteen positions that give a finite loss and gradient."""
     with as_it_was(model):
@@ -98,6 +75,11 @@ class Comparison:
     A model that draws random numbers in training (dropout) is compared in evaluation mode, because
     its draws differ from call to call. If it draws them there too, only means of many draws can be
     compared, which finds a mean and nothing else.
+
+    It raises ``TaskNotAdditive`` with the two numbers that should be equal and the likely cause,
+    ``TaskFailed`` for examples that work alone and raise together, and ``BuffersChanged`` if the
+    forward pass in training mode changed a buffer. Examples that raise or give a NaN are skipped,
+    as they are in training.
     """
 
     def __init__(self, task: Task, model: nn.Module, cache: ExampleCache) -> None:
@@ -119,7 +101,7 @@ class Comparison:
 
         Raises:
             MemoryError: an allocation failed.
-            TaskError, BuffersChanged: see ``check_additive``.
+            TaskError, BuffersChanged: see ``Comparison``.
         """
         bound = max_weight_per_example(self._task)
         for position in positions:
@@ -194,7 +176,7 @@ class Comparison:
         """Compare the examples together with the examples alone.
 
         Raises:
-            TaskNotAdditive, TaskFailed: see ``check_additive``.
+            TaskNotAdditive, TaskFailed: see ``Comparison``.
             MemoryError: an allocation failed.
         """
         positions = list(self.singles)
@@ -234,7 +216,7 @@ class Comparison:
         With ``with_gradients`` the group must be all examples, and the gradients are used up.
 
         Raises:
-            TaskNotAdditive, TaskFailed: see ``check_additive``.
+            TaskNotAdditive, TaskFailed: see ``Comparison``.
         """
         size = len(group)
         total = gradient_norm(self._parameters)
@@ -261,7 +243,7 @@ class Comparison:
         model, looks like a sum there.
 
         Raises:
-            TaskNotAdditive, TaskFailed: see ``check_additive``.
+            TaskNotAdditive, TaskFailed: see ``Comparison``.
             MemoryError: an allocation failed.
         """
         if self._is_random or len(positions) < 2 or not cache.freeze(positions):

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from headwater.common.data.additivity import check_additive
 from headwater.common.errors import (
     BatchDependentLayer,
     BuffersChanged,
@@ -21,6 +20,7 @@ from headwater.common.settings.sources import load
 from headwater.common.task import Task, load_task, open_train_examples
 from headwater.server.rounds.round_row import RoundRow
 from headwater.simulation.run import run_engine
+from tests.additivity import check_additive
 
 DOC = Path(__file__).parents[2] / "docs" / "task.md"
 

@@ -15,7 +15,6 @@ from sklearn.datasets import load_breast_cancer
 from examples.image_folder import CLASSES, SIDE, ImageFolder
 from examples.tabular_csv import RANGES, TabularCsv
 from examples.text_transformer import CONTEXT, PADDING, TextTransformer, stretches
-from headwater.common.data.additivity import check_additive
 from headwater.common.data.batches import SubsetView, batch_of
 from headwater.common.data.client_datasets import ClientDatasets
 from headwater.common.data.partition_spec import parse_rule
@@ -25,6 +24,7 @@ from headwater.common.settings.sources import load
 from headwater.common.task import Task, load_task, loss_sum, open_train_examples
 from headwater.server.rounds.round_row import RoundRow
 from headwater.simulation.run import run_engine
+from tests.additivity import check_additive
 
 SPECS = {
     "tabular": "examples/tabular_csv.py:TabularCsv",

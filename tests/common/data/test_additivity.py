@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
-from headwater.common.data.additivity import Comparison, check_additive
+from headwater.common.data.additivity import Comparison
 from headwater.common.data.example_cache import ExampleCache
 from headwater.common.errors import BuffersChanged, TaskFailed, TaskNotAdditive
 from headwater.common.task import Task
+from tests.additivity import check_additive
 from tests.tasks import (
     NAN_GRADIENT,
     NAN_LOSS,

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from headwater.common.data.additivity import NUM_COMPARED, check_additive
+from headwater.common.data.additivity import NUM_COMPARED
 from headwater.common.data.example_cache import same
 from headwater.common.errors import TaskFailed, TaskNotAdditive
 from headwater.common.model.parameters import build_model
 from headwater.common.task import load_task
+from tests.additivity import check_additive
 
 PICTURES, REGRESSION = "tests/stranger_tasks/pictures.py", "tests/stranger_tasks/regression.py"
 

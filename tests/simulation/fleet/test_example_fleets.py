@@ -11,13 +11,13 @@ from torch import Tensor
 
 from examples.slow_owners import SLOW_CLASSES, SlowOwners
 from examples.synthetic import EXAMPLES_PER_DEVICE, NUM_CLASSES, RightLabels, Synthetic
-from headwater.common.data.additivity import check_additive
 from headwater.common.settings.sources import load
 from headwater.common.task import load_task
 from headwater.server.operations.round_log import read_rows
 from headwater.simulation.fleet.fleet_spec import with_fleet
 from headwater.simulation.fleet.profiles import read_fleet
 from headwater.simulation.run import run_engine
+from tests.additivity import check_additive
 
 FLEETS = Path(__file__).parents[3] / "examples" / "fleets"
 SLOW_OWNERS = "examples/slow_owners.py:SlowOwners"
