@@ -13,7 +13,7 @@ from typing import Any
 
 from headwater.common.errors import SettingsError, UnknownTask
 from headwater.common.run_scope import object_named
-from headwater.common.task_spec import import_place
+from headwater.common.task_spec import import_place, split_place
 from headwater.common.user_code import described
 
 FORMS = "name it as path/to/file.py:Name or package.module:Name"
@@ -28,8 +28,8 @@ def find_named(spec: str, *, what: str) -> Any:
     given = object_named(spec)
     if given is not None:
         return given
-    place, colon, name = spec.rpartition(":")
-    if not colon or not place or not name:
+    place, name = split_place(spec)
+    if not place or not name:
         raise SettingsError(
             f"expected the {what} as FILE.py:Name or package.module:Name, found {spec!r}",
             remedy="give its file or module, and its name in there",

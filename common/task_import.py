@@ -13,7 +13,6 @@ import importlib
 import importlib.util
 import logging
 import sys
-import sysconfig
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,14 +23,9 @@ from types import ModuleType
 
 from headwater.common.errors import UnknownTask
 from headwater.common.example_files import is_bundled
-from headwater.common.user_code import user_frames
+from headwater.common.user_code import is_installed, user_frames
 
 log = logging.getLogger(__name__)
-
-STANDARD_LIBRARY = tuple(
-    Path(sysconfig.get_path(kind)).resolve() for kind in ("stdlib", "platstdlib")
-)
-PACKAGE_FOLDERS = {"site-packages", "dist-packages"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -138,7 +132,7 @@ def _forget_namesakes(module: TaskModule) -> None:
         if "." in name or name in ("__main__", "headwater"):
             continue
         found, own = _location(loaded), _own_location(name, module)
-        if found is None or own is None or _is_same(found, own) or _is_installed(found):
+        if found is None or own is None or _is_same(found, own) or is_installed(str(found)):
             continue
         for other in [one for one in sys.modules if one == name or one.startswith(f"{name}.")]:
             del sys.modules[other]
@@ -204,7 +198,7 @@ class _OwnFoldersFirst(MetaPathFinder):
         file = Path(importer)
         for folder in file.parents:  # the nearest first
             if folder in self._folders:
-                is_other = _is_installed(file) and not _is_installed(folder)
+                is_other = is_installed(str(file)) and not is_installed(str(folder))
                 return () if is_other else self._folders[folder]
         return ()
 
@@ -221,13 +215,6 @@ def _importing_file() -> str:
             break
         frame = frame.f_back
     return frame.f_code.co_filename
-
-
-def _is_installed(file: Path) -> bool:
-    """Whether a file belongs to the standard library or to an installed package."""
-    return bool(PACKAGE_FOLDERS.intersection(file.parts)) or any(
-        file.is_relative_to(folder) for folder in STANDARD_LIBRARY
-    )
 
 
 def _is_same(one: Path, other: Path) -> bool:

@@ -58,12 +58,17 @@ def split_spec(spec: str) -> tuple[str, str | None]:
     Raises:
         UnknownTask: one of them is empty.
     """
-    place, colon, class_name = spec.rpartition(":")
-    if not colon or "/" in class_name or "\\" in class_name:  # the colon of a Windows drive
-        place, colon, class_name = spec, "", ""
-    if not place or (colon and not class_name):
+    place, class_name = split_place(spec)
+    if not place or class_name == "":
         raise UnknownTask(f"expected FILE.py:Class or package.module:Class, found {spec!r}")
-    return place, class_name or None
+    return place, class_name
+
+
+def split_place(text: str) -> tuple[str, str | None]:
+    r"""Split PLACE:NAME at its last colon; None if there is no name, as in ``C:\tasks\my.py``."""
+    place, colon, name = text.rpartition(":")
+    is_drive = "/" in name or "\\" in name
+    return (place, name) if colon and not is_drive else (text, None)
 
 
 def name_of(spec: str) -> str:

@@ -25,9 +25,11 @@ _OURS = tuple(
     for folder in ("client", "server", "common", "simulation")
 )
 _LIBRARIES = tuple(
-    f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib", "purelib", "platlib")
+    f"{folder}{os.sep}"
+    for name in ("stdlib", "platstdlib", "purelib", "platlib")
+    for folder in {sysconfig.get_path(name), Path(sysconfig.get_path(name)).resolve()}
 )
-_SITE_PACKAGES = f"{os.sep}site-packages{os.sep}"
+_PACKAGE_FOLDERS = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
 
 MAX_FRAMES = 4
 MAX_CHARACTERS = 600  # of an exception's own text; pandas and torch can write pages
@@ -68,8 +70,14 @@ def user_line() -> str | None:
 
 def is_users(file: str) -> bool:
     """Return whether a source file is neither this project's nor a library's."""
-    is_known = file.startswith((*_OURS, *_LIBRARIES)) or _SITE_PACKAGES in file
+    is_known = file.startswith(_OURS) or is_installed(file)
     return not is_known and not file.startswith("<")
+
+
+def is_installed(file: str) -> bool:
+    """Return whether a file or folder belongs to the standard library or an installed package."""
+    inside = f"{file}{os.sep}"  # also of a library's folder itself
+    return inside.startswith(_LIBRARIES) or any(name in inside for name in _PACKAGE_FOLDERS)
 
 
 def _is_inner(inner: traceback.FrameSummary, outer: traceback.FrameSummary) -> bool:

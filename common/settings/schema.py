@@ -40,6 +40,7 @@ from headwater.common.settings.fields import (
     branch,
     setting,
 )
+from headwater.common.task_spec import split_place
 
 SETTINGS_FILE = "settings.toml"
 
@@ -175,7 +176,8 @@ class AlgorithmSettings(Branch):
         if self.name is None:
             return None
         given = [f"{key}={_plain(value)!r}" for key, value in sorted(self.arguments.items())]
-        return self.name.rpartition(":")[2] + (f"({', '.join(given)})" if given else "")
+        place, name = split_place(self.name)
+        return (name or place) + (f"({', '.join(given)})" if given else "")
 
 
 def _plain(value: Any) -> Any:
