@@ -12,30 +12,27 @@ from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
 
-import torch
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
 from headwater.client.algorithms.lookup import algorithm_for
 from headwater.client.device.bandwidth import read_bandwidth
 from headwater.client.device.hardware import this_machine
+from headwater.client.flower.masked_answers import (
+    describe_masked,
+    told_examples,
+    train_masked,
+)
 from headwater.client.flower.request import SIMULATED, DeviceRequest, read_request, spool_of
-from headwater.client.flower.state_file import SAMPLER, SECURE, SPEED, read_record
+from headwater.client.flower.state_file import SAMPLER, SECURE, SPEED
 from headwater.client.secagg.pending import pending_in
 from headwater.client.secagg.plan_policy import check_plan
-from headwater.client.secagg.prepare import (
-    check_masking,
-    floor_of,
-    hide_details,
-    participant_of,
-    ready_message,
-    unmasked_update,
-)
+from headwater.client.secagg.prepare import check_masking, floor_of
 from headwater.client.secagg.types import SessionRecord
 from headwater.client.training.context import HardwareOf
 from headwater.common.errors import CorruptUpdate, EmptyUpdate, HeadwaterError
 from headwater.common.flower import records
-from headwater.common.messages import DescribeRequest, DeviceReport, Plan, Update, UpdateReport
+from headwater.common.messages import DescribeRequest, DeviceReport, Plan, UpdateReport
 from headwater.common.secagg.protocol import PHASES, MaskReply, Phase
 from headwater.common.stats import training_speed
 
@@ -80,6 +77,8 @@ def _describe(request: DeviceRequest) -> RecordDict:
     describe = records.read(request.message.content, DescribeRequest)
     if describe.left_out is not None:
         log.info("this round excludes %s: %s", request.identity.name, describe.left_out)
+    if request.secure.aggregation != "off":
+        return describe_masked(request, describe)
     report = request.trainer.describe(request.identity, request.hardware, describe)
     measured = training_speed.reported_line(report)
     # As on the server: a speed seen in training replaces a measured one, unless it was too slow.
@@ -99,72 +98,30 @@ def _train(request: DeviceRequest) -> RecordDict:
         request.suspended.discard()
         if plan.is_masked:
             request.suspended.prepare()
-    check_masking(request.secure, is_masked=plan.is_masked, name=identity.name, what="an update")
+    secure = request.secure
+    check_masking(secure, is_masked=plan.is_masked, name=identity.name, what="an update")
     if plan.is_masked:
-        check_plan(plan, name=identity.name, told_examples=_told_examples(request, plan))
+        check_plan(plan, secure, name=identity.name, told_examples=told_examples(request, plan))
+        trainer.examples(identity)  # checks the task, not under a model of the server's choice
+        _load_model(request, plan)
+        return train_masked(request, plan)
     _load_model(request, plan)
-    spool = spool_of(context, identity.name)
-    with hide_details(plan, identity.name):
-        try:
-            update, sampler = trainer.train(
-                identity,
-                request.hardware,
-                plan,
-                request.sampler,
-                spool=spool,
-                algorithm=algorithm_for(plan, request.settings.algorithm, name=identity.name),
-            )
-        except EmptyUpdate:
-            records.save_state(context, SAMPLER, trainer.skip(identity, plan, request.sampler))
-            raise
-        records.save_state(context, SAMPLER, sampler)
-        update = dataclasses.replace(update, report=_with_link(update.report, context))
-        if plan.is_masked:
-            _add_pending(request, plan, update)
-            return records.content_of(ready_message(update.report, request.speed))
+    try:
+        update, sampler = trainer.train(
+            identity,
+            request.hardware,
+            plan,
+            request.sampler,
+            spool=spool_of(context, identity.name),
+            algorithm=algorithm_for(plan, request.settings.algorithm, name=identity.name),
+        )
+    except EmptyUpdate:
+        unusable = trainer.skip(identity, plan, request.sampler)
+        records.save_state(context, SAMPLER, unusable.passed())
+        raise
+    records.save_state(context, SAMPLER, sampler)
+    update = dataclasses.replace(update, report=_with_link(update.report, context))
     return records.update_content(update, as_view=records.is_view(content))
-
-
-def _told_examples(request: DeviceRequest, plan: Plan) -> int:
-    """Return the number of examples that the server was told."""
-    training, _ = request.trainer.split(
-        request.identity, run_seed=plan.run_seed, fraction=plan.held_out_fraction
-    )
-    return len(training)
-
-
-def _add_pending(request: DeviceRequest, plan: Plan, update: Update) -> None:
-    """Keep an update for its secure session, and follow the training speed that it shows."""
-    # Imported here, as most clients never mask: it costs 0.5 MB of an idle client's memory.
-    from headwater.client.secagg.session import SecureSession
-
-    context, trainer, identity = request.context, request.trainer, request.identity
-    if request.speed is not None:
-        speed = training_speed.updated_line(request.speed, update.report.steps)
-        records.save_state(context, SPEED, speed)
-    examples, _ = trainer.split(identity, run_seed=plan.run_seed, fraction=plan.held_out_fraction)
-    device = participant_of(
-        plan,
-        request.sampler,
-        trainer,
-        name=identity.name,
-        run_id=context.run_id,
-        floor=floor_of(request.secure),
-        enrolment=request.enrolment,
-    )
-    session = SecureSession(
-        device,
-        read_record(records.load_state(context, SECURE)),
-        update=unmasked_update(
-            update, plan, device, num_owned=len(examples), norm=trainer.accumulator.gradient_norm()
-        ),
-        num_threads=torch.get_num_threads(),
-        is_view=records.is_view(request.message.content),
-    )
-    if session.is_view:  # a grid of ours: this process answers the session's requests too
-        pending_in(trainer.accumulator).add(session, trainer.accumulator)
-    else:
-        request.suspended.add(session)
 
 
 def _answer_phase(phase: Phase, request: DeviceRequest) -> RecordDict:

@@ -352,6 +352,12 @@ class DealerCheated(RoundAborted):
     ) -> None:
         super().__init__(message, remedy=remedy)
         self.dealers = dealers
+class NothingSummed(RoundAborted):
+    """The weights of a masked round add up to 0: no device had a usable example."""
+    remedy = (
+        "each device's own log says why; lower --learning-rate if the model diverged, or look at "
+        "the devices' data"
+    )
 class SumOutOfRange(RoundAborted):
     """A masked sum is larger than the plans allow; the masks hide which device is at fault."""
     remedy = (

@@ -49,6 +49,13 @@ MAX_METRIC_CHARACTERS = 64  # of a metric's name in a masked round
 MAX_ALGORITHM_CHARACTERS = 1024  # of a client algorithm's name and arguments
 
 
+MAX_METRICS = 48  # in a masked round
+MetricNames = Annotated[
+    tuple[Annotated[str, Field(max_length=MAX_METRIC_CHARACTERS)], ...],
+    Field(max_length=MAX_METRICS),
+]
+
+
 class WireMessage(BaseModel):
     """The base of every message between client and server: frozen, with no unknown fields."""
 
@@ -157,7 +164,9 @@ class DeviceReport(WireMessage):
     """A device's description of itself."""
 
     name: Name
-    num_examples: Annotated[int, Field(ge=1, le=2**40)]
+    num_examples: Annotated[int, Field(ge=1, le=2**40)] | None = Field(
+        None, description="None: a device that requires masks does not tell it"
+    )
     layout_digest: str
     cores: Annotated[float, Field(gt=0, le=4096)] = 1.0
     vitals: Vitals = Vitals()
@@ -165,6 +174,9 @@ class DeviceReport(WireMessage):
     seconds_per_example: Duration | None = Field(None, description="b in a + b x size")
     fastest_micro_batch_size: Annotated[int, Field(ge=1, le=2**31)] | None = Field(
         None, description="larger micro-batches take no less time per example"
+    )
+    metrics: MetricNames = Field(
+        (), description="for masked rounds: sorted names of the metrics that the task returns"
     )
 
 
@@ -221,22 +233,19 @@ class UpdateReport(WireMessage):
 
 
 class ReadyReport(WireMessage):
-    """A client's message that it has an update to be masked; it holds none of the sums.
+    """A client's message that it has done its masked plan; nothing in it depends on its data.
 
-    Seconds and memory of its micro-batches are visible, as they describe the device's capacity. The
-    number of micro-batches is not.
+    A client whose window has no usable example sends the same message: its update has weight 0.
     """
 
     name: Name
     round: Natural
-    seconds: NotNegative
-    peak_bytes: Natural
-    vitals: Vitals = Vitals()
-    seconds_per_micro_batch: Duration | None = Field(None, description="a in a + b x size")
-    seconds_per_example: Duration | None = Field(None, description="b in a + b x size")
-    metrics: Annotated[
-        tuple[Annotated[str, Field(max_length=MAX_METRIC_CHARACTERS)], ...], Field(max_length=48)
-    ] = Field((), description="sorted names of the metrics that the client has sums of")
+    seconds: NotNegative | None = Field(
+        None, description="of a simulated clock; a real device tells none, the server measures"
+    )
+    vitals: Vitals = Field(
+        Vitals(), description="read before training; no memory or load of the training itself"
+    )
 
 
 class EvaluateReport(WireMessage):

@@ -37,7 +37,6 @@ def masked(name: str) -> MaskedClientRow:
         planned_micro_batch_size=4,
         planned_examples=20,
         seconds=2.0,
-        peak_bytes=200,
         plan="as set",
     )
 

@@ -74,6 +74,11 @@ class DeviceRequest:
         return SuspendedUpdate(self.context, self.identity.name, is_simulated=is_simulated)
 
     @property
+    def is_simulated(self) -> bool:
+        """Whether one party plays the server and all devices, and nothing is hidden."""
+        return SIMULATED in self.context.node_config
+
+    @property
     def secure(self) -> SecureSettings:
         """The stricter of the run's and the node's secure aggregation settings.
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from headwater.client.secagg.plan_policy import PlanRepeats
 from headwater.client.secagg.types import SessionRecord
 from headwater.client.training.sampler import SamplerPosition, SamplerState
 from headwater.common.errors import StateError
@@ -23,6 +24,7 @@ from headwater.common.system.atomic_file import write_atomically
 log = logging.getLogger(__name__)
 
 SAMPLER, SECURE, SPEED = "walk", "secure", "pace"
+PACE, REPEATS = "masked_pace", "repeats"
 """The entries' names in the context and in the file."""
 
 Plain = Mapping[str, Any]
@@ -54,10 +56,17 @@ def read_speed(plain: Plain | None) -> Line | None:
     return None if plain is None else Line(base=float(plain["base"]), each=float(plain["each"]))
 
 
+def read_pace(plain: Plain | None) -> float | None:
+    """Return the seconds of an example in masked windows; None if there was none."""
+    return None if plain is None else float(plain["seconds_per_example"])
+
+
 READERS: Mapping[str, Callable[[Plain], object]] = {
     SAMPLER: read_sampler,
     SECURE: read_record,
     SPEED: read_speed,
+    PACE: read_pace,
+    REPEATS: PlanRepeats.of,
 }
 
 

@@ -45,15 +45,14 @@ class Counters:
     def add_update(self, report: UpdateReport | ReadyReport) -> None:
         """Count an update.
 
-        A masked update adds no examples, micro-batches or stop reason: the server's operator may be
-        able to read this page, and the masks hide these numbers from the server.
+        A masked update adds nothing else: the server's operator may be able to read this page, and
+        the masks hide all other numbers from the server.
         """
         self.num_updates += 1
+        if isinstance(report, ReadyReport):
+            return
         self.seconds += report.seconds
         self.num_within[bisect_left(UPDATE_SECONDS, report.seconds)] += 1
-        if isinstance(report, ReadyReport):
-            self.peak_bytes = report.peak_bytes
-            return
         self.peak_bytes = max((step.peak_bytes for step in report.steps), default=0)
         self.num_micro_batches += len(report.steps)
         self.num_examples += report.num_examples

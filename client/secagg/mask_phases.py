@@ -12,6 +12,8 @@ two secrets.
 
 from __future__ import annotations
 
+import logging
+import math
 from dataclasses import replace
 from typing import TypeVar
 
@@ -27,9 +29,11 @@ from headwater.client.secagg.states import (
 )
 from headwater.client.secagg.types import UnmaskedUpdate
 from headwater.common.errors import OutOfPhase
+from headwater.common.model.vectors import all_finite
 from headwater.common.secagg.fixed_point import RingVector, encode_in_place
 from headwater.common.secagg.hadamard_rotation import Rotation, rotate_in_place
 from headwater.common.secagg.keys import agree, pairwise_sign, self_mask_key
+from headwater.common.secagg.masked_numbers import NUM_EXAMPLES, NUM_REFUSED, in_names_of
 from headwater.common.secagg.masking import SCALARS, VECTOR, Stream, mask_in_place
 from headwater.common.secagg.protocol import (
     NUM_CLIPPED,
@@ -42,6 +46,8 @@ from headwater.common.secagg.protocol import (
 )
 from headwater.common.secagg.scalar_encoding import encode_scalars
 from headwater.common.secagg.session import survivors_message
+
+log = logging.getLogger(__name__)
 
 MaskedState = TypeVar("MaskedState", bound=AwaitingUnmask | SessionFinished)
 
@@ -58,8 +64,7 @@ def commit_update(
     ``bounds`` are the block bounds of a 16-bit ring.
 
     Raises:
-        SessionRefused, ModelMismatch, CountOutOfRange, NonFiniteUpdate: see
-            ``client.secagg.checks.CHECKS``.
+        SessionRefused, ModelMismatch: see ``client.secagg.checks.CHECKS``.
     """
     device, parameters = state.device, state.session.parameters
     checks.check_members(request.members, state)
@@ -180,8 +185,13 @@ def _mask_streams(state: AwaitingMaskRequest, members: frozenset[str]) -> tuple[
 
 
 def _encode(state: ReadyToMask, update: UnmaskedUpdate) -> tuple[RingVector, NDArray[np.uint64]]:
-    """Encode vector and numbers; clipped entries of both are counted in ``num_clipped``."""
+    """Encode vector and numbers; clipped entries of both are counted in ``num_clipped``.
+
+    An update that cannot be encoded is masked as zeros of weight 0: a refusal would tell the server
+    that some example of it, under a model of the server's choice, has no finite gradient.
+    """
     parameters, random = state.previous.session.parameters, None
+    update = with_usable_values(update, planned_weight=state.device.planned_weight)
     if state.rotation is not None and state.bounds is not None:
         rotate_in_place(
             update.values_P,
@@ -190,14 +200,40 @@ def _encode(state: ReadyToMask, update: UnmaskedUpdate) -> tuple[RingVector, NDA
             max_weight=parameters.encoding.max_weight,
         )
         random = np.random.default_rng(int.from_bytes(state.device.random(32), "little"))
+        # A rotation adds up coordinates, which may overflow.
+        update = with_usable_values(update, planned_weight=state.device.planned_weight)
     vector, num_clipped = encode_in_place(
         update.values_P, weight=update.weight, encoding=parameters.encoding, random=random
     )
-    numbers = {**update.numbers, NUM_CLIPPED: 0}
+    numbers = {**in_names_of(parameters.scalars, update.numbers), NUM_CLIPPED: 0}
     _, num_clipped_numbers = encode_scalars(numbers, parameters.scalars)
     numbers[NUM_CLIPPED] = num_clipped + num_clipped_numbers
     scalars, _ = encode_scalars(numbers, parameters.scalars)
     return vector, scalars
+
+
+def with_usable_values(update: UnmaskedUpdate, *, planned_weight: int) -> UnmaskedUpdate:
+    """Return the update; set to zeros of weight 0, in place, if it cannot be masked as it is.
+
+    That is one with a NaN or an infinity in its vector or numbers, or with a weight beyond the
+    plan's. Its examples count as left out.
+    """
+    numbers = update.numbers
+    is_usable = all(map(math.isfinite, numbers.values())) and all_finite(update.values_P)
+    if is_usable and 0 < update.weight <= planned_weight:
+        return update
+    if not is_usable or update.weight:
+        log.warning("an update that is not finite, or too heavy, is masked as one of weight 0")
+    update.values_P.zero_()
+    num_left_out = sum(
+        int(numbers[name])
+        for name in (NUM_EXAMPLES, NUM_REFUSED)
+        if math.isfinite(numbers.get(name, math.nan))
+    )
+    cleared: dict[str, float | int] = dict.fromkeys(numbers, 0)
+    if NUM_REFUSED in numbers:
+        cleared[NUM_REFUSED] = num_left_out
+    return replace(update, numbers=cleared)
 
 
 def _with_answered_set(state: MaskedState, digest: bytes) -> MaskedState:

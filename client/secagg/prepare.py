@@ -1,44 +1,26 @@
 """Prepares an update for masking: the client's own requirements, and what may be sent in clear.
 
-Training ends before a secure session opens. ``ReadyReport`` says only that the update is ready;
-weight, loss, metrics and norms leave the client as masked numbers alone. ``client.secagg.pending``
-keeps the update until its session.
+Training ends before a secure session opens. ``ReadyReport`` says only that the plan was carried
+out; weight, loss, metrics and norms leave the client as masked numbers alone.
+``client.secagg.pending`` keeps the update until its session.
 """
 
 from __future__ import annotations
 
-import hashlib
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 
 from headwater.client.device.sensors import has_aes
 from headwater.client.enrolment.signing_identity import Enrolment
 from headwater.client.secagg.types import Floor, Participant, UnmaskedUpdate
 from headwater.client.training.sampler import SamplerPosition, SamplerState, seed_of
 from headwater.client.training.trainer import Trainer
-from headwater.common.errors import (
-    CountOutOfRange,
-    MaskingRequired,
-    SettingsError,
-    TaskError,
-    UpdateRefused,
-)
-from headwater.common.messages import (
-    MAX_METRIC_CHARACTERS,
-    Plan,
-    ReadyReport,
-    Update,
-    UpdateReport,
-)
-from headwater.common.secagg.masked_numbers import MAX_METRICS, numbers_of
+from headwater.common.errors import MaskingRequired, SettingsError, TaskError
+from headwater.common.messages import MAX_METRIC_CHARACTERS, MAX_METRICS, Plan, Update, Vitals
+from headwater.common.secagg.masked_numbers import numbers_of
 from headwater.common.secagg.plan_digest import plan_digest
 from headwater.common.settings import schema as settings
 from headwater.common.stats.gradient_noise import NoiseSums, noise_sums
-from headwater.common.stats.linear_fit import Line
 from headwater.common.task import max_weight_per_example
-
-log = logging.getLogger(__name__)
 
 MODES = ("off", "semi-honest", "active")  # from the weakest to the strictest
 
@@ -94,74 +76,64 @@ def floor_of(secure: settings.SecureSettings) -> Floor:
 
 # What leaves the client in clear, and what is masked.
 
-
-@contextmanager
-def hide_details(plan: Plan, name: str) -> Iterator[None]:
-    """Strip a masked plan's refusals of all figures; the full text goes to the client's own log."""
-    try:
-        yield
-    except UpdateRefused as error:
-        if not plan.is_masked:
-            raise
-        log.warning("%s: %s", error.code, error)
-        raise type(error)(
-            f"{name}, round {plan.round}: the device keeps the details in its own log"
-        ) from error
+PADDED_BYTES = 1024
 
 
-def ready_message(report: UpdateReport, speed: Line | None) -> ReadyReport:
-    """Return the report that may be sent in clear about an update that will be masked.
+def padded_head(head: str) -> str:
+    """Return a message's JSON with spaces at its end, to a multiple of ``PADDED_BYTES``.
 
-    Raises:
-        TaskError: see ``unmasked_update``.
+    So the length of a number in it is not seen on an encrypted line, nor counted by the server.
     """
-    return ReadyReport(
-        name=report.name,
-        round=report.round,
-        seconds=report.seconds,
-        peak_bytes=max((step.peak_bytes for step in report.steps), default=0),
-        vitals=report.vitals,
-        seconds_per_micro_batch=None if speed is None else speed.base,
-        seconds_per_example=None if speed is None else speed.each,
-        metrics=_metrics_of(report),
-    )
+    num_bytes = len(head.encode())
+    return head + " " * (-num_bytes % PADDED_BYTES)
 
 
-def unmasked_update(
-    update: Update, plan: Plan, device: Participant, *, num_owned: int, norm: float
-) -> UnmaskedUpdate:
+def public_vitals(vitals: Vitals) -> Vitals:
+    """Return the readings that do not follow from what the device trained on."""
+    return vitals.model_copy(update=dict.fromkeys(OF_TRAINING))
+
+
+OF_TRAINING = (
+    "base_bytes",
+    "bytes_per_example",
+    "memory_pressure",
+    "cpu_pressure",
+    "busy",
+    "temperature_celsius",
+    "is_throttled",
+)
+"""Vitals that training changes: they could differ with the examples that it trained on."""
+
+
+def unmasked_update(update: Update, plan: Plan, *, num_owned: int, norm: float) -> UnmaskedUpdate:
     """Return the vector and the numbers that are to be masked.
 
     ``num_owned`` is the number of the client's examples, ``norm`` the vector's Euclidean norm.
-
-    Raises:
-        CountOutOfRange: the weight is larger than the plan's; reported before a session opens.
-        TaskError: there are more metrics, or longer names, than a session has room for.
     """
     report = update.report
-    if not 0 < report.weight <= device.planned_weight:
-        raise CountOutOfRange(
-            f"{device.name}: the weight is {report.weight:,}, the plan allows "
-            f"{device.planned_weight:,}"
-        )
     # The noise scale compares two batch sizes at one model; local steps move the model in between,
     # and a client algorithm may send another vector than the sum.
     noise = NoiseSums(weight=report.weight)
     if plan.local_steps == 1 and plan.algorithm is None:
         noise = noise_sums(report, num_owned=num_owned)
-    numbers = numbers_of(report, metrics=_metrics_of(report), noise=noise, squared_norm=norm * norm)
+    numbers = numbers_of(report, noise=noise, squared_norm=norm * norm)
     return UnmaskedUpdate(values_P=update.values_P, numbers=numbers)
 
 
-def _metrics_of(report: UpdateReport) -> tuple[str, ...]:
-    names = tuple(sorted(report.metric_sums))
-    if len(names) > MAX_METRICS or any(len(name) > MAX_METRIC_CHARACTERS for name in names):
+def checked_metrics(names: Iterable[str]) -> tuple[str, ...]:
+    """Return the sorted names of a task's metrics.
+
+    Raises:
+        TaskError: there are more metrics, or longer names, than a session has room for.
+    """
+    found = tuple(sorted(names))
+    if len(found) > MAX_METRICS or any(len(name) > MAX_METRIC_CHARACTERS for name in found):
         raise TaskError(
-            f"the task returns {len(names)} metrics: masked rounds have room for {MAX_METRICS}, "
+            f"the task returns {len(found)} metrics: masked rounds have room for {MAX_METRICS}, "
             f"with names of up to {MAX_METRIC_CHARACTERS} characters",
             remedy="return fewer metric sums from loss_sum, or give them shorter names",
         )
-    return names
+    return found
 
 
 def participant_of(
@@ -171,19 +143,20 @@ def participant_of(
     *,
     name: str,
     run_id: int,
+    model_digest: bytes,
     floor: Floor,
     enrolment: Enrolment,
 ) -> Participant:
     """Return the client's identity, floor and update id for the sessions of one update.
 
     ``sampler`` is the state after training: the update's examples go from its place to the pending
-    place. The trainer's image must still hold the model of the plan.
+    place.
     """
     return Participant(
         name=name,
         run=run_id,
         round=plan.round,
-        model_digest=hashlib.sha256(trainer.image.buffer()).digest(),
+        model_digest=model_digest,
         plan_digest=plan_digest(plan),
         num_values=trainer.image.layout.num_parameters,
         planned_weight=plan.weigh_as or max_weight_per_example(trainer.task) * plan.max_examples,

@@ -91,7 +91,7 @@ class SecureSession:
 
         Raises:
             SessionRefused: see ``client.secagg.checks.CHECKS``; nothing was answered.
-            CountOutOfRange, NonFiniteUpdate, ModelMismatch: the update itself cannot be masked.
+            ModelMismatch: the session masks another kind of update.
             StateError: the record could not be stored; nothing was answered.
             CorruptUpdate: the bounds are not a whole number of float32.
             UpdateNotHeld: the masked vector was released, because the server has it.

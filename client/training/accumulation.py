@@ -28,6 +28,8 @@ from headwater.client.memory.activation_checkpointing import is_on, switch_on
 from headwater.client.training.context import TrainingContext
 from headwater.client.training.gradient_pass import (
     CHANGING_FAULT,
+    MICRO_BATCH_FAULT,
+    ForwardFailed,
     InvalidGradients,
     MicroBatchResult,
     NonFiniteLoss,
@@ -38,7 +40,7 @@ from headwater.client.training.gradient_pass import (
 from headwater.client.training.sampler import Window, split
 from headwater.client.training.stop_rules import StopRules, num_until_finish
 from headwater.common.data.example_faults import ExampleFault, details, short_summary
-from headwater.common.errors import OutOfMemory
+from headwater.common.errors import NonFiniteUpdate, OutOfMemory
 from headwater.common.messages import MAX_STEPS, Plan, Step, StopReason
 from headwater.common.system.heap import release_freed_memory
 from headwater.common.task import Metrics
@@ -267,16 +269,31 @@ def _add_or_leave_out(
 ) -> WindowSum:
     """Add one micro-batch, or leave out its bad examples; return the total, or a restarted one.
 
+    In a masked round a micro-batch with a bad example is left out whole: the passes of a search
+    take time, which the server sees.
+
     Raises:
         MemoryError: an allocation failed in the pass, or in the search for bad examples.
+        NonFiniteUpdate: in a masked round a backward pass failed, and the sum is lost.
     """
     try:
         total.add(positions, add(plan, window, positions, context, since_seconds))
         return total
     except NonFiniteLoss:
         is_invalid = False
-    except InvalidGradients:
+    except ForwardFailed:
+        is_invalid = not plan.is_masked  # nothing was added
+    except InvalidGradients as error:
         is_invalid = True
+        if plan.is_masked:
+            raise NonFiniteUpdate(
+                f"{context.name}, round {plan.round}: a backward pass failed, and a masked round "
+                f"takes no time to sum again: {error.fault.kind}"
+            ) from error
+    if plan.is_masked:
+        total.refused += positions
+        total.faults |= dict.fromkeys(positions, MICRO_BATCH_FAULT)
+        return total
     bad = bad_examples(plan, window, positions, context, with_backward=is_invalid)
     if not bad:  # only of a loss: nothing was added, and the micro-batch is fetched again
         total.num_retries += 1

@@ -31,6 +31,7 @@ Positions = tuple[int, ...]
 
 GRADIENT_FAULT = ExampleFault("its gradient is NaN or infinite, though its loss is finite")
 CHANGING_FAULT = ExampleFault("its micro-batch gives NaN now and then: the data set is random")
+MICRO_BATCH_FAULT = ExampleFault("its micro-batch raises, or has a loss that is not finite")
 TOGETHER_FAULT = ExampleFault("the sum overflows in its micro-batch, though not alone")
 
 
@@ -53,6 +54,10 @@ class InvalidGradients(Exception):
     def __init__(self, text: str = "", fault: ExampleFault = GRADIENT_FAULT) -> None:
         super().__init__(text)
         self.fault = fault
+
+
+class ForwardFailed(InvalidGradients):
+    """The task raised in the forward pass, before anything was added to the vector."""
 
 
 def add_micro_batch(
@@ -126,7 +131,10 @@ def forward(
     except (HeadwaterError, MemoryError):
         raise
     except Exception as error:
-        raise _classified(error) from error
+        found = _classified(error)
+        if isinstance(found, InvalidGradients):
+            raise ForwardFailed(str(found), found.fault) from error
+        raise found from error
 
 
 @functools.lru_cache(maxsize=64)

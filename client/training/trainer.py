@@ -12,6 +12,7 @@ import math
 import threading
 from collections.abc import Callable
 
+import torch
 from torch.utils.data import Subset
 
 from headwater.client.device.hardware import ThisMachine
@@ -72,6 +73,7 @@ class Trainer:
         check_task: bool,
         trial: Trial | None = None,
     ) -> None:
+        self._replace_batch_norm = replace_batch_norm
         self.task = load_task(task_spec)
         self.datasets = ClientDatasets(self.task)
         self.image = build_model(self.task, seed=0, replace_batch_norm=replace_batch_norm)
@@ -254,6 +256,28 @@ class Trainer:
 
     # Requests of the server.
 
+    def check_layout(self, identity: Identity, request: DescribeRequest) -> None:
+        """Check that the server's model has this device's layout.
+
+        Raises:
+            ModelMismatch: with the first tensor that differs.
+        """
+        if request.layout_digest == self.image.layout.digest:
+            return
+        layout, there = self.image.layout, "the server's model"
+        difference = difference_from_text(
+            layout.rows, request.layout, here="this device's", there=there
+        )
+        raise ModelMismatch(
+            f"{identity.name}: this device's model has {layout.num_parameters:,} parameters, "
+            f"{there} has {request.num_parameters:,}: {difference}"
+        )
+
+    def has_own_model(self) -> bool:
+        """Whether the model is the one that the task builds here, not one of the server's."""
+        own = build_model(self.task, seed=0, replace_batch_norm=self._replace_batch_norm)
+        return bool(torch.equal(own.bytes_U8, self.image.bytes_U8))
+
     def describe(
         self, identity: Identity, hardware: Hardware, request: DescribeRequest
     ) -> DeviceReport:
@@ -262,15 +286,7 @@ class Trainer:
         Raises:
             ModelMismatch: the server's model has another layout.
         """
-        if request.layout_digest != self.image.layout.digest:
-            layout, there = self.image.layout, "the server's model"
-            difference = difference_from_text(
-                layout.rows, request.layout, here="this device's", there=there
-            )
-            raise ModelMismatch(
-                f"{identity.name}: this device's model has {layout.num_parameters:,} parameters, "
-                f"{there} has {request.num_parameters:,}: {difference}"
-            )
+        self.check_layout(identity, request)
         examples, _ = self.split(
             identity, run_seed=request.run_seed, fraction=request.held_out_fraction
         )
@@ -366,9 +382,10 @@ class Trainer:
             self._remember_checkpointing(context.name)
 
     def skip(self, identity: Identity, plan: Plan, sampler: SamplerState) -> SamplerState:
-        """Return the sampler's state after a plan's window, none of whose examples can be used."""
-        _, unusable = self._window(identity, plan, sampler.settle(plan.counted_round))
-        return SamplerState(place=unusable.after(len(unusable.positions)))
+        """Return the sampler's state with a window pending of which no example can be used."""
+        sampler = sampler.settle(plan.counted_round)
+        _, unusable = self._window(identity, plan, sampler)
+        return sampler.pend(plan.round, unusable.after(len(unusable.positions)))
 
     def evaluate(self, identity: Identity, plan: Plan) -> EvaluateReport:
         """Sum loss and metrics over the client's held-out examples that can be evaluated.

@@ -136,13 +136,13 @@ def encode_in_place(
 
     Raises:
         NonFiniteUpdate: a NaN or an infinity; the vector is unchanged.
-        CountOutOfRange: the weight is not in 1..max_weight; the vector is unchanged.
+        CountOutOfRange: the weight is not in 0..max_weight; the vector is unchanged.
     """
     values = values_P.numpy()
     assert values.dtype == np.float32
-    if not 1 <= weight <= encoding.max_weight:
+    if not 0 <= weight <= encoding.max_weight:
         raise CountOutOfRange(
-            f"an update's weight is not in the range of 1 to {encoding.max_weight:,} of the plans"
+            f"an update's weight is not in the range of 0 to {encoding.max_weight:,} of the plans"
         )
     check_finite(values)
     is_stochastic = encoding.ring_bits == 16

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from headwater.common.errors import SumOutOfRange
-from headwater.common.messages import UpdateReport
+from headwater.common.errors import ModelMismatch, SumOutOfRange
+from headwater.common.messages import MAX_METRICS, UpdateReport
 from headwater.common.secagg.protocol import MAX_SCALARS, NUM_CLIPPED, WEIGHT
 from headwater.common.secagg.scalar_encoding import Scalar, largest_sum
 from headwater.common.stats.gradient_noise import NoiseSums
@@ -26,7 +26,7 @@ NON_NEGATIVE = {NUM_CLIPPED, NUM_REFUSED, SQUARED_NORM, NOISE + "measured_weight
 """Sums that are used as divisors, or whose square root is taken."""
 
 # The rest of MAX_SCALARS is for the numbers of every session, including weight and clips.
-MAX_METRICS = MAX_SCALARS - 16
+assert MAX_METRICS == MAX_SCALARS - 16
 
 # Per unit of weight. With a loss above e^13, or a squared norm above 2^20, training has diverged.
 MAX_LOSS = 2.0**20
@@ -51,9 +51,9 @@ def bounds_of(
 
 
 def numbers_of(
-    report: UpdateReport, *, metrics: Iterable[str], noise: NoiseSums, squared_norm: float
+    report: UpdateReport, *, noise: NoiseSums, squared_norm: float
 ) -> dict[str, float | int]:
-    """Return the numbers that a device masks; a metric that it does not have is 0."""
+    """Return the numbers that a device masks."""
     return {
         WEIGHT: report.weight,
         LOSS: report.loss_sum,
@@ -62,8 +62,39 @@ def numbers_of(
         SUMMED_WEIGHT: sum(step.weight for step in report.steps),
         SQUARED_NORM: squared_norm,
         **{NOISE + part: getattr(noise, part) for part in NOISE_PARTS},
-        **{METRIC + name: report.metric_sums.get(name, 0.0) for name in metrics},
+        **{METRIC + name: value for name, value in report.metric_sums.items()},
     }
+
+
+def numbers_of_nothing(*, num_refused: int) -> dict[str, float | int]:
+    """Return the numbers of an update of weight 0; ``num_refused`` examples were left out."""
+    names = (LOSS, SUMMED_WEIGHT, SQUARED_NORM, *(NOISE + part for part in NOISE_PARTS))
+    counts = {WEIGHT: 0, NUM_EXAMPLES: 0, NUM_REFUSED: num_refused}
+    return {**counts, **dict.fromkeys(names, 0.0)}
+
+
+def in_names_of(
+    scalars: Iterable[Scalar], numbers: Mapping[str, float | int]
+) -> dict[str, float | int]:
+    """Return the numbers under a session's names; a metric that the device does not have is 0.
+
+    Which metrics a device has may depend on its examples, so a session's names never do.
+
+    Raises:
+        ModelMismatch: the names other than those of metrics are not the session's.
+    """
+    names = [scalar.name for scalar in scalars if scalar.name != NUM_CLIPPED]
+    asked, known = ({name for name in some if not is_metric(name)} for some in (names, numbers))
+    if asked != known:
+        raise ModelMismatch(
+            f"the session masks the numbers {sorted(asked)}, the update has {sorted(known)}"
+        )
+    return {name: numbers.get(name, 0.0) for name in names}
+
+
+def is_metric(name: str) -> bool:
+    """Whether a masked number is a metric of the task."""
+    return name.startswith(METRIC)
 
 
 def check_sums(
@@ -72,17 +103,19 @@ def check_sums(
     """Check that the sums of ``num_devices`` devices are within their bounds.
 
     A malicious device can mask any number unseen. But a sum out of range could lead to a division
-    by zero or the root of a negative number; it must cost no more than its round.
+    by zero or the root of a negative number; it must cost no more than its round. Sums of devices
+    none of which has a usable example are in range: all positive ones are 0.
 
     Raises:
         SumOutOfRange: with the names of the numbers.
     """
     wrong = []
+    is_empty = not any(sums.get(name, 0) for name in POSITIVE)
     for scalar in scalars:
         value = sums[scalar.name]
         bound = planned_weight if scalar.name == WEIGHT else largest_sum(scalar, num_devices)
         is_within = abs(value) <= bound
-        is_within &= value > 0 or scalar.name not in POSITIVE
+        is_within &= value > 0 or is_empty or scalar.name not in POSITIVE
         is_within &= value >= 0 or scalar.name not in NON_NEGATIVE
         if not is_within:
             wrong.append(scalar.name)

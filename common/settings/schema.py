@@ -238,6 +238,20 @@ class SecureSettings(Branch):
         on=ALL,
         ge=3,
     )
+    min_quota: int = setting(
+        8, "fewest examples of a masked plan; a device answers no plan of fewer", ge=1
+    )
+    max_plans: int = setting(
+        16, "masked plans in a row that a device trains on with the same examples", on="", ge=1
+    )
+    declared_examples: int | None = setting(
+        None,
+        "the number of examples that a masking device tells the server, for --weighting dataset; "
+        "not set: none",
+        on=DEVICE,
+        ge=1,
+        le=2**40,
+    )
     min_survivors: Part = setting(
         0.7, "share of a session's members below which a device reveals nothing", on=""
     )

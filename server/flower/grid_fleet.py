@@ -24,7 +24,6 @@ from headwater.common.messages import (
     Plan,
     ReadyReport,
     Update,
-    UpdateReport,
 )
 from headwater.common.model.parameters import ModelImage
 from headwater.common.secagg.protocol import Phase, Request
@@ -105,13 +104,18 @@ class GridFleet:
         num_needed: int = 0,
         timeout_seconds: float | None,
     ) -> Iterator[Update | ReadyReport | Dropout]:
+        start_seconds = time.monotonic()
+
         def read(name: str, content: RecordDict) -> Update | ReadyReport:
             if plans[name].is_masked:
                 ready = records.read(content, ReadyReport)
-                _check_in_time(ready, timeout_seconds)
+                if ready.seconds is None:  # a real device: the grid checks the deadline
+                    seconds = time.monotonic() - start_seconds
+                    return ready.model_copy(update={"seconds": seconds})
+                _check_in_time(ready.name, ready.seconds, timeout_seconds)
                 return ready
             update = records.read_update(content)
-            _check_in_time(update.report, timeout_seconds)
+            _check_in_time(update.name, update.report.seconds, timeout_seconds)
             return update
 
         self._expect_replies(num_needed)
@@ -257,16 +261,14 @@ class GridFleet:
             restore(state)
 
 
-def _check_in_time(report: ReadyReport | UpdateReport, timeout_seconds: float | None) -> None:
+def _check_in_time(name: str, seconds: float, timeout_seconds: float | None) -> None:
     """Check a virtual clock's seconds against the deadline; the grid checks real seconds.
 
     Raises:
         LateUpdate: they exceed it.
     """
-    if timeout_seconds is not None and report.seconds > timeout_seconds:
-        raise LateUpdate(
-            f"{report.name} took {report.seconds:.1f} s, the deadline is {timeout_seconds:.1f} s"
-        )
+    if timeout_seconds is not None and seconds > timeout_seconds:
+        raise LateUpdate(f"{name} took {seconds:.1f} s, the deadline is {timeout_seconds:.1f} s")
 
 
 def _num_bytes(content: RecordDict) -> int:

@@ -151,7 +151,9 @@ class Registration:
             is_new = pending.node_id not in self.reports
             self.reports[pending.node_id] = report
             if is_new:
-                log.info("%s joined: %s", report.name, counted(report.num_examples, "example"))
+                number = report.num_examples
+                told = "requires masks" if number is None else counted(number, "example")
+                log.info("%s joined: %s", report.name, told)
             else:
                 log.info("%s has a new description", report.name)
         return True

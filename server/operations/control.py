@@ -172,7 +172,7 @@ class RunControl(Observer):
                 record.peak_bytes = max((step.peak_bytes for step in report.steps), default=0)
             if (ready := opened.ready.get(name)) is not None:
                 record.note_vitals(ready.vitals)
-                record.seconds, record.peak_bytes = ready.seconds, ready.peak_bytes
+                record.seconds = ready.seconds
         for name, error in opened.refused.items():
             self._device_records.note_refusal(name.removesuffix(" (again)"), error)
 

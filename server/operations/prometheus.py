@@ -58,7 +58,8 @@ class DeviceMetrics:
     round: int
     accumulation_steps: int
     seconds: float
-    peak_bytes: int
+    peak_bytes: int | None
+    """None in masked rounds: only the device knows."""
 
 
 def device_metrics(row: RoundRow) -> dict[str, DeviceMetrics]:
@@ -71,7 +72,7 @@ def device_metrics(row: RoundRow) -> dict[str, DeviceMetrics]:
             round=row.round,
             accumulation_steps=num_steps,
             seconds=client.seconds,
-            peak_bytes=client.peak_bytes,
+            peak_bytes=getattr(client, "peak_bytes", None),
         )
         for client, num_steps in zip(clients, steps, strict=True)
     }
@@ -168,9 +169,9 @@ class ServerMetrics(Observer):
         for name, meaning in DEVICE_METRICS.items():
             family = GaugeMetricFamily(f"{PREFIX}device_{name}", meaning, labels=["device"])
             for device, values in sorted(devices.items()):
-                family.add_metric(
-                    [printable(device, max_characters=MAX_LABEL_CHARACTERS)], getattr(values, name)
-                )
+                if (value := getattr(values, name)) is not None:
+                    label = printable(device, max_characters=MAX_LABEL_CHARACTERS)
+                    family.add_metric([label], value)
             yield family
         yield _gauge(
             "unlabelled_devices",

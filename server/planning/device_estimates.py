@@ -26,14 +26,16 @@ MAX_TIMES_LATE = 3
 MIN_TIME_SHARE = 1e-6
 
 NO_VITALS = Vitals()
+UNTOLD_EXAMPLES = 2**40
+"""The number of examples of a client that does not tell it: it bounds no plan."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceEstimate:
     """What is known of one client.
 
-    ``num_examples`` is what the client owns; 0 until a report of it has been read. The checkpoint
-    does not store it: a resumed server has new reports.
+    ``num_examples`` is what the client owns, ``UNTOLD_EXAMPLES`` if it does not tell it; 0 until a
+    report of it has been read. The checkpoint does not store it: a resumed server has new reports.
     ``line`` gives the seconds of a micro-batch; None if the run needs no speeds (K is set). With K
     set, only the memory figures of ``vitals`` are followed, as nothing else enters a plan.
     ``times_late`` counts the rounds in a row in which the client was late or did not answer.
@@ -63,7 +65,7 @@ class DeviceEstimate:
         disconnected keeps the speed that was measured in its rounds. A client that was left out as
         too slow does not: it may have become faster, and its description is the only sign of it.
         """
-        changes: dict[str, Any] = {"num_examples": report.num_examples}
+        changes: dict[str, Any] = {"num_examples": report.num_examples or UNTOLD_EXAMPLES}
         if self.is_outdated:
             changes |= {"vitals": _merged(self.vitals, report.vitals), "is_outdated": False}
             if self.line is None or self.waiting_since is not None:
@@ -119,11 +121,8 @@ class DeviceEstimate:
         return replace(self, line=line, vitals=vitals)
 
     def after_masked_update(self, ready: ReadyReport) -> DeviceEstimate:
-        """Take the speed and vitals of a client that keeps its steps private."""
-        line, base, each = self.line, ready.seconds_per_micro_batch, ready.seconds_per_example
-        if line is not None and base is not None and each is not None:
-            line = training_speed.clamped_line(Line(base=base, each=each))
-        return replace(self, line=line, vitals=_merged(self.vitals, ready.vitals))
+        """Take the vitals of a client that keeps its steps private; its speed stays as it told."""
+        return replace(self, vitals=_merged(self.vitals, ready.vitals))
 
     def after_late_update(self) -> DeviceEstimate:
         """Give a client that was late a smaller share of the deadline."""

@@ -33,7 +33,11 @@ from headwater.server.planning.cohort import (
     select,
     slowness,
 )
-from headwater.server.planning.device_estimates import UNKNOWN_DEVICE, DeviceEstimate
+from headwater.server.planning.device_estimates import (
+    UNKNOWN_DEVICE,
+    UNTOLD_EXAMPLES,
+    DeviceEstimate,
+)
 from headwater.server.planning.exclusions import Exclusion, exclude, excluded_in
 from headwater.server.planning.plan_messages import held_out_fraction, plans_of
 from headwater.server.planning.planner import Assignment, TransferCosts, assign
@@ -59,6 +63,8 @@ class RoundPlans:
     num_too_slow: int
     num_bounded: int
     """Clients that claim more than is believed: more speed, or more examples."""
+    metrics: tuple[str, ...] = ()
+    """The names of the metrics that most of the invited clients have; for masked rounds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,6 +89,8 @@ class RoundPlanner:
     """Clients that were left out and asked to describe themselves again, and have not yet."""
     _bounded: set[str] = field(default_factory=set)
     """Clients of the last round that claim more than is believed."""
+    _untold: set[str] = field(default_factory=set)
+    """Clients without a number of examples, in a run that weighs updates by it."""
     _has_logged_target: bool = False
     """Whether the log says that the target is more than the clients' data allow."""
     _is_resumed: bool = False
@@ -166,10 +174,13 @@ class RoundPlanner:
         weights: Mapping[str, int] = dataset_weights(owned) if is_by_data else {}
         bounded = {name for name, one in assigned.items() if one.speed_cut > 1}
         bounded |= {name for name, weight in weights.items() if weight < owned[name]}
-        if self.settings.secure.aggregation != "off":
-            max_share = self.settings.secure.max_share
-            assigned = limited_quotas(assigned, max_share=max_share)
-            weights = limited_weights(weights, max_share=max_share)
+        is_masked = self.settings.secure.aggregation != "off"
+        if is_masked:
+            secure = self.settings.secure
+            assigned = limited_quotas(
+                assigned, max_share=secure.max_share, min_quota=secure.min_quota
+            )
+            weights = limited_weights(weights, max_share=secure.max_share)
         self._log(round_number, selection, bounded)
         self._note_selection(selection, waiting_since, round_number)
         return RoundPlans(
@@ -186,6 +197,7 @@ class RoundPlanner:
             exceptions=exceptions,
             num_too_slow=len(selection.left_out),
             num_bounded=len(bounded),
+            metrics=_common_metrics([clients.reports[name] for name in names]) if is_masked else (),
         )
 
     def _note_changes(self, clients: ConnectedClients) -> None:
@@ -248,6 +260,7 @@ class RoundPlanner:
         A client may turn out to be unable to describe itself; it has no estimate.
         """
         estimates, awaited = self.estimates, self._awaited
+        is_by_data = self.settings.cohort.weighting == "dataset"
         able = []
         for name in names:
             if name in excluded:
@@ -258,6 +271,15 @@ class RoundPlanner:
                     estimates[name] = known.after_description(reports[name])
                 except KeyError:
                     continue
+            if is_by_data and estimates[name].num_examples == UNTOLD_EXAMPLES:
+                if name not in self._untold:
+                    log.warning(
+                        "%s: it does not tell its number of examples, by which its update "
+                        "would be weighed (--declared-examples); it is not invited",
+                        name,
+                    )
+                    self._untold.add(name)
+                continue
             able.append(name)
         return able
 
@@ -340,3 +362,9 @@ class RoundPlanner:
                 is_k_set=is_k_set,
                 was_expected_late=name in planned.exceptions,
             )
+
+
+def _common_metrics(reports: Sequence[DeviceReport]) -> tuple[str, ...]:
+    """Return the names of metrics that most devices told; all members mask the same numbers."""
+    kinds = [report.metrics for report in reports]
+    return max(sorted(set(kinds)), key=kinds.count, default=())

@@ -2,7 +2,8 @@
 
 A device refuses to be most of a session's sum (``secure.max_share``): the sum would be its own
 update. The server therefore plans no client for more than a part of that, so that a session is
-still accepted after some of its clients have dropped out. What is cut is not given to the others.
+still accepted after some of its clients have dropped out. What is cut is not given to the others. A
+device also masks no update of fewer examples than its least quota (``secure.min_quota``).
 """
 
 from __future__ import annotations
@@ -17,12 +18,17 @@ PLANNED_PART = 0.8
 
 
 def limited_quotas(
-    assigned: Mapping[str, Assignment], *, max_share: float
+    assigned: Mapping[str, Assignment], *, max_share: float, min_quota: int
 ) -> Mapping[str, Assignment]:
-    """Return the assignments, with the largest quotas cut to the limit."""
-    limit = largest_value([one.quota for one in assigned.values()], max_share=max_share)
-    cut = {id(one): one._replace(quota=limit) for one in assigned.values() if one.quota > limit}
-    return {name: cut.get(id(one), one) for name, one in assigned.items()} if cut else assigned
+    """Return the assignments, the smallest quotas raised to the least one, the largest cut."""
+    quotas = [max(one.quota, min_quota) for one in assigned.values()]
+    limit = max(largest_value(quotas, max_share=max_share), min_quota)
+    changed = {
+        id(one): one._replace(quota=min(max(one.quota, min_quota), limit))
+        for one in assigned.values()
+        if not min_quota <= one.quota <= limit
+    }
+    return {name: changed.get(id(one), one) for name, one in assigned.items()}
 
 
 def limited_weights(weights: Mapping[str, int], *, max_share: float) -> Mapping[str, int]:

@@ -32,8 +32,13 @@ class OpenRound:
         max_weight_per_example: int,
         owned: Mapping[str, int],
         num_left_out: int = 0,
+        metrics: tuple[str, ...] = (),
     ) -> None:
-        """Take the plans, the empty sum, and the number of examples that each client owns."""
+        """Take the plans, the empty sum, and the number of examples that each client owns.
+
+        ``metrics`` are the names that a secure session of the round masks.
+        """
+        self.metrics = metrics
         self.plans = plans
         self.num_left_out = num_left_out
         self.accepted: dict[str, ReportFields] = {}

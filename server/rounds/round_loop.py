@@ -240,7 +240,7 @@ def _row(
 ) -> RoundRow:
     noise, ready = step.noise, opened.ready
     seconds = [max(part.seconds) for part in opened.columns]
-    seconds += [one.seconds for one in ready.values()]
+    seconds += [one.seconds or 0.0 for one in ready.values()]
     return RoundRow(
         round=training.round,
         num_clients=len(done.names),

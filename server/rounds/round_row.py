@@ -39,9 +39,9 @@ class ClientRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MaskedClientRow:
-    """One client's figures in a masked round: its plan, its seconds and its memory.
+    """One client's figures in a masked round: its plan, and the seconds until it was ready.
 
-    Only the client knows how much of the plan it summed, and the result.
+    Only the client knows how much of the plan it summed, the result, and the memory that it took.
     """
 
     name: str
@@ -49,7 +49,6 @@ class MaskedClientRow:
     planned_micro_batch_size: int
     planned_examples: int
     seconds: float
-    peak_bytes: int
     plan: str
 
 
@@ -195,7 +194,6 @@ def masked_client_row(ready: ReadyReport, plan: Plan) -> MaskedClientRow:
         planned_steps=plan.accumulation_steps,
         planned_micro_batch_size=plan.micro_batch_size,
         planned_examples=plan.quota,
-        seconds=ready.seconds,
-        peak_bytes=ready.peak_bytes,
+        seconds=ready.seconds or 0.0,
         plan=plan.reason,
     )

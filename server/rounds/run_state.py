@@ -183,6 +183,7 @@ class Training:
             max_weight_per_example=max_weight,
             owned=planned.owned,
             num_left_out=planned.num_too_slow,
+            metrics=planned.metrics,
         )
 
     def close_round(self, opened: OpenRound, fleet: Fleet) -> RoundSum:
@@ -219,7 +220,7 @@ class Training:
             opened.ready,
             opened.plans,
             max_weight_per_example=self.max_weight_per_example,
-            refuse=opened.refuse,
+            metrics=opened.metrics,
         )
         if self.sessions is None:
             self.sessions = SessionNumbers(self.settings.out, run_id=self.run_id)
@@ -421,9 +422,21 @@ def _check_masked(settings: Settings) -> None:
     """Check that clients report nothing of their own that the masks should hide.
 
     Raises:
-        SettingsError: devices would report the loss on the examples that they hold out.
+        SettingsError: devices would report the loss on the examples that they hold out, or refuse
+            plans of so few examples.
     """
-    if settings.secure.aggregation != "off" and settings.evaluation.on_devices:
+    if settings.secure.aggregation == "off":
+        return
+    plan, least = settings.plan, settings.secure.min_quota
+    if plan.accumulation_steps is not None:
+        quota = plan.accumulation_steps * (plan.micro_batch_size or plan.set_micro_batch_size)
+        if quota < least:
+            raise SettingsError(
+                f"K x micro-batch is {quota} examples, a masked plan has at least {least}",
+                remedy="raise --accumulation-steps or --micro-batch-size, or lower --min-quota on "
+                "the server and on every device",
+            )
+    if settings.evaluation.on_devices:
         raise SettingsError(
             "each device would report its own held-out loss, which secure aggregation should hide",
             remedy="leave out --evaluate-on-devices: the server tests on examples of its own",

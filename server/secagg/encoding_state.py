@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from headwater.common.errors import NothingSummed
 from headwater.common.secagg import masked_numbers
 from headwater.common.secagg.fixed_point import ClipState, decode_mean, follow_clip
 from headwater.common.secagg.hadamard_rotation import (
@@ -82,11 +83,16 @@ def decode_sum(unmasked: UnmaskedSum, state: EncodingState) -> tuple[RoundSum, E
     """Divide an unmasked sum by its weight; return it and the next round's encoding state.
 
     Raises:
+        NothingSummed: the weights add up to 0.
         SumOutOfRange: see ``check_numbers``.
     """
     check_numbers(unmasked)
     numbers, parameters = unmasked.numbers, unmasked.session.parameters
     num_devices = len(unmasked.survived)
+    if numbers[WEIGHT] == 0:
+        raise NothingSummed(
+            f"{parameters.number}: none of {num_devices} devices has a usable example"
+        )
     weight, num_clipped = round(numbers[WEIGHT]), round(numbers[NUM_CLIPPED])
     mean_P = decode_mean(unmasked.vector_P, encoding=parameters.encoding, weight=weight)
     if parameters.rotation_seed is None:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from headwater.common.errors import HeadwaterError, UnexpectedUpdate
+from headwater.common.errors import HeadwaterError
 from headwater.common.messages import Plan, ReadyReport
 from headwater.common.model.parameters import ModelImage
 from headwater.common.secagg.masked_numbers import bounds_of
@@ -55,28 +55,17 @@ class ReadyCohort:
         plans: Mapping[str, Plan],
         *,
         max_weight_per_example: int,
-        refuse: Refuse,
+        metrics: tuple[str, ...],
     ) -> ReadyCohort:
-        """Take the clients with the most common metrics; refuse the rest.
-
-        All clients of a session mask the same numbers, so their metrics must have the same names.
-        """
-        kinds = [one.metrics for one in ready.values()]
-        metrics = max(sorted(set(kinds)), key=kinds.count, default=())
-        accepted = {}
-        for name, one in ready.items():
-            if one.metrics == metrics:
-                accepted[name] = one
-            else:
-                refuse(name, UnexpectedUpdate(f"{name}: its metrics differ from the cohort's"))
+        """Take the clients that are ready; ``metrics`` are the names that a session masks."""
         return ReadyCohort(
-            ready=accepted,
+            ready=ready,
             planned_weights={
                 name: plans[name].weigh_as or max_weight_per_example * plans[name].max_examples
-                for name in accepted
+                for name in ready
             },
             metrics=metrics,
-            max_examples=max((plans[name].max_examples for name in accepted), default=1),
+            max_examples=max((plans[name].max_examples for name in ready), default=1),
             plan_digest=plan_digest(next(iter(plans.values()))),
         )
 

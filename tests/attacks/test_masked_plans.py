@@ -98,7 +98,7 @@ def test_other_local_rates_for_the_others_are_seen_by_every_device() -> None:
 
 def test_a_device_whose_weight_is_most_of_the_session_s_refuses_the_roster() -> None:
     plans = dict.fromkeys(OTHERS, plan(quota=1, micro_batch_size=1)) | {VICTIM: plan(quota=16)}
-    refused, cosine = attacked(plans)
+    refused, cosine = attacked(plans, settings={"secure": {"min_quota": 1}})
     assert cosine == 0.0
     assert refused == {VICTIM: {"WeightTooLarge"}, **{name: set() for name in OTHERS}}
 

@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from pathlib import Path
 
 import pytest
 
 from headwater.client.enrolment.signing_identity import make_identity
-from headwater.client.secagg.prepare import floor_of
+from headwater.client.secagg.prepare import checked_metrics, floor_of
 from headwater.common.errors import (
     CohortTooSmall,
-    CountOutOfRange,
-    EmptyUpdate,
-    HeadwaterError,
     IdentityUnknown,
     MaskingRequired,
     MaskingTooWeak,
-    NonFiniteUpdate,
     TaskError,
-    UpdateNotHeld,
 )
-from headwater.common.messages import Plan
 from headwater.common.settings import schema as settings
 from tests.client.secagg.cohort import make_setup
 from tests.masked import (
     KEYS,
     TASK,
     AppDevice,
+    Device,
     NodeDevice,
     ask,
     model,
@@ -40,6 +37,7 @@ from tests.masked import (
 
 SEMI_HONEST = {"aggregation": "semi-honest"}
 ACTIVE = {"aggregation": "active"}
+DECLARED = {**SEMI_HONEST, "declared_examples": 24}
 pytestmark = pytest.mark.usefixtures("a_process_of_its_own")
 
 
@@ -113,7 +111,7 @@ def test_a_device_without_an_identity_takes_no_part_in_active_sessions(tmp_path:
         ask(device, KEYS.model_copy(update={"mode": "active"}))
 
 
-# A faulty update is reported before a session opens, without its figures.
+# A faulty update is answered as any other, and rides as one of weight 0.
 
 
 BAD_TASK = """
@@ -134,38 +132,35 @@ class Steep(TwoLayers):
         loss, weight = super().loss_sum(model, batch)
         return loss + (model[1].bias.sum() - model[1].bias.sum().detach()) * 1e38, weight
 
-class Talkative(TwoLayers):
+class Raising(TwoLayers):
     def loss_sum(self, model, batch):
-        loss, weight = super().loss_sum(model, batch)
-        return loss, weight, {f"m{number}": 1.0 for number in range(49)}
+        raise ValueError("a value that must stay on the device")
 """
 
 
-@pytest.mark.parametrize(
-    ("task", "round_plan", "error"),
-    [
-        ("AllBad", plan(), EmptyUpdate),
-        ("Heavy", plan(), CountOutOfRange),
-        ("Steep", plan(weigh_as=24), NonFiniteUpdate),
-        ("Talkative", plan(), TaskError),
-    ],
-)
-def test_a_refused_update_reveals_none_of_its_numbers(
-    task: str,
-    round_plan: Plan,
-    error: type[HeadwaterError],
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
+@pytest.mark.parametrize("task", ["AllBad", "Heavy", "Steep", "Raising"])
+def test_a_faulty_update_is_answered_as_any_other_and_adds_nothing(
+    task: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "bad_masked.py").write_text(BAD_TASK)
-    device = NodeDevice(0, tmp_path, task=f"{tmp_path}/bad_masked.py:{task}")
-    image = bytes(device.node.trainer.image.buffer())
-    with pytest.raises(error) as caught:
-        train(device, round_plan, image)
-    message = caught.value.message
-    assert "own log" in message
-    for number in ("8", "977", "49"):
-        assert number not in message
-    assert any(record.levelname == "WARNING" for record in caplog.records)
-    with pytest.raises(UpdateNotHeld):
-        ask(device, KEYS)
+    faulty = NodeDevice(0, tmp_path, task=f"{tmp_path}/bad_masked.py:{task}", secure=DECLARED)
+    image = bytes(faulty.node.trainer.image.buffer())
+    weight = 24 if task == "Steep" else 8
+    round_plan = plan(weigh_as=24) if task == "Steep" else plan()
+    cohort: list[Device] = [faulty, *(AppDevice(part, secure=DECLARED) for part in (1, 2, 3))]
+    heads = [json.loads(train(device, round_plan, image).head) for device in cohort]
+    assert {tuple(sorted(head.keys() - {"seconds"})) for head in heads} == {
+        ("name", "round", "vitals")
+    }
+    assert "a value that must" not in json.dumps(heads)
+    setup = opening_of(cohort, round_plan, model_digest=hashlib.sha256(image).digest())
+    played = play(cohort, setup)
+    assert not played.refused
+    assert any("weight 0" in record.getMessage() for record in caplog.records)
+    assert played.sum.numbers["weight"] == 3 * weight
+
+
+def test_a_task_with_more_metrics_than_a_session_has_room_for_is_named() -> None:
+    assert checked_metrics({"b": 1.0, "a": 2.0}) == ("a", "b")
+    with pytest.raises(TaskError, match="49 metrics"):
+        checked_metrics(f"m{number}" for number in range(49))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,11 +13,11 @@ import pytest
 from headwater.client.app import client_app
 from headwater.client.device.hardware import ThisMachine
 from headwater.client.device.interfaces import Speed, SpeedProbe
-from headwater.client.flower.state_file import read_speed
 from headwater.client.secagg.pending import pending_in
 from headwater.client.training.sampler import SamplerPosition
 from headwater.common.errors import CorruptUpdate, SessionMismatch, UpdateNotHeld
-from headwater.common.messages import ReadyReport, Step
+from headwater.common.flower import records
+from headwater.common.messages import DeviceReport, ReadyReport
 from headwater.common.secagg.fixed_point import decode_mean
 from headwater.common.secagg.hadamard_rotation import (
     STEPS,
@@ -26,14 +27,13 @@ from headwater.common.secagg.hadamard_rotation import (
 )
 from headwater.common.secagg.masked_numbers import LOSS, NUM_EXAMPLES
 from headwater.common.secagg.protocol import NUM_CLIPPED, WEIGHT, MaskRequest, UnmaskRequest
-from headwater.common.stats import training_speed as pace
-from headwater.common.stats.linear_fit import Line
 from tests.client.secagg.cohort import Between, describe, devices, make_setup, place_of, trained
 from tests.faults import FaultPlan
 from tests.masked import (
     RUN,
     AppDevice,
     DeviceReply,
+    NodeDevice,
     ask,
     opening_of,
     plain_sum,
@@ -46,6 +46,7 @@ from tests.masked import (
 )
 from tests.training_contexts import FakeClock
 
+SEMI_HONEST = {"aggregation": "semi-honest"}
 pytestmark = pytest.mark.usefixtures("a_process_of_its_own")
 
 
@@ -144,7 +145,7 @@ def _digest(data: bytes) -> bytes:
     return hashlib.sha256(data).digest()
 
 
-# The device's own training speed.
+# What a device tells of its capacity.
 
 
 class Steady(ThisMachine):
@@ -160,27 +161,33 @@ class Steady(ThisMachine):
         )
 
 
-def test_a_device_follows_and_reports_its_own_training_speed() -> None:
+def test_a_device_that_requires_masks_tells_its_speed_once_and_no_number_of_examples() -> None:
     machine = Steady()
-    device = AppDevice(0, app=client_app(lambda identity, settings, layout: machine))
-    unasked = ready(device, plan())
-    assert (unasked.seconds_per_micro_batch, unasked.seconds_per_example) == (None, None)
-    device.send("query.describe", describe())
-    measured = Line(base=0.0, each=2.0)
-    assert read_speed(device.kept()["pace"]) == measured
-    step = Step(num_examples=4, weight=4, loss=0, gradient_norm=0, seconds=4, peak_bytes=0)
-    expected = pace.updated_line(measured, [step, step])
-    found = ready(device, plan())
-    assert found.seconds == 8.0
-    assert (
-        Line(base=found.seconds_per_micro_batch or 0.0, each=found.seconds_per_example or 0.0)
-        == expected
+    device = AppDevice(
+        0, app=client_app(lambda identity, settings, layout: machine), secure=SEMI_HONEST
     )
-    # Asked again it keeps to what was seen, unless it was left out as too slow.
-    device.send("query.describe", describe())
-    assert read_speed(device.kept()["pace"]) == expected
-    device.send("query.describe", describe(left_out="too slow"))
-    assert read_speed(device.kept()["pace"]) == measured
+    told = device.send("query.describe", describe())
+    report = records.parse(told.head, DeviceReport)
+    assert (report.num_examples, report.seconds_per_example) == (None, 2.0)
+    assert ready(device, plan()).seconds == 8.0  # of the simulated clock
+    assert device.send("query.describe", describe()).head == told.head
+    declaring = AppDevice(1, secure={**SEMI_HONEST, "declared_examples": 500})
+    report = records.parse(declaring.send("query.describe", describe()).head, DeviceReport)
+    assert report.num_examples == 500
+
+
+def test_a_real_device_measures_nothing_under_a_model_of_the_server_s(tmp_path: Path) -> None:
+    device = NodeDevice(0, tmp_path, secure=SEMI_HONEST)
+    image = device.node.trainer.image
+    image.values_P.add_(1.0)
+    report = records.parse(device.send("query.describe", describe()).head, DeviceReport)
+    assert report.seconds_per_example is None
+    image.values_P.sub_(1.0)
+    first = records.parse(device.send("query.describe", describe()).head, DeviceReport)
+    assert first.seconds_per_example is not None
+    image.values_P.add_(1.0)
+    again = records.parse(device.send("query.describe", describe()).head, DeviceReport)
+    assert again.seconds_per_example == first.seconds_per_example
 
 
 # Whose memory holds the update.

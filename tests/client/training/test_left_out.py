@@ -121,7 +121,12 @@ def test_the_round_s_row_and_one_log_line_have_the_number_left_out(
     }
     with caplog.at_level(logging.WARNING, "headwater.server"):
         run_engine(load(None, overrides), on_round=rows.append, resume=False)
-    assert [row.num_examples_left_out for row in rows] == [15, 15]
+    left_out = [row.num_examples_left_out for row in rows]
+    if masks:  # whole micro-batches
+        assert all(number >= 15 and number % 4 == 0 for number in left_out)
+    else:
+        assert left_out == [15, 15]
     lines = [one.message for one in caplog.records if one.name.startswith("headwater.server")]
-    text = "15 of 120 examples cannot be trained on and were left out"
-    assert [line.startswith(f"round {n}: {text}") for n, line in enumerate(lines, 1)] == [True] * 2
+    text = "of 120 examples cannot be trained on and were left out"
+    expected = [f"round {n}: {number} {text}" for n, number in enumerate(left_out, 1)]
+    assert [line[: len(e)] for line, e in zip(lines, expected, strict=True)] == expected

@@ -6,7 +6,7 @@ import math
 import tracemalloc
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -231,10 +231,10 @@ def test_a_value_that_is_not_finite_leaves_the_vector_unchanged(
     assert values.numpy().tobytes() == before
 
 
-@pytest.mark.parametrize("weight", [0, -1, 11])
+@pytest.mark.parametrize("weight", [-1, 11])
 def test_a_weight_beyond_the_plans_leaves_the_vector_unchanged(weight: int) -> None:
     values = torch.ones(3)
-    with pytest.raises(CountOutOfRange, match="1 to 10"):
+    with pytest.raises(CountOutOfRange, match="0 to 10"):
         encode_in_place(values, weight=weight, encoding=plan_encoding(max_weight=10, clip=1.0))
     assert values.tolist() == [1, 1, 1]
 
@@ -339,3 +339,11 @@ def test_the_clip_bound_stays_acceptable_even_if_every_sum_is_as_large_as_possib
     for _ in range(100):
         state = follow_clip(state, largest_mean=state.clip, num_clipped=1)
     assert state.clip == MAX_CLIP
+
+
+@pytest.mark.parametrize("bits", [16, 32])
+def test_an_update_of_weight_0_is_encoded_as_zeros(bits: Literal[16, 32]) -> None:
+    encoding = plan_encoding(max_weight=10, clip=1.0, ring_bits=bits)
+    ring, num_clipped = encode_in_place(torch.zeros(5), weight=0, encoding=encoding)
+    assert not ring.any()
+    assert num_clipped == 0

@@ -93,7 +93,7 @@ def known(*nodes: int) -> tuple[Registration, Wire]:
     return registration, wire
 
 
-def examples(registration: Registration) -> dict[int, int]:
+def examples(registration: Registration) -> dict[int, int | None]:
     return {node: report.num_examples for node, report in registration.reports.items()}
 
 

@@ -151,7 +151,7 @@ def test_events_of_the_rounds_are_written(run: ControlledRun) -> None:
     run.control.begun(1, {report.name: report})
     run.until_written(lambda found: found.state.get("stands") == "in a round")
     opened = opened_round({"pi": plan, "late": plan})
-    opened.ready["pi"] = ReadyReport(name="pi", round=1, seconds=2.0, peak_bytes=7)
+    opened.ready["pi"] = ReadyReport(name="pi", round=1, seconds=2.0)
     opened.refuse("late", NonFiniteUpdate("late: NaN"))
     run.control.closed(opened)
     run.control.aborted(TooFewClients("one of two"))
@@ -163,7 +163,7 @@ def test_events_of_the_rounds_are_written(run: ControlledRun) -> None:
     found = run.snapshot()
     late, device = found.devices
     assert (late.name, late.refusal_code) == ("late", "NonFiniteUpdate")
-    assert (device.accumulation_steps, device.quota, device.peak_bytes) == (3, 20, 7)
+    assert (device.accumulation_steps, device.quota, device.seconds) == (3, 20, 2.0)
     assert [event["kind"] for event in found.events] == ["aborted", "started"]
     assert (found.state["round"], found.state["rounds"]) == (1, 9)
 

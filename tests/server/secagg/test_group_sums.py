@@ -34,7 +34,7 @@ ROTATED: dict[str, Any] = {
 
 
 def cohort_of(cast: Cast) -> ReadyCohort:
-    ready = {n: ReadyReport(name=n, round=1, seconds=1.0, peak_bytes=0) for n in cast.names}
+    ready = {n: ReadyReport(name=n, round=1, seconds=1.0) for n in cast.names}
     weights = cast.setup.planned_weights
     return ReadyCohort(
         ready=ready,

@@ -94,7 +94,7 @@ class SessionResult:
             return replace(cast.setup, number=number, planned_weights=cohort.planned_weights)
 
         weights = cast.setup.planned_weights
-        ready = {n: ReadyReport(name=n, round=1, seconds=1.0, peak_bytes=0) for n in weights}
+        ready = {n: ReadyReport(name=n, round=1, seconds=1.0) for n in weights}
         try:
             self.opened = sum_masked(
                 ReadyCohort(

@@ -91,7 +91,6 @@ def test_rows_of_a_masked_round_contain_no_value_of_a_single_device(tmp_path: Pa
             "planned_micro_batch_size",
             "planned_examples",
             "seconds",
-            "peak_bytes",
             "plan",
         }
 

@@ -1,0 +1,310 @@
+"""A client's answers under masks: none depends on its examples.
+
+A server chooses the model and reads the answers. If a plan of few examples were refused when their
+loss overflows, each refusal would be a bit of an example (tests/attacks/test_masked_oracle.py). A
+masked plan is therefore answered with the same message whatever comes of it: a window that raises,
+overflows or has no usable example gives an update of weight 0. The device's own log says why.
+
+The answer leaves at the end of the plan's own schedule, where it has one, else after the time that
+this device's last windows took. What time still shows: a window that takes longer, and the jitter
+of windows that fill their time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from dataclasses import asdict, dataclass
+from weakref import WeakKeyDictionary
+
+import torch
+from flwr.app import RecordDict
+
+from headwater.client.algorithms.lookup import algorithm_for
+from headwater.client.device.bandwidth import read_bandwidth
+from headwater.client.device.interfaces import Hardware, Speed
+from headwater.client.flower.request import DeviceRequest, spool_of
+from headwater.client.flower.state_file import (
+    PACE,
+    REPEATS,
+    SAMPLER,
+    SECURE,
+    read_pace,
+    read_record,
+)
+from headwater.client.secagg.pending import pending_in
+from headwater.client.secagg.plan_policy import PlanRepeats, schedule_seconds
+from headwater.client.secagg.prepare import (
+    checked_metrics,
+    floor_of,
+    padded_head,
+    participant_of,
+    public_vitals,
+    unmasked_update,
+)
+from headwater.client.secagg.types import UnmaskedUpdate
+from headwater.client.training.batch_fetch import Batches
+from headwater.client.training.sampler import SamplerState
+from headwater.client.training.trainer import Trainer
+from headwater.common.errors import HeadwaterError, StateError
+from headwater.common.flower import records
+from headwater.common.messages import (
+    DescribeRequest,
+    DeviceReport,
+    Plan,
+    ReadyReport,
+    Update,
+    Vitals,
+)
+from headwater.common.secagg.masked_numbers import numbers_of_nothing
+from headwater.common.task import Examples, loss_sum
+
+log = logging.getLogger(__name__)
+
+# Examples that are tried for the names of the task's metrics.
+MAX_TRIED = 16
+# The part of the last window in the time that this device's windows take.
+LATEST = 0.25
+
+
+# The description.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PublicFigures:
+    """What a device tells of its capacity, measured once, before it has any of the server's models.
+
+    A measurement under a model of the server's choice would be an answer that depends on examples.
+    """
+
+    speed: Speed | None = None
+    base_bytes: int | None = None
+    bytes_per_example: float | None = None
+    metrics: tuple[str, ...] = ()
+
+
+_measured: WeakKeyDictionary[Trainer, dict[tuple[str, bool], PublicFigures]] = WeakKeyDictionary()
+
+
+def describe_masked(request: DeviceRequest, wanted: DescribeRequest) -> RecordDict:
+    """Describe a device that requires masks: its capacity, and nothing of its examples.
+
+    Raises:
+        ModelMismatch: the server's model has another layout.
+        TaskError: the task's metrics do not fit into a session.
+    """
+    trainer, identity, hardware = request.trainer, request.identity, request.hardware
+    trainer.check_layout(identity, wanted)
+    figures = _figures(request, hardware, wants_speed=wanted.wants_speed)
+    speed = figures.speed
+    report = DeviceReport(
+        name=identity.name,
+        num_examples=request.secure.declared_examples,
+        layout_digest=trainer.image.layout.digest,
+        cores=hardware.cores(),
+        vitals=_public_vitals(request, hardware).model_copy(
+            update={
+                "base_bytes": figures.base_bytes,
+                "bytes_per_example": figures.bytes_per_example,
+            }
+        ),
+        seconds_per_micro_batch=speed.seconds_per_micro_batch if speed else None,
+        seconds_per_example=speed.seconds_per_example if speed else None,
+        fastest_micro_batch_size=speed.fastest_micro_batch_size if speed else None,
+        metrics=figures.metrics,
+    )
+    return _padded(report)
+
+
+def _figures(request: DeviceRequest, hardware: Hardware, *, wants_speed: bool) -> PublicFigures:
+    trainer, key = request.trainer, (request.identity.name, wants_speed)
+    known = _measured.setdefault(trainer, {})
+    if request.is_simulated:  # one party plays all devices, on hardware that changes by the round
+        metrics = next((one.metrics for one in known.values()), None)
+        figures = _measure(request, hardware, wants_speed=wants_speed, metrics=metrics)
+        known.setdefault(("", False), figures)
+        return figures
+    if key not in known:
+        if not trainer.has_own_model():
+            log.warning(
+                "%s: it has a model of the server's already, and reports no measured speed",
+                request.identity.name,
+            )
+            return PublicFigures()
+        known[key] = _measure(request, hardware, wants_speed=wants_speed, metrics=None)
+    return known[key]
+
+
+def _measure(
+    request: DeviceRequest,
+    hardware: Hardware,
+    *,
+    wants_speed: bool,
+    metrics: tuple[str, ...] | None,
+) -> PublicFigures:
+    trainer, identity, speed = request.trainer, request.identity, None
+    if wants_speed:
+        try:
+            speed = trainer.measure(identity, hardware)
+        except HeadwaterError as error:
+            log.warning("%s: its speed was not measured: %s", identity.name, error)
+    vitals = hardware.vitals()
+    return PublicFigures(
+        speed=speed,
+        base_bytes=vitals.base_bytes,
+        bytes_per_example=vitals.bytes_per_example,
+        metrics=_metrics_of(trainer, trainer.examples(identity)) if metrics is None else metrics,
+    )
+
+
+def _metrics_of(trainer: Trainer, examples: Examples) -> tuple[str, ...]:
+    """Return the names of the task's metrics, from the first example that it can be run on."""
+    batches = Batches(trainer.task, examples)
+    for position in range(min(len(examples), MAX_TRIED)):
+        try:
+            with torch.no_grad():
+                _, _, metrics = loss_sum(trainer.task, trainer.image.model, batches.of((position,)))
+        except Exception as error:
+            log.debug("no metrics from example %d: %s", position, error)
+            continue
+        return checked_metrics(metrics)
+    return ()
+
+
+def told_examples(request: DeviceRequest, plan: Plan) -> int | None:
+    """Return the number of examples that the device tells the server; None if it tells none.
+
+    A device that does not require masks tells its own number in every description.
+    """
+    if request.secure.aggregation != "off":
+        return request.secure.declared_examples
+    training, _ = request.trainer.split(
+        request.identity, run_seed=plan.run_seed, fraction=plan.held_out_fraction
+    )
+    return len(training)
+
+
+# The masked plan.
+
+
+def train_masked(request: DeviceRequest, plan: Plan) -> RecordDict:
+    """Carry out a masked plan, keep its update for a session, and say that it is ready.
+
+    Raises:
+        HeadwaterError: the plan itself cannot be carried out, or a file cannot be written; whether
+            it is raised does not depend on an example.
+    """
+    start_seconds = time.monotonic()
+    context, trainer, identity = request.context, request.trainer, request.identity
+    algorithm = algorithm_for(plan, request.settings.algorithm, name=identity.name)
+    hardware = request.hardware
+    vitals = _public_vitals(request, hardware)
+    model = hashlib.sha256(trainer.image.buffer()).digest()
+    sampler = _follow_repeats(request, plan, model=model)
+    update: Update | None = None
+    try:
+        update, after = trainer.train(
+            identity,
+            hardware,
+            plan,
+            sampler,
+            spool=spool_of(context, identity.name),
+            algorithm=algorithm,
+        )
+    except StateError:
+        raise
+    except Exception as error:
+        text = "%s, round %d: its update is masked as one of weight 0: %s: %s"
+        is_own = isinstance(error, HeadwaterError)
+        log.warning(
+            text, identity.name, plan.round, type(error).__name__, error, exc_info=not is_own
+        )
+        after = trainer.skip(identity, plan, sampler)
+    records.save_state(context, SAMPLER, after)
+    passed_seconds = time.monotonic() - start_seconds
+    _add_pending(request, plan, update, model=model)
+    pace = read_pace(records.load_state(context, PACE))
+    schedule = schedule_seconds(plan, pace)
+    if update is not None and update.report.num_examples >= plan.quota and not request.is_simulated:
+        found = passed_seconds / update.report.num_examples
+        pace = found if pace is None else pace + LATEST * (found - pace)
+        records.save_state(context, PACE, {"seconds_per_example": pace})
+    seconds = None
+    if request.is_simulated:
+        seconds = max(0.0 if update is None else update.report.seconds, schedule)
+    else:
+        trainer.stop_requested.wait(max(schedule - (time.monotonic() - start_seconds), 0.0))
+    return _padded(
+        ReadyReport(name=identity.name, round=plan.round, seconds=seconds, vitals=vitals)
+    )
+
+
+def _follow_repeats(request: DeviceRequest, plan: Plan, *, model: bytes) -> SamplerState:
+    """Return the sampler from which the plan's window is taken, and count the plan."""
+    context = request.context
+    before = PlanRepeats.of(records.load_state(context, REPEATS))
+    repeats, sampler = before.follow(
+        plan, request.sampler, model=model.hex(), most=request.secure.max_plans
+    )
+    records.save_state(context, REPEATS, repeats)
+    return sampler
+
+
+def _add_pending(
+    request: DeviceRequest, plan: Plan, update: Update | None, *, model: bytes
+) -> None:
+    """Keep an update for its secure session; None: one of weight 0."""
+    # Imported here, as most clients never mask: it costs 0.5 MB of an idle client's memory.
+    from headwater.client.secagg.session import SecureSession
+
+    context, trainer, identity = request.context, request.trainer, request.identity
+    if update is None:
+        trainer.accumulator.reclaim()
+        trainer.accumulator.zero()
+        unmasked = UnmaskedUpdate(
+            values_P=trainer.accumulator.values_P,
+            numbers=numbers_of_nothing(num_refused=plan.quota),
+        )
+    else:
+        examples, _ = trainer.split(
+            identity, run_seed=plan.run_seed, fraction=plan.held_out_fraction
+        )
+        norm = trainer.accumulator.gradient_norm()
+        unmasked = unmasked_update(update, plan, num_owned=len(examples), norm=norm)
+    device = participant_of(
+        plan,
+        request.sampler,
+        trainer,
+        name=identity.name,
+        run_id=context.run_id,
+        model_digest=model,
+        floor=floor_of(request.secure),
+        enrolment=request.enrolment,
+    )
+    session = SecureSession(
+        device,
+        read_record(records.load_state(context, SECURE)),
+        update=unmasked,
+        num_threads=torch.get_num_threads(),
+        is_view=records.is_view(request.message.content),
+    )
+    if session.is_view:  # a grid of ours: this process answers the session's requests too
+        pending_in(trainer.accumulator).add(session, trainer.accumulator)
+    else:
+        request.suspended.add(session)
+
+
+def _public_vitals(request: DeviceRequest, hardware: Hardware) -> Vitals:
+    """Return the readings that do not follow from what the device trained on, and the link's."""
+    link = {
+        name: rate
+        for name, rate in asdict(read_bandwidth(request.context.node_config)).items()
+        if rate is not None
+    }
+    return public_vitals(hardware.vitals()).model_copy(update=link)
+
+
+def _padded(report: DeviceReport | ReadyReport) -> RecordDict:
+    head = padded_head(report.model_dump_json(exclude_none=True))
+    return records.content_with_head(head, None)
