@@ -28,17 +28,9 @@ from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
 from benchmarks.measure import ROOT, Figures, arguments, memory_of, num_descriptors, report
-from tests.attacks.fuzzing import (
-    Conversations,
-    client_frames,
-    decode,
-    honest_heads,
-    is_served,
-    mutated,
-    record,
-    scripts,
-    send_bytes,
-)
+from tests.attacks.fuzz_inputs import client_frames, honest_heads, mutated, scripts
+from tests.attacks.fuzz_targets import Conversations, decode
+from tests.attacks.socket_bytes import is_served, record, send_bytes
 
 MINUTES = 10.0
 BATCH = 300

@@ -9,17 +9,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.attacks.fuzzing import (
-    Conversations,
-    client_frames,
-    decode,
-    honest_heads,
-    is_served,
-    mutated,
-    record,
-    scripts,
-    send_bytes,
-)
+from tests.attacks.fuzz_inputs import client_frames, honest_heads, mutated, scripts
+from tests.attacks.fuzz_targets import Conversations, decode
+from tests.attacks.socket_bytes import is_served, record, send_bytes
 
 SHORT = {
     "derandomize": True,

@@ -24,8 +24,8 @@ from headwater.server.enrolment.peer_certificates import CertificateVerifier
 from headwater.server.transport import listener as port_module
 from headwater.server.transport.listener import UnidentifiedConnections
 from headwater.server.transport.rate_limit import BURST, FRAMES
-from tests.attacks.fuzzing import is_served, record, send_bytes
 from tests.attacks.raw import LIMITLESS, RawDevice, Run, cohort, serving
+from tests.attacks.socket_bytes import is_served, record, send_bytes
 from tests.certificates import credentials_of, make_folder, put_signed, revoke, tls_of
 
 TLS_HELLO = bytes.fromhex("1603010200010001fc0303") + bytes(32)

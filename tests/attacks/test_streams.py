@@ -11,8 +11,8 @@ import struct
 
 from headwater.common.transport.limits import STREAM_METHOD
 from headwater.server.transport.listener import MAX_STREAMS
-from tests.attacks.fuzzing import is_served
 from tests.attacks.raw import WAIT_SECONDS, serving
+from tests.attacks.socket_bytes import is_served
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 HEADERS, RST_STREAM, SETTINGS = 1, 3, 4
