@@ -15,7 +15,7 @@ from typing import TypeVar
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
-from headwater.client.algorithms.lookup import algorithm_for
+from headwater.client.algorithms.lookup import algorithm_for, check_algorithm
 from headwater.client.device.bandwidth import read_bandwidth
 from headwater.client.device.hardware import this_machine
 from headwater.client.flower.masked_answers import (
@@ -75,6 +75,7 @@ def client_app(hardware_of: HardwareOf) -> ClientApp:
 
 def _describe(request: DeviceRequest) -> RecordDict:
     describe = records.read(request.message.content, DescribeRequest)
+    check_algorithm(describe.algorithm, request.settings.algorithm, name=request.identity.name)
     if describe.left_out is not None:
         log.info("this round excludes %s: %s", request.identity.name, describe.left_out)
     if request.secure.aggregation != "off":

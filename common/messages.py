@@ -47,6 +47,8 @@ MAX_STEPS = 4096
 FINISH_DIVISOR = 5
 MAX_METRIC_CHARACTERS = 64  # of a metric's name in a masked round
 MAX_ALGORITHM_CHARACTERS = 1024  # of a client algorithm's name and arguments
+AlgorithmLabel = Annotated[str, Field(max_length=MAX_ALGORITHM_CHARACTERS)]
+"""The client algorithm that a device must have, as FedProx(mu=0.1)."""
 
 
 MAX_METRICS = 48  # in a masked round
@@ -99,10 +101,7 @@ class Plan(WireMessage):
     local_steps: Annotated[int, Field(ge=1, le=2**20)] = 1
     local_learning_rate: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 0.1
     precision: Literal["float32", "bfloat16"] = "float32"
-    algorithm: Annotated[str, Field(max_length=MAX_ALGORITHM_CHARACTERS)] | None = Field(
-        None,
-        description="client algorithm that the device must have, as FedProx(mu=0.1); not set: none",
-    )
+    algorithm: AlgorithmLabel | None = None
     deadline_seconds: Seconds | None = None
     finish_seconds: Seconds | None = Field(
         None,
@@ -155,6 +154,7 @@ class DescribeRequest(WireMessage):
     num_parameters: Natural
     layout: str = Field("", description="the model's tensors, for common.model.mismatch")
     held_out_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    algorithm: AlgorithmLabel | None = None
     left_out: Annotated[str, Field(max_length=200)] | None = Field(
         None, description="why the device, when described again, is excluded from the round"
     )

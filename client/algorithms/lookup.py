@@ -25,19 +25,29 @@ def algorithm_of(chosen: AlgorithmSettings) -> ClientAlgorithm | None:
 def algorithm_for(plan: Plan, chosen: AlgorithmSettings, *, name: str) -> ClientAlgorithm | None:
     """Return the client algorithm for a plan.
 
+    Raises:
+        AlgorithmMismatch: see ``check_algorithm``.
+        SettingsError: see ``algorithm_of``.
+    """
+    check_algorithm(plan.algorithm, chosen, name=name)
+    return algorithm_of(chosen)
+
+
+def check_algorithm(servers: str | None, chosen: AlgorithmSettings, *, name: str) -> None:
+    """Compare the algorithm and arguments of the server's run with those of a device.
+
     A device runs the algorithm that it was started with, with the arguments that it was started
-    with. The server's code and arguments have no effect on the device: they are only compared.
+    with. The server's code and arguments have no effect on the device: they are only compared,
+    when the device describes itself and with each plan.
 
     Raises:
-        AlgorithmMismatch: the plan is for another algorithm than the device ``name`` has, or for
-            other arguments.
+        AlgorithmMismatch: they differ; ``name`` is the device's.
     """
-    if plan.algorithm != chosen.label:
+    if servers != chosen.label:
         raise AlgorithmMismatch(
-            f"{name}: the plan is for the client algorithm {plan.algorithm}, this device has "
-            f"{chosen.label}"
+            f"{name}: the server's run has the client algorithm {servers or 'none'}, this device "
+            f"has {chosen.label or 'none'}"
         )
-    return algorithm_of(chosen)
 
 
 @cached_in_scope()

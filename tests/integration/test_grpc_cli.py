@@ -153,3 +153,31 @@ def test_a_server_that_cannot_start_keeps_the_devices_that_wait_for_it(tmp_path:
         server = processes.server(*listen, "--out", tmp_path / "third", task=task)
         for process in (client, server):
             process.succeed()
+
+
+ALGORITHM = """
+class Scaled:
+    def __init__(self, by=1.0):
+        self.by = by
+
+    def train(self, work):
+        return work.sum() * self.by
+"""
+
+
+def test_a_device_with_other_arguments_of_the_algorithm_ends_and_the_server_waits_on(
+    tmp_path: Path,
+) -> None:
+    task = write_task(tmp_path).spec
+    (tmp_path / "mine.py").write_text(ALGORITHM)
+    algorithm = ("--client-algorithm", f"{tmp_path}/mine.py:Scaled", "--algorithm-argument")
+    with Processes(tmp_path) as processes:
+        server = processes.server("--rounds", 1, *algorithm, "by=0.5", task=task)
+        wrong = processes.client(port_of(server), 0, *algorithm, "by=0.25", task=task)
+        assert_refused(wrong, "AlgorithmMismatch", status=1)
+        assert (
+            "the client algorithm Scaled(by=0.5), this device has Scaled(by=0.25)" in wrong.text()
+        )
+        assert server.poll() is None
+        processes.client(port_of(server), 1, *algorithm, "by=0.50", task=task).succeed()
+        assert server.wait() == 0

@@ -189,7 +189,7 @@ def test_arguments_come_from_the_settings() -> None:
 @pytest.mark.parametrize(("planned", "own"), [("FedProx", None), (None, "x.py:FedProx")])
 def test_a_plan_for_another_algorithm_is_refused(planned: str | None, own: str | None) -> None:
     chosen = AlgorithmSettings(name=own)
-    with pytest.raises(AlgorithmMismatch, match=r"the plan is for .*, this device has "):
+    with pytest.raises(AlgorithmMismatch, match=r"the server's run has .*, this device has "):
         algorithm_for(plan(24, 4, algorithm=planned), chosen, name="pi")
 
 
