@@ -140,8 +140,9 @@ def take_part(settings: Settings) -> None:
             end = "stopped before connecting" if is_early else "done"
             console.print(f"{connection.name}: {end}", soft_wrap=True)
     except KeyboardInterrupt:
-        is_early = connection is None or not connection.has_connected
-        raise KeyboardInterrupt("stopped before connecting" if is_early else "stopped") from None
+        if connection is not None and connection.has_connected:
+            raise KeyboardInterrupt("stopped") from None
+        raise
 
 
 @contextmanager

@@ -55,7 +55,8 @@ class CommandGroup(SettingsGroup):
             from headwater.common.system.console import show_error
 
             if isinstance(error, KeyboardInterrupt) and not error.args and self.name == CLIENT:
-                error = KeyboardInterrupt("stopped")  # a client has no committed rounds
+                is_run = ctx.invoked_subcommand is None  # it says itself if it has connected
+                error = KeyboardInterrupt("stopped before connecting" if is_run else "stopped")
             raise typer.Exit(show_error(error)) from error
         except (click.ClickException, click.exceptions.Exit, click.Abort):
             raise
