@@ -253,6 +253,9 @@ class NonFiniteUpdate(UpdateRefused):
     """The vector, or a sum in the report, is NaN or infinite."""
 class CountOutOfRange(UpdateRefused):
     """The report has counts that the plan cannot have led to."""
+class OutlierUpdate(UpdateRefused):
+    """The update's norm is far above those of the cohort."""
+    remedy = "look at the device's data and task; or raise --norm-multiple, or set --beyond-norm"
 class EmptyUpdate(UpdateRefused):
     """The update was computed from no example: all of them were left out."""
     remedy = (
@@ -338,6 +341,9 @@ class RoundAborted(HeadwaterError):
 class TooFewClients(RoundAborted):
     """Fewer clients answered than --min-clients."""
     remedy = "lower --min-clients, lengthen --deadline, or look at why the clients were refused"
+class OutlierInRound(RoundAborted):
+    """An update's norm is far above the cohort's median, which no earlier round had shown."""
+    remedy = "none is needed: the round is repeated, now with the median known"
 class TooFewSurvivors(RoundAborted):
     """Too few members are left in the session to open the masked sum."""
     remedy = (

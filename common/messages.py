@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from headwater.common.settings.fields import Seconds
+from headwater.common.task import MAX_METRIC_CHARACTERS, MAX_METRICS
 
 Natural = Annotated[int, Field(ge=0, le=2**53)]
 # Far above what float32 can lead to (2^53 losses of 2^128 are below 10^55), and small enough for
@@ -45,17 +46,13 @@ MAX_STEPS = 4096
 # changes by up to a fifth from one round to the next. If the time was predicted badly, the round
 # still sums its target to a fifth; the server waits for a device that is slower than that.
 FINISH_DIVISOR = 5
-MAX_METRIC_CHARACTERS = 64  # of a metric's name in a masked round
 MAX_ALGORITHM_CHARACTERS = 1024  # of a client algorithm's name and arguments
 AlgorithmLabel = Annotated[str, Field(max_length=MAX_ALGORITHM_CHARACTERS)]
 """The client algorithm that a device must have, as FedProx(mu=0.1)."""
 
-
-MAX_METRICS = 48  # in a masked round
-MetricNames = Annotated[
-    tuple[Annotated[str, Field(max_length=MAX_METRIC_CHARACTERS)], ...],
-    Field(max_length=MAX_METRICS),
-]
+MetricName = Annotated[str, Field(max_length=MAX_METRIC_CHARACTERS)]
+MetricSums = Annotated[dict[MetricName, Finite], Field(max_length=MAX_METRICS)]
+MetricNames = Annotated[tuple[MetricName, ...], Field(max_length=MAX_METRICS)]
 
 
 class WireMessage(BaseModel):
@@ -207,7 +204,7 @@ class UpdateReport(WireMessage):
     num_examples: Natural
     weight: Natural
     loss_sum: Finite
-    metric_sums: dict[str, Finite] = Field(default_factory=dict)
+    metric_sums: MetricSums = Field(default_factory=dict)
     micro_batch_size: Natural
     num_refused: Natural = Field(0, description="examples excluded for a NaN or an exception")
     seconds: NotNegative
@@ -254,7 +251,7 @@ class EvaluateReport(WireMessage):
     name: Name
     weight: Natural
     loss_sum: Finite
-    metric_sums: dict[str, Finite] = Field(default_factory=dict)
+    metric_sums: MetricSums = Field(default_factory=dict)
     num_refused: Natural = Field(0, description="examples excluded for a NaN or an exception")
 
 

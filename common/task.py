@@ -19,6 +19,8 @@ from headwater.common.streams import as_examples
 from headwater.common.task_spec import METHODS, find_task_class
 from headwater.common.user_code import described, running
 
+MAX_METRICS, MAX_METRIC_CHARACTERS = 48, 64  # that a task may return, and of a metric's name
+
 Metrics = dict[str, float]
 LossSum = tuple[Tensor, int] | tuple[Tensor, int, Mapping[str, Any]]
 
@@ -164,6 +166,12 @@ def loss_sum(task: Task, model: nn.Module, batch: Any) -> tuple[Tensor, int, Met
     sums = result[2]
     if not isinstance(sums, Mapping):
         raise TaskError(f"the metric sums must be a dict by name, found {_kind(sums)}")
+    if len(sums) > MAX_METRICS or any(len(str(name)) > MAX_METRIC_CHARACTERS for name in sums):
+        raise TaskError(
+            f"found {len(sums)} metric sums: a report has room for {MAX_METRICS}, with names of up "
+            f"to {MAX_METRIC_CHARACTERS} characters",
+            remedy="return fewer metric sums from loss_sum, or give them shorter names",
+        )
     metrics = Metrics()
     for name, value in sums.items():
         metric = _number(value)

@@ -49,6 +49,11 @@ class ReportBatch(Sequence[ReportFields], ABC):
     def noise(self, owned: Mapping[str, int]) -> Sequence[NoiseSums]:
         """Return parts of the round's noise sums, for clients that own so many examples."""
 
+    @property
+    def norms_per_weight(self) -> Sequence[float] | None:
+        """The norms of the updates per unit of weight; None if they were not computed."""
+        return None
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UpdateBatch:

@@ -15,12 +15,12 @@ from headwater.client.secagg.types import Floor, Participant, UnmaskedUpdate
 from headwater.client.training.sampler import SamplerPosition, SamplerState, seed_of
 from headwater.client.training.trainer import Trainer
 from headwater.common.errors import MaskingRequired, SettingsError, TaskError
-from headwater.common.messages import MAX_METRIC_CHARACTERS, MAX_METRICS, Plan, Update, Vitals
+from headwater.common.messages import Plan, Update, Vitals
 from headwater.common.secagg.masked_numbers import numbers_of
 from headwater.common.secagg.plan_digest import plan_digest
 from headwater.common.settings import schema as settings
 from headwater.common.stats.gradient_noise import NoiseSums, noise_sums
-from headwater.common.task import max_weight_per_example
+from headwater.common.task import MAX_METRIC_CHARACTERS, MAX_METRICS, max_weight_per_example
 
 MODES = ("off", "semi-honest", "active")  # from the weakest to the strictest
 

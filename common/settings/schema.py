@@ -218,6 +218,29 @@ class CohortSettings(Branch):
     )
 
 
+class AggregationSettings(Branch):
+    """How plain updates are combined, and what a single one may do (docs/security.md)."""
+
+    rule: Literal["sum", "clipped", "trimmed-mean", "median", "krum"] = setting(
+        "sum",
+        "how updates become a gradient; all but sum withstand false updates, cost accuracy where "
+        "devices' data differ, and need every single vector: they are refused with masks",
+        "--aggregation",
+    )
+    attackers: float = setting(
+        0.2, "share of a round's updates that trimmed-mean and krum withstand", ge=0, lt=0.5
+    )
+    norm_multiple: Rate = setting(
+        100.0,
+        "largest norm of an update, per unit of its weight, as a multiple of the largest median of "
+        "a round so far",
+    )
+    beyond_norm: Literal["clip", "refuse", "keep"] = setting(
+        "clip",
+        "what happens to a plain update of a larger norm; it is counted in any case",
+    )
+
+
 class SecureSettings(Branch):
     """Secure aggregation: the server sees the cohort's sum, and no single update."""
 
@@ -551,6 +574,7 @@ class Settings(Branch):
     plan: PlanSettings = branch(PlanSettings, PLAN, on=RUNS)
     algorithm: AlgorithmSettings = branch(AlgorithmSettings, PLAN, on=ALL)
     cohort: CohortSettings = branch(CohortSettings, RUN, on=RUNS)
+    aggregation: AggregationSettings = branch(AggregationSettings, RUN, on=RUNS)
     secure: SecureSettings = branch(SecureSettings, SECURE, on=RUNS)
     model: ModelSettings = branch(ModelSettings, TASK, on=ALL)
     evaluation: EvaluationSettings = branch(EvaluationSettings, RUN, on=RUNS)

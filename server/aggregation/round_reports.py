@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from headwater.common.messages import ReportFields
 from headwater.common.stats.gradient_noise import NoiseSums
+from headwater.common.task import MAX_METRICS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,11 +91,23 @@ def total_loss(parts: Iterable[ReportColumns]) -> float:
 
 def total_metrics(parts: Sequence[ReportColumns]) -> dict[str, float]:
     """Add up each metric, rounded once."""
-    names = sorted({name for part in parts for name in part.metric_sums})
+    numbers = Counter[str]()
+    for part in parts:
+        numbers.update({name: len(sums) for name, sums in part.metric_sums.items()})
+    names = most_reported(numbers)
     return {
         name: math.fsum(chain.from_iterable(part.metric_sums.get(name, ()) for part in parts))
         for name in names
     }
+
+
+def most_reported(numbers: Mapping[str, int]) -> list[str]:
+    """Return the names of metrics, sorted, given how many clients report each.
+
+    Of more than ``MAX_METRICS`` names, those that the fewest clients report are left out: they are
+    no metrics of the task.
+    """
+    return sorted(sorted(numbers, key=lambda name: (-numbers[name], name))[:MAX_METRICS])
 
 
 def total_summed_weight(parts: Iterable[ReportColumns], *, max_weight_per_example: int) -> int:

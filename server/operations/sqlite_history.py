@@ -70,6 +70,7 @@ MIGRATIONS = (
     CREATE TABLE events (at REAL NOT NULL, kind TEXT NOT NULL, detail TEXT NOT NULL) STRICT;
     CREATE TABLE state (key TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT;
     """,
+    "ALTER TABLE rounds ADD COLUMN num_outliers INTEGER NOT NULL DEFAULT 0;",
 )
 VERSION = len(MIGRATIONS)
 
@@ -87,6 +88,7 @@ ROW_KEYS = (
     "bytes_up",
     "bytes_down",
     "num_aborted",
+    "num_outliers",
 )
 """The columns of a round that are also keys of its row in rounds.jsonl."""
 

@@ -146,6 +146,8 @@ def as_table(status: dict[str, Any], folder: Path) -> RenderableType:
             f"last round {last['round']}: loss {loss}, {clients}, {examples}, "
             f"{last['seconds']:.3g} s"
         )
+        if last["num_outliers"]:
+            parts.append(f"{counted(last['num_outliers'], 'update')} of it beyond the norm")
     if status["history_failures"]:
         failures = counted(status["history_failures"], "write")
         parts.append(f"[bold red]{failures} of the history failed[/]")

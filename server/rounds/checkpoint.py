@@ -40,6 +40,7 @@ class Progress:
     largest: list[float] | None
     counted: dict[str, int]
     layout: str = ""
+    largest_median_norm: float | None = None
     asked: dict[str, Any] = field(default_factory=dict)
     learned: dict[str, dict[str, Any]] = field(default_factory=dict)
     target: dict[str, float] = field(default_factory=dict)

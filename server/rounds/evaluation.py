@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 
 import torch
 from torch import nn
@@ -24,6 +26,7 @@ from headwater.common.streams import as_examples
 from headwater.common.task import Examples, Metrics, Task, loss_sum
 from headwater.common.user_code import described, running
 from headwater.common.wording import counted
+from headwater.server.aggregation.round_reports import most_reported
 from headwater.server.fleet import Dropout
 
 log = logging.getLogger(__name__)
@@ -160,7 +163,7 @@ def on_devices(answers: Iterable[EvaluateReport | Dropout], *, round_number: int
             counted(len(reports) + len(missing), "device"),
             _first(warned),
         )
-    names = sorted({name for report in reports for name in report.metric_sums})
+    names = most_reported(Counter(chain.from_iterable(one.metric_sums for one in reports)))
     sums = {n: math.fsum(report.metric_sums.get(n, 0.0) for report in reports) for n in names}
     loss = math.fsum(report.loss_sum for report in reports)
     return EvaluatedRound(

@@ -9,16 +9,30 @@ import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import chain
+from typing import Literal
 
-from headwater.common.errors import CountOutOfRange, HeadwaterError, UnexpectedUpdate, UpdateRefused
+from torch import Tensor
+
+from headwater.common.errors import (
+    CountOutOfRange,
+    HeadwaterError,
+    OutlierUpdate,
+    UnexpectedUpdate,
+    UpdateRefused,
+)
 from headwater.common.messages import Plan, ReadyReport, ReportFields, Update
 from headwater.common.stats.gradient_noise import NoiseSums, noise_sums
 from headwater.common.wording import counted
 from headwater.server.aggregation.cohort_sum import CohortSum
+from headwater.server.aggregation.held_updates import HeldUpdates
+from headwater.server.aggregation.norm_watch import NormWatch, norm_per_weight
+from headwater.server.aggregation.robust_rules import scaled_to
 from headwater.server.aggregation.round_reports import ReportColumns
 from headwater.server.fleet import Dropout, ReportBatch, UpdateBatch
 
 log = logging.getLogger(__name__)
+
+BeyondNorm = Literal["clip", "refuse", "keep"]
 
 
 class OpenRound:
@@ -33,10 +47,15 @@ class OpenRound:
         owned: Mapping[str, int],
         num_left_out: int = 0,
         metrics: tuple[str, ...] = (),
+        norm_watch: NormWatch | None = None,
+        beyond_norm: BeyondNorm = "clip",
+        held: HeldUpdates | None = None,
     ) -> None:
         """Take the plans, the empty sum, and the number of examples that each client owns.
 
-        ``metrics`` are the names that a secure session of the round masks.
+        ``metrics`` are the names that a secure session of the round masks. ``norm_watch`` is None
+        if norms are not watched. With ``held``, updates are held one by one for a robust rule
+        rather than added to the sum.
         """
         self.metrics = metrics
         self.plans = plans
@@ -46,11 +65,18 @@ class OpenRound:
         self.refused: dict[str, HeadwaterError] = {}
         self.refusals: Counter[str] = Counter()
         """How many answers the round itself refused, by error code."""
+        self.norms: dict[str, float] = {}
+        """The norm per unit of weight of each single update that arrived, also if refused."""
+        self.outliers: list[str] = []
+        """The clients whose updates were beyond the norm's limit."""
         self._reports: list[ReportFields] = []
         self._batches: list[ReportBatch] = []
         self._total = total
         self._max_weight = max_weight_per_example
         self._owned = owned
+        self._norm_watch = norm_watch
+        self._beyond_norm = beyond_norm
+        self._held = held
 
     @property
     def columns(self) -> Sequence[ReportColumns]:
@@ -64,6 +90,14 @@ class OpenRound:
         owned = self._owned
         single = [noise_sums(report, num_owned=owned[report.name]) for report in self._reports]
         return single + list(chain.from_iterable(batch.noise(owned) for batch in self._batches))
+
+    @property
+    def all_norms(self) -> Sequence[float] | None:
+        """The norms of all updates that arrived; None if those of a batch are unknown."""
+        batches = [batch.norms_per_weight for batch in self._batches]
+        known = [norms for norms in batches if norms is not None]
+        is_complete = len(known) == len(batches)
+        return [*self.norms.values(), *chain.from_iterable(known)] if is_complete else None
 
     def refuse(self, name: str, error: HeadwaterError) -> None:
         """Record why a client is not in the round."""
@@ -89,13 +123,39 @@ class OpenRound:
             self._check_counts(
                 report.name, plan, report.num_examples, report.weight, report.num_steps
             )
-            peaks = self._total.check(update.values_P, name=report.name)
+            values_P, peaks = update.values_P, self._total.check(update.values_P, name=report.name)
+            within_P = self._within_norm(report.name, values_P, report.weight)
         except UpdateRefused as error:
             self._refuse_updates([report.name], error)
             return
-        self._total.fold(update.values_P, report.weight, peaks)
+        if self._held is not None:
+            self._held.add(within_P, report.weight)
+        else:
+            self._total.fold(within_P, report.weight, peaks if within_P is values_P else None)
         self.accepted[report.name] = report
         self._reports.append(report)
+
+    def _within_norm(self, name: str, values_P: Tensor, weight: int) -> Tensor:
+        """Return an update's vector, or a copy that is scaled down to the norm's limit.
+
+        Raises:
+            OutlierUpdate: its norm is beyond the limit, and such updates are refused; or no limit
+                is known to which it could be scaled.
+        """
+        if self._norm_watch is None:
+            return values_P
+        limit = self._norm_watch.limit
+        norm = self.norms[name] = norm_per_weight(values_P, weight)
+        if norm <= limit:
+            return values_P
+        self.outliers.append(name)
+        found = f"{name}: its norm per unit of weight is {norm:.3g}, expected up to {limit:.3g}"
+        is_known = self._norm_watch.largest_median is not None
+        if self._beyond_norm == "refuse" or (self._beyond_norm == "clip" and not is_known):
+            raise OutlierUpdate(found)
+        log.warning("%s; it is %s", found, "clipped" if self._beyond_norm == "clip" else "kept")
+        is_clipped = self._beyond_norm == "clip"
+        return scaled_to(values_P, norm=norm, limit=limit) if is_clipped else values_P
 
     def _take_batch(self, batch: UpdateBatch) -> None:
         columns = batch.reports.columns

@@ -271,6 +271,7 @@ def _row(
         measured_share=None if noise is None else noise.measured_share,
         num_clipped=done.num_clipped,
         num_bounded=planned.num_bounded,
+        num_outliers=len(opened.outliers),
         left_out=planned.left_out,
         refused={name: f"{error.code}: {error}" for name, error in opened.refused.items()},
         clients=ClientRows(opened.accepted, opened.plans),

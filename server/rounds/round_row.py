@@ -98,6 +98,8 @@ class RoundRow:
     num_clipped: int | None = None
     # Clients that claimed more than was believed, and those that were left out.
     num_bounded: int = 0
+    # Plain updates whose norm was beyond the limit: clipped, refused or kept, as set.
+    num_outliers: int = 0
     left_out: dict[str, str] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
     clients: Sequence[ClientRow] = ()

@@ -10,8 +10,9 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from headwater.common.errors import (
     Diverged,
     EmptyUpdate,
     ModelMismatch,
+    OutlierInRound,
     SettingsError,
     TooFewClients,
 )
@@ -31,6 +33,8 @@ from headwater.common.settings.schema import Settings
 from headwater.common.task import load_task, max_weight_per_example
 from headwater.common.wording import counted
 from headwater.server.aggregation.cohort_sum import CohortSum
+from headwater.server.aggregation.held_updates import check_rule, held_updates
+from headwater.server.aggregation.norm_watch import NormWatch
 from headwater.server.aggregation.round_reports import (
     RoundSum,
     total_loss,
@@ -87,6 +91,7 @@ class Training:
         if settings.task is None:
             raise SettingsError("no task is set", remedy="name it with --task FILE.py:Class")
         _check_masked(settings)
+        check_rule(settings)
         _check_algorithm(settings)
         self.settings = settings
         self.task = load_task(settings.task)
@@ -102,6 +107,8 @@ class Training:
         self.target = Target(settings.plan, max_weight_per_example=self.max_weight_per_example)
         self.planner = RoundPlanner(settings, self.target, self.image.layout, decisions)
         self.sum = CohortSum(self.image.layout)
+        self.held = held_updates(settings, num_parameters=self.image.layout.num_parameters)
+        self.norm_watch = NormWatch(multiple=settings.aggregation.norm_multiple)
         self.round = 0
         self.run_id = run_id
         self.counted: dict[str, int] = {}
@@ -143,6 +150,7 @@ class Training:
         self.image.bytes_U8.copy_(image_U8)
         self.optimizer.restore(optimizer, progress.optimizer)
         self.sum.restore(progress.largest)
+        self.norm_watch = replace(self.norm_watch, largest_median=progress.largest_median_norm)
         self.round, self.run_id = progress.round, progress.run_id
         self.counted = dict(progress.counted)
         self.planner.restore(
@@ -177,6 +185,8 @@ class Training:
                 plan.weigh_as or max_weight * plan.max_examples for plan in plans.values()
             ),
         )
+        if self.held is not None:
+            self.held.open(num_clients=len(plans))
         return OpenRound(
             plans=plans,
             total=self.sum,
@@ -184,26 +194,31 @@ class Training:
             owned=planned.owned,
             num_left_out=planned.num_too_slow,
             metrics=planned.metrics,
+            norm_watch=self.norm_watch,
+            beyond_norm=self.settings.aggregation.beyond_norm,
+            held=self.held,
         )
 
     def close_round(self, opened: OpenRound, fleet: Fleet) -> RoundSum:
         """Divide the cohort's sum once by its weight; unmask it first in a secure session.
 
         Raises:
-            TooFewClients: fewer updates than --min-clients.
+            TooFewClients: fewer updates than --min-clients, or than the robust rule needs.
+            OutlierInRound: see ``_follow_norms``.
             RoundAborted: the secure session was aborted.
         """
         is_masked = self.settings.secure.aggregation != "off"
+        self._follow_norms(opened)
         self._check_enough(opened, opened.ready if is_masked else opened.accepted)
         if is_masked:
             done = self._close_masked(opened, fleet)
             self._check_enough(opened, done.names)
             return done
-        columns = opened.columns
+        columns, held = opened.columns, self.held
         return RoundSum(
             names=tuple(opened.accepted),
-            mean_P=self.sum.close(),
-            weight=self.sum.weight,
+            mean_P=self.sum.close() if held is None else held.mean(self.sum),
+            weight=self.sum.weight if held is None else held.weight,
             num_examples=sum(chain.from_iterable(part.num_examples for part in columns)),
             num_refused=sum(chain.from_iterable(part.num_refused for part in columns)),
             summed_weight=total_summed_weight(
@@ -211,8 +226,29 @@ class Training:
             ),
             loss_sum=total_loss(columns),
             metric_sums=total_metrics(columns),
-            noise=total(opened.noise),
+            # A robust rule's gradient is no mean of the examples that the estimate compares.
+            noise=total(opened.noise) if held is None else None,
         )
+
+    def _follow_norms(self, opened: OpenRound) -> None:
+        """Take the round's norms into the watch; what it learns outlives an aborted round.
+
+        Raises:
+            OutlierInRound: no norm was known before this round, and one is far above its median.
+        """
+        before, norms = self.norm_watch, opened.all_norms
+        if norms is None:
+            return
+        self.norm_watch = watch = before.after(norms)
+        if before.largest_median is not None or self.settings.aggregation.beyond_norm == "keep":
+            return
+        accepted = {name: norm for name, norm in opened.norms.items() if name in opened.accepted}
+        name, norm = max(accepted.items(), key=itemgetter(1), default=("", 0.0))
+        if norm > watch.limit:
+            raise OutlierInRound(
+                f"round {self.round + 1}: the norm of {name} per unit of weight is "
+                f"{norm:.3g}, more than {watch.multiple:g} times the median"
+            )
 
     def _close_masked(self, opened: OpenRound, fleet: Fleet) -> RoundSum:
         chosen = self.settings.secure
@@ -383,6 +419,7 @@ class Training:
             layout=self.image.layout.text,
             optimizer=optimizer,
             largest=self.sum.largest,
+            largest_median_norm=self.norm_watch.largest_median,
             counted=self.counted,
             learned=device_estimates.to_json(self.planner.estimates),
             asked=self._data_settings(),

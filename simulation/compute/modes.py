@@ -48,7 +48,10 @@ def compute_of(settings: Settings, devices: Devices, *, first: int = 0) -> Compu
         return _one_by_one(settings, devices, num_invited)
     if chosen == "one-by-one":
         return _one_by_one(settings, devices, num_invited)
-    with_norms = chosen == "vectorised" or (chosen == "auto" and plan.follow_noise_scale)
+    # A liar's norm is held against those of the honest devices.
+    watches = devices.has_liars and settings.aggregation.beyond_norm != "keep"
+    needs_norms = plan.follow_noise_scale or watches
+    with_norms = chosen == "vectorised" or (chosen == "auto" and needs_norms)
     try:
         if settings.algorithm.label is not None:
             raise UnsupportedBatch(
@@ -58,6 +61,8 @@ def compute_of(settings: Settings, devices: Devices, *, first: int = 0) -> Compu
             raise UnsupportedBatch("each device's local steps need a model of its own")
         if plan.follow_noise_scale and not with_norms:
             raise UnsupportedBatch("the noise scale needs each device's own norms")
+        if settings.aggregation.rule != "sum":
+            raise UnsupportedBatch(f"{settings.aggregation.rule} compares each device's own update")
         batched = BatchedCompute(devices, first=first, with_norms=with_norms)
     except UnsupportedBatch as reason:
         if chosen != "auto" and not isinstance(reason, VectorsTooLarge):

@@ -125,6 +125,15 @@ class CohortReports(ReportBatch):
         ]
 
     @property
+    def norms_per_weight(self) -> Sequence[float] | None:
+        """See ``headwater.server.fleet.ReportBatch``."""
+        if self.norms is None:
+            return None
+        last = np.cumsum(self.planned.num_steps) - 1
+        norms: list[float] = (self.norms[last] / self.weight).tolist()
+        return norms
+
+    @property
     def is_not_finite(self) -> NDArray[np.bool_]:
         """Whether each device's loss or a metric is not finite, or its weight is below 1."""
         is_finite: NDArray[np.bool_] = np.isfinite(self.loss) & (self.weight >= 1)

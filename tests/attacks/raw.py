@@ -11,8 +11,9 @@ import hashlib
 import json
 import threading
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import grpc
@@ -104,6 +105,7 @@ async def serving(
     verifier: CertificateVerifier | None = None,
     effective_batch_size: int | None = None,
     weighting: str = "samples",
+    settings: Mapping[str, Any] = MappingProxyType({}),
 ) -> AsyncIterator[Run]:
     """Listen; ``begin`` serves ``rounds`` rounds of K = 1, micro-batch 8.
 
@@ -111,7 +113,7 @@ async def serving(
     """
     k_of_one = {"plan.accumulation_steps": 1, "plan.micro_batch_size": 8}
     planned = {"plan.effective_batch_size": effective_batch_size}
-    settings = load(
+    chosen = load(
         None,
         {
             "task": TASK,
@@ -122,6 +124,7 @@ async def serving(
             "cohort.weighting": weighting,
             "cohort.deadline_seconds": deadline,
             "evaluation.on_devices": on_devices,
+            **settings,
         },
     )
     servicer = Servicer(
@@ -135,7 +138,7 @@ async def serving(
     )
     servicer.start()
     run = Run(
-        servicer=servicer, training=Training(settings, run_id=RUN_ID), thread=threading.Thread()
+        servicer=servicer, training=Training(chosen, run_id=RUN_ID), thread=threading.Thread()
     )
     run.thread = threading.Thread(target=_serve, args=(run, silent_seconds), daemon=True)
     try:

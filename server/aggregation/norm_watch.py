@@ -1,0 +1,59 @@
+"""Watches the norms of plain updates: one finite vector of 3e38 must not end a model.
+
+An update's norm per unit of its weight is held against the cohort's. The reference is the largest
+median of any round so far: gradients shrink while a model learns, and late in a run most devices
+may send nearly nothing while an honest one still has a hard example. A median moves only if half
+of a round's updates lie (the bound on norms is that of Sun et al. 2019, "Can You Really Backdoor
+Federated Learning?", section 4, with the cohort's own median instead of a constant).
+
+* While no median is known, the limit is ``LARGEST_NORM``: its square does not fit in float32.
+* After a round of 3 or more updates their median is known. If an update of the first such round is
+  beyond ``multiple`` times the median, the round is repeated, now with a limit.
+* From then on the limit is ``multiple`` times the largest median.
+
+An attacker who knows the limit sends just less: the watch bounds what one update can do, and does
+not find attackers. With one or two devices no median tells who is wrong. Masked updates cannot be
+watched, and updates that a simulator computes together are not, for it made them itself.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from headwater.common.model.vectors import squared_norm
+
+MIN_UPDATES = 3
+LARGEST_NORM = 2.0**63
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NormWatch:
+    """The largest median of a round so far, and the multiple of it that an update may have."""
+
+    multiple: float
+    largest_median: float | None = None
+
+    @property
+    def limit(self) -> float:
+        """The largest norm per unit of weight."""
+        if self.largest_median is None:
+            return LARGEST_NORM
+        return min(self.multiple * self.largest_median, LARGEST_NORM)
+
+    def after(self, norms: Sequence[float]) -> NormWatch:
+        """Return the watch after a round; ``norms`` are those of all its updates, also refused."""
+        known = [norm for norm in norms if 0 < norm < math.inf]
+        if len(known) < MIN_UPDATES:
+            return self
+        median = statistics.median_low(known)
+        return replace(self, largest_median=max(self.largest_median or 0.0, median))
+
+
+def norm_per_weight(values_P: Tensor, weight: int) -> float:
+    """Return the Euclidean norm of an update's mean gradient; of its step after local steps."""
+    return math.sqrt(squared_norm(values_P)) / weight
