@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 SET = "set"
 OWN_PANEL = "Options"
 OTHER_PANEL = "Other"
-MAIN_COMMANDS = ("server", "client", "simulate")
 # Keys of click's ctx.meta.
 SHOWS_ALL = "headwater.shows_all"
 HAS_SUBCOMMAND = "headwater.has_subcommand"
@@ -154,34 +153,6 @@ def _long_names(parameter: click.Parameter) -> list[str]:
     return [name for name in names if name.startswith("--")]
 
 
-def _hint(flag: str, own: list[str]) -> str:
-    """Return what to write in place of an unknown flag, as a sentence; "" if nothing is near.
-
-    Of a flag that other commands have, or nearly have, these are named. ``own`` are the flags of
-    the command that was called.
-    """
-    from headwater.common.settings.introspection import all_settings
-    from headwater.common.settings.sources import replacement_of
-
-    if replacement := replacement_of(flag):
-        return replacement
-    others: dict[str, set[str]] = {}
-    for setting in all_settings().values():
-        for name in filter(None, (*setting.flag.split("/"), setting.alias)):
-            others.setdefault(name, set()).update(setting.commands.intersection(MAIN_COMMANDS))
-    names = {name.removeprefix("--"): name for name in (*others, *own) if others.get(name, own)}
-    near = get_close_matches(flag.removeprefix("--"), names, n=1)
-    if not near:
-        return ""
-    found = names[near[0]]
-    question = "" if found == flag else f" Did you mean '{found}'?"
-    if found in own:
-        return question
-    where = " and ".join(f"headwater-{name}" for name in sorted(others[found]))
-    why = ": a device's data stays on the device" if found == "--data" else ""
-    return f"{question} {found} is an option of {where}{why}."
-
-
 class _ReadableHelp(click.Command):
     """A command whose help is plain text, with examples that can be copied.
 
@@ -195,7 +166,9 @@ class _ReadableHelp(click.Command):
         except click.NoSuchOption as error:
             flag = error.option_name
             own = [name for each in self.get_params(ctx) for name in _long_names(each)]
-            hint = _hint(flag, own)
+            from headwater.common.settings.suggestions import flag_hint
+
+            hint = flag_hint(flag, own)
             raise click.UsageError(f"No such option '{flag}'.{hint}", ctx) from error
 
     def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

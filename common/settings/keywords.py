@@ -9,13 +9,13 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from headwater.common.settings.introspection import all_settings, branches
 from headwater.common.settings.schema import Settings
 from headwater.common.settings.sources import load_run
+from headwater.common.settings.suggestions import keyword_hint, keyword_of
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -65,28 +65,11 @@ def api_function(function: Callable[Arguments, Result]) -> Callable[Arguments, R
     def checked(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         for word in kwargs:
             if word not in names:
-                hint = _meant(word, names, COMMANDS[name])
+                hint = keyword_hint(word, names, COMMANDS[name])
                 raise TypeError(f"headwater.{name}() has no keyword {word}{hint}")
         return function(*args, **kwargs)
 
     return checked
-
-
-def _meant(word: str, names: list[str], command: str) -> str:
-    """Return what an unknown keyword probably means; "" if nothing is near."""
-    for setting in all_settings().values():
-        if setting.commands and command not in setting.commands:
-            continue
-        if word == _keyword(setting.alias):
-            return f"; did you mean {_keyword(setting.flag)}?"
-        if word in (_keyword(setting.flag), setting.key.rpartition(".")[2]):
-            return f"; set it by its key: settings={{{setting.key!r}: ...}}"
-    near = get_close_matches(word, names, n=1)
-    return f"; did you mean {near[0]}?" if near else ""
-
-
-def _keyword(flag: str) -> str:
-    return flag.removeprefix("--").partition("/")[0].replace("-", "_")
 
 
 class Call:
@@ -125,7 +108,7 @@ class Call:
 def keyword_keys(command: str) -> dict[str, str]:
     """Return the dotted key of each keyword of a command: simulate, server or client."""
     return {
-        _keyword(setting.flag): setting.key
+        keyword_of(setting.flag): setting.key
         for setting in all_settings().values()
         if command in setting.commands
     }

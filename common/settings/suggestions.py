@@ -1,0 +1,53 @@
+"""Suggests what was meant by an unknown flag of a command, or keyword of the Python API."""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+
+from headwater.common.settings.introspection import all_settings
+from headwater.common.settings.sources import replacement_of
+
+MAIN_COMMANDS = ("server", "client", "simulate")
+
+
+def flag_hint(flag: str, own: list[str]) -> str:
+    """Return what to write in place of an unknown flag, as a sentence; "" if nothing is near.
+
+    Of a flag that other commands have, or nearly have, these are named. ``own`` are the flags of
+    the command that was called.
+    """
+    if replacement := replacement_of(flag):
+        return replacement
+    others: dict[str, set[str]] = {}
+    for setting in all_settings().values():
+        for name in filter(None, (*setting.flag.split("/"), setting.alias)):
+            others.setdefault(name, set()).update(setting.commands.intersection(MAIN_COMMANDS))
+    names = {name.removeprefix("--"): name for name in (*others, *own) if others.get(name, own)}
+    near = get_close_matches(flag.removeprefix("--"), names, n=1)
+    if not near:
+        return ""
+    found = names[near[0]]
+    question = "" if found == flag else f" Did you mean '{found}'?"
+    if found in own:
+        return question
+    where = " and ".join(f"headwater-{name}" for name in sorted(others[found]))
+    why = ": a device's data stays on the device" if found == "--data" else ""
+    return f"{question} {found} is an option of {where}{why}."
+
+
+def keyword_hint(word: str, names: list[str], command: str) -> str:
+    """Return what an unknown keyword probably means; "" if nothing is near."""
+    for setting in all_settings().values():
+        if setting.commands and command not in setting.commands:
+            continue
+        if word == keyword_of(setting.alias):
+            return f"; did you mean {keyword_of(setting.flag)}?"
+        if word in (keyword_of(setting.flag), setting.key.rpartition(".")[2]):
+            return f"; set it by its key: settings={{{setting.key!r}: ...}}"
+    near = get_close_matches(word, names, n=1)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def keyword_of(flag: str) -> str:
+    """Return the keyword of a flag: ``learning_rate`` of ``--learning-rate``."""
+    return flag.removeprefix("--").partition("/")[0].replace("-", "_")
