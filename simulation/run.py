@@ -73,6 +73,7 @@ def _run_in_process(
     fleet = LocalFleet(settings, run_id=run_id)
     keep_freed_memory()
     with contextlib.closing(fleet), _rare_collections():
+        fleet.report_left_out()
         observers = Observers(RoundLog(), *tracking, observer)
         run(training, fleet, on_round=on_round, resume=resume, observer=observers)
 
@@ -104,5 +105,6 @@ def run_on_messages(
     run_id = secrets.randbits(62)
     grid = InProcessGrid(client_app(virtual_hardware), settings)
     grid.enter_run(run_id)
+    grid.report_left_out()
     app = server_app(on_round=on_round, resume=resume, observer=observer)
     app(grid, server_context(settings, run_id=run_id))

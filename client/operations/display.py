@@ -50,7 +50,7 @@ class ClientDisplay:
             step = min(progress.num_steps + 1, plan.accumulation_steps)
             micro_batch = f"micro-batch {step} of {plan.accumulation_steps}"
             examples = f"{progress.num_examples:,}/{counted(plan.quota, 'example')}{self._pace()}"
-            return [f"round {plan.round}", micro_batch, examples, self._bytes()]
+            return [f"round {plan.round}", micro_batch, examples, self._left_out(), self._bytes()]
         stage = f"{printable(activity.stage)}{since}"
         if activity.num_bytes:
             moved = decimal(activity.num_moved)
@@ -70,7 +70,7 @@ class ClientDisplay:
             return [", ".join(filter(None, (self._planned(plan), verb)))]
         head = f"round {plan.round}: {verb}".rstrip()
         done = counted(progress.num_examples, "example")
-        return [f"{head} K {progress.num_steps}, {done}{self._pace()}"]
+        return [f"{head} K {progress.num_steps}, {done}{self._pace()}", self._left_out()]
 
     @property
     def _is_masked(self) -> bool:
@@ -86,6 +86,10 @@ class ClientDisplay:
         if pace is None:
             return ""
         return f", {pace:,.0f}/s" if pace >= 100 else f", {pace:.3g}/s"
+
+    def _left_out(self) -> str:
+        number = self._activity.progress.num_left_out
+        return f"{number:,} left out" if number else ""
 
     def _bytes(self) -> str:
         counters = self._activity.counters

@@ -153,7 +153,9 @@ def sum_window(
             since_seconds + total.steps[-1].seconds if is_added else context.clock.seconds()
         )
         context.progress.reach(
-            len(before.steps) + len(total.steps), before.num_examples + total.num_examples
+            len(before.steps) + len(total.steps),
+            before.num_examples + total.num_examples,
+            len(before.refused) + len(total.refused),
         )
         if after_each is not None:
             after_each(total)
@@ -328,29 +330,38 @@ def _flat(groups: Iterable[Positions]) -> Sequence[int]:
     return [p for group in groups for p in group]
 
 
-def log_left_out(
-    plan: Plan, total: WindowSum, context: TrainingContext, known: set[tuple[str, str]]
-) -> None:
-    """Log, in one line a round, how many examples were left out, and why.
+class LeftOutLog:
+    """Logs what training leaves out: at first, and when it is more, or of a new kind.
 
-    An exception's text, with the user's own lines, is logged once for each client and kind of
-    exception: ``known`` remembers them.
+    The simulator's devices share one: a line of each of thousands would hide the rest of the log.
     """
-    if not total.refused:
-        return
-    faults = {p: total.faults[p] for p in total.refused if p in total.faults}
-    log.warning(
-        "%s, round %d: %d of %s cannot be trained on and were left out: %s",
-        context.name,
-        plan.round,
-        len(total.refused),
-        counted(total.num_examples + len(total.refused), "example"),
-        short_summary(faults, context.examples),
-    )
-    for kind, detail in details(faults).items():
-        if (context.name, kind) not in known:
-            known.add((context.name, kind))
-            log.warning("%s: %s: %s", context.name, kind, detail)
+
+    def __init__(self) -> None:
+        self._most = 0
+        self._kinds: set[str] = set()
+
+    def note(self, plan: Plan, total: WindowSum, context: TrainingContext) -> None:
+        """Log how many examples of a window were left out and why, unless that is known.
+
+        An exception's text, with the user's own lines, is logged once for each kind of exception.
+        """
+        faults = {p: total.faults[p] for p in total.refused if p in total.faults}
+        kinds = {fault.kind for fault in faults.values()} - self._kinds
+        if len(total.refused) <= self._most and not kinds:
+            return
+        self._most = max(self._most, len(total.refused))
+        self._kinds |= kinds
+        log.warning(
+            "%s, round %d: %d of %s cannot be trained on and were left out: %s",
+            context.name,
+            plan.round,
+            len(total.refused),
+            counted(total.num_examples + len(total.refused), "example"),
+            short_summary(faults, context.examples),
+        )
+        for kind, detail in details(faults).items():
+            if kind in kinds:
+                log.warning("%s: %s: %s", context.name, kind, detail)
 
 
 def _log_reductions(plan: Plan, total: WindowSum, context: TrainingContext) -> None:

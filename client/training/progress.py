@@ -18,18 +18,22 @@ class TrainingProgress:
     plan: Plan | None = None
     num_steps: int = 0
     num_examples: int = 0
+    num_left_out: int = 0
+    """Examples that cannot be trained on."""
     seconds: float = 0.0
     """From the start of the plan's training to the end of the last micro-batch."""
     _begun: float = 0.0
 
     def begin(self, plan: Plan) -> None:
         """Start over with a plan."""
-        self.plan, self.num_steps, self.num_examples, self.seconds = plan, 0, 0, 0.0
+        self.plan, self.num_steps, self.num_examples, self.num_left_out = plan, 0, 0, 0
+        self.seconds = 0.0
         self._begun = time.monotonic()
 
-    def reach(self, num_steps: int, num_examples: int) -> None:
+    def reach(self, num_steps: int, num_examples: int, num_left_out: int) -> None:
         """Take the work done so far; it is less than before if the window was begun again."""
         self.num_steps, self.num_examples = num_steps, num_examples
+        self.num_left_out = num_left_out
         self.seconds = time.monotonic() - self._begun
 
     @property

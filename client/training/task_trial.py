@@ -53,6 +53,8 @@ class CheckReport:
     left_out: str | None
     """How many of the examples cannot be trained on, and why; None if all can."""
     notes: tuple[str, ...]
+    survey_batch_size: int = 1
+    """The examples that a forward pass may take at a time."""
 
 
 def check_task(context: TrainingContext, *, predicted: Footprint | None = None) -> CheckReport:
@@ -139,6 +141,7 @@ def _checked(context: TrainingContext, room: _Room) -> CheckReport:
         num_seen=num_seen,
         left_out=_left_out(context, num_seen, faults),
         notes=tuple(notes),
+        survey_batch_size=room.survey_size(),
     )
 
 

@@ -19,7 +19,7 @@ from headwater.client.device.hardware import ThisMachine
 from headwater.client.device.interfaces import Hardware, Speed
 from headwater.client.memory import activation_checkpointing as checkpointing
 from headwater.client.memory.activation_checkpointing import Footprint
-from headwater.client.training.accumulation import log_left_out
+from headwater.client.training.accumulation import LeftOutLog
 from headwater.client.training.accumulator import Accumulator
 from headwater.client.training.batch_fetch import Batches
 from headwater.client.training.context import NO_BATCHES, Identity, TrainingContext
@@ -85,12 +85,16 @@ class Trainer:
         """Names of the clients with activation checkpointing on; it is never switched off again."""
         self._loaded: tuple[int, int] | None = None
         self._must_check = check_task
+        self.first_check: CheckReport | None = None
+        """The report of the task's check; None before it, or if it is off."""
+        self.logs_left_out = True
+        """Whether the check logs the first client's examples that cannot be trained on."""
         self._trial = trial
         self._opened = functools.lru_cache(maxsize=MAX_OPEN_DATASETS)(self._open)
         self.machine: Hardware | None = None
         """The machine whose memory the check keeps to; None for the process's own limits alone."""
         self._footprint: Footprint | None = None
-        self._known_faults: set[tuple[str, str]] = set()
+        self._left_out_log = LeftOutLog()
         self._num_not_evaluated: dict[str, tuple[int | None, int]] = {}
         """The run, and how many held-out examples each client left out in its last evaluation."""
         self._is_checkpointing_measured = False
@@ -117,8 +121,8 @@ class Trainer:
         )
         if self._must_check:
             report = self.check(examples, identity.name)
-            self._must_check = False
-            if report.left_out is not None:
+            self._must_check, self.first_check = False, report
+            if report.left_out is not None and self.logs_left_out:
                 log.warning("%s: %s", identity.name, report.left_out)
             for note in report.notes:
                 log.info("%s: %s", identity.name, note)
@@ -351,7 +355,7 @@ class Trainer:
         context = self.context(examples, identity.name, hardware)
         try:
             local_sum = self.sum(plan, positions, context, spool, algorithm)
-            log_left_out(plan, local_sum.total, context, self._known_faults)
+            self._left_out_log.note(plan, local_sum.total, context)
             update = make_update(plan, positions, context, local_sum)
         except Exception:
             if spool is not None:

@@ -50,6 +50,7 @@ def look_over(
     *,
     batch_size: int,
     after_first: AfterFirst = lambda cache, positions: None,
+    max_seconds: float = MAX_SECONDS,
     seconds: Callable[[], float] = time.monotonic,
 ) -> Survey:
     """Look at a sample of the examples; ``after_first`` gets the first batch's good ones.
@@ -68,7 +69,7 @@ def look_over(
         survey.seen += positions
         if start == 0:
             after_first(cache, [p for p in positions if p not in survey.faults])
-        if seconds() - begun > MAX_SECONDS:
+        if seconds() - begun > max_seconds:
             break
     return survey
 

@@ -178,7 +178,7 @@ def _run_round(training: Training, fleet: Fleet, observer: Observer) -> RoundRow
         bytes_down=after.bytes_down - before.bytes_down,
     )
     row = _row(training, planned, opened, done, step, evaluated, traffic, watch)
-    _log_left_out(row)
+    _log_left_out(training, row)
     is_virtual = fleet.has_virtual_clock
     return replace(row, virtual_seconds=row.slowest_client_seconds) if is_virtual else row
 
@@ -283,10 +283,11 @@ def _row(
     )
 
 
-def _log_left_out(row: RoundRow) -> None:
-    """Log, in one line a round, how many examples the clients left out; the clients say why."""
-    if not row.num_examples_left_out:
+def _log_left_out(training: Training, row: RoundRow) -> None:
+    """Log how many examples the clients left out, if more than before; the clients say why."""
+    if row.num_examples_left_out <= training.most_left_out:
         return
+    training.most_left_out = row.num_examples_left_out
     if row.masked_clients:
         where = "; the masks hide on which clients"
     else:
@@ -297,7 +298,8 @@ def _log_left_out(row: RoundRow) -> None:
         if len(counts) > len(most):
             where = f"{where[:-1]}, ...)"
     log.warning(
-        "round %d: %d of %s cannot be trained on and were left out%s",
+        "round %d: %d of %s cannot be trained on and were left out%s; the log says so again "
+        "when it is more",
         row.round,
         row.num_examples_left_out,
         counted(row.num_examples + row.num_examples_left_out, "example"),

@@ -110,6 +110,8 @@ class Training:
         self.held = held_updates(settings, num_parameters=self.image.layout.num_parameters)
         self.norm_watch = NormWatch(multiple=settings.aggregation.norm_multiple)
         self.round = 0
+        self.most_left_out = 0
+        """The most examples that the clients left out in one round, as the log has said."""
         self.run_id = run_id
         self.counted: dict[str, int] = {}
         """The last round whose sum includes each client's update."""

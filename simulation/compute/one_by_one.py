@@ -17,7 +17,7 @@ import numpy as np
 
 from headwater.client.algorithms.lookup import algorithm_for
 from headwater.client.device.interfaces import Hardware
-from headwater.client.training.accumulation import log_left_out
+from headwater.client.training.accumulation import LeftOutLog
 from headwater.client.training.accumulator import Accumulator
 from headwater.client.training.batch_fetch import Batches
 from headwater.client.training.context import TrainingContext
@@ -120,8 +120,7 @@ class OneByOne:
     def __init__(self, devices: Devices) -> None:
         self._devices = devices
         self._accumulators: list[Accumulator] = []
-        self._logged_round = 0
-        self._known_faults: set[tuple[str, str]] = set()
+        self._left_out_log = LeftOutLog()
 
     def train(
         self,
@@ -218,7 +217,7 @@ class OneByOne:
         devices, client, window = self._devices, one.opened.client, one.opened.window
         part, plan = client.part, client.plan
         try:
-            self._log_left_out(one)
+            self._left_out_log.note(plan, one.local_sum.total, one.context)
             update = make_update(plan, window, one.context, one.local_sum)
         except EmptyUpdate as error:
             devices.positions[part] = SamplerState(place=window.after(len(window.positions)))
@@ -234,16 +233,6 @@ class OneByOne:
             moment = devices.fleet.moment(part, round_number=plan.round)
             update = replace(update, values_P=falsify(update.values_P, faults, moment))
         return update
-
-    def _log_left_out(self, one: _TrainedClient) -> None:
-        """Log why examples are left out, of the first device in a round that has such examples.
-
-        A line of each of thousands of devices would hide the rest of the log.
-        """
-        plan, total = one.opened.client.plan, one.local_sum.total
-        if total.refused and plan.round != self._logged_round:
-            self._logged_round = plan.round
-            log_left_out(plan, total, one.context, self._known_faults)
 
 
 def _dropout(client: ClientPlan, error: Exception) -> Dropout:

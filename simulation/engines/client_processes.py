@@ -154,7 +154,10 @@ class ClientProcesses:
             reply = json.loads(self._lines.get())
             if "failed" in reply:
                 raise error_of(*reply["failed"], lines="\n")
-            self._ended[reply["ended"]] = reply["status"]
+            if "left_out" in reply:
+                log.warning("%s", reply["left_out"])
+            else:
+                self._ended[reply["ended"]] = reply["status"]
 
     def _wait_until_all_left(self) -> None:
         try:

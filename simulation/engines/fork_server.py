@@ -1,7 +1,8 @@
 """The fork server of ``--engine grpc``: loads torch and the task once, then forks every device.
 
 ``client_processes`` starts it and sends two lines of JSON: the run, then the server's port. The
-fork server answers with a line for an error of the task, and one for each device that has ended.
+fork server answers with a line for an error of the task, one for the examples that cannot be
+trained on, and one for each device that has ended.
 
 State that devices must not share is created after the fork: each device opens its data, gets its
 own copy of model and vector (pages are copied when they are written), and creates its own grpc
@@ -50,6 +51,7 @@ from headwater.simulation.engines.client_processes import ROUND, STATE
 from headwater.simulation.engines.device_app import process_app
 from headwater.simulation.engines.shared_round import SharedRound
 from headwater.simulation.fleet.identities import identities_of
+from headwater.simulation.reports.data_survey import survey_devices
 
 PATIENCE_SECONDS = 60.0  # for the server, which is on the same machine
 CHECK_FAILED = 3  # exit status of the child that checks the task, after it has reported why
@@ -178,7 +180,7 @@ def _check_in_child(run: ForkedRun, send: Send) -> bool:
     """Check the task in a child process; send the error and return False if the check fails."""
 
     def check() -> int:
-        error = _task_error(run)
+        error = _task_error(run, send)
         if error is None:
             return 0
         send({"failed": [error.code, error.message]})
@@ -194,14 +196,17 @@ def _check_in_child(run: ForkedRun, send: Send) -> bool:
 
 def _check_here(run: ForkedRun, send: Send) -> bool:
     """Check the task in this process; send the error and return False if the check fails."""
-    error = _task_error(run)
+    error = _task_error(run, send)
     if error is not None:
         send({"failed": [error.code, error.message]})
     return error is None
 
 
-def _task_error(run: ForkedRun) -> TaskError | NonFiniteUpdate | None:
-    """Check the task on the first device that has examples; return the error, if any."""
+def _task_error(run: ForkedRun, send: Send) -> TaskError | NonFiniteUpdate | None:
+    """Check the task on the first device that has examples; return the error, if any.
+
+    If there is none, send a summary of all devices' examples that cannot be trained on.
+    """
     unusable: list[TaskError | NonFiniteUpdate] = []
     for part in range(run.num_devices):
         identity = run.identity(part)
@@ -210,7 +215,7 @@ def _task_error(run: ForkedRun) -> TaskError | NonFiniteUpdate | None:
         except HeadwaterError:
             continue  # this device cannot open its data: it reports so when it describes itself
         try:
-            run.trainer.check(examples, identity.name)
+            report = run.trainer.check(examples, identity.name)
         except (TaskFailed, NoFiniteExample, NonFiniteUpdate) as error:
             unusable.append(error)  # the data of another device may be better
             if len(unusable) == MAX_UNUSABLE:
@@ -219,8 +224,12 @@ def _task_error(run: ForkedRun) -> TaskError | NonFiniteUpdate | None:
             return error
         except HeadwaterError:
             continue  # as above
-        else:
-            return None
+        if report.num_seen:
+            identities, size = identities_of(run.settings), report.survey_batch_size
+            text = survey_devices(run.trainer, identities, batch_size=size).summary()
+            if text is not None:
+                send({"left_out": text})
+        return None
     return unusable[0] if unusable else None
 
 

@@ -39,6 +39,7 @@ from headwater.simulation.fleet.devices import (
 )
 from headwater.simulation.fleet.faults import TRAIN
 from headwater.simulation.fleet.random_events import may_vanish, vanishes_at
+from headwater.simulation.reports.data_survey import report_left_out
 
 
 class LocalFleet:
@@ -67,6 +68,11 @@ class LocalFleet:
         """How often each device was sent a plan in the current round, or the last one."""
         self._last_round = 0
         self._bytes_up = self._bytes_down = 0
+
+    def report_left_out(self) -> None:
+        """Log which devices have examples that cannot be trained on, if the task is checked."""
+        if self._settings.check_task:
+            report_left_out(self._devices.trainer, self._devices.identities)
 
     def describe(self, request: DescribeRequest, *, min_clients: int) -> ConnectedClients:
         """See ``Fleet``; looks at the simulated fleet until enough devices are connected.

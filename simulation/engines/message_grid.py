@@ -13,6 +13,7 @@ from typing import Any
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
+from headwater.client.algorithms.run_trainer import run_trainer
 from headwater.client.flower.request import SIMULATED
 from headwater.common.errors import SettingsError
 from headwater.common.flower import records
@@ -26,6 +27,7 @@ from headwater.simulation.fleet.faults import STAGES
 from headwater.simulation.fleet.fleet_spec import FleetSpec, fleet_spec, with_fleet
 from headwater.simulation.fleet.identities import identities_of
 from headwater.simulation.fleet.random_events import at_round, is_connected
+from headwater.simulation.reports.data_survey import report_left_out
 
 
 class ConnectedDevices:
@@ -98,6 +100,11 @@ class InProcessGrid(HeadwaterGrid):
     def num_bytes(self) -> tuple[int, int]:
         """Return the bytes that the messages would have taken on the wire, up and down."""
         return self._bytes_up, self._bytes_down
+
+    def report_left_out(self) -> None:
+        """Log which devices have examples that cannot be trained on, if the task is checked."""
+        if self._settings.check_task:
+            report_left_out(run_trainer(self._settings), self._identities)
 
     def get_node_ids(self) -> Iterable[int]:
         """Return the nodes that are connected for the round after the last one.

@@ -199,6 +199,8 @@ def test_every_engine_gives_the_bits_of_one_process(
     folder: Path, engine: tuple[object, ...]
 ) -> None:
     (folder / "devices" / "a.csv").write_text(UNREADABLE)
+    with (folder / "devices" / "pi2.csv").open("a") as lines:
+        lines.write("nan,0.5,1\n")
     expected = simulate("one")
     with Processes(folder) as processes:
         given = ("--task", TASK, "--data", "devices/*.csv", "--out", "other", *FLAGS, *engine)
@@ -206,6 +208,8 @@ def test_every_engine_gives_the_bits_of_one_process(
         run.succeed()
         [line] = [line for line in run.text().splitlines() if "devices/a.csv" in line]
         assert "tasks.py" in line
+        if "flower-ray" not in engine:
+            assert "1 of 134 examples looked at on 4 of 5 devices" in run.text()
     assert same(load_file(folder / "other" / MODEL), expected)
 
 

@@ -33,8 +33,8 @@ def planned(**changes: object) -> Activity:
     return activity
 
 
-def reach(activity: Activity, num_steps: int, *, seconds: float) -> None:
-    activity.progress.reach(num_steps, 32 * num_steps)
+def reach(activity: Activity, num_steps: int, *, seconds: float, num_left_out: int = 0) -> None:
+    activity.progress.reach(num_steps, 32 * num_steps, num_left_out)
     activity.progress.seconds = seconds
 
 
@@ -84,6 +84,13 @@ def test_the_line_of_a_sent_update_has_round_k_examples_pace_and_bytes() -> None
     reach(activity, 8, seconds=2.0)
     line = "round 12: sent K 8, 256 examples, 128/s  2 s  down 12.4 MB, up 4.1 MB"
     assert ClientDisplay(activity).sent_line() == line
+
+
+def test_examples_left_out_are_counted_while_computing_and_in_the_sent_line() -> None:
+    activity = planned()
+    reach(activity, 3, seconds=3.0, num_left_out=1200)
+    assert "  1,200 left out  " in block(activity, width=100)[0]
+    assert "  1,200 left out  " in ClientDisplay(activity).sent_line()
 
 
 def test_of_a_masked_update_only_the_plan_is_shown() -> None:

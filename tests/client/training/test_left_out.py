@@ -1,4 +1,4 @@
-"""Examples that cannot be trained on are left out and counted; one line a round says why."""
+"""Examples that cannot be trained on are left out and counted; a line says why when it is worse."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import Dataset
 
 from headwater.client.device.hardware import ThisMachine
-from headwater.client.training.accumulation import log_left_out
+from headwater.client.training.accumulation import LeftOutLog
 from headwater.client.training.context import Identity
 from headwater.client.training.local_update import sum_gradients, train_round
 from headwater.client.training.sampler import SamplerPosition, SamplerState, window
@@ -32,7 +32,7 @@ def trained(spec: str, *, num_rounds: int = 1) -> None:
         trainer.train(device, ThisMachine(), chosen, SamplerState())
 
 
-def test_a_device_says_once_a_round_how_many_rows_it_left_out_and_why(
+def test_a_device_says_how_many_rows_it_left_out_and_why(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     trained(f"{GAPS}:Gaps")
@@ -43,17 +43,30 @@ def test_a_device_says_once_a_round_how_many_rows_it_left_out_and_why(
     )
 
 
-def test_the_user_s_own_code_that_raised_is_shown_in_the_first_round_alone(
+def test_the_first_round_alone_says_what_later_ones_repeat(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    trained(f"{GAPS}:Words", num_rounds=2)
-    first, detail, second = [record.message for record in caplog.records]
-    for line in (first, second):
-        assert "1: it raised ValueError (position 7)" in line
-        assert "\n" not in line
+    trained(f"{GAPS}:Words", num_rounds=3)
+    line, detail = [record.message for record in caplog.records]
+    assert "1: it raised ValueError (position 7)" in line
+    assert "\n" not in line
     assert "csv_with_gaps.py" in detail
     assert 'cells = [float(cell) if cell else float("nan")' in detail
     assert "client/training" not in detail
+
+
+def test_a_round_that_is_worse_or_has_a_new_kind_of_fault_is_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    left_out = LeftOutLog()
+    for kinds in ([NAN_LOSS], [NAN_LOSS], [NAN_GRADIENT], [NAN_LOSS] * 2, [NAN_LOSS]):
+        data = examples(24, kinds=kinds)
+        context = training_context(TwoLayers(), data)
+        left_out.note(
+            plan(24, 4), sum_gradients(plan(24, 4), whole(data, 24), context).total, context
+        )
+    starts = [message.partition(" cannot")[0].rpartition(": ")[2] for message in caplog.messages]
+    assert starts == ["1 of 24 examples", "1 of 24 examples", "2 of 24 examples"]
 
 
 def test_with_local_steps_there_is_still_one_line_a_round(
@@ -64,8 +77,8 @@ def test_with_local_steps_there_is_still_one_line_a_round(
     chosen = plan(24, 2, local_steps=6, local_learning_rate=1e-4)
     local_sum = sum_gradients(chosen, whole(data, 24), context)
     assert not caplog.records
-    log_left_out(chosen, local_sum.total, context, {(context.name, "it raised ValueError")})
-    (line,) = [record.message for record in caplog.records]
+    LeftOutLog().note(chosen, local_sum.total, context)
+    line, *_ = [record.message for record in caplog.records]
     assert "12 of 24 examples cannot be trained on" in line
     assert "4: its gradient is NaN or infinite, though its loss is finite" in line
 
@@ -104,7 +117,7 @@ def test_a_micro_batch_with_a_nan_now_and_then_is_fetched_again_and_none_is_left
 
 
 @pytest.mark.parametrize("masks", [{}, {"secure.aggregation": "semi-honest"}])
-def test_the_round_s_row_and_one_log_line_have_the_number_left_out(
+def test_each_row_and_the_log_s_first_round_have_the_number_left_out(
     masks: dict[str, str], caplog: pytest.LogCaptureFixture
 ) -> None:
     rows: list[RoundRow] = []
@@ -127,6 +140,8 @@ def test_the_round_s_row_and_one_log_line_have_the_number_left_out(
     else:
         assert left_out == [15, 15]
     lines = [one.message for one in caplog.records if one.name.startswith("headwater.server")]
+    lines = [line for line in lines if "left out" in line]
     text = "of 120 examples cannot be trained on and were left out"
-    expected = [f"round {n}: {number} {text}" for n, number in enumerate(left_out, 1)]
+    worse = [n for n, number in enumerate(left_out) if number > max(left_out[:n], default=0)]
+    expected = [f"round {n + 1}: {left_out[n]} {text}" for n in worse]
     assert [line[: len(e)] for line, e in zip(lines, expected, strict=True)] == expected

@@ -70,7 +70,7 @@ class SomeBad(TwoLayers):
         return examples(4, kinds=[NAN_LOSS, NAN_LOSS])
 
 
-def test_one_line_a_round_says_why_examples_are_left_out(
+def test_one_line_says_why_examples_are_left_out_of_all_devices_and_rounds(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     devices = devices_of(Devices, SomeBad)
@@ -81,5 +81,5 @@ def test_one_line_a_round_says_why_examples_are_left_out(
         for _ in one_by_one.train(clients, image, run_id=1, timeout_seconds=None):
             pass
     lines = [line for line in caplog.messages if "were left out" in line]
-    starts = [f"0, round {number}: 2 of 4 examples" for number in (1, 2)]
-    assert [line.startswith(start) for line, start in zip(lines, starts, strict=True)] == [True] * 2
+    assert len(lines) == 1
+    assert lines[0].startswith("0, round 1: 2 of 4 examples")
