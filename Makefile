@@ -10,7 +10,7 @@ PYTEST := $(VENV)/bin/python -m pytest -n 2 --dist worksteal
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 TORCH ?= $(shell $(PYTHON) -c "import platform; print('torch>=2.6,<2.11' if platform.machine() == 'aarch64' else 'torch>=2.6,<2.14')")
 
-.PHONY: demo test test-slow lint types install install-client install-dev docs proto constraints clean
+.PHONY: demo test test-slow lint types install install-client install-dev docs proto constraints hashes digests clean
 
 demo: $(VENV)/.demo
 	$(VENV)/bin/headwater-simulate --rounds 60 --micro-batch-size 4
@@ -69,6 +69,23 @@ constraints:
 	$(VENV)/bin/uv pip compile --quiet --universal --python-version 3.11 --all-extras --no-header \
 		--no-annotate --no-emit-package torch --no-emit-package headwater pyproject.toml \
 		| grep -v -E '^(nvidia|cuda|triton)' > constraints.txt
+
+# The wheels that deploy/ installs, each with its SHA-256, for all platforms and Python versions:
+# what a client needs, the same with the examples, and torch for CPUs. PyTorch's index has the builds
+# for amd64; what it cannot be asked for is kept in deploy/torch.txt as it stands.
+LOCK = $(VENV)/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-header \
+	--no-annotate
+WITHOUT_TORCH = --constraint constraints.txt --no-emit-package torch --no-emit-package headwater pyproject.toml \
+	deploy/build.in | awk '/^[a-z]/ { is_kept = !/^(nvidia|cuda|triton)/ } is_kept'
+hashes:
+	$(LOCK) $(WITHOUT_TORCH) > deploy/requirements.txt
+	$(LOCK) --extra examples --extra server $(WITHOUT_TORCH) > deploy/requirements-examples.txt
+	$(PYTHON) deploy/lock_torch.py "$(LOCK)" "$(TORCH_INDEX)"
+
+# Where Docker and its registry are at hand: pin the images of deploy/ by digest.
+digests:
+	$(PYTHON) deploy/pin_images.py
+	git diff --stat deploy
 
 clean:
 	rm -rf $(VENV) build *.egg-info .mypy_cache .pytest_cache .ruff_cache

@@ -72,7 +72,15 @@ def identity(context: typer.Context, config: Config = None) -> None:
 
 @app.command(cls=PlainCommand)
 def join(
-    token: Annotated[str, typer.Argument(metavar="TOKEN")],
+    refused: Annotated[list[str] | None, typer.Argument(hidden=True, metavar="")] = None,
+    token_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--token-file",
+            metavar="FILE",
+            help="File with the join token; - or not set: the standard input.",
+        ),
+    ] = None,
     folder: Annotated[
         Path,
         typer.Option("--folder", metavar="DIR", help="Where to keep the key and certificate."),
@@ -80,14 +88,15 @@ def join(
 ) -> None:
     """Make this device's key, and get its certificate for a one-time join token.
 
-    `headwater-server enroll NAME` prints the token. The key never leaves the device. The device
-    trusts only the authority that the token names. A token on the command line is visible to every
-    user who can list this machine's processes: `-` reads it from the standard input.
+    `headwater-server enroll NAME` prints the token. Without --token-file this asks for it. The key
+    never leaves the device. The device trusts only the authority that the token names. The token
+    cannot be an argument: every user of this machine could read it while the command runs, and the
+    shell keeps it.
     """
     from headwater.common.system.console import start_log
 
     start_log(verbose=False)
-    commands.join_with(token, folder)
+    commands.join_with(token_file, folder, has_argument=bool(refused))
 
 
 def main() -> None:

@@ -22,15 +22,22 @@ if TYPE_CHECKING:
     from headwater.common.settings.schema import Settings
 
 
-def join_with(text: str, folder: Path) -> None:
-    """Join with a token (``-``: from the standard input), and print how to start the client."""
-    import sys
+def join_with(token_file: Path | None, folder: Path, *, has_argument: bool) -> None:
+    """Join with a file's token (None: of the standard input), and print how to start the client.
 
+    Raises:
+        TokenInArguments: the token, or anything else, was an argument.
+        SettingsError: the file cannot be read.
+        HeadwaterError: see ``client.enrolment.join.join``.
+    """
     from headwater.client.enrolment.join import CLOCK_SECONDS, SETTINGS_FILE, join
+    from headwater.common.errors import TokenInArguments
     from headwater.common.system.console import console, stderr
     from headwater.common.transport.join_token import JoinToken
 
-    token = JoinToken.parse(sys.stdin.read(4096) if text == "-" else text)
+    if has_argument:
+        raise TokenInArguments("join takes no argument: a join token there can be read by others")
+    token = JoinToken.parse(_token_text(token_file))
     joined = join(token, folder)
     how = "has joined" if joined.is_new else "is already enrolled, with this token"
     console.print(
@@ -49,6 +56,30 @@ def join_with(text: str, folder: Path) -> None:
     console.print(
         f"  headwater-client --config {config} --task my_task.py:MyTask --data ...", soft_wrap=True
     )
+
+
+def _token_text(file: Path | None) -> str:
+    """Return the text of a token file; None or ``-`` is the standard input.
+
+    Raises:
+        SettingsError: the file cannot be read.
+    """
+    import getpass
+    import sys
+
+    from headwater.common.errors import SettingsError
+
+    if file is None or str(file) == "-":
+        is_typed = sys.stdin is not None and sys.stdin.isatty()
+        return getpass.getpass("join token: ") if is_typed else sys.stdin.read(4096)
+    try:
+        with file.open(encoding="utf-8", errors="replace") as opened:
+            return opened.read(4096)
+    except OSError as error:
+        raise SettingsError(
+            f"--token-file {file}: {error.strerror}",
+            remedy="save the token that `headwater-server enroll NAME` printed to this file",
+        ) from error
 
 
 def show_identity(settings: Settings) -> None:

@@ -68,8 +68,8 @@ class InsecureAddress(SettingsError):
     """The address is not a loopback address, and TLS is not configured."""
     remedy = (
         "make certificates with `headwater-server init`, enrol each device with a token of "
-        "`headwater-server enroll NAME`, and start both sides as these say; or say --insecure if "
-        "you accept that anyone may read and join"
+        "`headwater-server enroll NAME`, and start both sides as these say; or say --plain-text if "
+        "you accept that anyone on the way may read and change models and updates, and join"
     )
 class CertificateProblem(SettingsError):
     """A TLS file is missing, unreadable, expired or of the wrong kind."""
@@ -80,6 +80,12 @@ class CertificateProblem(SettingsError):
 class JoinTokenBroken(SettingsError):
     """The text is not a join token, or only part of one."""
     remedy = "copy the whole line that `headwater-server enroll NAME` printed"
+class TokenInArguments(SettingsError):
+    """A join token is among the arguments, where every user of the machine can read it."""
+    remedy = (
+        "leave it out: `headwater-client join` asks for it, or reads it from the standard input or "
+        "--token-file FILE. If others use this machine, revoke the token: enroll NAME again"
+    )
 class NameTaken(SettingsError):
     """A device of this name is enrolled, and its certificate is valid."""
     remedy = "choose another name, or end its certificate: `headwater-server revoke NAME`"

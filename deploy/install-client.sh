@@ -2,7 +2,7 @@
 # Put the Headwater client on a device: Raspberry Pi OS, Debian 12 or Ubuntu 24.04 and newer, on
 # arm64 or amd64.
 #
-#   sudo sh deploy/install-client.sh [--join TOKEN] [--data DIR] [--no-start]
+#   sudo sh deploy/install-client.sh [--token-file FILE] [--data DIR] [--no-start]
 #   sudo sh deploy/install-client.sh --upgrade
 #   sudo sh deploy/install-client.sh --uninstall [--purge]
 #
@@ -25,13 +25,17 @@ MAX_DOWNLOAD_MB=300
 NEEDED_MB=1800
 TORCH_INDEX=${TORCH_INDEX:-https://download.pytorch.org/whl/cpu}
 
-USAGE="usage: install-client.sh [--join TOKEN] [--data DIR] [--upgrade] [--no-start] [--source DIR]
+USAGE="usage: install-client.sh [--token-file FILE] [--data DIR] [--upgrade] [--no-start]
+                         [--any-torch] [--source DIR]
        install-client.sh --uninstall [--purge]
 
-  --join TOKEN   enrol the device with the token that \`headwater-server enroll NAME\` printed;
-                 - reads it from the standard input
+  --token-file FILE
+                 enrol the device with the token that \`headwater-server enroll NAME\` printed;
+                 - reads it from the standard input. It cannot be an argument: every user of this
+                 machine could read it
   --data DIR     let the service read this folder; homes are hidden from it otherwise
   --upgrade      put this checkout's version in the place of the one that is installed
+  --any-torch    take a torch whose SHA-256 is not in deploy/torch.txt
   --no-start     install the unit and do not start it
   --source DIR   the checkout to install. [default: the one that this script lies in]
   --uninstall    stop and remove the client; settings, certificates and its place in the data stay
@@ -47,6 +51,7 @@ fail() {
 
 main() {
     read_arguments "$@"
+    leave_caller
     [ "$(id -u)" -eq 0 ] || fail NotRoot "this needs root" "put sudo before the command"
     exec 9>/run/headwater-install.lock
     flock -n 9 || fail AlreadyRunning "another install-client.sh is at work" "wait for it"
@@ -58,20 +63,25 @@ main() {
 }
 
 read_arguments() {
-    token='' data='' wants_upgrade=no wants_start=yes wants_removal=no wants_purge=no
+    token_file='' data='' wants_upgrade=no wants_any_torch=no wants_start=yes wants_removal=no wants_purge=no
     source=$(cd "$(dirname "$0")/.." && pwd)
     while [ $# -gt 0 ]; do
         case $1 in
-            --join | --data | --source)
+            --join)
+                fail TokenInArguments "a token among the arguments can be read by every user" \
+                    "use --token-file FILE, or - for the standard input, with a new token"
+                ;;
+            --token-file | --data | --source)
                 [ $# -ge 2 ] || fail Usage "$1 needs a value" "see --help"
                 case $1 in
-                    --join) token=$2 ;;
+                    --token-file) token_file=$2 ;;
                     --data) data=$2 ;;
                     --source) source=$2 ;;
                 esac
                 shift
                 ;;
             --upgrade) wants_upgrade=yes ;;
+            --any-torch) wants_any_torch=yes ;;
             --no-start) wants_start=no ;;
             --uninstall) wants_removal=yes ;;
             --purge) wants_purge=yes ;;
@@ -86,16 +96,35 @@ read_arguments() {
     [ "$wants_purge" = no ] || [ "$wants_removal" = yes ] ||
         fail Usage "--purge goes with --uninstall" "see --help"
     [ -z "$data" ] || [ -d "$data" ] || fail NoData "there is no folder $data" "make it first"
-    case $data in
-        '' | /*) ;;
-        *) data=$(cd "$data" && pwd) ;;
+    [ -d "$source" ] || fail NoSource "there is no folder $source" "name a checkout"
+    case $token_file in
+        '' | - | /*) ;;
+        *) token_file=$(pwd)/$token_file ;;
     esac
+    [ -z "$token_file" ] || [ "$token_file" = - ] || [ -r "$token_file" ] ||
+        fail NoToken "$token_file cannot be read" "save the token that enroll printed in a file"
+    [ -z "$data" ] || data=$(cd "$data" && pwd)
+    source=$(cd "$source" && pwd)
     case $data in
         *[[:space:]:%\"\\]*)
             fail Usage "$data: a unit cannot name a folder with such a character" "rename it"
             ;;
     esac
 }
+
+# What the caller's folder or environment brings must not run as root: Python would import a
+# venv.py of the folder, or of PYTHONPATH, in the place of its own.
+leave_caller() {
+    cd /
+    for name in $(env | sed -n 's/^\(PYTHON[A-Z0-9_]*\)=.*/\1/p'); do
+        unset "$name"
+    done
+}
+
+# Python without the folder, the environment's paths and the user's own packages.
+system_python() { python3 -I "$@"; }
+release_python() { "$release/venv/bin/python" -I "$@"; }
+pip() { release_python -m pip --quiet --no-input "$@"; }
 
 # Installing and upgrading.
 
@@ -120,7 +149,7 @@ install_client() {
     fi
     make_settings
     install_unit
-    [ -z "$token" ] || join
+    [ -z "$token_file" ] || join
     start
 }
 
@@ -137,7 +166,8 @@ check_machine() {
         '') fail NoSuchSystem "this is no Debian, Ubuntu or Raspberry Pi OS" "see docs/install.md" ;;
         *) fail NoSuchMachine "the system is not a 64-bit one" "install its 64-bit edition" ;;
     esac
-    for file in pyproject.toml constraints.txt client/cli.py deploy/systemd/$UNIT; do
+    for file in pyproject.toml constraints.txt client/cli.py deploy/systemd/$UNIT \
+        deploy/requirements.txt deploy/torch.txt; do
         [ -f "$source/$file" ] ||
             fail NoSource "$source has no $file" "run this script from a whole checkout"
     done
@@ -149,7 +179,7 @@ fingerprint_of() {
         cd "$1"
         # shellcheck disable=SC2046 # the names are our own, without spaces
         sha256sum $(find headwater/__init__.py common client server simulation examples -name '*.py' | LC_ALL=C sort) \
-            pyproject.toml constraints.txt | sha256sum | cut -d ' ' -f 1
+            pyproject.toml constraints.txt deploy/requirements.txt deploy/torch.txt | sha256sum | cut -d ' ' -f 1
     )
 }
 
@@ -166,8 +196,8 @@ bring_packages() {
             --no-install-recommends $missing >/dev/null; } ||
             fail NoPackages "apt-get could not install$missing" "run apt-get update, and look there"
     fi
-    python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
-        fail OldPython "Python 3.11 is needed, this is $(python3 -V)" \
+    system_python -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
+        fail OldPython "Python 3.11 is needed, this is $(system_python -V)" \
             "upgrade the system: Debian 12, Ubuntu 24.04 or newer"
 }
 
@@ -195,12 +225,11 @@ make_release() {
         cp -RP "$source/$part" "$release/app/"
     done
     find "$release/app" -name __pycache__ -prune -exec rm -rf {} +
-    python3 -m venv "$release/venv" ||
+    system_python -m venv "$release/venv" ||
         fail NoVenv "python3 -m venv failed" "see its message above"
-    pip="$release/venv/bin/python -m pip --quiet --no-input"
     download
     say "unpacking"
-    $pip install --no-index --find-links "$release/wheels" headwater ||
+    pip install --no-index --find-links "$release/wheels" headwater ||
         fail NoRoom "the wheels could not be unpacked" "see pip's message above"
     check_release
     rm -rf "$release/wheels" "$release/tmp"
@@ -208,18 +237,24 @@ make_release() {
     printf '%s\n' "$fingerprint" >"$release/fingerprint"
 }
 
+# Each wheel is held against its SHA-256 in deploy/, whatever place it comes from.
 download() {
     wheels=$release/wheels
     download_torch
-    printf 'torch==%s\n' "$(torch_version)" >"$release/tmp/torch.txt"
-    # The project itself is built apart: what it is built with does not stay.
-    $pip wheel --no-deps --wheel-dir "$wheels" "$release/app" ||
-        fail NoDownload "the project could not be built" "see pip's message above"
+    pip download --dest "$wheels" --require-hashes --no-deps --only-binary :all: \
+        --requirement "$source/deploy/requirements.txt" ||
+        fail NoDownload "a package could not be had, or is not the one that was tried" \
+            "see pip's message above, and the network"
+    # The project itself is built apart, by a setuptools that was held against its hash too: what it
+    # is built with does not stay, and nothing is downloaded for it.
+    system_python -m venv "$release/tmp/build" ||
+        fail NoVenv "python3 -m venv failed" "see its message above"
+    "$release/tmp/build/bin/python" -I -m pip --quiet --no-input install --no-index \
+        --upgrade --find-links "$wheels" setuptools &&
+        "$release/tmp/build/bin/python" -I -m pip --quiet --no-input wheel --no-index --no-deps \
+            --no-build-isolation --wheel-dir "$wheels" "$release/app" ||
+        fail NoBuild "the project could not be built" "see pip's message above"
     rm -rf "$release/app/build" "$release/app/headwater.egg-info"
-    $pip download --dest "$wheels" --find-links "$wheels" --only-binary :all: \
-        --constraint "$release/app/constraints.txt" --constraint "$release/tmp/torch.txt" \
-        headwater ||
-        fail NoDownload "a package could not be had" "see pip's message above, and the network"
     megabytes=$(du -sm "$wheels" | cut -f 1)
     say "downloaded $megabytes MB"
     [ "$machine" != aarch64 ] || [ "$megabytes" -le "$MAX_DOWNLOAD_MB" ] ||
@@ -231,16 +266,20 @@ download() {
 # registry, where such a torch is for CPUs; on amd64 PyTorch's own index, as the registry's has CUDA.
 download_torch() {
     say "torch"
-    # shellcheck disable=SC2086 # a command and its options
-    $pip download --no-index --no-deps --dest "$wheels" "$torch" 2>/dev/null ||
+    if [ "$wants_any_torch" = yes ]; then
+        set -- "$torch"
+    else
+        set -- --require-hashes --requirement "$source/deploy/torch.txt"
+    fi
+    pip download --no-index --no-deps --dest "$wheels" "$@" 2>/dev/null ||
         if [ "$machine" = aarch64 ]; then
-            $pip download --no-deps --only-binary :all: --dest "$wheels" "$torch"
+            pip download --no-deps --only-binary :all: --dest "$wheels" "$@"
         else
-            $pip download --no-deps --index-url "$TORCH_INDEX" --dest "$wheels" "$torch"
+            pip download --no-deps --only-binary :all: --index-url "$TORCH_INDEX" --dest "$wheels" "$@"
         fi ||
-        fail NoTorch "$torch could not be had" \
-            "see pip's message above; TORCH_INDEX=URL names another index of CPU builds"
-    "$release/venv/bin/python" - "$wheels" <<'PYTHON' ||
+        fail NoTorch "no torch could be had whose SHA-256 is in deploy/torch.txt" \
+            "see pip's message above. TORCH_INDEX=URL names another index of CPU builds; \`make hashes\` writes the hashes of this Python's build; --any-torch takes $torch unchecked"
+    release_python - "$wheels" <<'PYTHON' ||
 import pathlib, sys, zipfile
 from email.parser import Parser
 from pip._vendor.packaging.requirements import Requirement
@@ -257,19 +296,13 @@ PYTHON
             "name an index of CPU builds: TORCH_INDEX=URL"
 }
 
-torch_version() {
-    for wheel in "$wheels"/torch-*.whl; do
-        basename "$wheel" | cut -d - -f 2 | sed 's/%2B/+/'
-    done
-}
-
 check_release() {
-    "$release/venv/bin/python" -m pip check >/dev/null ||
+    release_python -m pip check >/dev/null ||
         fail BadRelease "the packages do not fit together" "report it, with pip's message above"
-    (cd / && "$release/venv/bin/python" -c \
-        'import cryptography, flwr.clientapp, grpc, torch; torch.ones(2, requires_grad=True).sum().backward()') ||
+    release_python -c \
+        'import cryptography, flwr.clientapp, grpc, torch; torch.ones(2, requires_grad=True).sum().backward()' ||
         fail BadRelease "the packages do not run on this machine" "report it, with the message above"
-    (cd / && "$release/venv/bin/headwater-client" --help >/dev/null) ||
+    "$release/venv/bin/headwater-client" --help >/dev/null ||
         fail BadRelease "headwater-client does not start" "report it, with the message above"
 }
 
@@ -313,15 +346,15 @@ install_unit() {
 }
 
 join() {
-    # As the user of the service: the key is made where it stays, and readable by nobody else. A
-    # token among the arguments would be seen by whoever may list this machine's processes.
-    if [ "$token" = - ]; then cat; else printf '%s\n' "$token"; fi |
+    # As the user of the service: the key is made where it stays, and readable by nobody else. That
+    # user may not be able to read the token's file: root does.
+    if [ "$token_file" = - ]; then cat; else cat "$token_file"; fi |
         runuser -u "$DEVICE_USER" -- env HOME="$STATE" \
-            "$PREFIX/venv/bin/headwater-client" join - --folder "$STATE/enrolment" ||
+            "$PREFIX/venv/bin/headwater-client" join --folder "$STATE/enrolment" ||
         fail NotEnrolled "the client is installed, and not enrolled" \
-            "ask for a new token, and call this again with --join TOKEN"
+            "ask for a new token, and call this again with --token-file FILE"
     # Address, name and the files' places, over what stands in the settings.
-    "$PREFIX/venv/bin/python" - "$STATE/enrolment/client.toml" "$SETTINGS/client.toml" <<'PYTHON' ||
+    "$PREFIX/venv/bin/python" -I - "$STATE/enrolment/client.toml" "$SETTINGS/client.toml" <<'PYTHON' ||
 import pathlib, sys, tomllib
 import tomli_w
 

@@ -114,7 +114,7 @@ def enroll(
     a password: the first device that presents it gets the certificate.
 
     Try it: headwater-server enroll kitchen-pi
-        (then on that device: headwater-client join TOKEN)
+        (then on that device: headwater-client join, which asks for the token)
     """
     from headwater.server.enrolment.commands import make_token
 

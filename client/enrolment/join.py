@@ -29,7 +29,12 @@ from headwater.common.errors import (
     ClockWrong,
     ProtocolMismatch,
 )
-from headwater.common.system.atomic_file import OWNER_ONLY, READABLE, write_atomically
+from headwater.common.system.atomic_file import (
+    OWNER_ONLY,
+    READABLE,
+    make_private_folder,
+    write_atomically,
+)
 from headwater.common.transport.certificates import (
     Key,
     certificate_pem,
@@ -116,7 +121,7 @@ def _enrolled_certificate(folder: Path, token: JoinToken) -> x509.Certificate | 
     """
     own, used = folder / OWN_FILE, folder / TOKEN_FILE
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_private_folder(folder)
         if not own.exists():
             return None
         certificate = x509.load_pem_x509_certificate(own.read_bytes())

@@ -31,7 +31,9 @@ def check_connection(settings: Settings) -> Iterator[Finding]:
     name = client.name or host_name()
     try:
         credentials = read_credentials(settings.tls)
-        check_address(client.server, has_tls=credentials is not None, is_insecure=settings.insecure)
+        check_address(
+            client.server, has_tls=credentials is not None, is_allowed=settings.plain_text
+        )
         check_enrolment(settings.secure, name)
         host, port = split_address(client.server)
     except HeadwaterError as error:

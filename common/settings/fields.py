@@ -84,7 +84,7 @@ def setting(
     Args:
         default: the value if neither the file nor the command line sets one; None is "not set".
         meaning: what the setting does; shown by --help-all and docs/settings.md.
-        flag: by default the key, as in ``--min-clients`` or ``--insecure/--no-insecure``.
+        flag: by default the key, as in ``--min-clients`` or ``--plain-text/--no-plain-text``.
         alias: a second, shorter name of the flag; "" for none.
         on: the commands that have the flag, by default the branch's; "" for no flag.
         panel: the heading of the flag in --help-all, by default the branch's.

@@ -360,7 +360,9 @@ class TlsSettings(Branch):
     key: File | None = setting(None, "this side's private key", "--tls-key")
 
 
-METRICS = "where to serve Prometheus metrics, in plain text (not only on loopback: --insecure)"
+METRICS = (
+    "where to serve Prometheus metrics, in plain text (not only on loopback: --public-metrics)"
+)
 
 
 class ServerSettings(Branch):
@@ -563,9 +565,17 @@ class Settings(Branch):
         on="client simulate",
         panel=TASK,
     )
-    insecure: bool = setting(
+    plain_text: bool = setting(
         False,
-        "allow plain text beyond loopback: anyone on the way may read, change and join",
+        "allow a run without TLS and certificates beyond loopback: anyone on the way may read and "
+        "change models and updates, and anyone may join",
+        on=f"server {DEVICE}",
+        panel=TLS,
+    )
+    public_metrics: bool = setting(
+        False,
+        "allow --metrics beyond loopback, in plain text and without a password: anyone who reaches "
+        "the port may read devices' names and figures",
         on=f"server {DEVICE}",
         panel=TLS,
     )

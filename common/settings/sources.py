@@ -31,6 +31,11 @@ REMOVED: dict[str, tuple[Any, str]] = {
     "client.upload_window": (None, "use client.active_hours (--active-hours), with the same text"),
     "client.working_hours": (None, "use client.active_hours (--active-hours): the other hours"),
     "client.working_share": (0.0, "use client.inactive_share together with client.active_hours"),
+    "insecure": (
+        False,
+        "it was two decisions: plain_text (--plain-text) for a run without TLS and certificates, "
+        "public_metrics (--public-metrics) for --metrics beyond loopback",
+    ),
     "simulation.compile": (False, "leave it out: it seldom made a run faster"),
     "simulation.wire": (False, "use simulation.engine = grpc (--engine grpc), over the real wire"),
 }
@@ -134,8 +139,8 @@ def _validated(
     source: str = COMMAND_LINE,
 ) -> Settings:
     for key, (inert, _) in REMOVED.items():
-        section, _, leaf = key.partition(".")
-        values = tree.get(section)
+        section, _, leaf = key.rpartition(".")
+        values = tree.get(section) if section else tree
         if isinstance(values, dict) and leaf in values and values[leaf] == inert:
             del values[leaf]  # as a run of an earlier version left it
     try:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 OWNER_ONLY = 0o600
 READABLE = 0o644
+PRIVATE = 0o700  # of a folder
 NO_FOLLOW: int = getattr(os, "O_NOFOLLOW", 0)  # Windows has neither this nor owners' mode bits
 
 
@@ -53,6 +54,20 @@ def write_atomically(path: Path, content: bytes, *, mode: int | None = None) -> 
     """
     with atomic_writer(path, mode=mode) as part:
         part.write_bytes(content)
+
+
+def make_private_folder(folder: Path) -> None:
+    """Make a folder that only its owner may enter, whatever the umask; one that exists is kept.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=PRIVATE)
+        folder.chmod(PRIVATE)  # the umask may have taken away the owner's own rights
+        return
+    folder.mkdir(exist_ok=True)  # raises if a file has the name
 
 
 def _sync(path: Path, flags: int) -> None:

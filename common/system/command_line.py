@@ -102,15 +102,16 @@ def check_addresses(settings: Settings, address: str, *, metrics: str | None) ->
     """Return this side's TLS files, if any; check that plain text stays on loopback.
 
     Raises:
-        InsecureAddress: an address beyond loopback without TLS, and without --insecure.
+        InsecureAddress: an address beyond loopback without TLS, and without the flag that
+            allows it: --plain-text, or for the metrics --public-metrics.
         SettingsError: not HOST:PORT, or a TLS file is missing or wrong.
     """
     from headwater.common.transport.tls import check_address, read_credentials
 
     credentials = read_credentials(settings.tls)
-    check_address(address, has_tls=credentials is not None, is_insecure=settings.insecure)
+    check_address(address, has_tls=credentials is not None, is_allowed=settings.plain_text)
     if metrics is not None:
         from headwater.common.system.metrics_server import check_metrics_address
 
-        check_metrics_address(metrics, is_insecure=settings.insecure)
+        check_metrics_address(metrics, is_allowed=settings.public_metrics)
     return credentials

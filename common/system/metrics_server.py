@@ -3,8 +3,8 @@
 One thread answers one scrape after another and closes a connection that stalls, so that strangers
 cannot use up memory. ``prometheus_client.start_http_server`` starts a thread for each connection
 and has no timeout: 200 connections that send nothing held 200 threads. There is no TLS and no
-password: another address than loopback needs --insecure, and should be behind a firewall, or a
-proxy that has both.
+password: another address than loopback needs --public-metrics, and should be behind a firewall,
+or a proxy that has both.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ STALL_SECONDS = 5.0
 PATH = "/metrics"
 
 
-def check_metrics_address(address: str, *, is_insecure: bool) -> None:
-    """Check that the metrics address is loopback, or was allowed by --insecure.
+def check_metrics_address(address: str, *, is_allowed: bool) -> None:
+    """Check that the metrics address is loopback, or was allowed by --public-metrics.
 
     Raises:
         InsecureAddress: neither.
         SettingsError: not HOST:PORT.
     """
     host, _ = split_address(address)
-    if not (is_insecure or is_loopback(host)):
+    if not (is_allowed or is_loopback(host)):
         raise InsecureAddress(
             f"--metrics {address} is not a loopback address, and metrics are plain text",
-            remedy="listen on 127.0.0.1, for an agent on this machine; or say --insecure if you "
-            "accept that anyone who reaches the port may read devices' names and figures",
+            remedy="listen on 127.0.0.1, for an agent on this machine; or say --public-metrics if "
+            "you accept that anyone who reaches the port may read devices' names and figures",
         )
 
 

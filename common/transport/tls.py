@@ -115,12 +115,12 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def check_address(address: str, *, has_tls: bool, is_insecure: bool) -> None:
-    """Check that an address uses TLS, is loopback, or was allowed by --insecure.
+def check_address(address: str, *, has_tls: bool, is_allowed: bool) -> None:
+    """Check that an address uses TLS, is loopback, or was allowed by --plain-text.
 
     Raises:
         InsecureAddress: none of these.
     """
     host, _ = split_address(address)
-    if not (has_tls or is_insecure or is_loopback(host)):
+    if not (has_tls or is_allowed or is_loopback(host)):
         raise InsecureAddress(f"{address} is not a loopback address, and no TLS files are given")

@@ -21,7 +21,12 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from headwater.common.errors import CertificateProblem
-from headwater.common.system.atomic_file import OWNER_ONLY, READABLE, write_atomically
+from headwater.common.system.atomic_file import (
+    OWNER_ONLY,
+    READABLE,
+    make_private_folder,
+    write_atomically,
+)
 from headwater.common.transport.certificates import (
     BACKDATE,
     Key,
@@ -131,7 +136,7 @@ def make_authority(folder: Path, *, hosts: Sequence[str]) -> list[Path]:
         CertificateProblem: the folder cannot be written, or holds a damaged authority.
     """
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_private_folder(folder)
         written: list[Path] = []
         if (folder / CA_KEY_FILE).exists() or (folder / CA_FILE).exists():
             authority = Authority.load(folder)

@@ -207,7 +207,7 @@ class Trial:
         flags: list[object] = ["--rounds", MANY_ROUNDS, "--listen", f"{host}:{port}", "--verbose"]
         flags += ["--min-clients", 1 if self.scenario.may_lose else self.scenario.num_devices]
         flags += [*self._settings, "--metrics", "127.0.0.1:0"]
-        flags += ["--insecure"] if self._namespace else []
+        flags += ["--plain-text"] if self._namespace else []
         flags += [] if self._tls is None else files(self._tls, "server")
         flags += [] if is_first else ["--resume"]
         prepare = self._prepared("server") if is_first else prepare
@@ -228,7 +228,7 @@ class Trial:
         flags: list[object] = ["--server", f"{self._host}:{port}", "--name", name]
         flags += ["--num-parts", self.scenario.num_devices, "--spool", self._file("spool")]
         flags += ["--verbose"]
-        flags += ["--insecure"] if self._namespace else []
+        flags += ["--plain-text"] if self._namespace else []
         flags += [] if self._tls is None else files(self._tls, name)
         client = self._processes.client(port, int(name), *flags, task=self.task, prepare=prepare)
         self._clients[name] = client

@@ -5,6 +5,7 @@ shellcheck and systemd-analyze look at the script and the units where they are i
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import os
 import re
@@ -16,6 +17,7 @@ from typing import Any
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
 
 from headwater.common.settings.sources import load
 
@@ -47,7 +49,9 @@ def test_shellcheck_finds_nothing_in_the_installer() -> None:
 
 def test_the_installer_names_the_reason_of_a_refusal() -> None:
     assert refused("--nonsense") == "Usage"
-    assert refused("--join") == "Usage"
+    assert refused("--join", "headwater-join-1.x") == "TokenInArguments"
+    assert refused("--token-file") == "Usage"
+    assert refused("--token-file", "/nowhere/token") == "NoToken"
     assert refused("--purge") == "Usage"
     assert refused("--data", "/nowhere") == "NoData"
 
@@ -70,8 +74,48 @@ def test_the_installer_asks_for_a_torch_that_was_tried_and_that_the_project_allo
     tried = set(re.findall(r"'(torch>=[^']*)'", (ROOT / "Makefile").read_text()))
     assert len(tried) == len(allowed) == 2
     assert all(any(one.startswith(bounds) for bounds in allowed) for one in tried)
-    for file in (SCRIPT, DEPLOY / "Dockerfile"):
-        assert set(re.findall(r"torch='([^']*)'", file.read_text())) == tried
+    assert set(re.findall(r"torch='([^']*)'", SCRIPT.read_text())) == tried
+    for line in re.findall(r"^torch==.*", (DEPLOY / "torch.txt").read_text(), flags=re.M):
+        pinned = Requirement(line.rstrip("\\"))
+        (version,) = pinned.specifier
+        machine = "aarch64" if "aarch64" in line else "x86_64"
+        bounds = f"torch>=2.6,<2.{11 if machine == 'aarch64' else 14}"
+        assert bounds in tried
+        assert Requirement(bounds).specifier.contains(version.version)
+
+
+HASHED = ("requirements.txt", "requirements-examples.txt", "torch.txt")
+
+
+@pytest.mark.parametrize("name", HASHED)
+def test_each_package_that_is_installed_is_pinned_with_its_hash(name: str) -> None:
+    text = (DEPLOY / name).read_text().replace("\\\n", "")
+    rows = [line for line in text.splitlines() if line and not line.startswith("#")]
+    assert len(rows) > (1 if name == "torch.txt" else 50)
+    for row in rows:
+        assert re.match(r"[a-z0-9-]+==[\w.+]+ (; [^\\]+)?(\s*--hash=sha256:[0-9a-f]{64})+$", row), (
+            row
+        )
+
+
+@pytest.mark.parametrize("name", HASHED[:2])
+def test_the_hashed_versions_are_those_that_the_tests_run_with(name: str) -> None:
+    kept = set((ROOT / "constraints.txt").read_text().splitlines())
+    tried = {line.partition(" ;")[0] for line in kept}
+    rows = re.findall(r"^[a-z0-9-]+==[\w.+]+", (DEPLOY / name).read_text(), flags=re.M)
+    of_torch = {"torch", "mpmath", "networkx", "sympy", "setuptools", "filelock", "fsspec"}
+    assert {row for row in rows if row.partition("==")[0] not in of_torch} <= tried
+
+
+def test_nothing_is_installed_without_its_hash() -> None:
+    """Where pip may download, it holds each wheel against its hash, or it may not download."""
+    script = SCRIPT.read_text().replace("\\\n", " ")
+    docker = (DEPLOY / "Dockerfile").read_text().replace("\\\n", " ")
+    commands = re.findall(r"pip (?:--\S+ )*(?:download|install|wheel) .*", script + docker)
+    assert len(commands) >= 7
+    for command in commands:
+        is_hashed = "--require-hashes" in command or '"$@"' in command  # download_torch
+        assert is_hashed or "--no-index" in command, command
 
 
 def test_the_installer_copies_what_the_units_and_the_package_need() -> None:
@@ -139,6 +183,51 @@ def flags_of(service: dict[str, Any]) -> dict[str, str]:
     return {name: value for name, _, value in pairs}
 
 
+def networks_of(service: dict[str, Any]) -> set[str]:
+    return set(service.get("networks", []))
+
+
+def test_metrics_are_shown_only_in_a_network_that_prometheus_alone_shares() -> None:
+    services = COMPOSE["services"]
+    shown = {name: one for name, one in services.items() if "--public-metrics" in words_of(one)}
+    assert set(shown) == {"server", "one", "two", "three"}
+    for name, service in shown.items():
+        own = f"metrics-{name}"
+        assert networks_of(service) == {"fleet", own}
+        (host, _, _) = flags_of(service)["metrics"].rpartition(":")
+        assert service["networks"][own]["ipv4_address"] == host, "not at all of its addresses"
+        assert {other for other, one in services.items() if own in networks_of(one)} == {
+            name,
+            "prometheus",
+        }
+        (subnet,) = COMPOSE["networks"][own]["ipam"]["config"]
+        assert ipaddress.ip_address(host) in ipaddress.ip_network(subnet["subnet"])
+    assert "fleet" not in networks_of(services["prometheus"]) | networks_of(services["grafana"])
+
+
+def test_a_device_s_health_check_asks_where_its_metrics_are() -> None:
+    for service in COMPOSE["services"].values():
+        if "test" in service.get("healthcheck", {}):
+            assert flags_of(service)["metrics"] in service["healthcheck"]["test"][-1]
+
+
+def test_grafana_has_no_default_password() -> None:
+    chosen = COMPOSE["services"]["grafana"]["environment"]
+    assert chosen["GF_SECURITY_DISABLE_INITIAL_ADMIN_CREATION"] == "true"  # no admin:admin
+    assert chosen["GF_AUTH_BASIC_ENABLED"] == "false"
+    assert chosen["GF_AUTH_ANONYMOUS_ORG_ROLE"] == "Viewer"
+    assert not any("PASSWORD" in name for name in chosen)
+
+
+def test_compose_allows_plain_text_for_metrics_alone() -> None:
+    assert not any("--plain-text" in words_of(one) for one in COMPOSE["services"].values())
+
+
+def words_of(service: dict[str, Any]) -> list[str]:
+    words: list[str] = service.get("command", [])
+    return words
+
+
 def test_compose_starts_a_server_and_three_devices_with_parts_of_their_own() -> None:
     services = COMPOSE["services"]
     devices = {name: one for name, one in services.items() if "NAME" in one.get("environment", {})}
@@ -166,7 +255,7 @@ def test_compose_names_volumes_networks_and_files_that_are_there() -> None:
             source = volume.split(":")[0]
             known = (DEPLOY / source).exists() if source[0] == "." else source in COMPOSE["volumes"]
             assert known, f"{name}: {volume}"
-        assert set(service.get("networks", [])) <= set(COMPOSE["networks"])
+        assert networks_of(service) <= set(COMPOSE["networks"])
 
 
 def test_compose_publishes_on_loopback_alone() -> None:

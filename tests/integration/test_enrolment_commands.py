@@ -65,7 +65,9 @@ class Operator:
         token = self.token(name)
         until(lambda: is_open(self.port), seconds=10, what=lambda: "the enrolment port")
         folder = self.folder / f"device-{name}"
-        self.processes.run("client", "join", token, "--folder", folder).succeed()
+        file = self.folder / f"token-{name}"
+        file.write_text(token)
+        self.processes.run("client", "join", "--token-file", file, "--folder", folder).succeed()
         return folder / "client.toml"
 
 

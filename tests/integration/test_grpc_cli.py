@@ -129,7 +129,7 @@ def test_plain_text_beyond_this_machine_is_refused(address: str, tmp_path: Path)
 def test_plain_text_beyond_this_machine_is_allowed_when_it_is_said_aloud(tmp_path: Path) -> None:
     task = write_task(tmp_path).spec
     with Processes(tmp_path) as processes:
-        server = processes.server("--rounds", 1, "--listen", "0.0.0.0:0", "--insecure", task=task)
+        server = processes.server("--rounds", 1, "--listen", "0.0.0.0:0", "--plain-text", task=task)
         client = processes.client(port_of(server), 0, task=task)
         for process in (client, server):
             process.succeed()

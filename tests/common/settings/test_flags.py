@@ -269,6 +269,8 @@ def test_a_page_s_command_lines_have_flags_that_exist(page: Path) -> None:
         (client_cli.app, "--working-hours=09:00-17:00", "use client.active_hours (--active-hours)"),
         (simulation_cli.app, "--wire", "use simulation.engine = grpc (--engine grpc)"),
         (simulation_cli.app, "--compile", "leave it out"),
+        (client_cli.app, "--insecure", "it was two decisions: plain_text (--plain-text)"),
+        (server_cli.app, "--insecure", "it was two decisions: plain_text (--plain-text)"),
     ],
 )
 def test_a_removed_flag_says_what_replaced_it(app: typer.Typer, flag: str, remedy: str) -> None:

@@ -12,6 +12,7 @@ from headwater.common.system.atomic_file import (
     OWNER_ONLY,
     READABLE,
     atomic_writer,
+    make_private_folder,
     write_atomically,
 )
 
@@ -64,3 +65,28 @@ def test_the_file_has_its_mode_before_it_has_content(tmp_path: Path, mode: int, 
 def test_a_missing_folder_is_an_os_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         write_atomically(tmp_path / "nowhere" / "kept", b"")
+
+
+@pytest.mark.skipif(os.name != "posix", reason="no mode bits")
+@pytest.mark.parametrize("umask", [0o000, 0o022, 0o077, 0o277, 0o777])
+def test_a_private_folder_is_its_owner_s_alone_at_any_umask(tmp_path: Path, umask: int) -> None:
+    before = os.umask(umask)
+    try:
+        make_private_folder(tmp_path / "certs")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "certs").stat().st_mode & 0o777 == 0o700
+
+
+def test_a_folder_that_exists_keeps_its_mode(tmp_path: Path) -> None:
+    folder = tmp_path / "certs"
+    folder.mkdir()
+    folder.chmod(0o750)
+    make_private_folder(folder)
+    assert folder.stat().st_mode & 0o777 == 0o750
+
+
+def test_a_file_in_the_place_of_a_private_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "certs").write_text("")
+    with pytest.raises(FileExistsError):
+        make_private_folder(tmp_path / "certs")

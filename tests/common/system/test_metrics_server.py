@@ -68,13 +68,13 @@ def test_a_port_in_use_is_named(port: MetricsServer) -> None:
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0:9100", "192.168.3.4:9100", "[::]:9100"])
-def test_metrics_on_another_address_than_loopback_need_insecure(address: str) -> None:
+def test_metrics_on_another_address_than_loopback_need_public_metrics(address: str) -> None:
     with pytest.raises(InsecureAddress, match="plain text"):
-        check_metrics_address(address, is_insecure=False)
-    check_metrics_address(address, is_insecure=True)
+        check_metrics_address(address, is_allowed=False)
+    check_metrics_address(address, is_allowed=True)
 
 
 def test_metrics_on_loopback_need_no_flag_and_an_invalid_address_is_refused() -> None:
-    check_metrics_address("127.0.0.1:9100", is_insecure=False)
+    check_metrics_address("127.0.0.1:9100", is_allowed=False)
     with pytest.raises(SettingsError, match="HOST:PORT"):
-        check_metrics_address("9100", is_insecure=True)
+        check_metrics_address("9100", is_allowed=True)

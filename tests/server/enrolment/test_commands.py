@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -55,3 +56,16 @@ def test_a_port_that_is_not_known_yet_is_asked_for(folder: Path) -> None:
     listen(folder, "127.0.0.1:0")
     with pytest.raises(SettingsError, match="not known before it runs"):
         address_of(folder)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="no mode bits")
+@pytest.mark.parametrize("umask", [0o000, 0o022, 0o277])
+def test_only_the_owner_may_enter_the_authority_s_folder_at_any_umask(
+    tmp_path: Path, umask: int
+) -> None:
+    before = os.umask(umask)
+    try:
+        make_folder(tmp_path / "certs", hosts=["127.0.0.1"], certificates_last=None)
+    finally:
+        os.umask(before)
+    assert (tmp_path / "certs").stat().st_mode & 0o777 == 0o700
