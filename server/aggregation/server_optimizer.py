@@ -18,16 +18,28 @@ from torch import Tensor
 
 from headwater.common.errors import CheckpointCorrupt, SettingsError
 from headwater.common.model.parameters import ModelImage
-from headwater.common.named_objects import check_arguments, find_named
 from headwater.common.settings import schema as settings
-from headwater.common.user_code import described, running
-from headwater.server.aggregation.server_rule import RuleOptimizer, ServerRule
+from headwater.common.user_code import running
+from headwater.server.aggregation.optimizer_changes import (
+    OTHER_OPTIMIZER,
+    Chosen,
+    advance,
+    carried_over,
+    check_change,
+    resolved,
+)
+from headwater.server.aggregation.optimizer_settings import (
+    Kind,
+    kind_of,
+    new_optimizer,
+    new_scheduler,
+    split_state,
+    try_out,
+)
+from headwater.server.aggregation.server_rule import RuleOptimizer
 from headwater.server.aggregation.torch_compiler_stub import without_dynamo
 
 log = logging.getLogger(__name__)
-
-Scheduler = torch.optim.lr_scheduler.LRScheduler
-Kind = type[torch.optim.Optimizer] | ServerRule
 
 # The learning rate is no factor of these optimizers' steps: Rprop uses it in the first step only,
 # ASGD in the next one, and Adafactor as an upper bound.
@@ -55,7 +67,7 @@ class ServerOptimizer:
         schedule: settings.ScheduleSettings,
     ) -> None:
         # Imports a user's module before the compiler's stub is in place, which it may import.
-        kind = _kind(optimizer.name)
+        kind = kind_of(optimizer.name)
         with without_dynamo():
             self._build(image, kind, optimizer, schedule)
 
@@ -66,15 +78,16 @@ class ServerOptimizer:
         optimizer: settings.OptimizerSettings,
         schedule: settings.ScheduleSettings,
     ) -> None:
-        num_bytes = _try_out(kind, optimizer, schedule) * image.layout.num_parameters
+        num_bytes = try_out(kind, optimizer, schedule) * image.layout.num_parameters
         log.info("%s keeps %.1f MiB of state", optimizer.name, num_bytes / 2**20)
         self._is_users = ":" in optimizer.name
+        self._kind, self._chosen = kind, (optimizer, schedule)
         self._parameters, self._spans = image.trainable(), image.layout.spans
         if not isinstance(kind, type):  # a rule takes the whole vector
             self._parameters = [torch.nn.Parameter(image.values_P)]
             self._spans = ((0, image.layout.num_parameters),)
-        self._optimizer = _optimizer(kind, self._parameters, optimizer)
-        self._scheduler = _scheduler(self._optimizer, schedule)
+        self._optimizer = new_optimizer(kind, self._parameters, optimizer)
+        self._scheduler = new_scheduler(self._optimizer, schedule)
         if schedule.batch_scaling != "none" and isinstance(self._optimizer, RATE_IS_NO_FACTOR):
             raise SettingsError(
                 f"the steps of {type(self._optimizer).__name__} are not proportional to its rate, "
@@ -157,7 +170,7 @@ class ServerOptimizer:
     def state(self) -> tuple[dict[str, Tensor], str]:
         """Return the tensors of the state by name, and the rest as JSON."""
         whole = self._optimizer.state_dict()
-        tensors, plain = _split_state(whole["state"])
+        tensors, plain = split_state(whole["state"])
         rest = {
             "kinds": self._kinds,
             "groups": whole["param_groups"],
@@ -167,25 +180,51 @@ class ServerOptimizer:
         return tensors, json.dumps(rest)
 
     @without_dynamo()
-    def restore(self, tensors: Mapping[str, Tensor], rest: str) -> None:
-        """Restore what ``state`` returned.
+    def restore(
+        self,
+        tensors: Mapping[str, Tensor],
+        rest: str,
+        *,
+        before: Chosen | None = None,
+        num_steps: int = 0,
+    ) -> None:
+        """Restore what ``state`` returned after ``num_steps`` steps with the settings ``before``.
+
+        Settings that have changed since hold from the next step on. The schedule continues at the
+        rate that it would have reached by now with the settings of today. None: they are the same.
 
         Raises:
-            CheckpointCorrupt: the state belongs to another optimizer or schedule.
+            SettingsError: the state is of another optimizer, or does not fit a changed setting.
+            CheckpointCorrupt: the state cannot be read, or is of another schedule.
         """
         try:
             plain = json.loads(rest)
-            if plain["kinds"] != self._kinds:
+            if plain["kinds"][0] != self._kinds[0]:
+                raise SettingsError(
+                    f"the run was started with the optimizer {plain['kinds'][0]}, whose state does "
+                    f"not fit {self._kinds[0]}",
+                    remedy=OTHER_OPTIMIZER,
+                )
+            is_changed = before is not None and resolved(before) != resolved(self._chosen)
+            if not is_changed and plain["kinds"] != self._kinds:
                 raise ValueError(f"it belongs to {plain['kinds']}, not to {self._kinds}")
+            groups = plain["groups"]
             state: dict[int, dict[str, Any]] = {}
             for name, value in (*tensors.items(), *plain["plain"].items()):
                 index, _, key = name.partition(".")
                 state.setdefault(int(index), {})[key] = value
-            self._optimizer.load_state_dict({"state": state, "param_groups": plain["groups"]})
-            if self._scheduler is not None:
+            if is_changed:
+                assert before is not None
+                old = new_optimizer(self._kind, self._parameters, before[0])
+                advance(new_scheduler(old, before[1]), num_steps)
+                advance(self._scheduler, num_steps)
+                check_change(self._kind, before, self._chosen, old=old, new=self._optimizer)
+                groups = carried_over(groups, old, self._optimizer)
+            self._optimizer.load_state_dict({"state": state, "param_groups": groups})
+            if self._scheduler is not None and not is_changed:
                 own = self._scheduler.state_dict()
                 self._scheduler.load_state_dict(_with_types_of(own, plain["scheduler"]))
-        except (KeyError, ValueError, TypeError) as error:
+        except (KeyError, IndexError, ValueError, TypeError) as error:
             raise CheckpointCorrupt(
                 f"the optimizer's state does not fit: {error}",
                 remedy="resume with the optimizer and schedule that the run was started with",
@@ -202,156 +241,3 @@ def _with_types_of(own: Any, read: Any) -> Any:
     if isinstance(own, list) and len(own) == len(read):
         return [_with_types_of(*pair) for pair in zip(own, read, strict=True)]
     return read
-
-
-def _split_state(
-    state: Mapping[int, Mapping[str, Any]],
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the tensors of an optimizer's state by name, and its other values."""
-    tensors: dict[str, Tensor] = {}
-    plain: dict[str, Any] = {}
-    for index, entries in state.items():
-        for key, value in entries.items():
-            if isinstance(value, Tensor):
-                tensors[f"{index}.{key}"] = value
-            elif value is not None:
-                plain[f"{index}.{key}"] = value
-    return tensors, plain
-
-
-def _try_out(
-    kind: Kind, optimizer: settings.OptimizerSettings, schedule: settings.ScheduleSettings
-) -> float:
-    """Take two steps on a parameter made for it; return the bytes of state per parameter.
-
-    Some classes refuse their arguments only in a step; the run should not begin then.
-
-    Raises:
-        SettingsError: the optimizer or the schedule cannot be created, cannot step, or keeps what
-            no checkpoint can hold.
-    """
-    parameter = torch.nn.Parameter(torch.zeros(2, 2))
-    made = _optimizer(kind, [parameter], optimizer)
-    scheduler = _scheduler(made, schedule)
-    try:
-        for _ in range(2):
-            parameter.grad = torch.zeros(2, 2)
-            made.step()
-            if scheduler is not None:
-                scheduler.step()
-    except SettingsError:
-        raise
-    except Exception as error:
-        own, named = ":" in optimizer.name, schedule.name
-        raise SettingsError(
-            f"{optimizer.name}{f' with the schedule {named}' if named else ''} cannot step: "
-            f"{described(error) if own else error}",
-            remedy="correct the line that is shown"
-            if own
-            else "see its page in torch's docs for its arguments",
-        ) from error
-    tensors, plain = _split_state(made.state_dict()["state"])
-    try:
-        json.dumps(plain)
-    except TypeError as error:
-        raise SettingsError(
-            f"{optimizer.name} keeps a state that no checkpoint can hold: {error}",
-            remedy="keep tensors, numbers, texts and lists of these",
-        ) from error
-    sizes = [tensor.nbytes for tensor in tensors.values() if tensor.numel() >= parameter.numel()]
-    return sum(sizes) / parameter.numel()
-
-
-def _named_class(module: Any, name: str, base: type) -> type[Any]:
-    """Return a class of a torch module by its name, ignoring case."""
-    classes = {
-        key.lower(): value
-        for key, value in vars(module).items()
-        if isinstance(value, type) and issubclass(value, base) and value is not base
-    }
-    if name.lower() not in classes:
-        raise SettingsError(
-            f"{module.__name__} has no {name!r}", remedy=f"one of: {', '.join(sorted(classes))}"
-        )
-    return classes[name.lower()]
-
-
-def _made(kind: type[Any], first: Any, arguments: Mapping[str, Any]) -> Any:
-    check_arguments(kind, arguments, what=kind.__name__, num_own=1)
-    try:
-        return kind(first, **arguments)
-    except Exception as error:
-        raise SettingsError(
-            f"{kind.__name__}: {str(error) or type(error).__name__}",
-            remedy="see its page in torch's docs",
-        ) from error
-
-
-def _kind(name: str) -> Kind:
-    """Return torch's or the user's optimizer class of this name, or the user's server rule.
-
-    Raises:
-        SettingsError: there is none, or it is neither.
-    """
-    if ":" not in name:
-        return _named_class(torch.optim, name, torch.optim.Optimizer)
-    found = find_named(name, what="optimizer")
-    is_class = isinstance(found, type)
-    if is_class and issubclass(found, torch.optim.Optimizer):
-        kind: Kind = found
-        return kind
-    if is_class or not callable(found):
-        raise SettingsError(
-            f"{name} is neither a class of optimizers nor a function of a mean gradient and a "
-            "state",
-            remedy="inherit from torch.optim.Optimizer, or write a function (docs/extend.md)",
-        )
-    rule: ServerRule = found
-    return rule
-
-
-def _optimizer(
-    kind: Kind, parameters: list[torch.nn.Parameter], chosen: settings.OptimizerSettings
-) -> torch.optim.Optimizer:
-    if isinstance(kind, type) and issubclass(kind, torch.optim.LBFGS | torch.optim.SparseAdam):
-        raise SettingsError(
-            f"{kind.__name__} cannot step on a sum of gradients", remedy="choose sgd, adam or adamw"
-        )
-    if "lr" in chosen.arguments:
-        raise SettingsError(
-            "lr is among the optimizer's arguments", remedy="set it by --learning-rate"
-        )
-    arguments = {
-        key: tuple(value) if isinstance(value, list) else value
-        for key, value in chosen.arguments.items()
-    }
-    if not isinstance(kind, type):
-        return RuleOptimizer(parameters, kind, lr=chosen.rate, arguments=arguments)
-    optimizer: torch.optim.Optimizer = _made(kind, parameters, {**arguments, "lr": chosen.rate})
-    return optimizer
-
-
-def _scheduler(
-    optimizer: torch.optim.Optimizer, chosen: settings.ScheduleSettings
-) -> Scheduler | None:
-    schedulers = torch.optim.lr_scheduler
-    parts: list[Scheduler] = []
-    if chosen.warmup_rounds:
-        parts.append(
-            schedulers.LinearLR(
-                optimizer,
-                start_factor=1 / (chosen.warmup_rounds + 1),
-                total_iters=chosen.warmup_rounds,
-            )
-        )
-    if chosen.name is not None:
-        kind = _named_class(schedulers, chosen.name, Scheduler)
-        if kind in (schedulers.LambdaLR, schedulers.MultiplicativeLR):
-            raise SettingsError(
-                f"{kind.__name__} takes a function, which a settings file cannot hold",
-                remedy="choose CosineAnnealingLR, StepLR or another that takes numbers",
-            )
-        parts.append(_made(kind, optimizer, chosen.arguments))
-    if len(parts) < 2:
-        return parts[0] if parts else None
-    return schedulers.SequentialLR(optimizer, parts, milestones=[chosen.warmup_rounds])

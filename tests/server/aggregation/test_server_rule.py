@@ -115,7 +115,7 @@ def test_a_rule_that_raises_before_the_first_round_shows_the_user_s_line() -> No
 def test_other_rules_are_refused_at_resume() -> None:
     first = optimizer_of(signum)
     first.step(means(1)[0])
-    with pytest.raises(headwater.HeadwaterError, match="belongs to"):
+    with pytest.raises(SettingsError, match="the run was started with the optimizer signum"):
         optimizer_of(Lion).restore(*first.state())
 
 
@@ -228,3 +228,24 @@ def test_a_step_that_raises_in_a_round_shows_the_user_s_line(kind: object, name:
     with pytest.raises(TaskFailed, match=f"the {name} failed: KeyError") as caught:
         optimizer.step(torch.ones(26))
     assert 'raise KeyError("no such moment")' in caught.value.message
+
+
+def test_a_resumed_rule_has_its_changed_rate_and_arguments() -> None:
+    first_P, second_P = means(2)
+    chosen = [
+        OptimizerSettings(name="python:it", learning_rate=rate, arguments={"beta": beta})
+        for rate, beta in ((0.5, 0.5), (0.125, 0.25))
+    ]
+    with run_scope({"python:it": signum}):
+        images = [build_model(Signs(), seed=0) for _ in chosen]
+        first, second = (
+            ServerOptimizer(image, one, ScheduleSettings())
+            for image, one in zip(images, chosen, strict=True)
+        )
+        first.step(first_P)
+        images[1].load(bytes(images[0].buffer()))
+        second.restore(*first.state(), before=(chosen[0], ScheduleSettings()), num_steps=1)
+    before_P = images[1].values_P.clone()
+    second.step(second_P)
+    step_P = (0.25 * 0.5 * first_P + 0.75 * second_P).sign()
+    torch.testing.assert_close(images[1].values_P, before_P - 0.125 * step_P, rtol=0, atol=1e-6)
