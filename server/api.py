@@ -78,7 +78,7 @@ def serve(
         settings: all other settings, by dotted keys as in ``{"tls.ca": "ca.pem"}``
             (docs/settings.md), or the path of a TOML file such as certs/server.toml.
         observer: an object with ``on_round(row)``, a function of a row, or several.
-        resume: continue the run in ``out``.
+        resume: continue the run in ``out`` with its settings, except those that are given here.
         progress: print the address and the progress.
 
     Raises:

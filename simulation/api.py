@@ -84,7 +84,7 @@ def simulate(
         settings: all other settings, by dotted keys as in ``{"plan.precision": "bfloat16"}``
             (docs/settings.md), or the path of a TOML file.
         observer: an object with ``on_round(row)``, a function of a row, or several.
-        resume: continue the run in ``out``.
+        resume: continue the run in ``out`` with its settings, except those that are given here.
         progress: print the progress.
 
     Raises:

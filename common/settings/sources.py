@@ -18,7 +18,7 @@ from pydantic_core import ErrorDetails
 
 from headwater.common.errors import SettingsError
 from headwater.common.settings.introspection import all_settings, branches
-from headwater.common.settings.schema import SETTINGS_FILE, Settings
+from headwater.common.settings.schema import SETTINGS_FILE, Settings, flattened
 from headwater.common.task_spec import name_of
 
 COMMAND_LINE = "the command line"
@@ -42,30 +42,30 @@ REMOVED: dict[str, tuple[Any, str]] = {
 
 
 def load(
-    config: Path | None, overrides: Mapping[str, Any], *, source: str = COMMAND_LINE
+    config: Path | None,
+    overrides: Mapping[str, Any],
+    *,
+    source: str = COMMAND_LINE,
+    below: Path | None = None,
 ) -> Settings:
     """Read the settings file, if any, and lay the given dotted overrides over it.
 
     An override of ``None`` means that the flag was not given. ``source`` is where the overrides
-    come from, for errors.
+    come from, for errors. ``below`` is a run's own settings file, over which all this is laid.
 
     Raises:
-        SettingsError: the file is missing or not TOML; a setting is unknown or its value wrong.
+        SettingsError: a file is missing or not TOML; a setting is unknown or its value wrong.
     """
-    tree: dict[str, Any] = {}
-    if config is not None:
-        try:
-            tree = tomllib.loads(config.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise SettingsError(
-                f"cannot read the settings file {config}: {error.strerror}"
-            ) from error
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise SettingsError(f"{config} is not a TOML file: {error}") from error
+    tree = {} if below is None else _read(below)
+    own = {} if config is None else _read(config)
     given = {key: value for key, value in overrides.items() if value is not None}
+    layers = [(source, [*given]), (str(config), [key for key, _ in flattened(own)])]
+    if below is not None:
+        _forget_derived(tree, [key for _, keys in layers for key in keys])
+    _lay_over(tree, own)
     for key, value in given.items():
         _put(tree, key, value)
-    return _validated(tree, file=str(config), overridden=given, source=source)
+    return _validated(tree, file=str(config if below is None else below), layers=layers)
 
 
 def load_run(
@@ -75,20 +75,54 @@ def load_run(
     resume: bool,
     source: str = COMMAND_LINE,
 ) -> Settings:
-    """Read the settings of a run; a resumed run takes up those that it left in its folder.
+    """Read the settings of a run; those of a resumed run are laid over its own settings file.
 
     Raises:
-        SettingsError: as ``load``, or a resumed run without a folder to resume from.
+        SettingsError: as ``load``, or a resumed run without a folder, or with nothing in it and no
+            task to begin with.
     """
-    if resume and config is None:
-        out = overrides.get("out")
-        if out is None:
-            raise SettingsError(
-                "--resume needs --out", remedy="name the folder of the run: --out DIR"
-            )
-        left = Path(out) / SETTINGS_FILE
-        config = left if left.exists() else None
-    return load(config, overrides, source=source)
+    if not resume:
+        return load(config, overrides, source=source)
+    own = {} if config is None else _read(config)
+    out = overrides.get("out") or own.get("out")
+    if out is None:
+        raise SettingsError("--resume needs --out", remedy="name the folder of the run: --out DIR")
+    left = Path(out) / SETTINGS_FILE
+    if not left.exists() and not (overrides.get("task") or own.get("task")):
+        raise SettingsError(
+            f"there is no run to resume in {out}: it holds no {SETTINGS_FILE}",
+            remedy="correct --out; or name the --task, and a run begins there",
+        )
+    return load(config, overrides, source=source, below=left if left.exists() else None)
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SettingsError(f"cannot read the settings file {file}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{file} is not a TOML file: {error}") from error
+
+
+def _lay_over(tree: dict[str, Any], upper: Mapping[str, Any]) -> None:
+    """Replace the values that the upper tree has; a table of arguments is one value."""
+    for key, value in upper.items():
+        below = tree.get(key)
+        if key in branches() and isinstance(below, dict) and isinstance(value, dict):
+            below |= value
+        else:
+            tree[key] = value
+
+
+def _forget_derived(tree: dict[str, Any], given: Iterable[str]) -> None:
+    """Forget a run's number of devices if the data or the fleet that it came from is given again.
+
+    Otherwise a new number would seem to contradict a --clients that nobody gave.
+    """
+    simulation = tree.get("simulation")
+    if isinstance(simulation, dict) and {"simulation.data", "simulation.fleet"} & set(given):
+        simulation.pop("clients", None)
 
 
 def with_default_task(settings: Settings) -> Settings:
@@ -135,9 +169,9 @@ def _validated(
     tree: dict[str, Any],
     *,
     file: str,
-    overridden: Iterable[str] = (),
-    source: str = COMMAND_LINE,
+    layers: Iterable[tuple[str, Iterable[str]]] = (),
 ) -> Settings:
+    """Check a tree; ``layers`` are the sources above the file and their keys, the highest first."""
     for key, (inert, _) in REMOVED.items():
         section, _, leaf = key.rpartition(".")
         values = tree.get(section) if section else tree
@@ -149,9 +183,13 @@ def _validated(
         problems: dict[str, tuple[str, str]] = {}
         for details in error.errors():
             key = _key_of(details)
-            is_flag = any(_is_within(key, other) or _is_within(other, key) for other in overridden)
+            sources = (
+                source
+                for source, keys in layers
+                if any(_is_within(key, other) or _is_within(other, key) for other in keys)
+            )
             # A union has an error for each of its types: the first says what is expected.
-            problems.setdefault(key, _problem(key, details, source if is_flag else file))
+            problems.setdefault(key, _problem(key, details, next(sources, file)))
         raise _settings_error([*problems.values()]) from error
 
 

@@ -26,7 +26,10 @@ Config = Annotated[
 ]
 Resume = Annotated[
     bool,
-    typer.Option("--resume", help="Continue from the checkpoint in --out, with its settings."),
+    typer.Option(
+        "--resume",
+        help="Continue the run in --out with its settings; --config and flags override them.",
+    ),
 ]
 Verbose = Annotated[
     bool, typer.Option("--verbose", "-v", help="Log each step.", rich_help_panel=OTHER_PANEL)

@@ -17,6 +17,7 @@ from typing import Any
 
 from headwater.common.errors import RoundAborted, StateError
 from headwater.common.messages import DeviceReport
+from headwater.common.settings.changes import Changes, changes_text, of_training
 from headwater.common.system.json_logs import FIELDS
 from headwater.server.operations import orders
 from headwater.server.operations.orders import Order, read_order, run_state
@@ -151,6 +152,10 @@ class RunControl(Observer):
         if self.is_draining:
             raise Drained
         return not self.is_paused
+
+    def resumed(self, round_number: int, changed: Changes) -> None:
+        if of_training(changed):
+            self._history.add_event("changed", changes_text(of_training(changed)))
 
     def begun(self, round_number: int, reports: Mapping[str, DeviceReport]) -> None:
         self._is_in_round = True

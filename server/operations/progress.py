@@ -11,6 +11,7 @@ from rich.markup import escape
 from rich.text import Text
 
 from headwater.common.model.trained_model import BEST, MODEL, read_record
+from headwater.common.settings.changes import Changes, changes_text
 from headwater.common.settings.schema import Settings
 from headwater.common.system.console import console, print_text
 from headwater.common.system.live_status import LiveStatus, pack
@@ -73,14 +74,30 @@ def show_progress(settings: Settings) -> Iterator[tuple[OnRound, Observer]]:
         def on_round(row: RoundRow) -> None:
             status.event(lambda: display.round_line(row))
 
-        yield on_round, Observers(display, _RunLines(status))
+        yield on_round, Observers(display, _RunLines(status, settings))
 
 
 class _RunLines(Observer):
     """Prints lines about the whole run."""
 
-    def __init__(self, status: LiveStatus) -> None:
+    def __init__(self, status: LiveStatus, settings: Settings) -> None:
         self._status = status
+        self._settings = settings
+
+    def resumed(self, round_number: int, changed: Changes) -> None:
+        rounds = self._settings.rounds
+        if not round_number:
+            print_text(f"{self._settings.out} has no checkpoint yet: the run begins with round 1")
+        elif round_number >= rounds:
+            print_text(
+                f"already done: the run has {counted(round_number, 'round')}, and --rounds is "
+                f"{rounds}; train on with --resume --rounds N"
+            )
+        else:
+            print_text(f"continues after round {round_number}")
+        if changed:
+            arrow = "->" if console.options.ascii_only else "→"
+            print_text(f"changed: {changes_text(changed, arrow=arrow)}")
 
     def ended(self) -> None:
         self._status.print_skipped()  # the last round's, before anything that is said of the end

@@ -47,6 +47,8 @@ class Progress:
     secure: dict[str, Any] = field(default_factory=dict)
     simulated: dict[str, Any] = field(default_factory=dict)
     selection: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Those of the round (``common.settings.changes``); none in a file of an earlier version."""
 
 
 def save(
@@ -92,6 +94,15 @@ def load(folder: Path) -> tuple[Progress, Tensor, dict[str, Tensor]] | None:
     except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
         raise CheckpointCorrupt(f"{path} cannot be read: {error}") from error
     return progress, image_U8, {n.removeprefix(OPTIMIZER): t for n, t in tensors.items()}
+
+
+def saved_round(folder: Path) -> int | None:
+    """Return the round of a folder's checkpoint, from its metadata; None if it cannot be read."""
+    try:
+        with safe_open(folder / FILE, framework="pt") as file:
+            return int(json.loads((file.metadata() or {})[CHECKPOINT_KEY])["round"])
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError):
+        return None
 
 
 def digest(plain: str, tensors: Mapping[str, Tensor]) -> str:

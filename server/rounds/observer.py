@@ -12,6 +12,7 @@ from torch import nn
 
 from headwater.common.errors import RoundAborted
 from headwater.common.messages import DeviceReport
+from headwater.common.settings.changes import Changes
 from headwater.common.settings.schema import Settings
 from headwater.server.rounds.open_round import OpenRound
 from headwater.server.rounds.round_row import RoundRow
@@ -36,6 +37,12 @@ class Observer:
 
         ``settings.out`` is the folder that it writes to, if any. The steps change ``model`` in
         place: it is the model of the last step at any time.
+        """
+
+    def resumed(self, round_number: int, changed: Changes) -> None:
+        """Handle a resumed run, right after its start, with the settings that it changes.
+
+        ``round_number`` is the checkpoint's round; 0 if there was no checkpoint.
         """
 
     def begun(self, round_number: int, reports: Mapping[str, DeviceReport]) -> None:
@@ -69,6 +76,10 @@ class Observers(Observer):
     def started(self, settings: Settings, *, round_number: int, model: nn.Module) -> None:
         for observer in self._observers:
             observer.started(settings, round_number=round_number, model=model)
+
+    def resumed(self, round_number: int, changed: Changes) -> None:
+        for observer in self._observers:
+            observer.resumed(round_number, changed)
 
     def begun(self, round_number: int, reports: Mapping[str, DeviceReport]) -> None:
         for observer in self._observers:

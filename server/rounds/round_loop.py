@@ -66,6 +66,8 @@ def run(
         observer.started(settings, round_number=training.round, model=training.image.model)
         if folder is not None:
             _write_settings(folder, settings)
+            if resume:
+                observer.resumed(training.round, training.changed)
             _save_best(folder, training)  # a kill may have come between checkpoint and best model
         _run_rounds(training, fleet, on_round, observer)
     except BaseException:
@@ -87,6 +89,8 @@ def run(
 def _resume_or_begin(training: Training, fleet: Fleet, folder: Path, *, resume: bool) -> None:
     """Restore the checkpoint in the run's folder, or check that there is none.
 
+    Without a checkpoint a resumed run begins: a service is started with --resume each time.
+
     Raises:
         SettingsError: there is one, and the run should not resume.
         HeadwaterError: see ``Training.resume``.
@@ -94,11 +98,14 @@ def _resume_or_begin(training: Training, fleet: Fleet, folder: Path, *, resume: 
     if resume and training.resume(folder, fleet):
         log.info("resumed after round %d", training.round)
     elif resume:
-        log.warning("there is no checkpoint in %s: starting with round 1", folder)
+        log.info("there is no checkpoint in %s: starting with round 1", folder)
     elif (folder / checkpoint.FILE).exists():
+        done = checkpoint.saved_round(folder)
+        what = "a checkpoint" if done is None else f"a run of {counted(done, 'round')}"
         raise SettingsError(
-            f"{folder} holds the checkpoint of another run",
-            remedy="continue that run with --resume, or choose another --out",
+            f"{folder} already holds {what}, and without --resume a run begins anew",
+            remedy="continue that run with --resume (--rounds N for more rounds in all), or choose "
+            "another --out",
         )
 
 
@@ -133,7 +140,7 @@ def _run_rounds(training: Training, fleet: Fleet, on_round: OnRound, observer: O
             if num_aborted >= settings.cohort.max_aborted_rounds and not training.has_narrowed:
                 raise
             continue
-        row = replace(row, num_aborted=num_aborted)
+        row = replace(row, num_aborted=num_aborted, settings_changed=training.take_changed())
         num_aborted = 0
         if evaluation.is_due(settings.evaluation, round_number=row.round, rounds=settings.rounds):
             training.follow_metrics(row.metrics, loss=row.loss)

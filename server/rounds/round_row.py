@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from operator import attrgetter
-from typing import overload
+from typing import Any, overload
 
 from headwater.common.messages import Plan, ReadyReport, ReportFields
 from headwater.common.stats.gradient_noise import estimates_after_steps
@@ -92,6 +92,8 @@ class RoundRow:
     not_evaluated: dict[str, str] = field(default_factory=dict)
     # The slowest client's seconds if the clients' clock is virtual; None where the clock is real.
     virtual_seconds: float | None = None
+    # The settings that a resumed run changed before this round: the values before and since.
+    settings_changed: dict[str, list[Any]] = field(default_factory=dict)
     # The number of earlier attempts at this round, which were aborted.
     num_aborted: int = 0
     # Coordinates and numbers that a masked round's fixed-point ranges cut off; None without masks.

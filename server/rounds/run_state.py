@@ -29,7 +29,9 @@ from headwater.common.model.mismatch import difference_from_text
 from headwater.common.model.parameters import build_model
 from headwater.common.model.trained_model import load_initial
 from headwater.common.model.vectors import all_finite, squared_norm
-from headwater.common.settings.schema import Settings
+from headwater.common.settings.changes import Changes, changes, of_training, optimizer_of, values_of
+from headwater.common.settings.schema import SETTINGS_FILE, Settings
+from headwater.common.settings.sources import load
 from headwater.common.task import load_task, max_weight_per_example
 from headwater.common.wording import counted
 from headwater.server.aggregation.cohort_sum import CohortSum
@@ -65,6 +67,7 @@ log = logging.getLogger(__name__)
 NOTHING_FINITE = "lower --learning-rate if the model diverged, or look at the devices' data"
 MASKED_FALSELY = "SumOutOfRange: the sums in and out of range show that it masked a false number"
 DEFAULT_DECISIONS = Decisions()
+INITIAL = "model.initial"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,6 +124,8 @@ class Training:
         """Whether the sums of the last round told more about which client masks false numbers."""
         self.sessions: SessionNumbers | None = None
         self.selection = model_selection.ModelSelection()
+        self.changed: Changes = {}
+        """The settings that a resumed run changed, until its next round is committed."""
 
     def resume(self, folder: Path, fleet: Fleet) -> bool:
         """Restore the checkpoint in ``folder``; return False if there is none.
@@ -128,7 +133,8 @@ class Training:
         Raises:
             CheckpointCorrupt: it cannot be read.
             ModelMismatch: it belongs to another model.
-            SettingsError: a setting has changed that decides which examples a device takes.
+            SettingsError: a setting has changed that decides which examples a device takes, or one
+                that the state of the run does not fit.
         """
         saved = checkpoint.load(folder)
         if saved is None:
@@ -149,8 +155,20 @@ class Training:
                     f"{chosen[key]!r:.200}: the devices would take other examples",
                     remedy="resume with the run's own settings: --resume --out DIR alone",
                 )
+        before = progress.settings or _settings_left(folder)
+        self.changed = changes(before, values_of(self.settings))
+        if INITIAL in self.changed:
+            raise SettingsError(
+                f"the run in {folder} has a model already, and --initial-model names another",
+                remedy="leave --initial-model out; or begin a new run with it: another --out",
+            )
         self.image.bytes_U8.copy_(image_U8)
-        self.optimizer.restore(optimizer, progress.optimizer)
+        self.optimizer.restore(
+            optimizer,
+            progress.optimizer,
+            before=optimizer_of(before) if before else None,
+            num_steps=progress.round,
+        )
         self.sum.restore(progress.largest)
         self.norm_watch = replace(self.norm_watch, largest_median=progress.largest_median_norm)
         self.round, self.run_id = progress.round, progress.run_id
@@ -166,6 +184,11 @@ class Training:
         fleet.restore_simulated(progress.simulated)
         return True
 
+    def take_changed(self) -> dict[str, list[Any]]:
+        """Return what changed when the run was resumed, for the first row after that alone."""
+        changed, self.changed = self.changed, {}
+        return {key: [*values] for key, values in of_training(changed).items()}
+
     def _data_settings(self) -> dict[str, Any]:
         """Return the settings that decide which examples each device takes."""
         chosen = self.settings
@@ -175,6 +198,8 @@ class Training:
             "simulation.clients": chosen.simulation.clients,
             "simulation.data": chosen.simulation.model_dump(mode="json")["data"],
             "held_out_fraction": held_out_fraction(chosen.evaluation),
+            "partition.kind": chosen.partition.kind,
+            "partition.examples_per_device": chosen.partition.examples_per_device,
         }
 
     def open_round(self, planned: RoundPlans) -> OpenRound:
@@ -433,7 +458,18 @@ class Training:
             },
             simulated=fleet.simulated_state(),
             selection=self.selection.to_json(),
+            settings=values_of(self.settings),
         )
+
+
+def _settings_left(folder: Path) -> dict[str, Any]:
+    """Return the settings that an earlier version's run left beside its checkpoint, if any."""
+    file = folder / SETTINGS_FILE
+    try:
+        return values_of(load(file, {})) if file.exists() else {}
+    except SettingsError as error:
+        log.warning("what the resumed run changes is not known: %s", error)
+        return {}
 
 
 def _check_algorithm(settings: Settings) -> None:

@@ -85,7 +85,7 @@ CASES: dict[str, tuple[list[str], str, list[str]]] = {
     "the folder of another run": (
         [*GOOD, "--out", "{here}/other"],
         "SettingsError",
-        ["holds the checkpoint of another run", "--resume"],
+        ["already holds a checkpoint", "--resume"],
     ),
     "more clients asked for than there are": (
         [*GOOD, "--min-clients", "3"],

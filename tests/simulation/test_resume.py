@@ -111,7 +111,7 @@ def test_resuming_without_a_checkpoint_starts_a_run(tmp_path: Path) -> None:
 def test_a_folder_of_another_run_is_refused_and_not_changed(tmp_path: Path) -> None:
     simulate(chosen(tmp_path, 1, "sgd"))
     before = {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
-    with pytest.raises(SettingsError, match="holds the checkpoint of another run"):
+    with pytest.raises(SettingsError, match="already holds a run of"):
         simulate(chosen(tmp_path, 2, "sgd"))
     assert {p: p.read_bytes() for p in tmp_path.iterdir() if p.is_file()} == before
 
