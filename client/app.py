@@ -138,6 +138,8 @@ def _answer_phase(phase: Phase, request: DeviceRequest) -> RecordDict:
         records.save_state(context, SECURE, record)
         if record.masked == session.device.update_id:  # its examples count as used in any case
             records.save_state(context, SAMPLER, request.sampler.passed())
+            if session.record.masked != record.masked:
+                request.history.add(session.device.model_digest, session.device.examples)
         if is_suspended:
             suspended.write_state_file()
 

@@ -49,7 +49,10 @@ KEYS = KeysRequest(run=RUN, round=1, attempt=1, mode="semi-honest")
 
 
 def settings_of(**changes: Any) -> Settings:
-    return Settings.model_validate({"task": TASK, "check_task": False, "threads": 1, **changes})
+    """Return settings; masked rounds take examples in the order of plain ones."""
+    secure = {"order_seed": 0, **changes.pop("secure", {})}
+    given = {"task": TASK, "check_task": False, "threads": 1, "secure": secure, **changes}
+    return Settings.model_validate(given)
 
 
 def trainer(task: str = TASK) -> Trainer:

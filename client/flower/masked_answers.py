@@ -45,9 +45,9 @@ from headwater.client.secagg.prepare import (
 )
 from headwater.client.secagg.types import UnmaskedUpdate
 from headwater.client.training.batch_fetch import Batches
-from headwater.client.training.sampler import SamplerState
+from headwater.client.training.sampler import SamplerState, seed_of
 from headwater.client.training.trainer import Trainer
-from headwater.common.errors import HeadwaterError, StateError
+from headwater.common.errors import HeadwaterError, StateError, UpdateAlreadyMasked
 from headwater.common.flower import records
 from headwater.common.messages import (
     DescribeRequest,
@@ -202,6 +202,8 @@ def train_masked(request: DeviceRequest, plan: Plan) -> RecordDict:
     vitals = _public_vitals(request, hardware)
     model = hashlib.sha256(trainer.image.buffer()).digest()
     sampler = _follow_repeats(request, plan, model=model)
+    order_seed = _order_seed(request, plan)
+    examples, left_out = _unmasked_examples(request, plan, sampler, order_seed, model=model)
     update: Update | None = None
     try:
         update, after = trainer.train(
@@ -211,6 +213,8 @@ def train_masked(request: DeviceRequest, plan: Plan) -> RecordDict:
             sampler,
             spool=spool_of(context, identity.name),
             algorithm=algorithm,
+            order_seed=order_seed,
+            left_out=left_out,
         )
     except StateError:
         raise
@@ -220,10 +224,10 @@ def train_masked(request: DeviceRequest, plan: Plan) -> RecordDict:
         log.warning(
             text, identity.name, plan.round, type(error).__name__, error, exc_info=not is_own
         )
-        after = trainer.skip(identity, plan, sampler)
+        after = trainer.skip(identity, plan, sampler, order_seed)
     records.save_state(context, SAMPLER, after)
     passed_seconds = time.monotonic() - start_seconds
-    _add_pending(request, plan, update, model=model)
+    _add_pending(request, plan, update, model=model, examples=examples)
     pace = read_pace(records.load_state(context, PACE))
     schedule = schedule_seconds(plan, pace)
     if update is not None and update.report.num_examples >= plan.quota and not request.is_simulated:
@@ -251,8 +255,44 @@ def _follow_repeats(request: DeviceRequest, plan: Plan, *, model: bytes) -> Samp
     return sampler
 
 
+def _order_seed(request: DeviceRequest, plan: Plan) -> int:
+    """Return the seed of the order in which a masked plan takes its examples."""
+    chosen = request.secure.order_seed
+    if chosen is None:
+        return request.history.order_seed(plan.run_seed, request.context.run_id)
+    return plan.run_seed if chosen == 0 else seed_of("masked order", plan.run_seed, chosen)
+
+
+def _unmasked_examples(
+    request: DeviceRequest, plan: Plan, sampler: SamplerState, order_seed: int, *, model: bytes
+) -> tuple[tuple[int, ...], frozenset[int]]:
+    """Return the examples of a plan that were never masked at its model, and the others' places.
+
+    Raises:
+        UpdateAlreadyMasked: all were.
+    """
+    sampler = sampler.settle(plan.counted_round)
+    numbers = request.trainer.numbers(request.identity, plan, sampler, order_seed)
+    masked = request.history.masked_at(model)
+    if not masked:
+        return numbers, frozenset()
+    left_out = frozenset(place for place, number in enumerate(numbers) if number in masked)
+    if len(left_out) == len(numbers):
+        raise UpdateAlreadyMasked(
+            f"{request.identity.name}, round {plan.round}: the plan's examples were masked before, "
+            "at the same model: continue that run with --resume, start from another model (--seed), "
+            "or ask for fewer examples than a device has",
+        )
+    return tuple(number for number in numbers if number not in masked), left_out
+
+
 def _add_pending(
-    request: DeviceRequest, plan: Plan, update: Update | None, *, model: bytes
+    request: DeviceRequest,
+    plan: Plan,
+    update: Update | None,
+    *,
+    model: bytes,
+    examples: tuple[int, ...],
 ) -> None:
     """Keep an update for its secure session; None: one of weight 0."""
     # Imported here, as most clients never mask: it costs 0.5 MB of an idle client's memory.
@@ -267,14 +307,12 @@ def _add_pending(
             numbers=numbers_of_nothing(num_refused=plan.quota),
         )
     else:
-        examples, _ = trainer.split(
-            identity, run_seed=plan.run_seed, fraction=plan.held_out_fraction
-        )
+        owned, _ = trainer.split(identity, run_seed=plan.run_seed, fraction=plan.held_out_fraction)
         norm = trainer.accumulator.gradient_norm()
-        unmasked = unmasked_update(update, plan, num_owned=len(examples), norm=norm)
+        unmasked = unmasked_update(update, plan, num_owned=len(owned), norm=norm)
     device = participant_of(
         plan,
-        request.sampler,
+        examples,
         trainer,
         name=identity.name,
         run_id=context.run_id,

@@ -17,7 +17,7 @@ from flwr.clientapp import ClientApp
 
 from headwater.client.device.bandwidth import Bandwidth
 from headwater.client.flower.request import ALLOW_LIST, IDENTITY, SIMULATED, SPOOL, spool_of
-from headwater.client.flower.state_file import StateFile
+from headwater.client.flower.state_file import STATE, StateFile
 from headwater.client.operations.activity import Activity
 from headwater.client.operations.counters import Counters
 from headwater.client.secagg.pending import pending_in
@@ -66,6 +66,7 @@ class Node:
             "num-partitions": identity.num_parts,
         }
         paths = {
+            STATE: state_folder,
             "data": identity.data,
             SPOOL: settings.client.spool,
             IDENTITY: settings.secure.identity,

@@ -21,14 +21,15 @@ from headwater.client.enrolment.signing_identity import (
     read_enrolment,
     simulated_enrolment,
 )
-from headwater.client.flower.state_file import SAMPLER, SPEED, read_sampler, read_speed
+from headwater.client.flower.state_file import SAMPLER, SPEED, STATE, read_sampler, read_speed
+from headwater.client.secagg.masked_history import MaskedHistory, NoHistory, history_in
 from headwater.client.secagg.prepare import strictest_settings
 from headwater.client.training.context import HardwareOf, Identity
 from headwater.client.training.sampler import SamplerState
 from headwater.client.training.spool import Spool
 from headwater.client.training.trainer import Trainer
 from headwater.common.flower import records
-from headwater.common.settings.schema import SecureSettings, Settings
+from headwater.common.settings.schema import ClientSettings, SecureSettings, Settings
 from headwater.common.settings.sources import from_run_config
 from headwater.common.stats.linear_fit import Line
 
@@ -77,6 +78,19 @@ class DeviceRequest:
     def is_simulated(self) -> bool:
         """Whether one party plays the server and all devices, and nothing is hidden."""
         return SIMULATED in self.context.node_config
+
+    @property
+    def history(self) -> MaskedHistory:
+        """What the device has masked in all of its runs.
+
+        Raises:
+            StateError: its file cannot be read or written.
+        """
+        if self.is_simulated:
+            return NoHistory()
+        folder = self.context.node_config.get(STATE)
+        path = ClientSettings().state_folder if folder is None else Path(str(folder))
+        return history_in(path / f"{self.identity.name}-masked.jsonl")
 
     @property
     def secure(self) -> SecureSettings:

@@ -27,6 +27,9 @@ SAMPLER, SECURE, SPEED = "walk", "secure", "pace"
 PACE, REPEATS = "masked_pace", "repeats"
 """The entries' names in the context and in the file."""
 
+STATE = "state"
+"""The key of a node's configuration with the folder of its state files."""
+
 Plain = Mapping[str, Any]
 
 

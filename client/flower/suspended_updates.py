@@ -25,7 +25,7 @@ from flwr.app import Context
 from pydantic import ConfigDict, Field, ValidationError
 
 from headwater.client.enrolment.signing_identity import Enrolment
-from headwater.client.flower.state_file import READERS, SECURE, StateFile, read_record
+from headwater.client.flower.state_file import READERS, SECURE, STATE, StateFile, read_record
 from headwater.client.flower.suspended_keys import KeyFile, SimulatedKey
 from headwater.client.secagg.session import SecureSession
 from headwater.client.secagg.states import (
@@ -59,8 +59,8 @@ from headwater.common.settings.schema import ClientSettings
 SUSPENDED = "parked"
 """The name of the context's entry."""
 
-# Keys of a SuperNode's configuration: the folders of its state files and of its sealing keys.
-STATE, RUNTIME = "state", "runtime"
+RUNTIME = "runtime"
+"""The key of a SuperNode's configuration with the folder of its sealing keys."""
 
 LENGTH_BYTES = 4  # the length of the JSON head, before it; the update's values follow the head
 
@@ -178,6 +178,7 @@ class SuspendedSession(SecureMessage):
     num_values: Natural
     planned_weight: Weight
     update_id: str
+    examples: tuple[Natural, ...] = Field((), repr=False)
     has_aes: bool
     numbers: dict[str, int | float] = Field(repr=False)
     state: Literal["NoneType", "Advertised", "Dealt", "Holding", "Masked"] = "NoneType"

@@ -7,12 +7,14 @@ out; weight, loss, metrics and norms leave the client as masked numbers alone.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable
+
+import numpy as np
 
 from headwater.client.device.sensors import has_aes
 from headwater.client.enrolment.signing_identity import Enrolment
 from headwater.client.secagg.types import Floor, Participant, UnmaskedUpdate
-from headwater.client.training.sampler import SamplerPosition, SamplerState, seed_of
 from headwater.client.training.trainer import Trainer
 from headwater.common.errors import MaskingRequired, SettingsError, TaskError
 from headwater.common.messages import Plan, Update, Vitals
@@ -138,7 +140,7 @@ def checked_metrics(names: Iterable[str]) -> tuple[str, ...]:
 
 def participant_of(
     plan: Plan,
-    sampler: SamplerState,
+    examples: tuple[int, ...],
     trainer: Trainer,
     *,
     name: str,
@@ -149,8 +151,7 @@ def participant_of(
 ) -> Participant:
     """Return the client's identity, floor and update id for the sessions of one update.
 
-    ``sampler`` is the state after training: the update's examples go from its place to the pending
-    place.
+    ``examples`` are the numbers of the plan's examples in the client's data.
     """
     return Participant(
         name=name,
@@ -160,7 +161,8 @@ def participant_of(
         plan_digest=plan_digest(plan),
         num_values=trainer.image.layout.num_parameters,
         planned_weight=plan.weigh_as or max_weight_per_example(trainer.task) * plan.max_examples,
-        update_id=update_id(run_id, plan, sampler),
+        update_id=update_id(model_digest, examples),
+        examples=examples,
         floor=floor,
         identity=enrolment.identity,
         allow_list=enrolment.allow_list,
@@ -168,12 +170,7 @@ def participant_of(
     )
 
 
-def update_id(run_id: int, plan: Plan, sampler: SamplerState) -> str:
-    """Name an update by run, model and examples: the same sum has the same id after a restart."""
-    begin, end = _name_of(sampler.place), _name_of(sampler.pending_place)
-    return f"run {run_id}, model {plan.model_version}, examples {begin} to {end}"
-
-
-def _name_of(place: SamplerPosition) -> str:
-    skipped = f"-{seed_of(*place.skipped):x}" if place.skipped else ""
-    return f"{place.epoch}:{place.offset}{skipped}"
+def update_id(model_digest: bytes, examples: Iterable[int]) -> str:
+    """Name an update by model and examples: the same sum has the same id in every run."""
+    numbers = np.array(sorted(examples), dtype="<i8").tobytes()
+    return f"model {model_digest.hex()[:32]}, examples {hashlib.sha256(numbers).hexdigest()[:32]}"

@@ -45,7 +45,8 @@ class Participant:
     """A client with one update, in the secure sessions of one round.
 
     ``update_id`` names the model and the examples that were summed: the same sum has the same id,
-    also after a restart. ``planned_weight`` is the largest weight that the client's plan allows.
+    also after a restart. ``examples`` are the numbers of those examples in the client's data.
+    ``planned_weight`` is the largest weight that the client's plan allows.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Participant:
     num_values: int
     planned_weight: int
     update_id: str
+    examples: tuple[int, ...] = field(default=(), repr=False)
     floor: Floor = Floor()
     identity: SigningIdentity | None = None
     allow_list: AllowList | None = None

@@ -18,8 +18,8 @@ permutations of 15 take 120 us in all. One of 60,000 takes 3.5 ms, once an epoch
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -110,6 +110,13 @@ class Window:
     positions: tuple[int, ...]
     place: SamplerPosition
     order: ExampleOrder
+
+    def without(self, places: Collection[int]) -> Window:
+        """Return the window without the examples at these places of it."""
+        if not places:
+            return self
+        kept = tuple(p for place, p in enumerate(self.positions) if place not in places)
+        return replace(self, positions=kept)
 
     def after(self, num_used: int) -> SamplerPosition:
         """Return the position after the first ``num_used`` examples of the window."""

@@ -142,9 +142,11 @@ class Trainer:
         return Subset(examples, rest), Subset(examples, held_out)  # type: ignore[arg-type]
 
     def _window(
-        self, identity: Identity, plan: Plan, sampler: SamplerState
+        self, identity: Identity, plan: Plan, sampler: SamplerState, order_seed: int | None = None
     ) -> tuple[Examples, Window]:
         """Return the client's training examples and the plan's window of them.
+
+        ``order_seed`` replaces the run's seed in the order of the examples.
 
         Raises:
             CountOutOfRange: the plan asks for more examples than a device can list.
@@ -160,10 +162,25 @@ class Trainer:
             sampler.place,
             quota=plan.quota,
             num_more=plan.max_examples - plan.quota,
-            run_seed=plan.run_seed,
+            run_seed=plan.run_seed if order_seed is None else order_seed,
             name=identity.name,
             num_examples=len(examples),
         )
+
+    def numbers(
+        self, identity: Identity, plan: Plan, sampler: SamplerState, order_seed: int
+    ) -> tuple[int, ...]:
+        """Return the numbers, in the client's whole data, of the examples of a plan's window.
+
+        ``sampler`` is settled (``SamplerState.settle``).
+
+        Raises:
+            CountOutOfRange: the plan asks for more examples than a device can list.
+        """
+        examples, chosen = self._window(identity, plan, sampler, order_seed)
+        if plan.held_out_fraction == 0 or not isinstance(examples, Subset):
+            return chosen.positions
+        return tuple(examples.indices[position] for position in chosen.positions)
 
     # The model and the device.
 
@@ -340,8 +357,13 @@ class Trainer:
         *,
         spool: Spool | None = None,
         algorithm: ClientAlgorithm | None = None,
+        order_seed: int | None = None,
+        left_out: frozenset[int] = frozenset(),
     ) -> tuple[Update, SamplerState]:
         """Carry out a plan; return the update and the sampler's state with the round pending.
+
+        ``order_seed`` replaces the run's seed in the order of the examples. The places ``left_out``
+        of the window are passed over.
 
         The spool's file stays until the update was handed over; it is removed if there is none.
 
@@ -351,7 +373,8 @@ class Trainer:
         """
         self.progress.begin(plan)
         sampler = sampler.settle(plan.counted_round)
-        examples, positions = self._window(identity, plan, sampler)
+        examples, whole = self._window(identity, plan, sampler, order_seed)
+        positions = whole.without(left_out)
         context = self.context(examples, identity.name, hardware)
         try:
             local_sum = self.sum(plan, positions, context, spool, algorithm)
@@ -362,7 +385,8 @@ class Trainer:
                 spool.remove()
             raise
         num_used = update.report.num_examples + update.report.num_refused
-        return update, sampler.pend(plan.round, positions.after(num_used))
+        num_passed = len(whole.positions) if left_out else num_used
+        return update, sampler.pend(plan.round, whole.after(num_passed))
 
     def sum(
         self,
@@ -385,10 +409,12 @@ class Trainer:
         finally:
             self._remember_checkpointing(context.name)
 
-    def skip(self, identity: Identity, plan: Plan, sampler: SamplerState) -> SamplerState:
+    def skip(
+        self, identity: Identity, plan: Plan, sampler: SamplerState, order_seed: int | None = None
+    ) -> SamplerState:
         """Return the sampler's state with a window pending of which no example can be used."""
         sampler = sampler.settle(plan.counted_round)
-        _, unusable = self._window(identity, plan, sampler)
+        _, unusable = self._window(identity, plan, sampler, order_seed)
         return sampler.pend(plan.round, unusable.after(len(unusable.positions)))
 
     def evaluate(self, identity: Identity, plan: Plan) -> EvaluateReport:

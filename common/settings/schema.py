@@ -267,6 +267,14 @@ class SecureSettings(Branch):
     max_plans: int = setting(
         16, "masked plans in a row that a device trains on with the same examples", on="", ge=1
     )
+    order_seed: int | None = setting(
+        None,
+        "order of this device's examples in masked rounds; not set: secret, and drawn once; 0: "
+        "that of a plain round, as the simulator has it",
+        on="",
+        ge=0,
+        le=2**53,
+    )
     declared_examples: int | None = setting(
         None,
         "the number of examples that a masking device tells the server, for --weighting dataset; "

@@ -1,0 +1,164 @@
+"""What a device has masked in all of its runs: each example, once at each model.
+
+Two runs are one history. If a server starts again with the same seed, its first model is the same,
+and a device that masked the same examples again would let two sums differ by the devices that are
+in only one of them (tests/attacks/test_masked_runs.py). So a device keeps a file beside its state:
+
+* a secret, drawn once, from which its order of examples in masked rounds follows;
+* for each masked update the model, as a keyed digest, and the numbers of the examples.
+
+Lines are appended and forced to disk before an update is masked; the file grows by a line for
+each, and is never rewritten. A model that differs in one bit is another model: what two sums at
+almost the same model show is out of scope (docs/security.md).
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import logging
+import os
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+from headwater.client.training.sampler import seed_of
+from headwater.common.errors import StateError
+
+log = logging.getLogger(__name__)
+
+SECRET_BYTES, MODEL_BYTES = 32, 16
+NONE_MASKED: frozenset[int] = frozenset()
+
+
+class MaskedHistory(Protocol):
+    """The masked updates of one device, in all of its runs."""
+
+    def order_seed(self, run_seed: int, run_id: int) -> int:
+        """Return the seed of the device's order of examples in a run's masked rounds."""
+
+    def masked_at(self, model_digest: bytes) -> frozenset[int]:
+        """Return the examples that were masked at a model."""
+
+    def add(self, model_digest: bytes, examples: Sequence[int]) -> None:
+        """Note an update before it is masked.
+
+        Raises:
+            StateError: it could not be stored.
+        """
+
+
+class NoHistory:
+    """The history of a simulated device: one party plays all devices, and nothing is hidden."""
+
+    def order_seed(self, run_seed: int, run_id: int) -> int:
+        """Return the run's own seed: masked and plain runs use the same examples."""
+        return run_seed
+
+    def masked_at(self, model_digest: bytes) -> frozenset[int]:
+        """Return no examples."""
+        return NONE_MASKED
+
+    def add(self, model_digest: bytes, examples: Sequence[int]) -> None:
+        """Note nothing."""
+
+
+class HistoryFile:
+    """A device's history in a file."""
+
+    def __init__(self, path: Path) -> None:
+        """Read the file, or make it with a new secret.
+
+        Raises:
+            StateError: it cannot be read or written.
+        """
+        self._path = path
+        self._masked: defaultdict[str, set[int]] = defaultdict(set)
+        try:
+            if not path.exists():
+                path.parent.mkdir(parents=True, exist_ok=True)
+                self._append({"secret": os.urandom(SECRET_BYTES).hex()})
+            self._secret = self._read()
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise StateError(
+                f"the file {path} cannot be read: {type(error).__name__}: {error}",
+                remedy="it says what this device has masked; without it two runs of one seed "
+                "could show its update: mend it, or move it away and take part in no such run",
+            ) from error
+
+    def _read(self) -> bytes:
+        data = self._path.read_bytes()
+        end = data.rfind(b"\n") + 1
+        if end < len(data):  # a line that was cut off belongs to an update that was not masked
+            log.warning("%s: the last line is incomplete, and is removed", self._path)
+            os.truncate(self._path, end)
+        first, *lines = (json.loads(line) for line in data[:end].splitlines())
+        for line in lines:
+            self._masked[str(line["model"])] |= from_ranges(line["examples"])
+        secret = bytes.fromhex(first["secret"])
+        if len(secret) != SECRET_BYTES:
+            raise ValueError(f"a secret of {len(secret)} bytes")
+        return secret
+
+    def order_seed(self, run_seed: int, run_id: int) -> int:
+        """Return a seed that nobody knows without the file, another in each run."""
+        return seed_of("masked order", run_seed, run_id, self._secret.hex())
+
+    def masked_at(self, model_digest: bytes) -> frozenset[int]:
+        """Return the examples that were masked at a model, in any run."""
+        return frozenset(self._masked.get(self._name_of(model_digest), ()))
+
+    def add(self, model_digest: bytes, examples: Sequence[int]) -> None:
+        """Note an update before it is masked.
+
+        Raises:
+            StateError: it could not be stored.
+        """
+        name = self._name_of(model_digest)
+        try:
+            self._append({"model": name, "examples": to_ranges(examples)})
+        except OSError as error:
+            raise StateError(f"the device cannot write what it masks: {error.strerror}") from error
+        self._masked[name] |= set(examples)
+
+    def _name_of(self, model_digest: bytes) -> str:
+        keyed = hashlib.blake2b(model_digest, key=self._secret, digest_size=MODEL_BYTES)
+        return keyed.hexdigest()
+
+    def _append(self, line: dict[str, object]) -> None:
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+        file = os.open(self._path, flags, 0o600)
+        try:
+            os.write(file, json.dumps(line, separators=(",", ":")).encode() + b"\n")
+            os.fsync(file)
+        finally:
+            os.close(file)
+
+
+@functools.lru_cache(maxsize=64)
+def history_in(path: Path) -> HistoryFile:
+    """Return the history in a file, read once in a process.
+
+    Raises:
+        StateError: it cannot be read or written.
+    """
+    return HistoryFile(path)
+
+
+def to_ranges(numbers: Sequence[int]) -> list[int]:
+    """Return rising numbers as pairs of first and last, one after another."""
+    ends: list[int] = []
+    for number in sorted(set(numbers)):
+        if ends and ends[-1] == number - 1:
+            ends[-1] = number
+        else:
+            ends += [number, number]
+    return ends
+
+
+def from_ranges(ends: Sequence[int]) -> set[int]:
+    """Return the numbers of pairs of first and last."""
+    pairs = zip(ends[::2], ends[1::2], strict=True)
+    return {number for first, last in pairs for number in range(first, last + 1)}
