@@ -191,6 +191,7 @@ def connection_of(settings: Settings) -> Iterator[Connection]:
     trainer.examples(identity)
     from headwater.client.app import app as own_app
     from headwater.client.device.availability import availability_of
+    from headwater.client.flower.masked_answers import learn_metrics
     from headwater.client.flower.node import Node
     from headwater.client.transport.connection import Connection
     from headwater.common.system.console import console
@@ -201,6 +202,8 @@ def connection_of(settings: Settings) -> Iterator[Connection]:
         from headwater.client.enrolment.renewal import Renewal
 
         renewal = Renewal(settings.tls, credentials)
+    if settings.secure.aggregation != "off":
+        learn_metrics(trainer, identity)  # before any model of the server's
     node = Node(own_app, trainer, identity, settings, device.state_folder)
     connection = Connection(
         node,

@@ -45,6 +45,7 @@ from headwater.client.secagg.prepare import (
 )
 from headwater.client.secagg.types import UnmaskedUpdate
 from headwater.client.training.batch_fetch import Batches
+from headwater.client.training.context import Identity
 from headwater.client.training.sampler import SamplerState, seed_of
 from headwater.client.training.trainer import Trainer
 from headwater.common.errors import HeadwaterError, StateError, UpdateAlreadyMasked
@@ -81,10 +82,23 @@ class PublicFigures:
     speed: Speed | None = None
     base_bytes: int | None = None
     bytes_per_example: float | None = None
-    metrics: tuple[str, ...] = ()
 
 
-_measured: WeakKeyDictionary[Trainer, dict[tuple[str, bool], PublicFigures]] = WeakKeyDictionary()
+_measured: WeakKeyDictionary[Trainer, dict[str, PublicFigures]] = WeakKeyDictionary()
+_metrics: WeakKeyDictionary[Trainer, tuple[str, ...]] = WeakKeyDictionary()
+
+
+def learn_metrics(trainer: Trainer, identity: Identity) -> tuple[str, ...]:
+    """Return the names of the task's metrics, learned once per process from the first examples.
+
+    ``headwater-client`` calls this before it connects, so that it has no model of the server's yet.
+
+    Raises:
+        TaskError: there are more metrics, or longer names, than a session has room for.
+    """
+    if trainer not in _metrics:
+        _metrics[trainer] = _metrics_of(trainer, trainer.examples(identity))
+    return _metrics[trainer]
 
 
 def describe_masked(request: DeviceRequest, wanted: DescribeRequest) -> RecordDict:
@@ -96,7 +110,7 @@ def describe_masked(request: DeviceRequest, wanted: DescribeRequest) -> RecordDi
     """
     trainer, identity, hardware = request.trainer, request.identity, request.hardware
     trainer.check_layout(identity, wanted)
-    figures = _figures(request, hardware, wants_speed=wanted.wants_speed)
+    figures, metrics = _figures(request, hardware, wants_speed=wanted.wants_speed)
     speed = figures.speed
     report = DeviceReport(
         name=identity.name,
@@ -112,38 +126,34 @@ def describe_masked(request: DeviceRequest, wanted: DescribeRequest) -> RecordDi
         seconds_per_micro_batch=speed.seconds_per_micro_batch if speed else None,
         seconds_per_example=speed.seconds_per_example if speed else None,
         fastest_micro_batch_size=speed.fastest_micro_batch_size if speed else None,
-        metrics=figures.metrics,
+        metrics=metrics,
     )
     return _padded(report)
 
 
-def _figures(request: DeviceRequest, hardware: Hardware, *, wants_speed: bool) -> PublicFigures:
-    trainer, key = request.trainer, (request.identity.name, wants_speed)
-    known = _measured.setdefault(trainer, {})
+def _figures(
+    request: DeviceRequest, hardware: Hardware, *, wants_speed: bool
+) -> tuple[PublicFigures, tuple[str, ...]]:
+    """Return the device's capacity and the names of its metrics, as they were measured first."""
+    trainer, identity = request.trainer, request.identity
     if request.is_simulated:  # one party plays all devices, on hardware that changes by the round
-        metrics = next((one.metrics for one in known.values()), None)
-        figures = _measure(request, hardware, wants_speed=wants_speed, metrics=metrics)
-        known.setdefault(("", False), figures)
-        return figures
-    if key not in known:
-        if not trainer.has_own_model():
-            log.warning(
-                "%s: it has a model of the server's already, and reports no measured speed",
-                request.identity.name,
-            )
-            return PublicFigures()
-        known[key] = _measure(request, hardware, wants_speed=wants_speed, metrics=None)
-    return known[key]
+        metrics = learn_metrics(trainer, identity)
+        return _measure(trainer, identity, hardware, wants_speed=wants_speed), metrics
+    known = _measured.setdefault(trainer, {})
+    must_measure = wants_speed and identity.name not in known
+    if (must_measure or trainer not in _metrics) and not trainer.has_own_model():
+        text = "%s: it has a model of the server's already, and measures nothing under that"
+        log.warning(text, identity.name)
+        return known.get(identity.name, PublicFigures()), _metrics.get(trainer, ())
+    if must_measure:
+        known[identity.name] = _measure(trainer, identity, hardware, wants_speed=True)
+    return known.get(identity.name, PublicFigures()), learn_metrics(trainer, identity)
 
 
 def _measure(
-    request: DeviceRequest,
-    hardware: Hardware,
-    *,
-    wants_speed: bool,
-    metrics: tuple[str, ...] | None,
+    trainer: Trainer, identity: Identity, hardware: Hardware, *, wants_speed: bool
 ) -> PublicFigures:
-    trainer, identity, speed = request.trainer, request.identity, None
+    speed = None
     if wants_speed:
         try:
             speed = trainer.measure(identity, hardware)
@@ -151,10 +161,7 @@ def _measure(
             log.warning("%s: its speed was not measured: %s", identity.name, error)
     vitals = hardware.vitals()
     return PublicFigures(
-        speed=speed,
-        base_bytes=vitals.base_bytes,
-        bytes_per_example=vitals.bytes_per_example,
-        metrics=_metrics_of(trainer, trainer.examples(identity)) if metrics is None else metrics,
+        speed=speed, base_bytes=vitals.base_bytes, bytes_per_example=vitals.bytes_per_example
     )
 
 

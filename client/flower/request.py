@@ -45,6 +45,8 @@ IDENTITY, ALLOW_LIST = "identity", "allow-list"
 """The files of the device's signing identity, and of the identities that it trusts."""
 SECURE_MODE, MIN_MEMBERS = "secure-aggregation", "min-members"
 """On a SuperNode: the minimum that the device requires, whatever the run says."""
+ORDER_SEED = "order-seed"
+"""On a SuperNode: the order of the device's examples in masked rounds, a whole number."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,11 +101,14 @@ class DeviceRequest:
         With our own stream the settings are the device's own. On Flower's engines they arrive
         with the run, from the user who submits it.
         """
-        return strictest_settings(
+        node_config = self.context.node_config
+        secure = strictest_settings(
             self.settings.secure,
-            mode=self.context.node_config.get(SECURE_MODE),
-            min_members=self.context.node_config.get(MIN_MEMBERS),
+            mode=node_config.get(SECURE_MODE),
+            min_members=node_config.get(MIN_MEMBERS),
         )
+        seed = node_config.get(ORDER_SEED)
+        return secure if seed is None else secure.model_copy(update={"order_seed": seed})
 
     @property
     def enrolment(self) -> Enrolment:

@@ -42,6 +42,8 @@ NOT_OF_A_FLOWER_RUN = (
     "cohort.reconnect",
     "secure.identity",
     "secure.allow_list",
+    "secure.order_seed",
+    "secure.declared_examples",
 )
 RUN_CONFIG = (
     f"threads=1 cohort.min_clients={NUM_NODES - 1} plan.accumulation_steps=2 "
@@ -130,7 +132,7 @@ class Deployment:
                 "identity": self.of(part) / "key",
                 "allow-list": self.folder / "allow-list",
             }
-            config = [f"partition-id={part} num-partitions={NUM_NODES}"]
+            config = [f"partition-id={part} num-partitions={NUM_NODES} order-seed=0"]
             config += [f'{key}="{path}"' for key, path in files.items()]
             self._nodes[part] = self.run(
                 str(self._bin / "python"), "-c", SUPERNODE, when,

@@ -1,0 +1,56 @@
+"""The file of what a device has masked in all of its runs."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headwater.client.secagg.masked_history import HistoryFile, from_ranges, to_ranges
+from headwater.common.errors import StateError
+
+ONE, OTHER = bytes(32), bytes([1] * 32)
+
+
+def test_examples_are_kept_by_model_over_restarts(tmp_path: Path) -> None:
+    path = tmp_path / "state" / "pi-masked.jsonl"
+    first = HistoryFile(path)
+    first.add(ONE, (3, 1, 2))
+    first.add(OTHER, (7,))
+    first.add(ONE, (9,))
+    again = HistoryFile(path)
+    for history in (first, again):
+        assert history.masked_at(ONE) == {1, 2, 3, 9}
+        assert history.masked_at(OTHER) == {7}
+        assert history.masked_at(bytes([2] * 32)) == frozenset()
+    assert again.order_seed(0, 1) == first.order_seed(0, 1)
+    assert len({again.order_seed(0, 1), again.order_seed(0, 2), again.order_seed(1, 1)}) == 3
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert ONE.hex() not in path.read_text()
+
+
+def test_a_line_that_was_cut_off_is_removed(tmp_path: Path) -> None:
+    path = tmp_path / "pi-masked.jsonl"
+    HistoryFile(path).add(ONE, (1, 2))
+    whole = path.read_bytes()
+    path.write_bytes(whole + b'{"model":"ab')
+    again = HistoryFile(path)
+    assert again.masked_at(ONE) == {1, 2}
+    again.add(ONE, (5,))
+    assert HistoryFile(path).masked_at(ONE) == {1, 2, 5}
+
+
+@pytest.mark.parametrize("text", ["", "{}\n", '{"secret":"00"}\n', "[1]\n", '{"secret":7}\n'])
+def test_a_broken_file_is_refused(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "pi-masked.jsonl"
+    path.write_text(text)
+    with pytest.raises(StateError, match="cannot be read"):
+        HistoryFile(path)
+
+
+@given(st.sets(st.integers(0, 60)))
+def test_ranges_hold_the_same_numbers(numbers: set[int]) -> None:
+    assert from_ranges(to_ranges(list(numbers))) == numbers
