@@ -287,8 +287,8 @@ def _unmasked_examples(
     if len(left_out) == len(numbers):
         raise UpdateAlreadyMasked(
             f"{request.identity.name}, round {plan.round}: the plan's examples were masked before, "
-            "at the same model: continue that run with --resume, start from another model (--seed), "
-            "or ask for fewer examples than a device has",
+            "at the same model: continue that run with --resume, begin with another model "
+            "(--seed), or ask for fewer examples than a device has",
         )
     return tuple(number for number in numbers if number not in masked), left_out
 
