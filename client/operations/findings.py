@@ -8,7 +8,7 @@ from typing import Literal
 
 from headwater.common.errors import HeadwaterError
 from headwater.common.system.console import console
-from headwater.common.system.printable import printable
+from headwater.common.system.printable import printable, printable_lines
 
 Grade = Literal["good", "note", "fault"]
 
@@ -50,7 +50,7 @@ def show(findings: Iterator[Finding]) -> bool:
     num_faults = 0
     for finding in findings:
         console.print(f"{MARKS[finding.grade]} {finding.topic:<8} ", end="")
-        console.print(printable(finding.text), markup=False, soft_wrap=True)
+        console.print(printable_lines(finding.text), markup=False, soft_wrap=True)
         if finding.remedy:
             console.print(f"{'':<15}-> {printable(finding.remedy)}", markup=False, soft_wrap=True)
         num_faults += finding.grade == "fault"

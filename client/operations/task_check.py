@@ -12,7 +12,7 @@ from headwater.client.training.context import Identity
 from headwater.client.training.trainer import Trainer
 from headwater.common.settings.schema import Settings
 from headwater.common.system.console import console
-from headwater.common.system.printable import printable
+from headwater.common.system.printable import printable, printable_lines
 
 
 def show_task_check(settings: Settings, trainer: Trainer, identity: Identity) -> None:
@@ -32,9 +32,11 @@ def show_task_check(settings: Settings, trainer: Trainer, identity: Identity) ->
     if report.num_seen:
         console.print("loss        is a sum over examples, and so are its metrics and gradients")
     for note in report.notes:
-        console.print(f"note        {printable(note)}", soft_wrap=True, markup=False)
+        console.print(f"note        {printable_lines(note)}", soft_wrap=True, markup=False)
     if report.left_out is not None:
-        console.print(f"left out    {printable(report.left_out)}", soft_wrap=True, markup=False)
+        console.print(
+            f"left out    {printable_lines(report.left_out)}", soft_wrap=True, markup=False
+        )
     for topic, text in measurements(trainer, identity, ThisMachine(settings.client)):
         console.print(f"{topic:<11} {printable(text)}", soft_wrap=True, markup=False)
 

@@ -60,7 +60,7 @@ def test_check_shows_how_many_rows_cannot_be_trained_on_and_why() -> None:
     found = CliRunner().invoke(app, ["check", "--task", task, "--threads", "1"])
     assert found.exit_code == 0, found.output
     assert "left out    5 of 40 examples cannot be trained on" in found.output
-    assert "its input has a NaN (position 0, 10, 20, 30)" in found.output
+    assert "\n  4: its input has a NaN (position 0, 10, 20, 30)\n" in found.output
 
 
 BROKEN = """
