@@ -261,7 +261,7 @@ class CountOutOfRange(UpdateRefused):
     """The report has counts that the plan cannot have led to."""
 class OutlierUpdate(UpdateRefused):
     """The update's norm is far above those of the cohort."""
-    remedy = "look at the device's data and task; or raise --norm-multiple, or set --beyond-norm"
+    remedy = "look at the device's data; if it is honest, set --beyond-norm clip or keep"
 class EmptyUpdate(UpdateRefused):
     """The update was computed from no example: all of them were left out."""
     remedy = (

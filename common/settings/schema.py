@@ -235,8 +235,8 @@ class AggregationSettings(Branch):
         "largest norm of an update, per unit of its weight, as a multiple of the largest median of "
         "a round so far",
     )
-    beyond_norm: Literal["clip", "refuse", "keep"] = setting(
-        "clip",
+    beyond_norm: Literal["refuse", "clip", "keep"] = setting(
+        "refuse",
         "what happens to a plain update of a larger norm; it is counted in any case",
     )
 

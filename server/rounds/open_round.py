@@ -32,7 +32,7 @@ from headwater.server.fleet import Dropout, ReportBatch, UpdateBatch
 
 log = logging.getLogger(__name__)
 
-BeyondNorm = Literal["clip", "refuse", "keep"]
+BeyondNorm = Literal["refuse", "clip", "keep"]
 
 
 class OpenRound:
@@ -48,7 +48,7 @@ class OpenRound:
         num_left_out: int = 0,
         metrics: tuple[str, ...] = (),
         norm_watch: NormWatch | None = None,
-        beyond_norm: BeyondNorm = "clip",
+        beyond_norm: BeyondNorm = "refuse",
         held: HeldUpdates | None = None,
     ) -> None:
         """Take the plans, the empty sum, and the number of examples that each client owns.

@@ -26,7 +26,18 @@ from tests.attacks.raw import VECTOR, head_of, layout_digest
 MESSAGE_ID = "instruction"
 NAME = "fuzzed"
 SIZES = (0, 1, 43, 44, 45, CHUNK_BYTES, 2**31, 2**32 - 1, 2**63, 2**64 - 1)
-TEXTS = ("", NAME, MESSAGE_ID, "x" * 129, "a\nb", "../x", "\0", "[" * 5000, '{"name": "fuzzed"}')
+TEXTS: tuple[str, ...] = ("", NAME, MESSAGE_ID, "x" * 129, "a\nb", "../x", "\0", "[" * 5000)
+TEXTS += ('{"name": "fuzzed"}', "\x1b[2J\x9b", "[/bold]", "\u202egnp.exe")
+METRICS = (
+    {"[/x]": 1.0},
+    {"\x1b]0;x\x07": 1.0, "\u2028": -1.0},
+    {"m" * 65: 1.0},
+    {str(number): 1.0 for number in range(49)},
+    {"m": 1e101},
+    {"m": -1e100},
+)
+# After so many announcements that no instruction asks for, the stream ends.
+UNASKED = 25
 
 
 @st.composite
@@ -121,7 +132,8 @@ def honest_heads() -> st.SearchStrategy[bytes]:
         st.text(max_size=8),
     )
     changed = st.tuples(st.sampled_from(sorted(head)), odd).map(lambda kv: head | {kv[0]: kv[1]})
-    return changed.map(lambda fields: json.dumps(fields).encode())
+    metrics = st.sampled_from(METRICS).map(lambda sums: head | {"metric_sums": sums})
+    return (changed | metrics).map(lambda fields: json.dumps(fields).encode())
 
 
 def honest_script() -> list[bytes | None]:
@@ -148,7 +160,9 @@ def scripts(draw: st.DrawFn) -> list[bytes | None]:
     for _ in range(draw(st.integers(0, 4))):
         place = draw(st.integers(0, len(script)))
         here = script[place] if place < len(script) else None
-        match draw(st.sampled_from(("drop", "repeat", "swap", "mutate", "insert", "ask"))):
+        match draw(
+            st.sampled_from(("drop", "repeat", "swap", "mutate", "insert", "ask", "unasked"))
+        ):
             case "drop":
                 del script[place : place + 1]
             case "repeat":
@@ -159,6 +173,9 @@ def scripts(draw: st.DrawFn) -> list[bytes | None]:
                 script[place] = draw(mutated(st.just(here)))
             case "ask":
                 script.insert(place, None)
+            case "unasked":
+                reply = Reply(message_id=draw(texts()), num_bytes=draw(st.sampled_from(SIZES)))
+                script[place:place] = [ClientFrame(reply=reply).SerializeToString()] * UNASKED
             case _:
                 script.insert(place, draw(client_frames()))
     return script

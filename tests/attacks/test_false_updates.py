@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from headwater.common.errors import SettingsError
+from headwater.common.messages import Plan, Update, UpdateReport
+from headwater.common.model.parameters import build_model
 from headwater.common.settings.sources import load
-from headwater.common.task import MAX_METRICS
+from headwater.common.task import MAX_METRICS, load_task
+from headwater.common.transport.wire_pb2 import Instruction
+from headwater.server.aggregation.cohort_sum import CohortSum
+from headwater.server.aggregation.norm_watch import NormWatch
+from headwater.server.rounds.open_round import BeyondNorm, OpenRound
 from headwater.server.rounds.run_state import Training
-from tests.attacks.raw import VECTOR, RawDevice, Run, cohort, head_of
+from tests.attacks.raw import TASK, VECTOR, RawDevice, Run, cohort, head_of
 
 HONEST = ("first", "second", "third", "fourth")
+HEAD = Instruction(message_id="m", head_json=json.dumps({"round": 1}))
 HUGE = torch.full((11,), 3e38).numpy().tobytes()
 LARGE = (1000 * torch.arange(11, dtype=torch.float32)).numpy().tobytes()
 
@@ -60,10 +71,13 @@ def test_one_finite_vector_does_not_end_a_model(vector: bytes) -> None:
     assert math.isfinite(run.rows[-1].loss)
 
 
-def test_an_outlier_is_refused_if_the_settings_say_so() -> None:
-    run = play(LARGE, rounds=2, attempts=3, settings={"aggregation.beyond_norm": "refuse"})
-    assert [row.num_clients for row in run.rows] == [4, 4]
-    assert run.rows[1].refused["attacker"].startswith("OutlierUpdate")
+@pytest.mark.parametrize(("beyond", "num_clients"), [("refuse", 4), ("clip", 5)])
+def test_an_outlier_is_refused_or_clipped_as_set(beyond: str, num_clients: int) -> None:
+    run = play(LARGE, rounds=2, attempts=3, settings={"aggregation.beyond_norm": beyond})
+    assert [row.num_clients for row in run.rows] == [num_clients] * 2
+    assert [row.num_outliers for row in run.rows] == [1, 1]
+    if beyond == "refuse":
+        assert run.rows[1].refused["attacker"].startswith("OutlierUpdate")
 
 
 def test_a_vector_of_3e38_ends_a_model_if_it_is_kept() -> None:
@@ -142,3 +156,33 @@ def test_metrics_that_few_devices_report_leave_no_room_to_none_of_the_tasks() ->
             assert sum(name.startswith("train_") for name in found) <= MAX_METRICS
 
     asyncio.run(one_round())
+
+
+@given(
+    bits=st.lists(st.integers(0, 2**32 - 1), min_size=11, max_size=11),
+    weight=st.integers(1, 8),
+    beyond=st.sampled_from(("clip", "refuse")),
+)
+def test_no_bits_of_a_vector_move_the_mean_beyond_the_limit(
+    bits: list[int], weight: int, beyond: BeyondNorm
+) -> None:
+    image = build_model(load_task(TASK), seed=0)
+    total = CohortSum(image.layout)
+    total.open(num_clients=2, planned_weight=16)
+    plan = Plan(round=1, run_seed=0, model_version=0, quota=8, micro_batch_size=8)
+    opened = OpenRound(
+        plans={"honest": plan, "attacker": plan},
+        total=total,
+        max_weight_per_example=1,
+        owned={"honest": 24, "attacker": 24},
+        norm_watch=NormWatch(multiple=10.0, largest_median=1.0),
+        beyond_norm=beyond,
+    )
+    values_P = torch.from_numpy(np.array(bits, dtype=np.uint32).view(np.float32).copy())
+    for name, vector_P, sent in (("honest", torch.ones(11), 8), ("attacker", values_P, weight)):
+        head = json.loads(head_of(HEAD, name, num_examples=8, weight=sent))
+        opened.take(Update(values_P=vector_P, report=UpdateReport.model_validate(head)))
+    assert "honest" in opened.accepted
+    mean_P = total.close()
+    # Weighted by its share, the attacker's mean gradient has at most the norm of 10.
+    assert float(mean_P.double().norm()) <= 11**0.5 + 10.0 + 1e-3
