@@ -65,7 +65,7 @@ def train(
             "rounds": rounds,
             "out": folder,
             "threads": 1,
-            "plan": {"accumulation_steps": 1, "micro_batch_size": 4},
+            "plan": {"accumulation_steps": 2, "micro_batch_size": 4},
             "secure": {"aggregation": "semi-honest", **secure},
             "simulation": {"clients": clients},
         }

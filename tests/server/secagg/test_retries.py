@@ -311,7 +311,7 @@ def test_a_cheating_device_costs_one_attempt_and_is_excluded_from_the_next_round
             "rounds": 2,
             "out": tmp_path / "out",
             "threads": 1,
-            "plan": {"accumulation_steps": 1, "micro_batch_size": 4},
+            "plan": {"accumulation_steps": 2, "micro_batch_size": 4},
             "secure": {"aggregation": "semi-honest"},
             "simulation": {"clients": 5},
         }
@@ -342,7 +342,7 @@ def test_too_few_clients_names_the_excluded_devices_and_the_reasons() -> None:
             "task": "tests/tasks.py:TwoLayers",
             "rounds": 1,
             "threads": 1,
-            "plan": {"accumulation_steps": 1, "micro_batch_size": 4},
+            "plan": {"accumulation_steps": 2, "micro_batch_size": 4},
             "secure": {"aggregation": "semi-honest"},
             "cohort": {"min_clients": 5},
             "simulation": {"clients": 5},
