@@ -64,9 +64,11 @@ docs:
 	$(VENV)/bin/python docs/write_tree.py
 	$(VENV)/bin/python -m headwater.common.settings.introspection > docs/settings.md
 
-# One file for all platforms; torch has its own rules above.
+# One file for all platforms; torch has its own rules above. Without the extra "simulators", as pfl needs
+# an older dp-accounting than the extra "privacy": it goes into a virtual environment of its own.
 constraints:
-	$(VENV)/bin/uv pip compile --quiet --universal --python-version 3.11 --all-extras --no-header \
+	$(VENV)/bin/uv pip compile --quiet --universal --python-version 3.11 --no-header \
+		--extra dev --extra benchmarks --extra mlflow --extra wandb \
 		--no-annotate --no-emit-package torch --no-emit-package headwater pyproject.toml \
 		| grep -v -E '^(nvidia|cuda|triton)' > constraints.txt
 

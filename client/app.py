@@ -25,6 +25,7 @@ from headwater.client.flower.masked_answers import (
 )
 from headwater.client.flower.request import SIMULATED, DeviceRequest, read_request, spool_of
 from headwater.client.flower.state_file import SAMPLER, SECURE, SPEED
+from headwater.client.privacy.budget import check_budget, check_test
 from headwater.client.secagg.pending import pending_in
 from headwater.client.secagg.plan_policy import check_plan
 from headwater.client.secagg.prepare import check_masking, floor_of
@@ -33,7 +34,7 @@ from headwater.client.training.context import HardwareOf
 from headwater.common.errors import CorruptUpdate, EmptyUpdate, HeadwaterError
 from headwater.common.flower import records
 from headwater.common.messages import DescribeRequest, DeviceReport, Plan, UpdateReport
-from headwater.common.secagg.protocol import PHASES, MaskReply, Phase
+from headwater.common.secagg.protocol import PHASES, MaskReply, Phase, UnmaskRequest
 from headwater.common.stats import training_speed
 
 log = logging.getLogger(__name__)
@@ -103,6 +104,8 @@ def _train(request: DeviceRequest) -> RecordDict:
     check_masking(secure, is_masked=plan.is_masked, name=identity.name, what="an update")
     if plan.is_masked:
         check_plan(plan, secure, name=identity.name, told_examples=told_examples(request, plan))
+    check_budget(plan, request.settings.privacy, name=identity.name, spent=request.spent)
+    if plan.is_masked:
         trainer.examples(identity)  # checks the task, not under a model of the server's choice
         _load_model(request, plan)
         return train_masked(request, plan)
@@ -122,10 +125,16 @@ def _train(request: DeviceRequest) -> RecordDict:
         raise
     records.save_state(context, SAMPLER, sampler)
     update = dataclasses.replace(update, report=_with_link(update.report, context))
+    if plan.privacy is not None:
+        from headwater.client.flower.private_rounds import spend  # as below: most never need it
+
+        spend(request, plan.privacy)
     return records.update_content(update, as_view=records.is_view(content))
 
 
 def _answer_phase(phase: Phase, request: DeviceRequest) -> RecordDict:
+    from headwater.client.flower.private_rounds import correct_spent, spend
+
     content, context, suspended = request.message.content, request.context, request.suspended
     is_suspended = suspended.exists
     session = (
@@ -134,9 +143,13 @@ def _answer_phase(phase: Phase, request: DeviceRequest) -> RecordDict:
         else pending_in(request.trainer.accumulator).get(context.run_id, request.identity.name)
     )
 
+    terms, update = session.device.privacy, session.device.update_id
+
     def store(record: SessionRecord) -> None:
+        if terms is not None and record.masked == update:
+            spend(request, terms, update_id=update)
         records.save_state(context, SECURE, record)
-        if record.masked == session.device.update_id:  # its examples count as used in any case
+        if record.masked == update:  # its examples count as used in any case
             records.save_state(context, SAMPLER, request.sampler.passed())
             if session.record.masked != record.masked:
                 request.history.add(session.device.model_digest, session.device.examples)
@@ -144,7 +157,10 @@ def _answer_phase(phase: Phase, request: DeviceRequest) -> RecordDict:
             suspended.write_state_file()
 
     session.store = store
-    reply = session.answer(records.read(content, phase.request), records.vector(content))
+    asked = records.read(content, phase.request)
+    reply = session.answer(asked, records.vector(content))
+    if terms is not None and isinstance(asked, UnmaskRequest):
+        correct_spent(request, session, asked)
     vector = session.vector if isinstance(reply, MaskReply) else None
     if is_suspended:
         suspended.suspend(session)
@@ -162,6 +178,7 @@ def _evaluate(request: DeviceRequest) -> RecordDict:
     check_masking(
         request.secure, is_masked=False, name=request.identity.name, what="the held-out loss"
     )
+    check_test(request.settings.privacy, name=request.identity.name)
     _load_model(request, plan)
     return records.content_of(request.trainer.evaluate(request.identity, plan))
 

@@ -237,6 +237,14 @@ class JoinTokenUsed(DeviceRefused):
         "Ask for a new one: `headwater-server enroll NAME`"
     )
 
+class PrivacyRequired(DeviceRefused):
+    """The device's owner allows only rounds with noise, and the server plans one without."""
+    remedy = "start the server with --privacy-epsilon, or this device without --privacy-budget"
+class PrivacyBudgetSpent(DeviceRefused):
+    """One more update would spend more privacy than the device's owner allows."""
+    is_private = True  # the message says what the device has spent, also with other servers
+    remedy = "the device takes part no longer; its owner may allow more with --privacy-budget"
+
 # Device away: the owner's settings keep the device away for a while. ----------------------------
 
 class DeviceAway(HeadwaterError):
@@ -390,6 +398,9 @@ class CheckpointFailed(StateError):
 
 # The run or a process ends. ---------------------------------------------------------------------
 
+class PrivacySpent(HeadwaterError):
+    """The run has spent its privacy: one more round would exceed --privacy-epsilon."""
+    remedy = "the model of the last round is kept; a larger --privacy-epsilon with --resume goes on"
 class Diverged(HeadwaterError):
     """A step led to parameters that are not finite; the checkpoint before it is kept."""
     remedy = "lower --learning-rate, and go on from the checkpoint with --resume"

@@ -13,6 +13,7 @@ from typing import Annotated, ClassVar, Literal, Protocol
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
+from headwater.common.privacy_terms import PrivacyTerms
 from headwater.common.settings.fields import Seconds
 from headwater.common.task import MAX_METRIC_CHARACTERS, MAX_METRICS
 
@@ -119,6 +120,9 @@ class Plan(WireMessage):
     )
     is_masked: bool = Field(
         False, description="answer ReadyReport, keep the update, and wait for a secure session"
+    )
+    privacy: PrivacyTerms | None = Field(
+        None, description="clip the update, and report nothing else that depends on the data"
     )
     reason: Annotated[str, Field(max_length=320)] = "as set"
 

@@ -80,9 +80,9 @@ def server_context(settings: Settings, *, run_id: int) -> Context:
 def log_round(row: RoundRow) -> None:
     """Log one line about a committed round."""
     flower_log.info(
-        "round %d: loss %.4f, weight %d from %d clients, K %d to %d, %.2f s %s",
+        "round %d: %s, weight %d from %d clients, K %d to %d, %.2f s %s",
         row.round,
-        row.loss,
+        row.loss_text(".4f"),
         row.weight,
         row.num_clients,
         *row.k_range,

@@ -69,7 +69,7 @@ class Run:
         if not self.history:
             return f"<Run of {task}: no round>"
         last = self.history[-1]
-        parts = [f"{last.round} round{'s' if last.round > 1 else ''}", f"loss {last.loss:.4g}"]
+        parts = [f"{last.round} round{'s' if last.round > 1 else ''}", last.loss_text()]
         parts += [f"{name.replace('_', ' ')} {value:.4g}" for name, value in last.metrics.items()]
         parts.append(f"{sum(row.seconds for row in self.history):,.1f} s")
         return f"<Run of {task}: {', '.join(parts)}>"

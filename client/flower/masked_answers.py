@@ -33,6 +33,7 @@ from headwater.client.flower.state_file import (
     read_pace,
     read_record,
 )
+from headwater.client.privacy.private_update import private_update
 from headwater.client.secagg.pending import pending_in
 from headwater.client.secagg.plan_policy import PlanRepeats, schedule_seconds
 from headwater.client.secagg.prepare import (
@@ -59,7 +60,7 @@ from headwater.common.messages import (
     Vitals,
 )
 from headwater.common.secagg.masked_numbers import numbers_of_nothing
-from headwater.common.task import Examples, loss_sum
+from headwater.common.task import Examples, loss_sum, max_weight_per_example
 
 log = logging.getLogger(__name__)
 
@@ -306,6 +307,16 @@ def _add_pending(
     from headwater.client.secagg.session import SecureSession
 
     context, trainer, identity = request.context, request.trainer, request.identity
+    if update is None and plan.privacy is not None:
+        trainer.accumulator.reclaim()
+        trainer.accumulator.zero()
+        update = private_update(
+            plan,
+            plan.privacy,
+            trainer.accumulator.values_P,
+            name=identity.name,
+            weight=max_weight_per_example(trainer.task) * plan.quota,
+        )
     if update is None:
         trainer.accumulator.reclaim()
         trainer.accumulator.zero()

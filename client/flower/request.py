@@ -22,6 +22,7 @@ from headwater.client.enrolment.signing_identity import (
     simulated_enrolment,
 )
 from headwater.client.flower.state_file import SAMPLER, SPEED, STATE, read_sampler, read_speed
+from headwater.client.privacy.budget import SpentFile
 from headwater.client.secagg.masked_history import MaskedHistory, NoHistory, history_in
 from headwater.client.secagg.prepare import strictest_settings
 from headwater.client.training.context import HardwareOf, Identity
@@ -126,6 +127,14 @@ class DeviceRequest:
             identity=None if identity is None else Path(str(identity)),
             allow_list=None if allow_list is None else Path(str(allow_list)),
         )
+
+    @property
+    def spent(self) -> SpentFile | None:
+        """The file of what the device has spent; None where it keeps no files."""
+        folder = self.context.node_config.get(STATE)
+        if folder is None:
+            return None
+        return SpentFile(Path(str(folder)) / f"{self.identity.name}.privacy.json")
 
     @property
     def hardware(self) -> Hardware:

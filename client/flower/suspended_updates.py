@@ -40,6 +40,7 @@ from headwater.client.secagg.types import Floor, Participant, SessionRecord, Unm
 from headwater.common.errors import SealBroken, UpdateNotHeld
 from headwater.common.flower import records
 from headwater.common.messages import Name, Natural
+from headwater.common.privacy_terms import PrivacyTerms
 from headwater.common.secagg.keys import SESSION_BYTES, KeyPair, public_key_of, seal, unseal
 from headwater.common.secagg.protocol import (
     Digest,
@@ -180,6 +181,7 @@ class SuspendedSession(SecureMessage):
     update_id: str
     examples: tuple[Natural, ...] = Field((), repr=False)
     has_aes: bool
+    privacy: PrivacyTerms | None = None
     numbers: dict[str, int | float] = Field(repr=False)
     state: Literal["NoneType", "Advertised", "Dealt", "Holding", "Masked"] = "NoneType"
     wanted: KeysRequest | None = None

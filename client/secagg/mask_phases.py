@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwater.client.secagg import checks
+from headwater.client.secagg.noise_share import add_noise, noise_sigma
 from headwater.client.secagg.states import (
     AwaitingMaskRequest,
     AwaitingUnmask,
@@ -82,6 +83,7 @@ def commit_update(
         streams=_mask_streams(state, frozenset(request.members)),
         rotation=rotation,
         bounds=bounds,
+        noise_sigma=noise_sigma(device.privacy, parameters, len(request.members)),
     )
 
 
@@ -189,6 +191,9 @@ def _encode(state: ReadyToMask, update: UnmaskedUpdate) -> tuple[RingVector, NDA
 
     An update that cannot be encoded is masked as zeros of weight 0: a refusal would tell the server
     that some example of it, under a model of the server's choice, has no finite gradient.
+
+    A private session's vector gets its share of the noise, and its clipped entries stay uncounted:
+    their number depends on the data.
     """
     parameters, random = state.previous.session.parameters, None
     update = with_usable_values(update, planned_weight=state.device.planned_weight)
@@ -207,7 +212,10 @@ def _encode(state: ReadyToMask, update: UnmaskedUpdate) -> tuple[RingVector, NDA
     )
     numbers = {**in_names_of(parameters.scalars, update.numbers), NUM_CLIPPED: 0}
     _, num_clipped_numbers = encode_scalars(numbers, parameters.scalars)
-    numbers[NUM_CLIPPED] = num_clipped + num_clipped_numbers
+    if state.noise_sigma is None:
+        numbers[NUM_CLIPPED] = num_clipped + num_clipped_numbers
+    else:
+        add_noise(vector, state.noise_sigma, state.device.random)
     scalars, _ = encode_scalars(numbers, parameters.scalars)
     return vector, scalars
 

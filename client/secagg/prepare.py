@@ -116,7 +116,9 @@ def unmasked_update(update: Update, plan: Plan, *, num_owned: int, norm: float) 
     # The noise scale compares two batch sizes at one model; local steps move the model in between,
     # and a client algorithm may send another vector than the sum.
     noise = NoiseSums(weight=report.weight)
-    if plan.local_steps == 1 and plan.algorithm is None:
+    if plan.privacy is not None:
+        norm = 0.0
+    elif plan.local_steps == 1 and plan.algorithm is None:
         noise = noise_sums(report, num_owned=num_owned)
     numbers = numbers_of(report, noise=noise, squared_norm=norm * norm)
     return UnmaskedUpdate(values_P=update.values_P, numbers=numbers)
@@ -167,6 +169,7 @@ def participant_of(
         identity=enrolment.identity,
         allow_list=enrolment.allow_list,
         has_aes=has_aes(),
+        privacy=plan.privacy,
     )
 
 

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from headwater.client.secagg.checks import check_share, check_unmasked
+from headwater.client.secagg.noise_share import check_noise
 from headwater.client.secagg.types import Participant, SessionRecord
 from headwater.common import errors
 from headwater.common.secagg.fixed_point import plan_encoding
@@ -84,6 +85,7 @@ def check_roster(
     check_thresholds(parameters, num_members, device)
     check_share(roster.members, {member.name for member in roster.members}, device)
     _check_ring(parameters, roster.members, device)
+    check_noise(parameters, num_members, device)
     _check_numbers(parameters, num_members, device)
 
 

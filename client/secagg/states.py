@@ -87,6 +87,8 @@ class ReadyToMask:
     streams: tuple[Stream, ...]
     rotation: Rotation | None
     bounds: NDArray[np.float32] | None = field(repr=False)
+    noise_sigma: int | None = None
+    """The parameter of the noise that the device adds; None if the session needs none."""
 
     def mask_secrets(self) -> Iterator[Secret]:
         """Yield the secrets that the masks are made from; masking is their last use."""

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from headwater.common.privacy_terms import PrivacyTerms
 from headwater.common.secagg.fixed_point import MAX_CLIP, MIN_CLIP
 from headwater.common.secagg.graph import SECURITY_BITS, Mode
 from headwater.common.secagg.identity import AllowList, SigningIdentity
@@ -62,6 +63,7 @@ class Participant:
     identity: SigningIdentity | None = None
     allow_list: AllowList | None = None
     has_aes: bool = False
+    privacy: PrivacyTerms | None = None
     random: Callable[[int], bytes] = field(default=os.urandom, repr=False)
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from headwater.client.memory.activation_checkpointing import is_on_in
+from headwater.client.privacy.private_update import private_update
 from headwater.client.training.accumulation import WindowSum, sum_window
 from headwater.client.training.context import TrainingContext
 from headwater.client.training.sampler import Window, split
@@ -26,6 +27,7 @@ from headwater.client.training.stop_rules import StopRules
 from headwater.common.errors import AlgorithmBroken, BuffersChanged, EmptyUpdate, NonFiniteUpdate
 from headwater.common.messages import Plan, Update, UpdateReport
 from headwater.common.model.vectors import CHUNK, all_finite
+from headwater.common.task import max_weight_per_example
 from headwater.common.user_code import running
 
 log = logging.getLogger(__name__)
@@ -38,6 +40,11 @@ class LocalSum:
     values_P: Tensor
     total: WindowSum
     start_seconds: float
+
+    @property
+    def num_used(self) -> int:
+        """The number of examples that are used up: those in the sum, and those left out."""
+        return self.total.num_examples + len(self.total.refused)
 
 
 def train_round(
@@ -74,14 +81,20 @@ def sum_gradients(
         image.model.train()
     buffers = [(name, buffer, buffer._version) for name, buffer in image.buffers()]
     work = LocalWork(plan, window, context, spool)
-    if algorithm is not None:
-        name = f"the client algorithm {type(algorithm).__name__}"
-        with running(name):
-            _carry_out(algorithm, work, name=name)
-    elif plan.local_steps > 1:
-        _carry_out(_LocalSteps(context), work, name="the local steps")
-    else:
-        work.sum()
+    try:
+        if algorithm is not None:
+            name = f"the client algorithm {type(algorithm).__name__}"
+            with running(name):
+                _carry_out(algorithm, work, name=name)
+        elif plan.local_steps > 1:
+            _carry_out(_LocalSteps(context), work, name="the local steps")
+        else:
+            work.sum()
+    except NonFiniteUpdate as error:
+        if plan.privacy is None:
+            raise
+        log.warning("%s: %s; a private round sends zeros instead", error.code, error)
+        context.accumulator.zero()
     now = dict(image.buffers()) if buffers else {}
     for name, buffer, version in buffers:
         if now.get(name) is not buffer or buffer._version != version:
@@ -96,11 +109,24 @@ def make_update(
 ) -> Update:
     """Scale the sum to the plan's weight and attach its report.
 
+    A private round's update is clipped instead, and reports only what the plan says; it is never
+    refused for its data.
+
     Raises:
         EmptyUpdate: no example had a finite loss and gradient.
         NonFiniteUpdate: the sum overflows float32 at the plan's weight.
     """
     total, values_P = local_sum.total, local_sum.values_P
+    if plan.privacy is not None:
+        return private_update(
+            plan,
+            plan.privacy,
+            values_P,
+            name=context.name,
+            weight=max_weight_per_example(context.task) * plan.quota,
+            seconds=context.clock.seconds() - local_sum.start_seconds,
+            vitals=context.vitals(),
+        )
     if total.weight == 0:
         raise EmptyUpdate(
             f"{context.name}, round {plan.round}: none of {len(window.positions)} examples had a "

@@ -384,8 +384,7 @@ class Trainer:
             if spool is not None:
                 spool.remove()
             raise
-        num_used = update.report.num_examples + update.report.num_refused
-        num_passed = len(whole.positions) if left_out else num_used
+        num_passed = len(whole.positions) if left_out else local_sum.num_used
         return update, sampler.pend(plan.round, whole.after(num_passed))
 
     def sum(

@@ -24,12 +24,15 @@ from headwater.common.settings.fields import (
     Bytes,
     Count,
     Criterion,
+    Delta,
+    Epsilon,
     File,
     Folder,
     Fraction,
     Hours,
     Kind,
     Name,
+    NoiseMultiplier,
     Part,
     Probability,
     Rate,
@@ -60,7 +63,8 @@ PLAN = "What each client computes"
 RUN = "The run"
 SECURE = "Secure aggregation (docs/security.md)"
 TLS = "TLS (all three files on both sides, or none on loopback)"
-PANELS = (TASK, DEVICE_PANEL, SERVER, SIMULATION, TRAINING, PLAN, RUN, SECURE, TLS)
+PRIVACY = "Differential privacy (docs/privacy.md)"
+PANELS = (TASK, DEVICE_PANEL, SERVER, SIMULATION, TRAINING, PLAN, RUN, SECURE, PRIVACY, TLS)
 
 
 class OptimizerSettings(Branch):
@@ -308,6 +312,49 @@ class SecureSettings(Branch):
         "it from the server",
         on=DEVICE,
     )
+
+
+class PrivacySettings(Branch):
+    """Differential privacy of each device's whole part (docs/privacy.md)."""
+
+    epsilon: Epsilon | None = setting(
+        None,
+        "bound what all rounds reveal of any one device to this epsilon: clip updates and add "
+        "noise; the server does it in plain rounds, the devices under masks",
+        "--privacy-epsilon",
+    )
+    delta: Delta = setting(
+        1e-5,
+        "delta of the privacy; far below one over the number of devices",
+        "--privacy-delta",
+        on=ALL,
+    )
+    noise_multiplier: NoiseMultiplier | None = setting(
+        None,
+        "in place of an epsilon: the noise of a round's sum, in clip norms",
+        "--privacy-noise-multiplier",
+    )
+    clip: Rate = setting(
+        1.0, "L2 norm to which a device's mean gradient is clipped", "--privacy-clip"
+    )
+    budget: Epsilon | None = setting(
+        None,
+        "the most that this device spends over all its runs; it refuses rounds without noise",
+        "--privacy-budget",
+        on=DEVICE,
+    )
+
+    @field_validator("noise_multiplier")
+    @classmethod
+    def _check_noise(cls, number: float | None, info: ValidationInfo) -> float | None:
+        if number is not None and info.data.get("epsilon") is not None:
+            raise ValueError("the noise follows from privacy.epsilon: set one of the two")
+        return number
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the run's rounds have noise."""
+        return self.epsilon is not None or self.noise_multiplier is not None
 
 
 class ModelSettings(Branch):
@@ -594,6 +641,7 @@ class Settings(Branch):
     cohort: CohortSettings = branch(CohortSettings, RUN, on=RUNS)
     aggregation: AggregationSettings = branch(AggregationSettings, RUN, on=RUNS)
     secure: SecureSettings = branch(SecureSettings, SECURE, on=RUNS)
+    privacy: PrivacySettings = branch(PrivacySettings, PRIVACY, on=RUNS)
     model: ModelSettings = branch(ModelSettings, TASK, on=ALL)
     evaluation: EvaluationSettings = branch(EvaluationSettings, RUN, on=RUNS)
     tls: TlsSettings = branch(TlsSettings, TLS, on=f"server {DEVICE}")

@@ -33,7 +33,7 @@ class PipeEnd(Protocol):
 
 
 def optional_module(name: str) -> Any:
-    """Return a module of the standard library; None where the system lacks it."""
+    """Return a module that may be missing, of the standard library or another; None if it is."""
     try:
         return importlib.import_module(name)
     except ImportError:

@@ -15,7 +15,7 @@ is 100 x 2^-44 = 5.7e-12; float32 itself resolves 1.2e-7 there.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -65,10 +65,11 @@ class CohortSum:
         if largest is not None:
             self._largest, self._is_first = list(largest), False
 
-    def open(self, *, num_clients: int, planned_weight: int) -> None:
+    def open(self, *, num_clients: int, planned_weight: int, scale_bits: int | None = None) -> None:
         """Empty the sum and fix the round's scales.
 
         ``planned_weight`` scales the guess for the first round only, when no sum is known yet.
+        ``scale_bits`` fixes f for all tensors: a sum with noise must not depend on earlier sums.
         """
         self._sum_P.fill(0)
         self.weight = 0
@@ -79,7 +80,8 @@ class CohortSum:
         for t, largest in enumerate(self._largest):
             expected = largest * planned_weight if self._is_first else largest
             exponent = math.frexp(expected)[1] if expected > 0 else 0
-            self._scale_bits[t] = min(max(room - exponent, MIN_SCALE_BITS), MAX_SCALE_BITS)
+            bits = room - exponent if scale_bits is None else scale_bits
+            self._scale_bits[t] = min(max(bits, MIN_SCALE_BITS), MAX_SCALE_BITS)
         self._runs = _runs_of(self._layout, self._scale_bits)
 
     def check(self, values_P: Tensor, *, name: str) -> list[float]:
@@ -140,6 +142,12 @@ class CohortSum:
             np.right_shift(part + (1 << (shift - 1)), shift, out=part)
             self._scale_bits[t] -= excess
             self.num_shifts += 1
+
+    def add_integers(self, draw: Callable[[int], NDArray[np.int64]]) -> None:
+        """Add noise to the sum's integers: ``draw`` returns so many of them."""
+        for start in range(0, len(self._sum_P), CHUNK):
+            part = self._sum_P[start : start + CHUNK]
+            part += draw(len(part))
 
     def close(self) -> Tensor:
         """Divide once, by the cohort's weight, and return the mean gradient [P] in float32.

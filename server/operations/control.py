@@ -191,13 +191,13 @@ class RunControl(Observer):
         self._history.add(lambda history: history.add_round(columns))
         fields = {
             "round": row.round,
-            "loss": row.loss,
+            "loss": row.loss if row.epsilon is None else None,
             "num_clients": row.num_clients,
             "weight": row.weight,
             "seconds": row.seconds,
             "metrics": row.metrics,
         }
-        log.info("round %d: loss %.4f", row.round, row.loss, extra={FIELDS: fields})
+        log.info("round %d: %s", row.round, row.loss_text(".4f"), extra={FIELDS: fields})
 
     # Run in the background thread.
 

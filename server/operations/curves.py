@@ -132,7 +132,13 @@ def _draw_batch(axes: Any, rows: Sequence[Row]) -> None:
 
 
 def _draw_left_out(axes: Any, rows: Sequence[Row]) -> None:
-    """Draw the examples that devices left out, and the devices that are not in the sum."""
+    """Draw the examples that devices left out, and the devices that are not in the sum.
+
+    A private run releases no such number; it shows the privacy that it has spent.
+    """
+    if any(row.get("epsilon") is not None for row in rows):
+        _draw_spent(axes, rows)
+        return
     examples = [_num_left_out(row) for row in rows]
     devices = [len(row["left_out"]) + len(row["refused"]) for row in rows]
     _plot(axes, _rounds(rows), examples, "examples")
@@ -145,6 +151,14 @@ def _draw_left_out(axes: Any, rows: Sequence[Row]) -> None:
         axes.legend(frameon=False, loc="upper left")
     else:
         axes.annotate("nothing", (0.5, 0.5), xycoords="axes fraction", ha="center")
+
+
+def _draw_spent(axes: Any, rows: Sequence[Row]) -> None:
+    epsilons = [math.nan if row.get("epsilon") is None else row["epsilon"] for row in rows]
+    _plot(axes, _rounds(rows), epsilons, "epsilon")
+    axes.set(title=f"privacy spent, at delta {rows[-1].get('delta') or 0:g}")
+    axes.set_ylim(bottom=0)
+    _by_round(axes)
 
 
 def _num_left_out(row: Row) -> int:

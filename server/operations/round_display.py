@@ -134,7 +134,8 @@ class RoundDisplay(Observer):
         name, seconds = row.slowest
         virtual = "" if row.virtual_seconds is None else " (virtual)"
         return [
-            f"loss {row.loss:.4g}",
+            row.loss_text(),
+            spent(row),
             main_metric(metrics),
             f"{examples}, {counted(row.weight, 'token')}" if is_in_tokens else examples,
             f"{row.num_clients:,} of {counted(row.num_invited, 'device')}",
@@ -191,7 +192,12 @@ def _rank(name: str) -> tuple[int, bool, bool]:
 
 def brief_line(row: RoundRow) -> str:
     """Return a round's loss and main metric."""
-    return line_of([f"loss {row.loss:.4g}", main_metric(row.metrics)])
+    return line_of([row.loss_text(), main_metric(row.metrics), spent(row)])
+
+
+def spent(row: RoundRow) -> str:
+    """Return the privacy spent so far; nothing in a run without noise."""
+    return "" if row.epsilon is None else f"epsilon {row.epsilon:.3g} at delta {row.delta:g}"
 
 
 def left_out(row: RoundRow) -> str:

@@ -84,7 +84,8 @@ class RoundLog(Observer):
                 remedy="free space and go on with --resume",
             ) from error
         if self._board is not None:
-            scalars = {"loss": row.loss, "learning_rate": row.learning_rate, **row.metrics}
+            scalars = {"learning_rate": row.learning_rate, **row.metrics}
+            scalars |= {"loss": row.loss} if row.epsilon is None else {"epsilon": row.epsilon}
             scalars |= {"effective_batch_size": row.weight, "seconds": row.seconds}
             scalars |= {
                 name: value

@@ -30,6 +30,7 @@ from headwater.server.operations import sqlite_history
 from headwater.server.operations.orders import read_order
 from headwater.server.operations.run_lock import FILE, ServerState, read_server_state
 from headwater.server.operations.sqlite_history import HistorySnapshot
+from headwater.server.privacy.spent_budget import spent_in
 from headwater.server.transport.device_records import DeviceRecord
 
 MAX_ROWS = 100
@@ -77,6 +78,7 @@ def read_status(folder: Path, *, now: float | None = None) -> dict[str, Any]:
         if snapshot is None
         else _format_times(snapshot.last_round or {}) or None,
         "events": [] if snapshot is None else [_format_times(event) for event in snapshot.events],
+        "privacy": spent_in(folder),
         "num_connected": sum(device["is_connected"] for device in devices),
         "devices": devices,
     }
@@ -137,9 +139,10 @@ def as_table(status: dict[str, Any], folder: Path) -> RenderableType:
     if status["awaited"] and waited >= LONG_WAIT_SECONDS:
         names = escape(printable(names_text(status["awaited"], status["num_awaited"])))
         parts.append(f"it has waited {duration_text(waited)} for {names}")
-    last = status["last_round"]
+    last, spent = status["last_round"], status["privacy"]
     if last is not None:
-        loss = "not finite" if last["loss"] is None else f"{last['loss']:.4f}"
+        unknown = "not finite" if spent is None else "hidden"
+        loss = unknown if last["loss"] is None else f"{last['loss']:.4f}"
         clients = f"{last['num_clients']} of {counted(last['num_invited'], 'client')}"
         examples = counted(last["num_examples"], "example")
         parts.append(
@@ -148,6 +151,8 @@ def as_table(status: dict[str, Any], folder: Path) -> RenderableType:
         )
         if last["num_outliers"]:
             parts.append(f"{counted(last['num_outliers'], 'update')} of it beyond the norm")
+    if spent is not None:
+        parts.append(f"privacy spent: epsilon {spent['epsilon']:.4g} at delta {spent['delta']:g}")
     if status["history_failures"]:
         failures = counted(status["history_failures"], "write")
         parts.append(f"[bold red]{failures} of the history failed[/]")

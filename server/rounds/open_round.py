@@ -21,6 +21,9 @@ from headwater.common.errors import (
     UpdateRefused,
 )
 from headwater.common.messages import Plan, ReadyReport, ReportFields, Update
+from headwater.common.model.vectors import squared_norm
+from headwater.common.privacy.clipping import clip_to_norm
+from headwater.common.privacy_terms import PrivacyTerms
 from headwater.common.stats.gradient_noise import NoiseSums, noise_sums
 from headwater.common.wording import counted
 from headwater.server.aggregation.cohort_sum import CohortSum
@@ -123,7 +126,10 @@ class OpenRound:
             self._check_counts(
                 report.name, plan, report.num_examples, report.weight, report.num_steps
             )
-            values_P, peaks = update.values_P, self._total.check(update.values_P, name=report.name)
+            values_P = update.values_P
+            if plan.privacy is not None:
+                values_P = _clipped(update, plan.privacy)
+            peaks = self._total.check(values_P, name=report.name)
             within_P = self._within_norm(report.name, values_P, report.weight)
         except UpdateRefused as error:
             self._refuse_updates([report.name], error)
@@ -249,9 +255,24 @@ class OpenRound:
         if plan.weigh_as is not None:
             if weight != plan.weigh_as:
                 return f"weight {weight}, its plan says {plan.weigh_as}"
+        elif plan.privacy is not None and weight != plan.quota * self._max_weight:
+            return f"weight {weight}, a private plan says {plan.quota * self._max_weight}"
         elif not 0 < weight <= num_examples * self._max_weight:
             examples = counted(num_examples, "example")
             return f"weight {weight} for {examples} of at most {self._max_weight} each"
         if num_steps > plan.max_examples + 1:
             return f"{num_steps} steps for {counted(plan.max_examples, 'example')}"
         return None
+
+
+def _clipped(update: Update, terms: PrivacyTerms) -> Tensor:
+    """Return a private update's vector, clipped if its device should have clipped it and did not.
+
+    The noise hides a vector of this norm, and no longer one.
+    """
+    if squared_norm(update.values_P) <= terms.norm_bound**2:
+        return update.values_P
+    log.warning("%s: its update is longer than its plan allows, and is clipped", update.name)
+    values_P = update.values_P.clone()
+    clip_to_norm(values_P, terms.norm_bound)
+    return values_P

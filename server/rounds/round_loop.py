@@ -6,6 +6,7 @@ A ``Fleet`` brings the clients' answers in any order; nothing here depends on Fl
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,6 +19,7 @@ from headwater.common.errors import (
     StateError,
     TaskError,
 )
+from headwater.common.messages import ReadyReport, ReportFields
 from headwater.common.model.trained_model import BEST
 from headwater.common.model.trained_model import MODEL as MODEL
 from headwater.common.settings.schema import SETTINGS_FILE, Settings
@@ -30,7 +32,12 @@ from headwater.server.rounds.evaluation import EvaluatedRound
 from headwater.server.rounds.model_files import save_model
 from headwater.server.rounds.observer import Drained, Observer, Observers
 from headwater.server.rounds.open_round import OpenRound
-from headwater.server.rounds.round_row import ClientRows, RoundRow, masked_client_row
+from headwater.server.rounds.round_row import (
+    ClientRows,
+    MaskedClientRow,
+    RoundRow,
+    masked_client_row,
+)
 from headwater.server.rounds.run_state import StepResult, Training
 
 log = logging.getLogger(__name__)
@@ -62,6 +69,8 @@ def run(
     training.check_criteria()
     if folder is not None:
         _resume_or_begin(training, fleet, folder, resume=resume)
+        if training.privacy is not None:
+            training.privacy.open_file()
     try:
         observer.started(settings, round_number=training.round, model=training.image.model)
         if folder is not None:
@@ -143,7 +152,7 @@ def _run_rounds(training: Training, fleet: Fleet, on_round: OnRound, observer: O
         row = replace(row, num_aborted=num_aborted, settings_changed=training.take_changed())
         num_aborted = 0
         if evaluation.is_due(settings.evaluation, round_number=row.round, rounds=settings.rounds):
-            training.follow_metrics(row.metrics, loss=row.loss)
+            training.follow_metrics(row.metrics, loss=row.loss if row.epsilon is None else None)
         observer.stepped(row)
         if settings.out is not None:
             tensors, rest = training.optimizer.state()
@@ -245,7 +254,7 @@ def _row(
     traffic: Traffic,
     watch: _Stopwatch,
 ) -> RoundRow:
-    noise, ready = step.noise, opened.ready
+    noise, ready, spent = step.noise, opened.ready, training.privacy
     seconds = [max(part.seconds) for part in opened.columns]
     seconds += [one.seconds or 0.0 for one in ready.values()]
     return RoundRow(
@@ -255,7 +264,7 @@ def _row(
         num_examples=round(done.num_examples),
         num_examples_left_out=round(done.num_refused),
         weight=done.weight,
-        loss=done.loss,
+        loss=math.nan if spent is not None else done.loss,
         metrics=evaluated.metrics,
         num_test_left_out=evaluated.num_test_left_out,
         num_held_out_left_out=evaluated.num_held_out_left_out,
@@ -281,13 +290,21 @@ def _row(
         num_outliers=len(opened.outliers),
         left_out=planned.left_out,
         refused={name: f"{error.code}: {error}" for name, error in opened.refused.items()},
-        clients=ClientRows(opened.accepted, opened.plans),
-        masked_clients=[
-            masked_client_row(ready[name], opened.plans[name])
-            for name in done.names
-            if name in ready
-        ],
+        clients=ClientRows({} if spent is not None else opened.accepted, opened.plans),
+        masked_clients=_masked_rows(training, opened, done),
+        epsilon=None if spent is None else spent.epsilon,
+        delta=None if spent is None else spent.delta,
+        noise_multiplier=None if spent is None else spent.last_multiplier,
     )
+
+
+def _masked_rows(training: Training, opened: OpenRound, done: RoundSum) -> list[MaskedClientRow]:
+    """Return the rows of the clients that report no more than their plans and their hardware."""
+    answers: dict[str, ReadyReport | ReportFields] = {**opened.ready}
+    if training.privacy is not None:
+        answers |= opened.accepted
+    plans = opened.plans
+    return [masked_client_row(answers[name], plans[name]) for name in done.names if name in answers]
 
 
 def _log_left_out(training: Training, row: RoundRow) -> None:

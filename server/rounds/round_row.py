@@ -39,7 +39,7 @@ class ClientRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MaskedClientRow:
-    """One client's figures in a masked round: its plan, and the seconds until it was ready.
+    """One client's figures in a masked or private round: its plan, and its seconds until ready.
 
     Only the client knows how much of the plan it summed, the result, and the memory that it took.
     """
@@ -98,6 +98,11 @@ class RoundRow:
     num_aborted: int = 0
     # Coordinates and numbers that a masked round's fixed-point ranges cut off; None without masks.
     num_clipped: int | None = None
+    # Privacy spent so far, and this round's noise; None without differential privacy. With it the
+    # loss is NaN, because it is not released, and all counts are those of the plans.
+    epsilon: float | None = None
+    delta: float | None = None
+    noise_multiplier: float | None = None
     # Clients that claimed more than was believed, and those that were left out.
     num_bounded: int = 0
     # Plain updates whose norm was beyond the limit: clipped, refused or kept, as set.
@@ -106,6 +111,10 @@ class RoundRow:
     refused: dict[str, str] = field(default_factory=dict)
     clients: Sequence[ClientRow] = ()
     masked_clients: list[MaskedClientRow] = field(default_factory=list)
+
+    def loss_text(self, form: str = ".4g") -> str:
+        """Return the loss as a person reads it."""
+        return "loss hidden" if self.epsilon is not None else f"loss {self.loss:{form}}"
 
     @property
     def k_range(self) -> tuple[int, int]:
@@ -191,13 +200,13 @@ class ClientRows(Sequence[ClientRow]):
         return client_row(report, plan_reason=plan.reason, local_steps=plan.local_steps)
 
 
-def masked_client_row(ready: ReadyReport, plan: Plan) -> MaskedClientRow:
-    """Return the row of a client in a masked round."""
+def masked_client_row(answer: ReadyReport | ReportFields, plan: Plan) -> MaskedClientRow:
+    """Return the row of a client in a masked round, or in a private one."""
     return MaskedClientRow(
-        name=ready.name,
+        name=answer.name,
         planned_steps=plan.accumulation_steps,
         planned_micro_batch_size=plan.micro_batch_size,
         planned_examples=plan.quota,
-        seconds=ready.seconds or 0.0,
+        seconds=answer.seconds or 0.0,
         plan=plan.reason,
     )

@@ -29,6 +29,7 @@ from headwater.common.model.mismatch import difference_from_text
 from headwater.common.model.parameters import build_model
 from headwater.common.model.trained_model import load_initial
 from headwater.common.model.vectors import all_finite, squared_norm
+from headwater.common.privacy.noise_shares import plain_scale_bits
 from headwater.common.settings.changes import Changes, changes, of_training, optimizer_of, values_of
 from headwater.common.settings.schema import SETTINGS_FILE, Settings
 from headwater.common.settings.sources import load
@@ -50,6 +51,7 @@ from headwater.server.planning.noise_scale import RoundNoise, round_noise, total
 from headwater.server.planning.plan_messages import held_out_fraction
 from headwater.server.planning.round_plans import Decisions, RoundPlanner, RoundPlans
 from headwater.server.planning.target_batch import BatchTotals, Target
+from headwater.server.privacy.run_privacy import RunPrivacy, terms_of
 from headwater.server.rounds import checkpoint, evaluation, model_selection
 from headwater.server.rounds.model_selection import HELD_OUT
 from headwater.server.rounds.open_round import OpenRound
@@ -126,6 +128,11 @@ class Training:
         self.selection = model_selection.ModelSelection()
         self.changed: Changes = {}
         """The settings that a resumed run changed, until its next round is committed."""
+        self.privacy: RunPrivacy | None = None
+        """What the rounds' noise has spent; None if the rounds have none."""
+        if settings.privacy.is_on:
+            num_values = self.image.layout.num_parameters
+            self.privacy = RunPrivacy(settings, num_values=num_values)
 
     def resume(self, folder: Path, fleet: Fleet) -> bool:
         """Restore the checkpoint in ``folder``; return False if there is none.
@@ -203,14 +210,23 @@ class Training:
         }
 
     def open_round(self, planned: RoundPlans) -> OpenRound:
-        """Empty the sum for a round with these plans."""
+        """Empty the sum for a round with these plans, and the terms of its privacy.
+
+        Raises:
+            PrivacySpent: one more sum would exceed the run's epsilon.
+        """
         self.has_narrowed = False
         plans, max_weight = planned.plans, self.max_weight_per_example
+        scale_bits = None
+        if self.privacy is not None:
+            plans = self.privacy.private_plans(plans, max_weight_per_example=max_weight)
+            scale_bits = plain_scale_bits(terms_of(plans.values()))
         self.sum.open(
             num_clients=len(plans),
             planned_weight=sum(
                 plan.weigh_as or max_weight * plan.max_examples for plan in plans.values()
             ),
+            scale_bits=scale_bits,
         )
         if self.held is not None:
             self.held.open(num_clients=len(plans))
@@ -221,7 +237,8 @@ class Training:
             owned=planned.owned,
             num_left_out=planned.num_too_slow,
             metrics=planned.metrics,
-            norm_watch=self.norm_watch,
+            # A limit that follows the cohort would let one update change how others are clipped.
+            norm_watch=self.norm_watch if self.privacy is None else None,
             beyond_norm=self.settings.aggregation.beyond_norm,
             held=self.held,
         )
@@ -242,6 +259,8 @@ class Training:
             self._check_enough(opened, done.names)
             return done
         columns, held = opened.columns, self.held
+        if self.privacy is not None:
+            self.privacy.add_noise(self.sum, terms_of(opened.plans.values()))
         return RoundSum(
             names=tuple(opened.accepted),
             mean_P=self.sum.close() if held is None else held.mean(self.sum),
@@ -252,7 +271,7 @@ class Training:
                 columns, max_weight_per_example=self.max_weight_per_example
             ),
             loss_sum=total_loss(columns),
-            metric_sums=total_metrics(columns),
+            metric_sums=total_metrics(columns) if self.privacy is None else {},
             # A robust rule's gradient is no mean of the examples that the estimate compares.
             noise=total(opened.noise) if held is None else None,
         )
@@ -317,7 +336,7 @@ class Training:
             self.planner.exclude(at_fault, round_number=number)
 
         def run_session(group: ReadyCohort) -> UnmaskedSum:
-            return sum_masked(
+            unmasked = sum_masked(
                 group,
                 fleet,
                 set_up=set_up,
@@ -326,6 +345,9 @@ class Training:
                 refuse=opened.refuse,
                 leave_out=exclude,
             )
+            if self.privacy is not None:
+                self.privacy.note_unmasked(unmasked, terms_of(opened.plans.values()))
+            return unmasked
 
         sums = sum_groups(cohort, groups, run_session=run_session, refuse=opened.refuse)
         before = self.suspicion
@@ -335,7 +357,8 @@ class Training:
         if suspects := self.suspicion.suspects:
             log.warning("a false number is from one of %d clients", len(suspects))
         done, self.encoding = decode_sum(sums.total(), self.encoding)
-        return done
+        # Private clients have masked zeros in place of their metrics.
+        return done if self.privacy is None else replace(done, metric_sums={})
 
     def _check_enough(self, opened: OpenRound, included: Sized) -> None:
         """Abort the round if it includes fewer clients than it needs.
@@ -416,8 +439,10 @@ class Training:
         self._num_test_left_out = tested.num_test_left_out
         return tested
 
-    def follow_metrics(self, metrics: dict[str, float], *, loss: float) -> None:
+    def follow_metrics(self, metrics: dict[str, float], *, loss: float | None) -> None:
         """Note an evaluated round's metrics; ``loss`` is that of the training, as train_loss.
+
+        None if the training's loss is not released.
 
         Raises:
             UnknownMetric: it is the first evaluation, and it has no such metric.
@@ -428,7 +453,7 @@ class Training:
         self.selection = model_selection.after_evaluation(
             self.selection,
             chosen,
-            {"train_loss": loss, **metrics},
+            metrics if loss is None else {"train_loss": loss, **metrics},
             round_number=self.round,
         )
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sized
+from collections.abc import Container, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 from headwater.common.errors import LateUpdate, TooFewSurvivors, UnexpectedUpdate
+from headwater.common.privacy.noise_shares import check_room, private_clip
+from headwater.common.privacy_terms import PrivacyTerms
 from headwater.common.secagg.fixed_point import Encoding, RingBits, plan_encoding
 from headwater.common.secagg.graph import SECURITY_BITS, Mode, ceil_fraction, graph_size
 from headwater.common.secagg.hadamard_rotation import rotated_encoding
@@ -57,6 +59,7 @@ class SessionSetup:
     min_survivors: float = 0.7
     corrupted: float = 0.1
     dropout: float = 0.1
+    privacy: PrivacyTerms | None = None
 
     @property
     def least_members(self) -> int:
@@ -98,14 +101,21 @@ def parameters_of(setup: SessionSetup, members: Iterable[Member]) -> Parameters:
         num_neighbours=k,
         cipher="aes256-ctr" if has_aes else "chacha20",
         num_values=setup.num_values,
-        encoding=_encoding(setup, sum(weights)),
+        encoding=_encoding(setup, weights, num_members),
         scalars=tuple(_scalars(setup, len(weights), max(weights))),
         rotation_seed=setup.rotation_seed,
         bounds_digest=setup.bounds_digest,
     )
 
 
-def _encoding(setup: SessionSetup, planned_weight: int) -> Encoding:
+def _encoding(setup: SessionSetup, weights: Sequence[int], num_members: int) -> Encoding:
+    terms, planned_weight = setup.privacy, sum(weights)
+    if terms is not None:
+        most_groups = len(weights) // MIN_MEMBERS if setup.added_weights else 1
+        clip = private_clip(terms, weights, setup.num_values, num_sums=most_groups)
+        encoding = plan_encoding(max_weight=planned_weight, clip=clip)
+        check_room(terms, encoding, num_values=setup.num_values, num_members=num_members)
+        return encoding
     if setup.ring_bits == 16:
         return rotated_encoding(max_weight=planned_weight)
     return plan_encoding(max_weight=planned_weight, clip=setup.clip)

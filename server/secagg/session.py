@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from headwater.common.errors import HeadwaterError
 from headwater.common.messages import Plan, ReadyReport
 from headwater.common.model.parameters import ModelImage
+from headwater.common.privacy_terms import PrivacyTerms
 from headwater.common.secagg.masked_numbers import bounds_of
 from headwater.common.secagg.plan_digest import plan_digest
 from headwater.common.secagg.protocol import PHASES, Phase, Request, SessionNumber
@@ -48,6 +49,7 @@ class ReadyCohort:
     metrics: tuple[str, ...]
     max_examples: int
     plan_digest: bytes
+    privacy: PrivacyTerms | None = None
 
     @staticmethod
     def of(
@@ -67,6 +69,7 @@ class ReadyCohort:
             metrics=metrics,
             max_examples=max((plans[name].max_examples for name in ready), default=1),
             plan_digest=plan_digest(next(iter(plans.values()))),
+            privacy=next(iter(plans.values())).privacy,
         )
 
     def without(self, names: Iterable[str]) -> ReadyCohort:
@@ -124,6 +127,7 @@ def setup_of(
         min_survivors=settings.min_survivors,
         corrupted=settings.corrupted,
         dropout=settings.dropout,
+        privacy=cohort.privacy,
     )
 
 

@@ -53,6 +53,8 @@ def compute_of(settings: Settings, devices: Devices, *, first: int = 0) -> Compu
     needs_norms = plan.follow_noise_scale or watches
     with_norms = chosen == "vectorised" or (chosen == "auto" and needs_norms)
     try:
+        if settings.privacy.is_on:
+            raise UnsupportedBatch("with privacy each device's vector is clipped by itself")
         if settings.algorithm.label is not None:
             raise UnsupportedBatch(
                 f"the client algorithm {settings.algorithm.label} takes each device by itself"

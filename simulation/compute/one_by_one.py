@@ -224,9 +224,10 @@ class OneByOne:
             return _dropout(client, error)
         except Exception as error:
             return _dropout(client, error)
-        num_used = update.report.num_examples + update.report.num_refused
         devices.positions[part] = SamplerState(
-            place=window.place, pending_round=plan.round, pending_place=window.after(num_used)
+            place=window.place,
+            pending_round=plan.round,
+            pending_place=window.after(one.local_sum.num_used),
         )
         faults = devices.falsifications(part, round_number=plan.round)
         if faults:

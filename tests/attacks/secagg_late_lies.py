@@ -32,6 +32,7 @@ from tests.attacks.secagg_lies import (
     Seen,
     as_if_of_the_session,
     entry,
+    noise,
     shares,
 )
 from tests.faults import FaultPlan
@@ -116,6 +117,12 @@ MASKS = [
         action="masked_update",
         change=u2("d000", VICTIM, OTHER),
         mode="active",
+    ),
+    Attack(
+        check="honest noise",  # of three two may survive, and two may collude
+        action="masked_update",
+        change=u2("d000", VICTIM, OTHER),
+        cast=noise(min_survivors=0.5, corrupted=0.4),
     ),
     Attack(
         check="mask keys",

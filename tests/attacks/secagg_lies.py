@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from headwater.client.secagg.types import Floor, SessionRecord
+from headwater.common.privacy_terms import PrivacyTerms
 from headwater.common.secagg.fixed_point import plan_encoding
 from headwater.common.secagg.hadamard_rotation import rotated_encoding
 from headwater.common.secagg.identity import SigningIdentity
@@ -22,7 +23,7 @@ from headwater.common.secagg.protocol import (
 )
 from headwater.common.secagg.session import SessionView, keys_message, session_of
 from tests.faults import FaultPlan
-from tests.secagg import MODEL, PLANNED, Cast
+from tests.secagg import MODEL, PLANNED, Cast, name_of
 
 VICTIM, OTHER, THIRD = "d001", "d002", "d003"
 Change = Callable[[Any], Any]
@@ -164,6 +165,16 @@ FINER = {
     "encoding": lambda p: replace(p.encoding, scale_bits=p.encoding.scale_bits - 20),
 }
 
+
+def noise(**terms: float) -> dict[str, Any]:
+    """Let all devices have a private plan of these terms."""
+    agreed = PrivacyTerms(norm_bound=1.0, noise_multiplier=1.0, **terms)
+    return {
+        "privacy": agreed,
+        "device": {name_of(number): {"privacy": agreed} for number in range(8)},
+    }
+
+
 ROSTER = [
     *(
         Attack(check="same session", action="share_keys", change=chosen(**{name: 2}))
@@ -279,6 +290,24 @@ ROSTER = [
         action="share_keys",
         change=entry(OTHER, planned_weight=1),
         cast={"floor": Floor(member_bits=28)},
+    ),
+    Attack(
+        check="noise",  # all must survive, the plan says; the device opens the sum of fewer
+        action="share_keys",
+        cast=noise(min_survivors=1.0, corrupted=0.1),
+    ),
+    Attack(
+        check="noise",  # nobody colludes, the plan says
+        action="share_keys",
+        cast=noise(min_survivors=0.7, corrupted=0.0),
+    ),
+    Attack(
+        check="room for noise",
+        action="share_keys",
+        change=chosen(
+            encoding=lambda p: plan_encoding(max_weight=p.encoding.max_weight, clip=2.0**-3)
+        ),
+        cast=noise(min_survivors=0.7, corrupted=0.1),
     ),
     Attack(check="whole vector", action="share_keys", change=chosen(num_values=1)),
     Attack(

@@ -19,6 +19,16 @@ FIELDS: dict[str, Any] = {
 }
 
 
+TERMS = {"norm_bound": 1.0, "noise_multiplier": 2.0, "min_survivors": 0.7, "corrupted": 0.1}
+
+
+@pytest.mark.parametrize("field", TERMS)
+def test_plans_with_other_noise_have_other_digests(field: str) -> None:
+    other = {**TERMS, field: TERMS[field] / 2}
+    one = plan_digest(Plan.model_validate({**FIELDS, "privacy": TERMS}))
+    assert one != plan_digest(Plan.model_validate({**FIELDS, "privacy": other}))
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -31,6 +41,7 @@ FIELDS: dict[str, Any] = {
         {"algorithm": "none"},
         {"held_out_fraction": 0.1},
         {"weigh_as": 8},
+        {"privacy": TERMS},
     ],
     ids=lambda change: next(iter(change)),
 )

@@ -1,0 +1,213 @@
+"""A run's differential privacy: the terms of its rounds, the noise of plain sums, and the spending.
+
+In a plain round the server adds the noise: devices must trust it, and are protected from each
+other and from whoever sees the model. Under masks the devices add the noise, and the server sees
+the sum with its noise alone.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
+
+from headwater.common.errors import SettingsError
+from headwater.common.messages import Plan
+from headwater.common.privacy.discrete_gaussian import RandomBits, draw
+from headwater.common.privacy.noise_shares import (
+    opened_multiplier,
+    plain_scale_bits,
+    plain_sigma,
+)
+from headwater.common.privacy_terms import PrivacyTerms
+from headwater.common.settings.fields import split_criterion
+from headwater.common.settings.schema import Settings
+from headwater.server.aggregation.cohort_sum import CohortSum
+from headwater.server.privacy.accountant import Accountant, largest_rho, multiplier_of_rest
+from headwater.server.privacy.spent_budget import read_events, write_events
+from headwater.server.secagg.unmask_phase import UnmaskedSum
+
+
+class RunPrivacy:
+    """The privacy of one run."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        num_values: int,
+        random: Callable[[int], bytes] = os.urandom,
+    ) -> None:
+        """Start with nothing spent; ``random`` keys the noise of plain sums.
+
+        Raises:
+            SettingsError: dp-accounting is not installed, or see ``check_settings``.
+        """
+        check_settings(settings)
+        self._settings = settings
+        self._num_values = num_values
+        self._random = random
+        chosen = settings.privacy
+        self._accountant = Accountant(chosen.delta)
+        self._least_of_round: float | None = None
+        """The least noise multiplier of the current round's opened sums; None before the first."""
+        self._rho: float | None = None
+        """The zCDP that all rounds may spend together; None where the noise is set."""
+        if chosen.epsilon is not None:
+            self._rho = largest_rho(chosen.epsilon, delta=chosen.delta)
+
+    @property
+    def epsilon(self) -> float:
+        """The epsilon of all sums that were opened so far."""
+        return self._accountant.epsilon
+
+    @property
+    def delta(self) -> float:
+        """The delta that the epsilon holds at."""
+        return self._accountant.delta
+
+    @property
+    def last_multiplier(self) -> float | None:
+        """The noise multiplier of the last opened sum."""
+        return self._accountant.events[-1][0] if self._accountant.events else None
+
+    def open_file(self) -> None:
+        """Read what the run has spent, from its folder.
+
+        Raises:
+            CheckpointCorrupt: see ``read_events``.
+        """
+        events = read_events(self._settings.out)
+        self._accountant = Accountant(self._settings.privacy.delta, events)
+
+    def noise_multiplier(self, *, round_number: int) -> float:
+        """Return the noise of a round: as set, or what spends the rest of the epsilon evenly.
+
+        It follows the sums that were really opened: one with more noise than planned leaves more
+        for the others, and the sum of a round that a crash undid leaves less.
+
+        Raises:
+            PrivacySpent: nothing is left of the epsilon.
+        """
+        chosen = self._settings.privacy
+        if self._rho is None:
+            assert chosen.noise_multiplier is not None
+            return chosen.noise_multiplier
+        rounds = self._settings.rounds - round_number + 1
+        return multiplier_of_rest(self._rho, self._accountant.events, rounds=max(rounds, 1))
+
+    def private_plans(
+        self, plans: Mapping[str, Plan], *, max_weight_per_example: int
+    ) -> dict[str, Plan]:
+        """Return the plans with the round's terms, which are the same for all devices.
+
+        The bound of a device's sum is the clip norm of a mean gradient times the largest planned
+        weight of the round.
+
+        Raises:
+            PrivacySpent: see ``noise_multiplier``.
+        """
+        if not plans:
+            return dict(plans)
+        self._least_of_round = None
+        chosen, secure = self._settings.privacy, self._settings.secure
+        is_masked = secure.aggregation != "off"
+        round_number = next(iter(plans.values())).round
+        largest = max(max_weight_per_example * plan.quota for plan in plans.values())
+        terms = PrivacyTerms(
+            norm_bound=chosen.clip * largest,
+            noise_multiplier=self.noise_multiplier(round_number=round_number),
+            min_survivors=secure.min_survivors if is_masked else 1.0,
+            corrupted=secure.corrupted if is_masked else 0.0,
+        )
+        changed = {id(plan): plan.model_copy(update={"privacy": terms}) for plan in plans.values()}
+        return {name: changed[id(plan)] for name, plan in plans.items()}
+
+    def add_noise(self, total: CohortSum, terms: PrivacyTerms) -> None:
+        """Add the noise to a plain round's sum, after it is on disk that this sum was opened.
+
+        Raises:
+            StateError: see ``write_events``.
+        """
+        bits = plain_scale_bits(terms)
+        sigma = plain_sigma(terms, scale_bits=bits, num_values=self._num_values)
+        self._note(terms.noise_multiplier)
+        total.add_integers(partial(draw, sigma, bits=RandomBits(self._random)))
+
+    def note_unmasked(self, opened: UnmaskedSum, terms: PrivacyTerms) -> None:
+        """Note an opened masked sum, with the noise of the devices that survived.
+
+        A round may have several sums, of disjoint groups of devices. A device is in one of them, so
+        together they cost what the one with the least noise costs.
+
+        Raises:
+            StateError: see ``write_events``.
+        """
+        parameters = opened.session.parameters
+        multiplier = opened_multiplier(
+            terms,
+            scale_bits=parameters.encoding.scale_bits,
+            num_values=parameters.num_values,
+            num_members=len(opened.survived) + len(opened.dropped),
+            num_survivors=len(opened.survived),
+        )
+        least, self._least_of_round = self._least_of_round, multiplier
+        if least is None:
+            self._note(multiplier)
+        elif multiplier < least:
+            self._note(multiplier, in_place_of=least)
+        else:
+            self._least_of_round = least
+
+    def _note(self, noise_multiplier: float, *, in_place_of: float | None = None) -> None:
+        events = self._accountant.events
+        if in_place_of is not None:
+            (_, count), events = events[-1], events[:-1]
+            events = [*events, (in_place_of, count - 1)]
+        after = Accountant(self._accountant.delta, events)
+        after.add(noise_multiplier)
+        write_events(self._settings.out, after.events, epsilon=after.epsilon, delta=after.delta)
+        self._accountant = after
+
+
+def terms_of(plans: Collection[Plan]) -> PrivacyTerms:
+    """Return the terms that a private round's plans share."""
+    terms = {plan.privacy for plan in plans}
+    assert len(terms) == 1
+    found = terms.pop()
+    assert found is not None
+    return found
+
+
+def check_settings(settings: Settings) -> None:
+    """Check that nothing in the settings reveals more than the sums with noise.
+
+    Raises:
+        SettingsError: it does; see docs/privacy.md.
+    """
+    plan, evaluation = settings.plan, settings.evaluation
+    refused = {
+        "the planner would choose quotas by what devices report of their data and speed: set "
+        "--accumulation-steps": plan.accumulation_steps is None,
+        "the batch would follow the devices' gradients: leave out --follow-noise-scale": (
+            plan.follow_noise_scale
+        ),
+        "updates would be weighed by the devices' numbers of examples: leave out --weighting "
+        "dataset": settings.cohort.weighting == "dataset",
+        "each device would report its own held-out loss: leave out --evaluate-on-devices": (
+            evaluation.on_devices
+        ),
+        "the training's own loss and metrics are not released: name a metric of the test": any(
+            criterion is not None and split_criterion(criterion)[1].startswith("train_")
+            for criterion in (evaluation.best, evaluation.stop_when)
+        ),
+        "a rule that picks among updates would make one change what others add: leave out "
+        "--aggregation": settings.aggregation.rule != "sum",
+        "16 bits leave no room for the noise: leave out --ring-bits 16": (
+            settings.secure.aggregation != "off" and settings.secure.ring_bits != 32
+        ),
+    }
+    for text, is_refused in refused.items():
+        if is_refused:
+            what, _, remedy = text.rpartition(": ")
+            raise SettingsError(f"with differential privacy {what}", remedy=remedy)

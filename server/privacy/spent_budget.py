@@ -1,0 +1,65 @@
+"""The file privacy.json of a run's folder: the noise of every sum that was ever opened.
+
+An entry is on disk before its sum is used. So the file also has the sums of rounds that a crash
+undid, which the checkpoint does not have: they were opened, and perhaps seen.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from headwater.common.errors import CheckpointCorrupt, StateError
+from headwater.common.system.atomic_file import write_atomically
+
+PRIVACY_FILE = "privacy.json"
+
+
+def read_events(folder: Path | None) -> list[tuple[float, int]]:
+    """Return the events in the file; none without a folder or a file.
+
+    Raises:
+        CheckpointCorrupt: the file cannot be read.
+    """
+    path = None if folder is None else folder / PRIVACY_FILE
+    if path is None or not path.exists():
+        return []
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8"))["sums"]
+        events = [(float(row["noise_multiplier"]), int(row["count"])) for row in rows]
+        if not all(multiplier > 0 and count > 0 for multiplier, count in events):
+            raise ValueError("an entry is not positive")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointCorrupt(
+            f"{path} does not hold what the run has spent of its privacy: {error}",
+            remedy="restore it from a backup; without it nobody knows what was spent",
+        ) from error
+    return events
+
+
+def spent_in(folder: Path) -> dict[str, float] | None:
+    """Return the epsilon and delta in a folder's file, to show them; None if there is none."""
+    try:
+        content = json.loads((folder / PRIVACY_FILE).read_text(encoding="utf-8"))
+        return {key: float(content[key]) for key in ("epsilon", "delta")}
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def write_events(
+    folder: Path | None, events: Sequence[tuple[float, int]], *, epsilon: float, delta: float
+) -> None:
+    """Replace the file; nothing without a folder.
+
+    Raises:
+        StateError: it cannot be written; the old one is untouched.
+    """
+    if folder is None:
+        return
+    rows = [{"noise_multiplier": multiplier, "count": count} for multiplier, count in events]
+    content = {"epsilon": epsilon, "delta": delta, "sums": rows}
+    try:
+        write_atomically(folder / PRIVACY_FILE, json.dumps(content, indent=1).encode())
+    except OSError as error:
+        raise StateError(f"cannot write {folder / PRIVACY_FILE}: {error.strerror}") from error

@@ -1,0 +1,77 @@
+"""Private rounds over real sockets: a budget that ends, and masks with noise."""
+
+from __future__ import annotations
+
+import json
+import stat
+from pathlib import Path
+
+import pytest
+
+from headwater.common.privacy.spending import epsilon_of
+from headwater.common.privacy_terms import rho_of
+from tests.processes import Processes, port_of, rows, write_task
+
+pytestmark = pytest.mark.slow
+
+PLAN = ("--accumulation-steps", 2, "--micro-batch-size", 8)
+MASKS = ("--secure-aggregation", "semi-honest")
+Z = 2.0
+
+
+@pytest.mark.parametrize("masks", [(), MASKS], ids=["plain", "masked"])
+def test_server_and_devices_count_the_same_rounds(tmp_path: Path, masks: tuple[str, ...]) -> None:
+    task = write_task(tmp_path).spec
+    noise = ("--privacy-noise-multiplier", Z)
+    with Processes(tmp_path) as processes:
+        server = processes.server(
+            "--rounds", 3, *PLAN, *masks, *noise, "--min-clients", 3, task=task
+        )
+        state = [tmp_path / f"state-{part}" for part in range(3)]
+        own = [("--num-parts", 3, "--state", folder, *masks) for folder in state]
+        clients = [
+            processes.client(port_of(server), part, *flags, "--privacy-budget", 50, task=task)
+            for part, flags in enumerate(own)
+        ]
+        for process in (server, *clients):
+            process.succeed()
+    written = rows(tmp_path / "out")
+    assert [row["loss"] for row in written] == [None] * 3
+    rho = 3 * rho_of(Z)
+    assert written[-1]["epsilon"] <= epsilon_of(rho, delta=1e-5) * 1.01
+    for part, folder in enumerate(state):
+        file = folder / f"{part}.privacy.json"
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+        spent = json.loads(file.read_text())
+        assert spent["num_updates"] == 3
+        assert spent["rho"] <= rho * (1 + 1e-9)
+
+
+def test_a_device_whose_budget_is_spent_adds_nothing_more(tmp_path: Path) -> None:
+    task = write_task(tmp_path).spec
+    budget = epsilon_of(1.5 * rho_of(Z), delta=1e-5)  # one update, and no second
+    with Processes(tmp_path) as processes:
+        server = processes.server(
+            *("--rounds", 3, *PLAN, "--privacy-noise-multiplier", Z, "--min-clients", 2), task=task
+        )
+        port, parts = port_of(server), ("--num-parts", 3)
+        poor = processes.client(port, 0, *parts, "--privacy-budget", budget, task=task)
+        others = [processes.client(port, part, *parts, task=task) for part in (1, 2)]
+        for process in (server, poor, *others):
+            process.succeed()
+        assert "PrivacyBudgetSpent" in poor.text()
+        assert f"its owner allows {budget:g}" not in server.text()  # that is the device's own
+    written = rows(tmp_path / "out")
+    taken = [name for row in written for name in [c["name"] for c in row["masked_clients"]]]
+    assert taken.count("0") == 1
+    assert taken.count("1") == 3
+
+
+def test_a_device_with_a_budget_adds_nothing_to_a_run_without_noise(tmp_path: Path) -> None:
+    task = write_task(tmp_path).spec
+    with Processes(tmp_path) as processes:
+        server = processes.server("--rounds", 2, *PLAN, "--min-clients", 1, task=task)
+        client = processes.client(port_of(server), 0, "--privacy-budget", 8, task=task)
+        assert server.wait() == 1
+        assert "PrivacyRequired" in client.text()
+    assert rows(tmp_path / "out") == []

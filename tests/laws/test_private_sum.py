@@ -1,0 +1,155 @@
+"""The law of private masked rounds: the opened sum is the plain sum and exactly the noise due.
+
+Whoever drops out, at whatever phase, the noise in the sum has the distribution that the accountant
+counts: that of as many shares as there are survivors.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from headwater.common.errors import CohortTooSmall, MaskingTooWeak, TooFewSurvivors
+from headwater.common.privacy.noise_shares import opened_multiplier, sensitivity, share_sigma
+from headwater.common.privacy_terms import PrivacyTerms
+from headwater.common.secagg.protocol import NUM_CLIPPED
+from headwater.server.secagg.unmask_phase import UnmaskedSum
+from tests.faults import FaultPlan
+from tests.secagg import Cast, Played, name_of
+
+TERMS = PrivacyTerms(norm_bound=8.0, noise_multiplier=1.5, min_survivors=0.7, corrupted=0.1)
+NUM_VALUES = 20_000
+
+
+def random_of(name: str) -> Callable[[int], bytes]:
+    """Return a device's randomness: a stream of its own, the same in every run of the tests."""
+    count = 0
+
+    def random(size: int) -> bytes:
+        nonlocal count
+        count += 1
+        return hashlib.shake_128(f"{name} {count}".encode()).digest(size)
+
+    return random
+
+
+def cast_of(
+    number: int,
+    *,
+    mode: str = "semi-honest",
+    terms: PrivacyTerms = TERMS,
+    num_values: int = NUM_VALUES,
+) -> Cast:
+    """Return devices with short vectors, which no ring cuts off."""
+    names = [name_of(at) for at in range(number)]
+    cast = Cast(
+        number,
+        mode=mode,
+        num_values=num_values,
+        random=random_of,
+        privacy=terms,
+        device={name: {"privacy": terms} for name in names},
+    )
+    for at, name in enumerate(names):
+        values = np.random.default_rng(at).normal(size=num_values)
+        values *= TERMS.norm_bound / 8 / np.linalg.norm(values)
+        cast.give(name, values.astype(np.float32))
+    return cast
+
+
+def noise_in(cast: Cast, opened: UnmaskedSum) -> NDArray[np.int64]:
+    plain_P, _ = cast.plain_sum(opened.survived, opened)
+    return (opened.vector_P - plain_P).view(np.int32).astype(np.int64)
+
+
+def chi_square(noise: NDArray[np.int64], sigma: float, num_bins: int = 32) -> float:
+    """Return chi-square over bins that a normal of this sigma fills alike.
+
+    The sum of discrete Gaussians of 10^5 steps and more is one to less than 10^-4 of a bin.
+    """
+    parts = np.array([math.erf(x / math.sqrt(2)) / 2 + 0.5 for x in np.sort(noise / sigma)])
+    counts, _ = np.histogram(parts, bins=num_bins, range=(0, 1))
+    expected = len(noise) / num_bins
+    return float((((counts - expected) ** 2) / expected).sum())
+
+
+@pytest.mark.parametrize(
+    ("drops", "mode"),
+    [
+        ({}, "semi-honest"),
+        ({}, "active"),
+        ({1: None}, "semi-honest"),
+        ({1: "advertise_keys"}, "semi-honest"),
+        ({1: "share_keys"}, "semi-honest"),
+        ({1: "check_shares", 2: "check_shares", 3: "check_shares"}, "semi-honest"),
+        ({1: "masked_update", 2: "check_shares"}, "semi-honest"),
+        ({1: "consistency", 2: "check_shares"}, "active"),
+    ],
+)
+def test_the_noise_of_an_opened_sum_has_the_distribution_that_is_accounted_for(
+    drops: dict[int, str | None], mode: str
+) -> None:
+    cast, plan = cast_of(10, mode=mode), FaultPlan()
+    for number, after in drops.items():
+        plan = plan.drop(client=name_of(number), after=after)
+    opened = cast.play(plan).sum
+    num_members = len(opened.survived) + len(opened.dropped)
+    bits = opened.session.parameters.encoding.scale_bits
+    figures = {"scale_bits": bits, "num_values": NUM_VALUES, "num_members": num_members}
+    sigma = share_sigma(TERMS, **figures)
+    noise = noise_in(cast, opened)
+    total = sigma * math.sqrt(len(opened.survived))
+    freedom = 31
+    assert chi_square(noise, total) < freedom + 5 * math.sqrt(2 * freedom)
+    assert chi_square(noise, total * 1.05) > freedom + 5 * math.sqrt(2 * freedom)
+    # One survivor is assumed to know its own share: what is counted is the rest.
+    counted = opened_multiplier(TERMS, **figures, num_survivors=len(opened.survived))
+    bound = sensitivity(TERMS, scale_bits=bits, num_values=NUM_VALUES)
+    assert counted * bound == pytest.approx(sigma * math.sqrt(len(opened.survived) - 1))
+    assert counted >= TERMS.noise_multiplier
+
+
+def test_the_numbers_of_a_private_session_hide_how_many_values_were_clipped() -> None:
+    cast = cast_of(4, num_values=3)
+    for name in cast.names:
+        cast.give(name, np.full(3, 1e9, np.float32))
+    assert cast.play().sum.numbers[NUM_CLIPPED] == 0
+
+
+def test_a_device_draws_other_noise_in_each_session() -> None:
+    sums = []
+    for _ in range(2):
+        cast = Cast(
+            3,
+            num_values=100,
+            privacy=TERMS,
+            device={name_of(at): {"privacy": TERMS} for at in range(3)},
+        )
+        for name in cast.names:
+            cast.give(name, np.zeros(100, np.float32))
+        sums.append(cast.play().sum.vector_P)
+    assert (sums[0] != sums[1]).any()
+
+
+def test_a_session_in_which_no_honest_noise_would_be_left_is_refused() -> None:
+    terms = PrivacyTerms(norm_bound=1.0, noise_multiplier=1.0, min_survivors=0.3)
+    with pytest.raises(CohortTooSmall, match="none is left to hide"):
+        cast_of(3, terms=terms, num_values=3).play()
+
+
+@pytest.mark.parametrize("changes", [{"min_survivors": 0.9}, {"corrupted": 0.05}])
+def test_a_device_refuses_noise_that_counts_on_more_than_the_device_does(
+    changes: dict[str, float],
+) -> None:
+    fields = {"norm_bound": 8.0, "noise_multiplier": 1.5, "min_survivors": 0.7, "corrupted": 0.1}
+    played = Played()
+    with pytest.raises(TooFewSurvivors):
+        cast_of(5, terms=PrivacyTerms(**{**fields, **changes}), num_values=3).play_into(
+            played, FaultPlan()
+        )
+    assert {type(error) for error in played.refused.values()} == {MaskingTooWeak}

@@ -1,0 +1,259 @@
+"""A run's privacy: plans, the noise of plain sums, and what is written before a sum is used."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from headwater.common.errors import CheckpointCorrupt, PrivacySpent, SettingsError, StateError
+from headwater.common.messages import Plan, Step, Update, UpdateReport
+from headwater.common.model.parameters import ModelLayout, build_model
+from headwater.common.privacy.discrete_gaussian import RandomBits, draw
+from headwater.common.privacy.noise_shares import plain_scale_bits, plain_sigma
+from headwater.common.privacy_terms import PrivacyTerms
+from headwater.common.settings.schema import Settings
+from headwater.server.aggregation.cohort_sum import CohortSum
+from headwater.server.privacy.run_privacy import RunPrivacy, terms_of
+from headwater.server.privacy.spent_budget import PRIVACY_FILE, spent_in
+from headwater.server.rounds.open_round import OpenRound
+from headwater.server.secagg.unmask_phase import UnmaskedSum
+from tests.faults import FaultPlan
+from tests.secagg import Cast, name_of
+from tests.tasks import TwoLayers
+
+NAMES = ("a", "b", "c")
+
+
+def zeros(size: int) -> bytes:
+    return bytes(size)
+
+
+def settings(**changes: Any) -> Settings:
+    privacy = {"noise_multiplier": 2.0, "clip": 0.5, **changes.pop("privacy", {})}
+    return Settings.model_validate(
+        {"task": "x.py:X", "rounds": 10, "privacy": privacy}
+        | {"plan": {"accumulation_steps": 2, **changes.pop("plan", {})}, **changes}
+    )
+
+
+def layout() -> ModelLayout:
+    return build_model(TwoLayers(), seed=0).layout
+
+
+def plans(quotas: tuple[int, ...] = (16, 16, 8)) -> dict[str, Plan]:
+    return {
+        name: Plan(round=1, run_seed=0, model_version=0, quota=quota, micro_batch_size=8)
+        for name, quota in zip(NAMES, quotas, strict=True)
+    }
+
+
+def update(name: str, values_P: Tensor, *, weight: int, quota: int) -> Update:
+    step = Step(num_examples=quota, weight=weight, loss=0.0, seconds=0.0, peak_bytes=0)
+    report = UpdateReport(
+        name=name,
+        round=1,
+        num_examples=quota,
+        weight=weight,
+        loss_sum=0.0,
+        micro_batch_size=8,
+        seconds=0.0,
+        steps=(step,),
+        reason="quota",
+    )
+    return Update(values_P=values_P, report=report)
+
+
+def test_all_plans_of_a_round_have_the_same_terms() -> None:
+    privacy = RunPrivacy(settings(), num_values=4)
+    private = privacy.private_plans(plans(), max_weight_per_example=3)
+    terms = terms_of(private.values())
+    assert terms.norm_bound == 0.5 * 16 * 3  # of the largest planned weight
+    assert terms.noise_multiplier == 2.0
+    unchanged = {name: plan.model_copy(update={"privacy": None}) for name, plan in private.items()}
+    assert unchanged == plans()
+
+
+@pytest.fixture
+def round_of_three() -> tuple[RunPrivacy, CohortSum, OpenRound, Callable[[str], Tensor]]:
+    shape = layout()
+    privacy = RunPrivacy(settings(), num_values=shape.num_parameters, random=zeros)
+    private = privacy.private_plans(plans(), max_weight_per_example=1)
+    total = CohortSum(shape)
+    bits = plain_scale_bits(terms_of(private.values()))
+    total.open(num_clients=3, planned_weight=40, scale_bits=bits)
+    opened = OpenRound(
+        plans=private, total=total, max_weight_per_example=1, owned=dict.fromkeys(NAMES, 100)
+    )
+
+    def values(name: str) -> Tensor:
+        drawn = np.random.default_rng(NAMES.index(name)).normal(size=shape.num_parameters)
+        return torch.from_numpy((drawn / np.linalg.norm(drawn)).astype(np.float32))
+
+    return privacy, total, opened, values
+
+
+def test_a_plain_private_mean_is_the_integers_sum_and_their_noise_bit_for_bit(
+    round_of_three: Any,
+) -> None:
+    privacy, total, opened, values = round_of_three
+    for name, quota in zip(NAMES, (16, 16, 8), strict=True):
+        opened.take(update(name, 5 * values(name), weight=quota, quota=quota))
+    assert not opened.refused
+    terms = terms_of(opened.plans.values())
+    privacy.add_noise(total, terms)
+    num_values, bits = layout().num_parameters, plain_scale_bits(terms)
+    sigma = plain_sigma(terms, scale_bits=bits, num_values=num_values)
+    expected = draw(sigma, num_values, RandomBits(zeros))
+    for name in NAMES:
+        scaled = (5 * values(name)).double() * 2.0**bits
+        expected = expected + np.rint(scaled.numpy()).astype(np.int64)
+    mean_P = total.close()
+    np.testing.assert_array_equal(mean_P.numpy(), (expected * 2.0**-bits / 40).astype(np.float32))
+
+
+def test_a_device_that_did_not_clip_is_clipped_by_the_server(round_of_three: Any) -> None:
+    _, total, opened, values = round_of_three
+    bound = terms_of(opened.plans.values()).norm_bound
+    liar = 1e6 * values("a")
+    opened.take(update("a", liar, weight=16, quota=16))
+    mean_P = total.close()
+    assert float(mean_P.double().norm()) * 16 == pytest.approx(bound, rel=1e-5)
+    assert float(liar.double().norm()) == pytest.approx(1e6, rel=1e-5)  # its memory is untouched
+
+
+@pytest.mark.parametrize("weight", [1, 15])
+def test_a_weight_that_is_not_the_plan_s_is_refused(round_of_three: Any, weight: int) -> None:
+    _, _, opened, values = round_of_three
+    opened.take(update("a", values("a"), weight=weight, quota=16))
+    assert opened.refused["a"].code == "CountOutOfRange"
+
+
+def test_what_is_spent_is_on_disk_before_the_noise_is_drawn(tmp_path: Path) -> None:
+    privacy = RunPrivacy(settings(out=tmp_path), num_values=3, random=zeros)
+    terms = terms_of(privacy.private_plans(plans(), max_weight_per_example=1).values())
+
+    class Watched(CohortSum):
+        def add_integers(self, draw: Any) -> None:
+            assert json.loads((tmp_path / PRIVACY_FILE).read_text())["sums"] == [
+                {"noise_multiplier": 2.0, "count": 1}
+            ]
+
+    privacy.add_noise(Watched(layout()), terms)
+    assert privacy.epsilon > 0
+    assert spent_in(tmp_path) == {"epsilon": privacy.epsilon, "delta": 1e-5}
+
+
+def test_a_sum_that_cannot_be_written_down_is_not_opened(tmp_path: Path) -> None:
+    (tmp_path / f"{PRIVACY_FILE}.part").mkdir()
+    privacy = RunPrivacy(settings(out=tmp_path), num_values=3)
+    terms = terms_of(privacy.private_plans(plans(), max_weight_per_example=1).values())
+    with pytest.raises(StateError):
+        privacy.add_noise(CohortSum(layout()), terms)
+    assert privacy.epsilon == 0
+
+
+def test_another_process_goes_on_with_what_was_spent(tmp_path: Path) -> None:
+    chosen = settings(out=tmp_path, privacy={"noise_multiplier": None, "epsilon": 3.0})
+    first = RunPrivacy(chosen, num_values=3)
+    terms = terms_of(first.private_plans(plans(), max_weight_per_example=1).values())
+    first.add_noise(CohortSum(layout()), terms)
+    second = RunPrivacy(chosen, num_values=3)
+    second.open_file()
+    assert second.epsilon == pytest.approx(first.epsilon)
+    assert second.noise_multiplier(round_number=2) == pytest.approx(terms.noise_multiplier)
+    again = second.noise_multiplier(round_number=1)  # round 1 was undone: more noise is due
+    assert again == pytest.approx(terms.noise_multiplier * math.sqrt(10 / 9), rel=1e-3)
+
+
+def test_a_run_ends_when_its_epsilon_is_spent(tmp_path: Path) -> None:
+    rows = [{"noise_multiplier": 0.5, "count": 100}]
+    (tmp_path / PRIVACY_FILE).write_text(json.dumps({"sums": rows}))
+    chosen = settings(out=tmp_path, privacy={"noise_multiplier": None, "epsilon": 3.0})
+    privacy = RunPrivacy(chosen, num_values=3)
+    privacy.open_file()
+    with pytest.raises(PrivacySpent):
+        privacy.private_plans(plans(), max_weight_per_example=1)
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"sums": [{"noise_multiplier": 0, "count": 1}]}'])
+def test_a_damaged_file_is_an_error(tmp_path: Path, text: str) -> None:
+    (tmp_path / PRIVACY_FILE).write_text(text)
+    privacy = RunPrivacy(settings(out=tmp_path), num_values=3)
+    with pytest.raises(CheckpointCorrupt):
+        privacy.open_file()
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"plan": {"accumulation_steps": None}}, "--accumulation-steps"),
+        ({"plan": {"follow_noise_scale": True}}, "--follow-noise-scale"),
+        ({"cohort": {"weighting": "dataset"}}, "--weighting"),
+        ({"evaluation": {"on_devices": True}}, "--evaluate-on-devices"),
+        ({"aggregation": {"rule": "median"}}, "--aggregation"),
+        ({"evaluation": {"best": "train_accuracy"}}, "a metric of the test"),
+        ({"evaluation": {"stop_when": "train_loss"}}, "a metric of the test"),
+        ({"secure": {"aggregation": "active", "ring_bits": 16}}, "--ring-bits"),
+    ],
+)
+def test_settings_that_would_void_the_promise_are_refused_by_name(
+    changes: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(SettingsError) as caught:
+        RunPrivacy(settings(**changes), num_values=3)
+    assert says in caught.value.remedy
+    assert caught.value.message.startswith("with differential privacy")
+
+
+def test_an_epsilon_and_a_noise_multiplier_exclude_each_other() -> None:
+    with pytest.raises(ValueError, match="set one of the two"):
+        settings(privacy={"epsilon": 1.0})
+
+
+def opened_sum(members: int, survivors: int) -> UnmaskedSum:
+    """Return an opened sum of so many survivors; its vector is not looked at."""
+    setup = Cast(members, num_values=3, privacy=MASKED, device=private_devices(members))
+    drop = FaultPlan()
+    for at in range(survivors, members):
+        drop = drop.drop(client=name_of(at), after="check_shares")
+    return setup.play(drop).sum
+
+
+MASKED = PrivacyTerms(norm_bound=8.0, noise_multiplier=2.0, min_survivors=0.7, corrupted=0.1)
+
+
+def private_devices(number: int) -> dict[str, dict[str, Any]]:
+    return {name_of(at): {"privacy": MASKED} for at in range(number)}
+
+
+def test_a_round_of_disjoint_groups_costs_what_the_group_with_the_least_noise_does() -> None:
+    """A device is in one group: the group with the least noise counts, and the others are free."""
+    sums = {"many": opened_sum(10, 10), "few": opened_sum(10, 7)}
+    found = {}
+    for order in ("many few", "few many", "few", "many"):
+        privacy = RunPrivacy(settings(), num_values=3)
+        privacy.private_plans(plans(), max_weight_per_example=1)
+        for name in order.split():
+            privacy.note_unmasked(sums[name], MASKED)
+        found[order] = privacy.epsilon
+    assert found["many few"] == found["few many"] == found["few"] > found["many"]
+
+
+def test_another_attempt_at_a_round_is_another_sum() -> None:
+    privacy, one = RunPrivacy(settings(), num_values=3), opened_sum(5, 5)
+    for _ in range(2):
+        privacy.private_plans(plans(), max_weight_per_example=1)
+        privacy.note_unmasked(one, MASKED)
+    twice = privacy.epsilon
+    privacy = RunPrivacy(settings(), num_values=3)
+    privacy.private_plans(plans(), max_weight_per_example=1)
+    privacy.note_unmasked(one, MASKED)
+    assert twice > privacy.epsilon > 0

@@ -1,0 +1,72 @@
+"""Private runs of simulated devices: the epsilon is written, and nothing of the training."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headwater.common.settings.sources import load
+from headwater.server.privacy.spent_budget import PRIVACY_FILE
+from headwater.server.rounds.round_row import RoundRow
+from headwater.simulation.run import run_engine
+
+CHOSEN: Mapping[str, Any] = {
+    "task": "examples/digits.py:Digits",
+    "simulation.clients": 4,
+    "plan.accumulation_steps": 2,
+    "plan.micro_batch_size": 4,
+    "rounds": 3,
+}
+# What the rows of rounds.jsonl must not show: figures of a device's own examples.
+HIDDEN = ("loss", "noise_scale", "gradient_variance", "squared_gradient", "heterogeneity")
+
+
+def rows_of(folder: Path, **changes: Any) -> list[dict[str, Any]]:
+    rounds: list[RoundRow] = []
+    settings = load(None, {**CHOSEN, "out": folder, **changes})
+    run_engine(settings, on_round=rounds.append, resume=changes.get("rounds", 3) != 3)
+    lines = (folder / "rounds.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines]
+
+
+@pytest.mark.parametrize("mode", ["off", "semi-honest"])
+def test_a_private_run_writes_its_epsilon_and_nothing_of_the_training(
+    tmp_path: Path, mode: str
+) -> None:
+    rows = rows_of(tmp_path, **{"privacy.epsilon": 5.0, "secure.aggregation": mode})
+    epsilons = [row["epsilon"] for row in rows]
+    assert epsilons == sorted(epsilons)
+    assert 0 < epsilons[-1] <= 5.0
+    assert mode != "off" or epsilons[-1] == pytest.approx(5.0, rel=0.01)
+    for row in rows:
+        assert [row[name] for name in HIDDEN] == [None] * len(HIDDEN)
+        assert not [name for name in row["metrics"] if name.startswith("train_")]
+        assert "test_accuracy" in row["metrics"]
+        assert row["clients"] == []
+        assert len(row["masked_clients"]) == row["num_clients"] == 4
+        assert row["num_examples"] == row["weight"] == 4 * 8
+        assert row["num_examples_left_out"] == 0
+        assert not row["num_clipped"]
+    assert json.loads((tmp_path / PRIVACY_FILE).read_text())["epsilon"] == epsilons[-1]
+
+
+def test_a_resumed_run_goes_on_with_what_was_spent(tmp_path: Path) -> None:
+    rows_of(tmp_path, **{"privacy.noise_multiplier": 3.0})
+    rows = rows_of(tmp_path, **{"privacy.noise_multiplier": 3.0, "rounds": 5})
+    events = json.loads((tmp_path / PRIVACY_FILE).read_text())["sums"]
+    assert events == [{"noise_multiplier": 3.0, "count": 5}]
+    epsilons = [row["epsilon"] for row in rows]
+    assert len(set(epsilons)) == 5
+    assert epsilons == sorted(epsilons)
+
+
+def test_two_private_runs_have_other_noise_with_the_same_seed(tmp_path: Path) -> None:
+    metrics = []
+    for name in ("one", "other"):
+        rows = rows_of(tmp_path / name, **{"privacy.noise_multiplier": 3.0, "rounds": 3})
+        metrics.append([row["metrics"]["test_loss"] for row in rows])
+    assert metrics[0] != metrics[1]
