@@ -118,6 +118,7 @@ def _train(request: DeviceRequest) -> RecordDict:
             request.sampler,
             spool=spool_of(context, identity.name),
             algorithm=algorithm_for(plan, request.settings.algorithm, name=identity.name),
+            store=request.local_store,
         )
     except EmptyUpdate:
         unusable = trainer.skip(identity, plan, request.sampler)
@@ -180,7 +181,8 @@ def _evaluate(request: DeviceRequest) -> RecordDict:
     )
     check_test(request.settings.privacy, name=request.identity.name)
     _load_model(request, plan)
-    return records.content_of(request.trainer.evaluate(request.identity, plan))
+    report = request.trainer.evaluate(request.identity, plan, request.local_store)
+    return records.content_of(report)
 
 
 def _load_model(request: DeviceRequest, plan: Plan) -> None:

@@ -61,6 +61,11 @@ class NoSuchPartition(SettingsError):
 class UnknownMetric(SettingsError):
     """No evaluation of the run has the metric of --best or --stop-when."""
     remedy = "name one of these metrics, or return it from the task's loss_sum (docs/model.md)"
+class LocalParametersUnusable(SettingsError):
+    """--local-parameters names nothing, everything, a frozen one, or one name of a tied weight."""
+    remedy = (
+        "name some of model.named_parameters(), as in --local-parameters 'head.*'; docs/extend.md"
+    )
 class PortInUse(SettingsError):
     """Another process holds the port."""
     remedy = "choose another port with --listen HOST:PORT, or stop the process that holds this one"
@@ -203,6 +208,15 @@ class ModelMismatch(DeviceRefused):
     def __init__(self, message: str, *, remedy: str | None = None, layout: str = "") -> None:
         super().__init__(message, remedy=remedy)
         self.layout = layout
+class LocalParametersMismatch(ModelMismatch):
+    """Other parameters stay on the device than the server's run leaves there."""
+    remedy = "start server and clients with the same --local-parameters"
+class LocalParametersMissing(ModelMismatch):
+    """A model file lacks the parameters that stayed on the devices."""
+    remedy = (
+        "add a device's own: load_model(path, task, local=FILE), or --local FILE; docs/model.md "
+        "says where a device keeps them"
+    )
 class AlgorithmMismatch(DeviceRefused):
     """The plan is for another client algorithm, or other arguments, than the device has."""
     remedy = "start server and clients with the same --client-algorithm and --algorithm-argument"

@@ -36,6 +36,7 @@ def serve(
     local_steps: int | None = None,
     local_learning_rate: float | None = None,
     client_algorithm: str | None = None,
+    local_parameters: str | None = None,
     cohort_size: int | None = None,
     deadline: float | None = None,
     secure_aggregation: Literal["off", "semi-honest", "active"] | None = None,
@@ -67,8 +68,9 @@ def serve(
         accumulation_steps: K, the micro-batches per update; not given: by each client's speed.
         micro_batch_size: examples per micro-batch; not given: by each client's memory.
         local_steps: local SGD steps per round; above 1, with a server learning rate of 1.
-        local_learning_rate: of the local steps.
+        local_learning_rate: of the local steps, and of the parameters that stay on the clients.
         client_algorithm: the name of the client algorithm that the clients were started with.
+        local_parameters: those that stay on each client, as the clients were started with.
         cohort_size: clients invited per round; not given: all.
         deadline: seconds after which a round ends with the updates that it has.
         secure_aggregation: hide single updates from the server.

@@ -191,6 +191,14 @@ def evaluate(
     is_best: Annotated[
         bool, typer.Option("--best", help="Test best.safetensors, which --best METRIC keeps.")
     ] = False,
+    local: Annotated[
+        Path | None,
+        typer.Option(
+            "--local",
+            metavar="FILE",
+            help="After --local-parameters: the file in which a device kept its own.",
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     r"""Test a run's model on examples of this machine: the loss and the task's metrics.
@@ -200,7 +208,7 @@ def evaluate(
     from headwater.common.system.console import print_table
     from headwater.server.operations import evaluate_model
 
-    tested = evaluate_model.evaluate(out, data=data or [], task=task, is_best=is_best)
+    tested = evaluate_model.evaluate(out, data=data or [], task=task, is_best=is_best, local=local)
     if as_json:
         typer.echo(evaluate_model.as_json(tested))
     else:

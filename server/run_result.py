@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from headwater.common.errors import SettingsError
+from headwater.common.errors import LocalParametersMissing, SettingsError
 from headwater.common.settings.keywords import PREFIX
 from headwater.common.settings.schema import Settings
 from headwater.server.operations.curves import curves
@@ -26,11 +26,29 @@ class Run:
 
     settings: Settings
     """All settings of the run, also those that were not set."""
-    model: nn.Module = field(repr=False)
-    """The model after the last round, an ordinary module in evaluation mode."""
+    shared_model: nn.Module = field(repr=False)
+    """As ``model``, but the parameters that stayed on the clients, if any, are untrained."""
     history: list[RoundRow]
     """The rounds of this call, each with the figures of each client. A resumed run's earlier rounds
     are in the file rounds.jsonl of its folder."""
+
+    @property
+    def model(self) -> nn.Module:
+        """The model after the last round, an ordinary module in evaluation mode.
+
+        Raises:
+            LocalParametersMissing: some parameters stayed on the clients.
+        """
+        patterns, out = self.settings.model.local_parameters, self.settings.out
+        if patterns is None:
+            return self.shared_model
+        folder = "the folder of a run with out=..." if out is None else str(out)
+        raise LocalParametersMissing(
+            f"the run has no single model: {patterns} stayed on the clients, each of which has "
+            "its own",
+            remedy=f"headwater.load_model(PATH, task, local=FILE) gives a client's model: PATH is "
+            f"{folder}, and a simulated client's FILE is PATH/local/NAME.safetensors",
+        )
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -94,7 +112,7 @@ class RunRecorder(Observer):
         """The run, after its end."""
         assert self._settings is not None  # the run has started
         assert self._model is not None
-        return Run(settings=self._settings, model=self._model.eval(), history=self._rows)
+        return Run(settings=self._settings, shared_model=self._model.eval(), history=self._rows)
 
 
 def _png(figure: Figure) -> bytes:

@@ -38,6 +38,7 @@ def simulate(
     local_steps: int | None = None,
     local_learning_rate: float | None = None,
     client_algorithm: str | ClientAlgorithm | type[ClientAlgorithm] | None = None,
+    local_parameters: str | None = None,
     cohort_size: int | None = None,
     partition: str | None = None,
     fleet: str | Path | None = None,
@@ -70,9 +71,10 @@ def simulate(
         accumulation_steps: K, the micro-batches per update; not given: by each client's speed.
         micro_batch_size: examples per micro-batch; not given: by each client's memory.
         local_steps: local SGD steps per round; above 1, with a server learning rate of 1.
-        local_learning_rate: of the local steps.
+        local_learning_rate: of the local steps, and of the parameters that stay on the clients.
         client_algorithm: how a client makes its vector: an object with ``train(work)``, its class,
             or ``FILE.py:CLASS`` (docs/extend.md); not given: the exact sum, or local steps.
+        local_parameters: those that stay on each client, as in ``head.*`` (docs/extend.md).
         cohort_size: clients invited per round; not given: all.
         partition: how to split one data set: iid, dirichlet:0.3, labels:2 ... (docs/data.md).
         fleet: TOML file of the clients' speed, memory and links (docs/fleet.md).

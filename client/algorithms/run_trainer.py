@@ -30,19 +30,26 @@ def run_trainer(settings: Settings) -> Trainer:
         settings.task,
         settings.algorithm.model_dump_json(),
         replace_batch_norm=settings.model.replace_batch_norm,
+        local_parameters=settings.model.local_parameters,
         check_task=settings.check_task,
     )
 
 
 @cached_in_scope()
 def trainer_of(
-    task: str, algorithm_json: str, *, replace_batch_norm: bool, check_task: bool
+    task: str,
+    algorithm_json: str,
+    *,
+    replace_batch_norm: bool,
+    local_parameters: str | None,
+    check_task: bool,
 ) -> Trainer:
     """Return the trainer of a task and an algorithm; settings as a whole are no key of a cache."""
     algorithm = algorithm_of(AlgorithmSettings.model_validate_json(algorithm_json))
     return Trainer(
         task,
         replace_batch_norm=replace_batch_norm,
+        local_parameters=local_parameters,
         check_task=check_task,
         trial=None if algorithm is None else functools.partial(try_algorithm, algorithm),
     )

@@ -223,6 +223,7 @@ def train_masked(request: DeviceRequest, plan: Plan) -> RecordDict:
             algorithm=algorithm,
             order_seed=order_seed,
             left_out=left_out,
+            store=request.local_store,
         )
     except StateError:
         raise

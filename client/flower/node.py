@@ -64,6 +64,7 @@ class Node:
             "name": identity.name,
             "partition-id": identity.part,
             "num-partitions": identity.num_parts,
+            STATE: str(state_folder),
         }
         paths = {
             STATE: state_folder,

@@ -21,7 +21,14 @@ from headwater.client.enrolment.signing_identity import (
     read_enrolment,
     simulated_enrolment,
 )
-from headwater.client.flower.state_file import SAMPLER, SPEED, STATE, read_sampler, read_speed
+from headwater.client.flower.state_file import (
+    SAMPLER,
+    SPEED,
+    STATE,
+    local_file,
+    read_sampler,
+    read_speed,
+)
 from headwater.client.privacy.budget import SpentFile
 from headwater.client.secagg.masked_history import MaskedHistory, NoHistory, history_in
 from headwater.client.secagg.prepare import strictest_settings
@@ -30,6 +37,7 @@ from headwater.client.training.sampler import SamplerState
 from headwater.client.training.spool import Spool
 from headwater.client.training.trainer import Trainer
 from headwater.common.flower import records
+from headwater.common.model.local_state import LocalStore
 from headwater.common.settings.schema import ClientSettings, SecureSettings, Settings
 from headwater.common.settings.sources import from_run_config
 from headwater.common.stats.linear_fit import Line
@@ -42,6 +50,8 @@ SIMULATED = "simulated"
 """Set if clients and server are one simulation, where nothing is hidden."""
 SPOOL = "spool"
 """The folder in which a half-summed update survives a power cut."""
+LOCAL = "local"
+"""The context's entry of a simulated device's own parameters."""
 IDENTITY, ALLOW_LIST = "identity", "allow-list"
 """The files of the device's signing identity, and of the identities that it trusts."""
 SECURE_MODE, MIN_MEMBERS = "secure-aggregation", "min-members"
@@ -147,9 +157,35 @@ class DeviceRequest:
         return read_sampler(records.load_state(self.context, SAMPLER))
 
     @property
+    def local_store(self) -> LocalStore | None:
+        """Where the parameters that stay on the device are kept; None if none do."""
+        if not self.trainer.image.layout.local:
+            return None
+        return local_store_of(self.context, self.identity.name)
+
+    @property
     def speed(self) -> Line | None:
         """The seconds of a micro-batch as reported and then followed; None if never measured."""
         return read_speed(records.load_state(self.context, SPEED))
+
+
+def local_store_of(context: Context, name: str) -> LocalStore:
+    """Return where the device keeps the parameters that stay on it.
+
+    A real device has a file for each run in its state folder. A simulated one has a file in the
+    folder of its run, or, if there is none, an entry in the context of its node.
+    """
+    folder, is_simulated = context.node_config.get(STATE), SIMULATED in context.node_config
+    if folder is None and is_simulated:
+        return LocalStore(
+            f"{name}: the node's entry {LOCAL}",
+            lambda: records.load_bytes(context, LOCAL),
+            lambda data: records.save_bytes(context, LOCAL, data),
+        )
+    path = ClientSettings().state_folder if folder is None else Path(str(folder))
+    if is_simulated:
+        return local_file(path / f"{name}.safetensors", is_durable=False)
+    return local_file(path / f"{name}-{context.run_id}.local.safetensors")
 
 
 def read_request(message: Message, context: Context, hardware_of: HardwareOf) -> DeviceRequest:

@@ -18,8 +18,9 @@ from headwater.client.secagg.plan_policy import PlanRepeats
 from headwater.client.secagg.types import SessionRecord
 from headwater.client.training.sampler import SamplerPosition, SamplerState
 from headwater.common.errors import StateError
+from headwater.common.model.local_state import LocalStore
 from headwater.common.stats.linear_fit import Line
-from headwater.common.system.atomic_file import write_atomically
+from headwater.common.system.atomic_file import OWNER_ONLY, write_atomically
 
 log = logging.getLogger(__name__)
 
@@ -116,3 +117,22 @@ class StateFile:
             log.warning("%s cannot be written: %s", self.path, error.strerror)
             raise StateError(f"the device cannot write its state file: {error.strerror}") from error
         self._written = dict(entries)
+
+
+def local_file(path: Path, *, is_durable: bool = True) -> LocalStore:
+    """Return the store of the parameters that stay on a device: a file that only its owner reads.
+
+    Each write replaces it as a whole, and forces it to disk if ``is_durable``.
+    """
+
+    def load() -> bytes | None:
+        try:
+            return path.read_bytes()
+        except FileNotFoundError:
+            return None
+
+    def save(data: bytes) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        write_atomically(path, data, mode=OWNER_ONLY, is_durable=is_durable)
+
+    return LocalStore(str(path), load, save)

@@ -28,6 +28,14 @@ def show_task_check(settings: Settings, trainer: Trainer, identity: Identity) ->
         f"model       {trainer.image.layout.num_parameters:,} parameters, "
         f"{decimal(trainer.image.layout.num_bytes)}"
     )
+    layout = trainer.image.layout
+    if layout.local:
+        console.print(
+            f"stay here   {layout.num_local:,} parameters more ({trainer.local_parameters}): they "
+            "are trained on this device and sent nowhere",
+            soft_wrap=True,
+            markup=False,
+        )
     report = trainer.check(examples, identity.name)
     if report.num_seen:
         console.print("loss        is a sum over examples, and so are its metrics and gradients")

@@ -14,19 +14,28 @@ from torch import Tensor
 
 from headwater.common.errors import TaskError
 from headwater.common.model.parameters import ModelImage
-from headwater.common.model.vectors import CHUNK, squared_norm
+from headwater.common.model.vectors import CHUNK, all_finite, squared_norm
 
 
 class Accumulator:
-    """Holds ``values_P``, the sum of the gradients since the last ``zero``."""
+    """Holds the sums of the gradients since the last ``zero``.
+
+    ``values_P`` is that of the shared parameters, ``local_L`` that of those which stay on the
+    device. ``memory`` is one vector of both.
+    """
 
     def __init__(self, image: ModelImage) -> None:
-        self.values_P = torch.zeros(image.layout.num_parameters)
+        num_shared = image.layout.num_parameters
+        self.memory = torch.zeros(num_shared + image.layout.num_local)
+        self.values_P, self.local_L = self.memory[:num_shared], self.memory[num_shared:]
         self._chunks = torch.split(self.values_P, CHUNK)
-        self._parameters = image.trainable()
+        self._parameters = [*image.trainable(), *image.local()]
+        sizes = [parameter.numel() for parameter in self._parameters]
         self._views = [
-            self.values_P[start:end].view(parameter.shape)
-            for parameter, (start, end) in zip(self._parameters, image.layout.spans, strict=True)
+            part.view(parameter.shape)
+            for parameter, part in zip(
+                self._parameters, torch.split(self.memory, sizes), strict=True
+            )
         ]
         self._addresses = [view.data_ptr() for view in self._views]
         self._move_out: Callable[[], None] | None = None
@@ -44,12 +53,12 @@ class Accumulator:
 
     def zero(self) -> None:
         """Set the vector to zero and make its slices the parameters' gradients."""
-        self.values_P.zero_()
+        self.memory.zero_()
         for parameter, view in zip(self._parameters, self._views, strict=True):
             parameter.grad = view
 
     def gradient_norm(self) -> float:
-        """Return the Euclidean norm of the vector; it is finite if and only if the vector is.
+        """Return the Euclidean norm of ``values_P``; it is finite if and only if ``memory`` is.
 
         Summed in chunks: one float32 sum over 4.9 million coordinates had an error of 4e-5. Squares
         of float32 overflow near 1.8e19, so an infinite sum of squares is computed again in float64,
@@ -58,7 +67,7 @@ class Accumulator:
         squared = math.fsum([torch.dot(chunk, chunk).item() for chunk in self._chunks])
         if not math.isfinite(squared):
             squared = squared_norm(self.values_P)
-        return math.sqrt(squared) if squared >= 0 else math.nan
+        return math.sqrt(squared) if squared >= 0 and all_finite(self.local_L) else math.nan
 
     def check_views(self) -> None:
         """Check that every gradient is still a slice of the vector.

@@ -3,6 +3,10 @@
 With ``local_steps > 1`` the client takes H steps of plain SGD on means of its own sums (McMahan et
 al. 2017, algorithm 1) and sends weight x (parameters before - after), which the server treats as a
 gradient. A ``ClientAlgorithm`` of the user's may make another vector of its window.
+
+Parameters that stay on the device take a step of plain SGD wherever their gradients are complete:
+with the mean of the window, or of each local step. They and the shared ones are differentiated at
+the same point, so the shared vector is exact under the device's own parameters.
 """
 
 from __future__ import annotations
@@ -40,6 +44,8 @@ class LocalSum:
     values_P: Tensor
     total: WindowSum
     start_seconds: float
+    local_L: Tensor
+    """The parameters that stay on the device after the window; the model still has those before."""
 
     @property
     def num_used(self) -> int:
@@ -67,6 +73,8 @@ def sum_gradients(
 ) -> LocalSum:
     """Sum the window's gradients into the accumulator, or what a client algorithm makes of them.
 
+    The model's parameters are afterwards as they were.
+
     Returns the k < K micro-batches done so far at the plan's deadline, on a request to stop, or if
     the device's owner wants it to do less. What the spool holds of the same window is not summed
     again; the time since the window began counts.
@@ -80,7 +88,7 @@ def sum_gradients(
     if not all([module.training for module in image.modules]):  # noqa: C419 - half of the time
         image.model.train()
     buffers = [(name, buffer, buffer._version) for name, buffer in image.buffers()]
-    work = LocalWork(plan, window, context, spool)
+    work, before_L = LocalWork(plan, window, context, spool), image.local_L.clone()
     try:
         if algorithm is not None:
             name = f"the client algorithm {type(algorithm).__name__}"
@@ -95,12 +103,19 @@ def sum_gradients(
             raise
         log.warning("%s: %s; a private round sends zeros instead", error.code, error)
         context.accumulator.zero()
+        image.local_L.copy_(before_L)
+    finally:
+        after_L = image.local_L.clone()
+        image.local_L.copy_(before_L)
     now = dict(image.buffers()) if buffers else {}
     for name, buffer, version in buffers:
         if now.get(name) is not buffer or buffer._version != version:
             raise BuffersChanged(f"training changed the buffer {name}")
     return LocalSum(
-        values_P=context.accumulator.values_P, total=work.total, start_seconds=work.start_seconds
+        values_P=context.accumulator.values_P,
+        total=work.total,
+        start_seconds=work.start_seconds,
+        local_L=after_L,
     )
 
 
@@ -222,6 +237,7 @@ class LocalWork:
         if self._spool is None:
             rules = StopRules(plan, context, self.start_seconds)
             self.total = sum_window(plan, window, context, rules)
+            self._step_local(self.total.weight)
             return context.accumulator.values_P
         spooled = self._spool.open(plan, window, context, self.start_seconds)
         resumed = spooled.load()
@@ -230,6 +246,7 @@ class LocalWork:
         self.total = sum_window(
             plan, window, context, rules, resumed=resumed, after_each=spooled.save
         )
+        self._step_local(self.total.weight)
         return context.accumulator.values_P
 
     def steps(self) -> Iterator[Tensor]:
@@ -253,10 +270,29 @@ class LocalWork:
             part = replace(self._window, positions=positions)
             step_sum = sum_window(plan, part, context, rules, before=self.total)
             self.total = _joined(self.total, step_sum)
+            self._step_local(step_sum.weight)
             if step_sum.weight:
                 yield context.accumulator.values_P.div_(step_sum.weight)
             if step_sum.reason != "quota":
                 break
+
+    def _step_local(self, weight: int) -> None:
+        """Step the parameters that stay on the device, along the mean of their summed gradients.
+
+        Raises:
+            NonFiniteUpdate: they would not be finite.
+        """
+        image, sum_L = self._context.image, self._context.accumulator.local_L
+        if not weight or not sum_L.numel():
+            return
+        stepped_L = torch.sub(image.local_L, sum_L, alpha=self.learning_rate / weight)
+        if not all_finite(stepped_L):
+            raise NonFiniteUpdate(
+                f"{self._context.name}, round {self._plan.round}: the parameters that stay on the "
+                "device diverged",
+                remedy="lower --local-learning-rate",
+            )
+        image.local_L.copy_(stepped_L)
 
     def restore(self) -> None:
         """Set the parameters back to those that the server sent."""

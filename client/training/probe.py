@@ -278,12 +278,13 @@ class ExampleProbe:
 
     def _saved_bytes(self, positions: Sequence[int]) -> int:
         """Return the bytes that autograd saves in one forward pass."""
-        own = self.image.bytes_U8.untyped_storage().data_ptr()
+        blocks = (self.image.bytes_U8, self.image.local_L)
+        own = {block.untyped_storage().data_ptr() for block in blocks}
         storages: dict[int, int] = {}
 
         def keep(tensor: torch.Tensor) -> torch.Tensor:
             storage = tensor.untyped_storage()
-            if storage.data_ptr() != own:
+            if storage.data_ptr() not in own:
                 storages[storage.data_ptr()] = storage.nbytes()
             return tensor.detach()  # a node that held its own output would never be freed
 

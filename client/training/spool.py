@@ -238,11 +238,14 @@ class SpooledWindow:
     def _model(self) -> str:
         """Return the model's digest; the model does not change within a window."""
         if self._image_digest is None:
-            self._image_digest = hashlib.sha256(self._context.image.buffer()).hexdigest()
+            image = self._context.image
+            digest = hashlib.sha256(image.buffer())
+            digest.update(image.local_L.numpy().data)
+            self._image_digest = digest.hexdigest()
         return self._image_digest
 
     def _vector(self) -> memoryview:
-        return self._context.accumulator.values_P.numpy().data.cast("B")
+        return self._context.accumulator.memory.numpy().data.cast("B")
 
     def _digest(self, state: str) -> str:
         digest = hashlib.sha256(state.encode())

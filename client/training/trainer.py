@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 from torch.utils.data import Subset
 
 from headwater.client.device.hardware import ThisMachine
@@ -40,13 +41,13 @@ from headwater.common.data.example_faults import details, short_summary
 from headwater.common.errors import (
     BuffersChanged,
     CountOutOfRange,
-    ModelMismatch,
     NonFiniteUpdate,
     OutOfMemory,
 )
 from headwater.common.messages import DescribeRequest, DeviceReport, EvaluateReport, Plan, Update
-from headwater.common.model.mismatch import difference_from_text
-from headwater.common.model.parameters import build_model
+from headwater.common.model.local_state import LocalState, LocalStore
+from headwater.common.model.mismatch import mismatch_error
+from headwater.common.model.parameters import ModelImage, build_model
 from headwater.common.system.heap import release_freed_memory
 from headwater.common.task import Examples, load_task
 from headwater.common.user_code import running
@@ -71,12 +72,15 @@ class Trainer:
         *,
         replace_batch_norm: bool,
         check_task: bool,
+        local_parameters: str | None = None,
         trial: Trial | None = None,
     ) -> None:
         self._replace_batch_norm = replace_batch_norm
         self.task = load_task(task_spec)
         self.datasets = ClientDatasets(self.task)
-        self.image = build_model(self.task, seed=0, replace_batch_norm=replace_batch_norm)
+        self.local_parameters = local_parameters
+        """The patterns of the parameters that stay on the device."""
+        self.image = self._built(seed=0)
         self.accumulator = Accumulator(self.image)
         self.progress = TrainingProgress()
         self.stop_requested = threading.Event()
@@ -84,6 +88,7 @@ class Trainer:
         self.checkpointed: set[str] = set()
         """Names of the clients with activation checkpointing on; it is never switched off again."""
         self._loaded: tuple[int, int] | None = None
+        self._initial: tuple[int, Tensor] | None = None
         self._must_check = check_task
         self.first_check: CheckReport | None = None
         """The report of the task's check; None before it, or if it is off."""
@@ -183,6 +188,45 @@ class Trainer:
         return tuple(examples.indices[position] for position in chosen.positions)
 
     # The model and the device.
+
+    def _built(self, *, seed: int) -> ModelImage:
+        return build_model(
+            self.task,
+            seed=seed,
+            replace_batch_norm=self._replace_batch_norm,
+            local_parameters=self.local_parameters,
+        )
+
+    def load_local(self, identity: Identity, plan: Plan, store: LocalStore | None) -> LocalState:
+        """Load a client's own parameters, as of its last counted round; empty if it has none.
+
+        Until an update of the client has counted, they are the initial ones of the run's seed, on
+        the device as on the server.
+        """
+        if store is None:
+            assert not self.image.layout.local
+            return LocalState(values_L=self.image.local_L)
+        last = plan.counted_round
+        state = None if last is None else store.read(self.image.layout)
+        if state is None:
+            state = LocalState(values_L=self._initial_local(plan.run_seed))
+        state = state.settle(last)
+        if state.round != last:
+            log.warning(
+                "%s: the parameters that stay on this device %s, and its last counted round is %d: "
+                "the steps between are lost",
+                identity.name,
+                "are not stored" if state.round is None else f"are of round {state.round}",
+                last,
+            )
+        self.image.local_L.copy_(state.values_L)
+        return state
+
+    def _initial_local(self, seed: int) -> Tensor:
+        if self._initial is None or self._initial[0] != seed:
+            with torch.random.fork_rng(devices=[]):
+                self._initial = seed, self._built(seed=seed).local_L
+        return self._initial[1]
 
     def load_model(self, run_id: int, version: int, image: memoryview | bytes) -> None:
         """Load the server's model unless this version of it is loaded already."""
@@ -286,17 +330,18 @@ class Trainer:
         if request.layout_digest == self.image.layout.digest:
             return
         layout, there = self.image.layout, "the server's model"
-        difference = difference_from_text(
-            layout.rows, request.layout, here="this device's", there=there
-        )
-        raise ModelMismatch(
+        raise mismatch_error(
             f"{identity.name}: this device's model has {layout.num_parameters:,} parameters, "
-            f"{there} has {request.num_parameters:,}: {difference}"
+            f"{there} has {request.num_parameters:,}",
+            layout.rows,
+            request.layout,
+            here="this device's",
+            there=there,
         )
 
     def has_own_model(self) -> bool:
         """Whether the model is the one that the task builds here, not one of the server's."""
-        own = build_model(self.task, seed=0, replace_batch_norm=self._replace_batch_norm)
+        own = self._built(seed=0)
         return bool(torch.equal(own.bytes_U8, self.image.bytes_U8))
 
     def describe(
@@ -359,13 +404,15 @@ class Trainer:
         algorithm: ClientAlgorithm | None = None,
         order_seed: int | None = None,
         left_out: frozenset[int] = frozenset(),
+        store: LocalStore | None = None,
     ) -> tuple[Update, SamplerState]:
         """Carry out a plan; return the update and the sampler's state with the round pending.
 
         ``order_seed`` replaces the run's seed in the order of the examples. The places ``left_out``
         of the window are passed over.
 
-        The spool's file stays until the update was handed over; it is removed if there is none.
+        The spool's file stays until the update was handed over; it is removed if there is none. The
+        parameters that stay on the device are stored when this returns or raises, pending too.
 
         Raises:
             HeadwaterError: see ``sum_gradients`` and ``make_update`` in
@@ -373,17 +420,22 @@ class Trainer:
         """
         self.progress.begin(plan)
         sampler = sampler.settle(plan.counted_round)
-        examples, whole = self._window(identity, plan, sampler, order_seed)
-        positions = whole.without(left_out)
-        context = self.context(examples, identity.name, hardware)
+        local = self.load_local(identity, plan, store)
         try:
+            examples, whole = self._window(identity, plan, sampler, order_seed)
+            positions = whole.without(left_out)
+            context = self.context(examples, identity.name, hardware)
             local_sum = self.sum(plan, positions, context, spool, algorithm)
             self._left_out_log.note(plan, local_sum.total, context)
             update = make_update(plan, positions, context, local_sum)
         except Exception:
             if spool is not None:
                 spool.remove()
+            if store is not None:  # masked, the round may count all the same, with weight 0
+                store.write(local.pend(plan.round, local.values_L), self.image.layout)
             raise
+        if store is not None:
+            store.write(local.pend(plan.round, local_sum.local_L), self.image.layout)
         num_passed = len(whole.positions) if left_out else local_sum.num_used
         return update, sampler.pend(plan.round, whole.after(num_passed))
 
@@ -416,7 +468,9 @@ class Trainer:
         _, unusable = self._window(identity, plan, sampler, order_seed)
         return sampler.pend(plan.round, unusable.after(len(unusable.positions)))
 
-    def evaluate(self, identity: Identity, plan: Plan) -> EvaluateReport:
+    def evaluate(
+        self, identity: Identity, plan: Plan, store: LocalStore | None = None
+    ) -> EvaluateReport:
         """Sum loss and metrics over the client's held-out examples that can be evaluated.
 
         Raises:
@@ -424,6 +478,9 @@ class Trainer:
             TaskFailed: every example raised an exception.
         """
         _, held_out = self.split(identity, run_seed=plan.run_seed, fraction=plan.held_out_fraction)
+        local = self.load_local(identity, plan, store)
+        if store is not None and local.round is not None:
+            store.write(local, self.image.layout)  # the last round's step is no longer pending
         with running("the evaluation on held-out examples"):
             total = evaluate_sums(self.task, self.image.model, held_out, plan.micro_batch_size)
         self._log_not_evaluated(identity.name, total, held_out)

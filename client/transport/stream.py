@@ -24,7 +24,7 @@ from headwater.client.operations.activity import WAITING
 from headwater.client.transport.exchange import Exchange
 from headwater.client.transport.leaving import LeavePolicy, leave_frame
 from headwater.common.errors import HeadwaterError, ModelMismatch, ProtocolMismatch, error_of
-from headwater.common.model.mismatch import difference_from_text
+from headwater.common.model.mismatch import mismatch_error
 from headwater.common.transport.limits import FRAME_BYTES, HELLO_SECONDS, PROTOCOL_VERSION
 from headwater.common.transport.wire_pb2 import (
     ClientFrame,
@@ -133,13 +133,13 @@ class ClientStream:
         error = error_of(fault.code, fault.text)
         if not isinstance(error, ModelMismatch) or not fault.layout:
             return error
-        difference = difference_from_text(
+        return mismatch_error(
+            "this device's model is not the server's",
             self.node.trainer.image.layout.rows,
             fault.layout,
             here="this device's",
             there="the server's model",
         )
-        return ModelMismatch(f"this device's model is not the server's: {difference}")
 
     async def _read(self) -> ServerFrame | None:
         data = await self.call.read()

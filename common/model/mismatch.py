@@ -10,10 +10,14 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor
 
+from headwater.common.errors import LocalParametersMismatch, ModelMismatch
+
 # A tensor's name, shape and dtype; the dtype is empty where it need not agree.
 Row = tuple[str, tuple[int, ...], str]
 MAX_TEXT = 1 << 18  # about 4,000 tensors; a frame holds four times as much
-MAX_NAME = 300
+MAX_NAME, MAX_NAMES = 300, 6
+LOCAL = "local "
+"""Begins the dtype of a parameter that stays on the device, and is in no vector or image."""
 UNKNOWN = "the tensor in which they differ is not known"
 
 
@@ -77,6 +81,34 @@ def difference_from_text(
     """Describe the first tensor that differs from rows in a text; ``UNKNOWN`` if it has none."""
     theirs = of_text(text)
     return first_difference(ours, theirs, here=here, there=there) if theirs else UNKNOWN
+
+
+def mismatch_error(
+    text: str, ours: Sequence[Row], theirs: str, *, here: str, there: str, remedy: str | None = None
+) -> ModelMismatch:
+    """Return the error of two layouts that differ; ``theirs`` are rows in a text.
+
+    ``LocalParametersMismatch`` if other parameters stay on the devices, and both are named.
+    """
+    rows = of_text(theirs)
+    own, other = _local_names(ours), _local_names(rows)
+    if rows and own != other:
+        return LocalParametersMismatch(
+            f"{text}: on a device stay {_some(other)} in {there}, and {_some(own)} in {here}"
+        )
+    difference = difference_from_text(ours, theirs, here=here, there=there)
+    return ModelMismatch(f"{text}: {difference}", remedy=remedy)
+
+
+def _local_names(rows: Sequence[Row]) -> list[str]:
+    return [name for name, _, dtype in rows if dtype.startswith(LOCAL)]
+
+
+def _some(names: Sequence[str]) -> str:
+    if not names:
+        return "no parameters"
+    more = len(names) - MAX_NAMES
+    return ", ".join(names[:MAX_NAMES]) + (f" and {more} more" if more > 0 else "")
 
 
 def _printable(text: object) -> str:

@@ -7,7 +7,7 @@ metadata (``safetensors.safe_open(file, "pt").metadata()``). To read it runs no 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path, PureWindowsPath
@@ -18,8 +18,15 @@ from pydantic import TypeAdapter
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from headwater.common.errors import ModelMismatch, SettingsError, UnknownTask
+from headwater.common.errors import (
+    LocalParametersMissing,
+    ModelMismatch,
+    SettingsError,
+    UnknownTask,
+)
 from headwater.common.model.group_norm import GroupNormArguments, replay
+from headwater.common.model.local_parameters import by_all_names, local_names
+from headwater.common.model.local_state import device_tensors
 from headwater.common.model.mismatch import first_difference, rows_of
 from headwater.common.model.parameters import ModelImage
 from headwater.common.task import Task, load_task
@@ -47,6 +54,12 @@ class ModelRecord:
     layout_digest: str | None = None
     best: dict[str, Any] | None = None
     """The metric, its value and its round, if the file holds the best round's model."""
+
+    @property
+    def local_parameters(self) -> str | None:
+        """The patterns of the parameters that stayed on the devices, and are not in the file."""
+        patterns = self.settings.get("model", {}).get("local_parameters")
+        return None if patterns is None else str(patterns)
 
     def to_metadata(self) -> dict[str, str]:
         """Return the record as safetensors metadata: texts, of which some hold JSON."""
@@ -89,7 +102,9 @@ class ModelRecord:
         )
 
 
-def load_model(path: str | Path, task: Task | str | None = None) -> nn.Module:
+def load_model(
+    path: str | Path, task: Task | str | None = None, *, local: str | Path | None = None
+) -> nn.Module:
     """Return a trained model: the task's plain ``nn.Module``, in eval mode.
 
     Args:
@@ -97,6 +112,7 @@ def load_model(path: str | Path, task: Task | str | None = None) -> nn.Module:
         task: the task object, or its name as in ``--task``. Without it the file's own record names
             the task. As loading a task runs its code, the record is then believed only if it names
             an installed module or a file below the working folder.
+        local: after a run with ``--local-parameters``: the file in which a device kept its own.
 
     The layers that ``--replace-batch-norm`` replaced are replaced again. The caller's random state
     is left as it was.
@@ -106,25 +122,53 @@ def load_model(path: str | Path, task: Task | str | None = None) -> nn.Module:
         UnknownTask: there is no such task, none is named, or the record names one elsewhere.
         TaskFailed: the task's ``new_model`` raised an exception.
         ModelMismatch: the task's model has other tensors; names the first one that differs.
+        LocalParametersMissing: some parameters stayed on the devices, and ``local`` names no file.
+        StateError: the file of a device cannot be read.
     """
     file = model_file(Path(path))
     record, state = read_model(file)
-    return load_module(task_of(task, record, file), record, state, file)
+    device_file = None if local is None else Path(local).expanduser()
+    return load_module(task_of(task, record, file), record, state, file, local=device_file)
 
 
 def load_module(
-    task: Task, record: ModelRecord, state: Mapping[str, Tensor], file: Path
+    task: Task,
+    record: ModelRecord,
+    state: Mapping[str, Tensor],
+    file: Path,
+    *,
+    local: Path | None = None,
 ) -> nn.Module:
     """Return the task's model with the recorded layers and the tensors of a file, in eval mode.
+
+    ``local`` is the file of a device with the parameters that stayed on it.
 
     Raises:
         TaskFailed: the task's ``new_model`` raised an exception.
         ModelMismatch: the task's model has other tensors; names the first one that differs.
+        LocalParametersMissing, StateError: see ``load_model``.
     """
+    patterns = record.local_parameters
+    if patterns is not None and local is None:
+        raise LocalParametersMissing(
+            f"{file} has no {patterns}: these parameters stayed on the devices, each of which has "
+            "its own"
+        )
+    if patterns is None and local is not None:
+        raise ModelMismatch(
+            f"{file} has all parameters of its model, and {local} would replace some",
+            remedy="leave out the device's file: no parameters stayed on the devices",
+        )
     with torch.random.fork_rng(devices=[]), running("new_model"):
         torch.manual_seed(int(record.settings.get("seed", 0)))
         model = task.new_model()
     replay(model, record.replaced_layers)
+    if local is not None:
+        own = device_tensors(local, layout_digest=record.layout_digest, rounds=record.rounds)
+        names = local_names(model, patterns)
+        if own.keys() != {name for name, _ in model.named_parameters() if name in names}:
+            raise ModelMismatch(f"{local} has {', '.join(own)}, and not what {patterns} names")
+        state = {**state, **_built(model, names), **by_all_names(model, own)}
     load_state(model, state, file)
     return model.eval()
 
@@ -185,12 +229,21 @@ def _opened(file: Path) -> Iterator[Any]:
 def load_initial(image: ModelImage, path: Path) -> None:
     """Overwrite the model with a file that has the names of its state_dict, or a run's folder.
 
+    Parameters that stay on the devices begin as the task builds them: the file may have them or
+    not.
+
     Raises:
         SettingsError: the file cannot be read.
         ModelMismatch: names or shapes differ.
     """
     file = model_file(path)
-    load_state(image.model, read_model(file)[1], file)
+    state = {**read_model(file)[1], **_built(image.model, image.local_names)}
+    load_state(image.model, state, file)
+
+
+def _built(model: nn.Module, names: Set[str]) -> dict[str, Tensor]:
+    """Return the tensors of these names that a model has now."""
+    return {name: value for name, value in model.state_dict().items() if name in names}
 
 
 def load_state(model: nn.Module, state: Mapping[str, Tensor], file: Path) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from headwater.common.data.partition_spec import parse_rule
 from headwater.common.settings.weekly_hours import weekly
@@ -50,6 +50,22 @@ def _check_criterion(text: str) -> str:
     return text
 
 
+PATTERN = "PATTERN"
+"""The unit of patterns: the flag may be repeated, and a file may have a list."""
+
+
+def _joined_patterns(given: object) -> object:
+    """Join a list of patterns by commas: one text fits a run config of plain values."""
+    if isinstance(given, list | tuple) and all(isinstance(one, str) for one in given):
+        given = ",".join(given)
+    if not isinstance(given, str):
+        return given
+    joined = ",".join(part.strip() for part in given.split(",") if part.strip())
+    if not joined:
+        raise ValueError("expected a pattern of names, as in head.*")
+    return joined
+
+
 Scalar = bool | int | float | str
 Count = Annotated[int, Field(ge=1, le=2**31 - 1), Unit("N")]
 Steps = Annotated[int, Field(ge=1, le=4096), Unit("N")]
@@ -67,6 +83,7 @@ Name = Annotated[str, Unit("NAME")]
 Folder = Annotated[Path, Unit("DIR")]
 File = Annotated[Path, Unit("FILE")]
 Kind = Annotated[str, AfterValidator(_check_partition), Unit("KIND")]
+Patterns = Annotated[str, BeforeValidator(_joined_patterns), Field(max_length=1000), Unit(PATTERN)]
 Criterion = Annotated[str, AfterValidator(_check_criterion), Unit("METRIC")]
 Hours = Annotated[str, AfterValidator(_check_hours), Unit("HH:MM-HH:MM")]
 

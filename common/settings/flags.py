@@ -87,7 +87,8 @@ def _value(text: str) -> Any:
 def _converted(setting: Setting | None, value: Any) -> Any:
     """Convert a flag's text where pydantic would keep it: in tables, and numbers among choices."""
     if isinstance(value, tuple):
-        return key_values([*value])
+        is_table = setting is not None and setting.value.types == [dict]
+        return key_values([*value]) if is_table else [*value]
     if setting is None:
         return _value(value)  # a key of a table, as optimizer.arguments.momentum
     return {str(choice): choice for choice in setting.value.choices}.get(value, value)
@@ -101,7 +102,7 @@ def _option_of(setting: Setting) -> TyperOption:
         words = ["on", "off"] if words[1].startswith("no-") else words
         default = f"default: {words[not setting.default]}"
     notes = "; ".join(note for note in (setting.value.limits_text, default) if note)
-    is_repeated = setting.value.types == [dict]
+    is_repeated = setting.value.is_repeated
     meaning = f"{setting.meaning[0].upper()}{setting.meaning[1:]}."
     meaning += " May be repeated." if is_repeated else ""
     return TyperOption(

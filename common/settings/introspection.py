@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from headwater.common.settings.fields import Branch, Unit
+from headwater.common.settings.fields import PATTERN, Branch, Unit
 from headwater.common.settings.schema import Settings
 
 # A larger limit only keeps a number within its integer type: not shown.
@@ -55,6 +55,11 @@ class ValueType:
             self.choices.extend(arguments)
         elif annotation is not NoneType:
             self.types.append(origin or annotation)
+
+    @property
+    def is_repeated(self) -> bool:
+        """Whether the flag may be given several times."""
+        return self.types == [dict] or PATTERN in self.units
 
     @property
     def limits_text(self) -> str:

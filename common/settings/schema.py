@@ -34,6 +34,7 @@ from headwater.common.settings.fields import (
     Name,
     NoiseMultiplier,
     Part,
+    Patterns,
     Probability,
     Rate,
     Scalar,
@@ -143,7 +144,9 @@ class PlanSettings(Branch):
     local_steps: Steps = setting(
         1, "local SGD steps per round; above 1, use a server learning rate of 1"
     )
-    local_learning_rate: Rate = setting(0.1, "learning rate of the local steps")
+    local_learning_rate: Rate = setting(
+        0.1, "learning rate of the local steps, and of the parameters that stay on the devices"
+    )
     precision: Literal["float32", "bfloat16"] = setting(
         "float32", "precision of the forward pass; sums are always float32"
     )
@@ -370,6 +373,11 @@ class ModelSettings(Branch):
         False,
         "use GroupNorm in place of BatchNorm, which mixes examples; the same on both sides",
         "--replace-batch-norm/--keep-batch-norm",
+    )
+    local_parameters: Patterns | None = setting(
+        None,
+        "parameters that stay on each device and are trained there alone, such as 'head.*'; commas "
+        "separate patterns; the same on both sides (docs/extend.md)",
     )
 
 

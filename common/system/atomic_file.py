@@ -14,8 +14,12 @@ NO_FOLLOW: int = getattr(os, "O_NOFOLLOW", 0)  # Windows has neither this nor ow
 
 
 @contextlib.contextmanager
-def atomic_writer(path: Path, *, mode: int | None = None) -> Iterator[Path]:
+def atomic_writer(
+    path: Path, *, mode: int | None = None, is_durable: bool = True
+) -> Iterator[Path]:
     """Yield an empty file next to ``path``; after the block, sync it to disk and rename it.
+
+    It is not synced if not ``is_durable``: a kill leaves a whole file, a power cut may not.
 
     The file has ``mode`` from its first byte, or what the process's umask leaves. After the block,
     the new content is on disk under its name. If anything is raised, ``path`` is unchanged and the
@@ -36,9 +40,10 @@ def atomic_writer(path: Path, *, mode: int | None = None) -> Iterator[Path]:
         finally:
             os.close(descriptor)
         yield part
-        _sync(part, os.O_RDWR)  # Windows syncs only what may be written
+        if is_durable:
+            _sync(part, os.O_RDWR)  # Windows syncs only what may be written
         part.replace(path)
-        if os.name == "posix":  # Windows opens no folder
+        if is_durable and os.name == "posix":  # Windows opens no folder
             _sync(path.parent, os.O_RDONLY)
     except BaseException:
         with contextlib.suppress(OSError):
@@ -46,13 +51,15 @@ def atomic_writer(path: Path, *, mode: int | None = None) -> Iterator[Path]:
         raise
 
 
-def write_atomically(path: Path, content: bytes, *, mode: int | None = None) -> None:
+def write_atomically(
+    path: Path, content: bytes, *, mode: int | None = None, is_durable: bool = True
+) -> None:
     """Write ``content`` by ``atomic_writer``.
 
     Raises:
         OSError: the folder cannot be written, or the disk is full.
     """
-    with atomic_writer(path, mode=mode) as part:
+    with atomic_writer(path, mode=mode, is_durable=is_durable) as part:
         part.write_bytes(content)
 
 

@@ -80,13 +80,20 @@ class EvaluatedModel:
 
 
 def evaluate(
-    out: Path, *, data: Sequence[Path], task: str | None, is_best: bool = False
+    out: Path,
+    *,
+    data: Sequence[Path],
+    task: str | None,
+    is_best: bool = False,
+    local: Path | None = None,
 ) -> EvaluatedModel:
     """Test the model of a run's folder on each path of ``data``, or on the task's test examples.
 
+    ``local`` is the file of a device with the parameters that stayed on it.
+
     Raises:
         SettingsError: there is no such model, or it cannot be read.
-        ModelMismatch, TaskError: see ``load_model``; or the task fails on an example.
+        ModelMismatch, TaskError, StateError: see ``load_model``; or the task fails on an example.
         MissingData, EmptyDataset: a path holds no examples, or the task has no test examples.
     """
     for path in data:
@@ -98,7 +105,7 @@ def evaluate(
         )
     record, state = read_model(file)
     chosen = task_of(task, record, file)
-    model = load_module(chosen, record, state, file)
+    model = load_module(chosen, record, state, file, local=local)
     if data:
         opened = [
             (str(path), open_train_examples(chosen, data=path, part=0, num_parts=1))

@@ -355,7 +355,12 @@ def _evaluate(
     found = EvaluatedRound()
     if chosen.on_devices:
         plans = {
-            name: plan.model_copy(update={"model_version": training.round})
+            name: plan.model_copy(
+                update={
+                    "model_version": training.round,
+                    "counted_round": training.counted.get(name),
+                }
+            )
             for name, plan in opened.plans.items()
         }
         answers = fleet.evaluate(

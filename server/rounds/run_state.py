@@ -19,13 +19,12 @@ from typing import Any
 from headwater.common.errors import (
     Diverged,
     EmptyUpdate,
-    ModelMismatch,
     OutlierInRound,
     SettingsError,
     TooFewClients,
 )
 from headwater.common.messages import MAX_ALGORITHM_CHARACTERS
-from headwater.common.model.mismatch import difference_from_text
+from headwater.common.model.mismatch import mismatch_error
 from headwater.common.model.parameters import build_model
 from headwater.common.model.trained_model import load_initial
 from headwater.common.model.vectors import all_finite, squared_norm
@@ -33,7 +32,7 @@ from headwater.common.privacy.noise_shares import plain_scale_bits
 from headwater.common.settings.changes import Changes, changes, of_training, optimizer_of, values_of
 from headwater.common.settings.schema import SETTINGS_FILE, Settings
 from headwater.common.settings.sources import load
-from headwater.common.task import load_task, max_weight_per_example
+from headwater.common.task import Examples, load_task, max_weight_per_example
 from headwater.common.wording import counted
 from headwater.server.aggregation.cohort_sum import CohortSum
 from headwater.server.aggregation.held_updates import check_rule, held_updates
@@ -101,11 +100,14 @@ class Training:
         self.settings = settings
         self.task = load_task(settings.task)
         self.image = build_model(
-            self.task, seed=settings.seed, replace_batch_norm=settings.model.replace_batch_norm
+            self.task,
+            seed=settings.seed,
+            replace_batch_norm=settings.model.replace_batch_norm,
+            local_parameters=settings.model.local_parameters,
         )
         if settings.model.initial is not None:
             load_initial(self.image, settings.model.initial)
-        self.test_examples = evaluation.open_test_examples(self.task, self.image.model)
+        self.test_examples = self._test_examples()
         self._num_test_left_out = 0
         self.optimizer = ServerOptimizer(self.image, settings.optimizer, settings.schedule)
         self.max_weight_per_example = max_weight_per_example(self.task)
@@ -134,6 +136,21 @@ class Training:
             num_values = self.image.layout.num_parameters
             self.privacy = RunPrivacy(settings, num_values=num_values)
 
+    def _test_examples(self) -> Examples | None:
+        """Open the server's test examples; None if there are none, or nothing to test on them."""
+        layout, chosen = self.image.layout, self.settings
+        if not layout.local:
+            return evaluation.open_test_examples(self.task, self.image.model)
+        is_tested = chosen.evaluation.on_devices
+        log.warning(
+            "%s of %s parameters stay on the devices (%s): the server has no whole model to test%s",
+            f"{layout.num_local:,}",
+            f"{layout.num_local + layout.num_parameters:,}",
+            chosen.model.local_parameters,
+            "; the devices test theirs" if is_tested else ", --evaluate-on-devices tests on each",
+        )
+        return None
+
     def resume(self, folder: Path, fleet: Fleet) -> bool:
         """Restore the checkpoint in ``folder``; return False if there is none.
 
@@ -148,10 +165,12 @@ class Training:
             return False
         progress, image_U8, optimizer = saved
         if progress.layout_digest != self.image.layout.digest:
-            rows = self.image.layout.rows
-            difference = difference_from_text(rows, progress.layout, there="the checkpoint")
-            raise ModelMismatch(
-                f"the checkpoint in {folder} belongs to another model: {difference}",
+            raise mismatch_error(
+                f"the checkpoint in {folder} belongs to another model",
+                self.image.layout.rows,
+                progress.layout,
+                here="the task's model",
+                there="the checkpoint",
                 remedy="resume with the task that the run was started with",
             )
         chosen = self._data_settings()

@@ -59,6 +59,10 @@ def compute_of(settings: Settings, devices: Devices, *, first: int = 0) -> Compu
             raise UnsupportedBatch(
                 f"the client algorithm {settings.algorithm.label} takes each device by itself"
             )
+        if settings.model.local_parameters is not None:
+            raise UnsupportedBatch(
+                f"each device has parameters of its own ({settings.model.local_parameters})"
+            )
         if plan.local_steps > 1:
             raise UnsupportedBatch("each device's local steps need a model of its own")
         if plan.follow_noise_scale and not with_norms:
@@ -86,6 +90,12 @@ def _one_by_one(settings: Settings, devices: Devices, num_invited: int) -> Compu
     number = num_workers(settings, num_invited=num_invited)
     if number == 1:
         return OneByOne(devices)
+    if settings.model.local_parameters is not None and settings.out is None:
+        raise SettingsError(
+            "worker processes share the devices' own parameters as files, and the run writes to no "
+            "folder",
+            remedy="name one: --out DIR; or leave --workers out",
+        )
     _say(f"one by one, in {number} processes")
     return WorkerPool(devices, number)
 

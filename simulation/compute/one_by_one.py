@@ -31,6 +31,7 @@ from headwater.client.training.sampler import (
 )
 from headwater.common.errors import EmptyUpdate, HeadwaterError, error_of, travelling
 from headwater.common.messages import Update
+from headwater.common.model.local_state import LocalState
 from headwater.common.model.parameters import ModelImage
 from headwater.common.task import Examples
 from headwater.server.fleet import Dropout, UpdateBatch
@@ -111,6 +112,7 @@ class _TrainedClient:
 
     opened: _OpenedClient
     context: TrainingContext
+    local: LocalState
     local_sum: LocalSum
 
 
@@ -204,13 +206,15 @@ class OneByOne:
             context = trainer.context(
                 opened.examples, client.name, one.hardware, accumulator, one.batches
             )
+            store = self._devices.local_store(client.part)
+            local = trainer.load_local(self._devices.identity(client.part), client.plan, store)
             algorithm = algorithm_for(
                 client.plan, self._devices.settings.algorithm, name=client.name
             )
             local_sum = trainer.sum(client.plan, opened.window, context, algorithm=algorithm)
         except Exception as error:
             return _dropout(client, error)
-        return _TrainedClient(opened=opened, context=context, local_sum=local_sum)
+        return _TrainedClient(opened=opened, context=context, local=local, local_sum=local_sum)
 
     def _update(self, one: _TrainedClient) -> Update | Dropout:
         """Return a device's update and store its position; an unusable window is skipped."""
@@ -219,6 +223,10 @@ class OneByOne:
         try:
             self._left_out_log.note(plan, one.local_sum.total, one.context)
             update = make_update(plan, window, one.context, one.local_sum)
+            store = devices.local_store(part)
+            if store is not None:
+                local = one.local.pend(plan.round, one.local_sum.local_L)
+                store.write(local, one.context.image.layout)
         except EmptyUpdate as error:
             devices.positions[part] = SamplerState(place=window.after(len(window.positions)))
             return _dropout(client, error)

@@ -183,7 +183,9 @@ class LocalFleet:
                 continue
             trainer.load_model(self._run_id, plan.model_version, image.buffer())
             try:
-                yield trainer.evaluate(self._devices.identity(part), plan)
+                yield trainer.evaluate(
+                    self._devices.identity(part), plan, self._devices.local_store(part)
+                )
             except HeadwaterError as error:
                 yield Dropout(name=name, error=error)
 

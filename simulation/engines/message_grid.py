@@ -15,6 +15,7 @@ from flwr.clientapp import ClientApp
 
 from headwater.client.algorithms.run_trainer import run_trainer
 from headwater.client.flower.request import SIMULATED
+from headwater.client.flower.state_file import STATE
 from headwater.common.errors import SettingsError
 from headwater.common.flower import records
 from headwater.common.flower.grid import HeadwaterGrid, ensure_message_id
@@ -22,7 +23,12 @@ from headwater.common.settings.schema import Settings
 from headwater.common.transport.limits import wire_bytes
 from headwater.server.flower.registration import DESCRIBE
 from headwater.simulation.engines.device_app import TrainAttempt, falsified_reply, vanished_reply
-from headwater.simulation.fleet.devices import FIRST_NODE_ID, FLEET_STATE, MAX_LOOKS
+from headwater.simulation.fleet.devices import (
+    FIRST_NODE_ID,
+    FLEET_STATE,
+    LOCAL_FOLDER,
+    MAX_LOOKS,
+)
 from headwater.simulation.fleet.faults import STAGES
 from headwater.simulation.fleet.fleet_spec import FleetSpec, fleet_spec, with_fleet
 from headwater.simulation.fleet.identities import identities_of
@@ -165,11 +171,16 @@ class InProcessGrid(HeadwaterGrid):
 
     def _context(self, node_id: int) -> Context:
         if node_id not in self._contexts:
-            part = node_id - FIRST_NODE_ID
+            part, out = node_id - FIRST_NODE_ID, self._settings.out
+            own_files = {} if out is None else {STATE: str(out / LOCAL_FOLDER)}
             self._contexts[node_id] = Context(
                 run_id=self.run.run_id,
                 node_id=node_id,
-                node_config={**self._identities.node_config(part), SIMULATED: True},
+                node_config={
+                    **self._identities.node_config(part),
+                    **own_files,
+                    SIMULATED: True,
+                },
                 state=RecordDict(),
                 run_config=self._run_config,
             )

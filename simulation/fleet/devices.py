@@ -5,16 +5,19 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from headwater.client.algorithms.run_trainer import run_trainer
 from headwater.client.device.interfaces import Hardware
+from headwater.client.flower.state_file import local_file
 from headwater.client.training.context import Identity
 from headwater.client.training.trainer import MAX_OPEN_DATASETS, Trainer
 from headwater.common.errors import SettingsError
 from headwater.common.messages import DescribeRequest, DeviceReport, Plan, Update
+from headwater.common.model.local_state import LocalStore
 from headwater.common.model.parameters import ModelImage
 from headwater.common.settings.schema import Settings
 from headwater.common.task import Examples
@@ -37,6 +40,8 @@ log = logging.getLogger(__name__)
 FIRST_NODE_ID = 1000
 # The key of the fleet's own entry among the nodes' states in a checkpoint.
 FLEET_STATE = "grid"
+# The folder in ``out`` with the parameters that stay on each device.
+LOCAL_FOLDER = "local"
 # After this many looks with too few devices, no round will ever find enough of them.
 MAX_LOOKS = 1000
 # The per-device caches hold at least this many devices (``Devices.cache_size``).
@@ -86,6 +91,7 @@ class Devices:
         self.identities = identities_of(settings)
         self.positions = PositionColumns(self.num_devices)
         self._num_training_examples: Ints = np.zeros(self.num_devices, dtype=np.int64)
+        self._local: dict[int, bytes] = {}
         self._steady: dict[tuple[int, bool], _SteadyHardware] = {}
         size = settings.cohort.size
         self.cache_size = MAX_OPEN_DATASETS
@@ -113,6 +119,20 @@ class Devices:
     def examples(self, part: int) -> Examples:
         """Open a device's examples; those of the last ``cache_size`` devices stay open."""
         return self.trainer.examples(self.identity(part))
+
+    def local_store(self, part: int) -> LocalStore | None:
+        """Return where a device keeps the parameters that stay on it; None if none do.
+
+        In the run's folder, or in this process's memory if the run writes nothing.
+        """
+        if self.settings.model.local_parameters is None:
+            return None
+        name, out = self.identities.name(part), self.settings.out
+        if out is not None:
+            path = out / LOCAL_FOLDER / f"{name}.safetensors"
+            return local_file(path, is_durable=False)
+        kept = self._local
+        return LocalStore(f"device {name}", lambda: kept.get(part), partial(kept.__setitem__, part))
 
     def hardware(self, part: int, *, round_number: int) -> Hardware:
         """Return a device's hardware at the start of a round; a cached object may be reused."""

@@ -92,6 +92,7 @@ class VirtualHardware:
         device: SimulatedDevice,
         num_parameters: int,
         *,
+        num_local: int = 0,
         jitter_seed: int = 0,
         is_on_battery: bool = False,
         client_settings: ClientSettings | None = None,
@@ -99,12 +100,13 @@ class VirtualHardware:
         """Take the device's figures, the random draws of the round, and its owner's settings."""
         self._device = device
         self._num_parameters = num_parameters
+        self._num_local = num_local
         self._is_on_battery = is_on_battery
         self._vitals: tuple[float | None, Vitals] | None = None
         self._client_settings = client_settings or ClientSettings()
         self.memory = VirtualMemory(
             limit_bytes=device.memory_bytes,
-            base_bytes=IDLE_BYTES + 2 * 4 * num_parameters,
+            base_bytes=IDLE_BYTES + 2 * 4 * (num_parameters + num_local),
         )
         self.clock = VirtualClock(
             self.constant_speed(),
@@ -172,7 +174,7 @@ class VirtualHardware:
         dispatch, rate = device.micro_batch_seconds, device.examples_per_second
         if dispatch is None:
             dispatch = DISPATCH_SECONDS / device.relative_speed
-        operations = OPERATIONS_PER_PARAMETER * self._num_parameters
+        operations = OPERATIONS_PER_PARAMETER * (self._num_parameters + self._num_local)
         each = operations / OPERATIONS_PER_SECOND / device.relative_speed
         return Speed(
             seconds_per_micro_batch=dispatch,
@@ -258,25 +260,30 @@ def build_hardware(
     hardware = VirtualHardware(
         current,
         layout.num_parameters,
+        num_local=layout.num_local,
         jitter_seed=jitter_seed,
         is_on_battery=is_on_battery,
         client_settings=settings.client,
     )
     hardware.memory.bytes_per_example = _bytes_per_example(
-        device, layout.num_parameters, identity, run_trainer(settings)
+        device, layout.num_parameters, layout.num_local, identity, run_trainer(settings)
     )
     return hardware
 
 
 @cached_in_scope(maxsize=MAX_OPEN_DATASETS)
 def _bytes_per_example(
-    device: SimulatedDevice, num_parameters: int, identity: Identity, trainer: Trainer
+    device: SimulatedDevice,
+    num_parameters: int,
+    num_local: int,
+    identity: Identity,
+    trainer: Trainer,
 ) -> float | None:
     """Return the bytes of one more example, by the device's first ones; None if all of them fail.
 
     Counted and not measured, so it is the same on every machine; once per device and process.
     """
-    hardware = VirtualHardware(device, num_parameters)
+    hardware = VirtualHardware(device, num_parameters, num_local=num_local)
     try:
         trainer.measure(identity, hardware)
     except TaskFailed:

@@ -16,18 +16,24 @@ BLOCKS = re.findall(r"^```python\n(.*?)^```$", DOC.read_text(), re.DOTALL | re.M
 
 
 @pytest.mark.slow
-def test_the_notebook_of_the_doc_runs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_notebook_of_the_doc_runs(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
     cells: dict[str, Any] = {}
     runs = []
     for block in BLOCKS:
         exec(block, cells)
         runs.append(cells["run"])
-    first, _, _, by_rule, by_algorithm = runs
+    first, _, _, by_rule, by_algorithm, own = runs
     assert len(first.history) == 40
     assert first.metrics["test_accuracy"] > 0.9
     assert 0.3 < cells["best"].accuracy <= 1
     for run in (by_rule, by_algorithm):
         assert isinstance(run, headwater.Run)
         assert run.history[-1].loss < run.history[0].loss
+    assert cells["common"].metrics["train_accuracy"] < 0.65
+    assert own.metrics["train_accuracy"] > 0.9
+    assert torch.is_tensor(cells["model"](torch.zeros(1, 3)))
     assert torch.is_tensor(first.model(torch.zeros(1, 3)))
     assert "<Run of Signs: 40 rounds" in capsys.readouterr().out

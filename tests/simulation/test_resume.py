@@ -49,6 +49,10 @@ RUNS: dict[str, dict[str, Any]] = {
         },
     },
     "tested on devices": {"evaluation": {"on_devices": True}},
+    "own parameters on the devices": {
+        "model": {"local_parameters": "1.*"},
+        "evaluation": {"on_devices": True},
+    },
 }
 
 
