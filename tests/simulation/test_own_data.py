@@ -60,16 +60,16 @@ class Table:
         return loss, len(labels)
 """,
 }
-TASK = "my_package.tasks"
+TASK = "own_package.tasks"
 UNREADABLE = "1\n"  # a row of one cell, where the task expects three
 EXTENSIONS = Path("examples/extensions").resolve()
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    (tmp_path / "my_package").mkdir()
+    (tmp_path / "own_package").mkdir()
     for name, text in PACKAGE.items():
-        (tmp_path / "my_package" / name).write_text(text)
+        (tmp_path / "own_package" / name).write_text(text)
     (tmp_path / "devices").mkdir()
     for name, size in SIZES.items():
         draw = random.Random(name).random
