@@ -1,0 +1,115 @@
+"""Settings that belong to one machine: its TLS files, the server's addresses, a device's limits."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from headwater.common.settings.fields import (
+    Address,
+    Branch,
+    Bytes,
+    Count,
+    File,
+    Folder,
+    Fraction,
+    Hours,
+    Name,
+    Part,
+    Seconds,
+    setting,
+)
+from headwater.common.settings.headings import DEVICE
+
+
+class TlsSettings(Branch):
+    """Three PEM files; all or none."""
+
+    ca: File | None = setting(None, "the authority's certificate", "--tls-ca")
+    certificate: File | None = setting(None, "this side's certificate", "--tls-certificate")
+    key: File | None = setting(None, "this side's private key", "--tls-key")
+
+
+METRICS = (
+    "where to serve Prometheus metrics, in plain text (not only on loopback: --public-metrics)"
+)
+
+
+class ServerSettings(Branch):
+    """The aggregation server's own settings."""
+
+    listen: Address = setting(
+        "127.0.0.1:8500", "where clients connect; port 0 takes a free port", short=True
+    )
+    enrolment_listen: Address | None = setting(
+        None, "where devices join while a join token is valid; not set: the port after `listen`"
+    )
+    metrics: Address | None = setting(None, METRICS)
+    staging_bytes: Bytes = setting(
+        64 * 2**20, "memory for uploads in progress; the rest goes to a spool file", on=""
+    )
+
+
+class ClientSettings(Branch):
+    """A device's own settings."""
+
+    server: Address = setting("127.0.0.1:8500", "address of the server", short=True)
+    name: Name | None = setting(
+        None, "the device's unique name; not set: the host's", on=f"{DEVICE} identity", short=True
+    )
+    data: Path | None = setting(None, "this device's own file or folder of examples", short=True)
+    part: int = setting(0, "this device's part of bundled data, from 0", ge=0, short=True)
+    num_parts: Count = setting(1, "parts that the task splits bundled data into", short=True)
+    state: Folder | None = setting(
+        None, "folder for the device's position in its examples; not set: ~/.local/state/headwater"
+    )
+    memory_limit_bytes: Bytes | None = setting(
+        None,
+        "use no more memory; not set: what machine and cgroup allow",
+        "--memory-limit",
+        short=True,
+    )
+    spool: Folder | None = setting(
+        None, "folder that keeps a half-summed update through a power cut"
+    )
+    battery_share: Part = setting(
+        0.5, "share of the time that the planner may count on, on battery"
+    )
+    hot_celsius: float = setting(80.0, "temperature above which it is hot", on="", ge=0, le=200)
+    hot_share: Part = setting(0.5, "share of its time when hot, or throttled", on="")
+    busy_above: Fraction = setting(
+        0.75, "share of the cores taken by other programs that makes the device busy", on=""
+    )
+    busy_share: Part = setting(
+        1.0, "share of its time when busy; its speed, and so its quota, falls in any case", on=""
+    )
+    active_hours: Hours | None = setting(
+        None,
+        "when the device takes part, by this machine's clock: 22:00-06:00, or Mon-Fri "
+        "18:00-08:00, Sat-Sun 00:00-24:00; outside these hours it disconnects; not set: always "
+        "(docs/install.md)",
+        short=True,
+    )
+    inactive_share: Fraction = setting(
+        0.0, "share of its time outside the active hours; 0: it disconnects", on=""
+    )
+    bytes_per_day: Bytes | None = setting(
+        None,
+        "send and receive no more from midnight to midnight, by this machine's clock; then stay "
+        "away until the next day",
+    )
+    metrics: Address | None = setting(None, METRICS)
+    stay: bool = setting(
+        False, "wait for the next run when one has ended", "--stay/--leave", short=True
+    )
+    patience_seconds: Seconds = setting(
+        600.0, "give up after so long without contact", "--patience"
+    )
+
+    @property
+    def state_folder(self) -> Path:
+        """The folder for the device's position; by default where XDG puts state."""
+        if self.state is not None:
+            return self.state
+        base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+        return Path(base) / "headwater"

@@ -1,0 +1,188 @@
+"""Settings of the rounds: the cohort, how long a round waits, secure aggregation, privacy."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import ValidationInfo, field_validator
+
+from headwater.common.settings.fields import (
+    Branch,
+    Count,
+    Delta,
+    Epsilon,
+    File,
+    NoiseMultiplier,
+    Part,
+    Probability,
+    Rate,
+    Seconds,
+    setting,
+)
+from headwater.common.settings.headings import ALL, DEVICE
+
+
+class CohortSettings(Branch):
+    """Which clients are invited, and how long a round waits."""
+
+    min_clients: Count = setting(1, "fewest clients for a round to start and count", short=True)
+    size: Count | None = setting(None, "clients invited per round; not set: all", "--cohort-size")
+    deadline_seconds: Seconds | None = setting(
+        None, "a round ends then with the updates it has; not set: wait for all", "--deadline"
+    )
+    max_aborted_rounds: Count = setting(
+        5, "aborted rounds in a row after which the run gives up", on=""
+    )
+    weighting: Literal["samples", "dataset"] = setting(
+        "samples", "weight of an update; samples: its own; dataset: its client's examples"
+    )
+    invite_within_rounds: Count = setting(
+        10,
+        "a client too slow for the deadline, or late three times in a row, is still invited once "
+        "in so many rounds",
+        "--invite-within",
+    )
+    return_seconds: Seconds = setting(
+        5.0,
+        "how long, from the loss of its connection, a client may return to a round whose other "
+        "clients are done; while any of them works it may return in any case",
+        on="",
+    )
+    reconnect_seconds: Seconds = setting(
+        60.0, "the same while the round has too few updates; and how long a stream may stall", on=""
+    )
+
+
+class AggregationSettings(Branch):
+    """How plain updates are combined, and what a single one may do (docs/security.md)."""
+
+    rule: Literal["sum", "clipped", "trimmed-mean", "median", "krum"] = setting(
+        "sum",
+        "how updates become a gradient; all but sum withstand false updates, cost accuracy where "
+        "devices' data differ, and need every single vector: they are refused with masks",
+        "--aggregation",
+    )
+    attackers: float = setting(
+        0.2, "share of a round's updates that trimmed-mean and krum withstand", ge=0, lt=0.5
+    )
+    norm_multiple: Rate = setting(
+        100.0,
+        "largest norm of an update, per unit of its weight, as a multiple of the largest median of "
+        "a round so far",
+    )
+    beyond_norm: Literal["refuse", "clip", "keep"] = setting(
+        "refuse",
+        "what happens to a plain update of a larger norm; it is counted in any case",
+    )
+
+
+class SecureSettings(Branch):
+    """Secure aggregation: the server sees the cohort's sum, and no single update."""
+
+    aggregation: Literal["off", "semi-honest", "active"] = setting(
+        "off",
+        "hide single updates from the server; active: even from a server that cheats",
+        "--secure-aggregation",
+        on=ALL,
+        short=True,
+    )
+    ring_bits: Literal[16, 32] = setting(
+        32, "bits of a masked coordinate; 16 halves the traffic and rounds coarser"
+    )
+    min_members: int = setting(
+        3,
+        "fewest members of a secure session; all members but one, if they collude, see the last "
+        "one's update: with 3 members, two suffice, so set it as high as the fleet allows",
+        on=ALL,
+        ge=3,
+    )
+    min_quota: int = setting(
+        8, "fewest examples of a masked plan; a device answers no plan of fewer", ge=1
+    )
+    max_plans: int = setting(
+        16, "masked plans in a row that a device trains on with the same examples", on="", ge=1
+    )
+    order_seed: int | None = setting(
+        None,
+        "order of this device's examples in masked rounds; not set: secret, and drawn once; 0: "
+        "that of a plain round, as the simulator has it",
+        on="",
+        ge=0,
+        le=2**53,
+    )
+    declared_examples: int | None = setting(
+        None,
+        "the number of examples that a masking device tells the server, for --weighting dataset; "
+        "not set: none",
+        on=DEVICE,
+        ge=1,
+        le=2**40,
+    )
+    min_survivors: Part = setting(
+        0.7, "share of a session's members below which a device reveals nothing", on=""
+    )
+    max_share: Part = setting(
+        0.6, "largest part of a session's planned weight that a device accepts for itself", on=""
+    )
+    member_bits: int = setting(
+        4, "a device requires 2^this steps of the ring for each member", on="", ge=1, le=24
+    )
+    corrupted: Probability = setting(
+        0.1, "share of devices assumed to collude; decides the graph of more than 64 members", on=""
+    )
+    dropout: Probability = setting(
+        0.1, "share of devices assumed to drop out, in cohorts above 64", on=""
+    )
+    phase_seconds: Seconds = setting(20.0, "how long the server waits in each phase", on="")
+    identity: File | None = setting(
+        None, "file of this device's signing identity (active)", on=f"{DEVICE} identity"
+    )
+    allow_list: File | None = setting(
+        None,
+        "file with a line NAME KEY for each identity that this device trusts (active); never get "
+        "it from the server",
+        on=DEVICE,
+    )
+
+
+class PrivacySettings(Branch):
+    """Differential privacy of each device's whole part (docs/privacy.md)."""
+
+    epsilon: Epsilon | None = setting(
+        None,
+        "bound what all rounds reveal of any one device to this epsilon: clip updates and add "
+        "noise; the server does it in plain rounds, the devices under masks",
+        "--privacy-epsilon",
+    )
+    delta: Delta = setting(
+        1e-5,
+        "delta of the privacy; far below one over the number of devices",
+        "--privacy-delta",
+        on=ALL,
+    )
+    noise_multiplier: NoiseMultiplier | None = setting(
+        None,
+        "in place of an epsilon: the noise of a round's sum, in clip norms",
+        "--privacy-noise-multiplier",
+    )
+    clip: Rate = setting(
+        1.0, "L2 norm to which a device's mean gradient is clipped", "--privacy-clip"
+    )
+    budget: Epsilon | None = setting(
+        None,
+        "the most that this device spends over all its runs; it refuses rounds without noise",
+        "--privacy-budget",
+        on=DEVICE,
+    )
+
+    @field_validator("noise_multiplier")
+    @classmethod
+    def _check_noise(cls, number: float | None, info: ValidationInfo) -> float | None:
+        if number is not None and info.data.get("epsilon") is not None:
+            raise ValueError("the noise follows from privacy.epsilon: set one of the two")
+        return number
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the run's rounds have noise."""
+        return self.epsilon is not None or self.noise_multiplier is not None

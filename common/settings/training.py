@@ -1,0 +1,205 @@
+"""Settings of the training: model, optimizer, schedule, plan, client algorithm, evaluation."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import ValidationInfo, field_validator
+
+from headwater.common.settings.fields import (
+    Branch,
+    Count,
+    Criterion,
+    File,
+    Name,
+    Part,
+    Patterns,
+    Rate,
+    Scalar,
+    Steps,
+    Unit,
+    setting,
+)
+from headwater.common.settings.headings import RUNS
+from headwater.common.task_spec import split_place
+
+
+class OptimizerSettings(Branch):
+    """The server optimizer: any class of ``torch.optim`` that needs no closure."""
+
+    name: Name = setting(
+        "adam",
+        "class of torch.optim: adam, adamw, sgd; or FILE.py:NAME, package.module:NAME of your own",
+        "--optimizer",
+        short=True,
+    )
+    learning_rate: Rate | None = setting(
+        None,
+        "learning rate of the server optimizer; not set: 0.1 for sgd, 0.01 for others",
+        alias="--lr",
+        short=True,
+    )
+    arguments: dict[str, Scalar | list[float]] = setting(
+        {}, "another argument of the optimizer, e.g. momentum=0.9", "--optimizer-argument"
+    )
+
+    @property
+    def rate(self) -> float:
+        """The learning rate: as set, or one that suits the optimizer on small models."""
+        default = 0.1 if self.name.lower() == "sgd" else 0.01
+        return default if self.learning_rate is None else self.learning_rate
+
+
+class ScheduleSettings(Branch):
+    """How the learning rate changes from round to round."""
+
+    name: Name | None = setting(
+        None, "class of torch.optim.lr_scheduler, e.g. CosineAnnealingLR", "--schedule"
+    )
+    arguments: dict[str, Scalar | list[int]] = setting(
+        {}, "an argument of the schedule, e.g. T_max=100", "--schedule-argument"
+    )
+    batch_scaling: Literal["none", "linear", "sqrt"] = setting(
+        "none", "scale the learning rate by the gathered / the planned effective batch size"
+    )
+    warmup_rounds: int = setting(
+        0, "rounds of linear growth of the learning rate, from 1/(rounds + 1) of it", ge=0
+    )
+
+
+class PlanSettings(Branch):
+    """What each client computes in a round."""
+
+    accumulation_steps: Steps | None = setting(
+        None, "K, the micro-batches per update; not set: by each device's speed", short=True
+    )
+    micro_batch_size: Count | None = setting(
+        None, "examples per micro-batch; not set: by each device's memory, 16 with K", short=True
+    )
+    set_micro_batch_size: Count = setting(
+        16, "examples per micro-batch if only K (accumulation_steps) is set", on=""
+    )
+    effective_batch_size: Count = setting(
+        512, "examples per round over the whole cohort; the planner divides them"
+    )
+    tokens_per_update: Count | None = setting(
+        None, "replaces effective_batch_size: tokens, or whatever the task's weight counts"
+    )
+    follow_noise_scale: bool = setting(
+        False, "adapt the examples per round to the gradient noise scale (docs/batch.md)"
+    )
+    max_effective_batch_size: Count = setting(
+        65_536, "most examples per round when following the gradient noise scale"
+    )
+    max_micro_batch_size: Count = setting(
+        256, "most examples per micro-batch; larger ones are no faster on a CPU", on=""
+    )
+    memory_fraction: Part = setting(
+        0.8, "share of a device's memory limit that the planner fills", on=""
+    )
+    local_steps: Steps = setting(
+        1, "local SGD steps per round; above 1, use a server learning rate of 1"
+    )
+    local_learning_rate: Rate = setting(
+        0.1, "learning rate of the local steps, and of the parameters that stay on the devices"
+    )
+    precision: Literal["float32", "bfloat16"] = setting(
+        "float32", "precision of the forward pass; sums are always float32"
+    )
+
+
+class AlgorithmSettings(Branch):
+    """How a client makes its vector from its examples (docs/extend.md)."""
+
+    name: Annotated[str, Unit("FILE.py:CLASS")] | None = setting(
+        None,
+        "client algorithm of your own, such as FedProx; the same on both sides; not set: the exact "
+        "sum, or local_steps",
+        "--client-algorithm",
+    )
+    arguments: dict[str, Scalar | list[float]] = setting(
+        {},
+        "an argument of the client algorithm, e.g. mu=0.1; the same on both sides",
+        "--algorithm-argument",
+    )
+
+    @field_validator("arguments")
+    @classmethod
+    def _check_arguments(cls, given: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+        if given and info.data.get("name", "") is None:
+            raise ValueError("they are for a client algorithm: name it with --client-algorithm")
+        return given
+
+    @property
+    def label(self) -> str | None:
+        """The algorithm's own name, without its file or module, and its arguments: FedProx(mu=0.1).
+
+        Server and device compare it. The order of the arguments, and 1 or 1.0, make no difference.
+        """
+        if self.name is None:
+            return None
+        given = [f"{key}={_plain(value)!r}" for key, value in sorted(self.arguments.items())]
+        place, name = split_place(self.name)
+        return (name or place) + (f"({', '.join(given)})" if given else "")
+
+
+def _plain(value: Any) -> Any:
+    """Return an argument with its whole numbers as int, also within a list."""
+    if isinstance(value, list):
+        return [_plain(one) for one in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+class ModelSettings(Branch):
+    """The model that training starts from."""
+
+    initial: File | None = setting(
+        None,
+        "file of weights to start from (safetensors); not set: by the seed",
+        "--initial-model",
+        on=RUNS,
+    )
+    replace_batch_norm: bool = setting(
+        False,
+        "use GroupNorm in place of BatchNorm, which mixes examples; the same on both sides",
+        "--replace-batch-norm/--keep-batch-norm",
+    )
+    local_parameters: Patterns | None = setting(
+        None,
+        "parameters that stay on each device and are trained there alone, such as 'head.*'; commas "
+        "separate patterns; the same on both sides (docs/extend.md)",
+    )
+
+
+class EvaluationSettings(Branch):
+    """When and where the model is tested."""
+
+    every_rounds: Count = setting(
+        1, "rounds between tests; the last round is always tested", "--evaluate-every"
+    )
+    on_devices: bool = setting(
+        False,
+        "test also on examples that the devices hold out",
+        "--evaluate-on-devices/--no-evaluate-on-devices",
+    )
+    held_out_fraction: float = setting(
+        0.1, "share of a device's examples that is held out, if on_devices", on="", gt=0, lt=1
+    )
+    best: Criterion | None = setting(
+        None,
+        "also keep best.safetensors, the model of the best evaluated round, by a metric such as "
+        "accuracy, loss, min:NAME or max:NAME (docs/model.md)",
+    )
+    stop_when: Criterion | None = setting(
+        None, "end the run when this metric has not improved for `patience` evaluations"
+    )
+    patience: Count | None = setting(
+        None, "evaluations without improvement after which stop_when ends the run; not set: 10"
+    )
+
+    @field_validator("patience")
+    @classmethod
+    def _check_patience(cls, number: int | None, info: ValidationInfo) -> int | None:
+        if number is not None and info.data.get("stop_when") is None:
+            raise ValueError("patience is for stop_when: name the metric with --stop-when")
+        return number
