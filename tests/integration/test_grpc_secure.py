@@ -206,7 +206,7 @@ def test_a_device_killed_at_any_phase_costs_no_more_than_its_share(tmp_path: Pat
     """
     task, actions = write_orders_task(tmp_path), [phase.action for phase in PHASES]
     config = write_settings(
-        tmp_path, secure={"phase_seconds": 10.0}, cohort={"return_seconds": 0.5}
+        tmp_path, secure={"phase_seconds": 10.0}, cohort={"return_seconds": 20.0}
     )
     for number, action in enumerate(actions, start=1):
         (tmp_path / f"kill-0-{action}-{2 * number}").touch()
