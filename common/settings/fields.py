@@ -50,8 +50,8 @@ def _check_criterion(text: str) -> str:
     return text
 
 
-PATTERN = "PATTERN"
-"""The unit of patterns: the flag may be repeated, and a file may have a list."""
+PATTERNS = "PATTERNS"
+"""The unit of several patterns in one text: the flag may be repeated, a file may have a list."""
 
 
 def _joined_patterns(given: object) -> object:
@@ -83,7 +83,7 @@ Name = Annotated[str, Unit("NAME")]
 Folder = Annotated[Path, Unit("DIR")]
 File = Annotated[Path, Unit("FILE")]
 Kind = Annotated[str, AfterValidator(_check_partition), Unit("KIND")]
-Patterns = Annotated[str, BeforeValidator(_joined_patterns), Field(max_length=1000), Unit(PATTERN)]
+Patterns = Annotated[str, BeforeValidator(_joined_patterns), Field(max_length=1000), Unit(PATTERNS)]
 Criterion = Annotated[str, AfterValidator(_check_criterion), Unit("METRIC")]
 Hours = Annotated[str, AfterValidator(_check_hours), Unit("HH:MM-HH:MM")]
 

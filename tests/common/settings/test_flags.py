@@ -160,6 +160,12 @@ def test_repeated_arguments_are_read_as_numbers_words_and_lists() -> None:
     }
 
 
+def test_only_tables_and_patterns_of_parameters_may_be_repeated() -> None:
+    given = parsed("simulate", "--local-parameters", "head.*", "--local-parameters", "*.bias")
+    assert load(None, given).model.local_parameters == "head.*,*.bias"
+    assert parsed("simulate", "--data", "devices/*.csv") == {"simulation.data": "devices/*.csv"}
+
+
 @pytest.mark.parametrize(
     ("pair", "expected"),
     [
