@@ -97,7 +97,7 @@ class SecureSettings(Branch):
         ge=3,
     )
     min_quota: int = setting(
-        8, "fewest examples of a masked plan; a device answers no plan of fewer", ge=1
+        8, "fewest examples of a masked plan; a device answers no plan of fewer", on=ALL, ge=1
     )
     max_plans: int = setting(
         16, "masked plans in a row that a device trains on with the same examples", on="", ge=1
