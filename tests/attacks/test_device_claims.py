@@ -175,12 +175,12 @@ def test_a_claimed_dataset_size_is_capped_at_a_thousand_medians() -> None:
     async def play() -> None:
         names = ("attacker", "first", "second")
         async with cohort(*names, weighting="dataset") as (run, attacker, *honest):
-            await attacker.describe(num_examples=2**40)
+            await attacker.describe(num_examples=2**39)
             for device in honest:
                 await device.describe()
             plan = await attacker.plan()
             assert json.loads(plan.head_json)["weigh_as"] == 1000 * NUM_EXAMPLES
-            await attacker.update(plan, weight=2**40)
+            await attacker.update(plan, weight=2**39)
             for device in honest:
                 plan = await device.plan()
                 assert json.loads(plan.head_json)["weigh_as"] == NUM_EXAMPLES

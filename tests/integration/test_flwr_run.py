@@ -34,7 +34,9 @@ NUM_NODES = 4
 PARTS = range(NUM_NODES)
 # Each belongs to one machine, or to an engine that `flwr run` is not.
 NOT_OF_A_FLOWER_RUN = (
-    "insecure",
+    "plain_text",
+    "public_metrics",
+    "privacy.budget",
     "tls.",
     "server.",
     "client.",
