@@ -21,6 +21,7 @@ KEYS = {
     "noise_scale": "told_over_true",
     "partitions": "iid",
     "planning": "assign",
+    "privacy": "seconds_ratio",
     "robust_rules": "honest, iid, sum",
     "round_trip": "clients_1",
     "secure_round": "plain_round_seconds",
