@@ -140,11 +140,12 @@ class DeviceRequest:
 
     @property
     def spent(self) -> SpentFile | None:
-        """The file of what the device has spent; None where it keeps no files."""
-        folder = self.context.node_config.get(STATE)
-        if folder is None:
+        """The file of what the device has spent; None for a simulated device, which keeps none."""
+        if self.is_simulated:
             return None
-        return SpentFile(Path(str(folder)) / f"{self.identity.name}.privacy.json")
+        folder = self.context.node_config.get(STATE)
+        path = ClientSettings().state_folder if folder is None else Path(str(folder))
+        return SpentFile(path / f"{self.identity.name}.privacy.json")
 
     @property
     def hardware(self) -> Hardware:

@@ -151,7 +151,7 @@ def check_budget(
 ) -> None:
     """Check, before anything is computed, that the owner's settings allow this plan.
 
-    ``spent`` is None where no file can be kept, as on Flower's own engines.
+    ``spent`` is None for a simulated device, which keeps no file.
 
     Raises:
         PrivacyRequired: the owner set a limit, and the plan has no noise.

@@ -20,8 +20,8 @@ function of the sum with its noise alone; it would ruin the step. ``private_clip
 room that any coordinate of a sum wraps with a probability of at most 2^-40.
 
 Worked example: 100 devices, P = 10^6, B = 1, z = 1, a least of 70 survivors of whom 10 collude, so
-m = 60: f = 23 and D = 2^23 + 500; each share has s_i = 2^23 / sqrt(60) = 1.1 million steps, and the
-noise of 100 survivors is 1.29 times what 60 would need.
+m = 60: f = 24 and D = 2^24 + 500; each share has s_i = D / sqrt(60) = 2.2 million steps. If all 100
+survive, the 90 honest ones have 1.22 times the noise that was asked for.
 """
 
 from __future__ import annotations

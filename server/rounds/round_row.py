@@ -138,12 +138,17 @@ class RoundRow:
         return self.clients.reports if isinstance(self.clients, ClientRows) else self.clients
 
     def figures(self) -> dict[str, float]:
-        """Return the round's own numbers and metrics by name, without those that are None."""
+        """Return the round's own numbers and metrics by name, without those that are None.
+
+        The loss of a private round is hidden, and is left out.
+        """
         own = {
             one.name: value
             for one in fields(self)
             if isinstance(value := getattr(self, one.name), int | float)
         }
+        if self.epsilon is not None:
+            del own["loss"]
         return own | self.metrics
 
 

@@ -25,6 +25,16 @@ CHOSEN: Mapping[str, Any] = {
 HIDDEN = ("loss", "noise_scale", "gradient_variance", "squared_gradient", "heterogeneity")
 
 
+def test_a_private_row_has_no_loss_for_people_or_trackers(tmp_path: Path) -> None:
+    rounds: list[RoundRow] = []
+    settings = load(None, {**CHOSEN, "rounds": 1, "privacy.noise_multiplier": 3.0, "out": tmp_path})
+    run_engine(settings, on_round=rounds.append, resume=False)
+    (row,) = rounds
+    assert row.loss_text() == "loss hidden"
+    assert "loss" not in row.figures()
+    assert row.figures()["epsilon"] == row.epsilon
+
+
 def rows_of(folder: Path, **changes: Any) -> list[dict[str, Any]]:
     rounds: list[RoundRow] = []
     settings = load(None, {**CHOSEN, "out": folder, **changes})
@@ -52,6 +62,7 @@ def test_a_private_run_writes_its_epsilon_and_nothing_of_the_training(
         assert row["num_examples_left_out"] == 0
         assert not row["num_clipped"]
     assert json.loads((tmp_path / PRIVACY_FILE).read_text())["epsilon"] == epsilons[-1]
+    assert not list(tmp_path.rglob("*.privacy.json"))  # a simulated device keeps none
 
 
 def test_a_resumed_run_goes_on_with_what_was_spent(tmp_path: Path) -> None:
