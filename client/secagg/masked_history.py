@@ -14,6 +14,7 @@ almost the same model show is out of scope (docs/security.md).
 
 from __future__ import annotations
 
+import errno
 import functools
 import hashlib
 import json
@@ -26,6 +27,7 @@ from typing import Protocol
 
 from headwater.client.training.sampler import seed_of
 from headwater.common.errors import StateError
+from headwater.common.system.atomic_file import OWNER_ONLY
 
 log = logging.getLogger(__name__)
 
@@ -128,11 +130,17 @@ class HistoryFile:
         return keyed.hexdigest()
 
     def _append(self, line: dict[str, object]) -> None:
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
-        file = os.open(self._path, flags, 0o600)
+        text = json.dumps(line, separators=(",", ":")).encode() + b"\n"
+        file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, OWNER_ONLY)
         try:
-            os.write(file, json.dumps(line, separators=(",", ":")).encode() + b"\n")
-            os.fsync(file)
+            start = os.lseek(file, 0, os.SEEK_END)
+            try:
+                if (num_written := os.write(file, text)) != len(text):  # as where a disk is full
+                    raise OSError(errno.ENOSPC, f"{num_written} of {len(text)} bytes were written")
+                os.fsync(file)
+            except OSError:
+                os.truncate(self._path, start)  # no later line may join a part of this one
+                raise
         finally:
             os.close(file)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import stat
 from pathlib import Path
 
@@ -41,6 +42,26 @@ def test_a_line_that_was_cut_off_is_removed(tmp_path: Path) -> None:
     assert again.masked_at(ONE) == {1, 2}
     again.add(ONE, (5,))
     assert HistoryFile(path).masked_at(ONE) == {1, 2, 5}
+
+
+def test_an_update_whose_line_the_disk_took_in_part_is_not_masked(tmp_path: Path) -> None:
+    """A write may take a part and raise nothing: after a restart, the line would be missing."""
+    resource = pytest.importorskip("resource")
+    path = tmp_path / "pi-masked.jsonl"
+    history = HistoryFile(path)
+    history.add(ONE, (1, 2))
+    before, whole = signal.signal(signal.SIGXFSZ, signal.SIG_IGN), path.read_bytes()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (len(whole) + 5, limits[1]))
+        with pytest.raises(StateError, match="cannot write"):
+            history.add(ONE, (7,))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, before)
+    assert path.read_bytes() == whole
+    history.add(ONE, (8,))
+    assert HistoryFile(path).masked_at(ONE) == history.masked_at(ONE) == {1, 2, 8}
 
 
 @pytest.mark.parametrize("text", ["", "{}\n", '{"secret":"00"}\n', "[1]\n", '{"secret":7}\n'])
