@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
+from typing import Any
 
 from headwater.common.errors import SettingsError
 from headwater.common.messages import Plan
@@ -21,7 +22,7 @@ from headwater.common.privacy.noise_shares import (
 )
 from headwater.common.privacy_terms import PrivacyTerms
 from headwater.common.settings.fields import split_criterion
-from headwater.common.settings.schema import Settings
+from headwater.common.settings.schema import PrivacySettings, Settings
 from headwater.server.aggregation.cohort_sum import CohortSum
 from headwater.server.privacy.accountant import Accountant, largest_rho, multiplier_of_rest
 from headwater.server.privacy.spent_budget import read_events, write_events
@@ -71,13 +72,13 @@ class RunPrivacy:
         """The noise multiplier of the last opened sum."""
         return self._accountant.events[-1][0] if self._accountant.events else None
 
-    def open_file(self) -> None:
-        """Read what the run has spent, from its folder.
+    def open_file(self, *, num_rounds: int = 0) -> None:
+        """Read what the run has spent, from its folder; ``num_rounds`` are in its checkpoint.
 
         Raises:
             CheckpointCorrupt: see ``read_events``.
         """
-        events = read_events(self._settings.out)
+        events = read_events(self._settings.out, num_rounds=num_rounds)
         self._accountant = Accountant(self._settings.privacy.delta, events)
 
     def noise_multiplier(self, *, round_number: int) -> float:
@@ -177,6 +178,28 @@ def terms_of(plans: Collection[Plan]) -> PrivacyTerms:
     found = terms.pop()
     assert found is not None
     return found
+
+
+def check_resumed(before: Mapping[str, Any], chosen: PrivacySettings) -> None:
+    """Check that all rounds of a resumed run have noise, or none; ``before`` are its settings.
+
+    Raises:
+        SettingsError: they do not: an epsilon would be shown that does not bound the run.
+    """
+    keys = ("privacy.epsilon", "privacy.noise_multiplier")
+    was_on = any(before.get(key) is not None for key in keys)
+    if chosen.is_on and not was_on:
+        raise SettingsError(
+            "the rounds of this run had no noise so far: no epsilon bounds what they have shown",
+            remedy="leave out --privacy-epsilon and --privacy-noise-multiplier; or begin a new run "
+            "with them: another --out",
+        )
+    if was_on and not chosen.is_on:
+        raise SettingsError(
+            "the rounds of this run had noise so far, and the next ones would have none",
+            remedy="resume with --privacy-epsilon or --privacy-noise-multiplier, as the run was "
+            "started; or begin a new run: another --out",
+        )
 
 
 def check_settings(settings: Settings) -> None:

@@ -12,24 +12,30 @@ from pathlib import Path
 
 from headwater.common.errors import CheckpointCorrupt, StateError
 from headwater.common.system.atomic_file import write_atomically
+from headwater.common.wording import counted
 
 PRIVACY_FILE = "privacy.json"
 
 
-def read_events(folder: Path | None) -> list[tuple[float, int]]:
-    """Return the events in the file; none without a folder or a file.
+def read_events(folder: Path | None, *, num_rounds: int = 0) -> list[tuple[float, int]]:
+    """Return the events in the file; none without a folder, or before the first sum.
+
+    Every committed round has opened a sum: a file with fewer than ``num_rounds`` is not the run's.
 
     Raises:
-        CheckpointCorrupt: the file cannot be read.
+        CheckpointCorrupt: the file cannot be read, has too few sums, or is missing though there
+            were rounds.
     """
     path = None if folder is None else folder / PRIVACY_FILE
-    if path is None or not path.exists():
+    if path is None or (not num_rounds and not path.exists()):
         return []
     try:
         rows = json.loads(path.read_text(encoding="utf-8"))["sums"]
         events = [(float(row["noise_multiplier"]), int(row["count"])) for row in rows]
         if not all(multiplier > 0 and count > 0 for multiplier, count in events):
             raise ValueError("an entry is not positive")
+        if (found := sum(count for _, count in events)) < num_rounds:
+            raise ValueError(f"{counted(found, 'sum')}, and the run has {num_rounds} rounds")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointCorrupt(
             f"{path} does not hold what the run has spent of its privacy: {error}",

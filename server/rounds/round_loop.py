@@ -70,7 +70,7 @@ def run(
     if folder is not None:
         _resume_or_begin(training, fleet, folder, resume=resume)
         if training.privacy is not None:
-            training.privacy.open_file()
+            training.privacy.open_file(num_rounds=training.round)
     try:
         observer.started(settings, round_number=training.round, model=training.image.model)
         if folder is not None:

@@ -50,7 +50,7 @@ from headwater.server.planning.noise_scale import RoundNoise, round_noise, total
 from headwater.server.planning.plan_messages import held_out_fraction
 from headwater.server.planning.round_plans import Decisions, RoundPlanner, RoundPlans
 from headwater.server.planning.target_batch import BatchTotals, Target
-from headwater.server.privacy.run_privacy import RunPrivacy, terms_of
+from headwater.server.privacy.run_privacy import RunPrivacy, check_resumed, terms_of
 from headwater.server.rounds import checkpoint, evaluation, model_selection
 from headwater.server.rounds.model_selection import HELD_OUT
 from headwater.server.rounds.open_round import OpenRound
@@ -182,6 +182,7 @@ class Training:
                     remedy="resume with the run's own settings: --resume --out DIR alone",
                 )
         before = progress.settings or _settings_left(folder)
+        check_resumed(before, self.settings.privacy)
         self.changed = changes(before, values_of(self.settings))
         if INITIAL in self.changed:
             raise SettingsError(

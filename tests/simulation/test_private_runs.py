@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from headwater.common.errors import CheckpointCorrupt, SettingsError
 from headwater.common.settings.sources import load
 from headwater.server.privacy.spent_budget import PRIVACY_FILE
 from headwater.server.rounds.round_row import RoundRow
@@ -73,6 +74,35 @@ def test_a_resumed_run_goes_on_with_what_was_spent(tmp_path: Path) -> None:
     epsilons = [row["epsilon"] for row in rows]
     assert len(set(epsilons)) == 5
     assert epsilons == sorted(epsilons)
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "says"),
+    [
+        ({}, {"privacy.epsilon": 2.0}, "had no noise so far"),
+        ({"privacy.noise_multiplier": 3.0}, {}, "would have none"),
+    ],
+)
+def test_a_run_has_noise_in_all_rounds_or_in_none(
+    tmp_path: Path, first: dict[str, Any], then: dict[str, Any], says: str
+) -> None:
+    """An epsilon of the later rounds alone would be shown as the run's."""
+    rows_of(tmp_path, **first)
+    with pytest.raises(SettingsError, match=says):
+        rows_of(tmp_path, **then, rounds=5)
+
+
+@pytest.mark.parametrize("left", [None, 2])
+def test_a_resumed_run_does_not_forget_what_it_spent(tmp_path: Path, left: int | None) -> None:
+    """The file is lost, or one of an earlier time was brought back."""
+    rows_of(tmp_path, **{"privacy.noise_multiplier": 3.0})
+    file = tmp_path / PRIVACY_FILE
+    if left is None:
+        file.unlink()
+    else:
+        file.write_text(json.dumps({"sums": [{"noise_multiplier": 3.0, "count": left}]}))
+    with pytest.raises(CheckpointCorrupt, match="spent"):
+        rows_of(tmp_path, **{"privacy.noise_multiplier": 3.0, "rounds": 5})
 
 
 def test_two_private_runs_have_other_noise_with_the_same_seed(tmp_path: Path) -> None:
