@@ -278,7 +278,8 @@ def _unmasked_examples(
     """Return the examples of a plan that were never masked at its model, and the others' places.
 
     Raises:
-        UpdateAlreadyMasked: all were.
+        UpdateAlreadyMasked: more than half of them were. The update would be a small part of the
+            sum, and hide the other members' too little.
     """
     sampler = sampler.settle(plan.counted_round)
     numbers = request.trainer.numbers(request.identity, plan, sampler, order_seed)
@@ -286,10 +287,10 @@ def _unmasked_examples(
     if not masked:
         return numbers, frozenset()
     left_out = frozenset(place for place, number in enumerate(numbers) if number in masked)
-    if len(left_out) == len(numbers):
+    if 2 * len(left_out) > len(numbers):
         raise UpdateAlreadyMasked(
-            f"{request.identity.name}, round {plan.round}: the plan's examples were masked before, "
-            "at the same model: continue that run with --resume, begin with another model "
+            f"{request.identity.name}, round {plan.round}: most of the plan's examples were masked "
+            "before, at the same model: continue that run with --resume, begin with another model "
             "(--seed), or ask for fewer examples than a device has",
         )
     return tuple(number for number in numbers if number not in masked), left_out

@@ -21,7 +21,8 @@ def check_plan(plan: Plan, secure: SecureSettings, *, name: str, told_examples: 
     """Check a masked plan. ``told_examples`` is the number of examples that the server was told.
 
     Raises:
-        MaskingTooWeak: the plan asks for fewer examples than the device's least quota.
+        MaskingTooWeak: the plan asks for fewer examples than the device's least quota, or holds
+            examples out: a server could leave one example to train on, under model after model.
         CountOutOfRange: it asks for more than a device can list, or weighs the update by more
             examples than the server was told.
     """
@@ -30,6 +31,12 @@ def check_plan(plan: Plan, secure: SecureSettings, *, name: str, told_examples: 
             f"{name}, round {plan.round}: the plan asks for {plan.quota} examples, this device "
             f"masks at least {secure.min_quota}",
             remedy="raise the quota, or lower secure.min_quota on the device",
+        )
+    if plan.held_out_fraction:
+        raise MaskingTooWeak(
+            f"{name}, round {plan.round}: the plan holds out {plan.held_out_fraction:g} of the "
+            "examples, and a device that masks tests nothing",
+            remedy="leave out --evaluate-on-devices",
         )
     if plan.quota > MAX_REPEATED:
         raise CountOutOfRange(

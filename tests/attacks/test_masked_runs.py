@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from headwater.client.secagg.masked_history import from_ranges
-from headwater.common.errors import UpdateAlreadyMasked
+from headwater.common.errors import MaskingTooWeak, UpdateAlreadyMasked
 from tests.masked import (
     RUN,
     NodeDevice,
@@ -84,9 +84,33 @@ def test_a_window_that_was_masked_at_this_model_in_another_run_is_refused(tmp_pa
 def test_another_seed_of_the_server_s_changes_nothing(tmp_path: Path) -> None:
     opened_sum(devices_in(tmp_path, RUN), RUN, quota=24)
     for device in devices_in(tmp_path, RUN + 1):
-        for change in ({"run_seed": 5}, {"held_out_fraction": 0.25}, {"local_steps": 2}):
+        for change in ({"run_seed": 5}, {"local_steps": 2}):
             with pytest.raises(UpdateAlreadyMasked):
                 ready(device, plan(quota=18, **change))
+
+
+def test_members_that_have_hardly_an_example_left_at_a_model_do_not_hide_another(
+    tmp_path: Path,
+) -> None:
+    """One example of each of them, and eight of the victim's: the sum would be the victim's."""
+    victim, *others = devices_in(tmp_path, RUN)
+    round_plan = plan(quota=23)  # of 24
+    for device in others:
+        ready(device, round_plan)
+    play(others, opening_of(others, round_plan))
+    ready(victim, plan(2))
+    for device in others:
+        with pytest.raises(UpdateAlreadyMasked):
+            ready(device, plan(2, counted_round=1))
+
+
+def test_a_plan_cannot_leave_a_device_one_example_by_holding_out_the_others(
+    tmp_path: Path,
+) -> None:
+    """The server would get the gradients of this one under model after model, eight times each."""
+    for device in devices_in(tmp_path, RUN):
+        with pytest.raises(MaskingTooWeak, match="holds out"):
+            ready(device, plan(held_out_fraction=0.99))
 
 
 def test_the_order_of_a_device_s_examples_follows_from_a_secret(tmp_path: Path) -> None:
