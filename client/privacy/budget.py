@@ -67,7 +67,9 @@ class SpentFile:
     def spend(
         self, rho: float, *, update_id: str | None, limit: float | None, delta: float
     ) -> Spent:
-        """Add an update's rho and return the sum; the last update again costs nothing.
+        """Add an update's rho and return the sum; the last update again costs what is more now.
+
+        It may come again, with less noise, if the device could not mask it after it was counted.
 
         Raises:
             PrivacyBudgetSpent: the sum would be more than an epsilon of ``limit``; nothing changes.
@@ -75,13 +77,15 @@ class SpentFile:
         """
         with self._locked():
             spent = self.read()
-            if update_id is not None and spent.last_update == update_id:
+            is_same = update_id is not None and spent.last_update == update_id
+            if is_same and rho <= spent.last_rho:
                 return spent
-            check_limit(spent.rho + rho, limit=limit, delta=delta)
+            total = spent.rho + (rho - spent.last_rho if is_same else rho)
+            check_limit(total, limit=limit, delta=delta)
             return self._write(
                 Spent(
-                    rho=spent.rho + rho,
-                    num_updates=spent.num_updates + 1,
+                    rho=total,
+                    num_updates=spent.num_updates + (not is_same),
                     last_update=update_id,
                     last_rho=rho,
                 )

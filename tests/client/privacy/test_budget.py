@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from headwater.client.flower.request import SIMULATED
 from headwater.client.privacy.budget import Spent, SpentFile
 from headwater.common.errors import PrivacyBudgetSpent, PrivacyRequired, StateError
 from headwater.common.privacy.spending import epsilon_of
@@ -79,6 +80,28 @@ def test_what_is_spent_is_written_down_without_a_budget_too(tmp_path: Path) -> N
     train(device, private())
     train(device, private())  # the server's round was aborted: it may have been opened
     assert spent_by(device, tmp_path).num_updates == 2
+
+
+def test_an_update_that_comes_again_with_less_noise_costs_the_difference(tmp_path: Path) -> None:
+    """It was counted and not masked; the next plan of the same examples has less noise."""
+    file = SpentFile(tmp_path / "d0.privacy.json")
+    for rho in (0.1, 0.5, 0.2):
+        file.spend(rho, update_id="one", limit=None, delta=1e-5)
+    assert file.read() == Spent(rho=0.5, num_updates=1, last_update="one", last_rho=0.5)
+    with pytest.raises(PrivacyBudgetSpent):
+        file.spend(5.0, update_id="one", limit=epsilon_of(1.0, delta=1e-5), delta=1e-5)
+
+
+def test_a_node_of_flower_s_writes_down_what_it_spends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its configuration need not name a folder; it then keeps its state where a client does."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    device = AppDevice(0)
+    device.context.node_config.pop(SIMULATED)
+    train(device, private())
+    (found,) = tmp_path.rglob("d0.privacy.json")
+    assert SpentFile(found).read().num_updates == 1
 
 
 def test_only_the_owner_may_read_the_file(tmp_path: Path) -> None:
