@@ -223,6 +223,12 @@ class _WithSettings(_ReadableHelp):
         options = self.settings_options(ctx)
         given = {key: ctx.params.pop(each.name or "", None) for key, each in options.items()}
         ctx.obj = {key: value for key, value in given.items() if value not in (None, ())}
+        for key, value in ctx.obj.items():
+            if isinstance(value, str) and value.startswith("--"):  # it was taken for the value
+                name = options[key].opts[0]
+                raise click.UsageError(
+                    f"{name} takes a value ({options[key].metavar}), and {value} follows it", ctx
+                )
         return rest
 
 

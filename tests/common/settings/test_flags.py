@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import typer
-from click import Command, Context, Group, Option
+from click import Command, Context, Group, Option, UsageError
 from typer.main import get_command
 from typer.testing import CliRunner
 
@@ -158,6 +158,14 @@ def test_repeated_arguments_are_read_as_numbers_words_and_lists() -> None:
     assert parsed("server", *words) == {
         "optimizer.arguments": {"momentum": 0.9, "nesterov": True, "betas": [0.9, 0.99]}
     }
+
+
+@pytest.mark.parametrize("command", ["server", "simulate"])
+def test_a_flag_in_place_of_a_value_is_refused(command: str) -> None:
+    words = ("--data", "a.csv") if command == "simulate" else ()
+    found = r"--secure-aggregation takes a value \(off\|semi-honest\|active\), and --out follows it"
+    with pytest.raises(UsageError, match=found):
+        parsed(command, *words, "--secure-aggregation", "--out", "runs/a")
 
 
 def test_only_tables_and_patterns_of_parameters_may_be_repeated() -> None:
