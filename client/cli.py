@@ -70,9 +70,9 @@ def identity(context: typer.Context, config: Config = None) -> None:
     commands.show_identity(read_settings(context, config))
 
 
-@app.command(cls=PlainCommand)
+@app.command(cls=PlainCommand, context_settings={"allow_extra_args": True})
 def join(
-    refused: Annotated[list[str] | None, typer.Argument(hidden=True, metavar="")] = None,
+    context: typer.Context,
     token_file: Annotated[
         Path | None,
         typer.Option(
@@ -96,7 +96,7 @@ def join(
     from headwater.common.system.console import start_log
 
     start_log(verbose=False)
-    commands.join_with(token_file, folder, has_argument=bool(refused))
+    commands.join_with(token_file, folder, has_argument=bool(context.args))
 
 
 def main() -> None:

@@ -78,6 +78,8 @@ class JoinToken:
             JoinTokenBroken: it is no token, or incomplete; the message does not quote it.
         """
         text = "".join(text.split())  # terminals and mail programs insert line breaks
+        if not text:
+            raise JoinTokenBroken("expected a join token, found nothing")
         if not text.startswith(PREFIX) or len(text) > MAX_TOKEN_CHARACTERS:
             raise JoinTokenBroken(f"a join token begins with {PREFIX}, this does not")
         try:

@@ -165,7 +165,8 @@ def read_certificate(path: Path) -> x509.Certificate:
         return x509.load_pem_x509_certificate(path.read_bytes())
     except OSError as error:
         raise CertificateProblem(
-            f"{path}: {error.strerror}", remedy="create it with `headwater-server init`"
+            f"{path}: {error.strerror}",
+            remedy="name its folder with --folder, or create it with `headwater-server init`",
         ) from error
     except ValueError as error:
         raise CertificateProblem(f"{path} is not a certificate: {error}") from error

@@ -44,6 +44,18 @@ def test_a_token_is_read_from_a_file_or_the_standard_input(tmp_path: Path) -> No
     assert "incomplete" in said(join(typed=TOKEN))
 
 
+def test_no_token_at_all_is_said(tmp_path: Path) -> None:
+    (tmp_path / "empty").write_text("\n")
+    for result in (join(typed=""), join("--token-file", str(tmp_path / "empty"))):
+        assert "JoinTokenBroken: expected a join token, found nothing" in said(result)
+
+
+def test_the_help_of_join_shows_no_argument() -> None:
+    assert "Usage: headwater-client join [OPTIONS] Make this" in said(
+        CliRunner().invoke(app, ["join", "--help"], prog_name="headwater-client")
+    )
+
+
 def test_a_token_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     result = join("--token-file", str(tmp_path / "no-token"))
     assert result.exit_code == 2

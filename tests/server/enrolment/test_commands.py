@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from headwater.common.errors import SettingsError
+from headwater.common.errors import CertificateProblem, SettingsError
 from headwater.common.transport.join_token import JoinToken
 from headwater.server.enrolment.commands import SETTINGS_FILE, make_folder, make_token
 from headwater.server.enrolment.registry import Registry
@@ -23,6 +23,12 @@ def listen(folder: Path, address: str, *more: str) -> None:
     path = folder / SETTINGS_FILE
     lines = [f'listen = "{address}"', *more]
     path.write_text(path.read_text().replace('listen = "127.0.0.1:8500"', "\n".join(lines)))
+
+
+def test_a_token_without_an_authority_names_the_flag_for_its_folder(tmp_path: Path) -> None:
+    with pytest.raises(CertificateProblem, match="No such file") as failed:
+        make_token(tmp_path / "certs", "pi", address=None, valid="1h")
+    assert failed.value.remedy.startswith("name its folder with --folder, or create it")
 
 
 def address_of(folder: Path) -> str:
