@@ -390,7 +390,8 @@ class Training:
         if len(included) < max(needed, 1):
             errors = opened.refused
             is_empty = errors and all(isinstance(error, EmptyUpdate) for error in errors.values())
-            why = "; ".join(f"{name}: {error}" for name, error in list(errors.items())[:3])
+            some = list(errors.items())[:3]
+            why = "; ".join(f"{name}: {error.code}: {error}" for name, error in some)
             left_out = f", {opened.num_left_out} left out as too slow"
             invited = counted(len(opened.plans), "client")
             raise TooFewClients(
