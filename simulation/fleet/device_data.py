@@ -28,7 +28,11 @@ def find_device_data(data: str | Sequence[str], *, source: str, folder: Path) ->
         missing = [one for one in data if not _path(one, folder).exists()]
         if missing or not data:
             text = f"{missing[0]} does not exist" if missing else "the list is empty"
-            raise MissingData(f"{source}: {text}", remedy="correct the list of files and folders")
+            raise MissingData(
+                f"{source}: {text}",
+                remedy="correct the list of files and folders; a relative path starts in "
+                f"{folder.resolve()}",
+            )
         return tuple(str(_path(one, folder)) for one in data)
     path = _path(data, folder)
     if path.exists():

@@ -68,6 +68,12 @@ def test_a_list_is_taken_in_its_own_order(folder: Path) -> None:
         found(("people/ann", "people/cleo"))
 
 
+def test_a_missing_path_of_a_list_names_the_folder_in_which_it_was_looked_for(folder: Path) -> None:
+    with pytest.raises(MissingData) as failed:
+        found(("people/ann", "people/cleo"))
+    assert failed.value.remedy.endswith(f"a relative path starts in {folder}")
+
+
 @pytest.mark.parametrize(
     ("data", "message"),
     [
