@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -68,7 +67,7 @@ def serve_run(
         with contextlib.suppress(OSError):  # the round log reports what is wrong with the folder
             folder.mkdir(parents=True, exist_ok=True)
         folder = folder if folder.is_dir() else None
-    run_id, round_number = _run_position(settings, resume=resume)
+    run_id, round_number = checkpoint.run_position(settings.out, resume=resume)
     servicer = Servicer(
         settings.server.listen,
         run_id=run_id,
@@ -187,15 +186,3 @@ def _observer(
         yield Observers(*observers, metrics)
     finally:
         port.close()
-
-
-def _run_position(settings: Settings, *, resume: bool) -> tuple[int, int]:
-    """Return the resumed run's id, by which devices recognise it, and its last round.
-
-    A new run has a random id and round 0.
-    """
-    if resume and settings.out is not None:
-        loaded = checkpoint.load(settings.out)
-        if loaded is not None:
-            return loaded[0].run_id, loaded[0].round
-    return secrets.randbits(62), 0

@@ -16,6 +16,7 @@ from headwater.common.errors import SettingsError
 from headwater.common.settings.schema import Settings
 from headwater.common.system.heap import keep_freed_memory
 from headwater.server.operations.round_log import RoundLog
+from headwater.server.rounds.checkpoint import run_position
 from headwater.server.rounds.observer import Observer, Observers
 from headwater.server.rounds.round_loop import NO_OBSERVER, OnRound, run
 from headwater.server.rounds.run_state import Training
@@ -102,7 +103,7 @@ def run_on_messages(
     from headwater.simulation.engines.message_grid import InProcessGrid
     from headwater.simulation.fleet.virtual_hardware import virtual_hardware
 
-    run_id = secrets.randbits(62)
+    run_id, _ = run_position(settings.out, resume=resume)
     grid = InProcessGrid(client_app(virtual_hardware), settings)
     grid.enter_run(run_id)
     grid.report_left_out()

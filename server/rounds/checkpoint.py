@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -94,6 +95,21 @@ def load(folder: Path) -> tuple[Progress, Tensor, dict[str, Tensor]] | None:
     except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
         raise CheckpointCorrupt(f"{path} cannot be read: {error}") from error
     return progress, image_U8, {n.removeprefix(OPTIMIZER): t for n, t in tensors.items()}
+
+
+def run_position(folder: Path | None, *, resume: bool) -> tuple[int, int]:
+    """Return the resumed run's id, by which devices recognise it, and its last round.
+
+    A new run has a random id and round 0.
+
+    Raises:
+        CheckpointCorrupt: the file is incomplete or damaged.
+    """
+    if resume and folder is not None:
+        loaded = load(folder)
+        if loaded is not None:
+            return loaded[0].run_id, loaded[0].round
+    return secrets.randbits(62), 0
 
 
 def saved_round(folder: Path) -> int | None:

@@ -48,6 +48,7 @@ RUNS: dict[str, dict[str, Any]] = {
             "local_learning_rate": 0.01,
         },
     },
+    "masked": {"cohort": {"min_clients": 3}, "secure": {"aggregation": "semi-honest"}},
     "tested on devices": {"evaluation": {"on_devices": True}},
     "own parameters on the devices": {
         "model": {"local_parameters": "1.*"},
