@@ -11,7 +11,7 @@ import pytest
 from torch import nn
 
 from headwater.common.errors import NonFiniteUpdate, TooFewClients
-from headwater.common.messages import DeviceReport, Plan, ReadyReport, Vitals
+from headwater.common.messages import DeviceReport, Plan, ReadyReport, Step, UpdateReport, Vitals
 from headwater.common.model.parameters import ModelLayout
 from headwater.common.settings.schema import Settings
 from headwater.server.aggregation.cohort_sum import CohortSum
@@ -166,6 +166,28 @@ def test_events_of_the_rounds_are_written(run: ControlledRun) -> None:
     assert (device.accumulation_steps, device.quota, device.seconds) == (3, 20, 2.0)
     assert [event["kind"] for event in found.events] == ["aborted", "started"]
     assert (found.state["round"], found.state["rounds"]) == (1, 9)
+
+
+@pytest.mark.parametrize(("peak", "shown"), [(0, None), (7, 7)])
+def test_the_peak_memory_that_an_update_hides_is_unknown_and_not_zero(
+    peak: int, shown: int | None, run: ControlledRun
+) -> None:
+    plan = Plan(round=1, run_seed=0, model_version=0, quota=20, micro_batch_size=20)
+    step = Step(num_examples=20, weight=20, loss=0.0, seconds=1.0, peak_bytes=peak)
+    opened = opened_round({"pi": plan})
+    opened.accepted["pi"] = UpdateReport(
+        name="pi",
+        round=1,
+        num_examples=20,
+        weight=20,
+        loss_sum=0.0,
+        micro_batch_size=20,
+        seconds=1.0,
+        steps=(step,),
+        reason="quota",
+    )
+    run.control.closed(opened)
+    assert run.device_records.get("pi").peak_bytes == shown
 
 
 def test_the_end_is_written_and_the_folder_unlocked(tmp_path: Path) -> None:
