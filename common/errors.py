@@ -10,6 +10,9 @@ Only the code and the message travel, and of an exception that is not defined he
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class HeadwaterError(Exception):
     """An error with a code, a message and a remedy."""
@@ -29,6 +32,17 @@ class HeadwaterError(Exception):
     def code(self) -> str:
         """The name under which the error travels and is counted."""
         return type(self).__name__
+
+
+@contextmanager
+def remedy_in_traceback() -> Iterator[None]:
+    """Give an error its remedy as a note, which a traceback shows."""
+    try:
+        yield
+    except HeadwaterError as error:
+        if error.remedy:
+            error.add_note(f"remedy: {error.remedy}")
+        raise
 
 
 # fmt: off

@@ -23,6 +23,7 @@ from headwater.common.errors import (
     ModelMismatch,
     SettingsError,
     UnknownTask,
+    remedy_in_traceback,
 )
 from headwater.common.model.group_norm import GroupNormArguments, replay
 from headwater.common.model.local_parameters import by_all_names, local_names
@@ -102,6 +103,7 @@ class ModelRecord:
         )
 
 
+@remedy_in_traceback()
 def load_model(
     path: str | Path, task: Task | str | None = None, *, local: str | Path | None = None
 ) -> nn.Module:

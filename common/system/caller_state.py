@@ -18,7 +18,7 @@ from contextlib import ExitStack, contextmanager
 import numpy as np
 import torch
 
-from headwater.common.errors import HeadwaterError
+from headwater.common.errors import remedy_in_traceback
 from headwater.common.system.console import QUIET_DEPENDENCIES, silent
 from headwater.common.system.stop_signals import StopRequests, at_stop_signals, interrupt
 
@@ -38,17 +38,13 @@ def caller_state(*, is_silent: bool) -> Iterator[None]:
         os.environ.update(
             {name: QUIET_DEPENDENCIES[name] for name, it in variables.items() if not it}
         )
-        with ExitStack() as stack:
+        with remedy_in_traceback(), ExitStack() as stack:
             stack.enter_context(silent(is_silent))
             stack.enter_context(at_stop_signals(StopRequests(interrupt, interrupt)))
             if is_main:
                 stack.enter_context(_own_process_state())
                 stack.enter_context(_own_random_numbers())
             yield
-    except HeadwaterError as error:
-        if error.remedy:
-            error.add_note(f"remedy: {error.remedy}")
-        raise
     finally:
         for name, value in variables.items():
             if value is None:

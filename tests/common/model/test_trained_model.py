@@ -135,6 +135,13 @@ def test_replaced_layers_go_into_a_plain_model_by_the_record_alone(tmp_path: Pat
     assert torch.equal(outputs(plain.eval()), outputs(load_model(file, Pictures())))
 
 
+def test_an_error_of_load_model_has_its_remedy_in_the_traceback(tmp_path: Path) -> None:
+    (tmp_path / MODEL).write_bytes(b"x")
+    with pytest.raises(SettingsError, match="cannot be read") as caught:
+        load_model(tmp_path, TwoLayers())
+    assert caught.value.__notes__ == [f"remedy: {caught.value.remedy}"]
+
+
 def test_loading_leaves_the_caller_s_random_state_alone(tmp_path: Path) -> None:
     saved(tmp_path, Pictures())
     torch.manual_seed(5)
