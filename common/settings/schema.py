@@ -154,6 +154,12 @@ class Settings(Branch):
     partition: PartitionSettings = branch(PartitionSettings, TASK, on=f"simulate {DEVICE}")
     simulation: SimulationSettings = branch(SimulationSettings, SIMULATION, on="simulate")
 
+    @property
+    def num_clients_needed(self) -> int:
+        """The clients without which no round begins; under masks as many as a session needs."""
+        is_masked = self.secure.aggregation != "off"
+        return max(self.cohort.min_clients, self.secure.min_members if is_masked else 0)
+
     def to_toml(self) -> str:
         """Return the tree as TOML; settings that are not set are left out, as TOML has no null."""
         import tomli_w

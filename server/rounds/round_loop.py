@@ -204,7 +204,7 @@ def _plan(training: Training, fleet: Fleet, observer: Observer, watch: _Stopwatc
 
     Their descriptions may have changed when the next round is planned.
     """
-    planner, needed = training.planner, training.settings.cohort.min_clients
+    planner, needed = training.planner, training.settings.num_clients_needed
     clients = fleet.describe(planner.describe_request(), min_clients=needed)
     watch.lap("wait")
     observer.begun(training.round + 1, clients.reports)
@@ -227,7 +227,7 @@ def _train(training: Training, fleet: Fleet, opened: OpenRound, watch: _Stopwatc
     answers = fleet.train(
         opened.plans,
         training.image,
-        num_needed=_num_needed(training.settings),
+        num_needed=training.settings.num_clients_needed,
         timeout_seconds=training.settings.cohort.deadline_seconds,
     )
     for answer in answers:
@@ -236,12 +236,6 @@ def _train(training: Training, fleet: Fleet, opened: OpenRound, watch: _Stopwatc
         fold_seconds += time.perf_counter() - start
     watch.lap("train", less=fold_seconds)
     watch.split["fold"] = fold_seconds
-
-
-def _num_needed(settings: Settings) -> int:
-    """Return the number of answers without which a round, or its secure session, is aborted."""
-    is_masked = settings.secure.aggregation != "off"
-    return max(settings.cohort.min_clients, settings.secure.min_members if is_masked else 0)
 
 
 def _row(

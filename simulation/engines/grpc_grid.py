@@ -56,7 +56,7 @@ class SimulatedGrpcGrid(HeadwaterGrid):
         self._part_of = {node_id_of(self._name_of(part)): part for part in range(self._num_devices)}
         self._node_of = {part: node for node, part in self._part_of.items()}
         self._devices = ConnectedDevices(
-            fleet_spec(settings), min_clients=settings.cohort.min_clients
+            fleet_spec(settings), min_clients=settings.num_clients_needed
         )
         self._available: set[int] = set()
         self._waiting: dict[str, Message] = {}

@@ -53,11 +53,11 @@ class LocalFleet:
         Raises:
             SettingsError: a round would wait for more clients than there are.
         """
-        needed, clients = settings.cohort.min_clients, settings.simulation.clients
+        needed, clients = settings.num_clients_needed, settings.simulation.clients
         if needed > clients:
             raise SettingsError(
                 f"a round needs {needed} clients and the simulator has {clients}",
-                remedy="lower --min-clients, or raise --clients",
+                remedy="lower --min-clients, under masks secure.min_members, or raise --clients",
             )
         self._settings = settings
         self._run_id = run_id

@@ -96,7 +96,7 @@ class InProcessGrid(HeadwaterGrid):
         self._waiting: dict[str, Message] = {}
         self._bytes_up = 0
         self._bytes_down = 0
-        self._devices = ConnectedDevices(self._fleet, min_clients=settings.cohort.min_clients)
+        self._devices = ConnectedDevices(self._fleet, min_clients=settings.num_clients_needed)
         self._connected: Collection[int] = range(self._fleet.num_devices)
         self._attempts: defaultdict[int, TrainAttempt] = defaultdict(TrainAttempt)
 

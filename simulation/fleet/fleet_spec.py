@@ -106,11 +106,11 @@ def with_fleet(settings: Settings) -> Settings:
     if settings.simulation.data is not None:
         settings = _with_data(settings, settings.simulation.data)
     num_clients = settings.simulation.clients
-    if settings.cohort.min_clients > num_clients:
+    if settings.num_clients_needed > num_clients:
         raise SettingsError(
-            f"a round needs {settings.cohort.min_clients} clients and the simulator has "
+            f"a round needs {settings.num_clients_needed} clients and the simulator has "
             f"{num_clients}",
-            remedy="lower --min-clients, or raise --clients",
+            remedy="lower --min-clients, under masks secure.min_members, or raise --clients",
         )
     _check_faults(settings)
     return settings

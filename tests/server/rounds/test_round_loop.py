@@ -392,9 +392,13 @@ class Counted(BaseException):
 
 
 class CountingNetwork(Network):
-    """Notes how many answers a round needs."""
+    """Notes how many clients and how many answers a round needs."""
 
-    num_needed = 0
+    min_clients = num_needed = 0
+
+    def describe(self, request: DescribeRequest, *, min_clients: int) -> ConnectedClients:
+        self.min_clients = min_clients
+        return super().describe(request, min_clients=min_clients)
 
     def train(
         self,
@@ -411,11 +415,11 @@ class CountingNetwork(Network):
 @pytest.mark.parametrize(
     ("secure", "expected"), [({}, 2), ({"aggregation": "semi-honest", "min_members": 4}, 4)]
 )
-def test_a_masked_round_needs_as_many_answers_as_its_session_has_members_at_least(
+def test_a_masked_round_awaits_as_many_clients_and_answers_as_its_session_has_members_at_least(
     secure: dict[str, Any], expected: int
 ) -> None:
     settings = chosen(simulation={"clients": 5}, cohort={"min_clients": 2}, secure=secure)
     network = CountingNetwork(settings, honest)
     with pytest.raises(Counted):
         run(Training(settings, run_id=1), network, on_round=lambda row: None)
-    assert network.num_needed == expected
+    assert network.num_needed == network.min_clients == expected

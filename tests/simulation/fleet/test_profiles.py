@@ -223,9 +223,13 @@ def test_a_missing_fleet_file_is_refused_by_its_path(tmp_path: Path) -> None:
         read_fleet(tmp_path / "nowhere.toml")
 
 
-def test_a_round_that_needs_more_clients_than_there_are_is_refused() -> None:
+@pytest.mark.parametrize(
+    "chosen", [{"cohort.min_clients": 3}, {"secure.aggregation": "semi-honest"}]
+)
+def test_a_round_that_needs_more_clients_than_there_are_is_refused(chosen: dict[str, Any]) -> None:
+    """A session of masked updates needs three; two would train, and their sum never opens."""
     with pytest.raises(SettingsError, match="needs 3 clients and the simulator has 2"):
-        with_fleet(load(None, {"simulation.clients": 2, "cohort.min_clients": 3}))
+        with_fleet(load(None, {"simulation.clients": 2, **chosen}))
 
 
 def test_another_number_of_clients_than_the_file_has_is_refused(tmp_path: Path) -> None:
