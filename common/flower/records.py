@@ -85,7 +85,8 @@ def parse(text: str | bytes, kind: type[MessageT]) -> MessageT:
     """Parse JSON into ``kind`` and check every bound.
 
     Raises:
-        CorruptUpdate: naming the first wrong field and the value found there.
+        CorruptUpdate: naming the first wrong field, and the value found there unless it is an
+            object or a list: a reply of another kind may hold what no log may show.
     """
     try:
         return kind.model_validate_json(text)
@@ -93,7 +94,8 @@ def parse(text: str | bytes, kind: type[MessageT]) -> MessageT:
         first = error.errors()[0]
         where = ".".join(str(step) for step in first["loc"]) or "json"
         # The values of a secure session's messages are never quoted, not even as the cause.
-        if kind.model_config.get("hide_input_in_errors"):
+        is_whole = isinstance(first["input"], dict | list)
+        if is_whole or kind.model_config.get("hide_input_in_errors"):
             raise CorruptUpdate(f"{kind.__name__}.{where}: {first['msg'].lower()}") from None
         found = repr(first["input"])[:80]
         raise CorruptUpdate(

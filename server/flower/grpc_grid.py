@@ -120,9 +120,12 @@ class GrpcGrid(HeadwaterGrid):
                     self._measure_turn(time.monotonic() - begun)
         finally:
             device_records.set_awaited([])
-            self._servicer.end_exchange(list(awaited))
-            for message_id in awaited:
-                self._sent.pop(message_id, None)
+            self.end_exchange(awaited)
+
+    def end_exchange(self, message_ids: Iterable[str]) -> None:
+        """Await no replies to these messages any more: one that arrives later is dropped."""
+        unanswered = [id_ for id_ in message_ids if self._sent.pop(id_, None) is not None]
+        self._servicer.end_exchange(unanswered)
 
     def _recipient(self, message_id: str) -> str:
         node_id = self._sent[message_id].metadata.dst_node_id

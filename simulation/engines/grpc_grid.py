@@ -166,6 +166,7 @@ class SimulatedGrpcGrid(HeadwaterGrid):
                 yield reply
         finally:
             self._device_records.set_awaited([])
+            self._inner.end_exchange(message_ids)
 
     # The devices' state in a checkpoint, in the same form as the in-process grid's.
 
