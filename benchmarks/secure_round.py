@@ -52,7 +52,7 @@ def seconds_of(secure: dict[str, Any], *, devices: int, rounds: int, size: int) 
 def main() -> None:
     """Take turns and report."""
     chosen = arguments(__doc__)
-    devices, rounds, turns, size = (3, 1, 1, 1) if chosen.quick else (20, 2, 3, 16)
+    devices, rounds, turns, size = (3, 1, 1, 2) if chosen.quick else (20, 2, 3, 16)
     seconds: dict[str, list[float]] = {name: [] for name in KINDS}
     for _ in range(turns):
         for name, secure in KINDS.items():

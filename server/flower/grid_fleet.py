@@ -202,7 +202,9 @@ class GridFleet:
                 check_name(answer.name, name)
                 yield answer
             except HeadwaterError as error:
-                if isinstance(error, ConnectionLost):
+                # Who returns by our stream describes itself anew; on Flower's own engines a node
+                # stays the same, and a restarted SuperNode is a new one.
+                if isinstance(error, ConnectionLost) and self._own is not None:
                     self._registration.reports.pop(node, None)
                 yield Dropout(name=name, error=error)
         self._registration.forget_repeats(answered)
