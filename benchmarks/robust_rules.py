@@ -64,7 +64,7 @@ def main() -> None:
     flags = arguments(__doc__)
     seeds, devices, rounds = NUM_SEEDS, NUM_DEVICES, NUM_ROUNDS
     if flags.quick:
-        seeds, devices, rounds = 1, 5, 2
+        seeds, devices, rounds = 1, 10, 1
     figures: Figures = {}
     with tempfile.TemporaryDirectory() as folder:
         for name, text in LIES.items():

@@ -72,16 +72,16 @@ def test_a_cohort_of_one_makes_the_simulators_model_byte_for_byte(tmp_path: Path
         if next(candidates_in_turn(["0", "1"], size=1, seed=seed, round_number=1)) == "0"
     )
     settings = ("--rounds", 6, "--seed", seed, "--cohort-size", 1, *PLAN, *ADAM)
-    task = write_task(tmp_path, open_for=0)
+    task = write_task(tmp_path)
     with Processes(tmp_path) as processes:
         server = processes.server(*settings, "--verbose", task=task.spec)
-        first = processes.client(port_of(server), 0, task=task.spec)
-        task.wait_until_reached()
-        # From the second round on both are there to be chosen.
-        second = processes.client(port_of(server), 1, task=task.spec)
-        server.wait_for("1 connected")
-        task.open()
-        for process in (server, first, second):
+        # Paused, so that both are there to be chosen when the first round begins.
+        processes.run("server", "pause", "--out", tmp_path / "out")
+        devices = [processes.client(port_of(server), part, task=task.spec) for part in range(2)]
+        for part in range(2):
+            server.wait_for(f"{part} joined")
+        processes.run("server", "resume", "--out", tmp_path / "out")
+        for process in (server, *devices):
             process.succeed()
         chosen = {row["clients"][0]["name"] for row in rows(tmp_path / "out")}
         assert chosen == {"0", "1"}
