@@ -69,7 +69,7 @@ def run_sweep(
         remaining = [run for run in runs if read_result(run) is None]
         num_points = len(runs) // len(sweep.seeds)
         num_done = len(runs) - len(remaining)
-        done = f"; {counted(num_done, 'run')} done" if num_done else ""
+        done = f"; {num_done} of them done already" if num_done else ""
         console.print(
             f"[bold]{escape(printable(runs[0].settings.task))}[/]: "
             f"{counted(num_points, 'point')} x {counted(len(sweep.seeds), 'seed')} = "

@@ -25,10 +25,15 @@ def test_a_client_killed_in_mid_round_does_not_hold_the_round(tmp_path: Path) ->
     work = ("--accumulation-steps", 3, "--micro-batch-size", 8)
     with Processes(tmp_path) as processes:
         flags = ("--rounds", 2, *work, "--min-clients", 2, "--config", config)
-        server = processes.server(*flags, task=task.spec)
+        server = processes.server(*flags, "--verbose", task=task.spec)
         port = port_of(server)
         parts = ("--num-parts", 3)
+        # Paused, so that all are there when the first round begins.
+        processes.run("server", "pause", "--out", tmp_path / "out")
         killed, *others = [processes.client(port, i, *parts, task=task.spec) for i in range(3)]
+        for part in range(3):
+            server.wait_for(f"{part} joined")
+        processes.run("server", "resume", "--out", tmp_path / "out")
         task.wait_until_reached()
         killed.kill(signal.SIGKILL)
         for process in (server, *others):

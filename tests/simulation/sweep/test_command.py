@@ -155,7 +155,7 @@ def test_an_interrupted_sweep_resumes_to_the_models_of_the_uninterrupted_one(fol
     assert models(folder / "interrupted") == models(folder / "whole")
 
     written = {path: path.stat().st_mtime_ns for path in (folder / "interrupted").glob("*/*/*")}
-    assert "2 runs are done" in output_of(start(folder, "interrupted"))
+    assert "2 of them done already" in output_of(start(folder, "interrupted"))
     assert {
         path: path.stat().st_mtime_ns for path in (folder / "interrupted").glob("*/*/*")
     } == written
@@ -193,7 +193,7 @@ def test_a_worker_that_dies_fails_only_its_run_and_the_next_call_repeats_it(fold
     output = output_of(first)
     assert first.returncode == 1, output
     assert output.count("its process ended with status 9") == 2  # when it happens, and at the end
-    assert "1 of 2 runs are done" in output
+    assert "1 of 2 runs done" in output
     assert output_of(start(folder, "out", "--jobs", "1")).count("whole") == 1
     assert len(models(folder / "out")) == 2
 
@@ -206,7 +206,7 @@ def test_a_diverged_run_is_a_result_and_is_not_repeated(folder: Path) -> None:
     assert first.returncode == 0, output
     assert "1 diverged" in output
     assert len(list((folder / "out").glob(f"*/seed-3/{LOG}"))) == 2
-    assert "2 runs are done" in output_of(start(folder, "out", *more))
+    assert "2 of them done already" in output_of(start(folder, "out", *more))
 
 
 @pytest.mark.slow
