@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -26,6 +27,8 @@ from torch.utils.data import TensorDataset
 
 import headwater
 from benchmarks.measure import Figures, arguments, report
+
+Mode = Literal["off", "semi-honest"]
 
 COORDINATES, SEED = 50_000, 3
 EXAMPLES = 8
@@ -63,16 +66,17 @@ def main() -> None:
     """Audit each mode and report."""
     chosen = arguments(__doc__)
     num_devices, num_masked = (60, 20) if chosen.quick else (2_000, 300)
+    modes: tuple[tuple[Mode, int], ...] = (("off", num_devices), ("semi-honest", num_masked))
     figures = {
         f"{mode}, z = {multiplier:g}": audit(number, mode=mode, multiplier=multiplier)
-        for mode, number in (("off", num_devices), ("semi-honest", num_masked))
+        for mode, number in modes
         for multiplier in (0.5, 1.0)
     }
     figures["off, without noise"] = audit(num_devices, mode="off", multiplier=None)
     report(figures, as_json=chosen.json, doc=__doc__)
 
 
-def audit(num_devices: int, *, mode: str, multiplier: float | None) -> Figures:
+def audit(num_devices: int, *, mode: Mode, multiplier: float | None) -> Figures:
     """Train for one round, guess the coins, and return both epsilons."""
     task = Canaries(num_devices)
     run = headwater.simulate(
