@@ -32,7 +32,7 @@ class LoadedRun:
 
 
 def load_run(settings: Settings, *, run_id: int) -> LoadedRun:
-    """Load a run, before any client is asked to connect.
+    """Load a run, before any client connects.
 
     Raises:
         HeadwaterError: see ``trackers`` and ``Training``.

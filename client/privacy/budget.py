@@ -5,7 +5,7 @@ Every private update costs rho = 1 / (2 z^2), where z is the plan's noise multip
 crash forgets it. It counts all runs of a device of this name in its state folder, on whatever data
 and with whatever task: that can only be more than was spent on one data set. A session that is
 aborted after this device has masked counts as well, at the least noise that the device accepts: it
-cannot know what was opened. If it is asked to help to open the sum, it learns how many survived.
+cannot know what was opened. A request to help to open the sum shows how many survived.
 
 What it cannot know: in a plain round, whether the server adds the noise. A device that does not
 trust the server sets ``--secure-aggregation`` too, and then takes part under masks alone.

@@ -1,6 +1,6 @@
 """A device's share of a private session's noise: whether the session has room for it, and its draw.
 
-The noise is drawn anew for each session from the operating system's randomness, and added to the
+Each session draws new noise from the operating system's randomness; it is added to the
 encoded integers before the masks: nothing but the masked vector ever leaves the device. How much it
 is follows from the plan's terms and from U2 alone (``common.privacy.noise_shares``), so every
 member adds the same.

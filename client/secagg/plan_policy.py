@@ -18,13 +18,13 @@ from headwater.common.settings.schema import SecureSettings
 
 
 def check_plan(plan: Plan, secure: SecureSettings, *, name: str, told_examples: int | None) -> None:
-    """Check a masked plan. ``told_examples`` is the number of examples that the server was told.
+    """Check a masked plan. ``told_examples`` is the number of examples that the device reported.
 
     Raises:
         MaskingTooWeak: the plan asks for fewer examples than the device's least quota, or holds
             examples out: a server could leave one example to train on, under model after model.
         CountOutOfRange: it asks for more than a device can list, or weighs the update by more
-            examples than the server was told.
+            examples than the device reported.
     """
     if plan.quota < secure.min_quota:
         raise MaskingTooWeak(

@@ -90,7 +90,7 @@ def _geometric(sigma: int, words: Words, bits: RandomBits) -> Integers:
         wide = words.astype(np.float64)
         logs = -np.log(wide * 2.0**-WORD_BITS)
         exact = sigma * logs
-        # The word stands for an interval of width 1, and was rounded to 53 bits; numpy's logarithm
+        # The word is an interval of width 1, and was rounded to 53 bits; numpy's logarithm
         # is within 4 units in the last place. The bound is four times that.
         slack = sigma * (logs * 2.0**-48 + 2.0**-50 + 2.0 / wide)
         whole = np.floor(exact)

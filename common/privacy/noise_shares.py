@@ -21,7 +21,7 @@ room that any coordinate of a sum wraps with a probability of at most 2^-40.
 
 Worked example: 100 devices, P = 10^6, B = 1, z = 1, a least of 70 survivors of whom 10 collude, so
 m = 60: f = 24 and D = 2^24 + 500; each share has s_i = D / sqrt(60) = 2.2 million steps. If all 100
-survive, the 90 honest ones have 1.22 times the noise that was asked for.
+survive, the 90 honest ones have 1.22 times the noise of the plan.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ share opens (``common.secagg.session``).
 Not in it: the quota, whose share of the session a device checks in the roster; the micro-batch
 size, which changes no sum; and the times, which may differ between devices of unlike speed. A
 server that gives some devices no time to train makes their part of the sum small: the least quota
-counts examples that are asked for, not examples that are summed.
+counts planned examples, not summed ones.
 """
 
 from __future__ import annotations

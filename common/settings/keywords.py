@@ -76,7 +76,7 @@ class Call:
     """A call of a function of the Python API: its settings, and the Python objects among them."""
 
     def __init__(self, function: str, arguments: Mapping[str, Any]) -> None:
-        """``arguments`` are all of the function's, by name; None stands for one not given."""
+        """``arguments`` are all of the function's, by name; one that was not given is None."""
         objects, keys = Objects(), keyword_keys(COMMANDS[function])
         self._source = f"headwater.{function}()"
         self._resume = bool(arguments.get("resume", False))

@@ -7,7 +7,7 @@ from headwater.common.transport.tls import split_address
 
 
 def enrolment_address(chosen: ServerSettings) -> str:
-    """Return HOST:PORT of the enrolment port; port 0 stands for a free one.
+    """Return HOST:PORT of the enrolment port; port 0 means a free one.
 
     Raises:
         SettingsError: ``listen`` is not HOST:PORT.
