@@ -6,39 +6,37 @@ A ``Fleet`` brings the clients' answers in any order; nothing here depends on Fl
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 from headwater.common.errors import (
     HeadwaterError,
     RoundAborted,
-    SettingsError,
-    StateError,
     TaskError,
 )
-from headwater.common.messages import ReadyReport, ReportFields
-from headwater.common.model.trained_model import BEST
 from headwater.common.model.trained_model import MODEL as MODEL
-from headwater.common.settings.schema import SETTINGS_FILE, Settings
 from headwater.common.wording import counted
 from headwater.server.aggregation.round_reports import RoundSum
 from headwater.server.fleet import Fleet, Traffic
 from headwater.server.planning.round_plans import RoundPlans
-from headwater.server.rounds import checkpoint, evaluation
+from headwater.server.rounds import evaluation
 from headwater.server.rounds.evaluation import EvaluatedRound
-from headwater.server.rounds.model_files import save_model
 from headwater.server.rounds.observer import Drained, Observer, Observers
 from headwater.server.rounds.open_round import OpenRound
+from headwater.server.rounds.round_figures import row_of_round
 from headwater.server.rounds.round_row import (
-    ClientRows,
-    MaskedClientRow,
     RoundRow,
-    masked_client_row,
 )
-from headwater.server.rounds.run_state import StepResult, Training
+from headwater.server.rounds.run_folder import (
+    resume_or_begin,
+    save_best,
+    save_checkpoint,
+    save_last,
+    step_back,
+    write_settings,
+)
+from headwater.server.rounds.run_state import Training
 
 log = logging.getLogger(__name__)
 
@@ -68,62 +66,31 @@ def run(
     folder = settings.out
     training.check_criteria()
     if folder is not None:
-        _resume_or_begin(training, fleet, folder, resume=resume)
+        resume_or_begin(training, fleet, folder, resume=resume)
         if training.privacy is not None:
             training.privacy.open_file(num_rounds=training.round)
     try:
         observer.started(settings, round_number=training.round, model=training.image.model)
         if folder is not None:
-            _write_settings(folder, settings)
+            write_settings(folder, settings)
             if resume:
                 observer.resumed(training.round, training.changed)
-            _save_best(folder, training)  # a kill may have come between checkpoint and best model
+            save_best(folder, training)  # a kill may have come between checkpoint and best model
         _run_rounds(training, fleet, on_round, observer)
     except BaseException:
         try:
             if folder is not None:
-                _step_back(training, folder)
-                _save_model(folder, training)
+                step_back(training, folder)
+                save_last(folder, training)
         except HeadwaterError as error:
             # The error that ended the run is the one to show; this one may follow from it.
             log.warning("%s: %s", error.code, error)
         raise
     else:
         if folder is not None:
-            _save_model(folder, training)
+            save_last(folder, training)
     finally:
         observer.ended()
-
-
-def _resume_or_begin(training: Training, fleet: Fleet, folder: Path, *, resume: bool) -> None:
-    """Restore the checkpoint in the run's folder, or check that there is none.
-
-    Without a checkpoint a resumed run begins: a service is started with --resume each time.
-
-    Raises:
-        SettingsError: there is one, and the run should not resume.
-        HeadwaterError: see ``Training.resume``.
-    """
-    if resume and training.resume(folder, fleet):
-        log.info("resumed after round %d", training.round)
-    elif resume:
-        log.info("there is no checkpoint in %s: starting with round 1", folder)
-    elif (folder / checkpoint.FILE).exists():
-        done = checkpoint.saved_round(folder)
-        what = "a checkpoint" if done is None else f"a run of {counted(done, 'round')}"
-        raise SettingsError(
-            f"{folder} already holds {what}, and without --resume a run begins anew",
-            remedy="continue that run with --resume (--rounds N for more rounds in all), or choose "
-            "another --out",
-        )
-
-
-def _step_back(training: Training, folder: Path) -> None:
-    """Return to the last checkpoint's model: a step may be half taken, or not stored."""
-    saved = checkpoint.load(folder)
-    training.round = 0 if saved is None else saved[0].round
-    if saved is not None:
-        training.image.bytes_U8.copy_(saved[1])
 
 
 def _run_rounds(training: Training, fleet: Fleet, on_round: OnRound, observer: Observer) -> None:
@@ -146,7 +113,10 @@ def _run_rounds(training: Training, fleet: Fleet, on_round: OnRound, observer: O
             num_aborted += 1
             observer.aborted(error)
             log.warning("%s: %s", error.code, error)
-            if num_aborted >= settings.cohort.max_aborted_rounds and not training.has_narrowed:
+            if (
+                num_aborted >= settings.cohort.max_aborted_rounds
+                and not training.masked.has_narrowed
+            ):
                 raise
             continue
         row = replace(row, num_aborted=num_aborted, settings_changed=training.take_changed())
@@ -155,14 +125,8 @@ def _run_rounds(training: Training, fleet: Fleet, on_round: OnRound, observer: O
             training.follow_metrics(row.metrics, loss=row.loss if row.epsilon is None else None)
         observer.stepped(row)
         if settings.out is not None:
-            tensors, rest = training.optimizer.state()
-            checkpoint.save(
-                settings.out,
-                training.progress(fleet, rest),
-                image_U8=training.image.bytes_U8,
-                optimizer=tensors,
-            )
-            _save_best(settings.out, training)
+            save_checkpoint(training, fleet, settings.out)
+            save_best(settings.out, training)
         observer.on_round(row)
         on_round(row)
 
@@ -193,7 +157,7 @@ def _run_round(training: Training, fleet: Fleet, observer: Observer) -> RoundRow
         bytes_up=after.bytes_up - before.bytes_up,
         bytes_down=after.bytes_down - before.bytes_down,
     )
-    row = _row(training, planned, opened, done, step, evaluated, traffic, watch)
+    row = row_of_round(training, planned, opened, done, step, evaluated, traffic, watch.split)
     _log_left_out(training, row)
     is_virtual = fleet.has_virtual_clock
     return replace(row, virtual_seconds=row.slowest_client_seconds) if is_virtual else row
@@ -236,69 +200,6 @@ def _train(training: Training, fleet: Fleet, opened: OpenRound, watch: _Stopwatc
         fold_seconds += time.perf_counter() - start
     watch.lap("train", less=fold_seconds)
     watch.split["fold"] = fold_seconds
-
-
-def _row(
-    training: Training,
-    planned: RoundPlans,
-    opened: OpenRound,
-    done: RoundSum,
-    step: StepResult,
-    evaluated: EvaluatedRound,
-    traffic: Traffic,
-    watch: _Stopwatch,
-) -> RoundRow:
-    noise, ready, spent = step.noise, opened.ready, training.privacy
-    seconds = [max(part.seconds) for part in opened.columns]
-    seconds += [one.seconds or 0.0 for one in ready.values()]
-    return RoundRow(
-        round=training.round,
-        num_clients=len(done.names),
-        num_invited=len(planned.plans),
-        num_examples=round(done.num_examples),
-        num_examples_left_out=round(done.num_refused),
-        weight=done.weight,
-        loss=math.nan if spent is not None else done.loss,
-        metrics=evaluated.metrics,
-        num_test_left_out=evaluated.num_test_left_out,
-        num_held_out_left_out=evaluated.num_held_out_left_out,
-        num_held_out_clients=evaluated.num_held_out_clients,
-        not_evaluated=evaluated.not_evaluated,
-        learning_rate=step.learning_rate,
-        seconds=watch.total,
-        seconds_split=watch.split,
-        slowest_client_seconds=max(seconds),
-        updates_per_hour=3600 * len(done.names) / (watch.total - watch.split["wait"]),
-        bytes_up=traffic.bytes_up,
-        bytes_down=traffic.bytes_down,
-        num_scale_shifts=training.sum.num_shifts,
-        target=step.target,
-        target_by=training.target.by,
-        noise_scale=step.noise_scale,
-        gradient_variance=None if noise is None else noise.variance,
-        squared_gradient=None if noise is None else noise.squared_gradient,
-        heterogeneity=None if noise is None else noise.heterogeneity,
-        measured_share=None if noise is None else noise.measured_share,
-        num_clipped=done.num_clipped,
-        num_bounded=planned.num_bounded,
-        num_outliers=len(opened.outliers),
-        left_out=planned.left_out,
-        refused={name: f"{error.code}: {error}" for name, error in opened.refused.items()},
-        clients=ClientRows({} if spent is not None else opened.accepted, opened.plans),
-        masked_clients=_masked_rows(training, opened, done),
-        epsilon=None if spent is None else spent.epsilon,
-        delta=None if spent is None else spent.delta,
-        noise_multiplier=None if spent is None else spent.last_multiplier,
-    )
-
-
-def _masked_rows(training: Training, opened: OpenRound, done: RoundSum) -> list[MaskedClientRow]:
-    """Return the rows of the clients that report no more than their plans and their hardware."""
-    answers: dict[str, ReadyReport | ReportFields] = {**opened.ready}
-    if training.privacy is not None:
-        answers |= opened.accepted
-    plans = opened.plans
-    return [masked_client_row(answers[name], plans[name]) for name in done.names if name in answers]
 
 
 def _log_left_out(training: Training, row: RoundRow) -> None:
@@ -380,34 +281,3 @@ class _Stopwatch:
         now = time.perf_counter()
         self.split[name] = now - self._last - less
         self._last = now
-
-    @property
-    def total(self) -> float:
-        """The seconds of all parts."""
-        return sum(self.split.values())
-
-
-def _write_settings(folder: Path, settings: Settings) -> None:
-    try:
-        (folder / SETTINGS_FILE).write_text(settings.to_toml(), encoding="utf-8")
-    except OSError as error:
-        raise StateError(f"cannot write {folder / SETTINGS_FILE}: {error.strerror}") from error
-
-
-def _save_model(folder: Path, training: Training) -> None:
-    """Write the model, unless no round was committed."""
-    if training.round:
-        save_model(folder / MODEL, training.image, training.settings, round_number=training.round)
-
-
-def _save_best(folder: Path, training: Training) -> None:
-    """Keep the model of the last committed round, if it is the best one so far."""
-    best = training.selection.best
-    if best is not None and best.round == training.round:
-        save_model(
-            folder / BEST,
-            training.image,
-            training.settings,
-            round_number=training.round,
-            best={"metric": best.metric, "value": best.value, "round": best.round},
-        )

@@ -8,12 +8,11 @@ lateness outlives an aborted round.
 from __future__ import annotations
 
 import logging
-import os
-from collections.abc import Mapping, Sized
+from collections.abc import Sized
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from operator import itemgetter
-from pathlib import Path
 from typing import Any
 
 from headwater.common.errors import (
@@ -23,19 +22,16 @@ from headwater.common.errors import (
     SettingsError,
     TooFewClients,
 )
-from headwater.common.messages import MAX_ALGORITHM_CHARACTERS
-from headwater.common.model.mismatch import mismatch_error
 from headwater.common.model.parameters import build_model
 from headwater.common.model.trained_model import load_initial
 from headwater.common.model.vectors import all_finite, squared_norm
 from headwater.common.privacy.noise_shares import plain_scale_bits
-from headwater.common.settings.changes import Changes, changes, of_training, optimizer_of, values_of
-from headwater.common.settings.schema import SETTINGS_FILE, Settings
-from headwater.common.settings.sources import load
+from headwater.common.settings.changes import Changes, of_training
+from headwater.common.settings.schema import Settings
 from headwater.common.task import Examples, load_task, max_weight_per_example
 from headwater.common.wording import counted
 from headwater.server.aggregation.cohort_sum import CohortSum
-from headwater.server.aggregation.held_updates import check_rule, held_updates
+from headwater.server.aggregation.held_updates import held_updates
 from headwater.server.aggregation.norm_watch import NormWatch
 from headwater.server.aggregation.round_reports import (
     RoundSum,
@@ -45,30 +41,21 @@ from headwater.server.aggregation.round_reports import (
 )
 from headwater.server.aggregation.server_optimizer import ServerOptimizer, rate_factor
 from headwater.server.fleet import Fleet
-from headwater.server.planning import device_estimates, exclusions
 from headwater.server.planning.noise_scale import RoundNoise, round_noise, total
-from headwater.server.planning.plan_messages import held_out_fraction
 from headwater.server.planning.round_plans import Decisions, RoundPlanner, RoundPlans
 from headwater.server.planning.target_batch import BatchTotals, Target
-from headwater.server.privacy.run_privacy import RunPrivacy, check_resumed, terms_of
-from headwater.server.rounds import checkpoint, evaluation, model_selection
+from headwater.server.privacy.run_privacy import RunPrivacy, terms_of
+from headwater.server.rounds import evaluation, model_selection
+from headwater.server.rounds.masked_rounds import MaskedRounds
 from headwater.server.rounds.model_selection import HELD_OUT
 from headwater.server.rounds.open_round import OpenRound
-from headwater.server.secagg import group_testing
-from headwater.server.secagg.encoding_state import EncodingState, decode_sum
-from headwater.server.secagg.group_sums import sum_groups
-from headwater.server.secagg.parameters import SessionSetup
-from headwater.server.secagg.retries import sum_masked
-from headwater.server.secagg.session import ReadyCohort, setup_of
-from headwater.server.secagg.session_counter import SessionNumbers
+from headwater.server.rounds.settings_check import check_together
 from headwater.server.secagg.unmask_phase import UnmaskedSum
 
 log = logging.getLogger(__name__)
 
 NOTHING_FINITE = "lower --learning-rate if the model diverged, or look at the devices' data"
-MASKED_FALSELY = "SumOutOfRange: the sums in and out of range show that it masked a false number"
 DEFAULT_DECISIONS = Decisions()
-INITIAL = "model.initial"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,9 +81,7 @@ class Training:
         """
         if settings.task is None:
             raise SettingsError("no task is set", remedy="name it with --task FILE.py:Class")
-        _check_masked(settings)
-        check_rule(settings)
-        _check_algorithm(settings)
+        check_together(settings)
         self.settings = settings
         self.task = load_task(settings.task)
         self.image = build_model(
@@ -122,11 +107,7 @@ class Training:
         self.run_id = run_id
         self.counted: dict[str, int] = {}
         """The last round whose sum includes each client's update."""
-        self.encoding = EncodingState()
-        self.suspicion = group_testing.Suspicion()
-        self.has_narrowed = False
-        """Whether the sums of the last round told more about which client masks false numbers."""
-        self.sessions: SessionNumbers | None = None
+        self.masked = MaskedRounds(settings, self.image)
         self.selection = model_selection.ModelSelection()
         self.changed: Changes = {}
         """The settings that a resumed run changed, until its next round is committed."""
@@ -151,83 +132,10 @@ class Training:
         )
         return None
 
-    def resume(self, folder: Path, fleet: Fleet) -> bool:
-        """Restore the checkpoint in ``folder``; return False if there is none.
-
-        Raises:
-            CheckpointCorrupt: it cannot be read.
-            ModelMismatch: it belongs to another model.
-            SettingsError: a setting has changed that decides which examples a device takes, or one
-                that the state of the run does not fit.
-        """
-        saved = checkpoint.load(folder)
-        if saved is None:
-            return False
-        progress, image_U8, optimizer = saved
-        if progress.layout_digest != self.image.layout.digest:
-            raise mismatch_error(
-                f"the checkpoint in {folder} belongs to another model",
-                self.image.layout.rows,
-                progress.layout,
-                here="the task's model",
-                there="the checkpoint",
-                remedy="resume with the task that the run was started with",
-            )
-        chosen = self._data_settings()
-        for key, saved_value in progress.asked.items():
-            if chosen[key] != saved_value:
-                raise SettingsError(
-                    f"the run in {folder} was started with {key} = {saved_value!r:.200}, not "
-                    f"{chosen[key]!r:.200}: the devices would take other examples",
-                    remedy="resume with the run's own settings: --resume --out DIR alone",
-                )
-        before = progress.settings or _settings_left(folder)
-        check_resumed(before, self.settings.privacy)
-        self.changed = changes(before, values_of(self.settings))
-        if INITIAL in self.changed:
-            raise SettingsError(
-                f"the run in {folder} has a model already, and --initial-model names another",
-                remedy="leave --initial-model out; or begin a new run with it: another --out",
-            )
-        self.image.bytes_U8.copy_(image_U8)
-        self.optimizer.restore(
-            optimizer,
-            progress.optimizer,
-            before=optimizer_of(before) if before else None,
-            num_steps=progress.round,
-        )
-        self.sum.restore(progress.largest)
-        self.norm_watch = replace(self.norm_watch, largest_median=progress.largest_median_norm)
-        self.round, self.run_id = progress.round, progress.run_id
-        self.counted = dict(progress.counted)
-        self.planner.restore(
-            device_estimates.from_json(progress.learned),
-            exclusions.from_json(progress.secure.get("culprits", {})),
-        )
-        self.target.restore(progress.target)
-        self.selection = model_selection.restored(progress.selection, self.settings.evaluation)
-        self.encoding = EncodingState.of_json(progress.secure)
-        self.suspicion = group_testing.from_json(progress.secure.get("suspicion", {}))
-        fleet.restore_simulated(progress.simulated)
-        return True
-
     def take_changed(self) -> dict[str, list[Any]]:
         """Return what changed when the run was resumed, for the first row after that alone."""
         changed, self.changed = self.changed, {}
         return {key: [*values] for key, values in of_training(changed).items()}
-
-    def _data_settings(self) -> dict[str, Any]:
-        """Return the settings that decide which examples each device takes."""
-        chosen = self.settings
-        return {
-            "seed": chosen.seed,
-            "task": chosen.task,
-            "simulation.clients": chosen.simulation.clients,
-            "simulation.data": chosen.simulation.model_dump(mode="json")["data"],
-            "held_out_fraction": held_out_fraction(chosen.evaluation),
-            "partition.kind": chosen.partition.kind,
-            "partition.examples_per_device": chosen.partition.examples_per_device,
-        }
 
     def open_round(self, planned: RoundPlans) -> OpenRound:
         """Empty the sum for a round with these plans, and the terms of its privacy.
@@ -235,7 +143,7 @@ class Training:
         Raises:
             PrivacySpent: one more sum would exceed the run's epsilon.
         """
-        self.has_narrowed = False
+        self.masked.has_narrowed = False
         plans, max_weight = planned.plans, self.max_weight_per_example
         scale_bits = None
         if self.privacy is not None:
@@ -275,9 +183,18 @@ class Training:
         self._follow_norms(opened)
         self._check_enough(opened, opened.ready if is_masked else opened.accepted)
         if is_masked:
-            done = self._close_masked(opened, fleet)
+            done = self.masked.sum(
+                opened,
+                fleet,
+                run_id=self.run_id,
+                round_number=self.round + 1,
+                max_weight_per_example=self.max_weight_per_example,
+                exclude=partial(self.planner.exclude, round_number=self.round + 1),
+                note_unmasked=partial(self._note_unmasked, opened),
+            )
             self._check_enough(opened, done.names)
-            return done
+            # Private clients have masked zeros in place of their metrics.
+            return done if self.privacy is None else replace(done, metric_sums={})
         columns, held = opened.columns, self.held
         if self.privacy is not None:
             self.privacy.add_noise(self.sum, terms_of(opened.plans.values()))
@@ -295,6 +212,10 @@ class Training:
             # A robust rule's gradient is no mean of the examples that the estimate compares.
             noise=total(opened.noise) if held is None else None,
         )
+
+    def _note_unmasked(self, opened: OpenRound, unmasked: UnmaskedSum) -> None:
+        if self.privacy is not None:
+            self.privacy.note_unmasked(unmasked, terms_of(opened.plans.values()))
 
     def _follow_norms(self, opened: OpenRound) -> None:
         """Take the round's norms into the watch; what it learns outlives an aborted round.
@@ -315,70 +236,6 @@ class Training:
                 f"round {self.round + 1}: the norm of {name} per unit of weight is "
                 f"{norm:.3g}, more than {watch.multiple:g} times the median"
             )
-
-    def _close_masked(self, opened: OpenRound, fleet: Fleet) -> RoundSum:
-        chosen = self.settings.secure
-        cohort = ReadyCohort.of(
-            opened.ready,
-            opened.plans,
-            max_weight_per_example=self.max_weight_per_example,
-            metrics=opened.metrics,
-        )
-        if self.sessions is None:
-            self.sessions = SessionNumbers(self.settings.out, run_id=self.run_id)
-        sessions, number = self.sessions, self.round + 1
-        rotation_seed = os.urandom(32)
-        groups = group_testing.groups(
-            cohort.ready,
-            self.suspicion,
-            least=chosen.min_members,
-            seed=f"{self.run_id} {number}".encode(),
-        )
-
-        def set_up(group: ReadyCohort) -> SessionSetup:
-            return setup_of(
-                group,
-                chosen,
-                self.encoding,
-                run_id=self.run_id,
-                number=sessions.next(number),
-                image=self.image,
-                rotation_seed=rotation_seed,
-                whole=cohort if len(groups) > 1 else None,
-            )
-
-        bounds = None
-        if chosen.ring_bits == 16:
-            num_values = self.image.layout.num_parameters
-            bounds = self.encoding.block_bounds(num_values)
-
-        def exclude(at_fault: Mapping[str, str]) -> None:
-            self.planner.exclude(at_fault, round_number=number)
-
-        def run_session(group: ReadyCohort) -> UnmaskedSum:
-            unmasked = sum_masked(
-                group,
-                fleet,
-                set_up=set_up,
-                bounds=bounds,
-                phase_seconds=chosen.phase_seconds,
-                refuse=opened.refuse,
-                leave_out=exclude,
-            )
-            if self.privacy is not None:
-                self.privacy.note_unmasked(unmasked, terms_of(opened.plans.values()))
-            return unmasked
-
-        sums = sum_groups(cohort, groups, run_session=run_session, refuse=opened.refuse)
-        before = self.suspicion
-        self.suspicion, culprits = sums.after(before)
-        self.has_narrowed = bool(culprits) or self.suspicion.is_narrower(before)
-        exclude(dict.fromkeys(culprits, MASKED_FALSELY))
-        if suspects := self.suspicion.suspects:
-            log.warning("a false number is from one of %d clients", len(suspects))
-        done, self.encoding = decode_sum(sums.total(), self.encoding)
-        # Private clients have masked zeros in place of their metrics.
-        return done if self.privacy is None else replace(done, metric_sums={})
 
     def _check_enough(self, opened: OpenRound, included: Sized) -> None:
         """Abort the round if it includes fewer clients than it needs.
@@ -482,83 +339,3 @@ class Training:
     def why_stopped(self) -> str | None:
         """Why ``--stop-when`` ends the run after this round; None if it goes on."""
         return model_selection.why_stopped(self.selection, self.settings.evaluation)
-
-    def progress(self, fleet: Fleet, optimizer: str) -> checkpoint.Progress:
-        """Return what a checkpoint stores in addition to its tensors."""
-        return checkpoint.Progress(
-            run_id=self.run_id,
-            round=self.round,
-            layout_digest=self.image.layout.digest,
-            layout=self.image.layout.text,
-            optimizer=optimizer,
-            largest=self.sum.largest,
-            largest_median_norm=self.norm_watch.largest_median,
-            counted=self.counted,
-            learned=device_estimates.to_json(self.planner.estimates),
-            asked=self._data_settings(),
-            target=self.target.state(),
-            secure={
-                **self.encoding.to_json(),
-                "culprits": exclusions.to_json(self.planner.excluded),
-                "suspicion": group_testing.to_json(self.suspicion),
-            },
-            simulated=fleet.simulated_state(),
-            selection=self.selection.to_json(),
-            settings=values_of(self.settings),
-        )
-
-
-def _settings_left(folder: Path) -> dict[str, Any]:
-    """Return the settings that an earlier version's run left beside its checkpoint, if any."""
-    file = folder / SETTINGS_FILE
-    try:
-        return values_of(load(file, {})) if file.exists() else {}
-    except SettingsError as error:
-        log.warning("what the resumed run changes is not known: %s", error)
-        return {}
-
-
-def _check_algorithm(settings: Settings) -> None:
-    """Check that nothing needs exact sums where clients send what their algorithm makes of them.
-
-    Raises:
-        SettingsError: the batch should follow the noise scale; or name and arguments are too long
-            for a plan.
-    """
-    if len(settings.algorithm.label or "") > MAX_ALGORITHM_CHARACTERS:
-        raise SettingsError(
-            f"a plan has room for {MAX_ALGORITHM_CHARACTERS:,} characters of a client algorithm's "
-            f"name and arguments, and these take {len(settings.algorithm.label or ''):,}",
-            remedy="give fewer arguments, and let the algorithm read long ones from a file",
-        )
-    if settings.algorithm.name is not None and settings.plan.follow_noise_scale:
-        raise SettingsError(
-            f"the noise scale is estimated from exact sums, and the client algorithm "
-            f"{settings.algorithm.label} may send something else",
-            remedy="leave out --follow-noise-scale or --client-algorithm",
-        )
-
-
-def _check_masked(settings: Settings) -> None:
-    """Check that clients report nothing of their own that the masks should hide.
-
-    Raises:
-        SettingsError: devices would report the loss on the examples that they hold out, or refuse
-            plans of so few examples.
-    """
-    if settings.secure.aggregation == "off":
-        return
-    plan, least = settings.plan, settings.secure.min_quota
-    if plan.accumulation_steps is not None:
-        quota = plan.accumulation_steps * (plan.micro_batch_size or plan.set_micro_batch_size)
-        if quota < least:
-            raise SettingsError(
-                f"K x micro-batch is {quota} examples, a masked plan has at least {least}",
-                remedy="raise --accumulation-steps or --micro-batch-size, or lower --min-quota on "
-                "the server and on every device",
-            )
-    if settings.evaluation.on_devices:
-        raise SettingsError(
-            "each device would report its own held-out loss, which secure aggregation should hide",
-            remedy="leave out --evaluate-on-devices: the server tests on examples of its own",
-        )

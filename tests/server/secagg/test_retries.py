@@ -41,6 +41,7 @@ from headwater.server.operations.round_log import RoundLog
 from headwater.server.planning.exclusions import FIRST_ROUNDS
 from headwater.server.rounds.round_loop import run
 from headwater.server.rounds.round_row import RoundRow
+from headwater.server.rounds.run_folder import restore
 from headwater.server.rounds.run_state import Training
 from headwater.server.secagg.blame import Evidence
 from headwater.server.secagg.parameters import SessionSetup
@@ -331,7 +332,7 @@ def test_a_cheating_device_costs_one_attempt_and_is_excluded_from_the_next_round
         assert "DealerCheated" in row.left_out["1"]
         assert "until round 12" in row.left_out["1"]
     again = Training(settings, run_id=RUN)
-    assert again.resume(tmp_path / "out", LyingFleet(grid))
+    assert restore(again, tmp_path / "out", LyingFleet(grid))
     assert again.planner.excluded["1"].through_round == 1 + FIRST_ROUNDS
 
 

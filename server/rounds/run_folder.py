@@ -1,0 +1,214 @@
+"""A run's folder: a run begins or resumes there, and keeps its checkpoint, settings and models.
+
+``checkpoint`` and ``model_files`` write the files; this module chooses what is in them.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from headwater.common.errors import SettingsError, StateError
+from headwater.common.model.mismatch import mismatch_error
+from headwater.common.model.trained_model import BEST, MODEL
+from headwater.common.settings.changes import changes, optimizer_of, values_of
+from headwater.common.settings.schema import SETTINGS_FILE, Settings
+from headwater.common.settings.sources import load
+from headwater.common.wording import counted
+from headwater.server.fleet import Fleet
+from headwater.server.planning import device_estimates, exclusions
+from headwater.server.planning.plan_messages import held_out_fraction
+from headwater.server.privacy.run_privacy import check_resumed
+from headwater.server.rounds import checkpoint, model_selection
+from headwater.server.rounds.model_files import save_model
+from headwater.server.rounds.run_state import Training
+
+log = logging.getLogger(__name__)
+
+INITIAL = "model.initial"
+
+
+def resume_or_begin(training: Training, fleet: Fleet, folder: Path, *, resume: bool) -> None:
+    """Restore the checkpoint in the run's folder, or check that there is none.
+
+    Without a checkpoint a resumed run begins: a service is started with --resume each time.
+
+    Raises:
+        SettingsError: there is one, and the run should not resume.
+        HeadwaterError: see ``restore``.
+    """
+    if resume and restore(training, folder, fleet):
+        log.info("resumed after round %d", training.round)
+    elif resume:
+        log.info("there is no checkpoint in %s: starting with round 1", folder)
+    elif (folder / checkpoint.FILE).exists():
+        done = checkpoint.saved_round(folder)
+        what = "a checkpoint" if done is None else f"a run of {counted(done, 'round')}"
+        raise SettingsError(
+            f"{folder} already holds {what}, and without --resume a run begins anew",
+            remedy="continue that run with --resume (--rounds N for more rounds in all), or choose "
+            "another --out",
+        )
+
+
+def restore(training: Training, folder: Path, fleet: Fleet) -> bool:
+    """Restore the checkpoint in ``folder``; return False if there is none.
+
+    Raises:
+        CheckpointCorrupt: it cannot be read.
+        ModelMismatch: it belongs to another model.
+        SettingsError: a setting has changed that decides which examples a device takes, or one
+            that the state of the run does not fit.
+    """
+    saved = checkpoint.load(folder)
+    if saved is None:
+        return False
+    progress, image_U8, optimizer = saved
+    if progress.layout_digest != training.image.layout.digest:
+        raise mismatch_error(
+            f"the checkpoint in {folder} belongs to another model",
+            training.image.layout.rows,
+            progress.layout,
+            here="the task's model",
+            there="the checkpoint",
+            remedy="resume with the task that the run was started with",
+        )
+    chosen = _data_settings(training.settings)
+    for key, saved_value in progress.asked.items():
+        if chosen[key] != saved_value:
+            raise SettingsError(
+                f"the run in {folder} was started with {key} = {saved_value!r:.200}, not "
+                f"{chosen[key]!r:.200}: the devices would take other examples",
+                remedy="resume with the run's own settings: --resume --out DIR alone",
+            )
+    before = progress.settings or _settings_left(folder)
+    check_resumed(before, training.settings.privacy)
+    training.changed = changes(before, values_of(training.settings))
+    if INITIAL in training.changed:
+        raise SettingsError(
+            f"the run in {folder} has a model already, and --initial-model names another",
+            remedy="leave --initial-model out; or begin a new run with it: another --out",
+        )
+    training.image.bytes_U8.copy_(image_U8)
+    training.optimizer.restore(
+        optimizer,
+        progress.optimizer,
+        before=optimizer_of(before) if before else None,
+        num_steps=progress.round,
+    )
+    training.sum.restore(progress.largest)
+    training.norm_watch = replace(training.norm_watch, largest_median=progress.largest_median_norm)
+    training.round, training.run_id = progress.round, progress.run_id
+    training.counted = dict(progress.counted)
+    training.planner.restore(
+        device_estimates.from_json(progress.learned),
+        exclusions.from_json(progress.secure.get("culprits", {})),
+    )
+    training.target.restore(progress.target)
+    training.selection = model_selection.restored(progress.selection, training.settings.evaluation)
+    training.masked.restore(progress.secure)
+    fleet.restore_simulated(progress.simulated)
+    return True
+
+
+def _settings_left(folder: Path) -> dict[str, Any]:
+    """Return the settings that an earlier version's run left beside its checkpoint, if any."""
+    file = folder / SETTINGS_FILE
+    try:
+        return values_of(load(file, {})) if file.exists() else {}
+    except SettingsError as error:
+        log.warning("what the resumed run changes is not known: %s", error)
+        return {}
+
+
+def _data_settings(chosen: Settings) -> dict[str, Any]:
+    """Return the settings that decide which examples each device takes."""
+    return {
+        "seed": chosen.seed,
+        "task": chosen.task,
+        "simulation.clients": chosen.simulation.clients,
+        "simulation.data": chosen.simulation.model_dump(mode="json")["data"],
+        "held_out_fraction": held_out_fraction(chosen.evaluation),
+        "partition.kind": chosen.partition.kind,
+        "partition.examples_per_device": chosen.partition.examples_per_device,
+    }
+
+
+def save_checkpoint(training: Training, fleet: Fleet, folder: Path) -> None:
+    """Replace the checkpoint by the last committed round.
+
+    Raises:
+        CheckpointFailed: see ``checkpoint.save``.
+    """
+    tensors, rest = training.optimizer.state()
+    checkpoint.save(
+        folder,
+        _progress(training, fleet, rest),
+        image_U8=training.image.bytes_U8,
+        optimizer=tensors,
+    )
+
+
+def _progress(training: Training, fleet: Fleet, optimizer: str) -> checkpoint.Progress:
+    """Return what a checkpoint stores in addition to its tensors."""
+    return checkpoint.Progress(
+        run_id=training.run_id,
+        round=training.round,
+        layout_digest=training.image.layout.digest,
+        layout=training.image.layout.text,
+        optimizer=optimizer,
+        largest=training.sum.largest,
+        largest_median_norm=training.norm_watch.largest_median,
+        counted=training.counted,
+        learned=device_estimates.to_json(training.planner.estimates),
+        asked=_data_settings(training.settings),
+        target=training.target.state(),
+        secure={
+            **training.masked.to_json(),
+            "culprits": exclusions.to_json(training.planner.excluded),
+        },
+        simulated=fleet.simulated_state(),
+        selection=training.selection.to_json(),
+        settings=values_of(training.settings),
+    )
+
+
+def step_back(training: Training, folder: Path) -> None:
+    """Return to the last checkpoint's model: a step may be half taken, or not stored."""
+    saved = checkpoint.load(folder)
+    training.round = 0 if saved is None else saved[0].round
+    if saved is not None:
+        training.image.bytes_U8.copy_(saved[1])
+
+
+def write_settings(folder: Path, settings: Settings) -> None:
+    """Write the run's settings to a file that --config reads.
+
+    Raises:
+        StateError: the folder is full or not writable.
+    """
+    try:
+        (folder / SETTINGS_FILE).write_text(settings.to_toml(), encoding="utf-8")
+    except OSError as error:
+        raise StateError(f"cannot write {folder / SETTINGS_FILE}: {error.strerror}") from error
+
+
+def save_last(folder: Path, training: Training) -> None:
+    """Write the model, unless no round was committed."""
+    if training.round:
+        save_model(folder / MODEL, training.image, training.settings, round_number=training.round)
+
+
+def save_best(folder: Path, training: Training) -> None:
+    """Keep the model of the last committed round, if it is the best one so far."""
+    best = training.selection.best
+    if best is not None and best.round == training.round:
+        save_model(
+            folder / BEST,
+            training.image,
+            training.settings,
+            round_number=training.round,
+            best={"metric": best.metric, "value": best.value, "round": best.round},
+        )
