@@ -19,9 +19,9 @@ from flwr.app import ArrayRecord, Context, Error, Message, MetricRecord, RecordD
 from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAvg
 
+from headwater.client.trainer.trainer import Trainer
 from headwater.client.training.context import Identity
 from headwater.client.training.sampler import permutation, split
-from headwater.client.training.trainer import Trainer
 from headwater.common.data.batches import batch_of
 from headwater.common.data.evaluation import evaluate_sums
 from headwater.common.model.parameters import ModelImage, build_model

@@ -16,8 +16,8 @@ import typer
 if TYPE_CHECKING:
     from headwater.client.operations.activity import Activity
     from headwater.client.operations.counters import Counters
+    from headwater.client.trainer.trainer import Trainer
     from headwater.client.training.context import Identity
-    from headwater.client.training.trainer import Trainer
     from headwater.client.transport.connection import Connection
     from headwater.common.settings.schema import Settings
 

@@ -22,9 +22,9 @@ from headwater.client.enrolment.signing_identity import read_enrolment
 from headwater.client.flower.node import Node, NodeAnswer
 from headwater.client.flower.request import SIMULATED
 from headwater.client.flower.state_file import SAMPLER
+from headwater.client.trainer.trainer import Trainer
 from headwater.client.training.context import Identity
 from headwater.client.training.sampler import SamplerPosition, SamplerState
-from headwater.client.training.trainer import Trainer
 from headwater.common.errors import HeadwaterError
 from headwater.common.flower import records
 from headwater.common.flower.grid import ensure_message_id, enter_run

@@ -11,7 +11,7 @@ import functools
 
 from headwater.client.algorithms.lookup import algorithm_of
 from headwater.client.algorithms.trial import try_algorithm
-from headwater.client.training.trainer import Trainer
+from headwater.client.trainer.trainer import Trainer
 from headwater.common.errors import SettingsError
 from headwater.common.run_scope import cached_in_scope
 from headwater.common.settings.schema import AlgorithmSettings, Settings

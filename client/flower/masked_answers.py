@@ -45,10 +45,10 @@ from headwater.client.secagg.prepare import (
     unmasked_update,
 )
 from headwater.client.secagg.types import UnmaskedUpdate
+from headwater.client.trainer.trainer import Trainer
 from headwater.client.training.batch_fetch import Batches
 from headwater.client.training.context import Identity
 from headwater.client.training.sampler import SamplerState, seed_of
-from headwater.client.training.trainer import Trainer
 from headwater.common.errors import HeadwaterError, StateError, UpdateAlreadyMasked
 from headwater.common.flower import records
 from headwater.common.messages import (

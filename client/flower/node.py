@@ -21,8 +21,8 @@ from headwater.client.flower.state_file import STATE, StateFile
 from headwater.client.operations.activity import Activity
 from headwater.client.operations.counters import Counters
 from headwater.client.secagg.pending import pending_in
+from headwater.client.trainer.trainer import Trainer
 from headwater.client.training.context import Identity
-from headwater.client.training.trainer import Trainer
 from headwater.common.errors import CorruptUpdate, HeadwaterError, StateError, error_of, travelling
 from headwater.common.flower import records
 from headwater.common.flower.grid import ensure_message_id, enter_run

@@ -32,10 +32,10 @@ from headwater.client.flower.state_file import (
 from headwater.client.privacy.budget import SpentFile
 from headwater.client.secagg.masked_history import MaskedHistory, NoHistory, history_in
 from headwater.client.secagg.prepare import strictest_settings
+from headwater.client.trainer.trainer import Trainer
 from headwater.client.training.context import HardwareOf, Identity
 from headwater.client.training.sampler import SamplerState
 from headwater.client.training.spool import Spool
-from headwater.client.training.trainer import Trainer
 from headwater.common.flower import records
 from headwater.common.model.local_state import LocalStore
 from headwater.common.settings.schema import ClientSettings, SecureSettings, Settings

@@ -1,7 +1,7 @@
 """Predicts the peak memory of micro-batches, and measures the peak of the process.
 
 The peak is modelled as base + each x size. The probe fits the line
-(``headwater.client.training.probe``), and every later micro-batch corrects it, upwards at once and
+(``headwater.client.trainer.probe``), and every later micro-batch corrects it, upwards at once and
 downwards slowly: a kill by the kernel cannot be caught, only predicted.
 
 An allocator keeps much of the memory that was freed (glibc up to hundreds of MB, for a transformer

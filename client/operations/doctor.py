@@ -39,8 +39,8 @@ from headwater.client.memory.peak_model import resident_bytes
 from headwater.client.operations.connectivity import check_connection
 from headwater.client.operations.findings import Finding, fault, fault_of, good, note
 from headwater.client.operations.task_check import measurements
+from headwater.client.trainer.trainer import Trainer
 from headwater.client.training.context import Identity
-from headwater.client.training.trainer import Trainer
 from headwater.common.errors import HeadwaterError, MissingData
 from headwater.common.model.parameters import ModelLayout
 from headwater.common.settings.schema import ClientSettings, Settings

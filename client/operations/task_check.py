@@ -8,8 +8,8 @@ from rich.filesize import decimal
 
 from headwater.client.device.hardware import ThisMachine
 from headwater.client.device.sensors import readings
+from headwater.client.trainer.trainer import Trainer
 from headwater.client.training.context import Identity
-from headwater.client.training.trainer import Trainer
 from headwater.common.settings.schema import Settings
 from headwater.common.system.console import console
 from headwater.common.system.printable import printable, printable_lines

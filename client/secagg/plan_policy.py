@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from headwater.client.trainer.client_examples import MAX_REPEATED
 from headwater.client.training.sampler import SamplerState
-from headwater.client.training.trainer import MAX_REPEATED
 from headwater.common.errors import CountOutOfRange, MaskingTooWeak
 from headwater.common.messages import Plan
 from headwater.common.settings.schema import SecureSettings

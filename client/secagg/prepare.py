@@ -15,7 +15,7 @@ import numpy as np
 from headwater.client.device.sensors import has_aes
 from headwater.client.enrolment.signing_identity import Enrolment
 from headwater.client.secagg.types import Floor, Participant, UnmaskedUpdate
-from headwater.client.training.trainer import Trainer
+from headwater.client.trainer.trainer import Trainer
 from headwater.common.errors import MaskingRequired, SettingsError, TaskError
 from headwater.common.messages import Plan, Update, Vitals
 from headwater.common.secagg.masked_numbers import numbers_of

@@ -70,7 +70,7 @@ class TrainingContext:
         """Switch activation checkpointing on if that saves memory; return how many examples fit.
 
         0 if it saves none, or if not one fits even so. Its bytes per example were measured before
-        memory was short (``headwater.client.training.task_trial``).
+        memory was short (``headwater.client.trainer.task_trial``).
         """
         line, predicted = self.memory.line, self.checkpointed_bytes
         if predicted is None or line is None or predicted >= line.each:

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headwater.client.training.trainer import MAX_OPEN_DATASETS
+from headwater.client.trainer.client_examples import MAX_OPEN_DATASETS
 from headwater.common.data.batches import UnsupportedBatch, batch_of, split_batch
 from headwater.common.task import Examples, Task
 

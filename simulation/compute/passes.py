@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Subset
 
+from headwater.client.trainer.trainer import Trainer
 from headwater.client.training.accumulator import Accumulator
 from headwater.client.training.context import Identity
-from headwater.client.training.trainer import Trainer
 from headwater.common.data.batches import UnsupportedBatch, batch_of
 from headwater.common.data.evaluation import evaluate_sums
 from headwater.common.model.vectors import CHUNK, squared_norm

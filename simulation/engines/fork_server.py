@@ -33,8 +33,8 @@ import torch
 from headwater.client.algorithms.run_trainer import run_trainer
 from headwater.client.device.availability import availability_of
 from headwater.client.flower.node import Node
+from headwater.client.trainer.trainer import Trainer
 from headwater.client.training.context import Identity
-from headwater.client.training.trainer import Trainer
 from headwater.client.transport.connection import Connection, stay_connected
 from headwater.common.errors import (
     HeadwaterError,

@@ -13,8 +13,9 @@ import numpy as np
 from headwater.client.algorithms.run_trainer import run_trainer
 from headwater.client.device.interfaces import Hardware
 from headwater.client.flower.state_file import local_file
+from headwater.client.trainer.client_examples import MAX_OPEN_DATASETS
+from headwater.client.trainer.trainer import Trainer
 from headwater.client.training.context import Identity
-from headwater.client.training.trainer import MAX_OPEN_DATASETS, Trainer
 from headwater.common.errors import SettingsError
 from headwater.common.messages import DescribeRequest, DeviceReport, Plan, Update
 from headwater.common.model.local_state import LocalStore

@@ -16,8 +16,8 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from headwater.client.trainer.client_examples import MAX_OPEN_DATASETS
 from headwater.client.training.sampler import Seeds, seed_of, splitmix64
-from headwater.client.training.trainer import MAX_OPEN_DATASETS
 from headwater.simulation.fleet.faults import SECURE_STAGES, TRAIN, first_stage, unanswered_stage
 from headwater.simulation.fleet.fleet_spec import FleetSpec
 

@@ -15,9 +15,10 @@ from headwater.client.algorithms.run_trainer import run_trainer
 from headwater.client.device.interfaces import Hardware, Speed, SpeedProbe, TimeShare
 from headwater.client.device.throttle import time_share
 from headwater.client.memory.peak_model import WORKING_FACTOR
+from headwater.client.trainer.client_examples import MAX_OPEN_DATASETS
+from headwater.client.trainer.probe import MAX_EXAMPLES
+from headwater.client.trainer.trainer import Trainer
 from headwater.client.training.context import Identity
-from headwater.client.training.probe import MAX_EXAMPLES
-from headwater.client.training.trainer import MAX_OPEN_DATASETS, Trainer
 from headwater.common.data.batches import UnsupportedBatch, batch_of, split_batch
 from headwater.common.errors import TaskFailed
 from headwater.common.messages import Vitals

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from headwater.client.training.trainer import Trainer
+from headwater.client.trainer.trainer import Trainer
 from headwater.common.data.example_faults import ExampleFault, own_position
 from headwater.common.data.survey import look_over
 from headwater.common.data.trial_state import as_it_was

@@ -14,8 +14,8 @@ import pytest
 
 from headwater.client.app import app
 from headwater.client.flower.node import Node
+from headwater.client.trainer.trainer import Trainer
 from headwater.client.training.context import Identity
-from headwater.client.training.trainer import Trainer
 from headwater.common.errors import MaskingTooWeak
 from tests.masked import RUN, AppDevice, plan, settings_of, train
 

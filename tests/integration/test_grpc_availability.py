@@ -16,8 +16,8 @@ from headwater.client.algorithms.run_trainer import run_trainer
 from headwater.client.app import app as own_app
 from headwater.client.device.availability import LEAD_SECONDS, ROUND_SLACK_BYTES, Availability
 from headwater.client.flower.node import Node
+from headwater.client.trainer.trainer import Trainer
 from headwater.client.training.context import Identity
-from headwater.client.training.trainer import Trainer
 from headwater.client.transport import leaving as departure
 from headwater.client.transport.connection import Connection
 from headwater.common.settings.schema import ClientSettings, Settings

@@ -15,7 +15,7 @@ import json, sys
 import headwater.client.app, headwater.client.cli
 import headwater.client.device.availability, headwater.client.device.hardware
 import headwater.client.enrolment.signing_identity, headwater.client.flower.node
-import headwater.client.memory.limits, headwater.client.training.trainer
+import headwater.client.memory.limits, headwater.client.trainer.trainer
 import headwater.client.transport.connection
 import headwater.common.system.console, headwater.common.transport.tls
 json.dump(sorted(sys.modules), sys.stdout)

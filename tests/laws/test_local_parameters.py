@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from headwater.client.device.hardware import ThisMachine
+from headwater.client.trainer.trainer import Trainer
 from headwater.client.training.context import Identity
 from headwater.client.training.sampler import SamplerState
-from headwater.client.training.trainer import Trainer
 from headwater.common.messages import Plan, Update
 from headwater.common.model.local_state import LocalStore
 from headwater.server.aggregation.cohort_sum import CohortSum
@@ -77,7 +77,7 @@ class Device:
     def positions(self, number: int, quota: int) -> Sequence[int]:
         plan = Plan(round=number, run_seed=0, model_version=0, quota=quota, micro_batch_size=1)
         settled = self.sampler.settle(self.counted)
-        return self.home._window(self.identity, plan, settled)[1].positions
+        return self.home.numbers(self.identity, plan, settled, plan.run_seed)
 
 
 def trainer() -> Trainer:

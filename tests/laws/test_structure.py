@@ -36,6 +36,10 @@ MUST_NOT_IMPORT = {
     "client/memory": ("client/training",),
     "client/training": (
         *("client/secagg", "client/flower", "client/transport", "client/operations"),
+        "client/trainer",
+    ),
+    "client/trainer": (
+        *("client/secagg", "client/flower", "client/transport", "client/operations"),
     ),
     "client/secagg": ("client/flower", "client/transport"),
     "simulation/fleet": ("simulation/compute", "simulation/engines"),

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from headwater.client.trainer.trainer import Trainer
 from headwater.client.training.context import Identity
-from headwater.client.training.trainer import Trainer
 from headwater.common.settings.sources import load
 from headwater.server.operations.progress import print_result
 from headwater.server.operations.round_log import read_rows

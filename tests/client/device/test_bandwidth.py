@@ -20,8 +20,8 @@ from headwater.client.device.bandwidth import (
     read_bandwidth,
 )
 from headwater.client.flower.node import Node
+from headwater.client.trainer.trainer import Trainer
 from headwater.client.training.context import Identity
-from headwater.client.training.trainer import Trainer
 from headwater.common.messages import DescribeRequest, DeviceReport, Vitals
 from headwater.common.settings.sources import load
 

@@ -10,11 +10,11 @@ import pytest
 
 from headwater.client.device.hardware import ThisMachine
 from headwater.client.device.interfaces import TimeShare
-from headwater.client.training.probe import ExampleProbe
+from headwater.client.trainer.probe import ExampleProbe
 from headwater.common.messages import Vitals
 from headwater.common.settings.schema import ClientSettings
 from tests.client.memory.test_limits import AVAILABLE, RESIDENT, machine
-from tests.client.training.test_probe import training_context
+from tests.client.trainer.test_probe import training_context
 from tests.tasks import examples
 
 MIB = 2**20

@@ -9,11 +9,11 @@ import torch
 from torch.utils.data import Dataset
 
 from headwater.client.device.hardware import ThisMachine
+from headwater.client.trainer.trainer import Trainer
 from headwater.client.training.accumulation import LeftOutLog
 from headwater.client.training.context import Identity
 from headwater.client.training.local_update import sum_gradients, train_round
 from headwater.client.training.sampler import SamplerPosition, SamplerState, window
-from headwater.client.training.trainer import Trainer
 from headwater.common.messages import Plan
 from headwater.common.settings.sources import load
 from headwater.server.rounds.round_row import RoundRow

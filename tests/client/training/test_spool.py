@@ -16,10 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headwater.client.device.hardware import ThisMachine
+from headwater.client.trainer.trainer import Trainer
 from headwater.client.training.context import Identity, TrainingContext
 from headwater.client.training.local_update import train_round
 from headwater.client.training.sampler import SamplerPosition, SamplerState, window
-from headwater.client.training.trainer import Trainer
 from headwater.common.errors import EmptyUpdate
 from tests.client.training.power_cuts import (
     CutOff,
@@ -193,7 +193,7 @@ torch.set_num_threads(1)
 from headwater.client.device.hardware import ThisMachine
 from headwater.client.training.sampler import SamplerState
 from headwater.client.training.context import Identity
-from headwater.client.training.trainer import Trainer
+from headwater.client.trainer.trainer import Trainer
 from headwater.client.training.spool import Spool
 from headwater.common.messages import Plan
 

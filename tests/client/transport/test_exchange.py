@@ -12,8 +12,8 @@ import pytest
 from headwater.client.app import app
 from headwater.client.device.bandwidth import Bandwidth
 from headwater.client.flower.node import Node
+from headwater.client.trainer.trainer import Trainer
 from headwater.client.training.context import Identity
-from headwater.client.training.trainer import Trainer
 from headwater.client.transport.exchange import Exchange, ModelBroken, StreamBroken
 from headwater.common.errors import ModelMismatch, ProtocolMismatch
 from headwater.common.messages import Plan

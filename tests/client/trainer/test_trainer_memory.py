@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from headwater.client.device.interfaces import Clock, Memory, Speed, SpeedProbe, TimeShare
+from headwater.client.trainer.trainer import Trainer
 from headwater.client.training.context import Identity
 from headwater.client.training.sampler import SamplerState
-from headwater.client.training.trainer import Trainer
 from headwater.common.errors import OutOfMemory
 from headwater.common.messages import Plan, Vitals
 from tests.training_contexts import FakeClock, FakeMemory

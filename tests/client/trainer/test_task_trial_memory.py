@@ -30,7 +30,7 @@ MEASURE = """
 import json, sys
 import torch
 from headwater.client.memory.peak_model import PeakMeter, resident_bytes
-from headwater.client.training.trainer import Trainer
+from headwater.client.trainer.trainer import Trainer
 
 torch.set_num_threads(1)
 trainer = Trainer(sys.argv[1], replace_batch_norm=False, check_task=False)

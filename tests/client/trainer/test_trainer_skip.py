@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from headwater.client.device.hardware import ThisMachine
+from headwater.client.trainer.trainer import Trainer
 from headwater.client.training.context import Identity
 from headwater.client.training.sampler import SamplerPosition, SamplerState, permutation
-from headwater.client.training.trainer import Trainer
 from headwater.common.errors import CountOutOfRange, EmptyUpdate
 from headwater.common.messages import Plan
 

@@ -28,14 +28,14 @@ from headwater.client.memory.peak_model import (
     PeakModel,
     resident_bytes,
 )
-from headwater.client.training.context import TrainingContext
-from headwater.client.training.probe_fit import (
+from headwater.client.trainer.probe_fit import (
     PROBE_SECONDS,
     ProbeFit,
     ProbePoint,
     predicted_bytes,
     reason_to_stop,
 )
+from headwater.client.training.context import TrainingContext
 from headwater.common.data.additivity import usable
 from headwater.common.data.batches import batch_of
 from headwater.common.errors import HeadwaterError, OutOfMemory, TaskFailed

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from headwater.client.device.hardware import ThisMachine
+from headwater.client.trainer.trainer import Trainer
 from headwater.client.training.context import Identity
 from headwater.client.training.sampler import SamplerPosition, SamplerState
-from headwater.client.training.trainer import Trainer
 from headwater.common.errors import BuffersChanged, EmptyUpdate, ModelMismatch, NoFiniteExample
 from headwater.common.messages import DescribeRequest, Plan
 from headwater.common.model.parameters import build_model

@@ -11,9 +11,9 @@ from torch.utils.data import Dataset
 
 from headwater.client.memory.activation_checkpointing import Footprint
 from headwater.client.memory.peak_model import ProcessMemory
+from headwater.client.trainer.task_trial import CheckReport, check_task
+from headwater.client.trainer.trainer import Trainer
 from headwater.client.training.local_update import sum_gradients
-from headwater.client.training.task_trial import CheckReport, check_task
-from headwater.client.training.trainer import Trainer
 from headwater.common.errors import (
     NoFiniteExample,
     OutOfMemory,

@@ -17,10 +17,8 @@ from torch.utils.data import TensorDataset
 
 from headwater.client.device.hardware import MonotonicClock
 from headwater.client.memory.peak_model import NOISE_BYTES, WORKING_FACTOR, ProcessMemory
-from headwater.client.training.accumulator import Accumulator
-from headwater.client.training.context import TrainingContext
-from headwater.client.training.probe import ExampleProbe
-from headwater.client.training.probe_fit import (
+from headwater.client.trainer.probe import ExampleProbe
+from headwater.client.trainer.probe_fit import (
     DISPATCH_SECONDS,
     GAIN,
     PROBE_SECONDS,
@@ -31,6 +29,8 @@ from headwater.client.training.probe_fit import (
     predicted_bytes,
     reason_to_stop,
 )
+from headwater.client.training.accumulator import Accumulator
+from headwater.client.training.context import TrainingContext
 from headwater.common.errors import OutOfMemory, TaskFailed
 from headwater.common.model.parameters import build_model
 from headwater.common.stats.linear_fit import Line
@@ -353,8 +353,8 @@ from pathlib import Path
 torch.set_num_threads(1)
 from headwater.client.device.hardware import ThisMachine
 from headwater.client.memory.peak_model import PeakMeter
-from headwater.client.training.probe import ExampleProbe
-from tests.client.training.test_probe import Wider, training_context
+from headwater.client.trainer.probe import ExampleProbe
+from tests.client.trainer.test_probe import Wider, training_context
 from tests.tasks import examples
 
 context = training_context(examples(256), Wider())

@@ -1,0 +1,1 @@
+"""A process's model and gradient vector: checked, measured and trained for its clients."""

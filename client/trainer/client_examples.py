@@ -1,0 +1,107 @@
+"""The examples of a process's clients: opened once, split, and cut into the windows of plans."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+from torch.utils.data import Subset
+
+from headwater.client.training.context import Identity
+from headwater.client.training.sampler import SamplerState, Window, held_out_positions, window
+from headwater.common.data.client_datasets import ClientDatasets
+from headwater.common.errors import CountOutOfRange
+from headwater.common.messages import Plan
+from headwater.common.task import Examples, Task
+
+MAX_OPEN_DATASETS = 20_000  # of clients; a simulated population may have any size
+# The most examples of a window that uses some of them more than once: it is a list in memory.
+MAX_REPEATED = 1 << 24
+
+CheckOpened = Callable[[Examples, str], None]
+"""Checks the examples that were opened for a client of this name; it raises what it finds."""
+
+
+class ClientExamples:
+    """The examples of all clients of this process; those used last stay open."""
+
+    def __init__(self, task: Task, check: CheckOpened) -> None:
+        self.datasets = ClientDatasets(task)
+        self._check = check
+        self._opened = functools.lru_cache(maxsize=MAX_OPEN_DATASETS)(self._open)
+
+    def keep_open(self, num_clients: int) -> None:
+        """Keep the examples of the last ``num_clients`` clients open."""
+        if self._opened.cache_parameters()["maxsize"] != num_clients:
+            self._opened = functools.lru_cache(maxsize=num_clients)(self._open)
+
+    def of(self, identity: Identity) -> Examples:
+        """Open a client's examples, once, and check them.
+
+        Raises:
+            EmptyDataset, MissingData: see ``headwater.common.errors``.
+            MissingColumn, NoSuchPartition: see ``headwater.common.data.client_datasets``.
+            HeadwaterError: the check failed.
+        """
+        return self._opened(identity)
+
+    def _open(self, identity: Identity) -> Examples:
+        examples = self.datasets.of(
+            identity.rule, data=identity.data, part=identity.part, num_parts=identity.num_parts
+        )
+        self._check(examples, identity.name)
+        return examples
+
+    def split(
+        self, identity: Identity, *, run_seed: int, fraction: float
+    ) -> tuple[Examples, Examples]:
+        """Return the examples to train on and the held-out ones, a ``fraction`` of all."""
+        examples = self.of(identity)
+        if fraction == 0:
+            return examples, Subset(examples, [])  # type: ignore[arg-type]
+        held_out = held_out_positions(
+            len(examples), fraction=fraction, run_seed=run_seed, name=identity.name
+        )
+        rest = sorted(set(range(len(examples))) - set(held_out))
+        return Subset(examples, rest), Subset(examples, held_out)  # type: ignore[arg-type]
+
+    def window(
+        self, identity: Identity, plan: Plan, sampler: SamplerState, order_seed: int | None = None
+    ) -> tuple[Examples, Window]:
+        """Return the client's training examples and the plan's window of them.
+
+        ``order_seed`` replaces the run's seed in the order of the examples.
+
+        Raises:
+            CountOutOfRange: the plan asks for more examples than a device can list.
+        """
+        examples, _ = self.split(identity, run_seed=plan.run_seed, fraction=plan.held_out_fraction)
+        if plan.quota > max(len(examples), MAX_REPEATED):
+            raise CountOutOfRange(
+                f"{identity.name}, round {plan.round}: the plan asks for {plan.quota:,} examples, "
+                f"and the device has {len(examples):,}; with repetitions it gives at most "
+                f"{MAX_REPEATED:,}"
+            )
+        return examples, window(
+            sampler.place,
+            quota=plan.quota,
+            num_more=plan.max_examples - plan.quota,
+            run_seed=plan.run_seed if order_seed is None else order_seed,
+            name=identity.name,
+            num_examples=len(examples),
+        )
+
+    def numbers(
+        self, identity: Identity, plan: Plan, sampler: SamplerState, order_seed: int
+    ) -> tuple[int, ...]:
+        """Return the numbers, in the client's whole data, of the examples of a plan's window.
+
+        ``sampler`` is settled (``SamplerState.settle``).
+
+        Raises:
+            CountOutOfRange: the plan asks for more examples than a device can list.
+        """
+        examples, chosen = self.window(identity, plan, sampler, order_seed)
+        if plan.held_out_fraction == 0 or not isinstance(examples, Subset):
+            return chosen.positions
+        return tuple(examples.indices[position] for position in chosen.positions)

@@ -1,0 +1,251 @@
+"""A client's window as a client algorithm sees it: the local steps, or an algorithm of the user's.
+
+With ``local_steps > 1`` the client takes H steps of plain SGD on means of its own sums (McMahan et
+al. 2017, algorithm 1) and sends weight x (parameters before - after), which the server treats as a
+gradient. A ``ClientAlgorithm`` of the user's may make another vector of its window.
+
+Parameters that stay on the device take a step of plain SGD wherever their gradients are complete:
+with the mean of the window, or of each local step.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from headwater.client.training.accumulation import WindowSum, sum_window
+from headwater.client.training.context import TrainingContext
+from headwater.client.training.sampler import Window, split
+from headwater.client.training.spool import Spool
+from headwater.client.training.stop_rules import StopRules
+from headwater.common.errors import AlgorithmBroken, NonFiniteUpdate
+from headwater.common.messages import Plan
+from headwater.common.model.vectors import all_finite
+
+log = logging.getLogger(__name__)
+
+
+class ClientAlgorithm(Protocol):
+    """How a client makes its vector from its window: FedProx, clipping, or your own.
+
+    One object serves all clients of a process and must keep nothing from one call to the next.
+    """
+
+    def train(self, work: LocalWork, /) -> Tensor:
+        """Return a float32 vector [P]: ``work.weight`` times what the server takes as a gradient.
+
+        The server divides the sum of all clients' vectors by the sum of their weights, once.
+        """
+        ...
+
+
+class LocalWork:
+    """One client's window in one round, as a client algorithm sees it.
+
+    Deadlines, memory, unusable examples and the spool are handled in ``sum`` and ``steps``, of
+    which an algorithm calls one, once.
+    """
+
+    def __init__(
+        self, plan: Plan, window: Window, context: TrainingContext, spool: Spool | None
+    ) -> None:
+        self.total = WindowSum(micro_batch_size=plan.micro_batch_size)
+        """Counts, losses and metrics of what was summed so far."""
+        self.start_seconds = context.clock.seconds()
+        self.learning_rate = plan.local_learning_rate
+        """The local learning rate (``--local-learning-rate``)."""
+        self.num_steps = plan.local_steps
+        """The planned local steps (``--local-steps``)."""
+        self.is_taken = False
+        """Whether the window was summed, or is being summed."""
+        self._plan = plan
+        self._window = window
+        self._context = context
+        self._spool = spool
+        self._start_P: Tensor | None = None
+
+    @property
+    def weight(self) -> int:
+        """The weight that was summed over so far: examples, or tokens."""
+        return self.total.weight
+
+    @property
+    def parameters_P(self) -> Tensor:  # noqa: N802 - a tensor's dimensions are in capitals
+        """The model's parameters; a change in place changes the model, until the round's end."""
+        if self._start_P is None:
+            self._start_P = self._context.image.values_P.clone()
+        return self._context.image.values_P
+
+    @property
+    def start_P(self) -> Tensor:  # noqa: N802 - as above
+        """A copy of the parameters as the server sent them."""
+        assert self.parameters_P is not None  # copies them
+        assert self._start_P is not None
+        return self._start_P
+
+    def sum(self) -> Tensor:
+        """Sum the gradients of all examples; return the sum [P], in the accumulator's memory."""
+        self._take()
+        plan, window, context = self._plan, self._window, self._context
+        if self._spool is None:
+            rules = StopRules(plan, context, self.start_seconds)
+            self.total = sum_window(plan, window, context, rules)
+            self._step_local(self.total.weight)
+            return context.accumulator.values_P
+        spooled = self._spool.open(plan, window, context, self.start_seconds)
+        resumed = spooled.load()
+        self.start_seconds = spooled.start_seconds
+        rules = StopRules(plan, context, self.start_seconds)
+        self.total = sum_window(
+            plan, window, context, rules, resumed=resumed, after_each=spooled.save
+        )
+        self._step_local(self.total.weight)
+        return context.accumulator.values_P
+
+    def steps(self) -> Iterator[Tensor]:
+        """Yield each local step's mean gradient [P] at the parameters as they are then.
+
+        There are ``num_steps``, or fewer if the device must stop. The next step's gradient takes
+        the same memory.
+        """
+        context = self._context
+        if self.num_steps == 1:
+            sum_P = self.sum()
+            if self.weight:
+                yield sum_P.div_(self.weight)
+            return
+        self._take()
+        if self._spool is not None:
+            _warn_not_spooled()
+        plan, rules = self._plan, StopRules(self._plan, context, self.start_seconds)
+        size = math.ceil(plan.accumulation_steps / plan.local_steps) * plan.micro_batch_size
+        for positions in split(self._window.positions, size):
+            part = replace(self._window, positions=positions)
+            step_sum = sum_window(plan, part, context, rules, before=self.total)
+            self.total = _joined(self.total, step_sum)
+            self._step_local(step_sum.weight)
+            if step_sum.weight:
+                yield context.accumulator.values_P.div_(step_sum.weight)
+            if step_sum.reason != "quota":
+                break
+
+    def _step_local(self, weight: int) -> None:
+        """Step the parameters that stay on the device, along the mean of their summed gradients.
+
+        Raises:
+            NonFiniteUpdate: they would not be finite.
+        """
+        image, sum_L = self._context.image, self._context.accumulator.local_L
+        if not weight or not sum_L.numel():
+            return
+        stepped_L = torch.sub(image.local_L, sum_L, alpha=self.learning_rate / weight)
+        if not all_finite(stepped_L):
+            raise NonFiniteUpdate(
+                f"{self._context.name}, round {self._plan.round}: the parameters that stay on the "
+                "device diverged",
+                remedy="lower --local-learning-rate",
+            )
+        image.local_L.copy_(stepped_L)
+
+    def restore(self) -> None:
+        """Set the parameters back to those that the server sent."""
+        if self._start_P is not None:
+            self._context.image.values_P.copy_(self._start_P)
+
+    def keep(self, values_P: Tensor, name: str) -> None:
+        """Put an algorithm's vector into the accumulator.
+
+        Raises:
+            AlgorithmBroken: it is no float32 vector [P], or no example was summed for it.
+            NonFiniteUpdate: it is not finite.
+        """
+        own_P, round_text = self._context.accumulator.values_P, f"round {self._plan.round}"
+        if not self.is_taken:
+            raise AlgorithmBroken(
+                f"{name} called neither work.sum() nor work.steps(), and used no example"
+            )
+        is_tensor = isinstance(values_P, Tensor)
+        found = f"{values_P.dtype} {tuple(values_P.shape)}" if is_tensor else str(type(values_P))
+        expected = f"{own_P.dtype} {tuple(own_P.shape)}"
+        if found != expected:
+            raise AlgorithmBroken(
+                f"{name} must return {expected}, found {found}",
+                remedy="return one vector of the length of work.parameters_P",
+            )
+        if values_P is not own_P:
+            own_P.copy_(values_P.detach())
+        if not all_finite(own_P):
+            raise NonFiniteUpdate(
+                f"{self._context.name}, {round_text}: {name} diverged",
+                remedy="lower --local-learning-rate or --local-steps",
+            )
+
+    def _take(self) -> None:
+        if self.is_taken:
+            raise AlgorithmBroken(
+                "a client algorithm called work.sum() or work.steps() twice in one round",
+                remedy="call one of them, once: each example is used once in a round",
+            )
+        self.is_taken = True
+
+
+class LocalSteps:
+    """Plain SGD on the means of the client's own sums."""
+
+    def __init__(self, context: TrainingContext) -> None:
+        self._context = context
+
+    def train(self, work: LocalWork) -> Tensor:
+        image = self._context.image
+        start_P = work.start_P
+        optimizer = torch.optim.SGD(image.trainable(), lr=work.learning_rate)
+        for _ in work.steps():  # the mean is in the parameters' gradients
+            optimizer.step()
+        # The accumulator's vector is free now and takes the difference.
+        difference_P = torch.sub(start_P, image.values_P, out=self._context.accumulator.values_P)
+        return difference_P.mul_(work.weight)
+
+
+def carry_out(algorithm: ClientAlgorithm, work: LocalWork, *, name: str) -> None:
+    """Let an algorithm make its vector in the accumulator; the parameters are as before.
+
+    Raises:
+        AlgorithmBroken, NonFiniteUpdate: see ``LocalWork.keep``.
+    """
+    try:
+        values_P = algorithm.train(work)
+    finally:
+        work.restore()
+    work.keep(values_P, name)
+
+
+@functools.cache
+def _warn_not_spooled() -> None:
+    log.warning("with local steps a window is not spooled: a power cut loses the round's work")
+
+
+def _joined(first: WindowSum, second: WindowSum) -> WindowSum:
+    names = first.metric_sums.keys() | second.metric_sums.keys()
+    return WindowSum(
+        loss_sum=first.loss_sum + second.loss_sum,
+        weight=first.weight + second.weight,
+        num_examples=first.num_examples + second.num_examples,
+        metric_sums={
+            n: first.metric_sums.get(n, 0.0) + second.metric_sums.get(n, 0.0) for n in sorted(names)
+        },
+        steps=first.steps + second.steps,
+        done=first.done + second.done,
+        refused=first.refused + second.refused,
+        faults=first.faults | second.faults,
+        num_retries=first.num_retries + second.num_retries,
+        num_reductions=first.num_reductions + second.num_reductions,
+        micro_batch_size=min(first.micro_batch_size, second.micro_batch_size),
+        reason=second.reason,
+    )
