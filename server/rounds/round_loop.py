@@ -139,8 +139,12 @@ def _run_round(training: Training, fleet: Fleet, observer: Observer) -> RoundRow
     opened = training.open_round(planned)
     observer.asked(opened)
     _train(training, fleet, opened, watch)
-    training.planner.learn(
-        planned, accepted=opened.accepted, ready=opened.ready, refused=opened.refused
+    training.planner.known.learn(
+        planned.plans,
+        exceptions=planned.exceptions,
+        accepted=opened.accepted,
+        ready=opened.ready,
+        refused=opened.refused,
     )
     try:
         _raise_common_fault(opened)

@@ -79,14 +79,14 @@ def test_rounds_with_caches_have_the_plans_of_rounds_without(
     for number, changes in enumerate(rounds, start=1):
         for one in planners:
             for part, kind in changes:
-                if str(part) in one.estimates:
-                    one.estimates[str(part)] = changed(one.estimates[str(part)], kind)
+                if str(part) in one.known.estimates:
+                    one.known.estimates[str(part)] = changed(one.known.estimates[str(part)], kind)
         cached, pure = (
             one.plan(clients, round_number=number, counted=counted, turn_seconds=0.0)
             for one in planners
         )
         assert cached == pure
-        assert planners[0].estimates == planners[1].estimates
+        assert planners[0].known.estimates == planners[1].known.estimates
 
 
 def test_the_order_of_a_lap_is_computed_again_if_the_lap_or_the_names_change() -> None:

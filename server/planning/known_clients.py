@@ -1,0 +1,137 @@
+"""What a run knows of its clients from round to round: their estimates, and new descriptions.
+
+A client describes itself when it joins, and again when it was left out; a description is read when
+the client's turn comes.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from headwater.common.errors import HeadwaterError
+from headwater.common.messages import DeviceReport, ReadyReport, ReportFields
+from headwater.server.planning.cohort import ConnectedClients, Selection
+from headwater.server.planning.device_estimates import (
+    UNKNOWN_DEVICE,
+    UNTOLD_EXAMPLES,
+    DeviceEstimate,
+)
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class KnownClients:
+    """The estimates of all clients that a run has seen."""
+
+    is_k_set: bool
+    """Whether the setting gives K, so that no speed is estimated."""
+    is_by_data: bool
+    """Whether updates are weighed by the clients' numbers of examples."""
+    estimates: dict[str, DeviceEstimate] = field(default_factory=dict)
+    _awaited: set[str] = field(default_factory=set)
+    """Clients that were left out and asked to describe themselves again, and have not yet."""
+    _untold: set[str] = field(default_factory=set)
+    """Clients without a number of examples, in a run that weighs updates by it."""
+    _is_resumed: bool = False
+    """Whether the next round is the first one after ``restore``."""
+
+    def restore(self, estimates: Mapping[str, DeviceEstimate]) -> None:
+        """Take the estimates of a checkpoint. Every client that is not connected counts as gone."""
+        self.estimates = dict(estimates)
+        self._is_resumed = True
+
+    def note_changes(self, clients: ConnectedClients) -> None:
+        """Mark the estimates of clients that left, or that have described themselves again."""
+        known = self.estimates
+        if self._is_resumed:
+            self._is_resumed = False
+            for name in known.keys() - set(clients.reports):
+                known[name] = known[name].after_disconnect()
+        for name in clients.disconnected:
+            self._awaited.discard(name)
+            if name in known:
+                known[name] = known[name].after_disconnect()
+        for name in clients.described:
+            self._awaited.discard(name)
+            if name in known:  # the new number of examples is read in its next turn
+                known[name] = replace(known[name], num_examples=0)
+
+    def waiting_since(self, names: Container[str]) -> dict[str, int]:
+        """Return the round since which each of these clients that is left out waits."""
+        return {
+            name: one.waiting_since
+            for name, one in self.estimates.items()
+            if one.waiting_since is not None and name in names
+        }
+
+    def describable(
+        self, names: Sequence[str], reports: Mapping[str, DeviceReport], excluded: Container[str]
+    ) -> list[str]:
+        """Return the clients with an estimate, and not excluded; reads their new descriptions.
+
+        A client may turn out to be unable to describe itself; it has no estimate.
+        """
+        estimates, awaited = self.estimates, self._awaited
+        able = []
+        for name in names:
+            if name in excluded:
+                continue
+            known = estimates.get(name, UNKNOWN_DEVICE)
+            if not known.num_examples or (known.is_outdated and name not in awaited):
+                try:
+                    estimates[name] = known.after_description(reports[name])
+                except KeyError:
+                    continue
+            if self.is_by_data and estimates[name].num_examples == UNTOLD_EXAMPLES:
+                if name not in self._untold:
+                    log.warning(
+                        "%s: it does not tell its number of examples, by which its update "
+                        "would be weighed (--declared-examples); it is not invited",
+                        name,
+                    )
+                    self._untold.add(name)
+                continue
+            able.append(name)
+        return able
+
+    def note_selection(
+        self, selection: Selection, waiting: Collection[str], round_number: int
+    ) -> None:
+        """Mark the clients that are left out, and those of the waiting that are invited."""
+        known = self.estimates
+        for name in set(waiting).intersection(selection.names):
+            known[name] = known[name].after_invitation()
+        for name in selection.left_out:
+            known[name] = known[name].after_leaving_out(round_number)
+            self._awaited.add(name)
+
+    def learn(
+        self,
+        invited: Iterable[str],
+        *,
+        exceptions: Collection[str],
+        accepted: Mapping[str, ReportFields],
+        ready: Mapping[str, ReadyReport],
+        refused: Mapping[str, HeadwaterError],
+    ) -> None:
+        """Follow the invited clients' speed, vitals and lateness, whether or not the round counts.
+
+        ``exceptions`` are the invited clients that are too slow, ``accepted`` the reports of the
+        updates, ``ready`` those of masked updates, ``refused`` the errors of the clients without
+        an update.
+        """
+        is_k_set, estimates = self.is_k_set, self.estimates
+        for name in invited:
+            known, report, error = estimates[name], accepted.get(name), refused.get(name)
+            if is_k_set and report is not None and error is None and known.is_confirmed_by(report):
+                continue
+            estimates[name] = known.after_round(
+                report,
+                ready.get(name),
+                error,
+                is_k_set=is_k_set,
+                was_expected_late=name in exceptions,
+            )
