@@ -2,7 +2,7 @@
 
 A task builds the model, opens a device's private examples and sums a loss. Its file imports torch
 and nothing of this project. Training relies on that sum being additive, so
-``common.data.additivity`` checks it on real examples before the first round.
+``common.additivity`` checks it on real examples before the first round.
 """
 
 from __future__ import annotations

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from torch import nn
 
-from headwater.common.data.additivity import NUM_TRIED, Comparison, MayTrainOn
-from headwater.common.data.example_cache import ExampleCache
-from headwater.common.data.trial_state import as_it_was
+from headwater.common.additivity.comparison import Comparison
+from headwater.common.additivity.example_cache import ExampleCache
+from headwater.common.additivity.single_examples import NUM_TRIED, MayTrainOn, SingleExamples
+from headwater.common.additivity.trial_state import as_it_was
 from headwater.common.task import Examples, Task
 
 
@@ -15,7 +16,8 @@ def check_additive(
 ) -> tuple[str, ...]:
     """Check on up to four examples that what a task returns is a sum; return the notes."""
     with as_it_was(model):
-        comparison = Comparison(task, model, ExampleCache(task, examples))
-        comparison.add_singles(range(min(NUM_TRIED, len(examples))), may_train_on)
+        singles = SingleExamples(task, model, ExampleCache(task, examples))
+        comparison = Comparison(singles)
+        singles.add(range(min(NUM_TRIED, len(examples))), may_train_on)
         comparison.run(may_train_on)
     return tuple(comparison.notes)

@@ -36,7 +36,7 @@ from headwater.client.trainer.probe_fit import (
     reason_to_stop,
 )
 from headwater.client.training.context import TrainingContext
-from headwater.common.data.additivity import usable
+from headwater.common.additivity.single_examples import usable
 from headwater.common.data.batches import batch_of
 from headwater.common.errors import HeadwaterError, OutOfMemory, TaskFailed
 from headwater.common.system.heap import release_freed_memory

@@ -23,11 +23,12 @@ from headwater.client.memory.peak_model import (
 from headwater.client.training.context import TrainingContext
 from headwater.client.training.gradient_pass import InvalidGradients, forward
 from headwater.client.training.sampler import SamplerPosition, Window, window
-from headwater.common.data.additivity import NUM_TRIED, Comparison
-from headwater.common.data.example_cache import ExampleCache
+from headwater.common.additivity.comparison import Comparison
+from headwater.common.additivity.example_cache import ExampleCache
+from headwater.common.additivity.single_examples import NUM_TRIED, SingleExamples
+from headwater.common.additivity.survey import Survey, look_over
+from headwater.common.additivity.trial_state import as_it_was
 from headwater.common.data.example_faults import ExampleFault, summary
-from headwater.common.data.survey import Survey, look_over
-from headwater.common.data.trial_state import as_it_was
 from headwater.common.errors import NoFiniteExample, OutOfMemory, TaskFailed
 from headwater.common.messages import Plan
 from headwater.common.system.heap import release_freed_memory
@@ -66,7 +67,7 @@ def check_task(context: TrainingContext, *, predicted: Footprint | None = None) 
     Raises:
         TaskFailed: every example that was tried raised, or examples raise together.
         NoFiniteExample: no example has a finite loss and gradient.
-        TaskNotAdditive, BuffersChanged: see ``headwater.common.data.additivity``.
+        TaskNotAdditive, BuffersChanged: see ``headwater.common.additivity.comparison``.
         OutOfMemory: one example alone does not fit.
     """
     room, name, is_switched_on = _Room(context), context.name, False
@@ -108,24 +109,25 @@ def _switch_on(context: TrainingContext) -> bool:
 def _checked(context: TrainingContext, room: _Room) -> CheckReport:
     task, model, examples = context.task, context.image.model, context.examples
     with as_it_was(model):
-        comparison = Comparison(task, model, ExampleCache(task, examples))
-        comparison.add_singles(range(min(NUM_TRIED, len(examples))), room.may_add)
-        if comparison.singles:
+        singles = SingleExamples(task, model, ExampleCache(task, examples))
+        comparison = Comparison(singles)
+        singles.add(range(min(NUM_TRIED, len(examples))), room.may_add)
+        if singles.sums:
             comparison.run(room.may_train_on)
         zero: set[str] = set()
 
         def compare_halves(cache: ExampleCache, positions: Sequence[int]) -> None:
-            if comparison.singles:
+            if singles.sums:
                 zero.update(comparison.compare_halves(cache, positions))
 
         survey = look_over(
             task, model, examples, batch_size=room.survey_size(), after_first=compare_halves
         )
-        if not comparison.singles:
-            comparison.add_singles(survey.good[:NUM_TRIED], room.may_add)
+        if not singles.sums:
+            singles.add(survey.good[:NUM_TRIED], room.may_add)
             comparison.run(room.may_train_on)
-    faults = survey.faults | comparison.faults
-    if not comparison.singles:
+    faults = survey.faults | singles.faults
+    if not singles.sums:
         raise _all_failed(context, survey, faults)
     notes = [
         *comparison.notes,
@@ -135,7 +137,7 @@ def _checked(context: TrainingContext, room: _Room) -> CheckReport:
             for metric in sorted(zero)
         ),
     ]
-    num_seen = len({*survey.seen, *comparison.singles, *faults})
+    num_seen = len({*survey.seen, *singles.sums, *faults})
     return CheckReport(
         num_examples=len(examples),
         num_seen=num_seen,

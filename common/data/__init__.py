@@ -1,1 +1,1 @@
-"""Data sets: how they are partitioned among clients, batched, and checked for an additive loss."""
+"""Data sets: how they are partitioned among clients, batched, and tested on."""

@@ -1,6 +1,6 @@
 """Runs a task's loss on the examples of many devices in one pass, with ``torch.func``.
 
-A task's loss is a sum over examples (``common.data.additivity`` checks it), so ``vmap`` can run
+A task's loss is a sum over examples (``common.additivity`` checks it), so ``vmap`` can run
 ``loss_sum`` on batches of one example each, all in the same operators. The gradient of their sum is
 one backward pass; a device's own gradient is the gradient of the sum over its examples.
 """

@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from headwater.client.trainer.trainer import Trainer
+from headwater.common.additivity.survey import look_over
+from headwater.common.additivity.trial_state import as_it_was
 from headwater.common.data.example_faults import ExampleFault, own_position
-from headwater.common.data.survey import look_over
-from headwater.common.data.trial_state import as_it_was
 from headwater.common.errors import HeadwaterError, NoFiniteExample, SettingsError, TaskFailed
 from headwater.common.wording import counted
 from headwater.simulation.fleet.identities import Identities

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import Dataset, TensorDataset
 
 from headwater.client.algorithms.run_trainer import run_trainer
-from headwater.common.data.trial_state import random_state
+from headwater.common.additivity.trial_state import random_state
 from headwater.common.run_scope import run_scope
 from headwater.common.settings.schema import Settings
 from headwater.common.settings.sources import load

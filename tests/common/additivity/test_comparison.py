@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
-from headwater.common.data.additivity import Comparison
-from headwater.common.data.example_cache import ExampleCache
+from headwater.common.additivity.comparison import Comparison
+from headwater.common.additivity.example_cache import ExampleCache
+from headwater.common.additivity.single_examples import SingleExamples
 from headwater.common.errors import BuffersChanged, TaskFailed, TaskNotAdditive
 from headwater.common.task import Task
 from tests.additivity import check_additive
@@ -234,7 +235,7 @@ def test_a_half_that_raises_is_named_with_the_user_s_line() -> None:
         return squares(model, batch)
 
     task, data = Given(five), examples(10)
-    comparison = Comparison(task, task.new_model(), ExampleCache(task, data))
+    comparison = Comparison(SingleExamples(task, task.new_model(), ExampleCache(task, data)))
     with pytest.raises(TaskFailed, match="5 examples that work one by one fail") as caught:
         comparison.compare_halves(ExampleCache(task, data), range(10))
     assert 'raise ValueError("not five")' in caught.value.message

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from headwater.common.data.additivity import NUM_COMPARED
-from headwater.common.data.example_cache import same
+from headwater.common.additivity.example_cache import same
+from headwater.common.additivity.single_examples import NUM_COMPARED
 from headwater.common.errors import TaskFailed, TaskNotAdditive
 from headwater.common.model.parameters import build_model
 from headwater.common.task import load_task

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from headwater.common.data.additivity import together_failed
-from headwater.common.data.example_cache import ExampleCache
+from headwater.common.additivity.comparison import together_failed
+from headwater.common.additivity.example_cache import ExampleCache
 from headwater.common.data.example_faults import ExampleFault, exception_fault, loss_fault
 from headwater.common.errors import HeadwaterError
 from headwater.common.task import Examples, Task, loss_sum

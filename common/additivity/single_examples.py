@@ -1,0 +1,174 @@
+"""The sums of single examples, and the sum of their gradients in the parameters' ``grad``.
+
+Examples that raise or give a NaN are skipped, as they are in training.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headwater.common.additivity.example_cache import ExampleCache
+from headwater.common.additivity.sums import Sums
+from headwater.common.additivity.trial_state import (
+    as_it_was,
+    gradient_norm,
+    random_state,
+    zero_gradients,
+)
+from headwater.common.data.example_faults import ExampleFault, exception_fault, loss_fault
+from headwater.common.errors import BuffersChanged, HeadwaterError, TaskError, TaskNotAdditive
+from headwater.common.task import Examples, Task, loss_sum, max_weight_per_example
+from headwater.common.user_code import is_allocation_failure
+
+NUM_COMPARED, NUM_TRIED = 4, 16
+
+GRADIENT_FAULT = ExampleFault("its gradient is NaN or infinite, though its loss is finite")
+
+MayTrainOn = Callable[[int], bool]
+"""Returns whether a batch of so many examples may be trained on, after one example was."""
+
+
+def usable(task: Task, model: nn.Module, examples: Examples) -> list[int]:
+    """Return up to four of the first sixteen positions that give a finite loss and gradient."""
+    with as_it_was(model):
+        singles = SingleExamples(task, model, ExampleCache(task, examples))
+        singles.add(range(min(NUM_TRIED, len(examples))), lambda _: True)
+    return list(singles.sums)
+
+
+class SingleExamples:
+    """Trains on examples one by one.
+
+    A model that draws random numbers in training (dropout) is switched to evaluation mode, because
+    its draws differ from call to call.
+    """
+
+    def __init__(self, task: Task, model: nn.Module, cache: ExampleCache) -> None:
+        """Take the model in training mode; its gradients, if it has any, are set to zero."""
+        self.sums: dict[int, Sums] = {}
+        """The sums of each example that could be trained on, whose gradients are in ``grad``."""
+        self.norms: list[float] = []
+        """The norm of the gradients after each example that was added."""
+        self.faults: dict[int, ExampleFault] = {}
+        self.is_random = False
+        """Whether the loss draws random numbers in evaluation mode too."""
+        self.task, self.model, self.cache = task, model, cache
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        zero_gradients(self._parameters)
+
+    @property
+    def gradient_norm(self) -> float:
+        """The norm of what is in ``grad`` now."""
+        return gradient_norm(self._parameters)
+
+    def add(self, positions: Iterable[int], may_add: MayTrainOn) -> None:
+        """Add the gradients of single examples that work: two, or four if so many may be added.
+
+        Raises:
+            MemoryError: an allocation failed.
+            TaskNotAdditive: an example weighs more than the task's ``max_weight_per_example``.
+            TaskError, BuffersChanged: a metric is not finite; the forward pass changed a buffer.
+        """
+        bound = max_weight_per_example(self.task)
+        for position in positions:
+            sums = self._single(position)
+            if sums is None:
+                continue
+            if sums.weight > bound:
+                raise TaskNotAdditive(
+                    f"example {position} weighs {sums.weight}, more than the task's "
+                    f"max_weight_per_example of {bound}",
+                    remedy="set max_weight_per_example to the most tokens that one example can "
+                    "have",
+                )
+            num_next = len(self.sums) + 1
+            if num_next > NUM_COMPARED or (num_next > 2 and not may_add(num_next)):
+                return
+
+    def _single(self, position: int) -> Sums | None:
+        """Add one example's gradient; None if it has a fault."""
+        if position in self.sums:
+            return self.sums[position]
+        try:
+            batch = self.cache.batch([position])
+            before = random_state()
+            sums = self.backward(batch, sign=1.0)
+            if random_state() != before and self.model.training and not self.is_random:
+                self._switch_mode(position)
+                self.restart()
+                sums = self.backward(self.cache.batch([position]), sign=1.0)
+            fault = None if math.isfinite(sums.loss) else loss_fault(self.cache.batch([position]))
+        except (HeadwaterError, MemoryError):
+            raise
+        except Exception as error:
+            if is_allocation_failure(error):
+                raise MemoryError(str(error)) from error
+            fault = exception_fault(error)
+        norm = self.gradient_norm
+        if fault is None and not math.isfinite(norm):
+            fault = GRADIENT_FAULT
+        if fault is not None:
+            self.faults[position] = fault
+            self.restart()
+            return None
+        self.sums[position] = sums
+        self.norms.append(norm)
+        return sums
+
+    def _switch_mode(self, position: int) -> None:
+        """Switch to evaluation mode, as the model draws random numbers in training."""
+        self.model.eval()
+        if self._draws([position]):
+            self.model.train()
+            self.is_random = True
+
+    def _draws(self, positions: Sequence[int]) -> bool:
+        """Return whether a forward pass draws random numbers from a generator of the process."""
+        batch, before = self.cache.batch(positions), random_state()
+        self.forward(batch)
+        return random_state() != before
+
+    def restart(self) -> None:
+        """Add the gradients again, without those of an example that failed half-way."""
+        zero_gradients(self._parameters)
+        self.norms = []
+        for position in self.sums:
+            self.sums[position] = self.backward(self.cache.batch([position]), sign=1.0)
+            self.norms.append(self.gradient_norm)
+
+    def forward(self, batch: Any) -> Sums:
+        """Return the sums of a batch, without gradients."""
+        with torch.no_grad():
+            return self._sums(batch)[1]
+
+    def backward(self, batch: Any, *, sign: float) -> Sums:
+        """Add the gradient of a batch times ``sign``; nothing is added if its loss is not finite.
+
+        Raises:
+            BuffersChanged: the forward pass changed a buffer.
+        """
+        before = [(name, buffer, buffer._version) for name, buffer in self.model.named_buffers()]
+        loss, sums = self._sums(batch)
+        now = dict(self.model.named_buffers())
+        for name, buffer, version in before:
+            if now.get(name) is not buffer or buffer._version != version:
+                raise BuffersChanged(f"a forward pass in training changed the buffer {name}")
+        if math.isfinite(sums.loss):
+            (loss if sign == 1 else loss * sign).backward()  # type: ignore[no-untyped-call]
+        return sums
+
+    def _sums(self, batch: Any) -> tuple[Tensor, Sums]:
+        loss, weight, metrics = loss_sum(self.task, self.model, batch)
+        sums = Sums(loss.item(), weight, metrics)
+        for name, value in metrics.items():
+            if math.isfinite(sums.loss) and not math.isfinite(value):
+                raise TaskError(
+                    f"loss_sum returned {value} as the sum of the metric {name}",
+                    remedy="return sums of finite numbers as metrics",
+                )
+        return loss, sums
