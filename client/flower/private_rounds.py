@@ -1,8 +1,8 @@
 """Writes down what a device's private updates cost, at the points of a round where it is known.
 
 A plain update counts when it is about to leave, each time. A masked one counts when it is about to
-be masked, as if as few devices added noise as the device accepts. When the server asks the device to
-help to open the sum, it knows how many did.
+be masked, as if as few devices added noise as the device accepts. When the server asks the device
+to help to open the sum, it knows how many did.
 """
 
 from __future__ import annotations
