@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from headwater.client.api import take_part
     from headwater.client.flower.gradient_sum import GradientSum
     from headwater.common.errors import HeadwaterError
+    from headwater.common.model.chunked_cross_entropy import chunked_cross_entropy
     from headwater.common.model.trained_model import load_model
     from headwater.server.api import serve
     from headwater.server.flower.sum_of_gradients import SumOfGradients
@@ -32,6 +33,7 @@ __all__ = [
     "Run",
     "SumOfGradients",
     "__version__",
+    "chunked_cross_entropy",
     "load_model",
     "serve",
     "simulate",
@@ -43,6 +45,7 @@ _MODULES = {
     "HeadwaterError": "headwater.common.errors",
     "Run": "headwater.server.run_result",
     "SumOfGradients": "headwater.server.flower.sum_of_gradients",
+    "chunked_cross_entropy": "headwater.common.model.chunked_cross_entropy",
     "load_model": "headwater.common.model.trained_model",
     "serve": "headwater.server.api",
     "simulate": "headwater.simulation.api",

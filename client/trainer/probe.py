@@ -39,6 +39,7 @@ from headwater.client.training.context import TrainingContext
 from headwater.common.additivity.single_examples import usable
 from headwater.common.data.batches import batch_of
 from headwater.common.errors import HeadwaterError, OutOfMemory, TaskFailed
+from headwater.common.model.chunked_cross_entropy import adding_in_place
 from headwater.common.system.heap import release_freed_memory
 from headwater.common.task import loss_sum
 from headwater.common.user_code import described, is_allocation_failure
@@ -241,7 +242,8 @@ class ExampleProbe:
         try:
             batch = batch_of(self.task, self.examples, positions)
             loss, _, _ = loss_sum(self.task, self.image.model, batch)
-            loss.backward()  # type: ignore[no-untyped-call]
+            with adding_in_place():
+                loss.backward()  # type: ignore[no-untyped-call]
         except HeadwaterError:
             raise
         except Exception as error:

@@ -22,6 +22,7 @@ from headwater.client.training.sampler import Window, seed_of
 from headwater.common.data.example_faults import ExampleFault, exception_fault, loss_fault
 from headwater.common.errors import HeadwaterError, TaskError
 from headwater.common.messages import Plan, Step
+from headwater.common.model.chunked_cross_entropy import adding_in_place
 from headwater.common.task import Metrics, loss_sum
 from headwater.common.user_code import described, is_allocation_failure
 
@@ -152,10 +153,11 @@ def backward(loss: Tensor) -> None:
     engine = _autograd_engine()
     try:
         # A Tensor subclass may define its own backward; other dtypes need a gradient of that dtype.
-        if engine is None or type(loss) is not Tensor or loss.dtype is not torch.float32:
-            loss.backward()  # type: ignore[no-untyped-call]
-        else:
-            _run_engine(engine, loss)
+        with adding_in_place():
+            if engine is None or type(loss) is not Tensor or loss.dtype is not torch.float32:
+                loss.backward()  # type: ignore[no-untyped-call]
+            else:
+                _run_engine(engine, loss)
     except (HeadwaterError, MemoryError):
         raise
     except Exception as error:

@@ -22,6 +22,7 @@ from headwater.common.additivity.trial_state import (
 )
 from headwater.common.data.example_faults import ExampleFault, exception_fault, loss_fault
 from headwater.common.errors import BuffersChanged, HeadwaterError, TaskError, TaskNotAdditive
+from headwater.common.model.chunked_cross_entropy import adding_in_place
 from headwater.common.task import Examples, Task, loss_sum, max_weight_per_example
 from headwater.common.user_code import is_allocation_failure
 
@@ -159,7 +160,8 @@ class SingleExamples:
             if now.get(name) is not buffer or buffer._version != version:
                 raise BuffersChanged(f"a forward pass in training changed the buffer {name}")
         if math.isfinite(sums.loss):
-            (loss if sign == 1 else loss * sign).backward()  # type: ignore[no-untyped-call]
+            with adding_in_place():
+                (loss if sign == 1 else loss * sign).backward()  # type: ignore[no-untyped-call]
         return sums
 
     def _sums(self, batch: Any) -> tuple[Tensor, Sums]:

@@ -1,0 +1,147 @@
+"""Losses and gradients of a linear head over a vocabulary, one chunk of words after another.
+
+The forward pass adds up the exponentials of each chunk's logits (Milakov and Gimelshein 2018,
+"Online normalizer calculation for softmax"). The backward pass computes the logits again, and from
+them each chunk's part of the gradients.
+
+Legend: N tokens, M tokens that are not ignored, D features, V words of the vocabulary, C words of a
+chunk.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# With fewer words in a chunk the calls take longer than the products. 64 logits of a token take no
+# more memory than its hidden state does, if that has 64 features or more.
+MIN_WORDS = 64
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeadOptions:
+    """The ignored target, the most bytes of a chunk's logits, and autocast's dtype if it is on."""
+
+    ignore_index: int
+    chunk_bytes: int
+    autocast: torch.dtype | None
+
+
+class VocabularyHead:
+    """The logits of the tokens that are not ignored."""
+
+    def __init__(
+        self,
+        hidden_ND: Tensor,
+        weight_VD: Tensor,
+        bias_V: Tensor | None,
+        targets_N: Tensor,
+        options: HeadOptions,
+    ) -> None:
+        """Raise ``IndexError`` if a target is neither a word nor ignored."""
+        given = (hidden_ND, weight_VD, *(() if bias_V is None else (bias_V,)))
+        is_double = any(tensor.dtype == torch.float64 for tensor in given)
+        self.sum_dtype = torch.float64 if is_double else torch.float32
+        self._product_dtype = (
+            self.sum_dtype if is_double or options.autocast is None else options.autocast
+        )
+        self._rows_M = (targets_N != options.ignore_index).nonzero()[:, 0]
+        is_whole = len(self._rows_M) == len(targets_N)
+        self._targets_M = targets_N if is_whole else targets_N[self._rows_M]
+        hidden_MD = hidden_ND if is_whole else hidden_ND[self._rows_M]
+        self._hidden_MD = hidden_MD.to(self._product_dtype)
+        self._hidden_ND, self._weight_VD, self._bias_V = hidden_ND, weight_VD, bias_V
+        num_words = len(weight_VD)
+        wrong = self._targets_M[(self._targets_M < 0) | (self._targets_M >= num_words)]
+        if len(wrong):
+            raise IndexError(
+                f"expected targets of 0 to {num_words - 1}, or {options.ignore_index} for tokens "
+                f"to ignore, found {int(wrong[0])}"
+            )
+        bytes_a_word = self.sum_dtype.itemsize * max(len(self._rows_M), 1)
+        num_chunks = -(-num_words // max(options.chunk_bytes // bytes_a_word, MIN_WORDS))
+        size = -(-num_words // max(num_chunks, 1))  # all alike, the last one shorter by a few
+        self._chunks = [slice(at, min(at + size, num_words)) for at in range(0, num_words, size)]
+
+    def losses(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return each token's loss [N], the logarithms of its exponentials' sum [N], last logits.
+
+        The last chunk's logits [M, C] spare ``gradients`` to compute them again.
+        """
+        log_sums_M = torch.full((len(self._rows_M),), -torch.inf, dtype=self.sum_dtype)
+        picked_M = torch.zeros_like(log_sums_M)
+        logits_MC = picked_M[:0, None]
+        for chunk in self._chunks:
+            del logits_MC  # before the next chunk's are made
+            logits_MC = self._logits(chunk)
+            log_sums_M = torch.logaddexp(log_sums_M, logits_MC.logsumexp(1))
+            tokens, places = self._targets(chunk)
+            picked_M[tokens] = logits_MC[tokens, places]
+        losses_N = torch.zeros(len(self._hidden_ND), dtype=self.sum_dtype)
+        log_sums_N = torch.zeros_like(losses_N)
+        losses_N[self._rows_M] = log_sums_M - picked_M
+        log_sums_N[self._rows_M] = log_sums_M
+        return losses_N, log_sums_N, logits_MC
+
+    def gradients(
+        self,
+        grads_N: Tensor,
+        log_sums_N: Tensor,
+        last_MC: Tensor,
+        needs: tuple[bool, bool, bool],
+        into_VD: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients of hidden state, weight and bias; empty ones where not needed.
+
+        Takes the gradients of the losses, and what ``losses`` returned. ``into_VD``, if given, is
+        what the weight's gradient is added to, and is returned.
+        """
+        log_sums_M1, grads_M1 = log_sums_N[self._rows_M, None], grads_N[self._rows_M, None]
+        hidden_MD = torch.zeros(self._hidden_MD.shape, dtype=self.sum_dtype)
+        grad_VD = self._weight_VD.new_zeros(self._weight_VD.shape if needs[1] else 0)
+        grad_VD = grad_VD if into_VD is None else into_VD
+        grad_V = self._weight_VD.new_zeros(len(self._weight_VD) if needs[2] else 0)
+        for chunk in reversed(self._chunks):
+            size = len(self._rows_M), chunk.stop - chunk.start
+            if chunk is self._chunks[-1] and last_MC.shape == size:
+                grad_MC = last_MC - log_sums_M1
+            else:
+                grad_MC = self._logits(chunk).sub_(log_sums_M1)
+            tokens, places = self._targets(chunk)
+            grad_MC.exp_()[tokens, places] -= 1
+            grad_MC.mul_(grads_M1)
+            if needs[2]:
+                grad_V[chunk] = grad_MC.sum(0)
+            grad_MC = grad_MC.to(self._product_dtype)
+            if needs[0]:
+                _add_product(hidden_MD, grad_MC, self._weight(chunk))
+            if needs[1]:
+                _add_product(grad_VD[chunk], grad_MC.t(), self._hidden_MD)
+            del grad_MC  # before the next chunk's is made
+        grad_ND = self._hidden_ND.new_zeros(self._hidden_ND.shape if needs[0] else 0)
+        if needs[0]:
+            grad_ND[self._rows_M] = hidden_MD.to(grad_ND.dtype)
+        return grad_ND, grad_VD, grad_V
+
+    def _weight(self, chunk: slice) -> Tensor:
+        return self._weight_VD[chunk].to(self._product_dtype)
+
+    def _logits(self, chunk: slice) -> Tensor:
+        """Return new logits [M, C], in the dtype of the sums."""
+        logits_MC = (self._hidden_MD @ self._weight(chunk).t()).to(self.sum_dtype)
+        return logits_MC if self._bias_V is None else logits_MC.add_(self._bias_V[chunk])
+
+    def _targets(self, chunk: slice) -> tuple[Tensor, Tensor]:
+        """Return the tokens whose target is in the chunk, and its place there."""
+        is_here = (self._targets_M >= chunk.start) & (self._targets_M < chunk.stop)
+        tokens = is_here.nonzero()[:, 0]
+        return tokens, self._targets_M[tokens] - chunk.start
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    else:
+        total += left @ right
