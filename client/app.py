@@ -31,6 +31,7 @@ from headwater.client.secagg.plan_policy import check_plan
 from headwater.client.secagg.prepare import check_masking, floor_of
 from headwater.client.secagg.types import SessionRecord
 from headwater.client.training.context import HardwareOf
+from headwater.client.training.example_unit import check_example_unit
 from headwater.common.errors import CorruptUpdate, EmptyUpdate, HeadwaterError
 from headwater.common.flower import records
 from headwater.common.messages import DescribeRequest, DeviceReport, Plan, UpdateReport
@@ -105,6 +106,9 @@ def _train(request: DeviceRequest) -> RecordDict:
     if plan.is_masked:
         check_plan(plan, secure, name=identity.name, told_examples=told_examples(request, plan))
     check_budget(plan, request.settings.privacy, name=identity.name, spent=request.spent)
+    if plan.is_private_by_example:
+        has_local = request.local_store is not None
+        check_example_unit(plan, request.sampler, name=identity.name, has_local=has_local)
     if plan.is_masked:
         trainer.examples(identity)  # checks the task, not under a model of the server's choice
         _load_model(request, plan)

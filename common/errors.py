@@ -268,6 +268,12 @@ class JoinTokenUsed(DeviceRefused):
 class PrivacyRequired(DeviceRefused):
     """The device's owner allows only rounds with noise, and the server plans one without."""
     remedy = "start the server with --privacy-epsilon, or this device without --privacy-budget"
+class ExamplesForgotten(DeviceRefused):
+    """The device no longer knows which of its examples the run has used."""
+    remedy = (
+        "restore the device's state folder from a backup; without it no epsilon bounds what the "
+        "run shows of an example that is used again"
+    )
 class PrivacyBudgetSpent(DeviceRefused):
     """One more update would spend more privacy than the device's owner allows."""
     is_private = True  # the message says what the device has spent, also with other servers

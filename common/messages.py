@@ -122,7 +122,9 @@ class Plan(WireMessage):
         False, description="answer ReadyReport, keep the update, and wait for a secure session"
     )
     privacy: PrivacyTerms | None = Field(
-        None, description="clip the update, and report nothing else that depends on the data"
+        None,
+        description="clip the update, or each example's gradient, and report nothing else that "
+        "depends on the data",
     )
     reason: Annotated[str, Field(max_length=320)] = "as set"
 
@@ -130,6 +132,11 @@ class Plan(WireMessage):
     def accumulation_steps(self) -> int:
         """K = ceil(quota / micro_batch_size)."""
         return -(-self.quota // self.micro_batch_size)
+
+    @property
+    def is_private_by_example(self) -> bool:
+        """Whether each example's gradient is clipped by itself before it is added."""
+        return self.privacy is not None and self.privacy.unit == "example"
 
     @property
     def min_examples(self) -> int:

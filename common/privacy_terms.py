@@ -1,17 +1,21 @@
 """The terms of a private round, the same for all its devices (docs/privacy.md).
 
 Each device's vector is clipped to an L2 norm of at most ``norm_bound``, and the sum gets noise with
-a standard deviation of ``noise_multiplier`` times that bound in each coordinate.
+a standard deviation of ``noise_multiplier`` times that bound in each coordinate. If the unit of
+privacy is an example, each example's gradient is clipped to ``example_bound`` before it is added,
+and the noise is that multiple of this bound instead.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 Bound = Annotated[float, Field(gt=0, le=1e30, allow_inf_nan=False)]
+Unit = Literal["device", "example"]
 Multiplier = Annotated[float, Field(ge=0.01, le=1e6, allow_inf_nan=False)]
 
 
@@ -27,17 +31,42 @@ class PrivacyTerms:
     noise_multiplier: Multiplier
     min_survivors: Annotated[float, Field(gt=0, le=1)] = 1.0
     corrupted: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    example_bound: Bound | None = None
+    """The L2 norm of an example's gradient; None if the unit is the device."""
+
+    @property
+    def unit(self) -> Unit:
+        """What one unit of the promise is: a device's whole part, or one example."""
+        return "device" if self.example_bound is None else "example"
+
+    @property
+    def unit_bound(self) -> float:
+        """The L2 norm of what one unit adds to a device's vector, before any rounding."""
+        return self.norm_bound if self.example_bound is None else self.example_bound
+
+    @property
+    def max_examples(self) -> int:
+        """The most examples of a device whose clipped gradients ``norm_bound`` holds."""
+        assert self.example_bound is not None
+        return math.floor(self.norm_bound / self.example_bound)
 
     @property
     def text(self) -> str:
         """All fields, exactly: equal terms have equal texts."""
         numbers = (self.norm_bound, self.noise_multiplier, self.min_survivors, self.corrupted)
-        return " ".join(float(number).hex() for number in numbers)
+        unit = "" if self.example_bound is None else f" example {float(self.example_bound).hex()}"
+        return " ".join(float(number).hex() for number in numbers) + unit
 
     @property
     def rho(self) -> float:
-        """What one sum with this noise costs a device, as zCDP."""
+        """What one sum with this noise costs one unit that adds to it, as zCDP."""
         return rho_of(self.noise_multiplier)
+
+    @property
+    def device_rho(self) -> float:
+        """What one sum with this noise costs a device as a whole, as zCDP."""
+        ratio = self.norm_bound / self.unit_bound
+        return self.rho * ratio * ratio
 
 
 def rho_of(noise_multiplier: float) -> float:

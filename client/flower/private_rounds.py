@@ -25,7 +25,7 @@ def spend(request: DeviceRequest, terms: PrivacyTerms, *, update_id: str | None 
     """
     chosen, spent = request.settings.privacy, request.spent
     if spent is not None:
-        spent.spend(terms.rho, update_id=update_id, limit=chosen.budget, delta=chosen.delta)
+        spent.spend(terms.device_rho, update_id=update_id, limit=chosen.budget, delta=chosen.delta)
 
 
 def correct_spent(request: DeviceRequest, session: SecureSession, unmask: UnmaskRequest) -> None:

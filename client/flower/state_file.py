@@ -42,6 +42,7 @@ def read_sampler(plain: Plain | None) -> SamplerState:
         place=_read_place(plain["place"]),
         pending_round=plain["pending_round"],
         pending_place=_read_place(plain["pending_place"]),
+        settled_round=plain.get("settled_round"),  # a file of an earlier version has none
     )
 
 

@@ -168,7 +168,7 @@ def check_budget(
         raise PrivacyRequired(f"{name}: the server plans a round without noise")
     if spent is None:
         raise StateError(f"{name}: a privacy budget needs a device that keeps files")
-    check_limit(spent.read().rho + plan.privacy.rho, limit=chosen.budget, delta=chosen.delta)
+    check_limit(spent.read().rho + plan.privacy.device_rho, limit=chosen.budget, delta=chosen.delta)
 
 
 def check_test(chosen: PrivacySettings, *, name: str) -> None:

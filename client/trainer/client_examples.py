@@ -76,6 +76,9 @@ class ClientExamples:
             CountOutOfRange: the plan asks for more examples than a device can list.
         """
         examples, _ = self.split(identity, run_seed=plan.run_seed, fraction=plan.held_out_fraction)
+        quota, num_more = plan.quota, plan.max_examples - plan.quota
+        if plan.is_private_by_example:  # each example counts once in a window, at most
+            quota, num_more = min(quota, len(examples)), 0
         if plan.quota > max(len(examples), MAX_REPEATED):
             raise CountOutOfRange(
                 f"{identity.name}, round {plan.round}: the plan asks for {plan.quota:,} examples, "
@@ -84,8 +87,8 @@ class ClientExamples:
             )
         return examples, window(
             sampler.place,
-            quota=plan.quota,
-            num_more=plan.max_examples - plan.quota,
+            quota=quota,
+            num_more=num_more,
             run_seed=plan.run_seed if order_seed is None else order_seed,
             name=identity.name,
             num_examples=len(examples),

@@ -313,7 +313,9 @@ class Trainer:
             raise
         if store is not None:
             store.write(local.pend(plan.round, local_sum.local_L), self.image.layout)
-        num_passed = len(whole.positions) if left_out else local_sum.num_used
+        # The server counts on it that a window's examples come again only in the next epoch.
+        is_whole = bool(left_out) or plan.is_private_by_example
+        num_passed = len(whole.positions) if is_whole else local_sum.num_used
         return update, sampler.pend(plan.round, whole.after(num_passed))
 
     def sum(

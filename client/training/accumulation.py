@@ -79,7 +79,9 @@ class WindowSum:
         """Add the totals of a micro-batch whose gradients are in the vector."""
         self.loss_sum += result.loss_sum
         self.weight += result.step.weight
-        self.num_examples += len(positions)
+        self.num_examples += len(positions) - len(result.faults)
+        self.refused += result.faults
+        self.faults |= result.faults
         for name, value in result.metric_sums.items():
             self.metric_sums[name] = self.metric_sums.get(name, 0.0) + value
         self.done.append(positions)

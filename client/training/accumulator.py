@@ -7,7 +7,8 @@ copy, no optimizer and no division: after the last backward pass the vector is t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -30,14 +31,8 @@ class Accumulator:
         self.values_P, self.local_L = self.memory[:num_shared], self.memory[num_shared:]
         self._chunks = torch.split(self.values_P, CHUNK)
         self._parameters = [*image.trainable(), *image.local()]
-        sizes = [parameter.numel() for parameter in self._parameters]
-        self._views = [
-            part.view(parameter.shape)
-            for parameter, part in zip(
-                self._parameters, torch.split(self.memory, sizes), strict=True
-            )
-        ]
-        self._addresses = [view.data_ptr() for view in self._views]
+        self._apart: Tensor | None = None
+        self._use(self.memory)
         self._move_out: Callable[[], None] | None = None
         self.zero()
 
@@ -54,8 +49,43 @@ class Accumulator:
     def zero(self) -> None:
         """Set the vector to zero and make its slices the parameters' gradients."""
         self.memory.zero_()
+        self._set_gradients()
+
+    def _use(self, memory: Tensor) -> None:
+        """Make the slices of a vector the parameters' gradients."""
+        sizes = [parameter.numel() for parameter in self._parameters]
+        parts = torch.split(memory, sizes)
+        self._views = [
+            part.view(parameter.shape)
+            for parameter, part in zip(self._parameters, parts, strict=True)
+        ]
+        self._addresses = [view.data_ptr() for view in self._views]
+        self._set_gradients()
+
+    def _set_gradients(self) -> None:
         for parameter, view in zip(self._parameters, self._views, strict=True):
             parameter.grad = view
+
+    @contextmanager
+    def apart(self) -> Iterator[Tensor]:
+        """Collect gradients in another vector, of zeros at first, until the block ends.
+
+        ``memory`` stays as it is. The vector is allocated at the first use, and stays.
+
+        Raises:
+            TaskError: see ``check_views``; at the end.
+        """
+        if self._apart is None:
+            self._apart = torch.zeros_like(self.memory)
+        own = self._views, self._addresses
+        try:
+            self._use(self._apart)
+            self._apart.zero_()
+            yield self._apart
+            self.check_views()
+        finally:
+            self._views, self._addresses = own
+            self._set_gradients()
 
     def gradient_norm(self) -> float:
         """Return the Euclidean norm of ``values_P``; it is finite if and only if ``memory`` is.

@@ -11,7 +11,7 @@ import functools
 import logging
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -43,6 +43,8 @@ class MicroBatchResult:
     loss_sum: float
     metric_sums: Metrics
     step: Step
+    faults: dict[int, ExampleFault] = field(default_factory=dict)
+    """The examples that added nothing; none, unless each is clipped by itself."""
 
 
 class NonFiniteLoss(Exception):

@@ -21,7 +21,9 @@ import torch
 from torch import Tensor
 
 from headwater.client.training.accumulation import WindowSum, sum_window
+from headwater.client.training.clipped_examples import add_clipped_examples
 from headwater.client.training.context import TrainingContext
+from headwater.client.training.gradient_pass import add_micro_batch
 from headwater.client.training.sampler import Window, split
 from headwater.client.training.spool import Spool
 from headwater.client.training.stop_rules import StopRules
@@ -94,9 +96,10 @@ class LocalWork:
         """Sum the gradients of all examples; return the sum [P], in the accumulator's memory."""
         self._take()
         plan, window, context = self._plan, self._window, self._context
+        add = add_clipped_examples if plan.is_private_by_example else add_micro_batch
         if self._spool is None:
             rules = StopRules(plan, context, self.start_seconds)
-            self.total = sum_window(plan, window, context, rules)
+            self.total = sum_window(plan, window, context, rules, add=add)
             self._step_local(self.total.weight)
             return context.accumulator.values_P
         spooled = self._spool.open(plan, window, context, self.start_seconds)
@@ -104,7 +107,7 @@ class LocalWork:
         self.start_seconds = spooled.start_seconds
         rules = StopRules(plan, context, self.start_seconds)
         self.total = sum_window(
-            plan, window, context, rules, resumed=resumed, after_each=spooled.save
+            plan, window, context, rules, resumed=resumed, after_each=spooled.save, add=add
         )
         self._step_local(self.total.weight)
         return context.accumulator.values_P

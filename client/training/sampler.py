@@ -73,19 +73,28 @@ class SamplerState:
     place: SamplerPosition = SamplerPosition()
     pending_round: int | None = None
     pending_place: SamplerPosition = SamplerPosition()
+    settled_round: int | None = None
+    """The last round that was pending and counted; None before the first."""
 
     def settle(self, counted_round: int | None) -> SamplerState:
         """Move to the pending position if its round was counted; drop it otherwise."""
-        counted = self.pending_round is not None and self.pending_round == counted_round
-        return SamplerState(place=self.pending_place if counted else self.place)
+        if self.pending_round is not None and self.pending_round == counted_round:
+            return SamplerState(place=self.pending_place, settled_round=counted_round)
+        return SamplerState(place=self.place, settled_round=self.settled_round)
+
+    def knows(self, counted_round: int | None) -> bool:
+        """Return whether the position is after the examples of the last counted round."""
+        return counted_round in (None, self.pending_round, self.settled_round)
 
     def pend(self, round_number: int, place: SamplerPosition) -> SamplerState:
         """Set the position to move to if ``round_number`` counts."""
-        return SamplerState(place=self.place, pending_round=round_number, pending_place=place)
+        return replace(self, pending_round=round_number, pending_place=place)
 
     def passed(self) -> SamplerState:
         """Move to the pending position in any case: its examples must not be used again."""
-        return self if self.pending_round is None else SamplerState(place=self.pending_place)
+        if self.pending_round is None:
+            return self
+        return SamplerState(place=self.pending_place, settled_round=self.settled_round)
 
 
 class ExampleOrder(NamedTuple):

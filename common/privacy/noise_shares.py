@@ -7,6 +7,12 @@ A clipped vector v, |v| <= B, becomes the integers nearest to v 2^f, whose L2 no
 the sensitivity: replacing one device's vector by zero changes the integers' sum by at most D. With
 noise of s = z D in the sum it is zCDP with rho = 1 / (2 z^2).
 
+If the unit is an example, a device adds n gradients of |g| <= b in float32. Replacing one by zero
+changes the true sum by at most b. Each of the n sums on the way, of a norm of at most k b, is
+rounded by up to 2^-24 of it, with the example and without; and so are both vectors, to integers:
+
+    D = b (1 + 2^-24 n (n + 1)) 2^f + sqrt(P).
+
 * In a plain round the server adds all of it.
 * Under masks each device adds its share, s_i = ceil(z D / sqrt(m)), where m is the number of honest
   devices among the fewest survivors that a session accepts. With more survivors there is more
@@ -38,6 +44,7 @@ from headwater.common.secagg.graph import ceil_fraction
 
 MIN_SHARE = 8
 WRAP_BITS = 40
+FLOAT32_ROUNDING = 2.0**-24
 CLIP_MARGIN = 1.03  # for rounding the vectors and the shares up; ``check_room`` checks the result
 PLAIN_BITS = 24
 """A plain sum is made in steps of which about 2^24 are the noise's standard deviation."""
@@ -67,8 +74,12 @@ def num_noisy(terms: PrivacyTerms, num_members: int) -> int:
 
 
 def sensitivity(terms: PrivacyTerms, *, scale_bits: int, num_values: int) -> float:
-    """Return D, the largest L2 norm of a device's integers, in steps of 2^-``scale_bits``."""
-    return math.ldexp(terms.norm_bound, scale_bits) + math.sqrt(num_values) / 2
+    """Return D, how far a unit moves a device's integers in L2, in steps of 2^-``scale_bits``."""
+    steps = math.ldexp(terms.unit_bound, scale_bits)
+    if terms.unit == "device":
+        return steps + math.sqrt(num_values) / 2
+    number = terms.max_examples
+    return steps * (1 + FLOAT32_ROUNDING * number * (number + 1)) + math.sqrt(num_values)
 
 
 def share_sigma(terms: PrivacyTerms, *, scale_bits: int, num_values: int, num_members: int) -> int:
@@ -89,7 +100,7 @@ def share_sigma(terms: PrivacyTerms, *, scale_bits: int, num_values: int, num_me
 
 def plain_scale_bits(terms: PrivacyTerms) -> int:
     """Return f of a plain sum with noise."""
-    return PLAIN_BITS - math.frexp(max(terms.noise_multiplier, 1.0) * terms.norm_bound)[1]
+    return PLAIN_BITS - math.frexp(max(terms.noise_multiplier, 1.0) * terms.unit_bound)[1]
 
 
 def plain_sigma(terms: PrivacyTerms, *, scale_bits: int, num_values: int) -> int:
@@ -129,8 +140,9 @@ def private_clip(
     """
     number, bound = len(planned_weights), terms.norm_bound
     variance = num_sums * _most_noise(terms, number)
-    spread = _tail(num_values) * terms.noise_multiplier * math.sqrt(variance)
-    per_weight = max(bound / min(planned_weights), bound * (number + spread) / sum(planned_weights))
+    noise = _tail(num_values) * terms.noise_multiplier * math.sqrt(variance)
+    largest = bound * number + sensitivity(terms, scale_bits=0, num_values=0) * noise
+    per_weight = max(bound / min(planned_weights), largest / sum(planned_weights))
     return CLIP_MARGIN * per_weight
 
 

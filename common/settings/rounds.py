@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import ValidationInfo, field_validator
 
+from headwater.common.privacy_terms import Unit
 from headwater.common.settings.fields import (
     Branch,
     Count,
@@ -146,7 +147,7 @@ class SecureSettings(Branch):
 
 
 class PrivacySettings(Branch):
-    """Differential privacy of each device's whole part (docs/privacy.md)."""
+    """Differential privacy of each device's whole part, or of each example (docs/privacy.md)."""
 
     epsilon: Epsilon | None = setting(
         None,
@@ -166,11 +167,21 @@ class PrivacySettings(Branch):
         "--privacy-noise-multiplier",
     )
     clip: Rate = setting(
-        1.0, "L2 norm to which a device's mean gradient is clipped", "--privacy-clip"
+        1.0,
+        "L2 norm to which a device's mean gradient is clipped, or an example's",
+        "--privacy-clip",
+    )
+    unit: Unit = setting(
+        "device",
+        "what the epsilon is for: a device's whole part; or each of its examples, whose gradients "
+        "are then clipped one by one, which takes longer",
+        "--privacy-unit",
+        on=ALL,
     )
     budget: Epsilon | None = setting(
         None,
-        "the most that this device spends over all its runs; it refuses rounds without noise",
+        "the most that this device spends over all its runs, for its --privacy-unit; it refuses "
+        "rounds without noise",
         "--privacy-budget",
         on=DEVICE,
     )

@@ -156,7 +156,8 @@ def _draw_left_out(axes: Any, rows: Sequence[Row]) -> None:
 def _draw_spent(axes: Any, rows: Sequence[Row]) -> None:
     epsilons = [math.nan if row.get("epsilon") is None else row["epsilon"] for row in rows]
     _plot(axes, _rounds(rows), epsilons, "epsilon")
-    axes.set(title=f"privacy spent, at delta {rows[-1].get('delta') or 0:g}")
+    unit = rows[-1].get("privacy_unit") or "device"
+    axes.set(title=f"privacy spent by each {unit}, at delta {rows[-1].get('delta') or 0:g}")
     axes.set_ylim(bottom=0)
     _by_round(axes)
 

@@ -185,7 +185,7 @@ def _round_metrics(row: RoundRow) -> Iterable[Metric]:
     if row.epsilon is None:
         yield _gauge("loss", "Training loss per unit of weight, of the last round", row.loss)
     else:
-        yield _gauge("privacy_epsilon", "Epsilon of all sums so far", row.epsilon)
+        yield _gauge("privacy_epsilon", f"Spent so far by each {row.privacy_unit}", row.epsilon)
     if ACCURACY in row.metrics:
         yield _gauge("accuracy", "On the server's test examples, 0 to 1", row.metrics[ACCURACY])
     yield _gauge("effective_batch_examples", "Examples in the last round", row.num_examples)

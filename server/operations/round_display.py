@@ -197,7 +197,9 @@ def brief_line(row: RoundRow) -> str:
 
 def spent(row: RoundRow) -> str:
     """Return the privacy spent so far; nothing in a run without noise."""
-    return "" if row.epsilon is None else f"epsilon {row.epsilon:.3g} at delta {row.delta:g}"
+    if row.epsilon is None:
+        return ""
+    return f"epsilon {row.epsilon:.3g} at delta {row.delta:g} for each {row.privacy_unit}"
 
 
 def left_out(row: RoundRow) -> str:

@@ -85,7 +85,11 @@ class RoundLog(Observer):
             ) from error
         if self._board is not None:
             scalars = {"learning_rate": row.learning_rate, **row.metrics}
-            scalars |= {"loss": row.loss} if row.epsilon is None else {"epsilon": row.epsilon}
+            scalars |= (
+                {"loss": row.loss}
+                if row.epsilon is None
+                else {f"epsilon_of_each_{row.privacy_unit}": row.epsilon}
+            )
             scalars |= {"effective_batch_size": row.weight, "seconds": row.seconds}
             scalars |= {
                 name: value

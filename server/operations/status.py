@@ -152,7 +152,10 @@ def as_table(status: dict[str, Any], folder: Path) -> RenderableType:
         if last["num_outliers"]:
             parts.append(f"{counted(last['num_outliers'], 'update')} of it beyond the norm")
     if spent is not None:
-        parts.append(f"privacy spent: epsilon {spent['epsilon']:.4g} at delta {spent['delta']:g}")
+        parts.append(
+            f"privacy spent: epsilon {spent['epsilon']:.4g} at delta {spent['delta']:g} for each "
+            f"{spent['unit']}"
+        )
     if status["history_failures"]:
         failures = counted(status["history_failures"], "write")
         parts.append(f"[bold red]{failures} of the history failed[/]")

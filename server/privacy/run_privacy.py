@@ -16,11 +16,12 @@ from headwater.common.errors import SettingsError
 from headwater.common.messages import Plan
 from headwater.common.privacy.discrete_gaussian import RandomBits, draw
 from headwater.common.privacy.noise_shares import (
+    FLOAT32_ROUNDING,
     opened_multiplier,
     plain_scale_bits,
     plain_sigma,
 )
-from headwater.common.privacy_terms import PrivacyTerms
+from headwater.common.privacy_terms import PrivacyTerms, Unit
 from headwater.common.settings.fields import split_criterion
 from headwater.common.settings.schema import PrivacySettings, Settings
 from headwater.server.aggregation.cohort_sum import CohortSum
@@ -66,6 +67,11 @@ class RunPrivacy:
     def delta(self) -> float:
         """The delta that the epsilon holds at."""
         return self._accountant.delta
+
+    @property
+    def unit(self) -> Unit:
+        """What the epsilon is for."""
+        return self._settings.privacy.unit
 
     @property
     def last_multiplier(self) -> float | None:
@@ -115,8 +121,14 @@ class RunPrivacy:
         is_masked = secure.aggregation != "off"
         round_number = next(iter(plans.values())).round
         largest = max(max_weight_per_example * plan.quota for plan in plans.values())
+        bound, example_bound = chosen.clip * largest, None
+        if chosen.unit == "example":
+            example_bound = chosen.clip * max_weight_per_example
+            # Sums of float32 round: none of so many clipped gradients may be cut again.
+            bound *= 1 + FLOAT32_ROUNDING * largest / max_weight_per_example
         terms = PrivacyTerms(
-            norm_bound=chosen.clip * largest,
+            norm_bound=bound,
+            example_bound=example_bound,
             noise_multiplier=self.noise_multiplier(round_number=round_number),
             min_survivors=secure.min_survivors if is_masked else 1.0,
             corrupted=secure.corrupted if is_masked else 0.0,
@@ -167,7 +179,13 @@ class RunPrivacy:
             events = [*events, (in_place_of, count - 1)]
         after = Accountant(self._accountant.delta, events)
         after.add(noise_multiplier)
-        write_events(self._settings.out, after.events, epsilon=after.epsilon, delta=after.delta)
+        write_events(
+            self._settings.out,
+            after.events,
+            epsilon=after.epsilon,
+            delta=after.delta,
+            unit=self.unit,
+        )
         self._accountant = after
 
 
@@ -188,6 +206,13 @@ def check_resumed(before: Mapping[str, Any], chosen: PrivacySettings) -> None:
     """
     keys = ("privacy.epsilon", "privacy.noise_multiplier")
     was_on = any(before.get(key) is not None for key in keys)
+    unit = before.get("privacy.unit", "device")
+    if chosen.is_on and was_on and unit != chosen.unit:
+        raise SettingsError(
+            f"the run has spent privacy for each {unit} so far, and would now count for each "
+            f"{chosen.unit}",
+            remedy=f"resume with --privacy-unit {unit}; or begin a new run: another --out",
+        )
     if chosen.is_on and not was_on:
         raise SettingsError(
             "the rounds of this run had no noise so far: no epsilon bounds what they have shown",
@@ -209,6 +234,7 @@ def check_settings(settings: Settings) -> None:
         SettingsError: it does; see docs/privacy.md.
     """
     plan, evaluation = settings.plan, settings.evaluation
+    is_by_example = settings.privacy.unit == "example"
     refused = {
         "the planner would choose quotas by what devices report of their data and speed: set "
         "--accumulation-steps": plan.accumulation_steps is None,
@@ -228,6 +254,14 @@ def check_settings(settings: Settings) -> None:
         "--aggregation": settings.aggregation.rule != "sum",
         "16 bits leave no room for the noise: leave out --ring-bits 16": (
             settings.secure.aggregation != "off" and settings.secure.ring_bits != 32
+        ),
+        "for each example, local steps would carry one example into the gradients of others: leave "
+        "out --local-steps": is_by_example and plan.local_steps > 1,
+        "for each example, a client algorithm would get sums without a bound for each example: "
+        "leave out --client-algorithm": is_by_example and settings.algorithm.label is not None,
+        "for each example, parameters that stay on a device would carry one example into the "
+        "gradients of others: leave out --local-parameters": (
+            is_by_example and settings.model.local_parameters is not None
         ),
     }
     for text, is_refused in refused.items():

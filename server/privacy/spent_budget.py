@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from headwater.common.errors import CheckpointCorrupt, StateError
+from headwater.common.privacy_terms import Unit
 from headwater.common.system.atomic_file import write_atomically
 from headwater.common.wording import counted
 
@@ -44,17 +45,23 @@ def read_events(folder: Path | None, *, num_rounds: int = 0) -> list[tuple[float
     return events
 
 
-def spent_in(folder: Path) -> dict[str, float] | None:
-    """Return the epsilon and delta in a folder's file, to show them; None if there is none."""
+def spent_in(folder: Path) -> dict[str, float | str] | None:
+    """Return epsilon, delta and their unit in a folder's file; None if there is none."""
     try:
         content = json.loads((folder / PRIVACY_FILE).read_text(encoding="utf-8"))
-        return {key: float(content[key]) for key in ("epsilon", "delta")}
+        figures = {key: float(content[key]) for key in ("epsilon", "delta")}
+        return {**figures, "unit": str(content.get("unit", "device"))}
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
 def write_events(
-    folder: Path | None, events: Sequence[tuple[float, int]], *, epsilon: float, delta: float
+    folder: Path | None,
+    events: Sequence[tuple[float, int]],
+    *,
+    epsilon: float,
+    delta: float,
+    unit: Unit,
 ) -> None:
     """Replace the file; nothing without a folder.
 
@@ -64,7 +71,7 @@ def write_events(
     if folder is None:
         return
     rows = [{"noise_multiplier": multiplier, "count": count} for multiplier, count in events]
-    content = {"epsilon": epsilon, "delta": delta, "sums": rows}
+    content = {"epsilon": epsilon, "delta": delta, "unit": unit, "sums": rows}
     try:
         write_atomically(folder / PRIVACY_FILE, json.dumps(content, indent=1).encode())
     except OSError as error:

@@ -72,6 +72,7 @@ def row_of_round(
         epsilon=None if spent is None else spent.epsilon,
         delta=None if spent is None else spent.delta,
         noise_multiplier=None if spent is None else spent.last_multiplier,
+        privacy_unit=None if spent is None else spent.unit,
     )
 
 

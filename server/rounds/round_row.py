@@ -12,6 +12,7 @@ from operator import attrgetter
 from typing import Any, overload
 
 from headwater.common.messages import Plan, ReadyReport, ReportFields
+from headwater.common.privacy_terms import Unit
 from headwater.common.stats.gradient_noise import estimates_after_steps
 from headwater.server.planning.target_batch import TargetBy
 
@@ -103,6 +104,7 @@ class RoundRow:
     epsilon: float | None = None
     delta: float | None = None
     noise_multiplier: float | None = None
+    privacy_unit: Unit | None = None
     # Clients that claimed more than was believed, and those that were left out.
     num_bounded: int = 0
     # Plain updates whose norm was beyond the limit: clipped, refused or kept, as set.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -94,24 +95,32 @@ def chi_square(noise: NDArray[np.int64], sigma: float, num_bins: int = 32) -> fl
 def test_the_noise_of_an_opened_sum_has_the_distribution_that_is_accounted_for(
     drops: dict[int, str | None], mode: str
 ) -> None:
-    cast, plan = cast_of(10, mode=mode), FaultPlan()
+    check_noise(TERMS, drops, mode)
+
+
+def test_noise_for_single_examples_has_the_distribution_that_is_accounted_for() -> None:
+    check_noise(replace(TERMS, example_bound=0.25), {1: "check_shares"}, "semi-honest")
+
+
+def check_noise(terms: PrivacyTerms, drops: dict[int, str | None], mode: str) -> None:
+    cast, plan = cast_of(10, mode=mode, terms=terms), FaultPlan()
     for number, after in drops.items():
         plan = plan.drop(client=name_of(number), after=after)
     opened = cast.play(plan).sum
     num_members = len(opened.survived) + len(opened.dropped)
     bits = opened.session.parameters.encoding.scale_bits
     figures = {"scale_bits": bits, "num_values": NUM_VALUES, "num_members": num_members}
-    sigma = share_sigma(TERMS, **figures)
+    sigma = share_sigma(terms, **figures)
     noise = noise_in(cast, opened)
     total = sigma * math.sqrt(len(opened.survived))
     freedom = 31
     assert chi_square(noise, total) < freedom + 5 * math.sqrt(2 * freedom)
     assert chi_square(noise, total * 1.05) > freedom + 5 * math.sqrt(2 * freedom)
     # One survivor is assumed to know its own share: what is counted is the rest.
-    counted = opened_multiplier(TERMS, **figures, num_survivors=len(opened.survived))
-    bound = sensitivity(TERMS, scale_bits=bits, num_values=NUM_VALUES)
+    counted = opened_multiplier(terms, **figures, num_survivors=len(opened.survived))
+    bound = sensitivity(terms, scale_bits=bits, num_values=NUM_VALUES)
     assert counted * bound == pytest.approx(sigma * math.sqrt(len(opened.survived) - 1))
-    assert counted >= TERMS.noise_multiplier
+    assert counted >= terms.noise_multiplier
 
 
 def test_the_numbers_of_a_private_session_hide_how_many_values_were_clipped() -> None:

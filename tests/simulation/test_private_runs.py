@@ -44,11 +44,15 @@ def rows_of(folder: Path, **changes: Any) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
+@pytest.mark.parametrize("unit", ["device", "example"])
 @pytest.mark.parametrize("mode", ["off", "semi-honest"])
 def test_a_private_run_writes_its_epsilon_and_nothing_of_the_training(
-    tmp_path: Path, mode: str
+    tmp_path: Path, mode: str, unit: str
 ) -> None:
-    rows = rows_of(tmp_path, **{"privacy.epsilon": 5.0, "secure.aggregation": mode})
+    rows = rows_of(
+        tmp_path,
+        **{"privacy.epsilon": 5.0, "privacy.unit": unit, "secure.aggregation": mode},
+    )
     epsilons = [row["epsilon"] for row in rows]
     assert epsilons == sorted(epsilons)
     assert 0 < epsilons[-1] <= 5.0
@@ -62,7 +66,9 @@ def test_a_private_run_writes_its_epsilon_and_nothing_of_the_training(
         assert row["num_examples"] == row["weight"] == 4 * 8
         assert row["num_examples_left_out"] == 0
         assert not row["num_clipped"]
-    assert json.loads((tmp_path / PRIVACY_FILE).read_text())["epsilon"] == epsilons[-1]
+        assert row["privacy_unit"] == unit
+    written = json.loads((tmp_path / PRIVACY_FILE).read_text())
+    assert (written["epsilon"], written["unit"]) == (epsilons[-1], unit)
     assert not list(tmp_path.rglob("*.privacy.json"))  # a simulated device keeps none
 
 
@@ -81,6 +87,11 @@ def test_a_resumed_run_goes_on_with_what_was_spent(tmp_path: Path) -> None:
     [
         ({}, {"privacy.epsilon": 2.0}, "had no noise so far"),
         ({"privacy.noise_multiplier": 3.0}, {}, "would have none"),
+        (
+            {"privacy.noise_multiplier": 3.0, "privacy.unit": "example"},
+            {"privacy.noise_multiplier": 3.0},
+            "for each example so far",
+        ),
     ],
 )
 def test_a_run_has_noise_in_all_rounds_or_in_none(

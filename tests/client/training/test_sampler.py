@@ -237,7 +237,7 @@ def test_an_aborted_round_gets_the_same_examples_again() -> None:
 def test_a_counted_round_advances_the_sampler() -> None:
     first = take(SamplerPosition(), 4, 10)
     walk = SamplerState().pend(7, first.after(4)).settle(7)
-    assert walk == SamplerState(place=SamplerPosition(epoch=0, offset=4))
+    assert walk == SamplerState(place=SamplerPosition(epoch=0, offset=4), settled_round=7)
 
 
 def test_an_older_counted_round_does_not_commit_a_later_pending_position() -> None:

@@ -132,3 +132,37 @@ def test_a_plain_sum_has_all_the_noise_in_fine_steps(bound: float, z: float) -> 
     sigma = plain_sigma(chosen, scale_bits=bits, num_values=10**6)
     assert sigma * 2.0**-bits >= z * bound
     assert sigma * 2.0**-bits <= z * bound * (1.1 if z <= 1 else 1.1 + z * 1e-3)
+
+
+@pytest.mark.parametrize("number", [1, 16, 1000])
+def test_examples_added_in_float32_stay_within_the_sensitivity(number: int) -> None:
+    """The rounding of the additions is at its worst: every sum is near the next power of two."""
+    chosen = terms(norm_bound=number * (1 + number * 2.0**-24), example_bound=1.0)
+    assert chosen.max_examples == number
+    values = np.full(number, 1 - 2.0**-24, np.float32)
+    values[0] = 2.0**-25  # from here on each sum is rounded the other way
+    found = []
+    for first in (values[0], np.float32(0)):
+        total = first
+        for value in values[1:]:
+            total = np.float32(total + value)
+        found.append(np.rint(np.ldexp(float(total), 30)))
+    moved = abs(found[0] - found[1])
+    assert moved <= sensitivity(chosen, scale_bits=30, num_values=1)
+
+
+@pytest.mark.parametrize("number", [3, 100, 2000])
+def test_the_ring_holds_the_vectors_of_examples_and_their_noise(number: int) -> None:
+    chosen, num_values = terms(norm_bound=64.0, example_bound=1.0, noise_multiplier=2.0), 10**5
+    found = encoding(chosen, [64] * number, num_values)
+    figures = {"num_values": num_values, "num_members": number}
+    check_room(chosen, found, **figures)
+    sigma = share_sigma(chosen, scale_bits=found.scale_bits, **figures)
+    least = sigma * math.sqrt(num_noisy(chosen, number))
+    assert least >= 2.0 * sensitivity(chosen, scale_bits=found.scale_bits, num_values=num_values)
+    assert least < 2.2 * 2.0**found.scale_bits  # of an example's bound, not of a device's
+
+
+def test_noise_for_each_example_is_as_fine_as_that_for_each_device() -> None:
+    by_device, by_example = terms(norm_bound=1.0), terms(norm_bound=64.0, example_bound=1.0)
+    assert plain_scale_bits(by_device) == plain_scale_bits(by_example)

@@ -19,12 +19,24 @@ FIELDS: dict[str, Any] = {
 }
 
 
-TERMS = {"norm_bound": 1.0, "noise_multiplier": 2.0, "min_survivors": 0.7, "corrupted": 0.1}
+TERMS = {
+    "norm_bound": 1.0,
+    "noise_multiplier": 2.0,
+    "min_survivors": 0.7,
+    "corrupted": 0.1,
+    "example_bound": 0.5,
+}
 
 
 @pytest.mark.parametrize("field", TERMS)
 def test_plans_with_other_noise_have_other_digests(field: str) -> None:
     other = {**TERMS, field: TERMS[field] / 2}
+    one = plan_digest(Plan.model_validate({**FIELDS, "privacy": TERMS}))
+    assert one != plan_digest(Plan.model_validate({**FIELDS, "privacy": other}))
+
+
+def test_plans_for_another_unit_of_privacy_have_other_digests() -> None:
+    other = {key: value for key, value in TERMS.items() if key != "example_bound"}
     one = plan_digest(Plan.model_validate({**FIELDS, "privacy": TERMS}))
     assert one != plan_digest(Plan.model_validate({**FIELDS, "privacy": other}))
 

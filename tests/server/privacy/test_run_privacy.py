@@ -32,6 +32,9 @@ from tests.tasks import TwoLayers
 NAMES = ("a", "b", "c")
 
 
+BY_EXAMPLE = {"privacy": {"unit": "example"}}
+
+
 def zeros(size: int) -> bytes:
     return bytes(size)
 
@@ -79,6 +82,13 @@ def test_all_plans_of_a_round_have_the_same_terms() -> None:
     assert terms.noise_multiplier == 2.0
     unchanged = {name: plan.model_copy(update={"privacy": None}) for name, plan in private.items()}
     assert unchanged == plans()
+
+
+def test_the_bound_of_an_example_is_the_clip_norm_times_its_largest_weight() -> None:
+    privacy = RunPrivacy(settings(**BY_EXAMPLE), num_values=4)
+    terms = terms_of(privacy.private_plans(plans(), max_weight_per_example=3).values())
+    assert (terms.unit, terms.example_bound, terms.max_examples) == ("example", 1.5, 16)
+    assert terms.norm_bound == pytest.approx(1.5 * 16, rel=1e-5)
 
 
 @pytest.fixture
@@ -148,7 +158,7 @@ def test_what_is_spent_is_on_disk_before_the_noise_is_drawn(tmp_path: Path) -> N
 
     privacy.add_noise(Watched(layout()), terms)
     assert privacy.epsilon > 0
-    assert spent_in(tmp_path) == {"epsilon": privacy.epsilon, "delta": 1e-5}
+    assert spent_in(tmp_path) == {"epsilon": privacy.epsilon, "delta": 1e-5, "unit": "device"}
 
 
 def test_a_sum_that_cannot_be_written_down_is_not_opened(tmp_path: Path) -> None:
@@ -202,6 +212,9 @@ def test_a_damaged_file_is_an_error(tmp_path: Path, text: str) -> None:
         ({"evaluation": {"best": "train_accuracy"}}, "a metric of the test"),
         ({"evaluation": {"stop_when": "train_loss"}}, "a metric of the test"),
         ({"secure": {"aggregation": "active", "ring_bits": 16}}, "--ring-bits"),
+        ({**BY_EXAMPLE, "plan": {"local_steps": 2}}, "--local-steps"),
+        ({**BY_EXAMPLE, "algorithm": {"name": "fedprox"}}, "--client-algorithm"),
+        ({**BY_EXAMPLE, "model": {"local_parameters": "head.*"}}, "--local-parameters"),
     ],
 )
 def test_settings_that_would_void_the_promise_are_refused_by_name(
