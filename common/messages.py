@@ -223,6 +223,9 @@ class UpdateReport(WireMessage):
     reason: StopReason
     vitals: Vitals = Vitals()
     is_checkpointed: bool = Field(False, description="activations were recomputed to save memory")
+    clip_bit: Literal[0, 1] | None = Field(
+        None, description="of a private plan that asks for it; 1: the vector was not clipped"
+    )
 
     @property
     def num_steps(self) -> int:

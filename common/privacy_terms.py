@@ -4,6 +4,9 @@ Each device's vector is clipped to an L2 norm of at most ``norm_bound``, and the
 a standard deviation of ``noise_multiplier`` times that bound in each coordinate. If the unit of
 privacy is an example, each example's gradient is clipped to ``example_bound`` before it is added,
 and the noise is that multiple of this bound instead.
+If
+devices also tell under noise whether their vectors were within the bound
+(``common.privacy.clip_bit``), the vectors' noise is a little more.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from pydantic import Field
 Bound = Annotated[float, Field(gt=0, le=1e30, allow_inf_nan=False)]
 Unit = Literal["device", "example"]
 Multiplier = Annotated[float, Field(ge=0.01, le=1e6, allow_inf_nan=False)]
+BitMultiplier = Annotated[float, Field(gt=0, le=1e7, allow_inf_nan=False)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,6 +29,11 @@ class PrivacyTerms:
 
     ``min_survivors`` and ``corrupted`` are shares of the members with masks. Noise under masks is
     calibrated for the honest devices among the fewest survivors that a session accepts.
+    ``noise_multiplier`` is what the round costs. ``bit_multiplier`` is the noise of the devices'
+    bits; None if the clip norm does not follow them.
+
+    Raises:
+        ValueError: the bits alone would cost what the round does, or more.
     """
 
     norm_bound: Bound
@@ -33,6 +42,17 @@ class PrivacyTerms:
     corrupted: Annotated[float, Field(ge=0, lt=1)] = 0.0
     example_bound: Bound | None = None
     """The L2 norm of an example's gradient; None if the unit is the device."""
+
+    bit_multiplier: BitMultiplier | None = None
+
+    def __post_init__(self) -> None:
+        if self.bit_multiplier is not None and self.example_bound is not None:
+            raise ValueError("bits are on the clip norm of devices, not of examples")
+        if self.bit_multiplier is not None and self.bit_multiplier <= self.noise_multiplier:
+            raise ValueError(
+                f"bits with noise of {self.bit_multiplier} cost more than a round of "
+                f"{self.noise_multiplier}"
+            )
 
     @property
     def unit(self) -> Unit:
@@ -53,13 +73,22 @@ class PrivacyTerms:
     @property
     def text(self) -> str:
         """All fields, exactly: equal terms have equal texts."""
-        numbers = (self.norm_bound, self.noise_multiplier, self.min_survivors, self.corrupted)
+        numbers = [self.norm_bound, self.noise_multiplier, self.min_survivors, self.corrupted]
+        bit = "" if self.bit_multiplier is None else f" bit {float(self.bit_multiplier).hex()}"
         unit = "" if self.example_bound is None else f" example {float(self.example_bound).hex()}"
-        return " ".join(float(number).hex() for number in numbers) + unit
+        return " ".join(float(number).hex() for number in numbers) + bit + unit
+
+    @property
+    def vector_multiplier(self) -> float:
+        """The noise of the vectors' sum, with which vectors and bits cost ``noise_multiplier``."""
+        if self.bit_multiplier is None:
+            return self.noise_multiplier
+        ratio = self.noise_multiplier / self.bit_multiplier
+        return self.noise_multiplier / math.sqrt((1 - ratio) * (1 + ratio))
 
     @property
     def rho(self) -> float:
-        """What one sum with this noise costs one unit that adds to it, as zCDP."""
+        """What one round with this noise costs one unit that adds to it, as zCDP."""
         return rho_of(self.noise_multiplier)
 
     @property
@@ -75,3 +104,13 @@ def rho_of(noise_multiplier: float) -> float:
     Canonne, Kamath and Steinke, "The Discrete Gaussian for Differential Privacy" (2020), theorem 4.
     """
     return 1 / (2 * noise_multiplier * noise_multiplier)
+
+
+def joint_multiplier(*multipliers: float) -> float:
+    """Return the noise multiplier of one sum that costs what these sums of a round cost together.
+
+    zCDP adds up: 1 / z^2 is the sum of 1 / z_i^2. A multiplier of 0 gives 0.
+    """
+    if not all(multipliers):
+        return 0.0
+    return 1 / math.sqrt(math.fsum(1 / (z * z) for z in multipliers))

@@ -19,6 +19,7 @@ from headwater.common.flower import records
 from headwater.common.messages import WireMessage
 from headwater.common.secagg.fixed_point import RingVector, encode_in_place
 from headwater.common.secagg.identity import AllowList, SigningIdentity
+from headwater.common.secagg.masked_numbers import CLIP_BIT
 from headwater.common.secagg.protocol import (
     NUM_CLIPPED,
     PHASES,
@@ -166,6 +167,8 @@ class Cast:
         random = np.random.default_rng(seed)
         values = random.normal(0, 2.0 * weight, device.num_values).astype(np.float32)
         numbers = {WEIGHT: weight, "loss_sum": float(random.normal(0, 30))}
+        if device.privacy is not None and device.privacy.bit_multiplier is not None:
+            numbers[CLIP_BIT] = 1 if seed % 3 else -1
         return self._join(device, values, numbers, record or SessionRecord())
 
     def give(self, name: str, values_P: NDArray[np.float32]) -> Party:

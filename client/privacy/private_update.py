@@ -30,9 +30,10 @@ def private_update(
     """Clip the vector in place and return it with the plan's own numbers.
 
     ``weight`` is the largest that the plan's quota can have. A vector that is not finite, or that
-    no example added to, is sent as zeros: a refusal would depend on the data.
+    no example added to, is sent as zeros: a refusal would depend on the data. The bit on the clip
+    norm is that of the vector that is sent, 1 for zeros.
     """
-    clip_to_norm(values_P, terms.norm_bound)
+    was_longer = clip_to_norm(values_P, terms.norm_bound)
     step = Step(num_examples=plan.quota, weight=weight, loss=0.0, seconds=seconds, peak_bytes=0)
     report = UpdateReport(
         name=name,
@@ -45,5 +46,7 @@ def private_update(
         steps=(step,),
         reason="quota",
         vitals=vitals,
+        # In digits, as true and false differ in length.
+        clip_bit=None if terms.bit_multiplier is None else (0 if was_longer else 1),
     )
     return Update(values_P=values_P, report=report)

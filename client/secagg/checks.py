@@ -89,7 +89,8 @@ CHECKS = _rows(
     ("no overflow", "share_keys", errors.RingCanWrap,
      "the sum of all planned weights fits the ring"),
     ("noise", "share_keys", errors.MaskingTooWeak,
-     "a private plan's noise counts on no more survivors and no fewer colluders than the client"),
+     "a private plan's noise counts on no more survivors and no fewer colluders than the client; "
+     "bits on the clip norm are masked if the plan asks for them, in the steps that are due"),
     ("room for noise", "share_keys", errors.RingCanWrap,
      "the ring holds the sum of all vectors of a private plan, and their noise"),
     ("own dealers", "check_shares", errors.RosterRefused,

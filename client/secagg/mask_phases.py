@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwater.client.secagg import checks
-from headwater.client.secagg.noise_share import add_noise, noise_sigma
+from headwater.client.secagg.noise_share import add_bit_noise, add_noise, noise_sigma
 from headwater.client.secagg.states import (
     AwaitingMaskRequest,
     AwaitingUnmask,
@@ -192,8 +192,8 @@ def _encode(state: ReadyToMask, update: UnmaskedUpdate) -> tuple[RingVector, NDA
     An update that cannot be encoded is masked as zeros of weight 0: a refusal would tell the server
     that some example of it, under a model of the server's choice, has no finite gradient.
 
-    A private session's vector gets its share of the noise, and its clipped entries stay uncounted:
-    their number depends on the data.
+    A private session's vector gets its share of the noise, as does the bit on the clip norm. Its
+    clipped entries stay uncounted: their number depends on the data.
     """
     parameters, random = state.previous.session.parameters, None
     update = with_usable_values(update, planned_weight=state.device.planned_weight)
@@ -217,6 +217,9 @@ def _encode(state: ReadyToMask, update: UnmaskedUpdate) -> tuple[RingVector, NDA
     else:
         add_noise(vector, state.noise_sigma, state.device.random)
     scalars, _ = encode_scalars(numbers, parameters.scalars)
+    if (terms := state.device.privacy) is not None:
+        random_of, num_members = state.device.random, len(state.members)
+        add_bit_noise(scalars, terms, parameters, num_members=num_members, random=random_of)
     return vector, scalars
 
 

@@ -17,19 +17,19 @@ MARGIN = 1 - 2.0**-20
 
 
 def clip_to_norm(values_P: Tensor, bound: float) -> bool:
-    """Scale a float32 vector in place so that its L2 norm is at most ``bound``; return whether.
+    """Scale a float32 vector in place to an L2 norm of at most ``bound``; return if it was longer.
 
     =====================  =======================================
     the vector             becomes
     =====================  =======================================
     norm <= bound          unchanged
     norm > bound           the same direction, norm (1 - 2^-20) bound
-    a NaN or an infinity   zero
+    a NaN or an infinity   zero, which is no longer than the bound
     =====================  =======================================
     """
     if not all_finite(values_P):
         values_P.zero_()
-        return True
+        return False
     norm_squared = squared_norm(values_P)
     if norm_squared <= bound * bound:
         return False

@@ -23,6 +23,8 @@ import numpy as np
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
 from numpy.typing import NDArray
 
+from headwater.common.errors import MaskingTooWeak
+
 MAX_SIGMA = 1 << 30
 """Above it the float64 comparison would leave too much to the slow one."""
 
@@ -50,6 +52,18 @@ class RandomBits:
     def word(self) -> int:
         """Return the next word of the stream."""
         return int(self.words(1)[0])
+
+
+def sigma_above(value: float) -> int:
+    """Return the least parameter that is no smaller than a standard deviation in float64.
+
+    Raises:
+        MaskingTooWeak: it is larger than MAX_SIGMA.
+    """
+    sigma = math.ceil(value * (1 + 2.0**-40))  # float64 rounds the value by less
+    if sigma > MAX_SIGMA:
+        raise MaskingTooWeak(f"noise of {sigma:,} steps is more than {MAX_SIGMA:,}: coarsen them")
+    return sigma
 
 
 def draw(sigma: int, number: int, bits: RandomBits) -> Integers:

@@ -37,8 +37,9 @@ import math
 from collections.abc import Collection
 
 from headwater.common.errors import CohortTooSmall, MaskingTooWeak, RingCanWrap
-from headwater.common.privacy.discrete_gaussian import MAX_SIGMA
-from headwater.common.privacy_terms import PrivacyTerms
+from headwater.common.privacy.clip_bit import bit_sigma, bit_steps
+from headwater.common.privacy.discrete_gaussian import sigma_above
+from headwater.common.privacy_terms import PrivacyTerms, joint_multiplier
 from headwater.common.secagg.fixed_point import Encoding
 from headwater.common.secagg.graph import ceil_fraction
 
@@ -90,7 +91,7 @@ def share_sigma(terms: PrivacyTerms, *, scale_bits: int, num_values: int, num_me
         MaskingTooWeak: the ring's steps are too coarse for so little noise, or far too fine.
     """
     bound = sensitivity(terms, scale_bits=scale_bits, num_values=num_values)
-    sigma = _sigma(terms.noise_multiplier * bound / math.sqrt(num_noisy(terms, num_members)))
+    sigma = sigma_above(terms.vector_multiplier * bound / math.sqrt(num_noisy(terms, num_members)))
     if sigma < MIN_SHARE:
         raise MaskingTooWeak(
             f"each device's noise would be {sigma} steps of the ring, at least {MIN_SHARE} are due"
@@ -98,22 +99,27 @@ def share_sigma(terms: PrivacyTerms, *, scale_bits: int, num_values: int, num_me
     return sigma
 
 
+def bit_share_sigma(terms: PrivacyTerms, *, num_members: int) -> int:
+    """Return the parameter of each device's noise on the bits' sum; U2 has ``num_members``.
+
+    Raises:
+        CohortTooSmall, MaskingTooWeak: see ``share_sigma``.
+    """
+    sigma = bit_sigma(terms, num_noisy=num_noisy(terms, num_members))
+    if sigma < MIN_SHARE:
+        raise MaskingTooWeak(f"each device's noise on the bits would be {sigma} steps")
+    return sigma
+
+
 def plain_scale_bits(terms: PrivacyTerms) -> int:
     """Return f of a plain sum with noise."""
-    return PLAIN_BITS - math.frexp(max(terms.noise_multiplier, 1.0) * terms.unit_bound)[1]
+    return PLAIN_BITS - math.frexp(max(terms.vector_multiplier, 1.0) * terms.unit_bound)[1]
 
 
 def plain_sigma(terms: PrivacyTerms, *, scale_bits: int, num_values: int) -> int:
     """Return s, the parameter of the noise that the server adds to a plain sum."""
     bound = sensitivity(terms, scale_bits=scale_bits, num_values=num_values)
-    return _sigma(terms.noise_multiplier * bound)
-
-
-def _sigma(value: float) -> int:
-    sigma = math.ceil(value * (1 + 2.0**-40))  # float64 rounds the value by less
-    if sigma > MAX_SIGMA:
-        raise MaskingTooWeak(f"noise of {sigma:,} steps is more than {MAX_SIGMA:,}: coarsen them")
-    return sigma
+    return sigma_above(terms.vector_multiplier * bound)
 
 
 def opened_multiplier(
@@ -121,14 +127,19 @@ def opened_multiplier(
 ) -> float:
     """Return the noise multiplier of an opened sum: of its honest survivors' shares.
 
-    At least the one in the terms, and more if more devices survived than had to.
+    At least the one in the terms, and more if more devices survived than had to. With bits on the
+    clip norm it counts both sums.
     """
     sigma = share_sigma(
         terms, scale_bits=scale_bits, num_values=num_values, num_members=num_members
     )
-    honest = num_survivors - num_colluding(terms, num_members)
+    honest = math.sqrt(max(num_survivors - num_colluding(terms, num_members), 0))
     bound = sensitivity(terms, scale_bits=scale_bits, num_values=num_values)
-    return sigma * math.sqrt(max(honest, 0)) / bound
+    multiplier = sigma * honest / bound
+    if terms.bit_multiplier is None:
+        return multiplier
+    share = bit_share_sigma(terms, num_members=num_members)
+    return joint_multiplier(multiplier, share * honest / bit_steps(terms))
 
 
 def private_clip(
@@ -140,7 +151,7 @@ def private_clip(
     """
     number, bound = len(planned_weights), terms.norm_bound
     variance = num_sums * _most_noise(terms, number)
-    noise = _tail(num_values) * terms.noise_multiplier * math.sqrt(variance)
+    noise = _tail(num_values) * terms.vector_multiplier * math.sqrt(variance)
     largest = bound * number + sensitivity(terms, scale_bits=0, num_values=0) * noise
     per_weight = max(bound / min(planned_weights), largest / sum(planned_weights))
     return CLIP_MARGIN * per_weight

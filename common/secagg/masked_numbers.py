@@ -19,6 +19,8 @@ from headwater.common.task import MAX_METRICS
 
 LOSS, NUM_EXAMPLES, NUM_REFUSED = "loss_sum", "num_examples", "num_refused"
 SUMMED_WEIGHT, SQUARED_NORM = "summed_weight", "squared_norm"
+CLIP_BIT = "clip_bit"
+"""A private device's bit on the clip norm (``common.privacy.clip_bit``)."""
 METRIC, NOISE = "metric.", "noise."
 NOISE_PARTS = ("measured_weight", "variance", "sum_variance", "squared_gradient")
 
@@ -54,8 +56,10 @@ def bounds_of(
 def numbers_of(
     report: UpdateReport, *, noise: NoiseSums, squared_norm: float
 ) -> dict[str, float | int]:
-    """Return the numbers that a device masks."""
+    """Return the numbers that a device masks; a bit on the clip norm is masked as +1 or -1."""
+    bit = report.clip_bit
     return {
+        **({} if bit is None else {CLIP_BIT: 1 if bit else -1}),
         WEIGHT: report.weight,
         LOSS: report.loss_sum,
         NUM_EXAMPLES: report.num_examples,

@@ -168,7 +168,8 @@ class PrivacySettings(Branch):
     )
     clip: Rate = setting(
         1.0,
-        "L2 norm to which a device's mean gradient is clipped, or an example's",
+        "L2 norm to which a device's mean gradient is clipped, or an example's; with "
+        "--privacy-clip-quantile that of the first round",
         "--privacy-clip",
     )
     unit: Unit = setting(
@@ -177,6 +178,14 @@ class PrivacySettings(Branch):
         "are then clipped one by one, which takes longer",
         "--privacy-unit",
         on=ALL,
+    )
+    clip_quantile: float | None = setting(
+        None,
+        "the clip norm follows this quantile of the devices' norms, which they tell under noise; "
+        "0.5: the median; not set: it is fixed",
+        "--privacy-clip-quantile",
+        gt=0,
+        lt=1,
     )
     budget: Epsilon | None = setting(
         None,
@@ -192,6 +201,14 @@ class PrivacySettings(Branch):
         if number is not None and info.data.get("epsilon") is not None:
             raise ValueError("the noise follows from privacy.epsilon: set one of the two")
         return number
+
+    @field_validator("clip_quantile")
+    @classmethod
+    def _check_quantile(cls, quantile: float | None, info: ValidationInfo) -> float | None:
+        noise = (info.data.get("epsilon"), info.data.get("noise_multiplier"))
+        if quantile is not None and noise == (None, None):
+            raise ValueError("nothing is clipped without noise: set an epsilon or a multiplier")
+        return quantile
 
     @property
     def is_on(self) -> bool:

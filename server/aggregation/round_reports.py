@@ -23,7 +23,8 @@ class RoundSum:
     their losses were summed over; it differs from ``weight`` only with dataset weighting. ``names``
     are the clients whose updates are included. ``num_refused`` counts the examples that these
     clients left out. ``num_clipped`` counts the values that a fixed-point range cut off; None
-    without masking.
+    without masking. ``bit_sum`` is the sum of the clients' bits on the clip norm with its noise;
+    None if the clip norm does not follow them.
     """
 
     names: tuple[str, ...]
@@ -36,6 +37,7 @@ class RoundSum:
     noise: NoiseSums | None
     num_refused: float = 0
     num_clipped: int | None = None
+    bit_sum: float | None = None
 
     @property
     def loss(self) -> float:

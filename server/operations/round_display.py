@@ -196,10 +196,14 @@ def brief_line(row: RoundRow) -> str:
 
 
 def spent(row: RoundRow) -> str:
-    """Return the privacy spent so far; nothing in a run without noise."""
+    """Return the privacy spent so far, and a clip norm that follows a quantile.
+
+    Nothing in a run without noise.
+    """
     if row.epsilon is None:
         return ""
-    return f"epsilon {row.epsilon:.3g} at delta {row.delta:g} for each {row.privacy_unit}"
+    clip = "" if row.clip_share is None else f", clip norm {row.clip_norm:.3g}"
+    return f"epsilon {row.epsilon:.3g} at delta {row.delta:g} for each {row.privacy_unit}{clip}"
 
 
 def left_out(row: RoundRow) -> str:

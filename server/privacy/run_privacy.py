@@ -8,12 +8,11 @@ the sum with its noise alone.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import Any
 
-from headwater.common.errors import SettingsError
 from headwater.common.messages import Plan
+from headwater.common.privacy.clip_bit import bit_sigma, bit_steps
 from headwater.common.privacy.discrete_gaussian import RandomBits, draw
 from headwater.common.privacy.noise_shares import (
     FLOAT32_ROUNDING,
@@ -22,10 +21,11 @@ from headwater.common.privacy.noise_shares import (
     plain_sigma,
 )
 from headwater.common.privacy_terms import PrivacyTerms, Unit
-from headwater.common.settings.fields import split_criterion
-from headwater.common.settings.schema import PrivacySettings, Settings
+from headwater.common.settings.schema import Settings
 from headwater.server.aggregation.cohort_sum import CohortSum
 from headwater.server.privacy.accountant import Accountant, largest_rho, multiplier_of_rest
+from headwater.server.privacy.clip_norm import ClipNorm
+from headwater.server.privacy.settings_check import check_settings
 from headwater.server.privacy.spent_budget import read_events, write_events
 from headwater.server.secagg.unmask_phase import UnmaskedSum
 
@@ -51,6 +51,8 @@ class RunPrivacy:
         self._random = random
         chosen = settings.privacy
         self._accountant = Accountant(chosen.delta)
+        self.clip = ClipNorm.of(chosen)
+        """The clip norm of the next round; the caller keeps it in the checkpoint."""
         self._least_of_round: float | None = None
         """The least noise multiplier of the current round's opened sums; None before the first."""
         self._rho: float | None = None
@@ -109,7 +111,8 @@ class RunPrivacy:
         """Return the plans with the round's terms, which are the same for all devices.
 
         The bound of a device's sum is the clip norm of a mean gradient times the largest planned
-        weight of the round.
+        weight of the round. Bits on the clip norm, if it follows a quantile, are paid for by more
+        noise on the vectors: the round costs the same.
 
         Raises:
             PrivacySpent: see ``noise_multiplier``.
@@ -121,23 +124,30 @@ class RunPrivacy:
         is_masked = secure.aggregation != "off"
         round_number = next(iter(plans.values())).round
         largest = max(max_weight_per_example * plan.quota for plan in plans.values())
-        bound, example_bound = chosen.clip * largest, None
+        noise = self.noise_multiplier(round_number=round_number)
+        bound, example_bound = self.clip.norm * largest, None
         if chosen.unit == "example":
-            example_bound = chosen.clip * max_weight_per_example
+            example_bound = self.clip.norm * max_weight_per_example
             # Sums of float32 round: none of so many clipped gradients may be cut again.
             bound *= 1 + FLOAT32_ROUNDING * largest / max_weight_per_example
         terms = PrivacyTerms(
             norm_bound=bound,
             example_bound=example_bound,
-            noise_multiplier=self.noise_multiplier(round_number=round_number),
+            noise_multiplier=noise,
+            bit_multiplier=self.clip.bit_multiplier(noise, num_devices=len(plans)),
             min_survivors=secure.min_survivors if is_masked else 1.0,
             corrupted=secure.corrupted if is_masked else 0.0,
         )
         changed = {id(plan): plan.model_copy(update={"privacy": terms}) for plan in plans.values()}
         return {name: changed[id(plan)] for name, plan in plans.items()}
 
-    def add_noise(self, total: CohortSum, terms: PrivacyTerms) -> None:
+    def add_noise(
+        self, total: CohortSum, terms: PrivacyTerms, *, clip_bits: Sequence[int] = ()
+    ) -> float | None:
         """Add the noise to a plain round's sum, after it is on disk that this sum was opened.
+
+        Return the noisy sum of the devices' bits (0 or 1) on the clip norm, each counted as -1 or
+        +1; None if the clip norm does not follow them.
 
         Raises:
             StateError: see ``write_events``.
@@ -146,6 +156,15 @@ class RunPrivacy:
         sigma = plain_sigma(terms, scale_bits=bits, num_values=self._num_values)
         self._note(terms.noise_multiplier)
         total.add_integers(partial(draw, sigma, bits=RandomBits(self._random)))
+        if terms.bit_multiplier is None:
+            return None
+        steps, bit_noise = bit_steps(terms), RandomBits(self._random)
+        integers = steps * sum(2 * bit - 1 for bit in clip_bits)
+        return (integers + int(draw(bit_sigma(terms), 1, bit_noise)[0])) / steps
+
+    def follow_clip(self, bit_sum: float | None, *, num_devices: int) -> None:
+        """Set the next round's clip norm, when a round with this sum of bits is committed."""
+        self.clip = self.clip.after(bit_sum, num_devices=num_devices)
 
     def note_unmasked(self, opened: UnmaskedSum, terms: PrivacyTerms) -> None:
         """Note an opened masked sum, with the noise of the devices that survived.
@@ -196,75 +215,3 @@ def terms_of(plans: Collection[Plan]) -> PrivacyTerms:
     found = terms.pop()
     assert found is not None
     return found
-
-
-def check_resumed(before: Mapping[str, Any], chosen: PrivacySettings) -> None:
-    """Check that all rounds of a resumed run have noise, or none; ``before`` are its settings.
-
-    Raises:
-        SettingsError: they do not: an epsilon would be shown that does not bound the run.
-    """
-    keys = ("privacy.epsilon", "privacy.noise_multiplier")
-    was_on = any(before.get(key) is not None for key in keys)
-    unit = before.get("privacy.unit", "device")
-    if chosen.is_on and was_on and unit != chosen.unit:
-        raise SettingsError(
-            f"the run has spent privacy for each {unit} so far, and would now count for each "
-            f"{chosen.unit}",
-            remedy=f"resume with --privacy-unit {unit}; or begin a new run: another --out",
-        )
-    if chosen.is_on and not was_on:
-        raise SettingsError(
-            "the rounds of this run had no noise so far: no epsilon bounds what they have shown",
-            remedy="leave out --privacy-epsilon and --privacy-noise-multiplier; or begin a new run "
-            "with them: another --out",
-        )
-    if was_on and not chosen.is_on:
-        raise SettingsError(
-            "the rounds of this run had noise so far, and the next ones would have none",
-            remedy="resume with --privacy-epsilon or --privacy-noise-multiplier, as the run was "
-            "started; or begin a new run: another --out",
-        )
-
-
-def check_settings(settings: Settings) -> None:
-    """Check that nothing in the settings reveals more than the sums with noise.
-
-    Raises:
-        SettingsError: it does; see docs/privacy.md.
-    """
-    plan, evaluation = settings.plan, settings.evaluation
-    is_by_example = settings.privacy.unit == "example"
-    refused = {
-        "the planner would choose quotas by what devices report of their data and speed: set "
-        "--accumulation-steps": plan.accumulation_steps is None,
-        "the batch would follow the devices' gradients: leave out --follow-noise-scale": (
-            plan.follow_noise_scale
-        ),
-        "updates would be weighed by the devices' numbers of examples: leave out --weighting "
-        "dataset": settings.cohort.weighting == "dataset",
-        "each device would report its own held-out loss: leave out --evaluate-on-devices": (
-            evaluation.on_devices
-        ),
-        "the training's own loss and metrics are not released: name a metric of the test": any(
-            criterion is not None and split_criterion(criterion)[1].startswith("train_")
-            for criterion in (evaluation.best, evaluation.stop_when)
-        ),
-        "a rule that picks among updates would make one change what others add: leave out "
-        "--aggregation": settings.aggregation.rule != "sum",
-        "16 bits leave no room for the noise: leave out --ring-bits 16": (
-            settings.secure.aggregation != "off" and settings.secure.ring_bits != 32
-        ),
-        "for each example, local steps would carry one example into the gradients of others: leave "
-        "out --local-steps": is_by_example and plan.local_steps > 1,
-        "for each example, a client algorithm would get sums without a bound for each example: "
-        "leave out --client-algorithm": is_by_example and settings.algorithm.label is not None,
-        "for each example, parameters that stay on a device would carry one example into the "
-        "gradients of others: leave out --local-parameters": (
-            is_by_example and settings.model.local_parameters is not None
-        ),
-    }
-    for text, is_refused in refused.items():
-        if is_refused:
-            what, _, remedy = text.rpartition(": ")
-            raise SettingsError(f"with differential privacy {what}", remedy=remedy)

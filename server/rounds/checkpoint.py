@@ -48,6 +48,7 @@ class Progress:
     secure: dict[str, Any] = field(default_factory=dict)
     simulated: dict[str, Any] = field(default_factory=dict)
     selection: dict[str, Any] = field(default_factory=dict)
+    privacy: dict[str, Any] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
     """Those of the round (``common.settings.changes``); none in a file of an earlier version."""
 

@@ -72,6 +72,8 @@ class OpenRound:
         """The norm per unit of weight of each single update that arrived, also if refused."""
         self.outliers: list[str] = []
         """The clients whose updates were beyond the norm's limit."""
+        self.clip_bits: list[int] = []
+        """The accepted updates' bits on the clip norm; none if it does not follow them."""
         self._reports: list[ReportFields] = []
         self._batches: list[ReportBatch] = []
         self._total = total
@@ -128,6 +130,7 @@ class OpenRound:
             )
             values_P = update.values_P
             if plan.privacy is not None:
+                _check_bit(update, plan.privacy)
                 values_P = _clipped(update, plan.privacy)
             peaks = self._total.check(values_P, name=report.name)
             within_P = self._within_norm(report.name, values_P, report.weight)
@@ -140,6 +143,8 @@ class OpenRound:
             self._total.fold(within_P, report.weight, peaks if within_P is values_P else None)
         self.accepted[report.name] = report
         self._reports.append(report)
+        if report.clip_bit is not None:
+            self.clip_bits.append(report.clip_bit)
 
     def _within_norm(self, name: str, values_P: Tensor, weight: int) -> Tensor:
         """Return an update's vector, or a copy that is scaled down to the norm's limit.
@@ -263,6 +268,19 @@ class OpenRound:
         if num_steps > plan.max_examples + 1:
             return f"{num_steps} steps for {counted(plan.max_examples, 'example')}"
         return None
+
+
+def _check_bit(update: Update, terms: PrivacyTerms) -> None:
+    """Check that a private update tells what its plan asks for.
+
+    Raises:
+        CountOutOfRange: it has no bit on the clip norm and should have one, or the reverse.
+    """
+    if (update.report.clip_bit is None) != (terms.bit_multiplier is None):
+        raise CountOutOfRange(
+            f"{update.name}: expected {'no' if terms.bit_multiplier is None else 'a'} bit on the "
+            f"clip norm, found {update.report.clip_bit}"
+        )
 
 
 def _clipped(update: Update, terms: PrivacyTerms) -> Tensor:

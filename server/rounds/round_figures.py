@@ -73,6 +73,8 @@ def row_of_round(
         delta=None if spent is None else spent.delta,
         noise_multiplier=None if spent is None else spent.last_multiplier,
         privacy_unit=None if spent is None else spent.unit,
+        clip_norm=None if spent is None else spent.clip.last_norm,
+        clip_share=None if spent is None else spent.clip.last_share,
     )
 
 

@@ -105,6 +105,10 @@ class RoundRow:
     delta: float | None = None
     noise_multiplier: float | None = None
     privacy_unit: Unit | None = None
+    # The clip norm of a private round. If it follows a quantile: the share of updates within it,
+    # under noise, which may lead out of 0..1.
+    clip_norm: float | None = None
+    clip_share: float | None = None
     # Clients that claimed more than was believed, and those that were left out.
     num_bounded: int = 0
     # Plain updates whose norm was beyond the limit: clipped, refused or kept, as set.

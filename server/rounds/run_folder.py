@@ -20,7 +20,7 @@ from headwater.common.wording import counted
 from headwater.server.fleet import Fleet
 from headwater.server.planning import device_estimates, exclusions
 from headwater.server.planning.plan_messages import held_out_fraction
-from headwater.server.privacy.run_privacy import check_resumed
+from headwater.server.privacy.settings_check import check_resumed
 from headwater.server.rounds import checkpoint, model_selection
 from headwater.server.rounds.model_files import save_model
 from headwater.server.rounds.run_state import Training
@@ -109,6 +109,8 @@ def restore(training: Training, folder: Path, fleet: Fleet) -> bool:
     training.target.restore(progress.target)
     training.selection = model_selection.restored(progress.selection, training.settings.evaluation)
     training.masked.restore(progress.secure)
+    if training.privacy is not None:
+        training.privacy.clip = training.privacy.clip.restored(progress.privacy)
     fleet.restore_simulated(progress.simulated)
     return True
 
@@ -171,6 +173,7 @@ def _progress(training: Training, fleet: Fleet, optimizer: str) -> checkpoint.Pr
         },
         simulated=fleet.simulated_state(),
         selection=training.selection.to_json(),
+        privacy={} if training.privacy is None else training.privacy.clip.to_json(),
         settings=values_of(training.settings),
     )
 

@@ -195,10 +195,12 @@ class Training:
             self._check_enough(opened, done.names)
             # Private clients have masked zeros in place of their metrics.
             return done if self.privacy is None else replace(done, metric_sums={})
-        columns, held = opened.columns, self.held
+        columns, held, bit_sum = opened.columns, self.held, None
         if self.privacy is not None:
-            self.privacy.add_noise(self.sum, terms_of(opened.plans.values()))
+            terms = terms_of(opened.plans.values())
+            bit_sum = self.privacy.add_noise(self.sum, terms, clip_bits=opened.clip_bits)
         return RoundSum(
+            bit_sum=bit_sum,
             names=tuple(opened.accepted),
             mean_P=self.sum.close() if held is None else held.mean(self.sum),
             weight=self.sum.weight if held is None else held.weight,
@@ -284,6 +286,8 @@ class Training:
             )
         self.round += 1
         self.counted |= dict.fromkeys(done.names, self.round)
+        if self.privacy is not None:
+            self.privacy.follow_clip(done.bit_sum, num_devices=len(done.names))
         target = self.target.num_examples if self.target.by else None
         self.target.commit(totals, noise)
         return StepResult(

@@ -24,7 +24,12 @@ from headwater.common.secagg.hadamard_rotation import (
     follow_bounds,
     unrotate_in_place,
 )
-from headwater.common.secagg.masked_numbers import check_sums, metric_sums_in, noise_sums_in
+from headwater.common.secagg.masked_numbers import (
+    CLIP_BIT,
+    check_sums,
+    metric_sums_in,
+    noise_sums_in,
+)
 from headwater.common.secagg.protocol import NUM_CLIPPED, WEIGHT
 from headwater.server.aggregation.round_reports import RoundSum
 from headwater.server.secagg.unmask_phase import UnmaskedSum
@@ -127,5 +132,6 @@ def decode_sum(unmasked: UnmaskedSum, state: EncodingState) -> tuple[RoundSum, E
         summed_weight=numbers[masked_numbers.SUMMED_WEIGHT],
         noise=noise_sums_in(numbers),
         num_clipped=num_clipped,
+        bit_sum=numbers.get(CLIP_BIT),
     )
     return round_sum, after

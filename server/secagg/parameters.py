@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from headwater.common.errors import LateUpdate, TooFewSurvivors, UnexpectedUpdate
+from headwater.common.privacy.clip_bit import bit_scalar
 from headwater.common.privacy.noise_shares import check_room, private_clip
 from headwater.common.privacy_terms import PrivacyTerms
 from headwater.common.secagg.fixed_point import Encoding, RingBits, plan_encoding
@@ -122,11 +123,15 @@ def _encoding(setup: SessionSetup, weights: Sequence[int], num_members: int) -> 
 
 
 def _scalars(setup: SessionSetup, num_devices: int, max_weight: int) -> Iterable[Scalar]:
-    num_clips = max_clipped(setup.num_values, len(setup.bounds) + 2)
+    terms = setup.privacy
+    has_bits = terms is not None and terms.bit_multiplier is not None
+    num_clips = max_clipped(setup.num_values, len(setup.bounds) + 2 + has_bits)
     for name, bound in ((WEIGHT, max_weight), (NUM_CLIPPED, num_clips)):
         yield plan_scalar(name, bound=float(bound), num_devices=num_devices, is_count=True)
     for name, limit in sorted(setup.bounds.items()):
         yield plan_scalar(name, bound=limit, num_devices=num_devices)
+    if terms is not None and has_bits:
+        yield bit_scalar(terms, num_devices=num_devices)
 
 
 def check_reply(

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from headwater.client.secagg.types import Floor, SessionRecord
+from headwater.common.privacy.clip_bit import bit_scalar
 from headwater.common.privacy_terms import PrivacyTerms
 from headwater.common.secagg.fixed_point import plan_encoding
 from headwater.common.secagg.hadamard_rotation import rotated_encoding
@@ -21,6 +22,7 @@ from headwater.common.secagg.protocol import (
     SessionNumber,
     SharesReply,
 )
+from headwater.common.secagg.scalar_encoding import Scalar
 from headwater.common.secagg.session import SessionView, keys_message, session_of
 from tests.faults import FaultPlan
 from tests.secagg import MODEL, PLANNED, Cast, name_of
@@ -166,6 +168,15 @@ FINER = {
 }
 
 
+BITS = {"min_survivors": 0.7, "corrupted": 0.1, "bit_multiplier": 4.0}
+CLEAR = {"norm_bound": 1.0, "noise_multiplier": 0.01, "bit_multiplier": 0.02}
+
+
+def coarser(scalar: Scalar) -> Scalar:
+    """Return a masked number in steps so coarse that its noise would have few of them."""
+    return replace(scalar, scale_bits=1)
+
+
 def noise(**terms: float) -> dict[str, Any]:
     """Let all devices have a private plan of these terms."""
     agreed = PrivacyTerms(norm_bound=1.0, noise_multiplier=1.0, **terms)
@@ -300,6 +311,21 @@ ROSTER = [
         check="noise",  # nobody colludes, the plan says
         action="share_keys",
         cast=noise(min_survivors=0.7, corrupted=0.0),
+    ),
+    *(
+        Attack(check="noise", action="share_keys", change=change, cast=noise(**BITS))
+        for change in (
+            chosen(scalars=lambda p: p.scalars[:-1]),  # no noise would be added to bits
+            chosen(scalars=lambda p: (*p.scalars[:-1], coarser(p.scalars[-1]))),
+        )
+    ),
+    Attack(  # bits that the plan does not ask for
+        check="noise",
+        action="share_keys",
+        change=chosen(
+            scalars=lambda p: (*p.scalars, bit_scalar(PrivacyTerms(**CLEAR), num_devices=8))
+        ),
+        cast=noise(min_survivors=0.7, corrupted=0.1),
     ),
     Attack(
         check="room for noise",

@@ -22,7 +22,7 @@ Z = 2.0
 @pytest.mark.parametrize("masks", [(), MASKS], ids=["plain", "masked"])
 def test_server_and_devices_count_the_same_rounds(tmp_path: Path, masks: tuple[str, ...]) -> None:
     task = write_task(tmp_path).spec
-    noise = ("--privacy-noise-multiplier", Z)
+    noise = ("--privacy-noise-multiplier", Z, "--privacy-clip-quantile", 0.5)
     with Processes(tmp_path) as processes:
         server = processes.server(
             "--rounds", 3, *PLAN, *masks, *noise, "--min-clients", 3, task=task
@@ -37,7 +37,8 @@ def test_server_and_devices_count_the_same_rounds(tmp_path: Path, masks: tuple[s
             process.succeed()
     written = rows(tmp_path / "out")
     assert [row["loss"] for row in written] == [None] * 3
-    rho = 3 * rho_of(Z)
+    assert len({row["clip_norm"] for row in written}) == 3  # it follows the devices' bits
+    rho = 3 * rho_of(Z)  # which the rounds' noise pays for
     assert written[-1]["epsilon"] <= epsilon_of(rho, delta=1e-5) * 1.01
     for part, folder in enumerate(state):
         file = folder / f"{part}.privacy.json"

@@ -10,14 +10,23 @@ import hashlib
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from headwater.client.secagg.noise_share import add_bit_noise
 from headwater.common.errors import CohortTooSmall, MaskingTooWeak, TooFewSurvivors
-from headwater.common.privacy.noise_shares import opened_multiplier, sensitivity, share_sigma
+from headwater.common.privacy.clip_bit import bit_steps
+from headwater.common.privacy.noise_shares import (
+    bit_share_sigma,
+    opened_multiplier,
+    sensitivity,
+    share_sigma,
+)
 from headwater.common.privacy_terms import PrivacyTerms
+from headwater.common.secagg.masked_numbers import CLIP_BIT
 from headwater.common.secagg.protocol import NUM_CLIPPED
 from headwater.server.secagg.unmask_phase import UnmaskedSum
 from tests.faults import FaultPlan
@@ -121,6 +130,67 @@ def check_noise(terms: PrivacyTerms, drops: dict[int, str | None], mode: str) ->
     bound = sensitivity(terms, scale_bits=bits, num_values=NUM_VALUES)
     assert counted * bound == pytest.approx(sigma * math.sqrt(len(opened.survived) - 1))
     assert counted >= terms.noise_multiplier
+
+
+BITS = replace(TERMS, bit_multiplier=6.0)
+
+
+def _random_in(session: int, name: str) -> Callable[[int], bytes]:
+    return random_of(f"{session} {name}")
+
+
+@pytest.mark.parametrize(
+    ("mode", "number"),
+    [("semi-honest", 60), pytest.param("active", 200, marks=pytest.mark.slow)],
+)
+def test_the_sum_of_bits_has_the_noise_of_as_many_shares_as_there_are_survivors(
+    mode: str, number: int
+) -> None:
+    """In many sessions of 5 devices, one of which drops out before it masks."""
+    noise, bits = [], [1 if at % 3 else -1 for at in range(5)]
+    for session in range(number):
+        cast = Cast(
+            5,
+            mode=mode,
+            num_values=2,
+            random=partial(_random_in, session),
+            privacy=BITS,
+            device={name_of(at): {"privacy": BITS} for at in range(5)},
+        )
+        for name in cast.names:
+            cast.give(name, np.zeros(2, np.float32))
+        opened = cast.play(FaultPlan().drop(client=name_of(2), after="check_shares")).sum
+        noise.append(opened.numbers[CLIP_BIT] - sum(bits) + bits[2])
+    # Of 5 members 4 survive and 1 colludes: each share is z_b / sqrt(3), and there are 4.
+    sigma = bit_share_sigma(BITS, num_members=5) / bit_steps(BITS)
+    assert sigma == pytest.approx(6.0 / math.sqrt(3), rel=1e-6)
+    found = float((np.array(noise) ** 2).sum() / (4 * sigma**2))
+    assert abs(found - number) < 5 * math.sqrt(2 * number)
+    assert len(set(noise)) == number
+
+
+def test_a_device_s_share_of_the_bits_noise_has_the_distribution_that_is_accounted_for() -> None:
+    opened = cast_of(5, terms=BITS, num_values=2).play().sum
+    parameters, random = opened.session.parameters, random_of("a device")
+    at = [scalar.name for scalar in parameters.scalars].index(CLIP_BIT)
+    drawn = np.zeros((8_000, len(parameters.scalars)), np.uint64)
+    for scalars in drawn:
+        add_bit_noise(scalars, BITS, parameters, num_members=5, random=random)
+    shares = drawn[:, at].view(np.int64)
+    freedom, sigma = 31, bit_share_sigma(BITS, num_members=5)
+    assert chi_square(shares, sigma) < freedom + 5 * math.sqrt(2 * freedom)
+    assert chi_square(shares, sigma * 1.05) > freedom + 5 * math.sqrt(2 * freedom)
+    assert not np.delete(drawn, at, axis=1).any()
+
+
+def test_an_update_that_is_not_finite_adds_zero_to_the_sum_of_bits() -> None:
+    """A private device sends none (it masks zeros, with a bit of 1); the sum is well-defined."""
+    quiet = replace(BITS, noise_multiplier=0.01, bit_multiplier=0.02)
+    cast = cast_of(5, terms=quiet, num_values=2)
+    cast.give(name_of(1), np.full(2, math.nan, np.float32))
+    opened = cast.play().sum
+    others = sum(1 if at % 3 else -1 for at in range(5) if at != 1)
+    assert round(opened.numbers[CLIP_BIT]) == others
 
 
 def test_the_numbers_of_a_private_session_hide_how_many_values_were_clipped() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from headwater.common.errors import CheckpointCorrupt, SettingsError
+from headwater.common.privacy.clip_bit import next_clip
 from headwater.common.settings.sources import load
 from headwater.server.privacy.spent_budget import PRIVACY_FILE
 from headwater.server.rounds.round_row import RoundRow
@@ -122,3 +124,21 @@ def test_two_private_runs_have_other_noise_with_the_same_seed(tmp_path: Path) ->
         rows = rows_of(tmp_path / name, **{"privacy.noise_multiplier": 3.0, "rounds": 3})
         metrics.append([row["metrics"]["test_loss"] for row in rows])
     assert metrics[0] != metrics[1]
+
+
+@pytest.mark.parametrize("mode", ["off", "semi-honest"])
+def test_a_clip_norm_that_follows_a_quantile_is_written_and_resumed(
+    tmp_path: Path, mode: str
+) -> None:
+    chosen = {"privacy.noise_multiplier": 3.0, "secure.aggregation": mode}
+    chosen |= {"privacy.clip": 0.01, "privacy.clip_quantile": 0.7}
+    rows_of(tmp_path, **chosen)
+    rows = rows_of(tmp_path, **chosen, rounds=5)
+    assert rows[0]["clip_norm"] == 0.01
+    for row, after in itertools.pairwise(rows):  # also from round 3 to 4, over the restart
+        expected = next_clip(row["clip_norm"], share=row["clip_share"], quantile=0.7)
+        assert after["clip_norm"] == pytest.approx(expected)
+    assert len({row["clip_share"] for row in rows}) == 5
+    fixed = rows_of(tmp_path / "fixed", **{"privacy.noise_multiplier": 3.0, "rounds": 1})
+    assert rows[0]["epsilon"] == pytest.approx(fixed[0]["epsilon"], rel=1e-6) or mode != "off"
+    assert (fixed[0]["clip_norm"], fixed[0]["clip_share"]) == (1.0, None)

@@ -82,3 +82,29 @@ def test_a_private_masked_update_announces_no_metric() -> None:
     hidden = json.loads(train(AppDevice(1), private(is_masked=True)).head)
     assert not hidden.get("metrics")
     assert hidden.keys() <= clear.keys() | {"metrics"}
+
+
+def bit_of(sent: DeviceReply) -> int | None:
+    found: int | None = json.loads(sent.head).get("clip_bit")
+    return found
+
+
+def test_a_device_tells_whether_its_vector_was_within_the_clip_norm_if_asked() -> None:
+    length = float(np.linalg.norm(values_of(train(AppDevice(0), plan(is_masked=False)))))
+    found = []
+    for bound in (length / 4, 2 * length):
+        terms = {"norm_bound": bound, "noise_multiplier": 1.0, "bit_multiplier": 4.0}
+        found.append(train(AppDevice(0), plan(privacy=terms, is_masked=False)))
+    assert [bit_of(sent) for sent in found] == [0, 1]
+    assert len({len(json.dumps(head_of(sent))) for sent in found}) == 1  # of one length on the wire
+    assert bit_of(train(AppDevice(0), private(length / 4))) is None
+
+
+def test_a_vector_that_is_not_finite_counts_as_within_the_clip_norm() -> None:
+    broken = torch.full((len(model()) // 4,), math.nan).numpy().tobytes()
+    terms = {"norm_bound": 1.0, "noise_multiplier": 1.0, "bit_multiplier": 4.0}
+    sent = [train(AppDevice(0), plan(privacy=terms, is_masked=False), broken)]
+    wild = plan(privacy=terms, is_masked=False, local_steps=2, local_learning_rate=1e30)
+    sent.append(train(AppDevice(1), wild))
+    assert [bit_of(one) for one in sent] == [1, 1]
+    assert not any(values_of(sent[0]))

@@ -29,7 +29,7 @@ def test_a_short_vector_is_unchanged_and_a_long_one_keeps_its_direction() -> Non
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_vector_that_is_not_finite_becomes_zero(bad: float) -> None:
+def test_a_vector_that_is_not_finite_becomes_zero_and_counts_as_short(bad: float) -> None:
     values = torch.tensor([1.0, bad, 2.0])
-    assert clip_to_norm(values, 5.0)
+    assert not clip_to_norm(values, 5.0)
     assert squared_norm(values) == 0

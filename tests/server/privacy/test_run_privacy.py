@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -58,7 +58,9 @@ def plans(quotas: tuple[int, ...] = (16, 16, 8)) -> dict[str, Plan]:
     }
 
 
-def update(name: str, values_P: Tensor, *, weight: int, quota: int) -> Update:
+def update(
+    name: str, values_P: Tensor, *, weight: int, quota: int, clip_bit: Literal[0, 1] | None = None
+) -> Update:
     step = Step(num_examples=quota, weight=weight, loss=0.0, seconds=0.0, peak_bytes=0)
     report = UpdateReport(
         name=name,
@@ -70,6 +72,7 @@ def update(name: str, values_P: Tensor, *, weight: int, quota: int) -> Update:
         seconds=0.0,
         steps=(step,),
         reason="quota",
+        clip_bit=clip_bit,
     )
     return Update(values_P=values_P, report=report)
 
@@ -212,6 +215,7 @@ def test_a_damaged_file_is_an_error(tmp_path: Path, text: str) -> None:
         ({"evaluation": {"best": "train_accuracy"}}, "a metric of the test"),
         ({"evaluation": {"stop_when": "train_loss"}}, "a metric of the test"),
         ({"secure": {"aggregation": "active", "ring_bits": 16}}, "--ring-bits"),
+        ({"privacy": {"unit": "example", "clip_quantile": 0.5}}, "--privacy-clip-quantile"),
         ({**BY_EXAMPLE, "plan": {"local_steps": 2}}, "--local-steps"),
         ({**BY_EXAMPLE, "algorithm": {"name": "fedprox"}}, "--client-algorithm"),
         ({**BY_EXAMPLE, "model": {"local_parameters": "head.*"}}, "--local-parameters"),
@@ -270,3 +274,74 @@ def test_another_attempt_at_a_round_is_another_sum() -> None:
     privacy.private_plans(plans(), max_weight_per_example=1)
     privacy.note_unmasked(one, MASKED)
     assert twice > privacy.epsilon > 0
+
+
+def following(**changes: Any) -> RunPrivacy:
+    privacy = {"clip_quantile": 0.5, **changes.pop("privacy", {})}
+    return RunPrivacy(settings(privacy=privacy, **changes), num_values=3)
+
+
+def test_bits_are_paid_for_by_the_vectors_noise_and_not_by_the_round() -> None:
+    privacy = following()
+    terms = terms_of(privacy.private_plans(plans(), max_weight_per_example=1).values())
+    assert terms.bit_multiplier == 8.0  # 4 z
+    assert terms.vector_multiplier == pytest.approx(2 / math.sqrt(15 / 16))
+    privacy.add_noise(CohortSum(layout()), terms, clip_bits=[1, 1, 0])
+    fixed = RunPrivacy(settings(), num_values=3)
+    terms = terms_of(fixed.private_plans(plans(), max_weight_per_example=1).values())
+    assert fixed.add_noise(CohortSum(layout()), terms) is None
+    assert privacy.epsilon == fixed.epsilon
+
+
+def test_the_sum_of_bits_in_plain_rounds_has_the_noise_that_is_due() -> None:
+    privacy = following()
+    terms = terms_of(privacy.private_plans(plans(), max_weight_per_example=1).values())
+    total = CohortSum(layout())
+    sums = [privacy.add_noise(total, terms, clip_bits=[1, 1, 0]) for _ in range(200)]
+    noise = np.array(sums, dtype=float) - 1  # two bits within, and one beyond
+    # chi-square with 200 degrees of freedom, within six standard deviations: one run in 10^8 fails
+    assert abs((noise**2).sum() / 8.0**2 - 200) < 6 * math.sqrt(2 * 200)
+    assert len(set(sums)) > 190
+
+
+@pytest.mark.parametrize(("asked", "told"), [(0.5, None), (None, 1)])
+def test_a_bit_that_is_missing_or_was_not_asked_for_is_refused(
+    asked: float | None, told: Literal[1] | None
+) -> None:
+    privacy = following(privacy={"clip_quantile": asked})
+    private = privacy.private_plans(plans(), max_weight_per_example=1)
+    total = CohortSum(layout())
+    total.open(num_clients=3, planned_weight=40, scale_bits=20)
+    opened = OpenRound(
+        plans=private, total=total, max_weight_per_example=1, owned=dict.fromkeys(NAMES, 100)
+    )
+    values = torch.zeros(layout().num_parameters)
+    opened.take(update("a", values, weight=16, quota=16, clip_bit=told))
+    assert opened.refused["a"].code == "CountOutOfRange"
+    opened.take(update("b", values, weight=16, quota=16, clip_bit=None if told else 1))
+    assert list(opened.accepted) == ["b"]
+    assert opened.clip_bits == ([] if told else [1])
+
+
+def test_the_clip_norm_follows_committed_rounds_and_is_the_next_plans() -> None:
+    privacy = following()
+    privacy.follow_clip(3.0, num_devices=3)  # all were within it
+    assert privacy.clip.last_norm == 0.5
+    assert privacy.clip.last_share == 1.0
+    terms = terms_of(privacy.private_plans(plans(), max_weight_per_example=3).values())
+    assert terms.norm_bound == pytest.approx(0.5 * math.exp(-0.2 * 0.5) * 16 * 3)
+
+
+def test_a_resumed_run_goes_on_with_its_clip_norm_unless_the_start_was_changed() -> None:
+    privacy = following()
+    privacy.follow_clip(3.0, num_devices=3)
+    saved = json.loads(json.dumps(privacy.clip.to_json()))
+    assert following().clip.restored(saved).norm == privacy.clip.norm
+    assert following(privacy={"clip": 2.0}).clip.restored(saved).norm == 2.0
+    assert RunPrivacy(settings(), num_values=3).clip.restored(saved).norm == 0.5
+    assert following().clip.restored({}).norm == 0.5
+
+
+def test_a_quantile_without_noise_is_refused() -> None:
+    with pytest.raises(ValueError, match="nothing is clipped without noise"):
+        settings(privacy={"noise_multiplier": None, "clip_quantile": 0.5})
