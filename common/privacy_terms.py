@@ -3,10 +3,8 @@
 Each device's vector is clipped to an L2 norm of at most ``norm_bound``, and the sum gets noise with
 a standard deviation of ``noise_multiplier`` times that bound in each coordinate. If the unit of
 privacy is an example, each example's gradient is clipped to ``example_bound`` before it is added,
-and the noise is that multiple of this bound instead.
-If
-devices also tell under noise whether their vectors were within the bound
-(``common.privacy.clip_bit``), the vectors' noise is a little more.
+and the noise is that multiple of this bound instead. If devices also tell under noise whether their
+vectors were within the bound (``common.privacy.clip_bit``), the vectors' noise is a little more.
 """
 
 from __future__ import annotations

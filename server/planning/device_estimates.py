@@ -30,6 +30,11 @@ UNTOLD_EXAMPLES = 2**40
 """The number of examples of a client that does not tell it: it bounds no plan."""
 
 
+def told(num_examples: int) -> int | None:
+    """Return the number of examples that a client has told; None if it tells none."""
+    return num_examples if 0 < num_examples < UNTOLD_EXAMPLES else None
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceEstimate:
     """What is known of one client.

@@ -26,6 +26,7 @@ Events = Sequence[tuple[float, int]]
 ORDERS = tuple(1 + 10 ** (power / 40) for power in range(-80, 241))
 MIN_MULTIPLIER, MAX_MULTIPLIER = 0.01, 1e6
 TOLERANCE = 1e-4
+ALL_SPENT = "the sums that were opened have spent all of the run's epsilon"
 
 
 class Accountant:
@@ -85,8 +86,24 @@ def multiplier_of_rest(rho: float, events: Events, *, rounds: int) -> float:
     """
     left = rho - spent_rho(events)
     if left <= rho * TOLERANCE:
-        raise PrivacySpent("the sums that were opened have spent all of the run's epsilon")
+        raise PrivacySpent(ALL_SPENT)
     return max(math.sqrt(rounds / (2 * left)), MIN_MULTIPLIER)
+
+
+def multiplier_of(rho: float, *, of: float) -> float:
+    """Return the noise multiplier of a sum that costs ``rho``, a part of all ``of`` it.
+
+    Raises:
+        PrivacySpent: it would be nothing.
+    """
+    if rho <= of / (2 * MAX_MULTIPLIER**2):
+        raise PrivacySpent(ALL_SPENT)
+    return max(math.sqrt(1 / (2 * rho)), MIN_MULTIPLIER)
+
+
+def epsilon_of(rho: float, *, delta: float) -> float:
+    """Return the epsilon of sums that cost ``rho`` together, as zCDP."""
+    return Accountant(delta, [(math.sqrt(1 / (2 * rho)), 1)]).epsilon if rho else 0.0
 
 
 def spent_rho(events: Events) -> float:

@@ -8,7 +8,7 @@ the sum with its noise alone.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 
 from headwater.common.messages import Plan
@@ -23,10 +23,18 @@ from headwater.common.privacy.noise_shares import (
 from headwater.common.privacy_terms import PrivacyTerms, Unit
 from headwater.common.settings.schema import Settings
 from headwater.server.aggregation.cohort_sum import CohortSum
-from headwater.server.privacy.accountant import Accountant, largest_rho, multiplier_of_rest
+from headwater.server.planning.device_estimates import told
+from headwater.server.privacy.accountant import (
+    Accountant,
+    epsilon_of,
+    largest_rho,
+    multiplier_of,
+    multiplier_of_rest,
+)
 from headwater.server.privacy.clip_norm import ClipNorm
+from headwater.server.privacy.example_epochs import NOBODY, ExampleEpochs, Share
 from headwater.server.privacy.settings_check import check_settings
-from headwater.server.privacy.spent_budget import read_events, write_events
+from headwater.server.privacy.spent_budget import read_epochs, read_events, write_events
 from headwater.server.secagg.unmask_phase import UnmaskedSum
 
 
@@ -59,11 +67,19 @@ class RunPrivacy:
         """The zCDP that all rounds may spend together; None where the noise is set."""
         if chosen.epsilon is not None:
             self._rho = largest_rho(chosen.epsilon, delta=chosen.delta)
+        self._epochs: ExampleEpochs | None = None
+        """How far the devices are in their epochs; None where every round counts."""
+        if chosen.unit == "example" and settings.secure.aggregation == "off":
+            self._epochs = NOBODY
+        self._shares: Mapping[str, Share] = {}
+        """The devices' parts of the current round."""
 
     @property
     def epsilon(self) -> float:
         """The epsilon of all sums that were opened so far."""
-        return self._accountant.epsilon
+        if self._epochs is None:
+            return self._accountant.epsilon
+        return epsilon_of(self._epochs.most, delta=self.delta)
 
     @property
     def delta(self) -> float:
@@ -88,6 +104,8 @@ class RunPrivacy:
         """
         events = read_events(self._settings.out, num_rounds=num_rounds)
         self._accountant = Accountant(self._settings.privacy.delta, events)
+        if self._epochs is not None and events:
+            self._epochs = read_epochs(self._settings.out)
 
     def noise_multiplier(self, *, round_number: int) -> float:
         """Return the noise of a round: as set, or what spends the rest of the epsilon evenly.
@@ -102,13 +120,24 @@ class RunPrivacy:
         if self._rho is None:
             assert chosen.noise_multiplier is not None
             return chosen.noise_multiplier
-        rounds = self._settings.rounds - round_number + 1
-        return multiplier_of_rest(self._rho, self._accountant.events, rounds=max(rounds, 1))
+        rounds = max(self._settings.rounds - round_number + 1, 1)
+        if self._epochs is None:
+            return multiplier_of_rest(self._rho, self._accountant.events, rounds=rounds)
+        rho = self._epochs.affordable(
+            self._rho, round_number=round_number, rounds=rounds, shares=self._shares
+        )
+        return multiplier_of(rho, of=self._rho)
 
     def private_plans(
-        self, plans: Mapping[str, Plan], *, max_weight_per_example: int
+        self,
+        plans: Mapping[str, Plan],
+        *,
+        max_weight_per_example: int,
+        owned: Mapping[str, int],
     ) -> dict[str, Plan]:
         """Return the plans with the round's terms, which are the same for all devices.
+
+        ``owned`` are the numbers of examples that the devices have, or ``UNTOLD_EXAMPLES``.
 
         The bound of a device's sum is the clip norm of a mean gradient times the largest planned
         weight of the round. Bits on the clip norm, if it follows a quantile, are paid for by more
@@ -120,6 +149,10 @@ class RunPrivacy:
         if not plans:
             return dict(plans)
         self._least_of_round = None
+        self._shares = {
+            name: Share(quota=plan.quota, num_owned=told(owned[name]))
+            for name, plan in plans.items()
+        }
         chosen, secure = self._settings.privacy, self._settings.secure
         is_masked = secure.aggregation != "off"
         round_number = next(iter(plans.values())).round
@@ -142,19 +175,29 @@ class RunPrivacy:
         return {name: changed[id(plan)] for name, plan in plans.items()}
 
     def add_noise(
-        self, total: CohortSum, terms: PrivacyTerms, *, clip_bits: Sequence[int] = ()
+        self,
+        total: CohortSum,
+        terms: PrivacyTerms,
+        *,
+        round_number: int,
+        names: Iterable[str],
+        clip_bits: Sequence[int] = (),
     ) -> float | None:
         """Add the noise to a plain round's sum, after it is on disk that this sum was opened.
 
-        Return the noisy sum of the devices' bits (0 or 1) on the clip norm, each counted as -1 or
-        +1; None if the clip norm does not follow them.
+        ``names`` are the devices whose updates are in it. Return the noisy sum of their bits (0 or
+        1) on the clip norm, each counted as -1 or +1; None if the clip norm does not follow them.
 
         Raises:
             StateError: see ``write_events``.
         """
         bits = plain_scale_bits(terms)
         sigma = plain_sigma(terms, scale_bits=bits, num_values=self._num_values)
-        self._note(terms.noise_multiplier)
+        epochs = self._epochs
+        if epochs is not None:
+            shares = {name: self._shares[name] for name in names}
+            epochs = epochs.after(round_number, terms.rho, shares)
+        self._note(terms.noise_multiplier, epochs=epochs)
         total.add_integers(partial(draw, sigma, bits=RandomBits(self._random)))
         if terms.bit_multiplier is None:
             return None
@@ -191,7 +234,13 @@ class RunPrivacy:
         else:
             self._least_of_round = least
 
-    def _note(self, noise_multiplier: float, *, in_place_of: float | None = None) -> None:
+    def _note(
+        self,
+        noise_multiplier: float,
+        *,
+        in_place_of: float | None = None,
+        epochs: ExampleEpochs | None = None,
+    ) -> None:
         events = self._accountant.events
         if in_place_of is not None:
             (_, count), events = events[-1], events[:-1]
@@ -201,11 +250,12 @@ class RunPrivacy:
         write_events(
             self._settings.out,
             after.events,
-            epsilon=after.epsilon,
+            epsilon=after.epsilon if epochs is None else epsilon_of(epochs.most, delta=after.delta),
             delta=after.delta,
             unit=self.unit,
+            epochs=epochs,
         )
-        self._accountant = after
+        self._accountant, self._epochs = after, epochs
 
 
 def terms_of(plans: Collection[Plan]) -> PrivacyTerms:

@@ -9,11 +9,13 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from headwater.common.errors import CheckpointCorrupt, StateError
 from headwater.common.privacy_terms import Unit
 from headwater.common.system.atomic_file import write_atomically
 from headwater.common.wording import counted
+from headwater.server.privacy.example_epochs import ExampleEpochs, from_json
 
 PRIVACY_FILE = "privacy.json"
 
@@ -38,11 +40,30 @@ def read_events(folder: Path | None, *, num_rounds: int = 0) -> list[tuple[float
         if (found := sum(count for _, count in events)) < num_rounds:
             raise ValueError(f"{counted(found, 'sum')}, and the run has {num_rounds} rounds")
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointCorrupt(
-            f"{path} does not hold what the run has spent of its privacy: {error}",
-            remedy="restore it from a backup; without it nobody knows what was spent",
-        ) from error
+        raise _corrupt(path, str(error)) from error
     return events
+
+
+def read_epochs(folder: Path | None) -> ExampleEpochs | None:
+    """Return how far the devices are in their epochs; None if a sum was opened without that.
+
+    Raises:
+        CheckpointCorrupt: the file cannot be read.
+    """
+    assert folder is not None  # ``read_events`` found some
+    path = folder / PRIVACY_FILE
+    try:
+        plain = json.loads(path.read_text(encoding="utf-8")).get("epochs")
+        return None if plain is None else from_json(plain)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _corrupt(path, str(error)) from error
+
+
+def _corrupt(path: Path, why: str) -> CheckpointCorrupt:
+    return CheckpointCorrupt(
+        f"{path} does not hold what the run has spent of its privacy: {why}",
+        remedy="restore it from a backup; without it nobody knows what was spent",
+    )
 
 
 def spent_in(folder: Path) -> dict[str, float | str] | None:
@@ -62,8 +83,11 @@ def write_events(
     epsilon: float,
     delta: float,
     unit: Unit,
+    epochs: ExampleEpochs | None = None,
 ) -> None:
     """Replace the file; nothing without a folder.
+
+    ``epochs`` is None where every sum counts.
 
     Raises:
         StateError: it cannot be written; the old one is untouched.
@@ -71,7 +95,10 @@ def write_events(
     if folder is None:
         return
     rows = [{"noise_multiplier": multiplier, "count": count} for multiplier, count in events]
-    content = {"epsilon": epsilon, "delta": delta, "unit": unit, "sums": rows}
+    content: dict[str, Any] = {"epsilon": epsilon, "delta": delta, "unit": unit, "sums": rows}
+    if epochs is not None:
+        content["epochs"] = epochs.as_json()
+
     try:
         write_atomically(folder / PRIVACY_FILE, json.dumps(content, indent=1).encode())
     except OSError as error:

@@ -147,7 +147,9 @@ class Training:
         plans, max_weight = planned.plans, self.max_weight_per_example
         scale_bits = None
         if self.privacy is not None:
-            plans = self.privacy.private_plans(plans, max_weight_per_example=max_weight)
+            plans = self.privacy.private_plans(
+                plans, max_weight_per_example=max_weight, owned=planned.owned
+            )
             scale_bits = plain_scale_bits(terms_of(plans.values()))
         self.sum.open(
             num_clients=len(plans),
@@ -197,8 +199,13 @@ class Training:
             return done if self.privacy is None else replace(done, metric_sums={})
         columns, held, bit_sum = opened.columns, self.held, None
         if self.privacy is not None:
-            terms = terms_of(opened.plans.values())
-            bit_sum = self.privacy.add_noise(self.sum, terms, clip_bits=opened.clip_bits)
+            bit_sum = self.privacy.add_noise(
+                self.sum,
+                terms_of(opened.plans.values()),
+                round_number=self.round + 1,
+                names=opened.accepted,
+                clip_bits=opened.clip_bits,
+            )
         return RoundSum(
             bit_sum=bit_sum,
             names=tuple(opened.accepted),

@@ -30,6 +30,8 @@ from tests.secagg import Cast, name_of
 from tests.tasks import TwoLayers
 
 NAMES = ("a", "b", "c")
+OWNED = dict.fromkeys(NAMES, 100)
+OF_ROUND: dict[str, Any] = {"round_number": 1, "names": NAMES}
 
 
 BY_EXAMPLE = {"privacy": {"unit": "example"}}
@@ -79,7 +81,7 @@ def update(
 
 def test_all_plans_of_a_round_have_the_same_terms() -> None:
     privacy = RunPrivacy(settings(), num_values=4)
-    private = privacy.private_plans(plans(), max_weight_per_example=3)
+    private = privacy.private_plans(plans(), max_weight_per_example=3, owned=OWNED)
     terms = terms_of(private.values())
     assert terms.norm_bound == 0.5 * 16 * 3  # of the largest planned weight
     assert terms.noise_multiplier == 2.0
@@ -89,16 +91,74 @@ def test_all_plans_of_a_round_have_the_same_terms() -> None:
 
 def test_the_bound_of_an_example_is_the_clip_norm_times_its_largest_weight() -> None:
     privacy = RunPrivacy(settings(**BY_EXAMPLE), num_values=4)
-    terms = terms_of(privacy.private_plans(plans(), max_weight_per_example=3).values())
+    terms = terms_of(privacy.private_plans(plans(), max_weight_per_example=3, owned=OWNED).values())
     assert (terms.unit, terms.example_bound, terms.max_examples) == ("example", 1.5, 16)
     assert terms.norm_bound == pytest.approx(1.5 * 16, rel=1e-5)
+
+
+def test_rounds_within_an_epoch_cost_examples_what_one_round_does(tmp_path: Path) -> None:
+    chosen = settings(out=tmp_path, **BY_EXAMPLE)
+    privacy, epsilons = RunPrivacy(chosen, num_values=3), []
+    for round_number in range(1, 9):
+        if round_number == 4:  # another process goes on
+            privacy = RunPrivacy(chosen, num_values=3)
+            privacy.open_file(num_rounds=3)
+        terms = terms_of(
+            privacy.private_plans(plans(), max_weight_per_example=1, owned=OWNED).values()
+        )
+        privacy.add_noise(CohortSum(layout()), terms, round_number=round_number, names=NAMES)
+        epsilons.append(privacy.epsilon)
+    # 100 examples, at most 16 a round: the seventh round begins the second epoch.
+    assert epsilons == [epsilons[0]] * 6 + [epsilons[6]] * 2
+    assert epsilons[6] > epsilons[0]
+    assert spent_in(tmp_path) == {"epsilon": epsilons[-1], "delta": 1e-5, "unit": "example"}
+    by_device = RunPrivacy(settings(), num_values=3)
+    by_device.private_plans(plans(), max_weight_per_example=1, owned=OWNED)
+    by_device.add_noise(CohortSum(layout()), terms, **OF_ROUND)
+    assert by_device.epsilon == pytest.approx(epsilons[0])
+
+
+def test_a_round_that_a_crash_undid_costs_its_examples_again(tmp_path: Path) -> None:
+    privacy = RunPrivacy(settings(out=tmp_path, **BY_EXAMPLE), num_values=3)
+    epsilons = []
+    for _ in range(2):
+        terms = terms_of(
+            privacy.private_plans(plans(), max_weight_per_example=1, owned=OWNED).values()
+        )
+        privacy.add_noise(CohortSum(layout()), terms, **OF_ROUND)
+        epsilons.append(privacy.epsilon)
+        privacy = RunPrivacy(settings(out=tmp_path, **BY_EXAMPLE), num_values=3)
+        privacy.open_file()
+        assert privacy.epsilon == epsilons[-1]
+    assert epsilons[1] > epsilons[0]
+
+
+def test_a_run_whose_epochs_are_not_written_down_counts_every_round(tmp_path: Path) -> None:
+    """Its first rounds were masked, where a device's place in its epoch is not known."""
+    rows = [{"noise_multiplier": 2.0, "count": 3}]
+    (tmp_path / PRIVACY_FILE).write_text(json.dumps({"sums": rows}))
+    found = []
+    for changes in ({}, BY_EXAMPLE):
+        privacy = RunPrivacy(settings(out=tmp_path, **changes), num_values=3)
+        privacy.open_file(num_rounds=3)
+        found.append(privacy.epsilon)
+    assert found[0] == found[1] > 0
+
+
+@pytest.mark.parametrize("epochs", [1, {}, {"round": 1, "rho": 1, "places": {"a": [1]}}])
+def test_damaged_epochs_are_an_error(tmp_path: Path, epochs: Any) -> None:
+    rows = [{"noise_multiplier": 2.0, "count": 3}]
+    (tmp_path / PRIVACY_FILE).write_text(json.dumps({"sums": rows, "epochs": epochs}))
+    privacy = RunPrivacy(settings(out=tmp_path, **BY_EXAMPLE), num_values=3)
+    with pytest.raises(CheckpointCorrupt):
+        privacy.open_file(num_rounds=3)
 
 
 @pytest.fixture
 def round_of_three() -> tuple[RunPrivacy, CohortSum, OpenRound, Callable[[str], Tensor]]:
     shape = layout()
     privacy = RunPrivacy(settings(), num_values=shape.num_parameters, random=zeros)
-    private = privacy.private_plans(plans(), max_weight_per_example=1)
+    private = privacy.private_plans(plans(), max_weight_per_example=1, owned=OWNED)
     total = CohortSum(shape)
     bits = plain_scale_bits(terms_of(private.values()))
     total.open(num_clients=3, planned_weight=40, scale_bits=bits)
@@ -121,7 +181,7 @@ def test_a_plain_private_mean_is_the_integers_sum_and_their_noise_bit_for_bit(
         opened.take(update(name, 5 * values(name), weight=quota, quota=quota))
     assert not opened.refused
     terms = terms_of(opened.plans.values())
-    privacy.add_noise(total, terms)
+    privacy.add_noise(total, terms, **OF_ROUND)
     num_values, bits = layout().num_parameters, plain_scale_bits(terms)
     sigma = plain_sigma(terms, scale_bits=bits, num_values=num_values)
     expected = draw(sigma, num_values, RandomBits(zeros))
@@ -151,7 +211,7 @@ def test_a_weight_that_is_not_the_plan_s_is_refused(round_of_three: Any, weight:
 
 def test_what_is_spent_is_on_disk_before_the_noise_is_drawn(tmp_path: Path) -> None:
     privacy = RunPrivacy(settings(out=tmp_path), num_values=3, random=zeros)
-    terms = terms_of(privacy.private_plans(plans(), max_weight_per_example=1).values())
+    terms = terms_of(privacy.private_plans(plans(), max_weight_per_example=1, owned=OWNED).values())
 
     class Watched(CohortSum):
         def add_integers(self, draw: Any) -> None:
@@ -159,7 +219,7 @@ def test_what_is_spent_is_on_disk_before_the_noise_is_drawn(tmp_path: Path) -> N
                 {"noise_multiplier": 2.0, "count": 1}
             ]
 
-    privacy.add_noise(Watched(layout()), terms)
+    privacy.add_noise(Watched(layout()), terms, **OF_ROUND)
     assert privacy.epsilon > 0
     assert spent_in(tmp_path) == {"epsilon": privacy.epsilon, "delta": 1e-5, "unit": "device"}
 
@@ -167,17 +227,17 @@ def test_what_is_spent_is_on_disk_before_the_noise_is_drawn(tmp_path: Path) -> N
 def test_a_sum_that_cannot_be_written_down_is_not_opened(tmp_path: Path) -> None:
     (tmp_path / f"{PRIVACY_FILE}.part").mkdir()
     privacy = RunPrivacy(settings(out=tmp_path), num_values=3)
-    terms = terms_of(privacy.private_plans(plans(), max_weight_per_example=1).values())
+    terms = terms_of(privacy.private_plans(plans(), max_weight_per_example=1, owned=OWNED).values())
     with pytest.raises(StateError):
-        privacy.add_noise(CohortSum(layout()), terms)
+        privacy.add_noise(CohortSum(layout()), terms, **OF_ROUND)
     assert privacy.epsilon == 0
 
 
 def test_another_process_goes_on_with_what_was_spent(tmp_path: Path) -> None:
     chosen = settings(out=tmp_path, privacy={"noise_multiplier": None, "epsilon": 3.0})
     first = RunPrivacy(chosen, num_values=3)
-    terms = terms_of(first.private_plans(plans(), max_weight_per_example=1).values())
-    first.add_noise(CohortSum(layout()), terms)
+    terms = terms_of(first.private_plans(plans(), max_weight_per_example=1, owned=OWNED).values())
+    first.add_noise(CohortSum(layout()), terms, **OF_ROUND)
     second = RunPrivacy(chosen, num_values=3)
     second.open_file()
     assert second.epsilon == pytest.approx(first.epsilon)
@@ -193,7 +253,7 @@ def test_a_run_ends_when_its_epsilon_is_spent(tmp_path: Path) -> None:
     privacy = RunPrivacy(chosen, num_values=3)
     privacy.open_file()
     with pytest.raises(PrivacySpent):
-        privacy.private_plans(plans(), max_weight_per_example=1)
+        privacy.private_plans(plans(), max_weight_per_example=1, owned=OWNED)
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"sums": [{"noise_multiplier": 0, "count": 1}]}'])
@@ -257,7 +317,7 @@ def test_a_round_of_disjoint_groups_costs_what_the_group_with_the_least_noise_do
     found = {}
     for order in ("many few", "few many", "few", "many"):
         privacy = RunPrivacy(settings(), num_values=3)
-        privacy.private_plans(plans(), max_weight_per_example=1)
+        privacy.private_plans(plans(), max_weight_per_example=1, owned=OWNED)
         for name in order.split():
             privacy.note_unmasked(sums[name], MASKED)
         found[order] = privacy.epsilon
@@ -267,11 +327,11 @@ def test_a_round_of_disjoint_groups_costs_what_the_group_with_the_least_noise_do
 def test_another_attempt_at_a_round_is_another_sum() -> None:
     privacy, one = RunPrivacy(settings(), num_values=3), opened_sum(5, 5)
     for _ in range(2):
-        privacy.private_plans(plans(), max_weight_per_example=1)
+        privacy.private_plans(plans(), max_weight_per_example=1, owned=OWNED)
         privacy.note_unmasked(one, MASKED)
     twice = privacy.epsilon
     privacy = RunPrivacy(settings(), num_values=3)
-    privacy.private_plans(plans(), max_weight_per_example=1)
+    privacy.private_plans(plans(), max_weight_per_example=1, owned=OWNED)
     privacy.note_unmasked(one, MASKED)
     assert twice > privacy.epsilon > 0
 
@@ -283,21 +343,21 @@ def following(**changes: Any) -> RunPrivacy:
 
 def test_bits_are_paid_for_by_the_vectors_noise_and_not_by_the_round() -> None:
     privacy = following()
-    terms = terms_of(privacy.private_plans(plans(), max_weight_per_example=1).values())
+    terms = terms_of(privacy.private_plans(plans(), max_weight_per_example=1, owned=OWNED).values())
     assert terms.bit_multiplier == 8.0  # 4 z
     assert terms.vector_multiplier == pytest.approx(2 / math.sqrt(15 / 16))
-    privacy.add_noise(CohortSum(layout()), terms, clip_bits=[1, 1, 0])
+    privacy.add_noise(CohortSum(layout()), terms, **OF_ROUND, clip_bits=[1, 1, 0])
     fixed = RunPrivacy(settings(), num_values=3)
-    terms = terms_of(fixed.private_plans(plans(), max_weight_per_example=1).values())
-    assert fixed.add_noise(CohortSum(layout()), terms) is None
+    terms = terms_of(fixed.private_plans(plans(), max_weight_per_example=1, owned=OWNED).values())
+    assert fixed.add_noise(CohortSum(layout()), terms, **OF_ROUND) is None
     assert privacy.epsilon == fixed.epsilon
 
 
 def test_the_sum_of_bits_in_plain_rounds_has_the_noise_that_is_due() -> None:
     privacy = following()
-    terms = terms_of(privacy.private_plans(plans(), max_weight_per_example=1).values())
+    terms = terms_of(privacy.private_plans(plans(), max_weight_per_example=1, owned=OWNED).values())
     total = CohortSum(layout())
-    sums = [privacy.add_noise(total, terms, clip_bits=[1, 1, 0]) for _ in range(200)]
+    sums = [privacy.add_noise(total, terms, **OF_ROUND, clip_bits=[1, 1, 0]) for _ in range(200)]
     noise = np.array(sums, dtype=float) - 1  # two bits within, and one beyond
     # chi-square with 200 degrees of freedom, within six standard deviations: one run in 10^8 fails
     assert abs((noise**2).sum() / 8.0**2 - 200) < 6 * math.sqrt(2 * 200)
@@ -309,7 +369,7 @@ def test_a_bit_that_is_missing_or_was_not_asked_for_is_refused(
     asked: float | None, told: Literal[1] | None
 ) -> None:
     privacy = following(privacy={"clip_quantile": asked})
-    private = privacy.private_plans(plans(), max_weight_per_example=1)
+    private = privacy.private_plans(plans(), max_weight_per_example=1, owned=OWNED)
     total = CohortSum(layout())
     total.open(num_clients=3, planned_weight=40, scale_bits=20)
     opened = OpenRound(
@@ -328,7 +388,7 @@ def test_the_clip_norm_follows_committed_rounds_and_is_the_next_plans() -> None:
     privacy.follow_clip(3.0, num_devices=3)  # all were within it
     assert privacy.clip.last_norm == 0.5
     assert privacy.clip.last_share == 1.0
-    terms = terms_of(privacy.private_plans(plans(), max_weight_per_example=3).values())
+    terms = terms_of(privacy.private_plans(plans(), max_weight_per_example=3, owned=OWNED).values())
     assert terms.norm_bound == pytest.approx(0.5 * math.exp(-0.2 * 0.5) * 16 * 3)
 
 
