@@ -15,6 +15,7 @@ from torch import Tensor
 
 from headwater.common.privacy_terms import PrivacyTerms
 from headwater.common.settings.fields import Seconds
+from headwater.common.settings.training import MAX_ALGORITHM_CHARACTERS
 from headwater.common.task import MAX_METRIC_CHARACTERS, MAX_METRICS
 
 Natural = Annotated[int, Field(ge=0, le=2**53)]
@@ -47,7 +48,6 @@ MAX_STEPS = 4096
 # changes by up to a fifth from one round to the next. If the time was predicted badly, the round
 # still sums its target to a fifth; the server waits for a device that is slower than that.
 FINISH_DIVISOR = 5
-MAX_ALGORITHM_CHARACTERS = 1024  # of a client algorithm's name and arguments
 AlgorithmLabel = Annotated[str, Field(max_length=MAX_ALGORITHM_CHARACTERS)]
 """The client algorithm that a device must have, as FedProx(mu=0.1)."""
 

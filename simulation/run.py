@@ -34,17 +34,11 @@ def run_engine(
     """Run the settings on the engine that they name.
 
     Raises:
-        SettingsError: the engine does not support ``workers`` or ``resume``.
+        SettingsError: the engine does not support ``resume``.
         HeadwaterError: see ``headwater.common.errors``.
     """
     torch.set_num_threads(settings.threads or 1)
     engine, is_masked = settings.simulation.engine, settings.secure.aggregation != "off"
-    if settings.simulation.workers != 1 and (engine != "in-process" or is_masked):
-        raise SettingsError(
-            "worker processes compute devices for --engine in-process alone, and not with masked "
-            "updates, which are exchanged as messages",
-            remedy="leave --workers out",
-        )
     if engine == "flower-ray":
         if resume:
             raise SettingsError(

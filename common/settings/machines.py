@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from headwater.common.settings.fields import (
+    DEVICE,
     Address,
     Branch,
     Bytes,
@@ -19,7 +20,6 @@ from headwater.common.settings.fields import (
     Seconds,
     setting,
 )
-from headwater.common.settings.headings import DEVICE
 
 
 class TlsSettings(Branch):

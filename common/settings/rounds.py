@@ -8,6 +8,8 @@ from pydantic import ValidationInfo, field_validator
 
 from headwater.common.privacy_terms import Unit
 from headwater.common.settings.fields import (
+    ALL,
+    DEVICE,
     Branch,
     Count,
     Delta,
@@ -20,7 +22,6 @@ from headwater.common.settings.fields import (
     Seconds,
     setting,
 )
-from headwater.common.settings.headings import ALL, DEVICE
 
 
 class CohortSettings(Branch):

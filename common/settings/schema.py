@@ -15,8 +15,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 
-from headwater.common.settings.fields import Branch, Count, Folder, Scalar, Unit, branch, setting
-from headwater.common.settings.headings import (
+from pydantic import model_validator
+
+from headwater.common.settings.conflicts import check_together
+from headwater.common.settings.fields import (
     ALL,
     DEVICE,
     DEVICE_PANEL,
@@ -31,6 +33,13 @@ from headwater.common.settings.headings import (
     TASK,
     TLS,
     TRAINING,
+    Branch,
+    Count,
+    Folder,
+    Scalar,
+    Unit,
+    branch,
+    setting,
 )
 from headwater.common.settings.machines import ClientSettings, ServerSettings, TlsSettings
 from headwater.common.settings.rounds import (
@@ -153,6 +162,21 @@ class Settings(Branch):
     client: ClientSettings = branch(ClientSettings, DEVICE_PANEL, on=DEVICE)
     partition: PartitionSettings = branch(PartitionSettings, TASK, on=f"simulate {DEVICE}")
     simulation: SimulationSettings = branch(SimulationSettings, SIMULATION, on="simulate")
+
+    @model_validator(mode="after")
+    def _check_together(self) -> Settings:
+        check_together(
+            plan=self.plan,
+            algorithm=self.algorithm,
+            cohort=self.cohort,
+            aggregation=self.aggregation,
+            secure=self.secure,
+            privacy=self.privacy,
+            model=self.model,
+            evaluation=self.evaluation,
+            simulation=self.simulation,
+        )
+        return self
 
     @property
     def num_clients_needed(self) -> int:

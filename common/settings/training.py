@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ValidationInfo, field_validator
 
 from headwater.common.settings.fields import (
+    RUNS,
     Branch,
     Count,
     Criterion,
@@ -20,7 +21,6 @@ from headwater.common.settings.fields import (
     Unit,
     setting,
 )
-from headwater.common.settings.headings import RUNS
 from headwater.common.task_spec import split_place
 
 
@@ -106,6 +106,9 @@ class PlanSettings(Branch):
     precision: Literal["float32", "bfloat16"] = setting(
         "float32", "precision of the forward pass; sums are always float32"
     )
+
+
+MAX_ALGORITHM_CHARACTERS = 1024  # of a client algorithm's name and arguments, in a plan
 
 
 class AlgorithmSettings(Branch):

@@ -14,32 +14,11 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
-from headwater.common.errors import SettingsError, StateError, TooFewClients
+from headwater.common.errors import StateError, TooFewClients
 from headwater.common.settings.schema import Settings
 from headwater.server.aggregation import robust_rules
 from headwater.server.aggregation.cohort_sum import CohortSum
 from headwater.server.aggregation.robust_rules import Rows, Rule
-
-
-def check_rule(settings: Settings) -> None:
-    """Check that nothing needs the sum where a robust rule replaces it.
-
-    Raises:
-        SettingsError: the updates are masked, or the batch should follow the noise scale.
-    """
-    rule = settings.aggregation.rule
-    if rule == "sum":
-        return
-    if settings.secure.aggregation != "off":
-        raise SettingsError(
-            f"--aggregation {rule} compares single updates, which secure aggregation hides",
-            remedy="leave out --aggregation or --secure-aggregation",
-        )
-    if settings.plan.follow_noise_scale:
-        raise SettingsError(
-            f"the noise scale is estimated from the sum, and --aggregation {rule} is none",
-            remedy="leave out --aggregation or --follow-noise-scale",
-        )
 
 
 def held_updates(settings: Settings, *, num_parameters: int) -> HeldUpdates | None:

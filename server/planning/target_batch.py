@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from headwater.common.errors import CheckpointCorrupt, SettingsError
+from headwater.common.errors import CheckpointCorrupt
 from headwater.common.settings import schema as settings
 from headwater.server.planning.noise_scale import DECAY, NoiseScale, RoundNoise
 
@@ -25,8 +25,6 @@ MAX_CHANGE = 2.0
 # A single example does not show the noise. With twice as many examples as clients, some client has
 # two or more, however they are divided, so that a target at its minimum can rise again.
 MIN_PER_CLIENT = 2
-
-DEFAULT_EXAMPLES = settings.PlanSettings().effective_batch_size
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,52 +41,6 @@ class BatchTotals:
             num_examples=DECAY * self.num_examples + later.num_examples,
             summed_weight=DECAY * self.summed_weight + later.summed_weight,
             sent_weight=DECAY * self.sent_weight + later.sent_weight,
-        )
-
-
-def check(plan: settings.PlanSettings) -> None:
-    """Check that the settings choose one target.
-
-    The number of examples counts as set if it is not the default, because a run's own settings.toml
-    names every setting.
-
-    Raises:
-        SettingsError: two targets are set, or one that this run cannot follow.
-    """
-    is_k_set = plan.accumulation_steps is not None
-    has_examples = plan.effective_batch_size != DEFAULT_EXAMPLES
-    if plan.tokens_per_update is not None:
-        if plan.follow_noise_scale or has_examples:
-            other = "--follow-noise-scale" if plan.follow_noise_scale else "--effective-batch-size"
-            raise SettingsError(
-                f"both --tokens-per-update and {other} set the target of a round",
-                remedy=f"leave out --tokens-per-update or {other}",
-            )
-        if is_k_set:
-            raise SettingsError(
-                "--accumulation-steps sets the work of each client, so that no number of tokens "
-                "can be divided among them",
-                remedy="leave out --accumulation-steps or --tokens-per-update",
-            )
-    if not plan.follow_noise_scale:
-        return
-    if is_k_set:
-        raise SettingsError(
-            "--accumulation-steps sets the work of each client, so that the batch cannot follow "
-            "the noise scale",
-            remedy="leave out --accumulation-steps or --follow-noise-scale",
-        )
-    if plan.local_steps > 1:
-        raise SettingsError(
-            f"with {plan.local_steps} local steps the model moves between the micro-batches, so "
-            f"that their norms show no noise scale",
-            remedy="leave out --local-steps or --follow-noise-scale",
-        )
-    if plan.effective_batch_size > plan.max_effective_batch_size:
-        raise SettingsError(
-            f"the target starts at --effective-batch-size {plan.effective_batch_size}, "
-            f"which is above --max-effective-batch-size {plan.max_effective_batch_size}",
-            remedy="raise --max-effective-batch-size",
         )
 
 
@@ -136,12 +88,7 @@ class Target:
     """The target of the current round, and the state that it follows from."""
 
     def __init__(self, plan: settings.PlanSettings, *, max_weight_per_example: int) -> None:
-        """Start before the first round.
-
-        Raises:
-            SettingsError: see ``check``.
-        """
-        check(plan)
+        """Start before the first round."""
         self._plan = plan
         self._max_weight = max_weight_per_example
         self.by = target_by(plan)
@@ -228,12 +175,7 @@ class Target:
 
 
 def described(plan: settings.PlanSettings, *, max_weight_per_example: int) -> str:
-    """Return a line that describes the target, with its arithmetic where it is known.
-
-    Raises:
-        SettingsError: see ``check``.
-    """
-    check(plan)
+    """Return a line that describes the target, with its arithmetic where it is known."""
     tokens, most = plan.tokens_per_update, max_weight_per_example
     if tokens is not None:
         if plan.micro_batch_size is None:

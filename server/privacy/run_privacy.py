@@ -33,7 +33,6 @@ from headwater.server.privacy.accountant import (
 )
 from headwater.server.privacy.clip_norm import ClipNorm
 from headwater.server.privacy.example_epochs import NOBODY, ExampleEpochs, Share
-from headwater.server.privacy.settings_check import check_settings
 from headwater.server.privacy.spent_budget import read_epochs, read_events, write_events
 from headwater.server.secagg.unmask_phase import UnmaskedSum
 
@@ -51,9 +50,8 @@ class RunPrivacy:
         """Start with nothing spent; ``random`` keys the noise of plain sums.
 
         Raises:
-            SettingsError: dp-accounting is not installed, or see ``check_settings``.
+            SettingsError: dp-accounting is not installed.
         """
-        check_settings(settings)
         self._settings = settings
         self._num_values = num_values
         self._random = random

@@ -49,7 +49,6 @@ from headwater.server.rounds import evaluation, model_selection
 from headwater.server.rounds.masked_rounds import MaskedRounds
 from headwater.server.rounds.model_selection import HELD_OUT
 from headwater.server.rounds.open_round import OpenRound
-from headwater.server.rounds.settings_check import check_together
 from headwater.server.secagg.unmask_phase import UnmaskedSum
 
 log = logging.getLogger(__name__)
@@ -81,7 +80,6 @@ class Training:
         """
         if settings.task is None:
             raise SettingsError("no task is set", remedy="name it with --task FILE.py:Class")
-        check_together(settings)
         self.settings = settings
         self.task = load_task(settings.task)
         self.image = build_model(

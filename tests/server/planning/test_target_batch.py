@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headwater.common.errors import CheckpointCorrupt, SettingsError
+from headwater.common.errors import CheckpointCorrupt
 from headwater.common.settings import schema as settings
 from headwater.server.planning.noise_scale import DECAY, RoundNoise
 from headwater.server.planning.target_batch import (
@@ -18,7 +18,6 @@ from headwater.server.planning.target_batch import (
     MIN_PER_CLIENT,
     BatchTotals,
     Target,
-    check,
     described,
     evened,
     examples_for,
@@ -40,55 +39,6 @@ def of(num_examples: int, weight: float) -> BatchTotals:
 
 def noise(scale: float) -> RoundNoise:
     return RoundNoise(variance=scale, squared_gradient=1.0, heterogeneity=0.0, measured_share=1.0)
-
-
-CONTRADICTIONS = {
-    "tokens and examples": (
-        {"tokens_per_update": 4096, "effective_batch_size": 64},
-        "--tokens-per-update and --effective-batch-size",
-    ),
-    "tokens and the noise scale": (
-        {"tokens_per_update": 4096, "follow_noise_scale": True},
-        "--tokens-per-update and --follow-noise-scale",
-    ),
-    "tokens and K": ({"tokens_per_update": 4096, "accumulation_steps": 2}, "--accumulation-steps"),
-    "the noise scale and K": (
-        {"follow_noise_scale": True, "accumulation_steps": 2},
-        "--accumulation-steps",
-    ),
-    "the noise scale and local steps": (
-        {"follow_noise_scale": True, "local_steps": 2},
-        "2 local steps",
-    ),
-    "a start above the maximum": (
-        {"follow_noise_scale": True, "max_effective_batch_size": 511},
-        "--max-effective-batch-size 511",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", CONTRADICTIONS)
-def test_settings_that_contradict_each_other_are_named_with_a_remedy(case: str) -> None:
-    changes, words = CONTRADICTIONS[case]
-    with pytest.raises(SettingsError, match=words) as caught:
-        check(plan(**changes))
-    assert caught.value.remedy.startswith(("leave out --", "raise --"))
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"accumulation_steps": 2, "effective_batch_size": 64},
-        {"tokens_per_update": 4096},
-        {"tokens_per_update": 4096, "local_steps": 2},
-        {"follow_noise_scale": True, "effective_batch_size": 512, "max_effective_batch_size": 512},
-    ],
-)
-def test_settings_that_choose_one_target_or_none_are_taken(changes: dict[str, Any]) -> None:
-    check(plan(**changes))
-    # A run's settings.toml and Flower's run_config name every setting, also those left as they are.
-    check(settings.PlanSettings.model_validate(plan(**changes).model_dump()))
 
 
 def test_a_fixed_target_does_not_depend_on_earlier_batches() -> None:

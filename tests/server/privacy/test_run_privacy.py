@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from headwater.common.errors import CheckpointCorrupt, PrivacySpent, SettingsError, StateError
+from headwater.common.errors import CheckpointCorrupt, PrivacySpent, StateError
 from headwater.common.messages import Plan, Step, Update, UpdateReport
 from headwater.common.model.parameters import ModelLayout, build_model
 from headwater.common.privacy.discrete_gaussian import RandomBits, draw
@@ -262,32 +262,6 @@ def test_a_damaged_file_is_an_error(tmp_path: Path, text: str) -> None:
     privacy = RunPrivacy(settings(out=tmp_path), num_values=3)
     with pytest.raises(CheckpointCorrupt):
         privacy.open_file()
-
-
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"plan": {"accumulation_steps": None}}, "--accumulation-steps"),
-        ({"plan": {"follow_noise_scale": True}}, "--follow-noise-scale"),
-        ({"cohort": {"weighting": "dataset"}}, "--weighting"),
-        ({"evaluation": {"on_devices": True}}, "--evaluate-on-devices"),
-        ({"aggregation": {"rule": "median"}}, "--aggregation"),
-        ({"evaluation": {"best": "train_accuracy"}}, "a metric of the test"),
-        ({"evaluation": {"stop_when": "train_loss"}}, "a metric of the test"),
-        ({"secure": {"aggregation": "active", "ring_bits": 16}}, "--ring-bits"),
-        ({"privacy": {"unit": "example", "clip_quantile": 0.5}}, "--privacy-clip-quantile"),
-        ({**BY_EXAMPLE, "plan": {"local_steps": 2}}, "--local-steps"),
-        ({**BY_EXAMPLE, "algorithm": {"name": "fedprox"}}, "--client-algorithm"),
-        ({**BY_EXAMPLE, "model": {"local_parameters": "head.*"}}, "--local-parameters"),
-    ],
-)
-def test_settings_that_would_void_the_promise_are_refused_by_name(
-    changes: dict[str, Any], says: str
-) -> None:
-    with pytest.raises(SettingsError) as caught:
-        RunPrivacy(settings(**changes), num_values=3)
-    assert says in caught.value.remedy
-    assert caught.value.message.startswith("with differential privacy")
 
 
 def test_an_epsilon_and_a_noise_multiplier_exclude_each_other() -> None:

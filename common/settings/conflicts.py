@@ -1,0 +1,220 @@
+"""Refuses settings that cannot work together, as soon as they are read.
+
+Each conflict names two settings and the one to leave out. A run with such settings never begins:
+neither the task nor the data has been opened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from headwater.common.errors import SettingsError
+from headwater.common.settings.fields import split_criterion
+from headwater.common.settings.rounds import (
+    AggregationSettings,
+    CohortSettings,
+    PrivacySettings,
+    SecureSettings,
+)
+from headwater.common.settings.simulation import SimulationSettings
+from headwater.common.settings.training import (
+    MAX_ALGORITHM_CHARACTERS,
+    AlgorithmSettings,
+    EvaluationSettings,
+    ModelSettings,
+    PlanSettings,
+)
+
+DEFAULT_EXAMPLES = PlanSettings().effective_batch_size
+
+
+def check_together(
+    *,
+    plan: PlanSettings,
+    algorithm: AlgorithmSettings,
+    cohort: CohortSettings,
+    aggregation: AggregationSettings,
+    secure: SecureSettings,
+    privacy: PrivacySettings,
+    model: ModelSettings,
+    evaluation: EvaluationSettings,
+    simulation: SimulationSettings,
+) -> None:
+    """Check the settings that depend on each other.
+
+    Raises:
+        SettingsError: two of them exclude each other.
+    """
+    found: list[SettingsError] = []
+    if privacy.is_on:
+        found += _of_privacy(
+            privacy, plan, algorithm, model, cohort, aggregation, secure, evaluation
+        )
+    if secure.aggregation != "off":
+        found += _of_masks(secure, plan, aggregation, evaluation, simulation)
+    found += _of_workers(simulation)
+    found += [*_of_algorithm(algorithm, plan), *_of_rule(aggregation, plan), *_of_target(plan)]
+    if found:
+        raise found[0]
+
+
+def _of_target(plan: PlanSettings) -> Iterator[SettingsError]:
+    """Yield what is wrong with the target of a round: there is one, and K leaves none.
+
+    The number of examples counts as set if it is not the default, because a run's own settings.toml
+    names every setting.
+    """
+    is_k_set = plan.accumulation_steps is not None
+    has_examples = plan.effective_batch_size != DEFAULT_EXAMPLES
+    if plan.tokens_per_update is not None:
+        if plan.follow_noise_scale or has_examples:
+            other = "--follow-noise-scale" if plan.follow_noise_scale else "--effective-batch-size"
+            yield SettingsError(
+                f"both --tokens-per-update and {other} set the target of a round",
+                remedy=f"leave out --tokens-per-update or {other}",
+            )
+        if is_k_set:
+            yield SettingsError(
+                "--accumulation-steps sets the work of each client, so that no number of tokens "
+                "can be divided among them",
+                remedy="leave out --accumulation-steps or --tokens-per-update",
+            )
+    if not plan.follow_noise_scale:
+        return
+    if is_k_set:
+        yield SettingsError(
+            "--accumulation-steps sets the work of each client, so that the batch cannot follow "
+            "the noise scale",
+            remedy="leave out --accumulation-steps or --follow-noise-scale",
+        )
+    if plan.local_steps > 1:
+        yield SettingsError(
+            f"with {plan.local_steps} local steps the model moves between the micro-batches, so "
+            f"that their norms show no noise scale",
+            remedy="leave out --local-steps or --follow-noise-scale",
+        )
+    if plan.effective_batch_size > plan.max_effective_batch_size:
+        yield SettingsError(
+            f"the target starts at --effective-batch-size {plan.effective_batch_size}, "
+            f"which is above --max-effective-batch-size {plan.max_effective_batch_size}",
+            remedy="raise --max-effective-batch-size",
+        )
+
+
+def _of_algorithm(algorithm: AlgorithmSettings, plan: PlanSettings) -> Iterator[SettingsError]:
+    """Yield what needs exact sums where clients send what their algorithm makes of them."""
+    label = algorithm.label or ""
+    if len(label) > MAX_ALGORITHM_CHARACTERS:
+        yield SettingsError(
+            f"a plan has room for {MAX_ALGORITHM_CHARACTERS:,} characters of a client algorithm's "
+            f"name and arguments, and these take {len(label):,}",
+            remedy="give fewer arguments, and let the algorithm read long ones from a file",
+        )
+    if algorithm.name is not None and plan.follow_noise_scale:
+        yield SettingsError(
+            f"the noise scale is estimated from exact sums, and the client algorithm {label} may "
+            "send something else",
+            remedy="leave out --follow-noise-scale or --client-algorithm",
+        )
+
+
+def _of_rule(aggregation: AggregationSettings, plan: PlanSettings) -> Iterator[SettingsError]:
+    """Yield what needs the sum where a robust rule replaces it."""
+    if aggregation.rule != "sum" and plan.follow_noise_scale:
+        yield SettingsError(
+            f"the noise scale is estimated from the sum, and --aggregation {aggregation.rule} is "
+            "none",
+            remedy="leave out --aggregation or --follow-noise-scale",
+        )
+
+
+def _of_masks(
+    secure: SecureSettings,
+    plan: PlanSettings,
+    aggregation: AggregationSettings,
+    evaluation: EvaluationSettings,
+    simulation: SimulationSettings,
+) -> Iterator[SettingsError]:
+    """Yield what needs a client's own numbers, which the masks should hide."""
+    if aggregation.rule != "sum":
+        yield SettingsError(
+            f"--aggregation {aggregation.rule} compares single updates, which secure aggregation "
+            "hides",
+            remedy="leave out --aggregation or --secure-aggregation",
+        )
+    if plan.accumulation_steps is not None:
+        quota = plan.accumulation_steps * (plan.micro_batch_size or plan.set_micro_batch_size)
+        if quota < secure.min_quota:
+            yield SettingsError(
+                f"K x micro-batch is {quota} examples, a masked plan has at least "
+                f"{secure.min_quota}",
+                remedy="raise --accumulation-steps or --micro-batch-size, or lower --min-quota on "
+                "the server and on every device",
+            )
+    if evaluation.on_devices:
+        yield SettingsError(
+            "each device would report its own held-out loss, which secure aggregation should hide",
+            remedy="leave out --evaluate-on-devices: the server tests on examples of its own",
+        )
+    if simulation.workers != 1:
+        yield SettingsError(
+            "worker processes compute no masked updates, which are exchanged as messages",
+            remedy="leave out --workers or --secure-aggregation",
+        )
+
+
+def _of_workers(simulation: SimulationSettings) -> Iterator[SettingsError]:
+    if simulation.workers != 1 and simulation.engine != "in-process":
+        yield SettingsError(
+            "worker processes compute devices for --engine in-process alone",
+            remedy="leave out --workers or --engine",
+        )
+
+
+def _of_privacy(
+    privacy: PrivacySettings,
+    plan: PlanSettings,
+    algorithm: AlgorithmSettings,
+    model: ModelSettings,
+    cohort: CohortSettings,
+    aggregation: AggregationSettings,
+    secure: SecureSettings,
+    evaluation: EvaluationSettings,
+) -> Iterator[SettingsError]:
+    """Yield what reveals more than the sums with noise (docs/privacy.md)."""
+    is_by_example = privacy.unit == "example"
+    refused = {
+        "the planner would choose quotas by what devices report of their data and speed: set "
+        "--accumulation-steps": plan.accumulation_steps is None,
+        "the batch would follow the devices' gradients: leave out --follow-noise-scale": (
+            plan.follow_noise_scale
+        ),
+        "updates would be weighed by the devices' numbers of examples: leave out --weighting "
+        "dataset": cohort.weighting == "dataset",
+        "each device would report its own held-out loss: leave out --evaluate-on-devices": (
+            evaluation.on_devices
+        ),
+        "the training's own loss and metrics are not released: name a metric of the test": any(
+            criterion is not None and split_criterion(criterion)[1].startswith("train_")
+            for criterion in (evaluation.best, evaluation.stop_when)
+        ),
+        "a rule that picks among updates would make one change what others add: leave out "
+        "--aggregation": aggregation.rule != "sum",
+        "16 bits leave no room for the noise: leave out --ring-bits 16": (
+            secure.aggregation != "off" and secure.ring_bits != 32
+        ),
+        "for each example, devices would tell the quantile of another norm: leave out "
+        "--privacy-clip-quantile": is_by_example and privacy.clip_quantile is not None,
+        "for each example, local steps would carry one example into the gradients of others: leave "
+        "out --local-steps": is_by_example and plan.local_steps > 1,
+        "for each example, a client algorithm would get sums without a bound for each example: "
+        "leave out --client-algorithm": is_by_example and algorithm.label is not None,
+        "for each example, parameters that stay on a device would carry one example into the "
+        "gradients of others: leave out --local-parameters": (
+            is_by_example and model.local_parameters is not None
+        ),
+    }
+    for text, is_refused in refused.items():
+        if is_refused:
+            what, _, remedy = text.rpartition(": ")
+            yield SettingsError(f"with differential privacy {what}", remedy=remedy)

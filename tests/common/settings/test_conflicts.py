@@ -1,0 +1,133 @@
+"""Settings that cannot work together are refused by name, before task and data are opened."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import headwater
+from headwater.common.errors import SettingsError
+from headwater.common.settings.schema import Settings
+
+MASKS = {"secure": {"aggregation": "semi-honest"}}
+PRIVATE = {"privacy": {"noise_multiplier": 1.0}, "plan": {"accumulation_steps": 2}}
+BY_EXAMPLE = {"noise_multiplier": 1.0, "unit": "example"}
+
+
+def plan(**values: Any) -> dict[str, Any]:
+    return {"plan": values}
+
+
+CONFLICTS: dict[str, tuple[dict[str, Any], str]] = {
+    "tokens and examples": (
+        plan(tokens_per_update=4096, effective_batch_size=64),
+        "--tokens-per-update and --effective-batch-size",
+    ),
+    "tokens and the noise scale": (
+        plan(tokens_per_update=4096, follow_noise_scale=True),
+        "--tokens-per-update and --follow-noise-scale",
+    ),
+    "tokens and K": (plan(tokens_per_update=4096, accumulation_steps=2), "--accumulation-steps"),
+    "the noise scale and K": (
+        plan(follow_noise_scale=True, accumulation_steps=2),
+        "--accumulation-steps",
+    ),
+    "the noise scale and local steps": (
+        plan(follow_noise_scale=True, local_steps=2),
+        "2 local steps",
+    ),
+    "a start above the maximum": (
+        plan(follow_noise_scale=True, max_effective_batch_size=511),
+        "--max-effective-batch-size 511",
+    ),
+    "an algorithm and the noise scale": (
+        {**plan(follow_noise_scale=True), "algorithm": {"name": "mine.py:Mine"}},
+        "client algorithm Mine",
+    ),
+    "an algorithm with long arguments": (
+        {"algorithm": {"name": "mine.py:Mine", "arguments": {"text": "x" * 1024}}},
+        "1,024 characters",
+    ),
+    "a robust rule and the noise scale": (
+        {**plan(follow_noise_scale=True), "aggregation": {"rule": "krum"}},
+        "--aggregation krum",
+    ),
+    "masks and a robust rule": ({**MASKS, "aggregation": {"rule": "median"}}, "--aggregation"),
+    "masks and a small quota": (
+        {**MASKS, **plan(accumulation_steps=1, micro_batch_size=2)},
+        "K x micro-batch is 2 examples",
+    ),
+    "masks and evaluation on devices": (
+        {**MASKS, "evaluation": {"on_devices": True}},
+        "held-out loss",
+    ),
+    "masks and workers": ({**MASKS, "simulation": {"workers": 2}}, "worker processes"),
+    "workers and other processes": (
+        {"simulation": {"workers": 2, "engine": "grpc"}},
+        "worker processes",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CONFLICTS)
+def test_settings_that_contradict_each_other_are_named_with_a_remedy(case: str) -> None:
+    changes, words = CONFLICTS[case]
+    with pytest.raises(SettingsError, match=words) as caught:
+        Settings.model_validate(changes)
+    assert caught.value.remedy.startswith(("leave out --", "raise --", "give fewer"))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"accumulation_steps": 2, "effective_batch_size": 64},
+        {"tokens_per_update": 4096},
+        {"tokens_per_update": 4096, "local_steps": 2},
+        {"follow_noise_scale": True, "effective_batch_size": 512, "max_effective_batch_size": 512},
+    ],
+)
+def test_settings_that_choose_one_target_or_none_are_taken(changes: dict[str, Any]) -> None:
+    chosen = Settings.model_validate(plan(**changes))
+    # A run's settings.toml and Flower's run_config name every setting, also those left as they are.
+    Settings.model_validate(chosen.model_dump())
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"plan": {}}, "--accumulation-steps"),
+        ({"plan": {"accumulation_steps": 2, "follow_noise_scale": True}}, "--follow-noise-scale"),
+        ({"cohort": {"weighting": "dataset"}}, "--weighting"),
+        ({"evaluation": {"on_devices": True}}, "--evaluate-on-devices"),
+        ({"aggregation": {"rule": "median"}}, "--aggregation"),
+        ({"evaluation": {"best": "train_accuracy"}}, "a metric of the test"),
+        ({"evaluation": {"stop_when": "train_loss"}}, "a metric of the test"),
+        ({"secure": {"aggregation": "active", "ring_bits": 16}}, "--ring-bits"),
+        ({"privacy": {**BY_EXAMPLE, "clip_quantile": 0.5}}, "--privacy-clip-quantile"),
+        (
+            {"privacy": BY_EXAMPLE, "plan": {"accumulation_steps": 2, "local_steps": 2}},
+            "--local-steps",
+        ),
+        ({"privacy": BY_EXAMPLE, "algorithm": {"name": "fedprox"}}, "--client-algorithm"),
+        ({"privacy": BY_EXAMPLE, "model": {"local_parameters": "head.*"}}, "--local-parameters"),
+    ],
+)
+def test_settings_that_would_void_the_promise_of_privacy_are_refused_by_name(
+    changes: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(SettingsError) as caught:
+        Settings.model_validate(PRIVATE | changes)
+    assert says in caught.value.remedy
+    assert caught.value.message.startswith("with differential privacy")
+
+
+def test_a_conflict_is_told_before_the_task_and_the_data_are_looked_for() -> None:
+    with pytest.raises(SettingsError, match="--aggregation median compares single updates"):
+        headwater.simulate(
+            "no_such_file.py:Task",
+            data="no_such_folder/*.csv",
+            secure_aggregation="active",
+            settings={"aggregation.rule": "median"},
+        )
