@@ -435,6 +435,12 @@ class CheckpointFailed(StateError):
 class PrivacySpent(HeadwaterError):
     """The run has spent its privacy: one more round would exceed --privacy-epsilon."""
     remedy = "the model of the last round is kept; a larger --privacy-epsilon with --resume goes on"
+class TooFewPermitted(HeadwaterError):
+    """Too few of the connected devices may take part in another round: their owners set limits."""
+    remedy = (
+        "the model of the last round is kept: lower --min-clients, add devices, or ask the owners "
+        "for a larger --privacy-budget, and go on with --resume"
+    )
 class Diverged(HeadwaterError):
     """A step led to parameters that are not finite; the checkpoint before it is kept."""
     remedy = "lower --learning-rate, and go on from the checkpoint with --resume"

@@ -1,8 +1,9 @@
-"""Excludes clients that made a secure session fail from the following rounds.
+"""Excludes clients from the following rounds that made a secure session fail, or may not take part.
 
 A client is excluded for ten rounds the first time and for twice as many each further time. It
 returns afterwards, because a broken device may have been repaired. ``server.secagg.blame`` decides
-which clients are at fault.
+which clients are at fault. A client whose owner allows no further round returns earlier if it
+connects again, because the owner may have changed the limit.
 """
 
 from __future__ import annotations
@@ -11,9 +12,15 @@ from collections.abc import Container, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from headwater.common.errors import HeadwaterError, PrivacyBudgetSpent, PrivacyRequired
+
 FIRST_ROUNDS = 10
 MAX_DOUBLINGS = 16
 MAX_REASON_CHARACTERS = 200  # limit of ``DescribeRequest.left_out``
+OWNERS_REASONS: dict[type[HeadwaterError], str] = {
+    PrivacyBudgetSpent: "its owner allows no further update",
+    PrivacyRequired: "its owner allows rounds with noise alone",
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,18 +30,46 @@ class Exclusion:
     through_round: int
     times: int
     why: str
+    is_by_owner: bool = False
+
+
+def owners_reasons(refused: Mapping[str, HeadwaterError]) -> dict[str, str]:
+    """Return the clients whose owners allow no round like the last one, with the reasons."""
+    return {
+        name: f"{error.code}: {OWNERS_REASONS[type(error)]}"
+        for name, error in refused.items()
+        if type(error) in OWNERS_REASONS
+    }
 
 
 def exclude(
-    known: Mapping[str, Exclusion], at_fault: Mapping[str, str], *, round_number: int
+    known: Mapping[str, Exclusion],
+    reasons: Mapping[str, str],
+    *,
+    round_number: int,
+    is_by_owner: bool = False,
 ) -> dict[str, Exclusion]:
-    """Return the exclusions after an attempt at a round; ``at_fault`` maps clients to reasons."""
+    """Return the exclusions after an attempt at a round; ``reasons`` are those of the clients."""
     after = dict(known)
-    for name, why in at_fault.items():
+    for name, why in reasons.items():
         times = after[name].times + 1 if name in after else 1
         rounds = FIRST_ROUNDS << min(times - 1, MAX_DOUBLINGS)
-        after[name] = Exclusion(through_round=round_number + rounds, times=times, why=why)
+        through = round_number + rounds
+        after[name] = Exclusion(
+            through_round=through, times=times, why=why, is_by_owner=is_by_owner
+        )
     return after
+
+
+def without_owners(
+    known: Mapping[str, Exclusion], names: Container[str] | None = None
+) -> dict[str, Exclusion]:
+    """Return the exclusions without the owners' own of these clients; of all if None."""
+    return {
+        name: one
+        for name, one in known.items()
+        if not one.is_by_owner or (names is not None and name not in names)
+    }
 
 
 def excluded_in(

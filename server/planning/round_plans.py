@@ -8,10 +8,10 @@ round to round: the known clients, those that are excluded, and the target batch
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from headwater.common.errors import TooFewClients
+from headwater.common.errors import TooFewClients, TooFewPermitted
 from headwater.common.messages import DescribeRequest, DeviceReport, Plan
 from headwater.common.model.parameters import ModelLayout
 from headwater.common.settings.schema import Settings
@@ -27,7 +27,12 @@ from headwater.server.planning.cohort import (
     slowness,
 )
 from headwater.server.planning.device_estimates import DeviceEstimate
-from headwater.server.planning.exclusions import Exclusion, exclude, excluded_in
+from headwater.server.planning.exclusions import (
+    Exclusion,
+    exclude,
+    excluded_in,
+    without_owners,
+)
 from headwater.server.planning.known_clients import KnownClients
 from headwater.server.planning.plan_messages import held_out_fraction, plans_of
 from headwater.server.planning.planner import Assignment, TransferCosts, assign
@@ -94,12 +99,16 @@ class RoundPlanner:
     ) -> None:
         """Take the state of a checkpoint. Every client that is not connected counts as gone."""
         self.known.restore(estimates)
-        self.excluded = dict(excluded)
+        self.excluded = without_owners(excluded)
 
-    def exclude(self, at_fault: Mapping[str, str], *, round_number: int) -> None:
-        """Exclude clients that made a secure session fail from the following rounds."""
-        self.excluded = exclude(self.excluded, at_fault, round_number=round_number)
-        for name, why in at_fault.items():
+    def exclude(
+        self, reasons: Mapping[str, str], *, round_number: int, is_by_owner: bool = False
+    ) -> None:
+        """Exclude clients that made a secure session fail, or whose owners allow no more rounds."""
+        self.excluded = exclude(
+            self.excluded, reasons, round_number=round_number, is_by_owner=is_by_owner
+        )
+        for name, why in reasons.items():
             through = self.excluded[name].through_round
             log.warning("%s is left out through round %d: %s", name, through, why)
 
@@ -130,6 +139,7 @@ class RoundPlanner:
 
         Raises:
             TooFewClients: --cohort-size is below --min-clients.
+            TooFewPermitted: the owners of too many clients allow no further round.
         """
         costs = TransferCosts(
             image_bytes=self.layout.num_bytes,
@@ -137,7 +147,9 @@ class RoundPlanner:
             turn_seconds=turn_seconds,
         )
         self.known.note_changes(clients)
+        self.excluded = without_owners(self.excluded, clients.disconnected)
         excluded = excluded_in(self.excluded, clients.reports, round_number=round_number)
+        self._check_permitted(clients.reports, excluded, round_number)
         waiting_since = self.known.waiting_since(clients.reports)
         selection = self._select(clients.reports, excluded, waiting_since, costs, round_number)
         names, exceptions = selection.names, selection.exceptions
@@ -218,6 +230,20 @@ class RoundPlanner:
             within_rounds=cohort.invite_within_rounds,
             min_clients=cohort.min_clients,
             order=self.decisions.order,
+        )
+
+    def _check_permitted(
+        self, names: Collection[str], excluded: Mapping[str, str], round_number: int
+    ) -> None:
+        by_owners = [name for name in excluded if self.excluded[name].is_by_owner]
+        able, needed = len(names) - len(by_owners), self.settings.num_clients_needed
+        if not by_owners or able >= needed:
+            return
+        why = "; ".join(f"{name}: {self.excluded[name].why}" for name in by_owners[:MAX_NAMES])
+        raise TooFewPermitted(
+            f"round {round_number} needs {counted(needed, 'client')}, and {able} of "
+            f"{len(names)} may still take part ({why}"
+            f"{'; ...' if len(by_owners) > MAX_NAMES else ''})"
         )
 
     def _check_enough(

@@ -19,6 +19,7 @@ from headwater.common.model.trained_model import MODEL as MODEL
 from headwater.common.wording import counted
 from headwater.server.aggregation.round_reports import RoundSum
 from headwater.server.fleet import Fleet, Traffic
+from headwater.server.planning.exclusions import owners_reasons
 from headwater.server.planning.round_plans import RoundPlans
 from headwater.server.rounds import evaluation
 from headwater.server.rounds.evaluation import EvaluatedRound
@@ -145,6 +146,9 @@ def _run_round(training: Training, fleet: Fleet, observer: Observer) -> RoundRow
         accepted=opened.accepted,
         ready=opened.ready,
         refused=opened.refused,
+    )
+    training.planner.exclude(
+        owners_reasons(opened.refused), round_number=training.round + 1, is_by_owner=True
     )
     try:
         _raise_common_fault(opened)

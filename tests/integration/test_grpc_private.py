@@ -74,5 +74,27 @@ def test_a_device_with_a_budget_adds_nothing_to_a_run_without_noise(tmp_path: Pa
         server = processes.server("--rounds", 2, *PLAN, "--min-clients", 1, task=task)
         client = processes.client(port_of(server), 0, "--privacy-budget", 8, task=task)
         assert server.wait() == 1
+        assert "TooFewPermitted" in server.text()
         assert "PrivacyRequired" in client.text()
     assert rows(tmp_path / "out") == []
+
+
+def test_a_run_ends_by_name_when_too_few_devices_have_a_budget_left(tmp_path: Path) -> None:
+    task = write_task(tmp_path).spec
+    budget = epsilon_of(1.5 * rho_of(Z), delta=1e-5)  # one update, and no second
+    with Processes(tmp_path) as processes:
+        server = processes.server(
+            *("--rounds", 3, *PLAN, "--privacy-noise-multiplier", Z, "--min-clients", 2), task=task
+        )
+        port, parts = port_of(server), ("--num-parts", 2)
+        poor = processes.client(port, 0, *parts, "--privacy-budget", budget, task=task)
+        rich = processes.client(port, 1, *parts, task=task)
+        assert server.wait() == 1
+        said = " ".join(server.text().split())
+        assert "round 2 needs 2 clients, and 1 of 2 may still take part" in said
+        assert "0: PrivacyBudgetSpent" in said
+        assert "--privacy-budget, and go on with --resume" in said
+        for client in (poor, rich):
+            client.succeed()
+    assert len(rows(tmp_path / "out")) == 1
+    assert (tmp_path / "out" / "model.safetensors").exists()

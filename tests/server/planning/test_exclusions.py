@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from headwater.common.errors import LateUpdate, PrivacyRequired
 from headwater.server.planning.exclusions import (
     FIRST_ROUNDS,
     MAX_REASON_CHARACTERS,
     exclude,
     excluded_in,
     from_json,
+    owners_reasons,
     to_json,
+    without_owners,
 )
 
 
@@ -29,3 +32,13 @@ def test_exclusions_come_back_from_the_checkpoint_as_they_were() -> None:
 def test_a_reason_is_no_longer_than_a_describe_request_allows() -> None:
     known = exclude({}, {"a": "x" * 1000}, round_number=1)
     assert len(excluded_in(known, ["a"], round_number=2)["a"]) == MAX_REASON_CHARACTERS
+
+
+def test_an_owner_s_limit_excludes_a_client_until_it_connects_again() -> None:
+    lied = exclude({}, {"a": "it lied"}, round_number=1)
+    reasons = owners_reasons({"b": PrivacyRequired(""), "c": LateUpdate("")})
+    assert list(reasons) == ["b"]
+    known = exclude(lied, reasons, round_number=1, is_by_owner=True)
+    assert set(without_owners(known, ["a"])) == {"a", "b"}
+    assert set(without_owners(known, ["a", "b"])) == {"a"}
+    assert set(without_owners(known)) == {"a"}

@@ -8,12 +8,14 @@ from dataclasses import replace
 
 import pytest
 
+from headwater.common.errors import PrivacyBudgetSpent, TooFewPermitted
 from headwater.common.messages import DeviceReport, Plan, Vitals
 from headwater.common.model.parameters import build_model
 from headwater.common.settings.schema import Settings
 from headwater.common.settings.sources import load
 from headwater.common.stats.linear_fit import Line
 from headwater.server.planning.cohort import ConnectedClients
+from headwater.server.planning.exclusions import owners_reasons
 from headwater.server.planning.round_plans import RoundPlanner
 from headwater.server.planning.target_batch import Target
 from tests.tasks import TwoLayers
@@ -120,3 +122,19 @@ def test_the_log_says_once_that_the_target_is_more_than_the_clients_own(
             plans(made, one, number)
     said = "round 2: the target is 150 examples; the data of 1 client allow 100"
     assert caplog.messages == [said]
+
+
+def test_too_few_clients_whose_owners_allow_another_round_end_the_run_by_name() -> None:
+    made = planning(load(None, {"cohort.min_clients": 2}))
+    here = {name: report(name, limit=400 * MIB) for name in ("a", "b", "c")}
+    plans(made, here, 1)
+    made.exclude(owners_reasons({"b": PrivacyBudgetSpent("")}), round_number=1, is_by_owner=True)
+    assert sorted(plans(made, here, 2)) == ["a", "c"]
+    made.exclude(owners_reasons({"c": PrivacyBudgetSpent("")}), round_number=2, is_by_owner=True)
+    with pytest.raises(TooFewPermitted) as caught:
+        plans(made, here, 3)
+    assert "round 3 needs 2 clients, and 1 of 3 may still take part" in caught.value.message
+    assert "b: PrivacyBudgetSpent" in caught.value.message
+    assert "c: PrivacyBudgetSpent" in caught.value.message
+    # A device that connects again may have another limit.
+    plans(made, {name: here[name] for name in ("a", "b")}, 3, disconnected=["b", "c"])
