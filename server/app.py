@@ -16,6 +16,7 @@ from headwater.server.operations.round_log import RoundLog
 from headwater.server.rounds.observer import Observer, Observers
 from headwater.server.rounds.round_loop import NO_OBSERVER, OnRound, run
 from headwater.server.rounds.round_row import RoundRow
+from headwater.server.rounds.run_folder import check_beginning
 from headwater.server.rounds.run_state import Training
 from headwater.server.tracking.trackers import trackers
 
@@ -31,13 +32,16 @@ class LoadedRun:
     trackers: list[Observer]
 
 
-def load_run(settings: Settings, *, run_id: int) -> LoadedRun:
+def load_run(settings: Settings, *, run_id: int, resume: bool) -> LoadedRun:
     """Load a run, before any client connects.
 
     Raises:
-        HeadwaterError: see ``trackers`` and ``Training``.
+        HeadwaterError: see ``trackers``, ``Training`` and ``check_beginning``.
     """
-    return LoadedRun(trackers=trackers(settings), training=Training(settings, run_id=run_id))
+    loaded = LoadedRun(trackers=trackers(settings), training=Training(settings, run_id=run_id))
+    if settings.out is not None:
+        check_beginning(loaded.training, settings.out, resume=resume)
+    return loaded
 
 
 def server_app(
@@ -58,7 +62,7 @@ def server_app(
         settings = from_run_config(context.run_config)
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
-        own = loaded or load_run(settings, run_id=context.run_id)
+        own = loaded or load_run(settings, run_id=context.run_id, resume=resume)
         fleet = GridFleet(grid)
         observers = Observers(RoundLog(), *own.trackers, observer)
         run(own.training, fleet, on_round=on_round, resume=resume, observer=observers)

@@ -79,12 +79,14 @@ def serve_run(
         verifier=CertificateVerifier.of(settings.tls, credentials),
     )
     with ExitStack() as stack:
+        stack.callback(servicer.close)
         control = None
         if folder is not None:
             control = stack.enter_context(
                 _control(settings.rounds, folder, servicer, round_number, long_wait_advice)
             )
-        loaded = load_run(settings, run_id=run_id)  # what is wrong comes before any client connects
+        # What is wrong comes before any client connects.
+        loaded = load_run(settings, run_id=run_id, resume=resume)
         stack.enter_context(_open(servicer))
         host, _ = split_address(settings.server.listen)
         address = f"{host}:{servicer.port}"

@@ -30,6 +30,35 @@ log = logging.getLogger(__name__)
 INITIAL = "model.initial"
 
 
+def check_beginning(training: Training, folder: Path, *, resume: bool) -> None:
+    """Check, before any client connects, that the run may begin or resume in its folder.
+
+    Raises:
+        SettingsError: the folder has a checkpoint, and the run should not resume.
+        CheckpointCorrupt: the checkpoint, or the file of the spent privacy, cannot be read.
+        PrivacySpent: nothing is left of the run's epsilon.
+    """
+    if not resume:
+        _check_new(folder)
+    elif training.privacy is not None:
+        _, done = checkpoint.run_position(folder, resume=True)
+        training.privacy.open_file(num_rounds=done)
+        if done < training.settings.rounds:
+            training.privacy.noise_multiplier(round_number=done + 1)
+
+
+def _check_new(folder: Path) -> None:
+    if not (folder / checkpoint.FILE).exists():
+        return
+    done = checkpoint.saved_round(folder)
+    what = "a checkpoint" if done is None else f"a run of {counted(done, 'round')}"
+    raise SettingsError(
+        f"{folder} already holds {what}, and without --resume a run begins anew",
+        remedy="continue that run with --resume (--rounds N for more rounds in all), or choose "
+        "another --out",
+    )
+
+
 def resume_or_begin(training: Training, fleet: Fleet, folder: Path, *, resume: bool) -> None:
     """Restore the checkpoint in the run's folder, or check that there is none.
 
@@ -39,18 +68,12 @@ def resume_or_begin(training: Training, fleet: Fleet, folder: Path, *, resume: b
         SettingsError: there is one, and the run should not resume.
         HeadwaterError: see ``restore``.
     """
-    if resume and restore(training, folder, fleet):
+    if not resume:
+        _check_new(folder)
+    elif restore(training, folder, fleet):
         log.info("resumed after round %d", training.round)
-    elif resume:
+    else:
         log.info("there is no checkpoint in %s: starting with round 1", folder)
-    elif (folder / checkpoint.FILE).exists():
-        done = checkpoint.saved_round(folder)
-        what = "a checkpoint" if done is None else f"a run of {counted(done, 'round')}"
-        raise SettingsError(
-            f"{folder} already holds {what}, and without --resume a run begins anew",
-            remedy="continue that run with --resume (--rounds N for more rounds in all), or choose "
-            "another --out",
-        )
 
 
 def restore(training: Training, folder: Path, fleet: Fleet) -> bool:

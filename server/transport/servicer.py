@@ -114,6 +114,11 @@ class Servicer:
         self._thread.join()
         self._loop.close()
 
+    def close(self) -> None:
+        """Release the event loop of a servicer that was never started."""
+        if self._thread.ident is None:
+            self._loop.close()
+
     def require_layout(self, digest: str, layout: str) -> None:
         """Refuse devices whose model has another layout from now on, and show them this one."""
         self._admission.layout_digest, self._admission.layout = digest, layout
