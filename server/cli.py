@@ -174,12 +174,12 @@ def status(
 def evaluate(
     out: RunFolder,
     data: Annotated[
-        list[Path] | None,
+        list[str] | None,
         typer.Option(
             "--data",
             metavar="PATH",
-            help="Examples to test on, as a device's --data. May be repeated. [default: the task's "
-            "test_examples]",
+            help="Examples to test on, as a device's --data, or in quotes a pattern of such paths: "
+            "'devices/*.csv'. May be repeated. [default: the task's test_examples]",
         ),
     ] = None,
     task: Annotated[

@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from glob import has_magic
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,10 @@ from rich.table import Table
 from rich.text import Text
 from torch import nn
 
+from headwater.common.data.data_paths import find_data
 from headwater.common.data.evaluation import evaluate_sums
 from headwater.common.data.example_faults import summary
-from headwater.common.errors import MissingData, SettingsError
+from headwater.common.errors import EmptyDataset, MissingData, SettingsError
 from headwater.common.model.trained_model import (
     BEST,
     ModelRecord,
@@ -77,27 +79,33 @@ class EvaluatedModel:
     file: Path
     record: ModelRecord
     results: list[DataResult]
+    empty: list[str] = field(default_factory=list)
+    """The data sets without an example, which are left out."""
 
 
 def evaluate(
     out: Path,
     *,
-    data: Sequence[Path],
+    data: Sequence[str],
     task: str | None,
     is_best: bool = False,
     local: Path | None = None,
 ) -> EvaluatedModel:
     """Test the model of a run's folder on each path of ``data``, or on the task's test examples.
 
-    ``local`` is the file of a device with the parameters that stayed on it.
+    A path may be a pattern. Of several data sets, those without an example are left out. ``local``
+    is the file of a device with the parameters that stayed on it.
 
     Raises:
         SettingsError: there is no such model, or it cannot be read.
         ModelMismatch, TaskError, StateError: see ``load_model``; or the task fails on an example.
-        MissingData, EmptyDataset: a path holds no examples, or the task has no test examples.
+        MissingData, EmptyDataset: a path cannot be opened, no path holds an example, or the task
+            has no test examples.
     """
-    for path in data:
-        check_data_exists(path)
+    for one in data:
+        if not has_magic(one):
+            check_data_exists(Path(one))
+    found = [path for one in data for path in find_data(one, source="--data", folder=Path())]
     file = out / BEST if is_best else model_file(out)
     if is_best and not file.exists():
         raise SettingsError(
@@ -106,11 +114,9 @@ def evaluate(
     record, state = read_model(file)
     chosen = task_of(task, record, file)
     model = load_module(chosen, record, state, file, local=local)
-    if data:
-        opened = [
-            (str(path), open_train_examples(chosen, data=path, part=0, num_parts=1))
-            for path in data
-        ]
+    empty: list[str] = []
+    if found:
+        opened, empty = _opened(chosen, found)
     else:
         test_examples = open_test_examples(chosen, model)
         if test_examples is None:
@@ -121,7 +127,26 @@ def evaluate(
     results = [_sums(chosen, model, name, examples) for name, examples in opened]
     if len(results) > 1:
         results.append(_total(results))
-    return EvaluatedModel(file=file, record=record, results=results)
+    return EvaluatedModel(file=file, record=record, results=results, empty=empty)
+
+
+def _opened(task: Task, paths: Sequence[str]) -> tuple[list[tuple[str, Examples]], list[str]]:
+    """Open the data sets; return them by their paths, and the paths without an example.
+
+    Raises:
+        MissingData, EmptyDataset: a path cannot be opened, or none has an example.
+    """
+    opened, empty = [], {}
+    for path in paths:
+        try:
+            examples = open_train_examples(task, data=Path(path), part=0, num_parts=1)
+        except EmptyDataset as error:
+            empty[path] = error
+        else:
+            opened.append((path, examples))
+    if not opened:
+        raise next(iter(empty.values()))
+    return opened, [*empty]
 
 
 def _sums(task: Task, model: nn.Module, name: str, examples: Examples) -> DataResult:
@@ -168,6 +193,7 @@ def as_json(evaluated: EvaluatedModel) -> str:
             }
             for each in evaluated.results
         ],
+        "empty": evaluated.empty,
     }
     return json.dumps(to_json_value(fields), allow_nan=False)
 
@@ -197,6 +223,9 @@ def as_table(evaluated: EvaluatedModel) -> RenderableType:
         for each in evaluated.results
         if each.why_left_out
     ]
+    if evaluated.empty:
+        left_out = printable(", ".join(evaluated.empty))
+        reasons.append(Text(f"left out, as there is no example in it: {left_out}"))
     return Group(f"{escape(printable(evaluated.file))}{when}", table, *reasons)
 
 

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from headwater.common.data.data_paths import find_data
 from headwater.common.errors import SettingsError
 from headwater.common.example_files import existing_or_bundled
 from headwater.common.settings.schema import Settings
 from headwater.common.wording import counted
-from headwater.simulation.fleet.device_data import device_names, find_device_data
+from headwater.simulation.fleet.device_data import device_names
 from headwater.simulation.fleet.faults import (
     EVALUATE,
     NO_FAULTS,
@@ -134,7 +135,7 @@ def _with_clients(settings: Settings, number: int, source: str, *, remedy: str) 
 
 def _with_data(settings: Settings, data: str | tuple[str, ...]) -> Settings:
     """Set the devices' own paths and their number; with a partition, the one path to split."""
-    found = find_device_data(data, source="simulation.data (--data)", folder=Path())
+    found = find_data(data, source="simulation.data (--data)", folder=Path())
     settings = _with(settings, data=found)
     if settings.partition.kind == "task":
         device_names(found)  # raises an error if two are the same

@@ -18,7 +18,7 @@ import numpy as np
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from headwater.client.training.sampler import seed_of
-from headwater.simulation.fleet.device_data import find_device_data
+from headwater.common.data.data_paths import find_data
 from headwater.simulation.fleet.faults import FleetFaults
 from headwater.simulation.fleet.toml_tables import file_error, read_tables
 from headwater.simulation.fleet.traces import ALWAYS, Availability, RoundShares, read_trace
@@ -167,7 +167,7 @@ def _own_data(table: DeviceTable, path: Path, number: int) -> tuple[str, ...]:
     if table.data is None:
         return ()
     source = f"{path}: device number {number}: data"
-    found = find_device_data(table.data, source=source, folder=path.parent)
+    found = find_data(table.data, source=source, folder=path.parent)
     if "count" in table.model_fields_set and table.count != len(found):
         raise file_error(
             path,

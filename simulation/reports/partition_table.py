@@ -19,7 +19,7 @@ from headwater.common.data.client_datasets import ClientDatasets
 from headwater.common.data.columns import column_of
 from headwater.common.data.partition import Column, DisjointPartition
 from headwater.common.data.partition_spec import LABEL
-from headwater.common.errors import HeadwaterError, MissingColumn, SettingsError
+from headwater.common.errors import EmptyDataset, HeadwaterError, MissingColumn, SettingsError
 from headwater.common.settings.schema import Settings
 from headwater.common.system.console import console, print_text
 from headwater.common.system.printable import printable
@@ -111,8 +111,11 @@ def partition_line(settings: Settings) -> str:
         if isinstance(partition, DisjointPartition) and partition.num_moved:
             moved = counted(partition.num_moved, "empty device")
             text += f"; {moved} got an example of the largest"
-    if errors:
-        text += f"; {counted(len(errors), 'device')} cannot open the data"
+    num_empty = sum(isinstance(error, EmptyDataset) for error in errors)
+    if num_empty:
+        text += f"; no example in the data of {counted(num_empty, 'device')}"
+    if len(errors) > num_empty:
+        text += f"; {counted(len(errors) - num_empty, 'device')} cannot open the data"
     return text
 
 

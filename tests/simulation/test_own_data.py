@@ -155,6 +155,15 @@ def test_a_file_that_the_task_cannot_read_does_not_end_the_command_before_the_ru
     assert said.endswith("; 1 device cannot open the data")
 
 
+def test_a_file_without_an_example_is_counted_as_that_before_the_run(folder: Path) -> None:
+    (folder / "devices" / "a.csv").write_text("")
+    (folder / "devices" / "b.csv").write_text(UNREADABLE)
+    chosen = with_fleet(load(None, {"task": TASK, "simulation.data": "devices/*.csv"}))
+    with run_scope({}):
+        said = partition_line(chosen)
+    assert said.endswith("; no example in the data of 1 device; 1 device cannot open the data")
+
+
 @pytest.mark.parametrize("engine", [{}, {"secure__aggregation": "semi-honest"}])
 def test_without_data_a_task_that_needs_some_says_so_once(
     folder: Path, engine: dict[str, str], caplog: pytest.LogCaptureFixture

@@ -13,6 +13,7 @@ from torch.utils.data import TensorDataset
 from typer.testing import CliRunner
 
 from headwater.client.cli import app as client_app
+from headwater.common.errors import EmptyDataset
 from headwater.common.model.parameters import build_model
 from headwater.common.model.trained_model import BEST, MODEL
 from headwater.common.settings.schema import Settings
@@ -61,6 +62,27 @@ def evaluated(folder: Path, *arguments: str | Path, task: type = Doubled) -> Res
     spec = f"{__file__}:{task.__name__}"
     given = [*map(str, arguments)]
     return CliRunner().invoke(app, ["evaluate", "--out", str(folder), "--task", spec, *given])
+
+
+def test_a_pattern_names_several_files_and_one_without_an_example_is_left_out(
+    run_folder: Path,
+) -> None:
+    (run_folder / "empty.txt").write_text("")
+    done = evaluated(run_folder, "--data", run_folder / "*.txt", "--json")
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    names = [str(run_folder / name) for name in ("a.txt", "b.txt", "empty.txt")]
+    assert [row["data"] for row in found["results"]] == [*names[:2], "all"]
+    assert found["empty"] == names[2:]
+    said = "".join(evaluated(run_folder, "--data", run_folder / "*.txt").stdout.split())
+    assert f"leftout,asthereisnoexampleinit:{names[2]}" in said
+
+
+def test_data_without_any_example_are_refused(run_folder: Path) -> None:
+    (run_folder / "empty.txt").write_text("")
+    done = evaluated(run_folder, "--data", run_folder / "empty.txt")
+    assert done.exit_code == 2
+    assert isinstance(done.exception, EmptyDataset) or "EmptyDataset" in done.output
 
 
 def test_the_row_of_all_data_divides_the_sums_once(run_folder: Path) -> None:

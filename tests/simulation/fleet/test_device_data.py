@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from headwater.client.training.context import Identity
+from headwater.common.data.data_paths import find_data
 from headwater.common.errors import MissingData, SettingsError
 from headwater.common.settings.schema import Settings
 from headwater.common.settings.sources import from_run_config, load, with_default_task
-from headwater.simulation.fleet.device_data import device_names, find_device_data
+from headwater.simulation.fleet.device_data import device_names
 from headwater.simulation.fleet.fleet_spec import fleet_spec, with_fleet
 from headwater.simulation.fleet.identities import identities_of
 
@@ -31,7 +32,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def found(data: str | tuple[str, ...]) -> tuple[str, ...]:
-    return find_device_data(data, source="--data", folder=Path())
+    return find_data(data, source="--data", folder=Path())
 
 
 def settings(**overrides: object) -> Settings:
