@@ -126,6 +126,15 @@ class RunPrivacy:
         )
         return multiplier_of(rho, of=self._rho)
 
+    def check_left(self, *, round_number: int) -> None:
+        """Check that something is left for a round, if no device's place in its data decides that.
+
+        Raises:
+            PrivacySpent: nothing is left of the epsilon.
+        """
+        if self._epochs is None:
+            self.noise_multiplier(round_number=round_number)
+
     def private_plans(
         self,
         plans: Mapping[str, Plan],

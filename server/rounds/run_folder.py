@@ -44,7 +44,7 @@ def check_beginning(training: Training, folder: Path, *, resume: bool) -> None:
         _, done = checkpoint.run_position(folder, resume=True)
         training.privacy.open_file(num_rounds=done)
         if done < training.settings.rounds:
-            training.privacy.noise_multiplier(round_number=done + 1)
+            training.privacy.check_left(round_number=done + 1)
 
 
 def _check_new(folder: Path) -> None:
