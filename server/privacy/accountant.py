@@ -75,11 +75,13 @@ def largest_rho(epsilon: float, *, delta: float) -> float:
     return math.exp(low)
 
 
-def multiplier_of_rest(rho: float, events: Events, *, rounds: int) -> float:
+def multiplier_of_rest(rho: float, events: Events, *, rounds: int, gain: float = 1.0) -> float:
     """Return the noise multiplier with which ``rounds`` more sums spend what is left of ``rho``.
 
     The rho of Gaussian sums add up, so that the sums so far and the coming ones together have the
-    epsilon of ``rho``.
+    epsilon of ``rho``. ``gain`` is how much less than its multiplier says a sum is expected to
+    cost, because more devices add noise than must. It only spreads the rest over the rounds: the
+    next sum does not exceed the rest even if it costs all that its multiplier says.
 
     Raises:
         PrivacySpent: nothing is left.
@@ -87,7 +89,7 @@ def multiplier_of_rest(rho: float, events: Events, *, rounds: int) -> float:
     left = rho - spent_rho(events)
     if left <= rho * TOLERANCE:
         raise PrivacySpent(ALL_SPENT)
-    return max(math.sqrt(rounds / (2 * left)), MIN_MULTIPLIER)
+    return max(math.sqrt(max(rounds / gain, 1.0) / (2 * left)), MIN_MULTIPLIER)
 
 
 def multiplier_of(rho: float, *, of: float) -> float:

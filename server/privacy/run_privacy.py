@@ -61,6 +61,8 @@ class RunPrivacy:
         """The clip norm of the next round; the caller keeps it in the checkpoint."""
         self._least_of_round: float | None = None
         """The least noise multiplier of the current round's opened sums; None before the first."""
+        self._gain = 1.0
+        """How much less the last opened sum cost than its terms say; see ``note_unmasked``."""
         self._rho: float | None = None
         """The zCDP that all rounds may spend together; None where the noise is set."""
         if chosen.epsilon is not None:
@@ -109,7 +111,9 @@ class RunPrivacy:
         """Return the noise of a round: as set, or what spends the rest of the epsilon evenly.
 
         It follows the sums that were really opened: one with more noise than planned leaves more
-        for the others, and the sum of a round that a crash undid leaves less.
+        for the others, and the sum of a round that a crash undid leaves less. Of the coming rounds
+        as many devices are expected to survive as of the last one, so that the noise of all rounds
+        is about the same; if fewer survive, the later rounds have more noise.
 
         Raises:
             PrivacySpent: nothing is left of the epsilon.
@@ -120,7 +124,8 @@ class RunPrivacy:
             return chosen.noise_multiplier
         rounds = max(self._settings.rounds - round_number + 1, 1)
         if self._epochs is None:
-            return multiplier_of_rest(self._rho, self._accountant.events, rounds=rounds)
+            events = self._accountant.events
+            return multiplier_of_rest(self._rho, events, rounds=rounds, gain=self._gain)
         rho = self._epochs.affordable(
             self._rho, round_number=round_number, rounds=rounds, shares=self._shares
         )
@@ -240,6 +245,7 @@ class RunPrivacy:
             self._note(multiplier, in_place_of=least)
         else:
             self._least_of_round = least
+        self._gain = (self._least_of_round / terms.noise_multiplier) ** 2
 
     def _note(
         self,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from headwater.common.errors import PrivacySpent
 from headwater.common.privacy.spending import epsilon_of
@@ -59,6 +61,40 @@ def test_more_noise_than_planned_leaves_more_for_the_rest_and_less_leaves_less()
     after = multiplier_of_rest(rho, [(z, 5)], rounds=6)  # a round was opened and then undone
     assert after > z
     assert Accountant(1e-5, [(z, 5), (after, 6)]).epsilon <= 4.0
+
+
+def noise_of_a_run(costs: list[float], *, gain: float) -> tuple[list[float], float]:
+    """Return the multipliers of sums that cost these parts of what they say, and the rho left."""
+    events: list[tuple[float, int]] = []
+    chosen = []
+    for at, cost in enumerate(costs):
+        z = multiplier_of_rest(1.0, events, rounds=len(costs) - at, gain=gain if at else 1.0)
+        chosen.append(z)
+        events.append((z / math.sqrt(cost), 1))
+    return chosen, 1 - spent_rho(events)
+
+
+def test_sums_that_cost_as_little_as_expected_have_even_noise_and_leave_almost_nothing() -> None:
+    noise, left = noise_of_a_run([1 / 1.5] * 30, gain=1.5)
+    assert max(noise[1:-1]) == pytest.approx(min(noise[1:-1]))
+    assert noise[1] < noise[0] * 0.83  # 1 / sqrt(1.5) is 0.816
+    assert 0 < left < 0.02
+    uneven, unused = noise_of_a_run([1 / 1.5] * 30, gain=1.0)
+    assert max(uneven[1:-1]) > 1.4 * min(uneven[1:-1])
+    assert unused > 0.03
+    assert sum(z * z for z in noise) < 0.9 * sum(z * z for z in uneven)
+
+
+@given(
+    costs=st.lists(st.floats(0.05, 1.0), min_size=1, max_size=40),
+    gain=st.floats(1.0, 20.0),
+)
+def test_whatever_sums_cost_they_never_exceed_the_whole(costs: list[float], gain: float) -> None:
+    try:
+        _, left = noise_of_a_run(costs, gain=gain)
+    except PrivacySpent:
+        return
+    assert left >= -1e-9
 
 
 def test_nothing_left_is_refused_by_name() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -379,3 +380,20 @@ def test_a_resumed_run_goes_on_with_its_clip_norm_unless_the_start_was_changed()
 def test_a_quantile_without_noise_is_refused() -> None:
     with pytest.raises(ValueError, match="nothing is clipped without noise"):
         settings(privacy={"noise_multiplier": None, "clip_quantile": 0.5})
+
+
+def test_the_next_round_expects_the_survivors_of_the_last_group_with_the_least_noise() -> None:
+    chosen = settings(privacy={"noise_multiplier": None, "epsilon": 3.0})
+    found = {}
+    for survivors in ("10", "7", "10 7"):
+        privacy = RunPrivacy(chosen, num_values=3)
+        before = privacy.noise_multiplier(round_number=1)
+        privacy.private_plans(plans(), max_weight_per_example=1, owned=OWNED)
+        for number in survivors.split():
+            terms = replace(MASKED, noise_multiplier=before)
+            privacy.note_unmasked(opened_sum(10, int(number)), terms)
+        found[survivors] = privacy.noise_multiplier(round_number=2) / before
+    gain = (10 - 1) / (7 - 1)  # honest survivors over those that the noise was calibrated for
+    rest = (1 - 0.1 / gain) / 0.9  # of what nine rounds would have had
+    assert found["10"] == pytest.approx(1 / math.sqrt(gain * rest), rel=1e-4)
+    assert found["7"] == found["10 7"] == pytest.approx(1.0, rel=1e-4)
