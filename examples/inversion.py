@@ -7,7 +7,8 @@ server looks for images with the same sum: gradient inversion (Zhu et al. 2019, 
 - a plain update of 1, 8 and 64 images,
 - a masked update of one image, as the server receives it,
 - the sum of ten masked updates of 8 images, which is all that the server opens,
-- a plain update of one image that was clipped to a norm of 1 and got noise of a deviation of 1.
+- a plain update of one image in a private round (docs/privacy.md): clipped to a norm of 1, with
+  noise of a deviation of 1.
 
 A number is the mean distance per pixel, of pixels from 0 to 1, between the images and those found;
 a guess that knows only the mean of all images has 0.27. This attack is a simple one: a better one
@@ -24,6 +25,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from headwater.common.privacy.clipping import clip_to_norm
+from headwater.common.privacy.discrete_gaussian import RandomBits
+from headwater.common.privacy.discrete_gaussian import draw as draw_integers
+from headwater.common.privacy.noise_shares import plain_scale_bits, plain_sigma
+from headwater.common.privacy_terms import PrivacyTerms
 from headwater.common.secagg.fixed_point import decode, encode_in_place, plan_encoding
 from headwater.common.secagg.masking import Stream, mask_in_place
 from headwater.common.secagg.secret import Secret
@@ -121,11 +127,16 @@ def masked(update: Tensor) -> Tensor:
     return torch.from_numpy(decode(ring, encoding))
 
 
-def clipped_with_noise(update: Tensor, *, clip: float = 1.0, deviation: float = 1.0) -> Tensor:
-    """Return the update [P], clipped to a norm, with Gaussian noise in each coordinate."""
-    random = np.random.default_rng()
-    clipped: Tensor = update * (clip / update.norm()).clamp(max=1)
-    return clipped + torch.from_numpy(random.normal(0, deviation * clip, len(update)))
+def clipped_with_noise(update: Tensor) -> Tensor:
+    """Return a sum of this update alone, as a private round opens it: the code of a real round."""
+    terms = PrivacyTerms(norm_bound=1.0, noise_multiplier=1.0)
+    clipped = update.float().clone()
+    clip_to_norm(clipped, terms.norm_bound)
+    bits = plain_scale_bits(terms)
+    sigma = plain_sigma(terms, scale_bits=bits, num_values=len(update))
+    steps = np.rint(np.ldexp(clipped.double().numpy(), bits))
+    steps += draw_integers(sigma, len(update), RandomBits(os.urandom))
+    return torch.from_numpy(np.ldexp(steps, -bits))
 
 
 def nearest(images: Tensor, found: Tensor) -> tuple[Tensor, float]:
