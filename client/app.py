@@ -105,10 +105,15 @@ def _train(request: DeviceRequest) -> RecordDict:
     check_masking(secure, is_masked=plan.is_masked, name=identity.name, what="an update")
     if plan.is_masked:
         check_plan(plan, secure, name=identity.name, told_examples=told_examples(request, plan))
-    check_budget(plan, request.settings.privacy, name=identity.name, spent=request.spent)
+    window = None
     if plan.is_private_by_example:
+        from headwater.client.flower.private_rounds import planned_window  # as below
+
         has_local = request.local_store is not None
         check_example_unit(plan, request.sampler, name=identity.name, has_local=has_local)
+        window = planned_window(request, plan)
+    chosen, spent = request.settings.privacy, request.spent
+    check_budget(plan, chosen, name=identity.name, spent=spent, window=window)
     if plan.is_masked:
         trainer.examples(identity)  # checks the task, not under a model of the server's choice
         _load_model(request, plan)
@@ -133,7 +138,7 @@ def _train(request: DeviceRequest) -> RecordDict:
     if plan.privacy is not None:
         from headwater.client.flower.private_rounds import spend  # as below: most never need it
 
-        spend(request, plan.privacy)
+        spend(request, plan.privacy, sampler)
     return records.update_content(update, as_view=records.is_view(content))
 
 
@@ -152,7 +157,7 @@ def _answer_phase(phase: Phase, request: DeviceRequest) -> RecordDict:
 
     def store(record: SessionRecord) -> None:
         if terms is not None and record.masked == update:
-            spend(request, terms, update_id=update)
+            spend(request, terms, request.sampler, update_id=update)
         records.save_state(context, SECURE, record)
         if record.masked == update:  # its examples count as used in any case
             records.save_state(context, SAMPLER, request.sampler.passed())

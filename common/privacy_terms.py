@@ -89,12 +89,6 @@ class PrivacyTerms:
         """What one round with this noise costs one unit that adds to it, as zCDP."""
         return rho_of(self.noise_multiplier)
 
-    @property
-    def device_rho(self) -> float:
-        """What one sum with this noise costs a device as a whole, as zCDP."""
-        ratio = self.norm_bound / self.unit_bound
-        return self.rho * ratio * ratio
-
 
 def rho_of(noise_multiplier: float) -> float:
     """Return the zCDP of a (discrete) Gaussian with this noise multiplier: 1 / (2 z^2).

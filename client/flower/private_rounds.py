@@ -7,25 +7,65 @@ to help to open the sum, it knows how many did.
 
 from __future__ import annotations
 
+from dataclasses import asdict, replace
+
 from headwater.client.flower.request import DeviceRequest
+from headwater.client.privacy.example_spending import EpochPlace, UpdateCost, UsedWindow
 from headwater.client.secagg.noise_share import opened_rho
 from headwater.client.secagg.session import SecureSession
 from headwater.client.secagg.states import SessionFinished
+from headwater.client.training.sampler import SamplerPosition, SamplerState
+from headwater.common.messages import Plan
 from headwater.common.privacy_terms import PrivacyTerms
 from headwater.common.secagg.protocol import UnmaskRequest
 
 
-def spend(request: DeviceRequest, terms: PrivacyTerms, *, update_id: str | None = None) -> None:
+def spend(
+    request: DeviceRequest,
+    terms: PrivacyTerms,
+    sampler: SamplerState,
+    *,
+    update_id: str | None = None,
+) -> None:
     """Write down what an update costs, before it leaves the device; nothing without a file.
 
-    The same ``update_id`` twice in a row counts once; without one, every call counts.
+    ``sampler`` has the update's round pending. The same ``update_id`` twice in a row counts once;
+    without one, every call counts.
 
     Raises:
         PrivacyBudgetSpent, StateError: see ``SpentFile.spend``.
     """
     chosen, spent = request.settings.privacy, request.spent
     if spent is not None:
-        spent.spend(terms.device_rho, update_id=update_id, limit=chosen.budget, delta=chosen.delta)
+        window = _window(request, sampler.place, sampler.pending_place)
+        spent.spend(UpdateCost.of(terms, terms.rho, window), chosen, update_id=update_id)
+
+
+def planned_window(request: DeviceRequest, plan: Plan) -> UsedWindow | None:
+    """Return where a plan's examples begin, and if they are of two epochs; their end is not known.
+
+    None if the noise is not for single examples.
+    """
+    if not plan.is_private_by_example:
+        return None
+    training, _ = request.trainer.split(
+        request.identity, run_seed=plan.run_seed, fraction=plan.held_out_fraction
+    )
+    number = len(training)
+    start = request.sampler.settle(plan.counted_round).place.of_existing(number)
+    window = _window(request, start, start)
+    is_of_two = min(plan.quota, number) > start.num_left(number)
+    return replace(window, is_of_two_epochs=is_of_two)
+
+
+def _window(request: DeviceRequest, start: SamplerPosition, end: SamplerPosition) -> UsedWindow:
+    number = len(request.trainer.examples(request.identity))
+    places = [
+        EpochPlace(run=str(request.context.run_id), num_examples=number, **asdict(place))
+        for place in (start, end)
+    ]
+    is_of_two = end.epoch > start.epoch and places[1].is_begun
+    return UsedWindow(start=places[0], end=places[1], is_of_two_epochs=is_of_two)
 
 
 def correct_spent(request: DeviceRequest, session: SecureSession, unmask: UnmaskRequest) -> None:
@@ -39,5 +79,7 @@ def correct_spent(request: DeviceRequest, session: SecureSession, unmask: Unmask
     """
     state = session.state
     if request.spent is not None and isinstance(state, SessionFinished):
+        terms, update_id = state.device.privacy, state.device.update_id
+        assert terms is not None
         rho = opened_rho(state.session.parameters, unmask, state.device)
-        request.spent.lower(rho, update_id=state.device.update_id)
+        request.spent.lower(UpdateCost.of(terms, rho), update_id=update_id)

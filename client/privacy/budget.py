@@ -1,11 +1,13 @@
 """The privacy that a device has spent over all runs, in a file of its own, and its owner's limit.
 
 Every private update costs rho = 1 / (2 z^2), where z is the plan's noise multiplier
-(``common.privacy.spending``). The sum is on disk before the update leaves the device, so that no
-crash forgets it. It counts all runs of a device of this name in its state folder, on whatever data
-and with whatever task: that can only be more than was spent on one data set. A session that is
-aborted after this device has masked counts as well, at the least noise that the device accepts: it
-cannot know what was opened. A request to help to open the sum shows how many survived.
+(``common.privacy.spending``), for the plan's unit: the device as a whole, or one example
+(``client.privacy.example_spending``). The file has the sums for both. They are on disk before the
+update leaves the device, so that no crash forgets it. They count all runs of a device of this name
+in its state folder, on whatever data and with whatever task: that can only be more than was spent
+on one data set. A session that is aborted after this device has masked counts as well, at the least
+noise that the device accepts: it cannot know what was opened. A request to help to open the sum
+shows how many survived.
 
 What it cannot know: in a plain round, whether the server adds the noise. A device that does not
 trust the server sets ``--secure-aggregation`` too, and then takes part under masks alone.
@@ -18,12 +20,21 @@ import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
+from headwater.client.privacy.example_spending import (
+    OF_A_DEVICE_S_ROUND,
+    ExampleSpent,
+    UpdateCost,
+    UsedWindow,
+)
 from headwater.common.errors import PrivacyBudgetSpent, PrivacyRequired, StateError
 from headwater.common.messages import Plan
+from headwater.common.privacy.epoch_cost import EpochCost
 from headwater.common.privacy.spending import epsilon_of
+from headwater.common.privacy_terms import Unit
 from headwater.common.settings.schema import PrivacySettings
 from headwater.common.system.atomic_file import OWNER_ONLY, write_atomically
 from headwater.common.system.file_lock import try_lock
@@ -31,12 +42,42 @@ from headwater.common.system.file_lock import try_lock
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spent:
-    """What a device has spent: rho, in so many updates; and the last one's id and rho."""
+    """What a device has spent: rho, in so many updates; and the last one's id and rho.
+
+    ``examples`` is what single examples have spent.
+    """
 
     rho: float = 0.0
     num_updates: int = 0
     last_update: str | None = None
     last_rho: float = 0.0
+    examples: ExampleSpent = field(default_factory=ExampleSpent)
+
+    def of_unit(self, unit: Unit) -> float:
+        """Return what a unit has spent, as zCDP."""
+        return self.rho if unit == "device" else self.examples.cost.rho
+
+    def after(self, update: UpdateCost, *, update_id: str | None) -> Spent:
+        """Return what is spent after an update; after the last one again, at the larger cost."""
+        rho = update.device_rho
+        if update_id is None or self.last_update != update_id:
+            return Spent(
+                rho=self.rho + rho,
+                num_updates=self.num_updates + 1,
+                last_update=update_id,
+                last_rho=rho,
+                examples=self.examples.after(update),
+            )
+        return self if rho <= self.last_rho else self.corrected(update)
+
+    def corrected(self, update: UpdateCost) -> Spent:
+        """Return what is spent if the last update costs this instead."""
+        return replace(
+            self,
+            rho=max(self.rho - self.last_rho, 0.0) + update.device_rho,
+            last_rho=update.device_rho,
+            examples=self.examples.corrected(update.example_rho),
+        )
 
 
 class SpentFile:
@@ -52,12 +93,10 @@ class SpentFile:
             StateError: the file cannot be read.
         """
         try:
-            spent = Spent(**json.loads(self.path.read_text(encoding="utf-8")))
-            if not (math.isfinite(spent.rho) and spent.rho >= 0):
-                raise ValueError(f"rho is {spent.rho}")
+            spent = _read(json.loads(self.path.read_text(encoding="utf-8")))
         except FileNotFoundError:
             return Spent()
-        except (OSError, ValueError, TypeError) as error:
+        except (OSError, ValueError, TypeError, KeyError) as error:
             raise StateError(
                 f"the file of spent privacy {self.path} cannot be read: {error}",
                 remedy="restore it from a backup; without it the device forgets what it has spent",
@@ -65,33 +104,26 @@ class SpentFile:
         return spent
 
     def spend(
-        self, rho: float, *, update_id: str | None, limit: float | None, delta: float
+        self, update: UpdateCost, chosen: PrivacySettings, *, update_id: str | None = None
     ) -> Spent:
-        """Add an update's rho and return the sum; the last update again costs what is more now.
+        """Add an update's cost and return the sums; the last update again costs what is more now.
 
         It may come again, with less noise, if the device could not mask it after it was counted.
+        Without an id each update is another one.
 
         Raises:
-            PrivacyBudgetSpent: the sum would be more than an epsilon of ``limit``; nothing changes.
+            PrivacyBudgetSpent: the sum would be more than the owner's limit; nothing changes.
             StateError: the file cannot be read or written; nothing changes.
         """
         with self._locked():
             spent = self.read()
-            is_same = update_id is not None and spent.last_update == update_id
-            if is_same and rho <= spent.last_rho:
+            after = spent.after(update, update_id=update_id)
+            if after == spent:
                 return spent
-            total = spent.rho + (rho - spent.last_rho if is_same else rho)
-            check_limit(total, limit=limit, delta=delta)
-            return self._write(
-                Spent(
-                    rho=total,
-                    num_updates=spent.num_updates + (not is_same),
-                    last_update=update_id,
-                    last_rho=rho,
-                )
-            )
+            check_limit(after, chosen)
+            return self._write(after)
 
-    def lower(self, rho: float, *, update_id: str) -> Spent:
+    def lower(self, update: UpdateCost, *, update_id: str) -> Spent:
         """Give back what the last update did not cost, as more devices added noise than had to.
 
         Nothing changes if another update was the last, or cost less.
@@ -101,10 +133,9 @@ class SpentFile:
         """
         with self._locked():
             spent = self.read()
-            if spent.last_update != update_id or rho >= spent.last_rho:
+            if spent.last_update != update_id or update.device_rho >= spent.last_rho:
                 return spent
-            rest = max(spent.rho - spent.last_rho, 0.0)
-            return self._write(replace(spent, rho=rest + rho, last_rho=rho))
+            return self._write(spent.corrected(update))
 
     def _write(self, spent: Spent) -> Spent:
         try:
@@ -134,28 +165,49 @@ class SpentFile:
             os.close(descriptor)
 
 
-def check_limit(rho: float, *, limit: float | None, delta: float) -> None:
-    """Check that a sum is within the owner's limit.
+def _read(plain: dict[str, Any]) -> Spent:
+    examples = plain.pop("examples", None)
+    spent = Spent(**plain)
+    if examples is None:  # a file of an earlier version has rounds with noise for devices alone
+        cost = EpochCost(rho=OF_A_DEVICE_S_ROUND * spent.rho)
+        spent = replace(spent, examples=ExampleSpent(cost=cost, before=cost))
+    else:
+        spent = replace(spent, examples=ExampleSpent.of(examples))
+    for rho in (spent.rho, spent.examples.cost.rho):
+        if not (math.isfinite(rho) and rho >= 0):
+            raise ValueError(f"rho is {rho}")
+    return spent
+
+
+def check_limit(spent: Spent, chosen: PrivacySettings) -> None:
+    """Check that what is spent, with an update, is within the owner's limit for the owner's unit.
 
     Raises:
         PrivacyBudgetSpent: it is not.
     """
-    if limit is None:
+    if chosen.budget is None:
         return
-    epsilon = epsilon_of(rho, delta=delta)
-    if epsilon > limit:
+    epsilon = epsilon_of(spent.of_unit(chosen.unit), delta=chosen.delta)
+    if epsilon > chosen.budget:
+        whose = {"device": "this device's privacy", "example": "this device's examples"}
         raise PrivacyBudgetSpent(
-            f"one more update would bring this device's privacy to epsilon {epsilon:.3g} at delta "
-            f"{delta:g}; its owner allows {limit:g}"
+            f"one more update would bring {whose[chosen.unit]} to epsilon {epsilon:.3g} at delta "
+            f"{chosen.delta:g}; its owner allows {chosen.budget:g} for each {chosen.unit}"
         )
 
 
 def check_budget(
-    plan: Plan, chosen: PrivacySettings, *, name: str, spent: SpentFile | None
+    plan: Plan,
+    chosen: PrivacySettings,
+    *,
+    name: str,
+    spent: SpentFile | None,
+    window: UsedWindow | None = None,
 ) -> None:
     """Check, before anything is computed, that the owner's settings allow this plan.
 
-    ``spent`` is None for a simulated device, which keeps no file.
+    ``spent`` is None for a simulated device, which keeps no file. ``window`` has the plan's
+    examples, if each of them has noise for itself.
 
     Raises:
         PrivacyRequired: the owner set a limit, and the plan has no noise.
@@ -168,7 +220,8 @@ def check_budget(
         raise PrivacyRequired(f"{name}: the server plans a round without noise")
     if spent is None:
         raise StateError(f"{name}: a privacy budget needs a device that keeps files")
-    check_limit(spent.read().rho + plan.privacy.device_rho, limit=chosen.budget, delta=chosen.delta)
+    update = UpdateCost.of(plan.privacy, plan.privacy.rho, window)
+    check_limit(spent.read().after(update, update_id=None), chosen)
 
 
 def check_test(chosen: PrivacySettings, *, name: str) -> None:

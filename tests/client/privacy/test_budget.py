@@ -12,9 +12,11 @@ import pytest
 
 from headwater.client.flower.request import SIMULATED
 from headwater.client.privacy.budget import Spent, SpentFile
+from headwater.client.privacy.example_spending import UpdateCost
 from headwater.common.errors import PrivacyBudgetSpent, PrivacyRequired, StateError
 from headwater.common.privacy.spending import epsilon_of
 from headwater.common.privacy_terms import rho_of
+from headwater.common.settings.schema import PrivacySettings
 from tests.faults import FaultPlan
 from tests.masked import AppDevice, NodeDevice, opening_of, plan, play, ready, train
 
@@ -32,6 +34,10 @@ def two_updates() -> float:
 
 def private(round_number: int = 1, **changes: Any) -> Any:
     return plan(round_number, **{"privacy": TERMS, "is_masked": False, **changes})
+
+
+def cost(rho: float) -> UpdateCost:
+    return UpdateCost(device_rho=rho, example_rho=4 * rho, window=None)
 
 
 def spent_by(device: NodeDevice, folder: Path) -> Spent:
@@ -86,10 +92,13 @@ def test_an_update_that_comes_again_with_less_noise_costs_the_difference(tmp_pat
     """It was counted and not masked; the next plan of the same examples has less noise."""
     file = SpentFile(tmp_path / "d0.privacy.json")
     for rho in (0.1, 0.5, 0.2):
-        file.spend(rho, update_id="one", limit=None, delta=1e-5)
-    assert file.read() == Spent(rho=0.5, num_updates=1, last_update="one", last_rho=0.5)
+        file.spend(cost(rho), PrivacySettings(), update_id="one")
+    found = file.read()
+    assert (found.rho, found.num_updates, found.last_rho) == (0.5, 1, 0.5)
+    assert found.examples.cost.rho == pytest.approx(4 * 0.5)
+    tight = PrivacySettings(budget=epsilon_of(1.0, delta=1e-5))
     with pytest.raises(PrivacyBudgetSpent):
-        file.spend(5.0, update_id="one", limit=epsilon_of(1.0, delta=1e-5), delta=1e-5)
+        file.spend(cost(5.0), tight, update_id="one")
 
 
 def test_a_node_of_flower_s_writes_down_what_it_spends(
