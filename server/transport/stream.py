@@ -136,30 +136,41 @@ class Streams:
         return frame.hello
 
     async def _read_all(self, session: DeviceSession, stream: Stream) -> None:
-        while (frame := await self._read(stream)) is not None:
-            session.heard_at = time.monotonic()
-            if not session.frame_limit.take(session.heard_at, num_bytes=frame.ByteSize()):
-                raise ProtocolMismatch(f"{session.name} sends too many frames, or bytes")
-            if session.record is not None:
-                session.record.bytes_up += frame.ByteSize() + GRPC_FRAME_BYTES
-            if session.outbox.qsize() > MAX_OUTBOX_FRAMES:
-                raise ProtocolMismatch(f"{session.name} does not read the server's frames")
-            match frame.WhichOneof("kind"):
-                case "reply":
-                    self._connections.uploads.announce(session, frame.reply)
-                case "chunk":
-                    self._connections.uploads.take_chunk(session, frame.chunk)
-                case "fault":
-                    self._take_fault(session, frame.fault)
-                case "renewal" if session.certificate is not None:
-                    request = frame.renewal.signing_request
-                    answer = self._connections.verifier.renew(session.certificate, request)
-                    self._connections.downloads.send(session, ServerFrame(certificate=answer))
-                case "leave":
-                    self._leave(session, frame.leave)
-                    return
-                case other:
-                    raise ProtocolMismatch(f"received a frame of kind {other} after the hello")
+        while await self._read_next(session, stream):
+            pass
+
+    async def _read_next(self, session: DeviceSession, stream: Stream) -> bool:
+        """Take the next frame; return False at the stream's end.
+
+        The frame is freed here: kept until the next one, a last chunk took a megabyte per device.
+        """
+        frame = await self._read(stream)
+        if frame is None:
+            return False
+        session.heard_at = time.monotonic()
+        if not session.frame_limit.take(session.heard_at, num_bytes=frame.ByteSize()):
+            raise ProtocolMismatch(f"{session.name} sends too many frames, or bytes")
+        if session.record is not None:
+            session.record.bytes_up += frame.ByteSize() + GRPC_FRAME_BYTES
+        if session.outbox.qsize() > MAX_OUTBOX_FRAMES:
+            raise ProtocolMismatch(f"{session.name} does not read the server's frames")
+        match frame.WhichOneof("kind"):
+            case "reply":
+                self._connections.uploads.announce(session, frame.reply)
+            case "chunk":
+                self._connections.uploads.take_chunk(session, frame.chunk)
+            case "fault":
+                self._take_fault(session, frame.fault)
+            case "renewal" if session.certificate is not None:
+                request = frame.renewal.signing_request
+                answer = self._connections.verifier.renew(session.certificate, request)
+                self._connections.downloads.send(session, ServerFrame(certificate=answer))
+            case "leave":
+                self._leave(session, frame.leave)
+                return False
+            case other:
+                raise ProtocolMismatch(f"received a frame of kind {other} after the hello")
+        return True
 
     def _take_fault(self, session: DeviceSession, fault: Fault) -> None:
         instruction = session.instruction
