@@ -106,6 +106,11 @@ class Plan(WireMessage):
         description="predicted time for the quota; a slower or faster device stops then, with "
         "fewer or more examples",
     )
+    answer_seconds: Seconds | None = Field(
+        None,
+        description="of a masked plan: when it is answered, whatever the data; what is not done "
+        "by then is left out",
+    )
     counted_round: Natural | None = Field(
         None, description="the last round whose sum contains an update of this client"
     )
@@ -137,6 +142,14 @@ class Plan(WireMessage):
     def is_private_by_example(self) -> bool:
         """Whether each example's gradient is clipped by itself before it is added."""
         return self.privacy is not None and self.privacy.unit == "example"
+
+    @property
+    def answer_by(self) -> float | None:
+        """The seconds after which a masked plan is answered, at most the deadline; None: any."""
+        if self.answer_seconds is None:
+            return None
+        deadline = self.deadline_seconds
+        return self.answer_seconds if deadline is None else min(self.answer_seconds, deadline)
 
     @property
     def min_examples(self) -> int:

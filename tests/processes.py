@@ -62,7 +62,7 @@ class Task:
 
     def loss_sum(self, model, batch):
         inputs, labels = batch
-        if torch.is_grad_enabled() and len(labels) == 8 and self.part == 0:
+        if torch.is_grad_enabled() and len(labels) == {size} and self.part == 0:
             self.pass_gate()
         loss = nn.functional.cross_entropy(model(inputs), labels, reduction="sum")
         return loss, len(labels), {{"correct": (model(inputs).argmax(1) == labels).sum()}}
@@ -97,15 +97,17 @@ class GatedTask:
         self.gate.touch()
 
 
-def write_task(folder: Path, *, hidden: int = 16, open_for: int = 1 << 30) -> GatedTask:
+def write_task(
+    folder: Path, *, hidden: int = 16, open_for: int = 1 << 30, size: int = 8
+) -> GatedTask:
     """Write a task of 7 x hidden + 2 parameters.
 
-    Device 0 has 50 examples, device 1 has 57. Of its micro-batches of 8, device 0 does ``open_for``
-    before it stops.
+    Device 0 has 50 examples, device 1 has 57. Of its micro-batches of ``size``, device 0 does
+    ``open_for`` before it stops.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path, gate = folder / "task.py", folder / "gate"
-    path.write_text(TASK.format(hidden=hidden, gate=str(gate), open_for=open_for))
+    path.write_text(TASK.format(hidden=hidden, gate=str(gate), open_for=open_for, size=size))
     return GatedTask(spec=f"{path}:Task", gate=gate, open_for=open_for)
 
 

@@ -5,9 +5,9 @@ loss overflows, each refusal would be a bit of an example (tests/attacks/test_ma
 masked plan is therefore answered with the same message whatever comes of it: a window that raises,
 overflows or has no usable example gives an update of weight 0. The device's own log says why.
 
-The answer leaves at the end of the plan's own schedule, where it has one, else after the time that
-this device's last windows took. What time still shows: a window that takes longer, and the jitter
-of windows that fill their time.
+The answer leaves at the time that the plan says (``answer_seconds``), which the server computes
+from public figures; what is not done by then is left out. What time still shows: a single
+micro-batch that takes longer than the whole plan should, as a power of two, and the machine's load.
 """
 
 from __future__ import annotations
@@ -26,16 +26,14 @@ from headwater.client.device.bandwidth import read_bandwidth
 from headwater.client.device.interfaces import Hardware, Speed
 from headwater.client.flower.request import DeviceRequest, spool_of
 from headwater.client.flower.state_file import (
-    PACE,
     REPEATS,
     SAMPLER,
     SECURE,
-    read_pace,
     read_record,
 )
 from headwater.client.privacy.private_update import private_update
 from headwater.client.secagg.pending import pending_in
-from headwater.client.secagg.plan_policy import PlanRepeats, schedule_seconds
+from headwater.client.secagg.plan_policy import PlanRepeats, answer_after
 from headwater.client.secagg.prepare import (
     checked_metrics,
     floor_of,
@@ -66,8 +64,6 @@ log = logging.getLogger(__name__)
 
 # Examples that are tried for the names of the task's metrics.
 MAX_TRIED = 16
-# The part of the last window in the time that this device's windows take.
-LATEST = 0.25
 
 
 # The description.
@@ -235,19 +231,15 @@ def train_masked(request: DeviceRequest, plan: Plan) -> RecordDict:
         )
         after = trainer.skip(identity, plan, sampler, order_seed)
     records.save_state(context, SAMPLER, after)
-    passed_seconds = time.monotonic() - start_seconds
     _add_pending(request, plan, update, model=model, examples=examples)
-    pace = read_pace(records.load_state(context, PACE))
-    schedule = schedule_seconds(plan, pace)
-    if update is not None and update.report.num_examples >= plan.quota and not request.is_simulated:
-        found = passed_seconds / update.report.num_examples
-        pace = found if pace is None else pace + LATEST * (found - pace)
-        records.save_state(context, PACE, {"seconds_per_example": pace})
     seconds = None
     if request.is_simulated:
-        seconds = max(0.0 if update is None else update.report.seconds, schedule)
+        passed_seconds = 0.0 if update is None else update.report.seconds
+        seconds = max(passed_seconds, answer_after(plan, passed_seconds))
     else:
-        trainer.stop_requested.wait(max(schedule - (time.monotonic() - start_seconds), 0.0))
+        passed_seconds = time.monotonic() - start_seconds
+        left_seconds = answer_after(plan, passed_seconds) - passed_seconds
+        trainer.stop_requested.wait(max(left_seconds, 0.0))
     return _padded(
         ReadyReport(name=identity.name, round=plan.round, seconds=seconds, vitals=vitals)
     )

@@ -178,6 +178,16 @@ class Node:
         """End the running training after its current micro-batch."""
         self.trainer.stop_requested.set()
 
+    def abort(self) -> None:
+        """End a training for which the server no longer waits, after its current micro-batch.
+
+        A masked one goes on to the end of its own time: when the device answers the next
+        instruction would otherwise show how long a micro-batch took.
+        """
+        plan = self.trainer.progress.plan
+        if plan is None or not plan.is_masked:
+            self.interrupt()
+
     def resume(self) -> None:
         """Allow training again."""
         self.trainer.stop_requested.clear()

@@ -25,7 +25,7 @@ from headwater.common.system.atomic_file import OWNER_ONLY, write_atomically
 log = logging.getLogger(__name__)
 
 SAMPLER, SECURE, SPEED = "walk", "secure", "pace"
-PACE, REPEATS = "masked_pace", "repeats"
+REPEATS = "repeats"
 """The entries' names in the context and in the file."""
 
 STATE = "state"
@@ -61,18 +61,13 @@ def read_speed(plain: Plain | None) -> Line | None:
     return None if plain is None else Line(base=float(plain["base"]), each=float(plain["each"]))
 
 
-def read_pace(plain: Plain | None) -> float | None:
-    """Return the seconds of an example in masked windows; None if there was none."""
-    return None if plain is None else float(plain["seconds_per_example"])
-
-
 READERS: Mapping[str, Callable[[Plain], object]] = {
     SAMPLER: read_sampler,
     SECURE: read_record,
     SPEED: read_speed,
-    PACE: read_pace,
     REPEATS: PlanRepeats.of,
 }
+_REMOVED = ("masked_pace",)  # in files of earlier versions
 
 
 class StateFile:
@@ -90,6 +85,8 @@ class StateFile:
         """
         try:
             entries = json.loads(self.path.read_text(encoding="utf-8"))
+            for name in _REMOVED:
+                entries.pop(name, None)
             for name, plain in entries.items():
                 READERS[name](plain)
         except FileNotFoundError:

@@ -23,6 +23,7 @@ def check_plan(plan: Plan, secure: SecureSettings, *, name: str, told_examples: 
     Raises:
         MaskingTooWeak: the plan asks for fewer examples than the device's least quota, or holds
             examples out: a server could leave one example to train on, under model after model.
+        MaskingTooWeak: it does not say when it is to be answered, and the device requires masks.
         CountOutOfRange: it asks for more than a device can list, or weighs the update by more
             examples than the device reported.
     """
@@ -37,6 +38,12 @@ def check_plan(plan: Plan, secure: SecureSettings, *, name: str, told_examples: 
             f"{name}, round {plan.round}: the plan holds out {plan.held_out_fraction:g} of the "
             "examples, and a device that masks tests nothing",
             remedy="leave out --evaluate-on-devices",
+        )
+    if plan.answer_seconds is None and secure.aggregation != "off":
+        raise MaskingTooWeak(
+            f"{name}, round {plan.round}: the plan does not say when it is to be answered, and the "
+            "time that this device takes would be an answer that depends on its examples",
+            remedy="use a server of this version",
         )
     if plan.quota > MAX_REPEATED:
         raise CountOutOfRange(
@@ -78,12 +85,14 @@ class PlanRepeats:
         return PlanRepeats(model=model, count=self.count + 1 if is_same else 1), sampler
 
 
-def schedule_seconds(plan: Plan, pace: float | None) -> float:
-    """Return the seconds after which a masked plan is answered; 0 if there is no schedule.
+def answer_after(plan: Plan, passed_seconds: float) -> float:
+    """Return the seconds, from the plan's arrival, after which a masked plan is answered.
 
-    ``pace`` is what an example took in this device's last windows, None if there was none.
+    This is the plan's own time. If ``passed_seconds`` are more, as of a single micro-batch that
+    takes longer than the whole plan should, it is that time doubled until it is not: a long window
+    then shows a power of two, and not how long it took. 0 for a plan without a time.
     """
-    seconds = plan.finish_seconds
-    if seconds is None:
-        seconds = 0.0 if pace is None else pace * plan.quota
-    return seconds if plan.deadline_seconds is None else min(seconds, plan.deadline_seconds)
+    seconds = plan.answer_by or 0.0
+    while 0 < seconds < passed_seconds:
+        seconds *= 2
+    return seconds

@@ -137,6 +137,10 @@ def sum_window(
     since_seconds = context.clock.seconds()
     start_seconds = since_seconds - math.fsum(step.seconds for step in total.steps)
     while total.remaining:
+        if rules.must_answer:
+            _end(plan, window, total, "deadline")
+            break
+        begun_seconds = since_seconds
         passed_seconds = since_seconds - start_seconds
         reason = _reason_to_end(plan, total, before, context, rules, passed_seconds)
         if reason is not None:
@@ -154,6 +158,7 @@ def sum_window(
         since_seconds = (
             since_seconds + total.steps[-1].seconds if is_added else context.clock.seconds()
         )
+        rules.note_attempt(since_seconds - begun_seconds)
         context.progress.reach(
             len(before.steps) + len(total.steps),
             before.num_examples + total.num_examples,

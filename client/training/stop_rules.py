@@ -6,11 +6,15 @@ quota should be done (``finish_seconds``), and the window ends at the example th
 to that time; the last micro-batch is shortened for it. At the predicted pace this is exactly the
 quota, and slower and faster clients offset each other. The number of examples stays between the
 plan's ``min_examples`` and ``max_examples``.
+
+A masked plan is answered at a time of its own, whatever the data (``Plan.answer_by``). Its window
+ends before that even if it has summed nothing: a micro-batch that failed took time as well.
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Sequence
 
 from headwater.client.device.interfaces import TimeShare
@@ -18,6 +22,8 @@ from headwater.client.training.context import TrainingContext
 from headwater.common.messages import Plan, Step, StopReason
 
 RECENT_STEPS = 8  # the pace, and the slowest step, are taken from so many of the last steps
+# The part of a masked plan's time in which its window is summed; the rest is for what comes after.
+SUMMED_PART = 0.9
 SENSE_SECONDS = 1.0  # between two readings of battery, heat and load, each of which takes time
 
 
@@ -31,7 +37,24 @@ class StopRules:
         self._time_share = TimeShare()
         self._max_examples = math.inf
         self._sense_at = -math.inf
+        self._attempts: deque[float] = deque(maxlen=RECENT_STEPS)
         self._read_time_share()
+
+    def note_attempt(self, seconds: float) -> None:
+        """Note how long a micro-batch took, also one that failed."""
+        self._attempts.append(seconds)
+
+    @property
+    def must_answer(self) -> bool:
+        """Whether another micro-batch might make the answer to a masked plan late.
+
+        It is assumed to take as long as the slowest of the last ones; the first is always tried.
+        """
+        end = self._plan.answer_by
+        if end is None or not self._attempts:
+            return False
+        passed_seconds = self._context.clock.seconds() - self._start_seconds
+        return passed_seconds + max(self._attempts) > SUMMED_PART * end
 
     def reason_to_stop(
         self, steps: Sequence[Step], *, num_done: int, num_next: int

@@ -215,7 +215,7 @@ class Exchange:
         if self._upload is not None:
             self._upload.abort()
         if self._task is not None and not self._task.done():
-            self._node.interrupt()
+            self._node.abort()
 
     def _begin_upload(self, answer: NodeAnswer) -> None:
         self._upload = upload = _Upload(answer)

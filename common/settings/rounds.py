@@ -104,6 +104,14 @@ class SecureSettings(Branch):
     max_plans: int = setting(
         16, "masked plans in a row that a device trains on with the same examples", on="", ge=1
     )
+    answer_factor: float = setting(
+        1.25,
+        "a masked device answers after this many times its plan's predicted time, whatever its "
+        "data: room for a device that is slower than it measured; the rest is idle",
+        on="",
+        ge=1,
+        le=100,
+    )
     order_seed: int | None = setting(
         None,
         "order of this device's examples in masked rounds; not set: secret, and drawn once; 0: "

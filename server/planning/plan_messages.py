@@ -8,6 +8,7 @@ from typing import Any
 from headwater.common.messages import Plan
 from headwater.common.settings.schema import EvaluationSettings, Settings
 from headwater.server.planning import plan_reasons
+from headwater.server.planning.answer_times import answer_times
 from headwater.server.planning.planner import Assignment
 
 
@@ -40,10 +41,13 @@ def plans_of(
     assignments = assigned.values()
     rounds, weights_of = map(counted.get, assigned), map(weights.get, assigned)
     kinds = list(zip(map(id, assignments), rounds, weights_of, strict=True))
+    of_kinds = dict(zip(kinds, assignments, strict=True))
+    sizes = [micro_batch_size(one.quota, one.micro_batch_size) for one in of_kinds.values()]
+    factor = settings.secure.answer_factor if common["is_masked"] else None
+    times = answer_times(list(of_kinds.values()), sizes, factor=factor)
     shared = {}
-    for kind, assignment in dict(zip(kinds, assignments, strict=True)).items():
-        size = micro_batch_size(assignment.quota, assignment.micro_batch_size)
-        fields = _work(assignment, settings, size)
+    for (kind, assignment), size, answer in zip(of_kinds.items(), sizes, times, strict=True):
+        fields = _work(assignment, settings, size) | {"answer_seconds": answer}
         shared[kind] = Plan(**common, **fields, counted_round=kind[1], weigh_as=kind[2])
     return dict(zip(assigned, map(shared.__getitem__, kinds), strict=True))
 

@@ -116,6 +116,14 @@ class Assignment(NamedTuple):
         """The share of the client's time that the quota counts on; None where K is set."""
         return None if self.accumulation_steps is not None else self.estimate.time_share
 
+    def predicted_seconds(self, micro_batch_size: int) -> float | None:
+        """Return how long the client trains on its quota; None where its speed is unknown."""
+        line = self.estimate.line
+        if line is None:
+            return None
+        num_micro_batches = -(-self.quota // micro_batch_size)
+        return (num_micro_batches * line.base + self.quota * line.each) * self.speed_cut
+
     def finish_seconds(self, micro_batch_size: int) -> float | None:
         """Return when the client should have trained on its quota, and may stop.
 
@@ -125,11 +133,9 @@ class Assignment(NamedTuple):
         None where K is set, where the speed is unknown, where the client is expected to be late,
         and where the time is too short to measure a speed in.
         """
-        line = self.estimate.line
-        if self.accumulation_steps is not None or line is None or self.exception is not None:
+        seconds = self.predicted_seconds(micro_batch_size)
+        if self.accumulation_steps is not None or seconds is None or self.exception is not None:
             return None
-        num_micro_batches = -(-self.quota // micro_batch_size)
-        seconds = (num_micro_batches * line.base + self.quota * line.each) * self.speed_cut
         most = min(self.estimate.num_examples, MAX_STEPS * self.max_micro_batch_size)
         if self.quota == most:
             seconds = max(seconds, self.estimate.time_share * self.free_seconds)
@@ -166,7 +172,7 @@ def assign(
     reasons = list(map(exceptions.get, names))
     sizes, bounds = micro_batch_sizes(known, chosen)
     limits = np.where(bounds == SIZE_BOUNDS.index(SizeBound.MEMORY), known.memory_limit, 0.0)
-    inputs = [known.num_examples, known.deadline_share, limits, bounds]
+    inputs = [known.num_examples, known.deadline_share, limits, bounds, known.base, known.each]
     if steps is not None:
         nothing = np.zeros(len(names))
         quotas: Ints = steps * sizes
@@ -179,7 +185,7 @@ def assign(
         )
         quotas, *parts = _equal_quotas(cohort, target, deadline_seconds)
         times = [speed_cuts, *parts]
-        inputs += [known.base, known.each, known.share, known.is_on_battery]
+        inputs += [known.share, known.is_on_battery]
     kinds = zip(_row_bytes([quotas, sizes, *times, *inputs]), reasons, strict=True)
     rows = zip(
         *(estimates, quotas.tolist(), sizes.tolist(), [SIZE_BOUNDS[at] for at in bounds.tolist()]),

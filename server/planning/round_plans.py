@@ -116,7 +116,8 @@ class RoundPlanner:
         """Return the request for a client's description of itself, when it joins or is left out."""
         return DescribeRequest(
             run_seed=self.settings.seed,
-            wants_speed=not self._is_k_set,
+            # With K set no quota follows from the speed, but when a masked plan is answered.
+            wants_speed=not self._is_k_set or self.settings.secure.aggregation != "off",
             layout_digest=self.layout.digest,
             num_parameters=self.layout.num_parameters,
             layout=self.layout.text,

@@ -181,9 +181,9 @@ def test_a_device_that_insists_on_masks_adds_nothing_to_a_run_in_clear(tmp_path:
 
 
 def test_a_device_that_is_asked_to_stop_stays_for_its_session(tmp_path: Path) -> None:
-    task = write_task(tmp_path, open_for=1)
+    task = write_task(tmp_path, open_for=1, size=7)  # which no device measures its speed with
     with Processes(tmp_path) as processes:
-        work = ("--accumulation-steps", 4, "--micro-batch-size", 8)
+        work = ("--accumulation-steps", 4, "--micro-batch-size", 7)
         settings = ("--rounds", 1, *work, *SEMI_HONEST, "--min-clients", 3)
         server = processes.server(*settings, task=task.spec)
         clients = start_clients(processes, port_of(server), [()] * 3, task=task.spec)
@@ -195,7 +195,7 @@ def test_a_device_that_is_asked_to_stop_stays_for_its_session(tmp_path: Path) ->
             process.succeed()
     (row,) = rows(tmp_path / "out")
     assert row["num_clients"] == 3
-    assert row["num_examples"] == 2 * 32 + 16  # it stopped behind its second micro-batch
+    assert row["num_examples"] == 2 * 28 + 14  # it stopped behind its second micro-batch
 
 
 def test_a_device_killed_at_any_phase_costs_no_more_than_its_share(tmp_path: Path) -> None:

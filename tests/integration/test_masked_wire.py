@@ -1,6 +1,7 @@
-"""What a masked round shows on the wire: the same frames, whatever a device's data are.
+"""What a masked round shows on the wire: the same frames at the same times, whatever the data.
 
-Real devices connect through a relay that notes the kind and the length of each of their frames.
+Real devices connect through a relay that notes the kind and the length of each of their frames, and
+how long a device takes to answer a plan.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import time
 from collections import defaultdict
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -17,16 +19,17 @@ import grpc.aio
 import pytest
 
 from headwater.common.transport.limits import CHANNEL_OPTIONS, GRPC_OPTIONS, STREAM_METHOD
-from headwater.common.transport.wire_pb2 import ClientFrame
+from headwater.common.transport.wire_pb2 import ClientFrame, ServerFrame
 from tests.processes import Processes, port_of, rows
 
 pytestmark = pytest.mark.slow
 
 SEMI_HONEST = ("--secure-aggregation", "semi-honest")
-KINDS = ("fine", "constant", "nan", "overflow", "short", "raises", "fine", "fine")
+KINDS = ("fine", "constant", "nan", "overflow", "short", "raises", "slow", "fine")
 
 # Device number i has data of the kind KINDS[i].
 TASK = f"""
+import time
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -52,6 +55,11 @@ class Task:
 
     def loss_sum(self, model, batch):
         inputs, labels = batch
+        self.first = getattr(self, "first", model[0].weight.detach().clone())
+        if getattr(self, "kind", "") in ("fine", "slow"):
+            # Ten times as slow, though only under a model of the server's.
+            is_slow = self.kind == "slow" and not torch.equal(self.first, model[0].weight)
+            time.sleep((0.2 if is_slow else 0.02) * len(labels))
         if getattr(self, "kind", "") == "raises":
             raise ValueError("this device's examples cannot be trained on")
         logits = model(inputs)
@@ -68,6 +76,8 @@ class Relay:
 
     def __init__(self, server_port: int) -> None:
         self.frames: defaultdict[str, Frames] = defaultdict(list)
+        self.answers: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
+        """For each plan, when it says that it is answered, and when it was; in seconds."""
         self.port = 0
         self._server_port = server_port
         self._loop = asyncio.new_event_loop()
@@ -100,19 +110,26 @@ class Relay:
     async def _pass_on(
         self, sent: AsyncIterator[bytes], context: grpc.aio.ServicerContext[bytes, bytes]
     ) -> AsyncIterator[bytes]:
-        name = ""
+        name, asked = "", (0.0, 0.0)
 
         async def noted() -> AsyncIterator[bytes]:
-            nonlocal name
+            nonlocal name, asked
             async for data in sent:
                 frame = ClientFrame.FromString(data)
                 name = frame.hello.name or name
                 self.frames[name].append((_kind_of(frame), len(data)))
+                if asked[0] and frame.HasField("reply"):
+                    self.answers[name].append((asked[0], time.monotonic() - asked[1]))
+                    asked = 0.0, 0.0
                 yield data
 
         address = f"127.0.0.1:{self._server_port}"  # with a connection for each device
         async with grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
             async for data in channel.stream_stream(STREAM_METHOD)(noted()):
+                frame = ServerFrame.FromString(data)
+                if frame.instruction.message_type == "train":
+                    plan = json.loads(frame.instruction.head_json)
+                    asked = plan["answer_seconds"], time.monotonic()
                 yield data
 
 
@@ -125,13 +142,13 @@ def _kind_of(frame: ClientFrame) -> str:
     return f"reply {sorted(json.loads(frame.reply.head_json).keys() - named)}"
 
 
-def test_the_frames_of_masked_rounds_have_the_same_kinds_and_lengths_whatever_the_data(
+def test_the_frames_of_masked_rounds_have_the_same_kinds_lengths_and_times_whatever_the_data(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "kinds.py"
     path.write_text(TASK)
     task, number = f"{path}:Task", len(KINDS)
-    planned = ("--rounds", 3, "--effective-batch-size", 8 * 16, *SEMI_HONEST)
+    planned = ("--rounds", 3, "--accumulation-steps", 8, "--micro-batch-size", 2, *SEMI_HONEST)
     with Processes(tmp_path) as processes:
         server = processes.server(*planned, "--min-clients", number, task=task)
         with Relay(port_of(server)) as relay:
@@ -139,6 +156,7 @@ def test_the_frames_of_masked_rounds_have_the_same_kinds_and_lengths_whatever_th
             clients = [processes.client(relay.port, i, *flags, task=task) for i in range(number)]
             for process in (server, *clients):
                 process.succeed()
+            answers = {KINDS[int(name)]: times for name, times in relay.answers.items()}
             frames = {KINDS[int(name)]: sent for name, sent in relay.frames.items()}
     for row in rows(tmp_path / "out"):
         assert row["num_clients"] == number
@@ -156,3 +174,8 @@ def test_the_frames_of_masked_rounds_have_the_same_kinds_and_lengths_whatever_th
     assert len(expected) > 3 * 4
     for kind, sent in others.items():
         assert sent == expected, kind
+    # The slow device would take 3.2 s, and its plans, like those of all others, say about 0.5 s.
+    assert {kind: len(times) for kind, times in answers.items()} == dict.fromkeys(KINDS, 3)
+    for kind, times in answers.items():
+        for planned_seconds, seconds in times:
+            assert planned_seconds <= seconds < planned_seconds + 1.0, kind

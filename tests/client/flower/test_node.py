@@ -201,7 +201,7 @@ def test_no_secret_appears_in_a_log_state_file_context_or_repr(
         }
         task = "/".join([".", *["."] * part, TASK])
         node = NodeDevice(part, tmp_path / "state", task=task, secure=secure)
-        ready(node, plan())
+        ready(node, plan(answer_seconds=0.1))
         watched.append(Watched(node, secrets))
         secrets[f"{node.name} identity"] = b"".join(
             (tmp_path / f"key{part}").read_bytes().splitlines()[1:-1]

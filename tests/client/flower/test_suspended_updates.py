@@ -342,7 +342,7 @@ def test_a_node_can_require_more_than_the_run(tmp_path: Path) -> None:
     strict = FlowerDevice(0, tmp_path / "0", **{"secure-aggregation": "active"})
     with pytest.raises(MaskingRequired):
         train(strict, plan(is_masked=False))
-    ready(strict, plan())
+    ready(strict, plan(answer_seconds=0.1))
     with pytest.raises(MaskingTooWeak):
         ask(strict, KEYS)
     cohort = [

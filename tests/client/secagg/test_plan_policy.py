@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from headwater.client.secagg.plan_policy import PlanRepeats, schedule_seconds
+from headwater.client.secagg.plan_policy import PlanRepeats, answer_after, check_plan
 from headwater.client.training.sampler import SamplerPosition, SamplerState
+from headwater.common.errors import MaskingTooWeak
+from headwater.common.settings.schema import SecureSettings
 from tests.masked import plan
 
 PENDING = SamplerState().pend(1, SamplerPosition(offset=8))
@@ -30,8 +32,23 @@ def test_a_plan_repeats_a_window_only_with_its_model_and_not_forever(
     assert found.model == model
 
 
-def test_a_masked_plan_is_answered_at_its_finish_time_or_at_the_pace_of_the_last_windows() -> None:
-    assert schedule_seconds(plan(finish_seconds=5.0), 1.0) == 5.0
-    assert schedule_seconds(plan(quota=8), 2.0) == 16.0
-    assert schedule_seconds(plan(quota=8), None) == 0.0
-    assert schedule_seconds(plan(quota=8, deadline_seconds=4.0), 2.0) == 4.0
+@pytest.mark.parametrize(
+    ("passed", "expected"),
+    [(0.0, 5.0), (4.99, 5.0), (5.0, 5.0), (5.01, 10.0), (9.0, 10.0), (37.0, 40.0)],
+)
+def test_a_masked_plan_is_answered_at_its_own_time_or_at_that_time_doubled(
+    passed: float, expected: float
+) -> None:
+    assert answer_after(plan(answer_seconds=5.0), passed) == expected
+
+
+def test_a_plan_s_deadline_is_the_latest_time_of_its_answer() -> None:
+    assert answer_after(plan(answer_seconds=5.0, deadline_seconds=4.0), 1.0) == 4.0
+    assert answer_after(plan(), 3.0) == 0.0
+
+
+def test_a_device_that_requires_masks_refuses_a_plan_without_a_time_for_its_answer() -> None:
+    timed = plan(answer_seconds=5.0)
+    check_plan(timed, SecureSettings(aggregation="semi-honest"), name="pi", told_examples=None)
+    with pytest.raises(MaskingTooWeak, match="when it is to be answered"):
+        check_plan(plan(), SecureSettings(aggregation="active"), name="pi", told_examples=None)

@@ -169,7 +169,7 @@ def test_a_device_that_requires_masks_tells_its_speed_once_and_no_number_of_exam
     told = device.send("query.describe", describe())
     report = records.parse(told.head, DeviceReport)
     assert (report.num_examples, report.seconds_per_example) == (None, 2.0)
-    assert ready(device, plan()).seconds == 8.0  # of the simulated clock
+    assert ready(device, plan(answer_seconds=20.0)).seconds == 20.0  # of the simulated clock
     again = records.parse(device.send("query.describe", describe()).head, DeviceReport)
     assert again.seconds_per_example == 2.0
     declaring = AppDevice(1, secure={**SEMI_HONEST, "declared_examples": 500})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,12 +11,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor, nn
 
 from headwater.client.device.interfaces import TimeShare
 from headwater.client.training.accumulation import sum_window
+from headwater.client.training.batch_fetch import Batches
 from headwater.client.training.local_update import train_round
 from headwater.client.training.sampler import SamplerPosition, window
-from headwater.client.training.stop_rules import StopRules, num_until_finish
+from headwater.client.training.stop_rules import SUMMED_PART, StopRules, num_until_finish
+from headwater.common.errors import NonFiniteUpdate
 from headwater.common.messages import MAX_STEPS, Plan, Step, Update
 from tests.tasks import TwoLayers, examples
 from tests.training_contexts import FakeClock, plan, sums, trained, training_context, whole
@@ -314,3 +318,38 @@ def test_max_examples_is_a_fifth_above_the_quota_within_the_steps_of_a_report(
     num_steps = chosen.accumulation_steps + math.ceil(more / size)
     assert num_steps <= max(MAX_STEPS, chosen.accumulation_steps)
     assert more == quota // 5 or num_steps == max(MAX_STEPS, chosen.accumulation_steps)
+
+
+class SlowTask(TwoLayers):
+    """Takes time for each example, also for those that it raises at or whose loss is NaN."""
+
+    def __init__(self, clock: FakeClock, *, seconds: float, kind: str) -> None:
+        super().__init__()
+        self._clock, self._seconds, self._kind = clock, seconds, kind
+
+    def loss_sum(self, model: nn.Module, batch: Sequence[Tensor]) -> tuple[Tensor, int]:
+        loss, number = super().loss_sum(model, batch)
+        self._clock.now += self._seconds * number
+        if self._kind == "raises":
+            raise ValueError
+        return loss * {"nan": math.nan, "huge": 1e38}.get(self._kind, 1.0), number
+
+
+@pytest.mark.parametrize("kind", ["fine", "nan", "huge", "raises"])
+@pytest.mark.parametrize("seconds", [0.0, 1.0, 9.0])
+def test_a_masked_window_ends_before_its_plan_is_answered_whatever_its_data(
+    kind: str, seconds: float
+) -> None:
+    """An example takes one to ten seconds; the plan of 48 is answered after 60."""
+    data = examples(48)
+    context, taken = training_context(TwoLayers(), data), whole(data, 48)
+    clock = FakeClock()
+    task = SlowTask(clock, seconds=seconds, kind=kind)
+    context = replace(context, task=task, clock=clock, batches=Batches(task, context.examples))
+    chosen = plan(48, 4, is_masked=True, answer_seconds=60.0)
+    rules = StopRules(chosen, context, 0.0)
+    with contextlib.suppress(NonFiniteUpdate):
+        total = sum_window(chosen, taken, context, rules)
+        if seconds == 0.0 and kind == "fine":
+            assert (total.reason, total.num_examples) == ("quota", 48)
+    assert clock.now <= SUMMED_PART * 60.0

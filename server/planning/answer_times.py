@@ -1,0 +1,44 @@
+"""When masked plans are answered: a time for each, from public figures alone.
+
+A server sees when a device is ready. If a device answered once its window is done, examples on
+which the model is slow would show in that time. So a masked plan says when it is answered: its
+predicted time, from the speed that the device measured before it had a model of the server's, times
+``secure.answer_factor``. The device is idle for the rest, or leaves out what is not done by then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from headwater.server.planning.planner import MAX_FINISH_SECONDS, Assignment
+
+# In less time a small window is mostly the scheduler's noise, and would be cut by it.
+MIN_ANSWER_SECONDS = 0.5
+# Of a cohort in which no client told its speed.
+UNMEASURED_ANSWER_SECONDS = 60.0
+
+
+def answer_times(
+    assigned: Sequence[Assignment], micro_batch_sizes: Sequence[int], *, factor: float | None
+) -> list[float | None]:
+    """Return when each plan is answered, in seconds from its arrival; None without a factor.
+
+    A plan with a finish time is predicted to take that. A client that told no speed is given the
+    pace of the cohort's slowest, as the client that is as slow as that must not be late.
+    """
+    if factor is None:
+        return [None] * len(assigned)
+    pairs = list(zip(assigned, micro_batch_sizes, strict=True))
+    predicted = [one.finish_seconds(size) or one.predicted_seconds(size) for one, size in pairs]
+    paces = [
+        seconds / one.quota
+        for one, seconds in zip(assigned, predicted, strict=True)
+        if seconds is not None
+    ]
+    slowest = max(paces, default=None)
+    times: list[float | None] = []
+    for one, seconds in zip(assigned, predicted, strict=True):
+        if seconds is None:
+            seconds = UNMEASURED_ANSWER_SECONDS if slowest is None else slowest * one.quota
+        times.append(min(max(factor * seconds, MIN_ANSWER_SECONDS), MAX_FINISH_SECONDS))
+    return times
