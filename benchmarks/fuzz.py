@@ -28,7 +28,7 @@ from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
 from benchmarks.measure import ROOT, Figures, arguments, memory_of, num_descriptors, report
-from tests.attacks.fuzz_inputs import client_frames, honest_heads, mutated, scripts
+from tests.attacks.fuzz_inputs import client_frames, honest_heads, mutated, scripts, secure_heads
 from tests.attacks.fuzz_targets import Conversations, decode
 from tests.attacks.socket_bytes import is_served, record, send_bytes
 
@@ -55,6 +55,7 @@ class Fuzzer:
     def batch(self, number: int, examples: int = BATCH) -> None:
         """Play a batch of each kind."""
         frames = mutated(client_frames()) | honest_heads() | mutated(honest_heads())
+        frames |= secure_heads() | mutated(secure_heads())
         self._play(number, examples, "decode", frames, self._decode)
         self._play(number, examples, "conversations", scripts(), self._conversations.play)
         drawn: list[bytes] = []

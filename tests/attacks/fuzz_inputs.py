@@ -5,12 +5,16 @@ Hypothesis draws them, so a failure shrinks to the shortest failing stream.
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 from typing import Any
 
 from hypothesis import strategies as st
 
+from headwater.common.messages import Plan
+from headwater.common.privacy_terms import PrivacyTerms
+from headwater.common.secagg.plan_digest import plan_digest
 from headwater.common.transport.limits import CHUNK_BYTES, PROTOCOL_VERSION
 from headwater.common.transport.wire_pb2 import (
     Chunk,
@@ -35,6 +39,11 @@ METRICS = (
     {str(number): 1.0 for number in range(49)},
     {"m": 1e101},
     {"m": -1e100},
+)
+ODD: st.SearchStrategy[Any] = st.one_of(
+    st.sampled_from([-1, 0, 2**53, 2**64, 1e308, None, True, "", [], {}, "NaN"]),
+    st.floats(),
+    st.text(max_size=8),
 )
 # After so many announcements that no instruction asks for, the stream ends.
 UNASKED = 25
@@ -126,14 +135,81 @@ def honest_heads() -> st.SearchStrategy[bytes]:
     plan = json.dumps({"round": 1})
     instruction = type("Instruction", (), {"head_json": plan})
     head = json.loads(head_of(instruction, NAME))  # type: ignore[arg-type]
-    odd: st.SearchStrategy[Any] = st.one_of(
-        st.sampled_from([-1, 0, 2**53, 2**64, 1e308, None, True, "", [], {}, "NaN"]),
-        st.floats(),
-        st.text(max_size=8),
-    )
-    changed = st.tuples(st.sampled_from(sorted(head)), odd).map(lambda kv: head | {kv[0]: kv[1]})
+    changed = st.tuples(st.sampled_from(sorted(head)), ODD).map(lambda kv: head | {kv[0]: kv[1]})
     metrics = st.sampled_from(METRICS).map(lambda sums: head | {"metric_sums": sums})
     return (changed | metrics).map(lambda fields: json.dumps(fields).encode())
+
+
+def secure_heads() -> st.SearchStrategy[bytes]:
+    """Draw the JSON of a message of a masked, private round, with an odd value at one place."""
+    return st.sampled_from(SECURE_HEADS).flatmap(
+        lambda head: st.tuples(st.sampled_from(_places(head)), ODD).map(
+            lambda change: json.dumps(_with_value(head, *change)).encode()
+        )
+    )
+
+
+def _places(head: Any) -> list[tuple[str | int, ...]]:
+    """Return the path of each value in a JSON document."""
+    items = head.items() if isinstance(head, dict) else enumerate(head)
+    found: list[tuple[str | int, ...]] = []
+    for key, value in items:
+        found.append((key,))
+        if isinstance(value, dict | list):
+            found += [(key, *rest) for rest in _places(value)]
+    return found
+
+
+def _with_value(head: Any, place: tuple[str | int, ...], value: Any) -> Any:
+    """Return a copy of a JSON document with another value at a path."""
+    key, *rest = place
+    copied: Any = dict(head) if isinstance(head, dict) else list(head)
+    copied[key] = _with_value(head[key], tuple(rest), value) if rest else value
+    return copied
+
+
+_KEY = base64.b64encode(bytes(range(32))).decode()
+_SEALED = base64.b64encode(bytes(92)).decode()
+_SHARE = base64.b64encode(bytes(16)).decode()
+_PLAN = Plan(
+    round=3,
+    run_seed=5,
+    model_version=2,
+    quota=64,
+    micro_batch_size=8,
+    answer_seconds=2.5,
+    is_masked=True,
+    privacy=PrivacyTerms(norm_bound=64.0, noise_multiplier=1.5, min_survivors=0.7, corrupted=0.1),
+)
+_MEMBER = {"name": NAME, "mask_key": _KEY, "sharing_key": _KEY, "planned_weight": 64}
+_SESSION = {"run": 7, "round": 3, "attempt": 1, "mode": "active"}
+_PARAMETERS = {
+    **_SESSION,
+    "plan": base64.b64encode(plan_digest(_PLAN)).decode(),
+    "threshold": 2,
+    "num_values": 70,
+    "encoding": {"ring_bits": 32, "scale_bits": 12, "clip": 16.0, "max_weight": 192},
+    "scalars": [
+        {"name": "weight", "is_count": True, "bound": 64, "num_devices": 3, "scale_bits": 0}
+    ],
+}
+_DEALT = {"dealer": NAME, "holder": "other", "sealed": _SEALED}
+_DEALT |= {"key_commitment": _SHARE, "seed_commitment": _SHARE}
+SECURE_HEADS: tuple[dict[str, Any], ...] = (
+    json.loads(_PLAN.model_dump_json()),
+    {"name": NAME, "round": 3, "vitals": {"battery": 0.5, "share": 1.0}},
+    _SESSION,
+    {"name": NAME, "mask_key": _KEY, "sharing_key": _KEY, "has_aes": True},
+    {"parameters": _PARAMETERS, "members": [_MEMBER, {**_MEMBER, "name": "other"}]},
+    {"name": NAME, "session": _KEY, "seed_commitment": _SHARE, "shares": [_DEALT]},
+    {"shares": [_DEALT, _DEALT]},
+    {"name": NAME, "bad_dealers": ["other"]},
+    {"members": [NAME, "other"]},
+    {"name": NAME, "session": _KEY, "scalars": _SHARE},
+    {"survived": [NAME], "dropped": ["other"], "signatures": {}},
+    {"name": NAME, "self_seed_shares": {"other": _KEY}, "mask_key_shares": {}},
+)
+"""One message of each kind, as its JSON."""
 
 
 def honest_script() -> list[bytes | None]:

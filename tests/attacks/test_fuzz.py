@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.attacks.fuzz_inputs import client_frames, honest_heads, mutated, scripts
+from tests.attacks.fuzz_inputs import (
+    SECURE_HEADS,
+    client_frames,
+    honest_heads,
+    mutated,
+    scripts,
+    secure_heads,
+)
 from tests.attacks.fuzz_targets import Conversations, decode
 from tests.attacks.socket_bytes import is_served, record, send_bytes
 
@@ -35,7 +43,13 @@ def conversations() -> Iterator[Conversations]:
 
 @pytest.mark.slow
 @settings(max_examples=150, **SHORT)  # type: ignore[arg-type]
-@given(data=mutated(client_frames()) | honest_heads() | mutated(honest_heads()))
+@given(
+    data=mutated(client_frames())
+    | honest_heads()
+    | mutated(honest_heads())
+    | secure_heads()
+    | mutated(secure_heads())
+)
 def test_a_decoder_returns_a_value_or_raises_its_own_error(data: bytes) -> None:
     decode(data)
 
@@ -72,3 +86,9 @@ def test_mutated_connections_leave_the_server_serving(conversations: Conversatio
         assert await is_served(port)
 
     asyncio.run(play())
+
+
+def test_the_fuzzed_messages_of_masked_private_rounds_are_valid_before_they_are_changed() -> None:
+    kinds = [set(decode(json.dumps(head).encode())) for head in SECURE_HEADS]
+    assert all(kinds)
+    assert set().union(*kinds) >= {"Plan", "Roster", "SharesReply", "MaskReply", "UnmaskReply"}
