@@ -15,7 +15,6 @@ therefore returned before the size changes, which takes a tenth of a micro-batch
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -207,17 +206,16 @@ class PeakMeter:
     """
 
     def __init__(self) -> None:
-        self._clear: int | None = None
-        self._is_bounded = False
+        self._can_reset = self._is_bounded = False
         with contextlib.suppress(OSError):
-            self._clear = os.open("/proc/self/clear_refs", os.O_WRONLY)
-            self.reset()
+            _reset_peak()
+            self._can_reset = True
             self._is_bounded = resource is None or self.peak_bytes() > 1.1 * _status_bytes("VmHWM")
 
     def reset(self) -> None:
         """Set the peak to what is resident now."""
-        if self._clear is not None:
-            os.write(self._clear, b"5")
+        if self._can_reset:
+            _reset_peak()
 
     def peak_bytes(self) -> int:
         """Return the peak since the last reset."""
@@ -230,9 +228,15 @@ class PeakMeter:
             return int(getattr(used, "peak_wset", used.rss))
         return int(resource.getrusage(_RUSAGE).ru_maxrss) * _RUSAGE_UNIT
 
-    def __del__(self) -> None:
-        if self._clear is not None:
-            os.close(self._clear)
+
+def _reset_peak() -> None:
+    """Reset Linux's mark.
+
+    The file is opened each time, for 5 us: a descriptor that is kept would belong to the parent's
+    memory in a forked process, and a destructor would close it again after whoever closed it first.
+    """
+    with open("/proc/self/clear_refs", "wb", buffering=0) as file:
+        file.write(b"5")
 
 
 def resident_bytes() -> int:

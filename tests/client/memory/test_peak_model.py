@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass, replace
 
 import pytest
@@ -52,6 +53,13 @@ def test_the_peak_is_the_largest_resident_memory_since_the_reset() -> None:
     release_freed_memory()  # what a heap keeps is held as well
     peak.reset()
     assert peak.peak_bytes() <= before + NOISE_BYTES
+
+
+def test_a_meter_keeps_no_descriptor_that_a_forked_process_would_inherit() -> None:
+    before = os.listdir("/proc/self/fd")
+    peak = PeakMeter()
+    peak.reset()
+    assert os.listdir("/proc/self/fd") == before
 
 
 def test_the_peak_of_a_micro_batch_is_measured_from_begin_to_end() -> None:
