@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from headwater.common.errors import StateError
-from headwater.common.system.atomic_file import write_atomically
+from headwater.common.system.atomic_file import OWNER_ONLY, make_private_folder, write_atomically
 
 log = logging.getLogger(__name__)
 
@@ -70,8 +70,8 @@ class ByteQuota:
         self._written_at = time.monotonic()
         counts = {day.isoformat(): used for day, used in self._days.items()}
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(self._path, json.dumps(counts).encode())
+            make_private_folder(self._path.parent)
+            write_atomically(self._path, json.dumps(counts).encode(), mode=OWNER_ONLY)
         except OSError as error:
             if not self._is_failing:
                 log.warning(

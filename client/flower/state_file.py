@@ -20,7 +20,7 @@ from headwater.client.training.sampler import SamplerPosition, SamplerState
 from headwater.common.errors import StateError
 from headwater.common.model.local_state import LocalStore
 from headwater.common.stats.linear_fit import Line
-from headwater.common.system.atomic_file import OWNER_ONLY, write_atomically
+from headwater.common.system.atomic_file import OWNER_ONLY, make_private_folder, write_atomically
 
 log = logging.getLogger(__name__)
 
@@ -109,8 +109,8 @@ class StateFile:
         if entries == self._written:
             return
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(self.path, json.dumps(entries).encode())
+            make_private_folder(self.path.parent)
+            write_atomically(self.path, json.dumps(entries).encode(), mode=OWNER_ONLY)
         except OSError as error:
             log.warning("%s cannot be written: %s", self.path, error.strerror)
             raise StateError(f"the device cannot write its state file: {error.strerror}") from error
@@ -130,7 +130,7 @@ def local_file(path: Path, *, is_durable: bool = True) -> LocalStore:
             return None
 
     def save(data: bytes) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_private_folder(path.parent)
         write_atomically(path, data, mode=OWNER_ONLY, is_durable=is_durable)
 
     return LocalStore(str(path), load, save)

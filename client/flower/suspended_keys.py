@@ -20,7 +20,7 @@ from pathlib import Path
 from headwater.common.errors import StateError, UpdateNotHeld
 from headwater.common.secagg.keys import KEY_BYTES
 from headwater.common.secagg.secret import Secret
-from headwater.common.system.atomic_file import NO_FOLLOW
+from headwater.common.system.atomic_file import NO_FOLLOW, make_private_folder
 
 MOUNTS = Path("/proc/self/mountinfo")
 IN_MEMORY = ("tmpfs", "ramfs")
@@ -91,7 +91,7 @@ class KeyFile:
         if self._folder is None:
             return memory_folder() / self._file
         try:
-            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_private_folder(self._folder)
         except OSError as error:
             raise StateError(f"{self._folder} cannot be made: {error.strerror}") from error
         return self._folder / self._file

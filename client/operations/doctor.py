@@ -45,6 +45,7 @@ from headwater.common.errors import HeadwaterError, MissingData
 from headwater.common.model.parameters import ModelLayout
 from headwater.common.settings.schema import ClientSettings, Settings
 from headwater.common.settings.weekly_hours import wall_of
+from headwater.common.system.atomic_file import make_private_folder
 from headwater.common.transport.limits import PROTOCOL_VERSION
 from headwater.common.wording import counted
 
@@ -166,7 +167,7 @@ def check_folders(client: ClientSettings) -> Iterator[Finding]:
         if folder is None:
             continue
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            make_private_folder(folder)
             with tempfile.TemporaryFile(dir=folder):
                 pass
             free = shutil.disk_usage(folder).free

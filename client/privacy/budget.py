@@ -36,7 +36,7 @@ from headwater.common.privacy.epoch_cost import EpochCost
 from headwater.common.privacy.spending import epsilon_of
 from headwater.common.privacy_terms import Unit
 from headwater.common.settings.schema import PrivacySettings
-from headwater.common.system.atomic_file import OWNER_ONLY, write_atomically
+from headwater.common.system.atomic_file import OWNER_ONLY, make_private_folder, write_atomically
 from headwater.common.system.file_lock import try_lock
 
 
@@ -149,7 +149,7 @@ class SpentFile:
     @contextmanager
     def _locked(self) -> Iterator[None]:
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+            make_private_folder(self.path.parent)
             lock = self.path.with_name(self.path.name + ".lock")
             descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, OWNER_ONLY)
         except OSError as error:

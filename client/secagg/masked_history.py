@@ -27,7 +27,7 @@ from typing import Protocol
 
 from headwater.client.training.sampler import seed_of
 from headwater.common.errors import StateError
-from headwater.common.system.atomic_file import OWNER_ONLY
+from headwater.common.system.atomic_file import OWNER_ONLY, make_private_folder
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ class HistoryFile:
         self._masked: defaultdict[str, set[int]] = defaultdict(set)
         try:
             if not path.exists():
-                path.parent.mkdir(parents=True, exist_ok=True)
+                make_private_folder(path.parent)
                 self._append({"secret": os.urandom(SECRET_BYTES).hex()})
             self._secret = self._read()
         except (OSError, ValueError, KeyError, TypeError) as error:

@@ -30,7 +30,7 @@ from headwater.client.training.accumulation import WindowSum
 from headwater.client.training.context import TrainingContext
 from headwater.client.training.sampler import Window
 from headwater.common.messages import Plan, Step
-from headwater.common.system.atomic_file import OWNER_ONLY, atomic_writer
+from headwater.common.system.atomic_file import OWNER_ONLY, atomic_writer, make_private_folder
 
 log = logging.getLogger(__name__)
 
@@ -213,7 +213,7 @@ class SpooledWindow:
         shape = {"dtype": "F32", "shape": [len(vector) // 4], "data_offsets": [0, len(vector)]}
         header = json.dumps({"__metadata__": metadata, VECTOR: shape}).encode()
         header += b" " * (-len(header) % 8)
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_private_folder(path.parent)
         self._spool.remove_stale()
         # Written by hand: the safetensors library would copy the vector.
         with atomic_writer(path, mode=OWNER_ONLY) as part, part.open("wb") as file:

@@ -42,7 +42,8 @@ def test_server_and_devices_count_the_same_rounds(tmp_path: Path, masks: tuple[s
     assert written[-1]["epsilon"] <= epsilon_of(rho, delta=1e-5) * 1.01
     for part, folder in enumerate(state):
         file = folder / f"{part}.privacy.json"
-        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+        for path in (folder, *folder.rglob("*")):  # nobody but the owner reads any of it
+            assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
         spent = json.loads(file.read_text())
         assert spent["num_updates"] == 3
         assert spent["rho"] <= rho * (1 + 1e-9)
