@@ -18,6 +18,7 @@ from flwr.clientapp import ClientApp
 from headwater.client.algorithms.lookup import algorithm_for, check_algorithm
 from headwater.client.device.bandwidth import read_bandwidth
 from headwater.client.device.hardware import this_machine
+from headwater.client.flower.frozen_parts import holds_frozen, require_frozen, take_frozen
 from headwater.client.flower.masked_answers import (
     describe_masked,
     told_examples,
@@ -68,6 +69,7 @@ def client_app(hardware_of: HardwareOf) -> ClientApp:
         return reply
 
     app.query("describe")(handled_by(_describe))
+    app.query("frozen")(handled_by(lambda request: records.content_of(take_frozen(request))))
     app.train()(handled_by(_train))
     app.evaluate()(handled_by(_evaluate))
     for phase in PHASES:
@@ -87,6 +89,8 @@ def _describe(request: DeviceRequest) -> RecordDict:
     # As on the server: a speed seen in training replaces a measured one, unless it was too slow.
     if measured is not None and (request.speed is None or describe.left_out is not None):
         records.save_state(request.context, SPEED, measured)
+    lacks_frozen = not holds_frozen(request, describe.frozen)
+    report = report.model_copy(update={"lacks_frozen": lacks_frozen})
     return records.content_of(_with_link(report, request.context))
 
 
@@ -199,6 +203,7 @@ def _load_model(request: DeviceRequest, plan: Plan) -> None:
     image = records.vector(request.message.content)
     if image is None:
         raise CorruptUpdate(f"round {plan.round}: the plan came without a model")
+    require_frozen(request, plan.frozen)
     request.trainer.load_model(request.context.run_id, plan.model_version, image)
 
 

@@ -132,7 +132,7 @@ class BatchDependentLayer(TaskError):
     """The output of a layer for one example depends on the rest of the batch."""
     remedy = "use GroupNorm or LayerNorm, or let --replace-batch-norm put GroupNorm in its place"
 class BuffersChanged(TaskError):
-    """Training changed a buffer of the model; buffers belong to the server."""
+    """Training changed a buffer or a frozen parameter of the model; they belong to the server."""
     remedy = "keep running statistics out of the model: only gradients travel to the server"
 class AlgorithmBroken(TaskError):
     """The client algorithm breaks one of the rules of docs/extend.md."""
@@ -231,6 +231,9 @@ class LocalParametersMissing(ModelMismatch):
         "add a device's own: load_model(path, task, local=FILE), or --local FILE; docs/model.md "
         "says where a device keeps them"
     )
+class FrozenPartMismatch(ModelMismatch):
+    """The frozen part of the task's model is not the one that a run, or an adapter, has."""
+    remedy = "give the task the weights that the run was started with"
 class AlgorithmMismatch(DeviceRefused):
     """The plan is for another client algorithm, or other arguments, than the device has."""
     remedy = "start server and clients with the same --client-algorithm and --algorithm-argument"
@@ -295,6 +298,9 @@ class UpdateRefused(HeadwaterError):
     """This update must not enter the sum; the round goes on without it."""
 class CorruptUpdate(UpdateRefused):
     """A message is malformed, or its digest, chunk order or framing is wrong."""
+class FrozenPartMissing(UpdateRefused):
+    """The device lost the frozen part of the model after it had it; it is sent again."""
+    remedy = "look at the space and the rights of the device's state folder"
 class OversizeUpdate(UpdateRefused):
     """More bytes arrived than the model's layout allows."""
 class NonFiniteUpdate(UpdateRefused):

@@ -51,6 +51,9 @@ FINISH_DIVISOR = 5
 AlgorithmLabel = Annotated[str, Field(max_length=MAX_ALGORITHM_CHARACTERS)]
 """The client algorithm that a device must have, as FedProx(mu=0.1)."""
 
+FrozenDigest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+"""The digest of the model's frozen part (``common.model.frozen_part``)."""
+
 MetricName = Annotated[str, Field(max_length=MAX_METRIC_CHARACTERS)]
 MetricSums = Annotated[dict[MetricName, Finite], Field(max_length=MAX_METRICS)]
 MetricNames = Annotated[tuple[MetricName, ...], Field(max_length=MAX_METRICS)]
@@ -131,6 +134,9 @@ class Plan(WireMessage):
         description="clip the update, or each example's gradient, and report nothing else that "
         "depends on the data",
     )
+    frozen: FrozenDigest | None = Field(
+        None, description="the model's frozen part, which the device has; None if it has none"
+    )
     reason: Annotated[str, Field(max_length=320)] = "as set"
 
     @property
@@ -179,6 +185,9 @@ class DescribeRequest(WireMessage):
     left_out: Annotated[str, Field(max_length=200)] | None = Field(
         None, description="why the device, when described again, is excluded from the round"
     )
+    frozen: FrozenDigest | None = Field(
+        None, description="the model's frozen part; None if it has none"
+    )
 
 
 class DeviceReport(WireMessage):
@@ -199,6 +208,22 @@ class DeviceReport(WireMessage):
     metrics: MetricNames = Field(
         (), description="for masked rounds: sorted names of the metrics that the task returns"
     )
+    lacks_frozen: bool = Field(
+        False, description="the device has not the frozen part that the request names"
+    )
+
+
+class FrozenPart(WireMessage):
+    """The model's frozen part, whose bytes come beside, for a device that lacks it."""
+
+    digest: FrozenDigest
+
+
+class FrozenReport(WireMessage):
+    """A device's message that it has the frozen part, and keeps it."""
+
+    name: Name
+    digest: FrozenDigest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

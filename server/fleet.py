@@ -91,6 +91,10 @@ class Fleet(Protocol):
         """Whether the clients' seconds are those of a simulator's clock."""
         ...
 
+    def share_frozen(self, image: ModelImage) -> None:
+        """Take the model whose frozen part is sent to clients that lack it, before ``describe``."""
+        ...
+
     def describe(self, request: DescribeRequest, *, min_clients: int) -> ConnectedClients:
         """Wait until ``min_clients`` are connected, and return all that are, with their reports.
 

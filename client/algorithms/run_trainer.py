@@ -32,6 +32,7 @@ def run_trainer(settings: Settings) -> Trainer:
         replace_batch_norm=settings.model.replace_batch_norm,
         local_parameters=settings.model.local_parameters,
         check_task=settings.check_task,
+        seed=settings.seed,
     )
 
 
@@ -43,6 +44,7 @@ def trainer_of(
     replace_batch_norm: bool,
     local_parameters: str | None,
     check_task: bool,
+    seed: int,
 ) -> Trainer:
     """Return the trainer of a task and an algorithm; settings as a whole are no key of a cache."""
     algorithm = algorithm_of(AlgorithmSettings.model_validate_json(algorithm_json))
@@ -51,5 +53,6 @@ def trainer_of(
         replace_batch_norm=replace_batch_norm,
         local_parameters=local_parameters,
         check_task=check_task,
+        seed=seed,
         trial=None if algorithm is None else functools.partial(try_algorithm, algorithm),
     )

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from headwater.client.device.byte_quota import ByteQuota
 from headwater.common.errors import BytesUsedUp, DeviceAway, OutsideActiveHours, SettingsError
-from headwater.common.model.parameters import ModelLayout
+from headwater.common.model.layout import ModelLayout
 from headwater.common.settings.schema import ClientSettings
 from headwater.common.settings.weekly_hours import instant_of, wall_of, weekly
 

@@ -12,7 +12,6 @@ micro-batch that takes longer than the whole plan should, as a power of two, and
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import time
 from dataclasses import asdict, dataclass
@@ -24,6 +23,7 @@ from flwr.app import RecordDict
 from headwater.client.algorithms.lookup import algorithm_for
 from headwater.client.device.bandwidth import read_bandwidth
 from headwater.client.device.interfaces import Hardware, Speed
+from headwater.client.flower.frozen_parts import holds_frozen
 from headwater.client.flower.request import DeviceRequest, spool_of
 from headwater.client.flower.state_file import (
     REPEATS,
@@ -109,6 +109,7 @@ def describe_masked(request: DeviceRequest, wanted: DescribeRequest) -> RecordDi
     trainer.check_layout(identity, wanted)
     figures, metrics = _figures(request, hardware, wants_speed=wanted.wants_speed)
     speed = figures.speed
+    lacks_frozen = not holds_frozen(request, wanted.frozen)  # measured under the device's own model
     report = DeviceReport(
         name=identity.name,
         num_examples=request.secure.declared_examples,
@@ -124,6 +125,7 @@ def describe_masked(request: DeviceRequest, wanted: DescribeRequest) -> RecordDi
         seconds_per_example=speed.seconds_per_example if speed else None,
         fastest_micro_batch_size=speed.fastest_micro_batch_size if speed else None,
         metrics=metrics,
+        lacks_frozen=lacks_frozen,
     )
     return _padded(report)
 
@@ -204,7 +206,7 @@ def train_masked(request: DeviceRequest, plan: Plan) -> RecordDict:
     algorithm = algorithm_for(plan, request.settings.algorithm, name=identity.name)
     hardware = request.hardware
     vitals = _public_vitals(request, hardware)
-    model = hashlib.sha256(trainer.image.buffer()).digest()
+    model = trainer.image.digest
     sampler = _follow_repeats(request, plan, model=model)
     order_seed = _order_seed(request, plan)
     examples, left_out = _unmasked_examples(request, plan, sampler, order_seed, model=model)

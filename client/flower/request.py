@@ -88,6 +88,12 @@ class DeviceRequest:
         return SuspendedUpdate(self.context, self.identity.name, is_simulated=is_simulated)
 
     @property
+    def state_folder(self) -> Path:
+        """The folder of what the device remembers, from the node's configuration."""
+        folder = self.context.node_config.get(STATE)
+        return ClientSettings().state_folder if folder is None else Path(str(folder))
+
+    @property
     def is_simulated(self) -> bool:
         """Whether one party plays the server and all devices, and nothing is hidden."""
         return SIMULATED in self.context.node_config
@@ -101,9 +107,7 @@ class DeviceRequest:
         """
         if self.is_simulated:
             return NoHistory()
-        folder = self.context.node_config.get(STATE)
-        path = ClientSettings().state_folder if folder is None else Path(str(folder))
-        return history_in(path / f"{self.identity.name}-masked.jsonl")
+        return history_in(self.state_folder / f"{self.identity.name}-masked.jsonl")
 
     @property
     def secure(self) -> SecureSettings:
@@ -143,9 +147,7 @@ class DeviceRequest:
         """The file of what the device has spent; None for a simulated device, which keeps none."""
         if self.is_simulated:
             return None
-        folder = self.context.node_config.get(STATE)
-        path = ClientSettings().state_folder if folder is None else Path(str(folder))
-        return SpentFile(path / f"{self.identity.name}.privacy.json")
+        return SpentFile(self.state_folder / f"{self.identity.name}.privacy.json")
 
     @property
     def hardware(self) -> Hardware:

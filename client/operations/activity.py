@@ -15,6 +15,7 @@ WAITING = "waits for a plan"
 COMPUTING = "computes"
 STAGES = {
     "query.describe": "describes this device and measures its speed",
+    "query.frozen": "keeps the frozen part of the model",
     "train": COMPUTING,
     "evaluate": "evaluates the model on held-out examples",
 }

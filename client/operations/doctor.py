@@ -42,7 +42,7 @@ from headwater.client.operations.task_check import measurements
 from headwater.client.trainer.trainer import Trainer
 from headwater.client.training.context import Identity
 from headwater.common.errors import HeadwaterError, MissingData
-from headwater.common.model.parameters import ModelLayout
+from headwater.common.model.layout import ModelLayout
 from headwater.common.settings.schema import ClientSettings, Settings
 from headwater.common.settings.weekly_hours import wall_of
 from headwater.common.system.atomic_file import make_private_folder

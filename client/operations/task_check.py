@@ -29,6 +29,11 @@ def show_task_check(settings: Settings, trainer: Trainer, identity: Identity) ->
         f"{decimal(trainer.image.layout.num_bytes)}"
     )
     layout = trainer.image.layout
+    if layout.frozen:
+        console.print(
+            f"frozen      {decimal(layout.num_frozen_bytes)}: received at most once, and kept",
+            soft_wrap=True,
+        )
     if layout.local:
         console.print(
             f"stay here   {layout.num_local:,} parameters more ({trainer.local_parameters}): they "

@@ -280,7 +280,7 @@ class ExampleProbe:
 
     def _saved_bytes(self, positions: Sequence[int]) -> int:
         """Return the bytes that autograd saves in one forward pass."""
-        blocks = (self.image.bytes_U8, self.image.local_L)
+        blocks = (self.image.bytes_U8, self.image.frozen_U8, self.image.local_L)
         own = {block.untyped_storage().data_ptr() for block in blocks}
         storages: dict[int, int] = {}
 

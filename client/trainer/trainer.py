@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from headwater.client.device.hardware import ThisMachine
 from headwater.client.device.interfaces import Hardware, Speed
@@ -36,6 +37,7 @@ from headwater.client.training.sampler import SamplerState, Window
 from headwater.client.training.spool import Spool
 from headwater.common.errors import BuffersChanged, OutOfMemory
 from headwater.common.messages import DescribeRequest, DeviceReport, EvaluateReport, Plan, Update
+from headwater.common.model.frozen_part import Fingerprint
 from headwater.common.model.local_state import LocalState, LocalStore
 from headwater.common.model.mismatch import mismatch_error
 from headwater.common.model.parameters import ModelImage, build_model
@@ -59,14 +61,16 @@ class Trainer:
         check_task: bool,
         local_parameters: str | None = None,
         trial: Trial | None = None,
+        seed: int = 0,
     ) -> None:
         self._replace_batch_norm = replace_batch_norm
+        self._seed = seed
         self.task = load_task(task_spec)
         self._examples = ClientExamples(self.task, self._check_opened)
         self.datasets = self._examples.datasets
         self.local_parameters = local_parameters
         """The patterns of the parameters that stay on the device."""
-        self.image = self._built(seed=0)
+        self.image = self._built(seed=seed)
         self.accumulator = Accumulator(self.image)
         self.progress = TrainingProgress()
         self.stop_requested = threading.Event()
@@ -74,6 +78,8 @@ class Trainer:
         self.checkpointed = CheckpointedClients(self.image)
         self._loaded: tuple[int, int] | None = None
         self._own = OwnParameters(self.image, lambda seed: self._built(seed=seed))
+        self.frozen_source: tuple[Tensor, Fingerprint] | None = None
+        """The server's frozen part, where it is in the memory of this machine: in a simulation."""
         self._must_check = check_task
         self.first_check: CheckReport | None = None
         """The report of the task's check; None before it, or if it is off."""
@@ -137,11 +143,31 @@ class Trainer:
         return self._own.load(identity.name, plan, store)
 
     def load_model(self, run_id: int, version: int, image: memoryview | bytes) -> None:
-        """Load the server's model unless this version of it is loaded already."""
+        """Load the server's parameters unless this version of them is loaded already.
+
+        Raises:
+            ModelMismatch: their size differs.
+            BuffersChanged: the frozen part changed, unnoticed, since it was loaded.
+        """
         if self._loaded != (run_id, version):
             self._loaded = None
+            self.restore_frozen()
+            self.image.check_frozen()
             self.image.load(image)
             self._loaded = (run_id, version)
+
+    def restore_frozen(self) -> None:
+        """Load the frozen part from its source, if there is one and it is not loaded."""
+        if self.frozen_source is not None and self.image.fingerprint is None:
+            frozen_U8, fingerprint = self.frozen_source
+            self.image.frozen_buffer()[:] = frozen_U8.numpy().data
+            self.image.fingerprint = fingerprint
+
+    def share_frozen(self, image: ModelImage) -> None:
+        """Take the frozen part from the server's model in this process, now and after changes."""
+        if image.layout.frozen and image.fingerprint is not None:
+            self.frozen_source = image.frozen_U8, image.fingerprint
+            self.image.fingerprint = None
 
     def check(self, examples: Examples, name: str) -> CheckReport:
         """Check the task on real examples: it must run, and what it returns must be sums.
@@ -218,8 +244,8 @@ class Trainer:
 
     def has_own_model(self) -> bool:
         """Whether the model is the one that the task builds here, not one of the server's."""
-        own = self._built(seed=0)
-        return bool(torch.equal(own.bytes_U8, self.image.bytes_U8))
+        own, now = self._built(seed=self._seed), self.image
+        return torch.equal(own.bytes_U8, now.bytes_U8) and torch.equal(own.frozen_U8, now.frozen_U8)
 
     def describe(
         self, identity: Identity, hardware: Hardware, request: DescribeRequest
@@ -334,7 +360,8 @@ class Trainer:
         try:
             return sum_gradients(plan, positions, context, spool, algorithm)
         except BuffersChanged:
-            self._loaded = None  # load the server's buffers again with the next plan
+            self._loaded = None  # load the server's model again with the next plan
+            self.image.fingerprint = None
             raise
         finally:
             self.checkpointed.remember(context.name)

@@ -15,7 +15,8 @@ from headwater.client.training.batch_fetch import Batches
 from headwater.client.training.progress import TrainingProgress
 from headwater.common.data.partition_spec import PartitionRule
 from headwater.common.messages import Vitals
-from headwater.common.model.parameters import ModelImage, ModelLayout
+from headwater.common.model.layout import ModelLayout
+from headwater.common.model.parameters import ModelImage
 from headwater.common.settings.schema import Settings
 from headwater.common.task import Examples, Task
 

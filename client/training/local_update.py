@@ -27,6 +27,7 @@ from headwater.client.training.sampler import Window
 from headwater.client.training.spool import Spool
 from headwater.common.errors import BuffersChanged, EmptyUpdate, NonFiniteUpdate
 from headwater.common.messages import Plan, Update, UpdateReport
+from headwater.common.model.layout import kind_of
 from headwater.common.model.vectors import CHUNK, all_finite
 from headwater.common.task import max_weight_per_example
 from headwater.common.user_code import running
@@ -84,7 +85,7 @@ def sum_gradients(
     image = context.image
     if not all([module.training for module in image.modules]):  # noqa: C419 - half of the time
         image.model.train()
-    buffers = [(name, buffer, buffer._version) for name, buffer in image.buffers()]
+    constants = [(name, tensor, tensor._version) for name, tensor in image.constants()]
     work, before_L = LocalWork(plan, window, context, spool), image.local_L.clone()
     try:
         if algorithm is not None:
@@ -104,10 +105,10 @@ def sum_gradients(
     finally:
         after_L = image.local_L.clone()
         image.local_L.copy_(before_L)
-    now = dict(image.buffers()) if buffers else {}
-    for name, buffer, version in buffers:
-        if now.get(name) is not buffer or buffer._version != version:
-            raise BuffersChanged(f"training changed the buffer {name}")
+    now = dict(image.constants()) if constants else {}
+    for name, tensor, version in constants:
+        if now.get(name) is not tensor or tensor._version != version:
+            raise BuffersChanged(f"training changed {kind_of(tensor)} {name}")
     return LocalSum(
         values_P=context.accumulator.values_P,
         total=work.total,

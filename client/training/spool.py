@@ -239,7 +239,7 @@ class SpooledWindow:
         """Return the model's digest; the model does not change within a window."""
         if self._image_digest is None:
             image = self._context.image
-            digest = hashlib.sha256(image.buffer())
+            digest = hashlib.sha256(image.digest)
             digest.update(image.local_L.numpy().data)
             self._image_digest = digest.hexdigest()
         return self._image_digest

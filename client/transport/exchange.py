@@ -16,6 +16,7 @@ import hashlib
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 from headwater.client.flower.node import Node, NodeAnswer
 from headwater.client.operations.activity import WAITING
@@ -27,6 +28,7 @@ from headwater.common.errors import (
     error_of,
     travelling,
 )
+from headwater.common.model.frozen_part import begin_digest
 from headwater.common.transport.limits import CHUNK_BYTES
 from headwater.common.transport.wire_pb2 import (
     Chunk,
@@ -85,20 +87,24 @@ class Exchange:
             self._upload.abort()
 
     async def begin_image(self, image: Image) -> None:
-        """Prepare to receive a model directly into the trainer's model memory.
+        """Prepare to receive a model, or its frozen part, directly into the trainer's memory.
 
         Raises:
             ModelMismatch: the model has another size.
         """
         await self.end()
-        memory = self._node.trainer.image.buffer()
+        model = self._node.trainer.image
+        part = "frozen part of the model" if image.is_frozen else "model"
+        memory = model.frozen_buffer() if image.is_frozen else model.buffer()
         if image.num_bytes != len(memory):
             raise ModelMismatch(
-                f"the server's model has {image.num_bytes:,} bytes, this device's {len(memory):,}"
+                f"the server's {part} has {image.num_bytes:,} bytes, this device's {len(memory):,}"
             )
-        self.image_id = ""
-        self._incoming = _IncomingImage(image, memory)
-        self._activity.enter("receives the model", num_bytes=len(memory))
+        digest = begin_digest(model.layout) if image.is_frozen else hashlib.sha256()
+        if not image.is_frozen:
+            self.image_id = ""
+        self._incoming = _IncomingImage(image, memory, digest)
+        self._activity.enter(f"receives the {part}", num_bytes=len(memory))
 
     def take_chunk(self, chunk: Chunk) -> None:
         """Take a chunk of the model.
@@ -140,18 +146,23 @@ class Exchange:
             return
         await self.end()
         if instruction.image_id and instruction.image_id != self.image_id:
-            incoming = self._incoming
-            if incoming is None or incoming.image_id != instruction.image_id:
-                raise ProtocolMismatch("the server sent a plan without its model")
-            incoming.verify()
-            self._node.link = self._node.link.received(incoming.num_bytes, incoming.seconds)
-            self.image_id, self._incoming = incoming.image_id, None
+            self._finish_image(instruction.image_id, is_frozen=False)
+            self.image_id = instruction.image_id
+        if instruction.frozen_id:
+            self._finish_image(instruction.frozen_id, is_frozen=True)
         self._message_id = instruction.message_id
         self._is_phase = instruction.message_type.startswith("query.")
         if not is_stopping:
             self._node.resume()
         self._activity.begin(instruction.message_type)
         self._task = asyncio.create_task(self._carry_out(instruction))
+
+    def _finish_image(self, image_id: str, *, is_frozen: bool) -> None:
+        incoming, self._incoming = self._incoming, None
+        if incoming is None or (incoming.image_id, incoming.is_frozen) != (image_id, is_frozen):
+            raise ProtocolMismatch("the server sent a plan without its model")
+        incoming.verify()
+        self._node.link = self._node.link.received(incoming.num_bytes, incoming.seconds)
 
     def take_receipt(self, receipt: Receipt) -> None:
         """Pass a receipt to the upload that it belongs to."""
@@ -194,6 +205,8 @@ class Exchange:
         payload: memoryview | bytes | None = instruction.beside or None
         if instruction.image_id:
             payload = self._node.trainer.image.buffer()
+        if instruction.frozen_id:
+            payload = self._node.trainer.image.frozen_buffer()
         answer = await asyncio.to_thread(
             self._node.answer,
             message_id=instruction.message_id,
@@ -294,14 +307,15 @@ class _Upload:
 class _IncomingImage:
     """A model that is being received."""
 
-    def __init__(self, image: Image, memory: memoryview) -> None:
+    def __init__(self, image: Image, memory: memoryview, digest: Any) -> None:
         self.image_id = image.image_id
+        self.is_frozen = image.is_frozen
         self.num_bytes = len(memory)
         self.seconds = 0.0  # from the announcement to the latest chunk
         self._sha256 = image.sha256
         self._memory = memory
         self._received = 0
-        self._digest = hashlib.sha256()
+        self._digest = digest
         self._start = time.monotonic()
 
     def add(self, chunk: Chunk) -> None:

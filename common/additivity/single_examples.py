@@ -23,6 +23,7 @@ from headwater.common.additivity.trial_state import (
 from headwater.common.data.example_faults import ExampleFault, exception_fault, loss_fault
 from headwater.common.errors import BuffersChanged, HeadwaterError, TaskError, TaskNotAdditive
 from headwater.common.model.chunked_cross_entropy import adding_in_place
+from headwater.common.model.layout import constants_of, kind_of
 from headwater.common.task import Examples, Task, loss_sum, max_weight_per_example
 from headwater.common.user_code import is_allocation_failure
 
@@ -151,14 +152,15 @@ class SingleExamples:
         """Add the gradient of a batch times ``sign``; nothing is added if its loss is not finite.
 
         Raises:
-            BuffersChanged: the forward pass changed a buffer.
+            BuffersChanged: the forward pass changed a buffer or a frozen parameter.
         """
-        before = [(name, buffer, buffer._version) for name, buffer in self.model.named_buffers()]
+        before = [(name, tensor, tensor._version) for name, tensor in constants_of(self.model)]
         loss, sums = self._sums(batch)
-        now = dict(self.model.named_buffers())
-        for name, buffer, version in before:
-            if now.get(name) is not buffer or buffer._version != version:
-                raise BuffersChanged(f"a forward pass in training changed the buffer {name}")
+        now = dict(constants_of(self.model))
+        for name, tensor, version in before:
+            if now.get(name) is not tensor or tensor._version != version:
+                kind = kind_of(tensor)
+                raise BuffersChanged(f"a forward pass in training changed {kind} {name}")
         if math.isfinite(sums.loss):
             with adding_in_place():
                 (loss if sign == 1 else loss * sign).backward()  # type: ignore[no-untyped-call]

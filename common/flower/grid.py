@@ -27,6 +27,7 @@ from flwr.supercore.task_identity import TaskIdentity
 
 from headwater.common.errors import HeadwaterError
 from headwater.common.messages import DescribeRequest
+from headwater.common.model.parameters import ModelImage
 
 SERVER_NODE_ID = 1
 CLIENT_APP_FAILED = ErrorCode.UNKNOWN
@@ -91,6 +92,9 @@ class HeadwaterGrid(Grid):
 
     def expect(self, request: DescribeRequest) -> None:
         """Set the description that devices must match, before any is admitted."""
+
+    def share_frozen(self, image: ModelImage) -> None:
+        """Take the model with the frozen part, for devices in this process."""
 
     def expect_vector(self, message_type: str, num_bytes: int) -> None:
         """Set the vector's bytes in each reply to messages of a type."""

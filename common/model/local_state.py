@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from headwater.common.errors import ModelMismatch, StateError
-from headwater.common.model.parameters import ModelLayout
+from headwater.common.model.layout import ModelLayout
 
 # Begins the names of pending values; no parameter's name begins with a dot.
 PENDING = "."

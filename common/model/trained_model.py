@@ -25,6 +25,7 @@ from headwater.common.errors import (
     UnknownTask,
     remedy_in_traceback,
 )
+from headwater.common.model.adapter import BASE_KEY, with_base
 from headwater.common.model.group_norm import GroupNormArguments, replay
 from headwater.common.model.local_parameters import by_all_names, local_names
 from headwater.common.model.local_state import device_tensors
@@ -55,6 +56,8 @@ class ModelRecord:
     layout_digest: str | None = None
     best: dict[str, Any] | None = None
     """The metric, its value and its round, if the file holds the best round's model."""
+    base_digest: str | None = None
+    """Of the frozen part, if the file is an adapter: it has the trained parameters alone."""
 
     @property
     def local_parameters(self) -> str | None:
@@ -78,6 +81,7 @@ class ModelRecord:
             "torch": self.torch,
             "layout_digest": self.layout_digest,
             "best": json.dumps(self.best) if self.best is not None else None,
+            BASE_KEY: self.base_digest,
         }
         return metadata | {key: str(value) for key, value in optional.items() if value is not None}
 
@@ -100,6 +104,7 @@ class ModelRecord:
             replaced_layers=_LAYERS.validate_json(metadata.get("replaced_layers", "{}")),
             layout_digest=metadata.get("layout_digest"),
             best=None if best is None else dict(json.loads(best)),
+            base_digest=metadata.get(BASE_KEY),
         )
 
 
@@ -110,7 +115,8 @@ def load_model(
     """Return a trained model: the task's plain ``nn.Module``, in eval mode.
 
     Args:
-        path: a run's folder, of which ``model.safetensors`` is read, or a file.
+        path: a run's folder, of which ``model.safetensors`` is read, or a file. With an adapter
+            file, ``adapter.safetensors``, the rest of the model comes from the task.
         task: the task object, or its name as in ``--task``. Without it the file's own record names
             the task. As loading a task runs its code, the record is then believed only if it names
             an installed module or a file below the working folder.
@@ -124,6 +130,7 @@ def load_model(
         UnknownTask: there is no such task, none is named, or the record names one elsewhere.
         TaskFailed: the task's ``new_model`` raised an exception.
         ModelMismatch: the task's model has other tensors; names the first one that differs.
+        FrozenPartMismatch: an adapter was trained on another frozen part than the task builds.
         LocalParametersMissing: some parameters stayed on the devices, and ``local`` names no file.
         StateError: the file of a device cannot be read.
     """
@@ -148,7 +155,7 @@ def load_module(
     Raises:
         TaskFailed: the task's ``new_model`` raised an exception.
         ModelMismatch: the task's model has other tensors; names the first one that differs.
-        LocalParametersMissing, StateError: see ``load_model``.
+        FrozenPartMismatch, LocalParametersMissing, StateError: see ``load_model``.
     """
     patterns = record.local_parameters
     if patterns is not None and local is None:
@@ -165,6 +172,7 @@ def load_module(
         torch.manual_seed(int(record.settings.get("seed", 0)))
         model = task.new_model()
     replay(model, record.replaced_layers)
+    state = _with_base(model, record, state, file, patterns)
     if local is not None:
         own = device_tensors(local, layout_digest=record.layout_digest, rounds=record.rounds)
         names = local_names(model, patterns)
@@ -237,10 +245,27 @@ def load_initial(image: ModelImage, path: Path) -> None:
     Raises:
         SettingsError: the file cannot be read.
         ModelMismatch: names or shapes differ.
+        FrozenPartMismatch: the file is an adapter to another frozen part.
     """
     file = model_file(path)
-    state = {**read_model(file)[1], **_built(image.model, image.local_names)}
-    load_state(image.model, state, file)
+    record, tensors = read_model(file)
+    state = _with_base(image.model, record, tensors, file, image.local_parameters)
+    load_state(image.model, {**state, **_built(image.model, image.local_names)}, file)
+    image.fingerprint = None
+
+
+def _with_base(
+    model: nn.Module,
+    record: ModelRecord,
+    state: Mapping[str, Tensor],
+    file: Path,
+    local_parameters: str | None,
+) -> Mapping[str, Tensor]:
+    """Return a file's tensors, with the model's own beside those of an adapter."""
+    base = record.base_digest
+    if base is None:
+        return state
+    return with_base(model, state, file, base_digest=base, local_parameters=local_parameters)
 
 
 def _built(model: nn.Module, names: Set[str]) -> dict[str, Tensor]:

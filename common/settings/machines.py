@@ -72,6 +72,12 @@ class ClientSettings(Branch):
     spool: Folder | None = setting(
         None, "folder that keeps a half-summed update through a power cut"
     )
+    frozen_bytes: Bytes = setting(
+        10 * 2**30,
+        "disk for the frozen parts of models in the state folder, beside the one in use; the least "
+        "recently used is deleted first",
+        on="",
+    )
     battery_share: Part = setting(
         0.5, "share of the time that the planner may count on, on battery"
     )

@@ -96,28 +96,32 @@ class Welcome(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., session: _Optional[bytes] = ..., run_id: _Optional[int] = ..., has_displaced: _Optional[bool] = ...) -> None: ...
 
 class Instruction(_message.Message):
-    __slots__ = ("message_id", "message_type", "head_json", "image_id", "beside")
+    __slots__ = ("message_id", "message_type", "head_json", "image_id", "frozen_id", "beside")
     MESSAGE_ID_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_TYPE_FIELD_NUMBER: _ClassVar[int]
     HEAD_JSON_FIELD_NUMBER: _ClassVar[int]
     IMAGE_ID_FIELD_NUMBER: _ClassVar[int]
+    FROZEN_ID_FIELD_NUMBER: _ClassVar[int]
     BESIDE_FIELD_NUMBER: _ClassVar[int]
     message_id: str
     message_type: str
     head_json: str
     image_id: str
+    frozen_id: str
     beside: bytes
-    def __init__(self, message_id: _Optional[str] = ..., message_type: _Optional[str] = ..., head_json: _Optional[str] = ..., image_id: _Optional[str] = ..., beside: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, message_id: _Optional[str] = ..., message_type: _Optional[str] = ..., head_json: _Optional[str] = ..., image_id: _Optional[str] = ..., frozen_id: _Optional[str] = ..., beside: _Optional[bytes] = ...) -> None: ...
 
 class Image(_message.Message):
-    __slots__ = ("image_id", "num_bytes", "sha256")
+    __slots__ = ("image_id", "num_bytes", "sha256", "is_frozen")
     IMAGE_ID_FIELD_NUMBER: _ClassVar[int]
     NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
     SHA256_FIELD_NUMBER: _ClassVar[int]
+    IS_FROZEN_FIELD_NUMBER: _ClassVar[int]
     image_id: str
     num_bytes: int
     sha256: bytes
-    def __init__(self, image_id: _Optional[str] = ..., num_bytes: _Optional[int] = ..., sha256: _Optional[bytes] = ...) -> None: ...
+    is_frozen: bool
+    def __init__(self, image_id: _Optional[str] = ..., num_bytes: _Optional[int] = ..., sha256: _Optional[bytes] = ..., is_frozen: _Optional[bool] = ...) -> None: ...
 
 class Receipt(_message.Message):
     __slots__ = ("message_id", "next_offset", "is_done")

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headwater.common.errors import CorruptUpdate, NonFiniteUpdate
-from headwater.common.model.parameters import ModelLayout
+from headwater.common.model.layout import ModelLayout
 from headwater.common.model.vectors import CHUNK
 
 HEADROOM_BITS = 10

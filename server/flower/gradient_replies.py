@@ -27,7 +27,8 @@ from headwater.common.errors import (
     error_of,
 )
 from headwater.common.flower.gradient_reply import GradientTag, checksum, read_tag
-from headwater.common.model.parameters import ModelImage, Slot
+from headwater.common.model.layout import Slot
+from headwater.common.model.parameters import ModelImage
 
 log = logging.getLogger("flwr.headwater")  # Flower shows what its own logger's children say
 
@@ -91,9 +92,9 @@ class ReplyReader:
         """Return the error that says what an untagged reply has."""
         expected = f"{name}: expected sums of gradients that sums.reply(message, metrics) tagged"
         trainable = {slot.name for slot in self._image.layout.trainable}
-        constant = {slot.name for slot in self._image.layout.constant}
+        frozen = {slot.name for slot in self._image.layout.frozen}
         if trainable <= arrays.keys():
-            if constant & arrays.keys():
+            if frozen & arrays.keys():
                 return WeightsSent(f"{expected}, found a state_dict with buffers in it")
             try:
                 self._copy(arrays, name)

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
-from headwater.common.errors import ConnectionLost, HeadwaterError, LateUpdate
+from headwater.common.errors import ConnectionLost, FrozenPartMissing, HeadwaterError, LateUpdate
 from headwater.common.flower import records
 from headwater.common.flower.grid import HeadwaterGrid
 from headwater.common.messages import (
@@ -55,6 +55,11 @@ class GridFleet:
     @property
     def has_virtual_clock(self) -> bool:
         return self._own is not None and self._own.has_virtual_clock
+
+    def share_frozen(self, image: ModelImage) -> None:
+        self._registration.image = image
+        if self._own is not None:
+            self._own.share_frozen(image)
 
     def describe(self, request: DescribeRequest, *, min_clients: int) -> ConnectedClients:
         if self._own is not None:
@@ -205,6 +210,8 @@ class GridFleet:
                 # Who returns by our stream describes itself anew; on Flower's own engines a node
                 # stays the same, and a restarted SuperNode is a new one.
                 if isinstance(error, ConnectionLost) and self._own is not None:
+                    self._registration.reports.pop(node, None)
+                if isinstance(error, FrozenPartMissing):  # described anew, it is sent it again
                     self._registration.reports.pop(node, None)
                 yield Dropout(name=name, error=error)
         self._registration.forget_repeats(answered)

@@ -11,12 +11,13 @@ from flwr.app import Message
 from headwater.common.errors import HeadwaterError
 from headwater.common.flower import records
 from headwater.common.flower.grid import SILENT_SECONDS, HeadwaterGrid, ensure_message_id
-from headwater.common.messages import DescribeRequest, Plan
+from headwater.common.messages import DescribeRequest, FrozenPart, Plan
 from headwater.server.transport.servicer import Servicer
 from headwater.server.transport.session import Arrival, DeviceInstruction
 
 # Messages of these types carry the model, which is sent to each device once per round.
 WITH_MODEL = ("train", "evaluate")
+FROZEN = "query.frozen"
 # Weight of the latest update in the moving average: a single page fault soon fades.
 TURN_WEIGHT = 0.2
 
@@ -155,14 +156,18 @@ class GrpcGrid(HeadwaterGrid):
     def _instruction(self, message_id: str, message: Message) -> DeviceInstruction:
         vector, kind = records.vector(message.content), message.metadata.message_type
         is_model = vector is not None and kind in WITH_MODEL
+        head_json = records.head_json(message.content)
+        is_frozen = vector is not None and kind == FROZEN
         return DeviceInstruction(
             node_id=message.metadata.dst_node_id,
             message_id=message_id,
             message_type=kind,
-            head_json=records.head_json(message.content),
+            head_json=head_json,
             image=memoryview(vector or b"") if is_model else None,
             reply_bytes=self._expected_bytes(message),
-            vector=b"" if is_model else bytes(vector or b""),
+            frozen=memoryview(vector or b"") if is_frozen else None,
+            frozen_id=records.parse(head_json, FrozenPart).digest if is_frozen else "",
+            vector=b"" if is_model or is_frozen else bytes(vector or b""),
         )
 
 

@@ -1,5 +1,7 @@
 """Registration of clients: each new node is asked to describe itself, without blocking a round.
 
+A device that lacks the frozen part of the model is sent it then, and joins when it has it.
+
 A device that is slow to answer, for example a Raspberry Pi that imports torch and tests its task,
 joins a later round; a device that stays silent is refused. A known device can be asked again, for
 example after it was left out of a round: its answer replaces the old one whenever it arrives.
@@ -14,6 +16,7 @@ from dataclasses import dataclass
 
 from flwr.app import Message
 from flwr.serverapp import Grid
+from rich.filesize import decimal
 
 from headwater.common.errors import (
     ConnectionLost,
@@ -24,13 +27,16 @@ from headwater.common.errors import (
 )
 from headwater.common.flower import records
 from headwater.common.flower.grid import SILENT_SECONDS, HeadwaterGrid
-from headwater.common.messages import DescribeRequest, DeviceReport
+from headwater.common.messages import DescribeRequest, DeviceReport, FrozenPart, FrozenReport
+from headwater.common.model.parameters import ModelImage
 from headwater.common.wording import counted
 from headwater.server.refused_devices import RefusedDevices
 
 log = logging.getLogger(__name__)
 
-DESCRIBE = "query.describe"
+DESCRIBE, FROZEN = "query.describe", "query.frozen"
+# A device that receives the frozen part more slowly is refused.
+LEAST_BYTES_PER_SECOND = 32 << 10
 # The first round waits so long for newcomers, even if enough clients have joined.
 PATIENCE_SECONDS = 10.0
 
@@ -43,6 +49,10 @@ class PendingDescription:
     at: float
     is_repeat: bool = False
     """Whether the node is known already and was asked again."""
+    report: DeviceReport | None = None
+    """The description of a node that is sent the frozen part of the model."""
+    more_seconds: float = 0.0
+    """The time for the frozen part, beyond that for a description."""
 
 
 class Registration:
@@ -52,6 +62,8 @@ class Registration:
         self.reports: dict[int, DeviceReport] = {}
         self.refused: dict[int, HeadwaterError] = {}
         self.refusals = RefusedDevices()
+        self.image: ModelImage | None = None
+        """The model whose frozen part is sent to the devices that lack it."""
         self._grid = grid
         self._own = grid if isinstance(grid, HeadwaterGrid) else None
         self._pending: dict[str, PendingDescription] = {}
@@ -138,8 +150,7 @@ class Registration:
         if pending is None:
             return False
         try:
-            report = records.read(records.reply_content(reply), DeviceReport)
-            self._check_name(pending.node_id, report.name)
+            report = self._report_of(reply, pending)
         except ConnectionLost as error:
             log.warning("a device left before it described itself: %s", error)
         except HeadwaterError as error:
@@ -148,6 +159,9 @@ class Registration:
             else:
                 self._refuse(pending.node_id, error)
         else:
+            if report.lacks_frozen:
+                self._send_frozen(report, pending)
+                return True
             is_new = pending.node_id not in self.reports
             self.reports[pending.node_id] = report
             if is_new:
@@ -157,6 +171,44 @@ class Registration:
             else:
                 log.info("%s has a new description", report.name)
         return True
+
+    def _report_of(self, reply: Message, pending: PendingDescription) -> DeviceReport:
+        """Return the description in a reply, or the one before a frozen part that has arrived.
+
+        Raises:
+            HeadwaterError: the reply is an error, malformed, or under another name.
+        """
+        content = records.reply_content(reply)
+        if pending.report is None:
+            report = records.read(content, DeviceReport)
+            self._check_name(pending.node_id, report.name)
+            return report
+        done = records.read(content, FrozenReport)
+        check_name(done.name, pending.report.name)
+        if self.image is None or done.digest != self.image.frozen_digest:
+            raise CorruptUpdate(f"{done.name} has another frozen part of the model")
+        return pending.report.model_copy(update={"lacks_frozen": False})
+
+    def _send_frozen(self, report: DeviceReport, pending: PendingDescription) -> None:
+        """Send a device the frozen part of the model; its answer completes its description.
+
+        A device that is known already takes part in no round until it has answered.
+        """
+        assert self.image is not None  # described devices are asked for its digest
+        memory = self.image.frozen_U8.numpy().data.toreadonly()
+        digest, num_bytes = self.image.frozen_digest, len(memory)
+        log.info("%s is sent the frozen part of the model, %s", report.name, decimal(num_bytes))
+        array = records.flat_array(memory if self._own else bytes(memory), dtype="uint8")
+        content = records.content_of(FrozenPart(digest=digest), array)
+        message = Message(content, pending.node_id, FROZEN, group_id="describe")
+        self.reports.pop(pending.node_id, None)
+        if message.metadata.message_id in set(self._grid.push_messages([message])):
+            self._pending[message.metadata.message_id] = PendingDescription(
+                node_id=pending.node_id,
+                at=self._clock(),
+                report=report,
+                more_seconds=num_bytes / LEAST_BYTES_PER_SECOND,
+            )
 
     def _check_name(self, node_id: int, name: str) -> None:
         """Check the name in a device's description.
@@ -174,11 +226,13 @@ class Registration:
         limit = SILENT_SECONDS if self._own is None else self._own.silent_seconds
         cutoff = self._clock() - limit
         for message_id, pending in list(self._pending.items()):
-            if pending.at < cutoff:
+            if pending.at + pending.more_seconds < cutoff:
                 del self._pending[message_id]
                 if pending.is_repeat:
                     continue  # it keeps its old description and may be asked again
-                late = LateUpdate(f"the device did not describe itself within {limit:g} s")
+                what = "describe itself" if pending.report is None else "take the frozen part"
+                seconds = limit + pending.more_seconds
+                late = LateUpdate(f"the device did not {what} within {seconds:g} s")
                 self._refuse(pending.node_id, late)
 
     def _refuse(self, node_id: int, error: HeadwaterError) -> None:

@@ -20,11 +20,13 @@ def plans_of(
     counted: Mapping[str, int],
     weights: Mapping[str, int],
     micro_batch_size: Callable[[int, int], int],
+    frozen: str | None,
 ) -> dict[str, Plan]:
     """Return the plans by name; clients with the same assignment and figures share a plan.
 
     ``counted`` is the last round whose sum includes a client's update; ``weights`` are those of
-    dataset weighting; ``micro_batch_size`` may change the size for a quota and a planned size.
+    dataset weighting; ``micro_batch_size`` may change the size for a quota and a planned size;
+    ``frozen`` is the digest of the model's frozen part.
     """
     chosen = settings.plan
     common = {
@@ -37,6 +39,7 @@ def plans_of(
         "algorithm": settings.algorithm.label,
         "held_out_fraction": held_out_fraction(settings.evaluation),
         "is_masked": settings.secure.aggregation != "off",
+        "frozen": frozen,
     }
     assignments = assigned.values()
     rounds, weights_of = map(counted.get, assigned), map(weights.get, assigned)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from headwater.common.errors import TooFewClients, TooFewPermitted
 from headwater.common.messages import DescribeRequest, DeviceReport, Plan
-from headwater.common.model.parameters import ModelLayout
+from headwater.common.model.layout import ModelLayout
 from headwater.common.settings.schema import Settings
 from headwater.common.wording import counted, natural
 from headwater.server.planning.cohort import (
@@ -78,6 +78,8 @@ class RoundPlanner:
     target: Target
     layout: ModelLayout
     decisions: Decisions = field(default_factory=Decisions)
+    frozen: str | None = None
+    """The digest of the model's frozen part; None if it has none."""
     known: KnownClients = field(init=False)
     excluded: dict[str, Exclusion] = field(default_factory=dict)
     _bounded: set[str] = field(default_factory=set)
@@ -124,6 +126,7 @@ class RoundPlanner:
             held_out_fraction=held_out_fraction(self.settings.evaluation),
             algorithm=self.settings.algorithm.label,
             left_out=left_out,
+            frozen=self.frozen,
         )
 
     def plan(
@@ -188,6 +191,7 @@ class RoundPlanner:
                 counted=counted,
                 weights=weights,
                 micro_batch_size=self.target.micro_batch_size,
+                frozen=self.frozen,
             ),
             owned=owned,
             left_out=selection.left_out | excluded,

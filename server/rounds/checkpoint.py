@@ -1,7 +1,9 @@
 """The checkpoint: one file, replaced as a whole after each committed round.
 
-It holds the model image, the optimizer's state, the scales of the cohort sum, and for each client
-the last round that included its update and its estimate. The new file is written next to the old
+It holds the trained parameters, the optimizer's state, the scales of the cohort sum, and for each
+client the last round that included its update and its estimate. The frozen part of the model does
+not change: it lies beside, in a file that is written once, and the checkpoint has its digest. The
+new file is written next to the old
 one, flushed to disk and renamed over it, so that there is a complete checkpoint at every instant.
 """
 
@@ -19,12 +21,15 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from headwater.common.errors import CheckpointCorrupt, CheckpointFailed
+from headwater.common.errors import CheckpointCorrupt, CheckpointFailed, FrozenPartMismatch
+from headwater.common.model import frozen_part
+from headwater.common.model.parameters import ModelImage
 from headwater.common.model.tensor_file import write_tensors
 from headwater.common.model.trained_model import CHECKPOINT_KEY
 from headwater.common.system.atomic_file import atomic_writer
 
 FILE = "checkpoint.safetensors"
+FROZEN = "frozen.safetensors"
 VERSION = 2
 IMAGE = "image"
 OPTIMIZER = "optimizer."
@@ -49,6 +54,8 @@ class Progress:
     simulated: dict[str, Any] = field(default_factory=dict)
     selection: dict[str, Any] = field(default_factory=dict)
     privacy: dict[str, Any] = field(default_factory=dict)
+    frozen_digest: str = ""
+    """Of the frozen part of the model, which is not in the file but beside it, once."""
     settings: dict[str, Any] = field(default_factory=dict)
     """Those of the round (``common.settings.changes``); none in a file of an earlier version."""
 
@@ -96,6 +103,53 @@ def load(folder: Path) -> tuple[Progress, Tensor, dict[str, Tensor]] | None:
     except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
         raise CheckpointCorrupt(f"{path} cannot be read: {error}") from error
     return progress, image_U8, {n.removeprefix(OPTIMIZER): t for n, t in tensors.items()}
+
+
+def keep_frozen(folder: Path, image: ModelImage) -> None:
+    """Write the model's frozen part beside the checkpoint, unless it is there.
+
+    Raises:
+        CheckpointFailed: the disk is full or not writable.
+    """
+    path = folder / FROZEN
+    if not image.layout.num_frozen_bytes or _digest_in(path, image) == image.frozen_digest:
+        return
+    try:
+        with atomic_writer(path) as part:
+            frozen_part.write(part, image.layout, image.frozen_U8)
+    except (OSError, ValueError) as error:
+        raise CheckpointFailed(
+            f"the model's frozen part could not be saved in {folder}: {error}"
+        ) from error
+
+
+def check_frozen(folder: Path, image: ModelImage, progress: Progress) -> None:
+    """Check that the task's model has the frozen part that the run was trained on.
+
+    Raises:
+        FrozenPartMismatch: it has another one; names the first tensor that differs, if known.
+    """
+    if progress.frozen_digest == image.frozen_digest:
+        return
+    where = ""
+    if _digest_in(folder / FROZEN, image) == progress.frozen_digest and image.fingerprint:
+        saved_U8 = frozen_part.read(folder / FROZEN, image.layout)
+        name = frozen_part.first_change(image.layout, saved_U8, image.fingerprint)
+        where = "" if name is None else f": {name} differs"
+    raise FrozenPartMismatch(
+        f"the run in {folder} was trained on the frozen part {progress.frozen_digest:.12}, and "
+        f"the task's model has {image.frozen_digest:.12}{where}",
+        remedy=f"give the task the weights that the run was started with: {folder / FROZEN} has "
+        "them by name",
+    )
+
+
+def _digest_in(path: Path, image: ModelImage) -> str | None:
+    """Return the digest of the frozen part in a file; None if it cannot be read."""
+    try:
+        return frozen_part.fingerprint_of(image.layout, frozen_part.read(path, image.layout)).digest
+    except (OSError, ValueError):
+        return None
 
 
 def run_position(folder: Path | None, *, resume: bool) -> tuple[int, int]:

@@ -1,5 +1,7 @@
 """Writes a run's models: model.safetensors when the run ends, best.safetensors at its best round.
 
+If some parameters are frozen, adapter.safetensors has the trained ones alone, at the run's end.
+
 Each is a plain safetensors file with the record of the run as metadata. The record holds no time
 and no run id, so that equal runs give equal bytes, simulated or over a network. As the file is made
 to be handed on, the record holds no address, no secret, and no path but those that name code: the
@@ -9,13 +11,17 @@ Python object has no name by which it could be loaded, and is left out.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from headwater import __version__
 from headwater.common.errors import StateError
+from headwater.common.model.adapter import ADAPTER
 from headwater.common.model.parameters import ModelImage, state_dict
 from headwater.common.model.tensor_file import write_tensors
 from headwater.common.model.trained_model import ModelRecord
@@ -44,8 +50,30 @@ def save_model(
     Raises:
         StateError: the disk is full or not writable; the old file is untouched.
     """
+    record = _record(image, settings, round_number=round_number, best=best)
+    _write(file, state_dict(image), record)
+
+
+def save_adapter(folder: Path, image: ModelImage, settings: Settings, *, round_number: int) -> None:
+    """Write the trained parameters alone, for a model of which a part is frozen.
+
+    Raises:
+        StateError: the disk is full or not writable; the old file is untouched.
+    """
+    record = _record(image, settings, round_number=round_number)
+    trained = {slot.name: slot.view_of(image.bytes_U8) for slot in image.layout.trainable}
+    _write(folder / ADAPTER, trained, replace(record, base_digest=image.frozen_digest))
+
+
+def _record(
+    image: ModelImage,
+    settings: Settings,
+    *,
+    round_number: int,
+    best: dict[str, Any] | None = None,
+) -> ModelRecord:
     task = settings.task
-    record = ModelRecord(
+    return ModelRecord(
         task=None if task is None or task.startswith(PREFIX) else task,
         settings=recorded_settings(settings),
         rounds=round_number,
@@ -55,9 +83,12 @@ def save_model(
         layout_digest=image.layout.digest,
         best=best,
     )
+
+
+def _write(file: Path, tensors: Mapping[str, Tensor], record: ModelRecord) -> None:
     try:
         with atomic_writer(file) as part:
-            write_tensors(part, state_dict(image), record.to_metadata())
+            write_tensors(part, tensors, record.to_metadata())
     except Exception as error:
         raise StateError(
             f"the model {file} could not be saved: {error}",

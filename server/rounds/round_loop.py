@@ -22,6 +22,7 @@ from headwater.server.fleet import Fleet, Traffic
 from headwater.server.planning.exclusions import owners_reasons
 from headwater.server.planning.round_plans import RoundPlans
 from headwater.server.rounds import evaluation
+from headwater.server.rounds.checkpoint import keep_frozen
 from headwater.server.rounds.evaluation import EvaluatedRound
 from headwater.server.rounds.observer import Drained, Observer, Observers
 from headwater.server.rounds.open_round import OpenRound
@@ -70,10 +71,12 @@ def run(
         resume_or_begin(training, fleet, folder, resume=resume)
         if training.privacy is not None:
             training.privacy.open_file(num_rounds=training.round)
+    fleet.share_frozen(training.image)
     try:
         observer.started(settings, round_number=training.round, model=training.image.model)
         if folder is not None:
             write_settings(folder, settings)
+            keep_frozen(folder, training.image)
             if resume:
                 observer.resumed(training.round, training.changed)
             save_best(folder, training)  # a kill may have come between checkpoint and best model

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from headwater.common.errors import SettingsError, StateError
+from headwater.common.model.adapter import has_adapter
 from headwater.common.model.mismatch import mismatch_error
 from headwater.common.model.trained_model import BEST, MODEL
 from headwater.common.settings.changes import changes, optimizer_of, values_of
@@ -22,7 +23,7 @@ from headwater.server.planning import device_estimates, exclusions
 from headwater.server.planning.plan_messages import held_out_fraction
 from headwater.server.privacy.settings_check import check_resumed
 from headwater.server.rounds import checkpoint, model_selection
-from headwater.server.rounds.model_files import save_model
+from headwater.server.rounds.model_files import save_adapter, save_model
 from headwater.server.rounds.run_state import Training
 
 log = logging.getLogger(__name__)
@@ -82,6 +83,7 @@ def restore(training: Training, folder: Path, fleet: Fleet) -> bool:
     Raises:
         CheckpointCorrupt: it cannot be read.
         ModelMismatch: it belongs to another model.
+        FrozenPartMismatch: the task's model has another frozen part.
         SettingsError: a setting has changed that decides which examples a device takes, or one
             that the state of the run does not fit.
     """
@@ -98,6 +100,7 @@ def restore(training: Training, folder: Path, fleet: Fleet) -> bool:
             there="the checkpoint",
             remedy="resume with the task that the run was started with",
         )
+    checkpoint.check_frozen(folder, training.image, progress)
     chosen = _data_settings(training.settings)
     for key, saved_value in progress.asked.items():
         if chosen[key] != saved_value:
@@ -197,6 +200,7 @@ def _progress(training: Training, fleet: Fleet, optimizer: str) -> checkpoint.Pr
         simulated=fleet.simulated_state(),
         selection=training.selection.to_json(),
         privacy={} if training.privacy is None else training.privacy.clip.to_json(),
+        frozen_digest=training.image.frozen_digest,
         settings=values_of(training.settings),
     )
 
@@ -222,9 +226,16 @@ def write_settings(folder: Path, settings: Settings) -> None:
 
 
 def save_last(folder: Path, training: Training) -> None:
-    """Write the model, unless no round was committed."""
-    if training.round:
-        save_model(folder / MODEL, training.image, training.settings, round_number=training.round)
+    """Write the model, and beside it an adapter file if a part is frozen, after a committed round.
+
+    Raises:
+        StateError: the disk is full or not writable.
+    """
+    image, number = training.image, training.round
+    if number:
+        save_model(folder / MODEL, image, training.settings, round_number=number)
+    if number and has_adapter(image.model):
+        save_adapter(folder, image, training.settings, round_number=number)
 
 
 def save_best(folder: Path, training: Training) -> None:

@@ -95,7 +95,13 @@ class Training:
         self.optimizer = ServerOptimizer(self.image, settings.optimizer, settings.schedule)
         self.max_weight_per_example = max_weight_per_example(self.task)
         self.target = Target(settings.plan, max_weight_per_example=self.max_weight_per_example)
-        self.planner = RoundPlanner(settings, self.target, self.image.layout, decisions)
+        self.planner = RoundPlanner(
+            settings,
+            self.target,
+            self.image.layout,
+            decisions,
+            frozen=self.image.frozen_digest or None,
+        )
         self.sum = CohortSum(self.image.layout)
         self.held = held_updates(settings, num_parameters=self.image.layout.num_parameters)
         self.norm_watch = NormWatch(multiple=settings.aggregation.norm_multiple)

@@ -109,7 +109,7 @@ def setup_of(
         run=run_id,
         number=number,
         mode=settings.aggregation,
-        model_digest=hashlib.sha256(image.buffer()).digest(),
+        model_digest=image.digest,
         plan_digest=cohort.plan_digest,
         num_values=num_values,
         planned_weights=cohort.planned_weights,

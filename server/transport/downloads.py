@@ -27,6 +27,7 @@ class Downloads:
     def __init__(self) -> None:
         self.num_bytes = 0
         self._image: tuple[str, memoryview] | None = None
+        self._frozen: tuple[str, memoryview] | None = None
         self._in_flight = asyncio.Semaphore(MAX_CHUNKS_IN_FLIGHT)
         self._frame = lru_cache(maxsize=CACHED_CHUNKS)(self._make_frame)
 
@@ -62,7 +63,10 @@ class Downloads:
         await stream.write(data)
 
     async def set_model(self, instructions: Iterable[DeviceInstruction]) -> None:
-        """Take over the model of these instructions, if they have one."""
+        """Take over the model of these instructions, or the frozen part, if they have one."""
+        for one in instructions:
+            if one.frozen is not None:
+                self._frozen = (one.frozen_id, one.frozen)
         self.clear_frames()
         images = {id(one.image.obj): one.image for one in instructions if one.image is not None}
         for image in images.values():
@@ -76,7 +80,7 @@ class Downloads:
     async def _write_instruction(
         self, session: DeviceSession, instruction: DeviceInstruction, stream: Stream
     ) -> None:
-        """Write the model if the device does not have it, then the instruction."""
+        """Write the model if the device does not have it, or the frozen part; then the rest."""
         image_id, small_image = "", b""
         if session.stream is not stream or session.instruction is not instruction:
             return
@@ -85,15 +89,21 @@ class Downloads:
             if session.image_id != image_id:
                 if len(instruction.image) < SMALL_IMAGE_BYTES:
                     small_image = self._frame(image_id, 0)
-                elif not await self._write_image(session, instruction, stream):
-                    return
+                else:
+                    session.image_id = ""
+                    if not await self._write_image(session, instruction, stream, self._image):
+                        return
             session.image_id = image_id
+        frozen = None if instruction.frozen is None else self._frozen
+        if frozen and not await self._write_image(session, instruction, stream, frozen):
+            return
         if session.instruction is instruction:
             message = Instruction(
                 message_id=instruction.message_id,
                 message_type=instruction.message_type,
                 head_json=instruction.head_json,
                 image_id=image_id,
+                frozen_id=instruction.frozen_id,
                 beside=instruction.vector,
             )
             # Two serialised messages in a row parse as one message with the fields of both.
@@ -101,17 +111,23 @@ class Downloads:
             await self._write_bytes(stream, data, session)
 
     async def _write_image(
-        self, session: DeviceSession, instruction: DeviceInstruction, stream: Stream
+        self,
+        session: DeviceSession,
+        instruction: DeviceInstruction,
+        stream: Stream,
+        image: tuple[str, memoryview],
     ) -> bool:
-        """Write the model; return False if the instruction was cancelled meanwhile.
+        """Write the model or the frozen part; return False if the instruction was cancelled.
 
         The model may change once the round has closed.
         """
-        if self._image is None:
-            return False
-        image_id, memory = self._image
-        session.image_id = ""
-        head = Image(image_id=image_id, num_bytes=len(memory), sha256=bytes.fromhex(image_id))
+        image_id, memory = image
+        head = Image(
+            image_id=image_id,
+            num_bytes=len(memory),
+            sha256=bytes.fromhex(image_id),
+            is_frozen=image is self._frozen,
+        )
         await self.write(stream, ServerFrame(image=head), session)
         for offset in range(0, len(memory), CHUNK_BYTES):
             if session.instruction is not instruction or session.stream is not stream:
@@ -123,10 +139,13 @@ class Downloads:
         return True
 
     def _make_frame(self, image_id: str, offset: int) -> bytes:
-        if self._image is None or self._image[0] != image_id:
+        images = [one for one in (self._image, self._frozen) if one is not None]
+        memory = next((memory for id_, memory in images if id_ == image_id), None)
+        if memory is None:
             raise RuntimeError("the model changed while it was being sent")
-        data = bytes(self._image[1][offset : offset + CHUNK_BYTES])
-        if len(self._image[1]) < SMALL_IMAGE_BYTES:
+        data = bytes(memory[offset : offset + CHUNK_BYTES])
+        is_frozen = self._frozen is not None and memory is self._frozen[1]
+        if len(memory) < SMALL_IMAGE_BYTES and not is_frozen:
             return ServerFrame(small_image=data).SerializeToString()
         chunk = Chunk(transfer_id=image_id, offset=offset, data=data)
         return ServerFrame(chunk=chunk).SerializeToString()

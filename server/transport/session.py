@@ -39,6 +39,10 @@ class DeviceInstruction:
     """The model, which is sent in chunks before the instruction."""
     reply_bytes: int
     """The exact length of the vector in the reply."""
+    frozen: memoryview | None = None
+    """The frozen part of the model, for a device that lacks it; sent in chunks like the model."""
+    frozen_id: str = ""
+    """Its digest."""
     vector: bytes = b""
     """A vector small enough to travel in the instruction's own frame."""
 

@@ -22,7 +22,8 @@ from torch import Tensor
 
 from headwater.client.training.sampler import SamplerState
 from headwater.common.messages import Update, UpdateReport
-from headwater.common.model.parameters import ModelLayout
+from headwater.common.model.frozen_part import Fingerprint
+from headwater.common.model.layout import ModelLayout
 from headwater.common.settings.schema import Settings
 from headwater.common.system.console import start_log
 from headwater.common.system.heap import keep_freed_memory
@@ -40,6 +41,8 @@ class WorkerSettings:
     settings: Settings
     num_slots: int
     is_verbose: bool
+    frozen: Fingerprint | None = None
+    """Of the frozen part in shared memory; None if the worker's own is the server's."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,7 +67,7 @@ class TrainResult:
 
 
 class SharedVectors:
-    """The model's image [bytes] and ``num_slots`` float32 vectors [P], as views of shared memory.
+    """The model's image [bytes], its frozen part and ``num_slots`` float32 vectors [P], as views.
 
     The memory is a file without a name, which goes with the last process that maps it. With
     ``memfd_create`` no limit of /dev/shm applies (a container has 64 MB), as it does to
@@ -76,7 +79,8 @@ class SharedVectors:
     def __init__(self, layout: ModelLayout, num_slots: int, descriptor: int) -> None:
         """Map the file of this descriptor, which is empty if it is new."""
         image_bytes, slot_bytes = _aligned(layout.num_bytes), _aligned(4 * layout.num_parameters)
-        num_bytes = image_bytes + num_slots * slot_bytes
+        vectors_bytes = image_bytes + num_slots * slot_bytes
+        num_bytes = vectors_bytes + layout.num_frozen_bytes
         if os.fstat(descriptor).st_size < num_bytes:
             os.ftruncate(descriptor, num_bytes)
         self._map = mmap.mmap(descriptor, num_bytes)
@@ -90,6 +94,17 @@ class SharedVectors:
             )
             for at in range(num_slots)
         ]
+        self._frozen_at, self._num_frozen_bytes = vectors_bytes, layout.num_frozen_bytes
+        self._descriptor = descriptor
+
+    def frozen(self, *, is_private: bool) -> Tensor:
+        """Return the frozen part; what is written to a private one stays in this process."""
+        memory = self._map
+        if is_private:
+            memory = mmap.mmap(self._descriptor, len(self._map), access=mmap.ACCESS_COPY)
+        return torch.frombuffer(
+            memory, dtype=torch.uint8, count=self._num_frozen_bytes, offset=self._frozen_at
+        )
 
 
 def unnamed_file() -> int:
@@ -116,6 +131,9 @@ def work(connection: PipeEnd, descriptor: int, start: WorkerSettings) -> None:
     devices = Devices(start.settings)
     trainer, one_by_one = devices.trainer, OneByOne(devices)
     shared = SharedVectors(trainer.image.layout, start.num_slots, descriptor)
+    if start.frozen is not None:
+        trainer.frozen_source = shared.frozen(is_private=False), start.frozen
+        trainer.image.adopt_frozen(shared.frozen(is_private=True), start.frozen)
     while True:
         order: TrainOrder = connection.recv()
         client = order.client

@@ -103,10 +103,14 @@ class WorkerPool:
         self._path = None if hasattr(os, "fork") else _named_file()
         descriptor = unnamed_file() if self._path is None else os.open(self._path, os.O_RDWR)
         self._shared = SharedVectors(layout, self._num_slots, descriptor)
+        source = devices.trainer.frozen_source
+        if source is not None:
+            self._shared.frozen(is_private=False).copy_(source[0])
         start = WorkerSettings(
             # The task was checked in this process, which reports its problems.
             settings=devices.settings.model_copy(update={"check_task": False}),
             num_slots=self._num_slots,
+            frozen=None if source is None else source[1],
             is_verbose=logging.getLogger().isEnabledFor(logging.INFO),
         )
         self._workers: list[_Worker] = []

@@ -159,6 +159,7 @@ def _app_of(describe: MessageFunction, take_part: MessageFunction) -> ClientApp:
     """Return an app: ``describe`` answers between rounds, ``take_part`` all messages of a round."""
     app = ClientApp()
     app.query("describe")(describe)
+    app.query("frozen")(describe)
     app.train()(take_part)
     app.evaluate()(take_part)
     for phase in PHASES:

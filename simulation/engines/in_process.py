@@ -74,6 +74,10 @@ class LocalFleet:
         if self._settings.check_task:
             report_left_out(self._devices.trainer, self._devices.identities)
 
+    def share_frozen(self, image: ModelImage) -> None:
+        if image.layout.num_frozen_bytes:
+            self._devices.trainer.share_frozen(image)
+
     def describe(self, request: DescribeRequest, *, min_clients: int) -> ConnectedClients:
         """See ``Fleet``; looks at the simulated fleet until enough devices are connected.
 

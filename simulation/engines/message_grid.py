@@ -19,6 +19,7 @@ from headwater.client.flower.state_file import STATE
 from headwater.common.errors import SettingsError
 from headwater.common.flower import records
 from headwater.common.flower.grid import HeadwaterGrid, ensure_message_id
+from headwater.common.model.parameters import ModelImage
 from headwater.common.settings.schema import Settings
 from headwater.common.transport.limits import wire_bytes
 from headwater.server.flower.registration import DESCRIBE
@@ -111,6 +112,10 @@ class InProcessGrid(HeadwaterGrid):
         """Log which devices have examples that cannot be trained on, if the task is checked."""
         if self._settings.check_task:
             report_left_out(run_trainer(self._settings), self._identities)
+
+    def share_frozen(self, image: ModelImage) -> None:
+        if image.layout.num_frozen_bytes:
+            run_trainer(self._settings).share_frozen(image)
 
     def get_node_ids(self) -> Iterable[int]:
         """Return the nodes that are connected for the round after the last one.

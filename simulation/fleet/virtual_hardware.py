@@ -22,7 +22,7 @@ from headwater.client.training.context import Identity
 from headwater.common.data.batches import UnsupportedBatch, batch_of, split_batch
 from headwater.common.errors import TaskFailed
 from headwater.common.messages import Vitals
-from headwater.common.model.parameters import ModelLayout
+from headwater.common.model.layout import ModelLayout
 from headwater.common.run_scope import cached_in_scope
 from headwater.common.settings.schema import ClientSettings, Settings
 from headwater.common.stats.linear_fit import Line

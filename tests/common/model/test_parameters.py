@@ -19,7 +19,6 @@ from headwater.common.errors import (
 )
 from headwater.common.model.group_norm import replace_batch_norm_by_group_norm
 from headwater.common.model.parameters import (
-    ALIGNMENT_BYTES,
     ModelImage,
     build_model,
     state_dict,
@@ -55,12 +54,13 @@ def test_moving_into_the_image_changes_no_value() -> None:
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_every_tensor_of_the_model_is_a_view_into_the_image() -> None:
+def test_every_tensor_is_a_view_into_the_vector_or_into_the_frozen_part() -> None:
     image = ModelImage(Mixed())
-    start = image.bytes_U8.data_ptr()
-    end = start + image.layout.num_bytes
+    trained = {id(parameter) for parameter in image.trainable()}
     for tensor in (*image.model.parameters(), *image.model.buffers()):
-        assert start <= tensor.data_ptr() <= end - tensor.nbytes
+        block = image.bytes_U8 if id(tensor) in trained else image.frozen_U8
+        start = block.data_ptr()
+        assert start <= tensor.data_ptr() <= start + block.nbytes - tensor.nbytes
 
 
 def test_tied_parameters_are_counted_once_and_stay_tied() -> None:
@@ -70,25 +70,27 @@ def test_tied_parameters_are_counted_once_and_stay_tied() -> None:
     assert model.head.weight is model.embed.weight
 
 
-def test_frozen_parameters_and_buffers_follow_the_vector_and_are_aligned() -> None:
+def test_frozen_parameters_and_buffers_are_no_part_of_the_image_and_are_aligned() -> None:
     layout = ModelImage(Mixed()).layout
-    names = {slot.name for slot in layout.constant}
+    names = {slot.name for slot in layout.frozen}
     assert names == {"frozen.weight", "frozen.bias", "flag", "steps", "scratch"}
-    for slot in layout.constant:
-        assert slot.offset_bytes >= 4 * layout.num_parameters
-        assert slot.offset_bytes % ALIGNMENT_BYTES == 0
+    assert layout.num_bytes == 4 * layout.num_parameters
+    for slot in layout.frozen:
+        assert slot.offset_bytes % getattr(torch, slot.dtype).itemsize == 0
 
 
-def test_no_two_tensors_overlap() -> None:
+def test_the_tensors_of_a_block_follow_each_other_without_gaps() -> None:
     layout = ModelImage(Mixed()).layout
-    ends = 0
-    for slot in (*layout.trainable, *layout.constant):
-        assert slot.offset_bytes >= ends
-        ends = slot.offset_bytes + slot.num_elements * getattr(torch, slot.dtype).itemsize
-    assert ends == layout.num_bytes
+    sizes = (layout.num_bytes, layout.num_frozen_bytes)
+    for slots, num_bytes in zip((layout.trainable, layout.frozen), sizes, strict=True):
+        end = 0
+        for slot in slots:
+            assert slot.offset_bytes == end
+            end += slot.num_elements * getattr(torch, slot.dtype).itemsize
+        assert end == num_bytes
 
 
-def test_an_image_loaded_elsewhere_gives_the_same_model_with_buffers() -> None:
+def test_image_and_frozen_part_loaded_elsewhere_give_the_same_model_with_buffers() -> None:
     torch.manual_seed(1)
     one = ModelImage(Mixed())
     torch.manual_seed(2)
@@ -96,6 +98,7 @@ def test_an_image_loaded_elsewhere_gives_the_same_model_with_buffers() -> None:
     with torch.no_grad():
         one.model.get_buffer("steps").fill_(41)
     other.load(bytes(one.buffer()))
+    other.frozen_buffer()[:] = bytes(one.frozen_buffer())
     assert int(other.model.get_buffer("steps")) == 41
     for name, tensor in one.model.state_dict().items():
         assert torch.equal(other.model.state_dict()[name], tensor)

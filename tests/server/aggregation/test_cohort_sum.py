@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from headwater.common.errors import CorruptUpdate, NonFiniteUpdate
-from headwater.common.model.parameters import ModelImage, ModelLayout
+from headwater.common.model.layout import ModelLayout
+from headwater.common.model.parameters import ModelImage
 from headwater.common.model.vectors import CHUNK
 from headwater.server.aggregation.cohort_sum import HEADROOM_BITS, SUM_BITS, CohortSum
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from headwater.common.errors import StateError, TooFewClients
-from headwater.common.model.parameters import ModelImage, ModelLayout
+from headwater.common.model.layout import ModelLayout
+from headwater.common.model.parameters import ModelImage
 from headwater.server.aggregation import robust_rules
 from headwater.server.aggregation.cohort_sum import CohortSum
 from headwater.server.aggregation.held_updates import HeldUpdates

@@ -12,7 +12,7 @@ from torch import nn
 
 from headwater.common.errors import NonFiniteUpdate, TooFewClients
 from headwater.common.messages import DeviceReport, Plan, ReadyReport, Step, UpdateReport, Vitals
-from headwater.common.model.parameters import ModelLayout
+from headwater.common.model.layout import ModelLayout
 from headwater.common.settings.schema import Settings
 from headwater.server.aggregation.cohort_sum import CohortSum
 from headwater.server.operations import control, orders, sqlite_history
@@ -72,7 +72,7 @@ def run(tmp_path: Path) -> Iterator[ControlledRun]:
 
 
 def opened_round(plans: dict[str, Plan]) -> OpenRound:
-    total = CohortSum(ModelLayout(trainable=(), constant=(), num_bytes=0))
+    total = CohortSum(ModelLayout(trainable=()))
     owned = dict.fromkeys(plans, 2**53)
     return OpenRound(plans=plans, total=total, max_weight_per_example=1, owned=owned)
 

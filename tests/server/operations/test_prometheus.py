@@ -8,7 +8,7 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from headwater.common.errors import TooFewClients
-from headwater.common.model.parameters import ModelLayout
+from headwater.common.model.layout import ModelLayout
 from headwater.server.aggregation.cohort_sum import CohortSum
 from headwater.server.operations import prometheus as exporter
 from headwater.server.operations.prometheus import (
@@ -87,7 +87,7 @@ def test_refusals_of_rounds_and_streams_are_added() -> None:
     metrics = ServerMetrics(lambda: NOW)
     opened = OpenRound(
         plans={},
-        total=CohortSum(ModelLayout(trainable=(), constant=(), num_bytes=0)),
+        total=CohortSum(ModelLayout(trainable=())),
         max_weight_per_example=1,
         owned={},
     )

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from headwater.common.errors import ConnectionLost, TooFewClients
 from headwater.common.messages import Plan
-from headwater.common.model.parameters import ModelLayout
+from headwater.common.model.layout import ModelLayout
 from headwater.common.settings.schema import Settings
 from headwater.server.aggregation.cohort_sum import CohortSum
 from headwater.server.operations.round_display import RoundDisplay, main_metric
@@ -145,7 +145,7 @@ def test_names_of_a_hostile_device_are_shown_as_they_are() -> None:
 
 def opened(*names: str) -> OpenRound:
     plan = Plan(round=1, run_seed=0, model_version=0, quota=4, micro_batch_size=2)
-    total = CohortSum(ModelLayout(trainable=(), constant=(), num_bytes=0))
+    total = CohortSum(ModelLayout(trainable=()))
     return OpenRound(
         plans=dict.fromkeys(names, plan), total=total, max_weight_per_example=1, owned={}
     )

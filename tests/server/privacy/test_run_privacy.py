@@ -16,7 +16,8 @@ from torch import Tensor
 
 from headwater.common.errors import CheckpointCorrupt, PrivacySpent, StateError
 from headwater.common.messages import Plan, Step, Update, UpdateReport
-from headwater.common.model.parameters import ModelLayout, build_model
+from headwater.common.model.layout import ModelLayout
+from headwater.common.model.parameters import build_model
 from headwater.common.privacy.discrete_gaussian import RandomBits, draw
 from headwater.common.privacy.noise_shares import plain_scale_bits, plain_sigma
 from headwater.common.privacy_terms import PrivacyTerms

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from headwater.common.messages import Plan, ReportFields, Step, Update, UpdateReport
-from headwater.common.model.parameters import ModelLayout
+from headwater.common.model.layout import ModelLayout
 from headwater.common.stats.gradient_noise import NoiseSums, noise_sums
 from headwater.server.aggregation.cohort_sum import CohortSum
 from headwater.server.aggregation.round_reports import ReportColumns
@@ -28,7 +28,7 @@ def refusal(*, quota: int, num_examples: int, num_steps: int, finish: float | No
         micro_batch_size=1,
         finish_seconds=finish,
     )
-    total = CohortSum(ModelLayout(trainable=(), constant=(), num_bytes=0))
+    total = CohortSum(ModelLayout(trainable=()))
     total.open(num_clients=1, planned_weight=plan.max_examples)
     opened = OpenRound(
         plans={"pi": plan}, total=total, max_weight_per_example=1, owned={"pi": 2**53}
@@ -112,7 +112,7 @@ def report_of(name: str, num_examples: int) -> UpdateReport:
 def taken(*batches: Sequence[tuple[str, int]]) -> OpenRound:
     """Return a round of quotas of 4 that took these batches of (name, number of examples)."""
     plan = Plan(round=1, run_seed=0, model_version=0, quota=4, micro_batch_size=1)
-    total = CohortSum(ModelLayout(trainable=(), constant=(), num_bytes=0))
+    total = CohortSum(ModelLayout(trainable=()))
     total.open(num_clients=3, planned_weight=12)
     opened = OpenRound(
         plans=dict.fromkeys("abc", plan), total=total, max_weight_per_example=1, owned={}

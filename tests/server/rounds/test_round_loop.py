@@ -60,6 +60,9 @@ class Network:
         self._fleet = GridFleet(grid)
         self._tamper = tamper
 
+    def share_frozen(self, image: ModelImage) -> None:
+        self._fleet.share_frozen(image)
+
     def describe(self, request: DescribeRequest, *, min_clients: int) -> ConnectedClients:
         return self._fleet.describe(request, min_clients=min_clients)
 

@@ -11,7 +11,7 @@ from headwater.client.algorithms.run_trainer import run_trainer
 from headwater.client.device.interfaces import Hardware
 from headwater.client.memory.peak_model import GUARD_SHARE
 from headwater.client.training.context import Identity
-from headwater.common.model.parameters import ModelLayout
+from headwater.common.model.layout import ModelLayout
 from headwater.common.settings.schema import Settings
 from headwater.common.settings.sources import load
 from headwater.common.stats.linear_fit import Line

@@ -1,0 +1,182 @@
+"""The layout of a model: which tensors train, which are frozen, and where each one stands.
+
+All trainable parameters form one contiguous float32 vector [P], in the order of
+``named_parameters``. The frozen part is a block of its own: the parameters that do not train, and
+the buffers, those with wider elements first and then by name. That is the order of a safetensors
+file (``common.model.tensor_file``), so that each tensor is aligned and the block is the content of
+such a file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+
+from headwater.common.errors import UnsupportedModel
+from headwater.common.model.mismatch import LOCAL, Row, to_text
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Slot:
+    """The position of one tensor in its block."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    offset_bytes: int
+    num_elements: int
+
+    @property
+    def num_bytes(self) -> int:
+        """The tensor's bytes."""
+        return self.num_elements * self._dtype.itemsize
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype
+
+    def view_of(self, block_U8: Tensor) -> Tensor:
+        """Return the tensor as a view of the block that it belongs to."""
+        end = self.offset_bytes + self.num_bytes
+        return block_U8[self.offset_bytes : end].view(self._dtype).view(self.shape)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelLayout:
+    """The names, shapes and offsets of a model's tensors; must be equal on client and server."""
+
+    trainable: tuple[Slot, ...]
+    frozen: tuple[Slot, ...] = ()
+    """The parameters that do not train, and the buffers; their offsets are in the frozen part."""
+    local: tuple[Slot, ...] = ()
+    """The trained parameters that stay on the device; their offsets are in its own vector [L]."""
+
+    @cached_property
+    def num_parameters(self) -> int:
+        """P, the length of the parameter vector and of every update."""
+        return sum(slot.num_elements for slot in self.trainable)
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of the vector, which the server sends in every round."""
+        return 4 * self.num_parameters
+
+    @cached_property
+    def num_frozen_bytes(self) -> int:
+        """The bytes of the frozen part, which the server sends at most once to a device."""
+        return sum(slot.num_bytes for slot in self.frozen)
+
+    @cached_property
+    def num_local(self) -> int:
+        """L, the number of parameters that stay on the device."""
+        return sum(slot.num_elements for slot in self.local)
+
+    @cached_property
+    def digest(self) -> str:
+        """The SHA-256 of the layout, in hexadecimal."""
+        rows: list[list[object]] = [_row_with_offset(slot) for slot in self.trainable]
+        rows += [["frozen", *_row_with_offset(slot)] for slot in self.frozen]
+        rows += [[LOCAL, slot.name, list(slot.shape), slot.offset_bytes] for slot in self.local]
+        return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
+
+    @cached_property
+    def rows(self) -> list[Row]:
+        """The name, shape and dtype of each tensor: the vector's, the frozen, then the local."""
+        rows = [(slot.name, slot.shape, slot.dtype) for slot in (*self.trainable, *self.frozen)]
+        return rows + [(slot.name, slot.shape, LOCAL + slot.dtype) for slot in self.local]
+
+    @cached_property
+    def text(self) -> str:
+        """The rows as text, from which the other side can name the first tensor that differs."""
+        return to_text(self.rows)
+
+    @cached_property
+    def spans(self) -> tuple[tuple[int, int], ...]:
+        """The half-open range of coordinates of each trainable tensor in [P]."""
+        return _spans(self.trainable)
+
+    def local_tensors(self, values_L: Tensor) -> dict[str, Tensor]:
+        """Return the parameters that stay on the device by name, as views of their vector [L]."""
+        spans = zip(self.local, _spans(self.local), strict=True)
+        return {slot.name: values_L[start:end].view(slot.shape) for slot, (start, end) in spans}
+
+    def local_vector(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """Return them as a new vector [L]; the inverse of ``local_tensors``."""
+        return torch.cat([tensors[slot.name].reshape(-1) for slot in self.local])
+
+
+def layout_of(model: nn.Module, local_names: Set[str] = frozenset()) -> ModelLayout:
+    """Return a model's layout; ``local_names`` are those of the tensors that stay on the device.
+
+    Raises:
+        UnsupportedModel: no trainable parameter, or one that is not float32.
+    """
+    trainable: list[tuple[str, Tensor]] = []
+    frozen: list[tuple[str, Tensor]] = []
+    local: list[tuple[str, Tensor]] = []
+    for name, tensor in named_tensors(model):
+        is_trainable = isinstance(tensor, nn.Parameter) and tensor.requires_grad
+        if is_trainable and tensor.dtype != torch.float32:
+            raise UnsupportedModel(f"the parameter {name} is {_name(tensor)}; updates are float32")
+        if name not in local_names:
+            (trainable if is_trainable else frozen).append((name, tensor))
+        elif is_trainable:  # a buffer that stays on the device has no place of its own
+            local.append((name, tensor))
+    if not sum(tensor.numel() for _, tensor in trainable):
+        raise UnsupportedModel("the model has no trainable parameter")
+    frozen.sort(key=lambda item: (-item[1].element_size(), item[0]))
+    return ModelLayout(trainable=_slots(trainable), frozen=_slots(frozen), local=_slots(local))
+
+
+def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield each parameter, then each buffer, under its first name."""
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def constants_of(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Return what training must not change: frozen parameters and current buffers, by name."""
+    frozen = [(name, one) for name, one in model.named_parameters() if not one.requires_grad]
+    return [*frozen, *model.named_buffers()]
+
+
+def kind_of(tensor: Tensor) -> str:
+    """Return the words for a tensor that does not train, in an error."""
+    return "the frozen parameter" if isinstance(tensor, nn.Parameter) else "the buffer"
+
+
+def _slots(tensors: Sequence[tuple[str, Tensor]]) -> tuple[Slot, ...]:
+    slots, offset = [], 0
+    for name, tensor in tensors:
+        slot = Slot(
+            name=name,
+            shape=tuple(tensor.shape),
+            dtype=_name(tensor),
+            offset_bytes=offset,
+            num_elements=tensor.numel(),
+        )
+        slots.append(slot)
+        offset += slot.num_bytes
+    return tuple(slots)
+
+
+def _spans(slots: Sequence[Slot]) -> tuple[tuple[int, int], ...]:
+    starts = [slot.offset_bytes // 4 for slot in slots]
+    return tuple(
+        (start, start + slot.num_elements) for start, slot in zip(starts, slots, strict=True)
+    )
+
+
+def _row_with_offset(slot: Slot) -> list[object]:
+    return [slot.name, list(slot.shape), slot.dtype, slot.offset_bytes]
+
+
+def _name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
