@@ -202,7 +202,8 @@ class Registration:
         content = records.content_of(FrozenPart(digest=digest), array)
         message = Message(content, pending.node_id, FROZEN, group_id="describe")
         self.reports.pop(pending.node_id, None)
-        if message.metadata.message_id in set(self._grid.push_messages([message])):
+        pushed = set(self._grid.push_messages([message]))  # which gives the message its id
+        if message.metadata.message_id in pushed:
             self._pending[message.metadata.message_id] = PendingDescription(
                 node_id=pending.node_id,
                 at=self._clock(),
