@@ -84,7 +84,8 @@ def test_masks_hide_updates_on_a_frozen_part_that_was_sent(tmp_path: Path) -> No
         server = processes.server(*SETTINGS, *masked, "--verbose", task=TASK)
         port = port_of(server)
         clients = [
-            processes.client(port, part, *masked[:2], "--verbose", task=TASK) for part in range(3)
+            processes.client(port, part, "--num-parts", 3, *masked[:2], "--verbose", task=TASK)
+            for part in range(3)
         ]
         for process in (server, *clients):
             process.succeed()
