@@ -8,7 +8,7 @@ import contextvars
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from headwater.client import commands
 from headwater.client.training.local_work import ClientAlgorithm
@@ -47,6 +47,7 @@ def take_part(
     patience: float | None = None,
     settings: GivenSettings = None,
     progress: bool = True,
+    **flags: Any,
 ) -> None:
     """Take part in a run, as ``headwater-client`` does, until the run ends.
 
@@ -77,6 +78,8 @@ def take_part(
         settings: all other settings, by dotted keys as in ``{"client.bytes_per_day": 10**9}``
             (docs/settings.md), or the path of a TOML file such as headwater-device/client.toml.
         progress: print what the client does.
+        flags: every other flag of ``headwater-client``, as in ``privacy_budget=8`` and
+            ``min_quota=16`` (``headwater-client --help-all``).
 
     Raises:
         HeadwaterError: see ``headwater.common.errors``.

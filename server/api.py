@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -47,6 +47,7 @@ def serve(
     observer: GivenObservers = (),
     resume: bool = False,
     progress: bool = True,
+    **flags: Any,
 ) -> Run:
     """Serve a run to the clients that connect, as ``headwater-server`` does, until its last round.
 
@@ -82,6 +83,8 @@ def serve(
         observer: an object with ``on_round(row)``, a function of a row, or several.
         resume: continue the run in ``out`` with its settings, except those that are given here.
         progress: print the address and the progress.
+        flags: every other flag of ``headwater-server``, as in ``aggregation="median"`` and
+            ``privacy_epsilon=8`` (``headwater-server --help-all``).
 
     Raises:
         HeadwaterError: see ``headwater.common.errors``.

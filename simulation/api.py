@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -51,6 +51,7 @@ def simulate(
     observer: GivenObservers = (),
     resume: bool = False,
     progress: bool = True,
+    **flags: Any,
 ) -> Run:
     """Train a task on simulated clients, as ``headwater-simulate`` does, and return the run.
 
@@ -88,6 +89,8 @@ def simulate(
         observer: an object with ``on_round(row)``, a function of a row, or several.
         resume: continue the run in ``out`` with its settings, except those that are given here.
         progress: print the progress.
+        flags: every other flag of ``headwater-simulate``, as in ``aggregation="median"`` and
+            ``privacy_epsilon=8`` (``headwater-simulate --help-all``).
 
     Raises:
         HeadwaterError: see ``headwater.common.errors``.

@@ -1,7 +1,8 @@
 """Reads the settings from keyword arguments, for the functions of the Python API.
 
-A keyword is a flag of the command with underscores: ``learning_rate=0.01`` is ``--learning-rate
-0.01``. All other settings go by their dotted keys, as ``--set`` takes them.
+Every flag of the command is a keyword, with underscores: ``learning_rate=0.01`` is
+``--learning-rate 0.01``. The functions name the most used ones in their signatures, for editors and
+type checkers, and take the others as ``**flags``. Settings without a flag go by their dotted keys.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ OBJECTS = ("task", "optimizer", "client_algorithm")
 """The keywords that may be Python objects instead of texts."""
 COMMANDS = {"simulate": "simulate", "serve": "server", "take_part": "client"}
 """The command of each function."""
-NO_SETTINGS = ("settings", "observer", "resume", "progress")
+FLAGS = "flags"
+NO_SETTINGS = ("settings", "observer", "resume", "progress", FLAGS)
 """The arguments that are no settings."""
 
 GivenSettings = Mapping[str, Any] | str | Path | None
@@ -59,14 +61,16 @@ def api_function(function: Callable[Arguments, Result]) -> Callable[Arguments, R
     Raises:
         TypeError: there is no such keyword, as Python would raise it.
     """
-    name, names = function.__name__, [*inspect.signature(function).parameters]
+    name, named = function.__name__, inspect.signature(function).parameters.keys() - {FLAGS}
 
     @functools.wraps(function)
     def checked(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        for word in kwargs:
-            if word not in names:
-                hint = keyword_hint(word, names, COMMANDS[name])
-                raise TypeError(f"headwater.{name}() has no keyword {word}{hint}")
+        if not kwargs.keys() <= named:
+            names = [*named, *(keyword_keys(COMMANDS[name]).keys() - named)]
+            for word in kwargs:
+                if word not in names:
+                    hint = keyword_hint(word, names, COMMANDS[name])
+                    raise TypeError(f"headwater.{name}() has no keyword {word}{hint}")
         return function(*args, **kwargs)
 
     return checked
@@ -76,7 +80,11 @@ class Call:
     """A call of a function of the Python API: its settings, and the Python objects among them."""
 
     def __init__(self, function: str, arguments: Mapping[str, Any]) -> None:
-        """``arguments`` are all of the function's, by name; one that was not given is None."""
+        """``arguments`` are all of the function's, by name; one that was not given is None.
+
+        ``flags`` among them are the keywords that the function's signature does not name.
+        """
+        arguments = {**arguments, **arguments[FLAGS]}
         objects, keys = Objects(), keyword_keys(COMMANDS[function])
         self._source = f"headwater.{function}()"
         self._resume = bool(arguments.get("resume", False))

@@ -43,6 +43,8 @@ def keyword_hint(word: str, names: list[str], command: str) -> str:
         if word == keyword_of(setting.alias):
             return f"; did you mean {keyword_of(setting.flag)}?"
         if word in (keyword_of(setting.flag), setting.key.rpartition(".")[2]):
+            if setting.commands:
+                return f"; did you mean {keyword_of(setting.flag)}?"
             return f"; set it by its key: settings={{{setting.key!r}: ...}}"
     near = get_close_matches(word, names, n=1)
     return f"; did you mean {near[0]}?" if near else ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import inspect
+import keyword
 import logging
 import os
 import random
@@ -22,7 +23,7 @@ from torch.utils.data import TensorDataset
 
 import headwater
 from headwater.common.errors import SettingsError, TaskError, UnknownTask
-from headwater.common.settings.keywords import keyword_keys
+from headwater.common.settings.keywords import COMMANDS, FLAGS, keyword_keys
 from headwater.common.settings.sources import load
 from headwater.server.rounds.round_loop import MODEL
 from headwater.server.rounds.round_row import RoundRow
@@ -30,7 +31,7 @@ from headwater.simulation.run import run_engine
 from tests.python_tasks import SIGNS, Signs
 
 SMALL: dict[str, Any] = {"clients": 3, "rounds": 3, "accumulation_steps": 2, "micro_batch_size": 4}
-OWN = {"task", "settings", "observer", "resume", "progress"}
+OWN = {"task", "settings", "observer", "resume", "progress", FLAGS}
 
 
 def simulated(task: Any = Signs, **changes: Any) -> headwater.Run:
@@ -68,6 +69,21 @@ def state() -> list[object]:
 def test_each_keyword_is_a_flag_of_the_command(function: Any, command: str) -> None:
     names = set(inspect.signature(function).parameters) - OWN
     assert names <= keyword_keys(command).keys()
+
+
+@pytest.mark.parametrize("command", COMMANDS.values())
+def test_every_flag_can_be_a_keyword(command: str) -> None:
+    names = keyword_keys(command).keys()
+    assert all(name.isidentifier() and not keyword.iskeyword(name) for name in names)
+    assert names & OWN <= {"task"}
+
+
+def test_a_flag_that_no_signature_names_is_a_keyword_too() -> None:
+    run = simulated(aggregation="median", check=False, norm_multiple=None)
+    assert run.settings.aggregation.rule == "median"
+    assert not run.settings.check_task
+    with pytest.raises(SettingsError, match="expected"):
+        simulated(privacy_epsilon=-1)
 
 
 def test_an_object_a_class_and_a_file_train_the_command_s_model(tmp_path: Path) -> None:
@@ -216,7 +232,9 @@ def test_what_is_wrong_is_named(task: Any, given: dict[str, Any], message: str) 
     [
         (headwater.simulate, "learning_rat", "did you mean learning_rate?"),
         (headwater.simulate, "lr", "did you mean learning_rate?"),
-        (headwater.serve, "precision", "set it by its key: settings={'plan.precision': ...}"),
+        (headwater.serve, "rule", "did you mean aggregation?"),
+        (headwater.serve, "max_plans", "set it by its key: settings={'secure.max_plans': ...}"),
+        (headwater.simulate, "privacy_epsilom", "did you mean privacy_epsilon?"),
         (headwater.take_part, "sever", "did you mean server?"),
         (headwater.take_part, "rounds", "has no keyword rounds"),
     ],
