@@ -21,6 +21,8 @@ from typing import Any
 from headwater.client.flower.node import Node, NodeAnswer
 from headwater.client.operations.activity import WAITING
 from headwater.common.errors import (
+    EmptyUpdate,
+    HeadwaterError,
     LateUpdate,
     ModelMismatch,
     ProtocolMismatch,
@@ -71,6 +73,7 @@ class Exchange:
         self._is_phase = False
         self._answer: NodeAnswer | None = None
         self._upload: _Upload | None = None
+        self._has_been_empty = False
 
     @property
     def is_idle(self) -> bool:
@@ -234,6 +237,16 @@ class Exchange:
         self._upload = upload = _Upload(answer)
         upload.task = asyncio.create_task(self._send_answer(upload))
 
+    def _log(self, code: str, error: HeadwaterError) -> None:
+        """Log why there is no update; the lack of usable examples once, as it may last for long."""
+        if not isinstance(error, EmptyUpdate):
+            log.warning("%s: %s", code, error)
+        elif not self._has_been_empty:
+            self._has_been_empty = True
+            log.warning("%s: %s; %s (logged once)", code, error, error.remedy)
+        else:
+            log.info("%s: %s", code, error)
+
     async def _send_answer(self, upload: _Upload) -> None:
         """Send an answer's reply, or its error."""
         answer = upload.answer
@@ -242,7 +255,7 @@ class Exchange:
                 await self._send_reply(upload)
             else:
                 code, text = travelling(answer.error)
-                log.warning("%s: %s", code, answer.error)
+                self._log(code, answer.error)
                 fault = Fault(message_id=answer.message_id, code=code, text=text)
                 await self._write(ClientFrame(fault=fault))
         except StreamBroken as error:

@@ -16,7 +16,6 @@ from headwater.common.errors import (
     TaskError,
 )
 from headwater.common.model.trained_model import MODEL as MODEL
-from headwater.common.wording import counted
 from headwater.server.aggregation.round_reports import RoundSum
 from headwater.server.fleet import Fleet, Traffic
 from headwater.server.planning.exclusions import owners_reasons
@@ -41,8 +40,6 @@ from headwater.server.rounds.run_folder import (
 from headwater.server.rounds.run_state import Training
 
 log = logging.getLogger(__name__)
-
-MAX_LEFT_OUT_NAMED = 5  # clients in one log line
 
 OnRound = Callable[[RoundRow], None]
 NO_OBSERVER = Observers()
@@ -150,6 +147,7 @@ def _run_round(training: Training, fleet: Fleet, observer: Observer) -> RoundRow
         ready=opened.ready,
         refused=opened.refused,
     )
+    training.left_out_log.note_empty(opened)
     training.planner.exclude(
         owners_reasons(opened.refused), round_number=training.round + 1, is_by_owner=True
     )
@@ -169,7 +167,7 @@ def _run_round(training: Training, fleet: Fleet, observer: Observer) -> RoundRow
         bytes_down=after.bytes_down - before.bytes_down,
     )
     row = row_of_round(training, planned, opened, done, step, evaluated, traffic, watch.split)
-    _log_left_out(training, row)
+    training.left_out_log.note(row)
     is_virtual = fleet.has_virtual_clock
     return replace(row, virtual_seconds=row.slowest_client_seconds) if is_virtual else row
 
@@ -211,30 +209,6 @@ def _train(training: Training, fleet: Fleet, opened: OpenRound, watch: _Stopwatc
         fold_seconds += time.perf_counter() - start
     watch.lap("train", less=fold_seconds)
     watch.split["fold"] = fold_seconds
-
-
-def _log_left_out(training: Training, row: RoundRow) -> None:
-    """Log how many examples the clients left out, if more than before; the clients say why."""
-    if row.num_examples_left_out <= training.most_left_out:
-        return
-    training.most_left_out = row.num_examples_left_out
-    if row.masked_clients:
-        where = "; the masks hide on which clients"
-    else:
-        counts = {client.name: client.num_refused for client in row.clients if client.num_refused}
-        most = sorted(counts, key=counts.__getitem__, reverse=True)[:MAX_LEFT_OUT_NAMED]
-        named = ", ".join(f"{name}: {counts[name]}" for name in most)
-        where = f" on {len(counts)} of {counted(row.num_clients, 'client')} ({named})"
-        if len(counts) > len(most):
-            where = f"{where[:-1]}, ...)"
-    log.warning(
-        "round %d: %d of %s cannot be trained on and were left out%s; the log says so again "
-        "when it is more",
-        row.round,
-        row.num_examples_left_out,
-        counted(row.num_examples + row.num_examples_left_out, "example"),
-        where,
-    )
 
 
 def _raise_common_fault(opened: OpenRound) -> None:

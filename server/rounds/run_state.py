@@ -46,6 +46,7 @@ from headwater.server.planning.round_plans import Decisions, RoundPlanner, Round
 from headwater.server.planning.target_batch import BatchTotals, Target
 from headwater.server.privacy.run_privacy import RunPrivacy, terms_of
 from headwater.server.rounds import evaluation, model_selection
+from headwater.server.rounds.left_out_log import LeftOutLog
 from headwater.server.rounds.masked_rounds import MaskedRounds
 from headwater.server.rounds.model_selection import HELD_OUT
 from headwater.server.rounds.open_round import OpenRound
@@ -106,8 +107,7 @@ class Training:
         self.held = held_updates(settings, num_parameters=self.image.layout.num_parameters)
         self.norm_watch = NormWatch(multiple=settings.aggregation.norm_multiple)
         self.round = 0
-        self.most_left_out = 0
-        """The most examples that the clients left out in one round, as the log has said."""
+        self.left_out_log = LeftOutLog()
         self.run_id = run_id
         self.counted: dict[str, int] = {}
         """The last round whose sum includes each client's update."""

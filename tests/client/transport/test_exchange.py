@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
+import math
+import struct
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -81,10 +84,13 @@ class Device:
             data = model[offset : offset + CHUNK_BYTES]
             self.exchange.take_chunk(Chunk(transfer_id="m", offset=offset, data=data))
 
-    async def ask(self) -> None:
+    async def ask(self, message_id: str = "1") -> None:
         plan = Plan(round=1, run_seed=0, model_version=0, quota=4, micro_batch_size=2)
         instruction = Instruction(
-            message_id="1", message_type="train", head_json=plan.model_dump_json(), image_id="m"
+            message_id=message_id,
+            message_type="train",
+            head_json=plan.model_dump_json(),
+            image_id="m",
         )
         await self.exchange.take_instruction(instruction, is_stopping=False)
 
@@ -198,3 +204,26 @@ def test_a_model_of_another_size_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(ModelMismatch):
         run(Device(tmp_path), story)
+
+
+def test_a_device_without_a_usable_example_logs_it_once_with_the_remedy(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    device = Device(tmp_path)
+    nan = struct.pack("<f", math.nan)
+    device.model = nan * (len(device.model) // len(nan))  # no loss is finite at this model
+    device.image.sha256 = hashlib.sha256(device.model).digest()
+
+    async def story(device: Device) -> None:
+        await device.exchange.begin_image(device.image)
+        device.receive(device.model)
+        for message_id in ("1", "2"):
+            await device.ask(message_id)
+            fault = (await device.stream.first("fault")).fault
+            assert (fault.message_id, fault.code) == (message_id, "EmptyUpdate")
+            device.stream.frames.clear()
+
+    with caplog.at_level(logging.WARNING):
+        run(device, story)
+    [line] = [text for text in caplog.messages if "EmptyUpdate" in text]
+    assert "look at the device's data" in line
