@@ -12,6 +12,7 @@ from tests.processes import Processes
 KEYS = {
     "accumulation": "mlp",
     "client_memory": "rss_ratio",
+    "clipped_examples": "mlp",
     "device_cost": "digits",
     "exactness": "at_start",
     "fairness": "share_of_examples",
