@@ -50,6 +50,14 @@ def check_together(
         found += _of_privacy(
             privacy, plan, algorithm, model, cohort, aggregation, secure, evaluation
         )
+    elif privacy.unit == "example" and privacy.budget is None:
+        found.append(
+            SettingsError(
+                "--privacy-unit example says what an epsilon is for, and none is set",
+                remedy="add --privacy-epsilon or --privacy-noise-multiplier; on a device, "
+                "--privacy-budget",
+            )
+        )
     if secure.aggregation != "off":
         found += _of_masks(secure, plan, aggregation, evaluation, simulation)
     found += _of_workers(simulation)

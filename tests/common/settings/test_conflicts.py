@@ -62,6 +62,7 @@ CONFLICTS: dict[str, tuple[dict[str, Any], str]] = {
         {**MASKS, "evaluation": {"on_devices": True}},
         "held-out loss",
     ),
+    "a unit of privacy without noise": ({"privacy": {"unit": "example"}}, "none is set"),
     "masks and workers": ({**MASKS, "simulation": {"workers": 2}}, "worker processes"),
     "workers and other processes": (
         {"simulation": {"workers": 2, "engine": "grpc"}},
