@@ -8,7 +8,7 @@ checks its settings for the same; a device does not rely on that.
 from __future__ import annotations
 
 from headwater.client.training.sampler import SamplerState
-from headwater.common.errors import ExamplesForgotten, PrivacyRequired
+from headwater.common.errors import ExamplesForgotten, ProtocolMismatch
 from headwater.common.messages import Plan
 
 REMEDY = "start the server with --privacy-unit device, or without what this names"
@@ -20,7 +20,7 @@ def check_example_unit(plan: Plan, sampler: SamplerState, *, name: str, has_loca
     ``has_local`` says whether parameters stay on the device.
 
     Raises:
-        PrivacyRequired: it does not.
+        ProtocolMismatch: it does not, which no server of ours asks for.
         ExamplesForgotten: a plain sum of the run has an update of this device that its state does
             not know of. (Under masks the server counts every round as if all examples came again.)
     """
@@ -33,7 +33,7 @@ def check_example_unit(plan: Plan, sampler: SamplerState, *, name: str, has_loca
     }
     for fault, is_found in faults.items():
         if is_found:
-            raise PrivacyRequired(
+            raise ProtocolMismatch(
                 f"{name}: the plan clips each example's gradient, which bounds nothing with "
                 f"{fault}",
                 remedy=REMEDY,

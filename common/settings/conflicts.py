@@ -54,7 +54,7 @@ def check_together(
         found.append(
             SettingsError(
                 "--privacy-unit example says what an epsilon is for, and none is set",
-                remedy="add --privacy-epsilon or --privacy-noise-multiplier; on a device, "
+                remedy="leave out --privacy-unit, or add --privacy-epsilon; on a device, "
                 "--privacy-budget",
             )
         )

@@ -12,7 +12,12 @@ from collections.abc import Container, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from headwater.common.errors import HeadwaterError, PrivacyBudgetSpent, PrivacyRequired
+from headwater.common.errors import (
+    ExamplesForgotten,
+    HeadwaterError,
+    PrivacyBudgetSpent,
+    PrivacyRequired,
+)
 
 FIRST_ROUNDS = 10
 MAX_DOUBLINGS = 16
@@ -20,6 +25,7 @@ MAX_REASON_CHARACTERS = 200  # limit of ``DescribeRequest.left_out``
 OWNERS_REASONS: dict[type[HeadwaterError], str] = {
     PrivacyBudgetSpent: "its owner allows no further update",
     PrivacyRequired: "its owner allows rounds with noise alone",
+    ExamplesForgotten: "it lost the state that says which examples it has used",
 }
 
 
@@ -34,7 +40,10 @@ class Exclusion:
 
 
 def owners_reasons(refused: Mapping[str, HeadwaterError]) -> dict[str, str]:
-    """Return the clients whose owners allow no round like the last one, with the reasons."""
+    """Return the clients that may take part in no round like the last one, with the reasons.
+
+    Their owners do not allow it, or have to restore the client's state first.
+    """
     return {
         name: f"{error.code}: {OWNERS_REASONS[type(error)]}"
         for name, error in refused.items()

@@ -49,6 +49,31 @@ def test_server_and_devices_count_the_same_rounds(tmp_path: Path, masks: tuple[s
         assert spent["rho"] <= rho * (1 + 1e-9)
 
 
+def test_server_and_devices_count_one_epoch_of_examples_as_one_round(tmp_path: Path) -> None:
+    task = write_task(tmp_path).spec
+    noise = ("--privacy-noise-multiplier", Z, "--privacy-unit", "example")
+    budget = epsilon_of(1.5 * rho_of(Z), delta=1e-5)  # one epoch, and no second
+    own = ("--num-parts", 2, "--privacy-unit", "example", "--privacy-budget", budget)
+    with Processes(tmp_path) as processes:
+        server = processes.server("--rounds", 3, *PLAN, *noise, "--min-clients", 2, task=task)
+        clients = [
+            processes.client(
+                port_of(server), part, *own, "--state", tmp_path / f"state-{part}", task=task
+            )
+            for part in range(2)
+        ]
+        for process in (server, *clients):
+            process.succeed()
+    written = rows(tmp_path / "out")
+    one_round = epsilon_of(rho_of(Z), delta=1e-5)
+    assert [row["epsilon"] for row in written] == pytest.approx([one_round] * 3, rel=0.01)
+    for part in range(2):
+        file = tmp_path / f"state-{part}" / f"{part}.privacy.json"
+        spent = json.loads(file.read_text())
+        assert spent["num_updates"] == 3
+        assert spent["examples"]["cost"]["rho"] == pytest.approx(rho_of(Z))
+
+
 def test_a_device_whose_budget_is_spent_adds_nothing_more(tmp_path: Path) -> None:
     task = write_task(tmp_path).spec
     budget = epsilon_of(1.5 * rho_of(Z), delta=1e-5)  # one update, and no second

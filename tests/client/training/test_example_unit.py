@@ -8,7 +8,7 @@ import pytest
 
 from headwater.client.training.example_unit import check_example_unit
 from headwater.client.training.sampler import SamplerPosition, SamplerState
-from headwater.common.errors import ExamplesForgotten, PrivacyRequired
+from headwater.common.errors import ExamplesForgotten, ProtocolMismatch
 from headwater.common.messages import Plan
 
 TERMS = {"norm_bound": 8.1, "noise_multiplier": 1.0, "example_bound": 1.0}
@@ -31,12 +31,12 @@ def private(**changes: Any) -> Plan:
 def test_a_plan_that_bounds_no_example_is_refused_by_name(
     changes: dict[str, Any], says: str
 ) -> None:
-    with pytest.raises(PrivacyRequired, match=says):
+    with pytest.raises(ProtocolMismatch, match=says):
         check_example_unit(private(**changes), START, name="pi", has_local=False)
 
 
 def test_parameters_that_stay_on_the_device_are_refused_by_name() -> None:
-    with pytest.raises(PrivacyRequired, match="stay on the device"):
+    with pytest.raises(ProtocolMismatch, match="stay on the device"):
         check_example_unit(private(), START, name="pi", has_local=True)
 
 

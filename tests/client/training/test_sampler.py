@@ -254,7 +254,9 @@ def test_settling_twice_advances_the_sampler_once() -> None:
 def test_a_sampler_state_survives_json(
     place: SamplerPosition, after: SamplerPosition, pending: int | None
 ) -> None:
-    walk = SamplerState(place=place, pending_round=pending, pending_place=after)
+    walk = SamplerState(
+        place=place, pending_round=pending, pending_place=after, settled_round=pending
+    )
     assert read_sampler(json.loads(json.dumps(dataclasses.asdict(walk)))) == walk
 
 

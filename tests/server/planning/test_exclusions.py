@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headwater.common.errors import LateUpdate, PrivacyRequired
+from headwater.common.errors import ExamplesForgotten, LateUpdate, PrivacyRequired
 from headwater.server.planning.exclusions import (
     FIRST_ROUNDS,
     MAX_REASON_CHARACTERS,
@@ -36,6 +36,8 @@ def test_a_reason_is_no_longer_than_a_describe_request_allows() -> None:
 
 def test_an_owner_s_limit_excludes_a_client_until_it_connects_again() -> None:
     lied = exclude({}, {"a": "it lied"}, round_number=1)
+    forgot = owners_reasons({"d": ExamplesForgotten("")})["d"]
+    assert forgot.startswith("ExamplesForgotten: it lost the state")
     reasons = owners_reasons({"b": PrivacyRequired(""), "c": LateUpdate("")})
     assert list(reasons) == ["b"]
     known = exclude(lied, reasons, round_number=1, is_by_owner=True)
