@@ -190,6 +190,11 @@ def _of_privacy(
     evaluation: EvaluationSettings,
 ) -> Iterator[SettingsError]:
     """Yield what reveals more than the sums with noise (docs/privacy.md)."""
+    if privacy.epsilon is not None and privacy.noise_multiplier is not None:
+        yield SettingsError(
+            "the noise follows from --privacy-epsilon, and --privacy-noise-multiplier sets another",
+            remedy="leave out --privacy-epsilon or --privacy-noise-multiplier",
+        )
     is_by_example = privacy.unit == "example"
     refused = {
         "the planner would choose quotas by what devices report of their data and speed: set "

@@ -204,13 +204,6 @@ class PrivacySettings(Branch):
         on=DEVICE,
     )
 
-    @field_validator("noise_multiplier")
-    @classmethod
-    def _check_noise(cls, number: float | None, info: ValidationInfo) -> float | None:
-        if number is not None and info.data.get("epsilon") is not None:
-            raise ValueError("the noise follows from privacy.epsilon: set one of the two")
-        return number
-
     @field_validator("clip_quantile")
     @classmethod
     def _check_quantile(cls, quantile: float | None, info: ValidationInfo) -> float | None:

@@ -38,6 +38,7 @@ from headwater.simulation.fleet.devices import (
     Devices,
 )
 from headwater.simulation.fleet.faults import TRAIN
+from headwater.simulation.fleet.fleet_spec import too_few_simulated
 from headwater.simulation.fleet.random_events import may_vanish, vanishes_at
 from headwater.simulation.reports.data_survey import report_left_out
 
@@ -53,12 +54,8 @@ class LocalFleet:
         Raises:
             SettingsError: a round would wait for more clients than there are.
         """
-        needed, clients = settings.num_clients_needed, settings.simulation.clients
-        if needed > clients:
-            raise SettingsError(
-                f"a round needs {needed} clients and the simulator has {clients}",
-                remedy="lower --min-clients, under masks secure.min_members, or raise --clients",
-            )
+        if settings.num_clients_needed > settings.simulation.clients:
+            raise too_few_simulated(settings)
         self._settings = settings
         self._run_id = run_id
         self._devices = Devices(settings)

@@ -9,6 +9,7 @@ from typing import Any
 from headwater.common.data.data_paths import find_data
 from headwater.common.errors import SettingsError
 from headwater.common.example_files import existing_or_bundled
+from headwater.common.secagg.protocol import MIN_MEMBERS
 from headwater.common.settings.schema import Settings
 from headwater.common.wording import counted
 from headwater.simulation.fleet.device_data import device_names
@@ -108,13 +109,25 @@ def with_fleet(settings: Settings) -> Settings:
         settings = _with_data(settings, settings.simulation.data)
     num_clients = settings.simulation.clients
     if settings.num_clients_needed > num_clients:
-        raise SettingsError(
-            f"a round needs {settings.num_clients_needed} clients and the simulator has "
-            f"{num_clients}",
-            remedy="lower --min-clients, under masks secure.min_members, or raise --clients",
-        )
+        raise too_few_simulated(settings)
     _check_faults(settings)
     return settings
+
+
+def too_few_simulated(settings: Settings) -> SettingsError:
+    """Return the error for a round that needs more clients than are simulated."""
+    needed, secure = settings.num_clients_needed, settings.secure
+    remedy = f"raise --clients to {needed}"
+    if secure.aggregation == "off" or secure.min_members < needed:
+        remedy = f"lower --min-clients, or {remedy}"
+    elif secure.min_members > MIN_MEMBERS:
+        remedy = f"lower --min-members, on the server and on every device, or {remedy}"
+    else:
+        remedy = f"{remedy}: a masked session has at least {MIN_MEMBERS} members"
+    return SettingsError(
+        f"a round needs {needed} clients and the simulator has {settings.simulation.clients}",
+        remedy=remedy,
+    )
 
 
 def _with(settings: Settings, **changed: Any) -> Settings:

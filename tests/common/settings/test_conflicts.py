@@ -63,6 +63,10 @@ CONFLICTS: dict[str, tuple[dict[str, Any], str]] = {
         "held-out loss",
     ),
     "a unit of privacy without noise": ({"privacy": {"unit": "example"}}, "none is set"),
+    "an epsilon and a noise multiplier": (
+        {"privacy": {"epsilon": 1.0, "noise_multiplier": 1.0}, **plan(accumulation_steps=2)},
+        "--privacy-noise-multiplier",
+    ),
     "masks and workers": ({**MASKS, "simulation": {"workers": 2}}, "worker processes"),
     "workers and other processes": (
         {"simulation": {"workers": 2, "engine": "grpc"}},

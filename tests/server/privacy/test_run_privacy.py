@@ -266,11 +266,6 @@ def test_a_damaged_file_is_an_error(tmp_path: Path, text: str) -> None:
         privacy.open_file()
 
 
-def test_an_epsilon_and_a_noise_multiplier_exclude_each_other() -> None:
-    with pytest.raises(ValueError, match="set one of the two"):
-        settings(privacy={"epsilon": 1.0})
-
-
 def opened_sum(members: int, survivors: int) -> UnmaskedSum:
     """Return an opened sum of so many survivors; its vector is not looked at."""
     setup = Cast(members, num_values=3, privacy=MASKED, device=private_devices(members))
