@@ -42,12 +42,11 @@ def fingerprint_of(layout: ModelLayout, frozen_U8: Tensor) -> Fingerprint:
         return Fingerprint(digest="")
     sha = begin_digest(layout)
     sha.update(frozen_U8.numpy().data)
-    spans = [slice(s.offset_bytes, s.offset_bytes + s.num_bytes) for s in layout.frozen]
-    return Fingerprint(
-        digest=sha.hexdigest(),
-        whole=_sum_of(frozen_U8),
-        each=tuple(_sum_of(frozen_U8[span].clone()) for span in spans),
-    )
+    each = []
+    for slot in layout.frozen:
+        part_U8 = frozen_U8[slot.offset_bytes : slot.offset_bytes + slot.num_bytes]
+        each.append(_sum_of(part_U8.clone() if slot.offset_bytes % 8 else part_U8))
+    return Fingerprint(digest=sha.hexdigest(), whole=_sum_of(frozen_U8), each=tuple(each))
 
 
 def first_change(layout: ModelLayout, frozen_U8: Tensor, before: Fingerprint) -> str | None:

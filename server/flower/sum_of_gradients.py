@@ -3,8 +3,9 @@
 Sampling, configuration and evaluation are FedAvg's. Each reply is made by ``GradientSum.reply``:
 the *sum* of each trainable parameter's gradients, tagged with the weight that they were summed
 over. The strategy adds the sums in 64-bit integers, divides once and takes one step of any
-``torch.optim`` optimizer; frozen parameters and buffers pass through unchanged. Replies are added
-one by one as they arrive.
+``torch.optim`` optimizer; frozen parameters and buffers pass through unchanged. If the run starts
+from the trainable parameters alone, no round sends the others. Replies are added one by one as they
+arrive.
 
 A reply that does not fit is left out, logged by name and counted. If no reply of the first rounds
 fits, the app is converted wrongly, and the run ends with the first refusal.
@@ -25,7 +26,7 @@ from flwr.serverapp.strategy import (
     DifferentialPrivacyServerSideFixedClipping,
     FedAvg,
 )
-from torch import nn
+from torch import Tensor, nn
 
 from headwater.common.errors import (
     EmptyUpdate,
@@ -35,6 +36,7 @@ from headwater.common.errors import (
     StrategyWrapped,
     UpdateRefused,
 )
+from headwater.common.model.local_parameters import by_all_names
 from headwater.common.model.mismatch import first_difference, rows_of
 from headwater.common.model.parameters import ModelImage
 from headwater.common.settings import schema as settings
@@ -126,6 +128,7 @@ class SumOfGradients(FedAvg):
         )
         self._replies = ReplyReader(self._image, weighted_by_key)
         self._sent: ArrayRecord | None = None
+        self._sends_trained_alone = False
         self._num_invited = 0
         self._warned_of: set[str] = set()
 
@@ -163,8 +166,13 @@ class SumOfGradients(FedAvg):
         if arrays is not self._sent:
             before = self._image.bytes_U8.clone() if self._sent and server_round > 1 else None
             state, model = arrays.to_torch_state_dict(), self._image.model
+            trained = {slot.name for slot in self._image.layout.trainable}
+            self._sends_trained_alone = state.keys() == trained != model.state_dict().keys()
+            whole: Mapping[str, Tensor] = state
+            if self._sends_trained_alone:
+                whole = {**model.state_dict(), **by_all_names(model, state)}
             try:
-                model.load_state_dict(state)
+                model.load_state_dict(whole)
             except RuntimeError as error:
                 difference = first_difference(
                     rows_of(model.state_dict()),
@@ -224,10 +232,18 @@ class SumOfGradients(FedAvg):
             return None, None
         weight = self._sum.weight
         self._optimizer.step(self._sum.close())
-        self._sent = ArrayRecord(self._image.model.state_dict())
+        self._sent = self._arrays()
         means = self._mean_metrics(metrics)
         means[self.weighted_by_key], means[NUM_REFUSED] = weight, len(refused)
         return self._sent, means
+
+    def _arrays(self) -> ArrayRecord:
+        """Return the model as the next round sends it: whole, or the trained parameters alone."""
+        image = self._image
+        if not self._sends_trained_alone:
+            return ArrayRecord(image.model.state_dict())
+        slots = image.layout.trainable
+        return ArrayRecord({slot.name: slot.view_of(image.bytes_U8) for slot in slots})
 
     def _fold(self, reply: Message, name: str) -> MetricRecord:
         """Check a reply as a whole, then add it; return its metrics, with the weight among them.

@@ -10,6 +10,7 @@ from pathlib import Path
 from rich.markup import escape
 from rich.text import Text
 
+from headwater.common.model.adapter import ADAPTER
 from headwater.common.model.trained_model import BEST, MODEL, read_record
 from headwater.common.settings.changes import Changes, changes_text
 from headwater.common.settings.schema import Settings
@@ -122,6 +123,7 @@ def print_result(settings: Settings) -> None:
             console.print(line)
     for title, name in (
         ("model", MODEL),
+        ("adapter", ADAPTER),
         ("best model", BEST),
         ("metrics", ROUNDS),
         ("plot", CURVES),

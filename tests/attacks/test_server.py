@@ -138,6 +138,29 @@ async def a_plan_without_its_model(liar: Liar) -> None:
     await liar.plan()
 
 
+async def a_frozen_part_of_another_length(liar: Liar) -> None:
+    """The device's model has none, which is 0 bytes."""
+    await liar.welcome()
+    await liar.image(is_frozen=True)
+
+
+async def a_frozen_part_of_another_digest(liar: Liar) -> None:
+    await liar.welcome()
+    await liar.send(image=Image(image_id="i", num_bytes=0, sha256=bytes(32), is_frozen=True))
+    await liar.plan(image_id="", frozen_id="i")
+
+
+async def a_frozen_part_that_never_came(liar: Liar) -> None:
+    await liar.welcome()
+    await liar.plan(image_id="", frozen_id="i")
+
+
+async def a_model_in_place_of_a_frozen_part(liar: Liar) -> None:
+    await liar.welcome()
+    await liar.image()
+    await liar.plan(image_id="", frozen_id="i")
+
+
 async def a_small_model_of_another_length(liar: Liar) -> None:
     await liar.welcome()
     await liar.plan(image_id=DIGEST.hex(), small_image=IMAGE + b"\0")
@@ -196,6 +219,10 @@ def run(lie: Lie, processes: Processes, task: str) -> Process:
         (a_chunk_beyond_the_end, "ProtocolMismatch"),
         (a_chunk_of_nothing, "ProtocolMismatch"),
         (a_plan_without_its_model, "ProtocolMismatch"),
+        (a_frozen_part_of_another_length, "ModelMismatch"),
+        (a_frozen_part_of_another_digest, "CorruptUpdate"),
+        (a_frozen_part_that_never_came, "ProtocolMismatch"),
+        (a_model_in_place_of_a_frozen_part, "ProtocolMismatch"),
         (a_small_model_of_another_length, "ModelMismatch"),
         (a_small_model_of_another_digest, "CorruptUpdate"),
         (a_small_model_without_a_digest, "ProtocolMismatch"),

@@ -197,15 +197,19 @@ def test_the_order_of_replies_does_not_change_a_bit() -> None:
     assert distance(trained(forwards)[0], trained(backwards)[0]) == 0
 
 
-def fixed_replies() -> AppGrid:
-    """Return a grid whose clients always send the same gradients, of very different sizes."""
+def fixed_replies(*, has_frozen: bool = False) -> AppGrid:
+    """Return a grid whose clients always send the same gradients, of very different sizes.
+
+    With ``has_frozen`` their model has a frozen part, whether or not it is in the arrays.
+    """
     app = ClientApp()
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
         generator = torch.Generator().manual_seed(context.node_id)
-        model = NetWithBuffers() if "frozen" in message.content["arrays"] else task.Net()
-        model.load_state_dict(message.content.array_records["arrays"].to_torch_state_dict())
+        arrays = message.content.array_records["arrays"]
+        model = NetWithBuffers() if has_frozen else task.Net()
+        model.load_state_dict(arrays.to_torch_state_dict(), strict=False)
         sums = GradientSum(model)
         loss = [
             (torch.randn(it.shape, generator=generator) * 10.0 ** (3 * context.node_id) * it).sum()
@@ -322,7 +326,7 @@ def test_frozen_parameters_and_buffers_pass_through_unchanged() -> None:
     model = NetWithBuffers()
     strategy = SumOfGradients(model, optimizer="adamw", learning_rate=0.1)
     before = copy.deepcopy(model.state_dict())
-    grid = fixed_replies()
+    grid = fixed_replies(has_frozen=True)
     arrays = ArrayRecord(model.state_dict())
     after, _ = one_round(strategy, grid, 1, arrays)
     assert after is not None
@@ -330,6 +334,23 @@ def test_frozen_parameters_and_buffers_pass_through_unchanged() -> None:
     assert state.keys() == before.keys()
     assert all(torch.equal(state[n], before[n]) for n in ("frozen", "version", "constant"))
     assert not torch.equal(state["0.weight"], before["0.weight"])
+
+
+def test_a_run_that_starts_from_the_trained_parameters_sends_them_alone() -> None:
+    model = NetWithBuffers()
+    strategy = SumOfGradients(model, optimizer="adamw", learning_rate=0.1)
+    trained = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+    whole = SumOfGradients(copy.deepcopy(model), optimizer="adamw", learning_rate=0.1)
+    start = ArrayRecord(model.state_dict())
+    alone, _ = one_round(strategy, fixed_replies(has_frozen=True), 1, ArrayRecord(trained))
+    expected, _ = one_round(whole, fixed_replies(has_frozen=True), 1, start)
+    assert alone is not None
+    assert expected is not None
+    assert alone.keys() == trained.keys()
+    state = expected.to_torch_state_dict()
+    assert all(
+        torch.equal(tensor, state[name]) for name, tensor in alone.to_torch_state_dict().items()
+    )
 
 
 def test_arrays_of_another_model_are_refused_by_name() -> None:
