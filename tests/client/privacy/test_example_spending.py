@@ -26,7 +26,7 @@ from headwater.common.errors import PrivacyBudgetSpent
 from headwater.common.messages import Plan
 from headwater.common.privacy.spending import epsilon_of
 from headwater.common.privacy_terms import PrivacyTerms, rho_of
-from tests.masked import NodeDevice, plan, train, trainer
+from tests.masked import AppDevice, NodeDevice, opening_of, plan, play, ready, train, trainer
 
 pytestmark = pytest.mark.usefixtures("a_process_of_its_own")
 
@@ -156,3 +156,20 @@ def test_a_file_of_an_earlier_version_has_the_examples_share_of_what_the_device_
     path.write_text(json.dumps({"rho": 0.5, "num_updates": 1, "last_rho": 0.5}))
     spent = SpentFile(path).read()
     assert (spent.of_unit("device"), spent.of_unit("example")) == (0.5, 2.0)
+
+
+def test_an_opened_masked_sum_costs_its_examples_what_the_survivors_noise_leaves(
+    tmp_path: Path,
+) -> None:
+    masked = private(privacy={**TERMS, "min_survivors": 0.7, "corrupted": 0.1}, is_masked=True)
+    first = NodeDevice(0, tmp_path)
+    cohort: list[Any] = [first, *(AppDevice(part) for part in range(1, 5))]
+    for device in cohort:
+        ready(device, masked)
+    opened = play(cohort, opening_of(cohort, masked, privacy=masked.privacy)).sum
+    assert len(opened.survived) == 5
+    spent = file_of(first, tmp_path).examples
+    # 5 members, of whom 4 must survive and 1 may collude: noise for 3, and there are 4.
+    assert spent.cost.rho == pytest.approx(rho_of(Z) * 3 / 4, rel=1e-5)
+    assert spent.place is not None
+    assert (spent.place.epoch, spent.place.offset) == (0, QUOTA)
