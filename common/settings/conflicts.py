@@ -151,7 +151,7 @@ def _of_masks(
             remedy="leave out --aggregation or --secure-aggregation",
         )
     if plan.accumulation_steps is not None:
-        quota = plan.accumulation_steps * (plan.micro_batch_size or plan.set_micro_batch_size)
+        quota = plan.set_quota
         if quota < secure.min_quota:
             yield SettingsError(
                 f"K x micro-batch is {quota} examples, a masked plan has at least "
@@ -195,8 +195,19 @@ def _of_privacy(
             "the noise follows from --privacy-epsilon, and --privacy-noise-multiplier sets another",
             remedy="leave out --privacy-epsilon or --privacy-noise-multiplier",
         )
-    is_by_example = privacy.unit == "example"
+    is_by_example, has_bands = privacy.unit == "example", privacy.bands > 1
     refused = {
+        "devices would have to take back noise that they added in earlier rounds, and they come "
+        "and go; under masks noise is independent: leave out --privacy-bands": (
+            has_bands and secure.aggregation != "off"
+        ),
+        "every device would be in each round, where noise is independent (--privacy-bands 1): set "
+        "--cohort-size": has_bands and cohort.size is None,
+        "the noise of rounds with unlike clip norms cannot be correlated: leave out "
+        "--privacy-clip-quantile": has_bands and privacy.clip_quantile is not None,
+        "for each example, correlated noise is not offered: leave out --privacy-bands": (
+            has_bands and is_by_example
+        ),
         "the planner would choose quotas by what devices report of their data and speed: set "
         "--accumulation-steps": plan.accumulation_steps is None,
         "the batch would follow the devices' gradients: leave out --follow-noise-scale": (

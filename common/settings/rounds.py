@@ -188,6 +188,14 @@ class PrivacySettings(Branch):
         "--privacy-unit",
         on=ALL,
     )
+    bands: int = setting(
+        1,
+        "correlate the noise over so many rounds: later rounds take part of it back, and a device "
+        "takes part at most once in so many; at most devices / --cohort-size; 1: independent noise",
+        "--privacy-bands",
+        ge=1,
+        le=1024,
+    )
     clip_quantile: float | None = setting(
         None,
         "the clip norm follows this quantile of the devices' norms, which they tell under noise; "

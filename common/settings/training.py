@@ -107,6 +107,12 @@ class PlanSettings(Branch):
         "float32", "precision of the forward pass; sums are always float32"
     )
 
+    @property
+    def set_quota(self) -> int:
+        """The examples of a plan if K is set."""
+        assert self.accumulation_steps is not None
+        return self.accumulation_steps * (self.micro_batch_size or self.set_micro_batch_size)
+
 
 MAX_ALGORITHM_CHARACTERS = 1024  # of a client algorithm's name and arguments, in a plan
 

@@ -107,11 +107,13 @@ def select(
     within_rounds: int,
     min_clients: int = 1,
     order: PopulationOrder = population_order,
+    turns: Sequence[str] | None = None,
 ) -> Selection:
     """Select the cohort of a round.
 
     ``judge`` is called only for clients whose turn comes. ``waiting_since`` gives the round since
-    which a client has been left out. Guarantees:
+    which a client has been left out. ``turns`` are the names in an order of the caller's, None: in
+    that of ``candidates_in_turn``. Guarantees:
 
     * If no client is or has been too slow, the cohort is the seeded sample: the choice depends on
       the names, the seed and the round alone.
@@ -133,8 +135,12 @@ def select(
     def is_due(name: str) -> bool:
         return _is_due(name, waiting_since.get(name), seed, round_number, within_rounds)
 
-    turns = candidates_in_turn(names, size=size, seed=seed, round_number=round_number, order=order)
-    while batch := list(islice(turns, size - len(able))):
+    candidates = (
+        candidates_in_turn(names, size=size, seed=seed, round_number=round_number, order=order)
+        if turns is None
+        else iter(turns)
+    )
+    while batch := list(islice(candidates, size - len(able))):
         add(batch)
     seen = {*able, *slow} if waiting_since else set()
     add([name for name in waiting_since if name not in seen and name in names and is_due(name)])

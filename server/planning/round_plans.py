@@ -136,10 +136,12 @@ class RoundPlanner:
         round_number: int,
         counted: Mapping[str, int],
         turn_seconds: float,
+        due: Sequence[str] | None = None,
     ) -> RoundPlans:
         """Select a round's cohort and plan each member's work.
 
-        ``counted`` is the last round whose sum includes a client's update.
+        ``counted`` is the last round whose sum includes a client's update. ``due`` are
+        the clients that may be in the round, in the order of their turns; None: all may be.
 
         Raises:
             TooFewClients: --cohort-size is below --min-clients.
@@ -155,7 +157,7 @@ class RoundPlanner:
         excluded = excluded_in(self.excluded, clients.reports, round_number=round_number)
         self._check_permitted(clients.reports, excluded, round_number)
         waiting_since = self.known.waiting_since(clients.reports)
-        selection = self._select(clients.reports, excluded, waiting_since, costs, round_number)
+        selection = self._select(clients.reports, due, excluded, waiting_since, costs, round_number)
         names, exceptions = selection.names, selection.exceptions
         self._check_enough(names, excluded, round_number)
         estimates = [self.known.estimates[name] for name in names]
@@ -204,6 +206,7 @@ class RoundPlanner:
     def _select(
         self,
         reports: Mapping[str, DeviceReport],
+        due: Sequence[str] | None,
         excluded: Mapping[str, str],
         waiting_since: Mapping[str, int],
         costs: TransferCosts,
@@ -226,7 +229,7 @@ class RoundPlanner:
             return [name for name in able if name not in slow] if slow else able, slow
 
         return select(
-            reports.keys(),
+            reports.keys() if due is None else frozenset(due),
             size=cohort.size,
             seed=self.settings.seed,
             round_number=round_number,
@@ -235,6 +238,7 @@ class RoundPlanner:
             within_rounds=cohort.invite_within_rounds,
             min_clients=cohort.min_clients,
             order=self.decisions.order,
+            turns=due,
         )
 
     def _check_permitted(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 from headwater.common.messages import Plan
 from headwater.common.privacy.clip_bit import bit_sigma, bit_steps
@@ -31,9 +32,16 @@ from headwater.server.privacy.accountant import (
     multiplier_of,
     multiplier_of_rest,
 )
+from headwater.server.privacy.banded_noise import BandedNoise, banded_noise
 from headwater.server.privacy.clip_norm import ClipNorm
 from headwater.server.privacy.example_epochs import NOBODY, ExampleEpochs, Share
-from headwater.server.privacy.spent_budget import read_epochs, read_events, write_events
+from headwater.server.privacy.settings_check import check_bands
+from headwater.server.privacy.spent_budget import (
+    read_banded,
+    read_epochs,
+    read_events,
+    write_events,
+)
 from headwater.server.secagg.unmask_phase import UnmaskedSum
 
 
@@ -71,6 +79,10 @@ class RunPrivacy:
         """How far the devices are in their epochs; None where every round counts."""
         if chosen.unit == "example" and settings.secure.aggregation == "off":
             self._epochs = NOBODY
+        self._banded: BandedNoise | None = None
+        """The noise that is correlated over rounds; None where each round's is independent."""
+        if chosen.bands > 1:
+            self._banded = self._open_banded(None, num_rounds=0)
         self._shares: Mapping[str, Share] = {}
         """The devices' parts of the current round."""
 
@@ -100,12 +112,54 @@ class RunPrivacy:
         """Read what the run has spent, from its folder; ``num_rounds`` are in its checkpoint.
 
         Raises:
-            CheckpointCorrupt: see ``read_events``.
+            CheckpointCorrupt: see ``read_events``, ``BandedNoise.restore``.
+            SettingsError: see ``check_bands``, ``banded_noise``.
         """
-        events = read_events(self._settings.out, num_rounds=num_rounds)
-        self._accountant = Accountant(self._settings.privacy.delta, events)
+        folder, delta = self._settings.out, self._settings.privacy.delta
+        saved = read_banded(folder)
+        check_bands(self._settings.privacy, has_sums=num_rounds > 0, is_banded=saved is not None)
+        if saved is not None:
+            self._banded = self._open_banded(saved, num_rounds=num_rounds)
+            self._accountant = Accountant(delta, self._banded.events)
+            return
+        events = read_events(folder, num_rounds=num_rounds)
+        self._accountant = Accountant(delta, events)
         if self._epochs is not None and events:
-            self._epochs = read_epochs(self._settings.out)
+            self._epochs = read_epochs(folder)
+
+    def _open_banded(self, saved: Mapping[str, Any] | None, *, num_rounds: int) -> BandedNoise:
+        return banded_noise(
+            self._settings.privacy,
+            rho=self._rho,
+            rounds=self._settings.rounds,
+            saved=saved,
+            num_rounds=num_rounds,
+            num_values=self._num_values,
+            folder=self._settings.out,
+            random=self._random,
+        )
+
+    def due(self, names: Collection[str]) -> Sequence[str] | None:
+        """Return the devices that may be in the next round, in the order of their turns.
+
+        None if its noise is independent: all may be, in any order.
+
+        Raises:
+            PrivacySpent, TooFewClients: see ``BandedNoise.due``.
+        """
+        if self._banded is None:
+            return None
+        needed = self._settings.cohort.min_clients
+        return self._banded.due(names, seed=self._settings.seed, needed=needed)
+
+    def scale_bits(self, terms: PrivacyTerms) -> int:
+        """Return f: a plain round's sum is made in steps of 2^-f.
+
+        Raises:
+            SettingsError: see ``BandedNoise.scale_bits``.
+        """
+        banded = self._banded
+        return plain_scale_bits(terms) if banded is None else banded.scale_bits(terms)
 
     def noise_multiplier(self, *, round_number: int) -> float:
         """Return the noise of a round: as set, or what spends the rest of the epsilon evenly.
@@ -119,6 +173,8 @@ class RunPrivacy:
             PrivacySpent: nothing is left of the epsilon.
         """
         chosen = self._settings.privacy
+        if self._banded is not None:
+            return self._banded.multiplier
         if self._rho is None:
             assert chosen.noise_multiplier is not None
             return chosen.noise_multiplier
@@ -169,6 +225,8 @@ class RunPrivacy:
         is_masked = secure.aggregation != "off"
         round_number = next(iter(plans.values())).round
         largest = max(max_weight_per_example * plan.quota for plan in plans.values())
+        if self._banded is not None:  # one bound for all rounds
+            largest = max_weight_per_example * self._settings.plan.set_quota
         noise = self.noise_multiplier(round_number=round_number)
         bound, example_bound = self.clip.norm * largest, None
         if chosen.unit == "example":
@@ -203,6 +261,12 @@ class RunPrivacy:
         Raises:
             StateError: see ``write_events``.
         """
+        if self._banded is not None:
+            noise = self._banded.next(frozenset(names))
+            self._write(Accountant(self.delta, self._banded.events))
+            self._banded.forget_old()
+            total.add_integers(noise)
+            return None
         bits = plain_scale_bits(terms)
         sigma = plain_sigma(terms, scale_bits=bits, num_values=self._num_values)
         epochs = self._epochs
@@ -260,6 +324,9 @@ class RunPrivacy:
             events = [*events, (in_place_of, count - 1)]
         after = Accountant(self._accountant.delta, events)
         after.add(noise_multiplier)
+        self._write(after, epochs)
+
+    def _write(self, after: Accountant, epochs: ExampleEpochs | None = None) -> None:
         write_events(
             self._settings.out,
             after.events,
@@ -267,6 +334,7 @@ class RunPrivacy:
             delta=after.delta,
             unit=self.unit,
             epochs=epochs,
+            banded=None if self._banded is None else self._banded.to_json(),
         )
         self._accountant, self._epochs = after, epochs
 

@@ -36,3 +36,20 @@ def check_resumed(before: Mapping[str, Any], chosen: PrivacySettings) -> None:
             remedy="resume with --privacy-epsilon or --privacy-noise-multiplier, as the run was "
             "started; or begin a new run: another --out",
         )
+
+
+def check_bands(chosen: PrivacySettings, *, has_sums: bool, is_banded: bool) -> None:
+    """Check that the noise of a run's rounds stays correlated, or independent.
+
+    ``is_banded`` says whether that of its earlier rounds is correlated, if it ``has_sums``.
+
+    Raises:
+        SettingsError: it would change.
+    """
+    if is_banded != (chosen.bands > 1) and (has_sums or is_banded):
+        kinds = ("independent", "correlated")
+        raise SettingsError(
+            f"the noise of this run's rounds is {kinds[is_banded]} so far, and with "
+            f"--privacy-bands {chosen.bands} it would be {kinds[not is_banded]}",
+            remedy="resume with the run's own --privacy-bands; or begin a new run: another --out",
+        )

@@ -7,7 +7,7 @@ undid, which the checkpoint does not have: they were opened, and perhaps seen.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from headwater.common.wording import counted
 from headwater.server.privacy.example_epochs import ExampleEpochs, from_json
 
 PRIVACY_FILE = "privacy.json"
+BANDED = "banded"
 
 
 def read_events(folder: Path | None, *, num_rounds: int = 0) -> list[tuple[float, int]]:
@@ -59,6 +60,22 @@ def read_epochs(folder: Path | None) -> ExampleEpochs | None:
         raise _corrupt(path, str(error)) from error
 
 
+def read_banded(folder: Path | None) -> Mapping[str, Any] | None:
+    """Return the state of correlated noise; None without a file, or with independent noise.
+
+    Raises:
+        CheckpointCorrupt: the file cannot be read.
+    """
+    path = None if folder is None else folder / PRIVACY_FILE
+    if path is None or not path.exists():
+        return None
+    try:
+        found: Mapping[str, Any] | None = json.loads(path.read_text(encoding="utf-8")).get(BANDED)
+    except (OSError, ValueError, AttributeError) as error:
+        raise _corrupt(path, str(error)) from error
+    return found
+
+
 def _corrupt(path: Path, why: str) -> CheckpointCorrupt:
     return CheckpointCorrupt(
         f"{path} does not hold what the run has spent of its privacy: {why}",
@@ -84,10 +101,11 @@ def write_events(
     delta: float,
     unit: Unit,
     epochs: ExampleEpochs | None = None,
+    banded: Mapping[str, Any] | None = None,
 ) -> None:
     """Replace the file; nothing without a folder.
 
-    ``epochs`` is None where every sum counts.
+    ``epochs`` is None where every sum counts. ``banded`` is the state of correlated noise.
 
     Raises:
         StateError: it cannot be written; the old one is untouched.
@@ -98,7 +116,8 @@ def write_events(
     content: dict[str, Any] = {"epsilon": epsilon, "delta": delta, "unit": unit, "sums": rows}
     if epochs is not None:
         content["epochs"] = epochs.as_json()
-
+    if banded is not None:
+        content[BANDED] = banded
     try:
         write_atomically(folder / PRIVACY_FILE, json.dumps(content, indent=1).encode())
     except OSError as error:

@@ -186,6 +186,7 @@ def _plan(training: Training, fleet: Fleet, observer: Observer, watch: _Stopwatc
         round_number=training.round + 1,
         counted=training.counted,
         turn_seconds=fleet.turn_seconds(),
+        due=None if training.privacy is None else training.privacy.due(clients.reports.keys()),
     )
     fleet.ask_again(
         {name: planner.describe_request(left_out=why) for name, why in planned.left_out.items()}

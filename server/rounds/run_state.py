@@ -25,7 +25,6 @@ from headwater.common.errors import (
 from headwater.common.model.parameters import build_model
 from headwater.common.model.trained_model import load_initial
 from headwater.common.model.vectors import all_finite, squared_norm
-from headwater.common.privacy.noise_shares import plain_scale_bits
 from headwater.common.settings.changes import Changes, of_training
 from headwater.common.settings.schema import Settings
 from headwater.common.task import Examples, load_task, max_weight_per_example
@@ -154,7 +153,7 @@ class Training:
             plans = self.privacy.private_plans(
                 plans, max_weight_per_example=max_weight, owned=planned.owned
             )
-            scale_bits = plain_scale_bits(terms_of(plans.values()))
+            scale_bits = self.privacy.scale_bits(terms_of(plans.values()))
         self.sum.open(
             num_clients=len(plans),
             planned_weight=sum(

@@ -11,6 +11,7 @@ from tests.processes import Processes
 # A figure that each script must have, whatever peers are installed.
 KEYS = {
     "accumulation": "mlp",
+    "banded_noise": "prefix_error_ratio",
     "client_memory": "rss_ratio",
     "clipped_examples": "mlp",
     "device_cost": "digits",

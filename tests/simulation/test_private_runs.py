@@ -142,3 +142,21 @@ def test_a_clip_norm_that_follows_a_quantile_is_written_and_resumed(
     fixed = rows_of(tmp_path / "fixed", **{"privacy.noise_multiplier": 3.0, "rounds": 1})
     assert rows[0]["epsilon"] == pytest.approx(fixed[0]["epsilon"], rel=1e-6) or mode != "off"
     assert (fixed[0]["clip_norm"], fixed[0]["clip_share"]) == (1.0, None)
+
+
+def test_a_run_with_correlated_noise_counts_each_device_s_rounds_and_is_resumed(
+    tmp_path: Path,
+) -> None:
+    chosen = {"privacy.noise_multiplier": 3.0, "privacy.bands": 3, "simulation.clients": 6}
+    chosen |= {"cohort.size": 2, "rounds": 5}
+    settings = load(None, {**CHOSEN, **chosen, "out": tmp_path})
+    run_engine(settings.model_copy(update={"rounds": 3}), on_round=lambda row: None, resume=False)
+    run_engine(settings, on_round=lambda row: None, resume=True)
+    lines = (tmp_path / "rounds.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [json.loads(line) for line in lines]
+    taken = [{client["name"] for client in row["masked_clients"]} for row in rows]
+    assert [len(names) for names in taken] == [2] * 5
+    assert not any(taken[at] & taken[at + back] for back in (1, 2) for at in range(5 - back))
+    epsilons = [row["epsilon"] for row in rows]
+    assert len(set(epsilons[:3])) == 1  # each device was in one sum
+    assert epsilons[0] < epsilons[3] == epsilons[4]

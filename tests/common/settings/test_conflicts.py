@@ -13,6 +13,7 @@ from headwater.common.settings.schema import Settings
 MASKS = {"secure": {"aggregation": "semi-honest"}}
 PRIVATE = {"privacy": {"noise_multiplier": 1.0}, "plan": {"accumulation_steps": 2}}
 BY_EXAMPLE = {"noise_multiplier": 1.0, "unit": "example"}
+BANDED = {"noise_multiplier": 1.0, "bands": 4}
 
 
 def plan(**values: Any) -> dict[str, Any]:
@@ -117,6 +118,13 @@ def test_settings_that_choose_one_target_or_none_are_taken(changes: dict[str, An
         ),
         ({"privacy": BY_EXAMPLE, "algorithm": {"name": "fedprox"}}, "--client-algorithm"),
         ({"privacy": BY_EXAMPLE, "model": {"local_parameters": "head.*"}}, "--local-parameters"),
+        ({"privacy": BANDED, "secure": {"aggregation": "active"}}, "--privacy-bands"),
+        ({"privacy": BANDED, "cohort": {"size": None}}, "--cohort-size"),
+        (
+            {"privacy": {**BANDED, "clip_quantile": 0.5}, "cohort": {"size": 5}},
+            "--privacy-clip-quantile",
+        ),
+        ({"privacy": {**BANDED, "unit": "example"}, "cohort": {"size": 5}}, "--privacy-bands"),
     ],
 )
 def test_settings_that_would_void_the_promise_of_privacy_are_refused_by_name(

@@ -69,6 +69,22 @@ def test_without_a_size_all_are_invited_in_order() -> None:
     assert sample(names, size=None, seed=0, round_number=1) == ["2", "9", "10", "a", "b"]
 
 
+def test_the_caller_s_own_turns_replace_the_seeded_laps() -> None:
+    turns = ["5", "1", "7", "3"]
+    for round_number in (1, 2):
+        found = select(
+            frozenset(turns),
+            size=2,
+            seed=0,
+            round_number=round_number,
+            judge=lambda names: ([name for name in names if name != "1"], {}),
+            waiting_since={},
+            within_rounds=10,
+            turns=turns,
+        )
+        assert found.names == ["5", "7"]  # "1" cannot be invited, and the next one takes its place
+
+
 def test_names_with_numbers_are_in_natural_order() -> None:
     assert in_order({"pi10", "pi2", "pi1"}) == ["pi1", "pi2", "pi10"]
 
