@@ -16,7 +16,6 @@ from headwater.common.messages import Plan
 from headwater.common.privacy.clip_bit import bit_sigma, bit_steps
 from headwater.common.privacy.discrete_gaussian import RandomBits, draw
 from headwater.common.privacy.noise_shares import (
-    FLOAT32_ROUNDING,
     opened_multiplier,
     plain_scale_bits,
     plain_sigma,
@@ -35,6 +34,7 @@ from headwater.server.privacy.accountant import (
 from headwater.server.privacy.banded_noise import BandedNoise, banded_noise
 from headwater.server.privacy.clip_norm import ClipNorm
 from headwater.server.privacy.example_epochs import NOBODY, ExampleEpochs, Share
+from headwater.server.privacy.round_terms import round_terms
 from headwater.server.privacy.settings_check import check_bands
 from headwater.server.privacy.spent_budget import (
     read_banded,
@@ -207,10 +207,6 @@ class RunPrivacy:
 
         ``owned`` are the numbers of examples that the devices have, or ``UNTOLD_EXAMPLES``.
 
-        The bound of a device's sum is the clip norm of a mean gradient times the largest planned
-        weight of the round. Bits on the clip norm, if it follows a quantile, are paid for by more
-        noise on the vectors: the round costs the same.
-
         Raises:
             PrivacySpent: see ``noise_multiplier``.
         """
@@ -221,25 +217,13 @@ class RunPrivacy:
             name: Share(quota=plan.quota, num_owned=told(owned[name]))
             for name, plan in plans.items()
         }
-        chosen, secure = self._settings.privacy, self._settings.secure
-        is_masked = secure.aggregation != "off"
         round_number = next(iter(plans.values())).round
-        largest = max(max_weight_per_example * plan.quota for plan in plans.values())
-        if self._banded is not None:  # one bound for all rounds
-            largest = max_weight_per_example * self._settings.plan.set_quota
-        noise = self.noise_multiplier(round_number=round_number)
-        bound, example_bound = self.clip.norm * largest, None
-        if chosen.unit == "example":
-            example_bound = self.clip.norm * max_weight_per_example
-            # Sums of float32 round: none of so many clipped gradients may be cut again.
-            bound *= 1 + FLOAT32_ROUNDING * largest / max_weight_per_example
-        terms = PrivacyTerms(
-            norm_bound=bound,
-            example_bound=example_bound,
-            noise_multiplier=noise,
-            bit_multiplier=self.clip.bit_multiplier(noise, num_devices=len(plans)),
-            min_survivors=secure.min_survivors if is_masked else 1.0,
-            corrupted=secure.corrupted if is_masked else 0.0,
+        terms = round_terms(
+            plans.values(),
+            self._settings,
+            self.clip,
+            noise_multiplier=self.noise_multiplier(round_number=round_number),
+            max_weight_per_example=max_weight_per_example,
         )
         changed = {id(plan): plan.model_copy(update={"privacy": terms}) for plan in plans.values()}
         return {name: changed[id(plan)] for name, plan in plans.items()}
@@ -337,12 +321,3 @@ class RunPrivacy:
             banded=None if self._banded is None else self._banded.to_json(),
         )
         self._accountant, self._epochs = after, epochs
-
-
-def terms_of(plans: Collection[Plan]) -> PrivacyTerms:
-    """Return the terms that a private round's plans share."""
-    terms = {plan.privacy for plan in plans}
-    assert len(terms) == 1
-    found = terms.pop()
-    assert found is not None
-    return found

@@ -43,7 +43,8 @@ from headwater.server.fleet import Fleet
 from headwater.server.planning.noise_scale import RoundNoise, round_noise, total
 from headwater.server.planning.round_plans import Decisions, RoundPlanner, RoundPlans
 from headwater.server.planning.target_batch import BatchTotals, Target
-from headwater.server.privacy.run_privacy import RunPrivacy, terms_of
+from headwater.server.privacy.round_terms import terms_of
+from headwater.server.privacy.run_privacy import RunPrivacy
 from headwater.server.rounds import evaluation, model_selection
 from headwater.server.rounds.left_out_log import LeftOutLog
 from headwater.server.rounds.masked_rounds import MaskedRounds

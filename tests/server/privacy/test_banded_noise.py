@@ -21,7 +21,8 @@ from headwater.server.aggregation.cohort_sum import CohortSum
 from headwater.server.privacy.accountant import largest_rho
 from headwater.server.privacy.banded_noise import NOISE_FOLDER
 from headwater.server.privacy.participation import Participation
-from headwater.server.privacy.run_privacy import RunPrivacy, terms_of
+from headwater.server.privacy.round_terms import terms_of
+from headwater.server.privacy.run_privacy import RunPrivacy
 from headwater.server.privacy.spent_budget import PRIVACY_FILE
 from tests.server.privacy.test_run_privacy import layout
 

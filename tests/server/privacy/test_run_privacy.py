@@ -23,7 +23,8 @@ from headwater.common.privacy.noise_shares import plain_scale_bits, plain_sigma
 from headwater.common.privacy_terms import PrivacyTerms
 from headwater.common.settings.schema import Settings
 from headwater.server.aggregation.cohort_sum import CohortSum
-from headwater.server.privacy.run_privacy import RunPrivacy, terms_of
+from headwater.server.privacy.round_terms import terms_of
+from headwater.server.privacy.run_privacy import RunPrivacy
 from headwater.server.privacy.spent_budget import PRIVACY_FILE, spent_in
 from headwater.server.rounds.open_round import OpenRound
 from headwater.server.secagg.unmask_phase import UnmaskedSum
