@@ -45,7 +45,10 @@ class FrozenFiles:
             found = fingerprint_of(image.layout, frozen_U8)
         except FileNotFoundError:
             return False
-        except (OSError, ValueError) as error:
+        except OSError as error:
+            log.warning("the frozen part in %s cannot be read: %s", path, error.strerror)
+            return False
+        except ValueError as error:
             return self._drop(path, str(error))
         if found.digest != digest:
             return self._drop(path, f"its SHA-256 is {found.digest:.12}, not {digest:.12}")

@@ -94,3 +94,4 @@ def test_a_folder_that_cannot_be_written_costs_only_the_file(
         digest = store(tmp_path, 1)
     assert "sent it again" in caplog.text
     assert not FrozenFiles(tmp_path, limit_bytes=LIMIT).load(image(0), digest)
+    assert "cannot be read" in caplog.text
