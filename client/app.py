@@ -166,7 +166,10 @@ def _answer_phase(phase: Phase, request: DeviceRequest) -> RecordDict:
         if record.masked == update:  # its examples count as used in any case
             records.save_state(context, SAMPLER, request.sampler.passed())
             if session.record.masked != record.masked:
-                request.history.add(session.device.model_digest, session.device.examples)
+                device = session.device
+                request.history.add(
+                    device.model_digest, device.examples, num_planned=device.num_planned
+                )
         if is_suspended:
             suspended.write_state_file()
 

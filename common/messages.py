@@ -137,6 +137,9 @@ class Plan(WireMessage):
     frozen: FrozenDigest | None = Field(
         None, description="the model's frozen part, which the device has; None if it has none"
     )
+    num_invited: Natural | None = Field(
+        None, description="of a masked plan: the clients that have one, the most in a session"
+    )
     reason: Annotated[str, Field(max_length=320)] = "as set"
 
     @property

@@ -33,7 +33,12 @@ from headwater.client.flower.state_file import (
 )
 from headwater.client.privacy.private_update import private_update
 from headwater.client.secagg.pending import pending_in
-from headwater.client.secagg.plan_policy import PlanRepeats, answer_after
+from headwater.client.secagg.plan_policy import (
+    PlanRepeats,
+    answer_after,
+    check_repeats,
+    most_planned,
+)
 from headwater.client.secagg.prepare import (
     checked_metrics,
     floor_of,
@@ -47,7 +52,7 @@ from headwater.client.trainer.trainer import Trainer
 from headwater.client.training.batch_fetch import Batches
 from headwater.client.training.context import Identity
 from headwater.client.training.sampler import SamplerState, seed_of
-from headwater.common.errors import HeadwaterError, StateError, UpdateAlreadyMasked
+from headwater.common.errors import HeadwaterError, StateError
 from headwater.common.flower import records
 from headwater.common.messages import (
     DescribeRequest,
@@ -272,21 +277,20 @@ def _unmasked_examples(
     """Return the examples of a plan that were never masked at its model, and the others' places.
 
     Raises:
-        UpdateAlreadyMasked: more than half of them were. The update would be a small part of the
-            sum, and hide the other members' too little.
+        UpdateAlreadyMasked: see ``check_repeats``.
     """
     sampler = sampler.settle(plan.counted_round)
     numbers = request.trainer.numbers(request.identity, plan, sampler, order_seed)
     masked = request.history.masked_at(model)
+    check_repeats(
+        plan,
+        name=request.identity.name,
+        num_planned_before=request.history.num_planned_at(model),
+        most=most_planned(request.secure, len(request.trainer.examples(request.identity))),
+    )
     if not masked:
         return numbers, frozenset()
     left_out = frozenset(place for place, number in enumerate(numbers) if number in masked)
-    if 2 * len(left_out) > len(numbers):
-        raise UpdateAlreadyMasked(
-            f"{request.identity.name}, round {plan.round}: most of the plan's examples were masked "
-            "before, at the same model: continue that run with --resume, begin with another model "
-            "(--seed), or ask for fewer examples than a device has",
-        )
     return tuple(number for number in numbers if number not in masked), left_out
 
 

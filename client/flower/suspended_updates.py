@@ -180,6 +180,7 @@ class SuspendedSession(SecureMessage):
     planned_weight: Weight
     update_id: str
     examples: tuple[Natural, ...] = Field((), repr=False)
+    num_planned: Natural = 0
     has_aes: bool
     privacy: PrivacyTerms | None = None
     numbers: dict[str, int | float] = Field(repr=False)

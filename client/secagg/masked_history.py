@@ -44,8 +44,13 @@ class MaskedHistory(Protocol):
     def masked_at(self, model_digest: bytes) -> frozenset[int]:
         """Return the examples that were masked at a model."""
 
-    def add(self, model_digest: bytes, examples: Sequence[int]) -> None:
-        """Note an update before it is masked.
+    def num_planned_at(self, model_digest: bytes) -> int:
+        """Return how many examples the plans asked for whose updates were masked at a model."""
+
+    def add(
+        self, model_digest: bytes, examples: Sequence[int], *, num_planned: int | None = None
+    ) -> None:
+        """Note an update before it is masked; its plan asked for ``num_planned`` examples.
 
         Raises:
             StateError: it could not be stored.
@@ -63,7 +68,13 @@ class NoHistory:
         """Return no examples."""
         return NONE_MASKED
 
-    def add(self, model_digest: bytes, examples: Sequence[int]) -> None:
+    def num_planned_at(self, model_digest: bytes) -> int:
+        """Return 0."""
+        return 0
+
+    def add(
+        self, model_digest: bytes, examples: Sequence[int], *, num_planned: int | None = None
+    ) -> None:
         """Note nothing."""
 
 
@@ -78,6 +89,7 @@ class HistoryFile:
         """
         self._path = path
         self._masked: defaultdict[str, set[int]] = defaultdict(set)
+        self._num_planned: defaultdict[str, int] = defaultdict(int)
         try:
             if not path.exists():
                 make_private_folder(path.parent)
@@ -98,7 +110,7 @@ class HistoryFile:
             os.truncate(self._path, end)
         first, *lines = (json.loads(line) for line in data[:end].splitlines())
         for line in lines:
-            self._masked[str(line["model"])] |= from_ranges(line["examples"])
+            self._note(str(line["model"]), from_ranges(line["examples"]), line.get("planned"))
         secret = bytes.fromhex(first["secret"])
         if len(secret) != SECRET_BYTES:
             raise ValueError(f"a secret of {len(secret)} bytes")
@@ -112,18 +124,30 @@ class HistoryFile:
         """Return the examples that were masked at a model, in any run."""
         return frozenset(self._masked.get(self._name_of(model_digest), ()))
 
-    def add(self, model_digest: bytes, examples: Sequence[int]) -> None:
-        """Note an update before it is masked.
+    def add(
+        self, model_digest: bytes, examples: Sequence[int], *, num_planned: int | None = None
+    ) -> None:
+        """Note an update before it is masked; its plan asked for ``num_planned`` examples.
 
         Raises:
             StateError: it could not be stored.
         """
         name = self._name_of(model_digest)
         try:
-            self._append({"model": name, "examples": to_ranges(examples)})
+            line: dict[str, object] = {"model": name, "examples": to_ranges(examples)}
+            self._append(line | ({} if num_planned is None else {"planned": num_planned}))
         except OSError as error:
             raise StateError(f"the device cannot write what it masks: {error.strerror}") from error
-        self._masked[name] |= set(examples)
+        self._note(name, set(examples), num_planned)
+
+    def _note(self, name: str, examples: set[int], num_planned: int | None) -> None:
+        self._masked[name] |= examples
+        # A line of an earlier version does not have the plan's number.
+        self._num_planned[name] += len(examples) if num_planned is None else num_planned
+
+    def num_planned_at(self, model_digest: bytes) -> int:
+        """Return how many examples the plans asked for whose updates were masked at a model."""
+        return self._num_planned.get(self._name_of(model_digest), 0)
 
     def _name_of(self, model_digest: bytes) -> str:
         keyed = hashlib.blake2b(model_digest, key=self._secret, digest_size=MODEL_BYTES)

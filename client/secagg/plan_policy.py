@@ -12,7 +12,12 @@ from typing import Any
 
 from headwater.client.trainer.client_examples import MAX_REPEATED
 from headwater.client.training.sampler import SamplerState
-from headwater.common.errors import CountOutOfRange, MaskingTooWeak
+from headwater.common.errors import (
+    CohortTooSmall,
+    CountOutOfRange,
+    MaskingTooWeak,
+    UpdateAlreadyMasked,
+)
 from headwater.common.messages import Plan
 from headwater.common.settings.schema import SecureSettings
 
@@ -24,6 +29,7 @@ def check_plan(plan: Plan, secure: SecureSettings, *, name: str, told_examples: 
         MaskingTooWeak: the plan asks for fewer examples than the device's least quota, or holds
             examples out: a server could leave one example to train on, under model after model.
         MaskingTooWeak: it does not say when it is to be answered, and the device requires masks.
+        CohortTooSmall: fewer clients are invited than the device requires in a session.
         CountOutOfRange: it asks for more than a device can list, or weighs the update by more
             examples than the device reported.
     """
@@ -45,6 +51,13 @@ def check_plan(plan: Plan, secure: SecureSettings, *, name: str, told_examples: 
             "time that this device takes would be an answer that depends on its examples",
             remedy="use a server of this version",
         )
+    if plan.num_invited is not None and plan.num_invited < secure.min_members:
+        raise CohortTooSmall(
+            f"{name}, round {plan.round}: {plan.num_invited} clients are invited, and this device "
+            f"masks among at least {secure.min_members}",
+            remedy=f"set secure.min_members = {secure.min_members} on the server, which then waits "
+            "for as many (and --cohort-size no lower); or lower it on the device",
+        )
     if plan.quota > MAX_REPEATED:
         raise CountOutOfRange(
             f"{name}, round {plan.round}: the plan asks for {plan.quota:,} examples, a masked one "
@@ -55,6 +68,34 @@ def check_plan(plan: Plan, secure: SecureSettings, *, name: str, told_examples: 
             f"{name}, round {plan.round}: the plan weighs the update as {plan.weigh_as:,} "
             f"examples, the device told of {told_examples or 0:,}",
             remedy="start the device with --declared-examples",
+        )
+
+
+def most_planned(secure: SecureSettings, num_owned: int) -> int:
+    """Return the most examples that all masked plans at one model may ask for, but for the first.
+
+    What the device declares, else the largest power of two that it owns: a server that repeats one
+    model learns no more of the number than that.
+    """
+    return secure.declared_examples or 1 << max(num_owned.bit_length() - 1, 0)
+
+
+def check_repeats(plan: Plan, *, name: str, num_planned_before: int, most: int) -> None:
+    """Check a plan against the earlier plans whose updates were masked at the same model.
+
+    The decision follows from plans and ``most`` alone, and not from which examples are left.
+
+    Raises:
+        UpdateAlreadyMasked: there were some, and hardly an example may be left: the update would be
+            a small part of the sum, and hide the other members' too little.
+    """
+    both = num_planned_before + max(num_planned_before, plan.max_examples)
+    if num_planned_before and both > most:
+        raise UpdateAlreadyMasked(
+            f"{name}, round {plan.round}: updates of {num_planned_before:,} examples were masked "
+            f"before, at the same model, and this device gives at most {most:,} to one model",
+            remedy="continue that run with --resume, begin with another model (--seed), or ask for "
+            "fewer examples than a device has; --declared-examples on the device sets the limit",
         )
 
 

@@ -165,6 +165,7 @@ def participant_of(
         planned_weight=plan.weigh_as or max_weight_per_example(trainer.task) * plan.max_examples,
         update_id=update_id(model_digest, examples),
         examples=examples,
+        num_planned=plan.max_examples,
         floor=floor,
         identity=enrolment.identity,
         allow_list=enrolment.allow_list,

@@ -47,6 +47,7 @@ class Participant:
 
     ``update_id`` names the model and the examples that were summed: the same sum has the same id,
     also after a restart. ``examples`` are the numbers of those examples in the client's data.
+    ``num_planned`` are the examples that the plan asked for, whatever became of them.
     ``planned_weight`` is the largest weight that the client's plan allows.
     """
 
@@ -59,6 +60,7 @@ class Participant:
     planned_weight: int
     update_id: str
     examples: tuple[int, ...] = field(default=(), repr=False)
+    num_planned: int = 0
     floor: Floor = Floor()
     identity: SigningIdentity | None = None
     allow_list: AllowList | None = None

@@ -28,17 +28,26 @@ class OwnParameters:
         """Load a client's own parameters, as of its last counted round; empty if it has none.
 
         Until an update of the client has counted, they are the initial ones of the run's seed, on
-        the device as on the server.
+        the device as on the server. A server that says later that none has counted cannot reset
+        them: steps that were counted once are kept.
         """
         if store is None:
             assert not self._image.layout.local
             return LocalState(values_L=self._image.local_L)
         last = plan.counted_round
-        state = None if last is None else store.read(self._image.layout)
+        state = store.read(self._image.layout)
         if state is None:
             state = LocalState(values_L=self._initial_of(plan.run_seed))
         state = state.settle(last)
-        if state.round != last:
+        if last is None and state.round is not None:
+            log.warning(
+                "%s: the server says that no round has counted this device, whose own parameters "
+                "are of round %d: they are kept; to begin anew, delete %s",
+                name,
+                state.round,
+                store.where,
+            )
+        elif state.round != last:
             log.warning(
                 "%s: the parameters that stay on this device %s, and its last counted round is %d: "
                 "the steps between are lost",

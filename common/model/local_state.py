@@ -58,7 +58,7 @@ class LocalStore:
         self, where: str, load: Callable[[], bytes | None], save: Callable[[bytes], None]
     ) -> None:
         """``where`` names the place in errors; ``load`` returns None if it holds nothing."""
-        self._where = where
+        self.where = where
         self._load = load
         self._save = save
 
@@ -71,8 +71,8 @@ class LocalStore:
         try:
             data = self._load()
         except OSError as error:
-            raise StateError(f"{self._where} cannot be read: {error.strerror}") from error
-        return None if data is None else _state(data, layout, self._where)
+            raise StateError(f"{self.where} cannot be read: {error.strerror}") from error
+        return None if data is None else _state(data, layout, self.where)
 
     def write(self, state: LocalState, layout: ModelLayout) -> None:
         """Replace the state as a whole.

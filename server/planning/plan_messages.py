@@ -40,6 +40,7 @@ def plans_of(
         "held_out_fraction": held_out_fraction(settings.evaluation),
         "is_masked": settings.secure.aggregation != "off",
         "frozen": frozen,
+        "num_invited": len(assigned) if settings.secure.aggregation != "off" else None,
     }
     assignments = assigned.values()
     rounds, weights_of = map(counted.get, assigned), map(weights.get, assigned)

@@ -86,6 +86,8 @@ class RoundPlanner:
     """Clients of the last round that claim more than is believed."""
     _has_logged_target: bool = False
     """Whether the log says that the target is more than the clients' data allow."""
+    _has_logged_share: bool = False
+    """Whether the log says that masked quotas are cut."""
 
     def __post_init__(self) -> None:
         """Begin without known clients."""
@@ -179,9 +181,11 @@ class RoundPlanner:
         is_masked = self.settings.secure.aggregation != "off"
         if is_masked:
             secure = self.settings.secure
+            planned = sum(one.quota for one in assigned.values())
             assigned = limited_quotas(
                 assigned, max_share=secure.max_share, min_quota=secure.min_quota
             )
+            self._log_share(round_number, planned, assigned)
             weights = limited_weights(weights, max_share=secure.max_share)
         self._log(round_number, selection, bounded)
         self.known.note_selection(selection, waiting_since, round_number)
@@ -283,6 +287,24 @@ class RoundPlanner:
             some = ", ".join(claims[:MAX_NAMES])
             text = "round %d: %d more not believed in all that they claim (%s)"
             log.info(text, round_number, len(claims), some)
+
+    def _log_share(
+        self, round_number: int, planned: int, assigned: Mapping[str, Assignment]
+    ) -> None:
+        """Log, once in a run, that masked quotas are cut to what the clients accept."""
+        left = sum(one.quota for one in assigned.values())
+        if self._has_logged_share or left >= planned:
+            return
+        self._has_logged_share = True
+        log.warning(
+            "round %d: %s are planned instead of %s: under masks a client accepts no more than %g "
+            "of the sum as its own (secure.max_share), and these clients differ too much in speed; "
+            "more clients, or a larger secure.max_share on server and clients, allow more",
+            round_number,
+            counted(left, "example"),
+            f"{planned:,}",
+            self.settings.secure.max_share,
+        )
 
     def _log_target(self, round_number: int, target: int, owned: Mapping[str, int]) -> None:
         """Log, once in a run, that the target is more than all examples of the cohort."""

@@ -142,6 +142,19 @@ class UnmaskPhase:
         if commitment(tag=tag, session=self.session.digest, ends=ends, share=share) != expected:
             raise WrongShare(f"{holder}: its {tag} of {dealer} is not the share that was dealt")
 
+    def _check(self, secrets: Mapping[str, Secret], cheated: list[str]) -> None:
+        """Erase the secrets and name the dealers that cheated, if there are any."""
+        if not cheated:
+            return
+        for secret in secrets.values():
+            secret.erase()
+        names = tuple(sorted(cheated))
+        raise DealerCheated(
+            f"{self.session.parameters.number}: the shares that {', '.join(names)} dealt do not "
+            "reconstruct what was published",
+            dealers=names,
+        )
+
     def close(self, *, num_threads: int = 1) -> UnmaskedSum:
         """Reconstruct the secrets, remove the masks and decode the numbers.
 
@@ -151,9 +164,10 @@ class UnmaskPhase:
         """
         dealers = (*self.survived, *self.dropped)
         check_holders(self.session, dealers, present=tuple(self.revealed))
-        seeds = _secrets(self, self.survived, tag=SELF_SEED_SHARE)
         keys = _secrets(self, self.dropped, tag=MASK_KEY_SHARE)
-        _check_secrets(self, seeds=seeds, keys=keys)
+        self._check(keys, _false_keys(self, keys))  # before any self seed is reconstructed
+        seeds = _secrets(self, self.survived, tag=SELF_SEED_SHARE)
+        self._check(seeds, _false_seeds(self, seeds))
         streams = [*_self_masks(self, seeds), *_remaining_pairwise_masks(self, keys)]
         chosen, total = self.session.parameters, self.total
         mask_in_place(
@@ -220,26 +234,24 @@ def _share(revealed: UnmaskReply, dealer: str, tag: str) -> bytes:
     return shares[dealer]
 
 
-def _check_secrets(
-    state: UnmaskPhase, *, seeds: Mapping[str, Secret], keys: Mapping[str, Secret]
-) -> None:
-    """Check each self seed against its commitment, and each mask key against its public key."""
-    session = state.session
-    cheated = [
+def _false_keys(state: UnmaskPhase, keys: Mapping[str, Secret]) -> list[str]:
+    """Return the dealers whose mask key is not that of the public key that they advertised."""
+    members = state.session.members
+    return [name for name, key in keys.items() if public_key_of(key) != members[name].mask_key]
+
+
+def _false_seeds(state: UnmaskPhase, seeds: Mapping[str, Secret]) -> list[str]:
+    """Return the dealers whose self seed is not the one that they committed to.
+
+    A commitment is to the whole seed, so this can be known only of a reconstructed one.
+    """
+    digest = state.session.digest
+    return [
         name
         for name, seed in seeds.items()
-        if commitment(tag=SELF_SEED, session=session.digest, ends=(name, name), share=seed.reveal())
+        if commitment(tag=SELF_SEED, session=digest, ends=(name, name), share=seed.reveal())
         != state.dealt[name].seed_commitment
     ]
-    cheated += [
-        name for name, key in keys.items() if public_key_of(key) != session.members[name].mask_key
-    ]
-    if cheated:
-        raise DealerCheated(
-            f"{session.parameters.number}: the shares that {', '.join(sorted(cheated))} dealt do "
-            "not reconstruct what was published",
-            dealers=tuple(sorted(cheated)),
-        )
 
 
 def _self_masks(state: UnmaskPhase, seeds: Mapping[str, Secret]) -> list[Stream]:

@@ -22,7 +22,7 @@ from headwater.common.errors import (
 from headwater.common.secagg.keys import new_key_pair
 from headwater.common.secagg.protocol import Reply, Request, Roster, SurvivorsReply
 from headwater.server.secagg.unmask_phase import UnmaskPhase
-from tests.attacks.secagg_liar import LIAR, MODES, changed, spoil, sum_without
+from tests.attacks.secagg_liar import LIAR, MODES, OTHER, changed, spoil, sum_without
 from tests.faults import FaultPlan
 from tests.secagg import Cast, Played
 
@@ -166,4 +166,18 @@ def test_shares_of_an_uncommitted_self_seed_identify_their_dealer(mode: str) -> 
     )
     with pytest.raises(DealerCheated, match=LIAR) as caught:
         cast.play(plan)
+    assert caught.value.dealers == (LIAR,)
+
+
+def test_no_self_seed_is_reconstructed_if_a_mask_key_is_false() -> None:
+    """Another dealer's seed is false too; nobody finds out, because it stays closed."""
+    cast = Cast(6)
+    cheating(cast)
+    plan = FaultPlan().answer(
+        "share_keys",
+        changed(seed_commitment=lambda dealt: spoil(dealt.seed_commitment)),
+        client=OTHER,
+    )
+    with pytest.raises(DealerCheated) as caught:
+        cast.play(plan.drop(client=LIAR, after="check_shares"))
     assert caught.value.dealers == (LIAR,)

@@ -77,7 +77,7 @@ def test_a_window_that_was_masked_at_this_model_in_another_run_is_refused(tmp_pa
     """The quota is all of a device's 24 examples: there are no others to take."""
     opened_sum(devices_in(tmp_path, RUN), RUN, quota=24)
     for device in devices_in(tmp_path, RUN + 1, NAMES[:-1]):
-        with pytest.raises(UpdateAlreadyMasked, match="--resume"):
+        with pytest.raises(UpdateAlreadyMasked, match="24 examples were masked before"):
             ready(device, plan(quota=24))
 
 

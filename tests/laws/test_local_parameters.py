@@ -173,3 +173,19 @@ def test_lost_local_parameters_are_said(caplog: pytest.LogCaptureFixture) -> Non
     assert "the parameters that stay on this device are not stored, and its last counted round" in (
         caplog.text
     )
+
+
+@pytest.mark.parametrize("claimed", [None, 7])
+def test_a_server_s_false_claim_of_what_was_counted_does_not_reset_them(
+    claimed: int | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    device = Device(part=0, home=trainer())
+    device.train(1, 8, 4)
+    device.counted = 1
+    own_L = device.own_L
+    device.train(2, 8, 4)
+    device.counted = claimed
+    device.train(3, 8, 4)  # which writes what it has
+    device.counted = 1
+    assert torch.equal(device.own_L, own_L)
+    assert "are of round 1" in caplog.text

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from headwater.client.secagg.plan_policy import PlanRepeats, answer_after, check_plan
+from headwater.client.secagg.plan_policy import (
+    PlanRepeats,
+    answer_after,
+    check_plan,
+    check_repeats,
+    most_planned,
+)
 from headwater.client.training.sampler import SamplerPosition, SamplerState
-from headwater.common.errors import MaskingTooWeak
+from headwater.common.errors import CohortTooSmall, MaskingTooWeak, UpdateAlreadyMasked
 from headwater.common.settings.schema import SecureSettings
 from tests.masked import plan
 
@@ -52,3 +58,28 @@ def test_a_device_that_requires_masks_refuses_a_plan_without_a_time_for_its_answ
     check_plan(timed, SecureSettings(aggregation="semi-honest"), name="pi", told_examples=None)
     with pytest.raises(MaskingTooWeak, match="when it is to be answered"):
         check_plan(plan(), SecureSettings(aggregation="active"), name="pi", told_examples=None)
+
+
+def test_a_device_is_told_before_it_trains_that_too_few_clients_are_invited() -> None:
+    own = SecureSettings(min_members=10)
+    check_plan(plan(num_invited=10), own, name="pi", told_examples=None)
+    with pytest.raises(CohortTooSmall, match="9 clients are invited") as found:
+        check_plan(plan(num_invited=9), own, name="pi", told_examples=None)
+    assert "secure.min_members = 10 on the server" in (found.value.remedy or "")
+
+
+@pytest.mark.parametrize("num_owned", [64, 100, 127])
+def test_how_many_plans_at_one_model_are_answered_shows_a_power_of_two_alone(
+    num_owned: int,
+) -> None:
+    most = most_planned(SecureSettings(), num_owned)
+    check_repeats(plan(quota=500), name="pi", num_planned_before=0, most=most)
+    check_repeats(plan(quota=32), name="pi", num_planned_before=32, most=most)
+    for before, quota in ((33, 8), (32, 33)):
+        with pytest.raises(UpdateAlreadyMasked):
+            check_repeats(plan(quota=quota), name="pi", num_planned_before=before, most=most)
+
+
+@pytest.mark.parametrize("num_owned", [1, 500, 10**6])
+def test_with_a_declared_number_the_device_s_own_number_changes_no_answer(num_owned: int) -> None:
+    assert most_planned(SecureSettings(declared_examples=200), num_owned) == 200

@@ -124,6 +124,29 @@ def test_the_log_says_once_that_the_target_is_more_than_the_clients_own(
     assert caplog.messages == [said]
 
 
+def test_the_log_says_once_that_masked_quotas_are_cut_and_which_setting_allows_more(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    chosen = load(None, {"plan.effective_batch_size": 512, "secure.aggregation": "semi-honest"})
+    made = planning(chosen)
+    here = {
+        name: DeviceReport(
+            name=name,
+            num_examples=number,
+            layout_digest="d",
+            seconds_per_micro_batch=0.0,
+            seconds_per_example=seconds,
+        )
+        for name, number, seconds in (("a", 500, 1e-3), ("b", 20, 1e-2), ("c", 20, 1e-2))
+    }
+    planned = plans(made, here, 1)
+    plans(made, here, 2)
+    num_examples = sum(plan.quota for plan in planned.values())
+    assert num_examples < 100
+    (said,) = [text for text in caplog.messages if "secure.max_share" in text]
+    assert said.startswith(f"round 1: {num_examples} examples are planned instead of ")
+
+
 def test_too_few_clients_whose_owners_allow_another_round_end_the_run_by_name() -> None:
     made = planning(load(None, {"cohort.min_clients": 2}))
     here = {name: report(name, limit=400 * MIB) for name in ("a", "b", "c")}
