@@ -38,6 +38,10 @@ class PrivacyTerms:
     noise_multiplier: Multiplier
     min_survivors: Annotated[float, Field(gt=0, le=1)] = 1.0
     corrupted: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    min_colluding: Annotated[int, Field(ge=1, le=2**20)] = 1
+    """The fewest colluding members in a session of any size: ``corrupted`` of all invited clients,
+    who may all be in one session if a round is divided into several."""
+
     example_bound: Bound | None = None
     """The L2 norm of an example's gradient; None if the unit is the device."""
 
@@ -72,6 +76,7 @@ class PrivacyTerms:
     def text(self) -> str:
         """All fields, exactly: equal terms have equal texts."""
         numbers = [self.norm_bound, self.noise_multiplier, self.min_survivors, self.corrupted]
+        numbers.append(self.min_colluding)
         bit = "" if self.bit_multiplier is None else f" bit {float(self.bit_multiplier).hex()}"
         unit = "" if self.example_bound is None else f" example {float(self.example_bound).hex()}"
         return " ".join(float(number).hex() for number in numbers) + bit + unit

@@ -19,6 +19,7 @@ from headwater.common.errors import (
     UpdateAlreadyMasked,
 )
 from headwater.common.messages import Plan
+from headwater.common.secagg.graph import ceil_fraction
 from headwater.common.settings.schema import SecureSettings
 
 
@@ -28,6 +29,7 @@ def check_plan(plan: Plan, secure: SecureSettings, *, name: str, told_examples: 
     Raises:
         MaskingTooWeak: the plan asks for fewer examples than the device's least quota, or holds
             examples out: a server could leave one example to train on, under model after model.
+        MaskingTooWeak: its noise counts on fewer colluding devices in a session than the device.
         MaskingTooWeak: it does not say when it is to be answered, and the device requires masks.
         CohortTooSmall: fewer clients are invited than the device requires in a session.
         CountOutOfRange: it asks for more than a device can list, or weighs the update by more
@@ -58,6 +60,16 @@ def check_plan(plan: Plan, secure: SecureSettings, *, name: str, told_examples: 
             remedy=f"set secure.min_members = {secure.min_members} on the server, which then waits "
             "for as many (and --cohort-size no lower); or lower it on the device",
         )
+    terms, num_invited = plan.privacy, plan.num_invited
+    if terms is not None and num_invited is not None:
+        least = ceil_fraction(secure.corrupted, num_invited)
+        if terms.min_colluding < least:
+            raise MaskingTooWeak(
+                f"{name}, round {plan.round}: the noise counts on {terms.min_colluding} colluding "
+                f"devices in a session, this device on {least} of {num_invited}, who may all be in "
+                "one session",
+                remedy="raise secure.corrupted on the server, or lower it on the device",
+            )
     if plan.quota > MAX_REPEATED:
         raise CountOutOfRange(
             f"{name}, round {plan.round}: the plan asks for {plan.quota:,} examples, a masked one "

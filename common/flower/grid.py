@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -47,6 +47,8 @@ class HeadwaterGrid(Grid):
 
     def __init__(self) -> None:
         self._run: Run | None = None
+        self.while_waiting: Callable[[], None] = lambda: None
+        """Called now and then while ``send_and_receive`` waits for replies, on its thread."""
 
     def set_run(self, run: Run) -> None:
         """Enter a run, which makes it possible to build messages."""

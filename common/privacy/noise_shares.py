@@ -52,8 +52,12 @@ PLAIN_BITS = 24
 
 
 def num_colluding(terms: PrivacyTerms, num_members: int) -> int:
-    """Return how many members are assumed to subtract their own noise: at least one."""
-    return max(1, ceil_fraction(terms.corrupted, num_members))
+    """Return how many members are assumed to subtract their own noise: at least one.
+
+    In a small session of a large round as many as in the whole round: the server says which clients
+    a session has.
+    """
+    return max(terms.min_colluding, ceil_fraction(terms.corrupted, num_members))
 
 
 def num_noisy(terms: PrivacyTerms, num_members: int) -> int:

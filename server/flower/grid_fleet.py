@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any, TypeVar
 
 from flwr.app import Message, RecordDict
@@ -64,6 +65,7 @@ class GridFleet:
     def describe(self, request: DescribeRequest, *, min_clients: int) -> ConnectedClients:
         if self._own is not None:
             self._own.expect(request)
+            self._own.while_waiting = partial(self._registration.ask_newcomers, request)
         next_notice = time.monotonic() + FIRST_NOTICE_SECONDS
         next_refusals = time.monotonic() + REFUSALS_SECONDS
         needed, refusals = counted(min_clients, "client"), self._registration.refusals

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import queue
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -18,6 +19,8 @@ from headwater.server.transport.session import Arrival, DeviceInstruction
 # Messages of these types carry the model, which is sent to each device once per round.
 WITH_MODEL = ("train", "evaluate")
 FROZEN = "query.frozen"
+# Between two looks at who has connected during a round.
+LOOK_SECONDS = 0.5
 # Weight of the latest update in the moving average: a single page fault soon fades.
 TURN_WEIGHT = 0.2
 
@@ -104,13 +107,19 @@ class GrpcGrid(HeadwaterGrid):
         awaited = {id_: self._recipient(id_) for id_ in pushed}
         device_records = self._servicer.device_records
         device_records.set_awaited(awaited.values())
+        next_look = time.monotonic()
         try:
             while awaited:
-                left = None if end is None else max(end - time.monotonic(), 0.0)
+                if time.monotonic() >= next_look:
+                    self.while_waiting()
+                    next_look = time.monotonic() + LOOK_SECONDS
+                left = math.inf if end is None else max(end - time.monotonic(), 0.0)
                 try:
-                    arrival = self._servicer.arrivals.get(timeout=left)
+                    arrival = self._servicer.arrivals.get(timeout=min(left, LOOK_SECONDS))
                 except queue.Empty:
-                    break
+                    if left <= LOOK_SECONDS:
+                        break
+                    continue
                 if arrival.message_id in awaited:
                     device_records.note_answer(awaited.pop(arrival.message_id))
                 is_update = arrival.staging is not None and arrival.staging.num_bytes > 0

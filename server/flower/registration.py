@@ -97,6 +97,18 @@ class Registration:
         waiting = (one for one in self._pending.values() if not one.is_repeat)
         return any(one.node_id in self._present for one in waiting)
 
+    def ask_newcomers(self, request: DescribeRequest) -> None:
+        """Ask nodes that are new, in the middle of a round: their answers are taken as they arrive.
+
+        So a device that connects during a round is in the next one. Nothing waits for it.
+        """
+        self._ask_new(set(self._grid.get_node_ids()), request)
+
+    def _ask_new(self, present: set[int], request: DescribeRequest) -> None:
+        asked = {one.node_id for one in self._pending.values()}
+        new = sorted(present - self.reports.keys() - self.refused.keys() - asked)
+        self._ask(dict.fromkeys(new, request))
+
     def update(self, request: DescribeRequest) -> None:
         """Ask new nodes, take the answers that have arrived, and forget nodes that have left."""
         present = self._present = set(self._grid.get_node_ids())
@@ -104,9 +116,7 @@ class Registration:
             self.refused.clear()  # a restarted SuperNode is a new node: its name is free again
         self.reports = {n: r for n, r in self.reports.items() if n in present}
         self.refused = {n: e for n, e in self.refused.items() if n in present}
-        asked = {one.node_id for one in self._pending.values()}
-        new = sorted(present - self.reports.keys() - self.refused.keys() - asked)
-        self._ask(dict.fromkeys(new, request))
+        self._ask_new(present, request)
         if self._pending:
             for reply in self._grid.pull_messages(list(self._pending)):
                 self.take_reply(reply)

@@ -7,6 +7,7 @@ from collections.abc import Collection
 from headwater.common.messages import Plan
 from headwater.common.privacy.noise_shares import FLOAT32_ROUNDING
 from headwater.common.privacy_terms import PrivacyTerms
+from headwater.common.secagg.graph import ceil_fraction
 from headwater.common.settings.schema import Settings
 from headwater.server.privacy.clip_norm import ClipNorm
 
@@ -40,6 +41,7 @@ def round_terms(
         bit_multiplier=clip.bit_multiplier(noise_multiplier, num_devices=len(plans)),
         min_survivors=secure.min_survivors if is_masked else 1.0,
         corrupted=secure.corrupted if is_masked else 0.0,
+        min_colluding=max(1, ceil_fraction(secure.corrupted, len(plans))) if is_masked else 1,
     )
 
 

@@ -64,11 +64,12 @@ class Downloads:
 
     async def set_model(self, instructions: Iterable[DeviceInstruction]) -> None:
         """Take over the model of these instructions, or the frozen part, if they have one."""
-        for one in instructions:
-            if one.frozen is not None:
-                self._frozen = (one.frozen_id, one.frozen)
-        self.clear_frames()
+        frozen = {one.frozen_id: one.frozen for one in instructions if one.frozen is not None}
+        for part in frozen.items():
+            self._frozen = part
         images = {id(one.image.obj): one.image for one in instructions if one.image is not None}
+        if images or frozen:
+            self.clear_frames()
         for image in images.values():
             digest = await asyncio.to_thread(lambda data: hashlib.sha256(data).hexdigest(), image)
             self._image = (digest, image)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 
 import pytest
 
@@ -61,6 +62,29 @@ def test_a_newcomer_that_says_hello_and_is_silent_holds_no_round(
                 await train(honest, rounds=1)
                 await run.end()
             assert [row.num_invited for row in run.rows] == [1] * 4
+
+    asyncio.run(play())
+
+
+def test_a_device_that_connects_during_a_round_is_asked_at_once_and_is_in_the_next_one(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+
+    async def play() -> None:
+        async with cohort("honest", rounds=2) as (run, honest):
+            await honest.describe()
+            plan = await honest.plan()
+            async with RawDevice(run.port, "newcomer") as newcomer:
+                await newcomer.enter()
+                await newcomer.describe()  # while the first round waits for the other device
+                async with asyncio.timeout(WAIT_SECONDS):
+                    while "newcomer joined" not in caplog.text:
+                        await asyncio.sleep(0.01)
+                await honest.update(plan)
+                await asyncio.gather(train(honest, rounds=1), train(newcomer, rounds=1))
+                await run.end()
+            assert [row.num_invited for row in run.rows] == [1, 2]
 
     asyncio.run(play())
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from headwater.client.secagg.plan_policy import (
@@ -13,6 +15,7 @@ from headwater.client.secagg.plan_policy import (
 )
 from headwater.client.training.sampler import SamplerPosition, SamplerState
 from headwater.common.errors import CohortTooSmall, MaskingTooWeak, UpdateAlreadyMasked
+from headwater.common.privacy_terms import PrivacyTerms
 from headwater.common.settings.schema import SecureSettings
 from tests.masked import plan
 
@@ -83,3 +86,13 @@ def test_how_many_plans_at_one_model_are_answered_shows_a_power_of_two_alone(
 @pytest.mark.parametrize("num_owned", [1, 500, 10**6])
 def test_with_a_declared_number_the_device_s_own_number_changes_no_answer(num_owned: int) -> None:
     assert most_planned(SecureSettings(declared_examples=200), num_owned) == 200
+
+
+def test_a_device_counts_the_colluders_of_a_whole_round_in_each_of_its_sessions() -> None:
+    """A round that is divided into groups may have them all in one."""
+    own = SecureSettings(corrupted=0.1)
+    terms = PrivacyTerms(norm_bound=8.0, noise_multiplier=1.0, corrupted=0.1, min_colluding=10)
+    check_plan(plan(num_invited=100, privacy=terms), own, name="pi", told_examples=None)
+    few = replace(terms, min_colluding=9)
+    with pytest.raises(MaskingTooWeak, match="9 colluding devices"):
+        check_plan(plan(num_invited=100, privacy=few), own, name="pi", told_examples=None)
