@@ -169,7 +169,7 @@ FINER = {
 
 
 BITS = {"min_survivors": 0.7, "corrupted": 0.1, "bit_multiplier": 4.0}
-CLEAR = {"norm_bound": 1.0, "noise_multiplier": 0.01, "bit_multiplier": 0.02}
+CLEAR: dict[str, Any] = {"norm_bound": 1.0, "noise_multiplier": 0.01, "bit_multiplier": 0.02}
 
 
 def coarser(scalar: Scalar) -> Scalar:
@@ -177,7 +177,7 @@ def coarser(scalar: Scalar) -> Scalar:
     return replace(scalar, scale_bits=1)
 
 
-def noise(**terms: float) -> dict[str, Any]:
+def noise(**terms: Any) -> dict[str, Any]:
     """Let all devices have a private plan of these terms."""
     agreed = PrivacyTerms(norm_bound=1.0, noise_multiplier=1.0, **terms)
     return {

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -225,7 +226,8 @@ def test_a_session_in_which_no_honest_noise_would_be_left_is_refused() -> None:
 def test_a_device_refuses_noise_that_counts_on_more_than_the_device_does(
     changes: dict[str, float],
 ) -> None:
-    fields = {"norm_bound": 8.0, "noise_multiplier": 1.5, "min_survivors": 0.7, "corrupted": 0.1}
+    fields: dict[str, Any] = {"norm_bound": 8.0, "noise_multiplier": 1.5}
+    fields |= {"min_survivors": 0.7, "corrupted": 0.1}
     played = Played()
     with pytest.raises(TooFewSurvivors):
         cast_of(5, terms=PrivacyTerms(**{**fields, **changes}), num_values=3).play_into(

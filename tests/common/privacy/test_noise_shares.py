@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,7 +30,8 @@ from headwater.common.secagg.fixed_point import Encoding, encode_in_place, plan_
 
 
 def terms(**changes: float) -> PrivacyTerms:
-    chosen = {"norm_bound": 1.0, "noise_multiplier": 1.0, "min_survivors": 0.7, "corrupted": 0.1}
+    chosen: dict[str, Any] = {"norm_bound": 1.0, "noise_multiplier": 1.0}
+    chosen |= {"min_survivors": 0.7, "corrupted": 0.1}
     return PrivacyTerms(**{**chosen, **changes})
 
 
