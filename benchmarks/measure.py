@@ -33,16 +33,22 @@ def arguments(
 
     ``parts`` are hidden ones, for child processes.
     """
-    parser = argparse.ArgumentParser(
-        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", action="store_true", help="print one line of JSON, no table")
-    parser.add_argument("--quick", action="store_true", help="small sizes: does it run at all?")
+    parser = argument_parser(doc)
     if minutes is not None:
         parser.add_argument("--minutes", type=float, default=minutes, help="for how long")
     for name, choices in parts.items():
         parser.add_argument(f"--{name}", choices=choices or None, help=argparse.SUPPRESS)
     return parser.parse_args()
+
+
+def argument_parser(doc: str | None) -> argparse.ArgumentParser:
+    """Return a parser with the flags that every script has."""
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", action="store_true", help="print one line of JSON, no table")
+    parser.add_argument("--quick", action="store_true", help="small sizes: does it run at all?")
+    return parser
 
 
 def has_peer(name: str) -> bool:

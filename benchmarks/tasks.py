@@ -1,5 +1,7 @@
 """The tasks that the benchmarks train: small, of random data, in need of nothing but torch."""
 
+from __future__ import annotations
+
 import os
 from pathlib import Path
 from typing import Any, cast
@@ -8,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import Dataset, TensorDataset
+
+from headwater.common.model.chunked_cross_entropy import chunked_cross_entropy
 
 NUM_EXAMPLES = 512
 IMAGE_SIZE, NUM_CLASSES = 32, 10
@@ -132,6 +136,77 @@ class Transformer(nn.Module):
         hidden_BTD = self.tokens(tokens_BT) + self.places(torch.arange(length))
         mask_TT = nn.Transformer.generate_square_subsequent_mask(length)
         return cast(Tensor, self.head(self.layers(hidden_BTD, mask=mask_TT, is_causal=True)))
+
+
+class Language:
+    """A decoder of the size that HEADWATER_BENCHMARK_DECODER gives, on random tokens.
+
+    The size is "layers width vocabulary length", for example "24 1024 50257 512": 355 million
+    parameters, as the output layer is the embedding.
+    """
+
+    max_weight_per_example = 1 << 20
+
+    def __init__(self) -> None:
+        size = os.environ.get("HEADWATER_BENCHMARK_DECODER", "2 64 512 32")
+        self.num_layers, self.width, self.num_tokens, self.length = map(int, size.split())
+
+    def new_model(self) -> nn.Module:
+        return Decoder(self.num_layers, self.width, self.num_tokens, self.length)
+
+    def train_examples(self, *, data: Path | None, part: int, num_parts: int) -> TensorDataset:
+        generator = torch.Generator().manual_seed(0)
+        shape = (NUM_EXAMPLES, self.length + 1)
+        return TensorDataset(torch.randint(self.num_tokens, shape, generator=generator))
+
+    def loss_sum(self, model: Decoder, batch: tuple[Tensor]) -> tuple[Tensor, int]:
+        (tokens_BT,) = batch
+        hidden_BTD, targets_BT = model.hidden(tokens_BT[:, :-1]), tokens_BT[:, 1:]
+        loss = chunked_cross_entropy(hidden_BTD, model.tokens.weight, targets_BT)
+        return loss, targets_BT.numel()
+
+
+class Decoder(nn.Module):
+    """A GPT: pre-norm blocks, causal attention, and the embedding as the output layer."""
+
+    def __init__(self, num_layers: int, width: int, num_tokens: int, length: int) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(num_tokens, width)
+        self.places = nn.Embedding(length, width)
+        self.blocks = nn.ModuleList(DecoderBlock(width) for _ in range(num_layers))
+        self.norm = nn.LayerNorm(width)
+        for table in (self.tokens, self.places):
+            nn.init.normal_(table.weight, std=0.02)
+
+    def hidden(self, tokens_BT: Tensor) -> Tensor:
+        hidden_BTD = self.tokens(tokens_BT) + self.places(torch.arange(tokens_BT.shape[1]))
+        for block in self.blocks:
+            hidden_BTD = block(hidden_BTD)
+        return cast(Tensor, self.norm(hidden_BTD))
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        return functional.linear(self.hidden(tokens_BT), self.tokens.weight)
+
+
+class DecoderBlock(nn.Module):
+    """Causal attention with heads of 64, then a perceptron of four times the width."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.num_heads = width // 64
+        self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.query_key_value = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, hidden_BTD: Tensor) -> Tensor:
+        size, length, width = hidden_BTD.shape
+        parts = self.query_key_value(self.norm_1(hidden_BTD)).view(size, length, 3, -1, 64)
+        query, key, value = parts.permute(2, 0, 3, 1, 4)
+        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        hidden_BTD = hidden_BTD + self.out(mixed.transpose(1, 2).reshape(size, length, width))
+        out_BTD: Tensor = self.down(functional.gelu(self.up(self.norm_2(hidden_BTD))))
+        return hidden_BTD + out_BTD
 
 
 class Vector:

@@ -127,7 +127,7 @@ def _open(settings: Settings) -> tuple[Trainer, Identity]:
     import torch
 
     from headwater.client.algorithms.run_trainer import run_trainer
-    from headwater.client.device.hardware import ThisMachine
+    from headwater.client.device.hardware import ThisMachine, this_machine
     from headwater.client.enrolment.signing_identity import host_name
     from headwater.client.training.context import Identity
     from headwater.common.errors import SettingsError
@@ -152,7 +152,7 @@ def _open(settings: Settings) -> tuple[Trainer, Identity]:
         rule=settings.partition.rule(seed=settings.seed),
     )
     trainer = run_trainer(settings)
-    trainer.machine = ThisMachine(device)  # its own limit counts in the check too
+    trainer.machine = this_machine(identity, settings, trainer.image.layout)
     return trainer, identity
 
 
@@ -188,7 +188,7 @@ def connection_of(settings: Settings) -> Iterator[Connection]:
     credentials = check_addresses(settings, device.server, metrics=device.metrics)
     trainer, identity = _open(settings)
     check_enrolment(settings.secure, identity.name)
-    trainer.examples(identity)
+    # Before the check, which foresees the memory of training from what the process holds by then.
     from headwater.client.app import app as own_app
     from headwater.client.device.availability import availability_of
     from headwater.client.flower.masked_answers import learn_metrics
@@ -197,6 +197,7 @@ def connection_of(settings: Settings) -> Iterator[Connection]:
     from headwater.common.system.console import console
     from headwater.common.wording import counted
 
+    trainer.examples(identity)
     renewal = None
     if credentials is not None:
         from headwater.client.enrolment.renewal import Renewal

@@ -67,6 +67,9 @@ class FakeMemory:
         assert self.line is not None
         return int(self.line.at(num_examples))
 
+    def expect(self, *, rest_bytes: int, peak_bytes: int) -> None:
+        self.line = Line(base=rest_bytes, each=peak_bytes - rest_bytes)
+
     def use_checkpointing(self, bytes_per_example: float | None) -> None:
         self.checkpointed_to.append(bytes_per_example)
         if self.line is not None and bytes_per_example is not None:

@@ -49,6 +49,9 @@ class Memory(Protocol):
     def end(self, num_examples: int) -> int:
         """Learn from the micro-batch that just ended; return its peak bytes."""
 
+    def expect(self, *, rest_bytes: int, peak_bytes: int) -> None:
+        """Take the measured peak of a micro-batch of one example as known, before any other is."""
+
     def use_checkpointing(self, bytes_per_example: float | None) -> None:
         """Record that activation checkpointing is on, and the bytes that an example then takes.
 

@@ -17,15 +17,13 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Container, Iterable, Iterator
+from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch import nn
 
-from headwater.client.memory.peak_model import WORKING_FACTOR
-from headwater.client.memory.recompute import observed_by, run
+from headwater.client.memory.recompute import run
 
 # A Sequential of so few operations is one block; a longer one is split into groups.
 FEW_OPERATIONS = 4
@@ -33,26 +31,41 @@ FEW_OPERATIONS = 4
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
-def switch_on(model: nn.Module) -> bool:
+def switch_on(model: nn.Module, *, kept: Container[int] = ()) -> bool:
     """Recompute the activations of the model's blocks from now on; a second call changes nothing.
 
-    Returns whether the model has a block. A model of a single operation has none.
+    Blocks are numbered from 0, in the model's order; those ``kept`` keep their activations, also
+    if they were recomputed before. Returns whether the model has a block. A model of a single
+    operation has none.
     """
-    blocks = [b for b in _blocks_of(model) if not isinstance(b, torch.jit.ScriptModule)]
-    for block in blocks:
-        if _checkpointed(block) is None:
-            block.forward = _CheckpointedForward(block)
+    blocks = _checkpointable(model)
+    for number, block in enumerate(blocks):
+        checkpointed = _checkpointed(block)
+        if number in kept:
+            _restore(block)
+        elif checkpointed is None:
+            block.forward = _CheckpointedForward(block, number)
     return bool(blocks)
+
+
+def kept_blocks(model: nn.Module) -> frozenset[int]:
+    """Return the numbers of the blocks that keep their activations."""
+    blocks = enumerate(_checkpointable(model))
+    return frozenset(number for number, block in blocks if _checkpointed(block) is None)
 
 
 def switch_off(model: nn.Module) -> None:
     """Keep the activations again."""
     for module in model.modules():
-        checkpointed = _checkpointed(module)
-        if checkpointed is not None:
-            del module.forward
-            if checkpointed.replaced is not None:
-                module.forward = checkpointed.replaced
+        _restore(module)
+
+
+def _restore(module: nn.Module) -> None:
+    checkpointed = _checkpointed(module)
+    if checkpointed is not None:
+        del module.forward
+        if checkpointed.replaced is not None:
+            module.forward = checkpointed.replaced
 
 
 def is_on(model: nn.Module) -> bool:
@@ -70,6 +83,10 @@ def is_on_in(modules: Iterable[nn.Module]) -> bool:
 def _checkpointed(module: nn.Module) -> _CheckpointedForward | None:
     forward = vars(module).get("forward")
     return forward if isinstance(forward, _CheckpointedForward) else None
+
+
+def _checkpointable(model: nn.Module) -> list[nn.Module]:
+    return [b for b in _blocks_of(model) if not isinstance(b, torch.jit.ScriptModule)]
 
 
 def _blocks_of(model: nn.Module) -> list[nn.Module]:
@@ -120,8 +137,8 @@ def _holds_blocks(module: nn.Module) -> bool:
 class _CheckpointedForward:
     """Replaces the forward method of a block whose activations are recomputed."""
 
-    def __init__(self, block: nn.Module) -> None:
-        self._block = block
+    def __init__(self, block: nn.Module, number: int) -> None:
+        self._block, self._number = block, number
         self.replaced: Callable[..., Any] | None = vars(block).get("forward")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -129,10 +146,11 @@ class _CheckpointedForward:
         if plain is None and type(block).forward is nn.Sequential.forward and len(args) == 1:
             values = args[0]
             for group in _groups(list(block.children())):
-                values = run(functools.partial(_in_sequence, group), (values,), {})
+                in_sequence = functools.partial(_in_sequence, group)
+                values = run(in_sequence, (values,), {}, block=self._number)
             return values
         forward = plain or functools.partial(type(block).forward, block)
-        return run(forward, args, kwargs)
+        return run(forward, args, kwargs, block=self._number)
 
 
 def _groups(operations: list[nn.Module]) -> list[list[nn.Module]]:
@@ -155,72 +173,3 @@ def _in_sequence(operations: list[nn.Module], values: Any) -> Any:
     for operation in operations:
         values = operation(values)
     return values
-
-
-class Footprint(NamedTuple):
-    """The bytes of a forward and backward pass that autograd needs.
-
-    With checkpointing: memory kept between the passes counts once, the largest block
-    ``WORKING_FACTOR`` times. Plain: what autograd keeps, without temporaries.
-    """
-
-    checkpointed: float
-    plain: float
-
-
-class _FootprintMeter:
-    """The bytes that a forward pass keeps: each storage once, the model's own not at all."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._own = {tensor.untyped_storage().data_ptr() for tensor in model.parameters()}
-        self._own |= {tensor.untyped_storage().data_ptr() for tensor in model.buffers()}
-        self._kept: dict[int, int] = {}
-        self._largest_block = 0
-        self._inner_bytes = 0
-
-    def add_block(self, inputs: list[Tensor], inner: list[Tensor], is_dropped: bool) -> None:
-        """Add a block: its inputs, which are kept, and its inner activations."""
-        self._kept |= self._bytes_of(inputs if is_dropped else [*inputs, *inner])
-        block = self._bytes_of(inner)
-        self._inner_bytes += sum(n for at, n in block.items() if at not in self._kept)
-        self._largest_block = max(
-            self._largest_block, sum(n for at, n in block.items() if at not in self._kept)
-        )
-
-    def add(self, tensor: Tensor) -> Tensor:
-        """Add a tensor that is kept outside of blocks."""
-        self._kept |= self._bytes_of([tensor])
-        return tensor.detach()
-
-    def _bytes_of(self, tensors: list[Tensor]) -> dict[int, int]:
-        storages = [tensor.untyped_storage() for tensor in tensors]
-        return {s.data_ptr(): s.nbytes() for s in storages if s.data_ptr() not in self._own}
-
-    def result(self) -> Footprint:
-        kept = sum(self._kept.values())
-        return Footprint(
-            checkpointed=kept + WORKING_FACTOR * self._largest_block,
-            plain=float(kept + self._inner_bytes),
-        )
-
-
-def footprint(model: nn.Module, forward: Callable[[], object]) -> Footprint | None:
-    """Predict the bytes that a forward and backward pass takes.
-
-    ``forward`` runs once with checkpointing on, which takes less memory than a plain forward pass;
-    then checkpointing is as before. None if the model has no blocks.
-    """
-    was_on = is_on(model)
-    if not switch_on(model):
-        return None
-    meter = _FootprintMeter(model)
-    try:
-        with (
-            observed_by(meter.add_block),
-            saved_tensors_hooks(meter.add, lambda tensor: tensor),
-        ):
-            forward()
-    finally:
-        if not was_on:
-            switch_off(model)
-    return meter.result()

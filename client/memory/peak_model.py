@@ -28,6 +28,9 @@ from headwater.common.system.portability import optional_module
 # prediction may be wrong by half of the rest before the device does less than its quota.
 GUARD_SHARE = 0.9
 
+# Of a large limit, a prediction's error is a share of what is left beside the parameters.
+GUARD_BYTES = 64 << 20
+
 # The share of an overestimate that is corrected per micro-batch.
 RELAXED = 1 / 16
 
@@ -44,6 +47,16 @@ LARGEST_SIZE = 2**31  # of a plan's micro-batch
 # Besides the activations that autograd keeps, their gradients and temporaries live for a while:
 # measured peaks grew by 1.3 (transformer of 2 blocks) to 2.2 (CNN) times what autograd keeps.
 WORKING_FACTOR = 2.0
+
+
+def guarded_bytes(limit_bytes: float, rest_bytes: float) -> float:
+    """Return how much of a limit a predicted peak may fill; ``rest_bytes`` are there in any case.
+
+    ``GUARD_SHARE`` of it; of a limit above 640 MiB all but ``GUARD_BYTES``, or all but a tenth of
+    what is left beside ``rest_bytes`` if that is more.
+    """
+    beside = max(GUARD_BYTES, (1 - GUARD_SHARE) * (limit_bytes - rest_bytes))
+    return max(limit_bytes * GUARD_SHARE, limit_bytes - beside)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -137,7 +150,7 @@ class ProcessMemory:
         return self._limit_bytes()
 
     def fitting(self, num_examples: int) -> int | None:
-        """See ``Memory``; ``GUARD_SHARE`` of the limit may be filled.
+        """See ``Memory``; ``guarded_bytes`` of the limit may be filled.
 
         Freed memory is returned to the machine, and the resident bytes are read again, before the
         answer becomes smaller than a recent micro-batch, and when another size would exceed the
@@ -146,17 +159,17 @@ class ProcessMemory:
         known, limit_bytes = self.known, self._limit_bytes()
         if known is None or limit_bytes is None:
             return None
-        guarded_bytes = limit_bytes * GUARD_SHARE
-        size = known.fitting(guarded_bytes)
+        room = guarded_bytes(limit_bytes, known.now.base)
+        size = known.fitting(room)
         is_less = size < self._largest_begun and self._seconds() >= self._give_back_at
         is_other = 0 < self._last_size != num_examples and (
-            self._last_peak_bytes + known.now.each * num_examples > guarded_bytes
+            self._last_peak_bytes + known.now.each * num_examples > room
         )
         if is_less or is_other:
             self._give_back()
             self._give_back_at = self._seconds() + GIVE_BACK_EVERY_SECONDS
             self.known = known = known.at_rest(resident_bytes())
-            size = known.fitting(guarded_bytes)
+            size = known.fitting(guarded_bytes(limit_bytes, known.now.base))
         return size
 
     def begin(self, num_examples: int) -> None:
@@ -175,6 +188,16 @@ class ProcessMemory:
                 peak_bytes=peak_bytes,
             )
         return peak_bytes
+
+    def expect(self, *, rest_bytes: int, peak_bytes: int) -> None:
+        each = float(peak_bytes - rest_bytes)
+        self.known = PeakModel(
+            line=Line(base=float(rest_bytes), each=each),
+            least_each=0.0,
+            largest_size=1,
+            rest_bytes=rest_bytes,
+        )
+        self._checkpointed_bytes = each
 
     def use_checkpointing(self, bytes_per_example: float | None) -> None:
         keep_mmap_threshold()

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -33,22 +33,36 @@ from headwater.common.system.heap import release_freed_memory
 # start peaked at 337.
 GIVE_BACK_BYTES = 1 << 20
 
-Observer = Callable[[list[Tensor], list[Tensor], bool], None]
-"""Takes a block's inputs, the tensors that autograd saved in it, and whether these are dropped."""
+
+class Observer(Protocol):
+    """Follows the blocks of a forward and backward pass; a block has the number given to ``run``.
+
+    A Sequential of many operations passes its number several times, once for each group.
+    """
+
+    def left(
+        self, block: int, inputs: list[Tensor], saved: list[Tensor], *, is_dropped: bool
+    ) -> None:
+        """Note the end of a block's forward pass: its inputs, and what autograd saved in it."""
+
+    def entered_again(self, block: int) -> None:
+        """Note that the backward pass has come to a block, which is about to run again."""
 
 
-def run(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def run(
+    forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, block: int = 0
+) -> Any:
     """Run a forward pass that can run again; a nested one is part of the outer one."""
     global _current
     if _current is not None or not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    _current = block = RecomputedPass(forward, args, kwargs)
+    _current = recomputed = RecomputedPass(forward, args, kwargs, block=block)
     try:
-        with saved_tensors_hooks(block.pack, block.unpack):
+        with saved_tensors_hooks(recomputed.pack, recomputed.unpack):
             return forward(*args, **kwargs)
     finally:
         _current = None
-        block.end()
+        recomputed.end()
 
 
 class _Done(BaseException):
@@ -59,9 +73,15 @@ class RecomputedPass:
     """One forward pass of a block, and its saved tensors once they are computed again."""
 
     def __init__(
-        self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        block: int = 0,
     ) -> None:
         self._forward, self._args, self._kwargs = forward, args, kwargs
+        self._block = block
         self._inputs = list(_tensors_in((args, kwargs)))
         self._versions = [tensor._version for tensor in self._inputs]
         self._random = torch.default_generator.get_state()
@@ -86,7 +106,7 @@ class RecomputedPass:
         """Drop the saved tensors, unless the block changed its inputs and cannot run again."""
         is_dropped = self._are_inputs_unchanged()
         if _observer is not None:
-            _observer(self._inputs, self._saved or [], is_dropped)
+            _observer.left(self._block, self._inputs, self._saved or [], is_dropped=is_dropped)
         if is_dropped:
             self._num_bytes = sum(t.nbytes for t in self._saved or [])
             self._saved = None
@@ -117,6 +137,8 @@ class RecomputedPass:
         if not self._are_inputs_unchanged():
             raise self._error("the input of a block is changed in place after the block")
         self._give_back()  # of the following block, whose backward pass is done
+        if _observer is not None:
+            _observer.entered_again(self._block)
         enabled, dtype, caches = self._autocast
         random, outer = torch.default_generator.get_state(), _current
         self._recomputed = {}
@@ -162,7 +184,7 @@ _observer: Observer | None = None
 
 @contextlib.contextmanager
 def observed_by(observer: Observer) -> Iterator[None]:
-    """Call ``observer`` for each block when its forward pass ends."""
+    """Tell ``observer`` of each block."""
     global _observer
     _observer = observer
     try:

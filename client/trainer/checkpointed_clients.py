@@ -1,47 +1,68 @@
-"""The clients of a process that train with activation checkpointing, on one shared model."""
+"""The clients of a process that recompute activations, on one shared model, and how many of them.
+
+An example whose plain pass may not fit is first passed with all activations recomputed, and
+measured (``headwater.client.memory.footprint``). Then only as many blocks are recomputed as the
+memory limit asks for: each costs its forward pass, a third of what it takes in all.
+"""
 
 from __future__ import annotations
 
+import functools
 import logging
 
-from headwater.client.memory import activation_checkpointing as checkpointing
-from headwater.client.memory.activation_checkpointing import Footprint
-from headwater.client.trainer.task_trial import predicted_footprint
+from headwater.client.memory.activation_checkpointing import (
+    is_on_in,
+    kept_blocks,
+    switch_off,
+    switch_on,
+)
+from headwater.client.memory.footprint import Footprint, PassMemory, measured_pass
+from headwater.client.memory.peak_model import (
+    WORKING_FACTOR,
+    PeakMeter,
+    guarded_bytes,
+    resident_bytes,
+)
+from headwater.client.trainer.task_trial import predicted_footprint, try_examples
 from headwater.client.training.context import TrainingContext
+from headwater.common.errors import OutOfMemory
 from headwater.common.model.parameters import ModelImage
+from headwater.common.system.heap import keep_mmap_threshold, release_freed_memory
 
 log = logging.getLogger(__name__)
 
 
 class CheckpointedClients:
-    """Names of the clients with activation checkpointing on; it is never switched off again."""
+    """The clients that recompute activations, by name; a client never keeps more of them again."""
 
     def __init__(self, image: ModelImage) -> None:
         self.footprint: Footprint | None = None
         """The bytes of one example; None before ``measure``, or if there is nothing to checkpoint.
         """
+        self.pass_memory: PassMemory | None = None
+        """The measured pass of one example; None if memory was not short."""
         self._image = image
-        self._names: set[str] = set()
+        self._kept: dict[str, frozenset[int]] = {}
         self._is_measured = False
 
     def __contains__(self, name: str) -> bool:
-        return name in self._names
+        return name in self._kept
 
     def add(self, name: str) -> None:
-        """Note that a client trains with checkpointing."""
-        self._names.add(name)
+        """Note that a client recomputes the activations of all blocks."""
+        self._kept[name] = frozenset()
 
     def set_up(self, name: str) -> None:
         """Switch checkpointing on or off in the model, as this client trains."""
-        if name in self._names:
-            checkpointing.switch_on(self._image.model)
-        elif self._names:
-            checkpointing.switch_off(self._image.model)
+        if name in self._kept:
+            switch_on(self._image.model, kept=self._kept[name])
+        elif self._kept:
+            switch_off(self._image.model)
 
     def remember(self, name: str) -> None:
-        """Add the client for which the model was used last, if checkpointing is on now."""
-        if checkpointing.is_on_in(self._image.modules):
-            self._names.add(name)
+        """Note what is recomputed now for the client for which the model was used last."""
+        if is_on_in(self._image.modules):
+            self._kept[name] = kept_blocks(self._image.model)
 
     def measure(self, context: TrainingContext) -> None:
         """Measure, once, how many bytes an example takes with activation checkpointing.
@@ -66,4 +87,56 @@ class CheckpointedClients:
     @property
     def bytes_per_example(self) -> float | None:
         """The bytes of an example with checkpointing; None as ``footprint``."""
+        if self.pass_memory is not None:
+            return float(self.pass_memory.peak_bytes() - self.pass_memory.rest_bytes)
         return None if self.footprint is None else self.footprint.checkpointed
+
+    def fit(self, context: TrainingContext) -> None:
+        """Recompute as few activations as an example needs to fit; none if it fits in any case.
+
+        From then on the memory predicts by the measured peak.
+
+        Raises:
+            OutOfMemory: an example is predicted not to fit even if all activations are recomputed.
+                Nothing was allocated.
+        """
+        self.measure(context)
+        release_freed_memory()
+        found, limit, rest = self.footprint, context.memory.limit_bytes(), resident_bytes()
+        if found is None or limit is None or rest + WORKING_FACTOR * found.plain <= limit:
+            return
+        if rest + found.checkpointed > limit:
+            raise OutOfMemory(_too_small(context, rest + found.checkpointed, limit))
+        keep_mmap_threshold()
+        one_pass = functools.partial(measured_pass, rest_bytes=rest, meter=PeakMeter())
+        self.pass_memory = measured = try_examples(context, one_pass)
+        context.accumulator.zero()
+        if measured is None:
+            return
+        room = guarded_bytes(limit, rest)
+        kept = measured.most_kept(room)
+        switch_on(self._image.model, kept=kept)
+        peak = measured.peak_bytes(kept)
+        context.memory.expect(rest_bytes=rest, peak_bytes=peak)
+        if peak > room:
+            raise OutOfMemory(_too_small(context, peak, limit))
+        if kept < measured.blocks:
+            log.warning(
+                "%s: one example fits only with activation checkpointing: %d of %d blocks are "
+                "computed again, and its predicted peak is %s",
+                context.name,
+                len(measured.blocks - kept),
+                len(measured.blocks),
+                _of(peak, limit),
+            )
+
+
+def _too_small(context: TrainingContext, peak_bytes: float, limit_bytes: float) -> str:
+    return (
+        f"{context.name}: one example alone does not fit: its predicted peak is "
+        f"{_of(peak_bytes, limit_bytes)}, even with activation checkpointing"
+    )
+
+
+def _of(peak_bytes: float, limit_bytes: float) -> str:
+    return f"{peak_bytes / 2**20:,.0f} MiB of {limit_bytes / 2**20:,.0f} MiB"

@@ -10,18 +10,17 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
-from headwater.client.memory.activation_checkpointing import Footprint, footprint, switch_on
-from headwater.client.memory.peak_model import (
-    GUARD_SHARE,
-    WORKING_FACTOR,
-    PeakMeter,
-    resident_bytes,
-)
+from torch import nn
+
+from headwater.client.memory.activation_checkpointing import switch_on
+from headwater.client.memory.footprint import Footprint, footprint
+from headwater.client.memory.peak_model import PeakMeter, guarded_bytes, resident_bytes
 from headwater.client.training.context import TrainingContext
-from headwater.client.training.gradient_pass import InvalidGradients, forward
+from headwater.client.training.gradient_pass import InvalidGradients, backward, forward
 from headwater.client.training.sampler import SamplerPosition, Window, window
 from headwater.common.additivity.comparison import Comparison
 from headwater.common.additivity.example_cache import ExampleCache
@@ -39,7 +38,8 @@ log = logging.getLogger(__name__)
 NUM_EXAMPLES = 8  # tried for the footprint
 PLAN = Plan(round=0, run_seed=0, model_version=0, quota=1, micro_batch_size=1)
 
-# More than two examples are compared only if their passes take no longer than this together.
+# More than two examples are compared only if their passes take no longer than this together, and
+# gradients only if one example takes no longer.
 MAX_SECONDS = 2.0
 # A batch of the survey takes about this much, and at most so many examples.
 SURVEY_BYTES, MAX_SURVEY_BATCH = 64 << 20, 64
@@ -58,11 +58,11 @@ class CheckReport:
     """The examples that a forward pass may take at a time."""
 
 
-def check_task(context: TrainingContext, *, predicted: Footprint | None = None) -> CheckReport:
+def check_task(context: TrainingContext) -> CheckReport:
     """Check that the task runs on real examples, and that what it returns is a sum.
 
-    If one example alone does not fit in memory, or is predicted not to, activation checkpointing is
-    switched on. The accumulator's vector is zero afterwards.
+    If one example alone does not fit in memory, activation checkpointing is switched on. The
+    accumulator's vector is zero afterwards.
 
     Raises:
         TaskFailed: every example that was tried raised, or examples raise together.
@@ -72,17 +72,6 @@ def check_task(context: TrainingContext, *, predicted: Footprint | None = None) 
     """
     room, name, is_switched_on = _Room(context), context.name, False
     does_not_fit = f"{name}: one example alone does not fit in memory"
-    if predicted is not None and not room.has(WORKING_FACTOR * predicted.plain, share=1.0):
-        is_switched_on = _switch_on(context)
-        if not room.has(predicted.checkpointed):
-            text = (
-                "the task was not checked: one example is predicted to take "
-                f"{room.would_be(predicted.checkpointed)}, even with activation checkpointing"
-            )
-            log.warning("%s: %s", name, text)
-            return CheckReport(
-                num_examples=len(context.examples), num_seen=0, left_out=None, notes=(text,)
-            )
     while True:
         try:
             report = _checked(context, room)
@@ -185,27 +174,24 @@ class _Room:
         self._rest_bytes = resident_bytes()
         self._peak = PeakMeter()
         self._begun = time.monotonic()
+        self._seconds_each = 0.0
 
     def may_add(self, num_examples: int) -> bool:
         """Return whether to compare so many examples; one fewer has passed alone."""
-        spent = time.monotonic() - self._begun
-        is_fast = spent / (num_examples - 1) * num_examples <= MAX_SECONDS
+        self._seconds_each = (time.monotonic() - self._begun) / (num_examples - 1)
+        is_fast = self._seconds_each * num_examples <= MAX_SECONDS
         return is_fast and self.may_train_on(num_examples)
 
     def may_train_on(self, num_examples: int) -> bool:
-        """Return whether a batch of so many examples is predicted to fit."""
-        return self.has(num_examples * self._each)
+        """Return whether a batch of so many examples is predicted to fit, and passes fast."""
+        if self._seconds_each > MAX_SECONDS:
+            return False
+        return self._has(num_examples * self._each)
 
-    def has(self, num_bytes: float, *, share: float = GUARD_SHARE) -> bool:
-        """Return whether this share of the limit has room for so many bytes more than at rest."""
-        limit = self._memory.limit_bytes()
-        return limit is None or self._rest_bytes + num_bytes <= share * limit
-
-    def would_be(self, num_bytes: float) -> str:
-        """Describe the process's peak with so many bytes more than at rest, and the limit."""
-        limit = self._memory.limit_bytes() or 0
-        peak = self._rest_bytes + num_bytes
-        return f"{peak / 2**20:,.0f} MiB of {limit / 2**20:,.0f} MiB"
+    def _has(self, num_bytes: float) -> bool:
+        """Return whether the limit has room for so many bytes more than at rest."""
+        limit, rest = self._memory.limit_bytes(), self._rest_bytes
+        return limit is None or rest + num_bytes <= guarded_bytes(limit, rest)
 
     def survey_size(self) -> int:
         """Return how many examples a forward pass of the survey takes at a time."""
@@ -223,11 +209,32 @@ def predicted_footprint(context: TrainingContext) -> Footprint | None:
     From one forward pass of the first example that succeeds, which takes less memory than a pass
     without checkpointing. None if the model has no blocks to checkpoint, or no example succeeds.
     """
+    return try_examples(context, footprint, with_backward=False)
+
+
+Found = TypeVar("Found")
+
+
+def try_examples(
+    context: TrainingContext,
+    measured: Callable[[nn.Module, Callable[[], object]], Found | None],
+    *,
+    with_backward: bool = True,
+) -> Found | None:
+    """Return what ``measured`` returns for the model and a pass of the first example that succeeds.
+
+    None if none of the first few does, or memory runs out.
+    """
     tried = _first_examples(context)
+
+    def one_pass(position: int) -> None:
+        loss, _, _ = forward(PLAN, tried, (position,), context)
+        if with_backward:
+            backward(loss)
+
     for position in tried.positions:
-        one_pass = functools.partial(forward, PLAN, tried, (position,), context)
         try:
-            return footprint(context.image.model, one_pass)
+            return measured(context.image.model, functools.partial(one_pass, position))
         except InvalidGradients as error:
             log.debug("%s: an example failed: %s", context.name, error)
         except MemoryError:

@@ -180,9 +180,9 @@ class Trainer:
         """
         context = self.context(examples, name, self.machine or ThisMachine())
         try:
-            self.checkpointed.measure(context)
+            self.checkpointed.fit(context)
             self.accumulator.zero()
-            report = check_task(context, predicted=self.checkpointed.footprint)
+            report = check_task(context)
             self.accumulator.check_views()
             if self._trial is not None:
                 self._trial(context)
@@ -215,6 +215,7 @@ class Trainer:
             clock=hardware.clock,
             memory=hardware.memory,
             checkpointed_bytes=self.checkpointed.bytes_per_example,
+            pass_memory=self.checkpointed.pass_memory,
             time_share=hardware.time_share,
             vitals=hardware.vitals,
             should_stop=self.stop_requested.is_set,

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import cast
 
 from headwater.client.device.interfaces import Clock, Hardware, Memory, TimeShare
-from headwater.client.memory.activation_checkpointing import is_on, switch_on
+from headwater.client.memory.activation_checkpointing import is_on, kept_blocks, switch_on
+from headwater.client.memory.footprint import PassMemory
+from headwater.client.memory.peak_model import guarded_bytes
 from headwater.client.training.accumulator import Accumulator
 from headwater.client.training.batch_fetch import Batches
 from headwater.client.training.progress import TrainingProgress
@@ -57,6 +59,8 @@ class TrainingContext:
     checkpointed_bytes: float | None = None
     """Predicted bytes per example with activation checkpointing; None if it was not measured, or
     the model has no blocks to checkpoint."""
+    pass_memory: PassMemory | None = None
+    """The measured pass of one example; None if memory was not short when the task was checked."""
     time_share: Callable[[], TimeShare] = TimeShare
     vitals: Callable[[], Vitals] = Vitals
     progress: TrainingProgress = field(default_factory=TrainingProgress, repr=False)
@@ -68,17 +72,26 @@ class TrainingContext:
             object.__setattr__(self, "batches", Batches(self.task, self.examples))
 
     def fitting_with_checkpointing(self, num_examples: int) -> int | None:
-        """Switch activation checkpointing on if that saves memory; return how many examples fit.
+        """Recompute more activations if that saves memory; return how many examples fit.
 
-        0 if it saves none, or if not one fits even so. Its bytes per example were measured before
-        memory was short (``headwater.client.trainer.task_trial``).
+        0 if it saves none, or if not one fits even so. The bytes per example were measured before
+        memory was short (``headwater.client.trainer.checkpointed_clients``).
         """
-        line, predicted = self.memory.line, self.checkpointed_bytes
+        line, predicted, was_on = self.memory.line, self.checkpointed_bytes, is_on(self.image.model)
+        kept, limit, measured = frozenset[int](), self.memory.limit_bytes(), self.pass_memory
+        if measured is not None and limit is not None and line is not None:
+            kept_so_far = kept_blocks(self.image.model) if was_on else measured.blocks
+            # What the process has gained since the measurement.
+            gained = max(line.at(1) - measured.peak_bytes(kept_so_far), 0.0)
+            kept = measured.most_kept(guarded_bytes(limit, measured.rest_bytes) - gained)
+            predicted = measured.peak_bytes(kept) + gained - line.base
         if predicted is None or line is None or predicted >= line.each:
             return 0
-        was_on = is_on(self.image.model)
-        switch_on(self.image.model)
-        self.memory.use_checkpointing(predicted)
+        switch_on(self.image.model, kept=kept)
+        if measured is None:
+            self.memory.use_checkpointing(predicted)
+        else:
+            self.memory.expect(rest_bytes=int(line.base), peak_bytes=int(line.base + predicted))
         fitting = self.memory.fitting(num_examples)
         if not was_on:
             log.warning(

@@ -94,7 +94,7 @@ class Comparison:
         if not is_fitting:
             self.notes.append(
                 f"the gradients of {len(positions)} examples together were not compared: they are "
-                "predicted not to fit in memory"
+                "predicted not to fit in memory, or to take long"
             )
 
     def compare(self, group: Sequence[int], *, with_gradients: bool = False) -> None:

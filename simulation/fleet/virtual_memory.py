@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headwater.client.memory.peak_model import GUARD_SHARE, PeakModel
+from headwater.client.memory.peak_model import PeakModel, guarded_bytes
 from headwater.common.stats.linear_fit import Line
 from headwater.simulation.fleet.profiles import MIB
 
@@ -50,7 +50,7 @@ class VirtualMemory:
         model = PeakModel(
             line=line, least_each=line.each, largest_size=1, rest_bytes=self.base_bytes
         )
-        return model.fitting(self._limit_bytes * GUARD_SHARE)
+        return model.fitting(guarded_bytes(self._limit_bytes, self.base_bytes))
 
     def begin(self, num_examples: int) -> None:
         """Record that a micro-batch of this size begins.
@@ -71,6 +71,9 @@ class VirtualMemory:
         peak_bytes = max(self._peak_bytes(num_examples), self._failed_peak_bytes)
         self._failed_peak_bytes = 0
         return peak_bytes
+
+    def expect(self, *, rest_bytes: int, peak_bytes: int) -> None:
+        """Do nothing: a simulated device's bytes are those of its profile, not this process's."""
 
     def use_checkpointing(self, bytes_per_example: float | None) -> None:
         self.uses_checkpointing = True

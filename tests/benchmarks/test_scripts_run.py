@@ -18,6 +18,7 @@ KEYS = {
     "exactness": "at_start",
     "fairness": "share_of_examples",
     "fuzz": "executions",
+    "large_models": "figures",
     "load": "model_is_exact",
     "masking": "keystream",
     "noise_scale": "told_over_true",

@@ -15,13 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from headwater.client.memory.activation_checkpointing import (
-    Footprint,
-    footprint,
     is_on,
     switch_off,
     switch_on,
 )
-from headwater.client.memory.peak_model import WORKING_FACTOR
 from headwater.client.memory.recompute import RecomputedPass
 from headwater.common.errors import TaskError
 from tests.processes import ROOT
@@ -225,7 +222,6 @@ def test_the_repeated_blocks_are_checkpointed(name: str, kinds: list[str]) -> No
 def test_a_model_without_blocks_is_left_unchanged(model: nn.Module) -> None:
     assert not switch_on(model)
     assert not is_on(model)
-    assert footprint(model, lambda: None) is None
 
 
 def test_without_gradients_a_block_runs_once() -> None:
@@ -336,31 +332,6 @@ def test_the_passes_of_a_block_are_freed_after_the_backward_pass(name: str) -> N
         assert passes() == before
     finally:
         gc.enable()
-
-
-def test_the_footprint_is_the_blocks_inputs_and_twice_the_largest_block() -> None:
-    class Wide(nn.Module):
-        def __init__(self, width: int) -> None:
-            super().__init__()
-            self.up, self.down = nn.Linear(8, width), nn.Linear(width, 8)
-
-        def forward(self, x_BI: Tensor) -> Tensor:
-            out: Tensor = self.down(self.up(x_BI).tanh())
-            return out
-
-    model = nn.Sequential(Wide(16), Wide(64), Wide(32))
-    found = footprint(model, lambda: model(torch.randn(10, 8)).sum())
-    held, largest = 3 * 4 * 10 * 8, 4 * 10 * 64  # float32; tanh's output is kept once
-    plain = held + 4 * 10 * (16 + 64 + 32)
-    assert found == Footprint(checkpointed=held + WORKING_FACTOR * largest, plain=plain)
-    assert not is_on(model)
-
-
-def test_measuring_the_footprint_leaves_checkpointing_as_it_was() -> None:
-    model, inputs = made("residual")
-    switch_on(model)
-    footprint(model, lambda: model(inputs).sum())
-    assert is_on(model)
 
 
 MEASURED = """

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from headwater.client.memory.peak_model import (
     GIVE_BACK_EVERY_SECONDS,
+    GUARD_BYTES,
     GUARD_SHARE,
     NOISE_BYTES,
     RELAXED,
@@ -102,10 +103,10 @@ def test_nothing_is_predicted_without_a_line_or_a_limit() -> None:
 
 
 def test_a_lowered_limit_lowers_what_fits() -> None:
-    limit = [1000 * MIB]
+    limit = [600 * MIB]
     memory = ProcessMemory(lambda: limit[0])
     memory.known = peaks(base=300 * MIB, each=MIB)
-    assert memory.fitting(1) == int(1000 * GUARD_SHARE - 300)
+    assert memory.fitting(1) == int(600 * GUARD_SHARE - 300)
     limit[0] = 400 * MIB
     assert memory.fitting(1) == int(400 * GUARD_SHARE - 300)
     limit[0] = 300 * MIB
@@ -132,9 +133,14 @@ def gave_back(memory: ProcessMemory, num_examples: int) -> bool:
     return memory.known.surplus_bytes != -1.0
 
 
+def limit_with_room(num_bytes: int) -> int:
+    """Return the limit of which a prediction may fill so many bytes, most of them held already."""
+    return int(min(num_bytes / GUARD_SHARE, num_bytes + GUARD_BYTES))
+
+
 def test_close_to_the_limit_memory_is_returned_before_the_size_changes() -> None:
     held = resident_bytes()
-    limit = [int((held + 64 * MIB) / GUARD_SHARE)]
+    limit = [limit_with_room(held + 64 * MIB)]
     memory = ProcessMemory(lambda: limit[0])
     memory.known = peaks(base=held, each=MIB)
     assert not gave_back(memory, 48), "nothing was freed yet"
@@ -142,7 +148,7 @@ def test_close_to_the_limit_memory_is_returned_before_the_size_changes() -> None
     memory.end(48)
     assert not gave_back(memory, 48), "the same size uses the same memory"
     assert not gave_back(memory, 32), "this much more is within the limit"
-    limit[0] = int((held + 60 * MIB) / GUARD_SHARE)
+    limit[0] = limit_with_room(held + 60 * MIB)
     memory._last_peak_bytes = held + 48 * MIB
     assert gave_back(memory, 32)
     assert not gave_back(memory, 32), "there is nothing left to give back"

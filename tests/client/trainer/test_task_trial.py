@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from headwater.client.memory.activation_checkpointing import Footprint
 from headwater.client.memory.peak_model import ProcessMemory
 from headwater.client.trainer.task_trial import CheckReport, check_task
 from headwater.client.trainer.trainer import Trainer
@@ -108,21 +107,6 @@ def test_without_room_for_two_examples_their_gradients_are_not_compared_as_a_not
     memory = ProcessMemory(lambda: 1)
     report = check_task(training_context(TwoLayers(), examples(8), memory=memory))
     assert any("predicted not to fit in memory" in note for note in report.notes)
-
-
-def test_a_check_that_is_predicted_not_to_fit_is_skipped_and_a_note_says_so() -> None:
-    class Blocks(TwoLayers):
-        def new_model(self) -> nn.Module:
-            model = super().new_model()
-            return nn.Sequential(nn.Sequential(*model.children()))
-
-        def loss_sum(self, model: nn.Module, batch: Sequence[Tensor]) -> tuple[Tensor, int]:
-            raise AssertionError("no pass may run")
-
-    context = training_context(Blocks(), examples(8), memory=ProcessMemory(lambda: 1))
-    report = check_task(context, predicted=Footprint(checkpointed=1e9, plain=2e9))
-    assert report.num_seen == 0
-    assert "the task was not checked" in report.notes[0]
 
 
 def test_augmentation_from_torch_s_generator_is_the_same_when_a_window_is_summed_again() -> None:

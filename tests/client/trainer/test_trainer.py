@@ -11,7 +11,13 @@ from headwater.client.device.hardware import ThisMachine
 from headwater.client.trainer.trainer import Trainer
 from headwater.client.training.context import Identity
 from headwater.client.training.sampler import SamplerPosition, SamplerState
-from headwater.common.errors import BuffersChanged, EmptyUpdate, ModelMismatch, NoFiniteExample
+from headwater.common.errors import (
+    BuffersChanged,
+    EmptyUpdate,
+    ModelMismatch,
+    NoFiniteExample,
+    OutOfMemory,
+)
 from headwater.common.messages import DescribeRequest, Plan
 from headwater.common.model.parameters import build_model
 from headwater.common.settings.schema import ClientSettings
@@ -119,8 +125,8 @@ def test_a_client_with_only_bad_examples_is_refused_by_the_check(tmp_path: Path)
 def test_the_check_keeps_to_the_limit_that_the_device_s_owner_set() -> None:
     home = trainer()
     home.machine = ThisMachine(ClientSettings(memory_limit_bytes=1))
-    report = home.check(home.examples(identity(0)), "pi")
-    assert any("predicted not to fit" in note or "not checked" in note for note in report.notes)
+    with pytest.raises(OutOfMemory, match=r"pi: one example alone does not fit: .* of 0 MiB"):
+        home.check(home.examples(identity(0)), "pi")
 
 
 def test_unchecked_updates_of_only_bad_examples_are_refused_as_empty(tmp_path: Path) -> None:
