@@ -59,7 +59,7 @@ from transformers import (
 PADDING = -100  # as a target: the loss leaves it out
 END = "<|end|>"  # between texts
 TEST_EVERY = 10  # of the bundled texts
-NUM_TEST_EXAMPLES = 128
+NUM_TEST_EXAMPLES = 64
 
 log = logging.getLogger(__name__)
 
