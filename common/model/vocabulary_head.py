@@ -100,8 +100,9 @@ class VocabularyHead:
         """
         log_sums_M1, grads_M1 = log_sums_N[self._rows_M, None], grads_N[self._rows_M, None]
         hidden_MD = torch.zeros(self._hidden_MD.shape, dtype=self.sum_dtype)
-        grad_VD = self._weight_VD.new_zeros(self._weight_VD.shape if needs[1] else 0)
-        grad_VD = grad_VD if into_VD is None else into_VD
+        grad_VD = into_VD
+        if grad_VD is None:
+            grad_VD = self._weight_VD.new_zeros(self._weight_VD.shape if needs[1] else 0)
         grad_V = self._weight_VD.new_zeros(len(self._weight_VD) if needs[2] else 0)
         for chunk in reversed(self._chunks):
             size = len(self._rows_M), chunk.stop - chunk.start
