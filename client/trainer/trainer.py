@@ -6,11 +6,11 @@ a thousand in the simulator.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import threading
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
 from headwater.client.device.hardware import ThisMachine
@@ -64,13 +64,13 @@ class Trainer:
         seed: int = 0,
     ) -> None:
         self._replace_batch_norm = replace_batch_norm
-        self._seed = seed
         self.task = load_task(task_spec)
         self._examples = ClientExamples(self.task, self._check_opened)
         self.datasets = self._examples.datasets
         self.local_parameters = local_parameters
         """The patterns of the parameters that stay on the device."""
         self.image = self._built(seed=seed)
+        self._own_digest = _digest_of(self.image)  # a second model would be as many bytes again
         self.accumulator = Accumulator(self.image)
         self.progress = TrainingProgress()
         self.stop_requested = threading.Event()
@@ -245,8 +245,7 @@ class Trainer:
 
     def has_own_model(self) -> bool:
         """Whether the model is the one that the task builds here, not one of the server's."""
-        own, now = self._built(seed=self._seed), self.image
-        return torch.equal(own.bytes_U8, now.bytes_U8) and torch.equal(own.frozen_U8, now.frozen_U8)
+        return _digest_of(self.image) == self._own_digest
 
     def describe(
         self, identity: Identity, hardware: Hardware, request: DescribeRequest
@@ -394,3 +393,10 @@ class Trainer:
             batch_size=plan.micro_batch_size,
             run_id=None if self._loaded is None else self._loaded[0],
         )
+
+
+def _digest_of(image: ModelImage) -> bytes:
+    """Return the SHA-256 of the image's memory as it is now."""
+    digest = hashlib.sha256(image.buffer())
+    digest.update(image.frozen_U8.numpy().data)
+    return digest.digest()

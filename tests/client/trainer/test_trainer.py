@@ -23,6 +23,17 @@ from headwater.common.model.parameters import build_model
 from headwater.common.settings.schema import ClientSettings
 from tests.tasks import TwoLayers
 
+COUNTED_FILE = """
+from tests.tasks import TwoLayers
+
+class Counted(TwoLayers):
+    num_built = 0
+
+    def new_model(self):
+        type(self).num_built += 1
+        return super().new_model()
+"""
+
 TASK_FILE = """
 import torch
 from tests.tasks import NAN_LOSS, RAISES_FORWARD, TwoLayers, examples
@@ -103,6 +114,15 @@ def test_a_model_that_failed_to_load_does_not_count_as_loaded() -> None:
         home.load_model(1, 1, image[:-1])
     home.load_model(1, 0, image)
     assert bytes(home.image.buffer()) == image
+
+
+def test_the_own_model_is_known_again_without_a_second_one(tmp_path: Path) -> None:
+    (tmp_path / "counted.py").write_text(COUNTED_FILE)
+    home = trainer(f"{tmp_path}/counted.py:Counted")
+    assert home.has_own_model()
+    home.load_model(1, 0, bytes(build_model(TwoLayers(), seed=7).buffer()))
+    assert not home.has_own_model()
+    assert type(home.task).num_built == 1  # type: ignore[attr-defined]
 
 
 def test_the_sampler_advances_only_if_the_round_was_counted() -> None:
