@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headwater.client.memory.peak_model import resident_bytes
+from headwater.common.errors import OutOfMemory
 from headwater.common.system.portability import num_usable_cores
 
 # A lowered limit is noticed after so long; if reading takes long, it may cost 2 % of the time.
@@ -83,6 +84,26 @@ class MemoryLimits:
     def lowest_bytes(self) -> int:
         """Return the bytes of ``lowest``."""
         return self.lowest().num_bytes
+
+
+def check_room(
+    num_bytes: int, what: str, *, resident: int | None = None, limit: MemoryLimit | None = None
+) -> None:
+    """Check, before it is allocated, that so much memory more stays within the lowest limit.
+
+    ``resident`` and ``limit`` are those of this process now, unless they are given.
+
+    Raises:
+        OutOfMemory: it does not; names the bytes and the limit.
+    """
+    resident = resident_bytes() if resident is None else resident
+    limit = MemoryLimits().lowest() if limit is None else limit
+    if resident + num_bytes > limit.num_bytes:
+        raise OutOfMemory(
+            f"{what} takes {num_bytes / 2**20:,.0f} MiB beside {resident / 2**20:,.0f} MiB that "
+            f"the process holds, and the limit is {limit.num_bytes / 2**20:,.0f} MiB "
+            f"({limit.source})"
+        )
 
 
 def usable_cores(root: Path = ROOT) -> float:

@@ -16,6 +16,7 @@ from torch import Tensor
 from headwater.client.device.hardware import ThisMachine
 from headwater.client.device.interfaces import Hardware, Speed
 from headwater.client.memory import activation_checkpointing as checkpointing
+from headwater.client.memory.limits import check_room
 from headwater.client.trainer.checkpointed_clients import CheckpointedClients
 from headwater.client.trainer.client_examples import ClientExamples
 from headwater.client.trainer.held_out import HeldOutEvaluation
@@ -63,6 +64,12 @@ class Trainer:
         trial: Trial | None = None,
         seed: int = 0,
     ) -> None:
+        """Build the model, and the vector beside it.
+
+        Raises:
+            OutOfMemory: the model leaves no room for the vector.
+            HeadwaterError: the task cannot be loaded, see ``headwater.common.task.load_task``.
+        """
         self._replace_batch_norm = replace_batch_norm
         self.task = load_task(task_spec)
         self._examples = ClientExamples(self.task, self._check_opened)
@@ -71,6 +78,11 @@ class Trainer:
         """The patterns of the parameters that stay on the device."""
         self.image = self._built(seed=seed)
         self._own_digest = _digest_of(self.image)  # a second model would be as many bytes again
+        layout = self.image.layout
+        check_room(
+            4 * (layout.num_parameters + layout.num_local),
+            f"the gradient of {layout.num_parameters + layout.num_local:,} parameters",
+        )
         self.accumulator = Accumulator(self.image)
         self.progress = TrainingProgress()
         self.stop_requested = threading.Event()

@@ -26,8 +26,12 @@ from headwater.common.model.group_norm import (
 )
 from headwater.common.model.layout import kind_of, layout_of, named_tensors
 from headwater.common.model.local_parameters import local_names
+from headwater.common.system.heap import release_freed_memory
 from headwater.common.task import Task
 from headwater.common.user_code import running
+
+# While a model moves into its image, the memory that it leaves is released after so many bytes.
+RELEASED_BYTES = 16 << 20
 
 
 class ModelImage:
@@ -60,7 +64,8 @@ class ModelImage:
         self.local_names = local_names(model, local_parameters)
         """All names of the tensors that stay on the device, buffers too."""
         self.layout = layout_of(model, self.local_names)
-        self.bytes_U8 = torch.zeros(self.layout.num_bytes, dtype=torch.uint8)
+        # Not zeros: a page is there from its first write, when its tensor moves in and leaves one.
+        self.bytes_U8 = torch.empty(self.layout.num_bytes, dtype=torch.uint8)
         self.values_P = self.bytes_U8.view(torch.float32)
         self.local_L = torch.zeros(self.layout.num_local)
         """The parameters that stay on the device."""
@@ -73,12 +78,17 @@ class ModelImage:
         views |= {slot.name: slot.view_of(self.frozen_U8) for slot in self.layout.frozen}
         tensors = dict(named_tensors(model))
         self._frozen = [(name, tensors[name]) for name in (s.name for s in self.layout.frozen)]
+        num_moved = 0
         for name in tuple(tensors):
             if name in views:  # a buffer that stays on the device has no place of its own
                 tensor = tensors.pop(name)
                 with torch.no_grad():
                     views[name].copy_(tensor)
                 tensor.data = views[name]
+                num_moved += tensor.nbytes
+                if num_moved >= RELEASED_BYTES:  # or else the process holds the model twice
+                    num_moved = 0
+                    release_freed_memory()
 
     def buffer(self) -> memoryview:
         """Return the memory of the trainable parameters, writable, without a copy."""

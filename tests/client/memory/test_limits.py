@@ -12,8 +12,10 @@ from headwater.client.memory.limits import (
     READ_EVERY_SECONDS,
     MemoryLimit,
     MemoryLimits,
+    check_room,
     usable_cores,
 )
+from headwater.common.errors import OutOfMemory
 from tests.machines import write
 
 MIB = 2**20
@@ -199,3 +201,12 @@ def test_a_cgroup_may_grant_a_fraction_of_a_core(
 ) -> None:
     affinity = len(os.sched_getaffinity(0))
     assert usable_cores(machine(tmp_path, files)) == (affinity if cores is None else cores)
+
+
+def test_what_would_pass_the_limit_is_refused_with_its_bytes_before_it_is_allocated() -> None:
+    limit = MemoryLimit(num_bytes=100 << 20, source="cgroup's memory.max")
+    check_room(60 << 20, "the gradient of 15 parameters", resident=40 << 20, limit=limit)
+    with pytest.raises(
+        OutOfMemory, match=r"takes 61 MiB beside 40 MiB .* limit is 100 MiB \(cgroup's memory.max\)"
+    ):
+        check_room(61 << 20, "the gradient of 15 parameters", resident=40 << 20, limit=limit)

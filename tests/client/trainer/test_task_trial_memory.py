@@ -54,3 +54,26 @@ def test_the_check_peaks_at_less_than_one_vector_above_model_and_accumulator(
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) < 1.0
+
+
+BUILD = """
+import json
+import torch
+from torch import nn
+from headwater.client.memory.peak_model import PeakMeter, resident_bytes
+from headwater.common.model.parameters import ModelImage
+
+model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(48)))
+before, meter = resident_bytes(), PeakMeter()
+image = ModelImage(model)
+print(json.dumps((meter.peak_bytes() - before) / image.bytes_U8.nbytes))
+"""
+
+
+@pytest.mark.slow
+def test_a_model_moves_into_its_image_without_being_there_twice() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", BUILD], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) < 0.5
