@@ -137,9 +137,12 @@ def sum_window(
     since_seconds = context.clock.seconds()
     start_seconds = since_seconds - math.fsum(step.seconds for step in total.steps)
     while total.remaining:
-        if rules.must_answer:
+        more = rules.num_until_answer()
+        if more == 0:
             _end(plan, window, total, "deadline")
             break
+        if more is not None:
+            total.limit_next(more)
         begun_seconds = since_seconds
         passed_seconds = since_seconds - start_seconds
         reason = _reason_to_end(plan, total, before, context, rules, passed_seconds)
@@ -158,7 +161,7 @@ def sum_window(
         since_seconds = (
             since_seconds + total.steps[-1].seconds if is_added else context.clock.seconds()
         )
-        rules.note_attempt(since_seconds - begun_seconds)
+        rules.note_attempt(since_seconds - begun_seconds, num_examples=len(positions))
         context.progress.reach(
             len(before.steps) + len(total.steps),
             before.num_examples + total.num_examples,

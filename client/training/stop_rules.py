@@ -37,24 +37,31 @@ class StopRules:
         self._time_share = TimeShare()
         self._max_examples = math.inf
         self._sense_at = -math.inf
+        self._begun_seconds: float | None = None
         self._attempts: deque[float] = deque(maxlen=RECENT_STEPS)
+        """Seconds per example of the last micro-batches."""
         self._read_time_share()
 
-    def note_attempt(self, seconds: float) -> None:
+    def note_attempt(self, seconds: float, *, num_examples: int) -> None:
         """Note how long a micro-batch took, also one that failed."""
-        self._attempts.append(seconds)
+        self._attempts.append(seconds / num_examples)
 
-    @property
-    def must_answer(self) -> bool:
-        """Whether another micro-batch might make the answer to a masked plan late.
+    def num_until_answer(self) -> int | None:
+        """Return how many more examples of a masked plan can be summed in time for its answer.
 
-        It is assumed to take as long as the slowest of the last ones; the first is always tried.
+        By the slowest pace of the last micro-batches, from the first call on, which is when the
+        window begins. None: as many as are left; the first micro-batch is always tried.
         """
         end = self._plan.answer_by
-        if end is None or not self._attempts:
-            return False
-        passed_seconds = self._context.clock.seconds() - self._start_seconds
-        return passed_seconds + max(self._attempts) > SUMMED_PART * end
+        if end is None:
+            return None
+        now = self._context.clock.seconds()
+        self._begun_seconds = now if self._begun_seconds is None else self._begun_seconds
+        slowest = max(self._attempts, default=0.0)
+        if slowest == 0.0:
+            return None
+        left_seconds = SUMMED_PART * end - (now - self._begun_seconds)
+        return max(math.floor(left_seconds / slowest), 0)
 
     def reason_to_stop(
         self, steps: Sequence[Step], *, num_done: int, num_next: int

@@ -106,6 +106,16 @@ def test_masked_rounds_take_an_object() -> None:
     assert [row.num_clients for row in run.history] == [3, 3, 3]
 
 
+def test_masked_rounds_reach_their_batch_over_slow_links(tmp_path: Path) -> None:
+    fleet = tmp_path / "fleet.toml"
+    device = "[[device]]\nexamples_per_second = 2000\nmemory_bytes = 1_000_000_000\nupload_bytes_per_second = 130\n"
+    fleet.write_text(4 * device)
+    given = {"fleet": fleet, "effective_batch_size": 40, "secure_aggregation": "semi-honest"}
+    given |= {"settings": {"plan.max_micro_batch_size": 2}}
+    run = headwater.simulate(Signs, rounds=2, progress=False, **given)
+    assert [row.num_examples for row in run.history] == [40, 40]
+
+
 def test_settings_go_by_dotted_keys_nested_tables_or_a_file(tmp_path: Path) -> None:
     file = tmp_path / "own.toml"
     file.write_text("seed = 7\n[optimizer]\nname = 'sgd'\narguments = {momentum = 0.5}\n")

@@ -353,3 +353,27 @@ def test_a_masked_window_ends_before_its_plan_is_answered_whatever_its_data(
         if seconds == 0.0 and kind == "fine":
             assert (total.reason, total.num_examples) == ("quota", 48)
     assert clock.now <= SUMMED_PART * 60.0
+
+
+def test_a_slow_micro_batch_shortens_the_last_one_of_a_masked_window() -> None:
+    """The first 16 examples take 2 s each, so that 54 - 32 s are left for 11 of the other 16."""
+    data = examples(32)
+    context, taken = training_context(TwoLayers(), data), whole(data, 32)
+    clock = FakeClock()
+    task = SlowTask(clock, seconds=1.0, kind="fine")
+    context = replace(context, task=task, clock=clock, batches=Batches(task, context.examples))
+    chosen = plan(32, 16, is_masked=True, answer_seconds=60.0)
+    total = sum_window(chosen, taken, context, StopRules(chosen, context, 0.0))
+    assert [step.num_examples for step in total.steps] == [16, 11]
+    assert total.reason == "deadline"
+
+
+def test_what_passes_before_a_masked_window_begins_is_not_its_time() -> None:
+    data = examples(8)
+    context, taken = training_context(TwoLayers(), data), whole(data, 8)
+    clock = FakeClock()
+    clock.now = 100.0  # the transfer of a simulated device
+    context = replace(context, clock=clock)
+    chosen = plan(8, 2, is_masked=True, answer_seconds=10.0)
+    total = sum_window(chosen, taken, context, StopRules(chosen, context, 0.0))
+    assert (total.reason, total.num_examples) == ("quota", 8)
