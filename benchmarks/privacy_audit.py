@@ -1,8 +1,9 @@
 """An audit of differential privacy: what an attacker really learns, beside the epsilon promised.
 
 Each device is a canary: with a coin it sends a vector of its own, of the norm that the clip allows,
-or zeros, which is the difference that the promise is about (docs/privacy.md). The attacker knows
-all vectors and the trained model, and guesses the coins: of those canaries whose vectors fit the
+or zeros, which is the difference that the promise is about (docs/privacy.md). With
+``--privacy-unit example`` each example of each device is such a canary. The attacker knows all
+vectors and the trained model, and guesses the coins: of those canaries whose vectors fit the
 model's change best that they took part, of those that fit it least that they did not. From the
 number of right guesses follows, with 95 % confidence, a lower bound of epsilon: Steinke, Nasr and
 Jagielski, "Privacy Auditing with One (1) Training Run" (2023), theorem 5.2.
@@ -29,24 +30,31 @@ import headwater
 from benchmarks.measure import Figures, arguments, report
 
 Mode = Literal["off", "semi-honest"]
+Unit = Literal["device", "example"]
 
 COORDINATES, SEED = 50_000, 3
 EXAMPLES = 8
-"""Equal ones on each device, as masked plans have at least so many."""
+"""On each device, as masked plans have at least so many; equal ones if the device is a canary."""
 GUESSED = 0.1
 """The part of the canaries guessed to have taken part, and the part guessed not to have."""
 CONFIDENCE = 0.95
 DELTA = 1e-5
+UNITS: tuple[Unit, ...] = ("device", "example")
 
 
 class Canaries:
-    """Devices of one vector each; ``coins`` says which of them send zeros instead."""
+    """Canaries of one vector each; ``coins`` says which of them are there, and not zeros."""
 
-    def __init__(self, num_devices: int) -> None:
+    def __init__(self, num_canaries: int, unit: Unit) -> None:
         random = np.random.default_rng(SEED)
-        signs = random.choice([-1.0, 1.0], size=(num_devices, COORDINATES))
+        signs = random.choice([-1.0, 1.0], size=(num_canaries, COORDINATES))
         self.vectors = torch.from_numpy((signs / math.sqrt(COORDINATES)).astype(np.float32))
-        self.coins = torch.from_numpy(random.random(num_devices) < 0.5)
+        self.coins = torch.from_numpy(random.random(num_canaries) < 0.5)
+        self._each = EXAMPLES if unit == "example" else 1
+
+    @property
+    def num_devices(self) -> int:
+        return len(self.coins) // self._each
 
     def new_model(self) -> nn.Module:
         model = nn.Linear(COORDINATES, 1, bias=False)
@@ -54,8 +62,9 @@ class Canaries:
         return model
 
     def train_examples(self, *, data: Path | None, part: int, num_parts: int) -> TensorDataset:
-        vector = self.vectors[part] * self.coins[part]
-        return TensorDataset(vector.expand(EXAMPLES, -1))
+        own = slice(part * self._each, (part + 1) * self._each)
+        vectors = self.vectors[own] * self.coins[own, None]
+        return TensorDataset(vectors.repeat(EXAMPLES // self._each, 1))
 
     def loss_sum(self, model: nn.Module, batch: list[Tensor]) -> tuple[Tensor, int]:
         """Return a loss whose gradient is the sum of the vectors."""
@@ -65,23 +74,31 @@ class Canaries:
 def main() -> None:
     """Audit each mode and report."""
     chosen = arguments(__doc__)
-    num_devices, num_masked = (60, 20) if chosen.quick else (2_000, 300)
-    modes: tuple[tuple[Mode, int], ...] = (("off", num_devices), ("semi-honest", num_masked))
-    figures = {
-        f"{mode}, z = {multiplier:g}": audit(number, mode=mode, multiplier=multiplier)
-        for mode, number in modes
+    num_canaries, num_masked = (80, 80) if chosen.quick else (2_000, 320)
+    modes: tuple[tuple[Mode, Unit, int], ...] = (
+        ("off", "device", num_canaries),
+        ("semi-honest", "device", num_masked),
+        ("off", "example", num_canaries),
+        ("semi-honest", "example", num_masked),
+    )
+    figures: Figures = {
+        f"{mode}, {unit}, z = {multiplier:g}": audit(number, mode, unit, multiplier=multiplier)
+        for mode, unit, number in modes
         for multiplier in (0.5, 1.0)
     }
-    figures["off, without noise"] = audit(num_devices, mode="off", multiplier=None)
+    for unit in UNITS:
+        name = f"off, {unit}, without noise"
+        figures[name] = audit(num_canaries, "off", unit, multiplier=None)
     report(figures, as_json=chosen.json, doc=__doc__)
 
 
-def audit(num_devices: int, *, mode: Mode, multiplier: float | None) -> Figures:
+def audit(num_canaries: int, mode: Mode, unit: Unit, *, multiplier: float | None) -> Figures:
     """Train for one round, guess the coins, and return both epsilons."""
-    task = Canaries(num_devices)
+    task = Canaries(num_canaries, unit)
+    noise = {"privacy.noise_multiplier": multiplier, "privacy.delta": DELTA, "privacy.unit": unit}
     run = headwater.simulate(
         task,
-        clients=num_devices,
+        clients=task.num_devices,
         rounds=1,
         optimizer="sgd",
         learning_rate=1.0,
@@ -89,14 +106,14 @@ def audit(num_devices: int, *, mode: Mode, multiplier: float | None) -> Figures:
         micro_batch_size=EXAMPLES,
         secure_aggregation=mode,
         threads=1,
-        settings={"privacy.noise_multiplier": multiplier, "privacy.delta": DELTA},
+        settings=noise if multiplier is not None else {},
     )
     change = -next(run.model.parameters()).detach().reshape(-1)
     num_correct, num_guesses = guess(task.vectors @ change, task.coins)
-    found = epsilon_shown(num_devices, num_guesses=num_guesses, num_correct=num_correct)
+    found = epsilon_shown(num_canaries, num_guesses=num_guesses, num_correct=num_correct)
     promised = run.history[-1].epsilon
     return {
-        "devices": num_devices,
+        "canaries": num_canaries,
         "right_guesses": num_correct,
         "guesses": num_guesses,
         "epsilon_shown": found,

@@ -28,7 +28,7 @@ KEYS = {
     "partitions": "iid",
     "planning": "assign",
     "privacy": "seconds_ratio",
-    "privacy_audit": "off, z = 1",
+    "privacy_audit": "semi-honest, example, z = 1",
     "robust_rules": "honest, iid, sum",
     "round_trip": "clients_1",
     "secure_round": "plain_round_seconds",
