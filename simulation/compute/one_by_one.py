@@ -24,7 +24,6 @@ from headwater.client.training.context import TrainingContext
 from headwater.client.training.local_update import LocalSum, make_update
 from headwater.client.training.sampler import (
     ExampleOrder,
-    SamplerState,
     Window,
     window,
     window_length,
@@ -228,15 +227,17 @@ class OneByOne:
                 local = one.local.pend(plan.round, one.local_sum.local_L)
                 store.write(local, one.context.image.layout)
         except EmptyUpdate as error:
-            devices.positions[part] = SamplerState(place=window.after(len(window.positions)))
+            settled = devices.positions[part].settle(plan.counted_round)
+            place = window.after(len(window.positions))
+            devices.positions[part] = replace(settled, place=place)
             return _dropout(client, error)
         except Exception as error:
             return _dropout(client, error)
-        devices.positions[part] = SamplerState(
-            place=window.place,
-            pending_round=plan.round,
-            pending_place=window.after(one.local_sum.num_used),
-        )
+        is_whole = plan.is_private_by_example  # as ``client.trainer`` passes its examples
+        num_passed = len(window.positions) if is_whole else one.local_sum.num_used
+        settled = devices.positions[part].settle(plan.counted_round)
+        after = replace(settled, place=window.place).pend(plan.round, window.after(num_passed))
+        devices.positions[part] = after
         faults = devices.falsifications(part, round_number=plan.round)
         if faults:
             moment = devices.fleet.moment(part, round_number=plan.round)

@@ -104,6 +104,7 @@ class PositionColumns:
     def __init__(self, num_devices: int) -> None:
         self._has_trained = np.zeros(num_devices, dtype=np.bool_)
         self._round = np.zeros(num_devices, dtype=np.int64)
+        self._settled = np.full(num_devices, NO_ROUND, dtype=np.int64)
         # Of each device's position and of its pending one: epoch, offset, number of skipped places,
         # and where these begin among those of all devices, which follow in the order of writing.
         self._columns = np.zeros((2, 4, num_devices), dtype=np.int64)
@@ -119,12 +120,17 @@ class PositionColumns:
             )
             for epoch, offset, number, start in self._columns[:, :, part].tolist()
         )
-        number = int(self._round[part]) or None
-        return SamplerState(place=place, pending_round=number, pending_place=after)
+        return SamplerState(
+            place=place,
+            pending_round=int(self._round[part]) or None,
+            pending_place=after,
+            settled_round=int(self._settled[part]) or None,
+        )
 
     def __setitem__(self, part: int, state: SamplerState) -> None:
         self._has_trained[part] = True
         self._round[part] = state.pending_round or NO_ROUND
+        self._settled[part] = state.settled_round or NO_ROUND
         for which, place in enumerate((state.place, state.pending_place)):
             skipped = place.skipped
             begin = self._append(np.array(skipped)) if skipped else 0
@@ -136,6 +142,7 @@ class PositionColumns:
         ``counted_rounds`` is NO_ROUND for a device whose last round was not counted.
         """
         counted = (self._round[parts] == counted_rounds) & (counted_rounds != NO_ROUND)
+        self._settled[parts[counted]] = counted_rounds[counted]
         return self._places(parts, counted.astype(np.int64))
 
     def set_pending(
@@ -165,6 +172,7 @@ class PositionColumns:
                     "place": _plain(state.place),
                     "pending_round": state.pending_round,
                     "pending_place": _plain(state.pending_place),
+                    "settled_round": state.settled_round,
                 },
             )
 

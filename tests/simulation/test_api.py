@@ -108,7 +108,8 @@ def test_masked_rounds_take_an_object() -> None:
 
 def test_masked_rounds_reach_their_batch_over_slow_links(tmp_path: Path) -> None:
     fleet = tmp_path / "fleet.toml"
-    device = "[[device]]\nexamples_per_second = 2000\nmemory_bytes = 1_000_000_000\nupload_bytes_per_second = 130\n"
+    figures = ("examples_per_second = 2000", "memory_bytes = 1_000_000_000")
+    device = "\n".join(("[[device]]", *figures, "upload_bytes_per_second = 130\n"))
     fleet.write_text(4 * device)
     given = {"fleet": fleet, "effective_batch_size": 40, "secure_aggregation": "semi-honest"}
     given |= {"settings": {"plan.max_micro_batch_size": 2}}

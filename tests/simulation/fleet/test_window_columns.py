@@ -46,7 +46,8 @@ def test_windows_and_places_in_columns_are_those_of_each_device_alone(
                 state.place, quota=quota, run_seed=SEED, name=str(part), num_examples=owned[part]
             )
             assert [next(positions) for _ in range(quota)] == list(taken.positions)
-            alone[part] = SamplerState(place=taken.place).pend(number, taken.after(num_used))
+            after = taken.after(num_used)
+            alone[part] = dataclasses.replace(state, place=taken.place).pend(number, after)
             if works[part][3]:
                 counted[part] = number
     assert [columns[part] for part in range(NUM_DEVICES)] == alone
@@ -59,12 +60,12 @@ def test_a_position_written_alone_is_the_one_that_is_read_and_saved(
     columns, states = PositionColumns(NUM_DEVICES), dict[int, SamplerState]()
     for number, works in enumerate(rounds, start=1):
         for part, (_, quota, share, _) in enumerate(works):
-            place = states.get(part, SamplerState()).pending_place
+            state = states.get(part, SamplerState()).settle(number - 1)
             taken = window(
-                place, quota=quota, run_seed=SEED, name=str(part), num_examples=owned[part]
+                state.place, quota=quota, run_seed=SEED, name=str(part), num_examples=owned[part]
             )
             after = taken.after(round(share * quota))
-            states[part] = SamplerState(place=taken.place).pend(number, after)
+            states[part] = dataclasses.replace(state, place=taken.place).pend(number, after)
             columns[part] = states[part]
     assert {part: columns[part] for part in states} == states
     for part, plain in columns.to_plain():
