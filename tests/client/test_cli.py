@@ -19,7 +19,7 @@ def test_check_shows_the_memory_limit_the_task_s_cost_and_the_device_s_speed() -
     threads = torch.get_num_threads()
     try:
         found = CliRunner().invoke(
-            app, ["check", "--task", TASK, "--threads", "1", "--memory-limit", "1000000000"]
+            app, ["check", "--task", TASK, "--threads", "1", "--memory-limit", "8000000000"]
         )
     finally:
         torch.set_num_threads(threads)
@@ -28,7 +28,7 @@ def test_check_shows_the_memory_limit_the_task_s_cost_and_the_device_s_speed() -
     assert topics == {
         "task", "examples", "model", "loss", "memory", "speed", "sensors", "gives"
     }  # fmt: skip
-    assert "up to 1.0 GB, by memory limit as set" in found.output
+    assert "up to 8.0 GB, by memory limit as set" in found.output
     assert "per example of a micro-batch" in found.output
     assert "fastest in" in found.output
     assert "of its time" in found.output
