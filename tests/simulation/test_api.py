@@ -111,7 +111,11 @@ def test_masked_rounds_reach_their_batch_over_slow_links(tmp_path: Path) -> None
     figures = ("examples_per_second = 2000", "memory_bytes = 1_000_000_000")
     device = "\n".join(("[[device]]", *figures, "upload_bytes_per_second = 130\n"))
     fleet.write_text(4 * device)
-    given = {"fleet": fleet, "effective_batch_size": 40, "secure_aggregation": "semi-honest"}
+    given: dict[str, Any] = {
+        "fleet": fleet,
+        "effective_batch_size": 40,
+        "secure_aggregation": "semi-honest",
+    }
     given |= {"settings": {"plan.max_micro_batch_size": 2}}
     run = headwater.simulate(Signs, rounds=2, progress=False, **given)
     assert [row.num_examples for row in run.history] == [40, 40]
