@@ -23,7 +23,8 @@ from headwater.client.training.gradient_pass import (
     forward,
 )
 from headwater.client.training.sampler import Window
-from headwater.common.data.example_faults import ExampleFault, loss_fault
+from headwater.common.data.example_faults import ExampleFault, exception_fault, loss_fault
+from headwater.common.errors import HeadwaterError
 from headwater.common.messages import Plan, Step
 from headwater.common.model.vectors import all_finite
 from headwater.common.privacy.clipping import clip_to_norm
@@ -45,7 +46,7 @@ def add_clipped_examples(
     norm <= bound                        itself
     norm > bound                         itself, scaled down
     a NaN or an infinity, or such loss   nothing
-    the task raises                      nothing
+    the task raises or breaks a rule     nothing
     ===================================  ===================
 
     What one example adds depends on no other: nothing is searched or summed again. Loss, weight
@@ -53,7 +54,7 @@ def add_clipped_examples(
 
     Raises:
         MemoryError: an allocation failed; the vector is invalid.
-        TaskError: the task breaks a rule.
+        TaskError: the task replaced the model's gradients.
     """
     assert plan.privacy is not None
     assert plan.privacy.example_bound is not None
@@ -69,13 +70,15 @@ def add_clipped_examples(
             try:
                 loss, weight, metrics = forward(plan, window, (position,), context)
                 backward(loss)
+                value = loss.item()
+                if not math.isfinite(value) or not all_finite(example_P):
+                    faults[position] = _fault(value, position, context)
+                    continue
             except InvalidGradients as error:
                 faults[position] = error.fault
                 continue
-            if not math.isfinite(value := loss.item()) or not all_finite(example_P):
-                is_of_loss = not math.isfinite(value)
-                batch = context.batches.of((position,)) if is_of_loss else None
-                faults[position] = loss_fault(batch) if is_of_loss else GRADIENT_FAULT
+            except HeadwaterError as error:  # a weight of NaN, say: the answer would tell of it
+                faults[position] = exception_fault(error)
                 continue
             clip_to_norm(example_P, bound)
             accumulator.values_P.add_(example_P)
@@ -84,7 +87,7 @@ def add_clipped_examples(
             for name, metric in metrics.items():
                 sums[name] = sums.get(name, 0.0) + metric
     context.clock.worked(len(positions))
-    loss_sum = math.fsum(losses)
+    loss_sum = sum(losses)  # ``fsum`` raises where it overflows
     return MicroBatchResult(
         loss_sum=loss_sum,
         metric_sums=sums,
@@ -97,3 +100,13 @@ def add_clipped_examples(
         ),
         faults=faults,
     )
+
+
+def _fault(loss: float, position: int, context: TrainingContext) -> ExampleFault:
+    """Return why an example's loss or gradient is not finite."""
+    if math.isfinite(loss):
+        return GRADIENT_FAULT
+    try:
+        return loss_fault(context.batches.of((position,)))
+    except Exception:  # a data set that raises now and then: whatever comes of it leaves no message
+        return loss_fault(None)

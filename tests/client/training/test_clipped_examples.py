@@ -199,6 +199,26 @@ def test_an_example_that_cannot_be_trained_on_adds_nothing_and_changes_no_other(
     assert result.step.weight == QUOTA - 1
 
 
+@pytest.mark.parametrize("answer", [(math.nan,), (0.5,), (1, {"found": None})])
+def test_an_example_whose_weight_or_metric_is_no_number_adds_nothing_and_raises_nothing(
+    answer: tuple[Any, ...],
+) -> None:
+    """An error that one example decides on would be an answer about it, without any noise."""
+
+    class OddOne(TwoLayers):
+        def loss_sum(self, model: nn.Module, batch: Sequence[Tensor]) -> Any:
+            loss, weight = super().loss_sum(model, batch)
+            return (loss, *(answer if (batch[2] == NAN_LOSS).any() else (weight,)))
+
+    inputs, targets, kinds = examples(QUOTA).tensors
+    odd = kinds.clone()
+    odd[2] = NAN_LOSS
+    found = vector(OddOne(), TensorDataset(inputs, targets, odd), 1.0)
+    rest = [at for at in range(QUOTA) if at != 2]
+    others = TensorDataset(inputs[rest], targets[rest], kinds[rest])
+    assert torch.equal(found, vector(OddOne(), others, 1.0, quota=QUOTA - 1))
+
+
 def test_a_loss_sum_that_replaces_the_gradients_is_a_task_error() -> None:
     class Zeroing(TwoLayers):
         def loss_sum(self, model: nn.Module, batch: Sequence[Tensor]) -> tuple[Tensor, int]:
