@@ -213,7 +213,7 @@ def train_masked(request: DeviceRequest, plan: Plan) -> RecordDict:
     vitals = _public_vitals(request, hardware)
     model = trainer.image.digest
     sampler = _follow_repeats(request, plan, model=model)
-    order_seed = _order_seed(request, plan)
+    order_seed = order_seed_of(request, plan)
     examples, left_out = _unmasked_examples(request, plan, sampler, order_seed, model=model)
     update: Update | None = None
     try:
@@ -263,7 +263,7 @@ def _follow_repeats(request: DeviceRequest, plan: Plan, *, model: bytes) -> Samp
     return sampler
 
 
-def _order_seed(request: DeviceRequest, plan: Plan) -> int:
+def order_seed_of(request: DeviceRequest, plan: Plan) -> int:
     """Return the seed of the order in which a masked plan takes its examples."""
     chosen = request.secure.order_seed
     if chosen is None:

@@ -7,14 +7,15 @@ to help to open the sum, it knows how many did.
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
+from headwater.client.flower.masked_answers import order_seed_of
 from headwater.client.flower.request import DeviceRequest
 from headwater.client.privacy.example_spending import EpochPlace, UpdateCost, UsedWindow
 from headwater.client.secagg.noise_share import opened_rho
 from headwater.client.secagg.session import SecureSession
 from headwater.client.secagg.states import SessionFinished
-from headwater.client.training.sampler import SamplerPosition, SamplerState
+from headwater.client.training.sampler import SamplerState
 from headwater.common.messages import Plan
 from headwater.common.privacy_terms import PrivacyTerms
 from headwater.common.secagg.protocol import UnmaskRequest
@@ -37,35 +38,29 @@ def spend(
     """
     chosen, spent = request.settings.privacy, request.spent
     if spent is not None:
-        window = _window(request, sampler.place, sampler.pending_place)
+        window = _window(request, sampler)
         spent.spend(UpdateCost.of(terms, terms.rho, window), chosen, update_id=update_id)
 
 
 def planned_window(request: DeviceRequest, plan: Plan) -> UsedWindow | None:
-    """Return where a plan's examples begin, and if they are of two epochs; their end is not known.
-
-    None if the noise is not for single examples.
-    """
+    """Return where a plan's examples begin and end, if its noise is for single examples."""
     if not plan.is_private_by_example:
         return None
-    training, _ = request.trainer.split(
-        request.identity, run_seed=plan.run_seed, fraction=plan.held_out_fraction
-    )
-    number = len(training)
-    start = request.sampler.settle(plan.counted_round).place.of_existing(number)
-    window = _window(request, start, start)
-    is_of_two = min(plan.quota, number) > start.num_left(number)
-    return replace(window, is_of_two_epochs=is_of_two)
+    order_seed = order_seed_of(request, plan) if plan.is_masked else None
+    after = request.trainer.skip(request.identity, plan, request.sampler, order_seed)
+    return _window(request, after)
 
 
-def _window(request: DeviceRequest, start: SamplerPosition, end: SamplerPosition) -> UsedWindow:
+def _window(request: DeviceRequest, sampler: SamplerState) -> UsedWindow:
+    # The server says what an order follows from: in another one, examples may come again.
+    run = f"{request.context.run_id}-{sampler.pending_order}"
     number = len(request.trainer.examples(request.identity))
-    places = [
-        EpochPlace(run=str(request.context.run_id), num_examples=number, **asdict(place))
-        for place in (start, end)
-    ]
-    is_of_two = end.epoch > start.epoch and places[1].is_begun
-    return UsedWindow(start=places[0], end=places[1], is_of_two_epochs=is_of_two)
+    start, end = (
+        EpochPlace(run=run, num_examples=number, **asdict(place))
+        for place in (sampler.place, sampler.pending_place)
+    )
+    is_of_two = end.epoch > start.epoch and end.is_begun
+    return UsedWindow(start=start, end=end, is_of_two_epochs=is_of_two)
 
 
 def correct_spent(request: DeviceRequest, session: SecureSession, unmask: UnmaskRequest) -> None:

@@ -42,7 +42,9 @@ def read_sampler(plain: Plain | None) -> SamplerState:
         place=_read_place(plain["place"]),
         pending_round=plain["pending_round"],
         pending_place=_read_place(plain["pending_place"]),
-        settled_round=plain.get("settled_round"),  # a file of an earlier version has none
+        # A file of an earlier version has none of these.
+        settled_round=plain.get("settled_round"),
+        pending_order=plain.get("pending_order"),
     )
 
 

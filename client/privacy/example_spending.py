@@ -2,8 +2,8 @@
 
 The device knows exactly which examples an update contains. An update continues the current epoch's
 cost (``common.privacy.epoch_cost``) if none of its examples was used in this epoch before; else, as
-after a round that the server repeats, its cost is added. Another run, or another number of
-examples, is another order: an epoch begins.
+after a round that the server repeats, its cost is added. Another run, seed or number of
+examples is another order: an epoch begins.
 
 In a round for which each device's whole vector is clipped, taking one example out may lead from one
 clipped vector to any other, which is twice its bound away. The round costs an example four times
@@ -25,7 +25,7 @@ OF_A_DEVICE_S_ROUND = 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EpochPlace:
-    """A place in a run's order of a device's examples.
+    """A place in an order of a device's examples; ``run`` names the run and its order.
 
     Its epoch has those from ``offset`` on left, and those at the places ``skipped`` before.
     """

@@ -354,7 +354,7 @@ class Trainer:
         # The server counts on it that a window's examples come again only in the next epoch.
         is_whole = bool(left_out) or plan.is_private_by_example
         num_passed = len(whole.positions) if is_whole else local_sum.num_used
-        return update, sampler.pend(plan.round, whole.after(num_passed))
+        return update, sampler.pend(plan.round, whole.after(num_passed), whole.order.digest)
 
     def sum(
         self,
@@ -384,7 +384,8 @@ class Trainer:
         """Return the sampler's state with a window pending of which no example can be used."""
         sampler = sampler.settle(plan.counted_round)
         _, unusable = self._examples.window(identity, plan, sampler, order_seed)
-        return sampler.pend(plan.round, unusable.after(len(unusable.positions)))
+        after = unusable.after(len(unusable.positions))
+        return sampler.pend(plan.round, after, unusable.order.digest)
 
     def evaluate(
         self, identity: Identity, plan: Plan, store: LocalStore | None = None

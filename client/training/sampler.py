@@ -75,6 +75,8 @@ class SamplerState:
     pending_place: SamplerPosition = SamplerPosition()
     settled_round: int | None = None
     """The last round that was pending and counted; None before the first."""
+    pending_order: int | None = None
+    """The digest of the order that the pending position is in (``ExampleOrder.digest``)."""
 
     def settle(self, counted_round: int | None) -> SamplerState:
         """Move to the pending position if its round was counted; drop it otherwise."""
@@ -86,9 +88,11 @@ class SamplerState:
         """Return whether the position is after the examples of the last counted round."""
         return counted_round in (None, self.pending_round, self.settled_round)
 
-    def pend(self, round_number: int, place: SamplerPosition) -> SamplerState:
+    def pend(
+        self, round_number: int, place: SamplerPosition, order: int | None = None
+    ) -> SamplerState:
         """Set the position to move to if ``round_number`` counts."""
-        return replace(self, pending_round=round_number, pending_place=place)
+        return replace(self, pending_round=round_number, pending_place=place, pending_order=order)
 
     def passed(self) -> SamplerState:
         """Move to the pending position in any case: its examples must not be used again."""
@@ -107,6 +111,11 @@ class ExampleOrder(NamedTuple):
     def of(self, epoch: int) -> Ints:
         """Return the permutation of an epoch."""
         return permutation(self.run_seed, epoch, self.name, self.num_examples)
+
+    @property
+    def digest(self) -> int:
+        """A number that tells this order from another: a position in one says nothing of both."""
+        return seed_of("order of examples", *self)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

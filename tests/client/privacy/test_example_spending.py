@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections import Counter
@@ -26,7 +27,17 @@ from headwater.common.errors import PrivacyBudgetSpent
 from headwater.common.messages import Plan
 from headwater.common.privacy.spending import epsilon_of
 from headwater.common.privacy_terms import PrivacyTerms, rho_of
-from tests.masked import AppDevice, NodeDevice, opening_of, plan, play, ready, train, trainer
+from tests.masked import (
+    AppDevice,
+    NodeDevice,
+    model,
+    opening_of,
+    plan,
+    play,
+    ready,
+    train,
+    trainer,
+)
 
 pytestmark = pytest.mark.usefixtures("a_process_of_its_own")
 
@@ -131,6 +142,35 @@ def test_a_device_counts_the_rounds_of_an_epoch_once_and_a_repeated_one_again(
         found.append(round(file_of(device, tmp_path).examples.cost.rho / rho_of(Z), 6))
     assert found == [1, 1, 2, 2]
     assert file_of(device, tmp_path).rho == pytest.approx(4 * QUOTA**2 * rho_of(Z), rel=1e-4)
+
+
+@pytest.mark.parametrize("change", [{"run_seed": 1}, {"held_out_fraction": 0.1}])
+def test_a_server_that_changes_the_order_within_an_epoch_begins_another_on_the_device(
+    tmp_path: Path, change: dict[str, Any]
+) -> None:
+    """The examples after the same place of another order may be those of before."""
+    device = NodeDevice(0, tmp_path)
+    train(device, private(1))
+    train(device, private(2, counted_round=1, **change))
+    assert file_of(device, tmp_path).examples.cost.rho == pytest.approx(2 * rho_of(Z))
+
+
+def test_a_masked_plan_with_another_seed_begins_another_epoch_on_the_device(
+    tmp_path: Path,
+) -> None:
+    terms = {**TERMS, "min_survivors": 0.7, "corrupted": 0.1}
+    first = NodeDevice(0, tmp_path, secure={"order_seed": None})
+    cohort: list[Any] = [first, *(AppDevice(part) for part in range(1, 5))]
+    found, built = [], model()
+    for round_number, seed in ((1, 0), (2, 0), (3, 7)):
+        masked = private(round_number, privacy=terms, is_masked=True, run_seed=seed)
+        image = bytes([round_number]) + built[1:]  # at one model no example is masked twice
+        for device in cohort:
+            train(device, masked, image)
+        digest = hashlib.sha256(image).digest()
+        play(cohort, opening_of(cohort, masked, privacy=masked.privacy, model_digest=digest))
+        found.append(file_of(first, tmp_path).examples.cost.rho / (rho_of(Z) * 3 / 4))
+    assert found == pytest.approx([1, 1, 2], rel=1e-5)
 
 
 def test_a_budget_for_examples_allows_an_epoch_and_refuses_the_next(tmp_path: Path) -> None:
