@@ -60,7 +60,7 @@ def test_a_device_that_requires_masking_sends_nothing_in_clear(chosen: dict[str,
 def test_a_device_that_requires_active_mode_refuses_semi_honest_sessions() -> None:
     cohort = [AppDevice(0, secure=ACTIVE), *(AppDevice(part) for part in (1, 2, 3))]
     for device in cohort:
-        ready(device, plan(answer_seconds=60.0))
+        ready(device, plan(answer_seconds=0.1))
     played = play(cohort, make_setup(cohort))
     assert isinstance(played.refused["d0"], MaskingTooWeak)
     assert played.sum.survived == ("d1", "d2", "d3")
@@ -69,7 +69,7 @@ def test_a_device_that_requires_active_mode_refuses_semi_honest_sessions() -> No
 def test_a_device_refuses_a_session_below_its_own_minimum_of_members() -> None:
     cohort = [AppDevice(0, secure={"min_members": 5}), *(AppDevice(part) for part in (1, 2, 3))]
     for device in cohort:
-        ready(device, plan(answer_seconds=60.0))
+        ready(device, plan(answer_seconds=0.1))
     played = play(cohort, make_setup(cohort))
     assert isinstance(played.refused["d0"], CohortTooSmall)
 
@@ -97,7 +97,7 @@ def test_identities_come_from_the_files_in_the_node_s_configuration(tmp_path: Pa
         allow_list = tmp_path / ("lacking" if part == 0 else "whole")
         secure = {**ACTIVE, "identity": tmp_path / f"d{part}", "allow_list": allow_list}
         device = NodeDevice(part, tmp_path / f"state{part}", task=TASK, secure=secure)
-        ready(device, plan(answer_seconds=60.0))
+        ready(device, plan(answer_seconds=0.1))
         cohort.append(device)
     played = play(cohort, opening_of(cohort, plan(), mode="active"))
     assert {name: type(error) for name, error in played.refused.items()} == {"d0": IdentityUnknown}
@@ -106,7 +106,7 @@ def test_identities_come_from_the_files_in_the_node_s_configuration(tmp_path: Pa
 
 def test_a_device_without_an_identity_takes_no_part_in_active_sessions(tmp_path: Path) -> None:
     device = NodeDevice(0, tmp_path, task=TASK)
-    ready(device, plan(answer_seconds=60.0))
+    ready(device, plan(answer_seconds=0.1))
     with pytest.raises(MaskingTooWeak, match="identity"):
         ask(device, KEYS.model_copy(update={"mode": "active"}))
 
@@ -147,7 +147,7 @@ def test_a_faulty_update_is_answered_as_any_other_and_adds_nothing(
     image = bytes(faulty.node.trainer.image.buffer())
     weight = 24 if task == "Steep" else 8
     more = {"weigh_as": 24} if task == "Steep" else {}
-    round_plan = plan(answer_seconds=60.0, **more)
+    round_plan = plan(answer_seconds=0.5, **more)
     cohort: list[Device] = [faulty, *(AppDevice(part, secure=DECLARED) for part in (1, 2, 3))]
     heads = [json.loads(train(device, round_plan, image).head) for device in cohort]
     assert {tuple(sorted(head.keys() - {"seconds"})) for head in heads} == {
