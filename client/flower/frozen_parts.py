@@ -88,7 +88,9 @@ class FrozenFiles:
     def _prune(self, *, keep: Path) -> None:
         """Delete the files that were not used for the longest time, above the limit."""
         with contextlib.suppress(OSError):  # another process deletes files as well
-            files = [(one.stat(), one) for one in self._folder.glob(f"*{SUFFIX}") if one != keep]
+            # With what a kill has left half-written (``atomic_writer``).
+            found = self._folder.glob(f"*{SUFFIX}*")
+            files = [(one.stat(), one) for one in found if one != keep]
             total = sum(stat.st_size for stat, _ in files)
             for stat, path in sorted(files, key=lambda file: file[0].st_mtime):
                 if total <= self._limit_bytes:

@@ -86,6 +86,16 @@ def test_the_file_in_use_is_kept_however_small_the_limit(tmp_path: Path) -> None
     assert load(tmp_path, second)
 
 
+def test_what_a_killed_process_left_half_written_counts_towards_the_limit(tmp_path: Path) -> None:
+    first = store(tmp_path, 1)
+    half = tmp_path / FOLDER / f"{first}-1234.safetensors.part"
+    half.write_bytes(b"half of a model")
+    os.utime(half, (1000, 1000))
+    store(tmp_path, 2, limit_bytes=(tmp_path / FOLDER / f"{first}.safetensors").stat().st_size)
+    assert not half.exists()
+    assert load(tmp_path, first)
+
+
 def test_a_folder_that_cannot_be_written_costs_only_the_file(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
