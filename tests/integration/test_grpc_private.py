@@ -38,7 +38,8 @@ def test_server_and_devices_count_the_same_rounds(tmp_path: Path, masks: tuple[s
     written = rows(tmp_path / "out")
     assert [row["loss"] for row in written] == [None] * 3
     norms = [row["clip_norm"] for row in written]
-    assert norms[0] != norms[1] != norms[2]  # it follows the devices' bits; the noise may undo a step
+    # It follows the devices' bits; their noise may take a step back.
+    assert norms[0] != norms[1] != norms[2]
     rho = 3 * rho_of(Z)  # which the rounds' noise pays for
     assert written[-1]["epsilon"] <= epsilon_of(rho, delta=1e-5) * 1.01
     for part, folder in enumerate(state):
