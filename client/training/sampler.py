@@ -85,8 +85,14 @@ class SamplerState:
         return SamplerState(place=self.place, settled_round=self.settled_round)
 
     def knows(self, counted_round: int | None) -> bool:
-        """Return whether the position is after the examples of the last counted round."""
-        return counted_round in (None, self.pending_round, self.settled_round)
+        """Return whether the position is after the examples of the last counted round.
+
+        It is, too, after those of a round before one that counted: the server then goes on from an
+        older checkpoint.
+        """
+        if counted_round in (None, self.pending_round):
+            return True
+        return self.settled_round is not None and counted_round <= self.settled_round
 
     def pend(
         self, round_number: int, place: SamplerPosition, order: int | None = None

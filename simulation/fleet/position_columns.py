@@ -173,6 +173,7 @@ class PositionColumns:
                     "pending_round": state.pending_round,
                     "pending_place": _plain(state.pending_place),
                     "settled_round": state.settled_round,
+                    "pending_order": None,  # for a device's own budget, which no simulated one has
                 },
             )
 

@@ -56,3 +56,10 @@ def test_a_device_knows_the_last_counted_round_until_the_next_one_counts() -> No
         check_example_unit(private(counted_round=counted), again, name="pi", has_local=False)
     with pytest.raises(ExamplesForgotten):
         check_example_unit(private(counted_round=2), again, name="pi", has_local=False)
+
+
+def test_a_device_is_ahead_of_a_server_that_goes_on_from_an_older_checkpoint() -> None:
+    state = SamplerState(place=SamplerPosition(offset=8), settled_round=6)
+    ahead = state.pend(7, SamplerPosition(offset=16))
+    for counted in (4, 6, 7):
+        check_example_unit(private(counted_round=counted), ahead, name="pi", has_local=False)
