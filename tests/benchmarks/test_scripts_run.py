@@ -21,6 +21,7 @@ KEYS = {
     "fairness": "share_of_examples",
     "federated_text": "masked",
     "fuzz": "executions",
+    "hostile_devices": "unasked_heads",
     "large_models": "figures",
     "load": "model_is_exact",
     "masking": "keystream",
