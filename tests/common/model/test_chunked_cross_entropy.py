@@ -307,8 +307,8 @@ def run(num_tokens):
             chunked_cross_entropy(states, weight, targets, chunk_bytes=4 << 20).backward()
     else:
         cross_entropy(linear(states, weight), targets, reduction="sum").backward()
-hidden = torch.randn(512, 256, requires_grad=True)
-weight = torch.randn(30_000, 256, requires_grad=True)
+hidden = torch.randn(512, 512, requires_grad=True)
+weight = torch.randn(30_000, 512, requires_grad=True)
 weight.grad, hidden.grad = torch.zeros_like(weight), torch.zeros_like(hidden)
 run(8)
 reset_peak()
@@ -325,6 +325,6 @@ def test_its_peak_memory_has_neither_the_logits_nor_a_second_gradient_of_the_wei
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
         return int(done.stdout)
 
-    logits_bytes, weight_bytes = 4 * 512 * 30_000, 4 * 30_000 * 256
+    logits_bytes, weight_bytes = 4 * 512 * 30_000, 4 * 30_000 * 512
     assert peak("whole") > 2 * logits_bytes
-    assert peak("chunked") < weight_bytes < logits_bytes
+    assert peak("chunked") < weight_bytes == logits_bytes

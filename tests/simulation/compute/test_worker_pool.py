@@ -196,6 +196,5 @@ def test_workers_end_when_the_simulator_is_killed(tmp_path: Path) -> None:
 
 
 def test_masked_updates_refuse_workers() -> None:
-    settings = settings_of(**{"simulation.workers": 2, "secure.aggregation": "semi-honest"})
     with pytest.raises(SettingsError, match="worker processes"):
-        run_engine(settings, on_round=lambda _: None, resume=False)
+        settings_of(**{"simulation.workers": 2, "secure.aggregation": "semi-honest"})
