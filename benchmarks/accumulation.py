@@ -88,6 +88,19 @@ class Bench:
     def batches(self) -> list[tuple[int, ...]]:
         return split(self.window.positions, self.case.micro_batch_size)
 
+    def context(self) -> TrainingContext:
+        """Return what a device trains in, with a vector of its own."""
+        return TrainingContext(
+            task=self.task,
+            image=self.image,
+            accumulator=Accumulator(self.image),
+            examples=self.examples,
+            name="bench",
+            clock=MonotonicClock(),
+            memory=ProcessMemory(),
+            should_stop=lambda: False,
+        )
+
 
 def bench_of(case: Case) -> Bench:
     task = load_task(case.task)
@@ -146,16 +159,7 @@ def headwater(bench: Bench) -> Callable[[], None]:
         quota=case.micro_batch_size * case.accumulation_steps,
         micro_batch_size=case.micro_batch_size,
     )
-    place = TrainingContext(
-        task=bench.task,
-        image=bench.image,
-        accumulator=Accumulator(bench.image),
-        examples=bench.examples,
-        name="bench",
-        clock=MonotonicClock(),
-        memory=ProcessMemory(),
-        should_stop=lambda: False,
-    )
+    place = bench.context()
 
     def loop() -> None:
         train_round(plan, bench.window, place)

@@ -17,10 +17,6 @@ import torch
 
 from benchmarks.accumulation import CASES, Bench, bench_of
 from benchmarks.measure import Figures, arguments, ratio, report, spread, take_turns
-from headwater.client.device.hardware import MonotonicClock
-from headwater.client.memory.peak_model import ProcessMemory
-from headwater.client.training.accumulator import Accumulator
-from headwater.client.training.context import TrainingContext
 from headwater.client.training.local_update import train_round
 from headwater.common.messages import Plan
 from headwater.common.privacy_terms import PrivacyTerms
@@ -40,16 +36,7 @@ def window_of(bench: Bench, terms: PrivacyTerms, *, size: int | None = None) -> 
         micro_batch_size=size or case.micro_batch_size,
         privacy=terms,
     )
-    context = TrainingContext(
-        task=bench.task,
-        image=bench.image,
-        accumulator=Accumulator(bench.image),
-        examples=bench.examples,
-        name="bench",
-        clock=MonotonicClock(),
-        memory=ProcessMemory(),
-        should_stop=lambda: False,
-    )
+    context = bench.context()
 
     def loop() -> None:
         context.accumulator.zero()

@@ -25,10 +25,6 @@ from torch import Tensor
 
 from benchmarks.accumulation import Bench, Case, bench_of
 from benchmarks.measure import Figures, arguments, has_peer, report
-from headwater.client.device.hardware import MonotonicClock
-from headwater.client.memory.peak_model import ProcessMemory
-from headwater.client.training.accumulator import Accumulator
-from headwater.client.training.context import TrainingContext
 from headwater.client.training.local_update import train_round
 from headwater.client.training.sampler import ExampleOrder, SamplerPosition, Window, split, window
 from headwater.common.data.batches import batch_of
@@ -83,16 +79,7 @@ def accelerates(bench: Bench, positions: Sequence[int]) -> Tensor:
 def ours(bench: Bench, positions: Sequence[int]) -> Tensor:
     """Sum the window as a device does and divide once, as the server does."""
     plan = Plan(round=1, run_seed=0, model_version=0, quota=RAGGED, micro_batch_size=SIZE)
-    place = TrainingContext(
-        task=bench.task,
-        image=bench.image,
-        accumulator=Accumulator(bench.image),
-        examples=bench.examples,
-        name="bench",
-        clock=MonotonicClock(),
-        memory=ProcessMemory(),
-        should_stop=lambda: False,
-    )
+    place = bench.context()
     order = ExampleOrder(0, "bench", len(bench.examples))
     chosen = Window(positions=tuple(positions), place=SamplerPosition(), order=order)
     update = train_round(plan, chosen, place)

@@ -119,3 +119,22 @@ def gradient_sum(
             [np.outer(to_hidden_H, x_I).ravel(), to_hidden_H, residual * hidden_H, [residual]]
         )
     return total_P
+
+
+class Given(TwoLayers):
+    """A task with a given loss function and, optionally, a given model."""
+
+    def __init__(self, loss: Callable[..., Any], model: Callable[[], nn.Module] | None = None):
+        super().__init__()
+        self.loss, self.model = loss, model
+
+    def new_model(self) -> nn.Module:
+        return super().new_model() if self.model is None else self.model()
+
+    def loss_sum(self, model: nn.Module, batch: Sequence[Tensor]) -> Any:
+        return self.loss(model, batch)
+
+
+def squares(model: nn.Module, batch: Sequence[Tensor]) -> Any:
+    """Return the sum of squared errors and the number of examples."""
+    return (model(batch[0]).squeeze(1) - batch[1]).square().sum(), len(batch[0])

@@ -204,7 +204,7 @@ class Registration:
 
         A device that is known already takes part in no round until it has answered.
         """
-        assert self.image is not None  # described devices are asked for its digest
+        assert self.image is not None  # the request for a description has its digest
         memory = self.image.frozen_U8.numpy().data.toreadonly()
         digest, num_bytes = self.image.frozen_digest, len(memory)
         log.info("%s is sent the frozen part of the model, %s", report.name, decimal(num_bytes))

@@ -130,7 +130,7 @@ class BandedNoise:
             StateError: it cannot be written.
         """
         early = [name for name in names if self.record.is_early(name, bands=self.bands)]
-        assert not early, early  # ``due`` is asked before a round is planned
+        assert not early, early  # the planner calls ``due`` before each round
         assert self._sigma is not None
         bits, multiples = RandomBits(self._random), coefficients(self.bands)
         noise = np.empty(self._num_values, np.int32)

@@ -1,7 +1,7 @@
 """The record of when each device's update was in an opened sum, and which devices are due again.
 
 The privacy of correlated noise rests on it: any two sums with one device are at least as many
-rounds apart as the noise has bands. A name stands for a device.
+rounds apart as the noise has bands. Each name counts as one device.
 """
 
 from __future__ import annotations

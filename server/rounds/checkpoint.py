@@ -2,9 +2,9 @@
 
 It holds the trained parameters, the optimizer's state, the scales of the cohort sum, and for each
 client the last round that included its update and its estimate. The frozen part of the model does
-not change: it lies beside, in a file that is written once, and the checkpoint has its digest. The
-new file is written next to the old
-one, flushed to disk and renamed over it, so that there is a complete checkpoint at every instant.
+not change: it has a file of its own, written once, and the checkpoint has its digest. The new
+checkpoint is written next to the old one, flushed to disk and renamed over it, so that there is a
+complete one at every instant.
 """
 
 from __future__ import annotations

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from headwater.common.data.batches import batch_of
@@ -19,25 +19,7 @@ from headwater.common.errors import (
     UnknownTask,
 )
 from headwater.common.task import load_task, loss_sum, open_train_examples
-from tests.tasks import TwoLayers, examples
-
-
-class Given(TwoLayers):
-    """A task with a given loss function and, optionally, a given model."""
-
-    def __init__(self, loss: Callable[..., Any], model: Callable[[], nn.Module] | None = None):
-        super().__init__()
-        self.loss, self.model = loss, model
-
-    def new_model(self) -> nn.Module:
-        return super().new_model() if self.model is None else self.model()
-
-    def loss_sum(self, model: nn.Module, batch: Sequence[Tensor]) -> Any:
-        return self.loss(model, batch)
-
-
-def squares(model: nn.Module, batch: Sequence[Tensor]) -> Any:
-    return (model(batch[0]).squeeze(1) - batch[1]).square().sum(), len(batch[0])
+from tests.tasks import Given, TwoLayers, examples, squares
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -22,32 +22,16 @@ from tests.tasks import (
     NAN_LOSS,
     RAISES_BACKWARD,
     RAISES_FORWARD,
+    Given,
     TwoLayers,
     examples,
+    squares,
 )
 
 
 def check(task: Task, data: TensorDataset | None = None) -> None:
     torch.manual_seed(0)
     check_additive(task, task.new_model(), data or examples(6))
-
-
-class Given(TwoLayers):
-    """A task with a given loss function and, optionally, a given model."""
-
-    def __init__(self, loss: Callable[..., Any], model: Callable[[], nn.Module] | None = None):
-        super().__init__()
-        self.loss, self.model = loss, model
-
-    def new_model(self) -> nn.Module:
-        return super().new_model() if self.model is None else self.model()
-
-    def loss_sum(self, model: nn.Module, batch: Sequence[Tensor]) -> Any:
-        return self.loss(model, batch)
-
-
-def squares(model: nn.Module, batch: Sequence[Tensor]) -> Any:
-    return (model(batch[0]).squeeze(1) - batch[1]).square().sum(), len(batch[0])
 
 
 def test_a_loss_sum_passes() -> None:

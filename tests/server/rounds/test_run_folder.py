@@ -1,4 +1,4 @@
-"""What is wrong with a run's folder is told before the server listens."""
+"""The server refuses a wrong folder for its run before it listens."""
 
 from __future__ import annotations
 
