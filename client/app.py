@@ -207,7 +207,7 @@ def _load_model(request: DeviceRequest, plan: Plan) -> None:
     if image is None:
         raise CorruptUpdate(f"round {plan.round}: the plan came without a model")
     require_frozen(request, plan.frozen)
-    request.trainer.load_model(request.context.run_id, plan.model_version, image)
+    request.trainer.loaded_model.load(request.context.run_id, plan.model_version, image)
 
 
 def _with_link(report: Report, context: Context) -> Report:

@@ -105,7 +105,7 @@ def holds_frozen(request: DeviceRequest, digest: str | None) -> bool:
     True if the run's model has none.
     """
     trainer = request.trainer
-    trainer.restore_frozen()
+    trainer.loaded_model.restore_frozen()
     if digest is None or trainer.image.frozen_digest == digest:
         return True
     return _files(request).load(trainer.image, digest)

@@ -111,7 +111,7 @@ def describe_masked(request: DeviceRequest, wanted: DescribeRequest) -> RecordDi
         TaskError: the task's metrics do not fit into a session.
     """
     trainer, identity, hardware = request.trainer, request.identity, request.hardware
-    trainer.check_layout(identity, wanted)
+    trainer.loaded_model.check_layout(identity.name, wanted)
     figures, metrics = _figures(request, hardware, wants_speed=wanted.wants_speed)
     speed = figures.speed
     lacks_frozen = not holds_frozen(request, wanted.frozen)  # measured under the device's own model
@@ -145,7 +145,7 @@ def _figures(
         return _measure(trainer, identity, hardware, wants_speed=wants_speed), metrics
     known = _measured.setdefault(trainer, {})
     must_measure = wants_speed and identity.name not in known
-    if (must_measure or trainer not in _metrics) and not trainer.has_own_model():
+    if (must_measure or trainer not in _metrics) and not trainer.loaded_model.is_own():
         text = "%s: it has a model of the server's already, and measures nothing under that"
         log.warning(text, identity.name)
         return known.get(identity.name, PublicFigures()), _metrics.get(trainer, ())

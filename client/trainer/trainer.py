@@ -6,24 +6,21 @@ a thousand in the simulator.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import threading
 from collections.abc import Callable
 
-from torch import Tensor
-
 from headwater.client.device.hardware import ThisMachine
 from headwater.client.device.interfaces import Hardware, Speed
-from headwater.client.memory import activation_checkpointing as checkpointing
 from headwater.client.memory.limits import check_room
 from headwater.client.trainer.checkpointed_clients import CheckpointedClients
 from headwater.client.trainer.client_examples import ClientExamples
 from headwater.client.trainer.held_out import HeldOutEvaluation
+from headwater.client.trainer.left_out_log import LeftOutLog
+from headwater.client.trainer.loaded_model import LoadedModel
 from headwater.client.trainer.own_parameters import OwnParameters
-from headwater.client.trainer.probe import ExampleProbe
+from headwater.client.trainer.speed import measure_speed
 from headwater.client.trainer.task_trial import CheckReport, check_task
-from headwater.client.training.accumulation import LeftOutLog
 from headwater.client.training.accumulator import Accumulator
 from headwater.client.training.batch_fetch import Batches
 from headwater.client.training.context import NO_BATCHES, Identity, TrainingContext
@@ -36,11 +33,9 @@ from headwater.client.training.local_work import ClientAlgorithm
 from headwater.client.training.progress import TrainingProgress
 from headwater.client.training.sampler import SamplerState, Window
 from headwater.client.training.spool import Spool
-from headwater.common.errors import BuffersChanged, OutOfMemory
+from headwater.common.errors import BuffersChanged
 from headwater.common.messages import DescribeRequest, DeviceReport, EvaluateReport, Plan, Update
-from headwater.common.model.frozen_part import Fingerprint
 from headwater.common.model.local_state import LocalState, LocalStore
-from headwater.common.model.mismatch import mismatch_error
 from headwater.common.model.parameters import ModelImage, build_model
 from headwater.common.system.heap import release_freed_memory
 from headwater.common.task import Examples, load_task
@@ -77,7 +72,7 @@ class Trainer:
         self.local_parameters = local_parameters
         """The patterns of the parameters that stay on the device."""
         self.image = self._built(seed=seed)
-        self._own_digest = _digest_of(self.image)  # a second model would be as many bytes again
+        self.loaded_model = LoadedModel(self.image)
         layout = self.image.layout
         check_room(
             4 * (layout.num_parameters + layout.num_local),
@@ -88,10 +83,7 @@ class Trainer:
         self.stop_requested = threading.Event()
         """Set when the device is to stop: training ends early, and the sum so far is sent."""
         self.checkpointed = CheckpointedClients(self.image)
-        self._loaded: tuple[int, int] | None = None
         self._own = OwnParameters(self.image, lambda seed: self._built(seed=seed))
-        self.frozen_source: tuple[Tensor, Fingerprint] | None = None
-        """The server's frozen part, where it is in the memory of this machine: in a simulation."""
         self._must_check = check_task
         self.first_check: CheckReport | None = None
         """The report of the task's check; None before it, or if it is off."""
@@ -154,33 +146,6 @@ class Trainer:
         """Load a client's own parameters, see ``OwnParameters.load``."""
         return self._own.load(identity.name, plan, store)
 
-    def load_model(self, run_id: int, version: int, image: memoryview | bytes) -> None:
-        """Load the server's parameters unless this version of them is loaded already.
-
-        Raises:
-            ModelMismatch: their size differs.
-            BuffersChanged: the frozen part changed, unnoticed, since it was loaded.
-        """
-        if self._loaded != (run_id, version):
-            self._loaded = None
-            self.restore_frozen()
-            self.image.check_frozen()
-            self.image.load(image)
-            self._loaded = (run_id, version)
-
-    def restore_frozen(self) -> None:
-        """Load the frozen part from its source, if there is one and it is not loaded."""
-        if self.frozen_source is not None and self.image.fingerprint is None:
-            frozen_U8, fingerprint = self.frozen_source
-            self.image.frozen_buffer()[:] = frozen_U8.numpy().data
-            self.image.fingerprint = fingerprint
-
-    def share_frozen(self, image: ModelImage) -> None:
-        """Take the frozen part from the server's model in this process, now and after changes."""
-        if image.layout.frozen and image.fingerprint is not None:
-            self.frozen_source = image.frozen_U8, image.fingerprint
-            self.image.fingerprint = None
-
     def check(self, examples: Examples, name: str) -> CheckReport:
         """Check the task on real examples: it must run, and what it returns must be sums.
 
@@ -237,28 +202,6 @@ class Trainer:
 
     # Requests of the server.
 
-    def check_layout(self, identity: Identity, request: DescribeRequest) -> None:
-        """Check that the server's model has this device's layout.
-
-        Raises:
-            ModelMismatch: with the first tensor that differs.
-        """
-        if request.layout_digest == self.image.layout.digest:
-            return
-        layout, there = self.image.layout, "the server's model"
-        raise mismatch_error(
-            f"{identity.name}: this device's model has {layout.num_parameters:,} parameters, "
-            f"{there} has {request.num_parameters:,}",
-            layout.rows,
-            request.layout,
-            here="this device's",
-            there=there,
-        )
-
-    def has_own_model(self) -> bool:
-        """Whether the model is the one that the task builds here, not one of the server's."""
-        return _digest_of(self.image) == self._own_digest
-
     def describe(
         self, identity: Identity, hardware: Hardware, request: DescribeRequest
     ) -> DeviceReport:
@@ -267,7 +210,7 @@ class Trainer:
         Raises:
             ModelMismatch: the server's model has another layout.
         """
-        self.check_layout(identity, request)
+        self.loaded_model.check_layout(identity.name, request)
         examples, _ = self.split(
             identity, run_seed=request.run_seed, fraction=request.held_out_fraction
         )
@@ -290,23 +233,7 @@ class Trainer:
             OutOfMemory: one example alone does not fit, even with activation checkpointing.
         """
         context = self.context(self.examples(identity), identity.name, hardware)
-        self.checkpointed.measure(context)
-        self.accumulator.zero()
-        probe = ExampleProbe(context)
-        try:
-            speed = hardware.speed(probe)
-        except OutOfMemory:
-            model = self.image.model
-            if checkpointing.is_on(model) or not checkpointing.switch_on(model):
-                raise
-            context.memory.use_checkpointing(self.checkpointed.bytes_per_example)
-            log.warning("%s: one example fits only with activation checkpointing", identity.name)
-            self.accumulator.zero()
-            speed = hardware.speed(probe)
-        finally:
-            self.checkpointed.remember(identity.name)
-            self.accumulator.zero()
-        return speed
+        return measure_speed(context, hardware, self.checkpointed)
 
     def train(
         self,
@@ -372,8 +299,7 @@ class Trainer:
         try:
             return sum_gradients(plan, positions, context, spool, algorithm)
         except BuffersChanged:
-            self._loaded = None  # load the server's model again with the next plan
-            self.image.fingerprint = None
+            self.loaded_model.forget()
             raise
         finally:
             self.checkpointed.remember(context.name)
@@ -400,16 +326,10 @@ class Trainer:
         local = self.load_local(identity, plan, store)
         if store is not None and local.round is not None:
             store.write(local, self.image.layout)  # the last round's step is no longer pending
+        version = self.loaded_model.version
         return self._evaluation.report(
             identity.name,
             held_out,
             batch_size=plan.micro_batch_size,
-            run_id=None if self._loaded is None else self._loaded[0],
+            run_id=None if version is None else version[0],
         )
-
-
-def _digest_of(image: ModelImage) -> bytes:
-    """Return the SHA-256 of the image's memory as it is now."""
-    digest = hashlib.sha256(image.buffer())
-    digest.update(image.frozen_U8.numpy().data)
-    return digest.digest()

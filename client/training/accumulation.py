@@ -21,8 +21,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 
 from headwater.client.memory.activation_checkpointing import is_on, switch_on
 from headwater.client.training.context import TrainingContext
@@ -39,12 +38,10 @@ from headwater.client.training.gradient_pass import (
 )
 from headwater.client.training.sampler import Window, split
 from headwater.client.training.stop_rules import StopRules, num_until_finish
-from headwater.common.data.example_faults import ExampleFault, details, short_summary
+from headwater.client.training.window_sum import WindowSum, flat
 from headwater.common.errors import NonFiniteUpdate, OutOfMemory
-from headwater.common.messages import MAX_STEPS, Plan, Step, StopReason
+from headwater.common.messages import MAX_STEPS, Plan, StopReason
 from headwater.common.system.heap import release_freed_memory
-from headwater.common.task import Metrics
-from headwater.common.wording import counted
 
 log = logging.getLogger(__name__)
 
@@ -52,53 +49,6 @@ log = logging.getLogger(__name__)
 MAX_RETRIES = 3
 
 AddMicroBatch = Callable[[Plan, Window, Positions, TrainingContext, float], MicroBatchResult]
-
-
-@dataclass(kw_only=True, slots=True)
-class WindowSum:
-    """Totals of one window; the gradients are in the accumulator's vector."""
-
-    loss_sum: float = 0.0
-    weight: int = 0
-    num_examples: int = 0
-    metric_sums: Metrics = field(default_factory=dict)
-    steps: list[Step] = field(default_factory=list)
-    done: list[Positions] = field(default_factory=list)
-    remaining: deque[Positions] = field(default_factory=deque)
-    refused: list[int] = field(default_factory=list)
-    faults: dict[int, ExampleFault] = field(default_factory=dict)
-    """Why examples were refused; not of those that were refused before a restart."""
-    num_retries: int = 0
-    """How often a loss that was not finite was finite in the search for the bad examples."""
-    num_reductions: int = 0
-    """How often memory made the micro-batches smaller."""
-    micro_batch_size: int = 1
-    reason: StopReason = "quota"
-
-    def add(self, positions: Positions, result: MicroBatchResult) -> None:
-        """Add the totals of a micro-batch whose gradients are in the vector."""
-        self.loss_sum += result.loss_sum
-        self.weight += result.step.weight
-        self.num_examples += len(positions) - len(result.faults)
-        self.refused += result.faults
-        self.faults |= result.faults
-        for name, value in result.metric_sums.items():
-            self.metric_sums[name] = self.metric_sums.get(name, 0.0) + value
-        self.done.append(positions)
-        self.steps.append(result.step)
-
-    def limit_next(self, max_examples: int) -> None:
-        """Split the next micro-batch if it has more than ``max_examples``."""
-        first = self.remaining[0]
-        if len(first) > max_examples:
-            self.remaining.popleft()
-            self.remaining.extendleft((first[max_examples:], first[:max_examples]))
-
-    def reduce_micro_batches(self, micro_batch_size: int) -> None:
-        """Split the remaining examples into smaller micro-batches."""
-        self.remaining = deque(split(_flat(self.remaining), micro_batch_size))
-        self.micro_batch_size = min(self.micro_batch_size, micro_batch_size)
-        self.num_reductions += 1
 
 
 EMPTY_SUM = WindowSum()
@@ -176,7 +126,7 @@ def sum_window(
 
 def _end(plan: Plan, window: Window, total: WindowSum, reason: StopReason) -> None:
     """End the window before its remaining examples."""
-    done, end = _flat(total.done), -1
+    done, end = flat(total.done), -1
     for position in (*done, total.remaining[0][0]):
         end = window.positions.index(position, end + 1)
     has_quota = reason == "finish" and end >= plan.quota
@@ -263,8 +213,9 @@ def _after_failed_allocation(
         release_freed_memory()
         log.warning("memory ran out at micro-batches of %d: %d from here", len(positions), size)
     total.micro_batch_size = size
-    positions_left = _flat([*total.done, positions, *total.remaining])
-    return _restarted(total, split(positions_left, size), context)
+    positions_left = flat([*total.done, positions, *total.remaining])
+    context.accumulator.zero()
+    return total.restarted(split(positions_left, size))
 
 
 # Bad examples.
@@ -318,60 +269,9 @@ def _add_or_leave_out(
     if good:
         total.remaining.appendleft(good)
     if is_invalid:
-        return _restarted(total, [*total.done, *total.remaining], context)
+        context.accumulator.zero()
+        return total.restarted([*total.done, *total.remaining])
     return total
-
-
-def _restarted(
-    total: WindowSum, remaining: Iterable[Positions], context: TrainingContext
-) -> WindowSum:
-    context.accumulator.zero()
-    return WindowSum(
-        remaining=deque(remaining),
-        refused=total.refused,
-        faults=total.faults,
-        num_retries=total.num_retries,
-        num_reductions=total.num_reductions,
-        micro_batch_size=total.micro_batch_size,
-    )
-
-
-def _flat(groups: Iterable[Positions]) -> Sequence[int]:
-    return [p for group in groups for p in group]
-
-
-class LeftOutLog:
-    """Logs what training leaves out: at first, and when it is more, or of a new kind.
-
-    The simulator's devices share one: a line of each of thousands would hide the rest of the log.
-    """
-
-    def __init__(self) -> None:
-        self._most = 0
-        self._kinds: set[str] = set()
-
-    def note(self, plan: Plan, total: WindowSum, context: TrainingContext) -> None:
-        """Log how many examples of a window were left out and why, unless that is known.
-
-        An exception's text, with the user's own lines, is logged once for each kind of exception.
-        """
-        faults = {p: total.faults[p] for p in total.refused if p in total.faults}
-        kinds = {fault.kind for fault in faults.values()} - self._kinds
-        if len(total.refused) <= self._most and not kinds:
-            return
-        self._most = max(self._most, len(total.refused))
-        self._kinds |= kinds
-        log.warning(
-            "%s, round %d: %d of %s cannot be trained on and were left out: %s",
-            context.name,
-            plan.round,
-            len(total.refused),
-            counted(total.num_examples + len(total.refused), "example"),
-            short_summary(faults, context.examples),
-        )
-        for kind, detail in details(faults).items():
-            if kind in kinds:
-                log.warning("%s: %s: %s", context.name, kind, detail)
 
 
 def _log_reductions(plan: Plan, total: WindowSum, context: TrainingContext) -> None:

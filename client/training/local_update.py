@@ -15,7 +15,6 @@ from torch import Tensor
 
 from headwater.client.memory.activation_checkpointing import is_on_in
 from headwater.client.privacy.private_update import private_update
-from headwater.client.training.accumulation import WindowSum
 from headwater.client.training.context import TrainingContext
 from headwater.client.training.local_work import (
     ClientAlgorithm,
@@ -25,6 +24,7 @@ from headwater.client.training.local_work import (
 )
 from headwater.client.training.sampler import Window
 from headwater.client.training.spool import Spool
+from headwater.client.training.window_sum import WindowSum
 from headwater.common.errors import BuffersChanged, EmptyUpdate, NonFiniteUpdate
 from headwater.common.messages import Plan, Update, UpdateReport
 from headwater.common.model.layout import kind_of

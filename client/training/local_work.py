@@ -20,13 +20,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from headwater.client.training.accumulation import WindowSum, sum_window
+from headwater.client.training.accumulation import sum_window
 from headwater.client.training.clipped_examples import add_clipped_examples
 from headwater.client.training.context import TrainingContext
 from headwater.client.training.gradient_pass import add_micro_batch
 from headwater.client.training.sampler import Window, split
 from headwater.client.training.spool import Spool
 from headwater.client.training.stop_rules import StopRules
+from headwater.client.training.window_sum import WindowSum
 from headwater.common.errors import AlgorithmBroken, NonFiniteUpdate
 from headwater.common.messages import Plan
 from headwater.common.model.vectors import all_finite

@@ -26,9 +26,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from headwater.client.training.accumulation import WindowSum
 from headwater.client.training.context import TrainingContext
 from headwater.client.training.sampler import Window
+from headwater.client.training.window_sum import WindowSum
 from headwater.common.messages import Plan, Step
 from headwater.common.system.atomic_file import OWNER_ONLY, atomic_writer, make_private_folder
 

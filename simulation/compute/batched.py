@@ -124,7 +124,7 @@ class BatchedCompute:
             columns = columns.some(np.flatnonzero(~is_large)) if is_large.any() else columns
         if len(columns):
             version = columns.clients[0].plan.model_version
-            self._devices.trainer.load_model(run_id, version, image.buffer())
+            self._devices.trainer.loaded_model.load(run_id, version, image.buffer())
         for block in self._blocks(columns):
             update, rest = self._sum_finite(block)
             alone += rest

@@ -16,12 +16,13 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from headwater.client.training.accumulation import WindowSum, sum_window
+from headwater.client.training.accumulation import sum_window
 from headwater.client.training.accumulator import Accumulator
 from headwater.client.training.context import TrainingContext
 from headwater.client.training.gradient_pass import MicroBatchResult, Positions
 from headwater.client.training.sampler import Window
 from headwater.client.training.stop_rules import RECENT_STEPS, StopRules
+from headwater.client.training.window_sum import WindowSum
 from headwater.common.errors import HeadwaterError
 from headwater.common.messages import MAX_STEPS, Plan, Step, Vitals
 from headwater.server.fleet import Dropout

@@ -17,7 +17,7 @@ import numpy as np
 
 from headwater.client.algorithms.lookup import algorithm_for
 from headwater.client.device.interfaces import Hardware
-from headwater.client.training.accumulation import LeftOutLog
+from headwater.client.trainer.left_out_log import LeftOutLog
 from headwater.client.training.accumulator import Accumulator
 from headwater.client.training.batch_fetch import Batches
 from headwater.client.training.context import TrainingContext
@@ -154,7 +154,7 @@ class OneByOne:
                 trained.append(one)
                 continue
             version = one.opened.client.plan.model_version
-            self._devices.trainer.load_model(run_id, version, model)
+            self._devices.trainer.loaded_model.load(run_id, version, model)
             trained.append(self._train(one, accumulator))
         return [one if isinstance(one, Dropout) else self._update(one) for one in trained]
 

@@ -132,7 +132,7 @@ def work(connection: PipeEnd, descriptor: int, start: WorkerSettings) -> None:
     trainer, one_by_one = devices.trainer, OneByOne(devices)
     shared = SharedVectors(trainer.image.layout, start.num_slots, descriptor)
     if start.frozen is not None:
-        trainer.frozen_source = shared.frozen(is_private=False), start.frozen
+        trainer.loaded_model.frozen_source = shared.frozen(is_private=False), start.frozen
         trainer.image.adopt_frozen(shared.frozen(is_private=True), start.frozen)
     while True:
         order: TrainOrder = connection.recv()

@@ -103,7 +103,7 @@ class WorkerPool:
         self._path = None if hasattr(os, "fork") else _named_file()
         descriptor = unnamed_file() if self._path is None else os.open(self._path, os.O_RDWR)
         self._shared = SharedVectors(layout, self._num_slots, descriptor)
-        source = devices.trainer.frozen_source
+        source = devices.trainer.loaded_model.frozen_source
         if source is not None:
             self._shared.frozen(is_private=False).copy_(source[0])
         start = WorkerSettings(

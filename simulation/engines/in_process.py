@@ -73,7 +73,7 @@ class LocalFleet:
 
     def share_frozen(self, image: ModelImage) -> None:
         if image.layout.num_frozen_bytes:
-            self._devices.trainer.share_frozen(image)
+            self._devices.trainer.loaded_model.share_frozen(image)
 
     def describe(self, request: DescribeRequest, *, min_clients: int) -> ConnectedClients:
         """See ``Fleet``; looks at the simulated fleet until enough devices are connected.
@@ -182,7 +182,7 @@ class LocalFleet:
             if self._vanishes_at(part) is not None:
                 yield Dropout(name=name, error=ConnectionLost(f"device {name} has vanished"))
                 continue
-            trainer.load_model(self._run_id, plan.model_version, image.buffer())
+            trainer.loaded_model.load(self._run_id, plan.model_version, image.buffer())
             try:
                 yield trainer.evaluate(
                     self._devices.identity(part), plan, self._devices.local_store(part)

@@ -115,7 +115,7 @@ class InProcessGrid(HeadwaterGrid):
 
     def share_frozen(self, image: ModelImage) -> None:
         if image.layout.num_frozen_bytes:
-            run_trainer(self._settings).share_frozen(image)
+            run_trainer(self._settings).loaded_model.share_frozen(image)
 
     def get_node_ids(self) -> Iterable[int]:
         """Return the nodes that are connected for the round after the last one.

@@ -53,7 +53,7 @@ POINTS = {
     "behind the checkpoint": _server("rounds.checkpoint:save", "behind"),
     "before its plan": _client("transport.exchange:Exchange.take_instruction"),
     "plan received": _client("flower.node:Node.answer"),
-    "training": _client("training.accumulation:WindowSum.add"),
+    "training": _client("training.window_sum:WindowSum.add"),
     "between micro-batches": _client("training.spool:SpooledWindow.save", "behind"),
     "trained, place not kept": _client("flower.state_file:StateFile.write"),
     "trained, place kept": _client("flower.state_file:StateFile.write", "behind"),

@@ -64,10 +64,10 @@ def test_the_sum_over_devices_is_the_gradient_of_all_examples_and_moves_nothing_
     before = bytes(image.frozen_U8.numpy())
     if moved:
         image.values_P.add_(0.01)
-    home.frozen_source = None
+    home.loaded_model.frozen_source = None
     home.image.frozen_buffer()[:] = bytes(home.image.layout.num_frozen_bytes)
-    home.share_frozen(image)
-    home.load_model(next(RUN_IDS), 0, bytes(image.buffer()))
+    home.loaded_model.share_frozen(image)
+    home.loaded_model.load(next(RUN_IDS), 0, bytes(image.buffer()))
     total = CohortSum(image.layout)
     weight = sum(quota for quota, _ in work)
     total.open(num_clients=len(work), planned_weight=weight)

@@ -88,10 +88,10 @@ def test_buffers_changed_by_one_client_are_restored_for_the_next(tmp_path: Path)
     (tmp_path / "faulty_buffers.py").write_text(TASK_FILE)
     home = trainer(f"{tmp_path}/faulty_buffers.py:Faulty")
     image = bytes(home.image.buffer())
-    home.load_model(1, 0, image)
+    home.loaded_model.load(1, 0, image)
     with pytest.raises(BuffersChanged):
         home.train(identity(1), ThisMachine(), plan(), SamplerState())
-    home.load_model(1, 0, image)
+    home.loaded_model.load(1, 0, image)
     assert bytes(home.image.buffer()) == image
 
 
@@ -99,29 +99,29 @@ def test_a_model_of_the_same_version_is_loaded_once_and_of_another_run_again() -
     home = trainer()
     first = bytes(build_model(TwoLayers(), seed=1).buffer())
     other = bytes(build_model(TwoLayers(), seed=2).buffer())
-    home.load_model(1, 0, first)
-    home.load_model(2, 0, other)
+    home.loaded_model.load(1, 0, first)
+    home.loaded_model.load(2, 0, other)
     assert bytes(home.image.buffer()) == other
-    home.load_model(2, 1, first)
+    home.loaded_model.load(2, 1, first)
     assert bytes(home.image.buffer()) == first
 
 
 def test_a_model_that_failed_to_load_does_not_count_as_loaded() -> None:
     home = trainer()
     image = bytes(build_model(TwoLayers(), seed=1).buffer())
-    home.load_model(1, 0, image)
+    home.loaded_model.load(1, 0, image)
     with pytest.raises(ModelMismatch):
-        home.load_model(1, 1, image[:-1])
-    home.load_model(1, 0, image)
+        home.loaded_model.load(1, 1, image[:-1])
+    home.loaded_model.load(1, 0, image)
     assert bytes(home.image.buffer()) == image
 
 
 def test_the_own_model_is_known_again_without_a_second_one(tmp_path: Path) -> None:
     (tmp_path / "counted.py").write_text(COUNTED_FILE)
     home = trainer(f"{tmp_path}/counted.py:Counted")
-    assert home.has_own_model()
-    home.load_model(1, 0, bytes(build_model(TwoLayers(), seed=7).buffer()))
-    assert not home.has_own_model()
+    assert home.loaded_model.is_own()
+    home.loaded_model.load(1, 0, bytes(build_model(TwoLayers(), seed=7).buffer()))
+    assert not home.loaded_model.is_own()
     assert type(home.task).num_built == 1  # type: ignore[attr-defined]
 
 
