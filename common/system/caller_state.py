@@ -20,7 +20,12 @@ import torch
 
 from headwater.common.errors import remedy_in_traceback
 from headwater.common.system.console import QUIET_DEPENDENCIES, silent
-from headwater.common.system.stop_signals import StopRequests, at_stop_signals, interrupt
+from headwater.common.system.stop_signals import (
+    StopRequests,
+    at_stop_signals,
+    interrupt,
+    interrupt_at_once,
+)
 
 
 @contextmanager
@@ -40,7 +45,7 @@ def caller_state(*, is_silent: bool) -> Iterator[None]:
         )
         with remedy_in_traceback(), ExitStack() as stack:
             stack.enter_context(silent(is_silent))
-            stack.enter_context(at_stop_signals(StopRequests(interrupt, interrupt)))
+            stack.enter_context(at_stop_signals(StopRequests(interrupt, interrupt_at_once)))
             if is_main:
                 stack.enter_context(_own_process_state())
                 stack.enter_context(_own_random_numbers())

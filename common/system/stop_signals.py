@@ -4,6 +4,11 @@ A signal within a second of a request repeats it: ``timeout`` sends two, one to 
 to its group, and a terminal or a service manager may add its own. The second one used to interrupt
 the orderly end that the first had begun. A later signal is a new request, which ends the process at
 once.
+
+``interrupt`` raises KeyboardInterrupt wherever the main thread is. Inside another library this can
+be lost, turned into another error, or leave a queue without its notice: a run then went on, or
+waited two minutes for a thread. So records are written under ``interrupts_held``, and the rounds
+call ``raise_if_interrupted`` between them.
 """
 
 from __future__ import annotations
@@ -26,6 +31,13 @@ STOP_SIGNALS = tuple(
 STOPPED_STATUS = 130
 before_end: list[Callable[[], object]] = []
 """Called before the process ends at once, as to show a terminal's cursor again."""
+
+
+class _Interrupts:
+    """What ``interrupt`` was asked for, and how many blocks of the main thread hold it back."""
+
+    was_requested = False
+    num_holding = 0
 
 
 class StopRequests:
@@ -67,8 +79,36 @@ class StopRequests:
 
 
 def interrupt() -> None:
-    """Raise KeyboardInterrupt, as Python does at Ctrl-C."""
+    """Raise KeyboardInterrupt, as Python does at Ctrl-C, or at the end of ``interrupts_held``."""
+    _Interrupts.was_requested = True
+    if not _Interrupts.num_holding:
+        raise KeyboardInterrupt
+
+
+def interrupt_at_once() -> None:
+    """Raise KeyboardInterrupt also under ``interrupts_held``: for a second request."""
     raise KeyboardInterrupt
+
+
+@contextmanager
+def interrupts_held() -> Iterator[None]:
+    """Hold interrupts back in the main thread, for writing that must not be cut in the middle."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    _Interrupts.num_holding += 1
+    try:
+        yield
+    finally:
+        _Interrupts.num_holding -= 1
+    raise_if_interrupted()
+
+
+def raise_if_interrupted() -> None:
+    """Raise KeyboardInterrupt in the main thread if one was held back, or lost in a library."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if _Interrupts.was_requested and not _Interrupts.num_holding and is_main:
+        raise KeyboardInterrupt
 
 
 def end_at_once() -> None:
@@ -104,6 +144,7 @@ def at_stop_signals(requests: StopRequests) -> Iterator[None]:
 
 def _install(requests: StopRequests) -> dict[signal.Signals, Any]:
     """Set the handler of each stop signal that is not ignored; return the handlers before."""
+    _Interrupts.was_requested = False
     before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     known = {n: handler for n, handler in before.items() if handler not in (signal.SIG_IGN, None)}
     for number in known:

@@ -16,6 +16,7 @@ from headwater.common.errors import (
     TaskError,
 )
 from headwater.common.model.trained_model import MODEL as MODEL
+from headwater.common.system.stop_signals import interrupts_held, raise_if_interrupted
 from headwater.server.aggregation.round_reports import RoundSum
 from headwater.server.fleet import Fleet, Traffic
 from headwater.server.planning.exclusions import owners_reasons
@@ -78,7 +79,7 @@ def run(
                 observer.resumed(training.round, training.changed)
             save_best(folder, training)  # a kill may have come between checkpoint and best model
         _run_rounds(training, fleet, on_round, observer)
-    except BaseException:
+    except BaseException as ended_by:
         try:
             if folder is not None:
                 step_back(training, folder)
@@ -86,6 +87,8 @@ def run(
         except HeadwaterError as error:
             # The error that ended the run is the one to show; this one may follow from it.
             log.warning("%s: %s", error.code, error)
+        if not isinstance(ended_by, HeadwaterError):
+            raise_if_interrupted()  # a library may have turned the interrupt into its own error
         raise
     else:
         if folder is not None:
@@ -98,6 +101,7 @@ def _run_rounds(training: Training, fleet: Fleet, on_round: OnRound, observer: O
     settings = training.settings
     num_aborted = 0
     while training.round < settings.rounds:
+        raise_if_interrupted()
         if (why := training.why_stopped) is not None:
             log.warning(
                 "stopped after round %d of %d: %s; a larger --patience with --resume goes on",
@@ -124,12 +128,13 @@ def _run_rounds(training: Training, fleet: Fleet, on_round: OnRound, observer: O
         num_aborted = 0
         if evaluation.is_due(settings.evaluation, round_number=row.round, rounds=settings.rounds):
             training.follow_metrics(row.metrics, loss=row.loss if row.epsilon is None else None)
-        observer.stepped(row)
-        if settings.out is not None:
-            save_checkpoint(training, fleet, settings.out)
-            save_best(settings.out, training)
-        observer.on_round(row)
-        on_round(row)
+        with interrupts_held():
+            observer.stepped(row)
+            if settings.out is not None:
+                save_checkpoint(training, fleet, settings.out)
+                save_best(settings.out, training)
+            observer.on_round(row)
+            on_round(row)
 
 
 def _run_round(training: Training, fleet: Fleet, observer: Observer) -> RoundRow:

@@ -26,7 +26,7 @@ from headwater.client.app import client_app
 from headwater.common.errors import SettingsError, WorkerDied
 from headwater.common.flower.grid import CLIENT_APP_FAILED, Run, simulate_on_ray
 from headwater.common.settings.schema import Settings
-from headwater.common.system.stop_signals import StopRequests, at_stop_signals, interrupt
+from headwater.common.system.stop_signals import StopRequests, at_stop_signals, interrupt_at_once
 from headwater.server.app import server_app, server_context
 from headwater.server.rounds.observer import Observer
 from headwater.server.rounds.round_loop import NO_OBSERVER, OnRound
@@ -138,7 +138,7 @@ def _interrupt_in_order(app: _WatchedServerApp) -> Iterator[None]:
         was_interrupted = True
         app.request_stop()
 
-    with at_stop_signals(StopRequests(stop, interrupt)):
+    with at_stop_signals(StopRequests(stop, interrupt_at_once)):
         yield
     if was_interrupted:
         raise KeyboardInterrupt

@@ -22,6 +22,7 @@ from headwater.common.errors import Diverged, HeadwaterError
 from headwater.common.settings.schema import Settings
 from headwater.common.system.atomic_file import write_atomically
 from headwater.common.system.portability import PipeEnd
+from headwater.common.system.stop_signals import interrupt
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +48,7 @@ def execute_runs(pipe: PipeEnd) -> None:
     # SIGINT is blocked until here, and ignored where a shell started the sweep in the background.
     if hasattr(os, "setpgrp"):
         os.setpgrp()
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGINT, lambda *_: interrupt())
     threading.Thread(target=_interrupt_when_the_sweep_ends, daemon=True).start()
     try:
         if sys.platform != "win32":
