@@ -218,7 +218,10 @@ class ModelMismatch(DeviceRefused):
 
     ``layout`` has the rows of the model that was expected (``common.model.mismatch``), if known.
     """
-    remedy = "give server and client the same task file and the same --replace-batch-norm"
+    remedy = (
+        "give server and client the same task file, and the same --replace-batch-norm and "
+        "--frozen-dtype"
+    )
     def __init__(self, message: str, *, remedy: str | None = None, layout: str = "") -> None:
         super().__init__(message, remedy=remedy)
         self.layout = layout

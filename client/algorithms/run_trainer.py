@@ -31,6 +31,7 @@ def run_trainer(settings: Settings) -> Trainer:
         settings.algorithm.model_dump_json(),
         replace_batch_norm=settings.model.replace_batch_norm,
         local_parameters=settings.model.local_parameters,
+        frozen_dtype=settings.model.frozen_dtype,
         check_task=settings.check_task,
         seed=settings.seed,
     )
@@ -43,6 +44,7 @@ def trainer_of(
     *,
     replace_batch_norm: bool,
     local_parameters: str | None,
+    frozen_dtype: str | None,
     check_task: bool,
     seed: int,
 ) -> Trainer:
@@ -52,6 +54,7 @@ def trainer_of(
         task,
         replace_batch_norm=replace_batch_norm,
         local_parameters=local_parameters,
+        frozen_dtype=frozen_dtype,
         check_task=check_task,
         seed=seed,
         trial=None if algorithm is None else functools.partial(try_algorithm, algorithm),

@@ -56,6 +56,7 @@ class Trainer:
         replace_batch_norm: bool,
         check_task: bool,
         local_parameters: str | None = None,
+        frozen_dtype: str | None = None,
         trial: Trial | None = None,
         seed: int = 0,
     ) -> None:
@@ -65,7 +66,7 @@ class Trainer:
             OutOfMemory: the model leaves no room for the vector.
             HeadwaterError: the task cannot be loaded, see ``headwater.common.task.load_task``.
         """
-        self._replace_batch_norm = replace_batch_norm
+        self._replace_batch_norm, self._frozen_dtype = replace_batch_norm, frozen_dtype
         self.task = load_task(task_spec)
         self._examples = ClientExamples(self.task, self._check_opened)
         self.datasets = self._examples.datasets
@@ -140,6 +141,7 @@ class Trainer:
             seed=seed,
             replace_batch_norm=self._replace_batch_norm,
             local_parameters=self.local_parameters,
+            frozen_dtype=self._frozen_dtype,
         )
 
     def load_local(self, identity: Identity, plan: Plan, store: LocalStore | None) -> LocalState:

@@ -23,6 +23,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from headwater.common.model.bfloat16_weights import plain
 from headwater.common.model.vocabulary_head import HeadOptions, VocabularyHead
 
 CHUNK_BYTES = 16 << 20
@@ -64,7 +65,7 @@ def chunked_cross_entropy(
     _check(hidden, weight, targets, bias, reduction)
     losses_N = _Losses.apply(  # type: ignore[no-untyped-call]
         hidden.reshape(-1, hidden.shape[-1]),
-        weight,
+        plain(weight),
         bias,
         targets.reshape(-1),
         HeadOptions(ignore_index=ignore_index, chunk_bytes=chunk_bytes, autocast=_autocast_dtype()),

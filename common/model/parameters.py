@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from headwater.common.errors import BatchDependentLayer, BuffersChanged, ModelMismatch
 from headwater.common.model import frozen_part
+from headwater.common.model.bfloat16_weights import store_in_bfloat16
 from headwater.common.model.frozen_part import Fingerprint
 from headwater.common.model.group_norm import (
     GroupNormArguments,
@@ -69,7 +70,7 @@ class ModelImage:
         self.values_P = self.bytes_U8.view(torch.float32)
         self.local_L = torch.zeros(self.layout.num_local)
         """The parameters that stay on the device."""
-        self.frozen_U8 = torch.zeros(self.layout.num_frozen_bytes, dtype=torch.uint8)
+        self.frozen_U8 = torch.empty(self.layout.num_frozen_bytes, dtype=torch.uint8)
         """The frozen parameters and the buffers."""
         self.fingerprint: Fingerprint | None = None
         """Of the frozen part; None if it was not computed since the memory was written."""
@@ -185,8 +186,11 @@ def build_model(
     seed: int,
     replace_batch_norm: bool = False,
     local_parameters: str | None = None,
+    frozen_dtype: str | None = None,
 ) -> ModelImage:
     """Build the task's model under the run's seed and move it into blocks.
+
+    ``frozen_dtype`` is that of the settings: "bfloat16" stores the frozen weights in it.
 
     Raises:
         BatchDependentLayer, UnsupportedModel, LocalParametersUnusable: see ``ModelImage``.
@@ -196,6 +200,8 @@ def build_model(
     with running("new_model"):
         model = task.new_model()
     replaced = replace_batch_norm_by_group_norm(model) if replace_batch_norm else None
+    if frozen_dtype is not None:
+        store_in_bfloat16(model)
     return ModelImage(model, replaced_layers=replaced, local_parameters=local_parameters)
 
 

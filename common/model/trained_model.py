@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Set
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path, PureWindowsPath
 from typing import Any
@@ -26,6 +26,7 @@ from headwater.common.errors import (
     remedy_in_traceback,
 )
 from headwater.common.model.adapter import BASE_KEY, with_base
+from headwater.common.model.bfloat16_weights import stored_in_bfloat16
 from headwater.common.model.group_norm import GroupNormArguments, replay
 from headwater.common.model.local_parameters import by_all_names, local_names
 from headwater.common.model.local_state import device_tensors
@@ -58,6 +59,12 @@ class ModelRecord:
     """The metric, its value and its round, if the file holds the best round's model."""
     base_digest: str | None = None
     """Of the frozen part, if the file is an adapter: it has the trained parameters alone."""
+
+    @property
+    def frozen_dtype(self) -> str | None:
+        """The dtype of the run's frozen weights; None if it was the task's own."""
+        dtype = self.settings.get("model", {}).get("frozen_dtype")
+        return dtype if isinstance(dtype, str) else None
 
     @property
     def local_parameters(self) -> str | None:
@@ -172,7 +179,9 @@ def load_module(
         torch.manual_seed(int(record.settings.get("seed", 0)))
         model = task.new_model()
     replay(model, record.replaced_layers)
-    state = _with_base(model, record, state, file, patterns)
+    is_rounded = record.base_digest is not None and record.frozen_dtype is not None
+    with stored_in_bfloat16(model) if is_rounded else nullcontext():
+        state = _with_base(model, record, state, file, patterns)
     if local is not None:
         own = device_tensors(local, layout_digest=record.layout_digest, rounds=record.rounds)
         names = local_names(model, patterns)

@@ -173,6 +173,11 @@ class ModelSettings(Branch):
         "use GroupNorm in place of BatchNorm, which mixes examples; the same on both sides",
         "--replace-batch-norm/--keep-batch-norm",
     )
+    frozen_dtype: Literal["bfloat16"] | None = setting(
+        None,
+        "store, send and keep frozen weights in bfloat16, at half the memory; the same on both "
+        "sides; not set: as the task builds them",
+    )
     local_parameters: Patterns | None = setting(
         None,
         "parameters that stay on each device and are trained there alone, such as 'head.*'; commas "

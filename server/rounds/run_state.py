@@ -88,6 +88,7 @@ class Training:
             seed=settings.seed,
             replace_batch_norm=settings.model.replace_batch_norm,
             local_parameters=settings.model.local_parameters,
+            frozen_dtype=settings.model.frozen_dtype,
         )
         if settings.model.initial is not None:
             load_initial(self.image, settings.model.initial)

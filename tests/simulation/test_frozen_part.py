@@ -206,6 +206,64 @@ def test_devices_whose_task_builds_another_base_train_on_the_server_s(
     assert all(torch.equal(own[name], tensor) for name, tensor in frozen.items())
 
 
+BFLOAT16 = {"model": {"frozen_dtype": "bfloat16"}}
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that stores its frozen weights in bfloat16."""
+    out = tmp_path_factory.mktemp("stored")
+    simulate(chosen(out, **BFLOAT16))
+    return out
+
+
+def test_frozen_weights_in_bfloat16_halve_the_part_that_is_sent(done: Path, stored: Path) -> None:
+    parts = [load_file(folder / checkpoint.FROZEN) for folder in (done, stored)]
+    was, now = (sum(tensor.nbytes for tensor in part.values()) for part in parts)
+    rounded = ("up.weight", "body.base.weight")
+    assert was - now == sum(parts[1][name].nbytes for name in rounded)
+    for name, tensor in load_file(stored / MODEL).items():
+        is_stored = name in {*rounded, "down.weight", "down.bias"}
+        assert tensor.dtype is (torch.bfloat16 if is_stored else torch.float32)
+
+
+def test_an_adapter_to_bfloat16_weights_and_the_task_give_the_whole_model(stored: Path) -> None:
+    whole, adapted = (headwater.load_model(stored / name, TASK) for name in (MODEL, ADAPTER))
+    assert torch.equal(outputs(whole), outputs(adapted))
+    assert whole.get_parameter("up.weight").dtype is torch.float32  # as the task builds it
+    with pytest.raises(FrozenPartMismatch, match="frozen part"):
+        headwater.load_model(stored / ADAPTER, OtherBase())
+
+
+def test_a_resumed_run_with_bfloat16_weights_ends_with_the_same_bytes(
+    stored: Path, tmp_path: Path
+) -> None:
+    simulate(chosen(tmp_path, rounds=1, **BFLOAT16))
+    with pytest.raises(ModelMismatch, match=r"is bfloat16 in the checkpoint"):
+        simulate(chosen(tmp_path), resume=True)
+    simulate(chosen(tmp_path, **BFLOAT16), resume=True)
+    assert (tmp_path / MODEL).read_bytes() == (stored / MODEL).read_bytes()
+
+
+@pytest.mark.parametrize(
+    "simulation",
+    [
+        pytest.param({"compute": "fused"}, id="fused"),
+        pytest.param({"compute": "vectorised"}, id="vectorised"),
+        pytest.param({"workers": 2}, id="workers", marks=pytest.mark.slow),
+        pytest.param({"engine": "grpc"}, id="grpc", marks=pytest.mark.slow),
+    ],
+)
+def test_every_way_of_running_trains_the_same_model_on_bfloat16_weights(
+    simulation: dict[str, Any], stored: Path, tmp_path: Path
+) -> None:
+    simulate(chosen(tmp_path, simulation={"clients": NUM_DEVICES, **simulation}, **BFLOAT16))
+    found, expected = load_file(tmp_path / MODEL), load_file(stored / MODEL)
+    assert all(torch.allclose(found[name], expected[name], atol=1e-4) for name in expected)
+    is_same_code = "compute" not in simulation
+    assert not is_same_code or (tmp_path / MODEL).read_bytes() == (stored / MODEL).read_bytes()
+
+
 def test_masked_rounds_make_the_model_of_plain_ones(done: Path, tmp_path: Path) -> None:
     simulate(chosen(tmp_path, secure={"aggregation": "semi-honest"}))
     masked, plain = load_file(tmp_path / ADAPTER), load_file(done / ADAPTER)
