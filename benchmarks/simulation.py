@@ -7,7 +7,8 @@ run; ``first_seconds`` is from the start of the process to the end of the first 
 is VmHWM. Each runs in a process of its own, with one thread of torch; one behind the other, so that
 they do not take each other's cores.
 
-* ``one-by-one-in-2``: two worker processes; the simulator's own process is a third.
+* ``one-by-one-in-2``: two worker processes; the simulator's own process is a third. Its share of
+  its limit is that of each core: half of what both do.
 * ``of_limit`` is by the rounds of a way and of its limit by turns in one process, so that load
   takes its share of both: the median of the ratios. ``--case one-by-one-in-turn:digits:200:40``
   tells the least microseconds a client of each part of a round besides.
@@ -48,7 +49,7 @@ PEERS = {"flower_ray": "ray", "pfl": "pfl"}
 SIZES = (("digits", 100, 11), ("digits", 1000, 11), ("images", 40, 5), ("text", 8, 4))
 WORKERS = 2
 SHARED = "one-by-one-in-2"
-LIMITS = dict(zip(WAYS, BARE, strict=True))
+LIMITS = {**dict(zip(WAYS, BARE, strict=True)), SHARED: "bare_loop"}
 IN_TURN = "-in-turn"
 ROUNDS_IN_TURN = 4  # times those of a way alone
 
@@ -99,8 +100,9 @@ def in_turn(way: str, work: Work, number: int, rounds: int) -> Figures:
     ours(way, work, number, rounds, on_round=after)
     own, limit = own[2:], limit[2:]  # the first ones open the data, and warm up
     micro = 1e6 / number
+    share = statistics.median(b / row.seconds for row, b in zip(own, limit, strict=True))
     figures: Figures = {
-        "of_limit": statistics.median(b / row.seconds for row, b in zip(own, limit, strict=True)),
+        "of_limit": share / (WORKERS if way == SHARED else 1),
         "least_microseconds": min(row.seconds for row in own) * micro,
         "least_microseconds_of_limit": min(limit) * micro,
     }
@@ -354,11 +356,9 @@ def _beside(
     """Measure all ways to do a work, and how they stand to each other."""
     found = {kind: measure(kind, work, number, rounds) for kind in (*BARE, *WAYS, SHARED, *peers)}
     in_turns = {
-        way: measure(f"{way}{IN_TURN}", work, number, rounds * ROUNDS_IN_TURN) for way in WAYS
+        way: measure(f"{way}{IN_TURN}", work, number, rounds * ROUNDS_IN_TURN) for way in LIMITS
     }
-    found["of_limit"] = {way: in_turns[way]["of_limit"] for way in WAYS}
-    per_core = found[SHARED]["rate"] / WORKERS
-    found["of_limit"][f"{SHARED}_per_core"] = per_core / found[LIMITS["one-by-one"]]["rate"]
+    found["of_limit"] = {way: in_turns[way]["of_limit"] for way in LIMITS}
     for peer in peers:
         found[f"over_{peer}"] = {way: found[way]["rate"] / found[peer]["rate"] for way in WAYS}
     return found

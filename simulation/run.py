@@ -6,15 +6,13 @@ The server's rounds and the devices' code are the same on each engine.
 from __future__ import annotations
 
 import contextlib
-import gc
 import secrets
-from collections.abc import Iterator
 
 import torch
 
 from headwater.common.errors import SettingsError
 from headwater.common.settings.schema import Settings
-from headwater.common.system.heap import keep_freed_memory
+from headwater.common.system.heap import keep_freed_memory, rare_collections
 from headwater.server.operations.round_log import RoundLog
 from headwater.server.rounds.checkpoint import run_position
 from headwater.server.rounds.observer import Observer, Observers
@@ -24,8 +22,6 @@ from headwater.server.tracking.trackers import trackers
 from headwater.simulation.engines.in_process import LocalFleet
 from headwater.simulation.engines.planning_cache import cached_decisions
 from headwater.simulation.fleet.fleet_spec import with_fleet
-
-MAX_NEW_OBJECTS = 500_000
 
 
 def run_engine(
@@ -67,25 +63,10 @@ def _run_in_process(
     training = Training(settings, run_id=run_id, decisions=cached_decisions())
     fleet = LocalFleet(settings, run_id=run_id)
     keep_freed_memory()
-    with contextlib.closing(fleet), _rare_collections():
+    with contextlib.closing(fleet), rare_collections():
         fleet.report_left_out()
         observers = Observers(RoundLog(), *tracking, observer)
         run(training, fleet, on_round=on_round, resume=resume, observer=observers)
-
-
-@contextlib.contextmanager
-def _rare_collections() -> Iterator[None]:
-    """Make Python's cycle collector run rarely, because a round creates objects for each device.
-
-    With ten thousand devices every collection visited all of them, and took half of the time.
-    """
-    before = gc.get_threshold()
-    gc.set_threshold(MAX_NEW_OBJECTS, 10, 10)
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
-        gc.collect()  # else the devices' data of a finished run stays in memory
 
 
 def run_on_messages(

@@ -9,7 +9,7 @@ device computes the same numbers as it would alone.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
@@ -33,7 +33,7 @@ from headwater.common.messages import Update
 from headwater.common.model.local_state import LocalState
 from headwater.common.model.parameters import ModelImage
 from headwater.common.task import Examples
-from headwater.server.fleet import Dropout, UpdateBatch
+from headwater.server.fleet import Dropout
 from headwater.simulation.compute.round_columns import samplers_of
 from headwater.simulation.fleet.devices import ClientPlan, Devices
 from headwater.simulation.fleet.faults import falsify
@@ -118,8 +118,12 @@ class _TrainedClient:
 class OneByOne:
     """Trains devices in their order; see ``simulation.fleet.devices.Compute``."""
 
-    def __init__(self, devices: Devices) -> None:
+    def __init__(
+        self, devices: Devices, *, note_begun: Callable[[int], None] = lambda _: None
+    ) -> None:
+        """``note_begun`` is called with a device's number before its task's code runs."""
         self._devices = devices
+        self._note_begun = note_begun
         self._accumulators: list[Accumulator] = []
         self._left_out_log = LeftOutLog()
 
@@ -130,18 +134,23 @@ class OneByOne:
         *,
         run_id: int,
         timeout_seconds: float | None,
-    ) -> Iterator[Update | UpdateBatch | Dropout]:
+    ) -> Iterator[Update | Dropout]:
         """Yield each device's reply; its vector is valid until the next reply is requested."""
-        at_once = max(min(TOGETHER_BYTES // image.layout.num_bytes, MAX_TOGETHER), 1)
+        yield from self.replies(clients, image.buffer(), run_id=run_id)
+
+    def replies(
+        self, clients: Sequence[ClientPlan], model: memoryview, *, run_id: int
+    ) -> Iterator[Update | Dropout]:
+        """Let devices carry out their plans on the model of this image, and store their positions.
+
+        A vector is valid until the next reply is requested.
+        """
+        num_bytes = self._devices.trainer.image.layout.num_bytes
+        at_once = max(min(TOGETHER_BYTES // num_bytes, MAX_TOGETHER), 1)
         for start in range(0, len(clients), MAX_DRAWN):
             opened = self._open(clients[start : start + MAX_DRAWN])
             for first in range(0, len(opened), at_once):
-                some = opened[first : first + at_once]
-                yield from self._replies(some, image.buffer(), run_id=run_id)
-
-    def reply(self, client: ClientPlan, model: memoryview, *, run_id: int) -> Update | Dropout:
-        """Let one device carry out its plan, and store its position."""
-        return self._replies(self._open([client]), model, run_id=run_id)[0]
+                yield from self._replies(opened[first : first + at_once], model, run_id=run_id)
 
     def _replies(
         self, opened: Sequence[_OpenedClient | Dropout], model: memoryview, *, run_id: int
@@ -171,6 +180,7 @@ class OneByOne:
         """Open the devices' examples, and choose the windows of those that could open them."""
         examples: list[Examples | Dropout] = []
         for client in clients:
+            self._note_begun(client.part)
             try:
                 examples.append(self._devices.training_examples(client.part, client.plan))
             except Exception as error:
@@ -188,6 +198,7 @@ class OneByOne:
     def _prepare(self, one: _OpenedClient) -> _PreparedClient:
         """Fetch the examples of a device's window if they are few, and get its hardware."""
         client = one.client
+        self._note_begun(client.part)
         batches = Batches(self._devices.trainer.task, one.examples)
         batches.begin(one.window.positions)
         try:
@@ -201,6 +212,7 @@ class OneByOne:
     def _train(self, one: _PreparedClient, accumulator: Accumulator) -> _TrainedClient | Dropout:
         trainer, opened = self._devices.trainer, one.opened
         client = opened.client
+        self._note_begun(client.part)
         try:
             context = trainer.context(
                 opened.examples, client.name, one.hardware, accumulator, one.batches

@@ -2,13 +2,15 @@
 
 Each worker process has one model and computes whole devices by their own code
 (``simulation.compute.worker``). Parameters and vectors are in shared memory; plans and reports go
-through pipes.
+through pipes, in pieces of many devices: a message for each device took longer than the device of a
+small model.
 
 Replies are passed on in the order of the devices, whichever worker finished first, so a run has the
 same bits and the same log for any number of workers. A vector waits for its turn in a slot of
 shared memory. The next devices, as many as there are slots, are computed or wait for their turn; of
-these the longest start first. A worker prefers the devices that it had in earlier rounds, whose
-examples it has open.
+these the longest start first. A piece is a share of what remains, so the pieces become smaller and
+the workers finish together (Polychronopoulos and Kuck 1987, "Guided self-scheduling"). A worker
+prefers the devices that it had in earlier rounds, whose examples it has open.
 
 ``concurrent.futures.ProcessPoolExecutor`` does not fit: it does not say which device a dead worker
 was at, its workers outlive a killed simulator, and it cannot prefer a worker for a device.
@@ -24,9 +26,10 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing import Pipe, get_context
 from multiprocessing.connection import Connection, wait
+from operator import itemgetter
 from pathlib import Path
 from typing import cast
 
@@ -41,16 +44,18 @@ from headwater.simulation.compute.worker import (
     TrainOrder,
     TrainResult,
     WorkerSettings,
+    parts_of,
+    report_of,
     run_spawned,
     unnamed_file,
 )
 from headwater.simulation.fleet.devices import ClientPlan, Devices
 
 RUN_WORKER = "from headwater.simulation.compute.worker import main; main()"
-# Orders that wait at a worker, in addition to the one that it carries out: it is never idle.
+# Pieces that wait at a worker, in addition to the one that it carries out: it is never idle.
 AHEAD = 1
 # Slots for vectors: at most so many, and so many bytes, but at least two for each worker.
-MAX_SLOTS, SLOTS_BYTES = 64, 64 << 20
+MAX_SLOTS, SLOTS_BYTES = 256, 64 << 20
 
 
 def num_workers(settings: Settings, *, num_invited: int) -> int:
@@ -82,13 +87,50 @@ class SpawnedProcess:
         return status
 
 
+# A device of a round with its number in it, from 0.
+_Numbered = tuple[int, ClientPlan]
+
+
 @dataclass(kw_only=True, slots=True)
 class _Worker:
     number: int
     process: subprocess.Popen[bytes] | SpawnedProcess
     connection: PipeEnd
-    orders: list[tuple[int, ClientPlan]] = field(default_factory=list)
-    """The devices that it computes next, each with its number in the round."""
+    orders: list[list[_Numbered]] = field(default_factory=list)
+    """The pieces that it computes next."""
+
+
+class RoundPieces:
+    """The devices of a round that no worker has yet, in pieces of about equal work."""
+
+    def __init__(self, clients: Sequence[ClientPlan], num_workers: int) -> None:
+        self._own: list[list[_Numbered]] = [[] for _ in range(num_workers)]
+        for at, client in enumerate(clients):
+            self._own[client.part % num_workers].append((at, client))
+        self._work = sum(client.plan.quota for client in clients)
+
+    def take(self, worker: int, *, end: int, most: int) -> list[_Numbered]:
+        """Return a worker's next piece: at most ``most`` devices, numbered below ``end``, in order.
+
+        They are its own devices if some are left. The longest of them are first to be taken.
+        """
+        for own in [self._own[worker], *sorted(self._own, key=len, reverse=True)]:
+            free = [one for one in own if one[0] < end]
+            if free:
+                break
+        else:
+            return []
+        free.sort(key=lambda one: one[1].plan.quota, reverse=True)
+        share, piece, work = self._work / (2 * len(self._own)), list[_Numbered](), 0
+        for one in free[:most]:
+            piece.append(one)
+            work += one[1].plan.quota
+            if work >= share:
+                break
+        self._work -= work
+        taken = {at for at, _ in piece}
+        own[:] = [one for one in own if one[0] not in taken]
+        return sorted(piece, key=itemgetter(0))
 
 
 class WorkerPool:
@@ -102,13 +144,15 @@ class WorkerPool:
         self._num_slots = max(fitting, (1 + AHEAD) * number)
         self._path = None if hasattr(os, "fork") else _named_file()
         descriptor = unnamed_file() if self._path is None else os.open(self._path, os.O_RDWR)
-        self._shared = SharedVectors(layout, self._num_slots, descriptor)
+        self._shared = SharedVectors(layout, self._num_slots, number, descriptor)
         source = devices.trainer.loaded_model.frozen_source
         if source is not None:
             self._shared.frozen(is_private=False).copy_(source[0])
         start = WorkerSettings(
             # The task was checked in this process, which reports its problems.
             settings=devices.settings.model_copy(update={"check_task": False}),
+            number=0,
+            num_workers=number,
             num_slots=self._num_slots,
             frozen=None if source is None else source[1],
             is_verbose=logging.getLogger().isEnabledFor(logging.INFO),
@@ -116,7 +160,7 @@ class WorkerPool:
         self._workers: list[_Worker] = []
         try:
             for at in range(number):
-                self._workers.append(_started(at, descriptor, self._path, start))
+                self._workers.append(_started(descriptor, self._path, replace(start, number=at)))
         except BaseException:
             self.close()
             raise
@@ -139,72 +183,83 @@ class WorkerPool:
         while any(worker.orders for worker in self._workers):
             self._receive()  # results of a round that was aborted
         self._shared.image[:] = image.buffer()
-        waiting = list(enumerate(clients))
-        results: dict[int, TrainResult] = {}
-        for at, client in enumerate(clients):
-            while at not in results:
-                self._hand_out(waiting, at, run_id)
-                results |= self._receive()
-            yield self._reply(at, client, results.pop(at))
+        pieces = RoundPieces(clients, len(self._workers))
+        replies: dict[int, Update | Dropout] = {}
+        for at in range(len(clients)):
+            while at not in replies:
+                self._hand_out(pieces, at, run_id)
+                for piece, result in self._receive():
+                    replies |= self._replies(piece, result)
+            yield replies.pop(at)
 
-    def _hand_out(self, waiting: list[tuple[int, ClientPlan]], current: int, run_id: int) -> None:
-        """Give the workers orders out of ``waiting``, as long as the devices' slots are free.
+    def _hand_out(self, pieces: RoundPieces, current: int, run_id: int) -> None:
+        """Give the workers orders, as long as the devices' slots are free.
 
         The slots of the devices before number ``current`` are free.
         """
+        end, most = current + self._num_slots, self._num_slots // ((1 + AHEAD) * len(self._workers))
         for depth in range(1 + AHEAD):
             for worker in self._workers:
                 if len(worker.orders) <= depth:
-                    end = current + self._num_slots
-                    next_ones = [one for one in waiting[: self._num_slots] if one[0] < end]
-                    if not next_ones:
+                    piece = pieces.take(worker.number, end=end, most=most)
+                    if not piece:
                         return
-                    at, client = max(next_ones, key=lambda one: self._urgency(worker, *one))
-                    waiting.remove((at, client))
-                    self._order(worker, at, client, run_id)
+                    self._order(worker, piece, run_id)
 
-    def _urgency(self, worker: _Worker, at: int, client: ClientPlan) -> tuple[bool, int, int]:
-        is_own = client.part % len(self._workers) == worker.number
-        return is_own, client.plan.quota, -at
-
-    def _order(self, worker: _Worker, at: int, client: ClientPlan, run_id: int) -> None:
-        worker.orders.append((at, client))
+    def _order(self, worker: _Worker, piece: list[_Numbered], run_id: int) -> None:
+        worker.orders.append(piece)
+        clients, checkpointed = [one for _, one in piece], self._devices.trainer.checkpointed
         order = TrainOrder(
-            client=client,
-            slot=at % self._num_slots,
+            clients=clients,
+            slots=[at % self._num_slots for at, _ in piece],
             run_id=run_id,
-            position=self._devices.positions[client.part],
-            is_checkpointed=client.name in self._devices.trainer.checkpointed,
+            states=self._devices.positions.states(parts_of(clients)),
+            checkpointed=[client.name for client in clients if client.name in checkpointed],
         )
         try:
             worker.connection.send(order)
         except OSError as error:
-            raise _died(worker, len(self._workers)) from error
+            raise self._died(worker) from error
 
-    def _receive(self) -> dict[int, TrainResult]:
-        """Wait for results; return those that arrived, by their devices' numbers."""
+    def _receive(self) -> list[tuple[list[_Numbered], TrainResult]]:
+        """Wait for results; return the pieces that were computed, with their results."""
         busy = {worker.connection: worker for worker in self._workers if worker.orders}
-        results: dict[int, TrainResult] = {}
+        results: list[tuple[list[_Numbered], TrainResult]] = []
         for connection in wait(cast(list[Connection], list(busy))):
             worker = busy[cast(PipeEnd, connection)]
             try:
                 result = worker.connection.recv()
             except (EOFError, OSError) as error:
-                raise _died(worker, len(self._workers)) from error
-            at, _ = worker.orders.pop(0)
-            results[at] = result
+                raise self._died(worker) from error
+            results.append((worker.orders.pop(0), result))
         return results
 
-    def _reply(self, at: int, client: ClientPlan, result: TrainResult) -> Update | Dropout:
-        """Store a device's new position and return its update."""
-        self._devices.positions[client.part] = result.position
-        if result.is_checkpointed:
-            self._devices.trainer.checkpointed.add(client.name)
-        if result.report is not None:
-            slot = self._shared.slots[at % self._num_slots]
-            return Update(values_P=slot, report=result.report)
-        assert result.error is not None  # one of the two is set
-        return Dropout(name=client.name, error=error_of(*result.error))
+    def _replies(self, piece: list[_Numbered], result: TrainResult) -> dict[int, Update | Dropout]:
+        """Store the new positions of a piece's devices; return their replies by their numbers."""
+        self._devices.positions.store(parts_of([one for _, one in piece]), result.states)
+        for name in result.checkpointed:
+            self._devices.trainer.checkpointed.add(name)
+        replies: dict[int, Update | Dropout] = {}
+        for (at, client), plain in zip(piece, result.replies, strict=True):
+            if isinstance(plain, tuple):
+                replies[at] = Dropout(name=client.name, error=error_of(*plain))
+            else:
+                slot = self._shared.slots[at % self._num_slots]
+                replies[at] = Update(values_P=slot, report=report_of(plain))
+        return replies
+
+    def _died(self, worker: _Worker) -> WorkerDied:
+        """Return the error that says how a worker ended, and at which device."""
+        status = worker.process.wait()
+        how = f"by {signal.Signals(-status).name}" if status < 0 else f"with status {status}"
+        where = ""
+        if worker.orders:
+            begun = int(self._shared.begun[worker.number])
+            clients = [client for _, client in worker.orders[0]]
+            client = next((one for one in clients if one.part == begun), clients[0])
+            where = f" at device {client.name}, round {client.plan.round}"
+        number = len(self._workers)
+        return WorkerDied(f"worker process {worker.number + 1} of {number} was ended {how}{where}")
 
     def close(self) -> None:
         """Kill the processes: they hold nothing that is needed."""
@@ -225,7 +280,7 @@ def _named_file() -> Path:
     return Path(name)
 
 
-def _started(number: int, descriptor: int, path: Path | None, start: WorkerSettings) -> _Worker:
+def _started(descriptor: int, path: Path | None, start: WorkerSettings) -> _Worker:
     ours, theirs = Pipe()
     process: subprocess.Popen[bytes] | SpawnedProcess
     with theirs:
@@ -238,17 +293,6 @@ def _started(number: int, descriptor: int, path: Path | None, start: WorkerSetti
             )
         else:
             process = SpawnedProcess(theirs, path)
-    worker = _Worker(number=number, process=process, connection=ours)
+    worker = _Worker(number=start.number, process=process, connection=ours)
     ours.send(start)
     return worker
-
-
-def _died(worker: _Worker, number: int) -> WorkerDied:
-    """Return the error that says how a worker ended, and at which device."""
-    status = worker.process.wait()
-    how = f"by {signal.Signals(-status).name}" if status < 0 else f"with status {status}"
-    where = ""
-    if worker.orders:
-        _, client = worker.orders[0]
-        where = f" at device {client.name}, round {client.plan.round}"
-    return WorkerDied(f"worker process {worker.number + 1} of {number} was ended {how}{where}")

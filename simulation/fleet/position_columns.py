@@ -98,6 +98,16 @@ class PlaceColumns:
         )
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class StateColumns:
+    """The ``SamplerState``s of D devices, to be copied from one process to another."""
+
+    pending_round: Ints
+    settled_round: Ints
+    place: PlaceColumns
+    pending_place: PlaceColumns
+
+
 class PositionColumns:
     """The positions of N devices; a device that has not trained is at its first example."""
 
@@ -136,6 +146,22 @@ class PositionColumns:
             begin = self._append(np.array(skipped)) if skipped else 0
             self._columns[which, :, part] = place.epoch, place.offset, len(skipped), begin
 
+    def states(self, parts: Ints) -> StateColumns:
+        """Return all that is known of these devices' positions."""
+        return StateColumns(
+            pending_round=self._round[parts],
+            settled_round=self._settled[parts],
+            place=self._places(parts, np.zeros(len(parts), dtype=np.int64)),
+            pending_place=self._places(parts, np.ones(len(parts), dtype=np.int64)),
+        )
+
+    def store(self, parts: Ints, states: StateColumns) -> None:
+        """Store what ``states`` returned for these devices, here or in another process."""
+        self._has_trained[parts] = True
+        self._round[parts] = states.pending_round
+        self._settled[parts] = states.settled_round
+        self._store_places(parts, states.place, states.pending_place)
+
     def settle(self, parts: Ints, counted_rounds: Ints) -> PlaceColumns:
         """Return the devices' current positions, as ``SamplerState.settle`` does for one.
 
@@ -154,6 +180,9 @@ class PositionColumns:
         """
         self._has_trained[parts] = True
         self._round[parts] = number
+        self._store_places(parts, places, after)
+
+    def _store_places(self, parts: Ints, places: PlaceColumns, after: PlaceColumns) -> None:
         for which, stored in enumerate((places, after)):
             begin = self._append(stored.skipped)
             starts = begin + starts_of(stored.num_skipped)
