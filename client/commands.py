@@ -101,6 +101,7 @@ def show_identity(settings: Settings) -> None:
 
 def check_task(settings: Settings) -> None:
     """Run the task on this device's data, and print what the device measures of itself."""
+    _check_room_for_torch(settings)
     from headwater.client.operations.task_check import show_task_check
 
     trainer, identity = _open(settings)
@@ -115,6 +116,7 @@ def check_task(settings: Settings) -> None:
 
 def run_doctor(settings: Settings) -> None:
     """Print what could keep this device from taking part; exit with 1 if there is a fault."""
+    _check_room_for_torch(settings)
     from headwater.client.operations.doctor import examine
     from headwater.client.operations.findings import show
 
@@ -122,8 +124,26 @@ def run_doctor(settings: Settings) -> None:
         raise typer.Exit(1)
 
 
+def _check_room_for_torch(settings: Settings) -> None:
+    """Check that the device's memory has room for torch, which would be killed otherwise.
+
+    Raises:
+        OutOfMemory: it has not.
+    """
+    from headwater.client.memory.limits import MemoryLimits, check_import_room
+    from headwater.client.memory.peak_model import resident_bytes
+
+    limits = MemoryLimits(settings.client.memory_limit_bytes)
+    check_import_room(resident_bytes(), limits.lowest())
+
+
 def _open(settings: Settings) -> tuple[Trainer, Identity]:
-    """Load the task and name this device, before it connects."""
+    """Load the task and name this device, before it connects.
+
+    Raises:
+        OutOfMemory: the task's model does not fit in the device's memory.
+        HeadwaterError: see ``run_trainer``.
+    """
     import torch
 
     from headwater.client.algorithms.run_trainer import run_trainer
@@ -160,6 +180,7 @@ def take_part(settings: Settings) -> None:
     """Take part until the run ends, the device is asked to stop, or its patience ends."""
     import asyncio
 
+    _check_room_for_torch(settings)
     from headwater.client.transport.connection import stay_connected
     from headwater.common.system.console import console
 

@@ -103,12 +103,17 @@ def own_traceback(error: BaseException) -> TracebackType | None:
 def is_allocation_failure(error: BaseException) -> bool:
     """Return whether an exception is an allocation failure, which torch raises as a RuntimeError.
 
-    oneDNN, which computes convolutions, only says that it could not create something.
+    oneDNN, which computes convolutions, only says that it could not create something, and C++'s own
+    exception is called ``std::bad_alloc``.
     """
     text = str(error)
     return isinstance(error, MemoryError) or (
         isinstance(error, RuntimeError)
-        and ("can't allocate memory" in text or text.startswith("could not create a "))
+        and (
+            "can't allocate memory" in text
+            or "bad_alloc" in text
+            or text.startswith("could not create a ")
+        )
     )
 
 

@@ -11,6 +11,7 @@ import functools
 
 from headwater.client.algorithms.lookup import algorithm_of
 from headwater.client.algorithms.trial import try_algorithm
+from headwater.client.memory.limits import MemoryLimits
 from headwater.client.trainer.trainer import Trainer
 from headwater.common.errors import SettingsError
 from headwater.common.run_scope import cached_in_scope
@@ -32,6 +33,7 @@ def run_trainer(settings: Settings) -> Trainer:
         replace_batch_norm=settings.model.replace_batch_norm,
         local_parameters=settings.model.local_parameters,
         frozen_dtype=settings.model.frozen_dtype,
+        memory_limit_bytes=settings.client.memory_limit_bytes,
         check_task=settings.check_task,
         seed=settings.seed,
     )
@@ -45,6 +47,7 @@ def trainer_of(
     replace_batch_norm: bool,
     local_parameters: str | None,
     frozen_dtype: str | None,
+    memory_limit_bytes: int | None,
     check_task: bool,
     seed: int,
 ) -> Trainer:
@@ -55,6 +58,7 @@ def trainer_of(
         replace_batch_norm=replace_batch_norm,
         local_parameters=local_parameters,
         frozen_dtype=frozen_dtype,
+        limits=MemoryLimits(memory_limit_bytes),
         check_task=check_task,
         seed=seed,
         trial=None if algorithm is None else functools.partial(try_algorithm, algorithm),

@@ -13,6 +13,7 @@ from pathlib import Path
 from headwater.client.device.interfaces import Clock, Speed, SpeedProbe, TimeShare
 from headwater.client.device.sensors import Sensors
 from headwater.client.device.throttle import time_share
+from headwater.client.memory.allocation_bound import bounded
 from headwater.client.memory.limits import ROOT, MemoryLimits, usable_cores
 from headwater.client.memory.peak_model import ProcessMemory
 from headwater.common.messages import Vitals
@@ -86,7 +87,8 @@ class ThisMachine:
 
     def speed(self, probe: SpeedProbe) -> Speed:
         """See ``Hardware``; from now on the memory predicts by the measured peaks."""
-        speed, self.memory.known = probe.measure(self._limit_bytes, cores=self.cores())
+        with bounded(self._limit_bytes()):
+            speed, self.memory.known = probe.measure(self._limit_bytes, cores=self.cores())
         return speed
 
 

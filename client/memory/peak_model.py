@@ -233,7 +233,7 @@ class PeakMeter:
         with contextlib.suppress(OSError):
             _reset_peak()
             self._can_reset = True
-            self._is_bounded = resource is None or self.peak_bytes() > 1.1 * _status_bytes("VmHWM")
+            self._is_bounded = resource is None or self.peak_bytes() > 1.1 * status_bytes("VmHWM")
 
     def reset(self) -> None:
         """Set the peak to what is resident now."""
@@ -243,7 +243,7 @@ class PeakMeter:
     def peak_bytes(self) -> int:
         """Return the peak since the last reset."""
         if self._is_bounded:
-            return _status_bytes("VmHWM")
+            return status_bytes("VmHWM")
         if resource is None:
             import psutil  # only on Windows: it costs an idle device 1 MB
 
@@ -265,14 +265,19 @@ def _reset_peak() -> None:
 def resident_bytes() -> int:
     """Return the resident memory of the process."""
     try:
-        return _status_bytes("VmRSS")
+        return status_bytes("VmRSS")
     except OSError:
         import psutil  # only outside Linux: it costs an idle device 1 MB
 
         return psutil.Process().memory_info().rss
 
 
-def _status_bytes(name: str) -> int:
+def status_bytes(name: str) -> int:
+    """Return a size in /proc/self/status.
+
+    Raises:
+        OSError: the system is not Linux.
+    """
     with open("/proc/self/status", encoding="utf-8") as status:
         rows = dict(line.split(":", 1) for line in status)
     return int(rows[name].split()[0]) * 1024

@@ -100,10 +100,15 @@ class CheckpointedClients:
             OutOfMemory: an example is predicted not to fit even if all activations are recomputed.
                 Nothing was allocated.
         """
+        _check_rest(context)
         self.measure(context)
         release_freed_memory()
         found, limit, rest = self.footprint, context.memory.limit_bytes(), resident_bytes()
-        if found is None or limit is None or rest + WORKING_FACTOR * found.plain <= limit:
+        if found is None or limit is None:
+            return
+        # A parameter's gradient is there by itself before it is added to the vector.
+        gradient = max(4 * parameter.numel() for parameter in self._image.trainable())
+        if rest + gradient + WORKING_FACTOR * found.plain <= guarded_bytes(limit, rest):
             return
         if rest + found.checkpointed > limit:
             raise OutOfMemory(_too_small(context, rest + found.checkpointed, limit))
@@ -129,6 +134,21 @@ class CheckpointedClients:
                 len(measured.blocks),
                 _of(peak, limit),
             )
+
+
+def _check_rest(context: TrainingContext) -> None:
+    """Check that the limit has room for anything beside what the process holds.
+
+    Raises:
+        OutOfMemory: it has not.
+    """
+    release_freed_memory()
+    limit, rest = context.memory.limit_bytes(), resident_bytes()
+    if limit is not None and rest > guarded_bytes(limit, rest):
+        raise OutOfMemory(
+            f"{context.name}: one example alone does not fit: before it the process holds "
+            f"{_of(rest, limit)}, with the model and its gradient"
+        )
 
 
 def _too_small(context: TrainingContext, peak_bytes: float, limit_bytes: float) -> str:

@@ -71,7 +71,7 @@ def check_task(context: TrainingContext) -> CheckReport:
         OutOfMemory: one example alone does not fit.
     """
     room, name, is_switched_on = _Room(context), context.name, False
-    does_not_fit = f"{name}: one example alone does not fit in memory"
+    does_not_fit = f"{name}: one example alone does not fit in memory{room.text}"
     while True:
         try:
             report = _checked(context, room)
@@ -192,6 +192,14 @@ class _Room:
         """Return whether the limit has room for so many bytes more than at rest."""
         limit, rest = self._memory.limit_bytes(), self._rest_bytes
         return limit is None or rest + num_bytes <= guarded_bytes(limit, rest)
+
+    @property
+    def text(self) -> str:
+        """What is left of the limit, for an error."""
+        limit, rest = self._memory.limit_bytes(), self._rest_bytes
+        if limit is None:
+            return ""
+        return f", of which {rest / 2**20:,.0f} of {limit / 2**20:,.0f} MiB are taken before it"
 
     def survey_size(self) -> int:
         """Return how many examples a forward pass of the survey takes at a time."""

@@ -6,13 +6,16 @@ a thousand in the simulator.
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 from collections.abc import Callable
 
 from headwater.client.device.hardware import ThisMachine
 from headwater.client.device.interfaces import Hardware, Speed
-from headwater.client.memory.limits import check_room
+from headwater.client.memory.allocation_bound import bounded
+from headwater.client.memory.limits import MemoryLimits
+from headwater.client.memory.model_room import built_within
 from headwater.client.trainer.checkpointed_clients import CheckpointedClients
 from headwater.client.trainer.client_examples import ClientExamples
 from headwater.client.trainer.held_out import HeldOutEvaluation
@@ -36,7 +39,7 @@ from headwater.client.training.spool import Spool
 from headwater.common.errors import BuffersChanged
 from headwater.common.messages import DescribeRequest, DeviceReport, EvaluateReport, Plan, Update
 from headwater.common.model.local_state import LocalState, LocalStore
-from headwater.common.model.parameters import ModelImage, build_model
+from headwater.common.model.parameters import Build, ModelImage, build_model
 from headwater.common.system.heap import release_freed_memory
 from headwater.common.task import Examples, load_task
 
@@ -59,11 +62,12 @@ class Trainer:
         frozen_dtype: str | None = None,
         trial: Trial | None = None,
         seed: int = 0,
+        limits: MemoryLimits | None = None,
     ) -> None:
-        """Build the model, and the vector beside it.
+        """Build the model, and the vector beside it; ``limits`` are the process's by default.
 
         Raises:
-            OutOfMemory: the model leaves no room for the vector.
+            OutOfMemory: the limits have no room for model and vector.
             HeadwaterError: the task cannot be loaded, see ``headwater.common.task.load_task``.
         """
         self._replace_batch_norm, self._frozen_dtype = replace_batch_norm, frozen_dtype
@@ -72,13 +76,9 @@ class Trainer:
         self.datasets = self._examples.datasets
         self.local_parameters = local_parameters
         """The patterns of the parameters that stay on the device."""
-        self.image = self._built(seed=seed)
+        lowest = (limits or MemoryLimits()).lowest
+        self.image = self._built(seed=seed, within=functools.partial(built_within, lowest))
         self.loaded_model = LoadedModel(self.image)
-        layout = self.image.layout
-        check_room(
-            4 * (layout.num_parameters + layout.num_local),
-            f"the gradient of {layout.num_parameters + layout.num_local:,} parameters",
-        )
         self.accumulator = Accumulator(self.image)
         self.progress = TrainingProgress()
         self.stop_requested = threading.Event()
@@ -135,10 +135,11 @@ class Trainer:
 
     # The model and the device.
 
-    def _built(self, *, seed: int) -> ModelImage:
+    def _built(self, *, seed: int, within: Build | None = None) -> ModelImage:
         return build_model(
             self.task,
             seed=seed,
+            within=within,
             replace_batch_norm=self._replace_batch_norm,
             local_parameters=self.local_parameters,
             frozen_dtype=self._frozen_dtype,
@@ -158,13 +159,15 @@ class Trainer:
             HeadwaterError: the trial failed.
         """
         context = self.context(examples, name, self.machine or ThisMachine())
+        limit = context.memory.limit_bytes()
         try:
-            self.checkpointed.fit(context)
-            self.accumulator.zero()
-            report = check_task(context)
-            self.accumulator.check_views()
-            if self._trial is not None:
-                self._trial(context)
+            with bounded(limit):
+                self.checkpointed.fit(context)
+                self.accumulator.zero()
+                report = check_task(context)
+                self.accumulator.check_views()
+                if self._trial is not None:
+                    self._trial(context)
         finally:
             self.checkpointed.remember(name)
             self.accumulator.zero()

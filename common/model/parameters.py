@@ -12,7 +12,7 @@ The layout's digest covers them, as both sides must leave out the same ones.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,9 @@ from headwater.common.user_code import running
 
 # While a model moves into its image, the memory that it leaves is released after so many bytes.
 RELEASED_BYTES = 16 << 20
+
+Build = Callable[[Callable[[], nn.Module]], nn.Module]
+"""Calls a function that builds a model, and returns the model."""
 
 
 class ModelImage:
@@ -187,10 +190,12 @@ def build_model(
     replace_batch_norm: bool = False,
     local_parameters: str | None = None,
     frozen_dtype: str | None = None,
+    within: Build | None = None,
 ) -> ModelImage:
     """Build the task's model under the run's seed and move it into blocks.
 
-    ``frozen_dtype`` is that of the settings: "bfloat16" stores the frozen weights in it.
+    ``frozen_dtype`` is that of the settings: "bfloat16" stores the frozen weights in it. ``within``
+    calls the task's ``new_model`` and returns the model, or raises.
 
     Raises:
         BatchDependentLayer, UnsupportedModel, LocalParametersUnusable: see ``ModelImage``.
@@ -198,7 +203,7 @@ def build_model(
     """
     torch.manual_seed(seed)
     with running("new_model"):
-        model = task.new_model()
+        model = task.new_model() if within is None else within(task.new_model)
     replaced = replace_batch_norm_by_group_norm(model) if replace_batch_norm else None
     if frozen_dtype is not None:
         store_in_bfloat16(model)

@@ -85,10 +85,21 @@ def _joined_patterns(given: object) -> object:
     return joined
 
 
+BYTES = re.compile(r"(\d+(?:\.\d+)?) *([kMGT]i?)B", re.IGNORECASE)
+PREFIXES = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+PREFIXES |= {f"{prefix}i": 2 ** (10 * n) for n, prefix in enumerate("kmgt", start=1)}
+
+
+def _number_of_bytes(given: object) -> object:
+    """Return the bytes of a text such as 4GB, 1.5 GB or 512MiB; anything else as it is."""
+    found = BYTES.fullmatch(given.strip()) if isinstance(given, str) else None
+    return given if found is None else int(float(found[1]) * PREFIXES[found[2].lower()])
+
+
 Scalar = bool | int | float | str
 Count = Annotated[int, Field(ge=1, le=2**31 - 1), Unit("N")]
 Steps = Annotated[int, Field(ge=1, le=4096), Unit("N")]
-Bytes = Annotated[int, Field(ge=1, le=2**53), Unit("BYTES")]
+Bytes = Annotated[int, BeforeValidator(_number_of_bytes), Field(ge=1, le=2**53), Unit("BYTES")]
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False), Unit("RATE")]
 Part = Annotated[float, Field(gt=0, le=1), Unit("SHARE")]
 Fraction = Annotated[float, Field(ge=0, le=1), Unit("SHARE")]

@@ -22,7 +22,7 @@ from headwater.common.settings.schema import Settings
 MAX_SHOWN = 2**31 - 2
 LIMITS = {"ge": "at least", "gt": "above", "lt": "below", "le": "at most"}
 TYPES = {int: "a whole number", float: "a number", bool: "true or false", Path: "a path"}
-MEASURES = {"SECONDS": " of seconds", "BYTES": " of bytes"}
+MEASURES = {"SECONDS": " of seconds", "BYTES": " of bytes (or as in 4GB)"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

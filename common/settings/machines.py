@@ -65,8 +65,9 @@ class ClientSettings(Branch):
     )
     memory_limit_bytes: Bytes | None = setting(
         None,
-        "use no more memory; not set: what machine and cgroup allow",
+        "use no more memory, as in 4GB; not set: what machine and cgroup allow",
         "--memory-limit",
+        alias="--memory",
         short=True,
     )
     spool: Folder | None = setting(

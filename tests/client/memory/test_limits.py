@@ -9,10 +9,11 @@ import psutil
 import pytest
 
 from headwater.client.memory.limits import (
+    IMPORT_BYTES,
     READ_EVERY_SECONDS,
     MemoryLimit,
     MemoryLimits,
-    check_room,
+    check_import_room,
     usable_cores,
 )
 from headwater.common.errors import OutOfMemory
@@ -203,10 +204,9 @@ def test_a_cgroup_may_grant_a_fraction_of_a_core(
     assert usable_cores(machine(tmp_path, files)) == (affinity if cores is None else cores)
 
 
-def test_what_would_pass_the_limit_is_refused_with_its_bytes_before_it_is_allocated() -> None:
-    limit = MemoryLimit(num_bytes=100 << 20, source="cgroup's memory.max")
-    check_room(60 << 20, "the gradient of 15 parameters", resident=40 << 20, limit=limit)
-    with pytest.raises(
-        OutOfMemory, match=r"takes 61 MiB beside 40 MiB .* limit is 100 MiB \(cgroup's memory.max\)"
-    ):
-        check_room(61 << 20, "the gradient of 15 parameters", resident=40 << 20, limit=limit)
+def test_torch_is_not_imported_where_the_limit_has_no_room_for_it() -> None:
+    """Else the kernel kills the process, and nothing says why."""
+    limit = MemoryLimit(num_bytes=IMPORT_BYTES + 20_000_000, source="cgroup's memory.max")
+    check_import_room(20_000_000, limit)
+    with pytest.raises(OutOfMemory, match=r"takes 153 MiB beside 20 MiB .* is 172 MiB \(cgroup's"):
+        check_import_room(21_000_000, limit)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from headwater.client.device.hardware import ThisMachine
+from headwater.client.memory.peak_model import resident_bytes
 from headwater.client.trainer.trainer import Trainer
 from headwater.client.training.context import Identity
 from headwater.client.training.sampler import SamplerPosition, SamplerState
@@ -146,6 +148,35 @@ def test_the_check_keeps_to_the_limit_that_the_device_s_owner_set() -> None:
     home = trainer()
     home.machine = ThisMachine(ClientSettings(memory_limit_bytes=1))
     with pytest.raises(OutOfMemory, match=r"pi: one example alone does not fit: .* of 0 MiB"):
+        home.check(home.examples(identity(0)), "pi")
+
+
+HUNGRY_FILE = """
+import torch
+from torch import nn
+
+class Hungry:
+    '''One layer, so no block to recompute, and a loss that takes 1 GiB.'''
+
+    def new_model(self):
+        return nn.Linear(4, 1)
+
+    def train_examples(self, *, data, part, num_parts):
+        return torch.utils.data.TensorDataset(torch.ones(8, 4))
+
+    def loss_sum(self, model, batch):
+        output = model(batch[0]).sum()
+        return output + torch.full((2**28,), 1e-9).sum(), len(batch[0])
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="allocations are bounded on Linux alone")
+def test_a_pass_that_nothing_predicts_is_refused_by_name_and_not_killed(tmp_path: Path) -> None:
+    (tmp_path / "hungry.py").write_text(HUNGRY_FILE)
+    home = trainer(f"{tmp_path}/hungry.py:Hungry")
+    limit = resident_bytes() + (256 << 20)
+    home.machine = ThisMachine(ClientSettings(memory_limit_bytes=limit))
+    with pytest.raises(OutOfMemory, match=r"MiB are taken before it.*no blocks to checkpoint"):
         home.check(home.examples(identity(0)), "pi")
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from headwater.common.errors import SettingsError
-from headwater.common.settings.schema import Settings
+from headwater.common.settings.schema import ClientSettings, Settings
 from headwater.common.settings.sources import default_out, from_run_config, load
 
 NAME = st.text(st.characters(codec="ascii", categories=["Ll", "Nd"]), min_size=1).filter(
@@ -139,3 +139,11 @@ def test_a_run_without_a_folder_gets_one_named_after_its_task() -> None:
     folder = default_out(Settings(task="a/digits.py:Digits"))
     assert folder.parent.name == "runs"
     assert folder.name.startswith("digits-")
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("4GB", 4 * 10**9), ("512 MiB", 2**29), ("1.5gb", 1_500_000_000), ("2TiB", 2**41)],
+)
+def test_a_number_of_bytes_may_have_a_unit(text: str, number: int) -> None:
+    assert ClientSettings.model_validate({"memory_limit_bytes": text}).memory_limit_bytes == number

@@ -48,8 +48,8 @@ FILES: dict[str, tuple[str, str]] = {
     ),
     "bytes": (
         "[client]\nmemory_limit_bytes = 0",
-        "client.memory_limit_bytes (--memory-limit): expected a whole number of bytes, "
-        "at least 1, found 0",
+        "client.memory_limit_bytes (--memory-limit): expected a whole number of bytes "
+        "(or as in 4GB), at least 1, found 0",
     ),
     "bad choice": (
         "[plan]\nprecision = 'float16'",

@@ -1,0 +1,111 @@
+"""Room for a task's model and its gradient: looked for while the task builds the model.
+
+The kernel kills a process that exceeds its limit, and nothing can be caught. So each large tensor
+that the task makes is compared with what is left before it is allocated. From the first that does
+not fit on they are made on torch's ``meta`` device, which takes no memory: the error then names the
+bytes of the whole model. The task's code runs once, as always.
+
+Limitation: tensors that are made without torch's factory functions, such as those that are read
+from a file, are noticed only with the next large tensor, or when the model is built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from headwater.client.memory.limits import MemoryLimit
+from headwater.client.memory.peak_model import resident_bytes
+from headwater.common.errors import OutOfMemory
+from headwater.common.model.layout import named_tensors
+from headwater.common.system.heap import release_freed_memory
+
+# Functions that allocate a tensor of a size which their arguments give.
+FACTORIES = frozenset(
+    (torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn, torch.randint)
+)
+
+# Smaller tensors are counted, and compared with the limit together with the next large one.
+LARGE_BYTES = 1 << 20
+
+
+def built_within(limit: Callable[[], MemoryLimit], new_model: Callable[[], nn.Module]) -> nn.Module:
+    """Return a new model, if the limit has room for it and for the gradient of what it trains.
+
+    Raises:
+        OutOfMemory: it has not; not more was allocated than what fits.
+    """
+    release_freed_memory()
+    before = resident_bytes()
+    with _TensorsWithin(limit) as made:
+        try:
+            model = new_model()
+        except Exception:
+            if made.exceeded is None:
+                raise
+            text = f"at least {_mib(made.num_bytes)}"
+            raise _error(text, made.num_bytes, before, made.exceeded) from None
+    num_bytes = sum(tensor.nbytes for _, tensor in named_tensors(model))
+    gradient = sum(p.numel() * 4 for p in model.parameters() if p.requires_grad)
+    exceeded = made.exceeded
+    if exceeded is None and resident_bytes() + gradient > limit().num_bytes:
+        exceeded = limit()
+    if exceeded is not None:
+        text = f"{_mib(num_bytes)}, and its gradient {_mib(gradient)} more,"
+        raise _error(text, num_bytes + gradient, before, exceeded)
+    return model
+
+
+class _TensorsWithin(TorchFunctionMode):
+    """Notes the bytes of new tensors; those beyond the limit are made on the ``meta`` device."""
+
+    def __init__(self, limit: Callable[[], MemoryLimit]) -> None:
+        super().__init__()
+        self.num_bytes = 0
+        self.exceeded: MemoryLimit | None = None
+        self._limit = limit
+        self._unwritten_bytes = 0  # pages are resident from their first write on
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        options = dict(kwargs or {})
+        if func in FACTORIES and options.get("device") is None and options.get("out") is None:
+            on_meta = func(*args, **{**options, "device": "meta"})
+            return on_meta if self._exceeds(on_meta) else func(*args, **options)
+        if func is Tensor.clone and args[0].device.type == "cpu":
+            on_meta = torch.empty_like(args[0], device="meta")
+            return on_meta if self._exceeds(on_meta) else func(*args, **options)
+        if func.__name__.endswith("_") and args and isinstance(args[0], Tensor):
+            self._unwritten_bytes = max(self._unwritten_bytes - args[0].nbytes, 0)
+        return func(*args, **options)
+
+    def _exceeds(self, tensor: Tensor) -> bool:
+        """Return whether this tensor, or one before it, has no room."""
+        self.num_bytes += tensor.nbytes
+        self._unwritten_bytes += tensor.nbytes
+        if self.exceeded is None and tensor.nbytes >= LARGE_BYTES:
+            limit = self._limit()
+            if resident_bytes() + self._unwritten_bytes > limit.num_bytes:
+                self.exceeded = limit
+        return self.exceeded is not None
+
+
+def _error(text: str, num_bytes: int, before: int, limit: MemoryLimit) -> OutOfMemory:
+    missing = max(before + num_bytes - limit.num_bytes, 0)
+    return OutOfMemory(
+        f"the model takes {text} beside {_mib(before)} that the process holds, and the limit is "
+        f"{_mib(limit.num_bytes)} ({limit.source}): {_mib(missing)} are missing"
+    )
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:,.0f} MiB"

@@ -1,0 +1,107 @@
+"""A model that does not fit is refused while it is built, before it is allocated."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from headwater.client.memory.limits import MemoryLimit
+from headwater.client.memory.model_room import built_within
+from headwater.client.memory.peak_model import PeakMeter, resident_bytes
+from headwater.common.errors import OutOfMemory
+from headwater.common.system.heap import release_freed_memory
+
+pytestmark = pytest.mark.usefixtures("collected")
+
+MIB = 2**20
+LAYER = 16  # MiB of a layer of 2048 x 2048
+
+
+@pytest.fixture
+def collected() -> Iterator[None]:
+    """Free at the end what the errors' tracebacks hold: other tests measure this process."""
+    yield
+    gc.collect()
+    release_freed_memory()
+
+
+def layers(number: int) -> nn.Module:
+    return nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(number)))
+
+
+def room_for(num_mib: int) -> Callable[[], MemoryLimit]:
+    gc.collect()
+    release_freed_memory()
+    limit = MemoryLimit(num_bytes=resident_bytes() + num_mib * MIB, source="cgroup's memory.max")
+    return lambda: limit
+
+
+def test_a_model_beyond_the_limit_is_refused_with_all_its_bytes_and_never_allocated() -> None:
+    limit, before, meter = room_for(5 * LAYER), resident_bytes(), PeakMeter()
+    with pytest.raises(OutOfMemory) as caught:
+        built_within(limit, lambda: layers(40))
+    assert meter.peak_bytes() - before < 10 * LAYER * MIB
+    assert "takes 640 MiB, and its gradient 640 MiB more" in str(caught.value)
+    assert "cgroup's memory.max" in str(caught.value)
+
+
+def test_a_model_that_leaves_no_room_for_its_gradient_is_refused() -> None:
+    with pytest.raises(OutOfMemory, match=r"64 MiB, and its gradient 64 MiB more"):
+        built_within(room_for(6 * LAYER), lambda: layers(4))
+
+
+def test_a_frozen_layer_needs_no_room_for_a_gradient() -> None:
+    def frozen() -> nn.Module:
+        model = layers(4)
+        model[0].requires_grad_(False)  # type: ignore[index]
+        model[1].requires_grad_(False)  # type: ignore[index]
+        return model
+
+    built_within(room_for(8 * LAYER), frozen)
+
+
+def test_weights_that_are_made_together_and_written_later_count_together() -> None:
+    class LateWeights(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.ParameterList(torch.empty(LAYER * MIB // 4) for _ in range(10))
+
+    with pytest.raises(OutOfMemory, match="takes 160 MiB"):
+        built_within(room_for(5 * LAYER), LateWeights)
+
+
+def test_a_model_that_computes_with_its_weights_is_refused_with_the_bytes_so_far() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = layers(10)
+            self.scale = next(self.parameters()).sum().item()
+            self.last = self.layers[9].weight.sum().item()  # type: ignore[index]
+
+    with pytest.raises(OutOfMemory, match=r"at least 160 MiB"):
+        built_within(room_for(5 * LAYER), Scaled)
+
+
+def test_an_exception_of_the_task_passes() -> None:
+    def broken() -> nn.Module:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        built_within(room_for(1000), broken)
+
+
+def test_a_model_that_fits_has_the_same_bits_as_one_that_nobody_counted() -> None:
+    def build() -> nn.Module:
+        torch.manual_seed(3)
+        layer = nn.TransformerEncoderLayer(16, 2, 32)
+        encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        return nn.Sequential(encoder, nn.LSTM(16, 16), nn.Conv2d(3, 4, 3))
+
+    plain: dict[str, Tensor] = build().state_dict()
+    counted = built_within(room_for(1000), build).state_dict()
+    assert plain.keys() == counted.keys()
+    assert all(torch.equal(plain[name], counted[name]) for name in plain)
