@@ -64,6 +64,11 @@ class Cage:
             name = "memory.max" if self.version == 2 else "memory.limit_in_bytes"
             (self.folders["memory"] / name).write_text(str(num_bytes))
 
+    def peak_bytes(self) -> int:
+        """Return the most memory that was charged to the cgroup, caches of files included."""
+        name = "memory.peak" if self.version == 2 else "memory.max_usage_in_bytes"
+        return int((self.folders["memory"] / name).read_text())
+
     def num_kills(self) -> int:
         """Return how many processes the kernel has killed here for want of memory."""
         if "memory" not in self.folders:

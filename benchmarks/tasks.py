@@ -17,6 +17,7 @@ NUM_EXAMPLES = 512
 IMAGE_SIZE, NUM_CLASSES = 32, 10
 CONTEXT, NUM_TOKENS = 64, 256
 WIDTH, NUM_LAYERS, NUM_HEADS = 256, 6, 8
+RAGGED_TOKENS = 256
 
 
 class Classes:
@@ -33,6 +34,19 @@ class Perceptron(Classes):
 
     def new_model(self) -> nn.Module:
         return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, NUM_CLASSES))
+
+    def train_examples(self, *, data: Path | None, part: int, num_parts: int) -> TensorDataset:
+        return _examples((64,))
+
+
+class WidePerceptron(Classes):
+    """A perceptron of 21 million parameters: 84 MB, and as much for its gradient."""
+
+    def new_model(self) -> nn.Module:
+        layers = [nn.Linear(64, 2048), nn.ReLU()]
+        for _ in range(5):
+            layers += [nn.Linear(2048, 2048), nn.ReLU()]
+        return nn.Sequential(*layers, nn.Linear(2048, NUM_CLASSES))
 
     def train_examples(self, *, data: Path | None, part: int, num_parts: int) -> TensorDataset:
         return _examples((64,))
@@ -164,6 +178,32 @@ class Language:
         hidden_BTD, targets_BT = model.hidden(tokens_BT[:, :-1]), tokens_BT[:, 1:]
         loss = chunked_cross_entropy(hidden_BTD, model.tokens.weight, targets_BT)
         return loss, targets_BT.numel()
+
+
+class RaggedTexts:
+    """A decoder of 5 million parameters on texts of 16 to 256 tokens, padded in a micro-batch."""
+
+    max_weight_per_example = RAGGED_TOKENS
+
+    def new_model(self) -> nn.Module:
+        return Decoder(6, 256, 2048, RAGGED_TOKENS)
+
+    def train_examples(self, *, data: Path | None, part: int, num_parts: int) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        shares = torch.rand(NUM_EXAMPLES, generator=generator) ** 3  # few are long
+        lengths = (16 + shares * (RAGGED_TOKENS - 16)).int().tolist()
+        return [torch.randint(1, 2048, (length + 1,), generator=generator) for length in lengths]
+
+    def collate(self, examples: list[Tensor]) -> Tensor:
+        return nn.utils.rnn.pad_sequence(examples, batch_first=True)
+
+    def loss_sum(self, model: Decoder, tokens_BT: Tensor) -> tuple[Tensor, int]:
+        logits_BTV = model(tokens_BT[:, :-1])
+        targets = tokens_BT[:, 1:].flatten()
+        loss = functional.cross_entropy(
+            logits_BTV.flatten(0, 1), targets, reduction="sum", ignore_index=0
+        )
+        return loss, int((targets != 0).sum())
 
 
 class Decoder(nn.Module):

@@ -25,6 +25,7 @@ KEYS = {
     "large_models": "figures",
     "load": "model_is_exact",
     "masking": "keystream",
+    "memory_limits": "cnn",
     "noise_scale": "told_over_true",
     "partitions": "iid",
     "planning": "assign",
