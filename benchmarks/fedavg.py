@@ -110,7 +110,7 @@ class Federation:
         machine = virtual_hardware(identity, self._settings, self.image.layout)
         largest = self._settings.plan.set_micro_batch_size
         fitting = machine.memory.fitting(largest)
-        size = largest if fitting is None else max(min(largest, fitting), 1)
+        size = largest if fitting is None else max(min(largest, int(fitting)), 1)
         walk = permutation(self._settings.seed, number, identity.name, num_examples)
         batches = split(walk.tolist(), size)
         start = machine.clock.seconds()

@@ -26,6 +26,7 @@ Finite = Annotated[float, Field(ge=-MAX_VALUE, le=MAX_VALUE, allow_inf_nan=False
 NotNegative = Annotated[float, Field(ge=0, le=MAX_VALUE, allow_inf_nan=False)]
 Duration = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 Proportion = Annotated[float, Field(ge=0, le=1)]
+Size = Annotated[float, Field(ge=1e-12, le=2**53)]
 Rate = Annotated[float, Field(gt=0, le=1e15)]
 Name = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 
@@ -99,6 +100,9 @@ class Plan(WireMessage):
     model_version: Natural
     quota: Annotated[int, Field(ge=1, le=2**40)]
     micro_batch_size: Annotated[int, Field(ge=1, le=2**31)]
+    max_tokens: Annotated[int, Field(ge=1, le=2**53)] | None = Field(
+        None, description="of a micro-batch with its padding; a longer example is alone"
+    )
     local_steps: Annotated[int, Field(ge=1, le=2**20)] = 1
     local_learning_rate: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 0.1
     precision: Literal["float32", "bfloat16"] = "float32"
@@ -246,6 +250,13 @@ class Step:
     """Norm of the vector summed so far; None if it was not measured."""
     seconds: NotNegative
     peak_bytes: Natural
+    size: Size | None = None
+    """Where examples differ in length: the examples of the usual length that it equals, padded."""
+
+    @property
+    def work(self) -> float:
+        """The size that the seconds follow."""
+        return self.num_examples if self.size is None else self.size
 
 
 class UpdateReport(WireMessage):

@@ -39,8 +39,9 @@ class Task(Protocol):
     """The three methods that a task must have.
 
     It may also have ``test_examples() -> Examples``, ``collate(examples) -> batch``,
-    ``max_weight_per_example: int`` (1 where absent) and ``columns(examples) -> Mapping[str,
-    Sequence]``, for partitions (``common.data.columns``).
+    ``max_weight_per_example: int`` (1 where absent), ``columns(examples) -> Mapping[str,
+    Sequence]``, for partitions (``common.data.columns``), and ``lengths(examples) ->
+    Sequence[int]``, where a batch is padded (``common.data.example_lengths``).
     """
 
     def new_model(self) -> nn.Module:

@@ -141,6 +141,10 @@ class CausalLm:
             targets_BT[row, : len(example) - 1] = example[1:]
         return tokens_BT, targets_BT
 
+    def lengths(self, examples: Sequence[Tensor]) -> list[int]:
+        """Return the tokens that each example predicts: a micro-batch is padded to its longest."""
+        return [len(example) - 1 for example in examples]
+
     def loss_sum(
         self, model: nn.Module, batch: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, int, dict[str, float]]:

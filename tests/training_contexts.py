@@ -31,8 +31,8 @@ class FakeClock:
     def seconds(self) -> float:
         return self.now
 
-    def worked(self, num_examples: int) -> None:
-        self.now += num_examples
+    def worked(self, size: float) -> None:
+        self.now += size
 
 
 class FakeMemory:
@@ -45,27 +45,27 @@ class FakeMemory:
         self, limits: Callable[[int], int | None], *, base: float = 1000.0, each: float = 10.0
     ) -> None:
         self.line: Line | None = Line(base=base, each=each)
-        self.begun: list[int] = []
+        self.begun: list[float] = []
         self.checkpointed_to: list[float | None] = []
         self._limits = limits
 
     def limit_bytes(self) -> int | None:
         return self._limits(len(self.begun))
 
-    def fitting(self, num_examples: int) -> int | None:
+    def fitting(self, size: float) -> float | None:
         limit = self.limit_bytes()
         assert self.line is not None
         return None if limit is None else max(int((limit - self.line.base) / self.line.each), 0)
 
-    def begin(self, num_examples: int) -> None:
+    def begin(self, size: float) -> None:
         limit = self.limit_bytes()
         assert self.line is not None
-        assert limit is None or self.line.at(num_examples) <= limit, "killed"
-        self.begun.append(num_examples)
+        assert limit is None or self.line.at(size) <= limit, "killed"
+        self.begun.append(size)
 
-    def end(self, num_examples: int) -> int:
+    def end(self, size: float) -> int:
         assert self.line is not None
-        return int(self.line.at(num_examples))
+        return int(self.line.at(size))
 
     def expect(self, *, rest_bytes: int, peak_bytes: int) -> None:
         self.line = Line(base=rest_bytes, each=peak_bytes - rest_bytes)

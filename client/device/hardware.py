@@ -30,7 +30,7 @@ class MonotonicClock:
     def seconds(self) -> float:
         return time.monotonic()
 
-    def worked(self, num_examples: int) -> None:
+    def worked(self, size: float) -> None:
         """Do nothing: real time passes by itself."""
 
 

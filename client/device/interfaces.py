@@ -23,12 +23,15 @@ class Clock(Protocol):
     def seconds(self) -> float:
         """Return seconds since an arbitrary start."""
 
-    def worked(self, num_examples: int) -> None:
+    def worked(self, size: float) -> None:
         """Record that a micro-batch of this size is done; a simulated clock advances."""
 
 
 class Memory(Protocol):
-    """Memory use of micro-batches: its limit, its prediction, and its measurement."""
+    """Memory use of micro-batches: its limit, its prediction, and its measurement.
+
+    A size is a number of examples; where these differ in length, of the usual length.
+    """
 
     @property
     def line(self) -> Line | None:
@@ -37,16 +40,16 @@ class Memory(Protocol):
     def limit_bytes(self) -> int | None:
         """Return how many bytes the process may use now; None without a limit."""
 
-    def fitting(self, num_examples: int) -> int | None:
+    def fitting(self, size: float) -> float | None:
         """Return the largest micro-batch size predicted to fit, with a margin; None if unknown.
 
-        0 if not even one example fits. ``num_examples`` is the size that the caller would like.
+        0 if nothing fits. ``size`` is what the caller would like.
         """
 
-    def begin(self, num_examples: int) -> None:
+    def begin(self, size: float) -> None:
         """Record that a micro-batch of this size begins."""
 
-    def end(self, num_examples: int) -> int:
+    def end(self, size: float) -> int:
         """Learn from the micro-batch that just ended; return its peak bytes."""
 
     def expect(self, *, rest_bytes: int, peak_bytes: int) -> None:
@@ -96,6 +99,9 @@ class SpeedProbe(Protocol):
             TaskFailed: none of the first examples can be trained on.
             OutOfMemory: one example alone does not fit.
         """
+
+    def spread(self) -> list[int]:
+        """Return the positions of the examples that are measured."""
 
     def activation_bytes(self) -> float:
         """Return the bytes that autograd keeps for each additional example.

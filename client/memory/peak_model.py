@@ -67,7 +67,7 @@ class PeakModel:
     # What autograd keeps for each example; no peak is lower.
     least_each: float
     # The largest size measured; beyond it the line is an extrapolation.
-    largest_size: int
+    largest_size: float
     # Resident bytes without freed memory when the line was fitted, and the growth since.
     rest_bytes: int
     surplus_bytes: float = 0.0
@@ -77,7 +77,9 @@ class PeakModel:
         """The line with the memory that the process has gained since it was fitted."""
         return Line(base=self.line.base + self.surplus_bytes, each=self.line.each)
 
-    def updated(self, *, size: int, held_size: int, begun_bytes: int, peak_bytes: int) -> PeakModel:
+    def updated(
+        self, *, size: float, held_size: float, begun_bytes: int, peak_bytes: int
+    ) -> PeakModel:
         """Correct the line by one micro-batch's peak.
 
         A peak above the line corrects it at once. If the micro-batch itself caused the peak, the
@@ -114,12 +116,10 @@ class PeakModel:
         line = Line(base=max(self.line.base, rest_bytes), each=each)
         return PeakModel(line=line, least_each=0.0, largest_size=1, rest_bytes=rest_bytes)
 
-    def fitting(self, limit_bytes: float) -> int:
-        """Return the largest size whose peak stays within the limit; 0 if no example fits."""
-        room = limit_bytes - self.now.base
-        if room < self.line.each:
-            return 0
-        return int(min(room / self.line.each, LARGEST_SIZE)) if self.line.each else LARGEST_SIZE
+    def fitting(self, limit_bytes: float) -> float:
+        """Return the largest size whose peak stays within the limit; 0 if nothing fits."""
+        room = max(limit_bytes - self.now.base, 0.0)
+        return min(room / self.line.each, LARGEST_SIZE) if self.line.each else LARGEST_SIZE
 
 
 class ProcessMemory:
@@ -136,8 +136,8 @@ class ProcessMemory:
         self._seconds = seconds
         self._peak = PeakMeter()
         self._begun_bytes = 0
-        self._largest_begun = 0  # since freed memory was returned
-        self._last_size = 0  # since then too
+        self._largest_begun = 0.0  # since freed memory was returned
+        self._last_size = 0.0  # since then too
         self._last_peak_bytes = 0
         self._give_back_at = 0.0
         self._checkpointed_bytes: float | None = None
@@ -149,7 +149,7 @@ class ProcessMemory:
     def limit_bytes(self) -> int | None:
         return self._limit_bytes()
 
-    def fitting(self, num_examples: int) -> int | None:
+    def fitting(self, size: float) -> float | None:
         """See ``Memory``; ``guarded_bytes`` of the limit may be filled.
 
         Freed memory is returned to the machine, and the resident bytes are read again, before the
@@ -160,29 +160,29 @@ class ProcessMemory:
         if known is None or limit_bytes is None:
             return None
         room = guarded_bytes(limit_bytes, known.now.base)
-        size = known.fitting(room)
-        is_less = size < self._largest_begun and self._seconds() >= self._give_back_at
-        is_other = 0 < self._last_size != num_examples and (
-            self._last_peak_bytes + known.now.each * num_examples > room
+        fitting = known.fitting(room)
+        is_less = fitting < self._largest_begun and self._seconds() >= self._give_back_at
+        is_other = 0 < self._last_size != size and (
+            self._last_peak_bytes + known.now.each * size > room
         )
         if is_less or is_other:
             self._give_back()
             self._give_back_at = self._seconds() + GIVE_BACK_EVERY_SECONDS
             self.known = known = known.at_rest(resident_bytes())
-            size = known.fitting(guarded_bytes(limit_bytes, known.now.base))
-        return size
+            fitting = known.fitting(guarded_bytes(limit_bytes, known.now.base))
+        return fitting
 
-    def begin(self, num_examples: int) -> None:
+    def begin(self, size: float) -> None:
         self._peak.reset()
         self._begun_bytes = self._peak.peak_bytes()
-        self._largest_begun = max(self._largest_begun, num_examples)
+        self._largest_begun = max(self._largest_begun, size)
 
-    def end(self, num_examples: int) -> int:
+    def end(self, size: float) -> int:
         peak_bytes = self._peak.peak_bytes()
-        self._last_size, self._last_peak_bytes = num_examples, peak_bytes
+        self._last_size, self._last_peak_bytes = size, peak_bytes
         if self.known is not None:
             self.known = self.known.updated(
-                size=num_examples,
+                size=size,
                 held_size=self._largest_begun,
                 begun_bytes=self._begun_bytes,
                 peak_bytes=peak_bytes,
@@ -210,7 +210,7 @@ class ProcessMemory:
 
     def _give_back(self) -> None:
         release_freed_memory()
-        self._largest_begun = self._last_size = 0  # no freed memory is held any more
+        self._largest_begun = self._last_size = 0.0  # no freed memory is held any more
 
 
 # The peak is the process's in both; reading the thread's own waits for no other thread.

@@ -61,12 +61,12 @@ def measurements(
     lowest = hardware.limits.lowest()
     yield "memory", f"up to {decimal(lowest.num_bytes)}, by {lowest.source}"
     speed, cores = trainer.measure(identity, hardware), hardware.cores()
-    line = hardware.memory.line
-    if line is not None:
+    line, fitting = hardware.memory.line, hardware.memory.fitting(1)
+    if line is not None and fitting is not None:
         yield (
             "",
             f"{decimal(int(line.base))} + {decimal(int(line.each))} per example of a "
-            f"micro-batch: {hardware.memory.fitting(1):,} fit",
+            f"micro-batch: {int(fitting):,} fit",
         )
     yield (
         "speed",

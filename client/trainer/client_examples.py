@@ -10,6 +10,8 @@ from torch.utils.data import Subset
 from headwater.client.training.context import Identity
 from headwater.client.training.sampler import SamplerState, Window, held_out_positions, window
 from headwater.common.data.client_datasets import ClientDatasets
+from headwater.common.data.example_faults import whole_of
+from headwater.common.data.example_lengths import ExampleLengths, LengthRecord, length_record
 from headwater.common.errors import CountOutOfRange
 from headwater.common.messages import Plan
 from headwater.common.task import Examples, Task
@@ -27,7 +29,9 @@ class ClientExamples:
 
     def __init__(self, task: Task, check: CheckOpened) -> None:
         self.datasets = ClientDatasets(task)
+        self._task = task
         self._check = check
+        self._records: dict[int, LengthRecord] = {}
         self._opened = functools.lru_cache(maxsize=MAX_OPEN_DATASETS)(self._open)
 
     def keep_open(self, num_clients: int) -> None:
@@ -51,6 +55,23 @@ class ClientExamples:
         )
         self._check(examples, identity.name)
         return examples
+
+    def lengths(self, examples: Examples) -> ExampleLengths | None:
+        """Return the lengths of a client's examples; None if these cannot differ in length.
+
+        A data set's lengths are read once, while it is among those that were used last.
+
+        Raises:
+            TaskError, TaskFailed: see ``common.data.example_lengths.length_record``.
+        """
+        key = id(whole_of(examples))
+        record = self._records.pop(key, None) or length_record(self._task, examples)
+        if record is None:
+            return None
+        self._records[key] = record  # the record holds the data set, so its id stays its own
+        if len(self._records) > self._opened.cache_parameters()["maxsize"]:
+            del self._records[next(iter(self._records))]
+        return ExampleLengths(examples, record)
 
     def split(
         self, identity: Identity, *, run_seed: int, fraction: float

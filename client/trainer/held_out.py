@@ -9,6 +9,7 @@ from torch import nn
 
 from headwater.common.data.evaluation import EvaluationSums, evaluate_sums
 from headwater.common.data.example_faults import details, short_summary
+from headwater.common.data.example_lengths import ExampleLengths
 from headwater.common.errors import NonFiniteUpdate
 from headwater.common.messages import EvaluateReport
 from headwater.common.task import Examples, Task
@@ -28,7 +29,13 @@ class HeldOutEvaluation:
         """The run, and how many held-out examples each client left out in its last evaluation."""
 
     def report(
-        self, name: str, held_out: Examples, *, batch_size: int, run_id: int | None
+        self,
+        name: str,
+        held_out: Examples,
+        *,
+        batch_size: int,
+        run_id: int | None,
+        lengths: ExampleLengths | None = None,
     ) -> EvaluateReport:
         """Sum loss and metrics over the held-out examples that can be evaluated.
 
@@ -37,7 +44,7 @@ class HeldOutEvaluation:
             TaskFailed: every example raised an exception.
         """
         with running("the evaluation on held-out examples"):
-            total = evaluate_sums(self._task, self._model, held_out, batch_size)
+            total = evaluate_sums(self._task, self._model, held_out, batch_size, lengths)
         self._log_left_out(name, total, held_out, run_id)
         if not all(math.isfinite(value) for value in (total.loss_sum, *total.metric_sums.values())):
             raise NonFiniteUpdate(f"{name}: the held-out loss or a metric is not finite")

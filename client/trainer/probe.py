@@ -23,13 +23,17 @@ from dataclasses import dataclass, field
 import torch
 
 from headwater.client.device.interfaces import Speed
+from headwater.client.memory.activation_checkpointing import is_on
+from headwater.client.memory.footprint import footprint
 from headwater.client.memory.peak_model import (
+    WORKING_FACTOR,
     PeakMeter,
     PeakModel,
     resident_bytes,
 )
 from headwater.client.trainer.probe_fit import (
     PROBE_SECONDS,
+    SAFE_SHARE,
     ProbeFit,
     ProbePoint,
     predicted_bytes,
@@ -38,6 +42,7 @@ from headwater.client.trainer.probe_fit import (
 from headwater.client.training.context import TrainingContext
 from headwater.common.additivity.single_examples import usable
 from headwater.common.data.batches import batch_of
+from headwater.common.data.example_lengths import LengthCost
 from headwater.common.errors import HeadwaterError, OutOfMemory, TaskFailed
 from headwater.common.model.chunked_cross_entropy import adding_in_place
 from headwater.common.system.heap import release_freed_memory
@@ -53,6 +58,9 @@ MAX_TURNS, TURNS_SECONDS = 7, 0.1
 
 # At the end they are timed again so many times, if the probe has time left.
 FINAL_TURNS = 15
+
+# The longest example whose memory is counted is so many times as long as a usual one.
+MAX_GROWTH = 4.0
 
 # A pass as short as this is repeated at once: one of the two may have been interrupted.
 SHORT_SECONDS = 0.1
@@ -79,6 +87,7 @@ class ExampleProbe:
     def __init__(self, context: TrainingContext) -> None:
         self.task, self.image, self.examples = context.task, context.image, context.examples
         self._name, self._accumulator = context.name, context.accumulator
+        self._lengths = context.lengths
 
     def measure(
         self, limit_bytes: Callable[[], int | None], *, cores: float
@@ -135,6 +144,7 @@ class ExampleProbe:
                     limit_bytes=limit_bytes(),
                     seconds=time.perf_counter() - begun,
                 )
+        self._count_by_length(limit_bytes(), rest_bytes)
         left = PROBE_SECONDS - (time.perf_counter() - begun)
         points = self._timed_again(positions, points, left, cores)
         log.info("%s: probed up to %d examples: %s", self._name, points[-1].size, stopped)
@@ -251,32 +261,82 @@ class ExampleProbe:
                 raise MemoryError(str(error)) from error
             raise _ExamplesFailed(described(error)) from error
 
+    def spread(self) -> list[int]:
+        """Return up to 256 positions spread over the data, as a folder may be sorted by size.
+
+        Where examples differ in length, all have the usual one, and may repeat.
+        """
+        num_examples = len(self.examples)
+        number = min(num_examples, MAX_EXAMPLES)
+        if (lengths := self._lengths) is not None:
+            usual = [p for p in lengths.sample if lengths[p] == lengths.usual]
+            return _repeated(usual, number)
+        return [n * num_examples // number for n in range(number)]
+
     def _working(self, *, together: int) -> list[int]:
         """Return up to 256 positions, of which the first ``together`` work in one micro-batch.
 
-        They are spread over the data, as a folder may be sorted by size. If the first ones fail,
-        those of the first few examples that work are repeated.
+        If the first ones fail, those of a few that work are repeated.
 
         Raises:
             TaskFailed: all of the first few fail.
             MemoryError: an allocation failed.
         """
-        num_examples = len(self.examples)
-        num_positions = min(num_examples, MAX_EXAMPLES)
-        positions = [n * num_examples // num_positions for n in range(num_positions)]
+        positions = self.spread()
         try:
             self._run(positions[:together])
         except _ExamplesFailed as error:
-            return _repeated(self._usable(error), num_positions)
+            return _repeated(self._usable(error), len(positions))
         return positions
 
     def _usable(self, error: _ExamplesFailed) -> list[int]:
         log.debug("%s: some examples failed: %s", self._name, error)
-        positions = usable(self.task, self.image.model, self.examples)
+        tried = None if self._lengths is None else self._lengths.sample
+        positions = usable(self.task, self.image.model, self.examples, tried)
         self._accumulator.zero()  # ``usable`` replaced the gradients
         if not positions:
             raise TaskFailed(f"none of the first examples can be trained on: {error}") from error
         return positions
+
+    def _count_by_length(self, limit_bytes: int | None, rest_bytes: int) -> None:
+        """Count what autograd keeps for the shortest, a usual and a longer example of the sample.
+
+        So the memory of a longer one is known before it comes: with some kinds of attention it
+        grows with the square of the length. The longer one is at most four times as long as usual,
+        and must fit even so.
+        """
+        lengths = self._lengths
+        if lengths is None or lengths.record.cost is not None:
+            return
+        by_length = {lengths[position]: position for position in reversed(lengths.sample)}
+        usual, chosen, counted = lengths.usual, {min(by_length), lengths.usual}, dict[int, float]()
+        for length in sorted(chosen):
+            self._count(by_length[length], length, counted)
+        for length in sorted(by_length, reverse=True):
+            grown, kept = length / usual, counted.get(usual, 0.0)
+            peak = rest_bytes + WORKING_FACTOR * kept * grown**2
+            fits = limit_bytes is None or peak <= SAFE_SHARE * limit_bytes
+            if 1 < grown <= MAX_GROWTH and fits:
+                self._count(by_length[length], length, counted)
+                break
+        if counted:
+            lengths.record.cost = LengthCost.through(counted)
+
+    def _count(self, position: int, length: int, counted: dict[int, float]) -> None:
+        """Count what one example's pass keeps; not of an example that fails."""
+
+        def forward() -> None:
+            loss_sum(self.task, self.image.model, batch_of(self.task, self.examples, (position,)))
+
+        try:
+            if is_on(self.image.model) and (found := footprint(self.image.model, forward)):
+                counted[length] = found.checkpointed
+            else:
+                counted[length] = float(self._saved_bytes((position,)))
+        except HeadwaterError:
+            raise
+        except Exception as error:
+            log.debug("%s: an example failed: %s", self._name, described(error))
 
     def _saved_bytes(self, positions: Sequence[int]) -> int:
         """Return the bytes that autograd saves in one forward pass."""

@@ -11,7 +11,7 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from torch import nn
@@ -28,6 +28,7 @@ from headwater.common.additivity.single_examples import NUM_TRIED, SingleExample
 from headwater.common.additivity.survey import Survey, look_over
 from headwater.common.additivity.trial_state import as_it_was
 from headwater.common.data.example_faults import ExampleFault, summary
+from headwater.common.data.example_lengths import Positions
 from headwater.common.errors import NoFiniteExample, OutOfMemory, TaskFailed
 from headwater.common.messages import Plan
 from headwater.common.system.heap import release_freed_memory
@@ -100,7 +101,9 @@ def _checked(context: TrainingContext, room: _Room) -> CheckReport:
     with as_it_was(model):
         singles = SingleExamples(task, model, ExampleCache(task, examples))
         comparison = Comparison(singles)
-        singles.add(range(min(NUM_TRIED, len(examples))), room.may_add)
+        lengths = context.lengths
+        tried = range(len(examples)) if lengths is None else lengths.sample
+        singles.add(tried[:NUM_TRIED], room.may_add)
         if singles.sums:
             comparison.run(room.may_train_on)
         zero: set[str] = set()
@@ -110,7 +113,11 @@ def _checked(context: TrainingContext, room: _Room) -> CheckReport:
                 zero.update(comparison.compare_halves(cache, positions))
 
         survey = look_over(
-            task, model, examples, batch_size=room.survey_size(), after_first=compare_halves
+            *(task, model, examples),
+            batch_size=room.survey_size(),
+            after_first=compare_halves,
+            lengths=lengths,
+            may_pass=room.may_pass,
         )
         if not singles.sums:
             singles.add(survey.good[:NUM_TRIED], room.may_add)
@@ -170,7 +177,7 @@ class _Room:
 
     def __init__(self, context: TrainingContext) -> None:
         release_freed_memory()
-        self._memory = context.memory
+        self._context, self._memory = context, context.memory
         self._rest_bytes = resident_bytes()
         self._peak = PeakMeter()
         self._begun = time.monotonic()
@@ -200,6 +207,10 @@ class _Room:
         if limit is None:
             return ""
         return f", of which {rest / 2**20:,.0f} of {limit / 2**20:,.0f} MiB are taken before it"
+
+    def may_pass(self, positions: Positions) -> bool:
+        """Return whether a batch of the survey is predicted to fit."""
+        return self._has(self._context.load(positions) * self._each)
 
     def survey_size(self) -> int:
         """Return how many examples a forward pass of the survey takes at a time."""
@@ -251,10 +262,14 @@ def try_examples(
 
 
 def _first_examples(context: TrainingContext) -> Window:
-    return window(
+    """Return a few examples to try, of about the usual length where lengths differ."""
+    some = window(
         SamplerPosition(),
         quota=min(NUM_EXAMPLES, len(context.examples)),
         run_seed=0,
         name=context.name,
         num_examples=len(context.examples),
     )
+    if context.lengths is None:
+        return some
+    return replace(some, positions=tuple(context.lengths.sample[:NUM_EXAMPLES]))

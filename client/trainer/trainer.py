@@ -203,6 +203,7 @@ class Trainer:
             should_stop=self.stop_requested.is_set,
             batches=batches,
             progress=self.progress,
+            lengths=self._examples.lengths(examples),
         )
 
     # Requests of the server.
@@ -219,7 +220,10 @@ class Trainer:
         examples, _ = self.split(
             identity, run_seed=request.run_seed, fraction=request.held_out_fraction
         )
-        speed = self.measure(identity, hardware) if request.wants_speed else None
+        # Where lengths differ, what a long example takes must be known before it comes.
+        measures = request.wants_speed or self._examples.lengths(examples) is not None
+        measured = self.measure(identity, hardware) if measures else None
+        speed = measured if request.wants_speed else None
         return DeviceReport(
             name=identity.name,
             num_examples=len(examples),
@@ -285,8 +289,8 @@ class Trainer:
             store.write(local.pend(plan.round, local_sum.local_L), self.image.layout)
         # The server counts on it that a window's examples come again only in the next epoch.
         is_whole = bool(left_out) or plan.is_private_by_example
-        num_passed = len(whole.positions) if is_whole else local_sum.num_used
-        return update, sampler.pend(plan.round, whole.after(num_passed), whole.order.digest)
+        used = whole.positions if is_whole else local_sum.used
+        return update, sampler.pend(plan.round, whole.after_use_of(used), whole.order.digest)
 
     def sum(
         self,
@@ -337,4 +341,5 @@ class Trainer:
             held_out,
             batch_size=plan.micro_batch_size,
             run_id=None if version is None else version[0],
+            lengths=self._examples.lengths(held_out),
         )

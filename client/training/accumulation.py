@@ -20,8 +20,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import Counter, deque
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 
 from headwater.client.memory.activation_checkpointing import is_on, switch_on
 from headwater.client.training.context import TrainingContext
@@ -32,13 +32,14 @@ from headwater.client.training.gradient_pass import (
     InvalidGradients,
     MicroBatchResult,
     NonFiniteLoss,
-    Positions,
     add_micro_batch,
     bad_examples,
 )
-from headwater.client.training.sampler import Window, split
+from headwater.client.training.sampler import Window
 from headwater.client.training.stop_rules import StopRules, num_until_finish
-from headwater.client.training.window_sum import WindowSum, flat
+from headwater.client.training.window_sum import WindowSum
+from headwater.common.data.example_faults import ExampleFault, own_position
+from headwater.common.data.example_lengths import Positions
 from headwater.common.errors import NonFiniteUpdate, OutOfMemory
 from headwater.common.messages import MAX_STEPS, Plan, StopReason
 from headwater.common.system.heap import release_freed_memory
@@ -47,6 +48,8 @@ log = logging.getLogger(__name__)
 
 # A data set that answers differently each time may give a NaN now and then.
 MAX_RETRIES = 3
+
+TOO_LONG = "it is too long for the memory of the device"
 
 AddMicroBatch = Callable[[Plan, Window, Positions, TrainingContext, float], MicroBatchResult]
 
@@ -80,14 +83,12 @@ def sum_window(
     context.batches.begin(window.positions)
     if total is None:
         context.accumulator.zero()
-        size, quota = plan.micro_batch_size, plan.quota
-        within, beyond = window.positions[:quota], window.positions[quota:]
-        remaining = deque([*split(within, size), *split(beyond, size)])
-        total = WindowSum(remaining=remaining, micro_batch_size=size)
+        remaining = deque(_micro_batches(plan, window, context))
+        total = WindowSum(remaining=remaining, micro_batch_size=plan.micro_batch_size)
     since_seconds = context.clock.seconds()
     start_seconds = since_seconds - math.fsum(step.seconds for step in total.steps)
     while total.remaining:
-        more = rules.num_until_answer()
+        more = rules.num_until_answer(_size_of_each(total, context))
         if more == 0:
             _end(plan, window, total, "deadline")
             break
@@ -98,6 +99,8 @@ def sum_window(
         reason = _reason_to_end(plan, total, before, context, rules, passed_seconds)
         if reason is not None:
             _end(plan, window, total, reason)
+            break
+        if not total.remaining:  # what was left does not fit
             break
         positions, num_steps = total.remaining.popleft(), len(total.steps)
         has_failed = False
@@ -111,7 +114,7 @@ def sum_window(
         since_seconds = (
             since_seconds + total.steps[-1].seconds if is_added else context.clock.seconds()
         )
-        rules.note_attempt(since_seconds - begun_seconds, num_examples=len(positions))
+        rules.note_attempt(since_seconds - begun_seconds, size=context.size(positions))
         context.progress.reach(
             len(before.steps) + len(total.steps),
             before.num_examples + total.num_examples,
@@ -124,16 +127,26 @@ def sum_window(
     return total
 
 
+def _micro_batches(plan: Plan, window: Window, context: TrainingContext) -> Iterator[Positions]:
+    """Yield the window's micro-batches: its quota first, and each epoch before the next."""
+    start = 0
+    for positions in [window.positions] if context.lengths is None else window.by_epoch():
+        quota = max(plan.quota - start, 0)
+        for part in (positions[:quota], positions[quota:]):
+            yield from context.cut(part, plan)
+        start += len(positions)
+
+
 def _end(plan: Plan, window: Window, total: WindowSum, reason: StopReason) -> None:
     """End the window before its remaining examples."""
-    done, end = flat(total.done), -1
-    for position in (*done, total.remaining[0][0]):
-        end = window.positions.index(position, end + 1)
-    has_quota = reason == "finish" and end >= plan.quota
+    num_passed = len(window.positions) - sum(map(len, total.remaining))
+    has_quota = reason == "finish" and num_passed >= plan.quota
     total.reason = "quota" if has_quota else reason
-    # An example refused before the window was summed again may come after the new end.
-    refused = Counter(window.positions[:end]) - Counter(done)
-    total.refused = list(refused.elements())
+
+
+def _size_of_each(total: WindowSum, context: TrainingContext) -> float:
+    """Return the size of an example in the next micro-batch."""
+    return context.size(total.remaining[0]) / len(total.remaining[0])
 
 
 def _reason_to_end(
@@ -149,15 +162,22 @@ def _reason_to_end(
     A report holds at most ``MAX_STEPS`` micro-batches. No plan asks for more, but smaller ones may
     reach the limit; the remaining examples are then left to the next round.
 
+    An example that is longer than usual and does not fit alone is left out, and the next may begin.
+
     Raises:
-        OutOfMemory: not even one example fits, and there is nothing to send.
+        OutOfMemory: not even one example of the usual length fits, and there is nothing to send.
     """
     has_some = bool(total.done or before.done)
     if has_some:
         steps = total.steps or before.steps
         num_done = total.num_examples + before.num_examples
         if plan.finish_seconds is not None:
-            more = num_until_finish(plan, steps, passed_seconds=passed_seconds, num_done=num_done)
+            more = num_until_finish(
+                *(plan, steps),
+                passed_seconds=passed_seconds,
+                num_done=num_done,
+                each=_size_of_each(total, context),
+            )
             if more == 0:
                 return "finish"
             if more is not None:
@@ -168,27 +188,52 @@ def _reason_to_end(
             return reason
         if len(total.steps) + len(before.steps) >= MAX_STEPS:
             return "short of memory"
-    num_next = len(total.remaining[0])
-    fitting = context.memory.fitting(num_next)
-    if fitting is None or fitting >= num_next or _make_fit(total, context, fitting):
-        return None
-    text = f"{context.name}, round {plan.round}: {context.why_one_does_not_fit()}"
-    if not has_some:
-        raise OutOfMemory(text)
-    log.warning("%s; the sum so far is sent", text)
-    return "short of memory"
+    while total.remaining and not _make_fit(total, context):
+        if _leave_out_long(total, context):
+            continue
+        text = f"{context.name}, round {plan.round}: {context.why_one_does_not_fit()}"
+        if not has_some:
+            raise OutOfMemory(text)
+        log.warning("%s; the sum so far is sent", text)
+        return "short of memory"
+    return None
 
 
 # Memory.
 
 
-def _make_fit(total: WindowSum, context: TrainingContext, fitting: int) -> bool:
-    """Reduce the micro-batches to the size predicted to fit; False if one example does not fit."""
-    num_next = len(total.remaining[0])
-    possible = fitting or context.fitting_with_checkpointing(num_next)
-    if possible is not None and 0 < possible < num_next:
-        total.reduce_micro_batches(possible)
-    return possible != 0
+def _make_fit(total: WindowSum, context: TrainingContext) -> bool:
+    """Cut the next micro-batch until it is predicted to fit; False if an example alone does not."""
+    first = total.remaining[0]
+    load = context.load(first)
+    fitting = context.memory.fitting(load)
+    if fitting is None or fitting >= load:
+        return True
+    least = min(context.load((position,)) for position in first)
+    if fitting < least:
+        possible = context.fitting_with_checkpointing(load, least=least)
+        if possible is None or possible >= load:
+            return True
+        fitting = possible
+    if fitting < least:
+        return False
+    total.remaining = deque(context.cut_smaller(total.remaining, fitting))
+    total.micro_batch_size = min(total.micro_batch_size, max(int(fitting), 1))
+    total.num_reductions += 1
+    return context.load(total.remaining[0]) <= fitting
+
+
+def _leave_out_long(total: WindowSum, context: TrainingContext) -> bool:
+    """Leave out the next examples, none of which fits, if usual ones do; return whether they do."""
+    first, usual = total.remaining[0], context.memory.fitting(1.0)
+    if context.lengths is None or usual is None or usual < 1.0:
+        return False
+    number = own_position(context.examples, first[0])
+    why = context.why_one_does_not_fit(context.load(first[:1]))
+    detail = f"position {number} has length {context.lengths[first[0]]:,}: {why}"
+    fault = ExampleFault(TOO_LONG, detail)
+    total.leave_out(total.remaining.popleft(), fault)
+    return True
 
 
 def _after_failed_allocation(
@@ -196,26 +241,34 @@ def _after_failed_allocation(
 ) -> WindowSum:
     """Restart the window with micro-batches of half the size; at size 1 with checkpointing.
 
+    An example that is longer than usual, and fails alone even so, is left out.
+
     Raises:
         OutOfMemory: size 1 with checkpointing failed, or there is nothing to checkpoint.
     """
-    size = max(len(positions) // 2, 1)
+    load, left = context.load(positions), [positions]
     if len(positions) == 1:
         model = context.image.model
         text = f"{context.name}, round {plan.round}: one example alone does not fit in memory"
-        if is_on(model):
+        was_on = is_on(model)
+        if not was_on and switch_on(model):
+            context.memory.use_checkpointing(context.checkpointed_bytes)
+            log.warning("%s: activation checkpointing is on, and the window begins again", text)
+        elif load > 1.0:
+            total.leave_out(positions, ExampleFault(TOO_LONG))
+            left = []
+        elif was_on:
             raise OutOfMemory(f"{text}, even with activation checkpointing")
-        if not switch_on(model):
+        else:
             raise OutOfMemory(f"{text}, and the model has no blocks to checkpoint")
-        context.memory.use_checkpointing(context.checkpointed_bytes)
-        log.warning("%s: activation checkpointing is on, and the window begins again", text)
     else:
         release_freed_memory()
+        size = len(positions) // 2
         log.warning("memory ran out at micro-batches of %d: %d from here", len(positions), size)
-    total.micro_batch_size = size
-    positions_left = flat([*total.done, positions, *total.remaining])
+    total.micro_batch_size = min(total.micro_batch_size, max(int(load / 2), 1))
+    groups = context.cut_smaller([*total.done, *left, *total.remaining], load / 2)
     context.accumulator.zero()
-    return total.restarted(split(positions_left, size))
+    return total.restarted(groups)
 
 
 # Bad examples.
@@ -254,8 +307,7 @@ def _add_or_leave_out(
                 f"takes no time to sum again: {error.fault.kind}"
             ) from error
     if plan.is_masked:
-        total.refused += positions
-        total.faults |= dict.fromkeys(positions, MICRO_BATCH_FAULT)
+        total.leave_out(positions, MICRO_BATCH_FAULT)
         return total
     bad = bad_examples(plan, window, positions, context, with_backward=is_invalid)
     if not bad:  # only of a loss: nothing was added, and the micro-batch is fetched again

@@ -18,12 +18,12 @@ from headwater.client.training.gradient_pass import (
     GRADIENT_FAULT,
     InvalidGradients,
     MicroBatchResult,
-    Positions,
     backward,
     forward,
 )
 from headwater.client.training.sampler import Window
 from headwater.common.data.example_faults import ExampleFault, exception_fault, loss_fault
+from headwater.common.data.example_lengths import Positions
 from headwater.common.errors import HeadwaterError
 from headwater.common.messages import Plan, Step
 from headwater.common.model.vectors import all_finite
@@ -62,7 +62,8 @@ def add_clipped_examples(
     num_shared = len(accumulator.values_P)
     losses, total_weight, sums = [], 0, Metrics()
     faults: dict[int, ExampleFault] = {}
-    context.memory.begin(1)
+    load = max(context.load((position,)) for position in positions)
+    context.memory.begin(load)
     with accumulator.apart() as memory:
         example_P = memory[:num_shared]
         for position in positions:
@@ -86,7 +87,7 @@ def add_clipped_examples(
             total_weight += weight
             for name, metric in metrics.items():
                 sums[name] = sums.get(name, 0.0) + metric
-    context.clock.worked(len(positions))
+    context.clock.worked(context.size(positions))
     loss_sum = sum(losses)  # ``fsum`` raises where it overflows
     return MicroBatchResult(
         loss_sum=loss_sum,
@@ -95,8 +96,9 @@ def add_clipped_examples(
             num_examples=len(positions),
             weight=total_weight,
             loss=loss_sum / total_weight if total_weight else 0.0,
-            peak_bytes=context.memory.end(1),
+            peak_bytes=context.memory.end(load),
             seconds=context.clock.seconds() - since_seconds,
+            size=None if context.lengths is None else context.size(positions),
         ),
         faults=faults,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
@@ -15,8 +15,10 @@ from headwater.client.memory.peak_model import guarded_bytes
 from headwater.client.training.accumulator import Accumulator
 from headwater.client.training.batch_fetch import Batches
 from headwater.client.training.progress import TrainingProgress
+from headwater.client.training.sampler import split
+from headwater.common.data.example_lengths import ExampleLengths, Positions, length_record
 from headwater.common.data.partition_spec import PartitionRule
-from headwater.common.messages import Vitals
+from headwater.common.messages import Plan, Vitals
 from headwater.common.model.layout import ModelLayout
 from headwater.common.model.parameters import ModelImage
 from headwater.common.settings.schema import Settings
@@ -66,16 +68,49 @@ class TrainingContext:
     progress: TrainingProgress = field(default_factory=TrainingProgress, repr=False)
     batches: Batches = field(default=NO_BATCHES, repr=False)
     """Batches of ``task`` and ``examples``; replaced at construction if they belong to others."""
+    lengths: ExampleLengths | None = field(default=None, repr=False)
+    """The examples' lengths; read anew at construction if they are not given, and None if the
+    task's examples cannot differ in length."""
 
     def __post_init__(self) -> None:
         if not self.batches.belong_to(self.task, self.examples):
             object.__setattr__(self, "batches", Batches(self.task, self.examples))
+        if self.lengths is None and (record := length_record(self.task, self.examples)) is not None:
+            object.__setattr__(self, "lengths", ExampleLengths(self.examples, record))
 
-    def fitting_with_checkpointing(self, num_examples: int) -> int | None:
-        """Recompute more activations if that saves memory; return how many examples fit.
+    # The size of micro-batches.
 
-        0 if it saves none, or if not one fits even so. The bytes per example were measured before
-        memory was short (``headwater.client.trainer.checkpointed_clients``).
+    def size(self, positions: Positions) -> float:
+        """Return a micro-batch's size: its examples, or as many of the usual length, padded."""
+        return len(positions) if self.lengths is None else self.lengths.size(positions)
+
+    def load(self, positions: Positions) -> float:
+        """Return the size that its memory follows (``ExampleLengths.load``)."""
+        return len(positions) if self.lengths is None else self.lengths.load(positions)
+
+    def cut(self, positions: Positions, plan: Plan) -> list[Positions]:
+        """Cut examples of one epoch into micro-batches of the plan's size, and of like lengths."""
+        size = plan.micro_batch_size
+        if self.lengths is None:
+            return split(positions, size)
+        return self.lengths.cut(positions, size, max_tokens=plan.max_tokens)
+
+    def cut_smaller(self, groups: Iterable[Positions], load: float) -> list[Positions]:
+        """Cut micro-batches so that none is predicted to take more than ``load``, if it can be."""
+        if self.lengths is None:
+            return split([p for group in groups for p in group], max(int(load), 1))
+        return [
+            part
+            for group in groups
+            for part in split(group, max(int(load * len(group) / self.load(group)), 1))
+        ]
+
+    def fitting_with_checkpointing(self, load: float, *, least: float = 1.0) -> float | None:
+        """Recompute more activations if that saves memory; return the load that fits.
+
+        0 if it saves none, or if an example of the load ``least``, longer than usual, does not fit
+        even so; below 1 if one of the usual length does not. The bytes per example were measured
+        before memory was short (``headwater.client.trainer.checkpointed_clients``).
         """
         line, predicted, was_on = self.memory.line, self.checkpointed_bytes, is_on(self.image.model)
         kept, limit, measured = frozenset[int](), self.memory.limit_bytes(), self.pass_memory
@@ -87,28 +122,31 @@ class TrainingContext:
             predicted = measured.peak_bytes(kept) + gained - line.base
         if predicted is None or line is None or predicted >= line.each:
             return 0
+        peak = line.base + least * predicted
+        if least > 1 and limit is not None and peak > guarded_bytes(limit, line.base):
+            return 0
         switch_on(self.image.model, kept=kept)
         if measured is None:
             self.memory.use_checkpointing(predicted)
         else:
             self.memory.expect(rest_bytes=int(line.base), peak_bytes=int(line.base + predicted))
-        fitting = self.memory.fitting(num_examples)
-        if not was_on:
+        fitting = self.memory.fitting(load)
+        if not was_on and fitting is not None:
             log.warning(
-                "%s: not one example fits in memory; %s fit with activation checkpointing, now on",
+                "%s: not one example fits in memory; %d fit with activation checkpointing, now on",
                 self.name,
                 fitting,
             )
         return fitting
 
-    def why_one_does_not_fit(self) -> str:
+    def why_one_does_not_fit(self, load: float = 1.0) -> str:
         """Describe the predicted peak of one example, and the limit."""
         line, limit = self.memory.line, self.memory.limit_bytes()
         assert line is not None  # without both there is no prediction
         assert limit is not None
         text = (
-            f"one example alone does not fit: its predicted peak is {line.at(1) / 2**20:,.0f} MiB, "
-            f"the limit {limit / 2**20:,.0f} MiB"
+            "one example alone does not fit: its predicted peak is "
+            f"{line.at(load) / 2**20:,.0f} MiB, the limit {limit / 2**20:,.0f} MiB"
         )
         if is_on(self.image.model):
             return f"{text}, with activation checkpointing"

@@ -20,6 +20,7 @@ from torch import Tensor
 from headwater.client.training.context import TrainingContext
 from headwater.client.training.sampler import Window, seed_of
 from headwater.common.data.example_faults import ExampleFault, exception_fault, loss_fault
+from headwater.common.data.example_lengths import Positions
 from headwater.common.errors import HeadwaterError, TaskError
 from headwater.common.messages import Plan, Step
 from headwater.common.model.chunked_cross_entropy import adding_in_place
@@ -27,8 +28,6 @@ from headwater.common.task import Metrics, loss_sum
 from headwater.common.user_code import described, is_allocation_failure
 
 log = logging.getLogger(__name__)
-
-Positions = tuple[int, ...]
 
 GRADIENT_FAULT = ExampleFault("its gradient is NaN or infinite, though its loss is finite")
 CHANGING_FAULT = ExampleFault("its micro-batch gives NaN now and then: the data set is random")
@@ -78,8 +77,8 @@ def add_micro_batch(
         MemoryError: an allocation failed; the vector is invalid.
         TaskError: the task breaks a rule.
     """
-    num_examples, accumulator = len(positions), context.accumulator
-    context.memory.begin(num_examples)
+    accumulator, load, size = context.accumulator, context.load(positions), context.size(positions)
+    context.memory.begin(load)
     version = accumulator.values_P._version
     loss, weight, metrics = forward(plan, window, positions, context)
     if accumulator.values_P._version != version:
@@ -100,17 +99,18 @@ def add_micro_batch(
     norm = accumulator.gradient_norm()
     if not math.isfinite(norm):
         raise InvalidGradients
-    context.clock.worked(num_examples)
+    context.clock.worked(size)
     return MicroBatchResult(
         loss_sum=loss_value,
         metric_sums=metrics,
         step=Step(
-            num_examples=num_examples,
+            num_examples=len(positions),
             weight=weight,
             loss=loss_value / weight if weight else 0.0,
             gradient_norm=norm,
-            peak_bytes=context.memory.end(num_examples),
+            peak_bytes=context.memory.end(load),
             seconds=context.clock.seconds() - since_seconds,
+            size=None if context.lengths is None else size,
         ),
     )
 

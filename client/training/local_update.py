@@ -8,6 +8,7 @@ exact under the device's own parameters.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,7 +25,7 @@ from headwater.client.training.local_work import (
 )
 from headwater.client.training.sampler import Window
 from headwater.client.training.spool import Spool
-from headwater.client.training.window_sum import WindowSum
+from headwater.client.training.window_sum import WindowSum, flat
 from headwater.common.errors import BuffersChanged, EmptyUpdate, NonFiniteUpdate
 from headwater.common.messages import Plan, Update, UpdateReport
 from headwater.common.model.layout import kind_of
@@ -46,9 +47,9 @@ class LocalSum:
     """The parameters that stay on the device after the window; the model still has those before."""
 
     @property
-    def num_used(self) -> int:
-        """The number of examples that are used up: those in the sum, and those left out."""
-        return self.total.num_examples + len(self.total.refused)
+    def used(self) -> Sequence[int]:
+        """The examples that are used up: those in the sum, and those left out."""
+        return [*flat(self.total.done), *self.total.refused]
 
 
 def train_round(

@@ -14,7 +14,6 @@ import functools
 import logging
 import math
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -24,7 +23,7 @@ from headwater.client.training.accumulation import sum_window
 from headwater.client.training.clipped_examples import add_clipped_examples
 from headwater.client.training.context import TrainingContext
 from headwater.client.training.gradient_pass import add_micro_batch
-from headwater.client.training.sampler import Window, split
+from headwater.client.training.sampler import Window
 from headwater.client.training.spool import Spool
 from headwater.client.training.stop_rules import StopRules
 from headwater.client.training.window_sum import WindowSum
@@ -130,8 +129,8 @@ class LocalWork:
             _warn_not_spooled()
         plan, rules = self._plan, StopRules(self._plan, context, self.start_seconds)
         size = math.ceil(plan.accumulation_steps / plan.local_steps) * plan.micro_batch_size
-        for positions in split(self._window.positions, size):
-            part = replace(self._window, positions=positions)
+        for start in range(0, len(self._window.positions), size):
+            part = self._window.part(start, start + size)
             step_sum = sum_window(plan, part, context, rules, before=self.total)
             self.total = _joined(self.total, step_sum)
             self._step_local(step_sum.weight)

@@ -18,9 +18,11 @@ permutations of 15 take 120 us in all. One of 60,000 takes 3.5 ms, once an epoch
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,8 +42,8 @@ class SamplerPosition:
     """How far a client has come in the permutation of ``epoch``.
 
     The places from ``offset`` on are not used yet, nor are those in ``skipped``: rising numbers
-    below ``offset``, at which a window from the epoch before found examples that it already had.
-    The next window begins with them.
+    below ``offset``, at which a window from the epoch before found examples that it already had, or
+    one that ended early had not come to an example. The next window begins with them.
     """
 
     epoch: int = 0
@@ -141,6 +143,46 @@ class Window:
             return self
         kept = tuple(p for place, p in enumerate(self.positions) if place not in places)
         return replace(self, positions=kept)
+
+    def part(self, start: int, end: int) -> Window:
+        """Return a window of some of these examples that follow one another."""
+        return replace(self, positions=self.positions[start:end], place=self.after(start))
+
+    def by_epoch(self) -> list[tuple[int, ...]]:
+        """Return the examples of each epoch that the window is of."""
+        left, num_examples = self.place.num_left(self.order.num_examples), self.order.num_examples
+        bounds = [0, *range(left, len(self.positions), num_examples), len(self.positions)]
+        return [self.positions[start:end] for start, end in pairwise(bounds)]
+
+    def after_use_of(self, used: Iterable[int]) -> SamplerPosition:
+        """Return the position after these examples of the window, whatever their order.
+
+        Later windows begin with the unused ones of the first epoch that has some.
+        """
+        number, start = Counter(used), 0
+        for epoch, positions in enumerate(self.by_epoch(), start=self.place.epoch):
+            end, unused = 0, []
+            for place, position in enumerate(positions):
+                if number[position]:
+                    number[position] -= 1
+                    end = place + 1
+                else:
+                    unused.append(place)
+            if unused:
+                after = self.after(start + end)
+                skipped = [positions[place] for place in unused if place < end]
+                return self._without(after, epoch, skipped) if skipped else after
+            start += len(positions)
+        return self.after(start)
+
+    def _without(
+        self, after: SamplerPosition, epoch: int, unused: Sequence[int]
+    ) -> SamplerPosition:
+        """Return a position in ``epoch``, or at its end, before which some are unused."""
+        if after.epoch != epoch:
+            after = SamplerPosition(epoch=epoch, offset=self.order.num_examples)
+        places = np.flatnonzero(np.isin(self.order.of(epoch), unused)).tolist()
+        return replace(after, skipped=tuple(sorted({*after.skipped, *places})))
 
     def after(self, num_used: int) -> SamplerPosition:
         """Return the position after the first ``num_used`` examples of the window."""

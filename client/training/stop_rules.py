@@ -39,18 +39,19 @@ class StopRules:
         self._sense_at = -math.inf
         self._begun_seconds: float | None = None
         self._attempts: deque[float] = deque(maxlen=RECENT_STEPS)
-        """Seconds per example of the last micro-batches."""
+        """Seconds of the last micro-batches by their size."""
         self._read_time_share()
 
-    def note_attempt(self, seconds: float, *, num_examples: int) -> None:
+    def note_attempt(self, seconds: float, *, size: float) -> None:
         """Note how long a micro-batch took, also one that failed."""
-        self._attempts.append(seconds / num_examples)
+        self._attempts.append(seconds / size)
 
-    def num_until_answer(self) -> int | None:
+    def num_until_answer(self, each: float = 1.0) -> int | None:
         """Return how many more examples of a masked plan can be summed in time for its answer.
 
         By the slowest pace of the last micro-batches, from the first call on, which is when the
-        window begins. None: as many as are left; the first micro-batch is always tried.
+        window begins; ``each`` is an example's size. None: as many as are left; the first
+        micro-batch is always tried.
         """
         end = self._plan.answer_by
         if end is None:
@@ -61,7 +62,7 @@ class StopRules:
         if slowest == 0.0:
             return None
         left_seconds = SUMMED_PART * end - (now - self._begun_seconds)
-        return max(math.floor(left_seconds / slowest), 0)
+        return max(math.floor(left_seconds / (slowest * each)), 0)
 
     def reason_to_stop(
         self, steps: Sequence[Step], *, num_done: int, num_next: int
@@ -98,9 +99,14 @@ class StopRules:
 
 
 def num_until_finish(
-    plan: Plan, steps: Sequence[Step], *, passed_seconds: float, num_done: int
+    plan: Plan,
+    steps: Sequence[Step],
+    *,
+    passed_seconds: float,
+    num_done: int,
+    each: float = 1.0,
 ) -> int | None:
-    """Return how many more examples end the window nearest to its finish time.
+    """Return how many more examples, of size ``each``, end the window nearest to its finish time.
 
     By the pace of the last ``steps`` together, and at least up to the plan's fewest examples.
     ``passed_seconds`` is the time since the window began, and ``num_done`` its examples so far.
@@ -113,7 +119,7 @@ def num_until_finish(
     if seconds == 0:
         return None
     left_seconds = max(plan.finish_seconds - passed_seconds, 0.0)
-    nearest = left_seconds / seconds * sum(step.num_examples for step in recent)
+    nearest = left_seconds / seconds * sum(step.work for step in recent) / each
     if not math.isfinite(nearest):  # the clock hardly moved
         return None
     return max(round(nearest), plan.min_examples - num_done, 0)

@@ -6,9 +6,9 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from headwater.client.training.gradient_pass import MicroBatchResult, Positions
-from headwater.client.training.sampler import split
+from headwater.client.training.gradient_pass import MicroBatchResult
 from headwater.common.data.example_faults import ExampleFault
+from headwater.common.data.example_lengths import Positions
 from headwater.common.messages import Step, StopReason
 from headwater.common.task import Metrics
 
@@ -53,11 +53,10 @@ class WindowSum:
             self.remaining.popleft()
             self.remaining.extendleft((first[max_examples:], first[:max_examples]))
 
-    def reduce_micro_batches(self, micro_batch_size: int) -> None:
-        """Split the remaining examples into smaller micro-batches."""
-        self.remaining = deque(split(flat(self.remaining), micro_batch_size))
-        self.micro_batch_size = min(self.micro_batch_size, micro_batch_size)
-        self.num_reductions += 1
+    def leave_out(self, positions: Positions, fault: ExampleFault) -> None:
+        """Leave out examples that all have one fault."""
+        self.refused += positions
+        self.faults |= dict.fromkeys(positions, fault)
 
     def restarted(self, remaining: Iterable[Positions]) -> WindowSum:
         """Return totals of nothing, with these micro-batches to do; what is known stays known."""

@@ -35,11 +35,14 @@ MayTrainOn = Callable[[int], bool]
 """Returns whether a batch of so many examples may be trained on, after one example was."""
 
 
-def usable(task: Task, model: nn.Module, examples: Examples) -> list[int]:
+def usable(
+    task: Task, model: nn.Module, examples: Examples, positions: Sequence[int] | None = None
+) -> list[int]:
     """Return up to four of the first sixteen positions that give a finite loss and gradient."""
+    tried = range(len(examples)) if positions is None else positions
     with as_it_was(model):
         singles = SingleExamples(task, model, ExampleCache(task, examples))
-        singles.add(range(min(NUM_TRIED, len(examples))), lambda _: True)
+        singles.add(tried[:NUM_TRIED], lambda _: True)
     return list(singles.sums)
 
 

@@ -19,6 +19,7 @@ from torch import nn
 from headwater.common.additivity.comparison import together_failed
 from headwater.common.additivity.example_cache import ExampleCache
 from headwater.common.data.example_faults import ExampleFault, exception_fault, loss_fault
+from headwater.common.data.example_lengths import ExampleLengths, Positions
 from headwater.common.errors import HeadwaterError
 from headwater.common.task import Examples, Task, loss_sum
 from headwater.common.user_code import is_allocation_failure
@@ -52,8 +53,13 @@ def look_over(
     after_first: AfterFirst = lambda cache, positions: None,
     max_seconds: float = MAX_SECONDS,
     seconds: Callable[[], float] = time.monotonic,
+    lengths: ExampleLengths | None = None,
+    may_pass: Callable[[Positions], bool] = lambda positions: True,
 ) -> Survey:
     """Look at a sample of the examples; ``after_first`` gets the first batch's good ones.
+
+    With ``lengths`` a batch has examples of like lengths. Those of a batch that may not pass are
+    not looked at.
 
     Raises:
         TaskFailed: examples that work alone raise in one batch.
@@ -63,14 +69,17 @@ def look_over(
     order = np.random.default_rng(0).permutation(len(examples))[:MAX_SEEN]
     for start in range(0, len(order), batch_size):
         # Ascending within a batch, which is kinder to files.
-        positions = sorted(order[start : start + batch_size].tolist())
-        cache = ExampleCache(task, examples)
-        survey.faults |= _faults(task, model, cache, positions)
-        survey.seen += positions
-        if start == 0:
-            after_first(cache, [p for p in positions if p not in survey.faults])
-        if seconds() - begun > max_seconds:
-            break
+        positions = tuple(sorted(order[start : start + batch_size].tolist()))
+        groups = [positions] if lengths is None else lengths.cut(positions, batch_size)
+        for group in filter(may_pass, groups):
+            cache = ExampleCache(task, examples)
+            survey.faults |= _faults(task, model, cache, group)
+            is_first = not survey.seen
+            survey.seen += group
+            if is_first:
+                after_first(cache, [p for p in group if p not in survey.faults])
+            if seconds() - begun > max_seconds:
+                return survey
     return survey
 
 

@@ -15,6 +15,7 @@ from torch import nn
 
 from headwater.common.data.batches import batch_of
 from headwater.common.data.example_faults import ExampleFault, exception_fault, loss_fault
+from headwater.common.data.example_lengths import ExampleLengths
 from headwater.common.errors import HeadwaterError
 from headwater.common.task import Examples, Metrics, Task, loss_sum
 from headwater.common.user_code import is_allocation_failure
@@ -32,9 +33,15 @@ class EvaluationSums:
 
 
 def evaluate_sums(
-    task: Task, model: nn.Module, examples: Examples, micro_batch_size: int
+    task: Task,
+    model: nn.Module,
+    examples: Examples,
+    micro_batch_size: int,
+    lengths: ExampleLengths | None = None,
 ) -> EvaluationSums:
     """Return the sums over all examples that can be evaluated, in evaluation mode.
+
+    With ``lengths`` the batches are of examples of like lengths.
 
     Raises:
         TaskError, MemoryError: the task breaks a rule, or an allocation failed.
@@ -43,12 +50,19 @@ def evaluate_sums(
     model.eval()
     total, raised = EvaluationSums(), list[Exception]()
     with torch.no_grad():
-        for start in range(0, len(examples), micro_batch_size):
-            positions = range(start, min(start + micro_batch_size, len(examples)))
+        for positions in _batches(len(examples), micro_batch_size, lengths):
             _add(total, task, model, examples, positions, raised)
     if raised and len(raised) == len(examples):
         raise raised[0]
     return total
+
+
+def _batches(
+    num_examples: int, size: int, lengths: ExampleLengths | None
+) -> Sequence[Sequence[int]]:
+    if lengths is not None:
+        return lengths.cut(range(num_examples), size)
+    return [range(start, min(start + size, num_examples)) for start in range(0, num_examples, size)]
 
 
 def _add(

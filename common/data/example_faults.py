@@ -90,6 +90,13 @@ def own_position(examples: Examples, position: int) -> int:
     return position
 
 
+def whole_of(examples: Examples) -> Examples:
+    """Return the data set of which ``examples`` may be a subset."""
+    while isinstance(examples, SubsetView | Subset):
+        examples = examples.whole if isinstance(examples, SubsetView) else examples.dataset  # type: ignore[assignment]
+    return examples
+
+
 def _parts(batch: Any, name: str = "the example") -> Iterable[tuple[str, Tensor]]:
     """Yield a batch's tensors, each with what it is; of a pair the input and the target."""
     if isinstance(batch, Tensor):

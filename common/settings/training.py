@@ -94,6 +94,11 @@ class PlanSettings(Branch):
     max_micro_batch_size: Count = setting(
         256, "most examples per micro-batch; larger ones are no faster on a CPU", on=""
     )
+    max_tokens_per_micro_batch: Count | None = setting(
+        None,
+        "most tokens of a micro-batch, padding included: its examples x the longest; a longer one "
+        "is alone; not set: by each device's memory (docs/large-models.md)",
+    )
     memory_fraction: Part = setting(
         0.8, "share of a device's memory limit that the planner fills", on=""
     )

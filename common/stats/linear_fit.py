@@ -42,7 +42,7 @@ def fit_line(points: Sequence[tuple[float, float, float]]) -> Line:
     return _least_squares([(x, y, w / (y * y)) for x, y, w in points if y > 0 and w > 0])
 
 
-def refit_line(line: Line, measured: Mapping[int, float]) -> Line:
+def refit_line(line: Line, measured: Mapping[float, float]) -> Line:
     """Fit a new line to the previous line and to the values that a round measured, by size.
 
     The previous line counts as two points, at size 1 and at the largest measured size (at least 2).

@@ -1,7 +1,8 @@
 """Updates the estimate of a device's training speed from round to round.
 
 When a device connects, it reports that a micro-batch of s examples takes a + b s seconds. Each
-update reports the measured seconds of its micro-batches, and the server adjusts the line. In a
+update reports the measured seconds of its micro-batches, and the server adjusts the line. Where
+examples differ in length, s counts examples of the usual length (``Step.work``). In a
 masked round the device does not send its steps; it adjusts its own line and sends that.
 
 First the level: the line is scaled by the ratio of measured to expected seconds, most of the way in
@@ -53,7 +54,7 @@ def updated_line(line: Line, steps: Sequence[Step]) -> Line:
     Steps without examples are ignored. If all steps took the expected seconds, the result is
     ``line`` itself. Steps of zero seconds lower the level and keep the slope.
     """
-    measured = [(step.num_examples, step.seconds) for step in steps if step.num_examples]
+    measured = [(step.work, step.seconds) for step in steps if step.num_examples]
     if all(abs(seconds - line.at(size)) <= TOLERANCE * seconds for size, seconds in measured):
         return line
     ratio = _robust_ratio(line, measured)
@@ -69,7 +70,7 @@ def updated_line(line: Line, steps: Sequence[Step]) -> Line:
     return clamped_line(refit_line(levelled, by_size))
 
 
-def _bends(line: Line, measured: Sequence[tuple[int, float]], ratio: float) -> dict[int, float]:
+def _bends(line: Line, measured: Sequence[tuple[float, float]], ratio: float) -> dict[float, float]:
     """Return each size's ratio divided by the ratio of all sizes."""
     if all(size == measured[0][0] for size, _ in measured):
         return {measured[0][0]: 1.0}  # the usual case
@@ -77,7 +78,7 @@ def _bends(line: Line, measured: Sequence[tuple[int, float]], ratio: float) -> d
     return {size: _robust_ratio(line, list(group)) / ratio for size, group in by_size}
 
 
-def _robust_ratio(line: Line, measured: Sequence[tuple[int, float]]) -> float:
+def _robust_ratio(line: Line, measured: Sequence[tuple[float, float]]) -> float:
     """Return measured over expected seconds, with each segment's ratio clipped near the median."""
     num_segments = min(len(measured), NUM_SEGMENTS)
     ends = [len(measured) * at // num_segments for at in range(num_segments + 1)]

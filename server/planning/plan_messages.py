@@ -33,6 +33,7 @@ def plans_of(
         "round": round_number,
         "run_seed": settings.seed,
         "model_version": round_number - 1,
+        "max_tokens": chosen.max_tokens_per_micro_batch,
         "local_steps": chosen.local_steps,
         "local_learning_rate": chosen.local_learning_rate,
         "precision": chosen.precision,

@@ -19,10 +19,11 @@ from numpy.typing import NDArray
 from headwater.client.training.accumulation import sum_window
 from headwater.client.training.accumulator import Accumulator
 from headwater.client.training.context import TrainingContext
-from headwater.client.training.gradient_pass import MicroBatchResult, Positions
+from headwater.client.training.gradient_pass import MicroBatchResult
 from headwater.client.training.sampler import Window
 from headwater.client.training.stop_rules import RECENT_STEPS, StopRules
 from headwater.client.training.window_sum import WindowSum
+from headwater.common.data.example_lengths import Positions
 from headwater.common.errors import HeadwaterError
 from headwater.common.messages import MAX_STEPS, Plan, Step, Vitals
 from headwater.server.fleet import Dropout
@@ -235,7 +236,8 @@ def _simulate(devices: Devices, client: ClientPlan) -> _SimulatedClient:
     examples = devices.training_examples(client.part, plan)
     window = next_window(devices, client, len(examples))
     hardware = devices.hardware(client.part, round_number=plan.round)
-    if hardware.memory.fitting(1) == 0:
+    fitting = hardware.memory.fitting(1)
+    if fitting is not None and fitting < 1:
         raise NotPredictable
     accumulator = cast(Accumulator, _NO_VECTOR)
     context = devices.trainer.context(examples, client.name, hardware, accumulator)
@@ -280,13 +282,15 @@ def _advance(
     Raises:
         MemoryError: it would exceed the simulated limit.
     """
-    context.memory.begin(len(positions))
-    context.clock.worked(len(positions))
+    load, size = context.load(positions), context.size(positions)
+    context.memory.begin(load)
+    context.clock.worked(size)
     step = SimulatedStep(
         num_examples=len(positions),
         weight=len(positions),
         seconds=context.clock.seconds() - since_seconds,
-        peak_bytes=context.memory.end(len(positions)),
+        peak_bytes=context.memory.end(load),
+        work=size,
     )
     return MicroBatchResult(loss_sum=0.0, metric_sums={}, step=cast(Step, step))
 
@@ -299,6 +303,7 @@ class SimulatedStep:
     weight: int
     seconds: float
     peak_bytes: int
+    work: float
 
 
 class _NoVector:

@@ -246,9 +246,9 @@ class OneByOne:
         except Exception as error:
             return _dropout(client, error)
         is_whole = plan.is_private_by_example  # as ``client.trainer`` passes its examples
-        num_passed = len(window.positions) if is_whole else one.local_sum.num_used
+        used = window.positions if is_whole else one.local_sum.used
         settled = devices.positions[part].settle(plan.counted_round)
-        after = replace(settled, place=window.place).pend(plan.round, window.after(num_passed))
+        after = replace(settled, place=window.place).pend(plan.round, window.after_use_of(used))
         devices.positions[part] = after
         faults = devices.falsifications(part, round_number=plan.round)
         if faults:

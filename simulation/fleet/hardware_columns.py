@@ -62,7 +62,7 @@ class HardwareColumns:
             self.is_steady[part] = hardware.is_steady
             self._on_battery[part] = hardware.on_battery
             self._battery_seeds[part] = battery_seed(self._run_seed, part)
-            self.fitting[part] = LARGEST_SIZE if fitting is None else fitting
+            self.fitting[part] = LARGEST_SIZE if fitting is None else int(fitting)
             self.seconds_per_micro_batch[part] = speed.seconds_per_micro_batch
             self.seconds_per_example[part] = speed.seconds_per_example
             self.transfer_seconds[part] = hardware.transfer_seconds

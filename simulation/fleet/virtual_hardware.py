@@ -16,7 +16,6 @@ from headwater.client.device.interfaces import Hardware, Speed, SpeedProbe, Time
 from headwater.client.device.throttle import time_share
 from headwater.client.memory.peak_model import WORKING_FACTOR
 from headwater.client.trainer.client_examples import MAX_OPEN_DATASETS
-from headwater.client.trainer.probe import MAX_EXAMPLES
 from headwater.client.trainer.trainer import Trainer
 from headwater.client.training.context import Identity
 from headwater.common.data.batches import UnsupportedBatch, batch_of, split_batch
@@ -80,8 +79,8 @@ class VirtualClock:
         self._remaining_transfer_seconds = 0.0
         return now
 
-    def worked(self, num_examples: int) -> None:
-        seconds = self._line.at(num_examples) * self._slowdown()
+    def worked(self, size: float) -> None:
+        seconds = self._line.at(size) * self._slowdown()
         self._seconds += seconds * (self._jitter.next_factor() if self._jitter else 1.0)
 
 
@@ -207,9 +206,7 @@ def _activation_bytes_of_shapes() -> dict[tuple[object, ...], float]:
 
 def _activation_bytes(probe: SpeedProbe) -> float:
     """Return the bytes that autograd keeps per example: counted once per shape of two examples."""
-    num_examples = len(probe.examples)
-    second = max(num_examples // MAX_EXAMPLES, 1)
-    positions = (0, second) if second < num_examples else (0,)
+    positions = probe.spread()[:2]
     try:
         batches = [
             split_batch(batch_of(probe.task, probe.examples, some))[0]

@@ -20,7 +20,7 @@ class VirtualMemory:
         self._limit_bytes = limit_bytes
         self.base_bytes = base_bytes
         self._failed_peak_bytes = 0
-        self._cached_fitting: tuple[float | None, int | None] = (None, None)
+        self._cached_fitting: tuple[float | None, float | None] = (None, None)
 
     @property
     def line(self) -> Line | None:
@@ -36,14 +36,14 @@ class VirtualMemory:
     def limit_bytes(self) -> int | None:
         return self._limit_bytes
 
-    def fitting(self, num_examples: int) -> int | None:
+    def fitting(self, size: float) -> float | None:
         """See ``client.device.interfaces.Memory``; a real device's ``PeakModel`` decides."""
         each = self.bytes_per_example
         if each != self._cached_fitting[0]:  # read for each micro-batch, and it rarely changes
             self._cached_fitting = each, self._fitting()
         return self._cached_fitting[1]
 
-    def _fitting(self) -> int | None:
+    def _fitting(self) -> float | None:
         line = self.line
         if line is None:
             return None
@@ -52,23 +52,23 @@ class VirtualMemory:
         )
         return model.fitting(guarded_bytes(self._limit_bytes, self.base_bytes))
 
-    def begin(self, num_examples: int) -> None:
+    def begin(self, size: float) -> None:
         """Record that a micro-batch of this size begins.
 
         Raises:
             MemoryError: its peak would exceed the limit.
         """
-        peak_bytes = self._peak_bytes(num_examples)
+        peak_bytes = self._peak_bytes(size)
         if peak_bytes > self._limit_bytes:
             self._failed_peak_bytes = max(self._failed_peak_bytes, peak_bytes)
             raise MemoryError(
-                f"{num_examples} examples take {peak_bytes / MIB:.1f} MiB of a simulated limit of "
+                f"{size:g} examples take {peak_bytes / MIB:.1f} MiB of a simulated limit of "
                 f"{self._limit_bytes / MIB:.1f}"
             )
 
-    def end(self, num_examples: int) -> int:
+    def end(self, size: float) -> int:
         """Return the peak of the micro-batch, or of larger ones that failed before it."""
-        peak_bytes = max(self._peak_bytes(num_examples), self._failed_peak_bytes)
+        peak_bytes = max(self._peak_bytes(size), self._failed_peak_bytes)
         self._failed_peak_bytes = 0
         return peak_bytes
 
@@ -80,5 +80,5 @@ class VirtualMemory:
         if self.bytes_per_example is not None and bytes_per_example is not None:
             self.bytes_per_example = min(self.bytes_per_example, bytes_per_example)
 
-    def _peak_bytes(self, num_examples: int) -> int:
-        return int(self.base_bytes + (self.bytes_per_example or 0.0) * num_examples)
+    def _peak_bytes(self, size: float) -> int:
+        return int(self.base_bytes + (self.bytes_per_example or 0.0) * size)

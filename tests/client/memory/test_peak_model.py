@@ -89,7 +89,7 @@ def test_freed_memory_is_returned_before_the_size_is_reduced() -> None:
     assert memory.fitting(1) is not None
     assert resident_bytes() >= held - NOISE_BYTES, "nothing is given back while there is room"
     limit[0] = 0
-    assert memory.fitting(1) == 0
+    assert (memory.fitting(1) or 0.0) < 1
     assert resident_bytes() <= held - 10_000 * 8192 + 2 * NOISE_BYTES
     assert pin.numel()
 
@@ -106,9 +106,9 @@ def test_a_lowered_limit_lowers_what_fits() -> None:
     limit = [600 * MIB]
     memory = ProcessMemory(lambda: limit[0])
     memory.known = peaks(base=300 * MIB, each=MIB)
-    assert memory.fitting(1) == int(600 * GUARD_SHARE - 300)
+    assert memory.fitting(1) == pytest.approx(600 * GUARD_SHARE - 300)
     limit[0] = 400 * MIB
-    assert memory.fitting(1) == int(400 * GUARD_SHARE - 300)
+    assert memory.fitting(1) == pytest.approx(400 * GUARD_SHARE - 300)
     limit[0] = 300 * MIB
     assert memory.fitting(1) == 0
 
@@ -297,7 +297,7 @@ def test_fitting_is_the_largest_size_within_the_limit(
     size = known.fitting(room)
     rounding = 1e-9 * (base + room)
     assert size == 0 or size == 2**31 or known.now.at(size) <= room + rounding
-    assert size == 2**31 or known.now.at(size + 1) >= room - rounding
+    assert size == 2**31 or known.now.at(size) >= room - rounding
 
 
 @pytest.mark.parametrize(

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from headwater.client.training.sampler import split
+from headwater.client.training.local_update import sum_gradients
+from headwater.client.training.sampler import ExampleOrder, Ints, split
 from headwater.common.errors import EmptyUpdate, TaskError
 from tests.tasks import (
     HUGE_GRADIENT,
@@ -23,7 +26,7 @@ from tests.tasks import (
     TwoLayers,
     examples,
 )
-from tests.training_contexts import plan, sums, trained, training_context
+from tests.training_contexts import plan, sums, trained, training_context, whole
 
 
 @given(st.integers(1, 24), st.integers(1, 30))
@@ -117,15 +120,25 @@ def test_a_micro_batch_without_a_single_bad_example_is_refused_whole() -> None:
         trained(context, plan(4, 2))
 
 
-def test_a_stopped_window_used_or_refused_its_first_examples() -> None:
-    """An example refused after the stop must not make the sampler skip an unused example."""
-    task = TwoLayers()
+def test_an_example_refused_after_the_stop_makes_the_sampler_skip_no_unused_one() -> None:
+    task, data = TwoLayers(), examples(6, kinds=[0, 0, 0, NAN_GRADIENT])
     # The second micro-batch invalidates the vector: the window restarts, until the deadline.
-    context = training_context(task, examples(6, kinds=[0, 0, 0, NAN_GRADIENT]))
-    update = trained(context, plan(6, 2, deadline_seconds=4.0))
-    assert update.report.reason == "deadline"
-    assert torch.equal(update.values_P, sums(context, range(update.report.num_examples)))
-    assert update.report.num_refused == 0
+    context, chosen = training_context(task, data), plan(6, 2, deadline_seconds=4.0)
+    first = replace(whole(data, 6), order=InOrder(0, "pi", 6))
+    local_sum = sum_gradients(chosen, first, context)
+    assert local_sum.total.reason == "deadline"
+    num_done = local_sum.total.num_examples
+    assert torch.equal(local_sum.values_P, sums(context, range(num_done)))
+    after = first.after_use_of(local_sum.used)
+    unused = [p for p in range(num_done, 6) if p != 3]
+    assert sorted([*after.skipped, *range(after.offset, 6)]) == unused
+
+
+class InOrder(ExampleOrder):
+    """The order of the data set."""
+
+    def of(self, epoch: int) -> Ints:
+        return np.arange(self.num_examples)
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])

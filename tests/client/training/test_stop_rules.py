@@ -105,8 +105,8 @@ def test_a_time_share_that_recovers_allows_the_whole_quota() -> None:
 
 def test_the_time_share_is_read_about_once_a_second() -> None:
     class Fast(FakeClock):
-        def worked(self, num_examples: int) -> None:
-            self.now += 0.125 * num_examples
+        def worked(self, size: float) -> None:
+            self.now += 0.125 * size
 
     mood = Mood(1.0)
     context = replace(training_context(TwoLayers(), examples(24), time_share=mood), clock=Fast())
@@ -129,9 +129,9 @@ class Paced(FakeClock):
         super().__init__()
         self._paces = list(paces)
 
-    def worked(self, num_examples: int) -> None:
+    def worked(self, size: float) -> None:
         pace = self._paces.pop(0) if len(self._paces) > 1 else self._paces[0]
-        self.now += pace * num_examples
+        self.now += pace * size
 
 
 def paced(chosen: Plan, *paces: float, num_examples: int = 100) -> Update:

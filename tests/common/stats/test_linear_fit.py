@@ -120,5 +120,5 @@ def test_an_increase_is_followed_as_far_as_a_decrease(size: int) -> None:
 
 
 def test_after_a_line_of_zero_only_the_measurements_count() -> None:
-    seen = {1: 3.0, 4: 9.0}
+    seen = {1.0: 3.0, 4.0: 9.0}
     assert close(refit_line(Line(base=0, each=0), seen), Line(base=1, each=2))
