@@ -319,7 +319,7 @@ class ExampleProbe:
             if 1 < grown <= MAX_GROWTH and fits:
                 self._count(by_length[length], length, counted)
                 break
-        if counted:
+        if counted and min(counted.values()) > 0:
             lengths.record.cost = LengthCost.through(counted)
 
     def _count(self, position: int, length: int, counted: dict[int, float]) -> None:

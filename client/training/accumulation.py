@@ -256,7 +256,7 @@ def _after_failed_allocation(
             log.warning("%s: activation checkpointing is on, and the window begins again", text)
         elif load > 1.0:
             total.leave_out(positions, ExampleFault(TOO_LONG))
-            left = []
+            left.clear()
         elif was_on:
             raise OutOfMemory(f"{text}, even with activation checkpointing")
         else:

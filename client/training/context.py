@@ -133,9 +133,10 @@ class TrainingContext:
         fitting = self.memory.fitting(load)
         if not was_on and fitting is not None:
             log.warning(
-                "%s: not one example fits in memory; %d fit with activation checkpointing, now on",
+                "%s: %s in memory; %d fit with activation checkpointing, now on",
                 self.name,
-                fitting,
+                "a long example does not fit" if least > 1 else "not one example fits",
+                fitting / least,
             )
         return fitting
 
@@ -148,6 +149,8 @@ class TrainingContext:
             "one example alone does not fit: its predicted peak is "
             f"{line.at(load) / 2**20:,.0f} MiB, the limit {limit / 2**20:,.0f} MiB"
         )
+        if load > 1.0:
+            return text
         if is_on(self.image.model):
             return f"{text}, with activation checkpointing"
         if self.checkpointed_bytes is None:

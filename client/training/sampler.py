@@ -136,6 +136,8 @@ class Window:
     positions: tuple[int, ...]
     place: SamplerPosition
     order: ExampleOrder
+    start: int = 0
+    """Of a part of a window: how many examples of the window come before it."""
 
     def without(self, places: Collection[int]) -> Window:
         """Return the window without the examples at these places of it."""
@@ -145,13 +147,14 @@ class Window:
         return replace(self, positions=kept)
 
     def part(self, start: int, end: int) -> Window:
-        """Return a window of some of these examples that follow one another."""
-        return replace(self, positions=self.positions[start:end], place=self.after(start))
+        """Return some of these examples that follow one another."""
+        return replace(self, positions=self.positions[start:end], start=self.start + start)
 
     def by_epoch(self) -> list[tuple[int, ...]]:
         """Return the examples of each epoch that the window is of."""
-        left, num_examples = self.place.num_left(self.order.num_examples), self.order.num_examples
-        bounds = [0, *range(left, len(self.positions), num_examples), len(self.positions)]
+        num_examples, end = self.order.num_examples, len(self.positions)
+        first = self.place.num_left(num_examples) - self.start
+        bounds = [0, *(at for at in range(first, end, num_examples) if at > 0), end]
         return [self.positions[start:end] for start, end in pairwise(bounds)]
 
     def after_use_of(self, used: Iterable[int]) -> SamplerPosition:

@@ -37,6 +37,7 @@ class Client:
     quota: int
     micro_batch_size: int
     drops_out: bool
+    max_tokens: int | None = None
 
 
 CLIENTS = st.lists(
@@ -45,6 +46,7 @@ CLIENTS = st.lists(
         quota=st.integers(1, 40),
         micro_batch_size=st.integers(1, 17),
         drops_out=st.booleans(),
+        max_tokens=st.none() | st.integers(1, 60),
     ),
     min_size=1,
     max_size=5,
@@ -87,6 +89,7 @@ class OneRoundAtATime:
                 model_version=round_number,
                 quota=client.quota,
                 micro_batch_size=client.micro_batch_size,
+                max_tokens=client.max_tokens,
             )
             place = TrainingContext(
                 task=self.task,

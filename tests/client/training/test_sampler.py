@@ -300,3 +300,50 @@ def test_held_out_examples_are_the_fraction_rounded_down_and_leave_one(
     apart = held_out_positions(num_examples, fraction=fraction, run_seed=0, name="pi")
     assert len(set(apart)) == len(apart) == min(int(num_examples * fraction), num_examples - 1)
     assert set(apart) <= set(range(num_examples))
+
+
+# A window that ends early, whose examples were used in any order within an epoch.
+
+
+@given(NUM_EXAMPLES, st.integers(1, 90), st.data())
+def test_after_some_examples_of_an_epoch_the_next_windows_have_the_others_once(
+    num_examples: int, quota: int, data: st.DataObject
+) -> None:
+    taken = take(data.draw(places(num_examples)), quota, num_examples)
+    epochs = taken.by_epoch()
+    assert [p for positions in epochs for p in positions] == list(taken.positions)
+    at = data.draw(st.integers(0, len(epochs) - 1))
+    some = data.draw(st.sets(st.sampled_from(epochs[at]))) if epochs[at] else set()
+    used = [p for positions in epochs[:at] for p in positions] + sorted(some)
+    after = taken.after_use_of(used).of_existing(num_examples)
+    left = [p for p in epochs[at] if p not in some]
+    epoch = taken.place.epoch + at
+    rest = take(after, after.num_left(num_examples), num_examples)
+    if after.epoch == epoch:  # the rest of this epoch: what the window left, and what comes after
+        whole_epoch = take(taken.after(sum(map(len, epochs[:at]))), num_examples, num_examples)
+        expected = {*whole_epoch.by_epoch()[0]} - some
+        assert sorted(rest.positions) == sorted(expected)
+        assert {*left} <= {*rest.positions}
+    else:
+        assert not left
+
+
+@given(NUM_EXAMPLES, st.integers(1, 90), st.data())
+def test_examples_used_in_their_order_leave_the_position_after_their_number(
+    num_examples: int, quota: int, data: st.DataObject
+) -> None:
+    taken = take(data.draw(places(num_examples)), quota, num_examples)
+    number = data.draw(st.integers(0, quota))
+    assert taken.after_use_of(taken.positions[:number]) == taken.after(number)
+
+
+@given(NUM_EXAMPLES, st.integers(2, 90), st.data())
+def test_the_parts_of_a_window_have_its_examples_of_each_epoch(
+    num_examples: int, quota: int, data: st.DataObject
+) -> None:
+    taken = take(data.draw(places(num_examples)), quota, num_examples)
+    middle = data.draw(st.integers(1, quota))
+    parts = [taken.part(0, middle), taken.part(middle, quota)]
+    ends = {0, *np.cumsum([len(positions) for positions in taken.by_epoch()]).tolist(), middle}
+    lengths = np.diff(sorted(ends)).tolist()
+    assert [len(p) for part in parts for p in part.by_epoch() if p] == lengths
