@@ -8,6 +8,7 @@ from __future__ import annotations
 import datetime as dt
 import logging
 import time
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from headwater.client.device.interfaces import Clock, Speed, SpeedProbe, TimeShare
@@ -85,9 +86,12 @@ class ThisMachine:
             self._judged = vitals, now
         return self._judged[1]
 
+    def bounded(self) -> AbstractContextManager[None]:
+        return bounded(self._limit_bytes())
+
     def speed(self, probe: SpeedProbe) -> Speed:
         """See ``Hardware``; from now on the memory predicts by the measured peaks."""
-        with bounded(self._limit_bytes()):
+        with self.bounded():
             speed, self.memory.known = probe.measure(self._limit_bytes, cores=self.cores())
         return speed
 

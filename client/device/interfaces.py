@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -130,6 +131,12 @@ class Hardware(Protocol):
 
     def time_share(self) -> TimeShare:
         """Return the share of its time that the device gives now, by its owner's settings."""
+
+    def bounded(self) -> AbstractContextManager[None]:
+        """Let an allocation beyond the memory limit raise MemoryError while the block runs.
+
+        Otherwise the kernel kills the process.
+        """
 
     def speed(self, probe: SpeedProbe) -> Speed:
         """Measure how fast the device trains; a simulated device looks it up.

@@ -2,12 +2,14 @@
 
 A pass that runs for the first time cannot be predicted for every model. So the process bounds its
 private memory meanwhile (RLIMIT_DATA, getrlimit(2)): an allocation beyond what is left raises
-MemoryError, which can be caught. The bound holds for such passes only: memory that is mapped and
-never written counts too, and would use it up in the long run.
+MemoryError, which can be caught. The bound counts mapped memory, written or not. So what is mapped
+now and will not be written is added to it: the stacks of threads, and the libraries' own data.
 """
 
 from __future__ import annotations
 
+import functools
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +21,9 @@ resource = optional_module("resource")
 
 # torch starts another thread for each so many elements (at::internal::GRAIN_SIZE).
 GRAIN = 32_768
+
+# glibc's stack of a thread where RLIMIT_STACK is unlimited.
+UNLIMITED_STACK_BYTES = 2 << 20
 
 _is_taken = threading.Lock()
 _in_force: int | None = None
@@ -33,8 +38,7 @@ def bound_in_force() -> int | None:
 def bounded(limit_bytes: float | None) -> Iterator[None]:
     """Make allocations fail that would raise the process above so many resident bytes.
 
-    What the kernel may count besides (``NOISE_BYTES``) is left.
-    Memory that was mapped before, and not written yet, is not bounded. Without a limit, where the
+    What the kernel may count besides (``NOISE_BYTES``) is left free. Without a limit, where the
     system is not Linux, and while another thread has a bound, this changes nothing.
     """
     is_possible = limit_bytes is not None and resource is not None and _counts_private_memory()
@@ -54,7 +58,9 @@ def _set(limit_bytes: float) -> Iterator[None]:
     global _in_force
     _start_threads()
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    bound = int(status_bytes("VmData") + max(limit_bytes - NOISE_BYTES - resident_bytes(), 0))
+    room = max(limit_bytes - NOISE_BYTES - resident_bytes(), 0)
+    unwritten = _stack_bytes() + _library_bytes()
+    bound = int(min(status_bytes("VmData"), status_bytes("RssAnon") + unwritten) + room)
     known = [one for one in (soft, hard) if one != resource.RLIM_INFINITY]
     if known and min(known) <= bound:
         yield
@@ -73,6 +79,27 @@ def _start_threads() -> None:
     import torch  # here, as the limits are read before torch is imported
 
     torch.zeros(GRAIN * torch.get_num_threads(), dtype=torch.uint8).add_(1)
+
+
+def _stack_bytes() -> int:
+    """Return the mapped stacks of the process's threads, of which they use a small part."""
+    size = resource.getrlimit(resource.RLIMIT_STACK)[0]
+    each = UNLIMITED_STACK_BYTES if size == resource.RLIM_INFINITY else size
+    return len(os.listdir("/proc/self/task")) * int(each)
+
+
+@functools.cache
+def _library_bytes() -> int:
+    """Return the private data of files, such as libraries, that was never written."""
+    num_bytes, is_counted = 0, False
+    with open("/proc/self/smaps", encoding="utf-8", errors="replace") as rows:
+        for row in rows:
+            words = row.split()
+            if not words[0].endswith(":"):  # the first row of a mapping
+                is_counted = words[1] == "rw-p" and words[-1].startswith("/")
+            elif is_counted and words[0] in ("Size:", "Anonymous:"):
+                num_bytes += int(words[1]) * (1024 if words[0] == "Size:" else -1024)
+    return num_bytes
 
 
 def _counts_private_memory() -> bool:

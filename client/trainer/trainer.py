@@ -13,7 +13,6 @@ from collections.abc import Callable
 
 from headwater.client.device.hardware import ThisMachine
 from headwater.client.device.interfaces import Hardware, Speed
-from headwater.client.memory.allocation_bound import bounded
 from headwater.client.memory.limits import MemoryLimits
 from headwater.client.memory.model_room import built_within
 from headwater.client.trainer.checkpointed_clients import CheckpointedClients
@@ -158,10 +157,10 @@ class Trainer:
             TaskError, OutOfMemory: see ``check_task``.
             HeadwaterError: the trial failed.
         """
-        context = self.context(examples, name, self.machine or ThisMachine())
-        limit = context.memory.limit_bytes()
+        machine = self.machine or ThisMachine()
+        context = self.context(examples, name, machine)
         try:
-            with bounded(limit):
+            with machine.bounded():
                 self.checkpointed.fit(context)
                 self.accumulator.zero()
                 report = check_task(context)
@@ -276,7 +275,8 @@ class Trainer:
             examples, whole = self._examples.window(identity, plan, sampler, order_seed)
             positions = whole.without(left_out)
             context = self.context(examples, identity.name, hardware)
-            local_sum = self.sum(plan, positions, context, spool, algorithm)
+            with hardware.bounded():
+                local_sum = self.sum(plan, positions, context, spool, algorithm)
             self._left_out_log.note(plan, local_sum.total, context)
             update = make_update(plan, positions, context, local_sum)
         except Exception:

@@ -18,6 +18,7 @@ round, and quotas planned without it would never be done in time.
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
 from collections import deque
@@ -42,7 +43,7 @@ from headwater.common.data.example_faults import ExampleFault, own_position
 from headwater.common.data.example_lengths import Positions
 from headwater.common.errors import NonFiniteUpdate, OutOfMemory
 from headwater.common.messages import MAX_STEPS, Plan, StopReason
-from headwater.common.system.heap import release_freed_memory
+from headwater.common.system.heap import keep_mmap_threshold, release_freed_memory
 
 log = logging.getLogger(__name__)
 
@@ -246,6 +247,7 @@ def _after_failed_allocation(
     Raises:
         OutOfMemory: size 1 with checkpointing failed, or there is nothing to checkpoint.
     """
+    gc.collect()  # the failed pass: the frames of its exception hold it, in a cycle
     load, left = context.load(positions), [positions]
     if len(positions) == 1:
         model = context.image.model
@@ -262,6 +264,7 @@ def _after_failed_allocation(
         else:
             raise OutOfMemory(f"{text}, and the model has no blocks to checkpoint")
     else:
+        keep_mmap_threshold()
         release_freed_memory()
         size = len(positions) // 2
         log.warning("memory ran out at micro-batches of %d: %d from here", len(positions), size)

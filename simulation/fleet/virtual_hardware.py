@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 from headwater.client.algorithms.run_trainer import run_trainer
@@ -157,6 +158,9 @@ class VirtualHardware:
         if not self._is_on_battery:
             return FULL_TIME
         return time_share(ON_BATTERY, self._client_settings)
+
+    def bounded(self) -> AbstractContextManager[None]:
+        return nullcontext()  # its limit is not that of this process
 
     def speed(self, probe: SpeedProbe) -> Speed:
         """Return the profile's speed; count the bytes per example first if they are unknown.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -51,6 +52,9 @@ class Machine:
 
     def time_share(self) -> TimeShare:
         return TimeShare()
+
+    def bounded(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def speed(self, probe: SpeedProbe) -> Speed:
         if self.fails:

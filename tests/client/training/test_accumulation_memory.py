@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -52,6 +53,25 @@ def test_an_allocation_failure_late_in_the_window_loses_and_repeats_no_example()
     assert failed == [1]
     assert torch.equal(update.values_P, sums(context, range(12)))
     assert update.report.micro_batch_size == 2
+
+
+def test_a_pass_that_failed_to_allocate_is_freed_before_the_next_one() -> None:
+    """Else the next one has no more room than it, and the micro-batches shrink to one example."""
+    task = TwoLayers()
+    context = training_context(task, examples(8))
+    outputs: list[weakref.ref[Tensor]] = []
+
+    def loss_sum(model: nn.Module, batch: Sequence[Tensor]) -> tuple[Tensor, int]:
+        assert all(output() is None for output in outputs)
+        loss, weight = TwoLayers.loss_sum(task, model, batch)
+        if len(batch[0]) > 4:
+            outputs.append(weakref.ref(loss))
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        return loss, weight
+
+    task.loss_sum = loss_sum  # type: ignore[method-assign]
+    assert trained(context, plan(8, 8)).report.micro_batch_size == 4
+    assert len(outputs) == 1
 
 
 def test_an_allocation_failure_in_the_search_for_bad_examples_halves_the_micro_batches() -> None:
