@@ -164,10 +164,16 @@ class BandedNoise:
             raise StateError(f"cannot write {self._folder}: {error.strerror}") from error
 
     def forget_old(self) -> None:
-        """Remove the files of sums that no later noise depends on; privacy.json is written."""
-        number = self.record.num_sums - self.bands + 1
-        if self._folder is not None and number > 0:
-            (self._folder / f"{number}.bin").unlink(missing_ok=True)
+        """Remove the files of sums that no later noise depends on; privacy.json is written.
+
+        Among them are those that a crash between the two left.
+        """
+        oldest = self.record.num_sums - self.bands + 2
+        if self._folder is None:
+            return
+        for file in self._folder.glob("*.bin"):
+            if file.stem.isdecimal() and int(file.stem) < oldest:
+                file.unlink(missing_ok=True)
 
     def to_json(self) -> dict[str, Any]:
         """Return what privacy.json has of it."""

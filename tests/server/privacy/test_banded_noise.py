@@ -136,6 +136,14 @@ def test_the_noise_is_on_disk_for_its_owner_alone_and_no_longer_than_it_is_used(
         assert file.stat().st_size == 4 * NUM_VALUES
 
 
+def test_noise_that_a_crash_left_on_disk_goes_with_the_next_round(tmp_path: Path) -> None:
+    privacy, folder = opened(tmp_path, stream()), tmp_path / NOISE_FOLDER
+    turns(privacy, 1, 5)
+    (folder / "2.bin").write_bytes(bytes(4 * NUM_VALUES))  # its server died before it removed it
+    turns(privacy, 6, 6)
+    assert sorted(file.name for file in folder.iterdir()) == ["4.bin", "5.bin", "6.bin"]
+
+
 def test_a_round_that_a_crash_undid_keeps_its_devices_away(tmp_path: Path) -> None:
     """Its sum was opened: the record has it, and the checkpoint not."""
     ((names, _),) = turns(opened(tmp_path, stream()), 1, 1)
