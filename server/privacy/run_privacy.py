@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from headwater.common.errors import PrivacySpent
 from headwater.common.messages import Plan
 from headwater.common.privacy.clip_bit import bit_sigma, bit_steps
 from headwater.common.privacy.discrete_gaussian import RandomBits, draw
@@ -178,14 +179,24 @@ class RunPrivacy:
         if self._rho is None:
             assert chosen.noise_multiplier is not None
             return chosen.noise_multiplier
+        try:
+            return self._multiplier_of_rest(self._rho, round_number=round_number)
+        except PrivacySpent as error:
+            raise PrivacySpent(
+                f"{error.message}: {self.epsilon:.3g} of {chosen.epsilon:g} at delta "
+                f"{self.delta:g} for each {self.unit}"
+            ) from error
+
+    def _multiplier_of_rest(self, rho: float, *, round_number: int) -> float:
+        """Return the noise that spends the rest of ``rho`` evenly over the remaining rounds."""
         rounds = max(self._settings.rounds - round_number + 1, 1)
         if self._epochs is None:
             events = self._accountant.events
-            return multiplier_of_rest(self._rho, events, rounds=rounds, gain=self._gain)
-        rho = self._epochs.affordable(
-            self._rho, round_number=round_number, rounds=rounds, shares=self._shares
+            return multiplier_of_rest(rho, events, rounds=rounds, gain=self._gain)
+        affordable = self._epochs.affordable(
+            rho, round_number=round_number, rounds=rounds, shares=self._shares
         )
-        return multiplier_of(rho, of=self._rho)
+        return multiplier_of(affordable, of=rho)
 
     def check_left(self, *, round_number: int) -> None:
         """Check that something is left for a round, if no device's place in its data decides that.

@@ -249,13 +249,14 @@ def test_another_process_goes_on_with_what_was_spent(tmp_path: Path) -> None:
     assert again == pytest.approx(terms.noise_multiplier * math.sqrt(10 / 9), rel=1e-3)
 
 
-def test_a_run_ends_when_its_epsilon_is_spent(tmp_path: Path) -> None:
+def test_a_run_ends_when_its_epsilon_is_spent_and_says_how_much_was(tmp_path: Path) -> None:
     rows = [{"noise_multiplier": 0.5, "count": 100}]
     (tmp_path / PRIVACY_FILE).write_text(json.dumps({"sums": rows}))
     chosen = settings(out=tmp_path, privacy={"noise_multiplier": None, "epsilon": 3.0})
     privacy = RunPrivacy(chosen, num_values=3)
     privacy.open_file()
-    with pytest.raises(PrivacySpent):
+    said = rf"have spent all of the run's epsilon: {privacy.epsilon:.3g} of 3 at delta 1e-05"
+    with pytest.raises(PrivacySpent, match=said):
         privacy.private_plans(plans(), max_weight_per_example=1, owned=OWNED)
 
 
