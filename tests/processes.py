@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import multiprocessing
 import os
+import random
 import re
 import runpy
 import signal
@@ -19,16 +21,21 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from headwater.server.operations import orders
+
 ROOT = Path(__file__).resolve().parent.parent
-WAIT_SECONDS = 90.0
+WAIT_SECONDS = 150.0  # ten times what most of them take on two idle cores
 POLL_SECONDS = 0.02
+# Below the ports that Linux, macOS and Windows give to those who name none.
+LOWEST_PORT, NUM_PORTS = 20_000, 12_000
+MAX_WORKERS = 16
 PRELOADED = [
     "headwater.server.serve",
     "headwater.server.operations.progress",
@@ -233,11 +240,12 @@ class Processes:
         return process
 
     def complete(
-        self, module: str, *arguments: object, status: int = 0
+        self, module: str, *arguments: object, status: int = 0, **how: Any
     ) -> subprocess.CompletedProcess[str]:
         """Run a command to its end, which has this status; tell its two streams apart."""
         errors = self.folder / f"{len(self._started)}-{module}.errors"
-        process = self._start(module, [str(argument) for argument in arguments], errors=errors)
+        given = [str(argument) for argument in arguments]
+        process = self._start(module, given, errors=errors, **how)
         ended = subprocess.CompletedProcess(
             [module, *map(str, arguments)],
             process.wait(),
@@ -361,15 +369,48 @@ def port_of(server: Process) -> int:
 
 
 def free_port() -> int:
-    """Return a port that nobody holds."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Return a port that nobody holds, another one each time.
+
+    The system gives it to nobody by itself, nor does pytest's other worker take it: else it could
+    be gone before its server binds it, or while the server is away.
+    """
+    while True:
+        port = next(_ports())
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+
+
+@lru_cache
+def _ports() -> Iterator[int]:
+    """Return this worker's own ports in a random order, again and again."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % MAX_WORKERS
+    ports = [*range(LOWEST_PORT + worker, LOWEST_PORT + NUM_PORTS, MAX_WORKERS)]
+    random.SystemRandom().shuffle(ports)  # hypothesis seeds the others
+    return itertools.cycle(ports)
+
+
+def hold_rounds(out: Path) -> None:
+    """Let no round of a run begin. To be certain, call it before the server starts."""
+    out.mkdir(parents=True, exist_ok=True)
+    orders.write_order(out, "pause")
+
+
+def release_rounds(out: Path, server: Process, *, joined: Iterable[object]) -> None:
+    """Let the rounds begin once the devices of these names have joined the server.
+
+    The server says so with ``--verbose`` alone.
+    """
+    for name in joined:
+        server.wait_for(rf"(?m)\b{re.escape(str(name))} joined: ")
+    orders.write_order(out, "resume")
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
-    """Return what a run noted of its rounds."""
-    return [json.loads(line) for line in (folder / "rounds.jsonl").read_text().splitlines()]
+    """Return what a run noted of its rounds, without a line that is being written."""
+    path = folder / "rounds.jsonl"
+    whole, _, _ = path.read_text().rpartition("\n") if path.exists() else ("", "", "")
+    return [json.loads(line) for line in whole.splitlines()]
 
 
 def model_digest(folder: Path) -> str:

@@ -15,11 +15,12 @@ import psutil
 import pytest
 
 from headwater.simulation.engines.ray_cluster import QUIET, RAY_FOLDER_PARENT
-from tests.processes import until
+from tests.processes import free_port, until
 from tests.venvs import ROOT
 
 APP = ROOT / "examples" / "flower_app" / "quickstart"
 NUM_NODES = 3
+PATIENCE_SECONDS = 270  # a run takes half a minute on two idle cores
 
 
 class SuperLink:
@@ -28,8 +29,7 @@ class SuperLink:
     def __init__(self, folder: Path, ray_folder: str) -> None:
         self._mark = uuid4().hex
         self._folder = folder
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self._port = free.getsockname()[1]
+        self._port = free_port()
         (folder / "home").mkdir()
         (folder / "home" / "config.toml").write_text(
             f'[superlink.loopback]\naddress = "127.0.0.1:{self._port}"\ninsecure = true\n'
@@ -55,7 +55,7 @@ class SuperLink:
     def flwr_run(self, *options: str) -> str:
         """Run the app to its end and return what it said."""
         run = self._run("flwr", "run", str(APP), "loopback", "--stream", *options)
-        until(lambda: run.poll() is not None, what=self._said)
+        until(lambda: run.poll() is not None, seconds=PATIENCE_SECONDS, what=self._said)
         return self._said()
 
     def _said(self) -> str:
@@ -103,6 +103,7 @@ def superlink(tmp_path: Path) -> Iterator[SuperLink]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_flwr_run_trains_the_quickstart_and_says_what_the_rate_is(superlink: SuperLink) -> None:
     said = superlink.flwr_run(
         "--run-config", "num-server-rounds=2", "--federation-config", f"num-supernodes={NUM_NODES}"

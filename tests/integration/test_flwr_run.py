@@ -3,7 +3,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import socket
 import subprocess
 import time
 import tomllib
@@ -26,6 +25,7 @@ from headwater.server.rounds.round_loop import MODEL
 from headwater.simulation.fleet.fleet_spec import fleet_spec
 from headwater.simulation.fleet.random_events import vanishes_at
 from headwater.simulation.run import run_engine
+from tests.processes import free_port
 from tests.venvs import make_venv
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -86,7 +86,7 @@ class Deployment:
         self._started: list[subprocess.Popen[bytes]] = []
         self._logs: dict[int, Path] = {}
         self._nodes: dict[int, subprocess.Popen[bytes]] = {}
-        self._port, *self._node_ports = free_ports(1 + NUM_NODES)
+        self._port, *self._node_ports = (free_port() for _ in range(1 + NUM_NODES))
         self._bin = make_venv(folder / "venv")
         self._environment = os.environ | {
             "MARK": self._mark,
@@ -207,14 +207,6 @@ class Deployment:
             return is_marked and process.status() != psutil.STATUS_ZOMBIE
         except (psutil.NoSuchProcess, psutil.AccessDenied, OSError):
             return False
-
-
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [s.getsockname()[1] for s in sockets]
-    for s in sockets:
-        s.close()
-    return ports
 
 
 @pytest.fixture(scope="module")

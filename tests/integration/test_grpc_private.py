@@ -10,7 +10,14 @@ import pytest
 
 from headwater.common.privacy.spending import epsilon_of
 from headwater.common.privacy_terms import rho_of
-from tests.processes import Processes, port_of, rows, write_task
+from tests.processes import (
+    Processes,
+    hold_rounds,
+    port_of,
+    release_rounds,
+    rows,
+    write_task,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -77,20 +84,21 @@ def test_server_and_devices_count_one_epoch_of_examples_as_one_round(tmp_path: P
 
 
 def test_a_device_whose_budget_is_spent_adds_nothing_more(tmp_path: Path) -> None:
-    task = write_task(tmp_path).spec
+    task, out = write_task(tmp_path).spec, tmp_path / "out"
     budget = epsilon_of(1.5 * rho_of(Z), delta=1e-5)  # one update, and no second
+    flags = ("--rounds", 3, *PLAN, "--privacy-noise-multiplier", Z, "--min-clients", 2, "--verbose")
     with Processes(tmp_path) as processes:
-        server = processes.server(
-            *("--rounds", 3, *PLAN, "--privacy-noise-multiplier", Z, "--min-clients", 2), task=task
-        )
+        hold_rounds(out)
+        server = processes.server(*flags, task=task)
         port, parts = port_of(server), ("--num-parts", 3)
         poor = processes.client(port, 0, *parts, "--privacy-budget", budget, task=task)
         others = [processes.client(port, part, *parts, task=task) for part in (1, 2)]
+        release_rounds(out, server, joined=range(3))
         for process in (server, poor, *others):
             process.succeed()
-        assert "PrivacyBudgetSpent" in poor.text()
+        assert poor.text().count("PrivacyBudgetSpent") == 1
         assert f"its owner allows {budget:g}" not in server.text()  # that is the device's own
-    written = rows(tmp_path / "out")
+    written = rows(out)
     taken = [name for row in written for name in [c["name"] for c in row["masked_clients"]]]
     assert taken.count("0") == 1
     assert taken.count("1") == 3

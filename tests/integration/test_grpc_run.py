@@ -10,7 +10,16 @@ from headwater.common.data.client_datasets import ClientDatasets
 from headwater.common.data.partition_spec import parse_rule
 from headwater.common.task import load_task
 from headwater.server.planning.cohort import candidates_in_turn
-from tests.processes import Process, Processes, model_digest, port_of, rows, write_task
+from tests.processes import (
+    Process,
+    Processes,
+    hold_rounds,
+    model_digest,
+    port_of,
+    release_rounds,
+    rows,
+    write_task,
+)
 
 ROUNDS = ("--rounds", 4, "--min-clients", 2)
 PLAN = ("--accumulation-steps", 3, "--micro-batch-size", 8)
@@ -72,20 +81,17 @@ def test_a_cohort_of_one_makes_the_simulators_model_byte_for_byte(tmp_path: Path
         if next(candidates_in_turn(["0", "1"], size=1, seed=seed, round_number=1)) == "0"
     )
     settings = ("--rounds", 6, "--seed", seed, "--cohort-size", 1, *PLAN, *ADAM)
-    task = write_task(tmp_path)
+    task, out = write_task(tmp_path), tmp_path / "out"
     with Processes(tmp_path) as processes:
+        hold_rounds(out)
         server = processes.server(*settings, "--verbose", task=task.spec)
-        # Paused, so that both are there to be chosen when the first round begins.
-        processes.run("server", "pause", "--out", tmp_path / "out")
         devices = [processes.client(port_of(server), part, task=task.spec) for part in range(2)]
-        for part in range(2):
-            server.wait_for(f"{part} joined")
-        processes.run("server", "resume", "--out", tmp_path / "out")
+        release_rounds(out, server, joined=range(2))  # both are there to be chosen
         for process in (server, *devices):
             process.succeed()
-        chosen = {row["clients"][0]["name"] for row in rows(tmp_path / "out")}
+        chosen = {row["clients"][0]["name"] for row in rows(out)}
         assert chosen == {"0", "1"}
-        assert model_digest(tmp_path / "out") == simulated(processes, *settings, task=task.spec)
+        assert model_digest(out) == simulated(processes, *settings, task=task.spec)
 
 
 def test_uploads_through_the_spool_file_change_no_bit(tmp_path: Path) -> None:

@@ -10,7 +10,15 @@ import pytest
 
 from headwater.server.transport.admission import MAX_STARTS_OVER
 from tests.attacks.raw import WAIT_SECONDS, RawDevice, Run, cohort
-from tests.processes import Processes, assert_tidy, port_of, rows, write_task
+from tests.processes import (
+    Processes,
+    assert_tidy,
+    hold_rounds,
+    port_of,
+    release_rounds,
+    rows,
+    write_task,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -22,24 +30,21 @@ def test_a_client_killed_in_mid_round_does_not_hold_the_round(tmp_path: Path) ->
     task = write_task(tmp_path, open_for=1)  # the first client stops in its second micro-batch
     config = tmp_path / "settings.toml"
     config.write_text(f"[cohort]\nreconnect_seconds = {FOREVER}\n")
-    work = ("--accumulation-steps", 3, "--micro-batch-size", 8)
+    work, out = ("--accumulation-steps", 3, "--micro-batch-size", 8), tmp_path / "out"
     with Processes(tmp_path) as processes:
+        hold_rounds(out)
         flags = ("--rounds", 2, *work, "--min-clients", 2, "--config", config)
         server = processes.server(*flags, "--verbose", task=task.spec)
         port = port_of(server)
         parts = ("--num-parts", 3)
-        # Paused, so that all are there when the first round begins.
-        processes.run("server", "pause", "--out", tmp_path / "out")
         killed, *others = [processes.client(port, i, *parts, task=task.spec) for i in range(3)]
-        for part in range(3):
-            server.wait_for(f"{part} joined")
-        processes.run("server", "resume", "--out", tmp_path / "out")
+        release_rounds(out, server, joined=range(3))
         task.wait_until_reached()
         killed.kill(signal.SIGKILL)
         for process in (server, *others):
             process.succeed()
         assert_tidy(server)
-    first, second = rows(tmp_path / "out")
+    first, second = rows(out)
     assert first["num_invited"] == 3
     assert sorted(client["name"] for client in first["clients"]) == ["1", "2"]
     assert first["refused"]["0"].startswith("ConnectionLost: 0 lost its connection")

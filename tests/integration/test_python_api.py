@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
+import re
 import signal
-import socket
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -13,27 +11,12 @@ from typing import Any
 import pytest
 
 import headwater
+from tests.processes import Processes, free_port
 from tests.python_tasks import Signs
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
 ROUNDS: dict[str, Any] = {"rounds": 3, "accumulation_steps": 2, "micro_batch_size": 4}
-WAITING = """
-import sys
-import headwater
-from tests.python_tasks import Signs
-
-try:
-    print("started", flush=True)
-    {call}
-except KeyboardInterrupt:
-    print("interrupted", flush=True)
-"""
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 def test_threads_train_the_simulated_model_bit_for_bit(tmp_path: Path) -> None:
@@ -68,29 +51,15 @@ def test_threads_train_the_simulated_model_bit_for_bit(tmp_path: Path) -> None:
     assert [row.num_clients for row in run.history] == [2, 2, 2]
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        "headwater.take_part(Signs, server='127.0.0.1:{port}', name='a', state='{folder}/state')",
-        "headwater.serve(Signs, listen='127.0.0.1:{port}', out='{folder}/out')",
-    ],
-    ids=["take_part", "serve"],
-)
+@pytest.mark.parametrize("side", ["take_part", "serve"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_stop_signal_returns_control(tmp_path: Path, call: str, number: signal.Signals) -> None:
-    code = WAITING.format(call=call.format(port=free_port(), folder=tmp_path))
-    process = subprocess.Popen(
-        [sys.executable, "-c", code],
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=Path(__file__).parents[2],
-    )
-    assert process.stdout is not None
-    with process:
-        lines = iter(process.stdout)
-        assert next(lines) == "started\n"
-        until_it_waits = next(lines)  # the client's or the server's first line
-        assert "127.0.0.1" in until_it_waits
-        process.send_signal(number)
-        assert [*lines][-1] == "interrupted\n"
-    assert process.returncode == 0
+def test_a_stop_signal_returns_control(tmp_path: Path, side: str, number: signal.Signals) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    with Processes(tmp_path / "logs") as processes:
+        waiting = processes.start(
+            *("tests.integration.waiting_api", side, address, tmp_path), errors=tmp_path / "errors"
+        )
+        waiting.wait_for(re.escape(address))  # the client's or the server's first line
+        waiting.kill(number)
+        assert waiting.wait() == 0
+        assert waiting.text().splitlines()[-1] == "interrupted"
