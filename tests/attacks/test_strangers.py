@@ -11,6 +11,7 @@ import contextlib
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -391,32 +392,31 @@ async def sends_a_byte_now_and_then(device: RawDevice) -> None:
         await asyncio.sleep(0.3)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "stall",
-    [
-        says_nothing,
-        never_answers_its_plan,
-        announces_and_sends_nothing,
-        sends_a_byte_now_and_then,
-    ],
+STALLS: tuple[Callable[[RawDevice], Awaitable[None]], ...] = (
+    says_nothing,
+    never_answers_its_plan,
+    announces_and_sends_nothing,
+    sends_a_byte_now_and_then,
 )
-def test_a_stalled_device_cannot_stop_a_round_with_a_deadline(
-    stall: Callable[[RawDevice], Awaitable[None]],
-) -> None:
+
+
+@pytest.mark.slow
+def test_stalled_devices_cannot_stop_a_round_with_a_deadline() -> None:
     async def play() -> None:
-        async with cohort("attacker", "honest", deadline=2.0, silent_seconds=1.0, rounds=2) as (
-            run,
-            attacker,
-            honest,
-        ):
-            stalling = asyncio.ensure_future(stall(attacker))
+        names = [stall.__name__ for stall in STALLS]
+        how: dict[str, Any] = {"deadline": 2.0, "silent_seconds": 1.0, "rounds": 2}
+        async with cohort("honest", *names, **how) as (run, honest, *attackers):
+            stalling = [
+                asyncio.ensure_future(stall(device))
+                for stall, device in zip(STALLS, attackers, strict=True)
+            ]
             await honest.describe()
             for _ in range(2):
                 await honest.update(await honest.plan())
             await run.end()
-            stalling.cancel()
-            await asyncio.gather(stalling, return_exceptions=True)
+            for one in stalling:
+                one.cancel()
+            await asyncio.gather(*stalling, return_exceptions=True)
             assert [[client.name for client in row.clients] for row in run.rows] == [
                 ["honest"],
                 ["honest"],

@@ -7,9 +7,12 @@ import os
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
+
+from tests.processes import Processes
 
 pytestmark = pytest.mark.slow
 
@@ -64,16 +67,15 @@ class Folder:
     def run(self, command: list[str]) -> subprocess.CompletedProcess[str]:
         side = command[0].partition("-")[2]
         module = {"simulate": "simulation"}.get(side, side)
-        return self._python("-m", f"headwater.{module}", *command[1:])
+        with Processes(self.path / "logs") as processes:
+            return processes.complete(module, *command[1:], prepare=partial(os.chdir, self.path))
 
     def execute(self, block: str, check: str) -> None:
         """Run a block; one that does not import Headwater must do without it."""
         ban = "" if "import headwater" in block else "sys.modules['headwater'] = None\n"
-        self._python("-c", f"import sys, torch\n{ban}{block}\n{check}")
-
-    def _python(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        program = f"import sys, torch\n{ban}{block}\n{check}"
         done = subprocess.run(
-            [sys.executable, *arguments],
+            [sys.executable, "-c", program],
             cwd=self.path,
             env={**os.environ, "PYTHONPATH": str(DOC.parents[1])},
             capture_output=True,
@@ -81,7 +83,6 @@ class Folder:
             timeout=TIMEOUT_SECONDS,
         )
         assert done.returncode == 0, done.stdout + done.stderr
-        return done
 
 
 @pytest.mark.timeout(600)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import datetime as dt
 import json
+import os
 import signal
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +33,16 @@ NOON = dt.datetime(2026, 11, 21, 12, tzinfo=dt.UTC)
 MIDDAY = ClientSettings(active_hours="11:00-13:00")
 
 
-@pytest.fixture
-def noon(monkeypatch: pytest.MonkeyPatch) -> dt.timezone:
-    """Let the clock on the wall of the commands that are started show about noon."""
-    behind = time.gmtime().tm_hour - 12
-    monkeypatch.setenv("TZ", f"XXX{behind:+d}")
-    return dt.timezone(dt.timedelta(hours=-behind))
+def move_west(hours: int) -> None:
+    """Let the clock on the wall of this process be so many hours behind UTC."""
+    os.environ["TZ"] = f"XXX{hours:+d}"
+    time.tzset()
+
+
+# Where it is about noon.
+HOURS_BEHIND = time.gmtime().tm_hour - 12
+be_at_noon = partial(move_west, HOURS_BEHIND)
+ABOUT_NOON = dt.timezone(dt.timedelta(hours=-HOURS_BEHIND))
 
 
 class WallClock:
@@ -125,18 +131,17 @@ def test_a_device_sends_a_partial_update_before_its_hours_end_and_returns_in_the
     assert second["num_examples"] == 48  # the other 26 of its 50, and 22 of the next epoch
 
 
-@pytest.mark.usefixtures("noon")
 def test_a_device_outside_its_hours_does_not_connect(tmp_path: Path) -> None:
     task, out = write_task(tmp_path).spec, tmp_path / "out"
     with Processes(tmp_path) as processes:
         server = processes.server("--rounds", 2, "--accumulation-steps", 1, *PLAN, task=task)
         port = port_of(server)
         away = processes.client(
-            port, 0, "--active-hours", "18:00-06:00", task=task, as_command=True
+            port, 0, "--active-hours", "18:00-06:00", task=task, prepare=be_at_noon
         )
         away.wait_for("OutsideActiveHours: outside its active hours until .*T18:00")
         here = processes.client(
-            port, 1, "--active-hours", "06:00-18:00", task=task, as_command=True
+            port, 1, "--active-hours", "06:00-18:00", task=task, prepare=be_at_noon
         )
         for process in (here, server):
             process.succeed()
@@ -145,7 +150,6 @@ def test_a_device_outside_its_hours_does_not_connect(tmp_path: Path) -> None:
         away.succeed()
 
 
-@pytest.mark.usefixtures("noon")
 def test_a_device_without_bytes_left_stays_away_until_midnight_even_after_a_restart(
     tmp_path: Path,
 ) -> None:
@@ -158,7 +162,7 @@ def test_a_device_without_bytes_left_stays_away_until_midnight_even_after_a_rest
         rounds = ("--rounds", 1000, "--accumulation-steps", 1)
         server = processes.server(*rounds, *PLAN, "--verbose", task=task)
         port = port_of(server)
-        first = processes.client(port, 0, *limit, task=task, as_command=True)
+        first = processes.client(port, 0, *limit, task=task, prepare=be_at_noon)
         server.wait_for("0 left for a while: BytesUsedUp: .* bytes are used")
         until(lambda: seen(out)["refusal_code"] == "BytesUsedUp", what=lambda: "it to be noted")
         assert [row["num_clients"] for row in rows(out)] == [1, 1]
@@ -167,7 +171,7 @@ def test_a_device_without_bytes_left_stays_away_until_midnight_even_after_a_rest
         (used,) = json.loads((tmp_path / "state" / "0.bytes.json").read_text()).values()
         assert 4 * vector < used <= bytes_per_day
         assert used >= seen(out)["bytes_up"] + seen(out)["bytes_down"]  # which lack the hello
-        again = processes.client(port, 0, *limit, task=task, as_command=True)
+        again = processes.client(port, 0, *limit, task=task, prepare=be_at_noon)
         again.wait_for(f"BytesUsedUp: {used:,} of today's {bytes_per_day:,} bytes")
         again.kill(signal.SIGTERM)
         again.succeed()
@@ -175,13 +179,14 @@ def test_a_device_without_bytes_left_stays_away_until_midnight_even_after_a_rest
         assert len(rows(out)) == 2
 
 
-def test_a_device_connects_when_its_hours_begin(tmp_path: Path, noon: dt.timezone) -> None:
+def test_a_device_connects_when_its_hours_begin(tmp_path: Path) -> None:
     task, out = write_task(tmp_path).spec, tmp_path / "out"
-    soon = dt.datetime.now(noon).replace(microsecond=0) + dt.timedelta(seconds=6)
     with Processes(tmp_path) as processes:
         server = processes.server("--rounds", 1, "--accumulation-steps", 1, *PLAN, task=task)
+        port = port_of(server)
+        soon = dt.datetime.now(ABOUT_NOON).replace(microsecond=0) + dt.timedelta(seconds=4)
         window = ("--active-hours", f"{soon:%H:%M:%S}-22:00")
-        client = processes.client(port_of(server), 0, *window, task=task, as_command=True)
+        client = processes.client(port, 0, *window, task=task, prepare=be_at_noon)
         for process in (client, server):
             process.succeed()
     assert dt.datetime.fromisoformat(seen(out)["first_seen"]) >= soon

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.packaging.installed_commands import InstalledCommands
 from tests.venvs import ROOT, build_wheel, install, make_venv
 
 SOURCES = [*sorted((ROOT / "examples").glob("*.py")), *sorted((ROOT / "docs").glob("*.md"))]
@@ -58,21 +59,30 @@ def bin_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return found
 
 
+@pytest.fixture(scope="module")
+def commands(bin_folder: Path) -> Iterator[InstalledCommands]:
+    with InstalledCommands(bin_folder) as found:
+        yield found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("side", ["client", "server", "simulate"])
+def test_each_command_is_a_script_of_the_environment(side: str, bin_folder: Path) -> None:
+    done = subprocess.run([bin_folder / f"headwater-{side}", "--version"], stdout=subprocess.PIPE)
+    assert done.stdout.startswith(b"headwater ")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "source", [file for file in SOURCES if commands_of(file)], ids=lambda file: file.name
 )
 def test_the_commands_run_in_an_empty_folder(
-    source: Path, bin_folder: Path, tmp_path: Path
+    source: Path, commands: InstalledCommands, tmp_path: Path
 ) -> None:
     for name, text in FILES.items():
         (tmp_path / name).write_text(text)
     (tmp_path / "rainfall.py").write_text(block_of("task.md", "python"))
     (tmp_path / "rates.toml").write_text(block_of("sweep.md", "toml"))
-    environment = {key: it for key, it in os.environ.items() if key != "PYTHONPATH"}
-    environment["PATH"] = f"{bin_folder}{os.pathsep}{environment['PATH']}"
     for command in commands_of(source):
-        done = subprocess.run(
-            command, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True
-        )
-        assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+        ended = commands.run(command, tmp_path)
+        assert ended.status == 0, f"{command}\n{ended.text}"
