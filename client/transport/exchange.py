@@ -238,7 +238,12 @@ class Exchange:
         upload.task = asyncio.create_task(self._send_answer(upload))
 
     def _log(self, code: str, error: HeadwaterError) -> None:
-        """Log why there is no update; the lack of usable examples once, as it may last for long."""
+        """Log why there is no update; the lack of usable examples once, as it may last for long.
+
+        The app has logged a private error, with all that the server may not read.
+        """
+        if error.is_private:
+            return
         if not isinstance(error, EmptyUpdate):
             log.warning("%s: %s", code, error)
         elif not self._has_been_empty:
