@@ -95,7 +95,7 @@ class Started:
 
     def until_nothing_runs(self) -> None:
         """Wait for the end of all processes."""
-        until(lambda: not self.alive(), seconds=20, what=lambda: f"the end of {self.alive()}")
+        until(lambda: not self.alive(), what=lambda: f"the end of {self.alive()}")
 
     def end(self) -> None:
         """Kill what still runs."""

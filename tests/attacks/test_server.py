@@ -183,7 +183,7 @@ def run(lie: Lie, processes: Processes, task: str) -> Process:
         liar = Liar(stream)
         assert (await liar.read()).hello.name == "0"
         await lie(liar)
-        await asyncio.sleep(30)  # the device is to end by itself
+        await asyncio.Event().wait()  # the device is to end by itself
 
     async def play() -> Process:
         server = grpc.aio.server(options=[("grpc.max_send_message_length", -1)])
@@ -194,7 +194,7 @@ def run(lie: Lie, processes: Processes, task: str) -> Process:
         await server.start()
         try:
             device = processes.client(port, 0, "--patience", 5, task=task)
-            await asyncio.to_thread(device.wait, seconds=25)
+            await asyncio.to_thread(device.wait)
         finally:
             await server.stop(None)
         return device

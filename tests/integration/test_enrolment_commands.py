@@ -23,7 +23,7 @@ from tests.processes import (
 
 
 def assert_named(process: Process, code: str) -> None:
-    assert process.wait(seconds=30) in (1, 2), process.text()
+    assert process.wait() in (1, 2), process.text()
     assert f"{code}: " in process.text()
     assert_tidy(process)
 
@@ -63,7 +63,7 @@ class Operator:
 
     def join(self, name: str) -> Path:
         token = self.token(name)
-        until(lambda: is_open(self.port), seconds=10, what=lambda: "the enrolment port")
+        until(lambda: is_open(self.port), what=lambda: "the enrolment port")
         folder = self.folder / f"device-{name}"
         file = self.folder / f"token-{name}"
         file.write_text(token)
@@ -83,7 +83,7 @@ def test_a_run_from_init_to_a_device_revoked_during_a_round(tmp_path: Path) -> N
         task.wait_until_reached()
         revoked = processes.run("server", "revoke", "0", "--folder", operator.certs)
         revoked.succeed()
-        server.wait_for("the certificate of 0 was revoked", seconds=10)
+        server.wait_for("the certificate of 0 was revoked")
         task.open()
         assert_named(client, "CertificateRevoked")
         again = processes.client(port, 0, "--config", goes, "--patience", 2, task=task.spec)

@@ -25,7 +25,6 @@ from tests.processes import Processes, port_of, rows
 pytestmark = pytest.mark.slow
 
 SEMI_HONEST = ("--secure-aggregation", "semi-honest")
-SLOW_SECONDS = 16 * 0.2  # what the examples of the slow device take
 KINDS = ("fine", "constant", "nan", "overflow", "short", "raises", "slow", "fine")
 
 # Device number i has data of the kind KINDS[i].
@@ -175,8 +174,11 @@ def test_the_frames_of_masked_rounds_have_the_same_kinds_lengths_and_times_whate
     assert len(expected) > 3 * 4
     for kind, sent in others.items():
         assert sent == expected, kind
-    # The plans of all devices say about half a second.
+    # The plans of all devices say about half a second. A busy machine delays answers, to twice the
+    # time at once; the examples of the slow device would take it more than six times as long.
     assert {kind: len(times) for kind, times in answers.items()} == dict.fromkeys(KINDS, 3)
-    for kind, times in answers.items():
-        for planned_seconds, seconds in times:
-            assert planned_seconds <= seconds < SLOW_SECONDS, kind
+    for number in range(3):
+        seconds = {kind: times[number][1] for kind, times in answers.items()}
+        for kind, own in seconds.items():
+            slowest = max(other for name, other in seconds.items() if name != kind)
+            assert answers[kind][number][0] <= own < 3 * slowest, (kind, seconds)

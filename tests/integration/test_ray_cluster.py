@@ -85,11 +85,7 @@ def started(two_workers: tuple[str, Started]) -> Iterator[Started]:
     yield it
     try:
         it.until_nothing_runs()
-        until(
-            lambda: not nodes.named(WORKER),
-            seconds=20,
-            what=lambda: f"the end of {nodes.named(WORKER)}",
-        )
+        until(lambda: not nodes.named(WORKER), what=lambda: f"the end of {nodes.named(WORKER)}")
         assert len(nodes.named("raylet")) == 3
     finally:
         it.end()

@@ -133,13 +133,18 @@ def test_a_corrupt_checkpoint_is_refused_and_nothing_is_overwritten(tmp_path: Pa
     assert {p: p.read_bytes() for p in tmp_path.iterdir() if p.is_file()} == before
 
 
-SLOW_TASK = """
+# Behind so many rounds it stops in the middle of the next one, and says so by the file "held".
+HELD_TASK = """
 import os, time
+from pathlib import Path
+from headwater.server.operations.round_log import read_rows
 from tests.tasks import TwoLayers
 
-class Slow(TwoLayers):
+class Held(TwoLayers):
     def loss_sum(self, model, batch):
-        time.sleep(float(os.environ.get("SLOW_SECONDS", "0")))
+        while "IS_HELD" in os.environ and len(read_rows(Path({out!r}))) == {rounds}:
+            Path({held!r}).touch()
+            time.sleep(0.01)
         return super().loss_sum(model, batch)
 """
 
@@ -148,23 +153,24 @@ class Slow(TwoLayers):
 def test_a_run_killed_in_the_middle_of_a_round_resumes_to_the_uninterrupted_one(
     tmp_path: Path,
 ) -> None:
-    (tmp_path / "slow.py").write_text(SLOW_TASK)
-    killed, unbroken = tmp_path / "killed", tmp_path / "unbroken"
+    killed, unbroken, held = (tmp_path / name for name in ("killed", "unbroken", "held"))
+    task = HELD_TASK.format(out=str(killed), rounds=3, held=str(held))
+    (tmp_path / "held.py").write_text(task)
 
     def settings(out: Path) -> Settings:
-        return chosen(out, 9, "adam").model_copy(update={"task": f"{tmp_path}/slow.py:Slow"})
+        return chosen(out, 9, "adam").model_copy(update={"task": f"{tmp_path}/held.py:Held"})
 
     config = tmp_path / "settings.toml"
     config.write_text(settings(killed).to_toml())
     command = [sys.executable, "-m", "headwater.simulation", "--config", str(config)]
-    slow = {**os.environ, "SLOW_SECONDS": "0.05"}
-    process = subprocess.Popen(command, env=slow, stdout=subprocess.DEVNULL)
-    while len(read_rows(killed)) < 3:
+    environment = {**os.environ, "IS_HELD": "1"}
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
+    while not held.exists():
         assert process.poll() is None
         time.sleep(0.01)
     process.send_signal(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL
-    assert 3 <= len(read_rows(killed)) < 9
+    assert len(read_rows(killed)) == 3
     simulate(settings(killed), resume=True)
     simulate(settings(unbroken))
     assert (killed / MODEL).read_bytes() == (unbroken / MODEL).read_bytes()

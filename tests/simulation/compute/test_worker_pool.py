@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -30,6 +31,7 @@ from headwater.simulation.compute.one_by_one import OneByOne
 from headwater.simulation.compute.worker_pool import RUN_WORKER, WorkerPool
 from headwater.simulation.fleet.devices import ClientPlan, Devices
 from headwater.simulation.run import run_engine
+from tests.processes import WAIT_SECONDS
 
 pytestmark = pytest.mark.slow
 NUM_DEVICES = 6
@@ -76,8 +78,12 @@ def settings_of(**chosen: Any) -> Settings:
 
 
 def worker_processes() -> list[psutil.Process]:
-    children = psutil.Process().children(recursive=True)
-    return [child for child in children if RUN_WORKER in child.cmdline()]
+    found = []
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):  # it has ended since
+            if RUN_WORKER in child.cmdline():
+                found.append(child)
+    return found
 
 
 def test_two_workers_give_the_model_and_the_lines_of_one_process(tmp_path: Path) -> None:
@@ -182,7 +188,7 @@ def test_workers_end_when_the_simulator_is_killed(tmp_path: Path) -> None:
         "pool = WorkerPool(Devices(settings_of()), 2)\n"
         "list(pool.train(clients_of(1), build_model(Uneven(), seed=1), run_id=1, "
         "timeout_seconds=None))\n"
-        "print('ready', flush=True); time.sleep(60)"
+        "print('ready', flush=True); time.sleep(600)"
     )
     path = [sys.executable, "-c", code]
     with subprocess.Popen(path, stdout=subprocess.PIPE, cwd=Path(__file__).parents[3]) as simulator:
@@ -191,7 +197,7 @@ def test_workers_end_when_the_simulator_is_killed(tmp_path: Path) -> None:
         workers = psutil.Process(simulator.pid).children(recursive=True)
         assert len(workers) == 2
         simulator.kill()
-    _, running = psutil.wait_procs(workers, timeout=20)
+    _, running = psutil.wait_procs(workers, timeout=WAIT_SECONDS)
     assert not running
 
 

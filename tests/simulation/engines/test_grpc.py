@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,13 @@ def started(processes: Processes, *settings: object) -> tuple[Process, list[psut
     return engine, psutil.Process(engine.pid).children(recursive=True)
 
 
+def process_of(device: str, below: list[psutil.Process]) -> psutil.Process:
+    """Return the process that writes a device's log."""
+    of_log = f"/{device}.log"
+    (found,) = [one for one in below if os.readlink(f"/proc/{one.pid}/fd/1").endswith(of_log)]
+    return found
+
+
 def wait_for_the_end_of(processes: list[psutil.Process]) -> None:
     def are_gone() -> bool:
         return not any(
@@ -148,7 +156,7 @@ def test_a_run_resumed_after_a_client_was_killed_equals_the_run_in_process_with_
     )  # fmt: skip
     with Processes(tmp_path) as processes:
         engine, below = started(processes, *settings, "--rounds", 100_000)
-        max(below, key=lambda process: process.pid).kill()
+        process_of("7", below).kill()
         assert engine.wait() == 1, engine.text()
         assert "ConnectionLost: the process of device 7 was ended by SIGKILL" in engine.text()
         wait_for_the_end_of(below)
@@ -181,7 +189,7 @@ def test_status_names_the_awaited_device_and_no_process_survives_a_killed_engine
     with Processes(tmp_path) as processes:
         engine, below = started(processes, *DIGITS, "--clients", 4, "--rounds", 100_000)
         assert len(below) == 5
-        out, last = tmp_path / "wire", max(below, key=lambda process: process.pid)
+        out, last = tmp_path / "wire", process_of("3", below)
         last.suspend()
         until(lambda: read_status(out)["awaited"] == ["3"], what=lambda: str(read_status(out)))
         last.resume()

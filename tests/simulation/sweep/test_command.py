@@ -211,7 +211,9 @@ def test_a_diverged_run_is_a_result_and_is_not_repeated(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_a_second_sweep_in_one_folder_and_bad_arguments_are_refused(folder: Path) -> None:
-    first = start(folder, "out", "--jobs", "1", SLOW_SECONDS="0.1")
+    hold = folder / "hold"
+    hold.touch()
+    first = start(folder, "out", "--jobs", "1", HELD_BY=str(hold))
     for _ in while_running(first):
         if list((folder / "out").glob(f"*/*/{LOG}")):
             break
