@@ -55,8 +55,8 @@ def commands() -> list[list[str]]:
 class Folder:
     """A folder with the page's network and task."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, processes: Processes) -> None:
+        self.path, self.processes = path, processes
         self.network, self.task, *self.blocks = blocks()
         self.write(self.network)
         (path / "my_task.py").write_text(self.task)
@@ -67,8 +67,8 @@ class Folder:
     def run(self, command: list[str]) -> subprocess.CompletedProcess[str]:
         side = command[0].partition("-")[2]
         module = {"simulate": "simulation"}.get(side, side)
-        with Processes(self.path / "logs") as processes:
-            return processes.complete(module, *command[1:], prepare=partial(os.chdir, self.path))
+        there = partial(os.chdir, self.path)
+        return self.processes.complete(module, *command[1:], prepare=there)
 
     def execute(self, block: str, check: str) -> None:
         """Run a block; one that does not import Headwater must do without it."""
@@ -87,7 +87,12 @@ class Folder:
 
 @pytest.mark.timeout(600)
 def test_the_commands_and_the_python_of_the_page_run(tmp_path: Path) -> None:
-    folder = Folder(tmp_path)
+    with Processes(tmp_path / "logs") as processes:
+        check_page(Folder(tmp_path, processes))
+
+
+def check_page(folder: Folder) -> None:
+    """Run all that the page shows."""
     without_batch_norm = folder.network.replace("        nn.BatchNorm2d(8),\n", "")
     plain_block = next(each for each in folder.blocks if "runs/plain" in each)
     folder.write(without_batch_norm)
