@@ -15,7 +15,11 @@ from torch import Tensor
 
 from headwater.common.privacy_terms import PrivacyTerms
 from headwater.common.settings.fields import Seconds
-from headwater.common.settings.training import MAX_ALGORITHM_CHARACTERS
+from headwater.common.settings.training import (
+    MAX_ALGORITHM_CHARACTERS,
+    ChosenPrecision,
+    Precision,
+)
 from headwater.common.task import MAX_METRIC_CHARACTERS, MAX_METRICS
 
 Natural = Annotated[int, Field(ge=0, le=2**53)]
@@ -105,7 +109,7 @@ class Plan(WireMessage):
     )
     local_steps: Annotated[int, Field(ge=1, le=2**20)] = 1
     local_learning_rate: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 0.1
-    precision: Literal["float32", "bfloat16"] = "float32"
+    precision: Precision = "float32"
     algorithm: AlgorithmLabel | None = None
     deadline_seconds: Seconds | None = None
     finish_seconds: Seconds | None = Field(
@@ -184,6 +188,7 @@ class DescribeRequest(WireMessage):
 
     run_seed: Natural
     wants_speed: bool
+    precision: Precision = Field("float32", description="what the plans will ask to compute in")
     layout_digest: str
     num_parameters: Natural
     layout: str = Field("", description="the model's tensors, for common.model.mismatch")
@@ -214,6 +219,9 @@ class DeviceReport(WireMessage):
     )
     metrics: MetricNames = Field(
         (), description="for masked rounds: sorted names of the metrics that the task returns"
+    )
+    precision: ChosenPrecision = Field(
+        "float32", description="what the device computes its passes in"
     )
     lacks_frozen: bool = Field(
         False, description="the device has not the frozen part that the request names"

@@ -63,6 +63,7 @@ from headwater.common.messages import (
     Vitals,
 )
 from headwater.common.secagg.masked_numbers import numbers_of_nothing
+from headwater.common.settings.training import ChosenPrecision
 from headwater.common.task import Examples, loss_sum, max_weight_per_example
 
 log = logging.getLogger(__name__)
@@ -84,6 +85,7 @@ class PublicFigures:
     speed: Speed | None = None
     base_bytes: int | None = None
     bytes_per_example: float | None = None
+    precision: ChosenPrecision = "float32"
 
 
 _measured: WeakKeyDictionary[Trainer, dict[str, PublicFigures]] = WeakKeyDictionary()
@@ -112,7 +114,7 @@ def describe_masked(request: DeviceRequest, wanted: DescribeRequest) -> RecordDi
     """
     trainer, identity, hardware = request.trainer, request.identity, request.hardware
     trainer.loaded_model.check_layout(identity.name, wanted)
-    figures, metrics = _figures(request, hardware, wants_speed=wanted.wants_speed)
+    figures, metrics = _figures(request, hardware, wanted)
     speed = figures.speed
     lacks_frozen = not holds_frozen(request, wanted.frozen)  # measured under the device's own model
     report = DeviceReport(
@@ -130,42 +132,47 @@ def describe_masked(request: DeviceRequest, wanted: DescribeRequest) -> RecordDi
         seconds_per_example=speed.seconds_per_example if speed else None,
         fastest_micro_batch_size=speed.fastest_micro_batch_size if speed else None,
         metrics=metrics,
+        precision=figures.precision,
         lacks_frozen=lacks_frozen,
     )
     return _padded(report)
 
 
 def _figures(
-    request: DeviceRequest, hardware: Hardware, *, wants_speed: bool
+    request: DeviceRequest, hardware: Hardware, wanted: DescribeRequest
 ) -> tuple[PublicFigures, tuple[str, ...]]:
     """Return the device's capacity and the names of its metrics, as they were measured first."""
     trainer, identity = request.trainer, request.identity
     if request.is_simulated:  # one party plays all devices, on hardware that changes by the round
         metrics = learn_metrics(trainer, identity)
-        return _measure(trainer, identity, hardware, wants_speed=wants_speed), metrics
+        return _measure(trainer, identity, hardware, wanted), metrics
     known = _measured.setdefault(trainer, {})
-    must_measure = wants_speed and identity.name not in known
+    must_measure = wanted.wants_speed and identity.name not in known
     if (must_measure or trainer not in _metrics) and not trainer.loaded_model.is_own():
         text = "%s: it has a model of the server's already, and measures nothing under that"
         log.warning(text, identity.name)
         return known.get(identity.name, PublicFigures()), _metrics.get(trainer, ())
     if must_measure:
-        known[identity.name] = _measure(trainer, identity, hardware, wants_speed=True)
+        known[identity.name] = _measure(trainer, identity, hardware, wanted)
     return known.get(identity.name, PublicFigures()), learn_metrics(trainer, identity)
 
 
 def _measure(
-    trainer: Trainer, identity: Identity, hardware: Hardware, *, wants_speed: bool
+    trainer: Trainer, identity: Identity, hardware: Hardware, wanted: DescribeRequest
 ) -> PublicFigures:
-    speed = None
-    if wants_speed:
+    speed, chosen = None, trainer.precision.chosen
+    if wanted.wants_speed:
         try:
+            chosen = trainer.precision.choose(wanted.precision, identity)
             speed = trainer.measure(identity, hardware)
         except HeadwaterError as error:
             log.warning("%s: its speed was not measured: %s", identity.name, error)
     vitals = hardware.vitals()
     return PublicFigures(
-        speed=speed, base_bytes=vitals.base_bytes, bytes_per_example=vitals.bytes_per_example
+        speed=speed,
+        base_bytes=vitals.base_bytes,
+        bytes_per_example=vitals.bytes_per_example,
+        precision=chosen,
     )
 
 

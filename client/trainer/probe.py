@@ -88,6 +88,7 @@ class ExampleProbe:
         self.task, self.image, self.examples = context.task, context.image, context.examples
         self._name, self._accumulator = context.name, context.accumulator
         self._lengths = context.lengths
+        self._is_half = context.precision == "bfloat16"
 
     def measure(
         self, limit_bytes: Callable[[], int | None], *, cores: float
@@ -251,7 +252,8 @@ class ExampleProbe:
         """
         try:
             batch = batch_of(self.task, self.examples, positions)
-            loss, _, _ = loss_sum(self.task, self.image.model, batch)
+            with self._computing():
+                loss, _, _ = loss_sum(self.task, self.image.model, batch)
             with adding_in_place():
                 loss.backward()  # type: ignore[no-untyped-call]
         except HeadwaterError:
@@ -272,6 +274,10 @@ class ExampleProbe:
             usual = [p for p in lengths.sample if lengths[p] == lengths.usual]
             return _repeated(usual, number)
         return [n * num_examples // number for n in range(number)]
+
+    def _computing(self) -> torch.autocast:
+        """Return the context manager of the device's precision."""
+        return torch.autocast("cpu", dtype=torch.bfloat16, enabled=self._is_half)
 
     def _working(self, *, together: int) -> list[int]:
         """Return up to 256 positions, of which the first ``together`` work in one micro-batch.
@@ -350,7 +356,10 @@ class ExampleProbe:
                 storages[storage.data_ptr()] = storage.nbytes()
             return tensor.detach()  # a node that held its own output would never be freed
 
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        with (
+            torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
+            self._computing(),
+        ):
             batch = batch_of(self.task, self.examples, positions)
             loss_sum(self.task, self.image.model, batch)
         return sum(storages.values())

@@ -244,7 +244,7 @@ def try_examples(
 
     None if none of the first few does, or memory runs out.
     """
-    tried = _first_examples(context)
+    tried = first_examples(context)
 
     def one_pass(position: int) -> None:
         loss, _, _ = forward(PLAN, tried, (position,), context)
@@ -261,7 +261,7 @@ def try_examples(
     return None
 
 
-def _first_examples(context: TrainingContext) -> Window:
+def first_examples(context: TrainingContext) -> Window:
     """Return a few examples to try, of about the usual length where lengths differ."""
     some = window(
         SamplerPosition(),

@@ -10,6 +10,7 @@ import functools
 import logging
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 
 from headwater.client.device.hardware import ThisMachine
 from headwater.client.device.interfaces import Hardware, Speed
@@ -21,6 +22,7 @@ from headwater.client.trainer.held_out import HeldOutEvaluation
 from headwater.client.trainer.left_out_log import LeftOutLog
 from headwater.client.trainer.loaded_model import LoadedModel
 from headwater.client.trainer.own_parameters import OwnParameters
+from headwater.client.trainer.precision import DevicePrecision
 from headwater.client.trainer.speed import measure_speed
 from headwater.client.trainer.task_trial import CheckReport, check_task
 from headwater.client.training.accumulator import Accumulator
@@ -92,6 +94,8 @@ class Trainer:
         self._trial = trial
         self.machine: Hardware | None = None
         """The machine whose memory the check keeps to; None for the process's own limits alone."""
+        self.precision = DevicePrecision(self._trial_context)
+        """What this process computes its passes in."""
         self._left_out_log = LeftOutLog()
         self._evaluation = HeldOutEvaluation(self.task, self.image.model)
 
@@ -219,6 +223,7 @@ class Trainer:
         examples, _ = self.split(
             identity, run_seed=request.run_seed, fraction=request.held_out_fraction
         )
+        chosen = self.precision.choose(request.precision, identity)
         # Where lengths differ, what a long example takes must be known before it comes.
         measures = request.wants_speed or self._examples.lengths(examples) is not None
         measured = self.measure(identity, hardware) if measures else None
@@ -232,7 +237,12 @@ class Trainer:
             seconds_per_micro_batch=speed.seconds_per_micro_batch if speed else None,
             seconds_per_example=speed.seconds_per_example if speed else None,
             fastest_micro_batch_size=speed.fastest_micro_batch_size if speed else None,
+            precision=chosen,
         )
+
+    def _trial_context(self, identity: Identity) -> TrainingContext:
+        machine = self.machine or ThisMachine()
+        return self.context(self.examples(identity), identity.name, machine)
 
     def measure(self, identity: Identity, hardware: Hardware) -> Speed:
         """Measure how fast the device trains, with activation checkpointing if it needs that.
@@ -241,6 +251,7 @@ class Trainer:
             OutOfMemory: one example alone does not fit, even with activation checkpointing.
         """
         context = self.context(self.examples(identity), identity.name, hardware)
+        context = replace(context, precision=self.precision.chosen)
         return measure_speed(context, hardware, self.checkpointed)
 
     def train(
@@ -274,6 +285,7 @@ class Trainer:
         try:
             examples, whole = self._examples.window(identity, plan, sampler, order_seed)
             positions = whole.without(left_out)
+            plan = self.precision.resolved(plan, identity)
             context = self.context(examples, identity.name, hardware)
             with hardware.bounded():
                 local_sum = self.sum(plan, positions, context, spool, algorithm)

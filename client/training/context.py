@@ -22,6 +22,7 @@ from headwater.common.messages import Plan, Vitals
 from headwater.common.model.layout import ModelLayout
 from headwater.common.model.parameters import ModelImage
 from headwater.common.settings.schema import Settings
+from headwater.common.settings.training import ChosenPrecision
 from headwater.common.task import Examples, Task
 
 log = logging.getLogger(__name__)
@@ -61,6 +62,8 @@ class TrainingContext:
     checkpointed_bytes: float | None = None
     """Predicted bytes per example with activation checkpointing; None if it was not measured, or
     the model has no blocks to checkpoint."""
+    precision: ChosenPrecision | None = None
+    """What its passes are computed in; None: as each plan says."""
     pass_memory: PassMemory | None = None
     """The measured pass of one example; None if memory was not short when the task was checked."""
     time_share: Callable[[], TimeShare] = TimeShare

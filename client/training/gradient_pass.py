@@ -127,7 +127,7 @@ def forward(
     seed = _layers_seed(plan.run_seed, window.place.epoch, context.name) + positions[0]
     torch.default_generator.manual_seed(seed)
     try:
-        if plan.precision == "bfloat16":
+        if (context.precision or plan.precision) == "bfloat16":
             with torch.autocast("cpu", dtype=torch.bfloat16):
                 return loss_sum(context.task, context.image.model, context.batches.of(positions))
         return loss_sum(context.task, context.image.model, context.batches.of(positions))

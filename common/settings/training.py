@@ -67,6 +67,10 @@ class ScheduleSettings(Branch):
     )
 
 
+Precision = Literal["float32", "bfloat16", "auto"]
+ChosenPrecision = Literal["float32", "bfloat16"]
+
+
 class PlanSettings(Branch):
     """What each client computes in a round."""
 
@@ -108,8 +112,10 @@ class PlanSettings(Branch):
     local_learning_rate: Rate = setting(
         0.1, "learning rate of the local steps, and of the parameters that stay on the devices"
     )
-    precision: Literal["float32", "bfloat16"] = setting(
-        "float32", "precision of the forward pass; sums are always float32"
+    precision: Precision = setting(
+        "float32",
+        "precision of the passes: bfloat16 under autocast, or auto: each device takes the faster "
+        "one, as it measures; sums are always float32",
     )
 
     @property

@@ -177,6 +177,7 @@ class Registration:
             if is_new:
                 number = report.num_examples
                 told = "requires masks" if number is None else counted(number, "example")
+                told += ", computes in bfloat16" if report.precision == "bfloat16" else ""
                 log.info("%s joined: %s", report.name, told)
             else:
                 log.info("%s has a new description", report.name)

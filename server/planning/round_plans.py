@@ -122,6 +122,7 @@ class RoundPlanner:
             run_seed=self.settings.seed,
             # With K set no quota follows from the speed, but when a masked plan is answered.
             wants_speed=not self._is_k_set or self.settings.secure.aggregation != "off",
+            precision=self.settings.plan.precision,
             layout_digest=self.layout.digest,
             num_parameters=self.layout.num_parameters,
             layout=self.layout.text,

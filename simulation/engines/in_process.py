@@ -111,8 +111,7 @@ class LocalFleet:
         timeout_seconds: float | None,
     ) -> Iterator[Update | UpdateBatch | ReadyReport | Dropout]:
         self._roster.log_refusals()  # of devices that the plans needed
-        part_of = self._devices.identities.part
-        called = [ClientPlan(name, part_of(name), plan) for name, plan in plans.items()]
+        called = [self._called(name, plan) for name, plan in plans.items()]
         if self._compute is None:
             first = called[0].part if called else 0
             self._compute = compute_of(self._settings, self._devices, first=first)
@@ -148,6 +147,12 @@ class LocalFleet:
         if round_number != self._last_round:
             self._last_round = round_number
             self._attempts.clear()
+
+    def _called(self, name: str, plan: Plan) -> ClientPlan:
+        part, trainer = self._devices.identities.part(name), self._devices.trainer
+        if plan.precision == "auto":  # all devices compute in this process, or its workers
+            plan = trainer.precision.resolved(plan, self._devices.identity(part))
+        return ClientPlan(name, part, plan)
 
     def _has_vanished(self, part: int) -> bool:
         """Whether a device that is sent a plan vanishes before it answers; counts the attempt."""

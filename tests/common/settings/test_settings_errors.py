@@ -53,7 +53,7 @@ FILES: dict[str, tuple[str, str]] = {
     ),
     "bad choice": (
         "[plan]\nprecision = 'float16'",
-        "plan.precision (--precision): expected one of float32, bfloat16, found 'float16'",
+        "plan.precision (--precision): expected one of float32, bfloat16, auto, found 'float16'",
     ),
     "bad number among choices": (
         "[secure]\nring_bits = 8",
