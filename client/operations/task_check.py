@@ -60,9 +60,6 @@ def measurements(
     """Yield the device's memory, speed, sensors and time share, each as a topic and a text."""
     lowest = hardware.limits.lowest()
     yield "memory", f"up to {decimal(lowest.num_bytes)}, by {lowest.source}"
-    found = trainer.precision.compare(identity)
-    if found is not None:
-        yield "precision", f"{found.fastest} under --precision auto: {found}"
     speed, cores = trainer.measure(identity, hardware), hardware.cores()
     line, fitting = hardware.memory.line, hardware.memory.fitting(1)
     if line is not None and fitting is not None:
@@ -84,6 +81,9 @@ def measurements(
         if fastest is None
         else f"fastest in micro-batches of {fastest:,}",
     )
+    found = trainer.precision.compare(identity)
+    if found is not None:
+        yield "precision", f"{found.fastest} under --precision auto: {found}"
     yield "sensors", ", ".join(readings(hardware.vitals())) or "none"
     gives = hardware.time_share()
     yield (

@@ -332,7 +332,9 @@ class ExampleProbe:
         """Count what one example's pass keeps; not of an example that fails."""
 
         def forward() -> None:
-            loss_sum(self.task, self.image.model, batch_of(self.task, self.examples, (position,)))
+            with self._computing():
+                batch = batch_of(self.task, self.examples, (position,))
+                loss_sum(self.task, self.image.model, batch)
 
         try:
             if is_on(self.image.model) and (found := footprint(self.image.model, forward)):

@@ -11,6 +11,7 @@ from tests.processes import Processes
 # A figure that each script must have, whatever peers are installed.
 KEYS = {
     "accumulation": "mlp",
+    "adapters": "device",
     "banded_noise": "prefix_error_ratio",
     "bfloat16_sums": "K_8",
     "chunked_loss": "chunked",
