@@ -20,20 +20,15 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-import torch
-
 from headwater.client.device.interfaces import Speed
-from headwater.client.memory.activation_checkpointing import is_on
-from headwater.client.memory.footprint import footprint
 from headwater.client.memory.peak_model import (
-    WORKING_FACTOR,
     PeakMeter,
     PeakModel,
     resident_bytes,
 )
+from headwater.client.trainer.kept_bytes import count_by_length, kept_bytes, loss_of
 from headwater.client.trainer.probe_fit import (
     PROBE_SECONDS,
-    SAFE_SHARE,
     ProbeFit,
     ProbePoint,
     predicted_bytes,
@@ -41,12 +36,9 @@ from headwater.client.trainer.probe_fit import (
 )
 from headwater.client.training.context import TrainingContext
 from headwater.common.additivity.single_examples import usable
-from headwater.common.data.batches import batch_of
-from headwater.common.data.example_lengths import LengthCost
 from headwater.common.errors import HeadwaterError, OutOfMemory, TaskFailed
 from headwater.common.model.chunked_cross_entropy import adding_in_place
 from headwater.common.system.heap import release_freed_memory
-from headwater.common.task import loss_sum
 from headwater.common.user_code import described, is_allocation_failure
 
 log = logging.getLogger(__name__)
@@ -58,9 +50,6 @@ MAX_TURNS, TURNS_SECONDS = 7, 0.1
 
 # At the end they are timed again so many times, if the probe has time left.
 FINAL_TURNS = 15
-
-# The longest example whose memory is counted is so many times as long as a usual one.
-MAX_GROWTH = 4.0
 
 # A pass as short as this is repeated at once: one of the two may have been interrupted.
 SHORT_SECONDS = 0.1
@@ -87,8 +76,7 @@ class ExampleProbe:
     def __init__(self, context: TrainingContext) -> None:
         self.task, self.image, self.examples = context.task, context.image, context.examples
         self._name, self._accumulator = context.name, context.accumulator
-        self._lengths = context.lengths
-        self._is_half = context.precision == "bfloat16"
+        self._context, self._lengths = context, context.lengths
 
     def measure(
         self, limit_bytes: Callable[[], int | None], *, cores: float
@@ -114,7 +102,7 @@ class ExampleProbe:
             positions = self._working(together=1)
             release_freed_memory()
             rest_bytes = resident_bytes()
-            kept_bytes = float(self._saved_bytes(positions[:1]))
+            kept = float(kept_bytes(self._context, positions[:1]))
         except MemoryError:
             raise OutOfMemory(does_not_fit) from None
         points: tuple[ProbePoint, ...] = ()
@@ -124,7 +112,7 @@ class ExampleProbe:
             try:
                 points = self._stage(positions, points, size, cores)
                 if size == 2:
-                    kept_bytes = self.activation_bytes(positions)
+                    kept = self.activation_bytes(positions)
             except MemoryError:
                 if not points:
                     raise OutOfMemory(does_not_fit) from None
@@ -141,17 +129,19 @@ class ExampleProbe:
                 stopped = reason_to_stop(
                     points,
                     num_examples=len(positions),
-                    next_bytes=predicted_bytes(points, 2 * size, kept_bytes, rest_bytes),
+                    next_bytes=predicted_bytes(points, 2 * size, kept, rest_bytes),
                     limit_bytes=limit_bytes(),
                     seconds=time.perf_counter() - begun,
                 )
-        self._count_by_length(limit_bytes(), rest_bytes)
+        lengths = self._lengths
+        if lengths is not None and lengths.record.cost is None:
+            lengths.record.cost = count_by_length(
+                self._context, limit_bytes=limit_bytes(), rest_bytes=rest_bytes
+            )
         left = PROBE_SECONDS - (time.perf_counter() - begun)
         points = self._timed_again(positions, points, left, cores)
         log.info("%s: probed up to %d examples: %s", self._name, points[-1].size, stopped)
-        return ProbeFit(
-            points=points, rest_bytes=rest_bytes, kept_bytes=kept_bytes, stopped=stopped
-        )
+        return ProbeFit(points=points, rest_bytes=rest_bytes, kept_bytes=kept, stopped=stopped)
 
     def activation_bytes(self, positions: Sequence[int] | None = None) -> float:
         """Return the bytes that autograd keeps per additional example, from sizes 1 and 2.
@@ -159,9 +149,8 @@ class ExampleProbe:
         Each storage counts once; the model's own parameters do not count.
         """
         some = (self._working(together=2) if positions is None else positions)[:2]
-        one, two = (self._saved_bytes(part) for part in (some[:1], some))
-        # An example batched with a longer one is padded, and two take more than twice as much.
-        return float(max(min(two - one, two / 2), one / 2, 1))
+        one, two = (kept_bytes(self._context, part) for part in (some[:1], some))
+        return float(max(two - one, one / 2, 1))
 
     def _stage(
         self,
@@ -251,9 +240,7 @@ class ExampleProbe:
             _ExamplesFailed: the task raised an exception.
         """
         try:
-            batch = batch_of(self.task, self.examples, positions)
-            with self._computing():
-                loss, _, _ = loss_sum(self.task, self.image.model, batch)
+            loss = loss_of(self._context, positions)
             with adding_in_place():
                 loss.backward()  # type: ignore[no-untyped-call]
         except HeadwaterError:
@@ -274,10 +261,6 @@ class ExampleProbe:
             usual = [p for p in lengths.sample if lengths[p] == lengths.usual]
             return _repeated(usual, number)
         return [n * num_examples // number for n in range(number)]
-
-    def _computing(self) -> torch.autocast:
-        """Return the context manager of the device's precision."""
-        return torch.autocast("cpu", dtype=torch.bfloat16, enabled=self._is_half)
 
     def _working(self, *, together: int) -> list[int]:
         """Return up to 256 positions, of which the first ``together`` work in one micro-batch.
@@ -303,68 +286,6 @@ class ExampleProbe:
         if not positions:
             raise TaskFailed(f"none of the first examples can be trained on: {error}") from error
         return positions
-
-    def _count_by_length(self, limit_bytes: int | None, rest_bytes: int) -> None:
-        """Count what autograd keeps for the shortest, a usual and a longer example of the sample.
-
-        So the memory of a longer one is known before it comes: with some kinds of attention it
-        grows with the square of the length. The longer one is at most four times as long as usual,
-        and must fit even so.
-        """
-        lengths = self._lengths
-        if lengths is None or lengths.record.cost is not None:
-            return
-        by_length = {lengths[position]: position for position in reversed(lengths.sample)}
-        usual, chosen, counted = lengths.usual, {min(by_length), lengths.usual}, dict[int, float]()
-        for length in sorted(chosen):
-            self._count(by_length[length], length, counted)
-        for length in sorted(by_length, reverse=True):
-            grown, kept = length / usual, counted.get(usual, 0.0)
-            peak = rest_bytes + WORKING_FACTOR * kept * grown**2
-            fits = limit_bytes is None or peak <= SAFE_SHARE * limit_bytes
-            if 1 < grown <= MAX_GROWTH and fits:
-                self._count(by_length[length], length, counted)
-                break
-        if counted and min(counted.values()) > 0:
-            lengths.record.cost = LengthCost.through(counted)
-
-    def _count(self, position: int, length: int, counted: dict[int, float]) -> None:
-        """Count what one example's pass keeps; not of an example that fails."""
-
-        def forward() -> None:
-            with self._computing():
-                batch = batch_of(self.task, self.examples, (position,))
-                loss_sum(self.task, self.image.model, batch)
-
-        try:
-            if is_on(self.image.model) and (found := footprint(self.image.model, forward)):
-                counted[length] = found.checkpointed
-            else:
-                counted[length] = float(self._saved_bytes((position,)))
-        except HeadwaterError:
-            raise
-        except Exception as error:
-            log.debug("%s: an example failed: %s", self._name, described(error))
-
-    def _saved_bytes(self, positions: Sequence[int]) -> int:
-        """Return the bytes that autograd saves in one forward pass."""
-        blocks = (self.image.bytes_U8, self.image.frozen_U8, self.image.local_L)
-        own = {block.untyped_storage().data_ptr() for block in blocks}
-        storages: dict[int, int] = {}
-
-        def keep(tensor: torch.Tensor) -> torch.Tensor:
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in own:
-                storages[storage.data_ptr()] = storage.nbytes()
-            return tensor.detach()  # a node that held its own output would never be freed
-
-        with (
-            torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
-            self._computing(),
-        ):
-            batch = batch_of(self.task, self.examples, positions)
-            loss_sum(self.task, self.image.model, batch)
-        return sum(storages.values())
 
 
 def _point(size: int, times: _Times, peak_bytes: int) -> ProbePoint:

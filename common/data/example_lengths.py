@@ -41,7 +41,7 @@ class LengthRecord:
 
 
 def length_record(task: Task, examples: Examples) -> LengthRecord | None:
-    """Return an empty record; None if the task's examples cannot differ in length.
+    """Return a new record; None if the task's examples cannot differ in length.
 
     Raises:
         TaskError: the task's ``lengths`` are not a whole number of at least 0 for each example.

@@ -63,6 +63,10 @@ def compute_of(settings: Settings, devices: Devices, *, first: int = 0) -> Compu
             raise UnsupportedBatch(
                 f"each device has parameters of its own ({settings.model.local_parameters})"
             )
+        if hasattr(devices.trainer.task, "lengths") or (
+            plan.max_tokens_per_micro_batch is not None and hasattr(devices.trainer.task, "collate")
+        ):
+            raise UnsupportedBatch("each device cuts its micro-batches by the examples' lengths")
         if plan.local_steps > 1:
             raise UnsupportedBatch("each device's local steps need a model of its own")
         if plan.follow_noise_scale and not with_norms:

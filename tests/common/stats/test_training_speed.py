@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -45,6 +46,17 @@ def test_a_device_of_constant_speed_keeps_its_line(sizes: list[int]) -> None:
     # A fit of three points and more in float64, of which the base is a small difference.
     assert math.isclose(found.base, LINE.base, rel_tol=1e-9)
     assert math.isclose(found.each, LINE.each, rel_tol=1e-9)
+
+
+@given(st.lists(st.tuples(st.integers(1, 64), st.floats(0.1, 200)), min_size=1, max_size=8))
+def test_examples_of_unequal_length_count_by_their_padded_size(
+    work: list[tuple[int, float]],
+) -> None:
+    """Eight short texts and one long text take as long as their tokens, not as their numbers."""
+    ragged = [replace(step(number, LINE.at(size)), size=size) for number, size in work]
+    found = updated_line(LINE, ragged)
+    assert math.isclose(found.base, LINE.base, rel_tol=1e-6)
+    assert math.isclose(found.each, LINE.each, rel_tol=1e-6)
 
 
 @pytest.mark.parametrize("slower", [5.0, 0.2])
