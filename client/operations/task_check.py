@@ -68,6 +68,13 @@ def measurements(
             f"{decimal(int(line.base))} + {decimal(int(line.each))} per example of a "
             f"micro-batch: {int(fitting):,} fit",
         )
+    lengths = trainer.lengths(identity)
+    if line is not None and lengths is not None:
+        yield (
+            "",
+            f"{decimal(int(line.each / lengths.usual))} per token: an example has usually "
+            f"{lengths.usual:,}",
+        )
     yield (
         "speed",
         f"{speed.seconds_per_micro_batch * 1e3:,.2f} ms per micro-batch + "

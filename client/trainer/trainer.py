@@ -37,6 +37,7 @@ from headwater.client.training.local_work import ClientAlgorithm
 from headwater.client.training.progress import TrainingProgress
 from headwater.client.training.sampler import SamplerState, Window
 from headwater.client.training.spool import Spool
+from headwater.common.data.example_lengths import ExampleLengths
 from headwater.common.errors import BuffersChanged
 from headwater.common.messages import DescribeRequest, DeviceReport, EvaluateReport, Plan, Update
 from headwater.common.model.local_state import LocalState, LocalStore
@@ -112,6 +113,10 @@ class Trainer:
             HeadwaterError: see ``ClientExamples.of`` and ``check``.
         """
         return self._examples.of(identity)
+
+    def lengths(self, identity: Identity) -> ExampleLengths | None:
+        """Return the lengths of a client's examples; None if these cannot differ in length."""
+        return self._examples.lengths(self.examples(identity))
 
     def split(
         self, identity: Identity, *, run_seed: int, fraction: float
