@@ -224,7 +224,8 @@ def test_a_killed_client_resumes_its_window_to_the_same_bits(tmp_path: Path) -> 
         return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
 
     uninterrupted = run("uninterrupted", -1).stdout.split()
-    assert uninterrupted[0] == "10"
+    num_steps = int(uninterrupted[0])
+    assert num_steps > 6
     assert run("broken", 6).returncode == -signal.SIGKILL
     assert (tmp_path / "broken" / "pi-1.safetensors").exists()
-    assert run("broken", -1).stdout.split() == ["4", *uninterrupted[1:]]
+    assert run("broken", -1).stdout.split() == [str(num_steps - 6), *uninterrupted[1:]]
