@@ -1,4 +1,4 @@
-"""The memory of a forward and backward pass by block, and the blocks to recompute under a limit.
+"""Measures the memory of a forward and backward pass by block.
 
 Two measurements, each of one example, with the activations of all blocks recomputed, so that they
 take the least memory that a pass can take. ``footprint`` runs a forward pass alone and predicts the
@@ -10,14 +10,17 @@ would be there too, if these were kept. So it tells what a pass takes for any ch
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Set
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from headwater.client.memory.activation_checkpointing import is_on, switch_off, switch_on
+from headwater.client.memory.activation_checkpointing import choice_of, is_on, switch_off, switch_on
+from headwater.client.memory.cheap_outputs import CheapOperations, CheapPass
+from headwater.client.memory.pass_memory import PassMemory, Stretch
 from headwater.client.memory.peak_model import WORKING_FACTOR
 from headwater.client.memory.recompute import observed_by
 
@@ -33,6 +36,8 @@ class Footprint(NamedTuple):
     checkpointed: float
     plain: float
     kept: float
+    cheap: Mapping[int, int] = {}
+    """Of each block, the bytes of ``plain`` that cheap operations computed."""
 
 
 def footprint(model: nn.Module, forward: Callable[[], object]) -> Footprint | None:
@@ -41,7 +46,7 @@ def footprint(model: nn.Module, forward: Callable[[], object]) -> Footprint | No
     ``forward`` runs once with checkpointing on, which takes less memory than a plain forward pass;
     then checkpointing is as before. None if the model has no blocks.
     """
-    was_on = is_on(model)
+    was_on, before = is_on(model), choice_of(model)
     if not switch_on(model):
         return None
     meter = _KeptBytes(model)
@@ -52,13 +57,16 @@ def footprint(model: nn.Module, forward: Callable[[], object]) -> Footprint | No
         ):
             forward()
     finally:
-        if not was_on:
+        if was_on:
+            switch_on(model, before)
+        else:
             switch_off(model)
     kept, inner = float(sum(meter.kept.values())), meter.inner_bytes
     return Footprint(
         checkpointed=kept + WORKING_FACTOR * meter.largest_block,
         plain=kept + sum(inner.values()),
         kept=kept,
+        cheap=dict(meter.cheap_bytes),
     )
 
 
@@ -72,64 +80,17 @@ class Meter(Protocol):
         """Return the peak since the last reset."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Stretch:
-    """The part of a pass between two blocks: its peak, and the blocks that came back before it."""
-
-    peak_bytes: int
-    num_done: int
-    """How many of ``PassMemory.order`` have been run again when it ends."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PassMemory:
-    """What a pass of one example takes, for any choice of blocks whose activations are kept."""
-
-    rest_bytes: int
-    """Resident before the pass."""
-    inner_bytes: dict[int, int]
-    """The activations of each block that recomputing it drops."""
-    order: tuple[int, ...]
-    """The blocks in the order in which the backward pass came to them."""
-    stretches: tuple[Stretch, ...]
-
-    def peak_bytes(self, kept: Set[int] = frozenset()) -> int:
-        """Return the peak of a pass that keeps the activations of these blocks."""
-        return max(
-            stretch.peak_bytes
-            + sum(
-                num_bytes
-                for block, num_bytes in self.inner_bytes.items()
-                if block in kept and block not in self.order[: stretch.num_done]
-            )
-            for stretch in self.stretches
-        )
-
-    @property
-    def blocks(self) -> frozenset[int]:
-        """The numbers of all blocks."""
-        return frozenset(self.inner_bytes)
-
-    def most_kept(self, limit_bytes: float) -> frozenset[int]:
-        """Return the blocks to keep so that the peak stays within the limit; none if none can.
-
-        Every block costs a forward pass of itself to recompute. So the blocks that drop the most
-        bytes are recomputed first; of equal ones the model's first, which stay in memory longest.
-        """
-        kept = set(self.blocks)
-        by_gain = sorted(kept, key=lambda block: (-self.inner_bytes[block], block))
-        for block in by_gain:
-            if self.peak_bytes(kept) <= limit_bytes:
-                break
-            kept.remove(block)
-        return frozenset(kept)
-
-
 def measured_pass(
-    model: nn.Module, passed: Callable[[], object], *, rest_bytes: int, meter: Meter
+    model: nn.Module,
+    passed: Callable[[], object],
+    *,
+    rest_bytes: int,
+    meter: Meter,
+    cheap_bytes: Mapping[int, int] | None = None,
 ) -> PassMemory | None:
     """Measure a forward and backward pass; ``passed`` runs both, of one example.
 
+    ``cheap_bytes`` are those of the footprint.
     Every block is recomputed, and stays so. None if the model has no block, or none of them takes
     part in the backward pass.
     """
@@ -147,6 +108,8 @@ def measured_pass(
         inner_bytes=dict(blocks.inner_bytes),
         order=tuple(blocks.order),
         stretches=tuple(blocks.stretches),
+        cheap_bytes=cheap_bytes or {},
+        seconds=dict(blocks.seconds),
     )
 
 
@@ -157,11 +120,22 @@ class _KeptBytes:
     model: nn.Module
     kept: dict[int, int] = field(default_factory=dict)
     inner_bytes: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))
+    cheap_bytes: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))
     largest_block: int = 0
+    _cheap: CheapPass = field(default_factory=CheapPass)
 
     def __post_init__(self) -> None:
         self._own = {tensor.untyped_storage().data_ptr() for tensor in self.model.parameters()}
         self._own |= {tensor.untyped_storage().data_ptr() for tensor in self.model.buffers()}
+
+    def watch(self) -> AbstractContextManager[object]:
+        """Follow the cheap operations of a block."""
+        self._cheap = CheapPass()
+        return CheapOperations(self._cheap)
+
+    def packed(self, tensor: Tensor) -> None:
+        """Note what autograd saves."""
+        self._cheap.pack(tensor)
 
     def left(
         self, block: int, inputs: list[Tensor], saved: list[Tensor], *, is_dropped: bool
@@ -170,9 +144,13 @@ class _KeptBytes:
         self.kept |= self._bytes_of(inputs if is_dropped else [*inputs, *saved])
         inner = sum(n for at, n in self._bytes_of(saved).items() if at not in self.kept)
         self.inner_bytes[block] += inner
+        self.cheap_bytes[block] += min(self._cheap.end(), inner)
         self.largest_block = max(self.largest_block, inner)
 
     def entered_again(self, block: int) -> None:
+        """Do nothing: there is no backward pass."""
+
+    def ran_again(self, block: int, seconds: float) -> None:
         """Do nothing: there is no backward pass."""
 
     def add(self, tensor: Tensor) -> Tensor:
@@ -192,7 +170,19 @@ class _Stretches(_KeptBytes):
         super().__init__(model)
         self.order: list[int] = []
         self.stretches: list[Stretch] = []
+        self.seconds: defaultdict[int, float] = defaultdict(float)
         self._meter = meter
+
+    def watch(self) -> AbstractContextManager[object]:
+        """Do nothing: what it would hold until a block's end would count."""
+        return nullcontext()
+
+    def packed(self, tensor: Tensor) -> None:
+        """Do nothing, as there is nothing to note."""
+
+    def ran_again(self, block: int, seconds: float) -> None:
+        """Add the seconds of a block."""
+        self.seconds[block] += seconds
 
     def entered_again(self, block: int) -> None:
         """Note the peak up to here; the block's activations are there from now on."""

@@ -17,8 +17,9 @@ gradient, such as a model's first, would train no parameters.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -40,6 +41,12 @@ class Observer(Protocol):
     A Sequential of many operations passes its number several times, once for each group.
     """
 
+    def watch(self) -> contextlib.AbstractContextManager[object]:
+        """Return a context for a block's first forward pass."""
+
+    def packed(self, tensor: Tensor) -> None:
+        """Note a tensor that autograd saves in a block's first forward pass."""
+
     def left(
         self, block: int, inputs: list[Tensor], saved: list[Tensor], *, is_dropped: bool
     ) -> None:
@@ -47,6 +54,9 @@ class Observer(Protocol):
 
     def entered_again(self, block: int) -> None:
         """Note that the backward pass has come to a block, which is about to run again."""
+
+    def ran_again(self, block: int, seconds: float) -> None:
+        """Note the CPU seconds, of all threads, that a block's second forward pass took."""
 
 
 def run(
@@ -57,12 +67,35 @@ def run(
     if _current is not None or not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     _current = recomputed = RecomputedPass(forward, args, kwargs, block=block)
+    watch = contextlib.nullcontext() if _observer is None else _observer.watch()
     try:
-        with saved_tensors_hooks(recomputed.pack, recomputed.unpack):
+        with saved_tensors_hooks(recomputed.pack, recomputed.unpack), watch:
             return forward(*args, **kwargs)
     finally:
         _current = None
         recomputed.end()
+
+
+class Autocast(NamedTuple):
+    """The state of autocast in which a pass runs."""
+
+    is_on: bool
+    dtype: torch.dtype
+    has_cache: bool
+
+    @classmethod
+    def now(cls) -> Autocast:
+        """Return the state now."""
+        return cls(
+            torch.is_autocast_enabled("cpu"),
+            torch.get_autocast_dtype("cpu"),
+            torch.is_autocast_cache_enabled(),
+        )
+
+    def restored(self) -> torch.autocast:
+        """Return a context with this state."""
+        is_on, dtype, has_cache = self
+        return torch.autocast("cpu", dtype=dtype, enabled=is_on, cache_enabled=has_cache)
 
 
 class _Done(BaseException):
@@ -82,14 +115,10 @@ class RecomputedPass:
     ) -> None:
         self._forward, self._args, self._kwargs = forward, args, kwargs
         self._block = block
-        self._inputs = list(_tensors_in((args, kwargs)))
+        self._inputs = list(tensors_in((args, kwargs)))
         self._versions = [tensor._version for tensor in self._inputs]
         self._random = torch.default_generator.get_state()
-        self._autocast = (
-            torch.is_autocast_enabled("cpu"),
-            torch.get_autocast_dtype("cpu"),
-            torch.is_autocast_cache_enabled(),
-        )
+        self._autocast = Autocast.now()
         self._saved: list[Tensor] | None = []
         self._shapes: list[tuple[torch.Size, torch.dtype]] = []
         self._recomputed: dict[int, Tensor] = {}
@@ -100,6 +129,8 @@ class RecomputedPass:
         assert self._saved is not None
         self._saved.append(tensor.detach())  # a node must not hold itself through its output
         self._shapes.append((tensor.shape, tensor.dtype))
+        if _observer is not None:
+            _observer.packed(tensor)
         return len(self._shapes) - 1
 
     def end(self) -> None:
@@ -139,15 +170,14 @@ class RecomputedPass:
         self._give_back()  # of the following block, whose backward pass is done
         if _observer is not None:
             _observer.entered_again(self._block)
-        enabled, dtype, caches = self._autocast
         random, outer = torch.default_generator.get_state(), _current
         self._recomputed = {}
-        _current = self
+        _current, begun = self, time.process_time()
         torch.default_generator.set_state(self._random)
         try:
             with (
                 torch.enable_grad(),
-                torch.autocast("cpu", dtype=dtype, enabled=enabled, cache_enabled=caches),
+                self._autocast.restored(),
                 saved_tensors_hooks(self._pack_again, _never),
             ):
                 self._forward(*self._args, **self._kwargs)
@@ -156,6 +186,8 @@ class RecomputedPass:
         finally:
             _current = outer
             torch.default_generator.set_state(random)
+        if _observer is not None:
+            _observer.ran_again(self._block, time.process_time() - begun)
         if len(self._recomputed) < len(self._shapes):
             raise self._error("the second forward pass of a block differs from the first")
 
@@ -179,6 +211,12 @@ class RecomputedPass:
 _current: RecomputedPass | None = None
 """The pass that runs now, for the first time or again."""
 
+
+def is_running() -> bool:
+    """Return whether a pass runs now, for the first time or again."""
+    return _current is not None
+
+
 _observer: Observer | None = None
 
 
@@ -197,11 +235,12 @@ def _never(_: None) -> Tensor:
     raise AssertionError("the graph of a second forward pass has no backward pass")
 
 
-def _tensors_in(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in nested tuples, lists and mappings."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
-        yield from _tensors_in(list(value.values()))
+        yield from tensors_in(list(value.values()))
     elif isinstance(value, (tuple, list)):
         for item in value:
-            yield from _tensors_in(item)
+            yield from tensors_in(item)

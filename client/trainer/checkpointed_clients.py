@@ -1,8 +1,8 @@
 """The clients of a process that recompute activations, on one shared model, and how many of them.
 
 An example whose plain pass may not fit is first passed with all activations recomputed, and
-measured (``headwater.client.memory.footprint``). Then only as many blocks are recomputed as the
-memory limit asks for: each costs its forward pass, a third of what it takes in all.
+measured (``headwater.client.memory.footprint``). Then only as much is recomputed as the memory
+limit asks for, the cheapest first (``headwater.client.memory.pass_memory``).
 """
 
 from __future__ import annotations
@@ -11,12 +11,15 @@ import functools
 import logging
 
 from headwater.client.memory.activation_checkpointing import (
+    Choice,
+    Recomputed,
+    choice_of,
     is_on_in,
-    kept_blocks,
     switch_off,
     switch_on,
 )
-from headwater.client.memory.footprint import Footprint, PassMemory, measured_pass
+from headwater.client.memory.footprint import Footprint, measured_pass
+from headwater.client.memory.pass_memory import PassMemory
 from headwater.client.memory.peak_model import (
     WORKING_FACTOR,
     PeakMeter,
@@ -42,27 +45,27 @@ class CheckpointedClients:
         self.pass_memory: PassMemory | None = None
         """The measured pass of one example; None if memory was not short."""
         self._image = image
-        self._kept: dict[str, frozenset[int]] = {}
+        self._choices: dict[str, Choice | None] = {}
         self._is_measured = False
 
     def __contains__(self, name: str) -> bool:
-        return name in self._kept
+        return name in self._choices
 
     def add(self, name: str) -> None:
         """Note that a client recomputes the activations of all blocks."""
-        self._kept[name] = frozenset()
+        self._choices[name] = None
 
     def set_up(self, name: str) -> None:
         """Switch checkpointing on or off in the model, as this client trains."""
-        if name in self._kept:
-            switch_on(self._image.model, kept=self._kept[name])
-        elif self._kept:
+        if name in self._choices:
+            switch_on(self._image.model, self._choices[name])
+        elif self._choices:
             switch_off(self._image.model)
 
     def remember(self, name: str) -> None:
         """Note what is recomputed now for the client for which the model was used last."""
         if is_on_in(self._image.modules):
-            self._kept[name] = kept_blocks(self._image.model)
+            self._choices[name] = choice_of(self._image.model)
 
     def measure(self, context: TrainingContext) -> None:
         """Measure, once, how many bytes an example takes with activation checkpointing.
@@ -113,25 +116,29 @@ class CheckpointedClients:
         if rest + found.checkpointed > limit:
             raise OutOfMemory(_too_small(context, rest + found.checkpointed, limit))
         keep_mmap_threshold()
-        one_pass = functools.partial(measured_pass, rest_bytes=rest, meter=PeakMeter())
+        one_pass = functools.partial(
+            measured_pass, rest_bytes=rest, meter=PeakMeter(), cheap_bytes=found.cheap
+        )
         self.pass_memory = measured = try_examples(context, one_pass)
         context.accumulator.zero()
         if measured is None:
             return
         room = guarded_bytes(limit, rest)
-        kept = measured.most_kept(room)
-        switch_on(self._image.model, kept=kept)
-        peak = measured.peak_bytes(kept)
+        choice = measured.cheapest(room)
+        switch_on(self._image.model, choice)
+        peak = measured.peak_bytes(choice)
         context.memory.expect(rest_bytes=rest, peak_bytes=peak)
         if peak > room:
             raise OutOfMemory(_too_small(context, peak, limit))
-        if kept < measured.blocks:
+        extents = [*choice.values()]
+        if any(extents):
             log.warning(
-                "%s: one example fits only with activation checkpointing: %d of %d blocks are "
-                "computed again, and its predicted peak is %s",
+                "%s: one example fits only with activation checkpointing: of %d blocks %d are "
+                "computed again, and what cheap operations gave in %d; its predicted peak is %s",
                 context.name,
-                len(measured.blocks - kept),
-                len(measured.blocks),
+                len(extents),
+                extents.count(Recomputed.ALL),
+                extents.count(Recomputed.CHEAP),
                 _of(peak, limit),
             )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from headwater.client.device.interfaces import Hardware, Speed
-from headwater.client.memory.activation_checkpointing import is_on, switch_on
+from headwater.client.memory.activation_checkpointing import is_all_recomputed, switch_on
 from headwater.client.trainer.checkpointed_clients import CheckpointedClients
 from headwater.client.trainer.probe import ExampleProbe
 from headwater.client.training.context import TrainingContext
@@ -29,7 +29,7 @@ def measure_speed(
         speed = hardware.speed(probe)
     except OutOfMemory:
         model = context.image.model
-        if is_on(model) or not switch_on(model):
+        if is_all_recomputed(model) or not switch_on(model):
             raise
         context.memory.use_checkpointing(checkpointed.bytes_per_example)
         log.warning("%s: one example fits only with activation checkpointing", context.name)

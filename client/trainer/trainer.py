@@ -14,6 +14,7 @@ from dataclasses import replace
 
 from headwater.client.device.hardware import ThisMachine
 from headwater.client.device.interfaces import Hardware, Speed
+from headwater.client.memory.embedding_rows import add_rows_in_place
 from headwater.client.memory.limits import MemoryLimits
 from headwater.client.memory.model_room import built_within
 from headwater.client.trainer.checkpointed_clients import CheckpointedClients
@@ -82,6 +83,7 @@ class Trainer:
         self.image = self._built(seed=seed, within=functools.partial(built_within, lowest))
         self.loaded_model = LoadedModel(self.image)
         self.accumulator = Accumulator(self.image)
+        add_rows_in_place(self.image.model)
         self.progress = TrainingProgress()
         self.stop_requested = threading.Event()
         """Set when the device is to stop: training ends early, and the sum so far is sent."""

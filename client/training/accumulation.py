@@ -24,7 +24,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator
 
-from headwater.client.memory.activation_checkpointing import is_on, switch_on
+from headwater.client.memory.activation_checkpointing import is_all_recomputed, switch_on
 from headwater.client.training.context import TrainingContext
 from headwater.client.training.gradient_pass import (
     CHANGING_FAULT,
@@ -252,7 +252,7 @@ def _after_failed_allocation(
     if len(positions) == 1:
         model = context.image.model
         text = f"{context.name}, round {plan.round}: one example alone does not fit in memory"
-        was_on = is_on(model)
+        was_on = is_all_recomputed(model)
         if not was_on and switch_on(model):
             context.memory.use_checkpointing(context.checkpointed_bytes)
             log.warning("%s: activation checkpointing is on, and the window begins again", text)

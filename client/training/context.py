@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import cast
 
 from headwater.client.device.interfaces import Clock, Hardware, Memory, TimeShare
-from headwater.client.memory.activation_checkpointing import is_on, kept_blocks, switch_on
-from headwater.client.memory.footprint import PassMemory
+from headwater.client.memory.activation_checkpointing import Choice, choice_of, is_on, switch_on
+from headwater.client.memory.pass_memory import PassMemory
 from headwater.client.memory.peak_model import guarded_bytes
 from headwater.client.training.accumulator import Accumulator
 from headwater.client.training.batch_fetch import Batches
@@ -116,19 +116,19 @@ class TrainingContext:
         before memory was short (``headwater.client.trainer.checkpointed_clients``).
         """
         line, predicted, was_on = self.memory.line, self.checkpointed_bytes, is_on(self.image.model)
-        kept, limit, measured = frozenset[int](), self.memory.limit_bytes(), self.pass_memory
+        limit, measured = self.memory.limit_bytes(), self.pass_memory
+        choice: Choice | None = None
         if measured is not None and limit is not None and line is not None:
-            kept_so_far = kept_blocks(self.image.model) if was_on else measured.blocks
             # What the process has gained since the measurement.
-            gained = max(line.at(1) - measured.peak_bytes(kept_so_far), 0.0)
-            kept = measured.most_kept(guarded_bytes(limit, measured.rest_bytes) - gained)
-            predicted = measured.peak_bytes(kept) + gained - line.base
+            gained = max(line.at(1) - measured.peak_bytes(choice_of(self.image.model)), 0.0)
+            choice = measured.cheapest(guarded_bytes(limit, measured.rest_bytes) - gained)
+            predicted = measured.peak_bytes(choice) + gained - line.base
         if predicted is None or line is None or predicted >= line.each:
             return 0
         peak = line.base + least * predicted
         if least > 1 and limit is not None and peak > guarded_bytes(limit, line.base):
             return 0
-        switch_on(self.image.model, kept=kept)
+        switch_on(self.image.model, choice)
         if measured is None:
             self.memory.use_checkpointing(predicted)
         else:

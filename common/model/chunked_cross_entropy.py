@@ -90,6 +90,11 @@ def adding_in_place() -> Iterator[None]:
         _adds_in_place = before
 
 
+def adds_in_place() -> bool:
+    """Return whether this is within ``adding_in_place``."""
+    return _adds_in_place
+
+
 def _check(
     hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, reduction: str
 ) -> None:

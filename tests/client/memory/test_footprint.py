@@ -6,18 +6,15 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from headwater.client.memory.activation_checkpointing import is_on, kept_blocks, switch_on
-from headwater.client.memory.footprint import (
-    Footprint,
-    PassMemory,
-    Stretch,
-    footprint,
-    measured_pass,
+from headwater.client.memory.activation_checkpointing import (
+    Recomputed,
+    choice_of,
+    is_on,
+    switch_on,
 )
+from headwater.client.memory.footprint import Footprint, footprint, measured_pass
 from headwater.client.memory.peak_model import WORKING_FACTOR, guarded_bytes
 
 
@@ -53,7 +50,12 @@ def test_the_footprint_is_the_blocks_inputs_and_twice_the_largest_block() -> Non
     found = footprint(model, lambda: model(torch.randn(10, 8)).sum())
     held, largest = 3 * 4 * 10 * 8, 4 * 10 * 64  # float32; tanh's output is kept once
     plain = held + 4 * 10 * (16 + 64 + 32)
-    assert found == Footprint(checkpointed=held + WORKING_FACTOR * largest, plain=plain, kept=held)
+    assert found == Footprint(
+        checkpointed=held + WORKING_FACTOR * largest,
+        plain=plain,
+        kept=held,
+        cheap={0: 0, 1: 0, 2: 0},  # tanh keeps its output, and not its input
+    )
     assert not is_on(model)
 
 
@@ -87,89 +89,36 @@ def test_a_measured_pass_has_a_stretch_before_each_block_and_one_behind_the_firs
         (80, 2),
         (70, 3),
     ]
-    assert kept_blocks(model) == frozenset()
+    assert set(choice_of(model).values()) == {Recomputed.ALL}
+    assert found.seconds.keys() == {0, 1, 2}
 
 
-# The last block runs again first: (after the forward pass, in blocks 2, 1 and 0).
-PASS = PassMemory(
-    rest_bytes=1000,
-    inner_bytes={0: 50, 1: 50, 2: 80},
-    order=(2, 1, 0),
-    stretches=tuple(
-        Stretch(peak_bytes=peak, num_done=done)
-        for done, peak in enumerate((1100, 1150, 1140, 1300))
-    ),
-)
+class Perceptron(nn.Module):
+    """Keeps its input twice, and the output and input of gelu, each of ten rows."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, width), nn.Linear(width, 8)
+
+    def forward(self, x_BI: Tensor) -> Tensor:
+        out: Tensor = x_BI + self.down(nn.functional.gelu(self.up(self.norm(x_BI))))
+        return out
 
 
-@pytest.mark.parametrize(
-    ("kept", "peak"),
-    [
-        (set(), 1300),  # behind the last block, such as the gradient of an embedding
-        ({0, 1}, 1300),  # kept activations are gone by then
-        ({0, 1, 2}, 1300),
-    ],
-)
-def test_kept_activations_count_until_the_backward_pass_has_used_them(
-    kept: set[int], peak: int
-) -> None:
-    assert PASS.peak_bytes(kept) == peak
-    early = PassMemory(
-        rest_bytes=1000,
-        inner_bytes=PASS.inner_bytes,
-        order=PASS.order,
-        stretches=PASS.stretches[:1],
-    )
-    assert early.peak_bytes(kept) == 1100 + sum(PASS.inner_bytes[block] for block in kept)
+def test_the_footprint_names_what_cheap_operations_computed() -> None:
+    model = nn.Sequential(Perceptron(256), Perceptron(512))
+    found = footprint(model, lambda: model(torch.randn(200, 8)).sum())
+    assert found is not None
+    norm = 4 * 200 * 8  # its output; gelu's output is as large as its input
+    assert found.cheap == {0: norm + 4 * 200 * 256, 1: norm + 4 * 200 * 512}
 
 
-def test_the_blocks_that_drop_the_most_are_computed_again_and_no_more_than_needed() -> None:
-    one = PassMemory(
-        rest_bytes=0,
-        inner_bytes={0: 50, 1: 50, 2: 80},
-        order=(2, 1, 0),
-        stretches=(Stretch(peak_bytes=1000, num_done=0),),
-    )
-    assert one.most_kept(1180) == {0, 1, 2}
-    assert one.most_kept(1179) == {0, 1}
-    assert one.most_kept(1099) == {1}
-    assert one.most_kept(1000) == one.most_kept(10) == set()
-
-
-@given(
-    inner=st.lists(st.integers(0, 100), min_size=1, max_size=6),
-    peaks=st.lists(st.integers(1000, 1200), min_size=7, max_size=7),
-    limit=st.integers(900, 2000),
-)
-def test_what_is_kept_fits_if_anything_does(inner: list[int], peaks: list[int], limit: int) -> None:
-    order = tuple(reversed(range(len(inner))))
-    found = PassMemory(
-        rest_bytes=900,
-        inner_bytes=dict(enumerate(inner)),
-        order=order,
-        stretches=tuple(
-            Stretch(peak_bytes=peaks[done], num_done=done) for done in range(len(inner) + 1)
-        ),
-    )
-    assert found.peak_bytes(found.most_kept(limit)) <= max(limit, found.peak_bytes())
-
-
-def gradients_of(model: nn.Module, inputs: Tensor) -> list[Tensor]:
-    model.zero_grad()
-    torch.manual_seed(1)
-    model(inputs).square().sum().backward()
-    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
-
-
-@pytest.mark.parametrize("kept", [set(), {0}, {1, 2}, {0, 1, 2}])
-def test_gradients_are_the_same_to_the_bit_whichever_blocks_are_kept(kept: set[int]) -> None:
-    model, inputs = three_blocks(), torch.randn(10, 8)
-    plain = gradients_of(model, inputs)
-    switch_on(model)
-    switch_on(model, kept=kept)
-    assert kept_blocks(model) == kept
-    found = gradients_of(model, inputs)
-    assert all(torch.equal(a, b) for a, b in zip(plain, found, strict=True))
+def test_a_footprint_leaves_a_choice_of_blocks_as_it_was() -> None:
+    model = nn.Sequential(Perceptron(8), Perceptron(8), Perceptron(8))
+    choice = {0: Recomputed.CHEAP, 1: Recomputed.NOTHING, 2: Recomputed.ALL}
+    switch_on(model, choice)
+    footprint(model, lambda: model(torch.randn(10, 8)).sum())
+    assert choice_of(model) == choice
 
 
 @pytest.mark.parametrize(
