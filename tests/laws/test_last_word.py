@@ -16,7 +16,12 @@ from hypothesis import strategies as st
 from torch.utils.data import TensorDataset
 
 from headwater.client.device.interfaces import TimeShare
-from headwater.client.memory.activation_checkpointing import switch_off, switch_on
+from headwater.client.memory.activation_checkpointing import (
+    Recomputed,
+    is_on,
+    switch_off,
+    switch_on,
+)
 from headwater.client.training.context import TrainingContext
 from headwater.client.training.local_update import train_round
 from headwater.client.training.sampler import SamplerPosition, window
@@ -99,16 +104,23 @@ def test_what_is_sent_is_the_gradient_of_a_beginning_of_the_window(
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-@given(quota=st.integers(1, NUM_EXAMPLES), size=st.integers(1, 17))
+@given(
+    quota=st.integers(1, NUM_EXAMPLES),
+    size=st.integers(1, 17),
+    extents=st.lists(st.sampled_from(Recomputed), max_size=3),
+)
 @settings(max_examples=settings().max_examples // 5)
-def test_activations_computed_twice_change_no_bit(architecture: str, quota: int, size: int) -> None:
+def test_activations_computed_twice_change_no_bit(
+    architecture: str, quota: int, size: int, extents: list[Recomputed]
+) -> None:
     place = place_of(ARCHITECTURES[architecture])
     part = window(SamplerPosition(), quota=quota, run_seed=0, name="pi", num_examples=NUM_EXAMPLES)
     kept_P = train_round(plan_of(quota, size), part, place).values_P.clone()
-    assert switch_on(place.image.model)
+    assert switch_on(place.image.model, dict(enumerate(extents)))
+    is_any_on = is_on(place.image.model)
     try:
         update = train_round(plan_of(quota, size), part, place)
     finally:
         switch_off(place.image.model)
-    assert update.report.is_checkpointed
+    assert update.report.is_checkpointed == is_any_on
     assert torch.equal(update.values_P, kept_P)
