@@ -25,7 +25,7 @@ from typing import Any
 
 from benchmarks import serving
 from benchmarks.fake_device import FakeDevice
-from benchmarks.measure import ROOT, Figures, arguments, report
+from benchmarks.measure import ROOT, Figures, arguments, memory_of, report
 from headwater.common.model.parameters import build_model
 from headwater.common.task import load_task
 from headwater.common.transport.limits import CHUNK_BYTES
@@ -61,8 +61,12 @@ class RoundsFailed(Exception):
     """The server did not commit all rounds with all devices in time."""
 
 
-def peaks(num_parameters: int, number: int, optimizer: str) -> Figures:
+def peaks(
+    num_parameters: int, number: int, optimizer: str, *, staging_bytes: int = STAGING_BYTES
+) -> Figures:
     """Run a server with that many fakes, and return its peaks.
+
+    ``anonymous_at_start`` is before the first device has connected.
 
     Raises:
         RoundsFailed: it did not get through.
@@ -77,9 +81,10 @@ def peaks(num_parameters: int, number: int, optimizer: str) -> Figures:
         "plan.micro_batch_size": 1,
         "cohort.min_clients": number,
         "cohort.max_aborted_rounds": 1,
-        "server.staging_bytes": STAGING_BYTES,
+        "server.staging_bytes": staging_bytes,
     }
     with serving.server(settings, num_parameters=num_parameters) as running:
+        at_start = memory_of(running.process.pid)["RssAnon"]
         command = [sys.executable, "-m", "benchmarks.server_memory", "--part"]
         devices = subprocess.Popen(
             [*command, f"{running.port}/{number}"],
@@ -100,6 +105,7 @@ def peaks(num_parameters: int, number: int, optimizer: str) -> Figures:
     return {
         "peak": max(row["memory"]["VmHWM"] for row in rows),
         "anonymous": max(row["peaks"]["RssAnon"] for row in rows),
+        "anonymous_at_start": at_start,
         "file": max(row["peaks"]["RssFile"] + row["peaks"]["RssShmem"] for row in rows),
         "round_seconds": statistics.median(row["seconds"] for row in rows),
         **json.loads(told.splitlines()[-1]),
