@@ -16,7 +16,8 @@ import grpc.aio
 
 from headwater.client.device.availability import Availability
 from headwater.client.flower.node import Node
-from headwater.client.transport.exchange import Exchange, ModelBroken, StreamBroken
+from headwater.client.transport.exchange import Exchange
+from headwater.client.transport.incoming_image import ModelBroken
 from headwater.client.transport.leaving import LeavePolicy
 from headwater.client.transport.retries import (
     FIRST_BACKOFF_SECONDS,
@@ -24,6 +25,7 @@ from headwater.client.transport.retries import (
     RetryPolicy,
 )
 from headwater.client.transport.stream import WRITE_ERRORS, ClientStream
+from headwater.client.transport.upload import StreamBroken
 from headwater.common.errors import ProtocolMismatch
 from headwater.common.system.stop_signals import StopRequests, at_stop_signals
 from headwater.common.transport.limits import CHANNEL_OPTIONS, PROTOCOL_VERSION, STREAM_METHOD

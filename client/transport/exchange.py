@@ -14,12 +14,11 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-import time
-from collections.abc import Awaitable, Callable
-from typing import Any
 
 from headwater.client.flower.node import Node, NodeAnswer
 from headwater.client.operations.activity import WAITING
+from headwater.client.transport.incoming_image import IncomingImage
+from headwater.client.transport.upload import StreamBroken, Upload, Write
 from headwater.common.errors import (
     EmptyUpdate,
     HeadwaterError,
@@ -31,7 +30,6 @@ from headwater.common.errors import (
     travelling,
 )
 from headwater.common.model.frozen_part import begin_digest
-from headwater.common.transport.limits import CHUNK_BYTES
 from headwater.common.transport.wire_pb2 import (
     Chunk,
     ClientFrame,
@@ -39,24 +37,15 @@ from headwater.common.transport.wire_pb2 import (
     Image,
     Instruction,
     Receipt,
-    Reply,
 )
 
 log = logging.getLogger(__name__)
 
 
-class StreamBroken(Exception):
-    """The stream broke during an upload; the answer is kept for the next stream."""
-
-
-class ModelBroken(Exception):
-    """The received model is not the announced one; the server sends it again on a new stream."""
-
-
 class Exchange:
     """One device's exchange: at most one model, one instruction and one upload at a time."""
 
-    def __init__(self, node: Node, write: Callable[[ClientFrame], Awaitable[None]]) -> None:
+    def __init__(self, node: Node, write: Write) -> None:
         """``write`` writes to the current stream, and may raise ``StreamBroken``."""
         self.image_id = ""
         self.became_idle = asyncio.Event()
@@ -64,7 +53,7 @@ class Exchange:
         self._node = node
         self._write = write
         self._activity = node.activity
-        self._incoming: _IncomingImage | None = None
+        self._incoming: IncomingImage | None = None
         self._task: asyncio.Task[None] | None = None
         self._message_id = ""
         """The instruction in progress; empty if there is none."""
@@ -72,7 +61,7 @@ class Exchange:
         """The last instruction on the current stream: only its answer may be uploaded there."""
         self._is_phase = False
         self._answer: NodeAnswer | None = None
-        self._upload: _Upload | None = None
+        self._upload: Upload | None = None
         self._has_been_empty = False
 
     @property
@@ -106,7 +95,7 @@ class Exchange:
         digest = begin_digest(model.layout) if image.is_frozen else hashlib.sha256()
         if not image.is_frozen:
             self.image_id = ""
-        self._incoming = _IncomingImage(image, memory, digest)
+        self._incoming = IncomingImage(image, memory, digest)
         self._activity.enter(f"receives the {part}", num_bytes=len(memory))
 
     def take_chunk(self, chunk: Chunk) -> None:
@@ -234,7 +223,7 @@ class Exchange:
             self._node.abort()
 
     def _begin_upload(self, answer: NodeAnswer) -> None:
-        self._upload = upload = _Upload(answer)
+        self._upload = upload = Upload(answer)
         upload.task = asyncio.create_task(self._send_answer(upload))
 
     def _log(self, code: str, error: HeadwaterError) -> None:
@@ -252,12 +241,12 @@ class Exchange:
         else:
             log.info("%s: %s", code, error)
 
-    async def _send_answer(self, upload: _Upload) -> None:
+    async def _send_answer(self, upload: Upload) -> None:
         """Send an answer's reply, or its error."""
         answer = upload.answer
         try:
             if answer.error is None:
-                await self._send_reply(upload)
+                await upload.send(self._write, self._node)
             else:
                 code, text = travelling(answer.error)
                 self._log(code, answer.error)
@@ -273,83 +262,3 @@ class Exchange:
                 self._node.remove_spool()
                 self._activity.sent()
             self.became_idle.set()
-
-    async def _send_reply(self, upload: _Upload) -> None:
-        """Send a reply's head and, from the offset that the server then requests, its vector."""
-        answer, vector = upload.answer, memoryview(upload.answer.vector)
-        digest = await asyncio.to_thread(hashlib.sha256, vector)
-        reply = Reply(
-            message_id=answer.message_id,
-            head_json=answer.head_json,
-            num_bytes=len(vector),
-            sha256=digest.digest(),
-        )
-        if upload.is_aborted:
-            return
-        if len(vector):
-            self._activity.enter("sends the update", num_bytes=len(vector))
-        await self._write(ClientFrame(reply=reply))
-        receipt = await upload.receipts.get()
-        if receipt is None:
-            return
-        start, first_offset = time.monotonic(), receipt.next_offset
-        for offset in range(first_offset, len(vector), CHUNK_BYTES):
-            if upload.is_aborted:
-                return
-            data = bytes(vector[offset : offset + CHUNK_BYTES])
-            chunk = Chunk(transfer_id=answer.message_id, offset=offset, data=data)
-            await self._write(ClientFrame(chunk=chunk))
-            self._activity.num_moved = offset + len(data)
-        while receipt is not None and not receipt.is_done:
-            receipt = await upload.receipts.get()
-        if receipt is not None:
-            seconds = time.monotonic() - start
-            self._node.link = self._node.link.sent(len(vector) - first_offset, seconds)
-
-
-class _Upload:
-    """The upload of one answer over one stream."""
-
-    def __init__(self, answer: NodeAnswer) -> None:
-        self.answer = answer
-        self.task: asyncio.Task[None] | None = None
-        self.receipts: asyncio.Queue[Receipt | None] = asyncio.Queue()
-        self.is_aborted = False
-
-    def abort(self) -> None:
-        """Stop at the next chunk."""
-        self.is_aborted = True
-        self.receipts.put_nowait(None)
-
-
-class _IncomingImage:
-    """A model that is being received."""
-
-    def __init__(self, image: Image, memory: memoryview, digest: Any) -> None:
-        self.image_id = image.image_id
-        self.is_frozen = image.is_frozen
-        self.num_bytes = len(memory)
-        self.seconds = 0.0  # from the announcement to the latest chunk
-        self._sha256 = image.sha256
-        self._memory = memory
-        self._received = 0
-        self._digest = digest
-        self._start = time.monotonic()
-
-    def add(self, chunk: Chunk) -> None:
-        end = self._received + len(chunk.data)
-        if chunk.offset != self._received or end > len(self._memory):
-            raise ProtocolMismatch("the server sent a chunk of its model out of order")
-        self._memory[self._received : end] = chunk.data
-        self._digest.update(chunk.data)
-        self._received = end
-        self.seconds = time.monotonic() - self._start
-
-    def verify(self) -> None:
-        """Check the complete model against its digest.
-
-        Raises:
-            ModelBroken: the digest is not the announced one.
-        """
-        if self._received != len(self._memory) or self._digest.digest() != self._sha256:
-            raise ModelBroken("the received model is not the announced one")

@@ -17,7 +17,9 @@ from headwater.client.device.bandwidth import Bandwidth
 from headwater.client.flower.node import Node
 from headwater.client.trainer.trainer import Trainer
 from headwater.client.training.context import Identity
-from headwater.client.transport.exchange import Exchange, ModelBroken, StreamBroken
+from headwater.client.transport.exchange import Exchange
+from headwater.client.transport.incoming_image import ModelBroken
+from headwater.client.transport.upload import StreamBroken
 from headwater.common.errors import ModelMismatch, ProtocolMismatch
 from headwater.common.messages import Plan
 from headwater.common.settings.sources import load

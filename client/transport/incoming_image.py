@@ -1,0 +1,51 @@
+"""Receives a model, or its frozen part, in chunks directly into the trainer's memory."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from headwater.common.errors import ProtocolMismatch
+from headwater.common.transport.wire_pb2 import Chunk, Image
+
+
+class ModelBroken(Exception):
+    """The received model is not the announced one; the server sends it again on a new stream."""
+
+
+class IncomingImage:
+    """A model, or its frozen part, that is being received."""
+
+    def __init__(self, image: Image, memory: memoryview, digest: Any) -> None:
+        self.image_id = image.image_id
+        self.is_frozen = image.is_frozen
+        self.num_bytes = len(memory)
+        self.seconds = 0.0  # from the announcement to the latest chunk
+        self._sha256 = image.sha256
+        self._memory = memory
+        self._received = 0
+        self._digest = digest
+        self._start = time.monotonic()
+
+    def add(self, chunk: Chunk) -> None:
+        """Take the next chunk.
+
+        Raises:
+            ProtocolMismatch: it is out of order.
+        """
+        end = self._received + len(chunk.data)
+        if chunk.offset != self._received or end > len(self._memory):
+            raise ProtocolMismatch("the server sent a chunk of its model out of order")
+        self._memory[self._received : end] = chunk.data
+        self._digest.update(chunk.data)
+        self._received = end
+        self.seconds = time.monotonic() - self._start
+
+    def verify(self) -> None:
+        """Check the complete model against its digest.
+
+        Raises:
+            ModelBroken: the digest is not the announced one.
+        """
+        if self._received != len(self._memory) or self._digest.digest() != self._sha256:
+            raise ModelBroken("the received model is not the announced one")
