@@ -19,11 +19,8 @@ from headwater.client.algorithms.lookup import algorithm_for, check_algorithm
 from headwater.client.device.bandwidth import read_bandwidth
 from headwater.client.device.hardware import this_machine
 from headwater.client.flower.frozen_parts import holds_frozen, require_frozen, take_frozen
-from headwater.client.flower.masked_answers import (
-    describe_masked,
-    told_examples,
-    train_masked,
-)
+from headwater.client.flower.masked_answers import train_masked
+from headwater.client.flower.masked_description import describe_masked, told_examples
 from headwater.client.flower.request import SIMULATED, DeviceRequest, read_request, spool_of
 from headwater.client.flower.state_file import SAMPLER, SECURE, SPEED
 from headwater.client.privacy.budget import check_budget, check_test

@@ -212,7 +212,7 @@ def connection_of(settings: Settings) -> Iterator[Connection]:
     # Before the check, which foresees the memory of training from what the process holds by then.
     from headwater.client.app import app as own_app
     from headwater.client.device.availability import availability_of
-    from headwater.client.flower.masked_answers import learn_metrics
+    from headwater.client.flower.masked_description import learn_metrics
     from headwater.client.flower.node import Node
     from headwater.client.transport.connection import Connection
     from headwater.common.system.console import console

@@ -1,4 +1,4 @@
-"""A client's answers under masks: none depends on its examples.
+"""A client's answers to masked plans: none depends on its examples.
 
 A server chooses the model and reads the answers. If a plan of few examples were refused when their
 loss overflows, each refusal would be a bit of an example (tests/attacks/test_masked_oracle.py). A
@@ -14,16 +14,12 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import asdict, dataclass
-from weakref import WeakKeyDictionary
 
 import torch
 from flwr.app import RecordDict
 
 from headwater.client.algorithms.lookup import algorithm_for
-from headwater.client.device.bandwidth import read_bandwidth
-from headwater.client.device.interfaces import Hardware, Speed
-from headwater.client.flower.frozen_parts import holds_frozen
+from headwater.client.flower.masked_description import padded, vitals_without_training
 from headwater.client.flower.request import DeviceRequest, spool_of
 from headwater.client.flower.state_file import (
     REPEATS,
@@ -40,170 +36,23 @@ from headwater.client.secagg.plan_policy import (
     most_planned,
 )
 from headwater.client.secagg.prepare import (
-    checked_metrics,
     floor_of,
-    padded_head,
     participant_of,
-    public_vitals,
     unmasked_update,
 )
 from headwater.client.secagg.types import UnmaskedUpdate
-from headwater.client.trainer.trainer import Trainer
-from headwater.client.training.batch_fetch import Batches
-from headwater.client.training.context import Identity
 from headwater.client.training.sampler import SamplerState, seed_of
 from headwater.common.errors import HeadwaterError, StateError
 from headwater.common.flower import records
 from headwater.common.messages import (
-    DescribeRequest,
-    DeviceReport,
     Plan,
     ReadyReport,
     Update,
-    Vitals,
 )
 from headwater.common.secagg.masked_numbers import numbers_of_nothing
-from headwater.common.settings.training import ChosenPrecision
-from headwater.common.task import Examples, loss_sum, max_weight_per_example
+from headwater.common.task import max_weight_per_example
 
 log = logging.getLogger(__name__)
-
-# Examples that are tried for the names of the task's metrics.
-MAX_TRIED = 16
-
-
-# The description.
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PublicFigures:
-    """What a device tells of its capacity, measured once, before it has any of the server's models.
-
-    A measurement under a model of the server's choice would be an answer that depends on examples.
-    """
-
-    speed: Speed | None = None
-    base_bytes: int | None = None
-    bytes_per_example: float | None = None
-    precision: ChosenPrecision = "float32"
-
-
-_measured: WeakKeyDictionary[Trainer, dict[str, PublicFigures]] = WeakKeyDictionary()
-_metrics: WeakKeyDictionary[Trainer, tuple[str, ...]] = WeakKeyDictionary()
-
-
-def learn_metrics(trainer: Trainer, identity: Identity) -> tuple[str, ...]:
-    """Return the names of the task's metrics, learned once per process from the first examples.
-
-    ``headwater-client`` calls this before it connects, so that it has no model of the server's yet.
-
-    Raises:
-        TaskError: there are more metrics, or longer names, than a session has room for.
-    """
-    if trainer not in _metrics:
-        _metrics[trainer] = _metrics_of(trainer, trainer.examples(identity))
-    return _metrics[trainer]
-
-
-def describe_masked(request: DeviceRequest, wanted: DescribeRequest) -> RecordDict:
-    """Describe a device that requires masks: its capacity, and nothing of its examples.
-
-    Raises:
-        ModelMismatch: the server's model has another layout.
-        TaskError: the task's metrics do not fit into a session.
-    """
-    trainer, identity, hardware = request.trainer, request.identity, request.hardware
-    trainer.loaded_model.check_layout(identity.name, wanted)
-    figures, metrics = _figures(request, hardware, wanted)
-    speed = figures.speed
-    lacks_frozen = not holds_frozen(request, wanted.frozen)  # measured under the device's own model
-    report = DeviceReport(
-        name=identity.name,
-        num_examples=request.secure.declared_examples,
-        layout_digest=trainer.image.layout.digest,
-        cores=hardware.cores(),
-        vitals=_public_vitals(request, hardware).model_copy(
-            update={
-                "base_bytes": figures.base_bytes,
-                "bytes_per_example": figures.bytes_per_example,
-            }
-        ),
-        seconds_per_micro_batch=speed.seconds_per_micro_batch if speed else None,
-        seconds_per_example=speed.seconds_per_example if speed else None,
-        fastest_micro_batch_size=speed.fastest_micro_batch_size if speed else None,
-        metrics=metrics,
-        precision=figures.precision,
-        lacks_frozen=lacks_frozen,
-    )
-    return _padded(report)
-
-
-def _figures(
-    request: DeviceRequest, hardware: Hardware, wanted: DescribeRequest
-) -> tuple[PublicFigures, tuple[str, ...]]:
-    """Return the device's capacity and the names of its metrics, as they were measured first."""
-    trainer, identity = request.trainer, request.identity
-    if request.is_simulated:  # one party plays all devices, on hardware that changes by the round
-        metrics = learn_metrics(trainer, identity)
-        return _measure(trainer, identity, hardware, wanted), metrics
-    known = _measured.setdefault(trainer, {})
-    must_measure = wanted.wants_speed and identity.name not in known
-    if (must_measure or trainer not in _metrics) and not trainer.loaded_model.is_own():
-        text = "%s: it has a model of the server's already, and measures nothing under that"
-        log.warning(text, identity.name)
-        return known.get(identity.name, PublicFigures()), _metrics.get(trainer, ())
-    if must_measure:
-        known[identity.name] = _measure(trainer, identity, hardware, wanted)
-    return known.get(identity.name, PublicFigures()), learn_metrics(trainer, identity)
-
-
-def _measure(
-    trainer: Trainer, identity: Identity, hardware: Hardware, wanted: DescribeRequest
-) -> PublicFigures:
-    speed, chosen = None, trainer.precision.chosen
-    if wanted.wants_speed:
-        try:
-            chosen = trainer.precision.choose(wanted.precision, identity)
-            speed = trainer.measure(identity, hardware)
-        except HeadwaterError as error:
-            log.warning("%s: its speed was not measured: %s", identity.name, error)
-    vitals = hardware.vitals()
-    return PublicFigures(
-        speed=speed,
-        base_bytes=vitals.base_bytes,
-        bytes_per_example=vitals.bytes_per_example,
-        precision=chosen,
-    )
-
-
-def _metrics_of(trainer: Trainer, examples: Examples) -> tuple[str, ...]:
-    """Return the names of the task's metrics, from the first example that it can be run on."""
-    batches = Batches(trainer.task, examples)
-    for position in range(min(len(examples), MAX_TRIED)):
-        try:
-            with torch.no_grad():
-                _, _, metrics = loss_sum(trainer.task, trainer.image.model, batches.of((position,)))
-        except Exception as error:
-            log.debug("no metrics from example %d: %s", position, error)
-            continue
-        return checked_metrics(metrics)
-    return ()
-
-
-def told_examples(request: DeviceRequest, plan: Plan) -> int | None:
-    """Return the number of examples that the device tells the server; None if it tells none.
-
-    A device that does not require masks tells its own number in every description.
-    """
-    if request.secure.aggregation != "off":
-        return request.secure.declared_examples
-    training, _ = request.trainer.split(
-        request.identity, run_seed=plan.run_seed, fraction=plan.held_out_fraction
-    )
-    return len(training)
-
-
-# The masked plan.
 
 
 def train_masked(request: DeviceRequest, plan: Plan) -> RecordDict:
@@ -217,7 +66,7 @@ def train_masked(request: DeviceRequest, plan: Plan) -> RecordDict:
     context, trainer, identity = request.context, request.trainer, request.identity
     algorithm = algorithm_for(plan, request.settings.algorithm, name=identity.name)
     hardware = request.hardware
-    vitals = _public_vitals(request, hardware)
+    vitals = vitals_without_training(request, hardware)
     model = trainer.image.digest
     sampler = _follow_repeats(request, plan, model=model)
     order_seed = order_seed_of(request, plan)
@@ -254,9 +103,7 @@ def train_masked(request: DeviceRequest, plan: Plan) -> RecordDict:
         passed_seconds = time.monotonic() - start_seconds
         left_seconds = answer_after(plan, passed_seconds) - passed_seconds
         trainer.stop_requested.wait(max(left_seconds, 0.0))
-    return _padded(
-        ReadyReport(name=identity.name, round=plan.round, seconds=seconds, vitals=vitals)
-    )
+    return padded(ReadyReport(name=identity.name, round=plan.round, seconds=seconds, vitals=vitals))
 
 
 def _follow_repeats(request: DeviceRequest, plan: Plan, *, model: bytes) -> SamplerState:
@@ -356,18 +203,3 @@ def _add_pending(
         pending_in(trainer.accumulator).add(session, trainer.accumulator)
     else:
         request.suspended.add(session)
-
-
-def _public_vitals(request: DeviceRequest, hardware: Hardware) -> Vitals:
-    """Return the readings that do not follow from what the device trained on, and the link's."""
-    link = {
-        name: rate
-        for name, rate in asdict(read_bandwidth(request.context.node_config)).items()
-        if rate is not None
-    }
-    return public_vitals(hardware.vitals()).model_copy(update=link)
-
-
-def _padded(report: DeviceReport | ReadyReport) -> RecordDict:
-    head = padded_head(report.model_dump_json(exclude_none=True))
-    return records.content_with_head(head, None)
