@@ -34,6 +34,11 @@ SMALL: dict[str, Any] = {"clients": 3, "rounds": 3, "accumulation_steps": 2, "mi
 OWN = {"task", "settings", "observer", "resume", "progress", FLAGS}
 
 
+@pytest.fixture(autouse=True)
+def no_plot() -> None:
+    """Draw plots, as these tests look at them."""
+
+
 def simulated(task: Any = Signs, **changes: Any) -> headwater.Run:
     return headwater.simulate(task, **{**SMALL, "progress": False, **changes})
 

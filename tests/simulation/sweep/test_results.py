@@ -30,6 +30,11 @@ RATE, SIZE = "optimizer.learning_rate", "plan.micro_batch_size"
 GRID: dict[str, list[Any]] = {RATE: [0.1, 0.2], SIZE: [4, 8, 16]}
 
 
+@pytest.fixture(autouse=True)
+def no_plot() -> None:
+    """Draw plots, as these tests look at them."""
+
+
 def runs_of(
     out: Path, grid: dict[str, list[Any]], *, seeds: tuple[int, ...] = (0, 1)
 ) -> list[SweepRun]:
