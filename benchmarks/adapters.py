@@ -8,7 +8,7 @@ example and sends the adapters' gradients. The model has the shape of TinyLlama 
 ``--masked`` hides the update by secure aggregation among three devices, two of them outside of the
 cgroup. ``peak_mb`` is the cgroup's (memory.max_usage_in_bytes of version 1, which must be mounted),
 with the pages of files, which the kernel takes back; ``resident_mb`` is the most that the process
-held in memory, with the mapped file of the frozen part.
+held in memory, with pages of files that other processes share.
 """
 
 from __future__ import annotations

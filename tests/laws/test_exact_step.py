@@ -20,6 +20,7 @@ from headwater.client.training.sampler import SamplerPosition, Window, window
 from headwater.common.messages import Plan
 from headwater.common.model.parameters import ModelImage, build_model
 from headwater.common.settings import schema as chosen
+from headwater.common.settings.training import Precision
 from headwater.common.task import Examples, Task, max_weight_per_example
 from headwater.server.aggregation.cohort_sum import CohortSum
 from headwater.server.aggregation.server_optimizer import ServerOptimizer
@@ -56,9 +57,16 @@ CLIENTS = st.lists(
 class OneRoundAtATime:
     """The real accumulator and the real sum, without a network between them."""
 
-    def __init__(self, task: Task, seed: int) -> None:
-        self.task = task
-        self.image: ModelImage = build_model(task, seed=seed)
+    def __init__(
+        self,
+        task: Task,
+        seed: int,
+        *,
+        frozen_dtype: str | None = None,
+        precision: Precision = "float32",
+    ) -> None:
+        self.task, self._precision = task, precision
+        self.image: ModelImage = build_model(task, seed=seed, frozen_dtype=frozen_dtype)
         self._accumulator = Accumulator(self.image)
         self._sum = CohortSum(self.image.layout)
         self._memory = ProcessMemory()
@@ -90,6 +98,7 @@ class OneRoundAtATime:
                 quota=client.quota,
                 micro_batch_size=client.micro_batch_size,
                 max_tokens=client.max_tokens,
+                precision=self._precision,
             )
             place = TrainingContext(
                 task=self.task,
