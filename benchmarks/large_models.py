@@ -1,13 +1,22 @@
-"""Peak memory and time of a device that trains a large language model, phase by phase, in a cgroup.
+"""Memory and time of a device that trains a large language model, beside bare loops and peers.
 
 A real server runs outside of the cgroup, ``headwater-client`` within it, as a user types it: with
-the check of the task. At the start of each phase the cgroup's peak (memory.max_usage_in_bytes of
-version 1, which must be mounted) is read and set back. ``bare`` is the plain loop of PyTorch on the
-same model, loss and examples, in a cgroup of its own: ``loss.backward()`` K times.
+the check of the task. One table has a row for each of ``--rows``:
 
-``--size`` is that of the decoder, ``--limit`` the GB that each cgroup may use. A phase has the
-seconds at which it began and which it took, and its peak in MB; ``micro_batch_seconds`` is the last
-round's mean, of ``bare`` that of all but the first.
+* ``bare``, ``adamw``, ``trainer``, ``fabric``: see ``benchmarks.large_model_loops``; no limit.
+  ``trainer`` and ``fabric`` need transformers, accelerate and lightning-fabric in this Python; a
+  row whose package is missing says so. A venv with ``--system-site-packages`` may hold them.
+* ``client:4.0``: a device that may use 4.0 GB. ``masked:4.0``: the same in a round of
+  three devices with masks; the other two have no limit.
+
+A row has its peak in MB (of its cgroup, version 1 or 2; root is needed), the seconds of a
+micro-batch (of a device the last round's mean, of a loop that of all but the first and the last,
+which has the optimizer's step), and of a device the micro-batches that the time from its start to
+its first plan is worth. ``--phases`` adds the peak of each phase of a device (cgroup version 1).
+
+    python -m benchmarks.large_models --steps 8 --rounds 1
+    python -m benchmarks.large_models --steps 32 --rounds 1 --rows bare client:4.0
+    python -m benchmarks.large_models --steps 2 --rounds 1 --rows client:4.0 masked:4.0
 """
 
 from __future__ import annotations
@@ -22,11 +31,11 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks import serving
 from benchmarks.confine import Cage, Confinement, caged, can_make_cgroups
+from benchmarks.large_model_loops import NEEDS, missing
 from benchmarks.measure import ROOT, Figures, argument_parser, report
 
 TASK = "benchmarks/tasks.py:Language"
@@ -37,19 +46,22 @@ SIZES = {  # layers, width, vocabulary, tokens of an example
     "125M": "12 768 50257 512",
     "350M": "24 1024 50257 512",
 }
-NO_LIMIT = 64.0
+NO_LIMIT_BYTES = 64 * GB
+ROWS = ("bare", "adamw", "trainer", "fabric", "client:4.0", "client:3.4")
+MASKED_DEVICES = 3
 LIMIT_SECONDS = 14_400.0
 
 # headwater-client itself; each phase adds a line to the file that the first argument names.
 CLIENT = """
 import json, sys, time
-notes, usage = open(sys.argv[1], "a", buffering=1), sys.argv[2]
+notes, usage, sets_back = open(sys.argv[1], "a", buffering=1), sys.argv[2], sys.argv[3] == "1"
 
 def begin(phase):
-    with open(usage, "r+") as file:
+    with open(usage, "r+" if sets_back else "r") as file:
         peak = int(file.read())
-        file.seek(0)
-        file.write("0")
+        if sets_back:
+            file.seek(0)
+            file.write("0")
     notes.write(json.dumps([phase, time.time(), peak]) + "\\n")
 
 def phased(owner, name, phase):
@@ -73,34 +85,19 @@ for owner, name, phase in (
 ):
     phased(owner, name, phase)
 try:
-    app(args=sys.argv[3:])
+    app(args=sys.argv[4:])
 finally:
     begin("end")
 """
 
-BARE = """
-import json, sys, time
-import torch
-from benchmarks.tasks import Language
-from headwater.common.model.chunked_cross_entropy import adding_in_place
-torch.set_num_threads(int(sys.argv[1]))
-task = Language()
-model, examples = task.new_model(), task.train_examples(data=None, part=0, num_parts=1)
-for step in range(int(sys.argv[2])):
-    start = time.perf_counter()
-    loss, _ = task.loss_sum(model, [examples.tensors[0][step : step + 1]])
-    with adding_in_place():
-        loss.backward()
-    print(json.dumps(time.perf_counter() - start), flush=True)
-"""
 
-
-def bare(size: str, *, num_steps: int, limit_bytes: int) -> Figures:
-    """Return the peak of the plain loop and its seconds per micro-batch."""
-    num_threads = len(os.sched_getaffinity(0))
-    with caged(Confinement(memory_bytes=limit_bytes)) as cage:
+def loop(kind: str, size: str, *, num_steps: int) -> Figures:
+    """Return the peak of a loop and its seconds per micro-batch."""
+    if absent := missing(kind):
+        return {"left_out": f"{', '.join(absent)} not installed"}
+    with caged(Confinement(memory_bytes=NO_LIMIT_BYTES)) as cage:
         done = subprocess.run(
-            [sys.executable, "-c", BARE, str(num_threads), str(num_steps)],
+            [sys.executable, "-m", "benchmarks.large_model_loops", kind, str(num_steps)],
             cwd=ROOT,
             env=_environment(size),
             stdout=subprocess.PIPE,
@@ -108,19 +105,27 @@ def bare(size: str, *, num_steps: int, limit_bytes: int) -> Figures:
             preexec_fn=cage.enter,
             check=False,
         )
-        peak = int(_usage(cage).read_text())
-    seconds = [float(line) for line in done.stdout.splitlines()]
+        peak = cage.peak_bytes()
+    seconds = [float(line) for line in done.stdout.splitlines() if line[:1].isdigit()]
+    if done.returncode:
+        return {"failed": done.returncode}
     return {
-        "is_killed": done.returncode < 0,
         "peak_mb": peak // MB,
-        "micro_batch_seconds": statistics.mean(seconds[1:]) if seconds[1:] else None,
+        "micro_batch_seconds": statistics.mean(seconds[1:-1] or seconds[-1:]),
     }
 
 
 def client(
-    size: str, *, num_steps: int, num_rounds: int, limit_bytes: int, flags: Sequence[str] = ()
+    size: str,
+    *,
+    num_steps: int,
+    num_rounds: int,
+    limit_bytes: int,
+    is_masked: bool = False,
+    has_phases: bool = False,
 ) -> Figures:
-    """Return the peak and the seconds of each phase of a device."""
+    """Return the peak, the pace and the start of a device, and on request its phases."""
+    num_devices = MASKED_DEVICES if is_masked else 1
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="headwater-")))
         os.environ["HEADWATER_BENCHMARK_DECODER"] = SIZES[size]  # for the server
@@ -128,17 +133,24 @@ def client(
             "task": TASK,
             "rounds": num_rounds,
             "out": str(folder / "out"),
-            "cohort.min_clients": 1,
+            "cohort.min_clients": num_devices,
             "plan.accumulation_steps": num_steps,
             "plan.micro_batch_size": 1,
             "optimizer.name": "sgd",
+            "secure.aggregation": "semi-honest" if is_masked else "off",
         }
         running = stack.enter_context(serving.server(settings, limit_seconds=LIMIT_SECONDS))
         cage = stack.enter_context(caged(Confinement(memory_bytes=limit_bytes)))
         notes = folder / "notes"
-        command = [sys.executable, "-c", CLIENT, str(notes), str(_usage(cage))]
-        command += ["--server", f"127.0.0.1:{running.port}", "--task", TASK, "--name", "device"]
-        command += ["--state", str(folder / "state"), *flags]
+        flags = ["--server", f"127.0.0.1:{running.port}", "--task", TASK]
+        flags += ["--num-parts", str(num_devices)]
+        for part in range(1, num_devices):
+            other = [sys.executable, "-m", "headwater.client", *flags, "--part", str(part)]
+            other += ["--name", f"other-{part}", "--state", str(folder / f"other-{part}")]
+            stack.callback(serving.end, subprocess.Popen(other, cwd=ROOT, env=_environment(size)))
+        sets_back = has_phases and cage.version == 1
+        command = [sys.executable, "-c", CLIENT, str(notes), str(_usage(cage)), str(int(sets_back))]
+        command += [*flags, "--name", "device", "--state", str(folder / "state")]
         begun = time.time()
         device = subprocess.Popen(command, cwd=ROOT, env=_environment(size), preexec_fn=cage.enter)
         stack.callback(serving.end, device)
@@ -146,22 +158,24 @@ def client(
         rounds = sum(1 for _ in running.rows())
         serving.end(device)
         lines = [json.loads(line) for line in notes.read_text().splitlines()]
-        lines.append(["", time.time(), int(_usage(cage).read_text())])
+        lines.append(["", time.time(), cage.peak_bytes()])
         kills = cage.num_kills()
-    phases = [
-        f"{phase} at {at - begun:.1f} s, {after[1] - at:.1f} s, {after[2] // MB} MB"
-        for (phase, at, _), after in itertools.pairwise(lines)
-    ]
-    trained = [
-        after[1] - at for (phase, at, _), after in itertools.pairwise(lines) if phase == "train"
-    ]
-    return {
+    phases = [(name, at, after[1], after[2]) for (name, at, _), after in itertools.pairwise(lines)]
+    trained = [(at, end) for name, at, end, _ in phases if name == "train"]
+    seconds = (trained[-1][1] - trained[-1][0]) / num_steps if trained else None
+    figures: Figures = {
         "is_killed": bool(kills),
         "rounds": rounds,
         "peak_mb": max(peak for _, _, peak in lines) // MB,
-        "micro_batch_seconds": trained[-1] / num_steps if trained else None,
-        "phases": dict(enumerate(phases)),
+        "micro_batch_seconds": seconds,
+        "start_in_micro_batches": (trained[0][0] - begun) / seconds if seconds else None,
     }
+    if has_phases:
+        figures["phases"] = {
+            f"{number:02} {name}": f"at {at - begun:.1f} s, {end - at:.1f} s, {peak // MB} MB"
+            for number, (name, at, end, peak) in enumerate(phases)
+        }
+    return figures
 
 
 def _end_with(device: subprocess.Popen[bytes], server: subprocess.Popen[str]) -> None:
@@ -172,7 +186,8 @@ def _end_with(device: subprocess.Popen[bytes], server: subprocess.Popen[str]) ->
 
 
 def _usage(cage: Cage) -> Path:
-    return cage.folders["memory"] / "memory.max_usage_in_bytes"
+    name = "memory.peak" if cage.version == 2 else "memory.max_usage_in_bytes"
+    return cage.folders["memory"] / name
 
 
 def _environment(size: str) -> dict[str, str]:
@@ -180,24 +195,38 @@ def _environment(size: str) -> dict[str, str]:
 
 
 def main() -> None:
-    """Run the bare loop, then the device, and report."""
+    """Measure the rows, one after another, and report."""
     parser = argument_parser(__doc__)
     parser.add_argument("--size", default="350M", choices=SIZES)
-    parser.add_argument("--limit", type=float, default=NO_LIMIT, help="GB that each may use")
-    parser.add_argument("--steps", type=int, default=32, help="micro-batches in a round")
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rows", nargs="+", metavar="ROW", help=f"of {' '.join(ROWS)} masked:GB")
+    parser.add_argument("--steps", type=int, default=8, help="micro-batches in a round")
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--phases", action="store_true", help="the peak of each phase of a device")
     chosen = parser.parse_args()
     if not can_make_cgroups():
         report({"figures": "no cgroup can be made here"}, as_json=chosen.json, doc=__doc__)
         return
-    size, num_steps = ("tiny", 2) if chosen.quick else (chosen.size, chosen.steps)
-    limit_bytes = int(chosen.limit * GB)
-    figures = {
-        "bare": bare(size, num_steps=num_steps, limit_bytes=limit_bytes),
-        "client": client(
-            size, num_steps=num_steps, num_rounds=chosen.rounds, limit_bytes=limit_bytes
-        ),
-    }
+    size, num_steps = ("tiny", 3) if chosen.quick else (chosen.size, chosen.steps)
+    figures: Figures = {}
+    for row in chosen.rows or (("bare", "client:4.0") if chosen.quick else ROWS):
+        kind, _, limit = row.partition(":")
+        if kind in NEEDS:
+            figures[row] = loop(kind, size, num_steps=num_steps)
+        else:
+            figures[row] = client(
+                size,
+                num_steps=num_steps,
+                num_rounds=chosen.rounds,
+                limit_bytes=int(float(limit) * GB),
+                is_masked=kind == "masked",
+                has_phases=chosen.phases,
+            )
+        if not chosen.json:
+            print(row, figures[row], flush=True)
+    bare = figures.get("bare", {}).get("micro_batch_seconds")
+    for one in figures.values():
+        if bare and one.get("micro_batch_seconds"):
+            one["seconds_over_bare"] = one["micro_batch_seconds"] / bare
     report({"figures": figures}, as_json=chosen.json, doc=__doc__)
 
 
