@@ -255,7 +255,10 @@ class Step:
     weight: Natural
     loss: Finite
     gradient_norm: NotNegative | None = None
-    """Norm of the vector summed so far; None if it was not measured."""
+    """Norm of the vector summed so far; None if it was not measured.
+
+    It is measured after the first step with weight and after the last.
+    """
     seconds: NotNegative
     peak_bytes: Natural
     size: Size | None = None
@@ -299,8 +302,12 @@ class UpdateReport(WireMessage):
 
     @property
     def has_norms(self) -> bool:
-        """Whether all steps have gradient norms, from which the gradient noise follows."""
-        return all(step.gradient_norm is not None for step in self.steps)
+        """Whether the first step with weight and the last have gradient norms.
+
+        The gradient noise follows from these two.
+        """
+        first = next((step for step in self.steps if step.weight), None)
+        return first is not None and None not in (first.gradient_norm, self.steps[-1].gradient_norm)
 
 
 class ReadyReport(WireMessage):

@@ -38,6 +38,10 @@ RELAXED = 1 / 16
 # passes of a small model leave the allocator's heap larger or smaller by up to this.
 NOISE_BYTES = 4 << 20
 
+# Linux takes up to 40 us to reset its mark of the peak, a fifth of a micro-batch of a small model.
+# Micro-batches of one size that begin within this time share one mark.
+MARK_SECONDS = 0.01
+
 # Freed memory is returned at most this often: it takes 5 to 20 ms, and the pages are faulted in
 # again.
 GIVE_BACK_EVERY_SECONDS = 1.0
@@ -136,6 +140,8 @@ class ProcessMemory:
         self._seconds = seconds
         self._peak = PeakMeter()
         self._begun_bytes = 0
+        self._marked_size = 0.0  # of the micro-batches that share the mark of the peak
+        self._mark_again_at = 0.0
         self._largest_begun = 0.0  # since freed memory was returned
         self._last_size = 0.0  # since then too
         self._last_peak_bytes = 0
@@ -173,8 +179,12 @@ class ProcessMemory:
         return fitting
 
     def begin(self, size: float) -> None:
-        self._peak.reset()
-        self._begun_bytes = self._peak.peak_bytes()
+        """See ``Memory``; the peak is that since an earlier one of this size, just before."""
+        now = self._seconds()
+        if size != self._marked_size or now >= self._mark_again_at:
+            self._peak.reset()
+            self._begun_bytes = self._peak.peak_bytes()
+            self._marked_size, self._mark_again_at = size, now + MARK_SECONDS
         self._largest_begun = max(self._largest_begun, size)
 
     def end(self, size: float) -> int:
@@ -210,7 +220,8 @@ class ProcessMemory:
 
     def _give_back(self) -> None:
         release_freed_memory()
-        self._largest_begun = self._last_size = 0.0  # no freed memory is held any more
+        # No freed memory is held any more.
+        self._largest_begun = self._last_size = self._marked_size = 0.0
 
 
 # The peak is the process's in both; reading the thread's own waits for no other thread.

@@ -1,7 +1,10 @@
 """Sums the gradients of one window, K micro-batches, into the vector, whatever fails in between.
 
 Faults are handled by summing again, never by correcting the vector. An example that makes the
-vector invalid is found, and the window is summed again without it. After an allocation failure the
+vector invalid is found, and the window is summed again without it. The vector is checked when the
+window ends: if it is not finite, the window is summed again with a check after each micro-batch,
+which finds the example. From half of the time to a deadline on it is checked after each in any
+case, so that the time left is enough to send something. After an allocation failure the
 window is summed again in micro-batches of half the size, and at one example with activation
 checkpointing. Every example left out is counted.
 
@@ -35,6 +38,7 @@ from headwater.client.training.gradient_pass import (
     NonFiniteLoss,
     add_micro_batch,
     bad_examples,
+    with_norm,
 )
 from headwater.client.training.sampler import Window
 from headwater.client.training.stop_rules import StopRules, num_until_finish
@@ -88,21 +92,20 @@ def sum_window(
         total = WindowSum(remaining=remaining, micro_batch_size=plan.micro_batch_size)
     since_seconds = context.clock.seconds()
     start_seconds = since_seconds - math.fsum(step.seconds for step in total.steps)
-    while total.remaining:
-        more = rules.num_until_answer(_size_of_each(total, context))
-        if more == 0:
-            _end(plan, window, total, "deadline")
-            break
-        if more is not None:
-            total.limit_next(more)
+    while True:
         begun_seconds = since_seconds
         passed_seconds = since_seconds - start_seconds
         reason = _reason_to_end(plan, total, before, context, rules, passed_seconds)
-        if reason is not None:
-            _end(plan, window, total, reason)
-            break
+        if reason is not None or (total.needs_check and rules.is_past_half()):
+            total, is_finite = _checked(plan, total, context)
+            if not is_finite:
+                since_seconds = context.clock.seconds()
+                continue
+            if reason is not None:
+                _end(plan, window, total, reason)
+                break
         if not total.remaining:  # what was left does not fit
-            break
+            continue
         positions, num_steps = total.remaining.popleft(), len(total.steps)
         has_failed = False
         try:
@@ -139,7 +142,9 @@ def _micro_batches(plan: Plan, window: Window, context: TrainingContext) -> Iter
 
 
 def _end(plan: Plan, window: Window, total: WindowSum, reason: StopReason) -> None:
-    """End the window before its remaining examples."""
+    """End the window, before its remaining examples if there are any."""
+    if not total.remaining:
+        return
     num_passed = len(window.positions) - sum(map(len, total.remaining))
     has_quota = reason == "finish" and num_passed >= plan.quota
     total.reason = "quota" if has_quota else reason
@@ -168,6 +173,13 @@ def _reason_to_end(
     Raises:
         OutOfMemory: not even one example of the usual length fits, and there is nothing to send.
     """
+    if not total.remaining:
+        return "quota"
+    more = rules.num_until_answer(_size_of_each(total, context))
+    if more == 0:
+        return "deadline"
+    if more is not None:
+        total.limit_next(more)
     has_some = bool(total.done or before.done)
     if has_some:
         steps = total.steps or before.steps
@@ -296,7 +308,11 @@ def _add_or_leave_out(
         NonFiniteUpdate: in a masked round a backward pass failed, and the sum is lost.
     """
     try:
-        total.add(positions, add(plan, window, positions, context, since_seconds))
+        result = add(plan, window, positions, context, since_seconds)
+        # The gradient noise follows from the norms after the first step with weight and the last.
+        if result.needs_check and (total.is_careful or not total.weight):
+            result.step, result.needs_check = with_norm(result.step, context), False
+        total.add(positions, result)
         return total
     except NonFiniteLoss:
         is_invalid = False
@@ -304,11 +320,7 @@ def _add_or_leave_out(
         is_invalid = not plan.is_masked  # nothing was added
     except InvalidGradients as error:
         is_invalid = True
-        if plan.is_masked:
-            raise NonFiniteUpdate(
-                f"{context.name}, round {plan.round}: a backward pass failed, and a masked round "
-                f"takes no time to sum again: {error.fault.kind}"
-            ) from error
+        _raise_if_masked(plan, context, error)
     if plan.is_masked:
         total.leave_out(positions, MICRO_BATCH_FAULT)
         return total
@@ -327,6 +339,35 @@ def _add_or_leave_out(
         context.accumulator.zero()
         return total.restarted([*total.done, *total.remaining])
     return total
+
+
+def _checked(plan: Plan, total: WindowSum, context: TrainingContext) -> tuple[WindowSum, bool]:
+    """Check that the vector is finite; if it is not, return a restarted total and False.
+
+    From then on it is checked after each micro-batch, so that a failure is that micro-batch's.
+
+    Raises:
+        NonFiniteUpdate: in a masked round it is not finite.
+    """
+    if not total.needs_check:
+        return total, True
+    total.is_careful = True
+    try:
+        total.steps[-1] = with_norm(total.steps[-1], context)
+    except InvalidGradients as error:
+        _raise_if_masked(plan, context, error)
+        context.accumulator.zero()
+        return total.restarted([*total.done, *total.remaining]), False
+    total.needs_check = False
+    return total, True
+
+
+def _raise_if_masked(plan: Plan, context: TrainingContext, error: InvalidGradients) -> None:
+    if plan.is_masked:
+        raise NonFiniteUpdate(
+            f"{context.name}, round {plan.round}: a backward pass failed, and a masked round takes "
+            f"no time to sum again: {error.fault.kind}"
+        ) from error
 
 
 def _log_reductions(plan: Plan, total: WindowSum, context: TrainingContext) -> None:

@@ -29,6 +29,7 @@ class Accumulator:
         num_shared = image.layout.num_parameters
         self.memory = torch.zeros(num_shared + image.layout.num_local)
         self.values_P, self.local_L = self.memory[:num_shared], self.memory[num_shared:]
+        self._has_local = image.layout.num_local > 0
         self._chunks = torch.split(self.values_P, CHUNK)
         self._parameters = [*image.trainable(), *image.local()]
         self._apart: Tensor | None = None
@@ -97,7 +98,8 @@ class Accumulator:
         squared = math.fsum([torch.dot(chunk, chunk).item() for chunk in self._chunks])
         if not math.isfinite(squared):
             squared = squared_norm(self.values_P)
-        return math.sqrt(squared) if squared >= 0 and all_finite(self.local_L) else math.nan
+        is_finite = squared >= 0 and (not self._has_local or all_finite(self.local_L))
+        return math.sqrt(squared) if is_finite else math.nan
 
     def check_views(self) -> None:
         """Check that every gradient is still a slice of the vector.

@@ -284,4 +284,5 @@ def _total(state: Mapping[str, Any]) -> WindowSum:
         refused=state["refused"],
         num_reductions=state["num_cut_smaller"],
         micro_batch_size=state["micro_batch_size"],
+        needs_check=bool(done),
     )

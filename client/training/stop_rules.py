@@ -46,6 +46,13 @@ class StopRules:
         """Note how long a micro-batch took, also one that failed."""
         self._attempts.append(seconds / size)
 
+    def is_past_half(self) -> bool:
+        """Return whether half of the time until the deadline has passed; False without one."""
+        deadline = self._plan.deadline_seconds
+        return deadline is not None and (
+            self._context.clock.seconds() - self._start_seconds > deadline / 2
+        )
+
     def num_until_answer(self, each: float = 1.0) -> int | None:
         """Return how many more examples of a masked plan can be summed in time for its answer.
 

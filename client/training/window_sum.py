@@ -33,6 +33,10 @@ class WindowSum:
     """How often memory made the micro-batches smaller."""
     micro_batch_size: int = 1
     reason: StopReason = "quota"
+    needs_check: bool = False
+    """Whether gradients were added since the vector was last known to be finite."""
+    is_careful: bool = False
+    """Whether the vector is checked after each micro-batch from now on."""
 
     def add(self, positions: Positions, result: MicroBatchResult) -> None:
         """Add the totals of a micro-batch whose gradients are in the vector."""
@@ -45,6 +49,7 @@ class WindowSum:
             self.metric_sums[name] = self.metric_sums.get(name, 0.0) + value
         self.done.append(positions)
         self.steps.append(result.step)
+        self.needs_check = result.needs_check
 
     def limit_next(self, max_examples: int) -> None:
         """Split the next micro-batch if it has more than ``max_examples``."""
@@ -67,6 +72,7 @@ class WindowSum:
             num_retries=self.num_retries,
             num_reductions=self.num_reductions,
             micro_batch_size=self.micro_batch_size,
+            is_careful=self.is_careful,
         )
 
 

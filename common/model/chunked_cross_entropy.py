@@ -17,7 +17,6 @@ chunk, B examples of a vmap.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -74,20 +73,23 @@ def chunked_cross_entropy(
     return losses
 
 
-@contextmanager
-def adding_in_place() -> Iterator[None]:
+class adding_in_place:
     """Promise that a backward pass adds all gradients into the leaves' ``grad``, and only there.
 
     Then the weight's gradient is added to its ``grad`` chunk by chunk, and no second one of its
     size exists. Right for ``loss.backward()``, wrong for ``torch.autograd.grad``,
     ``backward(inputs=...)`` and hooks on the weight.
     """
-    global _adds_in_place
-    before, _adds_in_place = _adds_in_place, True
-    try:
-        yield
-    finally:
-        _adds_in_place = before
+
+    __slots__ = ("_before",)
+
+    def __enter__(self) -> None:
+        global _adds_in_place
+        self._before, _adds_in_place = _adds_in_place, True
+
+    def __exit__(self, *_: object) -> None:
+        global _adds_in_place
+        _adds_in_place = self._before
 
 
 def adds_in_place() -> bool:

@@ -68,7 +68,7 @@ def estimates_after_steps(steps: Sequence[Step]) -> Iterator[NoiseEstimate | Non
     weight, first = 0, None
     for step in steps:
         weight += step.weight
-        if step.gradient_norm is None:  # then no step of the update has one
+        if step.gradient_norm is None:
             yield None
             continue
         if weight and first is None:
@@ -77,7 +77,7 @@ def estimates_after_steps(steps: Sequence[Step]) -> Iterator[NoiseEstimate | Non
 
 
 def _first_and_last(steps: Sequence[Step]) -> NoiseEstimate | None:
-    """Return the last estimate of ``estimates_after_steps``, for steps that all have norms."""
+    """Return the last estimate of ``estimates_after_steps``, for steps that have these norms."""
     weight, first = 0, None
     for step in steps:
         weight += step.weight

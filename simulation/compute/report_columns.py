@@ -159,7 +159,10 @@ class CohortReports(ReportBatch):
         planned, own = self.planned, self.planned.steps_of(at)
         weights, losses = self._of_steps
         num_steps = own.stop - own.start
-        norms = [None] * num_steps if self.norms is None else self.norms[own].tolist()
+        norms: list[float | None] = [None] * num_steps
+        if self.norms is not None:  # as a real device measures them
+            for step in (int(np.argmax(weights[own] > 0)), num_steps - 1):
+                norms[step] = float(self.norms[own][step])
         columns = (planned.sizes, weights, losses, planned.step_seconds, planned.peak_bytes)
         return tuple(
             Step(

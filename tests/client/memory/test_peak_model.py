@@ -15,6 +15,7 @@ from headwater.client.memory.peak_model import (
     GIVE_BACK_EVERY_SECONDS,
     GUARD_BYTES,
     GUARD_SHARE,
+    MARK_SECONDS,
     NOISE_BYTES,
     RELAXED,
     PeakMeter,
@@ -64,15 +65,30 @@ def test_a_meter_keeps_no_descriptor_that_a_forked_process_would_inherit() -> No
 
 
 def test_the_peak_of_a_micro_batch_is_measured_from_begin_to_end() -> None:
-    memory = ProcessMemory()
+    now = [1.0]
+    memory = ProcessMemory(seconds=lambda: now[0])
     size = 64 * MIB
     memory.begin(1)
     memory.end(1)
     torch.ones(size // 4)
     before = resident_bytes()
+    now[0] += MARK_SECONDS
     memory.begin(1)
     torch.ones(size // 8)
     assert memory.end(1) <= before + size // 2 + NOISE_BYTES
+
+
+def test_short_micro_batches_of_one_size_share_a_mark_of_the_peak() -> None:
+    memory = ProcessMemory(seconds=lambda: 1.0)
+    before, size = resident_bytes(), 64 * MIB
+    memory.begin(1)
+    torch.ones(size // 4)
+    memory.end(1)
+    release_freed_memory()
+    memory.begin(1)
+    assert memory.end(1) > before + size // 2
+    memory.begin(2)
+    assert memory.end(2) < before + size // 2, "another size has a mark of its own"
 
 
 def test_freed_memory_is_returned_before_the_size_is_reduced() -> None:

@@ -121,7 +121,7 @@ def test_a_micro_batch_without_a_single_bad_example_is_refused_whole() -> None:
 
 
 def test_an_example_refused_after_the_stop_makes_the_sampler_skip_no_unused_one() -> None:
-    task, data = TwoLayers(), examples(6, kinds=[0, 0, 0, NAN_GRADIENT])
+    task, data = TwoLayers(), examples(6, kinds=[0, 0, 0, RAISES_BACKWARD])
     # The second micro-batch invalidates the vector: the window restarts, until the deadline.
     context, chosen = training_context(task, data), plan(6, 2, deadline_seconds=4.0)
     first = replace(whole(data, 6), order=InOrder(0, "pi", 6))

@@ -159,7 +159,9 @@ def test_each_step_records_its_loss_norm_seconds_and_peak_memory() -> None:
         losses.append(step.loss * step.weight)
         norm = float(np.linalg.norm(sums(context, summed).double().numpy()))
         assert (step.num_examples, step.weight) == (len(positions), len(positions))
-        assert step.gradient_norm == pytest.approx(norm, rel=10 * 2.0**-23)
+        is_measured = len(summed) in (4, 10)  # after the first step and the last
+        expected = pytest.approx(norm, rel=10 * 2.0**-23) if is_measured else None
+        assert step.gradient_norm == expected
         assert step.seconds == len(positions)
         assert step.peak_bytes > 2**20
     assert math.isclose(math.fsum(losses), report.loss_sum, rel_tol=1e-12)
