@@ -23,5 +23,6 @@ def all_finite(values: Tensor) -> bool:
 
 def squared_norm(values_P: Tensor) -> float:
     """Return |values|^2, summed in float64; finite for finite float32."""
-    parts = (chunk.double() for chunk in torch.split(values_P, CHUNK))
+    chunks = [values_P] if values_P.numel() <= CHUNK else torch.split(values_P, CHUNK)
+    parts = (chunk.double() for chunk in chunks)
     return math.fsum(torch.dot(part, part).item() for part in parts)

@@ -37,7 +37,7 @@ from headwater.server.fleet import Dropout
 from headwater.simulation.compute.round_columns import samplers_of
 from headwater.simulation.fleet.devices import ClientPlan, Devices
 from headwater.simulation.fleet.faults import falsify
-from headwater.simulation.fleet.position_columns import NO_ROUND
+from headwater.simulation.fleet.position_columns import NO_ROUND, Ints, PlaceColumns
 from headwater.simulation.fleet.window_columns import window_positions
 
 log = logging.getLogger(__name__)
@@ -68,9 +68,8 @@ def next_windows(devices: Devices, opened: Sequence[tuple[ClientPlan, Examples]]
         return [next_window(devices, client, len(examples)) for client, examples in opened]
     clients, plans = [one for one, _ in opened], [one.plan for one, _ in opened]
     parts = np.array([one.part for one in clients], dtype=np.int64)
-    counted = np.array([plan.counted_round or NO_ROUND for plan in plans], dtype=np.int64)
     owned = np.array([len(examples) for _, examples in opened], dtype=np.int64)
-    places = devices.positions.settle(parts, counted).of_existing(owned)
+    places = devices.positions.settle(parts, _counted_rounds(clients)).of_existing(owned)
     lengths = [
         window_length(plan.quota, plan.max_examples - plan.quota, number)
         for plan, number in zip(plans, owned.tolist(), strict=True)
@@ -165,7 +164,16 @@ class OneByOne:
             version = one.opened.client.plan.model_version
             self._devices.trainer.loaded_model.load(run_id, version, model)
             trained.append(self._train(one, accumulator))
-        return [one if isinstance(one, Dropout) else self._update(one) for one in trained]
+        replies = [one if isinstance(one, Dropout) else self._update(one) for one in trained]
+        pairs = zip(trained, replies, strict=True)
+        self._store_positions(
+            [
+                one
+                for one, reply in pairs
+                if isinstance(reply, Update) and not isinstance(one, Dropout)
+            ]
+        )
+        return replies
 
     def _some_accumulators(self, number: int) -> list[Accumulator]:
         """Return this many vectors; the first is the trainer's own."""
@@ -228,7 +236,7 @@ class OneByOne:
         return _TrainedClient(opened=opened, context=context, local=local, local_sum=local_sum)
 
     def _update(self, one: _TrainedClient) -> Update | Dropout:
-        """Return a device's update and store its position; an unusable window is skipped."""
+        """Return a device's update; an unusable window is skipped."""
         devices, client, window = self._devices, one.opened.client, one.opened.window
         part, plan = client.part, client.plan
         try:
@@ -245,16 +253,31 @@ class OneByOne:
             return _dropout(client, error)
         except Exception as error:
             return _dropout(client, error)
-        is_whole = plan.is_private_by_example  # as ``client.trainer`` passes its examples
-        used = window.positions if is_whole else one.local_sum.used
-        settled = devices.positions[part].settle(plan.counted_round)
-        after = replace(settled, place=window.place).pend(plan.round, window.after_use_of(used))
-        devices.positions[part] = after
         faults = devices.falsifications(part, round_number=plan.round)
         if faults:
             moment = devices.fleet.moment(part, round_number=plan.round)
             update = replace(update, values_P=falsify(update.values_P, faults, moment))
         return update
+
+    def _store_positions(self, updated: Sequence[_TrainedClient]) -> None:
+        """Store the positions of devices that have made an update, all of one round."""
+        if not updated:
+            return
+        clients, afters = [one.opened.client for one in updated], []
+        for one in updated:
+            window = one.opened.window
+            is_whole = one.opened.client.plan.is_private_by_example  # as ``client.trainer`` passes
+            used = window.positions if is_whole else one.local_sum.used
+            afters.append(window.after_use_of(used))
+        parts = np.array([client.part for client in clients], dtype=np.int64)
+        positions = self._devices.positions
+        positions.settle(parts, _counted_rounds(clients))
+        places = PlaceColumns.of([one.opened.window.place for one in updated])
+        positions.set_pending(parts, places, clients[0].plan.round, PlaceColumns.of(afters))
+
+
+def _counted_rounds(clients: Sequence[ClientPlan]) -> Ints:
+    return np.array([one.plan.counted_round or NO_ROUND for one in clients], dtype=np.int64)
 
 
 def _dropout(client: ClientPlan, error: Exception) -> Dropout:
