@@ -162,6 +162,9 @@ class Window:
 
         Later windows begin with the unused ones of the first epoch that has some.
         """
+        used = tuple(used)
+        if used == self.positions[: len(used)]:  # in the order of the window, as most are
+            return self.after(len(used))
         number, start = Counter(used), 0
         for epoch, positions in enumerate(self.by_epoch(), start=self.place.epoch):
             end, unused = 0, []

@@ -87,8 +87,14 @@ class ExampleRows:
         ):
             raise UnsupportedBatch("an example looks different alone than it does in a batch")
 
-    def take(self, rows: Rows) -> list[Tensor]:
-        """Return the tensors of these rows [*rows.shape, ...]."""
+    def take(self, rows: Rows, *, as_views: bool = False) -> list[Tensor]:
+        """Return the tensors of these rows [*rows.shape, ...].
+
+        ``as_views`` allows tensors that share the rows' memory: for a user that does not change
+        them, and for rows [N] that follow one another.
+        """
+        if as_views and rows[-1] - rows[0] == len(rows) - 1 and bool(np.all(rows[1:] > rows[:-1])):
+            return [column[int(rows[0]) : int(rows[-1]) + 1] for column in self._columns]
         index = torch.from_numpy(rows.ravel())
         return [
             column.index_select(0, index).view(*rows.shape, *column.shape[1:])

@@ -168,6 +168,7 @@ def check_sums(
     rows = np.array(positions) + examples.add(0, own)
     trainer.accumulator.zero()
     sums = model.add(rows, None, "float32")
+    model.compare_batches(rows, sums)
     trainer.accumulator.zero()
     found = {"loss": sums.loss.sum(), "weight": sums.weight.sum()}
     found |= {f"metric {name}": values.sum() for name, values in sums.metrics.items()}

@@ -3,16 +3,22 @@
 A task's loss is a sum over examples (``common.additivity`` checks it), so ``vmap`` can run
 ``loss_sum`` on batches of one example each, all in the same operators. The gradient of their sum is
 one backward pass; a device's own gradient is the gradient of the sum over its examples.
+
+Where only the sum of the gradients is needed, ``loss_sum`` gets one batch of all examples, if that
+gives what ``vmap`` gives: ``RowSums`` reads what each example adds where the task sums over them.
+That takes a tenth less time for a small perceptron, whose layers ``vmap`` takes apart.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+import logging
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
@@ -29,6 +35,7 @@ from headwater.simulation.compute.linear_layers import (
     find_linear_layers,
 )
 from headwater.simulation.compute.round_columns import Bools, Floats
+from headwater.simulation.compute.row_sums import RowSums
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,6 +47,12 @@ class ExampleSums:
     metrics: Mapping[str, Floats]
 
 
+log = logging.getLogger(__name__)
+
+# Of the comparison of a batch with single examples; both are relative.
+TOLERANCE, MIN_DIFFERENCE = 1e-5, 1e-3
+
+
 class PerExampleModel:
     """A task's model, run on single examples of many devices side by side.
 
@@ -49,7 +62,31 @@ class PerExampleModel:
     def __init__(self, task: Task, image: ModelImage, examples: ExampleRows) -> None:
         self._image = image
         self._examples = examples
+        self._task = task
         self._loss_sum = _LossSum(task, image.model)
+        self._weight_each = 0.0
+        self._keeps_inputs = False
+        self.takes_batches = False
+        """Whether ``add`` runs the task on a batch of all examples, see ``compare_batches``."""
+
+    def compare_batches(self, rows: Rows, expected: ExampleSums) -> None:
+        """Let ``add`` run batches from now on, if one of these examples gives the expected sums.
+
+        The examples' losses must differ, to tell whether each is that of its own example.
+        """
+        losses, self._weight_each = expected.loss, float(expected.weight[0])
+        if len(rows) < 2 or np.ptp(losses) <= MIN_DIFFERENCE * np.abs(losses).max():
+            return
+        tensors = self._examples.take(rows)
+        versions = [tensor._version for tensor in tensors]
+        try:
+            with torch.no_grad():
+                _, found = self._of_batch(tensors, None, "float32")
+        except UnsupportedBatch as reason:
+            log.info("examples are passed by vmap: %s", reason)
+            return
+        self._keeps_inputs = versions == [tensor._version for tensor in tensors]
+        self.takes_batches = _are_close(found, expected)
 
     def add(self, rows: Rows, factors: Floats | None, precision: str) -> ExampleSums:
         """Add the gradient of the summed loss of N examples to the parameters' own.
@@ -57,10 +94,43 @@ class PerExampleModel:
         ``factors`` [N] scale each example's gradient.
         """
         self._image.model.train()
+        if self.takes_batches:
+            tensors = self._examples.take(rows, as_views=self._keeps_inputs)
+            try:
+                total, sums = self._of_batch(tensors, factors, precision)
+            except UnsupportedBatch as reason:  # on other examples than the first
+                log.info("examples are passed by vmap: %s", reason)
+                self.takes_batches = False
+            else:
+                total.backward()  # type: ignore[no-untyped-call]
+                return sums
         with _unsupported(), _compute_in(precision):
             loss, weight, metrics = vmap(self._one)(*self._examples.take(rows))
         _sum(loss, factors).backward()  # type: ignore[no-untyped-call]
         return _example_sums(loss, weight, metrics)
+
+    def _of_batch(
+        self, tensors: Sequence[Tensor], factors: Floats | None, precision: str
+    ) -> tuple[Tensor, ExampleSums]:
+        """Return the loss of a batch of N examples, and what each of them adds."""
+        num_rows = len(tensors[0])
+        sums = RowSums(num_rows)
+        batch = self._examples.batch(tensors)
+        with _unsupported(), _autocast(precision), sums:
+            loss, weight, *others = self._task.loss_sum(self._image.model, batch)
+        metrics = others[0] if others else {}
+        if isinstance(weight, Tensor):
+            weights = _numbers(sums.of(weight))
+        elif weight == self._weight_each * num_rows:
+            weights = np.full(num_rows, self._weight_each)
+        else:
+            raise UnsupportedBatch(f"the weight of {num_rows} examples is {weight}")
+        of_rows = sums.of(loss)
+        return loss if factors is None else _sum(of_rows, factors), ExampleSums(
+            loss=_numbers(of_rows),
+            weight=weights,
+            metrics={str(name): _numbers(sums.of(value)) for name, value in metrics.items()},
+        )
 
     def linear_layers(self, rows: Rows) -> LinearLayers | None:
         """Return the layers that run on some examples, if ``add_with_norms`` can use them."""
@@ -201,13 +271,27 @@ def _compute_in(precision: str) -> Iterator[None]:
 
     torch.func runs the CPU's fused kernel example by example, with a warning for each.
     """
-    autocast = (
-        torch.autocast("cpu", dtype=torch.bfloat16)
-        if precision == "bfloat16"
-        else contextlib.nullcontext()
-    )
-    with sdpa_kernel(SDPBackend.MATH), autocast:
+    with sdpa_kernel(SDPBackend.MATH), _autocast(precision):
         yield
+
+
+def _autocast(precision: str) -> contextlib.AbstractContextManager[object]:
+    is_narrow = precision == "bfloat16"
+    return torch.autocast("cpu", dtype=torch.bfloat16) if is_narrow else contextlib.nullcontext()
+
+
+def _numbers(of_rows: Tensor) -> Floats:
+    numbers: Floats = of_rows.detach().double().numpy()
+    return numbers
+
+
+def _are_close(found: ExampleSums, expected: ExampleSums) -> bool:
+    """Return whether two ways to compute the same examples agree on each."""
+    if found.metrics.keys() != expected.metrics.keys():
+        return False
+    pairs = [(found.loss, expected.loss), (found.weight, expected.weight)]
+    pairs += [(found.metrics[name], values) for name, values in expected.metrics.items()]
+    return all(np.allclose(one, other, rtol=TOLERANCE, atol=1e-6) for one, other in pairs)
 
 
 def _example_sums(loss: Tensor, weight: Tensor, metrics: Mapping[str, Tensor]) -> ExampleSums:
