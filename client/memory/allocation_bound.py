@@ -22,8 +22,14 @@ resource = optional_module("resource")
 # torch starts another thread for each so many elements (at::internal::GRAIN_SIZE).
 GRAIN = 32_768
 
+# Smaller matrices are multiplied without a buffer.
+BLAS_SIZE = 128
+
 # glibc's stack of a thread where RLIMIT_STACK is unlimited.
 UNLIMITED_STACK_BYTES = 2 << 20
+STACK_GUARD_BYTES = 64 << 10  # of a stack's mapping, which cannot be written
+
+MOSTLY = 16  # a reserve is a mapping of which less than a sixteenth was written
 
 _is_taken = threading.Lock()
 _in_force: int | None = None
@@ -56,10 +62,9 @@ def bounded(limit_bytes: float | None) -> Iterator[None]:
 @contextmanager
 def _set(limit_bytes: float) -> Iterator[None]:
     global _in_force
-    _start_threads()
+    unwritten = _prepared_bytes() + _stack_bytes()
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     room = max(limit_bytes - NOISE_BYTES - resident_bytes(), 0)
-    unwritten = _stack_bytes() + _library_bytes()
     bound = int(min(status_bytes("VmData"), status_bytes("RssAnon") + unwritten) + room)
     known = [one for one in (soft, hard) if one != resource.RLIM_INFINITY]
     if known and min(known) <= bound:
@@ -74,32 +79,57 @@ def _set(limit_bytes: float) -> Iterator[None]:
         _in_force = None
 
 
-def _start_threads() -> None:
-    """Start torch's threads: one whose stack cannot be allocated ends the process."""
-    import torch  # here, as the limits are read before torch is imported
+@functools.cache
+def _prepared_bytes() -> int:
+    """Let libraries allocate what they end the process without; return what they never write.
+
+    These are the stacks of torch's threads, and the buffers of OpenBLAS: of numpy's, and on some
+    processors of torch's.
+    """
+    import numpy as np  # here, as the limits are read before anything large is imported
+    import torch
 
     torch.zeros(GRAIN * torch.get_num_threads(), dtype=torch.uint8).add_(1)
+    np.ones((BLAS_SIZE, BLAS_SIZE)) @ np.ones((BLAS_SIZE, BLAS_SIZE))
+    torch.ones(BLAS_SIZE, BLAS_SIZE) @ torch.ones(BLAS_SIZE, BLAS_SIZE)
+    return _unwritten_bytes()
 
 
-def _stack_bytes() -> int:
-    """Return the mapped stacks of the process's threads, of which they use a small part."""
-    size = resource.getrlimit(resource.RLIMIT_STACK)[0]
-    each = UNLIMITED_STACK_BYTES if size == resource.RLIM_INFINITY else size
-    return len(os.listdir("/proc/self/task")) * int(each)
+def _unwritten_bytes() -> int:
+    """Return the bytes of reserves: mappings of which next to nothing was written, and files.
+
+    Neither the heap, nor the stacks of threads.
+    """
+    num_bytes = 0
+    for name, size, written in _private_mappings():
+        is_reserve = name.startswith("/") or written <= size // MOSTLY
+        if name != "[heap]" and is_reserve and not 0 <= _stack_size() - size < STACK_GUARD_BYTES:
+            num_bytes += size - written
+    return num_bytes
 
 
-@functools.cache
-def _library_bytes() -> int:
-    """Return the private data of files, such as libraries, that was never written."""
-    num_bytes, is_counted = 0, False
+def _private_mappings() -> Iterator[tuple[str, int, int]]:
+    """Yield the file or kind of each private writable mapping, its bytes, and those written."""
+    name, size = None, 0
     with open("/proc/self/smaps", encoding="utf-8", errors="replace") as rows:
         for row in rows:
             words = row.split()
             if not words[0].endswith(":"):  # the first row of a mapping
-                is_counted = words[1] == "rw-p" and words[-1].startswith("/")
-            elif is_counted and words[0] in ("Size:", "Anonymous:"):
-                num_bytes += int(words[1]) * (1024 if words[0] == "Size:" else -1024)
-    return num_bytes
+                name = (words[5] if words[5:] else "") if words[1] == "rw-p" else None
+            elif words[0] == "Size:":
+                size = int(words[1]) * 1024
+            elif words[0] == "Anonymous:" and name is not None:
+                yield name, size, int(words[1]) * 1024
+
+
+def _stack_bytes() -> int:
+    """Return the mapped stacks of the process's threads, of which they use a small part."""
+    return len(os.listdir("/proc/self/task")) * _stack_size()
+
+
+def _stack_size() -> int:
+    size = int(resource.getrlimit(resource.RLIMIT_STACK)[0])
+    return UNLIMITED_STACK_BYTES if size == resource.RLIM_INFINITY else size
 
 
 def _counts_private_memory() -> bool:

@@ -30,12 +30,14 @@ class Footprint(NamedTuple):
 
     With checkpointing: memory kept between the passes counts once, the largest block
     ``WORKING_FACTOR`` times. Plain: what autograd keeps, without temporaries. Kept: what it keeps
-    between the passes with checkpointing, the least that a pass can take.
+    between the passes with checkpointing, the least that a pass can take. Outside: the part of it
+    that belongs to no block, such as the embedding's, the last layer's and the loss's.
     """
 
     checkpointed: float
     plain: float
     kept: float
+    outside: float = 0.0
     cheap: Mapping[int, int] = {}
     """Of each block, the bytes of ``plain`` that cheap operations computed."""
 
@@ -67,6 +69,7 @@ def footprint(model: nn.Module, forward: Callable[[], object]) -> Footprint | No
         plain=kept + sum(inner.values()),
         kept=kept,
         cheap=dict(meter.cheap_bytes),
+        outside=float(sum(meter.outside.values())),
     )
 
 
@@ -119,6 +122,7 @@ class _KeptBytes:
 
     model: nn.Module
     kept: dict[int, int] = field(default_factory=dict)
+    outside: dict[int, int] = field(default_factory=dict)
     inner_bytes: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))
     cheap_bytes: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))
     largest_block: int = 0
@@ -155,7 +159,9 @@ class _KeptBytes:
 
     def add(self, tensor: Tensor) -> Tensor:
         """Add a tensor that is kept outside of blocks."""
-        self.kept |= self._bytes_of([tensor])
+        own = self._bytes_of([tensor])
+        self.kept |= own
+        self.outside |= own
         return tensor.detach()
 
     def _bytes_of(self, tensors: list[Tensor]) -> dict[int, int]:

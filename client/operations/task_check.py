@@ -8,10 +8,19 @@ from rich.filesize import decimal
 
 from headwater.client.device.hardware import ThisMachine
 from headwater.client.device.sensors import readings
+from headwater.client.memory.peak_model import resident_bytes
+from headwater.client.operations.memory_table import (
+    Part,
+    check_fits,
+    parts_at_rest,
+    parts_of_training,
+    what_makes_it_fit,
+)
 from headwater.client.trainer.trainer import Trainer
 from headwater.client.training.context import Identity
 from headwater.common.settings.schema import Settings
 from headwater.common.system.console import console
+from headwater.common.system.heap import release_freed_memory
 from headwater.common.system.printable import printable, printable_lines
 
 
@@ -41,6 +50,12 @@ def show_task_check(settings: Settings, trainer: Trainer, identity: Identity) ->
             soft_wrap=True,
             markup=False,
         )
+    hardware = ThisMachine(settings.client)
+    release_freed_memory()
+    at_rest = parts_at_rest(trainer, resident_bytes())
+    console.print("at rest     memory that is taken before any example:")
+    for part in at_rest:
+        console.print(part.line, soft_wrap=True, markup=False)
     report = trainer.check(examples, identity.name)
     if report.num_seen:
         console.print("loss        is a sum over examples, and so are its metrics and gradients")
@@ -50,8 +65,39 @@ def show_task_check(settings: Settings, trainer: Trainer, identity: Identity) ->
         console.print(
             f"left out    {printable_lines(report.left_out)}", soft_wrap=True, markup=False
         )
-    for topic, text in measurements(trainer, identity, ThisMachine(settings.client)):
+    for topic, text in measurements(trainer, identity, hardware):
         console.print(f"{topic:<11} {printable(text)}", soft_wrap=True, markup=False)
+    _show_training_memory(settings, trainer, identity, hardware, at_rest)
+
+
+def _show_training_memory(
+    settings: Settings,
+    trainer: Trainer,
+    identity: Identity,
+    hardware: ThisMachine,
+    at_rest: list[Part],
+) -> None:
+    """Print what training adds to the memory at rest, and what makes it fit.
+
+    Raises:
+        OutOfMemory: one example does not fit.
+    """
+    known, fitting = hardware.memory.known, hardware.memory.fitting(1)
+    assert known is not None  # the speed was measured
+    assert fitting is not None
+    context = trainer.context(trainer.examples(identity), identity.name, hardware)
+    console.print("training    memory that a micro-batch adds:")
+    for part in parts_of_training(
+        at_rest,
+        known,
+        trainer.checkpointed.footprint,
+        num_tokens=None if context.lengths is None else context.lengths.usual,
+        has_algorithm=settings.algorithm.name is not None,
+        is_masked=settings.secure.aggregation != "off",
+    ):
+        console.print(part.line, soft_wrap=True, markup=False)
+    check_fits(identity.name, known, hardware.limits.lowest(), fitting)
+    console.print(f"fits        {what_makes_it_fit(trainer, fitting)}", soft_wrap=True)
 
 
 def measurements(

@@ -114,7 +114,7 @@ class CheckpointedClients:
         if rest + gradient + WORKING_FACTOR * found.plain <= guarded_bytes(limit, rest):
             return
         if rest + found.checkpointed > limit:
-            raise OutOfMemory(_too_small(context, rest + found.checkpointed, limit))
+            raise OutOfMemory(_too_small(context, rest + found.checkpointed, limit, rest))
         keep_mmap_threshold()
         one_pass = functools.partial(
             measured_pass, rest_bytes=rest, meter=PeakMeter(), cheap_bytes=found.cheap
@@ -129,7 +129,7 @@ class CheckpointedClients:
         peak = measured.peak_bytes(choice)
         context.memory.expect(rest_bytes=rest, peak_bytes=peak)
         if peak > room:
-            raise OutOfMemory(_too_small(context, peak, limit))
+            raise OutOfMemory(_too_small(context, peak, limit, rest))
         extents = [*choice.values()]
         if any(extents):
             log.warning(
@@ -154,15 +154,24 @@ def _check_rest(context: TrainingContext) -> None:
     if limit is not None and rest > guarded_bytes(limit, rest):
         raise OutOfMemory(
             f"{context.name}: one example alone does not fit: before it the process holds "
-            f"{_of(rest, limit)}, with the model and its gradient"
+            f"{_of(rest, limit)}, with the model and its gradient{_missing(rest, limit, rest)}"
         )
 
 
-def _too_small(context: TrainingContext, peak_bytes: float, limit_bytes: float) -> str:
+def _too_small(
+    context: TrainingContext, peak_bytes: float, limit_bytes: float, rest_bytes: float
+) -> str:
     return (
         f"{context.name}: one example alone does not fit: its predicted peak is "
         f"{_of(peak_bytes, limit_bytes)}, even with activation checkpointing"
+        f"{_missing(peak_bytes, limit_bytes, rest_bytes)}"
     )
+
+
+def _missing(peak_bytes: float, limit_bytes: float, rest_bytes: float) -> str:
+    """Return how much more the limit must be; it leaves a part free for errors of predictions."""
+    missing = peak_bytes - guarded_bytes(limit_bytes, rest_bytes)
+    return f": with a margin, {missing / 2**20:,.0f} MiB are missing"
 
 
 def _of(peak_bytes: float, limit_bytes: float) -> str:

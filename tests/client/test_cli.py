@@ -19,19 +19,24 @@ def test_check_shows_the_memory_limit_the_task_s_cost_and_the_device_s_speed() -
     threads = torch.get_num_threads()
     try:
         found = CliRunner().invoke(
-            app, ["check", "--task", TASK, "--threads", "1", "--memory-limit", "8000000000"]
+            app, ["check", "--task", TASK, "--threads", "1", "--memory", "8GB"]
         )
     finally:
         torch.set_num_threads(threads)
     assert found.exit_code == 0, found.output
-    topics = {line[:11].strip() for line in found.output.splitlines()} - {""}
+    lines = found.output.splitlines()
+    topics = {line[:11].strip() for line in lines if not line.startswith("  ")} - {""}
     assert topics == {
-        "task", "examples", "model", "loss", "memory", "speed", "sensors", "gives"
+        "task", "examples", "model", "at rest", "loss", "memory", "speed", "sensors", "gives",
+        "training", "fits", "precision"
     }  # fmt: skip
     assert "up to 8.0 GB, by memory limit as set" in found.output
     assert "per example of a micro-batch" in found.output
     assert "fastest in" in found.output
     assert "of its time" in found.output
+    assert "\n  update vector " in found.output
+    assert "\n  total at its peak " in found.output
+    assert "fits        in micro-batches of up to" in found.output
 
 
 STOPPED = """

@@ -55,8 +55,16 @@ def test_the_footprint_is_the_blocks_inputs_and_twice_the_largest_block() -> Non
         plain=plain,
         kept=held,
         cheap={0: 0, 1: 0, 2: 0},  # tanh keeps its output, and not its input
+        outside=0,
     )
     assert not is_on(model)
+
+
+def test_what_is_kept_outside_of_blocks_is_the_loss_s() -> None:
+    model = three_blocks()
+    found = footprint(model, lambda: model(torch.randn(10, 8)).exp().sum())
+    assert found is not None
+    assert found.outside == 4 * 10 * 8
 
 
 def test_measuring_the_footprint_leaves_checkpointing_as_it_was() -> None:
