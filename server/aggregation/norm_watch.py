@@ -20,11 +20,13 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 
 from torch import Tensor
 
+from headwater.common.errors import OutlierInRound
 from headwater.common.model.vectors import squared_norm
 
 MIN_UPDATES = 3
@@ -52,6 +54,19 @@ class NormWatch:
             return self
         median = statistics.median_low(known)
         return replace(self, largest_median=max(self.largest_median or 0.0, median))
+
+    def check_first(self, norms: Mapping[str, float], *, round_number: int) -> None:
+        """Check the norms of the first round that has a median, by the clients' names.
+
+        Raises:
+            OutlierInRound: the largest is far above the median.
+        """
+        name, norm = max(norms.items(), key=itemgetter(1), default=("", 0.0))
+        if norm > self.limit:
+            raise OutlierInRound(
+                f"round {round_number}: the norm of {name} per unit of weight is "
+                f"{norm:.3g}, more than {self.multiple:g} times the median"
+            )
 
 
 def norm_per_weight(values_P: Tensor, weight: int) -> float:

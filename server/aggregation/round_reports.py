@@ -86,6 +86,32 @@ class ReportColumns:
         )
 
 
+def plain_sum(
+    columns: Sequence[ReportColumns],
+    *,
+    names: tuple[str, ...],
+    mean_P: Tensor,
+    weight: int,
+    max_weight_per_example: int,
+    is_private: bool,
+    noise: NoiseSums | None,
+    bit_sum: float | None,
+) -> RoundSum:
+    """Return the result of a round in plain text; one whose sum is private has no metrics."""
+    return RoundSum(
+        bit_sum=bit_sum,
+        names=names,
+        mean_P=mean_P,
+        weight=weight,
+        num_examples=sum(chain.from_iterable(part.num_examples for part in columns)),
+        num_refused=sum(chain.from_iterable(part.num_refused for part in columns)),
+        summed_weight=total_summed_weight(columns, max_weight_per_example=max_weight_per_example),
+        loss_sum=total_loss(columns),
+        metric_sums={} if is_private else total_metrics(columns),
+        noise=noise,
+    )
+
+
 def total_loss(parts: Iterable[ReportColumns]) -> float:
     """Add up the losses, rounded once, so that the result does not depend on their order."""
     return math.fsum(chain.from_iterable(part.loss_sum for part in parts))

@@ -18,16 +18,23 @@ from torch import nn
 from headwater.common.data.batches import batch_of
 from headwater.common.data.evaluation import evaluate_sums
 from headwater.common.data.example_faults import details, short_summary
-from headwater.common.errors import ConnectionLost, LateUpdate, MissingData, TaskFailed
+from headwater.common.errors import (
+    ConnectionLost,
+    LateUpdate,
+    MissingData,
+    SettingsError,
+    TaskFailed,
+)
 from headwater.common.messages import EvaluateReport
 from headwater.common.model.parameters import ModelImage
-from headwater.common.settings.schema import EvaluationSettings
+from headwater.common.settings.schema import EvaluationSettings, Settings
 from headwater.common.streams import as_examples
 from headwater.common.task import Examples, Metrics, Task, loss_sum
 from headwater.common.user_code import described, running
 from headwater.common.wording import counted
 from headwater.server.aggregation.round_reports import most_reported
 from headwater.server.fleet import Dropout
+from headwater.server.rounds import model_selection
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +55,26 @@ class EvaluatedRound:
     """Devices whose held-out examples are in the metrics; None if devices do not evaluate."""
     not_evaluated: dict[str, str] = field(default_factory=dict)
     """Why each of the other devices is not in them."""
+
+
+def server_test_examples(task: Task, image: ModelImage, settings: Settings) -> Examples | None:
+    """Open the server's test examples; None if there are none, or nothing to test on them.
+
+    Raises:
+        MissingData, TaskFailed: see ``open_test_examples``.
+    """
+    layout = image.layout
+    if not layout.local:
+        return open_test_examples(task, image.model)
+    is_tested = settings.evaluation.on_devices
+    log.warning(
+        "%s of %s parameters stay on the devices (%s): the server has no whole model to test%s",
+        f"{layout.num_local:,}",
+        f"{layout.num_local + layout.num_parameters:,}",
+        settings.model.local_parameters,
+        "; the devices test theirs" if is_tested else ", --evaluate-on-devices tests on each",
+    )
+    return None
 
 
 def open_test_examples(task: Task, model: nn.Module) -> Examples | None:
@@ -73,6 +100,25 @@ def open_test_examples(task: Task, model: nn.Module) -> Examples | None:
         _first_sums(task, model, examples)
     opened: Examples = examples
     return opened
+
+
+def check_criteria(
+    settings: Settings, task: Task, image: ModelImage, test_examples: Examples | None
+) -> None:
+    """Check before the first round that it can follow the metrics that end or keep models.
+
+    Raises:
+        SettingsError, UnknownMetric: see ``model_selection.check_criteria``.
+    """
+    chosen = settings.evaluation
+    if chosen.best is None and chosen.stop_when is None:
+        return
+    if chosen.best is not None and settings.out is None:
+        raise SettingsError(
+            "--best keeps a file, and the run writes to no folder", remedy="name one: --out DIR"
+        )
+    names = test_metric_names(task, image.model, test_examples)
+    model_selection.check_criteria(chosen, names)
 
 
 def test_metric_names(task: Task, model: nn.Module, examples: Examples | None) -> list[str] | None:

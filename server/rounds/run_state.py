@@ -11,33 +11,20 @@ import logging
 from collections.abc import Sized
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
-from operator import itemgetter
 from typing import Any
 
-from headwater.common.errors import (
-    Diverged,
-    EmptyUpdate,
-    OutlierInRound,
-    SettingsError,
-    TooFewClients,
-)
+from headwater.common.errors import Diverged, SettingsError
 from headwater.common.model.parameters import build_model
 from headwater.common.model.trained_model import load_initial
 from headwater.common.model.vectors import all_finite, squared_norm
 from headwater.common.settings.changes import Changes, of_training
 from headwater.common.settings.schema import Settings
-from headwater.common.task import Examples, load_task, max_weight_per_example
-from headwater.common.wording import counted
+from headwater.common.task import load_task, max_weight_per_example
 from headwater.server.aggregation.cohort_sum import CohortSum
 from headwater.server.aggregation.held_updates import held_updates
 from headwater.server.aggregation.norm_watch import NormWatch
-from headwater.server.aggregation.round_reports import (
-    RoundSum,
-    total_loss,
-    total_metrics,
-    total_summed_weight,
-)
+from headwater.server.aggregation.quorum import check_quorum
+from headwater.server.aggregation.round_reports import RoundSum, plain_sum
 from headwater.server.aggregation.server_optimizer import ServerOptimizer, rate_factor
 from headwater.server.fleet import Fleet
 from headwater.server.planning.noise_scale import RoundNoise, round_noise, total
@@ -54,7 +41,6 @@ from headwater.server.secagg.unmask_phase import UnmaskedSum
 
 log = logging.getLogger(__name__)
 
-NOTHING_FINITE = "lower --learning-rate if the model diverged, or look at the devices' data"
 DEFAULT_DECISIONS = Decisions()
 
 
@@ -92,7 +78,7 @@ class Training:
         )
         if settings.model.initial is not None:
             load_initial(self.image, settings.model.initial)
-        self.test_examples = self._test_examples()
+        self.test_examples = evaluation.server_test_examples(self.task, self.image, settings)
         self._num_test_left_out = 0
         self.optimizer = ServerOptimizer(self.image, settings.optimizer, settings.schedule)
         self.max_weight_per_example = max_weight_per_example(self.task)
@@ -121,21 +107,6 @@ class Training:
         if settings.privacy.is_on:
             num_values = self.image.layout.num_parameters
             self.privacy = RunPrivacy(settings, num_values=num_values)
-
-    def _test_examples(self) -> Examples | None:
-        """Open the server's test examples; None if there are none, or nothing to test on them."""
-        layout, chosen = self.image.layout, self.settings
-        if not layout.local:
-            return evaluation.open_test_examples(self.task, self.image.model)
-        is_tested = chosen.evaluation.on_devices
-        log.warning(
-            "%s of %s parameters stay on the devices (%s): the server has no whole model to test%s",
-            f"{layout.num_local:,}",
-            f"{layout.num_local + layout.num_parameters:,}",
-            chosen.model.local_parameters,
-            "; the devices test theirs" if is_tested else ", --evaluate-on-devices tests on each",
-        )
-        return None
 
     def take_changed(self) -> dict[str, list[Any]]:
         """Return what changed when the run was resumed, for the first row after that alone."""
@@ -211,20 +182,16 @@ class Training:
                 names=opened.accepted,
                 clip_bits=opened.clip_bits,
             )
-        return RoundSum(
-            bit_sum=bit_sum,
+        return plain_sum(
+            columns,
             names=tuple(opened.accepted),
             mean_P=self.sum.close() if held is None else held.mean(self.sum),
             weight=self.sum.weight if held is None else held.weight,
-            num_examples=sum(chain.from_iterable(part.num_examples for part in columns)),
-            num_refused=sum(chain.from_iterable(part.num_refused for part in columns)),
-            summed_weight=total_summed_weight(
-                columns, max_weight_per_example=self.max_weight_per_example
-            ),
-            loss_sum=total_loss(columns),
-            metric_sums=total_metrics(columns) if self.privacy is None else {},
+            max_weight_per_example=self.max_weight_per_example,
+            is_private=self.privacy is not None,
             # A robust rule's gradient is no mean of the examples that the estimate compares.
             noise=total(opened.noise) if held is None else None,
+            bit_sum=bit_sum,
         )
 
     def _note_unmasked(self, opened: OpenRound, unmasked: UnmaskedSum) -> None:
@@ -240,37 +207,22 @@ class Training:
         before, norms = self.norm_watch, opened.all_norms
         if norms is None:
             return
-        self.norm_watch = watch = before.after(norms)
-        if before.largest_median is not None or self.settings.aggregation.beyond_norm == "keep":
-            return
-        accepted = {name: norm for name, norm in opened.norms.items() if name in opened.accepted}
-        name, norm = max(accepted.items(), key=itemgetter(1), default=("", 0.0))
-        if norm > watch.limit:
-            raise OutlierInRound(
-                f"round {self.round + 1}: the norm of {name} per unit of weight is "
-                f"{norm:.3g}, more than {watch.multiple:g} times the median"
-            )
+        self.norm_watch = before.after(norms)
+        if before.largest_median is None and self.settings.aggregation.beyond_norm != "keep":
+            accepted = {
+                name: opened.norms[name] for name in opened.norms if name in opened.accepted
+            }
+            self.norm_watch.check_first(accepted, round_number=self.round + 1)
 
     def _check_enough(self, opened: OpenRound, included: Sized) -> None:
-        """Abort the round if it includes fewer clients than it needs.
-
-        Raises:
-            TooFewClients: with the first clients' errors.
-        """
-        needed = self.settings.cohort.min_clients
-        if len(included) < max(needed, 1):
-            errors = opened.refused
-            is_empty = errors and all(isinstance(error, EmptyUpdate) for error in errors.values())
-            some = list(errors.items())[:3]
-            why = "; ".join(f"{name}: {error.code}: {error}" for name, error in some)
-            left_out = f", {opened.num_left_out} left out as too slow"
-            invited = counted(len(opened.plans), "client")
-            raise TooFewClients(
-                f"round {self.round + 1}: {len(included)} of {invited} "
-                f"answered in time{left_out if opened.num_left_out else ''}, at least {needed} are "
-                f"needed" + (f" ({why})" if why else ""),
-                remedy=NOTHING_FINITE if is_empty else None,
-            )
+        check_quorum(
+            len(included),
+            needed=self.settings.cohort.min_clients,
+            num_invited=len(opened.plans),
+            num_left_out=opened.num_left_out,
+            errors=opened.refused,
+            round_number=self.round + 1,
+        )
 
     def commit(self, done: RoundSum, opened: OpenRound) -> StepResult:
         """Take the optimizer's step; the round counts from here on.
@@ -310,20 +262,8 @@ class Training:
         )
 
     def check_criteria(self) -> None:
-        """Check before the first round that it can follow the metrics that end or keep models.
-
-        Raises:
-            SettingsError, UnknownMetric: see ``model_selection.check_criteria``.
-        """
-        chosen = self.settings.evaluation
-        if chosen.best is None and chosen.stop_when is None:
-            return
-        if chosen.best is not None and self.settings.out is None:
-            raise SettingsError(
-                "--best keeps a file, and the run writes to no folder", remedy="name one: --out DIR"
-            )
-        names = evaluation.test_metric_names(self.task, self.image.model, self.test_examples)
-        model_selection.check_criteria(chosen, names)
+        """Check the criteria that end a run or keep models; see ``evaluation.check_criteria``."""
+        evaluation.check_criteria(self.settings, self.task, self.image, self.test_examples)
 
     def evaluate_on_server(self) -> evaluation.EvaluatedRound:
         """Test the model on the task's test examples; see ``evaluation.on_server``."""

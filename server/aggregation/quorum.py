@@ -1,0 +1,41 @@
+"""Checks that a round has updates of enough clients before it changes the model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from headwater.common.errors import EmptyUpdate, HeadwaterError, TooFewClients
+from headwater.common.wording import counted
+
+NOTHING_FINITE = "lower --learning-rate if the model diverged, or look at the devices' data"
+
+
+def check_quorum(
+    num_included: int,
+    *,
+    needed: int,
+    num_invited: int,
+    num_left_out: int,
+    errors: Mapping[str, HeadwaterError],
+    round_number: int,
+) -> None:
+    """Abort a round that includes fewer clients than it needs, or none.
+
+    ``num_left_out`` clients were too slow to be invited. ``errors`` are why clients that were are
+    not included.
+
+    Raises:
+        TooFewClients: with the first clients' errors.
+    """
+    if num_included >= max(needed, 1):
+        return
+    is_empty = errors and all(isinstance(error, EmptyUpdate) for error in errors.values())
+    some = list(errors.items())[:3]
+    why = "; ".join(f"{name}: {error.code}: {error}" for name, error in some)
+    left_out = f", {num_left_out} left out as too slow"
+    raise TooFewClients(
+        f"round {round_number}: {num_included} of {counted(num_invited, 'client')} "
+        f"answered in time{left_out if num_left_out else ''}, at least {needed} are "
+        f"needed" + (f" ({why})" if why else ""),
+        remedy=NOTHING_FINITE if is_empty else None,
+    )
