@@ -37,6 +37,7 @@ def are_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> b
     "changes",
     [
         pytest.param({}, id="one by one"),
+        pytest.param({"simulation": {"compute": "fused"}}, id="fused", marks=pytest.mark.slow),
         pytest.param(
             {"secure": {"aggregation": "semi-honest"}}, id="messages", marks=pytest.mark.slow
         ),
