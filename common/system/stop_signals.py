@@ -140,6 +140,7 @@ def at_stop_signals(requests: StopRequests) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+        _Interrupts.was_requested = False
 
 
 def _install(requests: StopRequests) -> dict[signal.Signals, Any]:

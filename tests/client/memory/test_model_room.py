@@ -50,8 +50,8 @@ def test_a_model_beyond_the_limit_is_refused_with_all_its_bytes_and_never_alloca
 
 
 def test_a_model_that_leaves_no_room_for_its_gradient_is_refused() -> None:
-    with pytest.raises(OutOfMemory, match=r"64 MiB, and its gradient 64 MiB more"):
-        built_within(room_for(6 * LAYER), lambda: layers(4))
+    with pytest.raises(OutOfMemory, match=r"128 MiB, and its gradient 128 MiB more"):
+        built_within(room_for(9 * LAYER), lambda: layers(8))
 
 
 def test_a_frozen_layer_needs_no_room_for_a_gradient() -> None:
@@ -61,7 +61,7 @@ def test_a_frozen_layer_needs_no_room_for_a_gradient() -> None:
         model[1].requires_grad_(False)  # type: ignore[index]
         return model
 
-    built_within(room_for(8 * LAYER), frozen)
+    built_within(room_for(12 * LAYER), frozen)
 
 
 def test_weights_that_are_made_together_and_written_later_count_together() -> None:

@@ -12,6 +12,7 @@ from headwater.common.system.stop_signals import (
     StopRequests,
     at_stop_signals,
     interrupt,
+    raise_if_interrupted,
 )
 
 
@@ -79,5 +80,15 @@ def test_handlers_are_set_for_the_time_of_the_work_and_ignored_signals_stay_igno
 
 
 def test_an_interrupt_is_pythons_own() -> None:
-    with pytest.raises(KeyboardInterrupt):
-        StopRequests(interrupt)(signal.SIGINT, None)
+    requests = StopRequests(interrupt)
+    with at_stop_signals(requests), pytest.raises(KeyboardInterrupt):
+        requests(signal.SIGINT, None)
+
+
+def test_an_interrupt_ends_no_later_work_of_the_process() -> None:
+    with at_stop_signals(StopRequests(interrupt)):
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(KeyboardInterrupt):
+            raise_if_interrupted()
+    raise_if_interrupted()
