@@ -56,12 +56,14 @@ def test_a_model_that_leaves_no_room_for_its_gradient_is_refused() -> None:
 
 def test_a_frozen_layer_needs_no_room_for_a_gradient() -> None:
     def frozen() -> nn.Module:
-        model = layers(4)
-        model[0].requires_grad_(False)  # type: ignore[index]
-        model[1].requires_grad_(False)  # type: ignore[index]
+        model = layers(8)
+        for number in range(6):
+            model[number].requires_grad_(False)  # type: ignore[index]
         return model
 
-    built_within(room_for(12 * LAYER), frozen)
+    built_within(room_for(13 * LAYER), frozen)
+    with pytest.raises(OutOfMemory):
+        built_within(room_for(13 * LAYER), lambda: layers(8))
 
 
 def test_weights_that_are_made_together_and_written_later_count_together() -> None:
