@@ -14,10 +14,12 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -191,8 +193,32 @@ def work(connection: PipeEnd, descriptor: int, start: WorkerSettings) -> None:
     one_by_one = OneByOne(devices, note_begun=partial(shared.begun.__setitem__, start.number))
     freeze_loaded_objects()
     with rare_collections():
-        while True:
-            connection.send(_carried_out(connection.recv(), devices, one_by_one, shared))
+        for order in _orders(connection):
+            connection.send(_carried_out(order, devices, one_by_one, shared))
+
+
+def _orders(connection: PipeEnd) -> Iterator[TrainOrder]:
+    """Yield the simulator's orders, which a thread receives as they come.
+
+    Without the thread, both processes would wait for ever if the simulator sent an order while this
+    process sent a result, and neither fitted into the pipe (about 200 KB).
+
+    Raises:
+        EOFError: the pipe was closed.
+    """
+    received: SimpleQueue[TrainOrder | Exception] = SimpleQueue()
+
+    def receive() -> None:
+        try:
+            while True:
+                received.put(connection.recv())
+        except Exception as error:
+            received.put(error)
+
+    threading.Thread(target=receive, daemon=True).start()
+    while not isinstance(order := received.get(), Exception):
+        yield order
+    raise order
 
 
 def _carried_out(

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
+from headwater.client.training.sampler import SamplerPosition, SamplerState
 from headwater.common.errors import EmptyUpdate, SettingsError, WorkerDied
 from headwater.common.messages import Plan, Update
 from headwater.common.model.parameters import build_model
@@ -58,6 +59,20 @@ class Uneven:
     def loss_sum(self, model: nn.Module, batch: Any) -> tuple[Tensor, int]:
         inputs, labels = batch
         return functional.cross_entropy(model(inputs), labels, reduction="sum"), len(labels)
+
+
+class ManySteps:
+    """Each device owns so many examples that its plan, state and report can be large."""
+
+    def new_model(self) -> nn.Module:
+        return nn.Linear(1, 1)
+
+    def train_examples(self, *, data: Path | None, part: int, num_parts: int) -> TensorDataset:
+        return TensorDataset(torch.linspace(0, 1, 80_000).unsqueeze(1))
+
+    def loss_sum(self, model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+        (inputs,) = batch
+        return model(inputs).square().sum(), len(inputs)
 
 
 def settings_of(**chosen: Any) -> Settings:
@@ -167,6 +182,29 @@ def test_an_aborted_round_leaves_nothing_for_the_next(pool: WorkerPool) -> None:
         for answer in pool.train(clients_of(4), image, run_id=1, timeout_seconds=None)
     ]
     assert names == [str(part) for part in range(NUM_DEVICES)]
+
+
+def test_an_order_and_a_result_that_exceed_the_pipe_do_not_wait_for_each_other() -> None:
+    devices = Devices(settings_of(task=f"{__file__}:ManySteps"))
+    place = SamplerPosition(offset=60_000, skipped=tuple(range(0, 60_000, 2)))
+    devices.positions[2] = SamplerState(place=place)
+    clients = [  # a worker has a piece of two devices, and one that waits
+        ClientPlan(
+            str(part),
+            part,
+            Plan(round=1, run_seed=0, model_version=0, quota=4000, micro_batch_size=1),
+        )
+        for part in range(3)
+    ]
+    pool = WorkerPool(devices, 1)
+    image = build_model(ManySteps(), seed=1)
+    try:
+        answers = list(pool.train(clients, image, run_id=1, timeout_seconds=None))
+    finally:
+        pool.close()
+    assert [len(answer.report.steps) for answer in answers if isinstance(answer, Update)] == [
+        4000
+    ] * 3
 
 
 def test_a_killed_worker_ends_the_run_and_the_error_names_worker_and_device(
