@@ -2,13 +2,14 @@
 
 A task returns only sums. While it runs, a loss with ``reduction="sum"`` is computed with "none",
 and its parts are kept before they are summed; so are those of a sum over all dimensions. If a task
-makes a sum in another way, its examples go through the model one by one, by ``vmap``.
+makes a sum in another way, its examples go through the model one by one, by ``vmap``. So do those
+of a task that sorts: after a sort the rows of a batch may be in another order than its examples.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,6 +32,25 @@ LOSSES = frozenset[Callable[..., Any]](
     }
 )
 SUMS = frozenset[Callable[..., Any]]({torch.sum, Tensor.sum})
+SORTS = frozenset[Callable[..., Any]](
+    {torch.argsort, torch.msort, torch.sort, Tensor.argsort, Tensor.msort, Tensor.sort}
+)
+
+
+class _Parts(NamedTuple):
+    """A sum, and what each row adds to it; torch counts the changes in place of both."""
+
+    total: Tensor
+    total_version: int
+    of_rows: Tensor
+    of_rows_version: int
+
+    @property
+    def is_unchanged(self) -> bool:
+        return (self.total._version, self.of_rows._version) == (
+            self.total_version,
+            self.of_rows_version,
+        )
 
 
 class RowSums(TorchFunctionMode):
@@ -42,7 +62,7 @@ class RowSums(TorchFunctionMode):
     def __init__(self, num_rows: int) -> None:
         super().__init__()
         self._num_rows = num_rows
-        self._of_total: dict[int, tuple[Tensor, Tensor]] = {}
+        self._of_total: dict[int, _Parts] = {}  # by the id of the sum, which it keeps alive
 
     def of(self, total: object) -> Tensor:
         """Return the rows' parts [N] of a sum that the task returned.
@@ -50,15 +70,22 @@ class RowSums(TorchFunctionMode):
         Raises:
             UnsupportedBatch: the task made it in another way.
         """
-        if id(total) not in self._of_total:
+        parts = self._of_total.get(id(total))
+        if parts is None or not parts.is_unchanged:
             raise UnsupportedBatch("a sum of the task is not made by a known loss or sum")
-        return self._of_total[id(total)][1]
+        return parts.of_rows
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run an operation; if it sums over the rows, keep their parts."""
+        """Run an operation; if it sums over the rows, keep their parts.
+
+        Raises:
+            UnsupportedBatch: the operation sorts.
+        """
         kwargs = kwargs or {}
+        if func in SORTS:
+            raise UnsupportedBatch("the task or its model sorts, and may change the rows' order")
         if func in LOSSES and kwargs.get("reduction") == "sum":
             return self._total(func(*args, **{**kwargs, "reduction": "none"}))
         if (
@@ -76,5 +103,5 @@ class RowSums(TorchFunctionMode):
             of_rows = parts if parts.ndim == 1 and len(parts) == self._num_rows else None
             if of_rows is None:
                 of_rows = parts.reshape(self._num_rows, -1).sum(1)
-            self._of_total[id(total)] = total, of_rows
+            self._of_total[id(total)] = _Parts(total, total._version, of_rows, of_rows._version)
         return total

@@ -54,6 +54,11 @@ def doubled_in_place(model: nn.Module, inputs: Tensor, labels: Tensor) -> Any:
     return loss.mul_(2), len(labels)
 
 
+def class_3_first(model: nn.Module, inputs: Tensor, labels: Tensor) -> Any:
+    order = (labels == 3).int().argsort(descending=True, stable=True)
+    return classes(model, inputs[order], labels[order])
+
+
 def inputs_in_place(model: nn.Module, inputs: Tensor, labels: Tensor) -> Any:
     return classes(model, inputs.sub_(0.5), labels)
 
@@ -150,6 +155,14 @@ def test_a_batch_whose_weight_is_not_foreseen_is_left_to_vmap() -> None:
     assert found.weight.tolist() == expected.weight.tolist()
 
 
+def test_a_sort_that_leaves_the_first_examples_in_their_order_swaps_no_later_ones() -> None:
+    passes = Passes(class_3_first)
+    expected, _ = passes.add()
+    passes.model.compare_batches(np.arange(3), passes.model.add(np.arange(3), None, "float32"))
+    found, _ = passes.add()
+    np.testing.assert_allclose(found.loss, expected.loss, rtol=1e-5)
+
+
 def test_token_losses_are_summed_to_their_row() -> None:
     losses = torch.arange(6.0)
     with RowSums(2) as sums:
@@ -157,6 +170,16 @@ def test_token_losses_are_summed_to_their_row() -> None:
     assert sums.of(total).tolist() == [0.0 + 1 + 2, 3.0 + 4 + 5]
     with pytest.raises(UnsupportedBatch, match="not made by a known loss"):
         sums.of(total + 1)
+
+
+@pytest.mark.parametrize("changed", ["the sum", "its parts"])
+def test_a_sum_or_its_parts_that_change_in_place_are_not_read(changed: str) -> None:
+    parts = torch.arange(2.0)
+    with RowSums(2) as sums:
+        total = parts.sum()
+        (total if changed == "the sum" else parts).add_(0)
+    with pytest.raises(UnsupportedBatch, match="not made by a known loss"):
+        sums.of(total)
 
 
 def test_rows_that_follow_one_another_are_taken_without_a_copy() -> None:
