@@ -65,10 +65,11 @@ def grpc_options() -> list[tuple[str, int]]:
         ("grpc.max_connection_idle_ms", IDLE_SECONDS * 1000),
         ("grpc.max_concurrent_streams", MAX_STREAMS),
         # By default these grow with the largest reads, and stay: 0.9 MB for each device that has
-        # sent 4 MB. gRPC before 1.84 does not know this option.
+        # sent 4 MB. gRPC before 1.84 ignores this option.
         ("grpc.experimental.tcp_max_read_buffer_size", READ_BUFFER_BYTES),
         # By default a device may send ahead as much as its link carries: 8 MiB from nearby. Without
-        # the probe it sends one chunk ahead, which is 18 MB/s at a round trip of 50 ms.
+        # the probe it sends one chunk ahead, which is 18 MB/s at a round trip of 50 ms. What the
+        # server sends is not limited: each device probes its own link.
         ("grpc.http2.bdp_probe", 0),
         ("grpc.max_allowed_incoming_connections", max(limit - RESERVED_DESCRIPTORS, 16)),
     ]
