@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from headwater.common.errors import EmptyUpdate, HeadwaterError, TooFewClients
+from headwater.common.errors import (
+    DeviceRefused,
+    EmptyUpdate,
+    HeadwaterError,
+    OutOfMemory,
+    TooFewClients,
+)
 from headwater.common.wording import counted
 
 NOTHING_FINITE = "lower --learning-rate if the model diverged, or look at the devices' data"
@@ -29,7 +35,6 @@ def check_quorum(
     """
     if num_included >= max(needed, 1):
         return
-    is_empty = errors and all(isinstance(error, EmptyUpdate) for error in errors.values())
     some = list(errors.items())[:3]
     why = "; ".join(f"{name}: {error.code}: {error}" for name, error in some)
     left_out = f", {num_left_out} left out as too slow"
@@ -37,5 +42,15 @@ def check_quorum(
         f"round {round_number}: {num_included} of {counted(num_invited, 'client')} "
         f"answered in time{left_out if num_left_out else ''}, at least {needed} are "
         f"needed" + (f" ({why})" if why else ""),
-        remedy=NOTHING_FINITE if is_empty else None,
+        remedy=_common_remedy(errors),
     )
+
+
+def _common_remedy(errors: Mapping[str, HeadwaterError]) -> str | None:
+    """Return the remedy for an error that all clients have, and that the operator can mend."""
+    if len({type(error) for error in errors.values()}) != 1:
+        return None
+    error = next(iter(errors.values()))
+    if isinstance(error, EmptyUpdate):
+        return NOTHING_FINITE
+    return error.remedy or None if isinstance(error, DeviceRefused | OutOfMemory) else None
