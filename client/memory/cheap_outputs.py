@@ -22,7 +22,13 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from headwater.client.memory.recompute import Autocast, is_running, tensors_in
+from headwater.client.memory.recompute import (
+    Autocast,
+    address_of,
+    check_unchanged,
+    is_running,
+    tensors_in,
+)
 from headwater.common.errors import TaskError
 
 # Of these a pass costs little beside a linear layer's, and gives the same bits each time.
@@ -72,10 +78,14 @@ class _Output:
         inputs = [*self._args, *self._kwargs.values()]
         self._before = [one.output for one in inputs if isinstance(one, _View)]
         self._versions = [(one, one._version) for one in inputs if isinstance(one, Tensor)]
-        self.dtype, self._version = value.dtype, value._version
+        self._dtype, self._version = value.dtype, value._version
         self._value: Tensor | None = value
         self.is_unchanged = True
         self.num_users = self._num_served = 0
+
+    def has(self, tensor: Tensor) -> bool:
+        """Return whether a tensor in the value's memory has its elements as they are."""
+        return tensor.dtype == self._dtype and not (tensor.is_conj() or tensor.is_neg())
 
     def end(self) -> None:
         """Let go of the value, at the end of the pass."""
@@ -132,6 +142,7 @@ class _Saved:
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor: Tensor | None = tensor
+        self._version = tensor._version
         self._view: _View | None = None
 
     def drop(self, output: _Output) -> None:
@@ -141,8 +152,13 @@ class _Saved:
         output.num_users += 1
 
     def unpack(self) -> Tensor:
-        """Return the tensor, computed again if it was dropped."""
+        """Return the tensor, computed again if it was dropped.
+
+        Raises:
+            TaskError: it was changed in place since autograd saved it, which torch refuses too.
+        """
         if self.tensor is not None:
+            check_unchanged(self.tensor, self._version)
             return self.tensor
         assert self._view is not None
         return self._view.of(self._view.output.served())
@@ -161,7 +177,9 @@ class CheapPass:
         """Keep a tensor until the end of the pass."""
         saved = _Saved(tensor.detach())  # a node must not hold itself through its output
         self._saved.append(saved)
-        self._kept.add(_address(tensor))
+        address = address_of(tensor)
+        if address is not None:
+            self._kept.add(address)
         return saved
 
     def note(
@@ -172,10 +190,10 @@ class CheapPass:
         value: Tensor,
     ) -> None:
         """Note an output, unless an input of it is not kept, or has the same memory."""
-        inputs = [*tensors_in((args, dict(kwargs)))]
-        address, addresses = _address(value), {*map(_address, inputs)}
-        can_be_dropped = value.nbytes >= LEAST_BYTES and address not in addresses
-        if can_be_dropped and all(map(self._is_kept, inputs)):
+        address, inputs = address_of(value), [*tensors_in((args, dict(kwargs)))]
+        if address is None or value.is_conj() or value.is_neg() or value.nbytes < LEAST_BYTES:
+            return
+        if address not in map(address_of, inputs) and all(map(self._is_kept, inputs)):
             output = _Output(function, args, kwargs, value.detach(), outputs=self._outputs)
             self._outputs[address] = output
 
@@ -186,18 +204,20 @@ class CheapPass:
             output.end()
         for saved in self._saved:
             assert saved.tensor is not None
-            storage = saved.tensor.untyped_storage()
-            found = self._outputs.get(storage.data_ptr())
-            if found is not None and found.is_unchanged and found.dtype == saved.tensor.dtype:
-                dropped[storage.data_ptr()] = storage.nbytes()
+            address = address_of(saved.tensor)
+            found = None if address is None else self._outputs.get(address)
+            if address and found is not None and found.is_unchanged and found.has(saved.tensor):
+                dropped[address] = saved.tensor.untyped_storage().nbytes()
                 saved.drop(found)
         self._saved, self._outputs = [], {}
         return sum(dropped.values())
 
     def _is_kept(self, tensor: Tensor) -> bool:
-        address = _address(tensor)
-        is_kept = address in self._kept or address in self._outputs
-        return is_kept or isinstance(tensor, nn.Parameter)
+        address = address_of(tensor)
+        output = None if address is None else self._outputs.get(address)
+        if output is not None:
+            return output.has(tensor)
+        return address in self._kept or isinstance(tensor, nn.Parameter)
 
 
 class CheapOperations(TorchFunctionMode):
@@ -221,15 +241,11 @@ class CheapOperations(TorchFunctionMode):
         return value
 
 
-def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
-
-
 def _input(value: Any, outputs: Mapping[int, _Output]) -> Any:
     """Return an argument as it is kept: a tensor of a noted output as a view of that."""
     if not isinstance(value, Tensor):
         return value
-    output = outputs.get(_address(value))
+    output = outputs.get(address_of(value) or 0)
     return value.detach() if output is None else _View(output, value)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headwater.common.model.chunked_cross_entropy import adds_in_place
+from headwater.common.model.chunked_cross_entropy import grad_to_add_to
 
 LEAST_BYTES = 16 << 20  # of a table; a smaller one is not worth it
 
@@ -37,8 +37,8 @@ class _RowsForward:
     def __init__(self, module: nn.Embedding) -> None:
         self._module = module
 
-    def __call__(self, indices: Tensor) -> Tensor:
-        module = self._module
+    def __call__(self, input: Tensor) -> Tensor:  # noqa: A002 - as torch names it
+        module, indices = self._module, input
         is_transformed = torch._C._are_functorch_transforms_active()
         if is_transformed or not (module.weight.requires_grad and torch.is_grad_enabled()):
             return nn.Embedding.forward(module, indices)
@@ -59,7 +59,7 @@ class _Rows(torch.autograd.Function):
         (grad,) = grads
         weight_VD, indices = ctx.saved_tensors
         backward = torch.ops.aten.embedding_dense_backward
-        into_VD = weight_VD.grad if adds_in_place() and weight_VD.is_leaf else None
+        into_VD = grad_to_add_to(weight_VD)
         if into_VD is None or into_VD.dtype != grad.dtype:
             return backward(grad, indices, len(weight_VD), ctx.padding, False), None, None
         rows_U, places = torch.unique(indices, return_inverse=True)

@@ -22,7 +22,7 @@ from headwater.client.memory.activation_checkpointing import choice_of, is_on, s
 from headwater.client.memory.cheap_outputs import CheapOperations, CheapPass
 from headwater.client.memory.pass_memory import PassMemory, Stretch
 from headwater.client.memory.peak_model import WORKING_FACTOR
-from headwater.client.memory.recompute import observed_by
+from headwater.client.memory.recompute import address_of, observed_by
 
 
 class Footprint(NamedTuple):
@@ -129,8 +129,8 @@ class _KeptBytes:
     _cheap: CheapPass = field(default_factory=CheapPass)
 
     def __post_init__(self) -> None:
-        self._own = {tensor.untyped_storage().data_ptr() for tensor in self.model.parameters()}
-        self._own |= {tensor.untyped_storage().data_ptr() for tensor in self.model.buffers()}
+        self._own = {address_of(tensor) for tensor in self.model.parameters()}
+        self._own |= {address_of(tensor) for tensor in self.model.buffers()}
 
     def watch(self) -> AbstractContextManager[object]:
         """Follow the cheap operations of a block."""
@@ -165,8 +165,12 @@ class _KeptBytes:
         return tensor.detach()
 
     def _bytes_of(self, tensors: list[Tensor]) -> dict[int, int]:
-        storages = [tensor.untyped_storage() for tensor in tensors]
-        return {s.data_ptr(): s.nbytes() for s in storages if s.data_ptr() not in self._own}
+        found = ((address_of(tensor), tensor) for tensor in tensors)
+        return {
+            address: tensor.untyped_storage().nbytes()
+            for address, tensor in found
+            if address is not None and address not in self._own
+        }
 
 
 class _Stretches(_KeptBytes):

@@ -119,15 +119,17 @@ class RecomputedPass:
         self._versions = [tensor._version for tensor in self._inputs]
         self._random = torch.default_generator.get_state()
         self._autocast = Autocast.now()
-        self._saved: list[Tensor] | None = []
+        self._saved: list[tuple[Tensor, int]] | None = []
+        """Tensors with their versions."""
         self._shapes: list[tuple[torch.Size, torch.dtype]] = []
-        self._recomputed: dict[int, Tensor] = {}
+        self._recomputed: dict[int, tuple[Tensor, int]] = {}
         self._num_bytes = 0
 
     def pack(self, tensor: Tensor) -> int:
         """Keep a tensor until the end of the block; return its number."""
         assert self._saved is not None
-        self._saved.append(tensor.detach())  # a node must not hold itself through its output
+        # Detached, as a node must not hold itself through its output.
+        self._saved.append((tensor.detach(), tensor._version))
         self._shapes.append((tensor.shape, tensor.dtype))
         if _observer is not None:
             _observer.packed(tensor)
@@ -136,10 +138,11 @@ class RecomputedPass:
     def end(self) -> None:
         """Drop the saved tensors, unless the block changed its inputs and cannot run again."""
         is_dropped = self._are_inputs_unchanged()
+        saved = [tensor for tensor, _ in self._saved or []]
         if _observer is not None:
-            _observer.left(self._block, self._inputs, self._saved or [], is_dropped=is_dropped)
+            _observer.left(self._block, self._inputs, saved, is_dropped=is_dropped)
         if is_dropped:
-            self._num_bytes = sum(t.nbytes for t in self._saved or [])
+            self._num_bytes = sum(t.nbytes for t in saved if t.layout is torch.strided)
             self._saved = None
             self._give_back()
 
@@ -148,12 +151,20 @@ class RecomputedPass:
             release_freed_memory()
 
     def unpack(self, number: int) -> Tensor:
-        """Return a saved tensor, computed again if it was dropped."""
+        """Return a saved tensor, computed again if it was dropped.
+
+        Raises:
+            TaskError: the block changed it in place after it was saved, which torch refuses too; or
+                the second pass differs from the first.
+        """
         if self._saved is not None:
-            return self._saved[number]
-        if number not in self._recomputed:
-            self._run_again()
-        return self._recomputed.pop(number)
+            tensor, version = self._saved[number]
+        else:
+            if number not in self._recomputed:
+                self._run_again()
+            tensor, version = self._recomputed.pop(number)
+        check_unchanged(tensor, version)
+        return tensor
 
     def _are_inputs_unchanged(self) -> bool:
         return [tensor._version for tensor in self._inputs] == self._versions
@@ -195,7 +206,7 @@ class RecomputedPass:
         number = len(self._recomputed)
         if (tensor.shape, tensor.dtype) != self._shapes[number]:
             raise self._error("the second forward pass of a block has other shapes than the first")
-        self._recomputed[number] = tensor.detach()
+        self._recomputed[number] = tensor.detach(), tensor._version
         if len(self._recomputed) == len(self._shapes):
             raise _Done
 
@@ -233,6 +244,31 @@ def observed_by(observer: Observer) -> Iterator[None]:
 
 def _never(_: None) -> Tensor:
     raise AssertionError("the graph of a second forward pass has no backward pass")
+
+
+def check_unchanged(tensor: Tensor, version: int) -> None:
+    """Check that a saved tensor still has its version; autograd leaves that to its hooks.
+
+    Raises:
+        TaskError: it was changed in place since.
+    """
+    if tensor._version != version:
+        raise TaskError(
+            "a tensor that the backward pass needs is changed in place after the operation that "
+            "needs it",
+            remedy="replace that operation of the model by one that is not in place",
+        )
+
+
+def address_of(tensor: Tensor) -> int | None:
+    """Return the address of a tensor's memory; None if it has none of its own.
+
+    Such are tensors of ``torch.func.vmap``, sparse and nested ones.
+    """
+    try:
+        return tensor.untyped_storage().data_ptr() or None
+    except (NotImplementedError, RuntimeError):
+        return None
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

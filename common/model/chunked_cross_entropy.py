@@ -77,8 +77,8 @@ class adding_in_place:
     """Promise that a backward pass adds all gradients into the leaves' ``grad``, and only there.
 
     Then the weight's gradient is added to its ``grad`` chunk by chunk, and no second one of its
-    size exists. Right for ``loss.backward()``, wrong for ``torch.autograd.grad``,
-    ``backward(inputs=...)`` and hooks on the weight.
+    size exists. Right for ``loss.backward()``, wrong for ``torch.autograd.grad`` and
+    ``backward(inputs=...)``. A weight with hooks is left to autograd, which calls them.
     """
 
     __slots__ = ("_before",)
@@ -92,9 +92,13 @@ class adding_in_place:
         _adds_in_place = self._before
 
 
-def adds_in_place() -> bool:
-    """Return whether this is within ``adding_in_place``."""
-    return _adds_in_place
+def grad_to_add_to(weight: Tensor) -> Tensor | None:
+    """Return the ``grad`` that a backward pass may add the weight's gradient to by itself.
+
+    None outside of ``adding_in_place``, and where a hook must see or change the gradient.
+    """
+    has_hooks = weight._backward_hooks or weight._post_accumulate_grad_hooks
+    return weight.grad if _adds_in_place and weight.is_leaf and not has_hooks else None
 
 
 def _check(
@@ -156,7 +160,7 @@ class _Losses(torch.autograd.Function):
             return None, None, None, None, None
         hidden, weight, bias = ctx.needs_input_grad[:3]
         tensors = (*ctx.saved_tensors, grads[0], ctx.options)
-        into_VD = tensors[1].grad if _adds_in_place and weight and tensors[1].is_leaf else None
+        into_VD = grad_to_add_to(tensors[1]) if weight else None
         if into_VD is not None:
             found = _gradients(*tensors, (hidden, True, bias), into_VD=into_VD)
             weight = False

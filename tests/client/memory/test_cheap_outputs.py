@@ -52,6 +52,73 @@ class ChangedInside(nn.Module):
         return out
 
 
+class Conjugated(nn.Module):
+    """Conjugates a cheap output: a view of the same memory, with other values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turn = nn.Parameter(torch.randn(WIDTH // 2, dtype=torch.complex64))
+        self.mix = nn.Parameter(torch.randn(WIDTH // 2, WIDTH // 2, dtype=torch.complex64))
+
+    def forward(self, x_BI: Tensor) -> Tensor:
+        turned = torch.view_as_complex(x_BI.reshape(*x_BI.shape[:-1], -1, 2)) * self.turn
+        out: Tensor = (turned.conj() @ self.mix) * turned.conj()
+        return torch.view_as_real(out).flatten(-2)
+
+
+class Rotated(nn.Module):
+    """Rotates as Llama does: a complex product, of which the real view is cast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turn = nn.Parameter(torch.randn(WIDTH // 2, dtype=torch.complex64))
+        self.down = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x_BI: Tensor) -> Tensor:
+        turned = torch.view_as_complex(x_BI.reshape(*x_BI.shape[:-1], -1, 2)) * self.turn
+        out: Tensor = self.down(torch.view_as_real(turned).flatten(-2).to(torch.float64).float())
+        return out
+
+
+class Sparse(nn.Module):
+    """Multiplies with a sparse matrix, as a graph's layer does; it has no memory of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x_BI: Tensor) -> Tensor:
+        links = torch.eye(len(x_BI)).to_sparse()
+        out: Tensor = torch.sparse.mm(links, functional.gelu(self.up(x_BI)))
+        return out
+
+
+class Mapped(nn.Module):
+    """Maps a function over the rows with ``torch.func``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x_BI: Tensor) -> Tensor:
+        out: Tensor = torch.func.vmap(lambda x_I: self.down(functional.gelu(self.up(x_I))))(x_BI)
+        return out
+
+
+class ChangedWhenSaved(nn.Module):
+    """Changes in place what the backward pass needs, which torch refuses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x_BI: Tensor) -> Tensor:
+        inner = torch.sigmoid(self.up(x_BI))
+        out: Tensor = self.down(inner)
+        inner.mul_(2.0)
+        return out + torch.sigmoid(inner)
+
+
 class ChangedBehind(nn.Module):
     """Changes a block's input once the block has run; its norm saves the input for itself."""
 
@@ -84,13 +151,30 @@ def test_the_gradient_is_the_same_to_the_bit(name: str, dtype: torch.dtype) -> N
     assert kept
 
 
-@pytest.mark.parametrize("block", [Gated, ChangedInside])
-def test_the_gradient_of_a_block_is_the_same_to_the_bit(block: type[nn.Module]) -> None:
+@pytest.mark.parametrize("extent", [Recomputed.CHEAP, Recomputed.ALL])
+@pytest.mark.parametrize("block", [Gated, ChangedInside, Conjugated, Rotated, Sparse, Mapped])
+def test_the_gradient_of_a_block_is_the_same_to_the_bit(
+    block: type[nn.Module], extent: Recomputed
+) -> None:
     torch.manual_seed(3)
     model, inputs = nn.Sequential(block(), block()), torch.randn(ROWS, WIDTH)
     kept = gradients(model, inputs)
-    all_cheap(model)
+    assert footprint(model, lambda: model(inputs)) is not None
+    assert switch_on(model, dict.fromkeys(range(100), extent))
     assert are_equal(gradients(model, inputs), kept)
+
+
+@pytest.mark.parametrize("extent", [Recomputed.CHEAP, Recomputed.ALL])
+def test_a_saved_tensor_that_is_changed_in_place_is_refused_as_torch_does(
+    extent: Recomputed,
+) -> None:
+    torch.manual_seed(3)
+    model, inputs = nn.Sequential(ChangedWhenSaved(), Gated()), torch.randn(ROWS, WIDTH)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        gradients(model, inputs)
+    assert switch_on(model, dict.fromkeys(range(100), extent))
+    with pytest.raises(TaskError, match="changed in place after the operation"):
+        gradients(model, inputs)
 
 
 def saved_bytes(model: nn.Module, inputs: Tensor) -> int:

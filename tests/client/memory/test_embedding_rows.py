@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 from torch.func import functional_call, grad, vmap
 
 from headwater.client.memory import embedding_rows
@@ -28,6 +29,15 @@ def table(padding: int | None = None) -> nn.Embedding:
     return one
 
 
+def accumulator_of(weight: Tensor) -> Node:
+    """The node of the graph that adds a leaf's gradient; it lives as long as it is held."""
+    view = weight.expand_as(weight)
+    assert view.grad_fn is not None
+    node = view.grad_fn.next_functions[0][0]
+    assert node is not None
+    return node
+
+
 def loss_of(module: nn.Module) -> Tensor:
     found: Tensor = module(WORDS).pow(3).sum()
     return found
@@ -39,13 +49,44 @@ def test_the_sum_has_the_same_bits_and_no_gradient_of_the_whole_table(padding: i
     whole: list[Tensor | None] = []
     loss_of(plain).backward()  # type: ignore[no-untyped-call]
     add_rows_in_place(rows)
-    rows.weight.register_hook(whole.append)  # type: ignore[no-untyped-call]
+    adder = accumulator_of(rows.weight)
+    adder.register_prehook(lambda grads: whole.extend(grads))
     with adding_in_place():
         loss_of(rows).backward()  # type: ignore[no-untyped-call]
     assert plain.weight.grad is not None
     assert rows.weight.grad is not None
     assert torch.equal(rows.weight.grad, plain.weight.grad)
     assert whole == [None]
+
+
+def test_a_hook_on_the_table_changes_its_gradient() -> None:
+    """Such as one that trains the rows of new words alone."""
+    plain, rows = table(), table()
+    add_rows_in_place(rows)
+    for one in (plain, rows):
+        one.weight.register_hook(lambda grad: grad * 0.5)  # type: ignore[no-untyped-call]
+        with adding_in_place():
+            loss_of(one).backward()  # type: ignore[no-untyped-call]
+    assert rows.weight.grad is not None
+    assert plain.weight.grad is not None
+    assert torch.equal(rows.weight.grad, plain.weight.grad)
+
+
+def test_a_hook_after_the_addition_is_called() -> None:
+    one = table()
+    called: list[Tensor] = []
+    one.weight.register_post_accumulate_grad_hook(called.append)  # type: ignore[no-untyped-call]
+    add_rows_in_place(one)
+    with adding_in_place():
+        loss_of(one).backward()  # type: ignore[no-untyped-call]
+    assert len(called) == 1
+
+
+def test_the_words_may_be_given_by_name() -> None:
+    one = table()
+    expected = one(input=WORDS)
+    add_rows_in_place(one)
+    assert torch.equal(one(input=WORDS), expected)
 
 
 def test_elsewhere_the_gradient_is_returned() -> None:

@@ -154,6 +154,17 @@ def test_a_gradient_in_place_is_added_to_the_weight_s_own() -> None:
     assert_equal(found, expected, bound(hidden, weight, EPS))
 
 
+def test_a_hook_on_the_weight_changes_its_gradient_in_place_too() -> None:
+    hidden, weight, bias, targets = arguments(6)
+    expected = value_and_gradients(chunked, hidden, weight, bias, targets)[2]
+    leaf = weight.clone().requires_grad_()
+    leaf.grad = torch.zeros_like(leaf)
+    leaf.register_hook(lambda grad: grad * 0.5)  # type: ignore[no-untyped-call]
+    with adding_in_place():
+        chunked(hidden, leaf, bias, targets).backward()  # type: ignore[no-untyped-call]
+    assert torch.equal(leaf.grad, expected * 0.5)
+
+
 def test_a_promise_of_adding_in_place_ends_with_its_block() -> None:
     hidden, weight, bias, targets = arguments(6)
     leaf = weight.clone().requires_grad_()
