@@ -16,8 +16,9 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -87,31 +88,18 @@ class TrainResult:
     replies: list[PlainReport | tuple[str, str]]
 
 
+STEP_FIELDS = tuple(one.name for one in fields(Step))
+_values_of_step = attrgetter(*STEP_FIELDS)
+
+
 def plain_report(report: UpdateReport) -> PlainReport:
     """Return a report in a form that takes a tenth of the time to pickle."""
-    steps = [
-        (
-            *(step.num_examples, step.weight, step.loss),
-            *(step.gradient_norm, step.seconds, step.peak_bytes),
-        )
-        for step in report.steps
-    ]
-    return {**dict(report), "steps": steps}
+    return {**dict(report), "steps": [_values_of_step(step) for step in report.steps]}
 
 
 def report_of(plain: PlainReport) -> UpdateReport:
     """Return the report that was made plain."""
-    steps = tuple(
-        Step(
-            num_examples=num_examples,
-            weight=weight,
-            loss=loss,
-            gradient_norm=norm,
-            seconds=seconds,
-            peak_bytes=peak_bytes,
-        )
-        for num_examples, weight, loss, norm, seconds, peak_bytes in plain["steps"]
-    )
+    steps = tuple(Step(**dict(zip(STEP_FIELDS, values, strict=True))) for values in plain["steps"])
     return UpdateReport(**{**plain, "steps": steps})
 
 

@@ -76,7 +76,15 @@ def test_the_longest_quotas_start_first() -> None:
 
 @pytest.mark.parametrize("num_steps", [0, 2])
 def test_a_report_made_plain_is_the_same_report_again(num_steps: int) -> None:
-    step = Step(num_examples=2, weight=3, loss=0.5, gradient_norm=None, seconds=1, peak_bytes=7)
+    step = Step(
+        num_examples=2,
+        weight=3,
+        loss=0.5,
+        gradient_norm=None,
+        seconds=1,
+        peak_bytes=7,
+        size=2.5,  # of examples that differ in length
+    )
     report = UpdateReport(
         name="a",
         round=1,
