@@ -27,8 +27,8 @@ def check_quorum(
 ) -> None:
     """Abort a round that includes fewer clients than it needs, or none.
 
-    ``num_left_out`` clients were too slow to be invited. ``errors`` are why clients that were are
-    not included.
+    ``num_left_out`` clients were too slow to be invited. ``errors`` say why invited clients are not
+    included.
 
     Raises:
         TooFewClients: with the first clients' errors.
@@ -40,8 +40,8 @@ def check_quorum(
     left_out = f", {num_left_out} left out as too slow"
     raise TooFewClients(
         f"round {round_number}: {num_included} of {counted(num_invited, 'client')} "
-        f"answered in time{left_out if num_left_out else ''}, at least {needed} are "
-        f"needed" + (f" ({why})" if why else ""),
+        f"gave a usable answer in time{left_out if num_left_out else ''}, at least {needed} "
+        f"{'is' if needed == 1 else 'are'} needed" + (f" ({why})" if why else ""),
         remedy=_common_remedy(errors),
     )
 

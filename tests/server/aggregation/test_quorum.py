@@ -33,3 +33,9 @@ def test_the_remedy_is_that_of_the_error_that_all_clients_have(
     with pytest.raises(TooFewClients) as raised:
         check_quorum(0, needed=1, num_invited=3, num_left_out=0, errors=errors, round_number=2)
     assert raised.value.remedy == remedy
+
+
+def test_clients_that_answered_with_an_error_are_not_said_to_have_been_late() -> None:
+    errors = {"pi": OutOfMemory("one example does not fit")}
+    with pytest.raises(TooFewClients, match="0 of 1 client gave a usable answer in time, at least"):
+        check_quorum(0, needed=1, num_invited=1, num_left_out=0, errors=errors, round_number=2)
