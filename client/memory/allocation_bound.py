@@ -4,6 +4,9 @@ A pass that runs for the first time cannot be predicted for every model. So the 
 private memory meanwhile (RLIMIT_DATA, getrlimit(2)): an allocation beyond what is left raises
 MemoryError, which can be caught. The bound counts mapped memory, written or not. So what is mapped
 now and will not be written is added to it: the stacks of threads, and the libraries' own data.
+
+All threads share the bound. gRPC's end the process where an allocation fails, so a little room is
+left in any case. A forked child has no bound; a program that is started meanwhile inherits it.
 """
 
 from __future__ import annotations
@@ -31,8 +34,15 @@ STACK_GUARD_BYTES = 64 << 10  # of a stack's mapping, which cannot be written
 
 MOSTLY = 16  # a reserve is a mapping of which less than a sixteenth was written
 
+# Other threads may always take so much, and two stacks; predictions leave more free.
+LEAST_ROOM_BYTES = 16 << 20
+
+SMAPS = "/proc/self/smaps"
+
 _is_taken = threading.Lock()
 _in_force: int | None = None
+_before: tuple[int, int] | None = None
+"""The limit to which the process returns; None if there is no bound."""
 
 
 def bound_in_force() -> int | None:
@@ -61,22 +71,36 @@ def bounded(limit_bytes: float | None) -> Iterator[None]:
 
 @contextmanager
 def _set(limit_bytes: float) -> Iterator[None]:
-    global _in_force
+    global _in_force, _before
     unwritten = _prepared_bytes() + _stack_bytes()
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     room = max(limit_bytes - NOISE_BYTES - resident_bytes(), 0)
-    bound = int(min(status_bytes("VmData"), status_bytes("RssAnon") + unwritten) + room)
+    mapped = status_bytes("VmData")
+    bound = int(min(mapped, status_bytes("RssAnon") + unwritten) + room)
+    bound = max(bound, mapped + max(LEAST_ROOM_BYTES, 2 * _stack_size()))
     known = [one for one in (soft, hard) if one != resource.RLIM_INFINITY]
     if known and min(known) <= bound:
         yield
         return
-    resource.setrlimit(resource.RLIMIT_DATA, (bound, hard))
-    _in_force = bound
+    _in_force, _before = bound, (soft, hard)  # first: whoever reads the limits must know it
     try:
+        resource.setrlimit(resource.RLIMIT_DATA, (bound, hard))
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
-        _in_force = None
+        _in_force = _before = None
+
+
+def _unbound_child() -> None:
+    """Take the bound from a forked child, such as a worker that loads data and stays."""
+    global _in_force, _before
+    if _before is not None:
+        resource.setrlimit(resource.RLIMIT_DATA, _before)
+        _in_force = _before = None
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_unbound_child)
 
 
 @functools.cache
@@ -111,7 +135,7 @@ def _unwritten_bytes() -> int:
 def _private_mappings() -> Iterator[tuple[str, int, int]]:
     """Yield the file or kind of each private writable mapping, its bytes, and those written."""
     name, size = None, 0
-    with open("/proc/self/smaps", encoding="utf-8", errors="replace") as rows:
+    with open(SMAPS, encoding="utf-8", errors="replace") as rows:
         for row in rows:
             words = row.split()
             if not words[0].endswith(":"):  # the first row of a mapping
@@ -134,6 +158,7 @@ def _stack_size() -> int:
 
 def _counts_private_memory() -> bool:
     try:
-        return status_bytes("VmData") > 0
+        has_sizes = min(status_bytes("VmData"), status_bytes("RssAnon")) > 0
+        return has_sizes and os.access(SMAPS, os.R_OK)
     except OSError:
         return False

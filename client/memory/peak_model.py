@@ -287,8 +287,10 @@ def status_bytes(name: str) -> int:
     """Return a size in /proc/self/status.
 
     Raises:
-        OSError: the system is not Linux.
+        OSError: the system is not Linux, or a sandbox or an old kernel that has no such row.
     """
     with open("/proc/self/status", encoding="utf-8") as status:
         rows = dict(line.split(":", 1) for line in status)
+    if name not in rows:
+        raise OSError(f"/proc/self/status has no row {name}")
     return int(rows[name].split()[0]) * 1024

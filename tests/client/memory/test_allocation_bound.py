@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import sys
+import threading
 
 import pytest
 import torch
@@ -10,7 +12,9 @@ import torch
 from headwater.client.memory.allocation_bound import bound_in_force, bounded
 from headwater.client.memory.limits import MemoryLimits
 from headwater.client.memory.peak_model import resident_bytes
+from headwater.common.system.portability import optional_module
 
+resource = optional_module("resource")
 MIB = 2**20
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA counts so on Linux alone")
 
@@ -33,6 +37,46 @@ def test_an_inner_bound_changes_nothing_and_the_outer_one_ends_with_its_block() 
             assert bound_in_force() == outer
         assert bound_in_force() == outer
     assert bound_in_force() is None
+
+
+@LINUX
+def test_another_thread_may_begin_where_nothing_is_left() -> None:
+    """gRPC ends the process where its thread cannot begin."""
+    with bounded(1):
+        assert bound_in_force() is not None
+        begun = threading.Thread(target=threading.Event)
+        begun.start()
+        begun.join()
+        with pytest.raises(RuntimeError, match="can't allocate memory"):
+            torch.empty(256 * MIB, dtype=torch.uint8)
+
+
+def interrupted_within(limit_bytes: int) -> None:
+    with bounded(limit_bytes):
+        assert bound_in_force() == resource.getrlimit(resource.RLIMIT_DATA)[0]
+        raise KeyboardInterrupt
+
+
+@LINUX
+def test_the_limit_is_as_before_after_an_interruption() -> None:
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    with pytest.raises(KeyboardInterrupt):
+        interrupted_within(resident_bytes() + 256 * MIB)
+    assert resource.getrlimit(resource.RLIMIT_DATA) == before
+
+
+def limit_and_bound() -> tuple[tuple[int, int], int | None]:
+    return resource.getrlimit(resource.RLIMIT_DATA), bound_in_force()
+
+
+@LINUX
+@pytest.mark.slow
+def test_a_forked_worker_has_no_bound() -> None:
+    """It may live longer than the bound."""
+    before = limit_and_bound()
+    context = multiprocessing.get_context("fork")
+    with bounded(resident_bytes() + 256 * MIB), context.Pool(1) as pool:
+        assert pool.apply(limit_and_bound) == before
 
 
 def test_the_bound_is_no_limit_of_the_machine() -> None:

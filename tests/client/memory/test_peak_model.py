@@ -22,6 +22,7 @@ from headwater.client.memory.peak_model import (
     PeakModel,
     ProcessMemory,
     resident_bytes,
+    status_bytes,
 )
 from headwater.common.stats.linear_fit import Line
 from headwater.common.system.heap import release_freed_memory
@@ -43,6 +44,12 @@ def peaks(
 
 
 # Measured on this process.
+
+
+def test_a_size_that_the_system_does_not_tell_is_a_system_error() -> None:
+    """A sandbox or an old kernel lacks some, and a device there trains all the same."""
+    with pytest.raises(OSError, match=r"/proc/self/status"):
+        status_bytes("VmNothing")
 
 
 def test_the_peak_is_the_largest_resident_memory_since_the_reset() -> None:
