@@ -78,10 +78,11 @@ begin("import")
 from headwater.client.cli import app
 from headwater.client.trainer.trainer import Trainer
 from headwater.client.transport.exchange import Exchange
+from headwater.client.transport.upload import Upload
 for owner, name, phase in (
     (Trainer, "__init__", "build"), (Trainer, "check", "check"), (Trainer, "measure", "probe"),
     (Trainer, "train", "train"), (Exchange, "begin_image", "receive"),
-    (Exchange, "_send_reply", "send"),
+    (Upload, "send", "send"),
 ):
     phased(owner, name, phase)
 try:
@@ -160,6 +161,8 @@ def client(
         lines = [json.loads(line) for line in notes.read_text().splitlines()]
         lines.append(["", time.time(), cage.peak_bytes()])
         kills = cage.num_kills()
+    if not kills and [name for name, _, _ in lines] == ["import", ""]:
+        raise RuntimeError("the device's process failed before its command began, see above")
     phases = [(name, at, after[1], after[2]) for (name, at, _), after in itertools.pairwise(lines)]
     trained = [(at, end) for name, at, end, _ in phases if name == "train"]
     seconds = (trained[-1][1] - trained[-1][0]) / num_steps if trained else None
