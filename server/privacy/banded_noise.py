@@ -167,13 +167,19 @@ class BandedNoise:
         """Remove the files of sums that no later noise depends on; privacy.json is written.
 
         Among them are those that a crash between the two left.
+
+        Raises:
+            StateError: a file cannot be removed, and could be read later.
         """
         oldest = self.record.num_sums - self.bands + 2
         if self._folder is None:
             return
-        for file in self._folder.glob("*.bin"):
-            if file.stem.isdecimal() and int(file.stem) < oldest:
-                file.unlink(missing_ok=True)
+        try:
+            for file in self._folder.glob("*.bin"):
+                if file.stem.isdecimal() and int(file.stem) < oldest:
+                    file.unlink(missing_ok=True)
+        except OSError as error:
+            raise StateError(f"cannot remove old noise: {error}") from error
 
     def to_json(self) -> dict[str, Any]:
         """Return what privacy.json has of it."""

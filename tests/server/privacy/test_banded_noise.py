@@ -12,7 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headwater.common.errors import CheckpointCorrupt, PrivacySpent, SettingsError, TooFewClients
+from headwater.common.errors import (
+    CheckpointCorrupt,
+    PrivacySpent,
+    SettingsError,
+    StateError,
+    TooFewClients,
+)
 from headwater.common.messages import Plan
 from headwater.common.privacy.spending import epsilon_of
 from headwater.common.privacy_terms import rho_of
@@ -134,6 +140,14 @@ def test_the_noise_is_on_disk_for_its_owner_alone_and_no_longer_than_it_is_used(
     for file in folder.iterdir():
         assert stat.S_IMODE(file.stat().st_mode) == 0o600
         assert file.stat().st_size == 4 * NUM_VALUES
+
+
+def test_old_noise_that_cannot_be_removed_ends_the_run_with_a_named_error(tmp_path: Path) -> None:
+    privacy = opened(tmp_path, stream())
+    turns(privacy, 1, 5)
+    (tmp_path / NOISE_FOLDER / "2.bin").mkdir()
+    with pytest.raises(StateError, match=r"cannot remove old noise: .*2\.bin"):
+        turns(privacy, 6, 6)
 
 
 def test_noise_that_a_crash_left_on_disk_goes_with_the_next_round(tmp_path: Path) -> None:
