@@ -78,14 +78,16 @@ class _TensorsWithin(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         options = dict(kwargs or {})
-        if func in FACTORIES and options.get("device") is None and options.get("out") is None:
+        has_own_way = any(options.get(name) is not None for name in ("device", "out", "layout"))
+        if func in FACTORIES and not has_own_way:
             on_meta = func(*args, **{**options, "device": "meta"})
             return on_meta if self._exceeds(on_meta) else func(*args, **options)
-        if func is Tensor.clone and args[0].device.type == "cpu":
+        if func is Tensor.clone and args[0].device.type == "cpu" and _is_dense(args[0]):
             on_meta = torch.empty_like(args[0], device="meta")
             return on_meta if self._exceeds(on_meta) else func(*args, **options)
-        if func.__name__.endswith("_") and args and isinstance(args[0], Tensor):
-            self._unwritten_bytes = max(self._unwritten_bytes - args[0].nbytes, 0)
+        if getattr(func, "__name__", "").endswith("_") and args and isinstance(args[0], Tensor):
+            num_bytes = args[0].nbytes if _is_dense(args[0]) else 0
+            self._unwritten_bytes = max(self._unwritten_bytes - num_bytes, 0)
         return func(*args, **options)
 
     def _exceeds(self, tensor: Tensor) -> bool:
@@ -97,6 +99,11 @@ class _TensorsWithin(TorchFunctionMode):
             if resident_bytes() + self._unwritten_bytes > limit.num_bytes:
                 self.exceeded = limit
         return self.exceeded is not None
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Return whether a tensor has one block of memory: it is neither sparse nor nested."""
+    return tensor.layout is torch.strided and not tensor.is_nested
 
 
 def _error(text: str, num_bytes: int, before: int, limit: MemoryLimit) -> OutOfMemory:

@@ -141,7 +141,7 @@ def length_of(example: Any) -> int:
     parts = list(example.values()) if isinstance(example, Mapping) else example
     if not isinstance(parts, list | tuple) or not parts:
         return 1
-    if all(isinstance(part, int | float) for part in parts):
+    if all(isinstance(part, int | float | np.generic) for part in parts):
         return len(parts)
     return max(map(length_of, parts))
 

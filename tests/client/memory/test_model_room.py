@@ -49,6 +49,21 @@ def test_a_model_beyond_the_limit_is_refused_with_all_its_bytes_and_never_alloca
     assert "cgroup's memory.max" in str(caught.value)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_model_may_use_sparse_and_nested_tensors_while_it_is_built() -> None:
+    """They have no single block of memory to be counted."""
+
+    def graph() -> nn.Module:
+        links = torch.eye(4).to_sparse().clone() + torch.zeros(4, 4, layout=torch.sparse_coo)
+        row, *_ = torch.nested.nested_tensor([links.coalesce().mul_(2.0).to_dense()[0]]).clone()
+        model = nn.Linear(4, 1, bias=False)
+        model.weight = nn.Parameter(row.unsqueeze(0))
+        return model
+
+    built = built_within(room_for(5 * LAYER), graph)
+    assert next(built.parameters()).tolist() == [[2.0, 0.0, 0.0, 0.0]]
+
+
 def test_a_model_that_leaves_no_room_for_its_gradient_is_refused() -> None:
     with pytest.raises(OutOfMemory, match=r"128 MiB, and its gradient 128 MiB more"):
         built_within(room_for(9 * LAYER), lambda: layers(8))

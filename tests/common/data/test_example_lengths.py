@@ -100,6 +100,7 @@ def test_like_lengths_together_leave_a_fraction_of_the_padding() -> None:
         ([1, 2, 3], 3),
         (([1, 2], [1, 2, 3, 4]), 4),
         ((), 1),
+        ([np.int64(7), np.int64(2)], 2),
         (object(), 1),
     ],
 )
