@@ -16,6 +16,7 @@ from torch import Tensor
 from headwater.client.memory.activation_checkpointing import is_on
 from headwater.client.memory.footprint import footprint
 from headwater.client.memory.peak_model import WORKING_FACTOR
+from headwater.client.memory.recompute import address_of
 from headwater.client.trainer.probe_fit import SAFE_SHARE
 from headwater.client.training.context import TrainingContext
 from headwater.common.data.batches import batch_of
@@ -41,7 +42,7 @@ def loss_of(context: TrainingContext, positions: Sequence[int]) -> Tensor:
 def kept_bytes(context: TrainingContext, positions: Sequence[int]) -> int:
     """Return the bytes that autograd keeps in one forward pass, each storage once.
 
-    The model's own parameters do not count.
+    The model's own parameters do not count, nor do tensors without a storage (``address_of``).
     """
     image = context.image
     blocks = (image.bytes_U8, image.frozen_U8, image.local_L)
@@ -49,9 +50,9 @@ def kept_bytes(context: TrainingContext, positions: Sequence[int]) -> int:
     storages: dict[int, int] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            storages[storage.data_ptr()] = storage.nbytes()
+        address = address_of(tensor)
+        if address is not None and address not in own:
+            storages[address] = tensor.untyped_storage().nbytes()
         return tensor.detach()  # a node that held its own output would never be freed
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):

@@ -68,6 +68,20 @@ def test_a_text_fifty_times_as_long_is_foreseen(lengths: list[int], is_quadratic
         assert cost.at(600) <= 1.05 * found
 
 
+class Linked(Texts):
+    """Multiplies with a sparse matrix, which autograd saves, as a task on graphs does."""
+
+    def loss_sum(self, model: nn.Module, tokens_BT: Tensor) -> tuple[Tensor, int]:
+        links = torch.eye(tokens_BT.shape[1]).to_sparse()
+        rows_ID = model(tokens_BT)[0]
+        return torch.sparse.mm(links, rows_ID).square().sum(), tokens_BT.shape[1]
+
+
+def test_a_sparse_tensor_that_is_kept_is_no_failure() -> None:
+    dense, sparse = (training_context(task(), [torch.ones(6).long()]) for task in (Texts, Linked))  # type: ignore[arg-type]
+    assert 0 < kept_bytes(sparse, [0]) <= 2 * kept_bytes(dense, [0])
+
+
 def test_a_longer_text_is_counted_only_if_it_fits_whatever_its_square() -> None:
     context = context_of([6, 12, 12, 24], is_quadratic=True)
     usual = kept_bytes(context, [1])
