@@ -127,7 +127,7 @@ def make_update(
     refused for its data.
 
     Raises:
-        EmptyUpdate: no example had a finite loss and gradient.
+        EmptyUpdate: no example could be summed.
         NonFiniteUpdate: the sum overflows float32 at the plan's weight.
     """
     total, values_P = local_sum.total, local_sum.values_P
@@ -143,8 +143,9 @@ def make_update(
         )
     if total.weight == 0:
         raise EmptyUpdate(
-            f"{context.name}, round {plan.round}: none of {len(window.positions)} examples had a "
-            f"finite loss and gradient"
+            f"{context.name}, round {plan.round}: none of {len(window.positions)} examples could "
+            "be summed: the task raises, a loss or gradient is not finite, or they are too long "
+            "for the device's memory"
         )
     weight = plan.weigh_as or total.weight
     if not scale(values_P, by=weight, over=total.weight):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,9 @@ from torch import Tensor, nn
 
 from headwater.client.training.accumulation import TOO_LONG
 from headwater.client.training.context import TrainingContext
-from headwater.client.training.local_update import LocalSum, sum_gradients
+from headwater.client.training.local_update import LocalSum, sum_gradients, train_round
 from headwater.client.training.sampler import SamplerPosition, Window, window
-from headwater.common.errors import OutOfMemory
+from headwater.common.errors import EmptyUpdate, OutOfMemory
 from headwater.common.messages import Plan
 from tests.training_contexts import FakeMemory, plan, training_context
 
@@ -107,6 +108,14 @@ def test_the_fault_of_a_long_example_names_its_position_length_and_peak() -> Non
     context = context_of([2, 2, 100, 2], memory=memory)
     total = summed(context, plan(4, 4), SamplerPosition()).total
     assert total.faults[2].detail.startswith("position 2 has length 100: one example alone does ")
+
+
+def test_a_window_of_which_all_examples_are_too_long_says_so() -> None:
+    memory = FakeMemory(lambda n: 1000 + 45, base=BASE, each=EACH)
+    context = context_of([2, 2, 100, 2], memory=memory)
+    whole = next_window(SamplerPosition(), 4, 4)
+    with pytest.raises(EmptyUpdate, match=r"none of 1 examples could be summed.*too long for the"):
+        train_round(plan(1, 1), replace(whole, positions=(2,)), context)
 
 
 def test_without_memory_for_a_usual_example_nothing_is_left_out() -> None:
