@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -93,7 +94,7 @@ PREFIXES |= {f"{prefix}i": 2 ** (10 * n) for n, prefix in enumerate("kmgt", star
 def _number_of_bytes(given: object) -> object:
     """Return the bytes of a text such as 4GB, 1.5 GB or 512MiB; anything else as it is."""
     found = BYTES.fullmatch(given.strip()) if isinstance(given, str) else None
-    return given if found is None else int(float(found[1]) * PREFIXES[found[2].lower()])
+    return given if found is None else int(Decimal(found[1]) * PREFIXES[found[2].lower()])
 
 
 Scalar = bool | int | float | str

@@ -147,3 +147,8 @@ def test_a_run_without_a_folder_gets_one_named_after_its_task() -> None:
 )
 def test_a_number_of_bytes_may_have_a_unit(text: str, number: int) -> None:
     assert ClientSettings.model_validate({"memory_limit_bytes": text}).memory_limit_bytes == number
+
+
+def test_bytes_beyond_any_number_are_refused_as_too_many() -> None:
+    with pytest.raises(ValidationError, match="less than or equal to"):
+        ClientSettings.model_validate({"memory_limit_bytes": "9" * 400 + "GB"})
