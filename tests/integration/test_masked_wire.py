@@ -110,17 +110,17 @@ class Relay:
     async def _pass_on(
         self, sent: AsyncIterator[bytes], context: grpc.aio.ServicerContext[bytes, bytes]
     ) -> AsyncIterator[bytes]:
-        name, asked = "", (0.0, 0.0)
+        name, planned = "", dict[str, tuple[float, float]]()
 
         async def noted() -> AsyncIterator[bytes]:
-            nonlocal name, asked
+            nonlocal name
             async for data in sent:
                 frame = ClientFrame.FromString(data)
                 name = frame.hello.name or name
                 self.frames[name].append((_kind_of(frame), len(data)))
-                if asked[0] and frame.HasField("reply"):
-                    self.answers[name].append((asked[0], time.monotonic() - asked[1]))
-                    asked = 0.0, 0.0
+                plan = planned.pop(frame.reply.message_id, None)
+                if plan is not None:
+                    self.answers[name].append((plan[0], time.monotonic() - plan[1]))
                 yield data
 
         address = f"127.0.0.1:{self._server_port}"  # with a connection for each device
@@ -129,7 +129,7 @@ class Relay:
                 frame = ServerFrame.FromString(data)
                 if frame.instruction.message_type == "train":
                     plan = json.loads(frame.instruction.head_json)
-                    asked = plan["answer_seconds"], time.monotonic()
+                    planned[frame.instruction.message_id] = plan["answer_seconds"], time.monotonic()
                 yield data
 
 
