@@ -16,7 +16,7 @@ its first plan is worth. ``--phases`` adds the peak of each phase of a device (c
 
     python -m benchmarks.large_models --steps 8 --rounds 1
     python -m benchmarks.large_models --steps 32 --rounds 1 --rows bare client:4.0
-    python -m benchmarks.large_models --steps 2 --rounds 1 --rows client:4.0 masked:4.0
+    python -m benchmarks.large_models --steps 8 --rounds 1 --rows client:4.0 masked:4.0
 """
 
 from __future__ import annotations
