@@ -72,7 +72,7 @@ class TrainingContext:
     batches: Batches = field(default=NO_BATCHES, repr=False)
     """Batches of ``task`` and ``examples``; replaced at construction if they belong to others."""
     lengths: ExampleLengths | None = field(default=None, repr=False)
-    """The examples' lengths; read anew at construction if they are not given, and None if the
+    """The examples' lengths; read at construction if they are not given, and None if the
     task's examples cannot differ in length."""
 
     def __post_init__(self) -> None:

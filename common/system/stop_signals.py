@@ -34,7 +34,7 @@ before_end: list[Callable[[], object]] = []
 
 
 class _Interrupts:
-    """What ``interrupt`` was asked for, and how many blocks of the main thread hold it back."""
+    """Whether ``interrupt`` was called, and how many blocks of the main thread hold it back."""
 
     was_requested = False
     num_holding = 0

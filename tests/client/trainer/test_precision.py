@@ -1,4 +1,4 @@
-"""A device computes in float32, or in bfloat16 where that is asked for or was the faster one."""
+"""A device computes in float32, or in bfloat16 where a plan or its own measurement says so."""
 
 from __future__ import annotations
 
