@@ -16,6 +16,7 @@ from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
 from headwater.client.algorithms.lookup import algorithm_for, check_algorithm
+from headwater.client.compression.error_feedback import encoded_update
 from headwater.client.device.bandwidth import read_bandwidth
 from headwater.client.device.hardware import this_machine
 from headwater.client.flower.frozen_parts import holds_frozen, require_frozen, take_frozen
@@ -134,13 +135,16 @@ def _train(request: DeviceRequest) -> RecordDict:
         unusable = trainer.skip(identity, plan, request.sampler)
         records.save_state(context, SAMPLER, unusable.passed())
         raise
-    records.save_state(context, SAMPLER, sampler)
     update = dataclasses.replace(update, report=_with_link(update.report, context))
+    encoded = None
+    if plan.compression is not None:
+        update, encoded = encoded_update(update, plan, request.error_feedback)
+    records.save_state(context, SAMPLER, sampler)
     if plan.privacy is not None:
         from headwater.client.flower.private_rounds import spend  # as below: most never need it
 
         spend(request, plan.privacy, sampler)
-    return records.update_content(update, as_view=records.is_view(content))
+    return records.update_content(update, encoded, as_view=records.is_view(content))
 
 
 def _answer_phase(phase: Phase, request: DeviceRequest) -> RecordDict:

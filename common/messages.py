@@ -13,6 +13,9 @@ from typing import Annotated, ClassVar, Literal, Protocol
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
+from headwater.common.compression.encoded_vector import EncodedVector, Vector
+from headwater.common.compression.encoding import Coding
+from headwater.common.compression_terms import CompressionTerms
 from headwater.common.privacy_terms import PrivacyTerms
 from headwater.common.settings.fields import Seconds
 from headwater.common.settings.training import (
@@ -142,6 +145,9 @@ class Plan(WireMessage):
         description="clip the update, or each example's gradient, and report nothing else that "
         "depends on the data",
     )
+    compression: CompressionTerms | None = Field(
+        None, description="how to encode the update; None: as float32"
+    )
     frozen: FrozenDigest | None = Field(
         None, description="the model's frozen part, which the device has; None if it has none"
     )
@@ -154,6 +160,13 @@ class Plan(WireMessage):
     def accumulation_steps(self) -> int:
         """K = ceil(quota / micro_batch_size)."""
         return -(-self.quota // self.micro_batch_size)
+
+    @property
+    def coding(self) -> Coding | None:
+        """How the update is encoded; None: as float32."""
+        if self.compression is None:
+            return None
+        return Coding(terms=self.compression, run_seed=self.run_seed, round=self.round)
 
     @property
     def is_private_by_example(self) -> bool:
@@ -379,8 +392,15 @@ class Update:
 
     values_P: Tensor = field(repr=False)
     report: UpdateReport
+    encoded: EncodedVector | None = field(default=None, repr=False)
+    """The vector as it arrived, if the plan compresses it; ``values_P`` is then empty."""
 
     @property
     def name(self) -> str:
         """The client's name."""
         return self.report.name
+
+    @property
+    def vector(self) -> Vector:
+        """The vector, in either form."""
+        return self.values_P if self.encoded is None else self.encoded

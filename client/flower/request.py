@@ -14,6 +14,8 @@ import torch
 from flwr.app import Context, Message
 
 from headwater.client.algorithms.run_trainer import run_trainer
+from headwater.client.compression.error_feedback import ErrorFeedback, ResidualSlots
+from headwater.client.compression.residual_slots import ResidualFiles, ResidualsByCall
 from headwater.client.device.interfaces import Hardware
 from headwater.client.enrolment.signing_identity import (
     Enrolment,
@@ -50,8 +52,8 @@ SIMULATED = "simulated"
 """Set if clients and server are one simulation, where nothing is hidden."""
 SPOOL = "spool"
 """The folder in which a half-summed update survives a power cut."""
-LOCAL = "local"
-"""The context's entry of a simulated device's own parameters."""
+LOCAL, RESIDUAL = "local", "residual"
+"""The context's entries of a simulated device: its own parameters, and what was not sent."""
 IDENTITY, ALLOW_LIST = "identity", "allow-list"
 """The files of the device's signing identity, and of the identities that it trusts."""
 SECURE_MODE, MIN_MEMBERS = "secure-aggregation", "min-members"
@@ -167,6 +169,12 @@ class DeviceRequest:
         return local_store_of(self.context, self.identity.name)
 
     @property
+    def error_feedback(self) -> ErrorFeedback:
+        """What the device's compressed updates left out in this run."""
+        slots = residual_slots_of(self.context, self.identity.name)
+        return ErrorFeedback(slots, self.trainer.image.layout.digest)
+
+    @property
     def speed(self) -> Line | None:
         """The seconds of a micro-batch as reported and then followed; None if never measured."""
         return read_speed(records.load_state(self.context, SPEED))
@@ -189,6 +197,26 @@ def local_store_of(context: Context, name: str) -> LocalStore:
     if is_simulated:
         return local_file(path / f"{name}.safetensors", is_durable=False)
     return local_file(path / f"{name}-{context.run_id}.local.safetensors")
+
+
+def residual_slots_of(context: Context, name: str) -> ResidualSlots:
+    """Return where the device keeps what its compressed updates left out.
+
+    As ``local_store_of``: in files of its state folder or, for a simulated device without one, in
+    the context of its node.
+    """
+    folder, is_simulated = context.node_config.get(STATE), SIMULATED in context.node_config
+    if folder is None and is_simulated:
+        return ResidualsByCall(
+            f"{name}: the node's entry {RESIDUAL}",
+            load=lambda slot: records.load_bytes(context, f"{RESIDUAL}-{slot}"),
+            save=lambda slot, data: records.save_bytes(context, f"{RESIDUAL}-{slot}", data),
+            delete=lambda slot: records.delete_state(context, f"{RESIDUAL}-{slot}"),
+        )
+    if folder is not None and is_simulated:  # the run's own folder
+        return ResidualFiles(Path(str(folder)), name=name, run_id=0, is_durable=False)
+    path = ClientSettings().state_folder if folder is None else Path(str(folder))
+    return ResidualFiles(path, name=name, run_id=context.run_id)
 
 
 def read_request(message: Message, context: Context, hardware_of: HardwareOf) -> DeviceRequest:

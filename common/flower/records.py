@@ -26,7 +26,7 @@ from headwater.common.errors import (
     error_of,
     travelling,
 )
-from headwater.common.messages import Update, UpdateReport
+from headwater.common.messages import Plan, Update, UpdateReport
 
 FLAT = "headwater.flat"
 HEAD, VECTOR = "head", "vector"
@@ -117,21 +117,36 @@ def is_view(content: RecordDict) -> bool:
     return isinstance(vector(content), memoryview)
 
 
-def update_content(update: Update, *, as_view: bool) -> RecordDict:
-    """Return a reply's content with an update; the vector is copied only if the grid serialises."""
-    memory = update.values_P.numpy().data.cast("B")
-    array = flat_array(memory if as_view else bytes(memory), dtype="float32")
-    return content_of(update.report, array)
+def update_content(
+    update: Update, encoded: bytearray | None = None, *, as_view: bool
+) -> RecordDict:
+    """Return a reply's content with an update, or with its encoding in place of its vector.
+
+    The bytes are copied only if the grid serialises.
+    """
+    is_plain = encoded is None
+    memory = update.values_P.numpy().data.cast("B") if encoded is None else memoryview(encoded)
+    dtype = "float32" if is_plain else "uint8"
+    return content_of(update.report, flat_array(memory if as_view else bytes(memory), dtype=dtype))
 
 
-def read_update(content: RecordDict) -> Update:
-    """Read an update; its vector is a view of the message's memory.
+def read_update(
+    content: RecordDict, plan: Plan | None = None, *, num_values: int | None = None
+) -> Update:
+    """Read an update; its vector, or its encoding, is a view of the message's memory.
+
+    ``plan`` says how it is encoded, and ``num_values`` of how many coordinates it is.
 
     Raises:
-        CorruptUpdate: no vector, or not a whole number of float32.
+        CorruptUpdate: no vector, or not a whole number of float32; or see ``Coding.read``.
+        NonFiniteUpdate: see ``Coding.read``.
     """
     report = read(content, UpdateReport)
     memory = vector(content)
+    coding = None if plan is None else plan.coding
+    if coding is not None and num_values is not None:
+        encoded = coding.read(memory or b"", report.name, num_values)
+        return Update(values_P=torch.zeros(0), report=report, encoded=encoded)
     if memory is None or len(memory) % 4:
         raise CorruptUpdate(f"{report.name}: an update without a float32 vector")
     return Update(values_P=as_tensor(memory), report=report)

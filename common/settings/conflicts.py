@@ -13,6 +13,7 @@ from headwater.common.settings.fields import split_criterion
 from headwater.common.settings.rounds import (
     AggregationSettings,
     CohortSettings,
+    CompressionSettings,
     PrivacySettings,
     SecureSettings,
 )
@@ -34,6 +35,7 @@ def check_together(
     algorithm: AlgorithmSettings,
     cohort: CohortSettings,
     aggregation: AggregationSettings,
+    compression: CompressionSettings,
     secure: SecureSettings,
     privacy: PrivacySettings,
     model: ModelSettings,
@@ -60,6 +62,8 @@ def check_together(
         )
     if secure.aggregation != "off":
         found += _of_masks(secure, plan, aggregation, evaluation, simulation)
+    if compression.up != "off":
+        found += _of_compression(compression, plan, aggregation, secure, privacy)
     found += _of_workers(simulation)
     found += [*_of_algorithm(algorithm, plan), *_of_rule(aggregation, plan), *_of_target(plan)]
     if found:
@@ -133,6 +137,43 @@ def _of_rule(aggregation: AggregationSettings, plan: PlanSettings) -> Iterator[S
             f"the noise scale is estimated from the sum, and --aggregation {aggregation.rule} is "
             "none",
             remedy="leave out --aggregation or --follow-noise-scale",
+        )
+
+
+def _of_compression(
+    compression: CompressionSettings,
+    plan: PlanSettings,
+    aggregation: AggregationSettings,
+    secure: SecureSettings,
+    privacy: PrivacySettings,
+) -> Iterator[SettingsError]:
+    """Yield what a compressed update does not go with (docs/bytes.md)."""
+    up = compression.up
+    if privacy.is_on:
+        yield SettingsError(
+            f"--compress {up} carries parts of an update into later rounds, and the epsilon is "
+            "computed for updates that count in one round alone",
+            remedy="leave out --compress, or the privacy; --compress-down goes with both",
+        )
+    if secure.aggregation != "off":
+        yield SettingsError(
+            f"--compress {up} encodes each update by itself, and masked updates are added in a "
+            "ring",
+            remedy="use --ring-bits 16 instead of --compress",
+        )
+    if up not in ("top-k", "random-k"):
+        return
+    if aggregation.rule != "sum":
+        yield SettingsError(
+            f"--aggregation {aggregation.rule} compares updates coordinate by coordinate, and "
+            f"--compress {up} sends few of them",
+            remedy="leave out --aggregation, or use --compress int8",
+        )
+    if plan.follow_noise_scale:
+        yield SettingsError(
+            f"the noise scale is estimated from the sum's norm, and --compress {up} sends few "
+            "coordinates of it",
+            remedy="leave out --follow-noise-scale, or use --compress int8",
         )
 
 

@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import ValidationInfo, field_validator
 
+from headwater.common.compression_terms import CompressionTerms
 from headwater.common.privacy_terms import Unit
 from headwater.common.settings.fields import (
     ALL,
@@ -76,6 +77,33 @@ class AggregationSettings(Branch):
         "refuse",
         "what happens to a plain update of a larger norm; it is counted in any case",
     )
+
+
+class CompressionSettings(Branch):
+    """Fewer bytes for updates and models (docs/bytes.md)."""
+
+    up: Literal["off", "bfloat16", "int8", "top-k", "random-k"] = setting(
+        "off",
+        "send updates in fewer bytes: rounded to two bytes or one, or only the largest or random "
+        "coordinates; what is not sent is kept and added to the device's next update",
+        "--compress",
+    )
+    fraction: Part = setting(
+        0.1, "of the coordinates that top-k and random-k send", "--compress-fraction"
+    )
+    feedback: bool = setting(True, "keep what is not sent; without it, it is lost", on="")
+
+    @property
+    def keeps(self) -> bool:
+        """Whether devices keep what they did not send."""
+        return self.up != "off" and self.feedback
+
+    @property
+    def terms(self) -> CompressionTerms | None:
+        """What a plan says of it; None if updates are sent in float32."""
+        if self.up == "off":
+            return None
+        return CompressionTerms(method=self.up, fraction=self.fraction, feedback=self.feedback)
 
 
 class SecureSettings(Branch):

@@ -45,6 +45,7 @@ from headwater.common.settings.machines import ClientSettings, ServerSettings, T
 from headwater.common.settings.rounds import (
     AggregationSettings,
     CohortSettings,
+    CompressionSettings,
     PrivacySettings,
     SecureSettings,
 )
@@ -65,6 +66,7 @@ __all__ = [
     "AlgorithmSettings",
     "ClientSettings",
     "CohortSettings",
+    "CompressionSettings",
     "EvaluationSettings",
     "ModelSettings",
     "OptimizerSettings",
@@ -153,6 +155,7 @@ class Settings(Branch):
     algorithm: AlgorithmSettings = branch(AlgorithmSettings, PLAN, on=ALL)
     cohort: CohortSettings = branch(CohortSettings, RUN, on=RUNS)
     aggregation: AggregationSettings = branch(AggregationSettings, RUN, on=RUNS)
+    compression: CompressionSettings = branch(CompressionSettings, RUN, on=RUNS)
     secure: SecureSettings = branch(SecureSettings, SECURE, on=RUNS)
     privacy: PrivacySettings = branch(PrivacySettings, PRIVACY, on=RUNS)
     model: ModelSettings = branch(ModelSettings, TASK, on=ALL)
@@ -170,6 +173,7 @@ class Settings(Branch):
             algorithm=self.algorithm,
             cohort=self.cohort,
             aggregation=self.aggregation,
+            compression=self.compression,
             secure=self.secure,
             privacy=self.privacy,
             model=self.model,

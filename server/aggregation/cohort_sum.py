@@ -23,6 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headwater.common.compression.encoded_vector import EncodedVector, Vector
 from headwater.common.errors import CorruptUpdate, NonFiniteUpdate
 from headwater.common.model.layout import ModelLayout
 from headwater.common.model.vectors import CHUNK
@@ -84,29 +85,29 @@ class CohortSum:
             self._scale_bits[t] = min(max(bits, MIN_SCALE_BITS), MAX_SCALE_BITS)
         self._runs = _runs_of(self._layout, self._scale_bits)
 
-    def check(self, values_P: Tensor, *, name: str) -> list[float]:
+    def check(self, values_P: Vector, *, name: str) -> list[float]:
         """Check an update's vector before any of it is added; return the peaks for ``fold``.
 
         Raises:
             CorruptUpdate: its length is not the model's.
             NonFiniteUpdate: it contains a NaN or an infinity.
         """
-        if values_P.numel() != self._layout.num_parameters:
+        if len(values_P) != self._layout.num_parameters:
             raise CorruptUpdate(
-                f"{name}: the update has {values_P.numel():,} coordinates, the model "
+                f"{name}: the update has {len(values_P):,} coordinates, the model "
                 f"{self._layout.num_parameters:,}"
             )
-        peaks = self._peaks_of(values_P.numpy())
+        peaks = self._peaks_of(_source_of(values_P))
         if not all(map(math.isfinite, peaks)):
             raise NonFiniteUpdate(f"{name}: the update contains a NaN or an infinity")
         return peaks
 
-    def fold(self, values_P: Tensor, weight: int, peaks: Sequence[float] | None = None) -> None:
-        """Add one checked update, or a sum of many in float64.
+    def fold(self, values_P: Vector, weight: int, peaks: Sequence[float] | None = None) -> None:
+        """Add one checked update, or a sum of many in float64; an encoded one chunk by chunk.
 
         ``peaks`` is what ``check`` returned; it is computed if it is not given.
         """
-        source: Floats = values_P.numpy()
+        source = _source_of(values_P)
         num_shifts = self.num_shifts
         for t, peak in enumerate(self._peaks_of(source) if peaks is None else peaks):
             self._make_room(t, peak)
@@ -119,13 +120,14 @@ class CohortSum:
             self._sum_P[low:high] += np.rint(scaled, out=scaled).astype(np.int64)
         self.weight += weight
 
-    def _peaks_of(self, source: Floats) -> list[float]:
+    def _peaks_of(self, source: Floats | EncodedVector) -> list[float]:
         """Return each tensor's largest magnitude: 0 in an empty one, NaN if it contains one."""
         spans = self._layout.spans
         if len(source) > CHUNK or len(self._starts) < len(spans):
-            parts = [source[start:end] for start, end in spans]
-            return [max(float(p.max()), -float(p.min())) if len(p) else 0.0 for p in parts]
-        peaks: list[float] = np.maximum.reduceat(np.abs(source), self._starts).tolist()
+            if isinstance(source, EncodedVector):
+                return [_peak_of_parts(source, start, end) for start, end in spans]
+            return [_peak(source[start:end]) for start, end in spans]
+        peaks: list[float] = np.maximum.reduceat(np.abs(source[:]), self._starts).tolist()
         return peaks
 
     def _make_room(self, t: int, peak: float) -> None:
@@ -171,6 +173,21 @@ class CohortSum:
                 self._largest[t] = float(self.weight)
         self._is_first = False
         return torch.from_numpy(mean_P)
+
+
+def _source_of(values_P: Vector) -> Floats | EncodedVector:
+    """Return what can be cut into arrays: an encoded vector is decoded where it is cut."""
+    return values_P if isinstance(values_P, EncodedVector) else values_P.numpy()
+
+
+def _peak(part: Floats) -> float:
+    return max(float(part.max()), -float(part.min())) if len(part) else 0.0
+
+
+def _peak_of_parts(source: EncodedVector, start: int, end: int) -> float:
+    starts = range(start, end, CHUNK)
+    peaks = [_peak(source[low : min(low + CHUNK, end)]) for low in starts]
+    return float(np.max(peaks)) if peaks else 0.0  # NaN propagates, unlike with ``max``
 
 
 # Coordinates ``low`` (inclusive) to ``high`` (exclusive), and their factors or common factor.

@@ -24,10 +24,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
 
-from torch import Tensor
-
+from headwater.common.compression.encoded_vector import Vector, norm_squared
 from headwater.common.errors import OutlierInRound
-from headwater.common.model.vectors import squared_norm
 
 MIN_UPDATES = 3
 LARGEST_NORM = 2.0**63
@@ -69,6 +67,6 @@ class NormWatch:
             )
 
 
-def norm_per_weight(values_P: Tensor, weight: int) -> float:
+def norm_per_weight(values_P: Vector, weight: int) -> float:
     """Return the Euclidean norm of an update's mean gradient; of its step after local steps."""
-    return math.sqrt(squared_norm(values_P)) / weight
+    return math.sqrt(norm_squared(values_P)) / weight

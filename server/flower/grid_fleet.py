@@ -121,7 +121,9 @@ class GridFleet:
                     return ready.model_copy(update={"seconds": seconds})
                 _check_in_time(ready.name, ready.seconds, timeout_seconds)
                 return ready
-            update = records.read_update(content)
+            update = records.read_update(
+                content, plans[name], num_values=image.layout.num_parameters
+            )
             _check_in_time(update.name, update.report.seconds, timeout_seconds)
             return update
 

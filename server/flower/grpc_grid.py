@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from flwr.app import Message
 
+from headwater.common.compression_terms import update_bytes
 from headwater.common.errors import HeadwaterError
 from headwater.common.flower import records
 from headwater.common.flower.grid import SILENT_SECONDS, HeadwaterGrid, ensure_message_id
@@ -43,7 +44,7 @@ class GrpcGrid(HeadwaterGrid):
         self.silent_seconds = silent_seconds
         self._servicer = servicer
         self._sent: dict[str, Message] = {}
-        self._update_bytes = 0
+        self._num_parameters = 0
         self._reply_bytes: dict[str, int] = {}
         self._num_needed = 0
         self._turn_seconds: float | None = None
@@ -62,7 +63,7 @@ class GrpcGrid(HeadwaterGrid):
 
     def expect(self, request: DescribeRequest) -> None:
         self._servicer.require_layout(request.layout_digest, request.layout)
-        self._update_bytes = 4 * request.num_parameters
+        self._num_parameters = request.num_parameters
 
     def expect_vector(self, message_type: str, num_bytes: int) -> None:
         self._reply_bytes[message_type] = num_bytes
@@ -160,7 +161,8 @@ class GrpcGrid(HeadwaterGrid):
         kind = message.metadata.message_type
         if kind != "train":
             return self._reply_bytes.get(kind, 0)
-        return 0 if records.read(message.content, Plan).is_masked else self._update_bytes
+        plan = records.read(message.content, Plan)
+        return 0 if plan.is_masked else update_bytes(plan.compression, self._num_parameters)
 
     def _instruction(self, message_id: str, message: Message) -> DeviceInstruction:
         vector, kind = records.vector(message.content), message.metadata.message_type

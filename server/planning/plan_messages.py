@@ -40,6 +40,7 @@ def plans_of(
         "algorithm": settings.algorithm.label,
         "held_out_fraction": held_out_fraction(settings.evaluation),
         "is_masked": settings.secure.aggregation != "off",
+        "compression": settings.compression.terms,
         "frozen": frozen,
         "num_invited": len(assigned) if settings.secure.aggregation != "off" else None,
     }

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from headwater.common.compression.planned_bytes import upload_bytes
 from headwater.common.errors import TooFewClients, TooFewPermitted
 from headwater.common.messages import DescribeRequest, DeviceReport, Plan
 from headwater.common.model.layout import ModelLayout
@@ -152,7 +153,7 @@ class RoundPlanner:
         """
         costs = TransferCosts(
             image_bytes=self.layout.num_bytes,
-            update_bytes=4 * self.layout.num_parameters,
+            update_bytes=upload_bytes(self.settings, self.layout.num_parameters),
             turn_seconds=turn_seconds,
         )
         self.known.note_changes(clients)

@@ -13,6 +13,7 @@ from typing import Literal
 
 from torch import Tensor
 
+from headwater.common.compression.encoded_vector import Vector, whole
 from headwater.common.errors import (
     CountOutOfRange,
     HeadwaterError,
@@ -128,7 +129,7 @@ class OpenRound:
             self._check_counts(
                 report.name, plan, report.num_examples, report.weight, report.num_steps
             )
-            values_P = update.values_P
+            values_P = update.vector
             if plan.privacy is not None:
                 _check_bit(update, plan.privacy)
                 values_P = _clipped(update, plan.privacy)
@@ -138,7 +139,7 @@ class OpenRound:
             self._refuse_updates([report.name], error)
             return
         if self._held is not None:
-            self._held.add(within_P, report.weight)
+            self._held.add(whole(within_P), report.weight)
         else:
             self._total.fold(within_P, report.weight, peaks if within_P is values_P else None)
         self.accepted[report.name] = report
@@ -146,7 +147,7 @@ class OpenRound:
         if report.clip_bit is not None:
             self.clip_bits.append(report.clip_bit)
 
-    def _within_norm(self, name: str, values_P: Tensor, weight: int) -> Tensor:
+    def _within_norm(self, name: str, values_P: Vector, weight: int) -> Vector:
         """Return an update's vector, or a copy that is scaled down to the norm's limit.
 
         Raises:
@@ -166,7 +167,9 @@ class OpenRound:
             raise OutlierUpdate(found)
         log.warning("%s; it is %s", found, "clipped" if self._beyond_norm == "clip" else "kept")
         is_clipped = self._beyond_norm == "clip"
-        return scaled_to(values_P, norm=norm, limit=limit) if is_clipped else values_P
+        if not is_clipped:
+            return values_P
+        return scaled_to(whole(values_P), norm=norm, limit=limit)
 
     def _take_batch(self, batch: UpdateBatch) -> None:
         columns = batch.reports.columns

@@ -59,6 +59,10 @@ def compute_of(settings: Settings, devices: Devices, *, first: int = 0) -> Compu
             raise UnsupportedBatch(
                 f"the client algorithm {settings.algorithm.label} takes each device by itself"
             )
+        if settings.compression.up != "off":
+            raise UnsupportedBatch(
+                f"with --compress {settings.compression.up} each device encodes its own vector"
+            )
         if settings.model.local_parameters is not None:
             raise UnsupportedBatch(
                 f"each device has parameters of its own ({settings.model.local_parameters})"
@@ -94,9 +98,10 @@ def _one_by_one(settings: Settings, devices: Devices, num_invited: int) -> Compu
     number = num_workers(settings, num_invited=num_invited)
     if number == 1:
         return OneByOne(devices)
-    if settings.model.local_parameters is not None and settings.out is None:
+    has_files = settings.model.local_parameters is not None or settings.compression.keeps
+    if has_files and settings.out is None:
         raise SettingsError(
-            "worker processes share the devices' own parameters as files, and the run writes to no "
+            "worker processes share what the devices keep as files, and the run writes to no "
             "folder",
             remedy="name one: --out DIR; or leave --workers out",
         )

@@ -16,6 +16,7 @@ from itertools import islice
 import numpy as np
 
 from headwater.client.algorithms.lookup import algorithm_for
+from headwater.client.compression.error_feedback import encoded_update
 from headwater.client.device.interfaces import Hardware
 from headwater.client.trainer.left_out_log import LeftOutLog
 from headwater.client.training.accumulator import Accumulator
@@ -29,7 +30,7 @@ from headwater.client.training.sampler import (
     window_length,
 )
 from headwater.common.errors import EmptyUpdate, HeadwaterError, error_of, travelling
-from headwater.common.messages import Update
+from headwater.common.messages import Plan, Update
 from headwater.common.model.local_state import LocalState
 from headwater.common.model.parameters import ModelImage
 from headwater.common.task import Examples
@@ -246,6 +247,7 @@ class OneByOne:
             if store is not None:
                 local = one.local.pend(plan.round, one.local_sum.local_L)
                 store.write(local, one.context.image.layout)
+            update = self._as_sent(update, plan, part)
         except EmptyUpdate as error:
             settled = devices.positions[part].settle(plan.counted_round)
             place = window.after(len(window.positions))
@@ -253,11 +255,27 @@ class OneByOne:
             return _dropout(client, error)
         except Exception as error:
             return _dropout(client, error)
-        faults = devices.falsifications(part, round_number=plan.round)
-        if faults:
-            moment = devices.fleet.moment(part, round_number=plan.round)
-            update = replace(update, values_P=falsify(update.values_P, faults, moment))
         return update
+
+    def _as_sent(self, update: Update, plan: Plan, part: int) -> Update:
+        """Return a device's update as the server reads it: encoded and decoded, or falsified.
+
+        Raises:
+            NonFiniteUpdate, StateError: see ``encoded_update``; or the server would refuse it.
+        """
+        devices, values_P, coding = self._devices, update.values_P, plan.coding
+        if coding is not None:
+            _, data = encoded_update(update, plan, devices.error_feedback(part))
+            coding.read(data, update.name, values_P.numel()).decode_into(values_P)
+        faults = devices.falsifications(part, round_number=plan.round)
+        if not faults:
+            return update
+        moment = devices.fleet.moment(part, round_number=plan.round)
+        values_P = falsify(values_P, faults, moment)
+        if coding is not None:
+            data = coding.encode(values_P, update.name)
+            values_P = coding.read(data, update.name, values_P.numel()).tensor()
+        return replace(update, values_P=values_P)
 
     def _store_positions(self, updated: Sequence[_TrainedClient]) -> None:
         """Store the positions of devices that have made an update, all of one round."""

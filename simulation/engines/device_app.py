@@ -21,6 +21,7 @@ from headwater.client.app import client_app
 from headwater.client.device.bandwidth import DOWNLOAD, UPLOAD
 from headwater.client.flower.request import SIMULATED
 from headwater.client.secagg.pending import pending_in
+from headwater.common.compression.encoded_vector import whole
 from headwater.common.errors import ConnectionLost, SettingsError
 from headwater.common.flower import records
 from headwater.common.messages import Plan
@@ -80,9 +81,15 @@ def falsified_reply(
         pending = pending_in(run_trainer(settings).accumulator).get(run_id, name).update
         pending.values_P.copy_(falsify(pending.values_P, faults, moment))
         return reply
-    update = records.read_update(reply.content)
-    changed = replace(update, values_P=falsify(update.values_P, faults, moment))
-    return Message(records.update_content(changed, as_view=True), reply_to=message)
+    plan, update = records.read(message.content, Plan), records.read_update(reply.content)
+    coding = plan.coding
+    if coding is None:
+        changed = replace(update, values_P=falsify(update.values_P, faults, moment))
+        return Message(records.update_content(changed, as_view=True), reply_to=message)
+    num_values = run_trainer(settings).image.layout.num_parameters
+    sent = records.read_update(reply.content, plan, num_values=num_values).vector
+    data = coding.encode(falsify(whole(sent), faults, moment), update.name)
+    return Message(records.update_content(update, data, as_view=True), reply_to=message)
 
 
 def process_app(settings: Settings, part: int, shared_round: SharedRound) -> ClientApp:

@@ -13,6 +13,7 @@ from itertools import compress
 from typing import Any
 
 from headwater.client.flower.state_file import SAMPLER, read_sampler
+from headwater.common.compression.planned_bytes import upload_bytes
 from headwater.common.errors import ConnectionLost, HeadwaterError, LateUpdate, SettingsError
 from headwater.common.messages import (
     DescribeRequest,
@@ -132,7 +133,8 @@ class LocalFleet:
                 yield answer
                 continue
             num_updates = 1 if isinstance(answer, Update) else len(answer.reports)
-            self._bytes_up += num_updates * 4 * image.layout.num_parameters
+            num_values = image.layout.num_parameters
+            self._bytes_up += num_updates * upload_bytes(self._settings, num_values)
             if isinstance(answer, Update) and _is_late(answer, timeout_seconds):
                 text = (
                     f"{answer.name} took {answer.report.seconds:.1f} s, "

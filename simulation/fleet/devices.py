@@ -11,6 +11,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from headwater.client.algorithms.run_trainer import run_trainer
+from headwater.client.compression.error_feedback import ErrorFeedback, ResidualSlots
+from headwater.client.compression.residual_slots import ResidualFiles, ResidualsByCall
 from headwater.client.device.interfaces import Hardware
 from headwater.client.flower.state_file import local_file
 from headwater.client.trainer.client_examples import MAX_OPEN_DATASETS
@@ -93,6 +95,7 @@ class Devices:
         self.positions = PositionColumns(self.num_devices)
         self._num_training_examples: Ints = np.zeros(self.num_devices, dtype=np.int64)
         self._local: dict[int, bytes] = {}
+        self._residuals: dict[tuple[int, int], bytes] = {}
         self._steady: dict[tuple[int, bool], _SteadyHardware] = {}
         size = settings.cohort.size
         self.cache_size = MAX_OPEN_DATASETS
@@ -134,6 +137,19 @@ class Devices:
             return local_file(path, is_durable=False)
         kept = self._local
         return LocalStore(f"device {name}", lambda: kept.get(part), partial(kept.__setitem__, part))
+
+    def error_feedback(self, part: int) -> ErrorFeedback:
+        """Return what a device's compressed updates left out; kept as ``local_store`` keeps."""
+        name, out, kept = self.identities.name(part), self.settings.out, self._residuals
+        slots: ResidualSlots = ResidualsByCall(
+            f"device {name}",
+            load=lambda slot: kept.get((part, slot)),
+            save=lambda slot, data: kept.__setitem__((part, slot), data),
+            delete=lambda slot: kept.pop((part, slot), None),
+        )
+        if out is not None:
+            slots = ResidualFiles(out / LOCAL_FOLDER, name=name, run_id=0, is_durable=False)
+        return ErrorFeedback(slots, self.trainer.image.layout.digest)
 
     def hardware(self, part: int, *, round_number: int) -> Hardware:
         """Return a device's hardware at the start of a round; a cached object may be reused."""

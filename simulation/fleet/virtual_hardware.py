@@ -19,6 +19,7 @@ from headwater.client.memory.peak_model import WORKING_FACTOR
 from headwater.client.trainer.client_examples import MAX_OPEN_DATASETS
 from headwater.client.trainer.trainer import Trainer
 from headwater.client.training.context import Identity
+from headwater.common.compression.planned_bytes import upload_bytes
 from headwater.common.data.batches import UnsupportedBatch, batch_of, split_batch
 from headwater.common.errors import TaskFailed
 from headwater.common.messages import Vitals
@@ -94,12 +95,19 @@ class VirtualHardware:
         num_parameters: int,
         *,
         num_local: int = 0,
+        upload_bytes: int | None = None,
         jitter_seed: int = 0,
         is_on_battery: bool = False,
         client_settings: ClientSettings | None = None,
     ) -> None:
-        """Take the device's figures, the random draws of the round, and its owner's settings."""
+        """Take the device's figures, the random draws of the round, and its owner's settings.
+
+        ``upload_bytes`` are those of an update; not given: as many as the model has.
+        """
         self._device = device
+        self._transfer_bytes = 4 * num_parameters + (
+            4 * num_parameters if upload_bytes is None else upload_bytes
+        )
         self._num_parameters = num_parameters
         self._num_local = num_local
         self._is_on_battery = is_on_battery
@@ -137,7 +145,7 @@ class VirtualHardware:
     @property
     def transfer_seconds(self) -> float:
         """The seconds in which the model arrives and the update leaves."""
-        return 2 * 4 * self._num_parameters / self._device.upload_bytes_per_second
+        return self._transfer_bytes / self._device.upload_bytes_per_second
 
     def cores(self) -> float:
         return self._device.cores
@@ -263,6 +271,7 @@ def build_hardware(
         current,
         layout.num_parameters,
         num_local=layout.num_local,
+        upload_bytes=upload_bytes(settings, layout.num_parameters),
         jitter_seed=jitter_seed,
         is_on_battery=is_on_battery,
         client_settings=settings.client,

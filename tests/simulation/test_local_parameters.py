@@ -224,7 +224,7 @@ def test_a_run_from_python_has_no_single_model(tmp_path: Path) -> None:
 
 def test_workers_need_a_folder_to_share_the_devices_parameters() -> None:
     simulation = {"clients": 4, "compute": "one-by-one", "workers": 2}
-    with pytest.raises(SettingsError, match="share the devices' own parameters as files"):
+    with pytest.raises(SettingsError, match="share what the devices keep as files"):
         simulate(chosen(None, simulation=simulation))
 
 

@@ -1,0 +1,191 @@
+"""Error feedback: what an update's encoding left out is added to the device's next update.
+
+After the encoding, the accumulator's own memory holds what was not sent, the residual. It is stored
+there and then, in units of the update: a sum of gradients. The next update adds it before its own
+encoding, so that after any number of rounds
+
+    sum of all that was sent + residual = sum of all updates of the device,
+
+to float32's rounding (Seide et al. 2014; Karimireddy et al. 2019, "Error Feedback Fixes SignSGD",
+algorithm 1). A residual brings no weight: its examples were counted in their own round, and the
+server divides by the weight of the round in which the residual arrives.
+
+Two residuals are kept: the last counted round's, and a pending one. A plan says which round the
+server counted last. If that is the pending one, its residual is next; otherwise the update did not
+arrive, the device trains on the same examples again, and starts from the residual before. So a
+refused or lost update loses nothing and counts nothing twice.
+
+A residual is dropped, with a line in the log, if its file is damaged, if the model has another
+layout, or if the run went on without compression in between. Another method or fraction takes the
+residual over; another run begins without one. With parameters that stay on the device only the
+shared vector has a residual.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from headwater.common.errors import NonFiniteUpdate, StateError
+from headwater.common.messages import Plan, Update
+from headwater.common.model.vectors import CHUNK, all_finite
+
+log = logging.getLogger(__name__)
+
+SLOTS = (0, 1)
+MAX_HEAD_BYTES = 4096
+LENGTH_BYTES = 8
+Floats = NDArray[np.float32]
+
+
+class ResidualSlots(Protocol):
+    """Two places for a device's residuals in a run; each is written as a whole or not at all."""
+
+    where: str
+
+    def read(self, slot: int) -> memoryview | None:
+        """Return what a slot holds; None if nothing. Raises OSError."""
+        ...
+
+    def write(self, slot: int, head: bytes, values: memoryview) -> None:
+        """Replace what a slot holds. Raises OSError; the old content is then intact."""
+        ...
+
+    def remove(self, slot: int) -> None:
+        """Empty a slot."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Residual:
+    slot: int
+    round: int
+    values_P: Floats
+
+
+class ErrorFeedback:
+    """A device's residuals in a run."""
+
+    def __init__(self, slots: ResidualSlots, layout_digest: str) -> None:
+        self._slots = slots
+        self._layout_digest = layout_digest
+
+    def encode(self, update: Update, plan: Plan) -> bytearray:
+        """Add the residual to an update, encode it, and store what was left out as pending.
+
+        The update's vector is overwritten: it is the new residual afterwards.
+
+        Raises:
+            NonFiniteUpdate: the sum with the residual overflows float32; nothing is stored.
+            StateError: the residual could not be stored; the one before is intact.
+        """
+        coding, stored = plan.coding, self._stored()
+        assert coding is not None
+        base = self._counted(stored, plan)
+        if base is not None:
+            add_in_chunks(update.values_P, base.values_P)
+        if not all_finite(update.values_P):
+            raise NonFiniteUpdate(f"{update.name}, round {plan.round}: the residual overflows")
+        data = coding.encode(update.values_P, update.name)
+        # Never over the residual before: the server may not count this round.
+        slot = 1 - base.slot if base is not None else stored[-1].slot if stored else SLOTS[0]
+        del base, stored  # a mapped file could not be replaced on Windows
+        self._store(slot, plan.round, update.values_P)
+        return data
+
+    def _counted(self, stored: list[_Residual], plan: Plan) -> _Residual | None:
+        """Return the residual of the last counted round, if there is one."""
+        counted = plan.counted_round
+        if not stored or counted is None:
+            return None
+        newest = stored[-1]
+        if newest.round < counted:
+            log.warning(
+                "%s: the residual of round %d is dropped, as the run went on without compression",
+                self._slots.where,
+                newest.round,
+            )
+            for slot in SLOTS:
+                self._slots.remove(slot)
+            stored.clear()
+            return None
+        if newest.round == counted:
+            return newest
+        # A server that was restored from an older checkpoint has counted neither.
+        return stored[0] if len(stored) == len(SLOTS) and stored[0].round <= counted else None
+
+    def _stored(self) -> list[_Residual]:
+        """Return the stored residuals, in the order of their rounds; unusable ones are removed."""
+        found = []
+        for slot in SLOTS:
+            try:
+                data = self._slots.read(slot)
+            except OSError as error:
+                raise StateError(f"{self._slots.where} cannot be read: {error.strerror}") from error
+            if data is None:
+                continue
+            try:
+                found.append(self._parsed(slot, data))
+            except (ValueError, KeyError, TypeError) as error:
+                del data
+                log.warning("%s: the residual is dropped: %s", self._slots.where, error)
+                self._slots.remove(slot)
+        return sorted(found, key=lambda one: one.round)
+
+    def _parsed(self, slot: int, data: memoryview) -> _Residual:
+        length = int.from_bytes(data[:LENGTH_BYTES], "little")
+        if length > MAX_HEAD_BYTES:
+            raise ValueError("it is damaged")
+        head = json.loads(bytes(data[LENGTH_BYTES : LENGTH_BYTES + length]))
+        values = data[LENGTH_BYTES + length :]
+        if head["layout"] != self._layout_digest:
+            raise ValueError("it belongs to a model of another layout")
+        if hashlib.sha256(values).hexdigest() != head["sha256"]:
+            raise ValueError("it is damaged: its digest does not match")
+        return _Residual(slot=slot, round=int(head["round"]), values_P=np.frombuffer(values, "<f4"))
+
+    def _store(self, slot: int, round_number: int, values_P: Tensor) -> None:
+        values = values_P.numpy().data.cast("B")
+        digest = hashlib.sha256(values).hexdigest()
+        head = {"layout": self._layout_digest, "round": round_number, "sha256": digest}
+        text = json.dumps(head).encode()
+        text += b" " * (-len(text) % LENGTH_BYTES)
+        try:
+            self._slots.write(slot, len(text).to_bytes(LENGTH_BYTES, "little") + text, values)
+        except OSError as error:
+            raise StateError(
+                f"what compression left out cannot be kept in {self._slots.where}: "
+                f"{error.strerror}",
+                remedy="free space there, or run without --compress",
+            ) from error
+
+
+def add_in_chunks(values_P: Tensor, more_P: Floats) -> None:
+    """Add a vector that may be a mapped file to another, in place."""
+    values = values_P.numpy()
+    for low in range(0, len(values), CHUNK):
+        values[low : low + CHUNK] += more_P[low : low + CHUNK]
+
+
+def encoded_update(update: Update, plan: Plan, feedback: ErrorFeedback) -> tuple[Update, bytearray]:
+    """Return an update's report without its vector, and its encoding as the plan's terms say.
+
+    If the terms say so, what the encoding leaves out is lost.
+
+    Raises:
+        NonFiniteUpdate, StateError: see ``ErrorFeedback.encode``.
+    """
+    coding = plan.coding
+    assert coding is not None
+    if coding.terms.feedback:
+        data = feedback.encode(update, plan)
+    else:
+        data = coding.encode(update.values_P, update.name)
+    return replace(update, values_P=update.values_P[:0]), data

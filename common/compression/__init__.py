@@ -1,0 +1,1 @@
+"""Encodings of updates and models in fewer bytes: rounding, and sending a part of a vector."""

@@ -1,0 +1,58 @@
+"""The terms of a round's compression, as a plan states them: the method, and the bytes it takes."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Method = Literal["bfloat16", "int8", "top-k", "random-k"]
+
+BLOCK = 1024
+"""Coordinates that share a scale in int8; the scale is a float32, 0.4 % of the block's bytes."""
+SPAN = 1 << 16
+"""Coordinates whose positions top-k counts together, so that each position takes 16 bits."""
+
+
+class CompressionTerms(BaseModel):
+    """How a device encodes its update; both sides compute the number of bytes from it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    method: Method
+    fraction: Annotated[float, Field(gt=0, le=1)] = Field(
+        0.1, description="of the coordinates that top-k and random-k send"
+    )
+    feedback: bool = Field(True, description="add what was not sent to the device's next update")
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether only a part of the coordinates is sent."""
+        return self.method in ("top-k", "random-k")
+
+    def num_sent(self, num_values: int) -> int:
+        """Return how many coordinates of a vector are sent; at least one of a vector that has any.
+
+        The same fraction as a decimal gives the same number on every machine: the product is
+        rounded to nine places before it is rounded up.
+        """
+        if not self.is_sparse:
+            return num_values
+        return min(math.ceil(round(self.fraction * num_values, 9)), num_values)
+
+    def num_bytes(self, num_values: int) -> int:
+        """Return the length of the encoding of a vector; it does not depend on the values."""
+        number = self.num_sent(num_values)
+        match self.method:
+            case "int8":
+                return num_values + 4 * -(-num_values // BLOCK)
+            case "top-k":
+                return 4 * -(-num_values // SPAN) + (2 + 2) * number
+            case _:
+                return 2 * number
+
+
+def update_bytes(terms: CompressionTerms | None, num_values: int) -> int:
+    """Return the bytes of a plain update under these terms; None: float32."""
+    return 4 * num_values if terms is None else terms.num_bytes(num_values)

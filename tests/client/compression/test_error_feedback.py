@@ -1,0 +1,175 @@
+"""Error feedback: sums of what is sent, over rounds that count, are lost, or follow a restart."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from headwater.client.compression.error_feedback import ErrorFeedback, ResidualSlots
+from headwater.client.compression.residual_slots import STALE_SECONDS, ResidualFiles
+from headwater.common.compression_terms import CompressionTerms, Method
+from headwater.common.errors import StateError
+from headwater.common.messages import Plan, Update, UpdateReport
+
+NUM_VALUES = 3000
+EPS = 2.0**-23
+LAYOUT = "0" * 64
+
+
+def plan(number: int, *, counted: int | None, method: Method = "int8") -> Plan:
+    return Plan(
+        round=number,
+        run_seed=1,
+        model_version=number - 1,
+        quota=1,
+        micro_batch_size=1,
+        counted_round=counted,
+        compression=CompressionTerms(method=method, fraction=0.1),
+    )
+
+
+def gradient(number: int) -> Tensor:
+    return torch.randn(NUM_VALUES, generator=torch.Generator().manual_seed(number))
+
+
+def update(number: int, values_P: Tensor | None = None) -> Update:
+    report = UpdateReport(
+        name="pi",
+        round=number,
+        num_examples=1,
+        weight=1,
+        loss_sum=0.0,
+        micro_batch_size=1,
+        seconds=1.0,
+        steps=(),
+        reason="quota",
+    )
+    return Update(values_P=gradient(number) if values_P is None else values_P, report=report)
+
+
+def files(folder: Path, *, run_id: int = 7) -> ResidualFiles:
+    return ResidualFiles(folder, name="pi", run_id=run_id)
+
+
+def sent(folder: Path, chosen: Plan, *, layout: str = LAYOUT) -> Tensor:
+    """Return what a device that was just started sends for a plan."""
+    data = ErrorFeedback(files(folder), layout).encode(update(chosen.round), chosen)
+    assert chosen.coding is not None
+    return chosen.coding.read(data, "pi", NUM_VALUES).tensor()
+
+
+def residual(folder: Path, number: int) -> Tensor:
+    """Return the residual that was stored in a round, as its file has it."""
+    for slot in (0, 1):
+        data = files(folder).read(slot)
+        assert data is not None
+        end = 8 + int.from_bytes(data[:8], "little")
+        if json.loads(bytes(data[8:end]))["round"] == number:
+            return torch.frombuffer(bytearray(data[end:]), dtype=torch.float32)
+    raise AssertionError(f"no residual of round {number}")
+
+
+@pytest.mark.parametrize("method", ["bfloat16", "int8", "top-k", "random-k"])
+def test_all_that_was_sent_and_the_residual_are_the_sum_of_all_updates(
+    tmp_path: Path, method: Method
+) -> None:
+    total = torch.zeros(NUM_VALUES, dtype=torch.float64)
+    for number in range(1, 6):
+        chosen = plan(number, counted=number - 1 or None, method=method)
+        total += sent(tmp_path, chosen).double()
+    expected = sum(gradient(number).double() for number in range(1, 6))
+    error = (total + residual(tmp_path, 5).double() - expected).abs().max()
+    # Each round adds and subtracts numbers below 16 with a few roundings each.
+    assert error < 5 * 4 * 16 * EPS
+
+
+def test_a_lost_update_leaves_the_residual_of_the_last_counted_round(tmp_path: Path) -> None:
+    sent(tmp_path, plan(1, counted=None))
+    expected = sent(tmp_path, plan(2, counted=1))  # never arrives
+    for _ in range(3):
+        assert torch.equal(sent(tmp_path, plan(2, counted=1)), expected)
+
+
+def test_a_residual_of_a_lost_first_round_is_not_sent(tmp_path: Path) -> None:
+    sent(tmp_path, plan(1, counted=None))
+    again, anew = (
+        sent(tmp_path, plan(2, counted=None)),
+        sent(tmp_path / "new", plan(2, counted=None)),
+    )
+    assert torch.equal(again, anew)
+
+
+def test_several_lost_updates_in_a_row_lose_nothing_of_the_residual(tmp_path: Path) -> None:
+    sent(tmp_path, plan(1, counted=None))
+    sent(tmp_path, plan(2, counted=1))
+    once = sent(tmp_path, plan(4, counted=2))
+    sent(tmp_path, plan(3, counted=2))
+    assert torch.equal(sent(tmp_path, plan(4, counted=2)), once)
+
+
+def change_layout(folder: Path) -> Tensor:
+    return sent(folder, plan(2, counted=1), layout="1" * 64)
+
+
+def damage(folder: Path) -> Tensor:
+    file = next(folder.glob("*.residual-*"))
+    file.write_bytes(file.read_bytes()[:-1] + b"\xff")
+    return sent(folder, plan(2, counted=1))
+
+
+def empty(folder: Path) -> Tensor:
+    next(folder.glob("*.residual-*")).write_bytes(b"")
+    return sent(folder, plan(2, counted=1))
+
+
+def train_without(folder: Path) -> Tensor:
+    """Rounds 2 and 3 had no compression, so the residual of round 1 did not stay the device's."""
+    return sent(folder, plan(4, counted=3))
+
+
+@pytest.mark.parametrize("happen", [change_layout, damage, empty, train_without])
+def test_a_residual_that_does_not_fit_is_dropped_with_a_line_in_the_log(
+    tmp_path: Path, happen: Callable[[Path], Tensor], caplog: pytest.LogCaptureFixture
+) -> None:
+    sent(tmp_path / "old", plan(1, counted=None))
+    with caplog.at_level(logging.WARNING):
+        after = happen(tmp_path / "old")
+    number = 4 if happen is train_without else 2
+    assert torch.equal(after, sent(tmp_path / "new", plan(number, counted=None)))
+    assert "dropped" in caplog.text
+
+
+def test_another_run_begins_without_a_residual_and_removes_old_files(tmp_path: Path) -> None:
+    sent(tmp_path, plan(1, counted=None))
+    late = ResidualFiles(tmp_path, name="pi", run_id=8, wall_clock=lambda: STALE_SECONDS + 2**40)
+    assert late.read(0) is None
+    late.write(0, b"", memoryview(b"1234"))
+    assert [path.name for path in tmp_path.iterdir()] == ["pi-8.residual-0"]
+
+
+class FullDisk:
+    """Slots on a disk that has become full."""
+
+    where = "/full"
+
+    def __init__(self, inner: ResidualSlots) -> None:
+        self.read, self.remove = inner.read, inner.remove
+
+    def write(self, slot: int, head: bytes, values: memoryview) -> None:
+        raise OSError(28, "No space left on device")
+
+
+def test_a_full_disk_refuses_the_update_and_keeps_the_residual(tmp_path: Path) -> None:
+    sent(tmp_path, plan(1, counted=None))
+    feedback = ErrorFeedback(FullDisk(files(tmp_path)), LAYOUT)
+    with pytest.raises(StateError, match="what compression left out cannot be kept in /full"):
+        feedback.encode(update(2), plan(2, counted=1))
+    as_before = sent(tmp_path, plan(2, counted=1))
+    sent(tmp_path / "other", plan(1, counted=None))
+    assert torch.equal(as_before, sent(tmp_path / "other", plan(2, counted=1)))

@@ -1,0 +1,88 @@
+"""Runs with compressed updates: each way of running, restarts, settings that do not go together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from headwater.common.errors import SettingsError
+from headwater.common.settings.sources import load
+from headwater.server.rounds.round_loop import MODEL
+from headwater.server.rounds.round_row import RoundRow
+from headwater.simulation.run import run_engine
+
+CHOSEN: dict[str, Any] = {
+    "task": "examples/digits.py:Digits",
+    "simulation.clients": 4,
+    "plan.accumulation_steps": 2,
+    "plan.micro_batch_size": 8,
+    "rounds": 3,
+    "threads": 1,
+}
+
+
+def simulate(out: Path, *, resume: bool = False, **changes: Any) -> list[RoundRow]:
+    keys = {key.replace("__", "."): value for key, value in changes.items()}
+    rows: list[RoundRow] = []
+    settings = load(None, CHOSEN | {"out": out} | keys)
+    run_engine(settings, on_round=rows.append, resume=resume)
+    return rows
+
+
+def model(out: Path) -> torch.Tensor:
+    tensors = load_file(next(out.glob(MODEL)))
+    return torch.cat([tensors[name].flatten() for name in sorted(tensors)])
+
+
+def test_a_resumed_run_sends_what_was_left_out_before(tmp_path: Path) -> None:
+    simulate(tmp_path / "whole", compression__up="top-k")
+    simulate(tmp_path / "halves", compression__up="top-k", rounds=2)
+    simulate(tmp_path / "halves", compression__up="top-k", resume=True)
+    assert torch.equal(model(tmp_path / "whole"), model(tmp_path / "halves"))
+
+
+def test_without_feedback_the_model_is_another(tmp_path: Path) -> None:
+    simulate(tmp_path / "with", compression__up="top-k", rounds=2)
+    simulate(tmp_path / "without", compression__up="top-k", compression__feedback=False, rounds=2)
+    assert not torch.equal(model(tmp_path / "with"), model(tmp_path / "without"))
+
+
+def test_an_update_in_int8_takes_a_quarter_of_the_bytes(tmp_path: Path) -> None:
+    plain = simulate(tmp_path / "plain", rounds=1)
+    small = simulate(tmp_path / "small", rounds=1, compression__up="int8")
+    assert small[0].bytes_up < 0.26 * plain[0].bytes_up
+    assert small[0].bytes_down == plain[0].bytes_down
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"privacy__noise_multiplier": 1.0}, "the epsilon is computed for updates that count in"),
+        ({"secure__aggregation": "semi-honest"}, "masked updates are added in a ring"),
+        ({"aggregation__rule": "median"}, "compares updates coordinate by coordinate"),
+        (
+            {"plan__follow_noise_scale": True, "plan__accumulation_steps": None},
+            "the noise scale is estimated from the sum's norm",
+        ),
+        ({"simulation__compute": "fused"}, "each device encodes its own vector"),
+    ],
+)
+def test_settings_that_compression_does_not_go_with_are_refused(
+    tmp_path: Path, changes: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(SettingsError, match=text):
+        simulate(tmp_path / "out", compression__up="top-k", **changes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["bfloat16", "int8", "top-k", "random-k"])
+def test_devices_over_grpc_send_the_bits_that_simulated_devices_send(
+    tmp_path: Path, method: str
+) -> None:
+    simulate(tmp_path / "calls", compression__up=method)
+    simulate(tmp_path / "wire", compression__up=method, simulation__engine="grpc")
+    assert torch.equal(model(tmp_path / "calls"), model(tmp_path / "wire"))
