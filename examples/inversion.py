@@ -55,16 +55,19 @@ def main() -> None:
     """Attack each case, print the errors and draw the picture."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", default="inversion.png", help="the picture (default: %(default)s)")
-    out = parser.parse_args().out
+    parser.add_argument(
+        "--steps", type=int, default=STEPS, help="of each search (default: %(default)s)"
+    )
+    arguments = parser.parse_args()
     torch.set_num_threads(1)
-    found = cases()
+    found = cases(arguments.steps)
     for case in found:
         print(f"{case.title:<34} {case.error:.3f}")
-    draw(found, out)
-    print(f"picture: {out}")
+    draw(found, arguments.out)
+    print(f"picture: {arguments.out}")
 
 
-def cases() -> list[Case]:
+def cases(steps: int = STEPS) -> list[Case]:
     """Return the attack's result for each view of the first images of the digits."""
     task = Digits()
     torch.manual_seed(0)
@@ -74,7 +77,7 @@ def cases() -> list[Case]:
 
     def case(title: str, num_images: int, view: Tensor) -> Case:
         own = images[:num_images]
-        found = invert(model, view, labels[:num_images])
+        found = invert(model, view, labels[:num_images], steps)
         return Case(title, own, *nearest(own, found))
 
     def update(start: int, end: int) -> Tensor:
@@ -98,19 +101,21 @@ def gradient_sum(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
     return nn.utils.parameters_to_vector(gradients)
 
 
-def invert(model: nn.Module, view: Tensor, labels: Tensor) -> Tensor:
+def invert(model: nn.Module, view: Tensor, labels: Tensor, steps: int) -> Tensor:
     """Return images [K, 64] whose sum of gradients is nearest to the view [P]."""
-    attempts = [_descend(model, view, labels, seed=seed) for seed in range(STARTS)]
+    attempts = [_descend(model, view, labels, steps, seed=seed) for seed in range(STARTS)]
     return min(attempts, key=lambda attempt: attempt[0])[1]
 
 
-def _descend(model: nn.Module, view: Tensor, labels: Tensor, *, seed: int) -> tuple[float, Tensor]:
+def _descend(
+    model: nn.Module, view: Tensor, labels: Tensor, steps: int, *, seed: int
+) -> tuple[float, Tensor]:
     random = torch.Generator().manual_seed(seed)
     images = torch.rand(len(labels), 64, generator=random, dtype=torch.float64).requires_grad_()
     optimizer = torch.optim.Adam([images], lr=0.05)
     scale = view.square().sum()
     loss = torch.tensor(0.0)
-    for _ in range(STEPS):
+    for _ in range(steps):
         loss = (gradient_sum(model, images, labels) - view).square().sum() / scale
         (images.grad,) = torch.autograd.grad(loss, [images])
         optimizer.step()

@@ -17,15 +17,34 @@ from typing import Self
 # Like the scripts that pip writes it lies in the environment's ``bin``, which Python looks through
 # in place of the working folder. A sweep's workers import it again, under another name.
 PROGRAM = """
-import json, os, sys
+import gc, json, os, runpy, sys
 from importlib.metadata import entry_points
+from types import ModuleType
+
+
+def become(scripts, words):
+    if words[0] != "python":
+        sys.argv = words
+        sys.exit(scripts[words[0]].load()())
+    _, flag, program, *sys.argv[1:] = words
+    sys.path[0] = os.getcwd()
+    if flag == "-m":
+        runpy.run_module(program, run_name="__main__", alter_sys=True)
+    else:
+        sys.argv[0], sys.modules["__main__"] = flag, ModuleType("__main__")
+        exec(program, vars(sys.modules["__main__"]))
+    sys.exit()
 
 
 def main():
     os.environ["GRPC_VERBOSITY"] = "NONE"  # as the commands set it before they import grpc
-    import headwater.simulation.run, matplotlib.figure, sklearn.datasets
-    import tensorboard.summary.writer.event_file_writer
+    os.environ["HF_HUB_OFFLINE"] = "1"  # as the examples set it before they import transformers
+    import headwater.simulation.run, matplotlib.backends.backend_agg, matplotlib.figure, peft
+    import sklearn.datasets, tensorboard.summary.writer.event_file_writer
+    import torch.fx.experimental.symbolic_shapes
 
+    del os.environ["HF_HUB_OFFLINE"]
+    gc.freeze()
     scripts = {script.name: script for script in entry_points(group="console_scripts")}
     for line in sys.stdin:
         words, folder, log = json.loads(line)
@@ -35,8 +54,7 @@ def main():
             nothing, printed = os.open(os.devnull, os.O_RDONLY), os.open(log, os.O_WRONLY)
             for number, descriptor in enumerate((nothing, printed, printed)):
                 os.dup2(descriptor, number)
-            sys.argv = words
-            sys.exit(scripts[words[0]].load()())
+            become(scripts, words)
         print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 
 
@@ -86,17 +104,6 @@ class InstalledCommands:
 
     def run(self, command: str, folder: Path) -> Ended:
         """Run a line of a shell in a folder, to its end."""
-        if not command.startswith("headwater-"):
-            done = subprocess.run(
-                command,
-                shell=True,
-                cwd=folder,
-                env=self._environment,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-            return Ended(status=done.returncode, text=done.stdout)
         self._log.write_text("")
         request = json.dumps([self._words(command, folder), str(folder), str(self._log)])
         assert self._process.stdin is not None

@@ -18,6 +18,13 @@ COMMAND = re.compile(
     r"^ {4,}((?:headwater-simulate|headwater-client check|python -m headwater[.]|python -c ).*)$",
     re.M,
 )
+# What is added to the commands that match, so that each does little: a later flag holds.
+SHORTER = {
+    r"headwater-simulate": "--rounds 1",
+    r"headwater-simulate sweep": "--seeds 0 --jobs 1",
+    r"headwater-simulate(?!.*--tokens-per).*(causal_lm|image_|text_)": "--effective-batch-size 32",
+    r"python -m headwater[.]examples[.]inversion": "--steps 3",
+}
 # The files of a user's own that the docs name, and do not show how to write.
 FILES = {
     "my_task.py": "from headwater.examples.digits import Digits as MyTask\n",
@@ -26,15 +33,11 @@ FILES = {
 
 
 def commands_of(source: Path) -> list[str]:
-    """Return the commands of a file, each on one line and with few rounds."""
+    """Return the commands of a file, each on one line and with little to do."""
     text = re.sub(r"\\\n\s*", "", source.read_text())
     found = [command.partition("  #")[0].rstrip() for command in COMMAND.findall(text)]
     return [
-        f"{command} --rounds 1 --seeds 0"
-        if command.startswith("headwater-simulate sweep")
-        else f"{command} --rounds 1"
-        if command.startswith("headwater-simulate")
-        else command
+        " ".join([command, *(more for kind, more in SHORTER.items() if re.match(kind, command))])
         for command in dict.fromkeys(found)
     ]
 
