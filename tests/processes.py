@@ -45,9 +45,17 @@ PRELOADED = [
     "headwater.simulation.run",
     "tensorboard.summary.writer.event_file_writer",
     "tensorboard.compat.proto.event_pb2",
+    "matplotlib.backends.backend_agg",
     "matplotlib.figure",
+    "numpy.random",
+    "headwater.client.cli",
+    "headwater.client.operations.display",
     "headwater.common.system.console",
     "headwater.common.transport.tls",
+    "headwater.server.cli",
+    "headwater.simulation.cli",
+    "tests.processes",
+    "tests.frozen_heap",
 ]
 
 TASK = """

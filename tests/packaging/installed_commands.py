@@ -74,11 +74,11 @@ class Ended:
 class InstalledCommands:
     """Runs the commands of one environment, until it is left."""
 
-    def __init__(self, bin_folder: Path) -> None:
-        program = bin_folder / "fork_commands.py"
+    def __init__(self, bin_folder: Path, log: Path) -> None:
+        program = bin_folder / f"fork_commands_{os.getpid()}.py"
         program.write_text(PROGRAM)
         environment = {key: it for key, it in os.environ.items() if key != "PYTHONPATH"}
-        self._log = bin_folder.parent / "command.log"
+        self._log = log
         self._environment = {
             **environment,
             "PATH": f"{bin_folder}{os.pathsep}{environment['PATH']}",

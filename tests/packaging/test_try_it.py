@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.packaging.installed_commands import InstalledCommands
-from tests.venvs import ROOT, build_wheel, install, make_venv
+from tests.venvs import ROOT
 
 SOURCES = [*sorted((ROOT / "examples").glob("*.py")), *sorted((ROOT / "docs").glob("*.md"))]
 # Alone on its line, indented as an example. A real client is not here: it waits for a server.
@@ -55,16 +55,16 @@ def test_every_example_has_a_command() -> None:
 
 
 @pytest.fixture(scope="module")
-def bin_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("installed")
-    found = make_venv(folder / "venv")
-    install(build_wheel(folder), found)
-    return found
+def bin_folder(wheel_folder: Path) -> Path:
+    return wheel_folder / "venv" / "bin"
 
 
 @pytest.fixture(scope="module")
-def commands(bin_folder: Path) -> Iterator[InstalledCommands]:
-    with InstalledCommands(bin_folder) as found:
+def commands(
+    bin_folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[InstalledCommands]:
+    log = tmp_path_factory.mktemp("commands") / "log"
+    with InstalledCommands(bin_folder, log) as found:
         yield found
 
 
